@@ -1,4 +1,4 @@
-"""The pages of the reference that the code writes: every command's --help, and the server's OpenAPI as tables."""
+"""Reference pages made from the code: every command's --help, and the server's OpenAPI as tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WIDTH = 100  # characters of a terminal
 
 
 def written_by_code(_app: object, page: str, source: list[str]) -> None:
-    """For Sphinx's source-read: what the code says of itself follows what is written on the page."""
+    """Handler of Sphinx's source-read: append the generated part of a page."""
     if page in PAGES:
         source[0] += "\n" + "\n".join(PAGES[page]())
 
@@ -25,7 +25,7 @@ def written_by_code(_app: object, page: str, source: list[str]) -> None:
 
 
 def command_line() -> Iterator[str]:
-    """A section for every command, with what --help says."""
+    """Markdown lines: a section for every command with its --help."""
     for words in _commands(get_command(cli), ()):
         shown = CliRunner().invoke(
             cli, [*words, "--help"], prog_name="paceline", env={"COLUMNS": str(WIDTH), "NO_COLOR": "1", "TERM": "dumb"}
@@ -46,7 +46,7 @@ def _commands(command: Any, words: tuple[str, ...]) -> Iterator[tuple[str, ...]]
 
 
 def http() -> Iterator[str]:
-    """A section for every path, then one for every kind of document that is sent or comes back."""
+    """Markdown lines: a section for every path, then one for every document that is sent or returned."""
     from paceline.server.app import make_app
 
     def nothing() -> Any:
@@ -76,11 +76,12 @@ def _bodies(said: dict[str, Any]) -> Iterator[str]:
 def _fields(schema: dict[str, Any]) -> Iterator[str]:
     if "properties" not in schema:
         return
-    yield from ("| field | type | if left out |", "| --- | --- | --- |")
+    yield from ("| field | type | if left out | meaning |", "| --- | --- | --- | --- |")
     needed = schema.get("required", ())
     for name, field in schema["properties"].items():
         left_out = "refused" if name in needed else f"`{field['default']!r}`" if "default" in field else ""
-        yield f"| `{name}` | {_kind(field)} | {left_out} |"
+        meaning = field.get("description", "").replace("|", "\\|")
+        yield f"| `{name}` | {_kind(field)} | {left_out} | {meaning} |"
     yield ""
 
 
@@ -95,7 +96,7 @@ _LIMITS = {
 
 
 def _kind(schema: dict[str, Any]) -> str:
-    """A type in words, with its limits: "integer, at least 1"."""
+    """A JSON schema's type in words, with its limits: "integer, at least 1"."""
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return f"[{name}](#{name.lower()})"
@@ -119,7 +120,7 @@ _BETWEEN = re.compile(rf"(?<=\.) (?={_FIELD.pattern})")
 
 
 def readable(_app: object, _what: str, _name: str, _object: object, _options: object, lines: list[str]) -> None:
-    """For Sphinx's autodoc-process-docstring: lines like "name: what it is" become a list."""
+    """Handler of Sphinx's autodoc-process-docstring: lines like "name: description" become a list."""
     made: list[str] = []
     for line in _BETWEEN.sub("\n", "\n".join(lines)).split("\n"):
         found = _FIELD.match(line)

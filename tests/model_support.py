@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from paceline.core.cache import KVCache
 from paceline.kernels.attention.reference import ReferenceAttention
-from paceline.models.base import Model, Streams
+from paceline.models.base import HiddenStates, Model
 
 VOCABULARY = 61
 
@@ -127,9 +127,11 @@ class Runner:
 
     def __call__(self, tokens: Tensor, positions: Tensor, first_row: int = 0) -> Tensor:
         """tokens, positions [B, L] -> logits [B, L, V]."""
-        return self.model.logits(self.streams(tokens, positions, first_row).hidden)
+        return self.model.logits(self.hidden_states(tokens, positions, first_row).hidden)
 
-    def streams(self, tokens: Tensor, positions: Tensor, first_row: int = 0, taps: Sequence[int] = ()) -> Streams:
+    def hidden_states(
+        self, tokens: Tensor, positions: Tensor, first_row: int = 0, taps: Sequence[int] = ()
+    ) -> HiddenStates:
         backend, rows = ReferenceAttention(), slice(first_row, first_row + len(tokens))
         longest = min(int(positions.max()) + 1, self.cache.positions)
         plan, index = backend.plan(positions, longest), self.cache.write_index(first_row, positions)
@@ -142,7 +144,7 @@ class Runner:
             keys, values = self.cache.keys[layer, rows], self.cache.values[layer, rows]
             return backend.attend(q, keys, values, plan, scale=scale, window=window)
 
-        return self.model.streams(tokens, positions, attend, taps)
+        return self.model.hidden_states(tokens, positions, attend, taps)
 
 
 def ragged_error(model: Model, expected: Callable[[Tensor], Tensor]) -> float:

@@ -1,4 +1,4 @@
-"""A live server: a small random model, every byte a token, behind uvicorn in a thread."""
+"""A live server for tests: a small random model with one token per byte, behind uvicorn in a thread."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def save_model(path: Path) -> str:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,  # as the native kernels want it
+        head_dim=16,  # the native kernels require it
         max_position_embeddings=512,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
-        initializer_range=0.5,  # far from flat: greedy answers have no near-ties
+        initializer_range=0.5,  # far from uniform, so that greedy decoding has no near-ties
     )
     LlamaForCausalLM(config).save_pretrained(path)
     tokenizer.save_pretrained(path)
@@ -60,14 +60,14 @@ def save_model(path: Path) -> str:
 
 
 def load(model: str, **options: Any) -> LLM:
-    torch.set_num_threads(1)  # tiny tensors
+    torch.set_num_threads(1)  # the tensors are tiny
     plain = {"dtype": "float32", "attention": "padded", "device": "cpu", "drafter": "ngram", "max_batch_size": 4}
     return LLM(model, **{"num_speculative_tokens": 4} | plain | options)  # type: ignore[arg-type]
 
 
 @contextmanager
 def asking(url: str, path: str, body: Any) -> Iterator[None]:
-    """A client has asked and waits; it hangs up when the block is left."""
+    """Send a request and wait in the background; leaving the block disconnects."""
     content = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     host, port = url.removeprefix("http://").split(":")
@@ -78,7 +78,7 @@ def asking(url: str, path: str, body: Any) -> Iterator[None]:
 
 @dataclass
 class Live:
-    """A server that runs, and the means to look into it."""
+    """A running server and access to its state."""
 
     url: str
     context: Context
@@ -94,7 +94,7 @@ class Live:
         return client.get(self.url + path, **options)
 
     def metric(self, name: str) -> float:
-        """The sum of a metric's values over its labels."""
+        """Sum of a metric's values over its labels."""
         lines = re.findall(rf"^paceline:{name}(?:{{.*}})? (\S+)$", self.get("/metrics").text, re.MULTILINE)
         return sum(map(float, lines))
 
@@ -103,7 +103,7 @@ class Live:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """The engine does nothing meanwhile: whatever is asked of it waits, and is taken at once afterwards."""
+        """Pause the engine for the block. Requests queue meanwhile and are all taken at once afterwards."""
         begun, release = threading.Event(), threading.Event()
 
         def hold() -> None:
@@ -119,11 +119,14 @@ class Live:
 
     @property
     def waiting(self) -> int:
-        """Commands that the engine has not taken: while it is held, one for every prompt."""
+        """Commands that the engine has not taken yet; while it is paused, one per prompt."""
         return len(self.context.service._inbox.commands)
 
     def wait_until_idle(self) -> None:
-        """Until nothing of any request is left. The engine's thread clears its queues one by one: wait for the last."""
+        """Wait until nothing of any request is left.
+
+        The engine clears its queues one by one: this waits for the last.
+        """
         engine, service = self.context.llm.engine, self.context.service
         wait_until(
             lambda: (

@@ -222,7 +222,7 @@ def test_what_is_no_list_of_documents_is_refused_by_name(documents: Any) -> None
 
 @pytest.mark.parametrize("params", [{"n": 1}, "greedy", 5, [{}], [None, GREEDY]], ids=repr)
 def test_what_are_no_parameters_is_refused_by_name(llm: LLM, params: Any) -> None:
-    with pytest.raises(ParameterError, match=r"^params=.*(from_mapping|one a prompt)"):
+    with pytest.raises(ParameterError, match=r"^params=.*(from_mapping|one per prompt)"):
         llm.generate([[1]], params, use_tqdm=False)
 
 
@@ -740,7 +740,7 @@ def test_a_terminal_sees_what_takes_its_time(
 
 
 def test_a_directory_that_is_no_models_is_refused_by_what_it_lacks(tmp_path: Path) -> None:
-    with pytest.raises(ModelFormatError, match=r"no config\.json: it is no model directory"):
+    with pytest.raises(ModelFormatError, match=r"no config\.json, so it is not a Hugging Face model directory"):
         LLM(tmp_path)
     (tmp_path / "little.gguf").touch()
     with pytest.raises(ModelFormatError, match=r"no config\.json.*may be .*little\.gguf"):

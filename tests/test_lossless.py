@@ -417,7 +417,7 @@ def test_a_head_of_torchs_reads_the_streams_of_the_kernels_and_changes_nothing(
     engine = make_engine(target, head, eos=EOS, **options)
     engine.parts.policy = RandomLength(seed=4)
     assert answers(run(engine, PROMPTS, MIXED)) == plain("native", "mixed")
-    assert "rounds by the host (the drafter reads the target's streams)" in engine.describe()
+    assert "rounds by the host (the drafter reads the target's hidden states)" in engine.describe()
 
 
 @needs_kernels
@@ -428,7 +428,7 @@ def test_the_description_tells_whose_guesses_the_host_judges(drafter: str, rule:
     played = count_native_rounds(engine)
     run(engine, PROMPTS, [SamplingParams(seed=seed, max_tokens=8) for seed in range(len(PROMPTS))])
     assert engine.describe().count("rounds by the kernels") == 1
-    assert bool(played["by the host"]) == ("(part by part: guesses drawn by a law of their own)" in engine.describe())
+    assert bool(played["by the host"]) == ("(step by step: draft tokens with probabilities)" in engine.describe())
 
 
 @needs_kernels
@@ -442,13 +442,13 @@ def count_native_rounds(engine: Engine) -> Counter[str]:
     """How many rounds who played, as they are played."""
     runner, played = engine.parts.native, Counter[str]()
     assert runner is not None
-    suits = runner.suits
+    suits = runner.can_run
 
     def counted(rule: acceptance.AcceptanceRule, draft: Draft) -> bool:
         played["natively" if suits(rule, draft) else "by the host"] += 1
         return suits(rule, draft)
 
-    runner.suits = counted  # type: ignore[method-assign]
+    runner.can_run = counted  # type: ignore[method-assign]
     return played
 
 
@@ -789,7 +789,7 @@ def test_the_device_ranks_alone(length: int | str, monkeypatch: pytest.MonkeyPat
     engine = speculative_engine(
         "toy", drafter, 4 if length == 0 else length, "mixed", rounds="device", attention="padded"
     )
-    monkeypatch.setattr(engine, "_play_on_host", lambda: pytest.fail("a round was taken off the device"))
+    monkeypatch.setattr(engine, "_run_on_host", lambda: pytest.fail("a round was taken off the device"))
     outputs = run(engine, prompts, params)
     for output, host in zip(outputs, expected, strict=True):
         assert [answer.token_ids for answer in output.outputs] == [answer.token_ids for answer in host.outputs]
@@ -953,7 +953,7 @@ def test_a_cache_that_does_not_keep_the_path_fails_these_tests(monkeypatch: pyte
 
 def count_siblings(engine: Engine) -> Counter[str]:
     """Rounds of rows, by what they kept: of a tree's paths the one that its first draft tokens make, or another."""
-    play, kept = engine.parts.play, Counter[str]()
+    play, kept = engine.parts.verify_and_commit, Counter[str]()
 
     def counted(batch: Batch, draft: Draft) -> Verdict:
         verdict = play(batch, draft)
@@ -963,7 +963,7 @@ def count_siblings(engine: Engine) -> Counter[str]:
         kept["trees"] += draft.parents is not None
         return verdict
 
-    engine.parts.play = counted  # type: ignore[method-assign]
+    engine.parts.verify_and_commit = counted  # type: ignore[method-assign]
     return kept
 
 

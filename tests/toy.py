@@ -27,7 +27,7 @@ from paceline.engine.engine import Engine, Models, Request
 from paceline.kernels.attention.base import Attend
 from paceline.kernels.attention.reference import ReferenceAttention
 from paceline.lengths.base import LengthPolicy
-from paceline.models.base import Model, Streams
+from paceline.models.base import HiddenStates, Model
 from paceline.models.decoder import Decoder
 from paceline.models.native import NativeModel
 
@@ -73,7 +73,9 @@ class ToyModel:
         mixed = (tokens[:, None, :, None] + 3) * (positions[:, None, :, None] + 7) * (place + 11 * layer) * 2654435761
         return ((mixed >> 13) % 16).float()
 
-    def streams(self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int] = ()) -> Streams:
+    def hidden_states(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int] = ()
+    ) -> HiddenStates:
         rows, length = tokens.shape
         total = torch.zeros(rows, self.HEADS, length, self.head_dim, dtype=torch.float32)
         nothing = torch.zeros_like(total[:, : self.kv_heads])
@@ -81,7 +83,7 @@ class ToyModel:
             out = attend(layer, torch.zeros_like(total), nothing, self._code(layer, tokens, positions))
             sums = (out * (positions + 1)[:, None, :, None]).round()
             total += (layer + 1) * sums
-        return Streams(total.transpose(1, 2).reshape(rows, length, -1), self._features(tokens, positions, taps))
+        return HiddenStates(total.transpose(1, 2).reshape(rows, length, -1), self._features(tokens, positions, taps))
 
     def _features(self, tokens: Tensor, positions: Tensor, taps: Sequence[int]) -> Tensor | None:
         """[B, L, taps, G x D], of the token and its position."""
@@ -104,7 +106,7 @@ class FlatToy(ToyModel):
     kernels = "toy"
     quantization = None
 
-    def forward(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> Streams:
+    def forward(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> HiddenStates:
         tokens, rows, positions = (given[nodes.read :] for given in nodes[:3])
         slots, all_seen = self._slots(nodes)[nodes.read :], seen_by(nodes)[nodes.read :]
         seen = [torch.tensor([*range(text), *tail]).clamp(max=cache.positions) for text, tail in all_seen]
@@ -117,7 +119,7 @@ class FlatToy(ToyModel):
                 sums = cache.values[layer, row][:, seen[i]].sum(1)
                 total[i] += (layer + 1) * sums.repeat_interleave(self.HEADS // self.kv_heads, 0)
         features = self._features(tokens[None], positions[None], taps)
-        return Streams(total.reshape(len(tokens), -1), None if features is None else features[0])
+        return HiddenStates(total.reshape(len(tokens), -1), None if features is None else features[0])
 
     def fill(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> Tensor | None:
         return self.forward(nodes, cache, taps).features

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from paceline.config import SamplingParams
 from paceline.core.batch import Batch, RowStart
-from paceline.engine.device_round import DeviceRound, Rule
+from paceline.engine.device_round import DeviceAcceptance, DeviceRound
 from paceline.errors import PacelineError
 from paceline.kernels.attention import make_backend
 from paceline.kernels.gpu.graphs import Graphs, Ticket
@@ -70,7 +70,7 @@ class Stage:
         self.batch = Batch(setting.rows, positions, target.vocab_size, self.device)
         self._fill(target.vocab_size)
         self._capture = capture and setting.attention != "split"  # split attention needs sizes from the host
-        rule = Rule(synthetic=setting.rate)
+        rule = DeviceAcceptance(synthetic=setting.rate)
         self.round = DeviceRound(self.target, self._draft, self.batch, rule, capture=self._capture)
 
     def _decoder(self, model: Transformer, positions: int, vocab_size: int) -> Decoder:
@@ -90,7 +90,7 @@ class Stage:
 
     def _begin_anew(self) -> None:
         self.batch.length.fill_(self.setting.context)
-        self._draft.seen.fill_(self.setting.context - 1)
+        self._draft.num_computed_tokens.fill_(self.setting.context - 1)
         self._synchronise()
 
     def _synchronise(self) -> None:
@@ -116,7 +116,7 @@ class Stage:
         return time.perf_counter() - began, lines
 
     def _play(self, k: int) -> Ticket:
-        return self.round.play(self.setting.rows, k, self.longest - k)
+        return self.round.run(self.setting.rows, k, self.longest - k)
 
     def run(self, k: int, effort: Effort) -> TimedRounds:
         """Time rounds with k draft tokens; capture and warm-up are not counted."""

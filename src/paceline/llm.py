@@ -49,11 +49,10 @@ from paceline.core.processors import processed_row
 from paceline.core.rows import Constraint
 from paceline.drafters.heads.decoder import HeadModel
 from paceline.drafters.heads.loading import find_head, load_head_for
-from paceline.engine.calls import Call, Made, OnError, check_params, fields_of
+from paceline.engine.calls import CallArguments, Made, OnError, check_params, fields_of
 from paceline.engine.engine import Engine, Models, Request
-from paceline.engine.scoring import Text
-from paceline.engine.sharing import Call as EngineCall
-from paceline.engine.sharing import SharedEngine
+from paceline.engine.scoring import ScoredText
+from paceline.engine.sharing import SharedCall, SharedEngine
 from paceline.errors import EmptyPromptError, PacelineError, ParameterError
 from paceline.models.base import AnyModel
 from paceline.models.boundary import Source, is_loaded, name_of
@@ -62,7 +61,7 @@ from paceline.models.loading import check_source, eos_token_ids, load_model
 from paceline.models.native import NativeModel
 from paceline.models.packed_file import find_packed
 from paceline.models.prepare import prepare
-from paceline.models.shares import Share
+from paceline.models.shares import ModelShard
 from paceline.models.tokenizer import Detokenizer, Tokenizer, check_same_vocabulary
 from paceline.structured import Grammars
 
@@ -187,7 +186,7 @@ class LLM:
         decoded, and the error names it: "prompts[3]: ...". With "skip" the others are served: the result in its place
         has one answer without tokens, finish_reason "error" and the ``error``.
         """
-        call = Call(params, references, on_error)
+        call = CallArguments(params, references, on_error)
         return self._run(self._made(as_prompts("prompts", prompts), call), use_tqdm, on_finished)
 
     def chat(
@@ -207,7 +206,10 @@ class LLM:
         A message's content is a text, or a list of text parts: {"type": "text", "text": ...}.
         add_generation_prompt, chat_template_kwargs: as ``tokens_of_chat`` has them.
         """
-        call, fields = Call(params, references, on_error), fields_of(chat_template_kwargs, add_generation_prompt)
+        call, fields = (
+            CallArguments(params, references, on_error),
+            fields_of(chat_template_kwargs, add_generation_prompt),
+        )
 
         def read(conversation: Sequence[Message]) -> list[int]:
             return self._need_tokenizer("chat").chat(conversation, fields)
@@ -241,7 +243,7 @@ class LLM:
         The last time that a request is yielded it is finished, and its answers are in the order of their rank, if they
         are ranked: until then they are all there, in the order of sampling. Leaving the iterator ends what is not.
         """
-        made = self._made(as_prompts("prompts", prompts), Call(params, references, on_error))
+        made = self._made(as_prompts("prompts", prompts), CallArguments(params, references, on_error))
         yield from (each for each in made if isinstance(each, RequestOutput))
         with self._begun(made, use_tqdm=False, final=False) as call:
             yield from call
@@ -274,11 +276,11 @@ class LLM:
     def _scores(self, texts: Sequence[tuple[list[int], int]], use_tqdm: bool) -> list[Score]:
         """texts: tokens, and which is the first that is scored."""
         scope = self.engine.scope_of(SamplingParams())
-        scored = [Text(tokens, scope=scope, first=first) for tokens, first in texts]
+        scored = [ScoredText(tokens, scope=scope, first=first) for tokens, first in texts]
         self._read(scored, "continuations", use_tqdm)
         return [_score(text.logprobs) for text in scored]
 
-    def _read(self, scored: Sequence[Text], what: str, use_tqdm: bool) -> None:
+    def _read(self, scored: Sequence[ScoredText], what: str, use_tqdm: bool) -> None:
         """Score texts, those that begin alike one after the other."""
         neighbours = sorted(scored, key=lambda text: list(text.token_ids))
         try:
@@ -296,10 +298,10 @@ class LLM:
 
     def _read_prompts(self, requests: Sequence[Request], use_tqdm: bool) -> None:
         """The log-probabilities of those prompts that ask for them."""
-        texts: list[tuple[Request, Text]] = []
+        texts: list[tuple[Request, ScoredText]] = []
         for request in requests:
             if (top := request.params.prompt_logprobs) is not None:
-                text = Text(request.prompt_token_ids, top=top, scope=self.engine.scope_of(request.params))
+                text = ScoredText(request.prompt_token_ids, top=top, scope=self.engine.scope_of(request.params))
                 texts.append((request, text))
         self._read([text for _, text in texts if not text.finished], "prompts", use_tqdm and bool(texts))
         for request, text in texts:
@@ -368,14 +370,16 @@ class LLM:
         return [each if isinstance(each, RequestOutput) else next(served) for each in made]
 
     @contextmanager
-    def _begun(self, made: Sequence[Made], *, use_tqdm: bool, final: bool) -> Iterator[EngineCall]:
+    def _begun(self, made: Sequence[Made], *, use_tqdm: bool, final: bool) -> Iterator[SharedCall]:
         """The requests in the engine, behind the log-probabilities of their prompts."""
         requests = [each for each in made if isinstance(each, Request)]
         self._read_prompts(requests, use_tqdm)
         with self._share().begin(requests, final=final) as call:
             yield call
 
-    def _made(self, entries: Sequence[Any], call: Call, read: Callable[[Any], Prompt] = _as_prompt) -> list[Made]:
+    def _made(
+        self, entries: Sequence[Any], call: CallArguments, read: Callable[[Any], Prompt] = _as_prompt
+    ) -> list[Made]:
         """read: makes a prompt of an entry."""
 
         def make(entry: Any, params: SamplingParams, references: Sequence[Prompt]) -> Request:
@@ -511,7 +515,7 @@ def _load_target(source: ModelSource, config: EngineConfig, begin: Begin) -> Any
         return _load(source, config, _dtype(config), config.quantization, begin)
     from paceline.models.parallel.launch import lead
 
-    device, share = resolve_device(config.device), Share(0, config.tensor_parallel)
+    device, share = resolve_device(config.device), ModelShard(0, config.tensor_parallel)
     threads = config.threads or threads_of_each(share.ranks)
     return lead(source, share, _dtype(config), device, threads)
 

@@ -109,12 +109,12 @@ def test_all_kinds_of_cells_are_measured() -> None:
 
 @pytest.mark.usefixtures("nothing_interpreted")
 def test_a_failing_cell_reports_its_error_and_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Stage.run
+    time_rounds = Stage.run
 
     def broken(stage: Stage, k: int, effort: Effort) -> Any:
         if k == 2 and stage.setting.attention == "padded":
             raise torch.OutOfMemoryError("no more memory\nat all")
-        return run(stage, k, effort)
+        return time_rounds(stage, k, effort)
 
     monkeypatch.setattr(Stage, "run", broken)
     monkeypatch.setattr(gpu, "auto_over_plain", lambda *_: (_ for _ in ()).throw(ValueError("no engine")))

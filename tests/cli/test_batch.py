@@ -20,7 +20,7 @@ import pytest
 from paceline.errors import PacelineError, ParameterError
 from paceline.server.batch.lines import count_lines, lines_of, seed_of
 from paceline.server.batch.output import OutputFile
-from paceline.server.batch.window import Outcome, Scribe, play_all
+from paceline.server.batch.window import LineResult, LineWriter, run_all
 from polling import wait_until
 
 ENGINE = ("--dtype", "float32", "--max-batch-size", "4", "--threads", "1", "--served-model-name", "tiny", "--quiet")
@@ -125,11 +125,11 @@ def test_what_was_written_at_any_byte_is_gone_on_with(paceline: Any, tiny: str, 
 
 
 HOSTILE: dict[str, tuple[bytes, str]] = {
-    "no JSON": (b"{custom_id: 1}", "not JSON"),
+    "no JSON": (b"{custom_id: 1}", "not valid JSON"),
     "no object": (b"[1, 2]", "line 2: body"),
     "nothing in it": (b"{}", "custom_id: Field required"),
-    "no text": (b'{"custom_id": "\xff\xfe"}', "not JSON"),
-    "not a number": (b'{"custom_id": "x", "method": NaN}', "not JSON"),
+    "no text": (b'{"custom_id": "\xff\xfe"}', "not valid JSON"),
+    "not a number": (b'{"custom_id": "x", "method": NaN}', "not valid JSON"),
     "deep": (b"[" * 30000 + b"]" * 30000, "line 2"),
     "long": (b'"' + b"x" * (5 * 2**20) + b'"', "line 2 is longer than 4194304 bytes"),
     "many parts": (b"[" + b"{}," * 40000 + b"{}]", "too many parts"),
@@ -139,13 +139,13 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "another url": (json.dumps(completion("x", "y") | {"url": "/v1/embeddings"}).encode(), "url: Input should be"),
     "a list as body": (json.dumps(completion("x", "y") | {"body": []}).encode(), "body: Input should be"),
     "more than that": (json.dumps(completion("x", "y") | {"extra": 1}).encode(), "unknown field 'extra'"),
-    "twice": (json.dumps(completion("good", "y")).encode(), "a line before has the custom_id 'good'"),
-    "half a character": (rb'{"custom_id": "\ud800"}', "not JSON"),
+    "twice": (json.dumps(completion("good", "y")).encode(), "an earlier line has the custom_id 'good'"),
+    "half a character": (rb'{"custom_id": "\ud800"}', "not valid JSON"),
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown field": (completion("x", "y", temprature=1), "unknown field 'temprature'"),
     "out of range": (completion("x", "y", top_p=2), "top_p"),
-    "as a stream": (completion("x", "y", stream=True), "leave stream out"),
+    "as a stream": (completion("x", "y", stream=True), "remove stream"),
     "another model": (completion("x", "y", model="gpt"), "'gpt' does not exist"),
     "too long": (completion("x", "y" * 600), "600 tokens"),
     "no messages": (chat("x", "y", messages=[]), "messages"),
@@ -156,7 +156,7 @@ PLAIN: dict[str, tuple[dict[str, Any], str]] = {
     "unknown key": ({"prompt": "x", "temprature": 1}, "temprature=1"),
     "no content": ({"messages": [{"role": "user"}]}, "role and content"),
     "a name that is none": ({"prompt": "x", "custom_id": []}, '"custom_id" is a string'),
-    "a name again": ({"prompt": "x", "custom_id": "good"}, "a line before"),
+    "a name again": ({"prompt": "x", "custom_id": "good"}, "an earlier line"),
     "no such token": ({"prompt": [100000]}, "100000"),
     "too long": ({"prompt": "x" * 600}, "600"),
     "huge number": ({"prompt": "x", "seed": 10**400}, "seed"),
@@ -241,7 +241,7 @@ def test_other_settings_and_other_lines_are_not_gone_on_with(paceline: Any, tiny
     assert "--resume: temperature=0.5 is not allowed: 1.0, with which out was begun" in other
     assert paceline(*job, *ENGINE, "--resume").exit_code == 0, "the seed is kept"
     write(source, [completion("a", "x"), completion("b", "z")])
-    assert "line 2 is another one now" in paceline(*job, *SEEDED, "--resume").stderr
+    assert "line 2 has changed" in paceline(*job, *SEEDED, "--resume").stderr
     write(source, [completion("a", "x"), completion("b", "y"), completion("c", "more")])
     assert paceline(*job, *SEEDED, "--resume").exit_code == 0
     assert sorted(texts(output)) == ["a", "b", "c"]
@@ -279,7 +279,7 @@ def test_a_file_has_one_writer_and_holds_answers_alone(tmp_path: Path) -> None:
         OutputFile("OUTPUT", tmp_path / "out")
     for line in ("[]", "{}", "x", '{"id": 5}', '{"id": "cmpl-1"}', '{"id": "batch_req_x_y"}'):
         (tmp_path / "other").write_text(line + "\n")
-        with pytest.raises(PacelineError, match="holds no answers"):
+        with pytest.raises(PacelineError, match="is not the output of a batch"):
             OutputFile("OUTPUT", tmp_path / "other")
         assert (tmp_path / "other").read_text() == line + "\n"
 
@@ -332,28 +332,28 @@ class Counted:
         for index in range(number):
             self.alive += 1
             self.most = max(self.most, self.alive)
-            yield self.Chore(self, index)
+            yield self.LineTask(self, index)
 
-    class Chore:
+    class LineTask:
         def __init__(self, owner: Counted, index: int) -> None:
             self.owner, self.index = owner, index
 
-        async def play(self) -> Outcome:
+        async def run(self) -> LineResult:
             for _ in range(self.owner.random.randrange(8)):
                 await asyncio.sleep(0)
-            return Outcome(str(self.index).encode(), False)
+            return LineResult(str(self.index).encode(), False)
 
 
 @pytest.mark.parametrize("in_order", [False, True])
 def test_no_more_lines_are_in_memory_than_the_window_has(in_order: bool) -> None:
     counted, written = Counted(), bytearray()
 
-    def tell(_: Outcome) -> None:
+    def tell(_: LineResult) -> None:
         counted.alive -= 1
 
     async def run() -> None:
-        scribe = Scribe(written.extend)
-        await play_all(counted.chores(500), scribe, window=8, in_order=in_order, tell=tell)
+        scribe = LineWriter(written.extend)
+        await run_all(counted.chores(500), scribe, window=8, in_order=in_order, on_result=tell)
 
     asyncio.run(run())
     numbers = [int(line) for line in bytes(written).split()]
@@ -367,21 +367,21 @@ def test_what_ends_the_batch_is_raised_as_it_is() -> None:
         yield Bad()
 
     class Bad:
-        async def play(self) -> Outcome:
+        async def run(self) -> LineResult:
             raise PacelineError("the disk is full")
 
     with pytest.raises(PacelineError, match="the disk is full"):
-        asyncio.run(play_all(chores(), Scribe(lambda _: None), window=2))
+        asyncio.run(run_all(chores(), LineWriter(lambda _: None), window=2))
 
 
 def test_no_answer_breaks_its_line_however_lines_are_told_apart() -> None:
     written = bytearray()
 
     async def run() -> None:
-        scribe = Scribe(written.extend)
+        scribe = LineWriter(written.extend)
         for text in ("a\x85b", "c\u2028d\u2029e", "é\u3000ß"):
             scribe.put(json.dumps(text, ensure_ascii=False).encode())
-        await scribe.settle()
+        await scribe.flush()
 
     asyncio.run(run())
     lines = written.decode().splitlines()

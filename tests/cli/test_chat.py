@@ -52,8 +52,8 @@ def test_notes_say_what_was_read_before(paceline: Any, tiny: str) -> None:
     stdin = "a first question that is long enough\nmore\n"
     result = paceline("chat", tiny, *options, stdin=stdin)
     assert ", prefixes reused" in result.stderr
-    assert result.stderr.count(" tokens read before") == 1, "the second turn's"
+    assert result.stderr.count(" tokens from the cache") == 1, "the second turn's"
     anew = paceline("chat", tiny, "--no-prefix-cache", *options, stdin=stdin)
-    assert ", prompts read anew (prefix_cache=False)" in anew.stderr
-    assert " tokens read before" not in anew.stderr
+    assert ", no prefix reuse (prefix_cache=False)" in anew.stderr
+    assert " tokens from the cache" not in anew.stderr
     assert anew.stdout == result.stdout

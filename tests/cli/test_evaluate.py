@@ -70,7 +70,7 @@ def test_one_run_writes_document_samples_journal_and_plot(paceline: Any, tiny: s
 def test_every_side_reads_the_prompt_itself(
     paceline: Any, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A budget counts from a request's arrival, so a configuration must not find the prompt read by the configuration before it."""
+    """The budget includes prefill, so no configuration may reuse a prompt that another one has computed."""
     copied = []
     generate = LLM.generate
 

@@ -8,19 +8,20 @@ from typing import Any
 import pytest
 
 from paceline.cli.options import EngineFlags
-from paceline.cli.serve import ServerFlags, with_json
+from paceline.cli.serve import with_json, with_keys
+from paceline.config import ServerConfig
 from paceline.errors import ParameterError
 
 
 @pytest.mark.parametrize(
     ("text", "drafter", "draft_model", "k"),
     [
-        ('{"method": "ngram", "num_speculative_tokens": 3}', "ngram", None, "3"),
-        ('{"model": "small", "num_speculative_tokens": 5}', "model", "small", "5"),
+        ('{"method": "ngram", "num_speculative_tokens": 3}', "ngram", None, 3),
+        ('{"model": "small", "num_speculative_tokens": 5}', "model", "small", 5),
         ('{"method": "draft_model", "model": "small"}', "model", "small", "auto"),
     ],
 )
-def test_speculation_as_vllm_spells_it(text: str, drafter: str, draft_model: str | None, k: str) -> None:
+def test_speculation_as_vllm_spells_it(text: str, drafter: str, draft_model: str | None, k: int | str) -> None:
     flags = with_json(EngineFlags(), text)
     assert (flags.drafter, flags.draft_model, flags.num_speculative_tokens) == (drafter, draft_model, k)
 
@@ -42,13 +43,13 @@ def test_speculation_that_is_not_ours_is_refused_by_name(text: str, says: str) -
 
 def test_a_drafter_is_spelled_once() -> None:
     with pytest.raises(ParameterError, match="without --drafter and --draft-model"):
-        with_json(EngineFlags(drafter="none"), '{"method": "ngram"}')
+        with_json(EngineFlags(drafter=None), '{"method": "ngram"}')
 
 
 def test_keys_come_from_flags_the_environment_and_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("PACELINE_API_KEYS", "two three")
     (tmp_path / "keys").write_text("\ufefffour\n", encoding="utf-8")  # as some editors do
-    config = ServerFlags(api_key=["one"], api_key_file=tmp_path / "keys").config()
+    config = with_keys(ServerConfig(api_keys=["one"]), tmp_path / "keys")
     assert config.api_keys == ("one", "two", "three", "four")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.cli.flags import from_flags
 from paceline.cli.options import EngineFlags
 from paceline.config import EngineConfig, SamplingParams, engine_config
 from paceline.config.registry import DRAFTERS, LENGTHS
@@ -97,9 +98,9 @@ def test_options_that_it_has_no_use_for_are_refused(options: Any, name: str) -> 
 
 @pytest.mark.usefixtures("sample")
 def test_the_command_line_takes_names_of_other_packages() -> None:
-    EngineFlags(drafter="echo", num_speculative_tokens="careful").check()
+    from_flags(EngineFlags, {"drafter": "echo", "num_speculative_tokens": "careful"}).check()
     with pytest.raises(ParameterError, match="drafter='ecco' is not allowed"):
-        EngineFlags(drafter="ecco").check()
+        from_flags(EngineFlags, {"drafter": "ecco"})
 
 
 @pytest.mark.usefixtures("sample")

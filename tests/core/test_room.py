@@ -17,7 +17,7 @@ from paceline.core.room import Filled
 from paceline.core.row_tables import GROWS
 from paceline.engine.engine import Engine, Request
 from paceline.engine.memory import plan_memory, row_bytes
-from paceline.engine.scoring import Text
+from paceline.engine.scoring import ScoredText
 from paceline.errors import CapacityError
 from toy import VOCAB, FlatToy, ToyModel, answers, make_engine, run
 
@@ -101,10 +101,10 @@ def test_a_row_begins_when_all_that_it_may_come_to_hold_fits_beside_the_others()
     each = engine.room.bytes_for(reach(400))
     fitting = engine.room.limit // each
     assert len(scheduler.running) + len(scheduler.prefilling) == fitting < ROWS
-    assert scheduler.promised == fitting * each
+    assert scheduler.reserved_bytes == fitting * each
     finish(engine)
     assert [output.outputs[0].finish_reason for output in outputs] == ["length"] * 8
-    assert scheduler.promised == 0
+    assert scheduler.reserved_bytes == 0
 
 
 def test_who_waits_for_memory_is_not_overtaken_by_those_who_need_less() -> None:
@@ -113,7 +113,7 @@ def test_who_waits_for_memory_is_not_overtaken_by_those_who_need_less() -> None:
     long, late = add(engine, LONGEST - 10, seed=1), add(engine, 5, seed=2)
     step(engine)
     assert first.outputs[0].token_ids
-    assert engine.scheduler.may_begin == 0
+    assert engine.scheduler.admissible == 0
     while not long.outputs[0].token_ids:
         assert not late.outputs[0].token_ids
         step(engine)
@@ -127,7 +127,7 @@ def test_who_asks_for_the_longest_answer_gets_the_whole_memory_and_no_more(wante
     params = SamplingParams(temperature=0, max_tokens=wanted)
     outputs = [add(engine, LONGEST - 5, params, seed) for seed in range(2)]
     step(engine)
-    assert [sequence.reach for sequence in engine.scheduler.prefilling] == [LONGEST]
+    assert [sequence.reserved_tokens for sequence in engine.scheduler.prefilling] == [LONGEST]
     finish(engine)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [5, 5]
 
@@ -167,7 +167,7 @@ def test_a_request_that_ends_early_leaves_its_memory_to_the_next() -> None:
     add(engine, 300, SamplingParams(temperature=0, max_tokens=10**6), request_id="gone")
     next_one = add(engine, 300, SamplingParams(temperature=0, max_tokens=10**6, stop_token_ids=tuple(range(VOCAB))))
     step(engine)
-    assert engine.scheduler.may_begin == 0
+    assert engine.scheduler.admissible == 0
     engine.abort("gone")
     step(engine)
     assert next_one.outputs[0].token_ids
@@ -254,7 +254,7 @@ def test_what_caches_hold_is_told_in_bytes(limited: bool) -> None:
     ended = engine.filled
     assert ended.rows == ended.share == 0
     assert of(300) + of(20) <= ended.prefixes <= of(reach(300)) + of(reach(20))
-    text = Text(prompt_of(600))
+    text = ScoredText(prompt_of(600))
     engine.scorer.add([text])
     while not text.finished:
         engine.score_some()

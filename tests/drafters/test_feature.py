@@ -79,7 +79,7 @@ class Recorder:
 def features_of(target: AnyModel, text: list[int], taps: Sequence[int]) -> list[Tensor]:
     """[taps, width] of each token, from one plain pass."""
     decoder, recorder = Decoder(target, ReferenceAttention(), 1, len(text)), Recorder(taps)
-    decoder.show(recorder)
+    decoder.attach_reader(recorder)
     decoder.forward(torch.tensor([text]), torch.zeros(1, dtype=torch.int64), len(text))
     return [recorder.shown[place] for place in range(len(text))]
 
@@ -208,7 +208,7 @@ def test_a_device_draws_what_an_independent_reading_says(
     engine = make_engine(target, head, drafter="feature", prefill_chunk=7, **device)
     engine.parts.policy = FixedLength(4) if rounds == "every round" else RandomLength(seed=3)
     assert engine._runner is not None
-    draft_token, compared = engine._runner._draft_token, Counter[str]()
+    draft_token, compared = engine._runner._draft_chain, Counter[str]()
 
     def check(state: RowState, before: Tensor, k: int, *rest: Any) -> Draft:
         found = draft_token(state, before, k, *rest)
@@ -223,7 +223,7 @@ def test_a_device_draws_what_an_independent_reading_says(
                 compared["draft tokens"] += count
         return found
 
-    engine._runner._draft_token = check  # type: ignore[method-assign]
+    engine._runner._draft_chain = check  # type: ignore[method-assign]
     run(engine, PROMPTS, PARAMS)
     assert compared["draft tokens"] > 100
     assert compared["short"] > 0

@@ -161,7 +161,7 @@ def test_a_row_has_the_same_bits_in_any_company_and_however_its_text_was_read(pa
     decoder.prefill_rows(batch, [0, 2], [9, 12], [20, 12])
     together = decoder.draft(batch, [4, 2, 1, 3], None, distributions=True)
     assert together.drafted == [4, 0, 1, 3]
-    assert decoder.seen.tolist() == [31, 1, 12, 2]
+    assert decoder.num_computed_tokens.tolist() == [31, 1, 12, 2]
     for row, which in enumerate(rows):
         if together.drafted[row]:
             own, sole = batch_of([which]), decoder_of(head, [which])
@@ -378,7 +378,7 @@ def test_a_round_with_a_head_is_two_native_calls_and_no_tensor_operator(
     while engine.scheduler.waiting or engine.scheduler.prefilling:
         engine.step()
     assert "rounds by the kernels" in engine.describe()
-    assert engine._goes_without_torch()
+    assert engine._skips_torch()
     calls = counted(monkeypatch)
     for _ in range(5):
         engine.step()
@@ -426,7 +426,7 @@ def test_where_a_head_runs_follows_its_target() -> None:
         prepare_head(half, "head", TAPS, tiny_llama(), "int8")
     small = tiny_feature_head(VOCAB, STREAM, TAPS, dim=4).bfloat16()
     assert isinstance(prepare_head(small, "head", TAPS, target), TorchHead)
-    with pytest.raises(ParameterError, match="heads of a multiple of 16"):
+    with pytest.raises(ParameterError, match="a head width that is a multiple of 16"):
         prepare_head(small, "head", TAPS, target, "int8")
 
 

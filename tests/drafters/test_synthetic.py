@@ -22,7 +22,7 @@ def test_guesses_are_kept_by_chance_whatever_they_are(rate: float, rounds: str) 
     each = sum(m.accepted for m in metrics) / sum(m.rounds for m in metrics)
     assert each == pytest.approx(rate + rate**2 + rate**3, abs=0.15)
     assert all(m.synthetic_acceptance == rate for m in metrics)
-    assert "a benchmark: guesses are kept by chance, the text means nothing" in engine.describe()
+    assert "a benchmark: draft tokens are accepted at random, so the text is meaningless" in engine.describe()
 
 
 def test_other_rules_leave_no_mark() -> None:

@@ -18,7 +18,7 @@ from batches import new_batch
 from engine.test_device_round import EOS, PARAMS, PROMPTS, engine_on
 from paceline.config import MAX_SPECULATION_LENGTH, SamplingParams
 from paceline.core.rows import NOTHING, StepFeatures
-from paceline.engine.device_round import MISSED, DeviceRound, Rule
+from paceline.engine.device_round import MISSED, DeviceAcceptance, DeviceRound
 from paceline.engine.engine import Engine
 from paceline.engine.pipeline import likely_lengths
 from paceline.kernels.attention import make_backend
@@ -40,7 +40,7 @@ CHATS = [replace(each, top_p=0.8) if place % 3 == 1 else each for place, each in
 
 
 class Practised:
-    """In place of a CUDA graph: replayed, the program runs again and its result goes where it went first."""
+    """Replaces a CUDA graph: a replay runs the program again and writes into the result of its first run."""
 
     def __init__(self, program: Program) -> None:
         self.program, self.result = program, program()
@@ -50,7 +50,7 @@ class Practised:
 
 
 class Machine:
-    """What captures took: each a second and a byte of ``memory``."""
+    """Counts captures: each takes a second and a byte of ``memory``."""
 
     def __init__(self) -> None:
         self.captures, self.memory = 0, 10**6
@@ -64,7 +64,7 @@ class Machine:
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """Rounds of the device are captured, in a time and with a memory that are known."""
+    """Capture rounds of the device with known time and memory."""
     made, begin = Machine(), Graphs.__init__
 
     def begin_capturing(graphs: Graphs, *given: Any, **more: Any) -> None:
@@ -86,7 +86,7 @@ def graphs_of(engine: Engine) -> Graphs:
 def runner(rows: int, positions: int = 96, draft: bool = True) -> DeviceRound:
     backend = make_backend("padded", torch.device("cpu"))
     target, drafting = (Decoder(ToyModel(max_positions=positions), backend, rows, positions, VOCAB) for _ in range(2))
-    return DeviceRound(target, drafting if draft else None, new_batch(rows, positions, VOCAB), Rule())
+    return DeviceRound(target, drafting if draft else None, new_batch(rows, positions, VOCAB), DeviceAcceptance())
 
 
 def likely(rounds: DeviceRound, policy: LengthPolicy) -> list[Hashable]:
@@ -96,25 +96,25 @@ def likely(rounds: DeviceRound, policy: LengthPolicy) -> list[Hashable]:
 # --- what comes first -------------------------------------------------------------------------------------------------
 
 
-def test_one_row_and_all_rows_come_first_and_every_length_has_its_turn_with_all_of_them() -> None:
+def test_one_row_and_all_rows_come_first_and_all_buckets_share_each_length() -> None:
     keys = likely(runner(5), FixedLength(2))
     lines = [(k, bucket, asks) for asks in (NOTHING, CUTS) for k in (2, 1, 0) for bucket in (1, 5, 2, 4)]
     assert keys == [(bucket, k, 97, asks) for k, bucket, asks in lines]
 
 
-def test_short_texts_come_first_where_attention_pays_for_the_longest() -> None:
+def test_short_spans_come_first_with_padded_attention() -> None:
     keys = likely(runner(1, positions=600), FixedLength(1))
     assert keys == [(1, k, span, asks) for span in (256, 512, 601) for asks in (NOTHING, CUTS) for k in (1, 0)]
 
 
-def test_a_draft_model_that_falls_behind_has_its_programs_before_rarer_requests() -> None:
+def test_catch_up_programs_come_before_rarer_requests() -> None:
     keys = likely(runner(2), LengthPolicy())
     rounds = [(bucket, k, 97) for k in range(MAX_SPECULATION_LENGTH + 1) for bucket in (1, 2)]
     missed = [("catch up", bucket, width, 97) for width in MISSED for bucket in (1, 2)]
     assert keys == [*((*each, NOTHING) for each in rounds), *missed, *((*each, CUTS) for each in rounds)]
 
 
-def test_without_guesses_there_are_plain_rounds_alone() -> None:
+def test_without_a_draft_model_only_plain_rounds_are_captured() -> None:
     assert likely(runner(1, draft=False), LengthPolicy()) == [(1, 0, 97, NOTHING), (1, 0, 97, CUTS)]
     assert likely(runner(1), FixedLength(0)) == [(1, 0, 97, NOTHING), (1, 0, 97, CUTS)]
 
@@ -128,7 +128,9 @@ def test_without_guesses_there_are_plain_rounds_alone() -> None:
         (AutoLength.__new__(AutoLength), [0, 1, 2, 3], LONGEST_AUTO),
     ],
 )
-def test_policies_tell_all_their_lengths_the_likeliest_first(policy: LengthPolicy, first: list[int], most: int) -> None:
+def test_all_lengths_of_a_policy_are_listed_the_likeliest_first(
+    policy: LengthPolicy, first: list[int], most: int
+) -> None:
     told = likely_lengths(policy, 8)
     assert told[: len(first)] == first
     assert sorted(told) == list(range(most + 1))
@@ -146,7 +148,7 @@ def graphs() -> Graphs:
     return Graphs(torch.device("cpu"))
 
 
-def test_all_are_captured_where_there_is_time_and_memory(graphs: Graphs) -> None:
+def test_all_programs_are_captured_given_time_and_memory(graphs: Graphs) -> None:
     done = ahead.capture_ahead(graphs, programs(5), PLENTY)
     assert done == ahead.Ahead(5, 5.0)
     assert str(done) == "5 programs captured ahead as graphs in 5.0 s: all likely ones"
@@ -154,7 +156,7 @@ def test_all_are_captured_where_there_is_time_and_memory(graphs: Graphs) -> None
 
 
 @pytest.mark.parametrize(("seconds", "captured"), [(0, 0), (2.5, 3), (3, 3)])
-def test_the_time_ends_it(graphs: Graphs, seconds: float, captured: int) -> None:
+def test_capture_ends_when_time_is_up(graphs: Graphs, seconds: float, captured: int) -> None:
     done = ahead.capture_ahead(graphs, programs(5), seconds)
     assert (done.captured, done.left) == (captured, 5 - captured)
     assert len(graphs.keys) == captured
@@ -162,23 +164,23 @@ def test_the_time_ends_it(graphs: Graphs, seconds: float, captured: int) -> None
     assert str(done).endswith(f"the limit of {seconds:g} s was reached")
 
 
-def test_memory_ends_it(graphs: Graphs, machine: Machine) -> None:
+def test_capture_ends_when_memory_is_short(graphs: Graphs, machine: Machine) -> None:
     machine.memory = 10
     done = ahead.capture_ahead(graphs, programs(9), PLENTY)
     assert (done.captured, done.left) == (6, 3), "the one that takes it below half is the last"
     assert "less than 50% of the memory" in str(done)
 
 
-def test_nothing_is_forgotten_for_what_nobody_asked_for(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_used_graph_is_evicted_for_one_captured_ahead(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.kernels.gpu.graphs.MOST_GRAPHS", 4)
     graphs.run("used", lambda: torch.zeros(1))
     done = ahead.capture_ahead(graphs, programs(9), PLENTY)
     assert (done.captured, done.left) == (3, 6)
     assert "graphs are kept at a time" in str(done)
-    assert graphs.keys == [2, 1, 0, "used"], "the likeliest is forgotten last of those that nobody has used"
+    assert graphs.keys == [2, 1, 0, "used"], "of unused graphs the likeliest is evicted last"
 
 
-def test_what_has_been_captured_is_not_captured_again(graphs: Graphs, machine: Machine) -> None:
+def test_captured_programs_are_not_captured_again(graphs: Graphs, machine: Machine) -> None:
     for key in (1, 3):
         graphs.run(key, lambda: torch.zeros(1))
     assert ahead.capture_ahead(graphs, programs(5), PLENTY).captured == 3
@@ -186,7 +188,7 @@ def test_what_has_been_captured_is_not_captured_again(graphs: Graphs, machine: M
     assert machine.captures == 5
 
 
-def test_progress_sees_what_is_to_be_captured(graphs: Graphs) -> None:
+def test_progress_gets_the_list_of_programs(graphs: Graphs) -> None:
     seen: list[Hashable] = []
 
     def progress(wanted: Sequence[Named]) -> Iterable[Named]:
@@ -203,8 +205,8 @@ def test_progress_sees_what_is_to_be_captured(graphs: Graphs) -> None:
 
 @pytest.mark.parametrize("k", [0, 1, 4])
 @pytest.mark.parametrize("drafter", ["model", "ngram"])
-def test_requests_need_nothing_that_was_not_captured(machine: Machine, drafter: str, k: int) -> None:
-    """As many as there are rows, more, and one alone; each ends somewhere else."""
+def test_requests_need_no_further_captures(machine: Machine, drafter: str, k: int) -> None:
+    """As many requests as rows, then more, then one alone; all end at different times."""
     engine = engine_on("device", drafter=drafter, num_speculative_tokens=k, max_batch_size=5)
     done = engine.capture_ahead(PLENTY)
     assert done is not None
@@ -217,8 +219,8 @@ def test_requests_need_nothing_that_was_not_captured(machine: Machine, drafter: 
 
 @pytest.mark.parametrize("k", [0, 4, pytest.param("bass", marks=pytest.mark.slow), "auto"])
 @pytest.mark.parametrize("model", ["toy", "llama"])
-def test_answers_are_the_same(machine: Machine, model: str, k: int | str) -> None:
-    """Also of prompts that go on where rows that nobody has any more ended, some of them full."""
+def test_outputs_are_the_same_after_captures(machine: Machine, model: str, k: int | str) -> None:
+    """Includes prompts that reuse prefixes of free rows, some of which are full."""
     full = SamplingParams(max_tokens=500, ignore_eos=True, seed=3)
     found = []
     for seconds in (PLENTY, 0):
@@ -236,7 +238,7 @@ def test_answers_are_the_same(machine: Machine, model: str, k: int | str) -> Non
 
 
 def test_costs_are_measured_before_and_after(machine: Machine) -> None:
-    """What calibration has captured is not captured again, and its rows are not in the way."""
+    """Programs captured by calibration are not captured again, and its rows are freed."""
     engine = engine_on("device", num_speculative_tokens="auto")
     measured = machine.captures
     assert measured > 0
@@ -249,7 +251,7 @@ def test_costs_are_measured_before_and_after(machine: Machine) -> None:
     assert answers(run(engine, PROMPTS, PARAMS)) == answers(run(plain, PROMPTS, PARAMS))
 
 
-def test_there_are_never_more_graphs_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_graphs_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.kernels.gpu.graphs.MOST_GRAPHS", 12)
     engine = engine_on("device")
     done = engine.capture_ahead(PLENTY)
@@ -260,7 +262,7 @@ def test_there_are_never_more_graphs_than_are_kept(monkeypatch: pytest.MonkeyPat
     assert found == answers(run(engine_on("host"), PROMPTS, CHATS))
 
 
-def test_where_nothing_is_captured_there_is_nothing_to_tell() -> None:
+def test_an_engine_without_captures_reports_none() -> None:
     engine = engine_on("device")
     graphs_of(engine).captures = False
     assert engine.capture_ahead(PLENTY) is None

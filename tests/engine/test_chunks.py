@@ -1,4 +1,4 @@
-"""What is prefilled next, and how much of it: by time, shortest first, nobody starved."""
+"""Prefill chunks: which prompts are fed, and how many of their tokens. By time, shortest first, without starvation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.cli.batch import running
 from paceline.cli.jobs import Job, run_jobs
 from paceline.config import EngineConfig, SamplingParams, ServerConfig
 from paceline.core.batch import Batch
-from paceline.engine.chunks import Part, PrefillChunker, RoundSeconds, Speed
+from paceline.engine.chunks import PrefillChunker, PrefillSpeed, PromptSlice, RoundSeconds
 from paceline.engine.engine import Engine, Request
 from paceline.errors import ParameterError
 from paceline.models.decoder import Decoder
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @dataclass
-class Text:
+class FakePrompt:
     prefill_stop: int
     prefilled: int = 0
     priority: int = 0
@@ -40,33 +40,33 @@ class Text:
 
 def chunks_at(seconds_per_token: float, most: int = 1024, pause: float | None = 0.1) -> PrefillChunker:
     chunks = PrefillChunker(most, pause)
-    chunks.speed.learn([Part(0, 0, 10)], 10 * seconds_per_token)
+    chunks.speed.learn([PromptSlice(0, 0, 10)], 10 * seconds_per_token)
     return chunks
 
 
-def sizes(parts: list[Part]) -> dict[int, int]:
-    return {part.place: part.size for part in parts}
+def sizes(parts: list[PromptSlice]) -> dict[int, int]:
+    return {part.index: part.size for part in parts}
 
 
 # --- by time ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("rate", "size"), [(0.001, 80), (0.01, 8), (0.00001, 1024), (5.0, 1)])
-def test_a_chunk_takes_as_long_as_a_row_that_decodes_may_pause(rate: float, size: int) -> None:
-    assert sizes(chunks_at(rate).choose([Text(5000)], decoding=True)) == {0: size}
+def test_a_chunk_fits_into_the_longest_pause_of_a_decoding_row(rate: float, size: int) -> None:
+    assert sizes(chunks_at(rate).choose([FakePrompt(5000)], decoding=True)) == {0: size}
 
 
-def test_the_rounds_own_time_counts_but_prompts_always_have_their_share() -> None:
+def test_round_time_counts_but_prompts_always_get_a_quarter_of_the_pause() -> None:
     chunks = chunks_at(0.001)
     chunks.rounds.last = 0.03
-    assert sizes(chunks.choose([Text(5000)], decoding=True)) == {0: 50}
+    assert sizes(chunks.choose([FakePrompt(5000)], decoding=True)) == {0: 50}
     chunks.rounds.last = 0.5
-    assert sizes(chunks.choose([Text(5000)], decoding=True)) == {0: 25}
+    assert sizes(chunks.choose([FakePrompt(5000)], decoding=True)) == {0: 25}
 
 
-def test_on_a_slow_machine_chunks_do_not_shrink_to_a_token_a_pass() -> None:
-    """Where a pass of whatever size takes longer than its share of a pause: 60 ms, and 4 ms a token."""
-    chunks, prompt, passes = PrefillChunker(1024, 0.1), Text(1500), []
+def test_on_a_slow_machine_chunks_do_not_shrink_to_one_token() -> None:
+    """A pass takes 60 ms, longer than its part of the pause, and each token 4 ms."""
+    chunks, prompt, passes = PrefillChunker(1024, 0.1), FakePrompt(1500), []
     chunks.rounds.last = 0.065
     while prompt.prefilled < prompt.prefill_stop:
         (part,) = chunks.choose([prompt], decoding=bool(passes))
@@ -77,42 +77,42 @@ def test_on_a_slow_machine_chunks_do_not_shrink_to_a_token_a_pass() -> None:
     assert 0.04 < chunks.speed.per_pass < 0.08
 
 
-def test_what_a_pass_takes_is_known_from_small_chunks_and_what_a_token_takes_from_others() -> None:
-    speed = Speed()
+def test_small_chunks_set_the_pass_overhead_and_others_the_token_rate() -> None:
+    speed = PrefillSpeed()
     for _ in range(20):
-        speed.learn([Part(0, 0, 400)], 0.06 + 0.4)
-        speed.learn([Part(0, 0, 10)], 0.06 + 0.01)
+        speed.learn([PromptSlice(0, 0, 400)], 0.06 + 0.4)
+        speed.learn([PromptSlice(0, 0, 10)], 0.06 + 0.01)
     assert speed.seconds_per_token(0) == pytest.approx(0.001, rel=0.05)
     assert speed.per_pass == pytest.approx(0.06, rel=0.05)
 
 
-def test_small_chunks_that_are_fast_show_that_a_stall_was_one() -> None:
-    speed = Speed()
-    speed.learn([Part(0, 0, 40)], 2.0)
+def test_fast_small_chunks_correct_a_rate_learned_in_a_stall() -> None:
+    speed = PrefillSpeed()
+    speed.learn([PromptSlice(0, 0, 40)], 2.0)
     for _ in range(30):
-        speed.learn([Part(0, 0, 4)], 0.012)
+        speed.learn([PromptSlice(0, 0, 4)], 0.012)
     assert speed.seconds_per_token(0) + speed.per_pass < 0.015
 
 
-def test_chunks_are_larger_when_no_row_decodes_and_without_a_limit_or_a_listener_as_large_as_allowed() -> None:
-    assert sizes(chunks_at(0.001).choose([Text(5000)], decoding=False)) == {0: 500}
-    assert sizes(chunks_at(0.001, pause=None).choose([Text(5000)], decoding=True)) == {0: 1024}
+def test_chunks_are_larger_if_no_row_decodes_and_largest_if_no_pause_matters() -> None:
+    assert sizes(chunks_at(0.001).choose([FakePrompt(5000)], decoding=False)) == {0: 500}
+    assert sizes(chunks_at(0.001, pause=None).choose([FakePrompt(5000)], decoding=True)) == {0: 1024}
     unawaited = chunks_at(0.001)
     unawaited.awaited = False
-    assert sizes(unawaited.choose([Text(5000)], decoding=True)) == {0: 1024}
-    assert sizes(PrefillChunker(7, None).choose([Text(5000)], decoding=True)) == {0: 7}
+    assert sizes(unawaited.choose([FakePrompt(5000)], decoding=True)) == {0: 1024}
+    assert sizes(PrefillChunker(7, None).choose([FakePrompt(5000)], decoding=True)) == {0: 7}
 
 
-def test_a_chunk_ends_before_what_must_not_wait_for_it_and_has_a_token_at_least() -> None:
+def test_a_chunk_ends_in_the_seconds_left_and_has_at_least_one_token() -> None:
     chunks = chunks_at(0.001)
     for left, size in ((0.0301, 30), (0.0005, 1), (-1.0, 1)):
-        assert sizes(chunks.choose([Text(5000)], decoding=True, left=left)) == {0: size}
+        assert sizes(chunks.choose([FakePrompt(5000)], decoding=True, left=left)) == {0: size}
     chunks.speed.per_pass = 0.02
-    assert sizes(chunks.choose([Text(5000)], decoding=True, left=0.0301)) == {0: 10}
+    assert sizes(chunks.choose([FakePrompt(5000)], decoding=True, left=0.0301)) == {0: 10}
     assert chunks.least_seconds(0) == pytest.approx(0.021)
 
 
-def test_how_long_a_round_takes_is_known_from_those_of_as_many_rows_lately() -> None:
+def test_round_seconds_come_from_recent_rounds_of_as_many_rows() -> None:
     rounds = RoundSeconds()
     assert rounds.expected(3) == 0
     for rows, seconds in ((1, 0.01), (1, 0.01), (1, 3.0), (8, 0.04), (9, 0.05), (8, 0.04)):
@@ -123,7 +123,7 @@ def test_how_long_a_round_takes_is_known_from_those_of_as_many_rows_lately() -> 
     assert rounds.expected(1) == 0.02
 
 
-def test_what_keeps_rounds_from_being_played_is_forgotten() -> None:
+def test_a_slow_round_that_prevents_further_rounds_is_forgotten() -> None:
     rounds = RoundSeconds()
     for seconds in (5.0, 6.0, 0.01):
         rounds.learn(1, seconds)
@@ -132,27 +132,27 @@ def test_what_keeps_rounds_from_being_played_is_forgotten() -> None:
         rounds.doubt(1)
 
 
-def test_before_anything_is_known_a_chunk_is_small() -> None:
-    assert 1 <= sizes(PrefillChunker(1024, 0.1).choose([Text(5000)], decoding=True))[0] <= 64
+def test_the_first_chunk_is_small() -> None:
+    assert 1 <= sizes(PrefillChunker(1024, 0.1).choose([FakePrompt(5000)], decoding=True))[0] <= 64
 
 
-def test_the_speed_is_learned_by_position_and_one_stall_is_only_half_believed() -> None:
-    speed = Speed()
-    speed.learn([Part(0, 0, 100)], 0.1)
+def test_the_rate_is_learned_by_position_and_a_stall_counts_half() -> None:
+    speed = PrefillSpeed()
+    speed.learn([PromptSlice(0, 0, 100)], 0.1)
     assert speed.seconds_per_token(0) == speed.seconds_per_token(9000) == pytest.approx(0.001)
     for _ in range(20):
-        speed.learn([Part(0, 5000, 5100)], 0.8)
+        speed.learn([PromptSlice(0, 5000, 5100)], 0.8)
     assert speed.seconds_per_token(0) == pytest.approx(0.001)
     assert speed.seconds_per_token(5050) == pytest.approx(0.008, rel=0.01)
-    speed.learn([Part(0, 0, 100)], 0.3)
+    speed.learn([PromptSlice(0, 0, 100)], 0.3)
     assert speed.seconds_per_token(0) == pytest.approx(0.002)
 
 
-def test_a_chunk_of_several_prompts_teaches_all_their_positions() -> None:
-    speed = Speed()
+def test_a_chunk_of_several_prompts_updates_all_their_positions() -> None:
+    speed = PrefillSpeed()
     for _ in range(30):
-        speed.learn([Part(0, 0, 50), Part(1, 4000, 4050)], 0.2)
-        speed.learn([Part(0, 0, 50)], 0.05)
+        speed.learn([PromptSlice(0, 0, 50), PromptSlice(1, 4000, 4050)], 0.2)
+        speed.learn([PromptSlice(0, 0, 50)], 0.05)
     assert speed.seconds_per_token(0) == pytest.approx(0.001, rel=0.1)
     assert speed.seconds_per_token(4000) == pytest.approx(0.003, rel=0.1)
 
@@ -167,46 +167,46 @@ class Later:
         return self.took
 
 
-def test_what_a_device_has_not_finished_is_learned_later_and_in_order() -> None:
+def test_unfinished_chunks_are_learned_later_and_in_order() -> None:
     chunks, first, second = chunks_at(0.001), Later(), Later()
-    chunks.watch([Part(0, 0, 100)], first)
-    chunks.watch([Part(0, 0, 100)], second)
+    chunks.watch([PromptSlice(0, 0, 100)], first)
+    chunks.watch([PromptSlice(0, 0, 100)], second)
     second.took = 0.1
-    chunks.choose([Text(5000)], decoding=True)
+    chunks.choose([FakePrompt(5000)], decoding=True)
     assert chunks.speed.seconds_per_token(0) == pytest.approx(0.001)
     first.took = 0.3
-    assert sizes(chunks.choose([Text(5000)], decoding=True))[0] < 100
+    assert sizes(chunks.choose([FakePrompt(5000)], decoding=True))[0] < 100
 
 
 # --- whose ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_shortest_remaining_prompt_is_fed_first_and_others_fill_the_chunk() -> None:
-    prompts = [Text(5000), Text(30), Text(4000, prefilled=3960), Text(20)]
+    prompts = [FakePrompt(5000), FakePrompt(30), FakePrompt(4000, prefilled=3960), FakePrompt(20)]
     assert sizes(chunks_at(0.001).choose(prompts, decoding=True)) == {3: 20, 1: 30, 2: 30}
 
 
 def test_no_chunk_is_wider_than_allowed_with_its_padding() -> None:
-    prompts = [Text(5000), Text(30), Text(35)]
+    prompts = [FakePrompt(5000), FakePrompt(30), FakePrompt(35)]
     assert sizes(chunks_at(0.00001, most=100).choose(prompts, decoding=True)) == {1: 30, 2: 35}
 
 
 def test_lower_priorities_come_before_shorter_prompts() -> None:
-    prompts = [Text(20), Text(5000, priority=-1)]
+    prompts = [FakePrompt(20), FakePrompt(5000, priority=-1)]
     assert sizes(chunks_at(0.001).choose(prompts, decoding=True)) == {1: 80}
 
 
-def test_who_waits_for_what_another_reads_is_not_fed() -> None:
-    prompts = [Text(90, waits=True), Text(90, 10), Text(90)]
+def test_a_prompt_that_waits_for_a_common_prefix_is_not_fed() -> None:
+    prompts = [FakePrompt(90, waits=True), FakePrompt(90, 10), FakePrompt(90)]
     assert sizes(chunks_at(0.0001).choose(prompts, decoding=True)) == {1: 80, 2: 90}
 
 
-def test_short_prompts_that_never_end_do_not_starve_a_long_one() -> None:
-    chunks, long = chunks_at(0.001), Text(5000, arrival_time=0.0)
+def test_endless_short_prompts_do_not_starve_a_long_one() -> None:
+    chunks, long = chunks_at(0.001), FakePrompt(5000, arrival_time=0.0)
     for turn in range(1, 1000):
-        short = [Text(100, arrival_time=float(turn)) for _ in range(3)]
+        short = [FakePrompt(100, arrival_time=float(turn)) for _ in range(3)]
         for part in chunks.choose([*short, long], decoding=True):
-            long.prefilled += part.size if part.place == 3 else 0
+            long.prefilled += part.size if part.index == 3 else 0
         if long.prefilled == long.prefill_stop:
             break
     assert turn <= 4 * 63, "a quarter of all chunks are the oldest prompt's"
@@ -216,9 +216,9 @@ def test_short_prompts_that_never_end_do_not_starve_a_long_one() -> None:
 
 
 def engine_at(tokens: int, kind: type[ToyModel], **options: Any) -> Engine:
-    """Every chunk is of so many tokens, whatever the time says."""
+    """An engine whose chunks all have ``tokens`` tokens, whatever time they take."""
     engine = make_engine(kind(), kind(blur=0.3), drafter="model", attention="auto", longest_pause=0.1, **options)
-    engine.chunks.speed.learn([Part(0, 0, 10)], 10 * 0.1 / tokens)
+    engine.chunks.speed.learn([PromptSlice(0, 0, 10)], 10 * 0.1 / tokens)
     engine.chunks.speed.learn = lambda parts, seconds: None  # type: ignore[method-assign]
     engine.chunks._seconds = lambda decoding: 0.1000001  # type: ignore[method-assign]
     return engine
@@ -250,7 +250,7 @@ def test_a_short_prompt_overtakes_long_ones_and_every_answer_stays_the_same(kind
         assert output.outputs[0].token_ids == slow_answer(ToyModel(), output.prompt_token_ids, wanted)
 
 
-def test_on_the_kernels_rows_change_places_without_their_caches_being_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_the_kernels_rows_change_places_without_a_copy_of_their_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_at(4, FlatToy, max_batch_size=4)
     cache, params = engine.parts.target.cache, SamplingParams(max_tokens=4, seed=3)
 
@@ -274,15 +274,15 @@ PARAMS = SamplingParams(max_tokens=30, seed=1)
 
 
 def slow_llm() -> LLM:
-    """Whose chunks would take 0.01 seconds a token: 8 tokens while a row decodes, 50 while none does."""
+    """An LLM whose chunks are assumed to take 0.01 s per token: 8 tokens while a row decodes, 50 while none does."""
     llm = toy_llm(num_speculative_tokens=0, longest_pause=0.1, prefill_chunk=64, prefix_cache=False)
-    llm.engine.chunks.speed.learn([Part(0, 0, 10)], 0.1)
+    llm.engine.chunks.speed.learn([PromptSlice(0, 0, 10)], 0.1)
     llm.engine.chunks.speed.learn = lambda parts, seconds: None  # type: ignore[method-assign]
     return llm
 
 
 def passes(llm: LLM, work: Callable[[LLM], object]) -> list[int]:
-    """The widest part of every pass over prompts."""
+    """Return the widest slice of each prefill pass."""
     target, widths = llm.engine.parts.target, []
 
     def prefill_rows(batch: Batch, rows: list[int], starts: list[int], stops: list[int]) -> None:
@@ -317,7 +317,7 @@ def generate_beside_a_stream(llm: LLM) -> None:
 
 
 def serve(llm: LLM) -> None:
-    """As the server's thread does."""
+    """Run requests like the server's thread."""
     engine = llm.engine
     for prompt in LONG_PROMPTS:
         engine.add(Request(prompt, PARAMS))
@@ -326,7 +326,7 @@ def serve(llm: LLM) -> None:
 
 
 def serve_a_file(llm: LLM) -> None:
-    """As in ``paceline batch``: lines come while others are played, and are written when they are whole."""
+    """Run requests like ``paceline batch``: lines come while others run, and are written when complete."""
 
     async def begin() -> None:
         async with running(llm, ServerConfig()):
@@ -336,12 +336,12 @@ def serve_a_file(llm: LLM) -> None:
     serve(llm)
 
 
-def test_offline_long_prompts_are_read_together_in_no_more_passes_than_one_after_the_other() -> None:
+def test_offline_long_prompts_need_no_more_passes_together_than_one_by_one() -> None:
     alone = sum(len(passes(slow_llm(), lambda llm: generate(llm, [prompt]))) for prompt in LONG_PROMPTS)  # noqa: B023
     assert len(passes(slow_llm(), generate)) <= alone == 4 * 3
 
 
-def test_so_are_those_of_a_file_whoever_comes() -> None:
+def test_prompts_of_a_batch_file_need_no_more_passes_together() -> None:
     llm = slow_llm()
     assert len(passes(llm, serve_a_file)) <= len(passes(slow_llm(), generate)) + 1, "one warms up"
     assert llm.engine.scheduler.watched is False
@@ -352,39 +352,39 @@ def generate_on_the_command_line(llm: LLM) -> None:
     assert run_jobs(llm, jobs, lambda number, result: None, progress=False) == 0
 
 
-def test_so_are_those_of_paceline_generate() -> None:
+def test_prompts_of_paceline_generate_need_no_more_passes_together() -> None:
     llm = slow_llm()
     assert len(passes(llm, generate_on_the_command_line)) == len(passes(slow_llm(), generate))
     assert llm.engine.scheduler.closed is False
 
 
 @pytest.mark.parametrize("work", [stream, generate_beside_a_stream, serve])
-def test_where_somebody_looks_or_may_come_the_pause_counts(work: Callable[[LLM], object]) -> None:
+def test_the_pause_is_limited_with_streams_and_servers(work: Callable[[LLM], object]) -> None:
     widths = passes(slow_llm(), work)
     assert len(widths) > 20
     assert sum(width > 8 for width in widths) <= 5, "while no row decodes"
 
 
-def test_where_anybodys_time_is_limited_the_pause_counts() -> None:
+def test_the_pause_is_limited_with_a_time_budget() -> None:
     limited = replace(PARAMS, time_budget=3600)
     assert max(passes(slow_llm(), lambda llm: generate(llm, params=limited))[3:]) <= 8
     mixed = [limited, PARAMS, PARAMS, PARAMS]
     assert len(passes(slow_llm(), lambda llm: llm.generate(LONG_PROMPTS, mixed, use_tqdm=False))) > 12
 
 
-def test_a_call_leaves_no_trace_of_who_looked_at_it() -> None:
+def test_a_call_resets_whether_pauses_matter() -> None:
     llm = slow_llm()
     generate(llm)
     assert len(passes(llm, stream)) > 20
 
 
 @pytest.mark.parametrize("pause", [0, -1, float("nan")])
-def test_a_pause_that_is_none_is_refused(pause: float) -> None:
+def test_a_pause_that_is_not_positive_is_refused(pause: float) -> None:
     with pytest.raises(ParameterError, match="longest_pause"):
         EngineConfig(longest_pause=pause)
 
 
-def test_of_prompts_as_long_that_whose_time_budget_ends_first_is_read_first() -> None:
+def test_of_equally_long_prompts_the_earliest_deadline_is_read_first() -> None:
     engine = make_engine(ToyModel(), prefill_chunk=4, max_batch_size=3)
     budgets = (None, 1000.0, 500.0)
     outputs = [

@@ -1,6 +1,6 @@
-"""Rounds that the device plays alone give what ordinary rounds give, and never ask the host for anything.
+"""Rounds on the device equal rounds on the host, and never read anything back to the host.
 
-Everything here runs on the CPU, where the same program runs eagerly; tests/kernels/gpu plays it as graphs.
+Everything here runs uncaptured on the CPU; tests/kernels/gpu runs the same programs as CUDA graphs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.core.outputs import CompletionOutput
 from paceline.core.rows import RowState, StepFeatures
 from paceline.core.sampling import sequence_seed
 from paceline.drafters.lookup import LONGEST_SUFFIX, HostLookup
-from paceline.engine.device_round import DeviceRound, Rule
+from paceline.engine.device_round import DeviceAcceptance, DeviceRound
 from paceline.engine.engine import Engine, Request
 from paceline.errors import ParameterError
 from paceline.kernels.attention.reference import ReferenceAttention
@@ -77,7 +77,7 @@ def engine_on(rounds: str, model: str = "toy", **options: Any) -> Engine:
 
 
 class NoHostReads(TorchDispatchMode):
-    """Fails at whatever makes a device tell the host something, or copies between them; ``allowed`` lifts it."""
+    """Fails if a device tensor is read by the host or copied between devices; ``allowed`` lifts it."""
 
     FORBIDDEN = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "_unique2", "masked_select")
     METHODS = ("tolist", "numpy", "cpu", "item", "__bool__", "__int__", "__float__")
@@ -117,7 +117,7 @@ class NoHostReads(TorchDispatchMode):
 
 @pytest.mark.parametrize("k", [0, 1, 4, 7, "bass"])
 @pytest.mark.parametrize("model", MODELS)
-def test_the_device_alone_gives_what_ordinary_rounds_give(model: str, k: int | str) -> None:
+def test_device_rounds_equal_host_rounds(model: str, k: int | str) -> None:
     found, expected = [
         answers(run(engine_on(rounds, model, num_speculative_tokens=k), PROMPTS, PARAMS))
         for rounds in ("device", "host")
@@ -128,8 +128,7 @@ def test_the_device_alone_gives_what_ordinary_rounds_give(model: str, k: int | s
 @pytest.mark.parametrize("k", [1, 4, "bass"])
 @pytest.mark.parametrize("model", MODELS)
 def test_under_the_rejection_rule_greedy_rows_are_the_same(model: str, k: int | str) -> None:
-    """Rows at a temperature keep their distribution (test_lossless.py), but their last rounds may have other
-    lengths."""
+    """Rows at a temperature keep their distribution (test_lossless.py), but their last rounds may differ in length."""
     options = {"num_speculative_tokens": k, "acceptance": "rejection"}
     found, expected = [answers(run(engine_on(r, model, **options), PROMPTS, PARAMS)) for r in ("device", "host")]
     for one, other, params in zip(found, expected, PARAMS, strict=True):
@@ -137,7 +136,7 @@ def test_under_the_rejection_rule_greedy_rows_are_the_same(model: str, k: int | 
 
 
 @pytest.mark.parametrize("policy", [RandomLength, RandomCaps])
-def test_lengths_that_change_every_round_and_rows_that_wait_for_a_place_change_nothing(
+def test_changing_lengths_and_waiting_rows_change_no_output(
     policy: Callable[[], Any],
 ) -> None:
     engine = engine_on("device", max_batch_size=3, prefill_chunk=4)
@@ -146,8 +145,8 @@ def test_lengths_that_change_every_round_and_rows_that_wait_for_a_place_change_n
     assert answers(run(engine, PROMPTS, PARAMS)) == answers(run(plain, PROMPTS, PARAMS))
 
 
-def test_auto_learns_one_round_late_from_the_rounds_that_are_played() -> None:
-    """Rows wait, move and end while rounds are in flight. Its costs are of such rounds: nobody has to time them."""
+def test_auto_observes_device_rounds_one_round_late() -> None:
+    """Rows wait, move and end while rounds are in flight. Costs are those of device rounds, so none has to be timed."""
     engine = engine_on("device", num_speculative_tokens="auto", max_batch_size=3)
     policy, late, judged = engine.parts.policy, [], []
     assert isinstance(policy, AutoLength)
@@ -167,7 +166,7 @@ def test_auto_learns_one_round_late_from_the_rounds_that_are_played() -> None:
 
 
 @pytest.mark.parametrize("when", ["its rows have left", "everything was cleared"])
-def test_auto_forgets_a_round_that_nobody_is_left_for(when: str) -> None:
+def test_auto_forgets_a_round_whose_rows_have_all_ended(when: str) -> None:
     engine = engine_on("device", num_speculative_tokens="auto")
     policy = engine.parts.policy
     assert isinstance(policy, AutoLength)
@@ -189,12 +188,12 @@ def test_auto_forgets_a_round_that_nobody_is_left_for(when: str) -> None:
     assert not policy._chosen
 
 
-def test_auto_measures_what_the_device_plays(monkeypatch: pytest.MonkeyPatch) -> None:
-    played: list[tuple[int, int]] = []
-    play = DeviceRound.play
-    monkeypatch.setattr(DeviceRound, "play", lambda *given: (played.append(given[1:3]), play(*given))[1])
+def test_auto_measures_device_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds: list[tuple[int, int]] = []
+    run_round = DeviceRound.run
+    monkeypatch.setattr(DeviceRound, "run", lambda *given: (rounds.append(given[1:3]), run_round(*given))[1])
     engine = engine_on("device", num_speculative_tokens="auto", max_batch_size=2)
-    assert {(rows, k) for rows in (1, 2) for k in (0, 1, 3, 7)} <= set(played)
+    assert {(rows, k) for rows in (1, 2) for k in (0, 1, 3, 7)} <= set(rounds)
     assert engine.batch.rows == 0
     assert engine.identity().attention != engine_on("host").identity().attention
     found = answers(run(engine, PROMPTS, PARAMS))
@@ -206,7 +205,7 @@ def test_auto_measures_what_the_device_plays(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_draft_cache_catches_up_after_many_plain_rounds(reads_prompts: bool, needs_host: bool) -> None:
     """With the target as its own drafter, one stale key anywhere would cost acceptance.
 
-    Of prompts that it did not read it lacks everything, and while a row needs the host that plays for all.
+    The draft cache misses prompts that it did not read. While a row needs the host, all rows run there.
     """
     engine = make_engine(ToyModel(), ToyModel(), drafter="model", rounds="device", attention="padded")
     rng = random.Random(0)
@@ -233,13 +232,13 @@ SPECIAL = [
 
 @pytest.mark.parametrize("k", [0, 1, 4])
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
-def test_cuts_penalties_and_logprobs_are_the_devices_too(k: int, acceptance: str) -> None:
-    """Under the rejection rule only greedy rows are the same, whatever the lengths of their last rounds."""
+def test_the_device_runs_cuts_penalties_and_logprobs(k: int, acceptance: str) -> None:
+    """Under the rejection rule only greedy rows are compared: their last rounds may differ in length."""
     prompts, params = [*PROMPTS[:4], *PROMPTS[: len(SPECIAL)], *PROMPTS[4:6]], [*PARAMS[:4], *SPECIAL, *PARAMS[4:6]]
     outputs = []
     for rounds in ("device", "host"):
         engine = engine_on(rounds, num_speculative_tokens=k, acceptance=acceptance, max_batch_size=4)
-        with mock.patch.object(Engine, "_play_on_host", autospec=True, side_effect=Engine._play_on_host) as by_host:
+        with mock.patch.object(Engine, "_run_on_host", autospec=True, side_effect=Engine._run_on_host) as by_host:
             outputs.append(run(engine, prompts, params))
         assert by_host.called == (rounds == "host")
     for found, expected, each in zip(*outputs, params, strict=True):
@@ -256,7 +255,7 @@ def _logprobs(answer: CompletionOutput) -> list[tuple[float, list[tuple[int, flo
     return [(pytest.approx(own, abs=1e-5), [(i, pytest.approx(v, abs=1e-5)) for i, v in top]) for own, top in close]
 
 
-def test_requests_that_need_the_host_are_played_by_it_and_the_others_go_on_afterwards() -> None:
+def test_requests_that_need_the_host_run_there_and_others_continue_on_the_device() -> None:
     special = [
         SamplingParams(max_tokens=6, seed=50, top_k=5, logit_bias={3: 2.0}),
         SamplingParams(max_tokens=6, seed=51, logprobs=2, stop_token_ids=tuple(range(2, 14)), min_tokens=4),
@@ -266,7 +265,20 @@ def test_requests_that_need_the_host_are_played_by_it_and_the_others_go_on_after
     assert found == expected
 
 
-def test_requests_that_arrive_and_are_aborted_while_a_round_is_in_flight_disturb_nobody() -> None:
+def test_a_change_to_the_host_is_logged_once_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    engine = engine_on("device")
+    run(engine, PROMPTS, PARAMS)
+    assert not caplog.records
+    assert "by the host" not in engine.describe()
+    for _ in range(2):
+        run(engine, PROMPTS[:2], [SamplingParams(max_tokens=6, logit_bias={3: 2.0}), SamplingParams(max_tokens=6)])
+    (record,) = caplog.records
+    assert "run on the host" in record.getMessage()
+    assert "a logit bias" in record.getMessage()
+    assert ", by the host for a logit bias; " in engine.describe()
+
+
+def test_arrivals_and_aborts_during_a_round_in_flight_affect_no_other_request() -> None:
     rng = random.Random(3)
     engine = engine_on("device", max_batch_size=3, prefill_chunk=4)
     outputs, waiting = {}, list(range(len(PROMPTS)))
@@ -298,7 +310,7 @@ def test_the_host_is_one_round_behind() -> None:
     assert output.outputs[0].token_ids != []
 
 
-def test_an_engine_that_was_cleared_in_flight_starts_afresh() -> None:
+def test_an_engine_works_after_it_was_cleared_in_flight() -> None:
     engine = engine_on("device")
     engine.add(Request([1, 2, 3], SamplingParams(max_tokens=30)))
     engine.step()
@@ -310,7 +322,7 @@ def test_an_engine_that_was_cleared_in_flight_starts_afresh() -> None:
 
 @pytest.mark.parametrize("k", [0, 1, 4])
 def test_a_round_is_one_launch(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for the first with new rows, of whose prompts the draft model may lack something."""
+    """Except the first round with new rows: the draft model may miss tokens of their prompts."""
     launched: list[object] = []
     run_graph = Graphs.run
     monkeypatch.setattr(Graphs, "run", lambda *given: (launched.append(given[1]), run_graph(*given))[1])
@@ -326,13 +338,13 @@ def test_a_round_is_one_launch(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Replayed:
-    """In place of a CUDA graph."""
+    """Replaces a CUDA graph."""
 
     def replay(self) -> None:
         pass
 
 
-def test_the_graphs_that_were_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_recently_used_graphs_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.kernels.gpu.graphs.MOST_GRAPHS", 3)
     numbers, forgotten, fellows = count(), [], NoFellows()
     monkeypatch.setattr(fellows, "forget", forgotten.append)
@@ -353,8 +365,8 @@ def test_the_graphs_that_were_used_last_are_kept(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("width", [2, 3])
 @pytest.mark.parametrize("model", MODELS)
-def test_a_tree_is_the_chain_and_beside_each_of_it_what_comes_next_in_line(model: str, width: int) -> None:
-    """After every round, whatever was kept: so the draft model's cache holds what the text says."""
+def test_a_tree_is_the_chain_and_the_next_best_candidates_beside_it(model: str, width: int) -> None:
+    """After every round, whatever was accepted: the draft model's cache must equal the text."""
     engine = engine_on("device", model, speculation_width=width)
     assert engine._runner is not None
     draft_token, compared, draft = engine._runner._draft_trees, Counter[str](), MODELS[model][1]()
@@ -383,7 +395,7 @@ def test_a_tree_is_the_chain_and_beside_each_of_it_what_comes_next_in_line(model
 
 
 def logits_of(model: Model, text: list[int]) -> Tensor:
-    """[V] after a text, from one plain pass."""
+    """Return logits [V] after a text, from one plain pass."""
     decoder = Decoder(model, ReferenceAttention(), 1, len(text), VOCAB)
     hidden = decoder.forward(torch.tensor([text]), torch.zeros(1, dtype=torch.int64), len(text))
     return decoder.logits(hidden[0, -1])
@@ -392,8 +404,8 @@ def logits_of(model: Model, text: list[int]) -> Tensor:
 # --- no reads ---------------------------------------------------------------------------------------------------------
 
 
-def runner(ops: RoundOps, rule: Rule, model: str = "llama", rows: int = 3, width: int = 1) -> DeviceRound:
-    """Rows of different lengths, prefilled."""
+def runner(ops: RoundOps, rule: DeviceAcceptance, model: str = "llama", rows: int = 3, width: int = 1) -> DeviceRound:
+    """Return a device round with prefilled rows of different lengths."""
     target, draft = (make() for make in MODELS[model])
     batch = new_batch(rows, POSITIONS, VOCAB)
     from paceline.kernels.attention import make_backend
@@ -410,12 +422,16 @@ def runner(ops: RoundOps, rule: Rule, model: str = "llama", rows: int = 3, width
     return DeviceRound(*decoders, batch, rule, ops=ops, width=width)
 
 
-RULES = {"coupled": Rule(), "rejection": Rule(independent=True), "synthetic": Rule(synthetic=0.7)}
+RULES = {
+    "coupled": DeviceAcceptance(),
+    "rejection": DeviceAcceptance(independent=True),
+    "synthetic": DeviceAcceptance(synthetic=0.7),
+}
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("k", [0, 3])
-def test_a_round_reads_nothing(rule: str, k: int) -> None:
+def test_a_round_reads_nothing_from_the_device(rule: str, k: int) -> None:
     rounds = runner(TwinOps(), RULES[rule])
     with torch.inference_mode(), NoHostReads():
         rounds.program(3, k, 64)
@@ -423,14 +439,14 @@ def test_a_round_reads_nothing(rule: str, k: int) -> None:
         rounds._catch_up(3, 4, 64)
 
 
-def test_a_round_of_trees_reads_nothing() -> None:
+def test_a_round_of_trees_reads_nothing_from_the_device() -> None:
     rounds = runner(TwinOps(), RULES["coupled"], width=2)
     with torch.inference_mode(), NoHostReads():
         rounds.program(3, 3, 64)
         rounds.program(3, 3, 64, StepFeatures(cuts=True))
 
 
-def test_a_round_of_copies_reads_nothing() -> None:
+def test_a_round_of_ngram_drafts_reads_nothing_from_the_device() -> None:
     rounds = runner(TwinOps(), RULES["coupled"])
     rounds.draft = None
     with torch.inference_mode(), NoHostReads():
@@ -440,8 +456,8 @@ def test_a_round_of_copies_reads_nothing() -> None:
 
 @pytest.mark.parametrize("k", [1, 7])
 @pytest.mark.parametrize("vocabulary", [2, 4, 50])
-def test_a_device_copies_what_the_hosts_lookup_finds(vocabulary: int, k: int) -> None:
-    """Rows of all lengths, 1 included; behind their ends lies what others left."""
+def test_the_devices_ngram_drafts_equal_the_hosts(vocabulary: int, k: int) -> None:
+    """Rows of all lengths, 1 included, with stale tokens behind their ends."""
     texts = torch.randint(vocabulary, (64, 90), generator=torch.Generator().manual_seed(k))
     length = torch.arange(64) + 1
     draft_tokens, matched = copied(texts, length, k, LONGEST_SUFFIX)
@@ -455,27 +471,25 @@ def test_a_device_copies_what_the_hosts_lookup_finds(vocabulary: int, k: int) ->
 @pytest.mark.parametrize(
     ("more", "device"), [({}, True), ({"references": [[7, 3, 9, 11]]}, False), ({"n": 2}, False)], ids=str
 )
-def test_rows_that_are_copied_from_more_than_themselves_leave_rounds_to_the_host(
-    more: dict[str, Any], device: bool
-) -> None:
-    """References, and other answers to the same prompt: the host's lookup knows where they are."""
+def test_references_and_parallel_samples_move_ngram_rounds_to_the_host(more: dict[str, Any], device: bool) -> None:
+    """Only the host's lookup reads references and other samples of a request."""
     engine = make_engine(ToyModel(), eos=EOS, drafter="ngram", rounds="device", attention="padded")
     references = {name: value for name, value in more.items() if name == "references"}
     params = SamplingParams(temperature=0.5, max_tokens=8, n=more.get("n", 1))
     engine.add(Request([1, 2], params, **references))
     assert engine._pipeline is not None
     engine.step()
-    assert engine._pipeline.suits() == device
+    assert (engine._pipeline.why_host() is None) == device
 
 
 @pytest.mark.parametrize("read", [lambda t: t.tolist(), lambda t: t[t > 0], lambda t: bool(t.any()), torch.nonzero])
-def test_the_watchdog_bites(read: Callable[[Tensor], object]) -> None:
+def test_the_check_for_host_reads_can_fail(read: Callable[[Tensor], object]) -> None:
     with pytest.raises(AssertionError), NoHostReads():
         read(torch.arange(3))
 
 
 @pytest.mark.parametrize("k", [4, "auto"])
-def test_the_loop_reads_one_record_a_round_and_nothing_else(monkeypatch: pytest.MonkeyPatch, k: int | str) -> None:
+def test_the_loop_reads_only_one_record_per_round(monkeypatch: pytest.MonkeyPatch, k: int | str) -> None:
     engine = engine_on("device", num_speculative_tokens=k)
     for prompt in PROMPTS[:4]:
         engine.add(Request(prompt, SamplingParams(max_tokens=60, seed=1)))
@@ -496,58 +510,61 @@ def test_the_loop_reads_one_record_a_round_and_nothing_else(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_kernels_and_twins_play_the_same_rounds(rule: str) -> None:
+def test_kernels_and_reference_run_equal_rounds(rule: str) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     runners = [runner(ops, RULES[rule]) for ops in (TritonOps(), TwinOps())]
     with torch.inference_mode():
         for k in (2, 0, 1):
-            one, other = (read_record(p.play(3, k, 60).read()) for p in runners)
+            one, other = (read_record(p.run(3, k, 60).read()) for p in runners)
             assert one == other
 
 
-def test_kernels_and_twins_play_the_same_trees() -> None:
+def test_kernels_and_reference_run_equal_tree_rounds() -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    runners = [runner(ops, Rule(), width=2) for ops in (TritonOps(), TwinOps())]
+    runners = [runner(ops, DeviceAcceptance(), width=2) for ops in (TritonOps(), TwinOps())]
     with torch.inference_mode():
         for k in (2, 3, 1):
-            one, other = (read_trees(p.play(3, k, 60).read(), 2) for p in runners)
+            one, other = (read_trees(p.run(3, k, 60).read(), 2) for p in runners)
             assert one == other
             runners[0].batch.length.copy_(runners[1].batch.length)
 
 
-def test_rows_beyond_the_live_ones_and_rows_at_rest_keep_what_they_have() -> None:
-    rounds = runner(TwinOps(), Rule())
+def test_idle_rows_keep_their_text_and_caches() -> None:
+    rounds = runner(TwinOps(), DeviceAcceptance())
     batch = rounds.batch
     batch.set_rows(2)  # row 2 is not live
     batch.limit[1] = batch.lengths[1]  # row 1 has no room
-    text, seen = batch.tokens.clone(), [decoder.seen.clone() for decoder in (rounds.target, rounds.draft) if decoder]
+    text, seen = (
+        batch.tokens.clone(),
+        [decoder.num_computed_tokens.clone() for decoder in (rounds.target, rounds.draft) if decoder],
+    )
     with torch.inference_mode():
-        gains = read_record(rounds.play(2, 3, 60).read()).gained
+        gains = read_record(rounds.run(2, 3, 60).read()).gained
     assert gains[0] > 0
     assert gains[1:] == [0] * (len(gains) - 1)
     assert batch.length.tolist() == [batch.lengths[0] + gains[0], *batch.lengths[1:]]
     assert torch.equal(batch.tokens[1:], text[1:])
     assert rounds.draft is not None
-    assert rounds.draft.seen[2] == seen[1][2]
+    assert rounds.draft.num_computed_tokens[2] == seen[1][2]
 
 
-def test_practice_changes_nothing() -> None:
-    rounds = runner(TwinOps(), Rule())
-    before = rounds.batch.tokens.clone(), rounds.batch.length.clone(), rounds.draft.seen.clone()  # type: ignore[union-attr]
-    with torch.inference_mode(), rounds._nobody_lives():
+def test_a_round_with_all_rows_idle_changes_nothing() -> None:
+    rounds = runner(TwinOps(), DeviceAcceptance())
+    before = rounds.batch.tokens.clone(), rounds.batch.length.clone(), rounds.draft.num_computed_tokens.clone()  # type: ignore[union-attr]
+    with torch.inference_mode(), rounds._all_rows_idle():
         rounds.program(3, 3, 64)
-    after = rounds.batch.tokens, rounds.batch.length, rounds.draft.seen  # type: ignore[union-attr]
+    after = rounds.batch.tokens, rounds.batch.length, rounds.draft.num_computed_tokens  # type: ignore[union-attr]
     assert all(torch.equal(b, a) for b, a in zip(before, after, strict=True))
     assert rounds.batch.live.item() == 3
 
 
 @pytest.mark.parametrize(("live", "bucket"), [(1, 1), (3, 4), (5, 8), (33, 40), (40, 40)])
-def test_rows_are_played_in_buckets(live: int, bucket: int) -> None:
+def test_rows_run_in_buckets(live: int, bucket: int) -> None:
     batch = new_batch(40, POSITIONS, VOCAB)
     from paceline.kernels.attention import make_backend
 
     target = Decoder(ToyModel(), make_backend("padded", torch.device("cpu")), 40, POSITIONS, VOCAB)
-    assert DeviceRound(target, None, batch, Rule()).bucket(live) == bucket
+    assert DeviceRound(target, None, batch, DeviceAcceptance()).bucket(live) == bucket
 
 
 # --- what carries it --------------------------------------------------------------------------------------------------
@@ -576,33 +593,33 @@ def test_an_upload_reaches_a_tensor_that_never_moves() -> None:
     ("options", "why"),
     [
         ({"attention": "split"}, "split"),
-        ({"drafter": "hybrid"}, "guesses on the host"),
-        ({"drafter": "ngram", "speculation_width": 2}, "guesses on the host"),
+        ({"drafter": "hybrid"}, "the drafter runs on the host"),
+        ({"drafter": "ngram", "speculation_width": 2}, "the drafter runs on the host"),
     ],
 )
-def test_what_the_device_cannot_play_alone_is_refused(options: dict[str, Any], why: str) -> None:
+def test_rounds_that_the_device_cannot_run_are_refused(options: dict[str, Any], why: str) -> None:
     with pytest.raises(ParameterError, match=f"rounds='device'.*{why}.*'host' is"):
         engine_on("device", **options)
 
 
-def test_the_cpu_kernels_play_their_own_rounds() -> None:
+def test_device_rounds_are_refused_for_the_cpu_kernels() -> None:
     with pytest.raises(ParameterError, match="CPU kernels"):
         make_engine(FlatToy(), rounds="device")
 
 
-def test_the_start_line_says_who_plays() -> None:
+def test_the_start_line_says_where_rounds_run() -> None:
     assert "rounds by the device (uncaptured, torch kernels)" in engine_on("device").describe()
     assert "rounds by" not in engine_on("auto").describe()
 
 
 @pytest.mark.parametrize("part", [{"drafter": Scripted({})}, {"policy": RandomSelection()}])
-def test_the_start_line_says_who_plays_whatever_was_exchanged(part: dict[str, Any]) -> None:
+def test_the_start_line_follows_exchanged_parts(part: dict[str, Any]) -> None:
     engine = engine_on("device")
     for name, other in part.items():
         setattr(engine.parts, name, other)
     assert "rounds by the device" not in engine.describe()
 
 
-def test_a_length_policy_that_looks_at_guesses_does_not_fit_the_device() -> None:
-    with pytest.raises(ParameterError, match="looks at guesses"):
+def test_a_length_policy_that_reads_draft_tokens_is_refused_on_the_device() -> None:
+    with pytest.raises(ParameterError, match="reads draft tokens"):
         engine_on("device", num_speculative_tokens=RandomSelection())

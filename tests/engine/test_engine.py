@@ -1,4 +1,4 @@
-"""Requests in, answers out: what is refused, where answers end, what is counted, what an interrupt leaves."""
+"""Requests in, results out: what is refused, where samples end, what is counted, what an interrupt leaves."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def seeded(params: SamplingParams, **changes: Any) -> SamplingParams:
         (Request([1], GREEDY, request_id="twice"), ParameterError, "request_id='twice'"),
     ],
 )
-def test_bad_input_is_refused_by_name_and_disturbs_nobody(request_: Request, error: type, says: str) -> None:
+def test_bad_input_is_refused_by_name_and_affects_no_other_request(request_: Request, error: type, says: str) -> None:
     engine = make_engine(ToyModel())
     good = engine.add(Request(PROMPT, GREEDY, request_id="twice"))
     engine.step()
@@ -187,7 +187,7 @@ def test_documents_with_tokens_outside_the_vocabulary_are_refused() -> None:
 
 
 class Faulty(ToyConstraint):
-    """Lets everything through and fails at one of the things that are asked of it."""
+    """A constraint that allows every token and raises in one of its methods."""
 
     def __init__(self, at: str) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ def faulty(where: str, n: int) -> Request:
 @pytest.mark.parametrize("rows", [2, 8])
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("where", ["set up", "mask", "advance", "push", "finish", "logprobs"])
-def test_what_goes_wrong_with_one_request_ends_it_alone(
+def test_a_fault_of_one_request_ends_only_that_request(
     where: str, n: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any) -> Any:
@@ -259,7 +259,7 @@ def test_what_goes_wrong_with_one_request_ends_it_alone(
     assert bad.error is not None
     assert ("Overflow" if where == "set up" else f"{where} failed") in str(bad.error)
     assert all(answer.metrics.finished is not None for answer in bad.outputs)
-    assert sorted(map(id, told)) == sorted(map(id, [*good, bad])), "everybody's end is told, once"
+    assert sorted(map(id, told)) == sorted(map(id, [*good, bad])), "every request's end is reported once"
 
 
 def test_a_text_that_fails_when_its_request_is_aborted_ends_nothing_else() -> None:
@@ -284,7 +284,7 @@ def test_a_constraint_that_cannot_be_made_is_refused_and_nothing_is_queued() -> 
     assert not engine.busy
 
 
-def test_an_exception_in_what_all_rows_share_ends_those_that_had_begun_and_no_other(
+def test_an_exception_in_a_round_ends_only_requests_with_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = make_engine(ToyModel(), max_batch_size=2)
@@ -336,7 +336,7 @@ def test_max_tokens_inside_an_accepted_block_ends_the_answer_there(tokens: int) 
     check_counts(answer, k=6)
 
 
-def test_rows_with_less_room_than_the_round_is_long_are_cut_and_counted_alone() -> None:
+def test_rows_with_fewer_tokens_left_than_the_round_are_cut_and_counted_separately() -> None:
     params = [seeded(GREEDY, max_tokens=2), dataclasses.replace(GREEDY, seed=1, max_tokens=20)]
     short, long = (o.outputs[0] for o in run(oracle(), [PROMPT, PROMPT], params))
     assert short.token_ids == TRUTH[:2]
@@ -345,13 +345,17 @@ def test_rows_with_less_room_than_the_round_is_long_are_cut_and_counted_alone() 
 
 
 def check_counts(answer: Any, k: int) -> None:
-    """Of an oracle's answer: whole rounds of k + 1 tokens, then one that may be cut; draft tokens beyond it do not
-    count."""
+    """Check an oracle's counts: whole rounds of k + 1 tokens, then one that may be cut.
+
+    Draft tokens beyond the sample's end do not count.
+    """
     metrics, size = answer.metrics, len(answer.token_ids)
     assert metrics.rounds == -(-size // (k + 1))
     assert metrics.output_tokens == size == len(answer.token_kinds)
     assert metrics.accepted == answer.token_kinds.count("accepted")
-    assert metrics.drafted == metrics.accepted, "an oracle's guesses are all kept, and none beyond the cut is counted"
+    assert metrics.drafted == metrics.accepted, (
+        "an oracle's draft tokens are all accepted, and none beyond the cut is counted"
+    )
     assert "recovered" not in answer.token_kinds
 
 
@@ -432,14 +436,14 @@ def test_every_token_is_accepted_recovered_or_bonus_and_every_round_is_counted(t
 
 @pytest.mark.parametrize("width", [1, 3])
 def test_rounds_that_a_sibling_saved_are_counted_once_for_answers_and_for_the_server(width: int) -> None:
-    """What the server counts, rounds of rows, and what the answers do agree, but for what lies beyond their ends."""
+    """The server's counts of row rounds equal those of the samples, except for tokens beyond their ends."""
     options: dict[str, Any] = {"drafter": "model", "speculation_width": width}
     engine, meter = make_engine(ToyModel(), ToyModel(blur=0.3), **options), Meter(1e9)
     outputs = [engine.add(make_request(PROMPT, dataclasses.replace(SAMPLED, max_tokens=41, seed=n))) for n in range(3)]
     deepest = 0
     while engine.busy:
         engine.step()
-        meter.round(engine)
+        meter.record_round(engine)
         deepest = max(deepest, meter.stats().num_speculative_tokens)
     metrics = [output.outputs[0].metrics for output in outputs]
 
@@ -452,7 +456,7 @@ def test_rounds_that_a_sibling_saved_are_counted_once_for_answers_and_for_the_se
     assert (counted("spec_decode_num_tree_drafts") > 0) == (width > 1)
     assert counted("spec_decode_num_tree_drafts") <= counted("spec_decode_num_drafts")
     assert sum(each.drafted for each in metrics) <= counted("spec_decode_num_draft_tokens")
-    assert deepest == 4, "k is how deep the guesses stand, however many there are"
+    assert deepest == 4, "k is the depth of a tree, not its number of draft tokens"
     assert (meter.stats().saved_by_sibling or 0) > 0 or width == 1
 
 
@@ -509,7 +513,7 @@ def test_the_answers_of_one_request_differ_and_come_again_with_the_seed() -> Non
 
 
 @pytest.mark.parametrize(
-    "where", ["propose", "verify", "accept", "commit", "observe", "prefill_rows", "settle", "release"]
+    "where", ["propose", "verify", "accept", "commit", "observe", "prefill_rows", "process_outputs", "release"]
 )
 def test_an_interrupt_anywhere_in_a_round_leaves_the_engine_usable(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(ToyModel(), ToyModel(blur=0.3), drafter="model", max_batch_size=3, prefill_chunk=3)
@@ -521,7 +525,7 @@ def test_an_interrupt_anywhere_in_a_round_leaves_the_engine_usable(where: str, m
         "commit": engine.batch,
         "observe": parts.drafter,
         "prefill_rows": parts.target,
-        "settle": scheduler,
+        "process_outputs": scheduler,
         "release": scheduler,
     }[where]
     original, calls = getattr(owner, where), []
@@ -601,7 +605,7 @@ def test_the_engine_says_what_it_runs(drafter: str | None) -> None:
         ({"drafter": None}, (None, None)),
     ],
 )
-def test_left_to_itself_the_engine_takes_no_round_off_a_cuda_device(
+def test_by_default_all_rounds_stay_on_a_cuda_device(
     options: dict[str, Any], drafter: tuple[str | None, str | None]
 ) -> None:
     config, cuda = EngineConfig(**options), ToyModel()
@@ -612,8 +616,8 @@ def test_left_to_itself_the_engine_takes_no_round_off_a_cuda_device(
     assert engine_module.lookup_is_free(engine_module.Models(cuda, documents=[[1]]), config)
 
 
-def test_rounds_in_which_nobody_comes_or_goes_look_at_no_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To note which features rows use takes as long as a small model's draw."""
+def test_rounds_with_unchanged_rows_read_no_sampling_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding the features that rows use takes as long as a small model's draw."""
     engine = make_engine(ToyModel(), max_batch_size=3)
     for prompt in ([1, 2], [3, 4], [5, 6]):
         engine.add(Request(prompt, SamplingParams(temperature=0, max_tokens=8)))

@@ -1,4 +1,4 @@
-"""What the host hands to native rounds, and what it keeps for them. That they change no answer: test_lossless.py."""
+"""Arguments and memory of native rounds. That outputs do not change is tested in test_lossless.py."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from paceline.drafters import Drafter
 from paceline.drafters.heads.native import NativeHead, NativeStreams
 from paceline.engine.engine import Engine
 from paceline.engine.memory import plan_memory
-from paceline.engine.native_round import NativeRound, kept_bytes
+from paceline.engine.native_round import NativeRound, workspace_bytes
 from paceline.errors import ParameterError
 from paceline.kernels import native
 from paceline.lengths.auto import AutoLength
@@ -40,24 +40,24 @@ pytestmark = [
 PROMPTS = [[1, 5, 9, 3, 5, 9], [2, 7, 7, 2, 7], [4, 4, 4], [9, 1, 8]]
 PARAMS = [SamplingParams(temperature=0, max_tokens=12, seed=row) for row in range(len(PROMPTS))]
 
-Guess = Callable[[int, int], Draft]  # rows, k
+ProposeFunction = Callable[[int, int], Draft]  # rows, k
 
 
-class Guesses(Drafter):
-    """A drafter made of one function."""
+class FunctionDrafter(Drafter):
+    """A drafter made from one function."""
 
     name = "scripted"
 
-    def __init__(self, draft_token: Guess) -> None:
-        self._draft_token = draft_token
+    def __init__(self, propose: ProposeFunction) -> None:
+        self._propose = propose
 
     def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
-        return self._draft_token(batch.rows, wish.k)
+        return self._propose(batch.rows, wish.k)
 
 
-def engine_with(draft_token: Guess, **options: Any) -> Engine:
+def engine_with(propose: ProposeFunction, **options: Any) -> Engine:
     engine = make_engine(tiny_native(1), drafter="ngram", num_speculative_tokens=3, **options)
-    engine.parts.drafter = Guesses(draft_token)
+    engine.parts.drafter = FunctionDrafter(propose)
     return engine
 
 
@@ -74,7 +74,7 @@ def counts(rows: int, k: int) -> torch.Tensor:
     return torch.full((rows,), k)
 
 
-LAYOUTS: dict[str, Guess] = {
+LAYOUTS: dict[str, ProposeFunction] = {
     "counts that are one number": lambda rows, k: Draft(tokens(rows, k), torch.tensor(k).expand(rows)),
     "every second count": lambda rows, k: Draft(tokens(rows, k), torch.full((2 * rows,), k)[::2]),
     "counts of 32 bits": lambda rows, k: Draft(tokens(rows, k), counts(rows, k).int()),
@@ -86,14 +86,14 @@ LAYOUTS: dict[str, Guess] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_guesses_may_lie_in_memory_as_they_like(layout: str) -> None:
+def test_draft_tensors_may_have_any_memory_layout(layout: str) -> None:
     assert answers(run(engine_with(LAYOUTS[layout]), PROMPTS, PARAMS)) == plain()
 
 
 @pytest.mark.parametrize("natively", [True, False])
 @pytest.mark.parametrize("count", [-1, 2])
-def test_a_drafter_that_counts_wrongly_is_told_so(count: int, natively: bool) -> None:
-    """Nothing may be read beyond its draft tokens."""
+def test_a_draft_with_wrong_counts_is_refused(count: int, natively: bool) -> None:
+    """Nothing may be read beyond the draft tokens."""
     engine = engine_with(lambda rows, _: Draft(tokens(rows, 1), counts(rows, count)))
     if not natively:
         engine.parts.native = None
@@ -102,22 +102,22 @@ def test_a_drafter_that_counts_wrongly_is_told_so(count: int, natively: bool) ->
     assert engine.batch.length.tolist() == list(map(len, PROMPTS)), "no row has gained anything"
 
 
-def player_of(engine: Engine) -> NativeRound:
+def native_round_of(engine: Engine) -> NativeRound:
     assert engine.parts.native is not None
     return engine.parts.native
 
 
-def test_the_kernels_write_no_logits_beyond_the_room_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_write_no_logits_beyond_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_with(lambda rows, k: Draft(tokens(rows, k), counts(rows, k)))
-    monkeypatch.setattr(player_of(engine), "_make_room", lambda _: None)
+    monkeypatch.setattr(native_round_of(engine), "_make_room", lambda _: None)
     with pytest.raises(ParameterError, match="logits' memory is too small"):
         run(engine, PROMPTS, PARAMS)
 
 
-def test_room_for_logits_is_kept_from_round_to_round_and_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the runner's, whoever plays its rounds; memory that is never written to is not taken from the system."""
+def test_memory_for_logits_is_kept_between_rounds_and_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is never written to is not taken from the system."""
     engine = engine_with(lambda rows, k: Draft(tokens(rows, k), counts(rows, k)))
-    runner, rooms = player_of(engine), list[int]()
+    runner, rooms = native_round_of(engine), list[int]()
     make_room = runner._make_room
 
     def watched(count: int) -> None:
@@ -129,17 +129,17 @@ def test_room_for_logits_is_kept_from_round_to_round_and_planned(monkeypatch: py
     run(engine, PROMPTS, PARAMS)
     assert len(set(rooms)) < len(rooms) / 2
     written = 4 * len(PROMPTS) * (engine.models.target.vocab_size + runner._model.width) * 4
-    assert kept_bytes(engine.models.target, 4 * len(PROMPTS)) == written
+    assert workspace_bytes(engine.models.target, 4 * len(PROMPTS)) == written
     config = EngineConfig(num_speculative_tokens=3)
     plan = functools.partial(plan_memory, engine.models.target, None, config, len(PROMPTS), POSITIONS)
     with_room = plan().workspace
     monkeypatch.setattr(runner._model, "_packed", None)  # as on a machine without the kernels
     assert with_room - plan().workspace == written
-    assert kept_bytes(ToyModel(), 100) == 0
+    assert workspace_bytes(ToyModel(), 100) == 0
 
 
 def modes_of(engine: Engine, params: list[SamplingParams], monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
-    """Of every round: rows that decode, and whether torch was in its mode for inference; and who has what threads."""
+    """Return, for every round, the decoding rows and whether torch's inference mode was set; check the threads, too."""
     modes, choose, pools = [], engine.parts.policy.choose, set[int | None]()
     current_pool = native.current_pool
 
@@ -160,7 +160,7 @@ def modes_of(engine: Engine, params: list[SamplingParams], monkeypatch: pytest.M
 
 
 def test_rounds_without_torch_set_none_of_its_modes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the kernels and of copies: unless a row comes, or somebody wants what the host alone can do."""
+    """Rounds of the kernels with n-gram drafts, unless a row starts or a request needs the host."""
     options: dict[str, Any] = {"drafter": "ngram", "threads": 2}
     modes = modes_of(make_engine(tiny_native(1), **options), PARAMS, monkeypatch)
     assert modes[0] == (4, True), "they have just come"
@@ -176,8 +176,8 @@ def test_rounds_without_torch_set_none_of_its_modes(monkeypatch: pytest.MonkeyPa
     assert not any(mode for _, mode in plain[1:])
 
 
-def test_no_tensor_is_made_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not by the search, by the length policy or by the kernels' runner: an operator takes 20 to 50 us there."""
+def test_ngram_drafts_make_no_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lookup, length policy and native rounds make none: an operator takes 20 to 50 us there."""
     engine = make_engine(tiny_native(1), drafter="ngram")
     engine.parts.policy = AutoLength(CostModel(linear_costs(token=0.01)), clock=itertools.count(step=1e-3).__next__)
     asked, drafted, make = list[object](), list[int](), OnDemand.__get__
@@ -201,9 +201,9 @@ def test_no_tensor_is_made_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- trees ------------------------------------------------------------------------------------------------------------
 
 
-MANY = 9  # more than rows, so that rows leave and others come while trees are played
+MANY = 9  # more than rows, so that rows leave and others start while trees are verified
 TREE_PROMPTS = [[(3 * row + 5 * i * i) % VOCAB for i in range(2 + 3 * row)] for row in range(MANY)]
-LAWS: dict[str, Callable[[int], SamplingParams]] = {
+SAMPLING: dict[str, Callable[[int], SamplingParams]] = {
     "greedy": lambda row: SamplingParams(temperature=0, max_tokens=20, seed=row),
     "penalties and cuts": lambda row: SamplingParams(
         temperature=(0.0, 0.6, 1.4)[row % 3],
@@ -222,8 +222,7 @@ LAWS: dict[str, Callable[[int], SamplingParams]] = {
 
 
 class SomeRight:
-    """Random trees, in which a draft token is often right for its depth, whatever it follows, and equal to its
-    siblings."""
+    """Drafts random trees, whose tokens are often right for their depth, at any parent, and equal to their siblings."""
 
     def __init__(self, truth: Mapping[int, Sequence[int]], shape: str) -> None:
         self._truth, self._shape, self._rng = truth, SHAPES[shape], random.Random(shape)
@@ -246,7 +245,7 @@ def model_of(quantization: Quantization | None, cache: torch.dtype) -> NativeMod
 
 
 def engine_with_trees(model: NativeModel, kept: torch.dtype | None, shape: str, params: list[SamplingParams]) -> Engine:
-    """kept: of the streams that a head reads; None: there is no head."""
+    """An engine that drafts trees. kept: dtype of the hidden states that a head reads; None for no head."""
     head = None
     if kept is not None:
         head = NativeHead(tiny_feature_head(VOCAB, 72, (0, 1), dim=16).to(kept), "tiny head", (0, 1), POSITIONS)
@@ -260,7 +259,7 @@ def engine_with_trees(model: NativeModel, kept: torch.dtype | None, shape: str, 
 
 
 def assert_the_same(engine: Engine, other: Engine) -> None:
-    """What the round decided, and all that is kept of rows."""
+    """Compare the verdict of the last round and all per-row state."""
     verdicts = [each.last_verdict for each in (engine, other)]
     if verdicts[0] is not None and verdicts[1] is not None:
         assert verdicts[0].host == verdicts[1].host
@@ -284,27 +283,27 @@ WEIGHTS_AND_CACHES: list[tuple[Quantization | None, torch.dtype]] = [
 ]
 
 
-@pytest.mark.parametrize("distribution", LAWS)
+@pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("kept", [None, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("quantization", "cache"), WEIGHTS_AND_CACHES)
 @pytest.mark.parametrize("shape", ["random", "chain and siblings"])
-def test_rounds_of_trees_are_those_of_the_hosts_parts(
-    shape: str, quantization: Quantization | None, cache: torch.dtype, kept: torch.dtype | None, distribution: str
+def test_native_tree_rounds_equal_step_by_step_rounds(
+    shape: str, quantization: Quantization | None, cache: torch.dtype, kept: torch.dtype | None, sampling: str
 ) -> None:
-    """Verdicts, texts, caches and streams, to the bit after every round, while rows come and go."""
-    model, params = model_of(quantization, cache), [LAWS[distribution](row) for row in range(MANY)]
+    """Verdicts, texts, caches and hidden states are equal to the bit after every round, while rows come and go."""
+    model, params = model_of(quantization, cache), [SAMPLING[sampling](row) for row in range(MANY)]
     engine, parts = (engine_with_trees(model, kept, shape, params) for _ in range(2))
-    parts.parts.native, played = None, Counter[str]()
+    parts.parts.native, rounds = None, Counter[str]()
     while engine.busy:
         engine.step()
         parts.step()
         assert_the_same(engine, parts)
         if engine.last_verdict is not None and engine.last_verdict.kept is not None:
-            played["moved"] += any(path != list(range(len(path))) for path in engine.last_verdict.kept)
-            played["deep"] += any(len(path) > 1 for path in engine.last_verdict.kept)
-            played["natively"] += "tokens" not in vars(engine.last_verdict)
+            rounds["moved"] += any(path != list(range(len(path))) for path in engine.last_verdict.kept)
+            rounds["deep"] += any(len(path) > 1 for path in engine.last_verdict.kept)
+            rounds["natively"] += "tokens" not in vars(engine.last_verdict)
     assert not parts.busy
-    assert played["natively"] > played["moved"] > 2 < played["deep"]
+    assert rounds["natively"] > rounds["moved"] > 2 < rounds["deep"]
 
 
 WRONG = {
@@ -316,7 +315,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("follows", WRONG)
-def test_a_guess_that_follows_none_before_it_is_refused(follows: str) -> None:
+def test_a_draft_token_before_its_parent_is_refused(follows: str) -> None:
     right, wrong = [-1, -1, 0], WRONG[follows]
     engine = engine_with(lambda rows, k: Draft(tokens(rows, k), counts(rows, k), parents=torch.tensor([right, wrong])))
     with pytest.raises(ParameterError, match="a token comes before its parent"):
@@ -324,8 +323,8 @@ def test_a_guess_that_follows_none_before_it_is_refused(follows: str) -> None:
     assert engine.batch.length.tolist()[:2] == list(map(len, PROMPTS[:2])), "no row has gained anything"
 
 
-def test_guesses_that_have_no_slot_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of chains what lies beyond the cache goes nowhere; of trees a draft token at any slot may count."""
+def test_tree_draft_tokens_without_a_cache_slot_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chain tokens beyond the cache are not written; a tree's token in any slot may be accepted."""
     star = torch.full((2, 12), -1)
     engine = engine_with(lambda rows, _: Draft(tokens(rows, 12), counts(rows, 12), parents=star), max_model_len=14)
     monkeypatch.setattr(engine.batch, "fitting", lambda draft: draft)
@@ -333,16 +332,16 @@ def test_guesses_that_have_no_slot_are_refused(monkeypatch: pytest.MonkeyPatch) 
         run(engine, PROMPTS[:2], PARAMS[:2])
 
 
-def test_a_rule_that_knows_no_trees_refuses_them_by_name() -> None:
+def test_a_rule_without_trees_refuses_them_by_name() -> None:
     star = torch.full((4, 3), -1)
     engine = engine_with(lambda rows, k: Draft(tokens(rows, k), counts(rows, k), parents=star), acceptance="rejection")
-    assert player_of(engine).suits(RULES["rejection"], Draft.empty(4, engine.batch.device))
+    assert native_round_of(engine).can_run(RULES["rejection"], Draft.empty(4, engine.batch.device))
     with pytest.raises(ParameterError, match=r"acceptance='rejection'.*trees"):
         run(engine, PROMPTS, PARAMS)
 
 
 class Operators(TorchDispatchMode):
-    """Counts those of torch."""
+    """Counts torch operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -353,7 +352,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_rounds_of_copies_that_branch_use_no_operator_of_torchs() -> None:
+def test_rounds_of_branching_ngram_drafts_use_no_torch_operators() -> None:
     engine = make_engine(tiny_native(1), drafter="ngram", speculation_width=3)
     params = SamplingParams(temperature=0.8, max_tokens=60, seed=2)
     for _ in range(4):
@@ -363,7 +362,7 @@ def test_rounds_of_copies_that_branch_use_no_operator_of_torchs() -> None:
     trees = 0
     with Operators() as operators:
         for _ in range(30):
-            assert engine._goes_without_torch()
+            assert engine._skips_torch()
             engine.step()
             assert engine.last_verdict is not None
             trees += engine.last_verdict.host.trees is not None

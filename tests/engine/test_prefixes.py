@@ -1,4 +1,4 @@
-"""What was read once is not read again, and nothing else changes."""
+"""Prefix reuse: tokens are read once, and outputs do not change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.test_scheduler import Spy, step
 from paceline.config import SamplingParams
 from paceline.core.outputs import RequestOutput
 from paceline.engine.engine import Engine, Request
-from paceline.engine.prefixes import LEAST, WORTH_WAITING, CachedPrefix, FreeSlotPool, Scope, shared
+from paceline.engine.prefixes import LEAST, WORTH_WAITING, CachedPrefix, FreeSlotPool, Scope, common_prefix_length
 from toy import VOCAB, FlatToy, RandomLength, ToyModel, make_engine, run, slow_answer, tiny_native
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -29,7 +29,7 @@ def prompt_of(size: int, seed: int = 0) -> list[int]:
 
 
 def ask(engine: Engine, prompt: Sequence[int], params: SamplingParams = SHORT) -> RequestOutput:
-    """To the end, alone."""
+    """Run one request alone, to its end."""
     return run(engine, [prompt], [params])[0]
 
 
@@ -42,44 +42,44 @@ def finish(engine: Engine) -> None:
 
 
 @given(st.lists(st.integers(0, 1), max_size=200), st.integers(0, 200), st.integers(0, 220))
-def test_shared_beginnings_are_counted_to_the_token(text: list[int], at: int, most: int) -> None:
+def test_common_prefixes_are_counted_to_the_token(text: list[int], at: int, most: int) -> None:
     other = [*text[:at], *(1 - token for token in text[at:])]
-    assert shared(text, other, most) == min(at, len(text), most)
-    assert shared(text, text[:at], most) == min(at, len(text), most)
+    assert common_prefix_length(text, other, most) == min(at, len(text), most)
+    assert common_prefix_length(text, text[:at], most) == min(at, len(text), most)
 
 
-def shelf_of(*texts: int) -> FreeSlotPool:
-    """Of so many tokens, the first one put there first."""
-    shelf = FreeSlotPool(0)
+def pool_of(*texts: int) -> FreeSlotPool:
+    """Return a pool of prefixes with these numbers of tokens, the least recently used first."""
+    pool = FreeSlotPool(0)
     for size in texts:
-        shelf.put(CachedPrefix([1] * size, Scope("", "")))
-    shelf.rows.reverse()
-    return shelf
+        pool.put(CachedPrefix([1] * size, Scope("", "")))
+    pool.rows.reverse()
+    return pool
 
 
 @pytest.mark.parametrize(
     ("sizes", "fits", "elsewhere", "place"),
     [
-        ((50, 60, 70), (0, 0, 0), 0, 0),  # nobody has anything: the oldest
+        ((50, 60, 70), (0, 0, 0), 0, 0),  # no row holds anything: the oldest
         ((50, 60, 70), (0, 0, 70), 0, 2),  # nothing is lost where all that a row holds is wanted
         ((50, 60, 70), (0, 40, 0), 0, 1),  # 20 tokens are lost instead of 50
         ((50, 60, 120), (0, 0, 40), 0, 0),  # 80 would be
-        ((50, 60, 70), (0, 60, 0), 61, 0),  # a row in use has more
+        ((50, 60, 70), (0, 60, 0), 61, 0),  # a row in use holds more
         ((0, 60, 70), (0, 40, 0), 0, 0),  # a row that holds nothing is overwritten for nothing
     ],
 )
-def test_the_row_to_begin_in_is_the_one_that_loses_least(
+def test_the_free_row_that_loses_least_is_chosen(
     sizes: tuple[int, ...], fits: tuple[int, ...], elsewhere: int, place: int
 ) -> None:
-    assert shelf_of(*sizes).choose(fits, elsewhere) == place
+    assert pool_of(*sizes).choose(fits, elsewhere) == place
 
 
-def test_a_row_of_use_is_overwritten_later_and_one_that_nobody_may_copy_first() -> None:
-    shelf = shelf_of(50, 50, 50)
-    shelf.use(shelf.rows[0])
-    assert shelf.choose([0, 0, 0], 0) == 1
-    shelf.rows[2].scope = Scope("", None)
-    assert shelf.choose([0, 0, 0], 0) == 2
+def test_recently_used_rows_are_overwritten_last_and_private_ones_first() -> None:
+    pool = pool_of(50, 50, 50)
+    pool.use(pool.rows[0])
+    assert pool.choose([0, 0, 0], 0) == 1
+    pool.rows[2].scope = Scope("", None)
+    assert pool.choose([0, 0, 0], 0) == 2
 
 
 # --- what is read -----------------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def test_a_chats_next_turn_takes_its_row_and_copies_nothing(monkeypatch: pytest.
     assert (second.cached_tokens, other.cached_tokens) == (32, 0)
 
 
-def test_a_row_that_decodes_is_copied_from() -> None:
+def test_prefixes_are_copied_from_decoding_rows() -> None:
     engine = chat_engine(max_batch_size=2)
     spy = Spy(engine.parts.target)
     longer = engine.add(Request(prompt_of(30), SamplingParams(temperature=0, max_tokens=40)))
@@ -137,7 +137,7 @@ def test_a_row_that_decodes_is_copied_from() -> None:
 
 @pytest.mark.parametrize("chunk", [7, 1000])
 @pytest.mark.parametrize("kind", [ToyModel, FlatToy])
-def test_of_prompts_that_begin_alike_and_come_together_one_is_read(kind: type[ToyModel], chunk: int) -> None:
+def test_a_common_prefix_of_prompts_that_come_together_is_read_once(kind: type[ToyModel], chunk: int) -> None:
     head = prompt_of(WORTH_WAITING + 1)
     engine = chat_engine(kind=kind, max_batch_size=4, prefill_chunk=chunk)
     spies = [Spy(decoder) for decoder in engine.scheduler.decoders]
@@ -150,7 +150,7 @@ def test_of_prompts_that_begin_alike_and_come_together_one_is_read(kind: type[To
 
 
 @pytest.mark.parametrize("after", [0, 2, 5])
-def test_who_waits_for_one_that_is_aborted_reads_on_where_it_stopped(after: int) -> None:
+def test_a_prompt_reads_on_where_its_aborted_prefix_reader_stopped(after: int) -> None:
     head = prompt_of(WORTH_WAITING + 1)
     engine = chat_engine(max_batch_size=3, prefill_chunk=10)
     spy = Spy(engine.parts.target)
@@ -175,7 +175,7 @@ def test_short_prompts_that_differ_in_their_last_token_end(size: int) -> None:
         assert output.outputs[0].token_ids == slow_answer(ToyModel(), output.prompt_token_ids, SHORT)
 
 
-def test_a_long_prompt_waits_for_a_short_one_that_reads_their_beginning_and_not_the_other_way_round() -> None:
+def test_a_long_prompt_waits_for_a_short_one_to_read_their_common_prefix() -> None:
     head = prompt_of(WORTH_WAITING)
     engine = chat_engine(max_batch_size=2, prefill_chunk=10)
     long = engine.add(Request([*head, *prompt_of(25, 1)], SHORT))
@@ -198,7 +198,7 @@ def test_the_least_recently_used_row_is_overwritten_first() -> None:
     )  # the first is of use again, and the oldest is the second
     ask(engine, prompt_of(40, 9))
     found = {
-        index: max(shared(held.tokens, text, 40) for held in engine.scheduler.free.rows)
+        index: max(common_prefix_length(held.tokens, text, 40) for held in engine.scheduler.free.rows)
         for index, text in enumerate(texts)
     }
     assert found == {0: 35, 1: 0, 2: 40} or found == {0: 40, 1: 0, 2: 40}
@@ -211,7 +211,7 @@ def test_few_tokens_are_read_and_not_copied() -> None:
     assert ask(engine, [*prompt_of(LEAST), 0, *prompt_of(20, 5)]).cached_tokens == LEAST
 
 
-# --- for whom ---------------------------------------------------------------------------------------------------------
+# --- scopes -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -237,7 +237,9 @@ def test_without_prefix_cache_only_the_answers_of_a_request_share_its_prompt(row
     ],
 )
 @pytest.mark.parametrize("together", [False, True])
-def test_who_may_copy_from_whom(first: dict[str, Any], second: dict[str, Any], cached: int, together: bool) -> None:
+def test_scopes_restrict_prefix_reuse(
+    first: dict[str, Any], second: dict[str, Any], cached: int, together: bool
+) -> None:
     engine = chat_engine(max_batch_size=4, prefill_chunk=10)
     one = engine.add(Request(prompt_of(30), SamplingParams(max_tokens=3, seed=1, n=2, **first)))
     if not together:
@@ -247,7 +249,7 @@ def test_who_may_copy_from_whom(first: dict[str, Any], second: dict[str, Any], c
     assert (one.cached_tokens, other.cached_tokens) == (0, cached)
 
 
-def test_what_somebody_wrote_over_is_forgotten() -> None:
+def test_overwritten_prefixes_are_forgotten() -> None:
     engine = chat_engine()
     ask(engine, prompt_of(30))
     engine.clear()
@@ -261,20 +263,20 @@ def test_what_somebody_wrote_over_is_forgotten() -> None:
 
 
 class SometimesHopeful(RandomLength):
-    """Draft models read some prompts and not others."""
+    """A policy for which draft models read some prompts and not others."""
 
     def hopeful(self, rows: int) -> bool:
         return self.rng.random() < 0.6
 
 
 def check_caches(engine: Engine) -> None:
-    """Every row in use or free holds exactly its text's values: a toy's are whole numbers that name their token."""
+    """Check that every row's cache equals its text: a toy's keys and values are whole numbers that name their token."""
     scheduler = engine.scheduler
     live = len(scheduler.running) + len(scheduler.prefilling)
     texts = [scheduler._text(row) for row in range(live)] + [held.tokens for held in scheduler.free.rows]
     for index, decoder in enumerate(scheduler.decoders):
         for row, text in enumerate(texts):
-            known = text[: decoder.held(row)] if index else text
+            known = text[: decoder.num_computed(row)] if index else text
             if not known:
                 continue
             tokens, positions = torch.tensor([known]), torch.arange(len(known))[None]
@@ -285,7 +287,7 @@ def check_caches(engine: Engine) -> None:
 
 
 def soak(seed: int, **options: Any) -> int:
-    """Chats that go on, branch, are aborted, end together, in rows that move; returns the tokens that were copied."""
+    """Run random chats that continue, branch, are aborted and end together. Return the number of copied tokens."""
     rng = random.Random(seed)
     kind = options.pop("kind", rng.choice([ToyModel, FlatToy]))
     rows, chunk = rng.randint(1, 5), rng.choice([3, 8, 100])
@@ -323,23 +325,23 @@ def soak(seed: int, **options: Any) -> int:
 
 @settings(max_examples=4)
 @given(seed=st.integers(0, 10**6))
-def test_every_row_holds_what_it_says_whatever_is_copied_and_moved(seed: int) -> None:
+def test_every_cache_equals_its_text_after_random_copies_and_moves(seed: int) -> None:
     soak(seed)
 
 
 @pytest.mark.slow
-def test_every_row_holds_what_it_says_many_times() -> None:
+def test_every_cache_equals_its_text_in_many_runs() -> None:
     assert sum(soak(seed) for seed in range(12)) > 1000, "much is copied in these tests"
 
 
 @settings(max_examples=3)
 @given(seed=st.integers(0, 10**6))
-def test_rounds_of_the_device_leave_what_free_rows_hold_alone(seed: int) -> None:
+def test_device_rounds_keep_the_prefixes_of_free_rows(seed: int) -> None:
     soak(seed, kind=ToyModel, rounds="device")
 
 
 def bits(engine: Engine, size: int) -> list[torch.Tensor]:
-    """The first row's keys and values of ``size`` tokens, of all decoders."""
+    """Return the first row's keys and values of ``size`` tokens, of all decoders."""
     tables = [table for decoder in engine.scheduler.decoders for table in (decoder.cache.keys, decoder.cache.values)]
     places = [decoder.places(1)[0] for decoder in engine.scheduler.decoders for _ in range(2)]
     return [table[:, place, :, :size].clone() for table, place in zip(tables, places, strict=True)]
@@ -352,7 +354,7 @@ def native_engine() -> Engine:
 @settings(max_examples=10)
 @given(data=st.data())
 def test_on_the_kernels_a_copied_prefix_has_a_cold_prefills_bits_at_any_split(data: st.DataObject) -> None:
-    """Whether the copied tokens were read as a prompt, in a round's draft tokens, or one by one."""
+    """The copied tokens were read as a prompt, as draft tokens, or one by one."""
     rng = random.Random(data.draw(st.integers(0, 999)))
     warm, cold = native_engine(), native_engine()
     before = ask(warm, prompt_of(data.draw(st.integers(1, 40)), rng.random()), SamplingParams(max_tokens=30, seed=5))

@@ -1,4 +1,4 @@
-"""n answers in a time budget: which come back, in which order, and what the clock takes from them."""
+"""n samples in a time budget: which are returned, in which order, and what the deadline cuts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.config import SamplingParams
 from paceline.core.outputs import CompletionOutput, Metrics, RequestOutput, is_outranked, ranked
 from paceline.engine.engine import Engine, Request
 from paceline.errors import ParameterError
-from paceline.server.metrics import Meter, Pace
+from paceline.server.metrics import Meter, TokenTimes
 from toy import ToyModel, make_engine, run, slow_answer
 from toy_llm import toy_llm
 
@@ -21,7 +21,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 class Letters:
-    """A text stream: token t is the letter t, and the answer ends at the first ``stop``."""
+    """A text stream: token t is the letter t, and the sample ends at the first ``stop``."""
 
     def __init__(self, stop: str) -> None:
         self.stop, self.text, self.stopped = stop, "", None
@@ -53,7 +53,7 @@ def test_answers_that_ended_by_themselves_come_first_then_the_likelier() -> None
     assert [each.index for each in ranked(given, "logprob")] == [1, 3, 5, 0, 2, 4]
 
 
-def test_the_best_of_several_are_those_by_mean_logprob_if_nothing_else_is_said() -> None:
+def test_the_default_ranking_is_mean_logprob() -> None:
     assert SamplingParams(n=2, best_of=4).ranking == "mean_logprob"
     assert SamplingParams(n=2, best_of=2).ranking is None
     assert SamplingParams(n=2, best_of=4, rank_by="logprob").ranking == "logprob"
@@ -61,8 +61,8 @@ def test_the_best_of_several_are_those_by_mean_logprob_if_nothing_else_is_said()
         SamplingParams(n=4, best_of=3)
 
 
-def test_what_a_stop_string_cuts_out_of_the_text_counts_for_the_rank() -> None:
-    """The whole answer was drawn, and that it ends here is part of it."""
+def test_tokens_cut_by_a_stop_string_count_for_the_rank() -> None:
+    """The whole sample was drawn, including the stop string."""
     params = SamplingParams(seed=1, max_tokens=40, n=3, rank_by="logprob", stop="b", logprobs=0)
     engine = make_engine(ToyModel())
     output = engine.add(Request([1, 2, 3], params, make_stream=lambda _: Letters("b")))
@@ -78,7 +78,7 @@ def test_what_a_stop_string_cuts_out_of_the_text_counts_for_the_rank() -> None:
             assert "b" not in each.text
 
 
-def test_nothing_is_scored_unless_it_is_asked_for() -> None:
+def test_samples_are_scored_only_if_asked_for() -> None:
     (output,) = run(make_engine(ToyModel()), [[1, 2]], [SamplingParams(n=2, max_tokens=3, seed=0)])
     assert [each.cumulative_logprob for each in output.outputs] == [None, None]
     assert output.outputs is output.candidates or output.outputs == output.candidates
@@ -101,7 +101,7 @@ def test_an_aborted_request_gives_back_no_more_answers_than_asked_for() -> None:
     assert (len(output.outputs), len(output.candidates)) == (1, 3)
 
 
-def test_an_answer_is_outranked_when_it_cannot_pass_n_others_however_it_goes_on() -> None:
+def test_a_sample_is_outranked_once_it_can_never_pass_n_others() -> None:
     ended = [answer(0, "stop", -2.0, 4), answer(1, "stop", -6.0, 6), answer(2, "length", -0.1, 9)]
 
     def leaves(total: float, tokens: int, n: int, by: Any) -> bool:
@@ -112,10 +112,10 @@ def test_an_answer_is_outranked_when_it_cannot_pass_n_others_however_it_goes_on(
     assert not leaves(-5.9, 1, 2, "logprob")
     assert leaves(-5.1, 1, 1, "mean_logprob"), "with ten tokens in all the mean is below -0.5"
     assert not leaves(-4.9, 1, 1, "mean_logprob")
-    assert not leaves(-100.0, 9, 3, "mean_logprob"), "answers that were cut outrank nobody"
+    assert not leaves(-100.0, 9, 3, "mean_logprob"), "samples that were cut outrank no other"
 
 
-def test_who_is_outranked_makes_room_at_once() -> None:
+def test_an_outranked_sample_frees_its_row_at_once() -> None:
     engine = make_engine(ToyModel(), eos=(0, 22))
     output = engine.add(Request([1, 2, 3], SamplingParams(best_of=4, rank_by="logprob", max_tokens=60, seed=5)))
     seen = set()
@@ -135,7 +135,7 @@ def test_who_is_outranked_makes_room_at_once() -> None:
 
 
 class Clock:
-    """Time passes when it is told to."""
+    """A clock that advances only when the test says so."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
@@ -165,17 +165,17 @@ def test_a_budget_counts_from_the_arrival_and_waiting_counts(clock: Clock) -> No
     assert waits.outputs[0].metrics.first_scheduled is None
 
 
-def test_what_a_round_brings_after_the_deadline_comes_too_late(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So an answer that ended by itself did so within its budget, and the curve over all budgets is one run's."""
+def test_tokens_of_a_round_after_the_deadline_are_dropped(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sample that ended by itself did so within its budget, so one run gives the curve over all budgets."""
     engine = make_engine(ToyModel())
     output = add(engine, max_tokens=6, time_budget=2.0)
-    settle = engine.scheduler.settle
+    process_outputs = engine.scheduler.process_outputs
 
     def slowly(verdict: Any) -> Any:
         clock.now += 0.75
-        return settle(verdict)
+        return process_outputs(verdict)
 
-    monkeypatch.setattr(engine.scheduler, "settle", slowly)
+    monkeypatch.setattr(engine.scheduler, "process_outputs", slowly)
     while engine.busy:
         engine.step()
         engine.scheduler.check_integrity()
@@ -186,7 +186,7 @@ def test_what_a_round_brings_after_the_deadline_comes_too_late(clock: Clock, mon
     assert output.outputs[0].metrics.rounds == 2
 
 
-def test_a_budget_that_is_over_before_it_begins_is_answered_at_once_with_nothing(clock: Clock) -> None:
+def test_a_time_budget_that_is_over_on_arrival_gives_no_tokens_at_once(clock: Clock) -> None:
     engine = make_engine(ToyModel())
     other = add(engine, max_tokens=4)
     params = SamplingParams(n=2, best_of=3, time_budget=1.0, seed=0)
@@ -224,7 +224,7 @@ def test_a_requests_first_last_and_all_answers_are_in_the_metrics() -> None:
         for index, seconds in enumerate((1.0, 3.0, 2.0))
     ]
     output, meter = RequestOutput("x", None, [1], ended), Meter(10.0)
-    meter.gained(Pace.of(output), output)
+    meter.record_output(TokenTimes.of(output), output)
     for sequence, seconds in (("first", 0.1), ("last", 0.3), ("all", 0.2)):
         name, labels = "paceline:request_time_per_output_token_seconds_sum", {"sequence": sequence}
         assert meter.registry.get_sample_value(name, labels) == pytest.approx(seconds)

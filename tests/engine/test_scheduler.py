@@ -1,4 +1,4 @@
-"""Waiting, prefilling, decoding, leaving: every queue and every hole, checked after every step."""
+"""Waiting, prefill, decoding, leaving: every queue and every free slot, checked after every step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paceline.engine import scheduler as scheduler_module
 from paceline.engine import sequences as sequences_module
 from paceline.engine.engine import Engine, Request
 from paceline.kernels import native
-from paceline.models.base import Streams
+from paceline.models.base import HiddenStates
 from paceline.models.decoder import Decoder
 from toy import (
     POSITIONS,
@@ -43,7 +43,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=5)
 
 
 class Spy:
-    """Stands before a decoder and writes down what is prefilled."""
+    """Wraps a decoder and records what is prefilled."""
 
     def __init__(self, decoder: Decoder, vocab: int = VOCAB) -> None:
         self.chunks: list[list[int]] = []
@@ -87,7 +87,7 @@ def test_a_row_that_ends_leaves_at_once_and_the_next_request_takes_its_place() -
     assert [row.request_id for row in engine.scheduler.running] == ["request-0"]
 
 
-def test_the_last_row_fills_the_hole() -> None:
+def test_the_last_row_takes_the_place_of_one_that_left() -> None:
     engine = engine_of(max_batch_size=4)
     for index, tokens in enumerate((9, 1, 9, 9)):
         add(engine, [index + 1, 2], SamplingParams(temperature=0, max_tokens=tokens), request_id=str(index))
@@ -145,7 +145,7 @@ def test_answers_that_end_in_their_first_round_share_a_prefill(chunk: int) -> No
 
 @pytest.mark.parametrize("tokens", [1, 4])
 @pytest.mark.parametrize("rows", [1, 2])
-def test_an_answer_for_which_no_row_was_free_takes_over_a_siblings_row_and_prompt(rows: int, tokens: int) -> None:
+def test_a_sample_that_waited_reuses_the_row_and_prompt_of_another_sample(rows: int, tokens: int) -> None:
     models = FlatToy(), FlatToy(blur=0.3)
     engine = make_engine(*models, drafter="model", attention="auto", max_batch_size=rows)
     spies = [Spy(decoder) for decoder in engine.scheduler.decoders]
@@ -155,8 +155,8 @@ def test_an_answer_for_which_no_row_was_free_takes_over_a_siblings_row_and_promp
     assert answers([output])[0] == [slow_answer(ToyModel(), [3] * 15, params, index) for index in range(5)]
 
 
-def test_a_sample_that_comes_after_its_siblings_left_is_prefilled_anew() -> None:
-    """Because it was another client's turn."""
+def test_a_sample_that_starts_after_the_others_left_is_prefilled_again() -> None:
+    """It waits because it is another client's turn."""
     engine = engine_of(max_batch_size=1)
     spy = Spy(engine.parts.target)
     params = SamplingParams(n=3, max_tokens=4, seed=4)
@@ -255,7 +255,7 @@ def test_the_integrity_check_notices_what_is_wrong() -> None:
 
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 10**6))
-def test_a_soak_of_arrivals_aborts_and_deadlines_leaves_everyone_else_untouched(seed: int) -> None:
+def test_random_arrivals_aborts_and_deadlines_affect_no_other_request(seed: int) -> None:
     rng = random.Random(seed)
     kind = rng.choice([ToyModel, FlatToy])
     engine = make_engine(
@@ -313,7 +313,7 @@ def check_metrics(answer: CompletionOutput, prompt_tokens: int) -> None:
     assert metrics.rounds - 1 <= others <= metrics.rounds  # every round gives one token of its own, unless it was cut
 
 
-def test_answers_end_where_there_is_no_more_room() -> None:
+def test_samples_end_at_the_longest_sequence() -> None:
     engine = engine_of(max_model_len=12, max_batch_size=2)
     outputs = run(engine, [[1] * 11, [2] * 4], [SamplingParams(temperature=0, max_tokens=50)] * 2)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 8]
@@ -325,15 +325,15 @@ def test_answers_end_where_there_is_no_more_room() -> None:
 
 
 class Slow(ToyModel):
-    """A model that takes ``pass_ms`` for a forward pass and ``token_ms`` for each token; stands in for ``time``."""
+    """A model that takes ``pass_ms`` per forward pass and ``token_ms`` per token; replaces ``time``."""
 
     def __init__(self, pass_ms: float = 8.0, token_ms: float = 1.0) -> None:
         super().__init__(max_positions=2000)
         self.pass_ms, self.token_ms, self.seconds = pass_ms, token_ms, 100.0
 
-    def streams(self, tokens: Tensor, *more: Any, **options: Any) -> Streams:
+    def hidden_states(self, tokens: Tensor, *more: Any, **options: Any) -> HiddenStates:
         self.seconds += (self.pass_ms + self.token_ms * tokens.numel()) / 1000
-        return super().streams(tokens, *more, **options)
+        return super().hidden_states(tokens, *more, **options)
 
     def perf_counter(self) -> float:
         return self.seconds
@@ -354,7 +354,7 @@ def limited(budget: float, **more: Any) -> SamplingParams:
 
 
 def late_ms(engine: Engine, slow: Slow, outputs: Sequence[RequestOutput]) -> list[float]:
-    """Milliseconds from each request's deadline to its end, as the caller of ``step`` sees it."""
+    """Return the milliseconds from each request's deadline to its end, as the caller of ``step`` sees it."""
     deadlines = {output.request_id: slow.seconds for output in outputs}
     for sequence in engine.scheduler.waiting:
         deadlines[sequence.request_id] = sequence.deadline or 0.0
@@ -379,7 +379,7 @@ def test_a_time_budget_is_kept(slow: Slow, budget: float, prompt: int, rows: int
         assert late > -14, "another round would have been in time"
 
 
-def test_who_decodes_is_not_made_late_by_prompts_that_are_read(slow: Slow) -> None:
+def test_prefill_does_not_make_decoding_rows_miss_their_deadlines(slow: Slow) -> None:
     engine = make_engine(slow, max_model_len=2000, longest_pause=0.2)
     add(engine, [3] * 400, limited(2.0))
     while engine.busy:
@@ -389,7 +389,7 @@ def test_who_decodes_is_not_made_late_by_prompts_that_are_read(slow: Slow) -> No
     assert max(late_ms(engine, slow, outputs)) < 10, "a pass, as long as it is not known what a small one takes"
 
 
-def test_an_answer_has_all_tokens_for_which_there_is_time(slow: Slow) -> None:
+def test_a_sample_gets_all_tokens_that_its_time_budget_allows(slow: Slow) -> None:
     engine = make_engine(slow, max_model_len=2000)
     outputs = [add(engine, [1, 2], limited(1.0)) for _ in range(2)]
     late_ms(engine, slow, outputs)
@@ -399,7 +399,7 @@ def test_an_answer_has_all_tokens_for_which_there_is_time(slow: Slow) -> None:
 
 @pytest.mark.parametrize("stalled", ["round", "chunk"])
 def test_a_stall_does_not_keep_later_requests_from_being_tried(slow: Slow, stalled: str) -> None:
-    """Were it believed for ever, no request with a small budget would show that it is over."""
+    """If a stall were believed forever, no request with a small budget would show that it is over."""
     engine = make_engine(slow, max_model_len=2000, longest_pause=0.1)
     slow.pass_ms = 2000.0
     for number in range(9):
@@ -415,8 +415,8 @@ def test_a_stall_does_not_keep_later_requests_from_being_tried(slow: Slow, stall
 
 
 @pytest.mark.skipif(not native.available(), reason=f"no kernels here: {native.why_none()}")
-def test_who_waits_for_a_row_gets_it_when_a_budget_is_over() -> None:
-    """Also where the kernels' rounds go without torch's modes."""
+def test_a_row_freed_by_a_deadline_goes_to_a_waiting_request() -> None:
+    """Also if the kernels' rounds run without torch's modes."""
     engine = make_engine(tiny_native(0), max_batch_size=1)
     first = add(engine, [1, 2], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, time_budget=0.002))
     second = add(engine, [3, 4, 5])

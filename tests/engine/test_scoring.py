@@ -1,4 +1,4 @@
-"""Log-probabilities of given texts: transformers' own, whatever was read before, and nothing read twice in vain."""
+"""Log-probabilities of texts equal those of transformers, whatever was read before; nothing is read twice."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from model_support import NATIVE, VOCABULARY, tiny
 from paceline.config import SamplingParams
 from paceline.core.outputs import TokenLogprob
 from paceline.core.room import Room
-from paceline.engine.chunks import Part, Speed
+from paceline.engine.chunks import PrefillSpeed, PromptSlice
 from paceline.engine.engine import Engine, Request
-from paceline.engine.scoring import Text
+from paceline.engine.scoring import ScoredText
 from paceline.errors import EmptyPromptError, ParameterError, PromptTooLongError
 from paceline.llm import LLM
 from paceline.models.decoder import Decoder
@@ -29,7 +29,7 @@ def make(model: PreTrainedModel) -> LLM:
 
 
 def texts(count: int, seed: int = 0) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts of three kinds that share their beginnings, and continuations of one to five tokens."""
+    """Return prompts of three kinds with common prefixes, and continuations of one to five tokens."""
     generator = torch.Generator().manual_seed(seed)
 
     def some(size: int) -> list[int]:
@@ -64,7 +64,7 @@ def test_scores_are_those_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7])
-def test_what_texts_begin_with_is_read_once(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+def test_a_common_prefix_of_texts_is_read_once(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     llm = LLM(tiny(*NATIVE["llama"]), **PLAIN | {"max_batch_size": rows})  # type: ignore[arg-type]
     read = count_reads(monkeypatch)
     prompts, continuations = texts(30)
@@ -79,7 +79,7 @@ def test_what_texts_begin_with_is_read_once(monkeypatch: pytest.MonkeyPatch, row
 
 @pytest.mark.parametrize("attention", ["native", "padded"])
 def test_scores_are_the_same_to_the_bit_one_at_a_time_and_in_any_batch(attention: str) -> None:
-    """The kernels', that is: elsewhere bits depend on the shapes of passes."""
+    """Holds on the CPU kernels; elsewhere bits depend on the shapes of passes."""
     kind, fields = NATIVE["llama"]
     model = tiny(kind, fields | {"head_dim": 16})  # as the kernels want it
     prompts, continuations = texts(20, seed=1)
@@ -112,22 +112,22 @@ def test_scores_are_the_same_to_the_bit_one_at_a_time_and_in_any_batch(attention
     ],
 )
 @pytest.mark.parametrize("begins", [1, 30])  # what was told of a text is kept, too, and what is only read
-def test_who_may_not_copy_a_prompt_reads_it_anew_where_it_is_scored(
+def test_a_private_prompt_is_read_again_to_be_scored(
     monkeypatch: pytest.MonkeyPatch, first: SamplingParams, second: SamplingParams | None, begins: int
 ) -> None:
-    """By the time it takes nobody learns what another client has sent."""
+    """The time it takes must not reveal what another client has sent."""
     engine = LLM(tiny(*NATIVE["llama"]), **PLAIN, prefix_cache=second is not None).engine  # type: ignore[arg-type]
     read = count_reads(monkeypatch)
     for params in (first, second or first):
         for again in (False, True):
             read.clear()
-            score_all(engine, [Text(list(range(3, 43)), scope=engine.scope_of(params), first=begins)])
+            score_all(engine, [ScoredText(list(range(3, 43)), scope=engine.scope_of(params), first=begins)])
             may_copy = engine.scope_of(params).may_copy(engine.scope_of(params))
             assert sum(read) <= 11 if again and may_copy else sum(read) == 39
 
 
 @pytest.mark.parametrize("top", [0, 3])
-def test_texts_that_share_passes_get_their_own(top: int) -> None:
+def test_texts_that_share_passes_get_their_own_scores(top: int) -> None:
     engine = make(tiny(*NATIVE["llama"])).engine
     prompts, continuations = texts(6)
     whole = [(prompt + continuation + prompt)[:60] for prompt, continuation in zip(prompts, continuations, strict=True)]
@@ -144,11 +144,11 @@ def test_texts_that_share_passes_get_their_own(top: int) -> None:
     assert all(len(token.top) == top + 2 for text in others for token in text.logprobs)
 
 
-def text_of(engine: Engine, tokens: list[int], top: int = 1, **more: Any) -> Text:
-    return Text(tokens, top, engine.scope_of(SamplingParams()), **more)
+def text_of(engine: Engine, tokens: list[int], top: int = 1, **more: Any) -> ScoredText:
+    return ScoredText(tokens, top, engine.scope_of(SamplingParams()), **more)
 
 
-def score_all(engine: Engine, scored: Sequence[Text]) -> None:
+def score_all(engine: Engine, scored: Sequence[ScoredText]) -> None:
     engine.scorer.add(scored)
     while engine.scorer.busy:
         engine.score_some(awaited=False)
@@ -156,7 +156,7 @@ def score_all(engine: Engine, scored: Sequence[Text]) -> None:
 
 
 def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The tokens of every pass that reads texts, from now on."""
+    """Record the number of tokens of every scoring pass from now on."""
     read: list[int] = []
     read_rows = Decoder.read_rows
 
@@ -175,8 +175,8 @@ def _scored(engine: Engine, tokens: list[int], top: int) -> list[TokenLogprob]:
 
 
 @pytest.mark.parametrize("top", [0, 1])
-def test_what_is_known_of_a_text_is_not_worked_out_again(monkeypatch: pytest.MonkeyPatch, top: int) -> None:
-    """As choices behind one context come: side by side, or one request after the other."""
+def test_known_log_probabilities_are_not_computed_again(monkeypatch: pytest.MonkeyPatch, top: int) -> None:
+    """Like the choices of a question: side by side, or one request after the other."""
     engine = LLM(tiny(*NATIVE["llama"]), **PLAIN | {"max_batch_size": 4}).engine  # type: ignore[arg-type]
     (context, *_), choices = texts(1)[0], [[5], [6, 7], [8], [9]]
     read = count_reads(monkeypatch)
@@ -189,21 +189,21 @@ def test_what_is_known_of_a_text_is_not_worked_out_again(monkeypatch: pytest.Mon
 
 
 def test_a_long_text_does_not_keep_rows_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass takes what the last round has left of the pause: 80 ms but 30 at 10 ms a token are 5 tokens."""
+    """A pass takes what the last round has left of the pause: (80 - 30) ms at 10 ms per token are 5 tokens."""
     llm = LLM(tiny(*NATIVE["llama"]), **PLAIN | {"longest_pause": 0.1})  # type: ignore[arg-type]
     engine, (prompts, _) = llm.engine, texts(2)
     read = count_reads(monkeypatch)
     for decoding, seconds, most in ((True, 0.03, 5), (True, 5.0, 2), (False, 0.0, 50)):
         engine.scorer.add([text_of(engine, (prompts[0] * 3)[:60])])
-        engine.scorer.chunks.speed = Speed()
-        engine.scorer.chunks.speed.learn([Part(0, 0, 100)], 1.0)
+        engine.scorer.chunks.speed = PrefillSpeed()
+        engine.scorer.chunks.speed.learn([PromptSlice(0, 0, 100)], 1.0)
         engine.scorer.chunks.speed.learn = lambda parts, seconds: None  # type: ignore[method-assign]  # real passes
         read.clear()
         with torch.inference_mode():
             engine.scorer.step(decoding, seconds)
         assert read == [most]
         engine.scorer.drop(engine.scorer.begun)
-        engine.scorer._held, engine.scorer._used = [None] * 2, [-1] * 2
+        engine.scorer._row_texts, engine.scorer._last_start = [None] * 2, [-1] * 2
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     output = engine.add(Request(prompts[1], params))
     engine.scorer.add([text_of(engine, (prompts[0] * 3)[:60])])
@@ -214,13 +214,13 @@ def test_a_long_text_does_not_keep_rows_waiting(monkeypatch: pytest.MonkeyPatch)
     assert engine.scorer.chunks.rounds.last == engine._step_seconds, "of the step before"
 
 
-def test_what_nobody_wants_any_more_is_not_read_and_keeps_nobody_waiting() -> None:
+def test_dropped_texts_are_not_read_and_delay_no_others() -> None:
     engine = LLM(tiny(*NATIVE["llama"]), **PLAIN | {"longest_pause": None}).engine  # type: ignore[arg-type]
     (tokens, other, *_), _ = texts(3)
     expected = _scored(make(tiny(*NATIVE["llama"])).engine, tokens, 0)
     first, second, third = (text_of(engine, given, 0) for given in (tokens, tokens, other))
     engine.scorer.add([first, second, third])
-    engine.scorer.chunks.speed.learn([Part(0, 0, 100)], 10.0)
+    engine.scorer.chunks.speed.learn([PromptSlice(0, 0, 100)], 10.0)
     engine.scorer._copy()
     engine.scorer._begin()
     assert second.waits
@@ -233,7 +233,7 @@ def test_what_nobody_wants_any_more_is_not_read_and_keeps_nobody_waiting() -> No
     assert [token.logprob for token in second.logprobs] == pytest.approx([t.logprob for t in expected], abs=1e-4)
 
 
-def test_caches_are_made_for_the_texts_that_come_and_never_take_more_than_is_planned(
+def test_scoring_caches_fit_the_texts_and_stay_within_the_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("paceline.engine.scoring._LEAST_POSITIONS", 8)
@@ -260,7 +260,7 @@ def test_caches_are_made_for_the_texts_that_come_and_never_take_more_than_is_pla
     assert [rows for rows, _ in made] == [9, 2, 4, 2, 16]
 
 
-def test_a_fault_in_the_middle_leaves_nothing_half_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_in_a_pass_leaves_no_text_half_scored(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make(tiny(*NATIVE["llama"])).engine
     prompts, continuations = texts(2)
     _scored(engine, prompts[0] + continuations[0], 0)
@@ -283,8 +283,8 @@ def test_a_fault_in_the_middle_leaves_nothing_half_read(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_copy_that_fails_loses_no_text_and_tells_nothing_twice(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
-    """Of two callers the one whose pass it was hears of it; the other's text is scored by the next."""
+def test_a_failed_copy_loses_no_text_and_repeats_no_score(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
+    """Of two callers, the one that ran the pass gets the error; the next pass scores the other's text."""
     engine = make(tiny(*NATIVE["llama"])).engine
     first, second = (texts(1)[0][0] + behind for behind in ([5, 6, 7], [8, 9]))
     expected = _scored(make(tiny(*NATIVE["llama"])).engine, second, 0)
@@ -308,7 +308,7 @@ def test_a_copy_that_fails_loses_no_text_and_tells_nothing_twice(monkeypatch: py
     assert [token.logprob for token in ours.logprobs] == pytest.approx([t.logprob for t in expected], abs=1e-4)
 
 
-def test_scoring_disturbs_no_answer() -> None:
+def test_scoring_changes_no_output() -> None:
     llm, prompts = make(tiny(*NATIVE["llama"])), texts(2)[0]
     params = SamplingParams(temperature=0, max_tokens=12)
     expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]

@@ -32,7 +32,7 @@ def generate(llm: LLM, **options: Any) -> list[RequestOutput]:
 
 
 def together(*works: Callable[[], Any]) -> list[Any]:
-    """Each in a thread of its own, all begun at once; their results."""
+    """Run each function in a thread of its own, all started at once. Return their results."""
     start = threading.Barrier(len(works))
 
     def run(work: Callable[[], Any]) -> Any:
@@ -50,19 +50,19 @@ def check_idle(llm: LLM) -> None:
 
 
 def count_rounds(llm: LLM) -> list[int]:
-    """The rows of every round from now on."""
-    rows, original = [], llm.engine._play_on_host
+    """Record the rows of every round from now on."""
+    rows, original = [], llm.engine._run_on_host
 
-    def played() -> Any:
+    def recorded() -> Any:
         rows.append(llm.engine.batch.rows)
         return original()
 
-    llm.engine._play_on_host = played  # type: ignore[method-assign]
+    llm.engine._run_on_host = recorded  # type: ignore[method-assign]
     return rows
 
 
 def begin_together(llm: LLM, threads: int) -> None:
-    """Nobody plays a round before so many threads have handed in their requests, however late one of them comes."""
+    """Hold all rounds until ``threads`` threads have queued their requests."""
     shared, all_begun = llm._share(), threading.Barrier(threads)
     original = shared.begin
 
@@ -101,7 +101,7 @@ def test_streams_in_threads_each_end_with_their_finished_results() -> None:
     check_idle(llm)
 
 
-def test_generate_beside_an_open_stream_ends_nobody() -> None:
+def test_generate_beside_an_open_stream_ends_no_request() -> None:
     llm = toy_llm()
     stream = llm.stream(PROMPTS[0], LONG)
     first = next(stream)
@@ -126,7 +126,7 @@ def test_two_streams_of_one_thread_take_turns() -> None:
     check_idle(llm)
 
 
-def test_generate_may_be_called_when_a_result_is_told() -> None:
+def test_generate_may_be_called_while_a_result_is_handled() -> None:
     llm, inner = toy_llm(), []
     found = generate(llm, on_finished=lambda _: inner.append(tokens(generate(llm))))
     assert tokens(found) == TRUTH
@@ -144,7 +144,7 @@ def test_a_bad_prompt_leaves_other_calls_alone_and_nothing_behind() -> None:
     check_idle(llm)
 
 
-def test_a_stream_that_nobody_holds_any_more_frees_its_rows() -> None:
+def test_a_collected_stream_frees_its_rows() -> None:
     llm = toy_llm()
     for _ in range(3):
         next(llm.stream(PROMPTS, LONG))
@@ -153,7 +153,7 @@ def test_a_stream_that_nobody_holds_any_more_frees_its_rows() -> None:
 
 
 def test_a_stream_collected_in_the_middle_of_a_round_frees_its_rows_after_it() -> None:
-    """The collector may run anywhere, also in the thread that has the engine."""
+    """The garbage collector may run anywhere, also in the thread that holds the engine."""
     llm, held = toy_llm(max_batch_size=8), []
     held.append(llm.stream(PROMPTS, LONG))
     next(held[0])
@@ -186,7 +186,7 @@ def test_an_interrupt_of_one_call_ends_its_requests_alone() -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_a_round_that_fails_is_raised_where_it_was_played_and_told_to_the_others(error: type[BaseException]) -> None:
+def test_a_failed_round_raises_in_its_caller_and_shows_in_the_results_of_others(error: type[BaseException]) -> None:
     llm = toy_llm(max_batch_size=2)
     stream = llm.stream(PROMPTS[0], LONG)
     begun = next(stream)
@@ -232,8 +232,8 @@ def test_the_last_item_of_a_stream_is_finished_when_its_request_is_aborted() -> 
     assert seen == [None, None, None, "abort"]
 
 
-class CachedPrefix:
-    """A text that comes out only at the end."""
+class HoldsTextBack:
+    """A text stream that gives its text only at the end."""
 
     def __init__(self) -> None:
         self.text, self.stopped, self.tokens = "", None, 0
@@ -250,8 +250,8 @@ class CachedPrefix:
 def test_text_that_is_held_back_until_the_end_is_in_the_last_item(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = toy_llm()
     request = llm.request(PROMPTS[0], LONG)
-    request.make_stream = lambda _: CachedPrefix()
-    monkeypatch.setattr(llm, "_requests", lambda *_: [request])
+    request.make_stream = lambda _: HoldsTextBack()
+    monkeypatch.setattr(llm, "_made", lambda *_: [request])
     texts = [output.outputs[0].text for output in llm.stream(PROMPTS[0], LONG)]
     assert texts[-1] == "x" * 60
 

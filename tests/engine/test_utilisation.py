@@ -1,4 +1,4 @@
-"""Utilisation: what ended up in answers, over what the machine could have done."""
+"""Model-FLOP utilisation: arithmetic of the output tokens over the machine's peak."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from toy import ToyModel, make_engine, make_request, tiny_native
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_it_is_the_arithmetic_of_the_answers_over_the_peaks() -> None:
+def test_utilisation_is_output_arithmetic_over_the_peak() -> None:
     known = Arithmetic(100, Peak(1000.0, "said so"))
     assert known.utilisation(tokens=5, seconds=2.0) == 0.5  # two operations each
     assert Arithmetic(None, Peak(1000.0, "")).utilisation(5, 2.0) is None
@@ -53,14 +53,14 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize("name", BY_HAND)
-def test_a_token_takes_what_the_matrices_have(name: str) -> None:
+def test_operations_per_token_equal_the_matrices_multiply_adds(name: str) -> None:
     own = load_model(tiny(*NATIVE[name]), dtype=torch.float32)
     assert not isinstance(own, HuggingFaceModel)
     assert counted(own) == BY_HAND[name]
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_through_transformers_code_it_takes_the_same(name: str) -> None:
+def test_models_through_transformers_code_count_the_same(name: str) -> None:
     assert counted(HuggingFaceModel(tiny(*NATIVE[name]))) == BY_HAND[name]
 
 
@@ -72,17 +72,17 @@ def test_the_packed_model_counts_the_same() -> None:
     assert counted(model) == len(spec.layers) * a_layer + spec.vocab_size * spec.width
 
 
-def test_a_gpus_peak_is_that_of_its_data_sheet() -> None:
+def test_a_gpus_peak_comes_from_its_data_sheet() -> None:
     assert data_sheet("NVIDIA H100 80GB HBM3", torch.bfloat16).operations_per_second == 989.5e12
     assert data_sheet("NVIDIA H100 PCIe", torch.bfloat16).operations_per_second == 756e12
     assert data_sheet("NVIDIA A100-SXM4-80GB", torch.float32).operations_per_second == 19.5e12
     assert data_sheet("NVIDIA L40S", torch.bfloat16).operations_per_second == 362e12
     unknown = data_sheet("Someone's A1000", torch.bfloat16)
     assert unknown.operations_per_second is None
-    assert str(unknown) == "unknown: no data sheet of Someone's A1000 here"
+    assert str(unknown) == "unknown: no data sheet for Someone's A1000"
 
 
-def test_a_processors_peak_is_measured_in_the_precision_that_runs() -> None:
+def test_a_cpus_peak_is_measured_in_the_precision_that_runs() -> None:
     plain = ToyModel()
     peak = peak_of(plain, 1, seconds=0.01)
     assert peak.operations_per_second is not None
@@ -104,7 +104,7 @@ def test_packed_weights_are_measured_on_their_own_kernels(quantization: object, 
 
 
 class Ticks:
-    """A clock that is set."""
+    """A clock set by the test."""
 
     now = 0.0
 
@@ -112,7 +112,7 @@ class Ticks:
         return self.now
 
 
-def test_a_server_tells_it_of_its_rounds() -> None:
+def test_a_server_reports_utilisation() -> None:
     engine, meter, now = make_engine(ToyModel()), Meter(1e9, clock := Ticks()), {"seconds": 0.0, "tokens": 0.0}
     value = meter.registry.get_sample_value
     assert math.isnan(value("paceline:peak_operations_per_second") or 0.0)
@@ -120,16 +120,16 @@ def test_a_server_tells_it_of_its_rounds() -> None:
         engine.add(make_request(prompt, SamplingParams(max_tokens=6, ignore_eos=True)))
     while engine.busy:
         engine.step()
-        meter.round(engine)
+        meter.record_round(engine)
         if engine.last_verdict is not None:
             now["seconds"] += engine.chunks.rounds.last
             now["tokens"] += len(engine.last_verdict.host.accepted)
     assert now["tokens"] == 12
     assert value("paceline:decode_seconds_total") == pytest.approx(now["seconds"])
-    assert meter.stats().utilisation is None, "nobody said what the machine can do"
-    meter.know(Arithmetic(100, Peak(1e6, "said so")))
+    assert meter.stats().utilisation is None, "the machine's peak is unknown"
+    meter.set_arithmetic(Arithmetic(100, Peak(1e6, "said so")))
     assert meter.stats().utilisation == pytest.approx(200 * 12 / now["seconds"] / 1e6)
     assert value("paceline:token_operations") == 200
     assert value("paceline:peak_operations_per_second") == 1e6
     clock.now = 1000.0
-    assert meter.stats().utilisation is None, "nothing was played lately"
+    assert meter.stats().utilisation is None, "no round ran recently"

@@ -1,4 +1,4 @@
-"""Whose turn it is: priorities, clients in turn, order of arrival; counted, also through the engine."""
+"""The waiting queue: priorities, clients in turn, order of arrival; also through the engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Answer:
 
 
 def turns(waiting: Waiting[Answer], most: int = 99) -> list[str]:
-    """Who is begun, turn by turn."""
+    """Return the items in the order in which they start, turn by turn."""
     found = []
     while waiting:
         found.append("+".join(answer.request_id for answer in waiting.turn(most)))
@@ -50,7 +50,7 @@ def test_a_single_request_waits_for_one_turn_of_a_client_that_has_a_hundred() ->
     assert turns(waiting)[:3] == ["1", "single", "2"]
 
 
-def test_clients_take_turns_whoever_came_first() -> None:
+def test_clients_take_turns_in_any_order_of_arrival() -> None:
     waiting: Waiting[Answer] = Waiting()
     for client in "abc":
         waiting.extend(of(f"{client}1", f"{client}2", client=client))
@@ -58,7 +58,7 @@ def test_clients_take_turns_whoever_came_first() -> None:
     assert turns(waiting) == ["a1", "b1", "c1", "a2", "b2", "c2", "a3"]
 
 
-def test_a_lower_priority_value_goes_first_whoever_asks() -> None:
+def test_a_lower_priority_value_goes_first_for_any_client() -> None:
     waiting: Waiting[Answer] = Waiting()
     waiting.extend(of("late", client="a", priority=5))
     waiting.extend(of("usual1", "usual2", client="a"))
@@ -67,14 +67,14 @@ def test_a_lower_priority_value_goes_first_whoever_asks() -> None:
     assert turns(waiting) == ["first", "usual1", "other", "usual2", "late"]
 
 
-def test_the_answers_to_a_prompt_are_one_turn_as_far_as_there_are_rows() -> None:
+def test_the_samples_of_a_request_are_one_turn_if_rows_suffice() -> None:
     waiting: Waiting[Answer] = Waiting()
     waiting.extend(of("many", "many", "many", "next", client="a"))
     waiting.extend(of("other", client="b"))
     assert turns(waiting, most=2) == ["many+many", "other", "many", "next"]
 
 
-def test_what_is_kept_keeps_its_turns() -> None:
+def test_kept_items_keep_their_turns() -> None:
     waiting: Waiting[Answer] = Waiting()
     waiting.extend([*of("a1", "a2", client="a"), *of("b1", "b2", client="b"), *of("soon", priority=-1)])
     waiting.keep(answer for answer in waiting if answer.request_id != "a1")
@@ -86,7 +86,7 @@ def test_what_is_kept_keeps_its_turns() -> None:
 
 
 def test_a_client_with_a_hundred_requests_delays_another_by_one_turn() -> None:
-    """Every answer is one token, so a turn with one row is one step."""
+    """Every sample is one token, so a turn with one row is one step."""
     engine, one = make_engine(ToyModel(), max_batch_size=1), SamplingParams(temperature=0, max_tokens=1)
     for _ in range(100):
         engine.add(Request([1, 2], one, client="greedy"))
@@ -98,7 +98,7 @@ def test_a_client_with_a_hundred_requests_delays_another_by_one_turn() -> None:
     assert single.outputs[0].token_ids == slow_answer(ToyModel(), [3, 4], one)
 
 
-def test_those_that_wait_can_still_be_aborted_and_run_out_of_time() -> None:
+def test_waiting_requests_can_be_aborted_and_time_out() -> None:
     engine, one = make_engine(ToyModel(), max_batch_size=1), SamplingParams(temperature=0, max_tokens=1)
     outputs = [engine.add(Request([1, 2], one, client=client, request_id=client)) for client in "abcd"]
     engine.abort("b")
@@ -109,6 +109,6 @@ def test_those_that_wait_can_still_be_aborted_and_run_out_of_time() -> None:
     assert [output.outputs[0].finish_reason for output in outputs] == ["length", "abort", "deadline", "length"]
 
 
-def test_a_priority_that_is_no_whole_number_is_refused() -> None:
+def test_a_priority_that_is_not_an_integer_is_refused() -> None:
     with pytest.raises(ParameterError, match="priority='high'"):
         make_engine(ToyModel()).add(Request([1], SamplingParams(), priority="high"))  # type: ignore[arg-type]

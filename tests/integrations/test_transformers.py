@@ -112,6 +112,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default")  # transformers says so of "by default"
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_field_means_the_same_as_in_transformers(name: str) -> None:
     fields = {"max_new_tokens": 20, "do_sample": False} | CONFIGS[name]

@@ -125,7 +125,7 @@ def test_trees_that_were_drafted_to_be_timed_are_in_no_round(drafter: str) -> No
 @pytest.mark.skipif(not native.available(), reason=f"the kernels play these rounds: {native.why_none()}")
 def test_rounds_that_the_kernels_play_are_measured_as_they_play_them(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, played, by_host = make_engine(tiny_native(1), drafter="ngram"), set[tuple[int, int, int]](), list[Batch]()
-    play = NativeRound.play
+    play = NativeRound.run
 
     def watched(runner: NativeRound, draft: Draft) -> Verdict:
         verdict = play(runner, draft)
@@ -133,7 +133,7 @@ def test_rounds_that_the_kernels_play_are_measured_as_they_play_them(monkeypatch
         assert runner._batch is not engine.batch, "no request sees it"
         return verdict
 
-    monkeypatch.setattr(NativeRound, "play", watched)
+    monkeypatch.setattr(NativeRound, "run", watched)
     monkeypatch.setattr(engine.parts.target, "verify", lambda batch, _draft: by_host.append(batch))
     table = engine.measure_costs(Grid((1, 3), (0, 2), seconds=0.0))
     assert {place[:2] for place in played} == {(1, 0), (1, 2), (3, 0), (3, 2)}

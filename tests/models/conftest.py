@@ -1,4 +1,4 @@
-"""Whatever loads a model in these tests finds it on this disk, and asks nobody else."""
+"""Tests of models run without network access."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def _nothing_goes_out(no_requests: None) -> None:
-    """See ``no_requests``."""
+def _without_network(no_requests: None) -> None:
+    """Apply ``no_requests`` to every test here."""

@@ -1,4 +1,4 @@
-"""Chat templates: what transformers makes of them, and nothing that one of them does goes on for long."""
+"""Chat templates render as in transformers, and hostile ones are stopped by limits."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def in_transformers(template: str, talk: list[dict[str, Any]]) -> str:
 
 
 @pytest.fixture
-def quickly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A second is enough, and none waits for much longer."""
+def short_limits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Limit each conversation to 1 s of CPU time, and check that the test itself uses little."""
     monkeypatch.setattr(chat_template, "SECONDS", 1)
     monkeypatch.setattr(chat_template, "WALL_SECONDS", 20.0)
     started = time.process_time()
@@ -59,12 +59,12 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_template_gives_what_transformers_makes_of_it(name: str) -> None:
+def test_templates_render_as_in_transformers(name: str) -> None:
     assert ChatTemplate(TEMPLATES[name], SPECIAL).render(TALK) == in_transformers(TEMPLATES[name], TALK)
 
 
 @pytest.mark.parametrize("model", ["smollm2-135m", "qwen-coder-0.5b"])
-def test_so_do_those_of_real_models(model: str) -> None:
+def test_templates_of_real_models_render_as_in_transformers(model: str) -> None:
     template = GGUFFile(real_models.find(model)).metadata["tokenizer.chat_template"]
     for talk in (TALK, TALK[1:2], TALK[1:]):
         assert ChatTemplate(template, SPECIAL).render(talk) == in_transformers(template, talk)
@@ -72,7 +72,7 @@ def test_so_do_those_of_real_models(model: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bomb", [bomb for bomb in BOMBS if bomb])
-def test_no_template_works_without_end(bomb: str, quickly: None) -> None:
+def test_hostile_templates_are_stopped(bomb: str, short_limits: None) -> None:
     try:
         text = ChatTemplate(bomb, SPECIAL).render(TALK)
     except RequestError as error:
@@ -82,7 +82,7 @@ def test_no_template_works_without_end(bomb: str, quickly: None) -> None:
     assert not Path("/tmp/was-here").exists()
 
 
-def test_one_that_runs_away_is_ended_and_the_next_conversation_is_served(quickly: None) -> None:
+def test_a_runaway_template_is_killed_and_the_next_conversation_is_served(short_limits: None) -> None:
     template = ChatTemplate("{% if messages[0].content == 'run' %}" + BOMBS[0] + "{% endif %}done", SPECIAL)
     assert template.render(TALK) == "done"
     with pytest.raises(RequestError, match="more than 1 seconds"):
@@ -90,7 +90,7 @@ def test_one_that_runs_away_is_ended_and_the_next_conversation_is_served(quickly
     assert template.render(TALK) == "done"
 
 
-def test_its_memory_and_its_text_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_and_text_length_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "CHARACTERS", 1000)
     with pytest.raises(RequestError, match="more than 1000 characters"):
         ChatTemplate("{% for i in range(99999) %}xxxxxxxxxx{% endfor %}", SPECIAL).render(TALK)
@@ -98,7 +98,7 @@ def test_its_memory_and_its_text_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
         ChatTemplate("{{ 'x' * 10**12 }}", SPECIAL).render(TALK)
 
 
-def test_what_a_template_refuses_is_said_in_its_words() -> None:
+def test_errors_of_a_template_keep_its_message() -> None:
     with pytest.raises(RequestError, match=r"^roles must alternate$"):
         ChatTemplate("{{ raise_exception('roles must alternate') }}", SPECIAL).render(TALK)
 

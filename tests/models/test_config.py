@@ -39,7 +39,7 @@ def test_rotary_frequencies_are_those_of_transformers(kind: str) -> None:
     assert ours.scaling == theirs.attention_scaling
 
 
-def test_where_frequencies_depend_on_the_length_it_ends_before_they_change() -> None:
+def test_longrope_models_end_before_their_frequencies_change() -> None:
     config = LlamaConfig(**NATIVE["llama"][1] | _ROPES["longrope"])
     assert longest_sequence(config) == 16
     assert ModelConfig.from_huggingface(config).max_positions == 16
@@ -61,15 +61,15 @@ def test_windows_are_each_layers_own() -> None:
         ("gpt2", {"add_cross_attention": True}),
     ],
 )
-def test_what_the_transformer_does_not_know_goes_to_transformers(kind: str, changes: dict[str, object]) -> None:
+def test_unsupported_architectures_run_through_transformers(kind: str, changes: dict[str, object]) -> None:
     assert _native(kind, **changes) is None
 
 
-def test_another_family_goes_to_transformers() -> None:
+def test_another_family_runs_through_transformers() -> None:
     assert ModelConfig.from_huggingface({"model_type": "gpt_neox"}) is None
 
 
 @pytest.mark.parametrize("fields", [{}, {"model_type": "no such thing"}, {"model_type": "llama", "hidden_size": "x"}])
-def test_a_configuration_that_makes_no_sense_is_refused(fields: dict[str, object]) -> None:
+def test_an_invalid_configuration_is_refused(fields: dict[str, object]) -> None:
     with pytest.raises(ModelFormatError, match="cannot be used"):
         ModelConfig.from_huggingface(fields)

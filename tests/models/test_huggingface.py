@@ -56,7 +56,7 @@ def test_half_precision_runs(name: str, dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def test_two_models_in_one_process_do_not_disturb_each_other() -> None:
+def test_two_models_in_one_process_share_no_state() -> None:
     (one, its), (other, others) = _pair("gemma3"), _pair("gpt_neox")
     tokens, positions = random_tokens(1, 8), torch.arange(8)[None]
     runners = Runner(one, 1), Runner(other, 1)
@@ -114,7 +114,7 @@ _GRANITE = {
 }
 _JAMBA = {"num_experts": 2, "num_experts_per_tok": 1, "mamba_d_state": 8, "mamba_dt_rank": 4, "attn_layer_period": 2}
 _CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"]}
-_HYBRIDS = {  # model_type -> its configuration, what its other layers are called
+_HYBRIDS = {  # model_type -> configuration, how the error names its unsupported layers
     "qwen3_5_text": (_BASE | _LINEAR, "2 of its 3 layers are of the kind linear_attention"),
     "qwen3_next": (_BASE | _LINEAR | _EXPERTS, "2 of its 3 layers are of the kind linear_attention"),
     "lfm2": (_BASE | _CONVOLUTIONS | {"block_multiple_of": 8}, "2 of its 3 layers are of the kind conv"),
@@ -126,7 +126,7 @@ _HYBRIDS = {  # model_type -> its configuration, what its other layers are calle
 
 
 @pytest.mark.parametrize("kind", _HYBRIDS)
-def test_a_hybrid_is_refused_by_what_it_is_and_before_its_weights_are_read(
+def test_hybrid_models_are_refused_before_their_weights_are_read(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fields, layers = _HYBRIDS[kind]
@@ -139,7 +139,7 @@ def test_a_hybrid_is_refused_by_what_it_is_and_before_its_weights_are_read(
 
 
 class _Meddler(nn.Module):
-    """Mixes neighbouring positions, behind the cache's back."""
+    """A layer that mixes positions without the KV cache."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + x.cumsum(dim=1)
@@ -187,7 +187,7 @@ _SIGHTED = {
 
 
 @torch.no_grad()
-def test_a_model_with_eyes_runs_as_its_text_model(tmp_path: Path) -> None:
+def test_a_multimodal_model_runs_as_its_text_model(tmp_path: Path) -> None:
     config = AutoConfig.for_model("gemma3", **_SIGHTED, eos_token_id=[1, 7])
     torch.manual_seed(0)
     theirs = AutoModelForImageTextToText.from_config(config).eval()
@@ -200,20 +200,20 @@ def test_a_model_with_eyes_runs_as_its_text_model(tmp_path: Path) -> None:
         assert eos_token_ids(source) == (1, 7)
 
 
-def test_a_model_that_writes_no_text_is_refused_in_one_sentence(tmp_path: Path) -> None:
+def test_a_model_that_generates_no_text_is_refused(tmp_path: Path) -> None:
     AutoConfig.for_model("vit").save_pretrained(tmp_path)
     save_file({"x": torch.ones(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(ModelFormatError, match=r"kind 'vit' do not write text"):
+    with pytest.raises(ModelFormatError, match=r"type 'vit' do not generate text"):
         load_model(tmp_path, dtype=torch.float32)
 
 
-def test_what_a_library_says_is_passed_on_in_brief(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_of_other_libraries_are_shortened(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = tiny(*FOREIGN["gpt_neox"])
 
     def fail(*_: object, **__: object) -> None:
         raise KeyError("a line\n" * 1000)
 
-    monkeypatch.setattr(HuggingFaceModel, "streams", fail)
+    monkeypatch.setattr(HuggingFaceModel, "hidden_states", fail)
     with pytest.raises(ModelFormatError, match="cannot be run with paceline's cache") as caught:
         load_model(theirs, dtype=torch.float32)
     assert len(str(caught.value)) < 600

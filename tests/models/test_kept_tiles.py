@@ -1,4 +1,4 @@
-"""Tiles of 8-bit products: timed at load, kept on disk, and found there by the next load."""
+"""Tiles of 8-bit matrix products: timed on the first load, cached on disk, and read by the next load."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from paceline.errors import ParameterError
 from paceline.kernels.gpu.linear import CANDIDATES, ROW_TILES, Linears, SmallRowLinear
-from paceline.models.kept_tiles import VARIABLE, KeptTiles, tune
+from paceline.models.kept_tiles import VARIABLE, CachedTiles, tune
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -25,7 +25,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Timer:
-    """The fourth candidate is the fastest."""
+    """A timer for which the fourth candidate is the fastest."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -36,7 +36,7 @@ class Timer:
 
 
 def load(timer: Timer, seconds: float = 60.0) -> Linears:
-    """A model of three matrices, of which two have one shape."""
+    """Tune a model of three matrices, two of which have the same shape."""
     linears = Linears("int8")
     layers = [linears(torch.ones(outputs, 32)) for outputs in (48, 48, 80)]
     assert all(isinstance(layer, SmallRowLinear) for layer in layers)
@@ -44,7 +44,7 @@ def load(timer: Timer, seconds: float = 60.0) -> Linears:
     return linears
 
 
-def test_tiles_are_timed_once_a_shape_and_found_on_disk_by_the_next_load(kept: Path) -> None:
+def test_tiles_are_timed_once_per_shape_and_cached_for_the_next_load(kept: Path) -> None:
     timer = Timer()
     first = load(timer)
     assert {(n, m) for n, _, m in first.tiles} == {(n, m) for n in (48, 80) for m in ROW_TILES}
@@ -55,7 +55,7 @@ def test_tiles_are_timed_once_a_shape_and_found_on_disk_by_the_next_load(kept: P
     assert len(list(kept.iterdir())) == 1
 
 
-def test_what_a_load_has_no_time_for_the_next_one_times(kept: Path) -> None:
+def test_shapes_that_one_load_has_no_time_for_are_timed_by_the_next(kept: Path) -> None:
     timer = Timer()
     assert load(timer, seconds=0.0).tiles == {}
     assert not kept.exists()
@@ -63,9 +63,7 @@ def test_what_a_load_has_no_time_for_the_next_one_times(kept: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '[[48, 32, 16, {"size": 1}]]', "{}" * 3, '"tiles"'])
-def test_a_file_that_cannot_be_read_is_timed_and_written_anew(
-    kept: Path, text: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unreadable_file_is_replaced_by_new_timings(kept: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
     expected = load(Timer()).tiles
     (path,) = kept.iterdir()
     path.write_text(text)
@@ -76,8 +74,8 @@ def test_a_file_that_cannot_be_read_is_timed_and_written_anew(
     assert load(timer).tiles == expected
 
 
-def test_a_tile_that_is_no_candidate_is_never_run_and_other_models_tiles_stay(kept: Path) -> None:
-    """Tickets are there for tiles of 32 outputs and more: smaller ones would be counted behind their end."""
+def test_unknown_tiles_are_never_run_and_tiles_of_other_models_stay(kept: Path) -> None:
+    """The kernels count tiles of at least 32 outputs: smaller tiles would write beyond the end of the counters."""
     expected = load(Timer()).tiles
     (path,) = kept.iterdir()
     lines = json.loads(path.read_text())
@@ -88,11 +86,13 @@ def test_a_tile_that_is_no_candidate_is_never_run_and_other_models_tiles_stay(ke
 
 
 def test_other_gpus_and_formats_have_files_of_their_own() -> None:
-    names = {KeptTiles(*key).document.path.name for key in (("a", "int8", "x"), ("b", "int8", "x"), ("a", "fp8", "x"))}  # type: ignore[arg-type]
+    names = {
+        CachedTiles(*key).document.path.name for key in (("a", "int8", "x"), ("b", "int8", "x"), ("a", "fp8", "x"))
+    }  # type: ignore[arg-type]
     assert len(names) == 3
 
 
-def test_off_keeps_nothing(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_off_disables_the_cache(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "off")
     load(Timer())
     assert not kept.exists()

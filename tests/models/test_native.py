@@ -40,7 +40,7 @@ def some_tokens(spec, count, seed=0):
 
 
 def plain_forward(spec: NativeSpec, tokens):
-    """One row from position 0 in plain float32 torch: the block as the papers write it."""
+    """Run one row from position 0 in plain float32 torch -> final hidden states, inputs of the layers."""
     weights = {"embed": spec.embedding.float()}
     positions = torch.arange(len(tokens))
     angles = positions[:, None] * torch.tensor(spec.inverse_frequencies)
@@ -81,7 +81,7 @@ def error(x, expected):
 @of_every_shape
 @quantised_every_way
 @pytest.mark.parametrize("kernels", [*EVERY, None], ids=lambda kernels: kernels.name if kernels else "twin")
-def test_the_forward_pass_is_that_of_plain_torch(kernels, shape, quantization):
+def test_the_forward_pass_agrees_with_plain_torch(kernels, shape, quantization):
     spec = random_spec(**SHAPES[shape])
     model, tokens = model_of(spec, kernels, quantization), some_tokens(spec, 60)
     rows, positions = ragged({2: 60})
@@ -97,7 +97,7 @@ def test_the_forward_pass_is_that_of_plain_torch(kernels, shape, quantization):
 
 
 @on_every_isa
-def test_bf16_agrees_with_its_twin_closely_with_a_float32_cache(kernels):
+def test_bf16_agrees_closely_with_the_reference_with_a_float32_cache(kernels):
     spec = random_spec(bias=True, qk_norm=True)
     tokens, (rows, positions) = some_tokens(spec, 90), ragged({2: 60, 0: 30})
     both = [
@@ -107,7 +107,7 @@ def test_bf16_agrees_with_its_twin_closely_with_a_float32_cache(kernels):
     assert error(*both) < 0.003
 
 
-# The shape and the cache's numbers decide how attention runs, the quantization how products do.
+# The shape and the cache's dtype decide how attention runs, the quantization how matrix products run.
 IN_COMPANY = [(shape, quantization, dtype) for shape in SHAPES for quantization in QUANTIZATIONS for dtype in DTYPES]
 
 
@@ -121,7 +121,7 @@ IN_COMPANY = [(shape, quantization, dtype) for shape in SHAPES for quantization 
         for case in IN_COMPANY
     ],
 )
-def test_a_tokens_bits_do_not_depend_on_its_company(kernels, shape, quantization, dtype):
+def test_results_are_bitwise_independent_of_other_tokens_in_the_call(kernels, shape, quantization, dtype):
     spec = random_spec(**SHAPES[shape])
     model = model_of(spec, kernels, quantization)
     lengths = {3: 150, 0: 33, 1: 1, 2: 7}
@@ -130,7 +130,7 @@ def test_a_tokens_bits_do_not_depend_on_its_company(kernels, shape, quantization
     logits = model.logits(together)
     for row, length in lengths.items():
         mine = rows == row
-        for size in (1, 5, 7, 40, 200):  # decoded one by one, verified with draft tokens, prefilled in chunks
+        for size in (1, 5, 7, 40, 200):  # decoding, verification of draft tokens, chunked prefill
             cache = cache_for(spec, dtype=dtype)
             parts = [
                 forward(model, *(t[mine][i : i + size] for t in (tokens, rows, positions)), cache)
@@ -142,7 +142,7 @@ def test_a_tokens_bits_do_not_depend_on_its_company(kernels, shape, quantization
 
 
 @on_every_isa
-def test_bits_do_not_depend_on_the_number_of_threads(kernels):
+def test_results_are_bitwise_independent_of_the_number_of_threads(kernels):
     spec = random_spec(**SHAPES["smollm"])
     tokens, (rows, positions) = some_tokens(spec, 44), ragged({1: 40, 0: 4})
     results = [
@@ -181,8 +181,8 @@ def test_the_features_of_a_long_prefill_are_those_of_a_chunked_one(kernels):
 @pytest.mark.parametrize("kernels", [*EVERY, None], ids=lambda kernels: kernels.name if kernels else "twin")
 @quantised_every_way
 @of_every_shape
-def test_keys_and_values_alone_are_those_of_a_whole_pass(kernels, shape, quantization):
-    """In chunks, too; what is read after them is the same."""
+def test_fill_writes_the_keys_and_values_of_a_forward_pass(kernels, shape, quantization):
+    """``fill`` also returns the same features."""
     spec = random_spec(**SHAPES[shape])
     model, (rows, positions) = model_of(spec, kernels, quantization), ragged({2: 40, 0: 260})
     tokens = some_tokens(spec, 300)
@@ -198,7 +198,7 @@ def test_keys_and_values_alone_are_those_of_a_whole_pass(kernels, shape, quantiz
 
 
 @pytest.mark.parametrize("kernels", [*native.available()[:1], None], ids=lambda kernels: kernels and kernels.name)
-def test_taps_are_layers(kernels):
+def test_taps_must_be_layers(kernels):
     spec, one = random_spec(), torch.zeros(1, dtype=torch.int64)
     model, none = model_of(spec, kernels), torch.empty(0, dtype=torch.int64)
     for taps in ((2,), (0, -1)):
@@ -220,7 +220,10 @@ def test_rejected_tokens_leave_no_trace(kernels):
 
 
 def random_trees(rng, starts, size):
-    """Rows of trees of ``size`` nodes behind texts of so many tokens: row, position, slot and parent of each node."""
+    """Return row, position, slot and parent of each node of random trees with ``size`` nodes.
+
+    starts: row -> number of tokens of its text, behind which the tree lies.
+    """
     rows, positions, slots, parents = [], [], [], []
     for row, text in starts.items():
         root = len(rows)
@@ -247,8 +250,8 @@ def copy_into(cache, tables):
 @on_every_isa
 @pytest.mark.parametrize("window", [None, 7, 100])
 @pytest.mark.parametrize("starts", [{0: 5, 1: 0, 3: 21}, {2: 250, 0: 255}, {1: 256, 2: 500}], ids=str)
-def test_a_nodes_bits_are_those_of_plain_decoding_whatever_its_siblings(kernels, starts, window):
-    """Also where a tree lies across the 256 keys that share one partial sum, in slots or in positions alone."""
+def test_tree_nodes_have_bitwise_the_results_of_plain_decoding(kernels, starts, window):
+    """The kernels sum blocks of 256 keys. Trees that cross a block's edge, in slots or in positions, are included."""
     spec, rng = random_spec(window=window, head_dim=32), random.Random(str(starts))
     quantization, dtype = ("int8", torch.bfloat16) if window else (None, torch.float32)
     model = model_of(spec, kernels, quantization)
@@ -276,7 +279,7 @@ def test_a_nodes_bits_are_those_of_plain_decoding_whatever_its_siblings(kernels,
 
 @on_every_isa
 @pytest.mark.parametrize("window", [None, 7])
-def test_trees_agree_with_the_twin(kernels, window):
+def test_trees_agree_with_the_reference(kernels, window):
     spec, starts = random_spec(window=window), {0: 30, 2: 4}
     trees = random_trees(random.Random(1), starts, 9)
     nodes = Nodes(some_tokens(spec, 18), *torch.tensor(trees))
@@ -288,7 +291,7 @@ def test_trees_agree_with_the_twin(kernels, window):
 
 
 @on_every_isa
-def test_trees_across_chunks_of_a_pass_keep_their_bits(kernels):
+def test_trees_split_over_two_passes_give_bitwise_the_same_results(kernels):
     spec, rng = random_spec(), random.Random(4)
     model, starts = model_of(spec, kernels), {0: 3, 1: 200}
     nodes = Nodes(some_tokens(spec, 360), *torch.tensor(random_trees(rng, starts, 180)))
@@ -312,7 +315,7 @@ def test_trees_across_chunks_of_a_pass_keep_their_bits(kernels):
         ([4, 6], [4, 7], [-1, -1], "texts of different lengths"),
     ],
 )
-def test_trees_that_are_none_are_refused(kernels, positions, slots, parents, what):
+def test_invalid_trees_are_refused(kernels, positions, slots, parents, what):
     model, spec = model_of(random_spec(), kernels), random_spec()
     nothing = [0] * len(positions)
     with pytest.raises(ParameterError, match=what):
@@ -320,7 +323,7 @@ def test_trees_that_are_none_are_refused(kernels, positions, slots, parents, wha
 
 
 @on_every_isa
-def test_no_tokens_are_no_work(kernels):
+def test_an_empty_call_returns_empty_results(kernels):
     spec = random_spec()
     model, none = model_of(spec, kernels), torch.empty(0, dtype=torch.int64)
     assert forward(model, none, none, none, cache_for(spec)).shape == (0, spec.width)
@@ -338,7 +341,7 @@ def test_no_tokens_are_no_work(kernels):
         ([1, 2], [0, 0], [3, 3], "ascend"),
     ],
 )
-def test_nonsense_is_refused(kernels, tokens, rows, positions, what):
+def test_invalid_tokens_rows_and_positions_are_refused(kernels, tokens, rows, positions, what):
     spec = random_spec()
     model = model_of(spec, kernels)
     with pytest.raises(ParameterError, match=what):
@@ -378,7 +381,7 @@ def tiny_transformer(**changes) -> Transformer:
 
 
 def transformers_logits(model, tokens):
-    """Through the torch operators: one row from position 0."""
+    """Return the logits of a ``Transformer`` for one row from position 0."""
     positions = torch.arange(len(tokens))
 
     def attend(layer, q, k, v, *, scale=None, window=None):
@@ -386,12 +389,12 @@ def transformers_logits(model, tokens):
         mask = (distance >= 0) & (distance < (window or 10**9))
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
 
-    return model.logits(model.streams(tokens[None], positions[None], attend).hidden)[0]
+    return model.logits(model.hidden_states(tokens[None], positions[None], attend).hidden)[0]
 
 
 @on_every_isa
 @pytest.mark.parametrize("changes", [{}, {"tied": True}, {"qk_norm": False}], ids=str)
-def test_a_loaded_transformer_runs_alike(kernels, changes, monkeypatch):
+def test_a_loaded_transformer_gives_the_same_logits(kernels, changes, monkeypatch):
     monkeypatch.setattr(native, "select", lambda: kernels)
     transformer = tiny_transformer(**changes)
     model = NativeModel.from_transformer(transformer)
@@ -412,7 +415,7 @@ def cache_for_model(model):
     [{"activation": "gelu"}, {"norm_first": False}, {"scales": (1.0, 2.0)}],
     ids=["gelu", "norms last", "scales by layer"],
 )
-def test_what_the_kernels_cannot_run_is_refused_with_the_reason(changes):
+def test_unsupported_architectures_are_refused_with_the_reason(changes):
     with pytest.raises(ModelFormatError, match="without"):
         NativeModel.from_transformer(tiny_transformer(**changes))
 

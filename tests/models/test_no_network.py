@@ -1,4 +1,4 @@
-"""A model on this disk is nobody else's business: nothing that loads one may send a request."""
+"""Loading a local model sends no network request."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from paceline.models.boundary import reading
 from paceline.models.loading import eos_token_ids, load_config, load_model, max_positions
 from paceline.models.tokenizer import Tokenizer
 
-LARGE = 100_500  # tokens: from 100,000 on transformers asks where a tokenizer comes from
+LARGE = 100_500  # tokens: from 100,000 on, transformers looks up on the hub where a tokenizer comes from
 SHAPE = {"vocab_size": LARGE, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "head_dim": 4}
 
 
 def letters() -> list[str]:
-    """A byte-level vocabulary of LARGE tokens."""
+    """Return a byte-level vocabulary of LARGE tokens."""
     return [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(f"t{n}" for n in range(LARGE - 256))]
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models with large vocabularies: ``gguf/large.gguf`` and the directories ``native`` and ``foreign``."""
-    root = tmp_path_factory.mktemp("kept")
+def models_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of models with large vocabularies: ``gguf/large.gguf``, and directories ``native`` and ``foreign``."""
+    root = tmp_path_factory.mktemp("models")
     write_gguf(root / "gguf" / "large.gguf")
     for name, (kind, fields) in {"native": NATIVE["qwen2"], "foreign": FOREIGN["cohere"]}.items():
         tiny(kind, fields | SHAPE).save_pretrained(root / name)
@@ -85,14 +85,14 @@ def write_gguf(path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gguf/large.gguf", "native", "foreign"])
 @pytest.mark.parametrize("absolute", [True, False], ids=["absolute", "like a hub's name"])
-def test_no_way_to_load_a_local_model_sends_a_request(
-    name: str, absolute: bool, kept: Path, monkeypatch: pytest.MonkeyPatch
+def test_loading_a_local_model_sends_no_request(
+    name: str, absolute: bool, models_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(kept)
-    source = kept / name if absolute else Path(name)
+    monkeypatch.chdir(models_folder)
+    source = models_folder / name if absolute else Path(name)
     if not absolute and source.is_dir():
-        monkeypatch.chdir(kept.parent)
-        source = Path(kept.name) / name
+        monkeypatch.chdir(models_folder.parent)
+        source = Path(models_folder.name) / name
     assert Tokenizer.load(source).vocab_size >= LARGE
     assert load_config(source).vocab_size == LARGE
     assert max_positions(source) == 64
@@ -100,19 +100,19 @@ def test_no_way_to_load_a_local_model_sends_a_request(
     assert load_model(source, dtype=torch.float32).vocab_size == LARGE
 
 
-def test_a_whole_llm_with_a_draft_model_sends_no_request(kept: Path) -> None:
+def test_a_whole_llm_with_a_draft_model_sends_no_request(models_folder: Path) -> None:
     options = {"device": "cpu", "max_model_len": 32, "max_batch_size": 1}
-    llm = LLM(kept / "gguf" / "large.gguf", kept / "gguf" / "large.gguf", **options)
+    llm = LLM(models_folder / "gguf" / "large.gguf", models_folder / "gguf" / "large.gguf", **options)
     llm.generate("a", SamplingParams(max_tokens=3), use_tqdm=False)
 
 
 @pytest.mark.parametrize(
     "field", [{"model_type": "detr", "backbone": "acme/eye", "use_timm_backbone": False}, {"_name_or_path": "acme/x"}]
 )
-def test_nor_does_a_configuration_that_names_another_model(
-    field: dict[str, object], kept: Path, tmp_path: Path
+def test_a_configuration_that_names_another_model_sends_no_request(
+    field: dict[str, object], models_folder: Path, tmp_path: Path
 ) -> None:
-    config = json.loads((kept / "native" / "config.json").read_text()) | field
+    config = json.loads((models_folder / "native" / "config.json").read_text()) | field
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file({"x": torch.ones(1)}, tmp_path / "model.safetensors")
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "acme/base"}')
@@ -121,7 +121,7 @@ def test_nor_does_a_configuration_that_names_another_model(
             load(tmp_path)
 
 
-def test_the_hub_can_be_asked_again_afterwards() -> None:
+def test_the_hub_is_allowed_again_after_reading() -> None:
     before, during = huggingface_hub.is_offline_mode(), []
 
     def fail() -> None:
@@ -134,7 +134,7 @@ def test_the_hub_can_be_asked_again_afterwards() -> None:
     assert [*during, huggingface_hub.is_offline_mode()] == [True, before]
 
 
-def test_whoever_fetches_waits_until_reading_is_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_fetches_wait_until_reading_is_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     offline: list[bool] = []
 
     def fetch(*_: object, **__: object) -> str:
@@ -152,12 +152,12 @@ def test_whoever_fetches_waits_until_reading_is_over(monkeypatch: pytest.MonkeyP
     assert offline == [False]
 
 
-def test_it_is_the_same_when_the_hub_is_forbidden_anyway(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_loads_in_offline_mode(models_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    assert Tokenizer.load(kept / "gguf" / "large.gguf").vocab_size == LARGE
+    assert Tokenizer.load(models_folder / "gguf" / "large.gguf").vocab_size == LARGE
 
 
-# In processes of their own, as users start them
+# In subprocesses
 
 
 LOAD = "import sys; from paceline.models.tokenizer import Tokenizer; print(Tokenizer.load(sys.argv[1]).vocab_size)"
@@ -178,16 +178,18 @@ def load_elsewhere(source: Path, folder: Path, **environment: str) -> str:
 
 
 @pytest.mark.slow
-def test_it_loads_when_the_hub_is_forbidden(kept: Path) -> None:
-    assert load_elsewhere(Path("gguf/large.gguf"), kept, HF_HUB_OFFLINE="1") == str(LARGE)
+def test_a_tokenizer_loads_in_a_process_in_offline_mode(models_folder: Path) -> None:
+    assert load_elsewhere(Path("gguf/large.gguf"), models_folder, HF_HUB_OFFLINE="1") == str(LARGE)
 
 
 @pytest.mark.slow
-def test_an_endpoint_that_never_answers_is_never_called(kept: Path) -> None:
+def test_an_endpoint_that_never_answers_is_never_called(models_folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent.setblocking(False)
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        assert load_elsewhere(Path("gguf/large.gguf"), kept, HF_ENDPOINT=endpoint, HF_HUB_OFFLINE="0") == str(LARGE)
+        assert load_elsewhere(Path("gguf/large.gguf"), models_folder, HF_ENDPOINT=endpoint, HF_HUB_OFFLINE="0") == str(
+            LARGE
+        )
         with pytest.raises(BlockingIOError):
             silent.accept()
 

@@ -1,4 +1,4 @@
-"""Packed weights on disk: the second load reads what the first packed, and never anything else."""
+"""The disk cache of packed weights: the second load reads what the first packed, and detects every change."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from paceline.models.transformer import Transformer
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(
-        native.select() is None, reason=f"weights are packed for the kernels alone: {native.why_none()}"
+        native.select() is None, reason=f"only the native kernels use packed weights: {native.why_none()}"
     ),
 ]
 CPU = torch.device("cpu")
@@ -46,7 +46,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The cache of packed weights: it is on, empty, and not the user's."""
+    """The directory of packed weights, in an empty cache that is turned on."""
     monkeypatch.setenv(module.VARIABLE, "on")
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "packed"
@@ -65,7 +65,7 @@ def write_checkpoint(path: Path, family: str = "llama", seed: int = 0) -> Path:
     return path
 
 
-def place(source: Path, quantization: Quantization | None = "int8") -> PackedFile:
+def file_of(source: Path, quantization: Quantization | None = "int8") -> PackedFile:
     found = packed_file(source, torch.bfloat16, quantization)
     assert found is not None
     return found
@@ -77,11 +77,11 @@ def packed_now(source: Path, quantization: Quantization | None = "int8") -> Nati
     return NativeModel.from_transformer(loaded, quantization=quantization)
 
 
-def kept(source: Path, quantization: Quantization | None = "int8") -> PackedFile:
-    """A checkpoint's packed weights, on disk."""
-    there = place(source, quantization)
-    there.save(packed_now(source, quantization))
-    return there
+def written(source: Path, quantization: Quantization | None = "int8") -> PackedFile:
+    """Write a checkpoint's packed weights."""
+    written_file = file_of(source, quantization)
+    written_file.save(packed_now(source, quantization))
+    return written_file
 
 
 def same(one: NativeModel, other: NativeModel) -> bool:
@@ -100,22 +100,24 @@ def answers(llm: LLM) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
 
 
-def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+def forbid_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("the checkpoint's weights are loaded")
+        raise AssertionError("the checkpoint's weights were loaded")
 
     monkeypatch.setattr(paceline.llm, "load_model", refuse)
 
 
-# The same weights
+# Reading what was packed
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-def test_what_is_read_is_what_was_packed(family: str, quantization: Quantization | None, tmp_path: Path) -> None:
+def test_the_weights_read_are_those_that_were_packed(
+    family: str, quantization: Quantization | None, tmp_path: Path
+) -> None:
     source = write_checkpoint(tmp_path / "model", family)
-    there, packed = kept(source, quantization), packed_now(source, quantization)
-    read = there.load()
+    written_file, packed = written(source, quantization), packed_now(source, quantization)
+    read = written_file.load()
     assert read is not None
     assert same(read, packed)
     assert (read.name, read.weight_bytes(), read.kernels) == (str(source), packed.weight_bytes(), packed.kernels)
@@ -123,35 +125,35 @@ def test_what_is_read_is_what_was_packed(family: str, quantization: Quantization
     assert torch.equal(read.logits(hidden), packed.logits(hidden))
 
 
-def test_embedding_and_head_that_differ_stay_apart_whatever_the_configuration_says(checkpoint: Path) -> None:
+def test_a_head_that_differs_from_the_embedding_is_not_tied(checkpoint: Path) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-    read = kept(checkpoint).load()
+    read = written(checkpoint).load()
     assert read is not None
     assert not read.tied
     assert same(read, packed_now(checkpoint))
 
 
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-def test_the_second_load_answers_alike_and_never_sees_the_checkpoints_weights(
+def test_the_second_load_gives_the_same_answers_without_reading_the_checkpoint(
     quantization: Quantization | None, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, draft = write_checkpoint(tmp_path / "model"), write_checkpoint(tmp_path / "draft", seed=1)
     options: dict[str, Any] = {"draft_model": draft, "quantization": quantization}
     first = answers(make(target, **options))
     assert len(list(folder.iterdir())) == 2
-    nothing_loads(monkeypatch)
+    forbid_loading(monkeypatch)
     assert answers(make(target, **options)) == first
     assert answers(make(target, num_speculative_tokens=2, **options)) == first
 
 
 @pytest.fixture(scope="module")
 def smollm2() -> Path:
-    """Found before a test has a cache of its own."""
+    """The real model, found before a test has its own cache directory."""
     return real_models.find("smollm2-135m")
 
 
-def test_a_real_model_from_a_gguf_file_answers_alike(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_gguf_model_gives_the_same_answers(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=24)
 
     def texts() -> list[str]:
@@ -160,79 +162,79 @@ def test_a_real_model_from_a_gguf_file_answers_alike(smollm2: Path, monkeypatch:
         return [output.outputs[0].text for output in outputs]
 
     first = texts()
-    nothing_loads(monkeypatch)
+    forbid_loading(monkeypatch)
     assert texts() == first
 
 
-# Nothing else
+# Detecting changes and damage
 
 
 def weights_of(checkpoint: Path) -> Path:
     return checkpoint / "model.safetensors"
 
 
-def test_a_changed_checkpoint_is_packed_anew_in_the_old_ones_place(checkpoint: Path, folder: Path) -> None:
-    there = kept(checkpoint)
+def test_a_changed_checkpoint_is_packed_again_under_the_same_path(checkpoint: Path, folder: Path) -> None:
+    written_file = written(checkpoint)
     shutil.rmtree(checkpoint)
     write_checkpoint(checkpoint, seed=1)
-    assert place(checkpoint).path == there.path
-    assert place(checkpoint).load() is None
-    read = kept(checkpoint).load()
+    assert file_of(checkpoint).path == written_file.path
+    assert file_of(checkpoint).load() is None
+    read = written(checkpoint).load()
     assert read is not None
     assert same(read, packed_now(checkpoint))
-    assert list(folder.iterdir()) == [there.path]
+    assert list(folder.iterdir()) == [written_file.path]
 
 
-def test_neither_size_nor_time_need_change_for_a_change_to_be_seen(checkpoint: Path) -> None:
-    there, file = kept(checkpoint), weights_of(checkpoint)
+def test_a_change_is_detected_even_with_the_same_size_and_time(checkpoint: Path) -> None:
+    written_file, file = written(checkpoint), weights_of(checkpoint)
     before = file.stat()
     save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file, {"format": "pt"})
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
-    assert place(checkpoint).path == there.path
-    assert place(checkpoint).load() is None
+    assert file_of(checkpoint).path == written_file.path
+    assert file_of(checkpoint).load() is None
 
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
-def test_the_time_of_a_file_alone_tells_of_a_change(checkpoint: Path, file: str) -> None:
-    kept(checkpoint)
+def test_a_new_modification_time_counts_as_a_change(checkpoint: Path, file: str) -> None:
+    written(checkpoint)
     os.utime(checkpoint / file, ns=(0, 0))
-    assert place(checkpoint).load() is None
+    assert file_of(checkpoint).load() is None
 
 
-def test_every_shard_of_a_checkpoint_counts(tmp_path: Path) -> None:
+def test_a_change_of_any_shard_is_detected(tmp_path: Path) -> None:
     kind, fields = NATIVE["llama"]
     tiny(kind, fields | SHAPE).save_pretrained(tmp_path / "model", max_shard_size="20KB")
     shards = sorted((tmp_path / "model").glob("*.safetensors"))
     assert len(shards) > 1
     for shard in shards:
-        assert kept(tmp_path / "model").load() is not None
+        assert written(tmp_path / "model").load() is not None
         os.utime(shard, ns=(0, 0))
-        assert place(tmp_path / "model").load() is None
+        assert file_of(tmp_path / "model").load() is None
 
 
-def test_precisions_do_not_share_a_file(checkpoint: Path) -> None:
+def test_each_precision_has_its_own_file(checkpoint: Path) -> None:
     places = [packed_file(checkpoint, dtype, q) for dtype, q in [(torch.bfloat16, "int8"), (torch.float32, "int8")]]
     places += [packed_file(checkpoint, torch.bfloat16, q) for q in (None, "int4")]
-    assert len({there.path for there in places if there is not None}) == 4
+    assert len({written_file.path for written_file in places if written_file is not None}) == 4
 
 
 def test_a_link_to_a_checkpoint_finds_the_same_file(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(checkpoint)
-    assert place(tmp_path / "link").path == kept(checkpoint).path
-    assert place(tmp_path / "link").load() is not None
+    assert file_of(tmp_path / "link").path == written(checkpoint).path
+    assert file_of(tmp_path / "link").load() is not None
 
 
 @pytest.mark.parametrize("what", ["LAYOUT_VERSION", "__version__"])
-def test_another_version_packs_anew_and_says_so(
+def test_another_version_warns_and_packs_again(
     what: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = kept(checkpoint).path
+    path = written(checkpoint).path
     monkeypatch.setattr(module, what, "another")
-    assert place(checkpoint).load() is None
+    assert file_of(checkpoint).load() is None
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert str(path) in caplog.text
-    assert kept(checkpoint).load() is not None
+    assert written(checkpoint).load() is not None
 
 
 def flipped(content: bytes, at: int) -> bytes:
@@ -254,10 +256,10 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("how", DAMAGE)
-def test_a_damaged_file_costs_a_warning_and_is_mended(
+def test_a_damaged_file_is_replaced_with_a_warning(
     how: str, checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = kept(checkpoint).path
+    path = written(checkpoint).path
     content = path.read_bytes()
     path.write_bytes(DAMAGE[how](content))
     assert path.read_bytes() != content
@@ -265,7 +267,7 @@ def test_a_damaged_file_costs_a_warning_and_is_mended(
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 1
     assert str(path) in warnings[0]
-    read = place(checkpoint).load()
+    read = file_of(checkpoint).load()
     assert read is not None
     assert same(read, packed_now(checkpoint))
     assert answers(make(checkpoint)) == first
@@ -291,48 +293,52 @@ HEADERS: dict[str, dict[str, str | None]] = {
 
 
 @pytest.mark.parametrize("how", HEADERS)
-def test_a_damaged_header_costs_a_warning_and_is_mended(
+def test_a_damaged_header_is_replaced_with_a_warning(
     how: str, checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    there = kept(checkpoint)
-    with safe_open(str(there.path), framework="pt") as file:
-        said = file.metadata() | HEADERS[how]
-    save_file(load_file(there.path), there.path, {name: text for name, text in said.items() if text is not None})
-    assert there.load() is None
+    written_file = written(checkpoint)
+    with safe_open(str(written_file.path), framework="pt") as file:
+        metadata = file.metadata() | HEADERS[how]
+    save_file(
+        load_file(written_file.path),
+        written_file.path,
+        {name: text for name, text in metadata.items() if text is not None},
+    )
+    assert written_file.load() is None
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert str(there.path) in caplog.text
+    assert str(written_file.path) in caplog.text
     assert len(caplog.text) < 1000
-    assert kept(checkpoint).load() is not None
+    assert written(checkpoint).load() is not None
 
 
 def test_large_weights_are_read_and_checked_in_blocks(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_BLOCK", 4096)
-    monkeypatch.setattr(module, "_AT_ONCE", 1024)
-    there = kept(checkpoint)
-    read = there.load()
+    monkeypatch.setattr(module, "_READ_BYTES", 1024)
+    written_file = written(checkpoint)
+    read = written_file.load()
     assert read is not None
     assert same(read, packed_now(checkpoint))
-    content = bytearray(there.path.read_bytes())
+    content = bytearray(written_file.path.read_bytes())
     content[-9000] ^= 128
-    there.path.write_bytes(content)
-    assert there.load() is None
+    written_file.path.write_bytes(content)
+    assert written_file.load() is None
 
 
-# Where it cannot be kept
+# Write errors
 
 
-def test_a_folder_that_cannot_be_written_costs_one_warning(
+def test_an_unwritable_folder_gives_one_warning(
     checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "cache").write_text("a file where the folder should be")
     first = answers(make(checkpoint))
     assert [record.levelname for record in caplog.records].count("WARNING") == 1
-    assert "not kept" in caplog.text
+    assert "could not be cached" in caplog.text
     assert answers(make(checkpoint, attention="native")) == first
 
 
 @pytest.mark.parametrize("when", ["before", "while writing"])
-def test_a_full_disk_costs_one_warning_and_leaves_nothing_behind(
+def test_a_full_disk_gives_one_warning_and_leaves_no_file(
     when: str, checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(_: object, path: Path, __: object) -> None:
@@ -346,29 +352,29 @@ def test_a_full_disk_costs_one_warning_and_leaves_nothing_behind(
         monkeypatch.setattr(module, "save_file", fail)
     assert answers(make(checkpoint))
     assert [record.levelname for record in caplog.records].count("WARNING") == 1
-    assert "are not kept in" in caplog.text
+    assert "could not be cached in" in caplog.text
     assert list(folder.iterdir()) == []
 
 
-def test_writers_and_readers_do_not_disturb_each_other(checkpoint: Path, folder: Path) -> None:
-    there, model = kept(checkpoint), packed_now(checkpoint)
+def test_concurrent_reads_and_writes_are_safe(checkpoint: Path, folder: Path) -> None:
+    written_file, model = written(checkpoint), packed_now(checkpoint)
 
     def work(turn: int) -> bool:
         if turn % 2:
-            there.save(model)
+            written_file.save(model)
             return True
-        read = there.load()
+        read = written_file.load()
         return read is not None and same(read, model)
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(work, range(40)))
-    assert list(folder.iterdir()) == [there.path]
+    assert list(folder.iterdir()) == [written_file.path]
 
 
-# What is kept at all
+# Models that are cached
 
 
-def test_it_can_be_turned_off(checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_can_be_turned_off(checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(module.VARIABLE, "off")
     assert answers(make(checkpoint))
     assert not folder.exists()
@@ -382,12 +388,14 @@ def test_it_can_be_turned_off(checkpoint: Path, folder: Path, monkeypatch: pytes
     [{"attention": "padded", "quantization": None}, {"dtype": "float32", "quantization": None}],
     ids=["padded", "float32"],
 )
-def test_what_the_kernels_do_not_run_is_not_kept(options: dict[str, Any], checkpoint: Path, folder: Path) -> None:
+def test_models_that_do_not_run_on_the_kernels_are_not_cached(
+    options: dict[str, Any], checkpoint: Path, folder: Path
+) -> None:
     assert answers(make(checkpoint, **options))
     assert not folder.exists()
 
 
-def test_the_twin_and_the_gpu_keep_nothing(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reference_implementation_and_gpus_have_no_cache(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_packed(checkpoint, torch.bfloat16, torch.device("cuda"), "auto", "int8") is None
     assert find_packed(checkpoint, torch.bfloat16, CPU, "auto", "fp8") is None
     assert find_packed(checkpoint, torch.bfloat16, CPU, "auto", "int8") is not None
@@ -395,34 +403,34 @@ def test_the_twin_and_the_gpu_keep_nothing(checkpoint: Path, monkeypatch: pytest
     assert find_packed(checkpoint, torch.bfloat16, CPU, "auto", "int8") is None
     twin = prepare(load_model(checkpoint, dtype=torch.bfloat16), "auto", "int8")
     assert isinstance(twin, NativeModel)
-    there = place(checkpoint)
-    there.save(twin)
-    assert not there.path.exists()
+    written_file = file_of(checkpoint)
+    written_file.save(twin)
+    assert not written_file.path.exists()
 
 
-def test_a_loaded_model_has_no_file() -> None:
+def test_a_loaded_model_has_no_packed_file() -> None:
     kind, fields = NATIVE["llama"]
     assert packed_file(tiny(kind, fields), torch.bfloat16, "int8") is None
 
 
-def test_a_family_that_the_kernels_do_not_know_is_not_kept(tmp_path: Path, folder: Path) -> None:
+def test_families_that_the_kernels_do_not_support_are_not_cached(tmp_path: Path, folder: Path) -> None:
     source = write_checkpoint(tmp_path / "model", "gpt2")
     assert answers(make(source, quantization=None))
     assert not folder.exists()
 
 
-def test_weights_go_when_their_checkpoint_has_gone(tmp_path: Path, folder: Path) -> None:
-    gone, stays = kept(write_checkpoint(tmp_path / "a")), kept(write_checkpoint(tmp_path / "b"))
+def test_packed_weights_are_deleted_when_their_checkpoint_is_gone(tmp_path: Path, folder: Path) -> None:
+    gone, stays = written(write_checkpoint(tmp_path / "a")), written(write_checkpoint(tmp_path / "b"))
     (folder / "broken.safetensors").write_bytes(b"?")
     shutil.rmtree(gone.source)
-    last = kept(write_checkpoint(tmp_path / "c"))
+    last = written(write_checkpoint(tmp_path / "c"))
     assert sorted(folder.iterdir()) == sorted([stays.path, last.path, folder / "broken.safetensors"])
 
 
-def test_the_file_says_in_plain_text_what_it_is(checkpoint: Path) -> None:
-    there = kept(checkpoint)
-    with safe_open(str(there.path), framework="pt") as file:
-        said = file.metadata()
-    assert said["source"] == str(checkpoint)
-    assert json.loads(said["origin"])[1:4] == [module.LAYOUT_VERSION, "torch.bfloat16", "int8"]
-    assert there.path.name.startswith("model-int8-")
+def test_the_header_names_the_checkpoint_and_the_precision(checkpoint: Path) -> None:
+    written_file = written(checkpoint)
+    with safe_open(str(written_file.path), framework="pt") as file:
+        metadata = file.metadata()
+    assert metadata["source"] == str(checkpoint)
+    assert json.loads(metadata["origin"])[1:4] == [module.LAYOUT_VERSION, "torch.bfloat16", "int8"]
+    assert written_file.path.name.startswith("model-int8-")

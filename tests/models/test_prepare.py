@@ -1,4 +1,4 @@
-"""How a loaded model will run, and what is refused."""
+"""Choice of kernels for a loaded model, and combinations that are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def fresh_llama() -> Transformer:
-    """One whose layers may be replaced."""
+    """Return a copy whose layers may be replaced."""
     return cast(Transformer, copy.deepcopy(tiny_llama()))
 
 
@@ -37,7 +37,7 @@ def test_ragged_attention_leaves_the_model_as_it_is() -> None:
     ("quantization", "deterministic", "precision"),
     [("int8", False, "int8 weights, float32"), ("fp8", True, "fp8 weights, float32"), (None, True, "float32")],
 )
-def test_on_cuda_tritons_products_take_the_weights(
+def test_on_cuda_the_linear_layers_are_tritons(
     quantization: Any, deterministic: bool, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
@@ -54,26 +54,26 @@ def test_on_cuda_tritons_products_take_the_weights(
     torch.testing.assert_close(made.logits(hidden), expected, atol=0.3, rtol=0.1)
 
 
-def test_weights_in_8_bits_take_the_place_of_those_they_were_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_8_bit_weights_replace_the_original_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     monkeypatch.setattr(launch, "interpreted", lambda: True)
     model = fresh_llama()
     wide = [weakref.ref(getattr(owner, name).weight) for owner, name in model._linears()]
     before, embedding = model.weight_bytes(), model._embedding
     made = module._with_triton(model, "int8", deterministic=False)
-    assert [each for each in wide if each() is not None and each() is not embedding] == []
+    assert [weight for weight in wide if weight() is not None and weight() is not embedding] == []
     layers = [getattr(owner, name).weight for owner, name in made._linears()]
     others = sum(tensor.nbytes for tensor in made._kept)
     assert made.weight_bytes() == sum(layer.values.nbytes + layer.scales.nbytes for layer in layers) + others
     assert made.weight_bytes() < before / 2
 
 
-def test_fp8_is_refused_where_the_device_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_is_refused_if_the_device_does_not_support_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "interpreted", lambda: True)
-    for capability, there in (((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)):
+    for capability, supported in (((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)):
         launch.has_fp8.cache_clear()
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        assert launch.has_fp8(CUDA) == there
+        assert launch.has_fp8(CUDA) == supported
     launch.has_fp8.cache_clear()
     monkeypatch.setattr(module, "has_fp8", lambda device: False)
     with pytest.raises(ParameterError, match=r"quantization='fp8'.*'int8'.*no float8"):
@@ -110,6 +110,6 @@ def test_without_a_gpu_ragged_attention_is_for_tests(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("name", ["padded", "split", "auto"])
-def test_determinism_needs_kernels_that_have_it(name: Any) -> None:
+def test_determinism_is_refused_by_other_attention_backends(name: Any) -> None:
     with pytest.raises(ParameterError, match=r"deterministic=True.*ragged"):
         make_backend(name, CPU, deterministic=True)

@@ -48,7 +48,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_bfloat16(name: str) -> N
 
 @pytest.mark.parametrize("name", ["llama", "opt", "gpt2"])
 @torch.no_grad()
-def test_padding_beyond_the_last_position_harms_nobody(name: str) -> None:
+def test_padding_beyond_the_last_position_does_not_change_other_tokens(name: str) -> None:
     ours, theirs = _pair(name)
     runner, tokens = Runner(ours, 1, positions=64), random_tokens(1, 64)
     runner(tokens[:, :62], torch.arange(62)[None])

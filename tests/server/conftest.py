@@ -1,4 +1,4 @@
-"""A live server for every file of tests."""
+"""Fixtures: one live server per test file, and the same model offline."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def offline(tiny: str) -> LLM:
 
 @pytest.fixture
 def unhurried(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds that take as long as those of a large model: what is not ended early takes many seconds."""
+    """Slow rounds down to those of a large model: a request that is not ended early takes many seconds."""
     engine = live.context.llm.engine
-    play = engine.step
+    engine_step = engine.step
 
     def step() -> list[RequestOutput]:
         time.sleep(0.05)
-        return play()
+        return engine_step()
 
     monkeypatch.setattr(engine, "step", step)

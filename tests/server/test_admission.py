@@ -1,4 +1,4 @@
-"""Who gets in, who waits and who is next: every request is counted in answers and tokens, and nobody has everything."""
+"""Admission and fairness: limits on sequences and tokens, bounded queues for slow readers, turns between clients."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import pytest
 from paceline.config import ServerConfig
 from paceline.core.outputs import CompletionOutput, RequestOutput, TokenLogprob
 from paceline.server import errors, replies
-from paceline.server.admission import Admission, Place, Room, Work
+from paceline.server.admission import Admission, AdmissionLimits, AdmissionTicket, PromptCost
 from paceline.server.completions import CompletionJob
-from paceline.server.delta import Growth, Update
+from paceline.server.delta import OutputCursor, Update
 from paceline.server.documents import written, written_in_pieces
-from paceline.server.mailbox import UNREAD, Mailbox
+from paceline.server.mailbox import MAX_UNREAD, Mailbox
 from paceline.server.protocol import CompletionRequest
-from paceline.server.service import Ticket
+from paceline.server.service import Submission
 from paceline.server.streaming import EventStream
 from polling import PATIENCE, wait_until
 from server_support import Live, start
@@ -28,12 +28,12 @@ from web import client
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-ROOM = Room(answers=4, tokens=400)
+LIMITS = AdmissionLimits(answers=4, tokens=400)
 
 
-def enter(admission: Admission, client: str, answers: int = 1, made: int = 10, read: int = 10) -> Place:
-    (place,) = admission.enter(client, [Work(answers, made, read)], ROOM)
-    return place
+def enter(admission: Admission, client: str, answers: int = 1, made: int = 10, read: int = 10) -> AdmissionTicket:
+    (ticket,) = admission.enter(client, [PromptCost(answers, made, read)], LIMITS)
+    return ticket
 
 
 def refused(admission: Admission, client: str, *numbers: int) -> int:
@@ -42,65 +42,65 @@ def refused(admission: Admission, client: str, *numbers: int) -> int:
     return caught.value.status
 
 
-# --- places -----------------------------------------------------------------------------------------------------------
+# --- admission --------------------------------------------------------------------------------------------------------
 
 
-def test_one_client_alone_may_have_all_places_and_still_keeps_nobody_out() -> None:
+def test_one_client_can_fill_the_queue_but_cannot_lock_others_out() -> None:
     admission = Admission(max_waiting=12)
     held = [enter(admission, "greedy") for _ in range(16)]
     assert refused(admission, "greedy") == 429
     held += [enter(admission, "modest") for _ in range(3)]  # a quarter of 12 more
     assert refused(admission, "modest") == refused(admission, "third") == 429
-    for place in held[:3]:
-        place.close()
-    assert refused(admission, "greedy") == 429, "the places that it gave up are for those with less"
+    for ticket in held[:3]:
+        ticket.close()
+    assert refused(admission, "greedy") == 429, "what it released is reserved for clients with less"
     enter(admission, "modest")
 
 
-def test_places_are_given_back_answer_by_answer_and_never_twice() -> None:
+def test_admissions_are_released_sequence_by_sequence_and_only_once() -> None:
     admission = Admission(max_waiting=0)
-    place = enter(admission, "a", 4)
-    place.end(3)
+    ticket = enter(admission, "a", 4)
+    ticket.end(3)
     assert admission.inside == 1
     enter(admission, "a", 3).close()
     for _ in range(3):
-        place.end(5)
-        place.close()
+        ticket.end(5)
+        ticket.close()
     assert admission.inside == 0
-    assert refused(admission, "a", 5) == 400, "so many can never be inside"
+    assert refused(admission, "a", 5) == 400, "more than this server can ever admit"
     enter(admission, "a", 4)
 
 
 @pytest.mark.parametrize("first", ["answers", "scores"])
-def test_a_prompt_that_is_scored_keeps_a_place_until_it_is(first: str) -> None:
+def test_a_scored_prompt_stays_admitted_until_it_is_scored(first: str) -> None:
     admission = Admission(max_waiting=0)
-    (place,) = admission.enter("a", [Work(2, 10, 30, scored=True)], ROOM)
+    (ticket,) = admission.enter("a", [PromptCost(2, 10, 30, scored=True)], LIMITS)
     if first == "scores":
-        place.scored()
+        ticket.scored()
         assert admission.inside == 2
-        place.end(2)
+        ticket.end(2)
     else:
-        place.end(1)
-        place.end(1)
+        ticket.end(1)
+        ticket.end(1)
         assert admission.inside == 1
-        place.scored()
+        ticket.scored()
     assert admission.inside == 0
-    place.close()
-    enter(admission, "a", 4, 90, 40).close()  # all tokens were given back, too
-    (place,) = admission.enter("a", [Work(2, 10, 30, scored=True)], ROOM)
-    place.close()
+    ticket.close()
+    enter(admission, "a", 4, 90, 40).close()  # all tokens were released, too
+    (ticket,) = admission.enter("a", [PromptCost(2, 10, 30, scored=True)], LIMITS)
+    ticket.close()
     assert admission.inside == 0
 
 
-def test_tokens_count_as_answers_do() -> None:
+def test_tokens_are_limited_like_sequences() -> None:
     admission = Admission(max_waiting=12, max_waiting_tokens=100)
     enter(admission, "a", 4, 100, 40)
     assert refused(admission, "a", 1, 60, 1) == 429
     assert refused(admission, "a", 1, 400, 101) == 400
-    place = enter(admission, "a", 2, 10, 40)
-    place.end(1)
-    assert refused(admission, "a", 1, 5, 10) == 429, "the prompt is there as long as one answer is"
-    place.end(1)
+    ticket = enter(admission, "a", 2, 10, 40)
+    ticket.end(1)
+    assert refused(admission, "a", 1, 5, 10) == 429, "the prompt counts until its last sequence ends"
+    ticket.end(1)
     enter(admission, "a", 1, 5, 10)
 
 
@@ -123,14 +123,14 @@ HUGE = 10**9
         {"messages": [{"role": "user", "content": "a"}], "n": 17},
     ],
 )
-def test_more_answers_than_there_is_room_for_are_refused_at_once(live: Live, body: Any) -> None:
+def test_more_sequences_than_the_server_can_admit_are_refused(live: Live, body: Any) -> None:
     reply = live.post("/v1/chat/completions" if "messages" in body else "/v1/completions", body)
     assert reply.status_code == 400
     assert len(reply.content) < 1000
     live.wait_until_idle()
 
 
-def test_prompts_to_score_wait_like_others_and_take_no_cache_before_their_turn(live: Live) -> None:
+def test_scored_prompts_queue_like_others_and_use_no_cache_while_waiting(live: Live) -> None:
     body = {"prompt": ["some prompt"] * 8, "echo": True, "max_tokens": 0, "logprobs": 1}
     admission, service = live.context.admission, live.context.service
     with ThreadPoolExecutor(2) as pool:
@@ -144,14 +144,12 @@ def test_prompts_to_score_wait_like_others_and_take_no_cache_before_their_turn(l
         with live.asking("/v1/completions", body):
             wait_until(lambda: admission.inside == 8 and live.waiting)
         wait_until(lambda: admission.inside == 0)
-        assert live.waiting, "what was asked of the engine is still there"
+        assert live.waiting, "the engine still has the request"
     live.wait_until_idle()
     wait_until(lambda: not service._scorings)
 
 
-def test_too_many_log_probabilities_and_texts_that_no_prompt_can_be_are_refused(
-    live: Live, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_log_probabilities_and_too_long_texts_are_refused(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.server.context.MAX_LOGPROB_ENTRIES", 1000)
     asked = {"prompt": "a", "logprobs": 20, "n": 4, "max_tokens": 12}
     assert "log-probabilities" in live.post("/v1/completions", asked).json()["error"]["message"]
@@ -179,16 +177,16 @@ def test_too_many_log_probabilities_and_texts_that_no_prompt_can_be_are_refused(
 # --- clients that do not read -----------------------------------------------------------------------------------------
 
 
-def test_a_place_is_free_when_the_engine_is_done_whoever_has_not_read_it(
+def test_admission_ends_with_the_engine_even_if_the_client_does_not_read(
     live: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stream's first event never leaves; its 64 + 1 pieces of news do not pile up behind it."""
+    """The stream's first event is never sent; the 64 + 1 updates behind it are merged."""
     context, lengths, inboxes, submit = live.context, list[int](), list[Mailbox](), live.context.service.submit
     body = CompletionRequest(prompt="abc", max_tokens=300, n=2, ignore_eos=True, stream=True, num_speculative_tokens=0)
 
-    def noted(ticket: Ticket) -> None:
-        inboxes.append(ticket.inbox)
-        submit(ticket)
+    def noted(submission: Submission) -> None:
+        inboxes.append(submission.inbox)
+        submit(submission)
 
     async def never_read() -> None:
         job = await CompletionJob.prepare(context, body, "client")
@@ -213,20 +211,20 @@ def test_a_place_is_free_when_the_engine_is_done_whoever_has_not_read_it(
 
     monkeypatch.setattr(context.service, "submit", noted)
     asyncio.run_coroutine_threadsafe(never_read(), context.service._loop).result(2 * PATIENCE)
-    assert 0 < max(lengths) <= UNREAD
+    assert 0 < max(lengths) <= MAX_UNREAD
     live.wait_until_idle()
 
 
-def test_news_that_nobody_fetched_are_joined_and_nothing_is_lost() -> None:
-    async def play() -> None:
+def test_unread_updates_are_merged_without_loss() -> None:
+    async def scenario() -> None:
         box, outputs = Mailbox(), [_output(f"{n}") for n in range(2)]
-        growths = [Growth(output) for output in outputs]
+        cursors = [OutputCursor(output) for output in outputs]
         for token in range(1000):
             for number, output in enumerate(outputs):
                 for answer in output.outputs:
                     _gain(answer, token, last=token == 999)
-                box.put(Update(number, growths[number].news(), output if token == 999 else None))
-            assert len(box) <= UNREAD
+                box.put(Update(number, cursors[number].take_new(), output if token == 999 else None))
+            assert len(box) <= MAX_UNREAD
         box.put(errors.round_failed())
         found: dict[tuple[int, int], list[int]] = {}
         texts: Counter[str] = Counter()
@@ -239,7 +237,7 @@ def test_news_that_nobody_fetched_are_joined_and_nothing_is_lost() -> None:
         assert len(found) == 4
         assert set(texts.values()) == {2000}
 
-    asyncio.run(play())
+    asyncio.run(scenario())
 
 
 def _output(name: str) -> RequestOutput:
@@ -256,7 +254,7 @@ def _gain(answer: CompletionOutput, token: int, last: bool) -> None:
     answer.finish_reason = "length" if last else None
 
 
-def test_long_replies_are_written_in_pieces_as_they_would_be_at_once() -> None:
+def test_serializing_in_pieces_gives_the_same_bytes() -> None:
     logprobs = replies.CompletionLogprobs(
         tokens=["a", '"\u2028é'], token_logprobs=[None, -0.5], top_logprobs=[None, {'"': -1e-7}], text_offset=[0, 1]
     )
@@ -279,7 +277,7 @@ def test_long_replies_are_written_in_pieces_as_they_would_be_at_once() -> None:
         assert written_in_pieces(document) == written(document)
 
 
-def test_a_reply_in_pieces_is_the_one_at_once(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_replies_equal_short_ones(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     body = {"prompt": "once upon", "max_tokens": 60, "n": 3, "seed": 1, "logprobs": 5, "echo": True, "metrics": True}
 
     def choices(stream: bool) -> Any:
@@ -297,7 +295,7 @@ def test_a_reply_in_pieces_is_the_one_at_once(live: Live, monkeypatch: pytest.Mo
     assert choices(True)
 
 
-# --- turns ------------------------------------------------------------------------------------------------------------
+# --- fairness ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -316,7 +314,7 @@ def ask(keyed: Live) -> Callable[..., httpx.Response]:
 
 @pytest.fixture
 def begun(keyed: Live, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Whose answers got a row, in their order."""
+    """Sequences in the order in which they got a row."""
     scheduler, order = keyed.context.llm.engine.scheduler, list[str]()
     original = scheduler._start
 
@@ -328,7 +326,7 @@ def begun(keyed: Live, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return order
 
 
-def test_a_hundred_requests_of_one_key_delay_anothers_single_one_by_a_turn(
+def test_a_hundred_requests_of_one_key_delay_another_key_by_one_turn(
     keyed: Live, ask: Callable[..., httpx.Response], begun: list[str]
 ) -> None:
     with ThreadPoolExecutor(101) as pool:
@@ -339,12 +337,12 @@ def test_a_hundred_requests_of_one_key_delay_anothers_single_one_by_a_turn(
             wait_until(lambda: keyed.waiting == 101)
             assert keyed.context.admission.inside == 101
         assert {each.result().status_code for each in (*many, single)} == {200}
-    assert [name.split()[-1] for name in begun].index("2") <= 1, "one turn of the other, no more"
+    assert [name.split()[-1] for name in begun].index("2") <= 1, "at most one turn of the other key"
     assert len({name.split()[1] for name in begun}) == 2
     keyed.wait_until_idle()
 
 
-def test_a_request_can_make_way_and_cannot_push_in(
+def test_priority_can_delay_a_request_but_not_advance_it(
     keyed: Live, ask: Callable[..., httpx.Response], begun: list[str]
 ) -> None:
     with ThreadPoolExecutor(9) as pool:

@@ -1,4 +1,4 @@
-"""/v1/files and /v1/batches: OpenAI's own client, owners, limits, hostile uploads, restarts in the middle."""
+"""/v1/files and /v1/batches: OpenAI's client, owners, limits, hostile uploads, full disks, restarts."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from paceline.core.outputs import RequestOutput
 from paceline.engine.engine import Engine
 from paceline.errors import ParameterError
 from paceline.server import limits
-from paceline.server.batch.forms import FormReader, Part
-from paceline.server.batch.runner import BEHIND, Runner
-from paceline.server.batch.store import Store
+from paceline.server.batch.forms import FormPart, FormReader
+from paceline.server.batch.runner import BATCH_PRIORITY, BatchRunner
+from paceline.server.batch.store import BatchStore
 from paceline.server.errors import ApiError
-from paceline.server.security import Upload
+from paceline.server.security import UploadReceiver
 from polling import PATIENCE, wait_until
 from served import Served
 from server_support import Live, start
@@ -76,7 +76,7 @@ def ended(api: OpenAI, name: str) -> Any:
 
 
 def content(api: OpenAI, name: str | None) -> dict[str, dict[str, Any]]:
-    """Lines by custom_id, each once."""
+    """Output lines by custom_id, which must be unique."""
     if name is None:
         return {}
     lines = [json.loads(text) for text in api.files.content(name).text.splitlines()]
@@ -105,7 +105,7 @@ def keyed(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]
     )
 
 
-def test_a_batch_from_upload_to_answers(live: Live) -> None:
+def test_a_batch_from_upload_to_output(live: Live) -> None:
     api = official(live.url)
     lines = [line(str(number), f"text {number}") for number in range(20)] + [line("bad", top_p=2)]
     batch = begin(api, lines)
@@ -125,7 +125,7 @@ def test_a_batch_from_upload_to_answers(live: Live) -> None:
     assert texts(content(api, again.output_file_id)) == {name: texts(good)[name] for name in "34"}
 
 
-def test_chats_are_batches_too(live: Live) -> None:
+def test_a_batch_of_chats(live: Live) -> None:
     api = official(live.url)
     batch = ended(api, begin(api, [line("a", url=CHATS, n=2)], CHATS).id)
     assert len(content(api, batch.output_file_id)["a"]["response"]["body"]["choices"]) == 2
@@ -139,7 +139,7 @@ def test_files_are_listed_by_age_and_deleted(live: Live) -> None:
     assert {file.purpose for file in api.files.list(purpose="batch_output")} <= {"batch_output"}
     assert api.files.delete(names[0]).deleted
     for ask in (api.files.retrieve, api.files.content, api.files.delete):
-        with pytest.raises(openai.NotFoundError, match=r"there is no file .*; GET /v1/files says which there are"):
+        with pytest.raises(openai.NotFoundError, match=r"there is no file .*; GET /v1/files lists them"):
             ask(names[0])
     assert live.get("/v1/files?limit=0").status_code == 400
     assert live.get("/v1/files?colour=red").status_code == 400
@@ -148,17 +148,17 @@ def test_files_are_listed_by_age_and_deleted(live: Live) -> None:
 
 BAD_FILES: dict[str, tuple[list[Any], str, int | None]] = {
     "nothing": ([b"\n\n"], "no lines", None),
-    "no JSON": ([line("a"), b"{"], "not JSON", 2),
-    "twice": ([line("a"), line("a")], "a line before has the custom_id 'a'", 2),
+    "no JSON": ([line("a"), b"{"], "not valid JSON", 2),
+    "twice": ([line("a"), line("a")], "an earlier line has the custom_id 'a'", 2),
     "another endpoint": ([line("a", url=CHATS)], "the batch is for /v1/completions", 1),
     "plain": ([{"prompt": "x"}], "custom_id: Field required", 1),
-    "no text": ([b"\xff\xfe"], "not JSON", 1),
+    "no text": ([b"\xff\xfe"], "not valid JSON", 1),
     "deep": ([b"[" * 3000], "", 1),
 }
 
 
 @pytest.mark.parametrize("kind", BAD_FILES)
-def test_a_bad_file_fails_as_a_whole_and_says_where(live: Live, kind: str) -> None:
+def test_an_invalid_file_fails_and_names_the_line(live: Live, kind: str) -> None:
     lines, why, where = BAD_FILES[kind]
     api = official(live.url)
     batch = ended(api, begin(api, lines).id)
@@ -167,7 +167,7 @@ def test_a_bad_file_fails_as_a_whole_and_says_where(live: Live, kind: str) -> No
     assert batch.errors.data[0].line == where
 
 
-def test_what_is_not_understood_is_refused_by_name(live: Live) -> None:
+def test_unsupported_values_are_refused_by_name(live: Live) -> None:
     api = official(live.url)
     good = upload(api, [line("a")])
     with pytest.raises(openai.BadRequestError, match="completion_window"):
@@ -189,7 +189,7 @@ NAMES = ["../../etc/passwd", "/etc/passwd", "..", ".", "", "a\x00b", "a\r\nX: y"
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_hostile_name_is_a_label_at_most(live: Live, name: str) -> None:
+def test_a_hostile_file_name_is_only_a_label(live: Live, name: str) -> None:
     before = sorted(Path(str(live.context.config.batch_dir)).rglob("*"))
     form = {"file": (name, b"x"), "purpose": (None, "batch")}
     reply = client.post(f"{live.url}/v1/files", files=form)
@@ -219,8 +219,8 @@ FORM = 'multipart/form-data; boundary="b"'
 GOOD = b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\nx\r\n--b--\r\n'
 
 
-def parts_of(kind: str, body: bytes, size: int) -> tuple[list[Part], bytes]:
-    """A form that comes in pieces of this size: its fields, and the content of its files."""
+def parts_of(kind: str, body: bytes, size: int) -> tuple[list[FormPart], bytes]:
+    """Parse a form in pieces of ``size`` bytes; return its fields and the content of its files."""
     contents: list[bytes] = []
     reader = FormReader(kind, contents.append)
     for place in range(0, len(body), size):
@@ -244,7 +244,7 @@ def parts_of(kind: str, body: bytes, size: int) -> tuple[list[Part], bytes]:
         (FORM, GOOD.replace(b"\r\n\r\n", b"\r\n")),
         (FORM, GOOD.replace(b"form-data", b"form-data" + b" " * 5000)),
         (FORM, b"--b\r\n\r\n" * 1000 + b"--b--"),
-        (FORM, GOOD.replace(b'name="f"', b"name*=idna''f")),  # of what e-mail allows, too
+        (FORM, GOOD.replace(b'name="f"', b"name*=idna''f")),  # valid in e-mail
         (FORM, GOOD.replace(b'name="f"', b"name*=a\0b''f")),
         (FORM, GOOD.replace(b'name="f"', b"name*=unicode_escape''%5cud800")),
         (FORM, GOOD.replace(b'name="file"', b"name*=undefined''file")),
@@ -254,14 +254,14 @@ def parts_of(kind: str, body: bytes, size: int) -> tuple[list[Part], bytes]:
     ],
 )
 @pytest.mark.parametrize("size", [1, 7, 10**6])
-def test_forms_that_are_none_are_refused(kind: str, body: bytes, size: int) -> None:
+def test_invalid_forms_are_refused(kind: str, body: bytes, size: int) -> None:
     with pytest.raises(ApiError) as refusal:
         parts_of(kind, body, size)
     assert refusal.value.status in (400, 415)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 40, 10**6])
-def test_a_form_is_read_to_the_byte(size: int) -> None:
+def test_a_form_is_parsed_to_the_byte(size: int) -> None:
     inside = b"x--b\r\n\r\n\x00\xff--b\r\n--\r\n-"
     field = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
     (field_part, part), content = parts_of(FORM, field + GOOD.replace(b"\r\n\r\nx", b"\r\n\r\n" + inside), size)
@@ -270,19 +270,19 @@ def test_a_form_is_read_to_the_byte(size: int) -> None:
 
 
 @pytest.mark.parametrize("name", [b'name="\xc3\xa9"', b"name*=utf-8''%c3%a9", b"name*=ISO-8859-1'en'%E9"])
-def test_a_files_name_may_be_in_another_alphabet(name: bytes) -> None:
+def test_a_file_name_may_use_another_charset(name: bytes) -> None:
     (part,), _ = parts_of(FORM, GOOD.replace(b'name="f"', name), 10**6)
     assert part.filename == "\u00e9"
 
 
-def test_a_form_is_never_whole_in_memory() -> None:
+def test_a_form_is_parsed_in_constant_memory() -> None:
     written: list[int] = []
     reader = FormReader(FORM, lambda content: written.append(len(content)))
     reader.feed(GOOD[: GOOD.index(b"x\r\n")])
     for _ in range(100):
         reader.feed(b"\r" * 10**4)
     assert 10**6 - sum(written) < 100
-    with pytest.raises(ApiError, match="no file"):
+    with pytest.raises(ApiError, match="not a file"):
         FormReader(FORM, written.append).feed(GOOD.replace(b'; filename="f"', b"").replace(b"x", b"x" * 5000))  # type: ignore[arg-type]
 
 
@@ -290,7 +290,7 @@ def files_in(live: Live) -> set[str]:
     return {path.name for path in (Path(str(live.context.config.batch_dir)) / "files").iterdir()}
 
 
-def test_a_file_may_be_longer_than_a_body(live: Live) -> None:
+def test_a_file_may_be_larger_than_a_json_body(live: Live) -> None:
     api = official(live.url)
     lines = [line(str(number), "x" * 300) for number in range(500)]
     assert len(jsonl(lines)) > 2 * live.context.config.max_body_bytes
@@ -301,7 +301,7 @@ def test_a_file_may_be_longer_than_a_body(live: Live) -> None:
     api.files.delete(name)
 
 
-def test_an_upload_that_does_not_say_how_long_it_is_ends_at_the_limit_and_leaves_nothing(live: Live) -> None:
+def test_an_upload_of_unknown_length_stops_at_the_limit_and_leaves_nothing(live: Live) -> None:
     before = files_in(live)
 
     def pieces() -> Iterator[bytes]:
@@ -309,12 +309,12 @@ def test_an_upload_that_does_not_say_how_long_it_is_ends_at_the_limit_and_leaves
         for _ in range(2 * MAX_UPLOAD // 2**14):
             yield b"x" * 2**14
 
-    with suppress(httpx.TransportError):  # it may still be sending when it is refused
+    with suppress(httpx.TransportError):  # the client may still be sending when it is refused
         assert client.post(f"{live.url}/v1/files", content=pieces(), headers={"Content-Type": FORM}).status_code == 413
     wait_until(lambda: files_in(live) == before)
 
 
-def test_of_an_upload_whose_client_hangs_up_nothing_is_left(live: Live) -> None:
+def test_an_upload_whose_client_disconnects_leaves_nothing(live: Live) -> None:
     before = files_in(live)
     host, port = live.url.removeprefix("http://").split(":")
     head = f"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: {FORM}\r\nContent-Length: 900000\r\n\r\n"
@@ -324,16 +324,16 @@ def test_of_an_upload_whose_client_hangs_up_nothing_is_left(live: Live) -> None:
     wait_until(lambda: files_in(live) == before)
 
 
-def test_uploads_that_arrive_take_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uploads_in_progress_count_towards_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_FILES_BYTES", 150)
-    store = Store(tmp_path)
+    store = BatchStore(tmp_path)
 
     async def receive() -> None:
-        async with store.arriving("one") as first, store.arriving("one") as second:
+        async with store.receive_file("one") as first, store.receive_file("one") as second:
             await first.take(first.write, b"x" * 100)
             with pytest.raises(ApiError, match="delete some"):
                 await second.take(second.write, b"x" * 100)
-            async with store.arriving("two") as other:
+            async with store.receive_file("two") as other:
                 await other.take(other.write, b"x" * 100)
             await first.keep("first")
 
@@ -343,13 +343,13 @@ def test_uploads_that_arrive_take_room(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(list((tmp_path / "files").iterdir())) == 2, "its content and its document"
 
 
-def test_uploads_that_begin_at_once_count_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_uploads_count_towards_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_FILES", 2)
-    store, all_tried = Store(tmp_path), asyncio.Barrier(5)
+    store, all_tried = BatchStore(tmp_path), asyncio.Barrier(5)
 
     async def receive() -> bool:
         try:
-            async with store.arriving("one"):
+            async with store.receive_file("one"):
                 await all_tried.wait()
                 return True
         except ApiError:
@@ -363,7 +363,7 @@ def test_uploads_that_begin_at_once_count_each_other(tmp_path: Path, monkeypatch
     store.close()
 
 
-def test_an_upload_has_as_much_time_as_ordinary_bodies_of_its_length(live: Live) -> None:
+def test_an_uploads_timeout_grows_with_its_length(live: Live) -> None:
     config = replace(live.context.config, body_timeout=0.05, max_upload_bytes=2**30)
     left: list[Message] = [{"type": "http.request", "body": b"x" * 2**20, "more_body": True}] * 2
 
@@ -375,7 +375,7 @@ def test_an_upload_has_as_much_time_as_ordinary_bodies_of_its_length(live: Live)
         return {"type": "http.request", "body": b"", "more_body": True}
 
     async def read() -> None:
-        waiting = Upload(config, receive)
+        waiting = UploadReceiver(config, receive)
         for _ in range(3):
             await waiting.next_message()
         with pytest.raises(ApiError, match="did not arrive") as refusal:
@@ -387,7 +387,7 @@ def test_an_upload_has_as_much_time_as_ordinary_bodies_of_its_length(live: Live)
     assert waited == [1]
 
 
-def test_pages_from_elsewhere_cannot_upload(live: Live) -> None:
+def test_pages_of_other_sites_cannot_upload(live: Live) -> None:
     form = {"file": ("f", b"x"), "purpose": (None, "batch")}
 
     def status(origin: str) -> int:
@@ -397,7 +397,7 @@ def test_pages_from_elsewhere_cannot_upload(live: Live) -> None:
     assert status(live.url) == 200
 
 
-def test_everybody_has_his_own(keyed: Live) -> None:
+def test_owners_see_only_their_own_files_and_batches(keyed: Live) -> None:
     one, two = official(keyed.url, "one"), official(keyed.url, "two")
     batch = ended(one, begin(one, [line("a")]).id)
     assert batch.status == "completed"
@@ -414,7 +414,7 @@ def test_everybody_has_his_own(keyed: Live) -> None:
     assert client.get(f"{keyed.url}/v1/files").status_code == 401
 
 
-def test_there_is_an_end_to_files_and_batches(keyed: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_files_and_batches_is_limited(keyed: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     api = official(keyed.url, "two")
     monkeypatch.setattr(limits, "MAX_FILES", 2)
     names = [upload(api, [line("a")]) for _ in range(2)]
@@ -430,18 +430,18 @@ def test_there_is_an_end_to_files_and_batches(keyed: Live, monkeypatch: pytest.M
     monkeypatch.setattr(limits, "MAX_BATCHES", 2)
     with keyed.held():
         first = api.batches.create(input_file_id=names[0], endpoint=COMPLETIONS, completion_window="24h")
-        with pytest.raises(openai.BadRequestError, match="wait for one"):
+        with pytest.raises(openai.BadRequestError, match="wait until one ends"):
             api.batches.create(input_file_id=names[0], endpoint=COMPLETIONS, completion_window="24h")
-        with pytest.raises(openai.BadRequestError, match="cancel it first"):
+        with pytest.raises(openai.BadRequestError, match="cancel the batch first"):
             api.files.delete(names[0])
     ended(api, first.id)
     later = [ended(api, begin_with(api, names[1]).id).id for _ in range(2)]
-    assert [each.id for each in api.batches.list().data] == later[::-1], "the oldest made room"
+    assert [each.id for each in api.batches.list().data] == later[::-1], "the oldest was dropped"
 
 
 @contextmanager
 def full_disk(*, only: str = "") -> Iterator[None]:
-    """Nothing whose path contains ``only`` gets onto the disk meanwhile."""
+    """Let every write fail with ENOSPC whose path contains ``only``."""
     sync = os.fsync
 
     def refuse(descriptor: int) -> None:
@@ -468,7 +468,7 @@ def waits_for_space(api: OpenAI, name: str, status: str) -> bool:
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize(("where", "status"), [(".answers", "in_progress"), ("/files/", "finalizing")])
-def test_a_batch_waits_while_the_disk_is_full_and_ends_when_there_is_room(live: Live, where: str, status: str) -> None:
+def test_a_batch_waits_while_the_disk_is_full_and_completes_afterwards(live: Live, where: str, status: str) -> None:
     api = official(live.url)
     lines = [line(str(number), f"text {number}") for number in range(12)] + [line("bad", top_p=2)]
     name = upload(api, lines)
@@ -477,7 +477,7 @@ def test_a_batch_waits_while_the_disk_is_full_and_ends_when_there_is_room(live: 
             input_file_id=name, endpoint=COMPLETIONS, completion_window="24h", extra_body={"seed": 7}
         )
         wait_until(lambda: waits_for_space(api, batch.id, status))
-        assert not [left for left in files_in(live) if left.endswith(".part")], "it takes no room while it waits"
+        assert not [left for left in files_in(live) if left.endswith(".part")], "it occupies no row while it waits"
     batch = ended(api, batch.id)
     assert (batch.status, batch.errors) == ("completed", None)
     assert (batch.request_counts.completed, batch.request_counts.failed) == (12, 1)
@@ -486,7 +486,7 @@ def test_a_batch_waits_while_the_disk_is_full_and_ends_when_there_is_room(live: 
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_batch_that_waits_for_room_may_be_cancelled(live: Live) -> None:
+def test_a_batch_that_waits_for_the_disk_can_be_cancelled(live: Live) -> None:
     api = official(live.url)
     name = upload(api, [line("a")])
     with full_disk(only=".answers"):
@@ -498,7 +498,7 @@ def test_a_batch_that_waits_for_room_may_be_cancelled(live: Live) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_batch_that_finds_no_room_for_a_day_fails_and_says_why(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_fails_after_a_day_of_full_disk(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     api = official(live.url)
     name = upload(api, [line("a")])
     monkeypatch.setattr("paceline.server.batch.runner._GIVE_UP", 0.2)
@@ -509,13 +509,13 @@ def test_a_batch_that_finds_no_room_for_a_day_fails_and_says_why(live: Live, mon
     assert batch.failed_at is not None
 
 
-def test_a_batch_whose_disk_is_broken_fails_and_says_why(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_error_fails_the_batch_and_is_reported(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> Any:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     api = official(live.url)
     name = upload(api, [line("a")])
-    monkeypatch.setattr("paceline.server.batch.runner._split", broken)
+    monkeypatch.setattr("paceline.server.batch.runner._split_output", broken)
     batch = ended(api, begin_with(api, name).id)
     assert batch.status == "failed"
     assert "Input/output error" in batch.errors.data[0].message
@@ -542,7 +542,7 @@ def test_an_upload_or_a_batch_on_a_full_disk_is_refused_with_507_and_leaves_noth
 
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """256 KiB, which really end."""
+    """A file system of 256 KiB, which really fills up."""
     path = tmp_path / "disk"
     path.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", path], capture_output=True)
@@ -555,7 +555,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_on_a_disk_that_is_really_full_uploads_are_refused_and_batches_wait(tiny: str, tiny_disk: Path) -> None:
+def test_on_a_really_full_disk_uploads_are_refused_and_batches_wait(tiny: str, tiny_disk: Path) -> None:
     form = {"file": ("f", b"x" * 10**6), "purpose": (None, "batch")}
     for live in start(ServerConfig(port=0, served_model_name="tiny", batch_dir=str(tiny_disk)), tiny):
         api = official(live.url)
@@ -573,7 +573,7 @@ def test_on_a_disk_that_is_really_full_uploads_are_refused_and_batches_wait(tiny
         assert len(content(api, batch.output_file_id)) == 300
 
 
-def test_no_file_is_left_half_made(live: Live) -> None:
+def test_no_temporary_file_remains(live: Live) -> None:
     ended(official(live.url), begin(official(live.url), [line("a")]).id)
     assert not [name for name in files_in(live) if name.endswith(".part")]
 
@@ -582,37 +582,37 @@ def begin_with(api: OpenAI, name: str) -> Any:
     return api.batches.create(input_file_id=name, endpoint=COMPLETIONS, completion_window="24h")
 
 
-def test_without_a_directory_it_says_how_to_have_one(tiny: str) -> None:
+def test_without_a_batch_directory_the_error_names_the_flag(tiny: str) -> None:
     for live in start(ServerConfig(port=0, served_model_name="tiny"), tiny):
         for reply in (live.get("/v1/files"), live.get("/v1/batches"), live.post("/v1/files", {})):
             assert reply.status_code == 404
             assert "--batch-dir" in reply.json()["error"]["message"]
 
 
-def test_a_directory_has_one_server(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+def test_a_batch_directory_is_used_by_one_server(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path)
     with pytest.raises(ParameterError, match="no other server"):
-        Store(tmp_path)
+        BatchStore(tmp_path)
     store.close()
     (tmp_path / "files" / "x.part").write_text("half")
-    (tmp_path / "files" / "y.data").write_text("nobody's")
-    Store(tmp_path).close()
+    (tmp_path / "files" / "y.data").write_text("an orphan")
+    BatchStore(tmp_path).close()
     assert list((tmp_path / "files").iterdir()) == []
     (tmp_path / "batches" / "x.json").write_text("{}")
     with pytest.raises(ParameterError, match="a document that this server wrote"):
-        Store(tmp_path)
+        BatchStore(tmp_path)
     with pytest.raises(ParameterError, match="batch_dir"):
-        Store(Path("/dev/null/x"))
+        BatchStore(Path("/dev/null/x"))
 
 
 @contextmanager
 def slow_rounds(live: Live) -> Iterator[None]:
-    """As a large model's."""
-    engine, play = live.context.llm.engine, Engine.step
+    """Slow rounds down to those of a large model."""
+    engine, engine_step = live.context.llm.engine, Engine.step
 
     def step() -> list[RequestOutput]:
         time.sleep(0.02)
-        return play(engine)
+        return engine_step(engine)
 
     engine.step = step  # type: ignore[method-assign]
     try:
@@ -621,7 +621,7 @@ def slow_rounds(live: Live) -> Iterator[None]:
         del engine.step  # type: ignore[method-assign]
 
 
-def test_a_batch_may_be_cancelled_and_keeps_what_it_has(live: Live) -> None:
+def test_a_cancelled_batch_keeps_its_output(live: Live) -> None:
     api = official(live.url)
     with slow_rounds(live):
         batch = begin(api, [line(str(number), max_tokens=16) for number in range(200)])
@@ -632,12 +632,12 @@ def test_a_batch_may_be_cancelled_and_keeps_what_it_has(live: Live) -> None:
     found = content(api, batch.output_file_id)
     assert 3 <= len(found) == batch.request_counts.completed < 200
     live.wait_until_idle()
-    with pytest.raises(openai.BadRequestError, match="nothing of it is left"):
+    with pytest.raises(openai.BadRequestError, match="cannot be cancelled"):
         api.batches.cancel(ended(api, begin(api, [line("a")]).id).id)
 
 
-def test_ordinary_requests_go_before_a_batch(live: Live) -> None:
-    """Whatever they ask for, the lines that wait make way for them."""
+def test_interactive_requests_run_before_a_batch(live: Live) -> None:
+    """Waiting lines of a batch make way for interactive requests."""
     api, engine = official(live.url), live.context.llm.engine
 
     def waiting() -> list[int]:
@@ -647,16 +647,16 @@ def test_ordinary_requests_go_before_a_batch(live: Live) -> None:
     with slow_rounds(live):
         batch = begin(api, [line(str(number), max_tokens=32, ignore_eos=True) for number in range(100)])
         wait_until(waiting)
-        assert min(waiting(), default=BEHIND) >= BEHIND
+        assert min(waiting(), default=BATCH_PRIORITY) >= BATCH_PRIORITY
         reply = api.completions.create(model="tiny", prompt="x", max_tokens=2, extra_body={"priority": 2**31 - 1})
         assert reply.choices
-        assert api.batches.retrieve(batch.id).status == "in_progress", "it did not wait for all of it"
+        assert api.batches.retrieve(batch.id).status == "in_progress", "it did not wait for the whole batch"
         api.batches.cancel(batch.id)
     ended(api, batch.id)
     live.wait_until_idle()
 
 
-def test_what_takes_too_long_expires_with_what_it_has(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_expired_batch_keeps_its_output(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     api = official(live.url)
     monkeypatch.setattr("paceline.server.batch.runner._WINDOW", 2)
     with slow_rounds(live):
@@ -666,12 +666,12 @@ def test_what_takes_too_long_expires_with_what_it_has(live: Live, monkeypatch: p
     assert batch.expired_at is not None
 
 
-def test_a_server_that_is_started_again_goes_on(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restarted_server_resumes_batches(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [line(str(number), f"text {number}", max_tokens=16) for number in range(200)]
     config = ServerConfig(port=0, served_model_name="tiny", batch_dir=str(tmp_path), shutdown_timeout=1)
-    name, counts, play = "", [], Engine.step
-    with monkeypatch.context() as patched:  # from start to end: at its own pace a life could play all of them
-        patched.setattr(Engine, "step", lambda engine: (time.sleep(0.05), play(engine))[1])
+    name, counts, engine_step = "", [], Engine.step
+    with monkeypatch.context() as patched:  # for the whole test: at full speed one run could finish all lines
+        patched.setattr(Engine, "step", lambda engine: (time.sleep(0.05), engine_step(engine))[1])
         for _ in range(3):
             for live in start(config, tiny):
                 api = official(live.url)
@@ -690,14 +690,14 @@ def test_a_server_that_is_started_again_goes_on(tiny: str, tmp_path: Path, monke
     assert counts[-1] < 200
 
 
-def test_batches_that_wait_for_their_turn_tell_what_was_answered_before(
+def test_resumed_batches_report_their_counts_while_they_wait(
     tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a server that was killed: the count on disk is older than the answers."""
+    """The first server is killed, so that the count on disk is older than the output."""
     lines = [line(str(number), f"text {number}", max_tokens=16) for number in range(60)]
     config = ServerConfig(port=0, served_model_name="tiny", batch_dir=str(tmp_path), shutdown_timeout=1)
-    play = Engine.step
-    monkeypatch.setattr(Engine, "step", lambda engine: (time.sleep(0.05), play(engine))[1])
+    engine_step = Engine.step
+    monkeypatch.setattr(Engine, "step", lambda engine: (time.sleep(0.05), engine_step(engine))[1])
     for live in start(config, tiny):
         api = official(live.url)
         name = begin(api, lines).id
@@ -707,13 +707,15 @@ def test_batches_that_wait_for_their_turn_tell_what_was_answered_before(
     assert document["document"]["status"] == "in_progress"
     document["document"]["request_counts"]["completed"] = 0
     stopped.write_text(json.dumps(document))
-    monkeypatch.setattr(Runner, "_ready", lambda _self: asyncio.sleep(3600))  # the engine is being loaded
+    monkeypatch.setattr(
+        BatchRunner, "_wait_until_ready", lambda _self: asyncio.sleep(3600)
+    )  # as if the engine were loading
     for live in start(config, tiny):
         wait_until(lambda: official(live.url).batches.retrieve(name).request_counts.completed > 1)  # noqa: B023
 
 
 @pytest.mark.slow
-def test_a_server_killed_at_random_loses_and_repeats_nothing(tiny: str, tmp_path: Path) -> None:
+def test_a_server_killed_at_random_loses_and_repeats_no_line(tiny: str, tmp_path: Path) -> None:
     lines = [line(str(number), f"text {number}", max_tokens=16) for number in range(400)]
     chance, flags, name = random.Random(), ("--batch-dir", str(tmp_path / "kept")), ""
     for life in range(6):

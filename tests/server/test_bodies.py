@@ -1,4 +1,4 @@
-"""Hostile bodies: whatever they hold, they are refused soon, with a short answer that names the client's own fields."""
+"""Hostile request bodies: refused quickly, with a short message that names the client's own field."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from web import client
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-MANY = 200_000  # wrong items: once a fault each
+MANY = 200_000  # invalid items, each of which pydantic reports
 
 
 def refusal(body: bytes, model: type[BaseModel] = CompletionRequest) -> tuple[str, str | None]:
@@ -49,7 +49,7 @@ WRONG: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_many_wrong_items_make_few_faults(case: str) -> None:
+def test_many_invalid_items_give_a_short_message(case: str) -> None:
     body = json.dumps(WRONG[case]).encode()
     message, _ = refusal(body, ChatRequest if "messages" in WRONG[case] else CompletionRequest)
     assert message.count(";") < limits.MAX_FAULTS + 1
@@ -84,7 +84,7 @@ def test_many_wrong_items_make_few_faults(case: str) -> None:
         ({"tokens": [1, -1]}, DetokenizeRequest, "tokens.1"),
     ],
 )
-def test_param_is_the_field_as_the_client_wrote_it(body: Any, model: type[BaseModel], param: str | None) -> None:
+def test_param_names_the_field_as_the_client_wrote_it(body: Any, model: type[BaseModel], param: str | None) -> None:
     message, found = refusal(json.dumps(body).encode(), model)
     assert found == param
     for internal in ("function-", "list[", "[key]", ".str", "constrained"):
@@ -120,20 +120,20 @@ def test_param_is_the_field_as_the_client_wrote_it(body: Any, model: type[BaseMo
     ],
     ids=lambda body: repr(body[:30]),
 )
-def test_odd_json_is_refused(body: bytes) -> None:
+def test_unusual_json_is_refused(body: bytes) -> None:
     with pytest.raises((errors.ApiError, ParameterError)) as caught:
-        read(CompletionRequest, body).sampling(1, None)  # which knows the ranges of numbers
+        read(CompletionRequest, body).sampling(1, None)  # checks the ranges of numbers
     refused = errors.from_paceline(caught.value)
     assert refused.status == 400
     assert len(str(refused.body)) < 2 * limits.MAX_MESSAGE
 
 
-def test_letters_that_look_like_structure_do_not_count() -> None:
+def test_brackets_inside_of_strings_do_not_count() -> None:
     text = '[{:,"\\' * 100_000
     assert read(CompletionRequest, json.dumps({"prompt": text}).encode()).prompts == [text]
 
 
-def test_a_body_must_be_said_to_be_json(live: Live) -> None:
+def test_the_content_type_must_be_json(live: Live) -> None:
     for kind in (None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "\xff;;="):
         headers = {} if kind is None else {"content-type": kind}
         raw = {name: value.encode("latin-1") for name, value in headers.items()}
@@ -144,8 +144,8 @@ def test_a_body_must_be_said_to_be_json(live: Live) -> None:
     assert client.post(f"{live.url}/v1/completions", content=b'{"prompt": "a"}', headers=json_headers).is_success
 
 
-def test_seeded_scraps_of_bodies_never_do_more_than_be_refused(live: Live) -> None:
-    """Cut, spliced and scrambled: 200 bodies, every one answered, none with a fault of the server."""
+def test_random_bodies_never_cause_a_server_error(live: Live) -> None:
+    """200 bodies that are cut, spliced and scrambled: each gets a response below 500."""
     draw = random.Random(15)
     whole = json.dumps({"prompt": "ab", "max_tokens": 2, "stop": ["x"], "logit_bias": {"1": 2}, "seed": 3}).encode()
     for _ in range(200):

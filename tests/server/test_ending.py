@@ -1,4 +1,4 @@
-"""The server's beginning and end when something hangs: the engine, loading, whoever should read the log, the disk."""
+"""Start and shutdown when something hangs: the engine, the model's loading, the log's reader, the disk."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from paceline.cli.main import app
 from paceline.config import ServerConfig
 from paceline.errors import ParameterError
 from paceline.server.ending import EXIT_STUCK
-from paceline.server.logs import JsonFormatter, Throttle, Writer, request_id
+from paceline.server.logs import JsonFormatter, LogWriter, Throttle, request_id
 from paceline.server.sockets import listen
 from polling import PATIENCE, wait_until
 from server_support import Live, asking, start
@@ -42,7 +42,7 @@ from paceline.server import ending, run
 model, hangs = sys.argv[1:]
 assert run.LAST_WORDS > 0.5 and run.LAST_STEP > 0.5
 run.LAST_WORDS = run.LAST_STEP = 0.5  # seconds after the limit
-ending._ALARM = 30  # for a loaded machine: the end itself is tested, not the kernel's
+ending._ALARM = 30  # long, for a loaded machine: this tests the process's end, not the kernel's alarm
 listen = run.listen
 
 def told(config):
@@ -58,7 +58,7 @@ def make():
     if hangs == "loading":
         time.sleep(1000)
     llm = load(model)
-    play, add = llm.engine.step, llm.engine.add
+    engine_step, add = llm.engine.step, llm.engine.add
     asked = []
 
     def watched(request):
@@ -68,7 +68,7 @@ def make():
     def step():
         if asked:
             time.sleep(1000)  # as native code does: without the interpreter's lock
-        return play()
+        return engine_step()
 
     llm.engine.add, llm.engine.step = watched, step
     return llm
@@ -102,7 +102,7 @@ def wait_for(process: subprocess.Popen[bytes], url: str, status: str) -> None:
 
 
 def full_pipe() -> tuple[int, int]:
-    """A pipe that takes nothing more until somebody reads."""
+    """A pipe whose buffer is full."""
     reader, full = os.pipe()
     os.set_blocking(full, False)
     with contextlib.suppress(BlockingIOError):
@@ -112,7 +112,7 @@ def full_pipe() -> tuple[int, int]:
     return reader, full
 
 
-def test_an_engine_that_hangs_is_seen_and_does_not_keep_the_process_and_nobody_reads_the_log(tiny: str) -> None:
+def test_a_hanging_engine_and_a_blocked_log_do_not_keep_the_process_alive(tiny: str) -> None:
     unread, full = full_pipe()
     with serving(tiny, "engine", full) as (process, url):
         wait_for(process, url, "ready")
@@ -120,7 +120,7 @@ def test_an_engine_that_hangs_is_seen_and_does_not_keep_the_process_and_nobody_r
             wait_for(process, url, "stalled")
         assert client.get(f"{url}/health").status_code == 503
         for _ in range(60):
-            assert client.get(f"{url}/nowhere").status_code == 404  # each a line that nobody takes
+            assert client.get(f"{url}/nowhere").status_code == 404  # each writes a log line that cannot leave
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE) == EXIT_STUCK
     os.close(unread)
@@ -128,20 +128,20 @@ def test_an_engine_that_hangs_is_seen_and_does_not_keep_the_process_and_nobody_r
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-def test_while_loading_one_signal_ends_at_once_and_a_full_disk_ends_nothing(tiny: str) -> None:
+def test_one_signal_ends_loading_and_a_full_disk_does_not(tiny: str) -> None:
     with Path("/dev/full").open("w") as full, serving(tiny, "loading", full) as (process, url):
         wait_for(process, url, "loading")
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE) == 0
 
 
-def test_a_stalled_engine_is_reported_until_it_goes_on(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_health_reports_a_stalled_engine_until_it_continues(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for live in start(ServerConfig(port=0, stall_timeout=0.1), tiny):
-        go_on, play = threading.Event(), live.context.llm.engine.step
+        go_on, engine_step = threading.Event(), live.context.llm.engine.step
 
-        def step(go_on: threading.Event = go_on, play: Any = play) -> Any:
+        def step(go_on: threading.Event = go_on, engine_step: Any = engine_step) -> Any:
             go_on.wait(2 * PATIENCE)
-            return play()
+            return engine_step()
 
         monkeypatch.setattr(live.context.llm.engine, "step", step)
         asked = threading.Thread(target=live.post, args=("/v1/completions", {"prompt": "a", "max_tokens": 2}))
@@ -166,7 +166,7 @@ def wait_until_all_steps_ended(live: Live) -> None:
 # --- sockets ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_port_that_is_taken_is_found_out_before_anything_is_loaded() -> None:
+def test_a_port_in_use_is_reported_before_loading() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -175,10 +175,10 @@ def test_a_port_that_is_taken_is_found_out_before_anything_is_loaded() -> None:
         result = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
     assert result.exit_code == 2
     assert f"port={port}" in result.output
-    assert "listens on 127.0.0.1 there already" in result.output
+    assert "another process listens on 127.0.0.1 there" in result.output
 
 
-def test_every_address_of_a_name_gets_the_same_port() -> None:
+def test_all_addresses_of_a_name_get_the_same_port() -> None:
     sockets = listen(ServerConfig(host="localhost", port=0))
     try:
         assert len({each.getsockname()[1] for each in sockets}) == 1
@@ -195,7 +195,7 @@ def test_every_address_of_a_name_gets_the_same_port() -> None:
         (ServerConfig(max_connections=2**20, port=0), "max_connections=1048576.*ulimit"),
     ],
 )
-def test_what_cannot_be_listened_on_is_said_in_one_sentence(
+def test_addresses_that_cannot_be_used_are_reported_in_one_sentence(
     config: ServerConfig, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda _: (1024, 4096))
@@ -213,10 +213,10 @@ def record(text: str = "a line", **fields: Any) -> logging.LogRecord:
     return made
 
 
-def test_lines_that_nobody_takes_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.server.logs._MOST_LINES", 100)
+def test_log_lines_are_dropped_and_counted_while_stderr_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.server.logs._MAX_LINES", 100)
     reader, full = full_pipe()
-    writer = Writer(full)
+    writer = LogWriter(full)
     for number in range(5000):
         writer.emit(record(f"{number} " + 200 * "x"))
     assert not writer.wait_until_written(0.05)
@@ -230,7 +230,9 @@ def test_lines_that_nobody_takes_are_dropped_and_counted(monkeypatch: pytest.Mon
     taking.join(PATIENCE)
     lines = text.getvalue().strip().splitlines()
     assert lines[-1] == "the next"
-    dropped = [int(line.split()[0]) for line in lines if line.endswith("log lines were dropped: nobody took them")]
+    dropped = [
+        int(line.split()[0]) for line in lines if line.endswith("log lines were dropped: stderr was blocked or full")
+    ]
     assert sum(dropped) + len(lines) - len(dropped) == 5001
     assert sum(dropped) > 0
 
@@ -240,15 +242,15 @@ def read_all(descriptor: int) -> str:
         return file.read()
 
 
-def test_lines_for_which_there_is_no_room_are_counted() -> None:
+def test_log_lines_that_do_not_fit_on_the_disk_are_counted() -> None:
     with Path("/dev/full").open("wb", buffering=0) as full:
-        writer = Writer(full.fileno())
+        writer = LogWriter(full.fileno())
         writer.emit(record())
         assert writer.wait_until_written(PATIENCE)
         assert writer._dropped == 1
 
 
-def test_a_flood_of_refusals_is_a_few_lines() -> None:
+def test_a_flood_of_refusals_logs_few_lines() -> None:
     throttle = Throttle()
     refused = [record("refused", status=401) for _ in range(1000)]
     for number, each in enumerate(refused):
@@ -262,7 +264,7 @@ def test_a_flood_of_refusals_is_a_few_lines() -> None:
     assert late.fields["left_out"] + len(passed) + sum(e.fields.get("left_out", 0) for e in passed) == 1000
 
 
-def test_a_line_says_which_request_it_is_about() -> None:
+def test_log_lines_have_the_request_id() -> None:
     token = request_id.set("req-1")
     line = json.loads(JsonFormatter().format(record("refused", status=400)))
     request_id.reset(token)

@@ -1,4 +1,4 @@
-"""What goes wrong: clients that leave, a full queue, keys, long bodies, an exception in the middle of a round."""
+"""Failures: clients that disconnect, a full queue, API keys, long bodies, exceptions in a round."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def leave_early(live: Live, **more: Any) -> None:
 
 
 @pytest.mark.usefixtures("unhurried")
-def test_a_client_that_hangs_up_frees_its_row(live: Live) -> None:
+def test_a_client_that_disconnects_frees_its_row(live: Live) -> None:
     ended, plain = live.metric("request_success_total"), {"num_speculative_tokens": 0}
     for _ in range(3):
         leave_early(live, **plain)
@@ -39,10 +39,10 @@ def test_a_client_that_hangs_up_frees_its_row(live: Live) -> None:
     with live.asking("/v1/completions", LONG | plain):
         wait_until(lambda: live.context.llm.engine.scheduler.running)
     live.wait_until_idle()
-    assert live.metric("request_success_total") == ended, "none of them came to its own end"
+    assert live.metric("request_success_total") == ended, "no answer finished by itself"
 
 
-def test_an_exception_in_a_round_fails_its_requests_and_the_server_goes_on(
+def test_an_exception_in_a_round_fails_its_requests_and_the_server_continues(
     live: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = live.context.llm.engine.parts
@@ -59,7 +59,7 @@ def test_an_exception_in_a_round_fails_its_requests_and_the_server_goes_on(
     live.wait_until_idle()
 
 
-def test_requests_that_only_wait_survive_the_exception_of_a_round(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_requests_survive_an_exception_in_a_round(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = live.context.llm.engine
     original = engine.parts.accept
 
@@ -82,7 +82,7 @@ def test_requests_that_only_wait_survive_the_exception_of_a_round(live: Live, mo
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_goes_wrong_with_one_request_fails_it_alone(
+def test_an_error_in_one_request_fails_only_that_request(
     live: Live, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     engine = live.context.llm.engine
@@ -102,7 +102,7 @@ def test_what_goes_wrong_with_one_request_fails_it_alone(
     live.wait_until_idle()
 
 
-def test_a_request_that_the_engine_cannot_take_fails_alone(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_the_engine_refuses_fails_alone(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> Any:
         raise MemoryError("as planned")
 
@@ -114,7 +114,7 @@ def test_a_request_that_the_engine_cannot_take_fails_alone(live: Live, monkeypat
 
 
 @pytest.mark.parametrize("where", ["add", "step", "_make_rows", "_take", "_note"])
-def test_prompts_whose_scores_fail_are_told_so_and_the_next_ones_are_scored(
+def test_failed_scoring_fails_its_prompts_and_the_next_are_scored(
     live: Live, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     def broken(*_: Any) -> Any:
@@ -131,7 +131,7 @@ def test_prompts_whose_scores_fail_are_told_so_and_the_next_ones_are_scored(
 
 
 def one_request(live: Live, number: int) -> tuple[str, int]:
-    """Every tenth is invalid, three of ten leave in mid-stream, some prompts are far too long."""
+    """One request: one in ten is invalid, three in ten disconnect in mid-stream, some prompts are far too long."""
     if number % 10 == 0:
         return "invalid", live.post("/v1/completions", {"prompt": "a", "n": "many"}).status_code
     if number % 10 in (1, 2, 3):
@@ -147,7 +147,7 @@ def one_request(live: Live, number: int) -> tuple[str, int]:
 
 
 def hammer(live: Live, requests: int, clients: int = 32) -> Counter[tuple[str, int]]:
-    """The outcomes; /health is asked all the while."""
+    """Count the outcomes, while /health must respond."""
     with ThreadPoolExecutor(clients) as pool:
         outcomes = [pool.submit(one_request, live, number) for number in range(requests)]
         wait_until(
@@ -158,7 +158,7 @@ def hammer(live: Live, requests: int, clients: int = 32) -> Counter[tuple[str, i
 
 
 @pytest.mark.parametrize("requests", [150, pytest.param(1000, marks=pytest.mark.slow)])
-def test_under_abuse_every_request_is_answered_and_nothing_leaks(live: Live, requests: int) -> None:
+def test_under_abuse_every_request_gets_a_response_and_nothing_leaks(live: Live, requests: int) -> None:
     outcomes = hammer(live, requests)
     assert {status for kind, status in outcomes if kind in ("invalid", "oversized")} == {400}
     assert {status for kind, status in outcomes if kind == "good"} <= {200, 429}
@@ -166,7 +166,7 @@ def test_under_abuse_every_request_is_answered_and_nothing_leaks(live: Live, req
     live.wait_until_idle()
 
 
-def test_a_full_queue_says_when_to_try_again(live: Live) -> None:
+def test_a_full_queue_sends_retry_after(live: Live) -> None:
     with ThreadPoolExecutor(32) as pool:
         with live.held():
             asked = [pool.submit(live.post, "/v1/completions", {**LONG, "max_tokens": 4}) for _ in range(32)]
@@ -183,23 +183,23 @@ def guarded(tiny: str) -> Iterator[Live]:
 
 
 @pytest.mark.parametrize(("key", "status"), [(None, 401), ("wrong", 401), ("first", 200), ("second", 200)])
-def test_only_good_keys_are_let_in(guarded: Live, key: str | None, status: int) -> None:
+def test_only_valid_keys_are_admitted(guarded: Live, key: str | None, status: int) -> None:
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     assert guarded.get("/v1/models", headers=headers).status_code == status
     assert guarded.get("/health").status_code == 200
 
 
-def test_a_body_that_is_too_long_is_refused(guarded: Live) -> None:
+def test_a_too_large_body_is_refused(guarded: Live) -> None:
     reply = guarded.post("/v1/completions", {"prompt": "a" * 2000}, headers={"Authorization": "Bearer first"})
     assert reply.status_code == 413
 
 
-def test_without_keys_everybody_is_let_in() -> None:
+def test_without_keys_any_authorization_is_admitted() -> None:
     assert KeyRing(()).admits(b"")
     assert not KeyRing(("a",)).admits(b"Basic a")
 
 
-def test_keys_are_never_shown(tmp_path: Path) -> None:
+def test_keys_never_appear_in_errors(tmp_path: Path) -> None:
     assert "secret" not in repr(ServerConfig(api_keys=("secret",)))
     (tmp_path / "keys").write_text("# ours\n\none\ntwo\n")
     assert read_keys(tmp_path / "keys") == ["one", "two"]

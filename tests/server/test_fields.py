@@ -1,4 +1,4 @@
-"""What everyday clients send along: honoured, or passed over where it cannot change the answer; the rest is refused."""
+"""Fields that common clients send: supported, or ignored if they cannot change the answer; all others are refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HARMLESS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("extra", HARMLESS, ids=str)
-def test_fields_that_cannot_change_the_answer_are_taken(extra: dict[str, Any]) -> None:
+def test_fields_that_cannot_change_the_answer_are_accepted(extra: dict[str, Any]) -> None:
     plain = ChatRequest(messages=[USER]).sampling(8, None)
     assert ChatRequest.model_validate({"messages": [USER], **extra}).sampling(8, None) == plain
     assert CompletionRequest.model_validate({"prompt": "a", **extra}).sampling(8, None) == plain
@@ -42,17 +42,16 @@ def test_fields_that_cannot_change_the_answer_are_taken(extra: dict[str, Any]) -
         ({"reasoning_effort": "high"}, "reasoning_effort is not supported"),
         ({"suffix": "end"}, "suffix is not supported"),
         ({"store": 0}, "store is not supported"),
-        ({"skip_special_tokens": False}, "skip_special_tokens is not supported"),
         ({"stream": True, "stream_options": {"include_obfuscation": True}}, "include_obfuscation"),
         ({"colour": "red"}, "colour"),
     ],
 )
-def test_those_that_could_are_refused_by_name(extra: dict[str, Any], says: str) -> None:
+def test_unsupported_fields_are_refused_by_name(extra: dict[str, Any], says: str) -> None:
     with pytest.raises(ValidationError, match=says):
         ChatRequest.model_validate({"messages": [USER], **extra})
 
 
-def test_an_assistant_may_have_said_nothing() -> None:
+def test_assistant_messages_may_be_empty() -> None:
     said = {"role": "assistant", "content": None, "tool_calls": None}
     request = ChatRequest.model_validate({"messages": [USER, said, {"role": "assistant"}, USER]})
     assert [message["content"] for message in request.conversation] == ["hi", "", "", "hi"]
@@ -60,7 +59,7 @@ def test_an_assistant_may_have_said_nothing() -> None:
         ChatRequest.model_validate({"messages": [{"role": "user", "content": None}]})
 
 
-def test_names_reach_the_template_and_hints_for_caches_do_not() -> None:
+def test_names_reach_the_template_and_cache_hints_do_not() -> None:
     hint = {"type": "ephemeral"}
     parts = [{"type": "text", "text": "hi", "cache_control": hint}]
     message = {"role": "user", "name": "Ada", "content": parts, "cache_control": hint}

@@ -1,4 +1,4 @@
-"""``paceline serve`` in a process of its own under floods of connections and bodies: it answers and does not grow."""
+"""``paceline serve`` in its own process under floods of connections and bodies: it responds and does not grow."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KEY = {"Authorization": "Bearer secret"}
 
 @pytest.fixture
 def served(tiny: str, tmp_path: Path) -> Iterator[Served]:
-    """As most systems start it: with 1,024 open files, unless it asks for more."""
+    """Start the server with a limit of 1,024 open files, as on most systems."""
     server = Served(tiny, tmp_path / "log", "--api-key", "secret")
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (1024, hard))
@@ -45,7 +45,7 @@ def address(served: Served) -> tuple[str, int]:
 
 
 class Timer:
-    """How long /health took for new connections, and the most memory that the server had, while something goes on."""
+    """Measures, in the background, the response time of /health on new connections and the server's peak memory."""
 
     def __init__(self, served: Served) -> None:
         self._served, self._probe = served, HealthProbe(served)
@@ -59,7 +59,7 @@ class Timer:
             self._most = max(self._most, resident(self._served))
 
     def figures(self) -> dict[str, float]:
-        """Milliseconds and shares."""
+        """Response times in milliseconds, and memory relative to the start."""
         found = self._probe.figures()
         self._over.set()
         self._memory.join()
@@ -88,7 +88,7 @@ def check(figures: dict[str, float], grown: float = 0.1) -> None:
 
 @contextmanager
 def clients(served: Served, count: int, sent: bytes) -> Iterator[Callable[[], None]]:
-    """Connections that send a beginning and no more; whoever is closed comes again when ``renew`` is called."""
+    """Open connections that send the start of a request only. ``renew`` replaces those that the server closed."""
     chosen = selectors.DefaultSelector()
 
     def open_one() -> None:
@@ -122,33 +122,33 @@ def clients(served: Served, count: int, sent: bytes) -> Iterator[Callable[[], No
 
 
 @pytest.mark.parametrize("count", [1070, 2000])
-def test_half_requests_lock_nobody_out(served: Served, count: int) -> None:
-    """As many come again as are closed."""
+def test_half_requests_do_not_lock_others_out(served: Served, count: int) -> None:
+    """Every closed connection is replaced by a new one."""
     warm_up(served)
     watch = Timer(served)
     end = time.monotonic() + SECONDS
     with clients(served, count, HALF) as renew:
         while time.monotonic() < end:
             renew()
-            time.sleep(0.025)  # 4,000 new connections a second at most
+            time.sleep(0.025)  # at most 4,000 new connections per second
         still_serves(served)
     check(watch.figures())
 
 
-def test_half_requests_that_keep_still_lock_nobody_out(served: Served) -> None:
+def test_silent_half_requests_do_not_lock_others_out(served: Served) -> None:
     warm_up(served)
     watch = Timer(served)
     with clients(served, 1070, HALF) as renew:
         for _ in range(50):
             renew()
     with clients(served, 1070, b"") as _:
-        time.sleep(SECONDS)  # of two hundred answers the slowest two may be those of the moment in which all came
+        time.sleep(SECONDS)  # the slowest 1 percent may fall into the moment in which all connect
         still_serves(served)
     check(watch.figures())
 
 
 def flood(served: Served, path: str, headers: str, end: float) -> int:
-    """Bodies without end, one after the other; the bytes that were taken."""
+    """Send endless bodies one after the other; return the bytes that the server took."""
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{headers}\r\n\r\n".encode()
     taken, chunk = 0, b" " * 2**16
     while time.monotonic() < end:
@@ -177,13 +177,13 @@ def flooded(served: Served, paths: list[str], headers: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("headers", [ENDLESS, "Transfer-Encoding: chunked"])
-def test_bodies_without_a_key_cost_nothing(served: Served, headers: str) -> None:
-    """Half of them to open paths."""
+def test_bodies_without_a_key_use_no_memory(served: Served, headers: str) -> None:
+    """Half of the bodies go to open paths."""
     check(flooded(served, ["/health", "/", "/playground/main.js", "/v1/completions"] * 8, headers))
 
 
 def held(served: Served, path: str, headers: str) -> dict[str, float]:
-    """Bodies that come to a halt just before their end, 400 MiB in all."""
+    """Send bodies that stop just before their end, 400 MiB in all."""
     warm_up(served)
     watch = Timer(served)
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{headers}Content-Length: {1 << 22}\r\n\r\n".encode()
@@ -198,11 +198,11 @@ def held(served: Served, path: str, headers: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("path", ["/health", "/", "/playground/main.js", "/v1/completions"])
-def test_bodies_that_halt_cost_nothing_without_a_key(served: Served, path: str) -> None:
+def test_stalled_bodies_without_a_key_use_no_memory(served: Served, path: str) -> None:
     check(held(served, path, ""))
 
 
-def test_bodies_with_a_key_have_a_limit_together(served: Served) -> None:
-    """32 MiB are one address's share; joining a body's pieces takes it twice."""
+def test_bodies_with_a_key_share_a_memory_limit(served: Served) -> None:
+    """One address may use 32 MiB; joining a body's pieces takes twice that."""
     figures = held(served, "/v1/completions", "Authorization: Bearer secret\r\n")
     check(figures, grown=64 / figures["resident_mib"] + 0.1)

@@ -1,4 +1,4 @@
-"""What stands in front of the routes: connections, names, keys, bodies, and a name for every request."""
+"""The layers in front of the routes: connections, host names, keys, bodies, request ids."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 
 from paceline.config import ServerConfig
 from paceline.server.errors import ApiError
-from paceline.server.security import Hosts
-from paceline.server.shares import Shares
+from paceline.server.security import AllowedHosts
+from paceline.server.shares import SharedLimit
 from paceline.server.sockets import listen
 from polling import wait_until
 from server_support import Live, start
@@ -29,7 +29,7 @@ HALF = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 
 @pytest.fixture(scope="module")
 def narrow(tiny: str) -> Iterator[Live]:
-    """Few connections, few bytes, and all the time there is."""
+    """A server with low limits on connections and bytes and long timeouts."""
     config = ServerConfig(
         port=0, served_model_name="tiny", max_connections=32, max_connections_per_client=24, header_timeout=60,
         keep_alive_timeout=60, body_timeout=60, max_body_bytes=100_000, max_bodies_bytes=200_000,
@@ -39,7 +39,7 @@ def narrow(tiny: str) -> Iterator[Live]:
 
 @pytest.fixture(scope="module")
 def hasty(tiny: str) -> Iterator[Live]:
-    """Little time."""
+    """A server with short timeouts."""
     config = ServerConfig(port=0, header_timeout=0.3, keep_alive_timeout=0.3, body_timeout=0.5, send_timeout=0.3)
     yield from start(config, tiny)
 
@@ -57,7 +57,7 @@ def connected(live: Live, sent: bytes = b"", source: str = "127.0.0.1") -> socke
 
 
 def answer(client: socket.socket) -> bytes:
-    """All until the server closes; b"" if it did so without a word."""
+    """Read until the server closes; b"" if it sent nothing."""
     try:
         return b"".join(iter(lambda: client.recv(65536), b""))
     except ConnectionError:
@@ -65,7 +65,7 @@ def answer(client: socket.socket) -> bytes:
 
 
 def is_closed(client: socket.socket, sent: bytes) -> bool:
-    """Whether the server will hear no more; a full buffer says nothing."""
+    """Return whether the server has closed the connection; a full send buffer counts as open."""
     try:
         client.sendall(sent)
     except TimeoutError:
@@ -84,27 +84,27 @@ def post(path: str, length: int, *headers: str) -> bytes:
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET", HALF], ids=["nothing", "a word", "half"])
-def test_a_connection_that_sends_no_complete_headers_is_closed(hasty: Live, sent: bytes) -> None:
+def test_a_connection_without_complete_headers_is_closed(hasty: Live, sent: bytes) -> None:
     began = time.monotonic()
     with connected(hasty, sent) as client:
         assert answer(client) == b""
     assert 0.2 < time.monotonic() - began < ServerConfig.header_timeout
 
 
-def test_headers_that_drip_do_not_gain_time(hasty: Live) -> None:
+def test_slowly_arriving_headers_do_not_extend_the_timeout(hasty: Live) -> None:
     with connected(hasty, HALF) as client:
         wait_until(lambda: is_closed(client, b"X-A: 1\r\n"))
 
 
-def test_a_connection_that_idles_between_requests_is_closed(hasty: Live) -> None:
+def test_an_idle_keep_alive_connection_is_closed(hasty: Live) -> None:
     with connected(hasty, HALF + b"\r\n") as client:
         found = answer(client)
         assert found.startswith(b"HTTP/1.1 200")
-    with connected(hasty, HALF + b"\r\n" + HALF) as client:  # and one with half a request after a whole one
+    with connected(hasty, HALF + b"\r\n" + HALF) as client:  # and a connection with half a request after a complete one
         assert answer(client).count(b"HTTP/1.1 200") == 1
 
 
-def test_whoever_asks_at_once_is_heard_however_many_hold_connections_open(narrow: Live) -> None:
+def test_a_prompt_request_is_served_however_many_connections_are_open(narrow: Live) -> None:
     for source in ("127.0.0.1", "127.0.0.2"):
         with ExitStack() as stack:
             for number in range(200):
@@ -122,11 +122,11 @@ def slow_bodies(live: Live, count: int, source: str = "127.0.0.1") -> Iterator[l
         yield made
 
 
-def test_slow_bodies_of_one_address_leave_room_for_others(narrow: Live) -> None:
+def test_slow_bodies_of_one_address_do_not_block_others(narrow: Live) -> None:
     def others_are_heard_while_it_is_not() -> bool:
         with slow_bodies(narrow, 18):  # three quarters of 24
             if narrow.post("/v1/completions", {"prompt": "a"}).status_code != 429:
-                return False  # it came before them, and had the place of one
+                return False  # this connection was there first and took one of their places
             assert narrow.get("/health").status_code == 200
             body = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
             headers = "Content-Type: application/json", "Connection: close"
@@ -138,17 +138,17 @@ def test_slow_bodies_of_one_address_leave_room_for_others(narrow: Live) -> None:
     wait_until(lambda: narrow.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200)
 
 
-def test_when_all_places_are_taken_health_still_answers(narrow: Live) -> None:
+def test_health_responds_when_all_request_slots_are_taken(narrow: Live) -> None:
     def health_answers_and_nothing_else() -> bool:
         with slow_bodies(narrow, 12), slow_bodies(narrow, 12, "127.0.0.2"):
             status = narrow.post("/v1/completions", {"prompt": "a"}).status_code
             assert narrow.get("/health").status_code == 200
-        return status == 503  # else it came before them, and had the place of one
+        return status == 503  # otherwise it was there first and took one of their places
 
     wait_until(health_answers_and_nothing_else)
 
 
-def test_a_body_that_dawdles_is_answered_with_408_and_the_connection_goes_at_once(narrow: Live, tiny: str) -> None:
+def test_a_slow_body_gets_408_and_the_connection_is_closed(narrow: Live, tiny: str) -> None:
     for live in start(replace(narrow.context.config, body_timeout=0.5), tiny):
         with slow_bodies(live, 1) as (client,):
             began = time.monotonic()
@@ -158,7 +158,7 @@ def test_a_body_that_dawdles_is_answered_with_408_and_the_connection_goes_at_onc
         assert time.monotonic() - began < narrow.context.config.header_timeout / 2
 
 
-def test_a_client_that_reads_nothing_is_given_up(hasty: Live) -> None:
+def test_the_connection_of_a_client_that_does_not_read_is_closed(hasty: Live) -> None:
     page = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with connected(hasty) as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -166,27 +166,27 @@ def test_a_client_that_reads_nothing_is_given_up(hasty: Live) -> None:
         wait_until(lambda: is_closed(client, page * 100))
 
 
-def test_a_stream_that_nobody_reads_is_given_up_however_much_the_kernel_would_still_take(hasty: Live) -> None:
-    """All of it would fit into socket buffers; rounds take as long as those of a large model."""
+def test_an_unread_stream_is_closed_even_if_it_fits_into_socket_buffers(hasty: Live) -> None:
+    """The whole stream would fit into socket buffers. Rounds take as long as those of a large model."""
     body = json.dumps({"prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True, "metrics": True}).encode()
     request = post("/v1/completions", len(body), "Content-Type: application/json") + body
     engine, ended = hasty.context.llm.engine, hasty.metric("request_success_total")
     with pytest.MonkeyPatch.context() as patched, socket.socket() as client:
-        patched.setattr(engine, "step", lambda play=engine.step: (time.sleep(0.05), play())[1])
+        patched.setattr(engine, "step", lambda engine_step=engine.step: (time.sleep(0.05), engine_step())[1])
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         host, port = hasty.url.removeprefix("http://").split(":")
         client.connect((host, int(port)))
         client.sendall(request)
         wait_until(lambda: hasty.context.admission.inside)
         hasty.wait_until_idle()
-    assert hasty.metric("request_success_total") == ended, "it came to its own end"
+    assert hasty.metric("request_success_total") == ended, "the answer finished by itself"
 
 
 # --- half-closed clients ----------------------------------------------------------------------------------------------
 
 
 def final(reply: bytes) -> bytes:
-    """Without interim answers."""
+    """Return the reply without interim responses."""
     while reply.startswith(b"HTTP/1.1 1"):
         reply = reply.partition(b"\r\n\r\n")[2]
     return reply
@@ -205,7 +205,7 @@ def completion(**more: object) -> bytes:
 
 @pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_closes_its_side_after_its_request_is_answered(live: Live, stream: bool) -> None:
+def test_a_half_closed_client_gets_its_response(live: Live, stream: bool) -> None:
     reply = half_closed(live, completion(stream=stream, num_speculative_tokens=0))
     assert reply.startswith(b"HTTP/1.1 200")
     assert reply.rstrip().endswith(b"0" if stream else b"}")
@@ -213,18 +213,18 @@ def test_a_client_that_closes_its_side_after_its_request_is_answered(live: Live,
 
 
 @pytest.mark.usefixtures("unhurried")
-def test_a_client_that_closes_its_side_and_then_hangs_up_frees_its_row(live: Live) -> None:
-    """As clients look behind proxies that pass on the former at once and the latter when they are sent something."""
+def test_a_half_closed_client_that_disconnects_frees_its_row(live: Live) -> None:
+    """Behind some proxies the server sees the half-close at once, and the disconnect when it sends something."""
     ended = live.metric("request_success_total")
     with connected(live, completion(max_tokens=400, num_speculative_tokens=0)) as client:
         client.shutdown(socket.SHUT_WR)
         wait_until(lambda: live.context.llm.engine.scheduler.running)
         assert client.recv(65536).startswith(b"HTTP/1.1 102")
     live.wait_until_idle()
-    assert live.metric("request_success_total") == ended, "it came to its own end"
+    assert live.metric("request_success_total") == ended, "the answer finished by itself"
 
 
-def test_a_client_that_closes_its_side_is_answered_all_that_it_asked(live: Live) -> None:
+def test_a_half_closed_client_gets_all_pipelined_responses(live: Live) -> None:
     assert half_closed(live, 3 * (HALF + b"\r\n")).count(b'{"status":"ready"}') == 3
     assert half_closed(live, HALF + b"\r\n" + HALF).count(b"HTTP/1.1 200") == 1
     assert half_closed(live, HALF) == b""
@@ -237,7 +237,7 @@ def status_of(reply: bytes) -> int:
     return int(final(reply).split(b" ", 2)[1])
 
 
-def test_a_request_with_two_lengths_is_the_last_of_its_connection(live: Live) -> None:
+def test_a_request_with_two_lengths_closes_its_connection(live: Live) -> None:
     smuggled = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
     for path in ("/v1/completions", "/health"):
         body = b"0\r\n\r\n"
@@ -269,12 +269,12 @@ def test_a_request_with_two_lengths_is_the_last_of_its_connection(live: Live) ->
         ("/v1/models", "", 200),
     ],
 )
-def test_what_a_head_asks_for_and_of_whom(live: Live, target: str, host: str, status: int) -> None:
+def test_targets_and_host_headers(live: Live, target: str, host: str, status: int) -> None:
     with connected(live, f"GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode()) as client:
         assert status_of(answer(client)) == status
 
 
-def test_a_path_that_is_not_there_is_answered_with_those_that_are(live: Live) -> None:
+def test_an_unknown_path_lists_the_known_ones(live: Live) -> None:
     reply = live.get("/v1/chat/completion")
     assert reply.status_code == 404
     message = reply.json()["error"]["message"]
@@ -285,7 +285,7 @@ def test_a_path_that_is_not_there_is_answered_with_those_that_are(live: Live) ->
 
 
 def flood(client: socket.socket, sent: bytes, megabytes: int) -> int:
-    """Bytes of a body that the server took before it hung up or stopped reading."""
+    """Return the bytes of a body that the server took before it closed or stopped reading."""
     client.sendall(sent)
     client.settimeout(0.5)
     taken, chunk = 0, bytes(1 << 16)
@@ -298,18 +298,18 @@ def flood(client: socket.socket, sent: bytes, megabytes: int) -> int:
 
 
 @pytest.mark.parametrize("path", ["/", "/health", "/playground/main.js", "/v1/completions", "/stats", "/nowhere"])
-def test_without_a_key_no_body_is_kept_and_little_is_read(guarded: Live, path: str) -> None:
+def test_without_a_key_bodies_are_not_read(guarded: Live, path: str) -> None:
     with connected(guarded) as client:
-        assert flood(client, post(path, 1 << 30), 64) < 16 << 20  # the kernel's own buffers take some
+        assert flood(client, post(path, 1 << 30), 64) < 16 << 20  # the kernel's buffers hold some
 
 
-def test_a_refusal_is_read_by_a_client_that_sends_its_body_first(guarded: Live) -> None:
+def test_a_client_that_sends_its_whole_body_first_gets_the_refusal(guarded: Live) -> None:
     reply = guarded.post("/v1/completions", {"prompt": "a" * 900_000})
     assert reply.status_code == 401
     assert web.request("GET", f"{guarded.url}/health", content=b"hello").status_code == 200
 
 
-def test_bodies_together_have_a_limit_and_give_it_back(narrow: Live) -> None:
+def test_the_memory_limit_of_all_bodies_is_released(narrow: Live) -> None:
     def is_refused() -> bool:
         with ExitStack() as stack:
             for source in ("127.0.0.1", "127.0.0.2"):
@@ -317,8 +317,8 @@ def test_bodies_together_have_a_limit_and_give_it_back(narrow: Live) -> None:
                 held.sendall(bytes(99_000))
             return narrow.post("/v1/completions", {"prompt": "a" * 5000}).status_code in (429, 503)
 
-    wait_until(is_refused)  # where it comes before they are there, they are refused in its place
-    wait_until(lambda: narrow.post("/v1/completions", {"prompt": "a" * 5000}).status_code == 400)  # too long, but taken
+    wait_until(is_refused)  # if it comes first, one of the slow bodies is refused instead
+    wait_until(lambda: narrow.post("/v1/completions", {"prompt": "a" * 5000}).status_code == 400)  # too long, but read
 
 
 def test_encoded_bodies_are_refused(narrow: Live) -> None:
@@ -330,8 +330,8 @@ def test_encoded_bodies_are_refused(narrow: Live) -> None:
     assert "uncompressed" in reply.json()["error"]["message"]
 
 
-def test_a_share_is_a_limit_for_all_and_one_for_each() -> None:
-    shares = Shares(10, 6)
+def test_shared_limit_holds_in_total_and_per_client() -> None:
+    shares = SharedLimit(10, 6)
     assert shares.take("a", 6) is None
     assert shares.take("a") == "client"
     assert shares.take("b", 5) == "server"
@@ -345,7 +345,7 @@ def test_a_share_is_a_limit_for_all_and_one_for_each() -> None:
 # --- names ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_page_from_elsewhere_does_not_reach_a_server_without_keys(live: Live) -> None:
+def test_dns_rebinding_does_not_reach_a_server_without_keys(live: Live) -> None:
     reply = live.get("/v1/models", headers={"Host": "evil.example:8000"})
     assert reply.status_code == 421
     assert "--allowed-hosts" in reply.json()["error"]["message"]
@@ -355,8 +355,8 @@ def test_a_page_from_elsewhere_does_not_reach_a_server_without_keys(live: Live) 
 @pytest.mark.parametrize(
     "host", ["localhost", "LOCALHOST:80", "localhost.", "127.0.0.1:8000", "[::1]:8000", "10.0.0.7", ""]
 )
-def test_names_that_cannot_be_bent_are_let_in(host: str) -> None:
-    Hosts(ServerConfig()).check(host.encode())
+def test_host_names_that_cannot_be_rebound_are_admitted(host: str) -> None:
+    AllowedHosts(ServerConfig()).check(host.encode())
 
 
 @pytest.mark.parametrize(
@@ -373,23 +373,23 @@ def test_names_that_cannot_be_bent_are_let_in(host: str) -> None:
         (ServerConfig(), "2130706433", False),
     ],
 )
-def test_which_names_are_let_in(config: ServerConfig, host: str, passes: bool) -> None:
+def test_allowed_host_names(config: ServerConfig, host: str, passes: bool) -> None:
     with nullcontext() if passes else pytest.raises(ApiError, match="--allowed-hosts"):
-        Hosts(config).check(host.encode())
+        AllowedHosts(config).check(host.encode())
 
 
-def test_no_page_from_elsewhere_may_read_or_ask(live: Live) -> None:
+def test_pages_of_other_sites_can_neither_read_nor_send_json(live: Live) -> None:
     origin = {"Origin": "https://evil.example"}
     replies = [live.get("/v1/models", headers=origin), web.options(f"{live.url}/v1/completions", headers=origin)]
     assert [name for reply in replies for name in reply.headers if name.startswith("access-control")] == []
     simple = web.post(f"{live.url}/v1/completions", content=b'{"prompt": "a"}', headers={"Content-Type": "text/plain"})
-    assert simple.status_code in (400, 415)  # what a page may send without asking first
+    assert simple.status_code in (400, 415)  # what a page may send without a preflight request
 
 
 # --- names of requests ------------------------------------------------------------------------------------------------
 
 
-def test_every_answer_says_which_request_it_is_for(live: Live) -> None:
+def test_every_response_has_a_request_id(live: Live) -> None:
     assert live.get("/health", headers={"X-Request-Id": "my-1.2_3"}).headers["x-request-id"] == "my-1.2_3"
     for unclean in ("a b", "x" * 65, "a\tb", '"'):
         made = live.get("/nowhere", headers={"X-Request-Id": unclean}).headers["x-request-id"]
@@ -401,7 +401,7 @@ def test_every_answer_says_which_request_it_is_for(live: Live) -> None:
 # --- small things -----------------------------------------------------------------------------------------------------
 
 
-def test_health_by_other_names_and_without_a_body(live: Live) -> None:
+def test_health_under_other_paths_and_as_head_request(live: Live) -> None:
     for path in ("/health", "/ping"):
         assert live.get(path).json() == {"status": "ready"}
         head = web.head(live.url + path)
@@ -411,8 +411,8 @@ def test_health_by_other_names_and_without_a_body(live: Live) -> None:
     assert live.post("/v1/detokenize", {"tokens": [70]}).json() == live.post("/detokenize", {"tokens": [70]}).json()
 
 
-def test_an_answer_leaves_at_once_however_short_it_is() -> None:
-    """asyncio switches Nagle's algorithm off (else every second packet waits 40 ms) only where it knows it as TCP."""
+def test_short_responses_are_sent_without_delay() -> None:
+    """asyncio disables Nagle's algorithm only if the socket names TCP. Nagle delays every second packet by 40 ms."""
     sockets = listen(ServerConfig(port=0))
     try:
         assert {each.proto for each in sockets} == {socket.IPPROTO_TCP}
@@ -421,8 +421,8 @@ def test_an_answer_leaves_at_once_however_short_it_is() -> None:
             each.close()
 
 
-def test_a_body_in_crumbs_is_refused_before_it_is_taken_apart(live: Live) -> None:
-    """Each chunk of a byte costs as much as a kilobyte in one: eight such clients would hold up everybody."""
+def test_a_body_of_tiny_chunks_is_refused_before_parsing(live: Live) -> None:
+    """Parsing a chunk costs the same for one byte and for a kilobyte: eight such clients would block the server."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     body = json.dumps({"prompt": "a", "max_tokens": 1, "metadata": {"a": "x" * 3000}}).encode()
 
@@ -435,6 +435,6 @@ def test_a_body_in_crumbs_is_refused_before_it_is_taken_apart(live: Live) -> Non
         with connected(live, head + chunked(size)) as client:
             assert answer(client).split(b" ", 2)[1] == status, size
         with connected(live, head) as client:
-            time.sleep(0.05)  # the head by itself
+            time.sleep(0.05)  # the head alone
             client.sendall(chunked(size))
             assert answer(client).split(b" ", 2)[1] == status, size

@@ -1,7 +1,7 @@
-"""A hostile client against ``paceline serve`` in its own process, with a real model: others hardly notice.
+"""A hostile client against ``paceline serve`` in its own process, with a real model.
 
-While each attack is played, a process of its own asks for /health: the slowest of a hundred answers must come within
-100 ms. Afterwards the server's memory is what it was, within 10 %, and a seeded request has its old answer.
+During each attack another process polls /health: the 99th percentile of its response times must be below 100 ms.
+Afterwards the server's memory is the same within 10 %, and a seeded request gets the same answer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 MODEL = "smollm2-135m"
 FLAGS = ("--max-batch-size", "8", "--max-waiting", "32", "--max-model-len", "2048", "--body-timeout", "2")
 SEEDED = {"prompt": "The sea is", "max_tokens": 40, "seed": 7, "temperature": 1.0, "n": 2}
-BOUND = 4000  # bytes of a refusal
+BOUND = 4000  # bytes of an error response
 ATTACKER = ("127.0.0.2", 0)
 
 
@@ -61,7 +61,7 @@ def wait_until_idle(served: Served) -> None:
 
 @contextmanager
 def unharmed(served: Served, name: str) -> Iterator[None]:
-    """Health within 100 ms meanwhile; the same memory and the same answers afterwards."""
+    """/health responds within 100 ms during the block; memory and answers are the same after it."""
     expected, before, probe = texts(served), resident(served), HealthProbe(served)
     try:
         yield
@@ -76,7 +76,7 @@ def unharmed(served: Served, name: str) -> Iterator[None]:
 
 
 def post(served: Served, path: str, body: Any, seconds: float = 60) -> int:
-    """The status; 0 if the client's patience ended first. Refusals are short."""
+    """Return the status, or 0 on a timeout of the client. Error responses must be short."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     try:
         reply = web.post(
@@ -96,7 +96,7 @@ def flood(work: Callable[[int], int], times: int, clients: int = 8) -> Counter[i
 
 @pytest.fixture(scope="module", autouse=True)
 def warm(served: Served) -> None:
-    """What is made on first use is made: threads, long texts, log-probabilities, a full queue, the longest rows."""
+    """Initialize everything lazy: threads, long texts, log-probabilities, a full queue, rows of full length."""
     score = {"prompt": ["once upon a time " * 60] * 2, "echo": True, "max_tokens": 1, "logprobs": 20}
     flood(lambda _: post(served, "/v1/completions", score), 2)
     flood(lambda _: post(served, "/v1/completions", {"prompt": [None] * 100_000}), 8)
@@ -106,10 +106,10 @@ def warm(served: Served) -> None:
     wait_until_idle(served)
 
 
-# --- 17 ---------------------------------------------------------------------------------------------------------------
+# --- too many answers -------------------------------------------------------------------------------------------------
 
 
-def test_more_answers_or_prompts_than_can_be(served: Served) -> None:
+def test_too_many_answers_or_prompts(served: Served) -> None:
     text = "word " * 1900
     echo = {"prompt": "a", "echo": True, "max_tokens": 0}
     bodies: list[dict[str, Any]] = [
@@ -131,11 +131,11 @@ def test_more_answers_or_prompts_than_can_be(served: Served) -> None:
     assert found[400] >= 5 * 5
 
 
-# --- 20 ---------------------------------------------------------------------------------------------------------------
+# --- long bodies ------------------------------------------------------------------------------------------------------
 
 
 def long_bodies() -> list[bytes]:
-    """4 MiB each, of what makes readers slow."""
+    """Bodies of 4 MiB that are slow to parse."""
     size = 2**22 - 100
     wrong = {
         "prompt": b"null,",
@@ -164,7 +164,7 @@ def long_bodies() -> list[bytes]:
     return bodies
 
 
-def test_long_bodies_of_wrong_items(served: Served) -> None:
+def test_long_bodies_of_invalid_items(served: Served) -> None:
     bodies = long_bodies()
     with unharmed(served, "4 MiB of wrong items"):
         for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
@@ -172,7 +172,7 @@ def test_long_bodies_of_wrong_items(served: Served) -> None:
             assert found.keys() <= {400, 404, 429}, found
 
 
-# --- 21 ---------------------------------------------------------------------------------------------------------------
+# --- unread streams ---------------------------------------------------------------------------------------------------
 
 
 def connected(served: Served, request: bytes, source: tuple[str, int] = ATTACKER, window: int = 4096) -> socket.socket:
@@ -187,7 +187,7 @@ def connected(served: Served, request: bytes, source: tuple[str, int] = ATTACKER
 
 
 def everything(client: socket.socket) -> bytes:
-    """What the server has sent until it closed."""
+    """Return all bytes until the server closes."""
     chunks: list[bytes] = []
     with suppress(ConnectionError, TimeoutError):
         while chunk := client.recv(65536):
@@ -200,23 +200,25 @@ def http(path: str, body: bytes, *headers: str) -> bytes:
     return "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode() + body
 
 
-def test_streams_that_nobody_reads(served: Served) -> None:
-    """Each is some 9 MB, more than any buffer on its way; five of them hold all places."""
+def test_unread_streams(served: Served) -> None:
+    """Each stream is about 9 MB, more than all buffers on the way; five of them take the whole queue."""
     body = {"prompt": "word " * 1800, "n": 8, "max_tokens": 40, "stream": True, "logprobs": 20, "echo": True}
     request = http("/v1/completions", json.dumps({**body, "ignore_eos": True}).encode())
-    with unharmed(served, "streams that nobody reads"), ExitStack() as stack:
+    with unharmed(served, "unread streams"), ExitStack() as stack:
         clients = [stack.enter_context(connected(served, request)) for _ in range(5)]
         wait_until(lambda: post(served, "/v1/completions", SEEDED, 120) != 429, "the places are not given back", 120)
         assert post(served, "/v1/completions", SEEDED, 120) == 200
         wait_until_idle(served)
-        time.sleep(5)  # longer than a send may take
-        assert not any(everything(client).endswith(b"0\r\n\r\n") for client in clients), "cut off, not completed"
+        time.sleep(5)  # longer than the send timeout
+        assert not any(everything(client).endswith(b"0\r\n\r\n") for client in clients), (
+            "the server closed it before the end"
+        )
 
 
-# --- 23 ---------------------------------------------------------------------------------------------------------------
+# --- connections and bodies -------------------------------------------------------------------------------------------
 
 
-def test_connections_and_bodies_without_end(served: Served) -> None:
+def test_endless_connections_and_bodies(served: Served) -> None:
     half = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4000000\r\n"
     with unharmed(served, "half requests"), ExitStack() as stack, suppress(ConnectionError):
         for number in range(600):
@@ -226,7 +228,7 @@ def test_connections_and_bodies_without_end(served: Served) -> None:
             assert post(served, "/v1/completions", SEEDED) == 200
 
 
-# --- 18, 19 -----------------------------------------------------------------------------------------------------------
+# --- structured outputs -----------------------------------------------------------------------------------------------
 
 
 def structured(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -259,7 +261,7 @@ SCHEMAS = [
 
 
 def longest_pause(served: Served, seconds: float) -> float:
-    """Between two events of a stream that runs so long."""
+    """Longest time in seconds between two events of a running stream."""
     body = {"prompt": "once upon a time", "max_tokens": 1900, "ignore_eos": True, "stream": True}
     longest, end = 0.0, time.monotonic() + seconds
     with web.stream("POST", f"{served.url}/v1/completions", json=body) as reply:
@@ -272,10 +274,10 @@ def longest_pause(served: Served, seconds: float) -> float:
     return longest
 
 
-def test_structures_that_take_for_ever(served: Served) -> None:
-    """Each is refused or followed; others' streams go on, and so do structures that are quickly compiled."""
+def test_structures_that_compile_forever(served: Served) -> None:
+    """Each structure is refused or followed, while other streams continue and simple structures still compile."""
     easy = structured(words("^[a-z]{1,4}$"), max_tokens=30)
-    assert post(served, "/v1/chat/completions", easy) == 200  # the processes start
+    assert post(served, "/v1/chat/completions", easy) == 200  # starts the compiling processes
     bodies = [structured(schema, timeout=30) for schema in SCHEMAS]
     with unharmed(served, "structures that take for ever"), ThreadPoolExecutor(1) as pool:
         pause = pool.submit(longest_pause, served, 8)
@@ -288,7 +290,7 @@ def test_structures_that_take_for_ever(served: Served) -> None:
         assert pause.result() < 2.5
 
 
-# --- malformed --------------------------------------------------------------------------------------------------------
+# --- malformed requests -----------------------------------------------------------------------------------------------
 
 FIELDS = {
     "prompt": ("a",), "messages": ([{"role": "user", "content": "a"}],), "n": (1,), "max_tokens": (2,),
@@ -388,7 +390,7 @@ PATHS = {
 
 
 def malformed(number: int) -> bytes:
-    """A request that no server may take."""
+    """Return a request that every server must refuse."""
     draw = random.Random(number)
     path, needed = draw.choice(list(PATHS.items()))
     close = "Connection: close"
@@ -413,7 +415,7 @@ def malformed(number: int) -> bytes:
 
 def answered(served: Served, request: bytes) -> bytes:
     with connected(served, b"", ("127.0.0.1", 0), window=2**16) as client:
-        with suppress(ConnectionError):  # refused before all was sent
+        with suppress(ConnectionError):  # refused before the request was complete
             client.sendall(request)
         return everything(client)
 
@@ -434,7 +436,7 @@ def test_malformed_requests(served: Served) -> None:
     print(json.dumps({"malformed": sum(found.values()), **{str(status): count for status, count in found.items()}}))
 
 
-def test_the_log_has_no_fault_of_the_server(served: Served) -> None:
-    """Last: what was logged above INFO."""
+def test_the_log_has_no_server_error(served: Served) -> None:
+    """Must run last: checks all lines above INFO."""
     assert [line for line in served.log if line["level"] not in ("info", "warning")] == []
     assert Path(f"/proc/{served.process.pid}").exists()

@@ -1,4 +1,4 @@
-"""The official client against a live server: the same answers as the offline API, in every form."""
+"""OpenAI's client against a live server: the same answers as the offline API, in every format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from paceline.config import SamplingParams
 from paceline.core.outputs import CompletionOutput, TokenKind
 from paceline.llm import LLM
-from paceline.server.replies import kept_by_round
+from paceline.server.replies import accepted_per_round
 from server_support import TEMPLATE, Live
 from web import client
 
@@ -33,7 +33,7 @@ def ask(live: Live, prompt: Any = PROMPT, **params: Any) -> Any:
     return live.openai.completions.create(prompt=prompt, **params)
 
 
-def test_a_completion_is_that_of_the_offline_api(live: Live, offline: LLM) -> None:
+def test_a_completion_equals_that_of_the_offline_api(live: Live, offline: LLM) -> None:
     reply = ask(live)
     assert [choice.text for choice in reply.choices] == [answer.text for answer in expected(offline)]
     assert reply.choices[0].finish_reason == "length"
@@ -52,7 +52,7 @@ def test_n_answers_in_order_and_their_metrics(live: Live, offline: LLM) -> None:
     assert reply.usage.completion_tokens == 72
 
 
-def test_a_stream_is_the_same_text_with_whole_characters_and_usage_at_the_end(live: Live, offline: LLM) -> None:
+def test_a_stream_has_the_same_text_and_ends_with_usage(live: Live, offline: LLM) -> None:
     chunks = list(ask(live, n=2, stream=True, stream_options={"include_usage": True}))
     texts = {0: "", 1: ""}
     for chunk in chunks[:-1]:
@@ -64,7 +64,7 @@ def test_a_stream_is_the_same_text_with_whole_characters_and_usage_at_the_end(li
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_every_chunk_says_what_was_used_so_far_if_asked(live: Live, path: str) -> None:
+def test_continuous_usage_statistics(live: Live, path: str) -> None:
     prompt: Any = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"prompt": PROMPT}
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {**prompt, "n": 2, "max_tokens": 12, "ignore_eos": True, "stream": True, "stream_options": options}
@@ -78,7 +78,7 @@ def test_every_chunk_says_what_was_used_so_far_if_asked(live: Live, path: str) -
     assert "needs include_usage" in refused.json()["error"]["message"]
 
 
-def test_log_probabilities_stand_beside_their_tokens_in_chunks_of_several(live: Live, offline: LLM) -> None:
+def test_log_probabilities_belong_to_their_tokens_in_chunks_of_several(live: Live, offline: LLM) -> None:
     (answer,) = expected(offline, temperature=0.0, logprobs=2)
     chunks = list(ask(live, temperature=0.0, logprobs=2, stream=True, extra_body={"metrics": True}))
     ids = [token for chunk in chunks for token in chunk.choices[0].paceline["token_ids"]]
@@ -101,13 +101,13 @@ def test_log_probabilities_stand_beside_their_tokens_in_chunks_of_several(live: 
         ("a b a a", [1, 2]),  # the last round was cut
     ],
 )
-def test_rounds_that_guessed_are_told_by_their_tokens(kinds: str, kept: list[int]) -> None:
+def test_drafting_rounds_are_derived_from_token_kinds(kinds: str, kept: list[int]) -> None:
     words: dict[str, TokenKind] = {"a": "accepted", "r": "recovered", "b": "bonus", "p": "plain"}
-    assert kept_by_round([words[kind] for kind in kinds.split()]) == kept
+    assert accepted_per_round([words[kind] for kind in kinds.split()]) == kept
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_how_guessing_went_stands_at_the_root_of_a_reply_with_one_answer(live: Live, path: str) -> None:
+def test_a_reply_with_one_answer_has_acceptance_figures_at_its_root(live: Live, path: str) -> None:
     prompt: Any = {"messages": [{"role": "user", "content": PROMPT}]} if "chat" in path else {"prompt": PROMPT}
     body = prompt | {"max_tokens": 24, "temperature": 0, "ignore_eos": True, "metrics": True}
     whole = live.post(path, body).json()
@@ -121,14 +121,14 @@ def test_how_guessing_went_stands_at_the_root_of_a_reply_with_one_answer(live: L
     assert accepted == told["num_accepted_draft_tokens"] == own["metrics"]["accepted"]
     assert told["num_draft_tokens"] == own["metrics"]["drafted"] > 0
     assert told["mean_acceptance_length"] == pytest.approx(1 + accepted / sum(histogram))
-    assert told["num_spec_steps"] < own["metrics"]["rounds"], "some rounds guessed nothing"
+    assert told["num_spec_steps"] < own["metrics"]["rounds"], "some rounds drafted nothing"
     plain = live.post(path, body | {"num_speculative_tokens": 0}).json()
     assert plain["metrics"] == {"speculative_decoding": None}
     assert "metrics" not in live.post(path, body | {"n": 2}).json()
     assert "metrics" not in live.post(path, body | {"metrics": False}).json()
 
 
-def test_a_stop_string_is_held_back_and_never_seen(live: Live, offline: LLM) -> None:
+def test_a_stop_string_never_appears(live: Live, offline: LLM) -> None:
     (whole,) = expected(offline)
     stop = whole.text[6:9]
     text = "".join(chunk.choices[0].text for chunk in ask(live, stop=[stop], stream=True))
@@ -136,7 +136,7 @@ def test_a_stop_string_is_held_back_and_never_seen(live: Live, offline: LLM) -> 
     assert ask(live, stop=stop).choices[0].finish_reason == "stop"
 
 
-def test_echo_gives_the_prompt_and_its_log_probabilities(live: Live, offline: LLM) -> None:
+def test_echo_returns_the_prompt_and_its_log_probabilities(live: Live, offline: LLM) -> None:
     reply = ask(live, echo=True, logprobs=1, max_tokens=4)
     found = reply.choices[0]
     assert found.text == PROMPT + expected(offline, max_tokens=4)[0].text
@@ -148,7 +148,7 @@ def test_echo_gives_the_prompt_and_its_log_probabilities(live: Live, offline: LL
     assert ask(live, echo=True, logprobs=1, max_tokens=0).choices[0].text == PROMPT
 
 
-def test_the_best_of_several_by_mean_log_probability(live: Live, offline: LLM) -> None:
+def test_best_of_ranks_by_mean_log_probability(live: Live, offline: LLM) -> None:
     answers = expected(offline, n=4, logprobs=0)
     ranked = sorted(answers, key=lambda a: -(a.cumulative_logprob or 0) / len(a.token_ids))
     reply = ask(live, n=2, extra_body={"best_of": 4})
@@ -157,9 +157,7 @@ def test_the_best_of_several_by_mean_log_probability(live: Live, offline: LLM) -
 
 
 @pytest.mark.parametrize("rank_by", ["mean_logprob", "logprob"])
-def test_answers_come_in_the_order_of_their_rank_in_completions_and_chats(
-    live: Live, offline: LLM, rank_by: Any
-) -> None:
+def test_ranked_answers_are_in_order_of_rank(live: Live, offline: LLM, rank_by: Any) -> None:
     answers = expected(offline, n=3, best_of=5, rank_by=rank_by)
     reply = ask(live, n=3, extra_body={"best_of": 5, "rank_by": rank_by, "metrics": True})
     assert [choice.text for choice in reply.choices] == [answer.text for answer in answers]
@@ -178,7 +176,7 @@ def test_answers_come_in_the_order_of_their_rank_in_completions_and_chats(
 
 
 @pytest.mark.parametrize("extra", [{"best_of": 2}, {"rank_by": "mean_logprob"}], ids=repr)
-def test_a_chat_that_is_ranked_cannot_be_streamed(live: Live, extra: dict[str, Any]) -> None:
+def test_a_ranked_chat_cannot_be_streamed(live: Live, extra: dict[str, Any]) -> None:
     body = {"messages": [{"role": "user", "content": "a"}], "stream": True, **extra}
     reply = live.post("/v1/chat/completions", body)
     assert reply.status_code == 400
@@ -193,7 +191,7 @@ def test_several_prompts_as_texts_or_tokens(live: Live, offline: LLM) -> None:
 
 
 @pytest.mark.parametrize("k", [0, 1, 4])
-def test_a_request_may_limit_its_own_guesses_without_changing_its_text(live: Live, offline: LLM, k: int) -> None:
+def test_num_speculative_tokens_of_a_request_does_not_change_its_text(live: Live, offline: LLM, k: int) -> None:
     body = {"metrics": True, "num_speculative_tokens": k}
     choice = ask(live, "abababababab", temperature=0.0, max_tokens=60, extra_body=body).choices[0]
     assert choice.text == expected(offline, "abababababab", temperature=0.0, max_tokens=60)[0].text
@@ -217,7 +215,7 @@ def test_a_chat_whole_and_as_a_stream(live: Live, offline: LLM) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == answer.text
 
 
-def test_the_text_of_a_seed_does_not_depend_on_what_else_runs(live: Live, offline: LLM) -> None:
+def test_a_seeded_answer_does_not_depend_on_other_requests(live: Live, offline: LLM) -> None:
     prompts = [f"prompt number {i}" for i in range(16)]
     alone = [expected(offline, prompt, seed=i)[0].text for i, prompt in enumerate(prompts)]
     with ThreadPoolExecutor(8) as pool:
@@ -225,7 +223,7 @@ def test_the_text_of_a_seed_does_not_depend_on_what_else_runs(live: Live, offlin
     assert together == alone
 
 
-def test_models_tokens_and_versions(live: Live) -> None:
+def test_models_tokenize_and_version_routes(live: Live) -> None:
     assert [model.id for model in live.openai.models.list()] == ["tiny"]
     assert live.openai.models.retrieve("tiny").id == "tiny"
     tokens = live.post("/tokenize", {"prompt": "héllo"}).json()
@@ -241,7 +239,7 @@ def test_models_tokens_and_versions(live: Live) -> None:
     assert live.get("/stats").json()["capacity"] == 4
     peak = re.search(r"^paceline:peak_operations_per_second (\S+)$", live.get("/metrics").text, re.MULTILINE)
     assert peak is not None
-    assert float(peak[1]) > 1e7, "measured while it warmed up"
+    assert float(peak[1]) > 1e7, "measured during the warm-up"
 
 
 @pytest.mark.parametrize(
@@ -256,10 +254,10 @@ def test_models_tokens_and_versions(live: Live) -> None:
         ({"extra_body": {"suffix": "the end"}}, openai.BadRequestError, "suffix is not supported"),
         ({"extra_body": {"best_of": 3}, "stream": True}, openai.BadRequestError, "best_of cannot be streamed"),
         ({"n": 50}, openai.BadRequestError, "at most 16"),
-        ({"extra_body": {"timeout": 1e-6}}, openai.InternalServerError, "given up"),
+        ({"extra_body": {"timeout": 1e-6}}, openai.InternalServerError, "did not finish within"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(live: Live, change: Any, error: type[Exception], says: str) -> None:
+def test_invalid_requests_are_refused_by_name(live: Live, change: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         list(ask(live, **change))
     live.wait_until_idle()
@@ -268,7 +266,7 @@ def test_what_cannot_be_served_is_refused_by_name(live: Live, change: Any, error
 @pytest.mark.parametrize(
     "body", [b"{", b"[]", b'{"prompt": "\\ud800"}', b'{"prompt": "a", "temperature": NaN}', b'{"prompt": null}']
 )
-def test_broken_bodies_are_answered_with_400(live: Live, body: bytes) -> None:
+def test_broken_bodies_get_400(live: Live, body: bytes) -> None:
     reply = client.post(f"{live.url}/v1/completions", content=body, headers={"content-type": "application/json"})
     assert reply.status_code == 400, reply.text
     assert reply.json()["error"]["type"] == "invalid_request_error"
@@ -283,7 +281,7 @@ PLACE: Any = {
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_chat_follows_a_json_schema_with_guesses_and_without(live: Live, stream: bool) -> None:
+def test_a_chat_follows_a_json_schema_with_and_without_drafting(live: Live, stream: bool) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "place", "schema": PLACE, "strict": True}}
 
     def texts(**extra: Any) -> list[str]:
@@ -305,7 +303,7 @@ def test_a_chat_follows_a_json_schema_with_guesses_and_without(live: Live, strea
         jsonschema_rs.validate(PLACE, json.loads(text))
 
 
-def test_a_json_object_is_one(live: Live) -> None:
+def test_json_object_answers_are_json_objects(live: Live) -> None:
     body = {
         "messages": [{"role": "user", "content": "x"}],
         "response_format": {"type": "json_object"},
@@ -344,8 +342,8 @@ def test_a_deadline_ends_an_answer_as_it_is(live: Live) -> None:
 
 
 @pytest.mark.parametrize("extra", [{}, {"response_format": {"type": "json_object"}}], ids=repr)
-def test_a_deadline_before_the_beginning_is_answered_with_nothing(live: Live, extra: dict[str, Any]) -> None:
-    """Also where the structure of the answer would have to be compiled first."""
+def test_a_deadline_before_the_start_gives_an_empty_answer(live: Live, extra: dict[str, Any]) -> None:
+    """Also if the answer's structure would have to be compiled first."""
     message = {"role": "user", "content": "hello"}
     reply = live.post("/v1/chat/completions", {"messages": [message], "deadline_ms": 0.001, **extra})
     assert reply.status_code == 200

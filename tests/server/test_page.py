@@ -1,4 +1,4 @@
-"""The page at / over HTTP: what it is made of and what a browser is told about it."""
+"""The playground over HTTP: its files and their headers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ ASSETS = sorted(STATIC.iterdir(), key=lambda path: path.name)
 
 
 @pytest.mark.parametrize("asset", ASSETS, ids=lambda path: path.name)
-def test_every_file_of_the_page_is_served_as_what_it_is(live: Live, asset: Path) -> None:
+def test_every_asset_has_its_media_type(live: Live, asset: Path) -> None:
     reply = live.get(f"/playground/{asset.name}")
     assert (reply.status_code, reply.content) == (200, asset.read_bytes())
     assert reply.headers["content-type"] == MEDIA_TYPES[asset.suffix]
     assert {name: reply.headers[name] for name in HEADERS} == HEADERS
 
 
-def test_the_page_has_nothing_inline_and_nothing_from_elsewhere(live: Live) -> None:
+def test_the_page_has_no_inline_and_no_external_content(live: Live) -> None:
     reply = live.get("/")
     assert (reply.status_code, reply.headers["content-type"]) == (200, "text/html; charset=utf-8")
     assert "default-src 'none'" in reply.headers["content-security-policy"]
@@ -35,20 +35,20 @@ def test_the_page_has_nothing_inline_and_nothing_from_elsewhere(live: Live) -> N
         assert [found for found in addresses if not found.startswith("http://www.w3.org/")] == [], asset.name
 
 
-def test_the_page_loads_from_the_server_all_that_it_names(live: Live) -> None:
+def test_all_links_of_the_page_are_served(live: Live) -> None:
     named = set(re.findall(r'(?:src|href)="(playground/[^"]+)"', live.get("/").text))
     assert {"playground/main.js", "playground/style.css"} <= named
     assert [name for name in named if live.get(f"/{name}").status_code != 200] == []
 
 
 @pytest.mark.parametrize("path", ["/playground/", "/playground/none.js", "/playground/%2e%2e/app.py"])
-def test_there_is_nothing_else_below_it(live: Live, path: str) -> None:
+def test_no_other_path_is_served_below_the_page(live: Live, path: str) -> None:
     reply = live.get(path)
     assert reply.status_code == 404
     assert reply.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_a_key_is_needed_for_the_figures_and_not_for_the_page(tiny: str) -> None:
+def test_a_key_is_required_for_stats_but_not_for_the_page(tiny: str) -> None:
     for live in start(ServerConfig(port=0, api_keys=["secret"]), tiny):
         assert live.get("/").status_code == 200
         assert live.get("/playground/main.js").status_code == 200
@@ -56,7 +56,7 @@ def test_a_key_is_needed_for_the_figures_and_not_for_the_page(tiny: str) -> None
         assert live.get("/playground/../stats").status_code in (401, 404)
 
 
-def test_the_page_can_be_left_out(tiny: str) -> None:
+def test_the_page_can_be_disabled(tiny: str) -> None:
     for live in start(ServerConfig(port=0, playground=False), tiny):
         assert client.get(f"{live.url}/").status_code == 404
         assert client.get(f"{live.url}/playground/main.js").status_code == 404

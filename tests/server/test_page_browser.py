@@ -18,7 +18,7 @@ PHONE = {"width": 360, "height": 740}
 DESKTOP = {"width": 1280, "height": 900}
 KINDS = {"accepted", "recovered", "bonus", "plain"}
 
-expect.set_options(timeout=30_000)  # milliseconds; a loaded machine may take its time
+expect.set_options(timeout=30_000)  # milliseconds; enough for a loaded machine
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def page(browser: Browser, live: Live) -> Iterator[Page]:
 
 
 def opened(browser: Browser, live: Live, refusals: str = "none", **options: object) -> Iterator[Page]:
-    """The loaded page; whatever the browser complains about fails the test, but for the status in ``refusals``."""
+    """The loaded page. Any console message of the browser fails the test, except for the status in ``refusals``."""
     context = browser.new_context(**{"viewport": DESKTOP} | options)  # type: ignore[arg-type]
     page, complaints = context.new_page(), []
     page.on("console", lambda message: complaints.append(message.text) if message.type != "log" else None)
@@ -63,7 +63,7 @@ def kinds(page: Page) -> set[str]:
     return set(page.locator(".answer mark").evaluate_all("marks => marks.map(mark => mark.dataset.kind)"))
 
 
-def test_three_answers_stream_side_by_side_in_the_colours_of_their_tokens(page: Page, live: Live) -> None:
+def test_three_answers_stream_side_by_side_with_coloured_tokens(page: Page, live: Live) -> None:
     expect(page.locator("#state")).to_have_text("ready")
     expect(page.locator("#model")).to_have_text("tiny")
     fill(page)
@@ -79,7 +79,7 @@ def test_three_answers_stream_side_by_side_in_the_colours_of_their_tokens(page: 
     expect(page.get_by_role("button", name="Generate")).to_be_enabled()
 
 
-def test_kinds_differ_by_more_than_their_colour(page: Page) -> None:
+def test_token_kinds_differ_by_more_than_colour(page: Page) -> None:
     marks = page.locator(".legend mark").all()
     lines = [mark.evaluate("mark => getComputedStyle(mark).textDecoration.replace(/rgb.*/, '')") for mark in marks]
     assert len(lines) == len(set(lines)) == len(KINDS)
@@ -105,12 +105,12 @@ def test_stop_ends_the_answers_and_frees_their_rows(page: Page, live: Live) -> N
     page.get_by_role("button", name="Stop").click()
     expect(page.locator(".progress").first).to_contain_text("stopped")
     live.wait_until_idle()
-    assert live.metric("request_success_total") == ended, "none of them came to its own end"
+    assert live.metric("request_success_total") == ended, "no answer finished by itself"
     expect(page.locator("#error")).to_be_hidden()
 
 
 @pytest.mark.usefixtures("unhurried")
-def test_the_keyboard_is_enough(page: Page, live: Live) -> None:
+def test_the_page_works_with_the_keyboard_only(page: Page, live: Live) -> None:
     fill(page, prompt="abababababab", n=1, tokens=480)
     page.get_by_label("Chat").press("ArrowRight")  # to "Completion"
     expect(page.get_by_label("Text to continue")).to_be_visible()
@@ -127,17 +127,17 @@ def test_the_keyboard_is_enough(page: Page, live: Live) -> None:
 
 
 @pytest.mark.parametrize(("choice", "k", "drafts"), [("Off", None, False), ("At most k", "2", True)])
-def test_a_request_says_how_far_to_speculate(page: Page, choice: str, k: str | None, drafts: bool) -> None:
+def test_the_form_sets_num_speculative_tokens(page: Page, choice: str, k: str | None, drafts: bool) -> None:
     fill(page, n=1)
     page.locator(".segments label", has_text=choice).click()
     if k is not None:
-        page.get_by_label("k, guesses a round").fill(k)
+        page.get_by_label("k, draft tokens per round").fill(k)
     page.get_by_role("button", name="Generate").click()
     expect(page.locator(".answer.ended")).to_have_count(1)
     assert (kinds(page) != {"plain"}) == drafts
 
 
-def test_what_the_server_refuses_is_shown(browser: Browser, live: Live) -> None:
+def test_errors_of_the_server_are_shown(browser: Browser, live: Live) -> None:
     for page in opened(browser, live, refusals="400"):
         fill(page, prompt="x" * 600)
         page.get_by_role("button", name="Generate").click()

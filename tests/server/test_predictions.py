@@ -1,4 +1,4 @@
-"""OpenAI's predicted outputs: the answer stays what it was, and usage says how good the prediction was."""
+"""OpenAI's predicted outputs: the answer does not change, and usage rates the prediction."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rounds(document: dict[str, Any]) -> int:
 
 @pytest.fixture(scope="module")
 def right(live: Live, offline: LLM) -> str:
-    """The answer as text, which is its bytes; every byte is a token."""
+    """The answer as text; every byte is a token."""
     [output] = offline.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=40), use_tqdm=False)
     answer = output.outputs[0].text
     assert answer == texts(ask(live))[0]
@@ -52,7 +52,7 @@ def counts(document: dict[str, Any]) -> tuple[int, int]:
     return details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
 
 
-def test_a_right_prediction_is_faster_and_counted(live: Live, right: str) -> None:
+def test_a_correct_prediction_saves_rounds_and_is_counted(live: Live, right: str) -> None:
     plain, predicted = ask(live), ask(live, content(right))
     assert texts(predicted) == texts(plain)
     assert rounds(predicted) < rounds(plain)
@@ -63,10 +63,10 @@ def test_a_right_prediction_is_faster_and_counted(live: Live, right: str) -> Non
     assert predicted["usage"]["completion_tokens"] == plain["usage"]["completion_tokens"]
 
 
-def test_a_prediction_in_parts_is_their_text(live: Live, right: str) -> None:
+def test_a_prediction_in_parts_equals_their_concatenation(live: Live, right: str) -> None:
     parts = [{"type": "text", "text": right[:7]}, {"type": "text", "text": right[7:]}]
     whole, pieced = (ask(live, content(each))["usage"] for each in (right, parts))
-    assert whole.pop("prompt_tokens_details").keys() == pieced.pop("prompt_tokens_details").keys()  # read by the first
+    assert whole.pop("prompt_tokens_details").keys() == pieced.pop("prompt_tokens_details").keys()  # cached
     assert whole == pieced
 
 
@@ -81,7 +81,7 @@ def test_a_prediction_changes_no_answer(live: Live, right: str, kind: str, optio
     assert kept == 0 or kind == "right"
 
 
-def test_a_streams_last_chunk_counts_it_too(live: Live, right: str) -> None:
+def test_the_last_chunk_of_a_stream_counts_the_prediction(live: Live, right: str) -> None:
     client = live.openai.chat.completions
     given: Any = {"model": "tiny", "messages": MESSAGES, "max_tokens": 40, "temperature": 0, "seed": 3}
     chunks = list(
@@ -89,7 +89,7 @@ def test_a_streams_last_chunk_counts_it_too(live: Live, right: str) -> None:
     )
     whole = client.create(**given, prediction=content(right))
     used = [usage.model_copy(update={"prompt_tokens_details": None}) for usage in (chunks[-1].usage, whole.usage)]
-    assert used[0] == used[1], "but for what the first had read"
+    assert used[0] == used[1], "except for the tokens cached by the first"
     assert whole.usage.completion_tokens_details.accepted_prediction_tokens > 0
 
 
@@ -108,7 +108,7 @@ def test_a_streams_last_chunk_counts_it_too(live: Live, right: str) -> None:
         ("completions", {"prediction": content("a")}, "prediction"),
     ],
 )
-def test_what_is_no_prediction_is_refused_by_name(live: Live, path: str, body: dict[str, Any], named: str) -> None:
+def test_invalid_predictions_are_refused_by_name(live: Live, path: str, body: dict[str, Any], named: str) -> None:
     asked = {"messages": MESSAGES} if path.startswith("chat") else {"prompt": "a"}
     reply = live.post(f"/v1/{path}", asked | body)
     assert reply.status_code == 400
@@ -121,7 +121,7 @@ def without_lookup(tiny: str) -> Iterator[Live]:
     yield from start(ServerConfig(port=0, served_model_name="tiny"), tiny, drafter=None, num_speculative_tokens=0)
 
 
-def test_a_server_that_would_not_look_at_it_says_so(without_lookup: Live) -> None:
+def test_a_server_without_lookup_refuses_predictions(without_lookup: Live) -> None:
     reply = without_lookup.post("/v1/chat/completions", {"messages": MESSAGES, "prediction": content("a")})
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == "prediction"
@@ -132,7 +132,7 @@ def test_a_server_that_would_not_look_at_it_says_so(without_lookup: Live) -> Non
 
 
 def slow_in_common(first: list[int], second: list[int]) -> int:
-    """The textbook's table."""
+    """Reference implementation: dynamic programming."""
     line = [0] * (len(second) + 1)
     for token in first:
         before = line
@@ -143,11 +143,11 @@ def slow_in_common(first: list[int], second: list[int]) -> int:
 
 
 @given(first=st.lists(st.integers(0, 3), max_size=80), second=st.lists(st.integers(0, 3), max_size=80))
-def test_tokens_in_common_are_those_of_the_textbooks_table(first: list[int], second: list[int]) -> None:
+def test_bit_parallel_lcs_equals_dynamic_programming(first: list[int], second: list[int]) -> None:
     assert in_common(first, second) == slow_in_common(first, second)
 
 
-def test_long_texts_are_counted_token_by_token() -> None:
+def test_long_texts_are_compared_token_by_token() -> None:
     rng = random.Random(1)
     text = [rng.randrange(50_000) for _ in range(3000)]
     changed = [token for place, token in enumerate(text) if place % 100 != 7]

@@ -1,4 +1,4 @@
-"""``paceline serve`` in a process of its own: signals, log lines, metrics, and abuse that leaves nothing behind."""
+"""``paceline serve`` in its own process: signals, log lines, metrics, and recovery after abuse."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def served(tiny: str, tmp_path: Path) -> Iterator[Served]:
         server.end()
 
 
-def test_every_request_has_a_line_in_the_log_with_its_id(served: Served) -> None:
+def test_every_request_is_logged_with_its_id(served: Served) -> None:
     asked = [("/health", "first", 200), ("/v1/models?a=%22%0a", "second", 200), ("/nowhere", "third", 404)] * 40
     for number, (path, name, _) in enumerate(asked):
         client.get(served.url + path, headers={"X-Request-Id": f"{name}-{number}"})
@@ -40,7 +40,7 @@ def test_every_request_has_a_line_in_the_log_with_its_id(served: Served) -> None
         assert f'"GET {path} HTTP/1.1" {status}' in lines[f"{name}-{number}"]
 
 
-def test_one_signal_lets_requests_finish_and_logs_and_metrics_tell_what_happened(served: Served) -> None:
+def test_one_signal_lets_requests_finish_and_logs_and_metrics_report_it(served: Served) -> None:
     reply = served.post({"prompt": "abcabcabc", "max_tokens": 20, "ignore_eos": True, "user": "me", "seed": 1})
     assert reply.status_code == 200
     assert served.post({"prompt": "a", "n": "x"}).status_code == 400
@@ -65,21 +65,21 @@ def test_one_signal_lets_requests_finish_and_logs_and_metrics_tell_what_happened
     (refused,) = [line for line in served.log if line["message"] == "refused"]
     assert refused["status"] == 400
     assert "n" in refused["why"]
-    assert any("ending" in line["message"] for line in served.log)
+    assert any("shutting down" in line["message"] for line in served.log)
 
 
 def read_until_cut(stream: httpx.Response, served: Served) -> None:
-    """Two signals that follow each other closely may arrive as one: the second is sent when the first is known."""
+    """Signals that follow each other closely may merge, so the second is sent once the first is logged."""
     lines = stream.iter_lines()
     next(lines)
     served.process.send_signal(signal.SIGTERM)
-    wait_until(lambda: any("ending" in line["message"] for line in served.log))
+    wait_until(lambda: any("shutting down" in line["message"] for line in served.log))
     served.process.send_signal(signal.SIGTERM)
     list(lines)
 
 
 def test_a_second_signal_ends_at_once(served: Served) -> None:
-    """All places are taken, four times as long as rows are: nothing of it is done before the second signal."""
+    """The queue is full, with four times as many requests as rows: no answer is complete before the second signal."""
     body = {**LONG, "n": 16, "stream": True, "num_speculative_tokens": 0}
     url = f"{served.url}/v1/completions"
     with client.stream("POST", url, json=body) as stream, pytest.raises(httpx.TransportError):
@@ -91,7 +91,7 @@ def test_a_second_signal_ends_at_once(served: Served) -> None:
 
 
 def request(served: Served, number: int) -> tuple[str, int]:
-    """Three of ten leave in mid-stream, one is invalid, one far too long."""
+    """One request: three in ten disconnect in mid-stream, one is invalid, one is far too long."""
     kind = {0: "invalid", 1: "left", 2: "left", 3: "left", 4: "oversized"}.get(number % 10, "good")
     if kind == "invalid":
         return kind, served.post({"prompt": "a", "n": "many"}).status_code
@@ -109,7 +109,7 @@ def request(served: Served, number: int) -> tuple[str, int]:
 
 
 def abuse(served: Served, requests: int) -> Counter[tuple[str, int]]:
-    """32 clients for 4 rows and a queue of 12: full twice over."""
+    """32 clients for 4 rows and a queue of 12, twice as many as fit."""
     with ThreadPoolExecutor(32) as pool:
         return Counter(pool.map(lambda number: request(served, number), range(requests)))
 
@@ -120,7 +120,7 @@ def idle(served: Served) -> bool:
 
 
 @pytest.mark.slow
-def test_a_thousand_requests_of_abuse_leave_nothing_behind(served: Served) -> None:
+def test_a_thousand_abusive_requests_leave_nothing_behind(served: Served) -> None:
     abuse(served, 300)
     wait_until(lambda: idle(served))
     before, probe = resident(served), HealthProbe(served)

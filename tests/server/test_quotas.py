@@ -1,4 +1,4 @@
-"""Limits of single keys: read strictly, enforced for that key alone."""
+"""Limits of API keys: strict parsing, and enforcement per key."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from paceline.config import ServerConfig
 from paceline.errors import ParameterError
 from paceline.server import errors
 from paceline.server.clients import key_name
-from paceline.server.quotas import Key, Quotas, read_key
+from paceline.server.quotas import ApiKey, Quotas, read_key
 from server_support import Live, start
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_a_key_and_its_limits_are_read_strictly() -> None:
-    assert read_key("secret") == Key("secret")
-    assert read_key("secret  max_tokens_per_minute=5 max_requests=2") == Key("secret", 2, 5)
+def test_keys_and_limits_are_parsed_strictly() -> None:
+    assert read_key("secret") == ApiKey("secret")
+    assert read_key("secret  max_tokens_per_minute=5 max_requests=2") == ApiKey("secret", 2, 5)
 
 
 @pytest.mark.parametrize(
@@ -39,23 +39,23 @@ def test_a_key_and_its_limits_are_read_strictly() -> None:
         "secret max_requests = 1",
     ],
 )
-def test_what_is_no_key_or_limit_is_refused_without_showing_it(line: str) -> None:
+def test_invalid_key_lines_are_refused_without_showing_them(line: str) -> None:
     with pytest.raises(ParameterError, match="max_requests=N") as caught:
         Quotas([line])
     assert "secret" not in str(caught.value)
 
 
-def test_a_key_may_not_be_given_twice() -> None:
+def test_duplicate_keys_are_refused() -> None:
     with pytest.raises(ParameterError, match="twice"):
         Quotas(["a", "a max_requests=1"])
 
 
-def test_tokens_come_back_with_time_and_what_was_not_used_at_once() -> None:
+def test_the_token_bucket_refills_with_time_and_returns_unused_tokens() -> None:
     now = [0.0]
     quotas, client = Quotas(["a max_tokens_per_minute=60"], lambda: now[0]), key_name("a")
 
     def use(asked: int, used: int) -> int:
-        """Seconds to wait; 0: it was served."""
+        """Return the seconds to wait; 0 if the request was admitted."""
         try:
             with quotas.hold(client, asked) as bill:
                 bill.used = used
@@ -68,7 +68,7 @@ def test_tokens_come_back_with_time_and_what_was_not_used_at_once() -> None:
     assert use(30, 30) == 30
     now[0] += 30
     assert use(30, 30) == 0
-    assert use(1000, 0) == 60, "more than a minute's: when nothing else was used for a minute"
+    assert use(1000, 0) == 60, "more than a minute's tokens: needs a full bucket"
     now[0] += 60
     assert use(1000, 90) == 0
     assert use(1, 1) == 31
@@ -82,9 +82,9 @@ def keyed(tiny: str) -> Iterator[Live]:
     yield from start(ServerConfig(port=0, api_keys=keys), tiny)
 
 
-def test_one_key_s_limit_is_nobody_elses(keyed: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_keys_limit_does_not_affect_other_keys(keyed: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = keyed.context.quotas._accounts[key_name("slow")]
-    monkeypatch.setattr(slow, "_clock", lambda: slow._at)  # no time passes, however slow the machine
+    monkeypatch.setattr(slow, "_clock", lambda: slow._at)  # stops the clock, however slow the machine
 
     def ask(key: str, **body: object) -> tuple[int, str | None]:
         whole = {"prompt": "abcd", "max_tokens": 8, "ignore_eos": True, **body}
@@ -92,12 +92,12 @@ def test_one_key_s_limit_is_nobody_elses(keyed: Live, monkeypatch: pytest.Monkey
         return reply.status_code, reply.headers.get("retry-after")
 
     assert ask("slow", max_tokens=6) == (200, None)
-    assert ask("slow", max_tokens=8) == (429, "6"), "of which 10 are used and 12 would be"
+    assert ask("slow", max_tokens=8) == (429, "6"), "10 of 20 are used, and 12 more are needed"
     assert ask("free", max_tokens=60) == ask("few") == (200, None)
     assert ask("few max_requests=1")[0] == ask("slow max_tokens_per_minute=20")[0] == 401
     account = keyed.context.quotas._accounts[key_name("few")]
     assert account._requests == 0
-    account._requests = 1  # as if one were running
+    account._requests = 1  # as if one request were running
     try:
         assert ask("few") == (429, "1")
         assert ask("free") == (200, None)

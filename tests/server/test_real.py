@@ -1,4 +1,4 @@
-"""SmolLM2 under load: what everybody gets is what they would get alone."""
+"""SmolLM2 under load: every request gets the answer that it gets alone."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def alone(model: str) -> LLM:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_under_load_every_answer_is_that_of_the_request_alone(live: Live, alone: LLM, temperature: float) -> None:
-    """float32; at temperature 0.8 the coupled rule with the request's seed."""
+def test_answers_under_load_equal_those_of_single_requests(live: Live, alone: LLM, temperature: float) -> None:
+    """float32; at temperature 0.8 with the coupled acceptance rule and the request's seed."""
     params = [SamplingParams(max_tokens=TOKENS, temperature=temperature, seed=i) for i in range(REQUESTS)]
     expected = [
         alone.generate(prompt, each, use_tqdm=False)[0].outputs[0].text

@@ -39,21 +39,21 @@ def need(package: str, module: str) -> None:
 
 
 def recipe(section: str, language: str) -> str:
-    """The code of a section of the page."""
+    """Return the code of a section of docs/recipes.md."""
     text = PAGE.read_text().split(f"\n## {section}\n")[1].split("\n## ")[0]
     (code,) = re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
     return str(code)
 
 
-def play(section: str, live: Live, capsys: pytest.CaptureFixture[str]) -> str:
-    """What a section's Python says."""
+def run_python(section: str, live: Live, capsys: pytest.CaptureFixture[str]) -> str:
+    """Run a section's Python code and return its output."""
     code = recipe(section, "python").replace(HERE, live.url)
     exec(compile(code, section, "exec"), {})
     return capsys.readouterr().out
 
 
 def run(section: str, live: Live, tmp_path: Path, changes: dict[str, str], **variables: str) -> str:
-    """What a section's commands say, in an empty directory and without a network."""
+    """Run a section's commands in an empty directory without network and return their output."""
     code = recipe(section, "sh").replace(HERE, live.url)
     for old, new in changes.items():
         assert old in code
@@ -69,7 +69,7 @@ def run(section: str, live: Live, tmp_path: Path, changes: dict[str, str], **var
 
 
 def answered(live: Live) -> str:
-    """What greedy decoding says to the recipes' question."""
+    """The greedy answer to the recipes' question."""
     body = {"messages": [{"role": "user", "content": "Name three rivers."}], "temperature": 0}
     text: str = live.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"]
     return text
@@ -84,13 +84,13 @@ def test_openai(live: Live) -> None:
 
 def test_langchain(live: Live, capsys: pytest.CaptureFixture[str]) -> None:
     need("langchain-openai", "langchain_openai")
-    said, answer = play("LangChain", live, capsys), answered(live)
+    said, answer = run_python("LangChain", live, capsys), answered(live)
     assert said == f"{answer}\n{answer}"
 
 
 def test_litellm(live: Live, capsys: pytest.CaptureFixture[str]) -> None:
     need("litellm", "litellm")
-    assert play("LiteLLM", live, capsys) == answered(live) + "\n"
+    assert run_python("LiteLLM", live, capsys) == answered(live) + "\n"
 
 
 TASK = """
@@ -132,7 +132,7 @@ def aiperf_figures(folder: Path) -> dict[str, Any]:
 
 
 def test_aiperf(live: Live, tiny: str, tmp_path: Path) -> None:
-    """It divides by the rounds that drafted, and by nothing else that the server counts."""
+    """aiperf divides by the rounds with draft tokens only."""
     need("aiperf", "aiperf")
     assert shutil.which("aiperf", path=str(Path(sys.executable).parent))
     changes = {"TOKENIZER": tiny, "--request-count 40": "--request-count 8 --isl 40 --osl 32 --ui none"}
@@ -140,13 +140,13 @@ def test_aiperf(live: Live, tiny: str, tmp_path: Path) -> None:
         name: live.metric(name)
         for name in ("spec_decode_num_accepted_tokens_total", "spec_decode_num_draft_tokens_total")
     }
-    # Where these are set, aiperf looks for tokenizers in the hub's cache alone.
+    # With these variables aiperf looks for tokenizers in the hub's cache only.
     run("aiperf", live, tmp_path, changes, HF_HUB_OFFLINE="", TRANSFORMERS_OFFLINE="")
     after = {name: live.metric(name) - count for name, count in before.items()}
     figures = aiperf_figures(tmp_path)
     assert figures["request_count"]["avg"] == 8
     told = {name: figures[name]["avg"] for name in figures if name.startswith(("spec_decode", "total_spec_decode"))}
-    assert told, "aiperf found nothing about guesses"
+    assert told, "aiperf found no acceptance figures"
     rate = told["spec_decode_overall_draft_acceptance_rate"]
     accepted, drafted = after.values()
     assert drafted > 0

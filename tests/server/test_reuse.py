@@ -1,4 +1,4 @@
-"""What was read before is counted, and shared with nobody who has another salt."""
+"""Cached prompt tokens are counted in usage, and shared only between requests with the same salt."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def test_the_next_turn_of_a_chat_is_counted_in_usage_metrics_and_streams(live: Live) -> None:
+def test_cached_tokens_of_a_next_turn_appear_in_usage_metrics_and_streams(live: Live) -> None:
     hits = live.metric("prefix_cache_hits_total")
-    messages = [user("a question that nobody has asked here before")]
+    messages = [user("a question that is new to this server")]
     first = post(live, CHAT, messages=messages)
     assert cached(first) == 0
     messages += [first["choices"][0]["message"], user("and?")]
     second = post(live, CHAT, messages=messages, metrics=True)
     assert cached(second) > first["usage"]["prompt_tokens"] - len(
         "[bot]"
-    )  # the template's, which then says [assistant]
+    )  # the chat template's, which then adds [assistant]
     assert cached(second) == second["choices"][0]["paceline"]["metrics"]["cached_tokens"]
     assert live.metric("prefix_cache_hits_total") - hits == cached(second)
     third = post_stream(live, messages=messages)
@@ -44,15 +44,15 @@ def test_the_next_turn_of_a_chat_is_counted_in_usage_metrics_and_streams(live: L
 
 
 def post_stream(live: Live, **body: Any) -> Any:
-    """The last chunk."""
+    """The last chunk of a stream."""
     body = {"max_tokens": 4, "stream": True, "stream_options": {"include_usage": True}, **body}
     with client.stream("POST", f"{live.url}{CHAT}", json=body) as reply:
         lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line.startswith("data: {")]
     return json.loads(lines[-1])
 
 
-def test_n_answers_and_several_prompts_count_what_the_request_did_not_have_to_read(live: Live) -> None:
-    prompts = ["one text that is long enough to be copied", "another text that nobody has sent before"]
+def test_cached_tokens_of_several_answers_and_prompts(live: Live) -> None:
+    prompts = ["one text that is long enough to be copied", "another text that is new to this server"]
     options = {"n": 3, "temperature": 1.0}
     assert cached(post(live, COMPLETIONS, prompt=prompts, **options)) == 0
     assert cached(post(live, COMPLETIONS, prompt=prompts, **options)) == sum(len(prompt) - 1 for prompt in prompts)
@@ -66,7 +66,9 @@ def test_n_answers_and_several_prompts_count_what_the_request_did_not_have_to_re
         ({"keep_prefix": False}, {}, False),
     ],
 )
-def test_who_copies_from_whom(live: Live, first: dict[str, Any], second: dict[str, Any], copies: bool) -> None:
+def test_prefixes_are_shared_within_a_salt_only(
+    live: Live, first: dict[str, Any], second: dict[str, Any], copies: bool
+) -> None:
     prompt = f"a text of its own for {first} and {second}, which both of them send"
     assert cached(post(live, COMPLETIONS, prompt=prompt, **first)) == 0
     assert cached(post(live, COMPLETIONS, prompt=prompt, **second)) == (len(prompt) - 1 if copies else 0)
@@ -75,7 +77,7 @@ def test_who_copies_from_whom(live: Live, first: dict[str, Any], second: dict[st
 @pytest.mark.parametrize(
     "given", [{"cache_salt": ""}, {"cache_salt": 5}, {"cache_salt": "x" * 513}, {"keep_prefix": 1}]
 )
-def test_what_is_no_salt_is_refused(live: Live, given: dict[str, Any]) -> None:
+def test_invalid_salts_are_refused(live: Live, given: dict[str, Any]) -> None:
     reply = client.post(f"{live.url}{COMPLETIONS}", json={"prompt": "a", **given})
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == next(iter(given))

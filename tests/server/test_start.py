@@ -1,4 +1,4 @@
-"""What the start does before the first request comes, and what it says of that."""
+"""Work at the start of the server, before the first request, and its log lines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CAPTURED = Ahead(3, 1.5, left=2, why="no more than 1.5 s were given")
 
 
 def begun(config: ServerConfig, model: str) -> Context:
-    """A server that has started, without network, and ended again."""
+    """A server that was started without network and stopped again."""
     context = Context(config, lambda: load(model), lambda: None)
 
     async def begin() -> None:
@@ -37,12 +37,12 @@ def begun(config: ServerConfig, model: str) -> Context:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What engines were given, each of which captures something."""
+    """Seconds that engines were given for capturing; each captures something."""
     given: list[float] = []
 
     def capture(engine: Engine, seconds: float, progress: Callable[[Sequence[Named]], Iterable[Named]]) -> Ahead:
         assert not engine.busy
-        assert engine._step_seconds > 0, "the warm-up has taken the memory that prompts need"
+        assert engine._step_seconds > 0, "the warm-up has allocated the memory for prefill"
         assert list(progress([])) == []
         given.append(seconds)
         return CAPTURED
@@ -52,7 +52,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.mark.parametrize("options", [{}, {"capture_seconds": 1.5}, {"capture_seconds": 0}])
-def test_the_log_says_what_was_captured_and_what_is_left(
+def test_the_log_reports_captured_and_remaining_graphs(
     tiny: str, asked: list[float], caplog: pytest.LogCaptureFixture, options: dict[str, Any]
 ) -> None:
     caplog.set_level(logging.INFO, "paceline.server")
@@ -64,7 +64,7 @@ def test_the_log_says_what_was_captured_and_what_is_left(
 
 
 @pytest.mark.parametrize("seconds", [ServerConfig.capture_seconds, 0])
-def test_where_nothing_is_captured_nothing_is_said(tiny: str, caplog: pytest.LogCaptureFixture, seconds: float) -> None:
+def test_the_log_is_silent_if_nothing_is_captured(tiny: str, caplog: pytest.LogCaptureFixture, seconds: float) -> None:
     caplog.set_level(logging.INFO, "paceline.server")
     assert begun(ServerConfig(capture_seconds=seconds), tiny).service.failure is None
     lines = [record.getMessage() for record in caplog.records]
@@ -72,19 +72,19 @@ def test_where_nothing_is_captured_nothing_is_said(tiny: str, caplog: pytest.Log
     assert not any("captured" in line for line in lines)
 
 
-def test_seconds_for_what_is_not_captured_are_refused(tiny: str) -> None:
+def test_capture_seconds_without_graphs_are_refused(tiny: str) -> None:
     failure = begun(ServerConfig(capture_seconds=5), tiny).service.failure
     assert isinstance(failure, ParameterError)
     assert (
         str(failure)
-        == "capture_seconds=5 is not allowed: left out here; it needs rounds that a GPU plays as CUDA graphs"
+        == "capture_seconds=5 is not allowed: its default, because this engine does not run rounds as CUDA graphs"
     )
 
 
-def test_garbage_is_looked_for_before_requests_come(
+def test_garbage_is_collected_before_the_first_request(
     tiny: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A look at all that was loaded holds up everything for 200 ms; the next comes when much more is there."""
+    """A garbage collection over the loaded model takes 200 ms; afterwards the next full one is far away."""
     caplog.set_level(logging.INFO, "paceline.server")
     monkeypatch.setattr(gc, "collect", lambda: logging.getLogger("paceline.server").info("looked for"))
     begun(ServerConfig(), tiny)

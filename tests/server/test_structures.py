@@ -1,4 +1,4 @@
-"""Structures over HTTP: while one is compiled everything else goes on, and nobody waits longer than wanted."""
+"""Structured outputs over HTTP: other requests continue during a compilation, and time limits include it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def chat(schema: Any, **extra: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def compiling(live: Live, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What became of the structures that take for ever: "begun", then "given up"."""
+    """Events of compilations that never end: "begun", then "given up"."""
     told: list[str] = []
     released = threading.Event()
     usual = live.context.llm.structure
@@ -40,7 +40,7 @@ def compiling(live: Live, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]
         while not (stopped() or released.is_set()):
             time.sleep(0.01)
         told.append("given up")
-        raise StructureError("nobody waits")
+        raise StructureError("stopped")
 
     monkeypatch.setattr(live.context.llm, "structure", structure)
     yield told
@@ -48,7 +48,7 @@ def compiling(live: Live, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]
     wait_until(lambda: told.count("begun") == told.count("given up"))
 
 
-def test_while_a_structure_is_compiled_other_requests_are_answered(live: Live, compiling: list[str]) -> None:
+def test_other_requests_continue_while_a_structure_compiles(live: Live, compiling: list[str]) -> None:
     replies: list[int] = []
     waiting = threading.Thread(
         target=lambda: replies.append(live.post("/v1/chat/completions", chat(SLOW)).status_code), daemon=True
@@ -64,21 +64,21 @@ def test_while_a_structure_is_compiled_other_requests_are_answered(live: Live, c
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_timeout_covers_compiling(live: Live, compiling: list[str], stream: bool) -> None:
+def test_timeout_includes_compiling(live: Live, compiling: list[str], stream: bool) -> None:
     timeout = 0.05
-    while not compiling:  # it began after the end: a loaded machine needs more time for that
+    while not compiling:  # it began after the time limit: a loaded machine needs longer to begin
         timeout *= 4
         assert live.post("/v1/chat/completions", chat(SLOW, timeout=timeout, stream=stream)).status_code == 504
     wait_until(lambda: compiling == ["begun", "given up"])
 
 
-def test_whoever_hangs_up_ends_the_compiling(live: Live, compiling: list[str]) -> None:
+def test_a_disconnect_stops_the_compilation(live: Live, compiling: list[str]) -> None:
     with live.asking("/v1/chat/completions", chat(SLOW)):
         wait_until(lambda: compiling == ["begun"])
     wait_until(lambda: compiling == ["begun", "given up"])
 
 
-def test_an_answer_that_cannot_be_followed_any_further_ends_with_the_reason(
+def test_a_constraint_that_gives_up_fails_the_answer_with_its_reason(
     live: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     schema = {"type": "string", "pattern": "[a-c]{100}"}

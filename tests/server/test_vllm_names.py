@@ -1,4 +1,4 @@
-"""/metrics under vLLM's names: what its dashboards and autoscalers ask for is there, with our values."""
+"""/metrics under vLLM's names: everything that its dashboards and autoscalers need, with paceline's values."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def samples(live: Live) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     }
 
 
-def test_what_vllm_counts_is_there_under_its_names_with_our_values(vllm: Live) -> None:
+def test_vllm_names_have_the_same_values(vllm: Live) -> None:
     body = {"prompt": "abcabcabcabc", "max_tokens": 100, "n": 2, "temperature": 0, "ignore_eos": True}
     assert vllm.post("/v1/completions", body).status_code == 200
     vllm.wait_until_idle()
@@ -52,9 +52,9 @@ def test_what_vllm_counts_is_there_under_its_names_with_our_values(vllm: Live) -
     first = found["paceline:spec_decode_num_accepted_tokens_per_pos_total", frozenset({("position", "0")})]
     assert found["vllm:spec_decode_num_accepted_tokens_per_pos_total", labels | {("position", "0")}] == first > 0
     assert found["vllm:request_success_total", labels | {("finished_reason", "length")}] == 2
-    assert found["vllm:request_time_per_output_token_seconds_count", labels] == 1, "the mean alone, once a request"
+    assert found["vllm:request_time_per_output_token_seconds_count", labels] == 1, "only the mean, once per request"
 
 
-def test_vllms_names_are_there_only_where_they_were_asked_for(live: Live) -> None:
+def test_vllm_names_are_opt_in(live: Live) -> None:
     assert "vllm:" not in live.get("/metrics").text
     assert "paceline:" in live.get("/metrics").text

@@ -1,4 +1,4 @@
-"""``paceline bench traffic`` and ``paceline bench phases``: does the speculation length follow what changes?"""
+"""``paceline bench traffic`` and ``paceline bench phases``: whether the speculation length follows the load."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from paceline.cli.document import checked_plot, command_line, end
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, check_draft_tokens, refuse_given
 from paceline.errors import ParameterError
 
-Repeats = Annotated[int, typer.Option("--repeats", min=1, help="The median counts.")]
-Quick = Annotated[bool, typer.Option("--quick", help="A few short requests: only to see that it works.")]
+Repeats = Annotated[int, typer.Option("--repeats", min=1, help="Runs, of which the median is reported.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Run a few short requests only, as a test.")]
 
 
-Traces = Annotated[str, typer.Option("--traces", help="steady, busy, varying, or several.")]
+Traces = Annotated[str, typer.Option("--traces", help="steady, busy, varying, or several, separated by commas.")]
 Requests = Annotated[int, typer.Option("--requests", min=2, help="Requests of a trace.")]
 Interval = Annotated[float, typer.Option("--interval", help="Seconds between arrivals, on average.")]
 Variation = Annotated[float, typer.Option("--cv", help="Coefficient of variation of the intervals.")]
@@ -36,13 +36,13 @@ def traffic(
     cv: Variation = DEFAULT_CV,
     max_tokens: AnswerTokens = DEFAULT_TOKENS,
     repeats: Repeats = 1,
-    output: Annotated[Path, typer.Option("--output", help="JSON; the plot has its name with .png.")] = Path(
-        "traffic.json"
-    ),
+    output: Annotated[
+        Path, typer.Option("--output", help="The JSON document; the plot has the same name with .png.")
+    ] = Path("traffic.json"),
     quick: Quick = False,
     quiet: Quiet = False,
 ) -> None:
-    """Requests arrive by themselves; every length policy serves the same. The last line is one JSON document."""
+    """Serve the same arriving requests with every length policy. The last line is one JSON document."""
     from paceline.tools.bench.offline import machine, versions
     from paceline.tools.bench.traffic import PROMPTS, Load, as_json, draw, measure, summary
 
@@ -83,7 +83,7 @@ def traffic_http(
         list[str],
         typer.Argument(
             help="Running servers: URL (such as http://127.0.0.1:8000), or a policy each: NAME=URL, or NAME=URL@2 for "
-            "at most 2 guesses."
+            "at most 2 draft tokens a round."
         ),
     ],
     traces: Traces = ALL_TRACES,
@@ -92,17 +92,15 @@ def traffic_http(
     cv: Variation = DEFAULT_CV,
     max_tokens: AnswerTokens = DEFAULT_TOKENS,
     api_key: Annotated[
-        str | None, typer.Option("--api-key", envvar="PACELINE_API_KEY", help="If the server wants one.")
+        str | None, typer.Option("--api-key", envvar="PACELINE_API_KEY", help="The servers' API key.")
     ] = None,
     repeats: Repeats = 1,
-    output: Annotated[Path, typer.Option("--output", help="JSON; the plot has its name with .png.")] = Path(
-        "traffic-http.json"
-    ),
+    output: Annotated[
+        Path, typer.Option("--output", help="The JSON document; the plot has the same name with .png.")
+    ] = Path("traffic-http.json"),
     quiet: Quiet = False,
 ) -> None:
-    """The traffic of bench traffic against running servers: each one's policy, or fewer draft tokens as requests
-    ask.
-    """
+    """Send the traffic of bench traffic to running servers, each with its policy or a limit on draft tokens."""
     from paceline.tools.bench.offline import machine, versions
     from paceline.tools.bench.traffic import Load, as_json
     from paceline.tools.bench.traffic_http import compared, draw, measure, served
@@ -143,13 +141,13 @@ def phases(
     model: Model = DEFAULT_MODEL,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=2, help="Tokens of a row in each phase.")] = 300,
     repeats: Repeats = 3,
-    output: Annotated[Path, typer.Option("--output", help="JSON; the plot has its name with .png.")] = Path(
-        "phases.json"
-    ),
+    output: Annotated[
+        Path, typer.Option("--output", help="The JSON document; the plot has the same name with .png.")
+    ] = Path("phases.json"),
     quick: Quick = False,
     quiet: Quiet = False,
 ) -> None:
-    """Batch 1, 16, 1 and SYNTHETIC acceptance 0.9, 0.1, 0.9: auto, every fixed length, and an oracle."""
+    """Compare auto with every fixed length and an oracle: batch 1, 16, 1, SYNTHETIC acceptance 0.9, 0.1, 0.9."""
     from paceline.tools.bench.offline import machine, versions
     from paceline.tools.bench.phases import PHASES, Phase, Stage, compare, draw
 
@@ -181,8 +179,8 @@ def phases(
 
 
 def _need_drafter(engine: EngineFlags) -> None:
-    if engine.drafter == "none":
-        raise ParameterError("--drafter", "none", "one that guesses: without guesses all policies are one")
+    if engine.drafter is None:
+        raise ParameterError("--drafter", "none", "a drafter: without draft tokens all policies are the same")
 
 
 def _check_intervals(interval: float, cv: float) -> None:
@@ -220,7 +218,7 @@ def _http_row(result: dict[str, Any]) -> list[str]:
 
 
 def _finish(document: dict[str, Any], engine: str, output: Path, plot: Path, quiet: bool) -> None:
-    """The document to the file and, as the last line, to stdout."""
+    """Write the document to the file and, as the last line, to stdout."""
     end({"command": command_line(), "engine": engine, "plot": str(plot)} | document, output)
     if not quiet:
         note(f"written: {output}, {plot}")

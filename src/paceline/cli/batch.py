@@ -1,4 +1,4 @@
-"""``paceline batch``: a file of requests in, a file of answers out, however long, and again where it was left."""
+"""``paceline batch``: a file of requests in, a file of answers out; a job that was ended can continue."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ import typer
 from tqdm import tqdm
 
 from paceline.cli.console import note
-from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, SamplingFlags, refuse_given
+from paceline.cli.flags import flags_of
+from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, refuse_given
 from paceline.config import DEFAULT_ACCEPTANCE, MAX_COUNT, SamplingParams, ServerConfig
 from paceline.config.files import read_text, write_text
 from paceline.errors import MissingPackageError, PacelineError, ParameterError
@@ -27,18 +28,18 @@ from paceline.errors import MissingPackageError, PacelineError, ParameterError
 if TYPE_CHECKING:
     from paceline.llm import LLM
     from paceline.server.batch.output import OutputFile
-    from paceline.server.batch.window import Outcome
+    from paceline.server.batch.window import LineResult
     from paceline.server.context import Context
 
 EXIT_FAILED = 2
 _VERSION = 1
-_TICK = 0.5  # seconds between two looks at the speed
+_TICK = 0.5  # seconds between two updates of the speed
 
 
 def batch(
     context: typer.Context,
     engine: EngineFlags,
-    sampling: SamplingFlags,
+    sampling: SamplingParams,
     input_file: Annotated[
         Path,
         typer.Argument(
@@ -46,43 +47,43 @@ def batch(
             help="JSON lines: OpenAI's batch requests (custom_id, method, url, body), or those of paceline generate.",
         ),
     ],
-    output_file: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Where answers and errors go, a line each.")],
+    output_file: Annotated[Path, typer.Argument(metavar="OUTPUT", help="The file of answers and errors, one a line.")],
     model: Model = DEFAULT_MODEL,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on where OUTPUT ends, however the process before was ended.")
-    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue where OUTPUT ends.")] = False,
     in_order: Annotated[
-        bool, typer.Option("--in-order", help="Answers in the order of INPUT. Default: as they are finished.")
+        bool, typer.Option("--in-order", help="Write answers in the order of INPUT. Default: as they finish.")
     ] = False,
     served_model_name: Annotated[
         str | None,
-        typer.Option("--served-model-name", help="What requests call the model. Default: MODEL as it is given."),
+        typer.Option("--served-model-name", help="Model name in requests. Default: MODEL."),
     ] = None,
     replicas: Annotated[
         int | None,
-        typer.Option("--replicas", min=1, help="So many engines on Ray play the file. Default: one, without Ray."),
+        typer.Option(
+            "--replicas", min=1, help="Number of engines on Ray that answer the file. Default: one, without Ray."
+        ),
     ] = None,
     ray_address: Annotated[
         str | None,
-        typer.Option("--ray-address", help="Where Ray runs: HOST:PORT, or auto. Default: it is started here."),
+        typer.Option("--ray-address", help="Address of Ray: HOST:PORT, or auto. Default: Ray is started here."),
     ] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Answer a file of requests. A line without a seed gets one of its own from --seed and its custom_id (or place).
+    """Answer a file of requests. A line without a seed gets one that depends on --seed and its custom_id (or index).
 
-    Exit code 2 if a line could not be answered, in this run or an earlier one: OUTPUT says why.
+    Exit code 2 if a line could not be answered, in this run or an earlier one; OUTPUT has the reason.
     """
     _need_server()
     engine.check()
-    params = dataclasses.replace(sampling.params(), seed=None)  # the seed is the job's
-    given = [field.name for field in dataclasses.fields(SamplingFlags) if field.name != "seed"]
-    allowed = "left out for lines in OpenAI's form, whose body says it"
+    params = dataclasses.replace(sampling, seed=None)  # the seed is the job's
+    given = [flag.name for flag in flags_of(SamplingParams) if flag.name != "seed"]
+    allowed = "left out for lines in OpenAI's form, whose body has the parameters"
     refuse_params = functools.partial(refuse_given, context, allowed, *given)
     if ray_address is not None and replicas is None:
         raise ParameterError("--ray-address", ray_address, "left out without --replicas")
     _check_paths(input_file, output_file, resume)
     name = served_model_name or model
-    config = ServerConfig(served_model_name=name, max_waiting=MAX_COUNT, capture_seconds=0)  # it may be a short job
+    config = ServerConfig(served_model_name=name, max_waiting=MAX_COUNT, capture_seconds=0)
     with _opened(input_file) as lines, _output(output_file) as output, _telling_how_to_go_on(output_file, output):
 
         def begin(settings: dict[str, Any]) -> int:
@@ -91,17 +92,17 @@ def batch(
         if replicas is None:
             llm = engine.load(model, quiet)
             seed = begin(settings_of(llm, params))
-            job = _Job(llm, config, seed, params, refuse_params, in_order=in_order, quiet=quiet)
+            job = _LocalRun(llm, config, seed, params, refuse_params, in_order=in_order, quiet=quiet)
             failed = asyncio.run(job.run(lines, output))
         else:
-            from paceline.cli.workers import Job
+            from paceline.cli.workers import RayRun
             from paceline.integrations.ray.cluster import LOCAL
 
-            on_ray = Job(config, params, refuse_params, begin, in_order=in_order, quiet=quiet)
+            on_ray = RayRun(config, params, refuse_params, begin, in_order=in_order, quiet=quiet)
             failed = on_ray.run(engine.recipe(model), replicas, ray_address or LOCAL, lines, output)
     failed += output.failed
     if failed:
-        note(f"{failed} lines could not be answered; {output_file} says why")
+        note(f"{failed} lines could not be answered; {output_file} has the reasons")
         raise typer.Exit(EXIT_FAILED)
 
 
@@ -147,7 +148,7 @@ def _output(path: Path) -> OutputFile:
 
 @contextmanager
 def _telling_how_to_go_on(path: Path, output: OutputFile) -> Iterator[None]:
-    """After Ctrl-C, say how many lines are done and which option continues the job."""
+    """Report after Ctrl-C how many lines are done and which option continues the job."""
     try:
         yield
     except KeyboardInterrupt:
@@ -156,7 +157,7 @@ def _telling_how_to_go_on(path: Path, output: OutputFile) -> Iterator[None]:
 
 
 def settings_of(llm: LLM, params: SamplingParams) -> dict[str, Any]:
-    """Whatever answers depend on, besides the lines and the seed."""
+    """The settings that answers depend on, besides the lines and the seed."""
     identity, config = llm.engine.identity(), llm.config
     draft_tokens = identity.drafter if config.acceptance != DEFAULT_ACCEPTANCE else None
     settings = {
@@ -210,7 +211,7 @@ def _kept(path: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Job:
+class _LocalRun:
     """One run over a file."""
 
     llm: LLM
@@ -223,29 +224,29 @@ class _Job:
     quiet: bool
 
     async def run(self, file: BinaryIO, output: OutputFile) -> int:
-        """How many lines, of this run, could not be answered."""
-        from paceline.cli.plain_lines import Reader
-        from paceline.server.batch.answers import Batch, unanswered
+        """Answer all lines; returns how many of this run could not be answered."""
+        from paceline.cli.plain_lines import LineReader
+        from paceline.server.batch.answers import BatchContext, unanswered
         from paceline.server.batch.lines import lines_of
-        from paceline.server.batch.window import LINES_PER_ROW, Scribe, play_all
+        from paceline.server.batch.window import LINES_PER_ROW, LineWriter, run_all
 
         async with running(self.llm, self.config) as context:
-            reader = Reader(Batch(context, self.seed), self.params, self.refuse_params)
+            reader = LineReader(BatchContext(context, self.seed), self.params, self.refuse_params)
             todo = unanswered(lines_of(file, self.config.max_body_bytes), reader.read, output)
             async with _progress(context, file, len(output.done), shown=not self.quiet) as progress:
-                await play_all(
+                await run_all(
                     todo,
-                    Scribe(output.append),
+                    LineWriter(output.append),
                     window=LINES_PER_ROW * self.llm.config.max_batch_size,
                     in_order=self.in_order,
-                    tell=progress.tell,
+                    on_result=progress.tell,
                 )
         return progress.failed
 
 
 @asynccontextmanager
 async def running(llm: LLM, config: ServerConfig) -> AsyncIterator[Context]:
-    """Everything of a server but the network, where nobody waits. Raises PacelineError if it stops by itself."""
+    """A server without its network and without latency limits. Raises PacelineError if it stops by itself."""
     from paceline.server.context import Context
 
     llm.engine.scheduler.watched = False
@@ -270,14 +271,14 @@ class _Progress:
         self.failed = self.answered = 0
         self._context, self._bar = context, bar
 
-    def tell(self, outcome: Outcome) -> None:
-        """One more is on disk."""
+    def tell(self, outcome: LineResult) -> None:
+        """Count one more line that is on disk."""
         self.answered += 1
         self.failed += outcome.failed
         self._bar.update()
 
     async def watch(self) -> None:
-        """Show how fast it goes, for ever."""
+        """Show the speed until cancelled."""
         while True:
             now = self._context.meter.stats()
             rate = "" if now.acceptance_rate is None else f", acceptance {now.acceptance_rate:.0%}"
@@ -285,7 +286,7 @@ class _Progress:
             await asyncio.sleep(_TICK)
 
     def summary(self, seconds: float) -> str:
-        """What it came to, in one line."""
+        """The figures of the run, in one line."""
         tokens, drafted, accepted = self._context.meter.totals()
         rate = f", acceptance {accepted / drafted:.0%}" if drafted else ""
         pace = f"{tokens} tokens, {tokens / max(seconds, 1e-9):.1f} a second{rate}"

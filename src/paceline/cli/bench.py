@@ -1,4 +1,4 @@
-"""``paceline bench``: how fast it is."""
+"""``paceline bench``: measurements of speed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from paceline.cli.adaptive import CHOSEN_BY_PHASES, phases, traffic, traffic_htt
 from paceline.cli.console import Sheet, latency_table, note, stderr, table, working
 from paceline.cli.document import command_line, end
 from paceline.cli.drafters import CHOSEN_BY_DRAFTERS, drafters
+from paceline.cli.flags import with_flags
 from paceline.cli.options import (
     DEFAULT_MODEL,
     EngineFlags,
@@ -20,7 +21,6 @@ from paceline.cli.options import (
     refuse_given,
     speculation_length,
     whole_numbers,
-    with_flags,
 )
 from paceline.cli.quality import quality
 from paceline.config import LOOKS_UP
@@ -30,7 +30,7 @@ from paceline.errors import ParameterError
 if TYPE_CHECKING:
     from paceline.tools.bench.offline import Result
 
-app = typer.Typer(no_args_is_help=True, help="How fast it is.")
+app = typer.Typer(no_args_is_help=True, help="Measure speed.")
 
 
 @app.callback()
@@ -42,7 +42,9 @@ def offline(
     context: typer.Context,
     engine: EngineFlags,
     model: Model = DEFAULT_MODEL,
-    batch_sizes: Annotated[str, typer.Option("--batch-sizes", help="Prompts at once.")] = "1,2,4,8",
+    batch_sizes: Annotated[
+        str, typer.Option("--batch-sizes", help="Prompts in a batch; several, separated by commas.")
+    ] = "1,2,4,8",
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens of every answer.")] = 64,
     prompts: Annotated[
         Literal["mixed", "copying", "open", "stubs", "chat", "edits", "retrieval"],
@@ -54,19 +56,20 @@ def offline(
     ] = "mixed",
     references: Annotated[
         bool,
-        typer.Option(help="Give n-gram lookup what edits and retrieval repeat: the program, the document."),
+        typer.Option(help="Give n-gram lookup the text that edits and retrieval repeat: the program, the document."),
     ] = True,
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="The median counts.")] = 3,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Runs, of which the median is reported.")] = 3,
     lengths: Annotated[
         str | None, typer.Option("--lengths", help="Time several speculation lengths side by side: 1,2,4,bass,auto.")
     ] = None,
     wrong_guesses: Annotated[
-        bool, typer.Option("--wrong-guesses", help="Make every guess wrong: what speculation costs at its worst.")
+        bool,
+        typer.Option("--wrong-guesses", help="Make every draft token wrong: the cost of speculation at its worst."),
     ] = False,
     compare: Annotated[
-        Literal["transformers"] | None, typer.Option("--compare", help="Time another program on the same batches.")
+        Literal["transformers"] | None, typer.Option("--compare", help="Time another program with the same batches.")
     ] = None,
-    output: Annotated[Path | None, typer.Option("--output", help="Write the JSON document to a file, too.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", help="Also write the JSON document to a file.")] = None,
     quiet: Quiet = False,
 ) -> None:
     """Time plain decoding and speculation, batch by batch. The last line of stdout is one JSON document."""
@@ -78,17 +81,17 @@ def offline(
     if max_tokens < 2:
         raise ParameterError("--max-tokens", max_tokens, "a whole number of at least 2")
     if lengths is not None:
-        refuse_given(context, "left out beside --lengths, which says them", "num_speculative_tokens")
-    if engine.drafter == "none":
+        refuse_given(context, "left out beside --lengths, which sets it", "num_speculative_tokens")
+    if engine.drafter is None:
         refuse_given(context, "left out beside --drafter none", "lengths", "wrong_guesses")
     if not has_references(prompts):
         refuse_given(context, f"left out beside --prompts {prompts}, which have none", "references")
     each = [] if lengths is None else [speculation_length(text) for text in lengths.split(",")]
     llm = replace(engine, prefix_cache=False).load(model, quiet)
     if llm.config.drafter is None:
-        refuse_given(context, _NOBODY, "lengths")
+        refuse_given(context, _NOTHING_DRAFTED, "lengths")
     if not llm.config.draft_tokens or each == [0]:
-        refuse_given(context, _NOBODY, "wrong_guesses")
+        refuse_given(context, _NOTHING_DRAFTED, "wrong_guesses")
     if not llm.config.looks_up or each == [0]:
         refuse_given(context, f"left out here; it needs {LOOKS_UP}", "references")
     copies = references and has_references(prompts) and llm.config.looks_up and each != [0]
@@ -108,14 +111,16 @@ def offline(
     end(document(llm, command_line(), prompts, results, copies, arithmetic), output)
 
 
-_NOBODY = (
-    "left out here, where nothing is guessed: give -k 1 or more, --drafter ngram or a draft model (on CUDA the default "
+_NOTHING_DRAFTED = (
+    "left out here, where nothing is drafted: give -k 1 or more, --drafter ngram or a draft model (on CUDA the default "
     "drafter without a draft model is none)"
 )
 
 
-app.command()(with_flags(offline, without={"max_batch_size", "prefix_cache"}))  # it has --batch-sizes, reads all anew
-app.command()(with_flags(traffic, without={"num_speculative_tokens", "prefix_cache"}))  # it plays every length
+app.command()(
+    with_flags(offline, without={"max_batch_size", "prefix_cache"})
+)  # it has --batch-sizes and reads all prompts anew
+app.command()(with_flags(traffic, without={"num_speculative_tokens", "prefix_cache"}))  # it runs every length
 app.command()(traffic_http)
 app.command()(with_flags(phases, without=CHOSEN_BY_PHASES))
 app.command()(with_flags(drafters, without=CHOSEN_BY_DRAFTERS))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli.console import note, report_error, stderr
-from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, SamplingFlags
+from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet
 from paceline.config import SamplingParams
 from paceline.config.ranges import check_text
 from paceline.errors import RequestError
@@ -21,13 +21,12 @@ Messages = list[dict[str, str]]
 
 def chat(
     engine: EngineFlags,
-    sampling: SamplingFlags,
+    sampling: SamplingParams,
     model: Model = DEFAULT_MODEL,
     system: Annotated[str | None, typer.Option("--system", help="The system message.")] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Talk to a model. /clear forgets what was said, /exit or Ctrl-D leaves; Ctrl-C stops an answer."""
-    params = sampling.params()
+    """Talk to a model. /clear starts a new conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."""
     if system is not None:
         check_text("--system", system)
     llm = engine.load(model, quiet)
@@ -37,7 +36,7 @@ def chat(
         if line == "/clear":
             messages = list(start)
         elif line:
-            messages = _turn(llm, messages, line, params, quiet)
+            messages = _turn(llm, messages, line, sampling, quiet)
 
 
 def _read_line() -> str | None:
@@ -48,7 +47,7 @@ def _read_line() -> str | None:
     try:
         return line.decode("utf-8-sig").strip() if line else None
     except UnicodeDecodeError as error:
-        report_error(RequestError(f"this line is no UTF-8 ({error})"))
+        report_error(RequestError(f"this line is not UTF-8 ({error})"))
         return ""
 
 
@@ -64,7 +63,7 @@ def _turn(llm: LLM, messages: Messages, line: str, params: SamplingParams, quiet
 
 
 def _stream(llm: LLM, prompt: list[int], params: SamplingParams, quiet: bool) -> str:
-    """Write the answer as it grows; Ctrl-C ends it and keeps what there is."""
+    """Write the answer as it grows and return it; Ctrl-C ends it and keeps the text so far."""
     shown = ""
     try:
         for output in llm.stream(prompt, params):
@@ -75,9 +74,9 @@ def _stream(llm: LLM, prompt: list[int], params: SamplingParams, quiet: bool) ->
         if not quiet:
             metrics = answer.metrics
             rate = metrics.acceptance_rate
-            kept = "" if rate is None else f", {rate:.0%} of the guesses kept"
+            kept = "" if rate is None else f", {rate:.0%} of the draft tokens accepted"
             known = metrics.cached_tokens
-            read = f", {known} of the prompt's {metrics.prompt_tokens} tokens read before" if known else ""
+            read = f", {known} of the prompt's {metrics.prompt_tokens} tokens from the cache" if known else ""
             note(f"{metrics.output_tokens} tokens in {metrics.rounds} rounds{kept}{read}")
     except KeyboardInterrupt:
         typer.echo()

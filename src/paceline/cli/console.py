@@ -1,4 +1,4 @@
-"""What goes to the terminal: results to stdout, everything else to stderr."""
+"""Output on the terminal: results on stdout, everything else on stderr."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Stdout:
         return getattr(self._file, name)
 
     def write(self, text: str) -> int:
-        """Take a text. Raises PacelineError."""
+        """Write a text. Raises PacelineError."""
         with self._explained() as file:
             return file.write(text) if text != "" else 0  # click tests streams so, and ignores what is raised
 
     def flush(self) -> None:
-        """Hand all of it to the system. Raises PacelineError."""
+        """Flush the stream. Raises PacelineError."""
         with self._explained() as file:
             file.flush()
 
@@ -66,7 +66,7 @@ def _unwritable(reason: str) -> PacelineError:
 
 
 def _discard(file: TextIO) -> None:
-    """Lead a stream into nothing: what it still holds would fail again when the process ends."""
+    """Redirect a stream to nothing: its buffered text would fail again when the process ends."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     with suppress(io.UnsupportedOperation):
         os.dup2(nothing, file.fileno())
@@ -74,33 +74,33 @@ def _discard(file: TextIO) -> None:
 
 
 def json_is_ascii() -> bool:
-    """Whether JSON for standard output has to escape all but ASCII, as the stream's encoding may lack letters."""
+    """Whether JSON on standard output must escape all but ASCII, because its encoding lacks characters."""
     return not (getattr(sys.stdout, "encoding", None) or "ascii").lower().startswith("utf")
 
 
 def stdout() -> Console:
-    """Where results go. Made anew each time, for tests and callers may redirect the stream."""
+    """The console for results, made anew each time because callers may redirect the stream."""
     return Console(file=sys.stdout, highlight=False)
 
 
 def stderr() -> Console:
-    """Where everything about the results goes."""
+    """The console for everything else."""
     return Console(file=sys.stderr, highlight=False)
 
 
 def report_error(error: Exception) -> None:
-    """One red line on stderr."""
+    """Print an error as one red line on stderr."""
     stderr().print(Text(f"error: {' '.join(str(error).split())}", style="bold red"), soft_wrap=True)
 
 
 def note(text: str) -> None:
-    """One dim line on stderr."""
+    """Print one dim line on stderr."""
     stderr().print(Text(text, style="dim"), soft_wrap=True)
 
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """A spinner on a terminal while something takes its time."""
+    """Show a spinner on a terminal while the block runs."""
     with stderr().status(Text(what)):
         yield
 
@@ -164,7 +164,7 @@ class Sheet:
 
 
 def latency_table(rows: Iterable[tuple[str, Latency | None, *tuple[float | None, ...]]]) -> Sheet:
-    """Of each side its batch's first (fastest), last (slowest) and all (mean) sequences, and perhaps its utilisation.
+    """Latencies of each side: first (fastest), last (slowest) and mean sequence of its batch, perhaps utilisation.
 
     Empty where nothing is known; utilisation as a share of 1 (``utilisation``).
     """

@@ -23,20 +23,20 @@ REPEATS = 3
 LONGEST_PROMPT = 416  # tokens, whatever the vocabulary
 ABOUT_THE_PROMPTS = (
     "The eight prompts ask to copy, correct or edit a text that stands in them, so that the answers repeat much of it: "
-    "the natural field of n-gram speculation (prompt lookup), which guesses that what followed some words before "
-    "follows them again. On open questions it guesses rarely, and gains little."
+    "the natural field of n-gram speculation (prompt lookup), which drafts the words that followed the last ones "
+    "earlier in the text. On open questions it drafts rarely and gains little."
 )
 
 
 def demo(
     model: Model = DEFAULT_MODEL,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Most tokens of an answer.")] = 96,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Maximum tokens of an answer.")] = 96,
     num_speculative_tokens: Annotated[
-        int, typer.Option("--num-speculative-tokens", "-k", help="Guesses a round.")
+        int, typer.Option("--num-speculative-tokens", "-k", help="Draft tokens a round.")
     ] = DEFAULT_SPECULATION_LENGTH,
     dtype: Annotated[DtypeName, typer.Option("--dtype", help="Precision.")] = EngineConfig.dtype,
 ) -> None:
-    """Complete eight prompts in one batch with n-gram speculation and again without: texts, times, equal or not."""
+    """Complete eight prompts in one batch with and without n-gram speculation; compare texts and times."""
     from paceline.models import hub
 
     if model in hub.EMBEDDED:
@@ -57,7 +57,7 @@ def demo(
 
 
 def compare(llm: LLM, max_tokens: int, repeats: int = REPEATS) -> tuple[BatchRun, BatchRun]:
-    """The same batch with speculation and without, greedy: warm-up first, then in turns; the median runs."""
+    """The median runs of the same greedy batch with speculation and without, alternating after a warm-up."""
     prompts = [llm.tokens_of_chat([{"role": "user", "content": prompt}]) for prompt in COPYING]
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     sides = [llm, llm.plain()]
@@ -75,7 +75,7 @@ def compare(llm: LLM, max_tokens: int, repeats: int = REPEATS) -> tuple[BatchRun
 
 
 def show(console: Console, llm: LLM, speculative: BatchRun, plain: BatchRun) -> None:
-    """Texts, table, verdict."""
+    """Print texts, table and verdict."""
     for prompt, output in zip(COPYING, speculative.outputs, strict=True):
         text = output.outputs[0].text.strip()
         console.print(Panel(f"[dim]{escape(prompt)}[/dim]\n\n{escape(text)}", width=min(console.width, 120)))
@@ -113,7 +113,7 @@ def _row(name: str, run: BatchRun, plain: BatchRun) -> list[str]:
 
 
 def verdict(llm: LLM, speculative: BatchRun, plain: BatchRun) -> str:
-    """Whether both outputs are the same, token by token, and if not, where they part."""
+    """A sentence about whether both outputs are equal token by token, and where they differ."""
     pairs = list(zip(speculative.token_ids, plain.token_ids, strict=True))
     differing = [number for number, (ours, theirs) in enumerate(pairs, 1) if ours != theirs]
     if not differing:

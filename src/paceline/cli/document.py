@@ -1,4 +1,4 @@
-"""How a measurement ends: one JSON document, in a file and as the last line of stdout."""
+"""Results of measurements: one JSON document, in a file and as the last line of stdout."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from paceline.config.files import check_output, write_text
 
 
 def command_line() -> str:
-    """What was called."""
+    """The command line of this process."""
     return shlex.join(["paceline", *sys.argv[1:]])
 
 
 def checked_plot(output: Path) -> Path:
-    """The plot's path, beside the document's; both are looked at before anything is measured. Raises ParameterError."""
+    """The plot's path beside the document's. Raises ParameterError unless both can be written."""
     plot = output.with_suffix(".png")
     check_output("--output", output, plot)
     return plot
 
 
 def as_text(document: dict[str, Any]) -> str:
-    """One line. JSON knows neither nan nor infinity: what is no number is null."""
+    """The document as one line of JSON, with null for nan and infinities."""
     return json.dumps(_finite(document), allow_nan=False)
 
 
@@ -40,7 +40,7 @@ def _finite(value: Any) -> Any:
 
 
 def end(document: dict[str, Any], output: Path | None) -> None:
-    """To the file, if there is one, and to stdout whatever becomes of the file."""
+    """Write the document to the file, if there is one, and to stdout even if the file fails."""
     text = as_text(document)
     try:
         if output is not None:

@@ -1,4 +1,4 @@
-"""``paceline bench drafters``: who draft tokens best for a target, on what."""
+"""``paceline bench drafters``: which drafter is best for a target on which tasks."""
 
 from __future__ import annotations
 
@@ -27,23 +27,25 @@ def drafters(
     engine: EngineFlags,
     model: Model = DEFAULT_MODEL,
     head: Annotated[str | None, typer.Option("--head", help="A trained head, beside --draft-model's model.")] = None,
-    tasks: Annotated[str, typer.Option("--tasks", help="Some of them, separated by commas.")] = (
+    tasks: Annotated[str, typer.Option("--tasks", help="Tasks, separated by commas.")] = (
         "code,chat,maths,summary,translation,questions"
     ),
-    prompts: Annotated[int, typer.Option("--prompts", min=1, max=20, help="Of every task.")] = 20,
+    prompts: Annotated[int, typer.Option("--prompts", min=1, max=20, help="Prompts of every task.")] = 20,
     draft_tokens: Annotated[
-        int, typer.Option("--guesses", min=1, max=16, help="A round, where acceptance is counted.")
+        int, typer.Option("--guesses", min=1, max=16, help="Draft tokens a round, where acceptance is counted.")
     ] = 4,
-    batch_sizes: Annotated[str, typer.Option("--batch-sizes", help="Rows at once, where time is taken.")] = "1,4,8,16",
-    temperatures: Annotated[str, typer.Option("--temperatures", help="0 is greedy.")] = "0,0.8",
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=4, help="Tokens of an answer at most.")] = 64,
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="The median counts.")] = 3,
-    output: Annotated[Path, typer.Option("--output", help="JSON; the plot has its name with .png.")] = Path(
-        "drafters.json"
-    ),
+    batch_sizes: Annotated[
+        str, typer.Option("--batch-sizes", help="Batch sizes, where time is measured.")
+    ] = "1,4,8,16",
+    temperatures: Annotated[str, typer.Option("--temperatures", help="Temperatures; 0 is greedy.")] = "0,0.8",
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=4, help="Maximum tokens of an answer.")] = 64,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Runs, of which the median is reported.")] = 3,
+    output: Annotated[
+        Path, typer.Option("--output", help="The JSON document; the plot has the same name with .png.")
+    ] = Path("drafters.json"),
     quiet: Quiet = False,
 ) -> None:
-    """Compare all drafters of a target: copies, a draft model, a trained head. The last line is one JSON document."""
+    """Compare a target's drafters: n-gram lookup, draft model, trained head. The last line is one JSON document."""
     from paceline.tools.bench.drafters import Plan, contenders, count, draft_costs, draw, speeds
     from paceline.tools.bench.offline import machine, versions
 
@@ -123,7 +125,7 @@ def _acceptance(counts: Sequence[Count], plan: Plan, temperature: float) -> Shee
         [name, *(f"{here[name, task].mean_acceptance_length:.2f}" for task in plan.tasks)]
         for name in dict.fromkeys(drafter for drafter, _ in here)
     ]
-    title = f"tokens a round, {plan.k} guesses, temperature {temperature:g}"
+    title = f"tokens a round, {plan.k} draft tokens, temperature {temperature:g}"
     return table(title, ["", *plan.tasks], rows)
 
 

@@ -1,4 +1,4 @@
-"""``paceline eval``: what a model's answers are worth, and by when."""
+"""``paceline eval``: quality of a model's answers within time budgets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import typer
 
 from paceline.cli.console import Sheet, note, stderr, table, working
 from paceline.cli.document import command_line, end
-from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, whole_numbers, with_flags
+from paceline.cli.flags import with_flags
+from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, whole_numbers
 from paceline.config import SamplingParams
 from paceline.config.files import check_output, write_text
 from paceline.errors import MissingPackageError, ParameterError
@@ -28,11 +29,11 @@ if TYPE_CHECKING:
     from paceline.tools.evaluation.run import Configuration, ConfigurationResult, EvaluationPlan
     from paceline.tools.evaluation.sandbox import Sandbox
 
-app = typer.Typer(no_args_is_help=True, help="What its answers are worth, and by when.")
+app = typer.Typer(no_args_is_help=True, help="Measure the quality of answers within time budgets.")
 
 StyleOption = Annotated[
     Literal["auto", "chat", "completion"],
-    typer.Option("--style", help="How problems are asked; auto: as a chat, if the model has a template for one."),
+    typer.Option("--style", help="Form of the problems; auto: chat if the model has a chat template."),
 ]
 FILES = ("journal.jsonl", "samples.jsonl", "humaneval.json", "humaneval.png")
 DEFAULT_ANSWERS, DEFAULT_BUDGETS, DEFAULT_MAX_TOKENS, DEFAULT_TEMPERATURE = "1,4,8", "1,2,3,5,8", 384, 0.8
@@ -46,25 +47,29 @@ def _eval() -> None:
 def humaneval(
     engine: EngineFlags,
     model: Model = DEFAULT_MODEL,
-    n: Annotated[str, typer.Option("--n", help="Answers to each problem; several are compared.")] = DEFAULT_ANSWERS,
+    n: Annotated[
+        str, typer.Option("--n", help="Answers to each problem; several numbers are compared.")
+    ] = DEFAULT_ANSWERS,
     budget_max: Annotated[
         float | None, typer.Option("--budget-max", help="Seconds after which answers are cut. Default: never.")
     ] = None,
     budgets: Annotated[
-        str, typer.Option("--budgets", help="Seconds at which the table looks; those below --budget-max.")
+        str, typer.Option("--budgets", help="Budgets in seconds that the table compares; those below --budget-max.")
     ] = DEFAULT_BUDGETS,
     style: StyleOption = "auto",
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Most tokens of an answer.")] = DEFAULT_MAX_TOKENS,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Maximum tokens of an answer.")] = DEFAULT_MAX_TOKENS,
     temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")] = DEFAULT_TEMPERATURE,
     top_p: Annotated[float, typer.Option("--top-p", help="Nucleus, in (0, 1].")] = SamplingParams.top_p,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="The first problem's; the others count on.")] = 0,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Only the first problems.")] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the first problem; the others count up.")] = 0,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="Number of problems, from the first. Default: all.")
+    ] = None,
     output: Annotated[
         Path, typer.Option("--output", help="A directory for journal, samples, JSON document and plot.")
     ] = Path("humaneval"),
-    resume: Annotated[bool, typer.Option("--resume", help="Go on where the journal in --output ends.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue where the journal in --output ends.")] = False,
     weak_sandbox: Annotated[
-        bool, typer.Option("--weak-sandbox", help="Run programs even where they see this machine's files.")
+        bool, typer.Option("--weak-sandbox", help="Run programs even where they can see this machine's files.")
     ] = False,
     quiet: Quiet = False,
 ) -> None:
@@ -93,7 +98,7 @@ def humaneval(
 
 
 def _need_matplotlib() -> None:
-    """What is missing is said now, and not at the end. Raises MissingPackageError."""
+    """Raise MissingPackageError before the work, not after it."""
     try:
         import_module("matplotlib")
     except ImportError as error:
@@ -164,7 +169,7 @@ def _finish(
     looks: list[float],
     output: Path,
 ) -> None:
-    """Tables, files, the document."""
+    """Print the tables; write the files and the document."""
     from paceline.tools.bench.offline import document
     from paceline.tools.evaluation.plot import draw
     from paceline.tools.evaluation.run import different_texts, failures, half_way, results, samples
@@ -194,7 +199,7 @@ def _finish(
 
 
 def _tables(results: list[ConfigurationResult], problems: int) -> Iterable[Sheet]:
-    """Three, each within 80 columns: by budget, and what does not ask for time."""
+    """Three tables of at most 80 columns: two by budget, one for ranking and time."""
     budgets = [reading.budget for reading in results[0].at]
     columns = ["", *("end" if budget is None else f"{budget:g} s" for budget in budgets)]
     names = [f"{result.mode}, n={result.n}" for result in results]

@@ -10,8 +10,8 @@ from rich.rule import Rule
 from rich.text import Text
 
 from paceline.cli.console import json_is_ascii, note, report_error, stdout
-from paceline.cli.jobs import Failure, Job, Result, as_document, parse_lines, run_jobs
-from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, SamplingFlags, refuse_given
+from paceline.cli.jobs import Failure, Job, JobResult, as_document, parse_lines, run_jobs
+from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, refuse_given
 from paceline.config import SamplingParams
 from paceline.config.files import read_stdin, read_text
 from paceline.core.outputs import CompletionOutput
@@ -21,9 +21,9 @@ from paceline.errors import ParameterError
 def generate(
     context: typer.Context,
     engine: EngineFlags,
-    sampling: SamplingFlags,
+    sampling: SamplingParams,
     model: Model = DEFAULT_MODEL,
-    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt; repeatable.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt. Repeatable.")] = None,
     prompts_file: Annotated[
         str | None,
         typer.Option(
@@ -33,9 +33,10 @@ def generate(
         ),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Treat every --prompt as a user's message.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document a prompt, one a line.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document a prompt, one a line.")] = False,
     keep_going: Annotated[
-        bool, typer.Option("--keep-going", help="Run the good lines of a file in spite of bad ones (exit code 2).")
+        bool,
+        typer.Option("--keep-going", help="Run the valid lines of a file although others are invalid (exit code 2)."),
     ] = False,
     quiet: Quiet = False,
 ) -> None:
@@ -46,14 +47,13 @@ def generate(
         refuse_given(context, "left out without --prompt: lines of a file have prompt or messages", "chat")
     if not as_json:
         refuse_given(context, "left out without --json, whose documents show them", "logprobs")
-    params = sampling.params()
-    entries: list[Job | Failure] = [_from_option(text, params, chat) for text in prompt or ()]
+    entries: list[Job | Failure] = [_from_option(text, sampling, chat) for text in prompt or ()]
     if prompts_file is not None:
-        entries += parse_lines(_lines(prompts_file), params)
+        entries += parse_lines(_lines(prompts_file), sampling)
     bad = next((entry for entry in entries if isinstance(entry, Failure)), None)
     if bad is not None and not keep_going:
         raise bad.error
-    show = _show_json if as_json else _show_titled if len(entries) * params.n > 1 else _show_bare
+    show = _show_json if as_json else _show_titled if len(entries) * sampling.n > 1 else _show_bare
     if run_jobs(engine.load(model, quiet), entries, show, keep_going=keep_going, progress=not quiet):
         raise typer.Exit(2)
 
@@ -69,12 +69,12 @@ def _lines(name: str) -> list[str]:
     return text.split("\n")
 
 
-def _show_json(number: int, result: Result) -> None:
+def _show_json(number: int, result: JobResult) -> None:
     _warn(result)
     typer.echo(json.dumps(as_document(number, result), ensure_ascii=json_is_ascii()))
 
 
-def _show_bare(_: int, result: Result) -> None:
+def _show_bare(_: int, result: JobResult) -> None:
     for output in _answers(result):
         _note_deadline(output)
         typer.echo(output.text)
@@ -85,7 +85,7 @@ def _note_deadline(output: CompletionOutput) -> None:
         note(f"cut by --time-budget after {len(output.token_ids)} tokens")
 
 
-def _show_titled(number: int, result: Result) -> None:
+def _show_titled(number: int, result: JobResult) -> None:
     answers = _answers(result)
     for output in answers:
         sample = f", answer {output.index + 1}" if len(answers) > 1 else ""
@@ -94,17 +94,17 @@ def _show_titled(number: int, result: Result) -> None:
 
 
 def _standing(output: CompletionOutput) -> str:
-    """What its rank comes from, and whether time cut it."""
+    """The log-probability that ranks the answer, and whether the time budget cut it."""
     mean = output.mean_logprob
     rank = "" if mean is None else f", mean log-probability {mean:.3f}"
     return rank + (", cut by the time budget" if output.finish_reason == "deadline" else "")
 
 
-def _answers(result: Result) -> list[CompletionOutput]:
+def _answers(result: JobResult) -> list[CompletionOutput]:
     _warn(result)
     return [] if isinstance(result, Failure) else result.outputs
 
 
-def _warn(result: Result) -> None:
+def _warn(result: JobResult) -> None:
     if isinstance(result, Failure):
         report_error(result.error)

@@ -1,4 +1,4 @@
-"""Prompts from the command line and from JSON lines, run as one batch, given back in their order."""
+"""Prompts from the command line and from JSON lines, run as one batch and shown in their order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMPT_KEYS = ("prompt", "messages")
 
 @dataclass(frozen=True)
 class Job:
-    """A prompt, or a conversation, how to continue it and what to copy from. where: for messages, such as "line 3"."""
+    """A prompt or a conversation with its parameters and references. where: its place for errors, such as "line 3"."""
 
     where: str
     params: SamplingParams
@@ -34,13 +34,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Failure:
-    """A prompt that cannot be served."""
+    """A prompt that cannot be served, and why."""
 
     where: str
     error: RequestError
 
 
-Result = RequestOutput | Failure
+JobResult = RequestOutput | Failure
 
 
 def parse_lines(lines: Iterable[str], params: SamplingParams) -> Iterator[Job | Failure]:
@@ -63,7 +63,7 @@ def _from_json(line: str) -> object:
 
 
 def as_job(where: str, entry: object, params: SamplingParams) -> Job:
-    """What one line says. Raises ValueError; ParameterError is one."""
+    """The job of one line. Raises ValueError; ParameterError is one."""
     from paceline.config.inputs import as_references  # which imports torch: --help does not wait for it
 
     if not isinstance(entry, dict) or sum(key in entry for key in PROMPT_KEYS) != 1:
@@ -85,12 +85,12 @@ def _are_tokens(prompt: object) -> bool:
 def run_jobs(
     llm: LLM,
     entries: Sequence[Job | Failure],
-    show: Callable[[int, Result], None],
+    show: Callable[[int, JobResult], None],
     *,
     keep_going: bool = False,
     progress: bool = True,
 ) -> int:
-    """Run all jobs in one batch and show their results in order, each as soon as those before it are there.
+    """Run all jobs in one batch and show their results in order, each as soon as all before it are shown.
 
     A job that cannot be served is an error before anything runs, unless ``keep_going``: then it is shown as a Failure.
     Returns how many failed. After an interrupt, everything that had finished is shown.
@@ -117,7 +117,7 @@ def run_jobs(
     return len(failed)
 
 
-def _add(llm: LLM, number: int, entry: Job | Failure, keep_going: bool) -> Result:
+def _add(llm: LLM, number: int, entry: Job | Failure, keep_going: bool) -> JobResult:
     try:
         if isinstance(entry, Failure):
             raise entry.error
@@ -132,13 +132,13 @@ def _add(llm: LLM, number: int, entry: Job | Failure, keep_going: bool) -> Resul
 
 @dataclass
 class _InOrder:
-    """Shows results in the order of their numbers, whatever order they come in."""
+    """Shows results in the order of their numbers."""
 
-    show: Callable[[int, Result], None]
+    show: Callable[[int, JobResult], None]
     next: int = 0
-    early: dict[int, Result] = field(default_factory=dict)
+    early: dict[int, JobResult] = field(default_factory=dict)
 
-    def add(self, number: int, result: Result) -> None:
+    def add(self, number: int, result: JobResult) -> None:
         self.early[number] = result
         while self.next in self.early:
             self.show(self.next, self.early.pop(self.next))
@@ -158,7 +158,7 @@ def _request(llm: LLM, job: Job, request_id: str) -> Request:
 # Results as JSON
 
 
-def as_document(number: int, result: Result) -> dict[str, Any]:
+def as_document(number: int, result: JobResult) -> dict[str, Any]:
     """One prompt's results as a JSON document."""
     if isinstance(result, Failure):
         return {"index": number, "error": {"where": result.where, "message": str(result.error)}}

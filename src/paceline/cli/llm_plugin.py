@@ -10,14 +10,15 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from functools import cache
 from threading import Lock
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin
 
 import llm
 from llm.parts import TextPart
 from pydantic import ConfigDict, Field, create_model
 
-from paceline.cli.options import EngineFlags, SamplingFlags
-from paceline.config import DEFAULT_MODEL, StructuredOutputs
+from paceline.cli.flags import flags_of, from_flags
+from paceline.cli.options import EngineFlags
+from paceline.config import DEFAULT_MODEL, SamplingParams, StructuredOutputs
 from paceline.errors import ParameterError
 from paceline.models.hub import EMBEDDED
 
@@ -25,33 +26,39 @@ if TYPE_CHECKING:
     from paceline.core.outputs import CompletionOutput
     from paceline.llm import LLM
 
-# Of several answers llm could show one; log-probabilities it shows nowhere.
-_NOT_HERE = {"n", "best_of", "rank_by", "logprobs"}
-_LISTS = {"stop", "reference_document"}  # llm's command line gives one text
+T = TypeVar("T")
+
+_NOT_HERE = {"n", "best_of", "rank_by", "logprobs"}  # llm shows one answer and no log-probabilities
 
 
 class _Base(llm.Options):  # type: ignore[misc]
-    """Numbers where texts are wanted, such as ``num_speculative_tokens=4`` in Python, are taken as these texts."""
+    """Options that take numbers for texts, such as ``num_speculative_tokens=4`` in Python."""
 
     model_config = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
 
 
-def _fields(flags: type) -> dict[str, Any]:
-    """The options of our own command line, as pydantic's fields; None: what these have as their default."""
-    plain, hints = get_type_hints(flags), get_type_hints(flags, include_extras=True)
-    names = [field.name for field in dataclasses.fields(flags) if field.name not in _NOT_HERE]
-    kinds = {name: (str | list[str] if name in _LISTS else plain[name]) | None for name in names}
-    return {name: (kinds[name], Field(None, description=get_args(hints[name])[1].help)) for name in names}
+def _fields(kind: type) -> dict[str, Any]:
+    """The options of the command line as pydantic's fields; None: the default. A list may be one value alone."""
+    return {
+        flag.name: (_with_items(flag.kind) | None, Field(None, description=flag.help.text))
+        for flag in flags_of(kind)
+        if flag.name not in _NOT_HERE
+    }
 
 
-_COMMON = _fields(EngineFlags) | _fields(SamplingFlags)
-_ANY_MODEL = Field(DEFAULT_MODEL, description="A hub name, a directory, a .gguf file or an embedded name.")
+def _with_items(kind: Any) -> Any:
+    lists = [each for each in get_args(kind) if get_origin(each) is list]
+    return kind | get_args(lists[0])[0] if lists else kind
+
+
+_COMMON = _fields(EngineFlags) | _fields(SamplingParams)
+_ANY_MODEL = Field(DEFAULT_MODEL, description="A hub name, a directory, a .gguf file or the name of a packaged model.")
 
 
 class PacelineModel(llm.Model):  # type: ignore[misc]
-    """One model; it stays loaded while prompts come that ask for the same engine.
+    """One model, which stays loaded while prompts have the same engine options.
 
-    source: which; None: the option ``model`` says it.
+    source: the model's name; None: the option ``model`` has it.
     """
 
     can_stream = True
@@ -65,12 +72,12 @@ class PacelineModel(llm.Model):  # type: ignore[misc]
         self._loading = Lock()
 
     def execute(self, prompt: Any, stream: bool, response: Any, conversation: Any) -> Iterator[str]:
-        """The answer's text as it grows; ``stream`` or not, for llm joins the pieces. Raises PacelineError."""
+        """Yield the answer's text as it grows; llm joins the pieces without ``stream``. Raises PacelineError."""
         given = {name: value for name, value in prompt.options if value is not None}
-        params = _flags(SamplingFlags, given).params()
+        params = _chosen(SamplingParams, given)
         if prompt.schema is not None:
             params = dataclasses.replace(params, structured_outputs=StructuredOutputs(json=prompt.schema))
-        engine = self._load(self._source or given["model"], _flags(EngineFlags, given))
+        engine = self._load(self._source or given["model"], _chosen(EngineFlags, given))
         shown = ""
         for output in engine.stream(engine.tokens_of_chat(_conversation(prompt.messages)), params):
             answer = output.outputs[0]
@@ -81,7 +88,7 @@ class PacelineModel(llm.Model):  # type: ignore[misc]
         _note(response, engine, answer)
 
     def _load(self, source: str, flags: EngineFlags) -> LLM:
-        """The engine there is, or another one in its place: the old one lives until its last answer has ended."""
+        """The loaded engine, replaced if the options differ; a replaced one lives until its last answer has ended."""
         with self._loading:
             if self._engine is None or self._engine[0] != (source, flags):
                 self._engine = None
@@ -89,24 +96,26 @@ class PacelineModel(llm.Model):  # type: ignore[misc]
             return self._engine[1]
 
 
-def _flags(kind: type[Any], given: dict[str, Any]) -> Any:
-    """Those of the options that are of this kind."""
-    known = {field.name for field in dataclasses.fields(kind)}
-    chosen = {name: value for name, value in given.items() if name in known}
-    return kind(
-        **{name: [value] if name in _LISTS and isinstance(value, str) else value for name, value in chosen.items()}
+def _chosen(kind: type[T], given: dict[str, Any]) -> T:
+    """The configuration that the options of this kind spell. Raises ParameterError."""
+    flags = {flag.name: flag for flag in flags_of(kind)}  # type: ignore[arg-type]  # a class is hashable
+    lists = {name for name, flag in flags.items() if _with_items(flag.kind) != flag.kind}
+    chosen = {name: value for name, value in given.items() if name in flags}
+    return from_flags(
+        kind,
+        {name: [value] if name in lists and not isinstance(value, list) else value for name, value in chosen.items()},
     )
 
 
 def _conversation(messages: list[Any]) -> list[dict[str, str]]:
-    """llm's messages as a chat template takes them. Raises ParameterError for parts that are no text."""
+    """llm's messages as a chat template takes them. Raises ParameterError for parts other than text."""
     for part in [part for message in messages for part in message.parts if not isinstance(part, TextPart)]:
         raise ParameterError("messages", type(part).__name__, "text: this model reads nothing else")
     return [{"role": each.role, "content": "".join(part.text for part in each.parts)} for each in messages]
 
 
 def _note(response: Any, engine: LLM, answer: CompletionOutput) -> None:
-    """What the answer cost, for ``llm -u`` and ``llm logs``."""
+    """Report the cost of the answer for ``llm -u`` and ``llm logs``."""
     metrics = answer.metrics
     counts = ("cached_tokens", "rounds", "drafted", "accepted")
     details = {name: getattr(metrics, name) for name in counts}
@@ -116,12 +125,12 @@ def _note(response: Any, engine: LLM, answer: CompletionOutput) -> None:
 
 @llm.hookimpl  # type: ignore[untyped-decorator]
 def register_models(register: Callable[[llm.Model], None]) -> None:
-    """llm asks whenever it looks for a model: it gets the same ones, with their engines."""
+    """Register the same models at each call, with their loaded engines."""
     for model in _models():
         register(model)
 
 
 @cache
 def _models() -> list[PacelineModel]:
-    """Every embedded model by its name, and one that is told which."""
+    """A model for each packaged one by its name, and one with the option ``model``."""
     return [*(PacelineModel(f"paceline/{name}", name) for name in EMBEDDED), PacelineModel("paceline")]

@@ -1,4 +1,4 @@
-"""``paceline``: every command, and what happens to errors and Ctrl-C."""
+"""``paceline``: the commands, and the handling of errors and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from paceline.cli.chat import chat
 from paceline.cli.console import Stdout, report_error
 from paceline.cli.demo import demo
 from paceline.cli.evaluate import app as eval_app
+from paceline.cli.flags import with_flags
 from paceline.cli.generate import generate
-from paceline.cli.options import with_flags
 from paceline.cli.profile import profile
 from paceline.cli.pull import pull
 from paceline.cli.serve import serve
@@ -32,7 +32,7 @@ EXIT_INTERRUPTED = 130
 
 
 class Commands(TyperGroup):
-    """Errors that paceline raises on purpose are one line on stderr and exit code 2; Ctrl-C is exit code 130."""
+    """A group that turns PacelineError into one line on stderr and exit code 2, and Ctrl-C into exit code 130."""
 
     def main(self, *args: Any, **options: Any) -> Any:
         try:
@@ -62,8 +62,10 @@ app = typer.Typer(
 )
 for command in (generate, batch, serve, pull, demo):
     app.command()(with_flags(command))
-app.command()(with_flags(chat, without={"n", "best_of", "rank_by", "logprobs"}))  # one answer a turn, shown as text
-app.command()(with_flags(verify, without={"num_speculative_tokens", "acceptance"}))  # it has --lengths, and tries both
+app.command()(with_flags(chat, without={"n", "best_of", "rank_by", "logprobs"}))  # one answer a turn, as text
+app.command()(
+    with_flags(verify, without={"num_speculative_tokens", "acceptance"})
+)  # it has --lengths and tries both rules
 app.command()(with_flags(profile, without={"num_speculative_tokens", "max_batch_size", "profile"}))  # it varies them
 app.command()(with_flags(trace, without=NOT_TRACED))
 app.command()(with_flags(train_draft, without=WITHOUT))
@@ -80,7 +82,7 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and leave.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     pass

@@ -1,4 +1,4 @@
-"""Lines as ``paceline generate`` takes them, as lines of a batch."""
+"""Lines of ``paceline batch`` in the form of ``paceline generate``."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from paceline.cli.document import as_text
-from paceline.cli.jobs import PROMPT_KEYS, Failure, Job, Result, as_document, as_job
+from paceline.cli.jobs import PROMPT_KEYS, Failure, Job, JobResult, as_document, as_job
 from paceline.config import SamplingParams
 from paceline.config.inputs import check_message
 from paceline.core.outputs import RequestOutput
 from paceline.engine.engine import Request
 from paceline.errors import PacelineError, RequestError
 from paceline.server import errors
-from paceline.server.batch.answers import Batch, answered, is_the_end, read_chore
-from paceline.server.batch.lines import Line, Names, seed_of
-from paceline.server.batch.window import Chore, Outcome
-from paceline.server.context import Context, Terms
+from paceline.server.batch.answers import BatchContext, answered, is_the_end, read_task
+from paceline.server.batch.lines import CustomIds, InputLine, seed_of
+from paceline.server.batch.window import LineResult, LineTask
+from paceline.server.context import Context, RequestOptions
 from paceline.server.limits import MAX_LABEL
 
 
 @dataclass(frozen=True)
-class PlainChore:
+class PlainTask:
     """A line with a prompt or messages. custom_id: its name, if it has one."""
 
-    batch: Batch
-    line: Line
+    batch: BatchContext
+    line: InputLine
     job: Job
     custom_id: str | None
 
-    async def play(self) -> Outcome:
+    async def run(self) -> LineResult:
         try:
             return _outcome(self.line, self.custom_id, await answered(self._answer))
         except errors.ApiError as error:
@@ -39,24 +39,24 @@ class PlainChore:
             return _outcome(self.line, self.custom_id, Failure(self.line.where, RequestError(str(error))))
 
     async def _answer(self) -> RequestOutput:
-        """Raises ApiError."""
+        """The job's output. Raises ApiError."""
         context, job = self.batch.context, self.job
-        terms = Terms(self.batch.client, self.batch.priority, time.monotonic(), None, False)
+        options = RequestOptions(self.batch.client, self.batch.priority, time.monotonic(), None, False)
         context.check_answers(job.params.answers)
         async with context.generate(
-            [await self._request(terms)], terms, structure=job.params.structured_outputs
+            [await self._request(options)], options, structure=job.params.structured_outputs
         ) as generation:
             (output,) = await generation.finish()
         output.prompt = job.prompt if isinstance(job.prompt, str) else None
         return output
 
-    async def _request(self, terms: Terms) -> Request:
-        """Raises ApiError. Its structure is compiled later, once there is room for it."""
+    async def _request(self, options: RequestOptions) -> Request:
+        """The engine's request. Its structure is compiled later, once a row is free. Raises ApiError."""
         context, job = self.batch.context, self.job
         references = [await _encoded(context, text, special=False) for text in job.references]
         params = replace(job.params, structured_outputs=None, seed=self._seed)
         tokens = await self._prompt(context)
-        (request,) = await context.requests([tokens], params, terms, references)
+        (request,) = await context.requests([tokens], params, options, references)
         return request
 
     async def _prompt(self, context: Context) -> list[int]:
@@ -74,20 +74,20 @@ class PlainChore:
 
 @dataclass(frozen=True)
 class PlainRefusal:
-    """A line that has a prompt or messages, and something that makes no sense. custom_id: its name, if it has one."""
+    """A line with a prompt or messages that is invalid. custom_id: its name, if it has one."""
 
-    line: Line
+    line: InputLine
     error: RequestError
     custom_id: str | None
 
-    async def play(self) -> Outcome:
+    async def run(self) -> LineResult:
         return _outcome(self.line, self.custom_id, Failure(self.line.where, self.error))
 
 
-def _outcome(line: Line, custom_id: str | None, result: Result) -> Outcome:
+def _outcome(line: InputLine, custom_id: str | None, result: JobResult) -> LineResult:
     named = {} if custom_id is None else {"custom_id": custom_id}
     document = {"id": line.name} | named | as_document(line.index, result)
-    return Outcome(as_text(document).encode(), failed=isinstance(result, Failure))
+    return LineResult(as_text(document).encode(), failed=isinstance(result, Failure))
 
 
 async def _encoded(context: Context, text: str | list[int], special: bool = True) -> list[int]:
@@ -95,25 +95,25 @@ async def _encoded(context: Context, text: str | list[int], special: bool = True
 
 
 @dataclass(frozen=True)
-class Reader:
-    """Lines of either form, as they come. params: what plain lines start from.
+class LineReader:
+    """Reader of lines in either form. params: the defaults of plain lines.
 
-    refuse_params: called for lines in OpenAI's form, whose bodies have all parameters themselves.
+    refuse_params: called for lines in OpenAI's form, whose bodies have all parameters.
     """
 
-    batch: Batch
+    batch: BatchContext
     params: SamplingParams
     refuse_params: Callable[[], None]
-    names: Names = field(default_factory=Names)
+    names: CustomIds = field(default_factory=CustomIds)
 
-    def read(self, line: Line, data: object) -> Chore:
-        """Raises ApiError for a line that cannot be read, ParameterError where the command itself makes no sense."""
+    def read(self, line: InputLine, data: object) -> LineTask:
+        """The work of a line. Raises ApiError for an invalid line, ParameterError for an invalid command."""
         if isinstance(data, dict) and any(key in data for key in PROMPT_KEYS):
             return self._plain(line, dict(data))
         self.refuse_params()
-        return read_chore(self.batch, self.names, line, data)
+        return read_task(self.batch, self.names, line, data)
 
-    def _plain(self, line: Line, entry: dict[str, object]) -> Chore:
+    def _plain(self, line: InputLine, entry: dict[str, object]) -> LineTask:
         custom_id = None
         try:
             custom_id = _name(entry)
@@ -124,7 +124,7 @@ class Reader:
                 check_message(message)
         except (ValueError, PacelineError) as error:  # ParameterError is both
             return PlainRefusal(line, RequestError(str(error)), custom_id)
-        return PlainChore(self.batch, line, job, custom_id)
+        return PlainTask(self.batch, line, job, custom_id)
 
 
 def _name(entry: dict[str, object]) -> str | None:

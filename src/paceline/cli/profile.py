@@ -26,14 +26,20 @@ def profile(
     context: typer.Context,
     engine: EngineFlags,
     model: Model = DEFAULT_MODEL,
-    batch_sizes: Annotated[str, typer.Option("--batch-sizes", help="Rows at once.")] = DEFAULT_SIZES,
-    max_k: Annotated[int, typer.Option("--max-k", min=1, max=32, help="Lengths 0 to this.")] = DEFAULT_MAX_K,
+    batch_sizes: Annotated[
+        str, typer.Option("--batch-sizes", help="Batch sizes, separated by commas.")
+    ] = DEFAULT_SIZES,
+    max_k: Annotated[
+        int, typer.Option("--max-k", min=1, max=32, help="Maximum speculation length; all from 0 are measured.")
+    ] = DEFAULT_MAX_K,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=4, help="Tokens of every answer.")] = DEFAULT_TOKENS,
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="The median counts.")] = DEFAULT_REPEATS,
-    output: Annotated[Path, typer.Option("--output", help="The profile; the plot gets its name with .png.")] = Path(
+    repeats: Annotated[
+        int, typer.Option("--repeats", min=1, help="Runs, of which the median is reported.")
+    ] = DEFAULT_REPEATS,
+    output: Annotated[Path, typer.Option("--output", help="The profile; the plot has the same name with .png.")] = Path(
         "profile.json"
     ),
-    quick: Annotated[bool, typer.Option("--quick", help="Two small batches, once: only to see that it works.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure two small batches once, as a test.")] = False,
     quiet: Quiet = False,
 ) -> None:
     """Measure all speculation lengths at all batch sizes and write a profile. The last line is one JSON document."""
@@ -47,10 +53,10 @@ def profile(
         refuse_given(
             context, "left out beside --quick, which chooses it", "batch_sizes", "max_k", "max_tokens", "repeats"
         )
-    if engine.drafter == "none":
-        raise ParameterError("--drafter", "none", "one that guesses: there is nothing to profile without guesses")
+    if engine.drafter is None:
+        raise ParameterError("--drafter", "none", "a drafter: without draft tokens there is nothing to profile")
     sweep = Sweep.quick() if quick else Sweep(sizes, max_k, max_tokens, repeats)
-    llm = replace(engine, num_speculative_tokens=str(sweep.max_k)).load(model, quiet)
+    llm = replace(engine, num_speculative_tokens=sweep.max_k).load(model, quiet)
     assert llm.tokenizer is not None, "models that have a name have a tokenizer"
 
     def progress(steps: Iterable[Any], what: str) -> Iterable[Any]:

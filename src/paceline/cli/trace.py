@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from paceline.cli.console import note
-from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, SamplingFlags
+from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet
+from paceline.config import SamplingParams
 from paceline.config.files import check_output, written_whole
 
 WITHOUT = {
@@ -24,16 +25,15 @@ WITHOUT = {
 
 def trace(
     engine: EngineFlags,
-    sampling: SamplingFlags,
-    output: Annotated[Path, typer.Argument(metavar="OUT.html", help="The page: one file that loads nothing.")],
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to answer.")],
+    sampling: SamplingParams,
+    output: Annotated[Path, typer.Argument(metavar="OUT.html", help="The HTML page, a single file.")],
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="The prompt.")],
     model: Model = DEFAULT_MODEL,
     chat: Annotated[bool, typer.Option("--chat", help="Treat the prompt as a user's message.")] = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show an answer token by token, and of each round the tree of draft tokens that was verified."""
+    """Show an answer token by token, with the tree of draft tokens that each round verified."""
     check_output("OUT.html", output)
-    params = sampling.params()
     llm = replace(engine, max_batch_size=1, rounds="host").load(model, quiet)
     from paceline.tools.bench import syntax
     from paceline.tools.bench.trace import Tracer, page
@@ -41,7 +41,7 @@ def trace(
     parts = llm.engine.parts
     tracer = parts.policy = Tracer(parts.policy, drafter=parts.drafter)
     given = llm.tokens_of_chat([{"role": "user", "content": prompt}]) if chat else prompt
-    (result,) = llm.generate([given], params, use_tqdm=False)
+    (result,) = llm.generate([given], sampling, use_tqdm=False)
     assert llm.tokenizer is not None
     tokenizer, answer = llm.tokenizer, result.outputs[0]
     nodes = syntax.node_kinds(answer.pieces) if syntax.available() else []

@@ -1,4 +1,4 @@
-"""``paceline train-draft``: a drafter for one's own target, trained on what the target itself writes."""
+"""``paceline train-draft``: a drafter for a target, trained on text that the target writes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 from paceline.cli.console import note, working
 from paceline.cli.document import command_line, end
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet
-from paceline.config import DRAFT_KINDS, DraftData, DraftTraining, EngineOptions
+from paceline.config import DraftData, DraftTraining, EngineOptions
 from paceline.config.files import check_output, write_text
 from paceline.errors import ParameterError
 
@@ -21,92 +21,43 @@ if TYPE_CHECKING:
     from paceline.tools.training.ranks import TrainingRanks
     from paceline.tools.training.run import TrainingCallbacks, TrainingRun
 
-DATA, TRAINING = "Data", "Training"
 WITHOUT = {
-    "draft_model", "drafter", "num_speculative_tokens", "profile", "acceptance", "rounds", "draft_dtype",
-    "draft_quantization", "deterministic", "reference_document", "max_batch_size", "max_model_len",
+    "draft_model", "drafter", "num_speculative_tokens", "speculation_width", "profile", "acceptance", "rounds",
+    "draft_dtype", "draft_quantization", "deterministic", "reference_document", "longest_pause",
+    "max_batch_size", "max_model_len",
 }  # fmt: skip
 FILES = ("report.json", "report.md", "report.png", "model.safetensors", "config.json")
 
 
-def _of_data(*names: str, text: str) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=DATA)
-
-
-def _of_training(*names: str, text: str) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=TRAINING)
-
-
 def train_draft(
     engine: EngineFlags,
+    data: DraftData,
+    training: DraftTraining,
     output: Annotated[Path, typer.Option("--output", help="A directory for data, checkpoints, head and report.")],
     model: Model = DEFAULT_MODEL,
-    kind: Annotated[
-        str,
-        typer.Option(
-            "--kind",
-            help="feature: a head that guesses token by token (EAGLE-3); parallel: all in one pass (P-EAGLE); "
-            "hidden_transfer: with the target's last layers, all in one pass; model: a draft model of some of the "
-            "target's layers.",
-        ),
-    ] = DraftTraining.kind,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on where the run in --output ended.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --output.")] = False,
     prompts: Annotated[
-        Path | None, _of_data("--prompts", text="Lines of text, or JSON lines (.jsonl). Default: the target's own.")
+        Path | None,
+        typer.Option(
+            "--prompts",
+            help="Lines of text, or JSON lines (.jsonl). Default: the target writes its own.",
+            rich_help_panel="Data",
+        ),
     ] = None,
-    tokens: Annotated[int, _of_data("--tokens", text="Of prompts and answers, at least.")] = DraftData.tokens,
-    prompt_tokens: Annotated[
-        int, _of_data("--prompt-tokens", text="Most of a prompt that the target writes.")
-    ] = DraftData.prompt_tokens,
-    answer_tokens: Annotated[int, _of_data("--answer-tokens", text="Most of an answer.")] = DraftData.answer_tokens,
-    held_out: Annotated[int, _of_data("--held-out", text="Conversations to look at only.")] = DraftData.held_out,
-    shard: Annotated[int, _of_data("--shard", text="Conversations of a file.")] = DraftData.shard,
-    disk_budget: Annotated[
-        float, _of_data("--disk-budget", text="GiB that everything may take.")
-    ] = DraftData.disk_budget,
-    max_batch_size: Annotated[int, _of_data("--max-batch-size", text="Texts that are written at once.")] = 64,
-    max_model_len: Annotated[int, _of_data("--max-model-len", text="Most tokens of prompt and answer.")] = 512,
-    seed: Annotated[int, typer.Option("--seed", help="The same seed gives the same head.")] = DraftData.seed,
-    epochs: Annotated[float, _of_training("--epochs", text="How often each text is seen.")] = DraftTraining.epochs,
-    minutes: Annotated[
-        float | None, _of_training("--minutes", text="Train for so long instead; data not counted.")
-    ] = DraftTraining.minutes,
-    layers: Annotated[
-        int | None, _of_training("--layers", text="Of a draft model. Default: one for eight of the target's.")
-    ] = DraftTraining.layers,
-    vocab: Annotated[int, _of_training("--vocab", text="Tokens that the head can say.")] = DraftTraining.vocab,
-    mlp_width: Annotated[
-        int | None, _of_training("--mlp-width", text="Default: the target's.")
-    ] = DraftTraining.mlp_width,
-    learning_rate: Annotated[
-        float, _of_training("--learning-rate", text="AdamW's highest.")
-    ] = DraftTraining.learning_rate,
-    batch_tokens: Annotated[int, _of_training("--batch-tokens", text="Of a step.")] = DraftTraining.batch_tokens,
-    unroll: Annotated[int, _of_training("--unroll", text="Guesses of a draft that are learnt.")] = DraftTraining.unroll,
-    evaluate_every: Annotated[
-        float, _of_training("--evaluate-every", text="Minutes between two looks at the held-out texts.")
-    ] = DraftTraining.evaluate_every,
-    checkpoint_every: Annotated[
-        float, _of_training("--checkpoint-every", text="Minutes between two checkpoints.")
-    ] = DraftTraining.checkpoint_every,
+    max_batch_size: Annotated[
+        int, typer.Option("--max-batch-size", help="Texts written at once.", rich_help_panel="Data")
+    ] = 64,
+    max_model_len: Annotated[
+        int, typer.Option("--max-model-len", help="Maximum tokens of prompt and answer.", rich_help_panel="Data")
+    ] = 512,
     quiet: Quiet = False,
 ) -> None:
-    """Train a head or a draft model for a target: it writes its own data, with the precision that it is run with here.
+    """Train a head or a draft model for a target, on data that the target writes in this precision.
 
-    A run that was killed goes on with --resume, and ends as if nothing had been. A head is a checkpoint of the
-    speculators layout, a draft model one of transformers; the last line of stdout is the report as one JSON document.
-    Processes that torchrun starts learn together, on CPUs.
+    A run that was killed continues with --resume, with the same result. A head is saved in the speculators layout, a
+    draft model in that of transformers. The last line of stdout is the report as one JSON document. Processes that
+    torchrun starts train together, on CPUs.
     """
-    _check_kind(kind)
-    data = DraftData(
-        tokens=tokens, seed=seed, prompt_tokens=prompt_tokens, answer_tokens=answer_tokens, held_out=held_out,
-        shard=shard, disk_budget=disk_budget,
-    )  # fmt: skip
-    training = DraftTraining(
-        kind=kind, layers=layers, epochs=epochs, minutes=minutes, vocab=vocab, mlp_width=mlp_width,
-        learning_rate=learning_rate, batch_tokens=batch_tokens, unroll=unroll, evaluate_every=evaluate_every,
-        checkpoint_every=checkpoint_every,
-    )  # fmt: skip
     check_output_directory(output)
     options = _options(engine, max_batch_size, max_model_len)
     with working("reading the prompts"):
@@ -134,14 +85,8 @@ def _check_device(device: str) -> None:
         raise ParameterError("--device", device, "cpu where several processes learn together; on a GPU start one")
 
 
-def _check_kind(kind: str) -> None:
-    kinds = " or ".join(map(repr, DRAFT_KINDS))
-    if kind not in DRAFT_KINDS:
-        raise ParameterError("--kind", kind, kinds)
-
-
 def check_output_directory(output: Path) -> None:
-    """Raise ParameterError unless everything can be written there."""
+    """Raise ParameterError unless all files can be written to the directory."""
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -151,14 +96,14 @@ def check_output_directory(output: Path) -> None:
 
 
 def _options(engine: EngineFlags, rows: int, longest: int) -> EngineOptions:
-    """Of an engine that writes data: plain decoding, prompts fed whatever the time."""
+    """Options of the engine that writes data: plain decoding, full prefill chunks."""
     plain: EngineOptions = {"drafter": None, "num_speculative_tokens": 0, "longest_pause": None}
     sizes: EngineOptions = {"max_batch_size": rows, "max_model_len": longest}
     return {**engine.options(), **plain, **sizes}
 
 
 def _follow(plan: TrainingRun, model: str, options: EngineOptions, ranks: TrainingRanks) -> None:
-    """What a process does that is not the first."""
+    """Train in a process other than the first."""
     from paceline.core.hardware import default_threads
     from paceline.tools.training.run import join_training
     from paceline.tools.training.target import Target
@@ -194,7 +139,7 @@ def _run(plan: TrainingRun, model: str, options: EngineOptions, ranks: TrainingR
 
 
 def measuring(plan: TrainingRun, model: str, options: EngineOptions) -> str:
-    """The command that measures what the drafter is worth, with the precision that it was trained for."""
+    """The command that measures the trained drafter, in the precision of its training."""
     drafter = "--draft-model" if plan.training.kind == "model" else "--head"
     line = ["paceline", "bench", "drafters", model, drafter, str(plan.output)]
     line += ["--dtype", options["dtype"], "--device", options["device"]]
@@ -253,13 +198,13 @@ class Bars:
 
 
 class Tenths:
-    """A line on stderr for each tenth of a part that is done: a log shows no bar."""
+    """Progress in a log: a line on stderr for each tenth of a part."""
 
     def __init__(self) -> None:
         self._done: dict[str, int] = {}
 
     def tell(self, part: str, share: float, about: str = "") -> None:
-        """share: of the part, from 0; beyond 1 it counts as 1."""
+        """Report progress. share: fraction of the part that is done, from 0; above 1 counts as 1."""
         tenths = min(10, int(10 * share))
         if tenths > self._done.get(part, 0):
             self._done[part] = tenths

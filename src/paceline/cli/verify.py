@@ -1,4 +1,4 @@
-"""``paceline verify``: proves on the user's own models that speculation does not change the output.
+"""``paceline verify``: checks on the user's own models that speculation does not change the output.
 
 Three checks. Greedy answers, and sampled answers under the coupled rule, must equal plain decoding's token by token,
 for several batch sizes and speculation lengths. And many samples of a short continuation must follow the target's own
@@ -40,11 +40,11 @@ Distribution = dict[tuple[int, ...], float]
 
 # Logits: gaps up to this are near-ties of that precision.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
-SIGNIFICANCE = 1e-4  # a distribution is violated if chance alone would do worse this rarely
-BRANCHES = (6, 3, 2)  # tokens followed one by one at each depth; the others are one cell
+SIGNIFICANCE = 1e-4  # a distribution is violated if its p-value is below this
+BRANCHES = (6, 3, 2)  # tokens with cells of their own at each depth; the others share one
 SMALLEST_CELL = 5.0  # expected samples; rarer cells are counted together
 SAMPLING_TEMPERATURE = 0.8
-REST = -1  # in a cell's path: any token that is not followed one by one
+REST = -1  # in a cell's path: all tokens that have no cell of their own
 
 
 # Token by token
@@ -52,7 +52,7 @@ REST = -1  # in a cell's path: any token that is not followed one by one
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where an answer first differs from plain decoding's. gap: by how many logits the two tokens are apart there."""
+    """The first difference between an answer and plain decoding. gap: the two tokens' distance in logits."""
 
     prompt: int
     position: int
@@ -63,7 +63,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One setting against plain decoding, over all prompts."""
+    """One setting compared with plain decoding, over all prompts."""
 
     what: str
     batch_size: int
@@ -80,7 +80,7 @@ class Comparison:
 def compare_with_plain(
     llm: LLM, prompts: Sequence[Ids], params: SamplingParams, batch_sizes: Sequence[int], lengths: Sequence[Length]
 ) -> Iterator[Comparison]:
-    """Plain decoding one prompt at a time, then every batch size with every length; coupled rule, same seeds."""
+    """Compare every batch size and length with plain decoding one prompt at a time; coupled rule, same seeds."""
     each = [replace(params, seed=number) for number in range(len(prompts))]
     expected = _answers(llm.with_options(drafter=None, max_batch_size=1), prompts, each)
     tolerance = TOLERANCE[_precision(llm)]
@@ -122,7 +122,7 @@ def first_divergence(
 
 
 def _scores(llm: LLM, prefix: Ids, params: SamplingParams) -> Tensor:
-    """What the draw takes the maximum of, in logits: with the noise of that position if the answer is sampled."""
+    """The scores whose maximum is drawn, in logits [V]: with the position's noise if the answer is sampled."""
     import torch
 
     from paceline.core.sampling import Purpose, noise_key, sequence_seed, uniform
@@ -144,11 +144,10 @@ def _precision(llm: LLM) -> str:
 
 
 @dataclass(frozen=True)
-class LawTest:
-    """A chi-squared test of one acceptance rule. p_value: how often chance alone does worse.
+class DistributionTest:
+    """A chi-squared test of one acceptance rule. p_value: the probability of a larger statistic by chance.
 
-    drafted, accepted: draft tokens made and kept in the samples; without draft tokens the test says nothing about
-    speculation.
+    drafted, accepted: draft tokens in the samples. Without draft tokens the test says nothing about speculation.
     """
 
     acceptance: AcceptanceName
@@ -183,7 +182,7 @@ def exact_distribution(llm: LLM, prompt: Ids, branches: Sequence[int] = BRANCHES
 
 
 def count_cells(continuations: Iterable[Ids], distribution: Distribution) -> list[int]:
-    """How many continuations fall into each cell of the distribution."""
+    """The number of continuations in each cell of the distribution."""
     followed = {cell[:depth] for cell in distribution for depth in range(1, len(cell) + 1)}
     counts = Counter(_cell_of(ids, followed) for ids in continuations)
     return [counts[cell] for cell in distribution]
@@ -210,14 +209,16 @@ def chi_squared(observed: Sequence[int], probabilities: Sequence[float]) -> tupl
     if together > 0:
         pairs.append((sum(observed[i] for i in rare), together))
     elif any(observed[i] for i in rare):
-        return math.inf, len(pairs), 0.0  # the impossible happened
+        return math.inf, len(pairs), 0.0  # a sample of probability 0
     statistic = sum((o - e) ** 2 / e for o, e in pairs)
     half = torch.tensor([(len(pairs) - 1) / 2, statistic / 2], dtype=torch.float64)
     p_value = 1.0 if len(pairs) < 2 else float(torch.special.gammaincc(half[0], half[1]))
     return statistic, len(pairs), p_value
 
 
-def distribution_test(llm: LLM, prompt: Ids, acceptance: AcceptanceName, samples: int, seed: int = 0) -> LawTest:
+def distribution_test(
+    llm: LLM, prompt: Ids, acceptance: AcceptanceName, samples: int, seed: int = 0
+) -> DistributionTest:
     """Sample short continuations of ``prompt`` under a rule, always drafting, and test them against the exact
     distribution.
     """
@@ -229,7 +230,7 @@ def distribution_test(llm: LLM, prompt: Ids, acceptance: AcceptanceName, samples
     statistic, cells, p_value = chi_squared(counts, list(distribution.values()))
     metrics = [answer.metrics for answer in output.outputs]
     drafted, accepted = sum(m.drafted for m in metrics), sum(m.accepted for m in metrics)
-    return LawTest(acceptance, samples, drafted, accepted, cells, statistic, p_value)
+    return DistributionTest(acceptance, samples, drafted, accepted, cells, statistic, p_value)
 
 
 # The command
@@ -238,17 +239,19 @@ def distribution_test(llm: LLM, prompt: Ids, acceptance: AcceptanceName, samples
 def verify(
     engine: EngineFlags,
     model: Model = DEFAULT_MODEL,
-    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt; repeatable.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt. Repeatable.")] = None,
     prompts_file: Annotated[
         Path | None, typer.Option("--prompts-file", help="JSON lines. Without prompts, built-in ones are used.")
     ] = None,
-    batch_sizes: Annotated[str, typer.Option("--batch-sizes", help="Rows at once.")] = "1,8",
-    lengths: Annotated[str, typer.Option("--lengths", help="Speculation lengths.")] = "4,bass",
+    batch_sizes: Annotated[str, typer.Option("--batch-sizes", help="Batch sizes, separated by commas.")] = "1,8",
+    lengths: Annotated[str, typer.Option("--lengths", help="Speculation lengths, separated by commas.")] = "4,bass",
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens of each compared answer.")] = 32,
-    samples: Annotated[int, typer.Option("--samples", help="Continuations sampled for the law; 0: no test.")] = 1000,
+    samples: Annotated[
+        int, typer.Option("--samples", help="Continuations sampled for the test of the distribution; 0: no test.")
+    ] = 1000,
     quiet: Quiet = False,
 ) -> None:
-    """Prove on your own models that speculation does not change the output. Exit code 1 if it does."""
+    """Check on your own models that speculation does not change the output. Exit code 1 if it does."""
     sizes, ks = whole_numbers("--batch-sizes", batch_sizes), [speculation_length(part) for part in lengths.split(",")]
     given = _texts(prompt, prompts_file)
     llm = engine.load(model, quiet)
@@ -256,7 +259,7 @@ def verify(
     greedy = SamplingParams(temperature=0, max_tokens=max_tokens)
     rules: tuple[AcceptanceName, ...] = ("coupled", "rejection") if samples else ()
     comparisons: list[Comparison] = []
-    tests: list[LawTest] = []
+    tests: list[DistributionTest] = []
     with tqdm(total=2 * len(sizes) * len(ks) + len(rules), desc="checks", disable=True if quiet else None) as bar:
         for params in (greedy, replace(greedy, temperature=SAMPLING_TEMPERATURE)):
             for comparison in compare_with_plain(llm, prompts, params, sizes, ks):
@@ -287,8 +290,8 @@ def _encode(llm: LLM, text: str) -> Ids:
     return llm.tokenizer.encode(text)
 
 
-def report(llm: LLM, comparisons: Sequence[Comparison], tests: Sequence[LawTest]) -> bool:
-    """Print everything; returns whether the promise holds."""
+def report(llm: LLM, comparisons: Sequence[Comparison], tests: Sequence[DistributionTest]) -> bool:
+    """Print all results; returns whether speculation left the output unchanged."""
     console = stdout()
     columns = ["against plain decoding", "rows", "k", "equal answers", "largest gap"]
     console.print(table("Token by token", columns, [_comparison_row(entry) for entry in comparisons]))
@@ -296,10 +299,10 @@ def report(llm: LLM, comparisons: Sequence[Comparison], tests: Sequence[LawTest]
         for parted in entry.divergences:
             console.print(_sentence(llm, entry, parted), soft_wrap=True, markup=False)
     if tests:
-        columns = ["rule", "samples", "guesses kept", "cells", "chi-squared", "p-value"]
-        console.print(table("The law of the next tokens", columns, [_probability_row(test) for test in tests]))
+        columns = ["rule", "samples", "drafts accepted", "cells", "chi-squared", "p-value"]
+        console.print(table("Distribution of the next tokens", columns, [_probability_row(test) for test in tests]))
     violated = [entry.what for entry in comparisons if entry.violated]
-    violated += [f"the law under {test.acceptance}" for test in tests if test.violated]
+    violated += [f"the distribution under {test.acceptance}" for test in tests if test.violated]
     ties = sum(len(entry.divergences) for entry in comparisons)
     if violated:
         console.print(f"[bold red]VIOLATED: {', '.join(dict.fromkeys(violated))}[/bold red]", soft_wrap=True)
@@ -312,7 +315,7 @@ def report(llm: LLM, comparisons: Sequence[Comparison], tests: Sequence[LawTest]
     return not violated
 
 
-def _probability_row(test: LawTest) -> list[str]:
+def _probability_row(test: DistributionTest) -> list[str]:
     kept = f"{test.accepted} of {test.drafted}"
     return [test.acceptance, str(test.samples), kept, str(test.cells), f"{test.statistic:.1f}", f"{test.p_value:.3g}"]
 

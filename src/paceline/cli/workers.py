@@ -1,8 +1,8 @@
-"""``paceline batch --replicas``: the lines of a file, played by engines in workers of Ray.
+"""``paceline batch --replicas``: the lines of a file, answered by engines in workers of Ray.
 
-This process reads, checks names, sends each line to the worker with the fewest in flight, and writes; a worker has the
-model and nothing else. A worker that dies is begun again, and what it had not given back is played again: a line's seed
-is its own, so it gets the same answer.
+This process reads lines, checks names, sends each line to the worker with the fewest in flight, and writes answers.
+A worker has the model only. Ray restarts a worker that dies and repeats its unfinished lines; a line has its own seed,
+so its answer is the same.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from tqdm import tqdm
 
 from paceline.cli.batch import running, settings_of
 from paceline.cli.console import note
-from paceline.cli.plain_lines import PlainRefusal, Reader
+from paceline.cli.plain_lines import LineReader, PlainRefusal
 from paceline.config import SamplingParams, ServerConfig
 from paceline.core.hardware import default_threads
 from paceline.errors import PacelineError
 from paceline.integrations.ray.cluster import Recipe, joined, need_ray, shared
-from paceline.server.batch.answers import Batch, read_line, unanswered
-from paceline.server.batch.lines import Line, lines_of
+from paceline.server.batch.answers import BatchContext, read_line, unanswered
+from paceline.server.batch.lines import InputLine, lines_of
 from paceline.server.batch.output import OutputFile
-from paceline.server.batch.window import LINES_PER_ROW, Chore, Outcome, Scribe, play_all
+from paceline.server.batch.window import LINES_PER_ROW, LineResult, LineTask, LineWriter, run_all
 from paceline.server.context import Context
 
-_RESTARTS = 3  # of a worker, and of a line: after that it is no accident
+_RESTARTS = 3  # of a worker and of a line
 
 
 def _allowed() -> None:
-    """The process that read the file has looked at what the command line says."""
+    """Accept every line: the process that read the file has checked the command line."""
 
 
 class Worker:
-    """An engine in an actor of Ray. params: what plain lines start from."""
+    """An engine in an actor of Ray. params: the defaults of plain lines."""
 
     def __init__(self, recipe: Recipe, config: ServerConfig, params: SamplingParams) -> None:
         self._llm = recipe.load()
@@ -48,54 +48,56 @@ class Worker:
         self._context: Context | None = None
 
     async def settings(self) -> dict[str, Any]:
-        """Whatever answers depend on, besides the lines and the seed."""
+        """The settings that answers depend on, besides the lines and the seed."""
         return self._settings
 
-    async def play(self, line: Line, seed: int, settings: dict[str, Any]) -> Outcome:
-        """What a line comes to. Raises PacelineError if it would not be what the job's other workers give."""
+    async def run(self, line: InputLine, seed: int, settings: dict[str, Any]) -> LineResult:
+        """Answer a line. Raises PacelineError if this worker's settings differ from the job's."""
         if settings != self._settings:
-            raise PacelineError(f"a worker computes otherwise than the first one: {self._settings}, not {settings}")
+            raise PacelineError(f"a worker's settings differ from the first one's: {self._settings}, not {settings}")
         async with self._turn:
             if self._context is None:
                 self._context = await self._life.enter_async_context(running(self._llm, self._config))
-        reader = Reader(Batch(self._context, seed), self._params, _allowed)  # which knows no other names: they differ
-        return await read_line(reader.read, line).play()
+        reader = LineReader(
+            BatchContext(self._context, seed), self._params, _allowed
+        )  # names were checked when the file was read
+        return await read_line(reader.read, line).run()
 
 
-class Team:
-    """The workers, as actors. seed, settings: the job's."""
+class WorkerPool:
+    """The workers, as actors of Ray. seed, settings: the job's. lost: the error of an actor that died."""
 
     def __init__(self, actors: Sequence[Any], seed: int, settings: dict[str, Any], lost: type[Exception]) -> None:
         self._actors, self._seed, self._settings, self._lost = actors, seed, settings, lost
         self._busy = [0] * len(actors)
 
-    async def play(self, line: Line) -> Outcome:
-        """By the worker that has least to do. Raises PacelineError if it cannot be played by anybody."""
+    async def run(self, line: InputLine) -> LineResult:
+        """Answer a line by the worker with the fewest in flight. Raises PacelineError if no worker can."""
         place = min(range(len(self._busy)), key=self._busy.__getitem__)
         self._busy[place] += 1
         try:
-            outcome: Outcome = await self._actors[place].play.remote(line, self._seed, self._settings)
+            outcome: LineResult = await self._actors[place].run.remote(line, self._seed, self._settings)
         except self._lost as error:
-            raise PacelineError(f"{line.where} cannot be played: {error}") from error
+            raise PacelineError(f"{line.where} cannot be answered: {error}") from error
         finally:
             self._busy[place] -= 1
         return outcome
 
 
 @dataclass(frozen=True)
-class Sent:
-    """A line that a worker plays."""
+class SentLine:
+    """A line that a worker answers."""
 
-    team: Team
-    line: Line
+    pool: WorkerPool
+    line: InputLine
 
-    async def play(self) -> Outcome:
-        return await self.team.play(self.line)
+    async def run(self) -> LineResult:
+        return await self.pool.run(self.line)
 
 
 @dataclass(frozen=True)
-class Job:
-    """What a run over a file has besides its workers. begin: the job's seed, from what answers depend on."""
+class RayRun:
+    """One run over a file by workers. begin: returns the job's seed for the settings that answers depend on."""
 
     config: ServerConfig
     params: SamplingParams
@@ -106,7 +108,7 @@ class Job:
     quiet: bool
 
     def run(self, recipe: Recipe, replicas: int, address: str, file: BinaryIO, output: OutputFile) -> int:
-        """How many lines, of this run, could not be answered. Raises PacelineError."""
+        """Answer all lines; returns how many of this run could not be answered. Raises PacelineError."""
         need_ray()
         cores = max(default_threads(), replicas * (recipe.options.get("threads") or 0))
         with joined(address, cores) as ray:
@@ -120,27 +122,27 @@ class Job:
             try:
                 settings = ray.get(actors[0].settings.remote())
             except ray.exceptions.RayError as error:
-                raise PacelineError(f"a worker could not be begun: {error}") from error
-            team = Team(actors, self.begin(settings), settings, ray.exceptions.RayError)
-            return asyncio.run(self._play(team, file, output, window * replicas))
+                raise PacelineError(f"a worker could not start: {error}") from error
+            pool = WorkerPool(actors, self.begin(settings), settings, ray.exceptions.RayError)
+            return asyncio.run(self._play(pool, file, output, window * replicas))
 
-    async def _play(self, team: Team, file: BinaryIO, output: OutputFile, window: int) -> int:
-        nobody: Any = None  # nothing that the reader makes is played here
-        reader = Reader(nobody, self.params, self.refuse_params)
+    async def _play(self, pool: WorkerPool, file: BinaryIO, output: OutputFile, window: int) -> int:
+        no_batch: Any = None  # the reader only checks here; workers answer
+        reader = LineReader(no_batch, self.params, self.refuse_params)
 
-        def read(line: Line, data: object) -> Chore:
+        def read(line: InputLine, data: object) -> LineTask:
             chore = reader.read(line, data)
-            return chore if isinstance(chore, PlainRefusal) else Sent(team, line)
+            return chore if isinstance(chore, PlainRefusal) else SentLine(pool, line)
 
         todo, began, failed = unanswered(lines_of(file, self.config.max_body_bytes), read, output), time.monotonic(), 0
         with tqdm(initial=len(output.done), desc="lines", unit="line", disable=True if self.quiet else None) as bar:
 
-            def tell(outcome: Outcome) -> None:
+            def tell(outcome: LineResult) -> None:
                 nonlocal failed
                 failed += outcome.failed
                 bar.update()
 
-            await play_all(todo, Scribe(output.append), window=window, in_order=self.in_order, tell=tell)
+            await run_all(todo, LineWriter(output.append), window=window, in_order=self.in_order, on_result=tell)
             answered = bar.n - len(output.done)
         if not self.quiet:
             note(f"{answered} lines in {time.monotonic() - began:.1f} s; {failed} failed")

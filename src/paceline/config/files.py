@@ -17,7 +17,7 @@ from pathlib import Path
 from paceline.errors import ParameterError
 
 _PART = re.compile(r"\.[0-9a-f]{12}\.part(\.\w+)?")
-_LEFT_SECONDS = 24 * 3600  # nobody writes at one file for so long without a byte
+_LEFT_SECONDS = 24 * 3600  # a writer that is alive has written within this time
 _READABLE = "a text file that can be read as UTF-8"
 
 
@@ -30,7 +30,7 @@ def read_text(option: str, path: str | os.PathLike[str]) -> str:
 
 
 def read_stdin(option: str) -> str:
-    """Everything from stdin, likewise."""
+    """The text of stdin. Raises ParameterError, which names the option."""
     try:
         return sys.stdin.buffer.read().decode("utf-8-sig")
     except (OSError, ValueError) as error:
@@ -85,13 +85,13 @@ def write_text(path: Path, text: str) -> None:
 
 
 def _part_of(path: Path) -> Path:
-    """In the same directory, of the same kind, and nobody else's."""
+    """A new name beside ``path`` with the same suffix, not used by another process."""
     whole = Path(os.path.realpath(path))
     return whole.with_name(f".{secrets.token_hex(6)}.part{whole.suffix}")
 
 
 def _sweep(directory: Path) -> None:
-    """What processes that were killed had begun to write there a day ago, or before."""
+    """Delete partial files that killed processes left there more than a day ago."""
     with suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:
             if _PART.fullmatch(entry.name) and entry.stat().st_mtime < time.time() - _LEFT_SECONDS:
@@ -99,5 +99,5 @@ def _sweep(directory: Path) -> None:
 
 
 def _is_special(path: Path) -> bool:
-    """Whether it is there and no regular file: /dev/null, a pipe."""
+    """Whether it exists and is not a regular file: /dev/null, a pipe."""
     return path.exists() and not path.is_file()

@@ -1,4 +1,4 @@
-"""What callers hand over to be read by a model, in one form: prompts, documents, conversations.
+"""Inputs of models in one form: prompts, documents, conversations.
 
 Prompts are strings or token ids; token ids may be in lists, in numpy's arrays or in torch's tensors. Anything else is a
 ParameterError that names the argument: bytes are no text, and a string is one prompt and not a list of letters.
@@ -37,7 +37,7 @@ def as_prompt(name: str, prompt: object) -> str | list[int]:
 def as_prompts(name: str, prompts: object) -> list[object]:
     """One prompt is a list of one; an array of two dimensions is a list of its lines. Raises ParameterError.
 
-    The entries are as they were given: what is no prompt is for ``as_prompt`` to say.
+    The entries are returned as they were given; ``as_prompt`` checks them.
     """
     given = _plain(prompts)
     if isinstance(given, str) or (_is_list(given) and len(given) > 0 and _is_whole(given[0])):
@@ -56,7 +56,7 @@ def as_documents(name: str, documents: object) -> list[str | list[int]]:
 
 
 def as_sources(name: str, sources: object) -> list[str | list[int]]:
-    """Texts or lists of token ids to copy from: of empty ones nothing can be. Raises ParameterError."""
+    """Texts or lists of token ids to copy from, none empty or blank. Raises ParameterError."""
     given = as_documents(name, sources)
     for source in given:
         if not (source.strip() if isinstance(source, str) else source):
@@ -65,7 +65,7 @@ def as_sources(name: str, sources: object) -> list[str | list[int]]:
 
 
 def as_references(name: str, references: object) -> list[str | list[int]]:
-    """What one request may copy from (``as_sources``): few, and not too long. Raises ParameterError."""
+    """The texts that one request may copy from, limited in number and length. Raises ParameterError."""
     given = as_sources(name, references)
     letters = sum(len(text) for text in given if isinstance(text, str))
     if len(given) > MAX_REFERENCES or letters > MAX_REFERENCE_CHARACTERS:
@@ -75,7 +75,7 @@ def as_references(name: str, references: object) -> list[str | list[int]]:
 
 
 def as_references_of_each(references: object, prompts: int) -> list[Any]:
-    """A list of references for each prompt; None: none for any. What is in it is for ``as_references`` to say."""
+    """A list of references for each prompt; None: no references. ``as_references`` checks the entries."""
     if references is None:
         return [()] * prompts
     given = [_plain(each) for each in references] if _is_list(references) else []  # type: ignore[attr-defined]
@@ -86,7 +86,7 @@ def as_references_of_each(references: object, prompts: int) -> list[Any]:
 
 
 def as_conversations(messages: object) -> list[list[Message]]:
-    """One conversation is a list of one. Raises ParameterError; what is in a message is checked when it is read."""
+    """A list of conversations; one becomes a list of one. Raises ParameterError. Messages are checked later."""
     if not _is_list(messages):
         raise ParameterError("messages", messages, _CONVERSATION)
     several = messages if len(messages) == 0 or not isinstance(messages[0], Mapping) else [messages]  # type: ignore[arg-type,index]

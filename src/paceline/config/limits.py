@@ -16,23 +16,23 @@ DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LogFormat = Literal["text", "json"]
 MetricsNames = Literal["paceline", "vllm"]
 RankName = Literal["mean_logprob", "logprob"]
-Length: TypeAlias = int | str | LengthKind  # draft tokens a round: a number, or who chooses it
+Length: TypeAlias = int | str | LengthKind  # draft tokens a round: a number or a length policy
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_SPECULATION_LENGTH = 4
 DEFAULT_ACCEPTANCE: AcceptanceName = "coupled"
-SYNTHETIC = "synthetic:"  # before a rate: an acceptance rule for benchmarks
+SYNTHETIC = "synthetic:"  # prefix of a rate: an acceptance rule for benchmarks
 MAX_SPECULATION_LENGTH = 32
 MAX_SPECULATION_WIDTH = 8
 MAX_LOGPROBS = 20
 
-# Whatever is counted or stored has an end, so that nothing overflows and no request alone can hold up the others.
+# Everything that is counted or stored is bounded: nothing overflows, and no single request blocks the others.
 MAX_COUNT = 2**31 - 1  # of tokens, and the largest token id: fits every kernel's whole numbers
 MAX_ANSWERS = 2**16  # to one prompt: queued in about a second
 MAX_STOP_STRINGS = 256  # looked for in every token's text: 25 microseconds a token
-MAX_STOP_CHARACTERS = 2**13  # of all stop strings together: so much text may be held back
+MAX_STOP_CHARACTERS = 2**13  # of all stop strings together: text that may be held back
 MAX_STOP_TOKEN_IDS = 2**12
-MAX_BAD_WORDS = 2**8  # compared with the end of the text at every place
+MAX_BAD_WORDS = 2**8  # compared with the end of the text at every position
 MAX_VOCABULARY = 2**20  # token ids that are listed: more than any model has
 MAX_LOGIT_BIAS = 2**16  # entries: set one by one when the row starts, 0.2 seconds
 MAX_ROWS = 2**12
@@ -40,13 +40,13 @@ MAX_PREFILL_CHUNK = 2**20
 MAX_THREADS = 2**10
 MAX_RANKS = 2**6
 MAX_BYTES = 2**63 - 1
-MAX_SECONDS = 366 * 24 * 3600.0  # a year: who wants to wait for ever says None
+MAX_SECONDS = 366 * 24 * 3600.0  # a year; None means no limit
 MAX_API_KEYS, MAX_API_KEY_CHARACTERS = 2**20, 2**28
-MAX_REFERENCES = 2**8  # texts that a request brings along to copy from
-MAX_REFERENCE_CHARACTERS = 2**19  # of all of them: tokenized in some tenths of a second
-MAX_REFERENCE_TOKENS = 2**17  # likewise: noted in 40 milliseconds, 8 MB while the request lives
+MAX_REFERENCES = 2**8  # texts that a request may be copied from
+MAX_REFERENCE_CHARACTERS = 2**19  # in total: tokenized in a few tenths of a second
+MAX_REFERENCE_TOKENS = 2**17  # in total: indexed in 40 ms, 8 MB while the request lives
 
-# Below these float32 divides by nothing, or by so little that the result is infinite.
+# Below these, float32 divides by zero or overflows.
 MIN_TEMPERATURE = 1e-30
 MIN_TOP_P = 1e-30
 MIN_SECONDS = 1e-3

@@ -1,4 +1,4 @@
-"""What vLLM and transformers call options, and what does the same here: for errors that name an unknown option."""
+"""Options of vLLM and transformers and their equivalents here, for errors about unknown options."""
 
 from __future__ import annotations
 

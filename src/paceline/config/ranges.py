@@ -1,7 +1,7 @@
-"""What a parameter may be: its type and its range, written beside the field and checked in one place.
+"""Rules for parameters: type and range, written beside the field and checked in one place.
 
-A field's annotation says it all: ``Annotated[int, Whole(1, 64)]``. Plain ``bool``, ``str`` and ``Literal`` need no more
-than that; a field whose annotation says too little is a TypeError as soon as its class is used.
+The rule is part of the field's annotation: ``Annotated[int, Whole(1, 64)]``. Plain ``bool``, ``str`` and ``Literal``
+need none. A field without a rule is a TypeError as soon as its class is used.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import (
     get_type_hints,
 )
 
+from paceline.config.help import Help
 from paceline.errors import ParameterError, shown
 
 if TYPE_CHECKING:
@@ -54,17 +55,17 @@ def check(ok: bool, name: str, value: object, allowed: str) -> None:
 
 
 def is_whole(value: object) -> bool:
-    """Whether it is a whole number, which True and False are not."""
+    """Whether ``value`` is a whole number; True and False are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a number; it may still be huge, infinite or none (nan)."""
+    """Whether ``value`` is a number; it may be huge, infinite or nan."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def is_text(value: object) -> bool:
-    """Whether it is a string that UTF-8 can spell: half a character (a lone surrogate) is none."""
+    """Whether ``value`` is a string that UTF-8 can encode, without half characters (lone surrogates)."""
     if not isinstance(value, str):
         return False
     try:
@@ -111,7 +112,7 @@ class Number:
 
     def take(self, name: str, value: Any) -> Any:
         inside = is_number(value) and (self.low <= value <= self.high or (self.or_zero and value == 0))
-        check(inside, name, value, self.allowed)  # comparing says no to nan, and what is huge is never converted
+        check(inside, name, value, self.allowed)  # comparing refuses nan, and huge numbers are never converted
         return value
 
 
@@ -132,7 +133,7 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Flag:
-    """True or False; nothing else is taken for one of them."""
+    """True or False, and no other value."""
 
     allowed: str = "True or False"
 
@@ -209,7 +210,7 @@ class Texts:
 
 @dataclass(frozen=True)
 class TokenIds:
-    """At most ``most`` token ids, kept as a tuple. Whether a model has them is for the engine to say."""
+    """At most ``most`` token ids, kept as a tuple. The engine checks that its model has them."""
 
     most: int
     largest: int
@@ -276,7 +277,7 @@ class Part:
 
 @dataclass(frozen=True)
 class AnyOf:
-    """What one of several rules takes; none: or None."""
+    """A value that one of several rules takes. none: whether None is allowed too."""
 
     rules: tuple[Rule, ...]
     none: bool
@@ -298,7 +299,7 @@ class AnyOf:
         raise ParameterError(name, value, self.allowed)
 
     def _only(self, name: str, value: Any) -> Any:
-        """What the only rule takes. Its own words say more: a part names the field within it."""
+        """The value by the only rule, whose own error says more: a part names the field within it."""
         try:
             return self.rules[0].take(name, value)
         except ParameterError as error:
@@ -321,17 +322,19 @@ def rule_for(hint: Any) -> Rule:
         return Flag()
     if hint is str:
         return _TEXT
-    raise TypeError(f"{hint} says nothing about what is allowed; annotate it with a rule")
+    raise TypeError(f"{hint} has no rule; annotate it with a rule")
 
 
 def _annotated(arguments: tuple[Any, ...]) -> Rule:
-    inner, rule = arguments[:2]
-    return AnyOf((rule,), none=True) if NoneType in get_args(inner) else rule
+    inner, *rules = (part for part in arguments if not isinstance(part, Help))
+    if not rules:
+        return rule_for(inner)
+    return AnyOf((rules[0],), none=True) if NoneType in get_args(inner) else rules[0]
 
 
 @cache
 def rules_of(kind: type) -> Mapping[str, Rule]:
-    """Of every field of a dataclass."""
+    """The rule of every field of a dataclass."""
     hints = get_type_hints(kind, include_extras=True)
     return {name: rule_for(hints[name]) for name in names_of(kind)}
 
@@ -342,7 +345,7 @@ def names_of(kind: type) -> tuple[str, ...]:
 
 
 def check_names(kind: type, given: Mapping[Any, object], prefix: str = "") -> None:
-    """Raise ParameterError for what is no field of a dataclass; it names what does the same, or the nearest field."""
+    """Raise ParameterError for names that are no fields; it names the equivalent or the nearest field."""
     for name in given:
         if name not in names_of(kind):
             unknown = prefix + (name if isinstance(name, str) and name.isidentifier() else shown(name))
@@ -350,7 +353,7 @@ def check_names(kind: type, given: Mapping[Any, object], prefix: str = "") -> No
 
 
 def _instead(kind: type, name: object) -> str:
-    """What to give in place of an unknown field."""
+    """The hint for an unknown field."""
     elsewhere: Mapping[str, str] = getattr(kind, "OTHER_NAMES", {})
     if isinstance(name, str) and name in elsewhere:
         return f"what does this here is {elsewhere[name]}"
@@ -359,7 +362,7 @@ def _instead(kind: type, name: object) -> str:
 
 
 def names_checked(kind: type[T]) -> type[T]:
-    """A dataclass that is made with unknown names raises ParameterError, as ``check_names`` does."""
+    """Make a dataclass raise ParameterError for unknown names, as ``check_names`` does."""
     make: Callable[..., None] = kind.__init__
 
     @functools.wraps(make)
@@ -372,7 +375,7 @@ def names_checked(kind: type[T]) -> type[T]:
 
 
 def check_fields(instance: DataclassInstance, prefix: str = "") -> None:
-    """Check every field of a dataclass by its rule and keep what the rule keeps; for ``__post_init__``."""
+    """Check every field by its rule and keep the value that the rule returns; for ``__post_init__``."""
     for name, rule in rules_of(type(instance)).items():
         given = getattr(instance, name)
         kept = rule.take(f"{prefix}{name}", given)

@@ -1,7 +1,6 @@
-"""Parts that are chosen by name and may come from other packages: drafters and length policies.
+"""Drafters and length policies by name; other packages may add some.
 
-Ours are listed here, others' in the entry points of the packages that bring them. What stands behind a name is
-imported when the name is asked for, ours like others'.
+paceline's own are listed here; other packages add theirs by entry points. A part is imported when its name is used.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from paceline.errors import ParameterError
 
 @runtime_checkable
 class DrafterKind(Protocol):
-    """What a drafter needs, known before anything is loaded; ``drafters.base.Drafter`` says more, and what it does.
+    """Requirements of a drafter, known before anything is loaded; see ``drafters.base.Drafter``.
 
-    needs_draft_model: whether it runs one. copies: whether it draft tokens from references, documents and siblings.
-    auto_width: draft tokens side by side where ``speculation_width`` is "auto"; 0: its draft tokens never branch.
+    needs_draft_model: whether it runs a draft model. copies: whether it copies draft tokens from references, documents
+    and parallel samples. auto_width: draft tokens side by side where ``speculation_width`` is "auto"; 0: chains only.
     """
 
     @property
@@ -36,16 +35,16 @@ class DrafterKind(Protocol):
     def auto_width(self) -> int: ...
 
     def build(self, equipment: Any, /) -> Any:
-        """Make one for an engine. equipment: ``drafters.base.Equipment``."""
+        """The drafter of one engine. equipment: ``drafters.base.Equipment``."""
         ...
 
 
 @runtime_checkable
 class LengthKind(Protocol):
-    """What a length policy needs; ``lengths.base.LengthPolicy`` says more, and what it does.
+    """Requirements of a length policy; see ``lengths.base.LengthPolicy``.
 
-    needs_profile: whether it cannot do without one. reads_profile: whether it makes use of one. max_draft_tokens: that
-    it asks for, of a row in a round.
+    needs_profile: whether it requires a profile. reads_profile: whether it uses one. max_draft_tokens: its maximum for
+    a row in a round.
     """
 
     @property
@@ -61,7 +60,7 @@ class LengthKind(Protocol):
     def max_draft_tokens(self) -> int: ...
 
     def build(self, means: Any, /) -> Any:
-        """Make one for an engine. means: ``lengths.base.Means``."""
+        """The length policy of one engine. means: ``lengths.base.Means``."""
         ...
 
 
@@ -103,7 +102,7 @@ class Registry(Generic[Kind]):
         return value
 
     def get(self, given: str | Kind) -> Kind:
-        """What stands behind a name; an object stands for itself. Raises ParameterError."""
+        """The kind of that name; an object is returned as it is. Raises ParameterError."""
         return self._load(given) if isinstance(given, str) else given
 
     def _load(self, name: str) -> Kind:
@@ -111,7 +110,7 @@ class Registry(Generic[Kind]):
             found = self._place(name).load()
         except ParameterError:
             raise
-        except Exception as error:  # whatever another package does when it is imported
+        except Exception as error:  # an import of another package may raise anything
             allowed = f"a name whose package can be imported: {type(error).__name__}: {error}"
             raise ParameterError(self.field, name, allowed) from error
         check(isinstance(found, self.kind), self.field, name, f"{self.what}; its entry point is something else")
@@ -122,7 +121,7 @@ class Registry(Generic[Kind]):
             return EntryPoint(name, self.own[name], self.group)
         places = {place.value: place for place in entry_points(group=self.group, name=name)}
         check(len(places) > 0, self.field, name, self.allowed)
-        check(len(places) == 1, self.field, name, f"a name that one package brings; {sorted(places)} are several")
+        check(len(places) == 1, self.field, name, f"a name that only one package adds, not several: {sorted(places)}")
         (place,) = places.values()
         return place
 

@@ -1,4 +1,4 @@
-"""How to continue a prompt."""
+"""``SamplingParams``: how to continue a prompt."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, TypeAlias
 
 from paceline.config import names
+from paceline.config.help import Help, described
 from paceline.config.limits import (
     MAX_ANSWERS,
     MAX_BAD_WORDS,
@@ -46,12 +47,12 @@ from paceline.config.ranges import (
 )
 
 LogitsProcessor: TypeAlias = Callable[[list[int], Any], Any]
-"""The tokens of an answer so far, and the logits of the next one, [V] float32 -> the logits that it is drawn from."""
+"""(token ids of the answer so far, logits of the next token [V] float32) -> logits to draw from [V]."""
 
 
 @dataclass(frozen=True)
 class Schema:
-    """A JSON schema, as an object or as its text; kept as text, so that nobody changes it under a running request."""
+    """Rule: a JSON schema, as an object or as its text; kept as text, which cannot change under a running request."""
 
     allowed: str = "a JSON schema, which is an object"
 
@@ -66,17 +67,16 @@ class Schema:
         return text
 
 
+@described
 @dataclass(frozen=True)
 class StructuredOutputs:
-    """What an answer must look like: exactly one of these; needs the extra ``structured``.
+    """Form of an answer: exactly one of these fields. Needs the extra ``structured``."""
 
-    json: a JSON schema, as an object or as its text. json_object: any JSON object. regex: a regular expression that the
-    whole answer matches.
-    """
-
-    json: Annotated[Mapping[str, Any] | str | None, Schema()] = None
-    json_object: bool = False
-    regex: str | None = None
+    json: Annotated[Mapping[str, Any] | str | None, Schema(), Help("A JSON schema, as an object or as its text.")] = (
+        None
+    )
+    json_object: Annotated[bool, Help("Any JSON object.")] = False
+    regex: Annotated[str | None, Help("A regular expression that the whole answer matches.")] = None
 
     def __post_init__(self) -> None:
         check_fields(self, "structured_outputs.")
@@ -84,85 +84,162 @@ class StructuredOutputs:
         check(len(given) == 1, "structured_outputs", given, "exactly one of json, json_object, regex")
 
 
+@described
 @names_checked
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to continue one prompt.
+    """How to continue one prompt. Raises ParameterError for a value outside of its range.
 
-    Order of work on the logits: structured outputs or logits processors, bias, penalties, minimum length, temperature,
-    min-p, top-k, top-p; then the draw.
-
-    n: answers to the prompt; they share its prefill. best_of: so many are made, of which the best n are given back.
-    rank_by: the order of the answers: "mean_logprob", the mean log-probability of an answer's tokens, as BASS ranks
-        (2404.15778), or "logprob", their sum. Those that ended by themselves (finish_reason "stop") come before those
-        that were cut. The log-probabilities are the model's own (temperature 1, before bias, penalties and cuts) of
-        all tokens drawn: a stop token, and what a stop string cuts out of the text, count. None is the order of
-        sampling; of best_of more than n answers the best are then those by "mean_logprob". An answer that cannot become
-        one of the best n any more ends at once (finish_reason "outranked") and makes room.
-    time_budget: seconds from the request's arrival, in which it also waits and its prompt is read. What is not finished
-        by then ends as it is (finish_reason "deadline"); what a round brings later comes too late. None: no limit.
-    max_tokens: most tokens of an answer. min_tokens: no end-of-text or stop token before so many.
-    temperature: 0 is greedy, 100 the most. top_k: 0 or -1 keeps all. top_p, min_p: nucleus and relative cut.
-    presence_penalty, frequency_penalty: subtracted for tokens of the answer so far, [-2, 2].
-    repetition_penalty: divides positive and multiplies negative logits of tokens in prompt and answer, [0.01, 100].
-    seed: the same seed gives the same text, whatever else is in the batch; None draws one for the request.
-    stop: strings that end the answer (not part of it unless include_stop_str_in_output). None is the same as none.
-    stop_token_ids: tokens that end it. ignore_eos: go on after the model's own end-of-text token.
-    logit_bias: added to the logits of these token ids.
-    bad_words: texts that the answer must not have, as token sequences: with and without a space before each. Where the
-        answer's last tokens begin one, the token that would complete it gets no probability. The same letters spelled
-        by other tokens may come.
-    allowed_token_ids: the only tokens that may come; an end-of-text token may if it is one of them. None: all may.
-    logits_processors: functions ``(answer's token ids, logits [V] float32) -> logits [V]``, called in their order at
-        every place, after allowed_token_ids and bad_words. They have to be functions of these two alone: they are asked
-        about draft tokens, too, of which some are rejected. Such requests run on the host's rounds. One that raises,
-        or that leaves no token at all, ends its own request with finish_reason "error".
-    skip_special_tokens: whether special tokens are left out of the answer's text. A stop token is never part of it.
-    prompt_logprobs: as logprobs, of the prompt's own tokens, in ``RequestOutput.prompt_logprobs``; the prompt is read
-        once more for them. Offline alone.
-    logprobs: None for none; m for each token's own log-probability and the m most likely ones. They are the model's own
-        (before bias, penalties and temperature).
-    num_speculative_tokens: most draft tokens a round for this prompt, however many the engine plays; 0 is plain
-    decoding.
-        None leaves it to the engine.
-    keep_prefix: whether later requests may copy what this one had read (``EngineConfig.prefix_cache``).
-    cache_salt: only requests with the same one share what they read, so that nobody learns by the time that an answer
-        takes whether another has sent the same words. None shares with all that have none.
-    structured_outputs: what the answer must look like. Tokens that cannot lead there get no probability; the model's
-        end-of-text token none before the answer is complete.
+    Logits are changed in this order: structured outputs or logits processors, bias, penalties, minimum length,
+    temperature, min-p, top-k, top-p. Then the token is drawn.
     """
 
-    n: Annotated[int, Whole(1, MAX_ANSWERS)] = 1
-    best_of: Annotated[int, Whole(1, MAX_ANSWERS)] | None = None
-    rank_by: RankName | None = None
-    time_budget: Annotated[float, Number(MIN_TIME_BUDGET, MAX_SECONDS)] | None = None
-    max_tokens: Count = 128
-    min_tokens: Annotated[int, Whole(0, MAX_COUNT)] = 0
-    temperature: Annotated[float, Number(MIN_TEMPERATURE, 100, or_zero=True)] = 1.0
-    top_p: Annotated[float, Number(MIN_TOP_P, 1)] = 1.0
-    top_k: Annotated[int, Whole(0, MAX_COUNT)] = 0
-    min_p: Share = 0.0
-    seed: Annotated[int, Whole(0, 2**63 - 1)] | None = None
-    stop: Annotated[str | Sequence[str], Texts(MAX_STOP_STRINGS, MAX_STOP_CHARACTERS, one=True)] = ()
-    stop_token_ids: Annotated[Sequence[int], TokenIds(MAX_STOP_TOKEN_IDS, MAX_COUNT)] = ()
-    ignore_eos: bool = False
-    include_stop_str_in_output: bool = False
-    presence_penalty: Penalty = 0.0
-    frequency_penalty: Penalty = 0.0
-    repetition_penalty: Annotated[float, Number(0.01, 100)] = 1.0
-    logit_bias: Annotated[Mapping[int, float], TokenNumbers(TokenIds(MAX_LOGIT_BIAS, MAX_COUNT), Number(-100, 100))] = (
-        field(default_factory=dict)
-    )
-    bad_words: Annotated[str | Sequence[str], Texts(MAX_BAD_WORDS, MAX_STOP_CHARACTERS, one=True)] = ()
-    allowed_token_ids: Annotated[Sequence[int], TokenIds(MAX_VOCABULARY, MAX_COUNT)] | None = None
-    logits_processors: Annotated[Sequence[LogitsProcessor], Functions()] = ()
-    skip_special_tokens: bool = True
-    prompt_logprobs: Annotated[int, Whole(0, MAX_LOGPROBS)] | None = None
-    logprobs: Annotated[int, Whole(0, MAX_LOGPROBS)] | None = None
-    num_speculative_tokens: Guesses | None = None
-    keep_prefix: bool = True
-    cache_salt: Name | None = None
-    structured_outputs: Annotated[StructuredOutputs, Part(StructuredOutputs)] | None = None
+    n: Annotated[int, Whole(1, MAX_ANSWERS), Help("Answers to each prompt; they share its prefill.", "--n", "-n")] = 1
+    best_of: Annotated[
+        int | None,
+        Whole(1, MAX_ANSWERS),
+        Help("Answers sampled for each prompt, of which the best n are returned. Default: n."),
+    ] = None
+    rank_by: Annotated[
+        RankName | None,
+        Help(
+            "Order of the answers, best first: mean_logprob or logprob; answers that were cut come last. Default: as "
+            "sampled.",
+            "--rank",
+            "--rank-by",
+            more='"mean_logprob" is the mean log-probability of an answer\'s tokens, as BASS ranks (2404.15778), '
+            '"logprob" their sum. Both are the model\'s own (temperature 1, before bias, penalties and cuts) and '
+            "include stop tokens and text that a stop string removed. ``best_of`` above ``n`` ranks by "
+            '"mean_logprob" unless this says otherwise. An answer that can no longer be among the best n ends with '
+            'finish_reason "outranked".',
+        ),
+    ] = None
+    time_budget: Annotated[
+        float | None,
+        Number(MIN_TIME_BUDGET, MAX_SECONDS),
+        Help(
+            "Seconds after a request's arrival at which its answers end as they are. Default: no limit.",
+            more='Waiting and prefill count. Such an answer has finish_reason "deadline".',
+        ),
+    ] = None
+    max_tokens: Annotated[Count, Help("Maximum tokens of an answer.")] = 128
+    min_tokens: Annotated[
+        int, Whole(0, MAX_COUNT), Help("Tokens before which no end-of-text or stop token may come.")
+    ] = 0
+    temperature: Annotated[
+        float,
+        Number(MIN_TEMPERATURE, 100, or_zero=True),
+        Help("Divisor of the logits; 0 is greedy.", "--temperature", "-t"),
+    ] = 1.0
+    top_p: Annotated[float, Number(MIN_TOP_P, 1), Help("Probability mass of the nucleus, in (0, 1].")] = 1.0
+    top_k: Annotated[int, Whole(0, MAX_COUNT), Help("Number of most likely tokens kept; 0 or -1 keeps all.")] = 0
+    min_p: Annotated[Share, Help("Minimum probability relative to the most likely token's, in [0, 1].")] = 0.0
+    seed: Annotated[
+        int | None,
+        Whole(0, 2**63 - 1),
+        Help("Seed of the draws; the same seed gives the same text, whatever else is in the batch. Default: random."),
+    ] = None
+    stop: Annotated[
+        str | Sequence[str],
+        Texts(MAX_STOP_STRINGS, MAX_STOP_CHARACTERS, one=True),
+        Help("Strings that end the answer and are not part of it."),
+    ] = ()
+    stop_token_ids: Annotated[
+        Sequence[int],
+        TokenIds(MAX_STOP_TOKEN_IDS, MAX_COUNT),
+        Help("Token ids that end the answer."),
+    ] = ()
+    ignore_eos: Annotated[bool, Help("Continue after the model's end-of-text token.")] = False
+    include_stop_str_in_output: Annotated[bool, Help("Keep the stop string in the answer's text.")] = False
+    presence_penalty: Annotated[
+        Penalty, Help("Subtracted from the logit of each token that the answer has, in [-2, 2].")
+    ] = 0.0
+    frequency_penalty: Annotated[
+        Penalty, Help("Subtracted once for each time that the answer has the token, in [-2, 2].")
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float,
+        Number(0.01, 100),
+        Help("Divisor of positive, factor of negative logits of tokens in prompt and answer, in [0.01, 100]."),
+    ] = 1.0
+    logit_bias: Annotated[
+        Mapping[int, float],
+        TokenNumbers(TokenIds(MAX_LOGIT_BIAS, MAX_COUNT), Number(-100, 100)),
+        Help('Numbers in [-100, 100] added to the logits of token ids: {"50256": -100}.'),
+    ] = field(default_factory=dict)
+    bad_words: Annotated[
+        str | Sequence[str],
+        Texts(MAX_BAD_WORDS, MAX_STOP_CHARACTERS, one=True),
+        Help(
+            "Texts that the answer must not contain.",
+            more="They are matched as token sequences, with and without a space before: the token that would complete "
+            "one gets no probability. The same letters spelled by other tokens may come.",
+        ),
+    ] = ()
+    allowed_token_ids: Annotated[
+        Sequence[int] | None,
+        TokenIds(MAX_VOCABULARY, MAX_COUNT),
+        Help(
+            "Token ids that the answer may contain. Default: all.",
+            more="An end-of-text token may come only if it is one of them.",
+        ),
+    ] = None
+    logits_processors: Annotated[
+        Sequence[LogitsProcessor],
+        Functions(),
+        Help(
+            "Functions ``(token ids of the answer, logits [V] float32) -> logits [V]``, called in order at each "
+            "position.",
+            more="They run after allowed_token_ids and bad_words, must depend on these arguments alone, and are called "
+            "for draft tokens too, also for those that are rejected. Requests with processors run on the host's "
+            "rounds. A processor that raises or leaves no token ends its own request with finish_reason "
+            '"error".',
+        ),
+    ] = ()
+    skip_special_tokens: Annotated[
+        bool, Help("Leave special tokens out of the answer's text. A stop token is never part of it.")
+    ] = True
+    prompt_logprobs: Annotated[
+        int | None,
+        Whole(0, MAX_LOGPROBS),
+        Help(
+            "Log-probabilities of the prompt's tokens, with this many most likely alternatives.",
+            more="They are in ``RequestOutput.prompt_logprobs``; the prompt is read once more for them.",
+        ),
+    ] = None
+    logprobs: Annotated[
+        int | None,
+        Whole(0, MAX_LOGPROBS),
+        Help(
+            "Log-probabilities of the answer's tokens, with this many most likely alternatives.",
+            more="They are the model's own: before bias, penalties and temperature.",
+        ),
+    ] = None
+    num_speculative_tokens: Annotated[
+        Guesses | None,
+        Help(
+            "Maximum draft tokens a round for this prompt; 0 is plain decoding. Default: the engine's.",
+        ),
+    ] = None
+    keep_prefix: Annotated[
+        bool, Help("Let later requests copy the keys and values of this one (see prefix_cache).")
+    ] = True
+    cache_salt: Annotated[
+        Name | None,
+        Help(
+            "Only requests with the same salt share cached prefixes. Default: shared with all that have none.",
+            more="So the time of an answer does not reveal whether another client has sent the same words.",
+        ),
+    ] = None
+    structured_outputs: Annotated[
+        StructuredOutputs | None,
+        Part(StructuredOutputs),
+        Help(
+            'Form of the answer: {"json": SCHEMA}, {"json_object": true} or {"regex": "..."}.',
+            more="Tokens that cannot lead to a valid answer get no probability; the end-of-text token gets none before "
+            "the answer is complete.",
+        ),
+    ] = None
 
     OTHER_NAMES: ClassVar[Mapping[str, str]] = names.SAMPLING
 
@@ -174,13 +251,13 @@ class SamplingParams:
         enough = f"a whole number from {self.n}, which is n, to {MAX_ANSWERS}"
         check(self.best_of is None or self.best_of >= self.n, "best_of", self.best_of, enough)
         if self.structured_outputs is not None:
-            free = "left alone with structured_outputs, which says itself when an answer ends"
+            free = "left out with structured_outputs, which decides when an answer ends"
             check(self.min_tokens == 0, "min_tokens", self.min_tokens, free)
             check(not self.ignore_eos, "ignore_eos", self.ignore_eos, free)
         self._check_restrictions()
 
     def _take_spellings(self) -> None:
-        """What vLLM's users write for nothing: top_k=-1, stop=None."""
+        """Accept vLLM's spellings of the defaults: top_k=-1, stop=None."""
         if is_whole(self.top_k) and self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
         stop: object = self.stop
@@ -188,25 +265,27 @@ class SamplingParams:
             object.__setattr__(self, "stop", ())
 
     def _check_restrictions(self) -> None:
-        """Only one thing may say which tokens can come, so that some always can."""
+        """Allow only one kind of restriction with structured outputs, so that some token remains."""
         check(self.allowed_token_ids != (), "allowed_token_ids", (), "None for all tokens, or at least one of them")
         if self.structured_outputs is not None and self.restriction != "structured_outputs":
             given = getattr(self, self.restriction)
-            check(False, self.restriction, given, "left out with structured_outputs, which says itself what may come")
+            check(
+                False, self.restriction, given, "left out with structured_outputs, which decides which tokens may come"
+            )
 
     @property
     def restriction(self) -> str:
-        """The first field that says which tokens may come; "" where none does."""
+        """The first field that restricts which tokens may come; "" if none does."""
         fields = "bad_words", "allowed_token_ids", "logits_processors", "structured_outputs"
         return next((name for name in fields if getattr(self, name) not in (None, ())), "")
 
     @classmethod
     def from_mapping(cls, given: Mapping[str, Any], base: SamplingParams | None = None) -> SamplingParams:
-        """``base``, or the defaults, with what was given instead; for everything that comes as JSON.
+        """``base``, or the defaults, with the given fields replaced; for parameters that come as JSON.
 
-        What clients send as JSON may be spelled in their way: logit_bias has its token ids as strings; -1 is None for
-        seed; empty stop strings, which forms send where nothing was filled in, stop nothing.
-        Raises ParameterError, also for what is no parameter.
+        Clients' spellings are accepted: token ids of logit_bias as strings, seed -1 for None, and empty stop strings,
+        which forms send for fields that are not filled in.
+        Raises ParameterError, also for unknown names.
         """
         check_names(cls, given)
         values: dict[str, Any] = {
@@ -220,19 +299,19 @@ class SamplingParams:
 
     @property
     def answers(self) -> int:
-        """How many are made."""
+        """Number of answers sampled for the prompt."""
         return self.n if self.best_of is None else self.best_of
 
     @property
     def ranking(self) -> RankName | None:
-        """What the answers are ranked by; None: they keep the order of sampling."""
+        """The order of the answers; None is the order of sampling."""
         return "mean_logprob" if self.rank_by is None and self.answers > self.n else self.rank_by
 
     @property
     def scored(self) -> int | None:
-        """How many of the most likely tokens of each place are told, besides the drawn one's own log-probability.
+        """Number of most likely tokens whose log-probabilities are reported beside the drawn token's own.
 
-        None: nobody asks for any log-probability.
+        None: no log-probability is needed.
         """
         return 0 if self.logprobs is None and self.ranking is not None else self.logprobs
 
@@ -248,7 +327,7 @@ def _by_token(bias: object) -> object:
 
 
 def _token_id(key: object) -> object:
-    """A number spelled as JSON's keys are, one spelling each; what is none stays to be refused."""
+    """The token id that a JSON key spells in its only spelling; other keys stay as they are and are refused later."""
     spelled = isinstance(key, str) and len(key) < 20 and key.isascii() and key.isdecimal() and str(int(key)) == key
     return int(key) if spelled else key  # type: ignore[call-overload]
 

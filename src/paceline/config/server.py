@@ -1,4 +1,4 @@
-"""How the server listens and whom it serves."""
+"""``ServerConfig``: how the server listens and which requests it takes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+from paceline.config.help import Help, described
 from paceline.config.limits import (
     MAX_API_KEY_CHARACTERS,
     MAX_API_KEYS,
@@ -23,84 +24,120 @@ from paceline.config.ranges import FileName, Number, Texts, Whole, check, check_
 
 @dataclass(frozen=True)
 class Hosts:
-    """Names as a Host header has them, without the port; kept as a tuple."""
+    """Rule: names of a Host header without the port, one or several (a,b) in each string; kept as a tuple."""
 
     allowed: str = 'names without a port, or "*"'
 
     def take(self, name: str, value: Any) -> tuple[str, ...]:
-        ok = isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and all(map(_is_host, value))
-        check(ok, name, value, self.allowed)
-        return tuple(value)
+        texts = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+        check(texts and all(isinstance(text, str) for text in value), name, value, self.allowed)
+        hosts = tuple(host for text in value for host in text.split(","))
+        check(all(map(_is_host, hosts)), name, value, self.allowed)
+        return hosts
 
 
-def _is_host(name: object) -> bool:
-    if not isinstance(name, str):
-        return False
+def _is_host(name: str) -> bool:
     return name == "*" or (bool(name) and name.isascii() and not set(name) & set(" /:,@*"))
 
 
+@described
 @dataclass(frozen=True)
 class ServerConfig:
-    """How the server listens and whom it serves.
+    """How the server listens and which requests it takes. Raises ParameterError for a value outside of its range."""
 
-    host, port: where it listens. served_model_name: what requests call the model; None: its own name.
-    api_keys: requests must carry one of them; none: everybody who reaches the server may use it. Limits may stand
-        behind a key: "KEY max_requests=N max_tokens_per_minute=N" (at a time; of prompts and answers).
-    max_waiting: answers that may wait for a row; requests beyond them are refused with 429.
-    max_waiting_tokens: likewise tokens, of prompts to read and of answers to make at their longest; None: as many as
-        max_waiting answers of the model's length have.
-    allowed_hosts: names that requests may call this server by, besides loopback names, ``host`` and addresses in
-        numbers; "*": any. None given: names are checked only if there are no keys.
-    max_connections: open at a time; three quarters of them may hold a request.
-    max_connections_per_client: those of one address.
-    header_timeout: seconds in which a request's headers must have arrived.
-    keep_alive_timeout: seconds that a connection stays open between requests.
-    send_timeout: seconds after which a client that reads nothing is given up.
-    max_body_bytes: of a request. body_timeout: seconds in which it must have arrived.
-    max_bodies_bytes: of all requests that have not been answered; of one address half of it.
-    max_upload_bytes: of a form with a file for a batch, which goes to the disk as it comes and counts in neither. It
-        has ``body_timeout`` once more for every ``max_body_bytes`` that have arrived.
-    request_timeout: seconds after which a request is given up, where it does not say so itself; None: never.
-    shutdown_timeout: seconds that running requests may still take when the server is told to end.
-    stall_timeout: seconds that the engine may take over one step, before ``/health`` calls it stalled. A step is meant
-        to take a fraction of one; the default leaves room for a large model's longest on a slow machine.
-    capture_seconds: what the start may take to capture rounds of a GPU as CUDA graphs, the likeliest first; the others
-        are captured when they are first needed, while requests wait. 0: none is captured at the start. Where rounds are
-        not captured, another number than 0 or the default is refused.
-    log_format: "text" for people, "json" for machines: one object a line.
-    log_interval: seconds between two lines about throughput, while there is any.
-    metrics_names: "vllm" gives ``/metrics`` under vLLM's names, too, so that dashboards made for vLLM read them.
-    playground: whether there is a page at ``/`` to try the model on.
-    batch_dir: where files and batches are kept; None: /v1/files and /v1/batches are refused.
-    """
-
-    host: Name = "127.0.0.1"
-    port: Annotated[int, Whole(0, 65535)] = 8000
-    served_model_name: Name | None = None
-    api_keys: Annotated[Sequence[str], Texts(MAX_API_KEYS, MAX_API_KEY_CHARACTERS, secret=True)] = field(
-        default=(), repr=False
-    )
-    allowed_hosts: Annotated[Sequence[str], Hosts()] = ()
-    max_waiting: Annotated[int, Whole(0, MAX_COUNT)] = 64
-    max_waiting_tokens: Annotated[int, Whole(0, MAX_BYTES)] | None = None
-    max_connections: Annotated[int, Whole(16, MAX_CONNECTIONS)] = 512
-    max_connections_per_client: Annotated[int, Whole(4, MAX_CONNECTIONS)] = 256
-    header_timeout: Seconds = 10.0
-    keep_alive_timeout: Seconds = 75.0
-    send_timeout: Seconds = 30.0
-    max_body_bytes: Annotated[int, Whole(1, MAX_BYTES)] = 4 * 2**20
-    body_timeout: Seconds = 30.0
-    max_bodies_bytes: Annotated[int, Whole(2, MAX_BYTES)] = 64 * 2**20
-    max_upload_bytes: Annotated[int, Whole(1, MAX_BYTES)] = 200 * 2**20
-    request_timeout: Seconds | None = None
-    shutdown_timeout: Annotated[float, Number(0, MAX_SECONDS)] = 30.0
-    stall_timeout: Seconds = 10.0
-    capture_seconds: Annotated[float, Number(0, MAX_SECONDS)] = 30.0
-    log_format: LogFormat = "text"
-    log_interval: Seconds = 10.0
-    metrics_names: MetricsNames = "paceline"
-    playground: bool = True
-    batch_dir: Annotated[str, FileName("the name of a directory")] | None = None
+    host: Annotated[Name, Help("Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, Whole(0, 65535), Help("Port to listen on; 0: a free one.")] = 8000
+    served_model_name: Annotated[Name | None, Help("Model name in requests. Default: the model's own name.")] = None
+    api_keys: Annotated[
+        Sequence[str],
+        Texts(MAX_API_KEYS, MAX_API_KEY_CHARACTERS, secret=True),
+        Help(
+            "Keys, one of which requests must carry. Better: a file, or $PACELINE_API_KEYS.",
+            "--api-key",
+            more="Without keys every client that reaches the server may use it. Limits may follow a key: "
+            '"KEY max_requests=N max_tokens_per_minute=N" (requests at a time; tokens of prompts and answers).',
+        ),
+    ] = field(default=(), repr=False)
+    allowed_hosts: Annotated[
+        Sequence[str],
+        Hosts(),
+        Help(
+            "Names by which requests may call this server, besides loopback names and --host; '*': any.",
+            more="Addresses in numbers are always allowed. Without this option names are checked only if there are no "
+            "keys.",
+        ),
+    ] = ()
+    max_waiting: Annotated[
+        int, Whole(0, MAX_COUNT), Help("Answers that may wait for a row; further requests are refused with 429.")
+    ] = 64
+    max_waiting_tokens: Annotated[
+        int | None,
+        Whole(0, MAX_BYTES),
+        Help(
+            "Tokens that may wait, of prompts and of answers at their longest. Default: max_waiting answers of the "
+            "model's length."
+        ),
+    ] = None
+    max_connections: Annotated[
+        int,
+        Whole(16, MAX_CONNECTIONS),
+        Help("Connections open at a time; three quarters of them may hold a request."),
+    ] = 512
+    max_connections_per_client: Annotated[
+        int, Whole(4, MAX_CONNECTIONS), Help("Connections open at a time from one address.")
+    ] = 256
+    header_timeout: Annotated[Seconds, Help("Seconds in which a request's headers must have arrived.")] = 10.0
+    keep_alive_timeout: Annotated[Seconds, Help("Seconds that a connection stays open between requests.")] = 75.0
+    send_timeout: Annotated[Seconds, Help("Seconds after which a client that reads nothing is disconnected.")] = 30.0
+    max_body_bytes: Annotated[int, Whole(1, MAX_BYTES), Help("Maximum bytes of a request's body.")] = 4 * 2**20
+    body_timeout: Annotated[Seconds, Help("Seconds in which a request's body must have arrived.")] = 30.0
+    max_bodies_bytes: Annotated[
+        int,
+        Whole(2, MAX_BYTES),
+        Help("Maximum bytes of the bodies of all unanswered requests; one address may have half of it."),
+    ] = 64 * 2**20
+    max_upload_bytes: Annotated[
+        int,
+        Whole(1, MAX_BYTES),
+        Help(
+            "Maximum bytes of a form with a file for a batch.",
+            more="It is written to disk as it arrives and counts in no other limit. It has ``body_timeout`` once more "
+            "for every ``max_body_bytes`` that have arrived.",
+        ),
+    ] = 200 * 2**20
+    request_timeout: Annotated[
+        Seconds | None, Help("Seconds after which a request is cancelled if it has no timeout itself. Default: never.")
+    ] = None
+    shutdown_timeout: Annotated[
+        float, Number(0, MAX_SECONDS), Help("Seconds that running requests may take when the server ends.")
+    ] = 30.0
+    stall_timeout: Annotated[
+        Seconds,
+        Help(
+            "Seconds of one step after which /health reports the engine as stalled.",
+            more="A step takes a fraction of a second; the default leaves room for a large model on a slow machine.",
+        ),
+    ] = 10.0
+    capture_seconds: Annotated[
+        float,
+        Number(0, MAX_SECONDS),
+        Help(
+            "Seconds that the start may take to capture a GPU's rounds as CUDA graphs; 0: none is captured.",
+            more="The likeliest rounds come first; the others are captured when they are first needed, while requests "
+            "wait. Where rounds are not captured, other values than 0 and the default are refused.",
+        ),
+    ] = 30.0
+    log_format: Annotated[LogFormat, Help("text for people; json for machines, one object a line.")] = "text"
+    log_interval: Annotated[Seconds, Help("Seconds between log lines about throughput, while there is any.")] = 10.0
+    metrics_names: Annotated[
+        MetricsNames, Help("vllm: /metrics also has vLLM's names, for dashboards made for it.")
+    ] = "paceline"
+    playground: Annotated[bool, Help("Serve a page at / to try the model.")] = True
+    batch_dir: Annotated[
+        str | None,
+        FileName("the name of a directory"),
+        Help("Directory for /v1/files and /v1/batches. Default: both are refused."),
+    ] = None
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -13,7 +13,7 @@ from paceline.core.draft import Draft, Verdict
 from paceline.core.row_keeper import RowKeeper, RowKeepers
 from paceline.errors import ParameterError
 from paceline.models.base import AnyModel
-from paceline.models.decoder import Decoder, Reader
+from paceline.models.decoder import Decoder, FeatureReader
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Drafter(RowKeeper):
         return ()
 
     @property
-    def reader(self) -> Reader | None:
+    def reader(self) -> FeatureReader | None:
         """Who gets the target's inner streams: they exist only while it reads a token. None: nobody."""
         return None
 
@@ -128,7 +128,7 @@ class Wrapper(RowKeepers, Drafter):
         return self.inner.decoders
 
     @property
-    def reader(self) -> Reader | None:
+    def reader(self) -> FeatureReader | None:
         return self.inner.reader
 
     @property

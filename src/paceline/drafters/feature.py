@@ -16,7 +16,7 @@ from paceline.drafters.heads.decoder import HeadDecoder, HeadModel, TorchHeadDec
 from paceline.drafters.heads.native import NativeHeadDecoder
 from paceline.drafters.model import ModelDrafter, Read
 from paceline.errors import ParameterError
-from paceline.models.decoder import Reader
+from paceline.models.decoder import FeatureReader
 
 
 class FeatureDrafter(ModelDrafter):
@@ -54,7 +54,7 @@ class FeatureDrafter(ModelDrafter):
         return cls(decoder, equipment.acceptance, equipment.width(cls))
 
     @property
-    def reader(self) -> Reader:
+    def reader(self) -> FeatureReader:
         return self.head.streams
 
     def describe(self, draft: str | None) -> str:

@@ -12,7 +12,7 @@ from paceline.drafters.base import Drafter, Equipment
 from paceline.drafters.feature import drafting_model
 from paceline.drafters.model import ModelDrafter
 from paceline.drafters.ngram import STRONG, NgramDrafter
-from paceline.models.decoder import Decoder, Reader
+from paceline.models.decoder import Decoder, FeatureReader
 
 
 class HybridDrafter(RowKeepers, Drafter):
@@ -45,7 +45,7 @@ class HybridDrafter(RowKeepers, Drafter):
         return self._model.decoders
 
     @property
-    def reader(self) -> Reader | None:
+    def reader(self) -> FeatureReader | None:
         return self._model.reader
 
     @property

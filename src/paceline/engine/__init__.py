@@ -1,1 +1,1 @@
-"""The loop: requests become rows, rounds are run, tokens become answers."""
+"""The engine: requests are admitted to rows, rounds run, and tokens become answers."""

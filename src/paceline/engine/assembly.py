@@ -1,4 +1,4 @@
-"""What an engine is put together from: its models, and decoders and a drafter of the kinds that were asked for."""
+"""Assembles an engine's parts: its models, their decoders and caches, and the chosen drafter."""
 
 from __future__ import annotations
 
@@ -20,17 +20,25 @@ from paceline.models.decoder import Decoder
 
 @dataclass
 class Models:
-    """What the engine runs: a target, perhaps a draft model, and the tokens that end a text."""
+    """The models of an engine.
+
+    target: the model whose output is produced.
+    draft: the draft model, if one was given.
+    eos_token_ids: tokens that end a text.
+    documents: token ids of texts for the n-gram drafter.
+    costs: cost tables measured by engines with these models.
+    users: objects that hold the models; the last one to give them back closes a target shared with other ranks.
+    """
 
     target: AnyModel
     draft: AnyModel | None = None
     eos_token_ids: tuple[int, ...] = ()
     documents: Sequence[Sequence[int]] = field(default_factory=tuple)  # for the n-gram drafter
-    costs: dict[tuple[object, ...], CostTable] = field(default_factory=dict)  # measured by engines on these models
+    costs: dict[tuple[object, ...], CostTable] = field(default_factory=dict)  # measured by engines with these models
     users: WeakSet[object] = field(default_factory=WeakSet)
 
     def give_back(self, user: object) -> None:
-        """One user less. Where other ranks have parts of the target, they end with the last."""
+        """Remove a user. With the last one, the other ranks of a shared target end."""
         self.users.discard(user)
         if not self.users and isinstance(self.target, SharedModel):
             self.target.close()
@@ -38,27 +46,27 @@ class Models:
 
 @dataclass(frozen=True)
 class Assembly:
-    """Makes an engine's parts; ``max_model_len`` is the engine's own."""
+    """Makes an engine's parts. max_model_len: tokens of its longest sequence."""
 
     models: Models
     config: EngineConfig
     max_model_len: int
 
     def backend(self) -> AttentionBackend:
-        """What models that do not run their own attention use."""
+        """Return the attention backend of models that do not run their own attention."""
         config, target = self.config, self.models.target
-        deterministic = config.deterministic and not isinstance(target, FlatModel)  # a FlatModel is so by itself
+        deterministic = config.deterministic and not isinstance(target, FlatModel)  # a FlatModel always is
         return make_backend(config.attention, target.device, deterministic=deterministic)
 
     def decoder(self, model: AnyModel) -> Decoder:
-        """With a cache for all rows; its logits have the size of the target's."""
+        """Return a decoder with a cache for all rows. Its logits have the target's vocabulary size."""
         sizes = self.backend(), self.config.max_batch_size, self.max_model_len, self.models.target.vocab_size
         if isinstance(model, NativeHead):
             return NativeHeadDecoder(model, *sizes)
         return TorchHeadDecoder(model, *sizes) if isinstance(model, TorchHead) else Decoder(model, *sizes)
 
     def drafter(self, target: Decoder) -> Drafter:
-        """Raises ParameterError where it lacks what it needs."""
+        """Return the drafter. Raises ParameterError if something that it needs is missing."""
         config, models, kind = self.config, self.models, self.config.drafter_kind
         if kind is None or not config.draft_tokens:
             return NoDrafter()
@@ -71,14 +79,14 @@ class Assembly:
 
 
 def lookup_is_free(models: Models, config: EngineConfig) -> bool:
-    """Whether n-gram lookup takes no round off the device, or somebody asked for it."""
+    """Whether n-gram lookup moves no rounds from the device to the host, or was asked for by giving documents."""
     by_choice = config.rounds == "host" or (config.rounds == "auto" and config.tensor_parallel > 1)
     on_host = models.target.device.type != "cuda" or by_choice or isinstance(models.draft, HeadModel)
     return on_host or bool(models.documents)
 
 
 def max_model_len(models: Models, config: EngineConfig) -> int:
-    """Most tokens of a sequence; raises ParameterError if a model cannot have as many as were asked for."""
+    """Return the tokens of the longest sequence. Raises ParameterError if a model's limit is lower than asked for."""
     running = [models.target]
     if models.draft is not None and config.asks_draft_model:
         running.append(models.draft)
@@ -92,7 +100,7 @@ def max_model_len(models: Models, config: EngineConfig) -> int:
 
 
 def check_attention(models: Models, config: EngineConfig) -> None:
-    """The weights were packed, or not, when they were loaded: refuse what can no longer be chosen."""
+    """Raise ParameterError if the chosen attention does not fit the weights, which were packed, or not, when loaded."""
     packed = isinstance(models.target, FlatModel)
     if config.attention in ("padded", "split", "ragged") and packed:
         raise ParameterError(

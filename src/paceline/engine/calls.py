@@ -1,4 +1,4 @@
-"""What one call of ``LLM.generate`` gives for its prompts, and what becomes of a prompt that cannot be served."""
+"""The arguments of one ``LLM.generate`` call, applied to each prompt: a request, or the result of a refused prompt."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ from paceline.errors import ParameterError, RequestError
 
 T = TypeVar("T")
 OnError = Literal["raise", "skip"]
-Made: TypeAlias = Request | RequestOutput  # a request, or the finished result of a prompt that was refused
+Made: TypeAlias = Request | RequestOutput  # a request, or the finished result of a refused prompt
 Maker: TypeAlias = Callable[[T, SamplingParams, Sequence[Prompt]], Request]
-PARAMS = "SamplingParams, or a list of them, one a prompt; SamplingParams.from_mapping makes them from a dictionary"
+PARAMS = "SamplingParams, or a list of one per prompt; SamplingParams.from_mapping makes them from a dictionary"
 
 
 @dataclass(frozen=True)
-class Call:
-    """The arguments of a call that belong to its prompts, one by one.
+class CallArguments:
+    """The arguments of a call that apply to its prompts one by one.
 
-    arrival: when the call began, on the clock of time.monotonic.
+    params: one for all prompts, or one per prompt; None for the defaults.
+    references: per prompt, the texts that n-gram lookup may copy from.
+    on_error: "raise", or "skip" to give a refused prompt a finished result with its error.
+    arrival: start of the call, in seconds on the clock of time.monotonic.
     """
 
     params: SamplingParams | Sequence[SamplingParams] | None
@@ -35,13 +38,14 @@ class Call:
     arrival: float = field(default_factory=lambda: time.monotonic())  # looked up late, for tests with a clock
 
     def made(self, prompts: Sequence[T], make: Maker[T]) -> list[Made]:
-        """A request for each prompt. Raises ParameterError, RequestError; of several prompts they name the first that
-        cannot be served. With on_error="skip" such a prompt has its finished result instead.
+        """Return a request for each prompt; with on_error="skip" a finished result for a refused one.
+
+        Raises ParameterError or RequestError. With several prompts the error names the first one that is refused.
         """
         OneOf(("raise", "skip")).take("on_error", self.on_error)
         size = len(prompts)
-        given = zip(prompts, self._params(size), as_references_of_each(self.references, size), strict=True)
-        return [self._made(index, size, partial(make, *each)) for index, each in enumerate(given)]
+        arguments = zip(prompts, self._params(size), as_references_of_each(self.references, size), strict=True)
+        return [self._made(index, size, partial(make, *own)) for index, own in enumerate(arguments)]
 
     def _made(self, index: int, prompts: int, make: Callable[[], Request]) -> Made:
         try:
@@ -54,31 +58,31 @@ class Call:
             raise _at(f"prompts[{index}]", error) from error
 
     def _params(self, prompts: int) -> list[SamplingParams]:
-        """One for each prompt. Raises ParameterError."""
-        given = SamplingParams() if self.params is None else self.params
-        if not isinstance(given, (SamplingParams, list, tuple)):
-            raise ParameterError("params", given, PARAMS)
-        each = [given] * prompts if isinstance(given, SamplingParams) else list(given)
-        if len(each) != prompts:
-            raise ParameterError("params", f"{len(each)} entries", f"one, or one a prompt ({prompts})")
-        for params in each:
+        """Return the SamplingParams of each prompt. Raises ParameterError."""
+        value = SamplingParams() if self.params is None else self.params
+        if not isinstance(value, (SamplingParams, list, tuple)):
+            raise ParameterError("params", value, PARAMS)
+        per_prompt = [value] * prompts if isinstance(value, SamplingParams) else list(value)
+        if len(per_prompt) != prompts:
+            raise ParameterError("params", f"{len(per_prompt)} entries", f"one, or one per prompt ({prompts})")
+        for params in per_prompt:
             check_params(params)
-        return each
+        return per_prompt
 
 
 def check_params(params: object) -> None:
-    """Raise ParameterError for what are no SamplingParams."""
+    """Raise ParameterError unless ``params`` is a SamplingParams."""
     if not isinstance(params, SamplingParams):
         raise ParameterError("params", params, PARAMS)
 
 
 def _refused(index: int, error: Exception) -> RequestOutput:
-    """The finished result of a prompt that was never queued."""
+    """Return the finished result of a prompt that was never queued."""
     return RequestOutput(f"refused-{index}", None, [], [CompletionOutput(0, finish_reason="error", error=error)])
 
 
 def _at(place: str, error: ParameterError | RequestError) -> Exception:
-    """The same error, naming the prompt that it is about."""
+    """Return the same error, with the place of the prompt in its text."""
     if isinstance(error, ParameterError):
         field = place if error.field == "prompts" else f"{place}: {error.field}"
         return ParameterError(field, error.value, error.allowed)
@@ -86,10 +90,10 @@ def _at(place: str, error: ParameterError | RequestError) -> Exception:
 
 
 def fields_of(template: object, add_generation_prompt: bool) -> dict[str, Any]:
-    """What a chat template may name besides the messages. Raises ParameterError."""
-    given = {} if template is None else template
+    """Return the fields that a chat template may use beside the messages. Raises ParameterError."""
+    fields = {} if template is None else template
     fixed = "messages", "add_generation_prompt"
     allowed = f"a dictionary from names in the chat template to values, without {' and '.join(fixed)}"
-    if not isinstance(given, dict) or not all(isinstance(name, str) for name in given) or given.keys() & set(fixed):
+    if not isinstance(fields, dict) or not all(isinstance(name, str) for name in fields) or fields.keys() & set(fixed):
         raise ParameterError("chat_template_kwargs", template, allowed)
-    return {**given, "add_generation_prompt": add_generation_prompt}
+    return {**fields, "add_generation_prompt": add_generation_prompt}

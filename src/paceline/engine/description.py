@@ -1,7 +1,8 @@
-"""What runs in an engine, in words: for people, and as the mark of what was measured with it."""
+"""Describes what an engine runs: one line for people, and the identity under which measurements are stored."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from paceline.config import EngineConfig
@@ -11,7 +12,7 @@ from paceline.drafters.heads.native import NativeHead
 from paceline.engine.assembly import Models
 from paceline.engine.device_round import DeviceRound
 from paceline.engine.memory import GIB
-from paceline.engine.native_round import plays_rounds, why_host
+from paceline.engine.native_round import runs_native_rounds, why_not_kernels
 from paceline.engine.pipeline import why_not_device
 from paceline.engine.round import Speculation
 from paceline.lengths.profile import Identity
@@ -21,8 +22,15 @@ from paceline.models.prepare import why_not_native
 
 
 @dataclass(frozen=True)
-class Running:
-    """What an engine runs, and on how many CPU threads; ``runner`` plays the device's rounds, where it plays any."""
+class EngineDescription:
+    """What an engine runs.
+
+    runner: runs rounds on the device; None if all rounds run on the host.
+    threads: CPU threads of the kernels.
+    max_model_len: tokens of the longest sequence.
+    room: memory for the KV caches.
+    host_reasons: why some rounds of a device engine have run on the host so far.
+    """
 
     models: Models
     config: EngineConfig
@@ -31,9 +39,10 @@ class Running:
     threads: int
     max_model_len: int
     room: Room
+    host_reasons: Iterable[str] = ()
 
     def identity(self) -> Identity:
-        """What a profile of this engine is measured for."""
+        """Return the key of profiles and cost tables: they hold only for an engine with an equal identity."""
         target, draft = self.models.target, self.models.draft if self.config.asks_draft_model else None
         return Identity(
             machine=machine_name(target.device),
@@ -42,69 +51,73 @@ class Running:
             target=model_hash(target),
             drafter=_drafter_identity(self.config, draft) + self._describe_width(),
             precision=_precision(target) if draft is None else f"{_precision(target)}, draft {_precision(draft)}",
-            attention=self._played_with(target),
+            attention=self._attention_identity(target),
             acceptance=self.config.acceptance,
         )
 
-    def _played_with(self, target: AnyModel) -> str:
-        """Attention, and who plays rounds: both decide what a round takes."""
+    def _attention_identity(self, target: AnyModel) -> str:
+        """Name the attention backend and where rounds run: a round's time depends on both."""
         attention = "native" if isinstance(target, FlatModel) else self.parts.target.backend.name
         return attention if self.runner is None else f"{attention}, rounds by the device"
 
     def describe(self) -> str:
-        """What runs and why, in one line."""
+        """Return one line that says what runs, and why not something else."""
         config, drafter = self.config, self.parts.drafter
-        draft_tokens = "no speculation"
-        draft = self.models.draft if drafter.decoders else None
-        if who := drafter.describe(None if draft is None else _describe_model(draft)):
+        speculation = "no speculation"
+        draft_model = self.models.draft if drafter.decoders else None
+        if name := drafter.describe(None if draft_model is None else _describe_model(draft_model)):
             length = self.parts.policy.describe() + self._describe_width()
-            draft_tokens = f"drafter {who}, length {length}, acceptance {config.acceptance}"
+            speculation = f"drafter {name}, length {length}, acceptance {config.acceptance}"
             if config.synthetic_acceptance is not None:
-                draft_tokens += " (a benchmark: guesses are kept by chance, the text means nothing)"
+                speculation += " (a benchmark: draft tokens are accepted at random, so the text is meaningless)"
         return (
-            f"target {_describe_model(self.models.target)}, {self.threads} threads; {draft_tokens}; "
+            f"target {_describe_model(self.models.target)}, {self.threads} threads; {speculation}; "
             f"attention {self._describe_attention()}; {self._describe_rounds()}"
             f"{config.max_batch_size} rows of {self.max_model_len} tokens{self._describe_room()}"
-            f"{', prompts read anew (prefix_cache=False)' if not config.prefix_cache else ', prefixes reused'}"
+            f"{', no prefix reuse (prefix_cache=False)' if not config.prefix_cache else ', prefixes reused'}"
         )
 
     def _describe_width(self) -> str:
-        """Nothing to say of chains."""
+        """Name the width of trees; empty for chains."""
         width = self.parts.drafter.width
         return "" if width == 1 else f", width {width}"
 
     def _describe_room(self) -> str:
-        """What they may take; where they may have to wait for memory, too."""
+        """Name the memory limit of the caches; where rows may have to wait for memory, also how many fit."""
         room = self.room
-        full = f"they grow: {room.fits(room.positions)} of that length at once, " if room.is_short else ""
-        return f" ({full}{room.limit / GIB:.2f} GiB)"
+        capacity = f"they grow: {room.fits(room.positions)} of that length at once, " if room.is_short else ""
+        return f" ({capacity}{room.limit / GIB:.2f} GiB)"
 
     def _describe_attention(self) -> str:
         if isinstance(self.models.target, FlatModel):
             return "native (ragged, batch-invariant)"
-        why = why_not_native(self.models.target, self.config.attention)
+        reason = why_not_native(self.models.target, self.config.attention)
         kind = " (deterministic)" if self.config.deterministic else ""
-        return self.parts.target.backend.name + kind + (f" (not native: {why})" if why else "")
+        return self.parts.target.backend.name + kind + (f" (not native: {reason})" if reason else "")
 
     def _describe_rounds(self) -> str:
-        """Nothing to say where a CPU's host plays them. Those that need the host (``suits``) it plays everywhere."""
-        why = why_not_device(self.parts)
-        if self.runner is not None and why is None:
+        """Say where rounds run; empty for a CPU target without kernels, whose rounds always run on the host."""
+        reason = why_not_device(self.parts)
+        if self.runner is not None and reason is None:
             how = "CUDA graphs" if self.runner.graphs.captures else "uncaptured"
-            return f"rounds by the device ({how}, {self.runner.ops.name} kernels); "
-        if plays_rounds(self.models.target):
-            return f"{self._describe_kernels_rounds()}; "
+            return f"rounds by the device ({how}, {self.runner.ops.name} kernels){self._describe_host_rounds()}; "
+        if runs_native_rounds(self.models.target):
+            return f"{self._describe_kernel_rounds()}; "
         if self.models.target.device.type != "cuda":
             return ""
-        shared = self.config.tensor_parallel > 1 and self.config.rounds == "auto"
-        why = why or ("ranks share the target" if shared else "rounds='host'")
-        return f"rounds by the host ({why}); "
+        has_ranks = self.config.tensor_parallel > 1 and self.config.rounds == "auto"
+        reason = reason or ("ranks share the target" if has_ranks else "rounds='host'")
+        return f"rounds by the host ({reason}); "
 
-    def _describe_kernels_rounds(self) -> str:
-        if why := why_host(self.parts.target, self.parts.accept):
-            return f"rounds by the host ({why})"
-        left = " (part by part: guesses drawn by a law of their own)" if self.parts.drafter.has_probabilities else ""
-        return f"rounds by the kernels{left}"
+    def _describe_host_rounds(self) -> str:
+        reasons = " or ".join(self.host_reasons)
+        return f", by the host for {reasons}" if reasons else ""
+
+    def _describe_kernel_rounds(self) -> str:
+        if reason := why_not_kernels(self.parts.target, self.parts.accept):
+            return f"rounds by the host ({reason})"
+        exception = " (step by step: draft tokens with probabilities)" if self.parts.drafter.has_probabilities else ""
+        return f"rounds by the kernels{exception}"
 
 
 def _drafter_identity(config: EngineConfig, draft: AnyModel | None) -> str:

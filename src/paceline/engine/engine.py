@@ -1,8 +1,9 @@
-"""The engine: requests in, tokens out, one round at a time."""
+"""The engine: requests go in, tokens come out, one round per step."""
 
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -22,8 +23,8 @@ from paceline.core.outputs import RequestOutput
 from paceline.core.room import Filled
 from paceline.engine.assembly import Assembly, Models, check_attention, lookup_is_free, max_model_len
 from paceline.engine.chunks import PrefillChunker
-from paceline.engine.description import Running
-from paceline.engine.device_round import DeviceRound, Rule
+from paceline.engine.description import EngineDescription
+from paceline.engine.device_round import DeviceAcceptance, DeviceRound
 from paceline.engine.memory import check_memory, scoring_room
 from paceline.engine.native_round import NativeRound
 from paceline.engine.pipeline import Pipeline, why_not_device
@@ -31,7 +32,7 @@ from paceline.engine.prefixes import Scope
 from paceline.engine.request import Intake, Request, check_tokens
 from paceline.engine.round import Speculation, speculative_round
 from paceline.engine.scheduler import Scheduler
-from paceline.engine.scoring import WIDEST_PASS, Scorer, Text
+from paceline.engine.scoring import WIDEST_PASS, ScoredText, Scorer
 from paceline.engine.sequences import Sequence as Row
 from paceline.errors import ParameterError, PromptTooLongError
 from paceline.kernels.cpu import cpu_ops
@@ -48,16 +49,20 @@ from paceline.models.fingerprint import is_from_files
 
 __all__ = ["Engine", "Models", "Request"]
 
+log = logging.getLogger("paceline")
+
 
 class Engine:
-    """Decodes all requests in one ragged batch. Not thread-safe: one thread calls ``add`` and ``step``.
+    """Decodes all requests in one ragged batch.
 
-    Raises CapacityError if the rows asked for do not fit into memory, ParameterError for a configuration that makes no
-    sense with these models.
+    Not thread-safe: one thread calls ``add`` and ``step``.
+
+    Raises CapacityError if ``config.max_batch_size`` rows do not fit into memory.
+    Raises ParameterError if the configuration does not fit the models.
     """
 
     @whatever_torch_was_told
-    @torch.inference_mode(False)  # its tensors are written in and out of a caller's inference mode
+    @torch.inference_mode(False)  # tensors are written inside and outside of a caller's inference mode
     def __init__(self, models: Models, config: EngineConfig) -> None:
         self.models = models
         self.config = config = config.resolved(
@@ -66,18 +71,19 @@ class Engine:
         self.max_model_len = max_model_len(models, config)
         check_attention(models, config)
         self.room = check_memory(models.target, models.draft, config, self.max_model_len)
-        self._on_kernels = isinstance(models.target, FlatModel)  # asked once: the answer takes 20 microseconds
+        self._on_kernels = isinstance(models.target, FlatModel)  # stored: the check of a protocol takes 20 us
         self.threads = config.threads or threads_of_each(config.tensor_parallel)
         self._ids = itertools.count()
         self._requests: dict[str, RequestOutput] = {}
-        self.last_verdict: Verdict | None = None  # of the last step; None: it played no round
-        self._step_seconds = 0.0  # that the last step took
+        self.last_verdict: Verdict | None = None  # of the last step; None if it ran no round
+        self._step_seconds = 0.0  # duration of the last step
+        self._host_reasons: dict[str, None] = {}  # why rounds ran on the host instead of the device, in order
         self._assembly = Assembly(models, config, self.max_model_len)
         self._intake = Intake(config, models.target.vocab_size, self.max_model_len, models.eos_token_ids)
         target = self._assembly.decoder(models.target)
         drafter = self._assembly.drafter(target)
         if drafter.reader is not None:
-            target.show(drafter.reader)
+            target.attach_reader(drafter.reader)
         self.parts = Speculation(target, drafter, FixedLength(0), make_rule(config.acceptance))
         self.batch = self._new_batch()
         self._runner = self._make_runner()
@@ -94,31 +100,36 @@ class Engine:
         return Batch(self.config.max_batch_size, self.max_model_len, target.vocab_size, target.device, ops)
 
     def _make_pipeline(self) -> Pipeline | None:
-        """None where the host plays all rounds."""
+        """Return the pipeline of device rounds; None if all rounds run on the host."""
         runner = self._runner
-        return Pipeline(runner, self.parts, self.scheduler) if runner is not None and self._device_plays() else None
+        if runner is None or not self._uses_device_rounds():
+            return None
+        return Pipeline(runner, self.parts, self.scheduler)
 
     def _make_runner(self) -> DeviceRound | None:
-        """Of rounds that the device plays alone; None where the host plays them."""
+        """Return the runner of device rounds; None if all rounds run on the host."""
         config, parts = self.config, self.parts
-        if not self._device_plays():
+        if not self._uses_device_rounds():
             return None
         draft = parts.drafter.decoders[0] if parts.drafter.decoders else None
-        rule = Rule(independent=config.acceptance == "rejection", synthetic=config.synthetic_acceptance)
+        rule = DeviceAcceptance(independent=config.acceptance == "rejection", synthetic=config.synthetic_acceptance)
         drafter = parts.drafter
         return DeviceRound(parts.target, draft, self.batch, rule, width=drafter.width, copies=drafter.copies)
 
-    def _device_plays(self) -> bool:
-        """As far as is known: the length policy comes last. Raises ParameterError where it was asked for and cannot."""
+    def _uses_device_rounds(self) -> bool:
+        """Whether rounds run on the device. The length policy is checked once it exists.
+
+        Raises ParameterError if rounds="device" was chosen and is not possible.
+        """
         rounds, obstacle = self.config.rounds, why_not_device(self.parts)
         if rounds == "device" and obstacle is not None:
             raise ParameterError("rounds", "device", f"not possible here: {obstacle}; 'host' is")
-        alone = self.models.target.device.type == "cuda" and self.config.tensor_parallel == 1
-        wanted = rounds == "device" or (rounds == "auto" and alone)
-        return wanted and obstacle is None
+        one_gpu = self.models.target.device.type == "cuda" and self.config.tensor_parallel == 1
+        chosen = rounds == "device" or (rounds == "auto" and one_gpu)
+        return chosen and obstacle is None
 
     def _policy(self) -> LengthPolicy:
-        """No drafter is the length 0."""
+        """Return the length policy; without a drafter it is a fixed length of 0."""
         config, drafter = self.config, self.parts.drafter
         means = Means(
             self._costs,
@@ -145,7 +156,7 @@ class Engine:
 
     @whatever_torch_was_told
     def measure_costs(self, grid: Grid, progress: Progress = iter) -> CostTable:
-        """What rounds cost with these models; only while the engine is idle."""
+        """Measure the cost of rounds with these models; only while the engine is idle. All cached prefixes are lost."""
         self.scheduler.forget()
         with self._own_threads():
             return self._calibration(grid).run(progress)
@@ -156,7 +167,7 @@ class Engine:
         return Calibration(parts.target, parts.drafter, parts.accept, grid, self._runner, natively, self.room)
 
     def _costs(self) -> CostTable:
-        """From the profile, from an engine before this one on the same models, from disk, or measured now."""
+        """Return costs from the profile, an earlier engine on these models, or the disk; else measure them."""
         if self._profile is not None:
             return self._profile.costs
         config, known = self.config, self.models.costs
@@ -171,38 +182,50 @@ class Engine:
         )
         if key not in known:
             with self._own_threads():
-                known[key] = kept_or_measured(self._calibration(Grid.coarse(config.max_batch_size)), self._keep())
+                calibration = self._calibration(Grid.coarse(config.max_batch_size))
+                known[key] = kept_or_measured(calibration, self._stored_costs())
         return known[key]
 
-    def _keep(self) -> KeptCosts | None:
-        """Where costs are kept from one process to the next; None unless files say which weights these are."""
+    def _stored_costs(self) -> KeptCosts | None:
+        """Return where costs are stored between processes; None if a model was not loaded from files."""
         draft = self.models.draft if self.config.asks_draft_model else None
         if not all(is_from_files(model) for model in (self.models.target, draft) if model is not None):
             return None
         return KeptCosts(self.identity(), self.config.max_batch_size, self.max_model_len)
 
     @property
-    def _running(self) -> Running:
-        return Running(self.models, self.config, self.parts, self._runner, self.threads, self.max_model_len, self.room)
+    def _description(self) -> EngineDescription:
+        return EngineDescription(
+            models=self.models,
+            config=self.config,
+            parts=self.parts,
+            runner=self._runner,
+            threads=self.threads,
+            max_model_len=self.max_model_len,
+            room=self.room,
+            host_reasons=self._host_reasons,
+        )
 
     def identity(self) -> Identity:
-        """What a profile of this engine is measured for."""
-        return self._running.identity()
+        """Return the key of profiles and cost tables: they hold only for an engine with an equal identity."""
+        return self._description.identity()
 
     def describe(self) -> str:
-        """What runs and why, in one line."""
-        return self._running.describe()
+        """Return one line that says what runs, and why not something else."""
+        return self._description.describe()
 
     @whatever_torch_was_told
     @torch.inference_mode()
     def capture_ahead(self, seconds: float, progress: ahead.Progress = iter) -> ahead.Ahead | None:
-        """Capture the rounds that requests will need, the likeliest first, so that they need not wait for it.
+        """Capture the rounds that requests will need, the likeliest first; only while the engine is idle.
 
-        For about so many seconds, and as far as memory goes; only while the engine is idle. What is left out is
-        captured when it is first needed. progress: may wrap the programs in a progress bar. None: here no rounds are
-        captured.
+        It stops after about ``seconds``, or when memory runs short. Other rounds are captured when they are first
+        needed.
+        Returns None if this engine captures no rounds.
+
+        progress: may wrap the list of programs in a progress bar.
         """
-        assert not self.busy, "requests would wait for what they may not need"
+        assert not self.busy, "requests would wait for captures"
         if self._pipeline is None:
             return None
         with self._own_threads():
@@ -213,9 +236,9 @@ class Engine:
         return self.scheduler.busy
 
     def add(self, request: Request) -> RequestOutput:
-        """Queue a request; the result it returns fills up as ``step`` is called.
+        """Queue a request and return its result, which ``step`` fills.
 
-        Raises EmptyPromptError, PromptTooLongError or ParameterError; other requests are not affected.
+        Raises EmptyPromptError, PromptTooLongError or ParameterError. Other requests are not affected.
         """
         self.check(request)
         request_id = request.request_id or f"request-{next(self._ids)}"
@@ -227,32 +250,38 @@ class Engine:
         return output
 
     def scope_of(self, params: SamplingParams) -> Scope:
-        """Whose texts its prompt may be copied from, and who may copy it."""
+        """Return which cached prefixes a prompt with these parameters may reuse, and which requests may reuse its
+        own.
+        """
         return self._intake.scope_of(params)
 
     def check(self, request: Request) -> None:
-        """Raise what ``add`` would; any thread may ask."""
+        """Raise what ``add`` would raise. May be called from any thread."""
         self._intake.check(request)
 
     @whatever_torch_was_told
     def step(self) -> list[RequestOutput]:
-        """Admit, prefill a chunk, play one round. Returns the requests that gained tokens or ended."""
-        if self._goes_without_torch():
+        """Admit requests, prefill one chunk, run one round. Return the requests that gained tokens or ended."""
+        if self._skips_torch():
             with kernel_threads(self.threads):
                 return self._step()
         with torch.inference_mode(), self._own_threads():
             return self._step()
 
-    def _goes_without_torch(self) -> bool:
-        """Whether the kernels play the next round and nothing else is to do: then torch's modes, 80 us, are not set."""
+    def _skips_torch(self) -> bool:
+        """Whether the step is only a round of the CPU kernels. Then torch's modes need not be set, which takes 80
+        us.
+        """
         scheduler, parts = self.scheduler, self.parts
-        comes = scheduler.prefilling or scheduler.may_begin
-        lean = not comes and parts.native is not None and not parts.native.needs_host(parts.accept)
-        return lean and not parts.drafter.uses_torch
+        if scheduler.prefilling or scheduler.admissible:
+            return False
+        return parts.native is not None and not parts.native.needs_host(parts.accept) and not parts.drafter.uses_torch
 
     @contextmanager
     def _own_threads(self) -> Iterator[None]:
-        """Beside the CPU kernels' own threads torch gets one: its others would spin on cores that they need next."""
+        """Set the CPU threads. Beside the CPU kernels torch gets one: its idle threads would spin on the kernels'
+        cores.
+        """
         with torch_threads(1 if self._on_kernels else self.threads), kernel_threads(self.threads):
             yield
 
@@ -262,7 +291,7 @@ class Engine:
         if rows := len(self.scheduler.running):
             self.batch.draining = self.scheduler.draining
             started = time.perf_counter()
-            changed += self._play()
+            changed += self._run_round()
             self.chunks.rounds.learn(rows, time.perf_counter() - started)
         if not self.busy:
             if self._pipeline is not None:
@@ -271,24 +300,33 @@ class Engine:
         self._step_seconds = time.perf_counter() - began
         return self._collect(changed)
 
-    def _play(self) -> list[Row]:
-        """One round: by the device alone where it can. Returns the sequences that gained tokens."""
+    def _run_round(self) -> list[Row]:
+        """Run one round, on the device if it can. Return the sequences that gained tokens."""
         pipeline = self._pipeline
         if pipeline is not None:
-            suits, pipeline.last_verdict = pipeline.suits(), None
-            gained = pipeline.step() if suits else pipeline.drain()
+            reason, pipeline.last_verdict = pipeline.why_host(), None
+            gained = pipeline.step() if reason is None else pipeline.drain()
             self.last_verdict = pipeline.last_verdict
-            return gained if suits or not self.scheduler.running else gained + self._play_on_host()
-        return self._play_on_host()
+            if reason is None or not self.scheduler.running:
+                return gained
+            self._note_host_round(reason)
+            return gained + self._run_on_host()
+        return self._run_on_host()
 
-    def _play_on_host(self) -> list[Row]:
+    def _note_host_round(self, reason: str) -> None:
+        """Log, once per reason, that the host runs rounds of a device engine."""
+        if reason not in self._host_reasons:
+            self._host_reasons[reason] = None
+            log.warning("rounds run on the host while a request needs it (%s); the device runs all others", reason)
+
+    def _run_on_host(self) -> list[Row]:
         self.last_verdict = speculative_round(self.parts, self.batch)
-        return self.scheduler.settle(self.last_verdict)
+        return self.scheduler.process_outputs(self.last_verdict)
 
     @whatever_torch_was_told
     @torch.inference_mode()
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request now; its rows are free at once. None if there is no such request."""
+        """End a request now and free its rows. Return its result; None if there is no such request."""
         output = self._requests.get(request_id)
         self._collect(self.scheduler.drop(request_id, "abort"))
         return output
@@ -299,14 +337,16 @@ class Engine:
         self.scheduler.clear()
         if self._pipeline is not None:
             self._pipeline.forget()
-        for output in self._requests.values():  # an interrupt may have caught a sequence between two queues
+        for output in self._requests.values():  # after an interrupt a sequence may be in none of the queues
             for answer in output.candidates:
                 answer.finish_reason = answer.finish_reason or "abort"
             output.close()
         self._requests.clear()
 
     def clear_begun(self) -> list[RequestOutput]:
-        """After an exception in a round: end the requests it may have touched; those that only wait go on."""
+        """End the requests that have a row, after an exception in a round; waiting requests stay queued. Return the
+        ended ones.
+        """
         waiting = Counter(row.request_id for row in self.scheduler.waiting)
         begun = {name for name, output in self._requests.items() if waiting[name] < len(output.candidates)}
         ended = [self._requests[name] for name in begun]
@@ -330,7 +370,7 @@ class Engine:
 
     @cached_property
     def scorer(self) -> Scorer:
-        """Of texts whose log-probabilities are asked for: ``add`` them to it, then call ``score_some``."""
+        """The scorer of texts: ``add`` texts to it, then call ``score_some`` until they have ended."""
         config, target = self.config, self.models.target
 
         def rows_for(rows: int, positions: int) -> Decoder:
@@ -341,24 +381,25 @@ class Engine:
 
     @property
     def filled(self) -> Filled:
-        """Memory that caches hold now."""
+        """Memory that the caches hold now."""
         return self.scheduler.filled(self.scorer.bytes_held)
 
     def check_scored(self, token_ids: Sequence[int]) -> None:
         """Raise PromptTooLongError or ParameterError if a text cannot be scored."""
-        if len(token_ids) > self.max_model_len + 1:  # nothing follows the last one: it is not read
+        if len(token_ids) > self.max_model_len + 1:  # the last token is scored, but not read
             raise PromptTooLongError(
-                f"the text has {len(token_ids)} tokens, max_model_len is {self.max_model_len}; shorten it or raise that"
+                f"the text has {len(token_ids)} tokens, more than max_model_len={self.max_model_len} allows; "
+                "shorten the text or raise max_model_len"
             )
         check_tokens("token_ids", token_ids, self.models.target.vocab_size)
 
     @whatever_torch_was_told
     @torch.inference_mode()
-    def score_some(self, *, awaited: bool = True) -> list[Text]:
-        """One pass over the texts to score; those that ended. Rounds may be played between two passes.
+    def score_some(self, *, awaited: bool = True) -> list[ScoredText]:
+        """Run one pass over the texts to score. Return the texts that have ended. Rounds may run between two passes.
 
-        awaited: whether anybody waits for what is done between passes. Beside rows that decode a pass takes what the
-        last step has left of ``longest_pause``, but a quarter of it at least.
+        awaited: whether a pause between tokens matters to a caller. If it does, and rows decode, a pass takes what the
+            last step has left of ``longest_pause``, and at least a quarter of ``longest_pause``.
         """
         self.scorer.chunks.awaited = awaited
         with self._own_threads():
@@ -367,7 +408,7 @@ class Engine:
     @whatever_torch_was_told
     @torch.inference_mode()
     def next_logits(self, token_ids: Sequence[int]) -> Tensor:
-        """The target's logits [V] after these tokens, from one plain forward pass with a cache of its own."""
+        """Return the target's logits [V] after these tokens, from one plain forward pass with a cache of its own."""
         model = self.models.target
         decoder = Decoder(model, self._assembly.backend(), 1, len(token_ids), model.vocab_size)
         tokens = torch.tensor([list(token_ids)], device=model.device)

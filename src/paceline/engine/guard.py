@@ -1,4 +1,4 @@
-"""What a request brings along may fail; no other request may notice."""
+"""Isolates faults of a request's constraint, so that other requests do not notice them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class FaultIsolatedConstraint:
-    """A constraint whose fault waits until its row is judged; from then on anything may follow.
+    """A constraint whose exception is held until ``check``; after a fault it allows every token.
 
     Masks are made in the middle of a round that all rows share: an exception there would end every request.
     """
@@ -24,29 +24,29 @@ class FaultIsolatedConstraint:
         self._fault: Exception | None = None
 
     def ask(self, draft_tokens: Sequence[int], first: int, places: int) -> Asked:
-        return _GuardedAsked(self, self.attempt(lambda: self._constraint.ask(draft_tokens, first, places)))
+        return _FaultIsolatedMask(self, self.attempt(lambda: self._constraint.ask(draft_tokens, first, places)))
 
     def advance(self, tokens: Sequence[int]) -> None:
         self.attempt(lambda: self._constraint.advance(tokens))
 
     def attempt(self, work: Callable[[], T]) -> T | None:
-        """Its result; None after a fault, of this work or of some before it."""
+        """Return the result of ``work``; None if it raises, or if the constraint has failed before."""
         if self._fault is None:
             try:
                 return work()
-            except Exception as error:  # noqa: BLE001 (of whatever kind: it is kept and raised where it ends one request)
+            except Exception as error:  # noqa: BLE001 (any kind: ``check`` raises it where it ends one request)
                 self._fault = error
         return None
 
     def check(self) -> None:
-        """Raise what went wrong in the round that was just played; what its row gained means nothing then."""
+        """Raise the fault of the last round, if there was one; the tokens that its row gained are then invalid."""
         if self._fault is not None:
             raise self._fault
 
 
 @dataclass(frozen=True)
-class _GuardedAsked:
-    """A question to a guarded constraint; None: it could not even be asked."""
+class _FaultIsolatedMask:
+    """A mask query to a fault-isolated constraint. asked: the constraint's own query; None if making it has failed."""
 
     constraint: FaultIsolatedConstraint
     asked: Asked | None

@@ -1,4 +1,4 @@
-"""What the engine will take, computed before anything is allocated."""
+"""Plans the engine's memory before anything is allocated."""
 
 from __future__ import annotations
 
@@ -12,23 +12,26 @@ from paceline.core.room import Room
 from paceline.core.row_tables import grows_on
 from paceline.drafters.heads.decoder import HeadModel
 from paceline.drafters.heads.native import NativeHead
-from paceline.engine.native_round import kept_bytes
+from paceline.engine.native_round import workspace_bytes
 from paceline.errors import CapacityError
 from paceline.models.base import AnyModel
 
 GIB = 2**30
-LEAST_ROW = 128  # tokens that all rows can have at once, or there are too many of them
-_LOGITS_COPIES = 4  # logits, adjusted, scaled, probabilities: alive at once in the worst round
-_ACTIVATIONS = 12  # widths of the hidden state alive at once while a chunk is prefilled
-_SCORED_AT_ONCE = 4096  # tokens of texts whose log-probabilities are asked for, at least those of the longest one
-_LEFT_ALONE = 0.1  # of a machine's free memory, where rows wait for memory: other programs grow, too
+LEAST_ROW = 128  # tokens that all rows must be able to hold at once
+_LOGITS_COPIES = 4  # logits, adjusted, scaled, probabilities: alive together in the largest round
+_ACTIVATIONS = 12  # tensors of the hidden state's width alive together while a chunk is prefilled
+_SCORED_AT_ONCE = 4096  # tokens of scored texts in the cache; one text of max_model_len always fits
+_LEFT_ALONE = 0.1  # fraction of free memory left to other programs, if rows have to wait for memory
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes. ``caches`` (target's and draft model's) is what they may take together; ``workspace`` is for all rows.
+    """Memory in bytes.
 
-    scoring: the caches of texts whose log-probabilities are asked for; they are made when the first one comes.
+    weights: of all models; loaded already.
+    caches: limit of the KV caches of target and draft model together.
+    workspace: temporary tensors of a round and of a prefill chunk.
+    scoring: caches of scored texts, allocated when the first one comes.
     """
 
     weights: int
@@ -48,35 +51,35 @@ class MemoryPlan:
 def plan_memory(
     target: AnyModel, draft: AnyModel | None, config: EngineConfig, rows: int, positions: int
 ) -> MemoryPlan:
-    """What ``rows`` rows of ``positions`` tokens take."""
+    """Return the memory for ``rows`` rows of ``positions`` tokens."""
     models = [target] if draft is None else [target, draft]
     tokens = rows * (min(config.max_draft_tokens * config.most_width, MAX_SPECULATION_LENGTH) + 1)
     logits = _LOGITS_COPIES * tokens * target.vocab_size * 4
     activations = _ACTIVATIONS * max(tokens, config.prefill_chunk) * target.kv_heads * target.head_dim * 4 * 8
     if isinstance(draft, NativeHead):
-        said = rows * target.vocab_size * 4
-        workspace = logits + activations + said + kept_bytes(target, tokens, len(draft.taps))
+        head_logits = rows * target.vocab_size * 4
+        workspace = logits + activations + head_logits + workspace_bytes(target, tokens, len(draft.taps))
     else:
-        workspace = logits + activations + kept_bytes(target, tokens)
+        workspace = logits + activations + workspace_bytes(target, tokens)
     caches = rows * row_bytes(target, draft, config, positions)
     scoring = scoring_room(target, rows, positions).limit
     return MemoryPlan(sum(m.weight_bytes() for m in models), caches, workspace, scoring)
 
 
 def scoring_room(target: AnyModel, rows: int, positions: int) -> Room:
-    """For the caches of texts whose log-probabilities are asked for: the longest fits, of shorter ones several do."""
+    """Return the memory for caches of scored texts: one text of ``positions`` tokens fits, or several shorter ones."""
     at_once = max(1, min(rows, _SCORED_AT_ONCE // positions))
     return Room(at_once * _cache_bytes(target, positions), rows, positions, cache(partial(_cache_bytes, target)))
 
 
 def row_bytes(target: AnyModel, draft: AnyModel | None, config: EngineConfig, positions: int) -> int:
-    """What a row of so many tokens takes in all caches, in bytes."""
+    """Return the bytes of a row of ``positions`` tokens in all caches."""
     cached = [target] if draft is None or not config.asks_draft_model else [target, draft]
     return sum(_cache_bytes(model, positions) for model in cached)
 
 
 def _cache_bytes(model: AnyModel, positions: int) -> int:
-    """Keys and values of a row; of a head the streams that it reads, too."""
+    """Return the bytes of a row's keys and values, and of the hidden states that a draft head stores."""
     if grows_on(model.device):
         kept = KVCache.row_bytes(2, (model.layers, model.kv_heads, model.head_dim), positions, model.dtype)
     else:
@@ -85,52 +88,53 @@ def _cache_bytes(model: AnyModel, positions: int) -> int:
 
 
 def check_memory(target: AnyModel, draft: AnyModel | None, config: EngineConfig, positions: int) -> Room:
-    """The room for the caches of ``config.max_batch_size`` rows of at most ``positions`` tokens.
+    """Return the memory for the caches of ``config.max_batch_size`` rows of at most ``positions`` tokens.
 
-    Where rows grow, one that is as long as it may be has to fit, and all of them while they are short. Elsewhere all
-    have to fit at their longest. Raises CapacityError. The weights are loaded already; the rest is not.
+    If rows grow, one row of ``positions`` tokens must fit, and all rows at ``LEAST_ROW`` tokens. If not, all rows must
+    fit at full length. The weights are loaded already; the rest is not allocated yet. Raises CapacityError.
     """
     rows = config.max_batch_size
     plan = plan_memory(target, draft, config, rows, positions)
     if config.memory_limit is None:
-        free, what = available_memory(target.device), "free"
+        free, source = available_memory(target.device), "free"
     else:
-        free, what = config.memory_limit - plan.weights, "left under memory_limit after the weights"
+        free, source = config.memory_limit - plan.weights, "left under memory_limit after the weights"
     room = Room(plan.caches, rows, positions, cache(partial(row_bytes, target, draft, config)))
     if plan.to_allocate <= free:
         return room
-    grow = _rows_grow(target, draft, config)
-    if grow:
+    rows_grow = _rows_grow(target, draft, config)
+    if rows_grow:
         kept_free = 0 if config.memory_limit is not None else int(_LEFT_ALONE * max(0, free))
-        short = replace(room, limit=free - plan.workspace - plan.scoring - kept_free)
-        least = min(LEAST_ROW, positions)
-        if short.fits(positions) >= 1 and short.fits(least) >= rows:
-            return short
-        what += f", of which {kept_free / GIB:.2f} are left alone" if kept_free else ""
-        plan = replace(plan, caches=max(room.bytes_for(positions), rows * room.bytes_for(least)))
+        short_room = replace(room, limit=free - plan.workspace - plan.scoring - kept_free)
+        least_row = min(LEAST_ROW, positions)
+        if short_room.fits(positions) >= 1 and short_room.fits(least_row) >= rows:
+            return short_room
+        source += f", of which {kept_free / GIB:.2f} are left to other programs" if kept_free else ""
+        plan = replace(plan, caches=max(room.bytes_for(positions), rows * room.bytes_for(least_row)))
     raise CapacityError(
-        f"{_wanted(rows, positions, grow=grow)} need {plan}, but {max(0, free) / GIB:.2f} GiB are {what}: "
+        f"{_wanted(rows, positions, rows_grow=rows_grow)} need {plan}, but {max(0, free) / GIB:.2f} GiB are {source}: "
         f"{_hint(target, draft, config, positions, free)}; lower max_batch_size or max_model_len"
     )
 
 
-def _wanted(rows: int, positions: int, *, grow: bool) -> str:
-    if grow and positions > LEAST_ROW:
+def _wanted(rows: int, positions: int, *, rows_grow: bool) -> str:
+    if rows_grow and positions > LEAST_ROW:
         return f"one row of max_model_len={positions} tokens and max_batch_size={rows} rows of {LEAST_ROW}"
     return f"max_batch_size={rows} rows of max_model_len={positions} tokens"
 
 
 def _rows_grow(target: AnyModel, draft: AnyModel | None, config: EngineConfig) -> bool:
-    """Whether they take the memory that they use.
+    """Whether rows take only the memory that their tokens need.
 
-    A round of the device plays free rows along, whatever they hold; ranks that share a target hear of no row's size.
+    They do not if rounds run on the device, which writes to free rows, too, or if ranks share a target: those are not
+    told the rows' sizes.
     """
     models = [target] if draft is None else [target, draft]
     return all(grows_on(model.device) for model in models) and config.rounds != "device" and config.tensor_parallel == 1
 
 
 def _hint(target: AnyModel, draft: AnyModel | None, config: EngineConfig, positions: int, free: int) -> str:
-    """How many rows fit at their longest."""
+    """Return how many rows of full length would fit, in words."""
 
     def fit(rows: int) -> bool:
         return plan_memory(target, draft, config, rows, positions).to_allocate <= free

@@ -1,8 +1,8 @@
-"""Verify, accept and commit as one call of the CPU kernels, for rounds in which nothing in between needs the host.
+"""Verify, accept and commit in one call of the CPU kernels, for rounds that need no host code in between.
 
-The same round as ``Speculation.play`` on the host: its parts are the same functions of the library, called from there.
-Between two forward passes, which empty the processor's caches, a tensor operator takes 20 to 50 microseconds: so the
-host gives and reads numbers in memory of its own, and no tensor is made.
+The call runs the same library functions as ``Speculation.verify_and_commit`` calls one by one, so the results are
+equal. A forward pass leaves the CPU caches cold; a torch operator after it takes 20 to 50 microseconds. So the host
+passes plain numbers in memory of its own, and no tensor is made.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ _BLOCK = MAX_SPECULATION_LENGTH + 1
 
 
 class NativeRound:
-    """Plays rounds of the batch's decoding rows. The coupled rule, and the other one for draft tokens without a
-    distribution.
+    """Runs rounds for the decoding rows of a batch, under the coupled rule.
+
+    The rejection rule is included for draft tokens without probabilities, for which both rules are equal.
     """
 
     def __init__(
@@ -52,65 +53,69 @@ class NativeRound:
             path=tokens + size * self._path,
             purpose=Purpose.DRAW,
         )
-        self._drawing: DrawRows | None = None  # whom the call describes
-        self._work: tuple[Tensor, ...] = ()  # hidden states and so on of the largest round, or of a larger one
+        self._drawing: DrawRows | None = None  # the draw parameters that the call describes
+        self._work: tuple[Tensor, ...] = ()  # hidden states, logits, taps; sized for the largest round so far
         self._taps = torch.empty(0, dtype=torch.int64)
         if isinstance(target.reader, NativeStreams):
-            self._show(target.reader)
+            self._describe_head(target.reader)
 
-    def _show(self, streams: NativeStreams) -> None:
-        """The call fuses and keeps what the head reads of each token."""
+    def _describe_head(self, streams: NativeStreams) -> None:
+        """Describe the draft head: the call fuses and stores the hidden states that the head reads."""
         call, self._taps = self._call, torch.tensor(streams.taps)
         call.head, call.kept = streams.model.decoder.handle, streams.described
         call.taps, call.tap_count = address(self._taps), len(streams.taps)
 
     @staticmethod
     def of(target: Decoder, batch: Batch, rule: AcceptanceRule, threads: int | None = None) -> NativeRound | None:
-        """None where the host plays the parts: on other models, and under rules that the kernels do not have.
+        """Return the native round of a batch; None for other models, or rules that the kernels do not have.
 
-        threads: of the kernels, where nobody says otherwise (``kernel_threads``); None: the model's.
+        threads: CPU threads of the kernels outside of ``kernel_threads``; None uses the model's number.
         """
         model = target.model
-        if not plays_rounds(model) or model.vocab_size != batch.vocab_size:
+        if not runs_native_rounds(model) or model.vocab_size != batch.vocab_size:
             return None
-        return None if why_host(target, rule) else NativeRound(target, model, batch, rule, threads)
+        return None if why_not_kernels(target, rule) else NativeRound(target, model, batch, rule, threads)
 
-    def suits(self, rule: AcceptanceRule, draft: Draft) -> bool:
-        """Whether it can play the next round: one that needs no host, of draft tokens that have no distribution.
+    def can_run(self, rule: AcceptanceRule, draft: Draft) -> bool:
+        """Whether the kernels can run the next round: no row needs the host, and the draft has no probabilities.
 
-        Rules that know no trees say so on the host.
+        A tree under a rule without trees runs on the host, where that rule raises its error.
         """
-        shape = draft.follows is None or knows_trees(rule)
-        return shape and not self.needs_host(rule) and draft.probabilities is None
+        known_shape = draft.follows is None or knows_trees(rule)
+        return known_shape and not self.needs_host(rule) and draft.probabilities is None
 
     def needs_host(self, rule: AcceptanceRule) -> bool:
-        """Whether the rows want what only the host can do: another rule, a grammar, log-probabilities."""
+        """Whether a row needs host code: another acceptance rule, a grammar or log-probabilities."""
         rows = self._batch.sampling
         return rule is not self._rule or rows.any_constraint or rows.logprobs is not None
 
-    def play(self, draft: Draft) -> Verdict:
-        """Raises ParameterError if a draft token is no token or follows none; then no row has gained any."""
-        self._play(draft)
+    def run(self, draft: Draft) -> Verdict:
+        """Verify the draft, accept, and commit to the batch.
+
+        Raises ParameterError if a draft token is not in the vocabulary or comes before its parent; then no row has
+        changed.
+        """
+        self._call_kernels(draft)
         verdict = self._read(draft)
         self._batch.note_gains(verdict.host.gained)
         verdict.note_trees(draft)
         return verdict
 
-    def _play(self, draft: Draft) -> None:
+    def _call_kernels(self, draft: Draft) -> None:
         batch, call, drafted = self._batch, self._call, draft.drafted
         rows, width = batch.rows, max(drafted)
         numbers = [*self._target.places(rows), *drafted]
         for table in (draft.draft_tokens, draft.follows or ()):
             for line in table:
                 numbers += line if len(line) == width else [*line[:width], *[0] * (width - len(line))]
-        given = array("q", numbers)
+        arguments = array("q", numbers)
         self._describe_rows()
         self._make_room(rows + sum(drafted))
-        call.places = place = given.buffer_info()[0]
-        call.counts, call.draft_tokens = place + 8 * rows, place + 16 * rows
+        call.places = start = arguments.buffer_info()[0]
+        call.counts, call.draft_tokens = start + 8 * rows, start + 16 * rows
         call.parents = None if draft.follows is None else call.draft_tokens + 8 * rows * width
         call.draft_stride, call.rows = width, rows
-        self._model.play(call, self._target.cache, self._threads)
+        self._model.run_round(call, self._target.cache, self._threads)
 
     def _describe_rows(self) -> None:
         drawing = self._batch.sampling.drawing(self._batch.tokens, self._batch.length)
@@ -118,7 +123,7 @@ class NativeRound:
             self._drawing, self._call.by = drawing, described(drawing)
 
     def _make_room(self, tokens: int) -> None:
-        """Fresh memory is cleared by the system, so it is kept; by doubling it is seldom fresh."""
+        """Grow the work tensors to ``tokens`` positions; kept and doubled, because new memory is cleared first."""
         call = self._call
         if tokens > call.room:
             call.room = min(max(tokens, 2 * call.room), len(self._batch.lengths) * _BLOCK)
@@ -131,27 +136,27 @@ class NativeRound:
         rows, width = len(drafted), max(drafted)
         accepted = record[self._accepted : self._accepted + rows].tolist()
 
-        def of_each(first: int, stride: int, more: int) -> list[list[int]]:
-            starts = ((first + row * stride, kept + more) for row, kept in enumerate(accepted))
+        def lists(first: int, stride: int, extra: int) -> list[list[int]]:
+            starts = ((first + row * stride, kept + extra) for row, kept in enumerate(accepted))
             return [record[start : start + size].tolist() for start, size in starts]
 
         gained = record[self._gained : self._gained + rows].tolist()
-        host = HostVerdict(of_each(0, _BLOCK, 1), accepted, drafted, gained)
-        return Verdict.of(host, None if draft.follows is None else of_each(self._path, width, 0))
+        host = HostVerdict(lists(0, _BLOCK, 1), accepted, drafted, gained)
+        return Verdict.of(host, None if draft.follows is None else lists(self._path, width, 0))
 
 
-def why_host(target: Decoder, rule: AcceptanceRule) -> str | None:
-    """Why the host plays rounds of a model of which the kernels could; None if it does not."""
-    if not isinstance(target.reader, NativeStreams | None):  # the call gives them to heads of the kernels alone
-        return "the drafter reads the target's streams"
+def why_not_kernels(target: Decoder, rule: AcceptanceRule) -> str | None:
+    """Return why the host runs the rounds of a kernel model step by step; None if the kernels run them."""
+    if not isinstance(target.reader, NativeStreams | None):  # the call feeds only heads of the kernels
+        return "the drafter reads the target's hidden states"
     return None if rule in RULES.values() else "the kernels do not have this acceptance rule"
 
 
-def plays_rounds(model: AnyModel) -> TypeGuard[NativeModel]:
-    """Whether the kernels can play rounds of this model."""
-    return isinstance(model, NativeModel) and model.plays_rounds
+def runs_native_rounds(model: AnyModel) -> TypeGuard[NativeModel]:
+    """Whether the kernels can run rounds of this model."""
+    return isinstance(model, NativeModel) and model.runs_rounds
 
 
-def kept_bytes(model: AnyModel, tokens: int, taps: int = 0) -> int:
-    """What stays allocated after rounds of so many tokens, of which so many streams are read, in bytes."""
-    return 4 * tokens * ((1 + taps) * model.width + model.vocab_size) if plays_rounds(model) else 0
+def workspace_bytes(model: AnyModel, tokens: int, taps: int = 0) -> int:
+    """Return the bytes kept after rounds of up to ``tokens`` positions, with ``taps`` hidden states stored."""
+    return 4 * tokens * ((1 + taps) * model.width + model.vocab_size) if runs_native_rounds(model) else 0

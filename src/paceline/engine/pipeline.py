@@ -1,4 +1,4 @@
-"""Rounds that the device plays alone, and the host that settles each while the next one runs."""
+"""Rounds on the device: the host launches one round and processes the outputs of the round before it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from paceline.core.draft import HostVerdict, JudgedTree, Logprobs, Verdict
-from paceline.core.rows import StepFeatures
+from paceline.core.rows import SamplingRows, StepFeatures
 from paceline.engine.device_round import DeviceRound
 from paceline.engine.round import Speculation
 from paceline.engine.scheduler import Scheduler
@@ -23,15 +23,13 @@ from paceline.models.base import AnyModel, FlatModel
 
 
 def why_not_device(parts: Speculation) -> str | None:
-    """Why the device cannot play rounds alone; None if it can."""
-    if not parts.drafter.on_device:
-        return "this drafter guesses on the host"
-    if parts.policy.selects:
-        return "this length policy looks at guesses on the host"
+    """Return why the device cannot run rounds with these parts; None if it can."""
+    if reason := _why_speculation_on_host(parts):
+        return reason
     decoders = [parts.target, *parts.drafter.decoders]
     models: list[AnyModel] = [decoder.model for decoder in decoders]
     if any(isinstance(model, FlatModel) for model in models):
-        return "the CPU kernels are run by the host"
+        return "the CPU kernels are called from the host"
     if any(getattr(model, "reads_device", False) for model in models):
         return "a model runs through transformers' own code"
     if any(decoder.backend.name == "split" for decoder in decoders):
@@ -39,163 +37,190 @@ def why_not_device(parts: Speculation) -> str | None:
     return None
 
 
+def _why_speculation_on_host(parts: Speculation) -> str | None:
+    if not parts.drafter.on_device:
+        return "the drafter runs on the host"
+    return "the length policy reads draft tokens on the host" if parts.policy.selects else None
+
+
+def _why_sampling_on_host(sampling: SamplingRows) -> str:
+    if sampling.any_constraint:
+        return "a grammar or logits processor"
+    return "a logit bias" if sampling.any_bias else "min_tokens with many stop tokens"
+
+
 @dataclass
-class _Flight:
-    """A round that the host has launched but not settled: whose rows it played, how many draft tokens, what it
-    tells.
+class _InFlightRound:
+    """A launched round whose outputs have not been processed.
+
+    ticket: gives the round's record once the device has finished.
+    sequences: the sequence of each row when the round was launched.
+    k: draft tokens per row; the depth of trees.
+    features: what the rows asked for when the round was launched.
+    width: siblings at each depth of a tree; 1 for chains.
     """
 
     ticket: Ticket
     sequences: list[Sequence]
     k: int
-    asks: StepFeatures
+    features: StepFeatures
     width: int
 
     def read(self) -> tuple[HostVerdict, Logprobs | None]:
-        """The verdict, and log-probabilities if rows asked for them; waits for the round."""
+        """Wait for the round. Return its verdict, and its log-probabilities if a row asked for them."""
         record = self.ticket.read()
         if self.width > 1 and self.k > 0:
             return read_trees(record, self.width), None
-        if self.asks.logprobs is None:
+        if self.features.logprobs is None:
             return read_record(record), None
         record, logprobs = read_logprobs(record, self.k)
         return read_record(record), logprobs
 
 
 class Pipeline:
-    """Launches a round, then settles the one before it: the device never waits for the host.
+    """Launches a round, then processes the outputs of the one before, so that the device never waits for the host.
 
-    A length policy that times rounds gets each settled before the next is chosen.
+    If the length policy times rounds, each round is processed before the next one is chosen.
     """
 
     def __init__(self, runner: DeviceRound, parts: Speculation, scheduler: Scheduler) -> None:
         self.runner, self.parts, self.scheduler = runner, parts, scheduler
         self.batch = scheduler.batch
-        self._flights: deque[_Flight] = deque()
-        # for whom the last round with draft tokens was, if nobody else has played since
-        self._proposed: list[Sequence] = []
-        self._plain = 0  # rounds without draft tokens since then
-        self._lacks = 0  # most tokens of a row that the draft model lacked after it
-        self.last_verdict: Verdict | None = None  # of the last round settled
+        self._in_flight: deque[_InFlightRound] = deque()
+        # the rows of the last round with draft tokens; empty after rounds of the host
+        self._drafted_rows: list[Sequence] = []
+        self._plain_rounds = 0  # rounds without draft tokens since then
+        self._missing_after_draft = 0  # upper bound per row: tokens missing in the draft model's cache after that round
+        self.last_verdict: Verdict | None = None  # of the last processed round
 
     def capture_ahead(self, seconds: float, progress: Progress = iter) -> Ahead | None:
-        """Capture the rounds that requests will need, while none is here; None where rounds are not captured."""
+        """Capture the rounds that requests will need; only while the engine is idle. None if nothing is captured."""
         return self.runner.capture_ahead(partial(likely_lengths, self.parts.policy), seconds, progress)
 
-    def suits(self) -> bool:
-        """Whether the device can play the next round for the rows there are; trees for those that ask for little."""
-        parts, asks = self.parts, self.batch.sampling.asks
-        asks_little = self.runner.width == 1 or not (asks.adjusts or asks.logprobs is not None)
-        alone = not (parts.drafter.copies and any(self.batch.members[: self.batch.rows]))  # copied from nothing else
-        able = asks_little and alone and not self.batch.sampling.needs_host
-        return able and parts.drafter.on_device and not parts.policy.selects
+    def why_host(self) -> str | None:
+        """Return why the next round has to run on the host; None if the device can run it."""
+        sampling, drafter = self.batch.sampling, self.parts.drafter
+        features = sampling.asks
+        if self.runner.width > 1 and (features.adjusts or features.logprobs is not None):
+            return "trees with penalties, min_tokens or log-probabilities"
+        if drafter.copies and any(self.batch.members[: self.batch.rows]):
+            return "n-gram drafts from references or parallel samples"
+        if sampling.needs_host:
+            return _why_sampling_on_host(sampling)
+        return _why_speculation_on_host(self.parts)
 
     @property
-    def late(self) -> int:
-        """How many rounds the host is behind."""
+    def max_in_flight(self) -> int:
+        """Number of launched rounds whose outputs may wait while the next round is chosen."""
         return 0 if self.parts.policy.times else 1
 
     def step(self) -> list[Sequence]:
-        """Launch a round; settle the one before. Returns the sequences that gained tokens."""
-        if self._anyone_goes_on():
+        """Launch a round and process the one before. Return the sequences that gained tokens."""
+        if self._any_row_continues():
             self._launch()
-            return self._settle_all_but(self.late)
+            return self._process_all_but(self.max_in_flight)
         return self.drain()
 
     def drain(self) -> list[Sequence]:
-        """Settle everything: from now on the host knows what the device knows, and may play."""
-        self._proposed = []
-        return self._settle_all_but(0)
+        """Process all launched rounds, so that the host may run the next one. Return the sequences that gained."""
+        self._drafted_rows = []
+        return self._process_all_but(0)
 
     def forget(self) -> None:
-        """Whatever is in flight concerns nobody any more."""
-        while self._flights:
-            self._flights.popleft()
+        """Discard the launched rounds: their rows have ended."""
+        while self._in_flight:
+            self._in_flight.popleft()
             self.parts.policy.lost()
-        self._proposed = []
+        self._drafted_rows = []
         self.scheduler.in_flight = 0
 
-    def _anyone_goes_on(self) -> bool:
-        """Whether some row has room after what is in flight, which gives at least one token a round."""
+    def _any_row_continues(self) -> bool:
+        """Whether some row can gain more tokens than the rounds in flight add at least: one per round."""
         batch = self.batch
-        sure = len(self._flights)
-        return any(batch.limits[row] - batch.lengths[row] > sure for row in range(batch.rows))
+        certain_gain = len(self._in_flight)
+        return any(batch.limits[row] - batch.lengths[row] > certain_gain for row in range(batch.rows))
 
     def _launch(self) -> None:
         batch, runner = self.batch, self.runner
-        wish = self.parts.policy.choose(batch).within(batch)
-        k = wish.k if runner.draft_tokens else 0
+        plan = self.parts.policy.choose(batch).within(batch)
+        k = plan.k if runner.can_draft else 0
         longest = min(batch.longest + self.scheduler.in_flight, batch.positions)
-        runner.cap_draft_tokens(batch.max_draft_tokens[: batch.rows] if wish.caps is None else wish.caps)
-        asks = batch.sampling.asks
-        ticket = runner.play(batch.rows, k, longest, asks, self._lag(k))
-        self._flights.append(_Flight(ticket, list(self.scheduler.running), k, asks, runner.width))
+        runner.cap_draft_tokens(batch.max_draft_tokens[: batch.rows] if plan.caps is None else plan.caps)
+        features = batch.sampling.asks
+        ticket = runner.run(batch.rows, k, longest, features, self._missing_tokens(k))
+        self._in_flight.append(_InFlightRound(ticket, list(self.scheduler.running), k, features, runner.width))
         self._count_in_flight()
 
-    def _lag(self, k: int) -> int:
-        """Most tokens that the draft model lacks of a row: it falls behind while rounds have no draft tokens.
+    def _missing_tokens(self, k: int) -> int:
+        """Upper bound, over all rows, of tokens missing in the draft model's cache; it grows in rounds with k = 0.
 
-        Of rows that had draft tokens lately the host knows; of others it asks.
+        The host counts for rows of the last round with draft tokens. For other rows it reads the device.
         """
         decoders = self.parts.drafter.decoders
         if k == 0 or not decoders:
-            self._plain += 1
+            self._plain_rounds += 1
             return 0
-        running, known = self.scheduler.running, {id(sequence) for sequence in self._proposed}
-        lag = self._lacks + self._plain
-        if any(id(sequence) not in known for sequence in running):
-            lag = max(max(decoder.lags(self.batch)) for decoder in decoders)
-        self._proposed, self._plain = list(running), 0
-        self._lacks = decoders[0].lag_after(k)
-        return lag
+        running, counted = self.scheduler.running, {id(sequence) for sequence in self._drafted_rows}
+        missing = self._missing_after_draft + self._plain_rounds
+        if any(id(sequence) not in counted for sequence in running):
+            missing = max(max(decoder.lags(self.batch)) for decoder in decoders)
+        self._drafted_rows, self._plain_rounds = list(running), 0
+        self._missing_after_draft = decoders[0].lag_after(k)
+        return missing
 
     def _count_in_flight(self) -> None:
-        self.scheduler.in_flight = sum(flight.k + 1 for flight in self._flights)
+        self.scheduler.in_flight = sum(launched.k + 1 for launched in self._in_flight)
 
-    def _settle_all_but(self, last: int) -> list[Sequence]:
+    def _process_all_but(self, remaining: int) -> list[Sequence]:
         gained: list[Sequence] = []
-        while len(self._flights) > last:
-            gained += self._settle(self._flights.popleft())
+        while len(self._in_flight) > remaining:
+            gained += self._process(self._in_flight.popleft())
         return gained
 
-    def _settle(self, flight: _Flight) -> list[Sequence]:
-        """Rows may have left, moved or joined since the round was launched: its lines are found by sequence."""
-        verdict, logprobs = flight.read()
-        lines = {id(sequence): line for line, sequence in enumerate(flight.sequences) if not sequence.output.finished}
+    def _process(self, launched: _InFlightRound) -> list[Sequence]:
+        """Give the running sequences their tokens. Rows may have left, moved or joined since the launch."""
+        verdict, logprobs = launched.read()
+        lines = {id(sequence): line for line, sequence in enumerate(launched.sequences) if not sequence.output.finished}
         running = self.scheduler.running
-        known = [(row, lines[id(s)]) for row, s in enumerate(running) if id(s) in lines]
-        for row, line in known:
+        rows_and_lines = [(row, lines[id(s)]) for row, s in enumerate(running) if id(s) in lines]
+        for row, line in rows_and_lines:
             self.batch.lengths[row] += verdict.gained[line]
         self._count_in_flight()
-        if not known:
+        if not rows_and_lines:
             self.parts.policy.lost()
             return []
-        self.last_verdict = _verdict(verdict, [lines.get(id(sequence)) for sequence in running], logprobs)
+        self.last_verdict = _reordered(verdict, [lines.get(id(sequence)) for sequence in running], logprobs)
         self.parts.policy.observe(self.batch, self.last_verdict)
-        gained = [running[row] for row, _ in known]
+        gained = [running[row] for row, _ in rows_and_lines]
         now = time.monotonic()
-        for row, _ in known:
+        for row, _ in rows_and_lines:
             gain_tokens(running[row], self.last_verdict, row, now, at_limit=self.batch.positions)
         return gained + self.scheduler.leave(gained)
 
 
 def likely_lengths(policy: LengthPolicy, rows: int) -> list[int]:
-    """All that so many rows may be asked for, for as answers end there is room for fewer; most rounds' come first."""
-    most = policy.length_for(rows)
-    return sorted(range(policy.max_draft_tokens + 1), key=lambda k: abs(k - most))
+    """Return every draft length that rounds of ``rows`` rows may have, the likeliest first.
+
+    All lengths are possible: rounds get shorter when the rows are close to their ends.
+    """
+    usual = policy.length_for(rows)
+    return sorted(range(policy.max_draft_tokens + 1), key=lambda k: abs(k - usual))
 
 
-def _verdict(read: HostVerdict, lines: list[int | None], logprobs: Logprobs | None) -> Verdict:
-    """The lines of a round in the rows' present order; rows that did not play have drafted and kept nothing."""
-    tokens = [[] if line is None else read.tokens[line] for line in lines]
-    accepted = [0 if line is None else read.accepted[line] for line in lines]
-    drafted = [0 if line is None else read.drafted[line] for line in lines]
-    gained = [0 if line is None else read.gained[line] for line in lines]
+def _reordered(launched: HostVerdict, lines: list[int | None], logprobs: Logprobs | None) -> Verdict:
+    """Return a round's verdict in the present order of rows. lines: each row's line in the round, None if it had none.
+
+    Rows that were not in the round have drafted, accepted and gained nothing; their log-probabilities are undefined.
+    """
+    tokens = [[] if line is None else launched.tokens[line] for line in lines]
+    accepted = [0 if line is None else launched.accepted[line] for line in lines]
+    drafted = [0 if line is None else launched.drafted[line] for line in lines]
+    gained = [0 if line is None else launched.gained[line] for line in lines]
     verdict = Verdict.of(HostVerdict(tokens, accepted, drafted, gained))
-    if read.trees is not None:
-        verdict.host.trees = [JudgedTree.of([], []) if line is None else read.trees[line] for line in lines]
-    if logprobs is not None:  # of rows that did not play they mean nothing
+    if launched.trees is not None:
+        verdict.host.trees = [JudgedTree.of([], []) if line is None else launched.trees[line] for line in lines]
+    if logprobs is not None:
         order = torch.tensor([line or 0 for line in lines])
-        told = logprobs.own, logprobs.top_ids, logprobs.top_values
-        verdict.logprobs = Logprobs(*(table[order] for table in told))
+        tables = logprobs.own, logprobs.top_ids, logprobs.top_values
+        verdict.logprobs = Logprobs(*(table[order] for table in tables))
     return verdict

@@ -1,8 +1,8 @@
-"""What was read once is not read again: which rows hold the beginning of a new prompt.
+"""Prefix cache: finds the row whose cache holds the longest prefix of a new prompt.
 
-A key and a value depend on the tokens up to their position and on nothing else. So a prompt may copy those of the
-longest beginning that it shares with the text of any row: one that decodes, one that is being prefilled, or one that is
-free, for free rows keep what they hold until they are needed.
+A key and a value depend only on the tokens up to their position. So a prompt can copy the cached keys and values of any
+row with a common prefix. The row may decode, be in prefill, or be free: free rows keep their caches until they are
+needed.
 """
 
 from __future__ import annotations
@@ -11,133 +11,139 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count, takewhile
 
-LEAST = 16  # tokens: fewer are read as fast as they are copied
-WORTH_WAITING = 64  # tokens that another prompt is about to read, too
-_STEP = 64  # tokens compared at once
+LEAST = 16  # tokens: copying fewer is not faster than reading them
+WORTH_WAITING = 64  # tokens: a prompt waits for another that is about to read as many of its first ones
+_STEP = 64  # tokens per comparison of list slices
 
 
 @dataclass(frozen=True, eq=False)
 class Scope:
-    """Who may copy from whom: the answers to one request, which have one scope, and others by name.
+    """Restricts prefix reuse. Samples of one request share one Scope object and always reuse each other's prefixes.
 
-    copies: the name of the texts that it may copy, besides its own; None: no others. kept: the name under which others
-    may copy its own; None: nobody else may.
+    copies: name of the prefixes that a prompt may reuse beside those of its own request; None for no others.
+    kept: name under which other requests may reuse its prefix; None keeps it private.
     """
 
     copies: str | None = None
     kept: str | None = None
 
     def may_copy(self, other: Scope | None) -> bool:
-        """Whether texts of this scope may copy from texts of the other."""
+        """Whether prompts of this scope may reuse prefixes of the other."""
         return other is self or (other is not None and self.copies is not None and self.copies == other.kept)
 
 
-def shared(one: Sequence[int], other: Sequence[int], most: int) -> int:
-    """How many tokens at the beginning of two texts are the same; ``most`` is enough."""
-    most = min(most, len(one), len(other))
-    for at in range(0, most, _STEP):
-        stop = min(at + _STEP, most)
-        if one[at:stop] != other[at:stop]:
-            return at + sum(1 for _ in takewhile(_same, zip(one[at:stop], other[at:stop], strict=True)))
-    return most
+def common_prefix_length(one: Sequence[int], other: Sequence[int], limit: int) -> int:
+    """Return how many first tokens two texts have in common, at most ``limit``."""
+    limit = min(limit, len(one), len(other))
+    for start in range(0, limit, _STEP):
+        stop = min(start + _STEP, limit)
+        if one[start:stop] != other[start:stop]:
+            return start + sum(1 for _ in takewhile(_equal, zip(one[start:stop], other[start:stop], strict=True)))
+    return limit
 
 
-def _same(pair: tuple[int, int]) -> bool:
+def _equal(pair: tuple[int, int]) -> bool:
     return pair[0] == pair[1]
 
 
 @dataclass
 class CachedPrefix:
-    """What a free row still holds: the target's keys and values of ``tokens``; a draft model may have read fewer.
+    """The tokens whose keys and values a free row's target cache holds; a draft model's cache may hold fewer of them.
 
-    used: when it was last of use, by the shelf's count; rows that never held anything came first.
+    last_use: reading of the pool's clock when the row was last useful; -1 for rows that never held a text.
     """
 
     tokens: list[int] = field(default_factory=list)
     scope: Scope | None = None
-    used: int = -1
+    last_use: int = -1
 
     @property
     def is_kept(self) -> bool:
-        """Whether requests to come may copy it."""
+        """Whether later requests may reuse it."""
         return self.scope is not None and self.scope.kept is not None
 
     def loss(self, kept: int) -> int:
-        """Tokens that would have to be read again, perhaps, if all but the first ``kept`` were overwritten."""
+        """Return the reusable tokens that are lost if all but the first ``kept`` are overwritten."""
         return len(self.tokens) - kept if self.is_kept else 0
 
 
 class FreeSlotPool:
-    """The free rows, in the order of their places, and what they hold."""
+    """The free rows in the order of their indices, with the prefixes that they hold."""
 
     def __init__(self, rows: int) -> None:
-        self._count = count()
+        self._clock = count()
         self.rows = [CachedPrefix() for _ in range(rows)]
 
-    def shared_with(self, prompt: Sequence[int], scope: Scope) -> list[int]:
-        """Of each free row, how many of its first tokens the prompt may have for its own."""
-        return [worth_copying(held.tokens, prompt) if scope.may_copy(held.scope) else 0 for held in self.rows]
+    def reusable_by(self, prompt: Sequence[int], scope: Scope) -> list[int]:
+        """Return, for each free row, how many of its first tokens the prompt can reuse."""
+        return [reusable_tokens(row.tokens, prompt) if scope.may_copy(row.scope) else 0 for row in self.rows]
 
-    def choose(self, fits: Sequence[int], elsewhere: int) -> int:
-        """The place of the row to give away, if the rows have so much of the prompt and one in use ``elsewhere``.
+    def choose(self, reusable: Sequence[int], in_use: int) -> int:
+        """Return the index of the free row to give to a prompt.
 
-        It is the row that has most of the prompt, unless what else it holds is worth more than all that the row holds
-        which was of no use for the longest time: that one is overwritten then.
+        reusable: tokens of the prompt that each free row holds.
+        in_use: most tokens of the prompt that a row in use holds.
+
+        The row with the longest prefix is taken, unless more would be lost by overwriting it than by overwriting the
+        least recently used row. Then that one is taken, and the prefix is copied.
         """
         oldest = self.by_use[0]
-        best = max(range(len(fits)), key=lambda place: (fits[place], -self.rows[place].loss(fits[place])))
-        if fits[best] == 0 or fits[best] < elsewhere:
+        best = max(range(len(reusable)), key=lambda index: (reusable[index], -self.rows[index].loss(reusable[index])))
+        if reusable[best] == 0 or reusable[best] < in_use:
             return oldest
-        return best if self.rows[best].loss(fits[best]) <= self.rows[oldest].loss(fits[oldest]) else oldest
+        return best if self.rows[best].loss(reusable[best]) <= self.rows[oldest].loss(reusable[oldest]) else oldest
 
     @property
     def by_use(self) -> list[int]:
-        """The places, those first whose rows were of no use for the longest time."""
-        return sorted(range(len(self.rows)), key=lambda place: (self.rows[place].is_kept, self.rows[place].used))
+        """Indices of the free rows, the least recently used first; private prefixes come before all others."""
+        return sorted(range(len(self.rows)), key=lambda index: (self.rows[index].is_kept, self.rows[index].last_use))
 
-    def use(self, held: CachedPrefix) -> None:
-        """It was of use just now."""
-        held.used = next(self._count)
+    def use(self, prefix: CachedPrefix) -> None:
+        """Mark a prefix as used now."""
+        prefix.last_use = next(self._clock)
 
-    def put(self, held: CachedPrefix) -> None:
-        """The row before the first free one is free, too."""
-        self.use(held)
-        self.rows.insert(0, held)
+    def put(self, prefix: CachedPrefix) -> None:
+        """Add the row in front of the first free row, with the prefix that it holds."""
+        self.use(prefix)
+        self.rows.insert(0, prefix)
 
-    def longest(self, *places: int) -> int:
-        """Tokens that any of these rows holds."""
-        return max(len(self.rows[place].tokens) for place in places)
+    def longest(self, *indices: int) -> int:
+        """Return the number of tokens of the longest of these rows' prefixes."""
+        return max(len(self.rows[index].tokens) for index in indices)
 
     def swap(self, one: int, other: int) -> None:
-        """Two free rows have changed places."""
+        """Record that two free rows have changed places."""
         self.rows[one], self.rows[other] = self.rows[other], self.rows[one]
 
     def forget(self, rows: int) -> None:
-        """So many rows are free, and hold nothing that is of any use."""
+        """Reset the pool to ``rows`` free rows without prefixes."""
         self.rows = [CachedPrefix() for _ in range(rows)]
 
 
-def may_share(text: Sequence[int], prompt: Sequence[int]) -> bool:
-    """Whether a look at the first tokens leaves it open that they have a beginning in common that is worth copying."""
-    begins = min(LEAST, len(text), len(prompt) - 1)
-    return text[:begins] == prompt[:begins]
+def may_share_prefix(text: Sequence[int], prompt: Sequence[int]) -> bool:
+    """Whether the first tokens allow a common prefix that is worth copying; a quick test before ``reusable_tokens``."""
+    size = min(LEAST, len(text), len(prompt) - 1)
+    return text[:size] == prompt[:size]
 
 
-def worth_copying(text: Sequence[int], prompt: Sequence[int]) -> int:
-    """How many tokens of a text a prompt may copy: all but its last, which is to be the unseen one; 0 if too few."""
-    most = len(prompt) - 1
-    tokens = shared(text, prompt, most)
-    return tokens if tokens >= min(LEAST, most) else 0
+def reusable_tokens(text: Sequence[int], prompt: Sequence[int]) -> int:
+    """Return how many tokens of a text a prompt can copy: never its last one, which must be read; 0 if too few."""
+    limit = len(prompt) - 1
+    tokens = common_prefix_length(text, prompt, limit)
+    return tokens if tokens >= min(LEAST, limit) else 0
 
 
-def most_shared(
+def best_source(
     texts: Iterable[tuple[int, Sequence[int], Scope | None]], prompt: Sequence[int], scope: Scope
 ) -> tuple[int, int]:
-    """(row, tokens): whose text, of (row, tokens that its caches hold, scope), begins most like the prompt; (-1, 0)."""
+    """Return (row, tokens) of the text with the longest reusable prefix; (-1, 0) if there is none.
+
+    texts: (row, tokens that its caches hold, scope) of each candidate.
+    """
     best = -1, 0
     for row, text, other in texts:
-        if scope.may_copy(other) and (tokens := worth_copying(text, prompt)) > best[1]:
+        if scope.may_copy(other) and (tokens := reusable_tokens(text, prompt)) > best[1]:
             best = row, tokens
             if tokens == len(prompt) - 1:
-                break  # there may be hundreds of rows, and of answers to this prompt
+                break  # nothing can be longer; there may be hundreds of rows with this prompt
     return best

@@ -1,4 +1,4 @@
-"""A request: checked against what the engine can do, then made into the answers that wait for rows."""
+"""Requests: checked against the engine's limits, then turned into sequences that wait for rows."""
 
 from __future__ import annotations
 
@@ -22,20 +22,17 @@ from paceline.errors import EmptyPromptError, ParameterError, PromptTooLongError
 
 @dataclass
 class Request:
-    """A prompt to continue. ``make_stream`` makes one text stream an answer; None leaves the texts empty.
+    """A prompt to continue.
 
-    make_constraint: makes one constraint an answer, where ``params`` have structured_outputs, or where tokens are held
-        to something else.
-
-    arrival: when it came, on the clock of time.monotonic: its ``time_budget`` is counted from there; None: when it is
+    make_stream: makes the text stream of one sample; None leaves the texts empty.
+    make_constraint: makes the constraint of one sample. Needed if ``params`` have structured_outputs or other
+        restrictions on tokens.
+    arrival: seconds on the clock of time.monotonic, from which ``time_budget`` counts; None uses the time when it is
         added.
-
-    references: token ids of texts that n-gram lookup may copy from, for this request alone.
-
-    prompt_logprobs: where the caller keeps the log-probabilities of the prompt, if ``params`` ask for them.
-
-    client: who asks; clients take turns where requests wait for a row. priority: lower values do not wait for higher
-        ones, whoever asks.
+    references: token ids of texts that n-gram lookup may copy from, for this request only.
+    prompt_logprobs: list that receives the prompt's log-probabilities, if ``params`` ask for them.
+    client: name of the sender; clients take turns when requests wait for a row.
+    priority: requests with lower values go first, whatever their client.
     """
 
     prompt_token_ids: list[int]
@@ -52,20 +49,20 @@ class Request:
 
 
 @dataclass(frozen=True)
-class _Begins:
-    """What all answers of a request begin with."""
+class _SharedFields:
+    """The fields that all samples of a request share."""
 
     request: Request
     request_id: str
     seed: int
     arrival: float
-    family: RequestGroup | None
+    group: RequestGroup | None
     scope: Scope
 
 
 @dataclass(frozen=True)
 class Intake:
-    """How an engine takes requests; ``max_model_len`` is its own, ``eos_token_ids`` end a text."""
+    """Turns requests into sequences. max_model_len: the engine's, in tokens. eos_token_ids: tokens that end a text."""
 
     config: EngineConfig
     vocab_size: int
@@ -73,39 +70,39 @@ class Intake:
     eos_token_ids: tuple[int, ...]
 
     def begin(self, request: Request, request_id: str) -> tuple[RequestOutput, list[Row]]:
-        """The result that fills up, and its answers, which may wait for rows."""
+        """Return the result, which fills up, and its sequences, which may wait for rows."""
         params, arrival = request.params, time.monotonic() if request.arrival is None else request.arrival
         output = RequestOutput(request_id, request.prompt, request.prompt_token_ids, [], params.n, params.ranking)
         output.prompt_logprobs = request.prompt_logprobs
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        begins = _Begins(request, request_id, seed, arrival, self._family(request), self.scope_of(params))
-        rows = [self._sequence(begins, index) for index in range(params.answers)]
+        common = _SharedFields(request, request_id, seed, arrival, self._request_group(request), self.scope_of(params))
+        rows = [self._sequence(common, index) for index in range(params.answers)]
         output.outputs.extend(row.output for row in rows)
         for row in rows if params.answers > params.n else ():
             row.rivals = output.candidates
         return output, rows
 
-    def _family(self, request: Request) -> RequestGroup | None:
-        """What an answer can be drafted from beside its own text; None where that is nothing."""
-        answers = request.params.answers
-        alone = answers == 1 and not request.references
-        return None if alone else RequestGroup(request.references, answers)
+    def _request_group(self, request: Request) -> RequestGroup | None:
+        """Return the texts that drafts can be copied from beside a sample's own text; None if there are none."""
+        samples = request.params.answers
+        own_text_only = samples == 1 and not request.references
+        return None if own_text_only else RequestGroup(request.references, samples)
 
     def scope_of(self, params: SamplingParams) -> Scope:
-        """Whose texts its prompt may be copied from, and who may copy it."""
+        """Return which cached prefixes a prompt may reuse, and which requests may reuse its own."""
         name = (params.cache_salt or "") if self.config.prefix_cache else None
         return Scope(copies=name, kept=name if params.keep_prefix else None)
 
-    def _sequence(self, begins: _Begins, index: int) -> Row:
-        request, params, arrival, family = begins.request, begins.request.params, begins.arrival, begins.family
+    def _sequence(self, common: _SharedFields, index: int) -> Row:
+        request, params, arrival, group = common.request, common.request.params, common.arrival, common.group
         eos = () if params.ignore_eos else self.eos_token_ids
         rate = self.config.synthetic_acceptance
         metrics = Metrics(arrival, prompt_tokens=len(request.prompt_token_ids), synthetic_acceptance=rate)
         return Row(
-            request_id=begins.request_id,
+            request_id=common.request_id,
             prompt=request.prompt_token_ids,
             params=params,
-            seed=sequence_seed(begins.seed, index),
+            seed=sequence_seed(common.seed, index),
             stop_tokens=frozenset((*eos, *params.stop_token_ids)),
             output=CompletionOutput(
                 index,
@@ -118,12 +115,12 @@ class Intake:
             constraint=None if request.make_constraint is None else FaultIsolatedConstraint(request.make_constraint()),
             client=request.client,
             priority=request.priority,
-            scope=begins.scope,
-            member=None if family is None else Member(family, index, max(0, len(request.prompt_token_ids) - CONTEXT)),
+            scope=common.scope,
+            member=None if group is None else Member(group, index, max(0, len(request.prompt_token_ids) - CONTEXT)),
         )
 
     def check(self, request: Request) -> None:
-        """Raise what ``add`` would; any thread may ask."""
+        """Raise what ``Engine.add`` would raise. May be called from any thread."""
         size, vocab = len(request.prompt_token_ids), self.vocab_size
         if size == 0:
             raise EmptyPromptError("the prompt has no tokens; give at least one")
@@ -138,12 +135,12 @@ class Intake:
         if restriction and request.make_constraint is None:
             allowed = "given to LLM.generate or LLM.request, which make its constraint with the tokenizer"
             raise ParameterError(restriction, getattr(request.params, restriction), allowed)
-        wanted = request.params.prompt_logprobs
-        if wanted is not None and request.prompt_logprobs is None:
+        prompt_logprobs = request.params.prompt_logprobs
+        if prompt_logprobs is not None and request.prompt_logprobs is None:
             allowed = (
                 "given to LLM.generate, chat or stream, which read the prompt for it; a server has echo with logprobs"
             )
-            raise ParameterError("prompt_logprobs", wanted, allowed)
+            raise ParameterError("prompt_logprobs", prompt_logprobs, allowed)
         if not isinstance(request.priority, int):
             raise ParameterError("priority", request.priority, "a whole number; lower ones are served first")
         self._check_references(request)
@@ -157,27 +154,27 @@ class Intake:
             check_tokens(name, tokens, vocab)
 
     def _check_references(self, request: Request) -> None:
-        """Those that nobody would look at are refused, too."""
+        """Raise ParameterError for references that are too large, or that no drafter would read."""
         if not request.references:
             return
-        given, size = f"{len(request.references)} texts", sum(map(len, request.references))
+        value, size = f"{len(request.references)} texts", sum(map(len, request.references))
         if not self.config.looks_up:
-            raise ParameterError("references", given, f"left out here; they need {LOOKS_UP}")
+            raise ParameterError("references", value, f"left out here; they need {LOOKS_UP}")
         if request.params.num_speculative_tokens == 0:
-            raise ParameterError("references", given, "left out beside num_speculative_tokens=0, which guesses nothing")
+            raise ParameterError("references", value, "left out beside num_speculative_tokens=0, which drafts nothing")
         if size > MAX_REFERENCE_TOKENS or len(request.references) > MAX_REFERENCES:
             allowed = f"at most {MAX_REFERENCES} texts with {MAX_REFERENCE_TOKENS} tokens together"
-            raise ParameterError("references", f"{given} with {size} tokens", allowed)
+            raise ParameterError("references", f"{value} with {size} tokens", allowed)
         for tokens in request.references:
             if not tokens:
                 raise ParameterError(
-                    "references", tokens, "lists of token ids; an empty one does nothing: leave it out"
+                    "references", tokens, "lists of token ids that are not empty; leave empty ones out"
                 )
             check_tokens("references", tokens, self.vocab_size)
 
 
 def check_tokens(name: str, tokens: Iterable[int], vocab: int) -> None:
-    """Raise ParameterError unless they are the target's token ids."""
+    """Raise ParameterError unless all tokens are ids of the target's vocabulary."""
     for token in tokens:
         if not (isinstance(token, int) and 0 <= token < vocab):
             raise ParameterError(name, token, f"token ids from 0 to {vocab - 1}, the target's vocabulary")

@@ -1,4 +1,14 @@
-"""One round of batched speculative decoding: the papers on one screen."""
+"""One round of batched speculative decoding: draft, verify, accept, commit.
+
+A batch of B rows decodes together. In each round every row gains its accepted draft tokens and one token of the target.
+Each row has its own length, so rows may accept different numbers of draft tokens (BASS, 2404.15778).
+Both acceptance rules preserve the target's distribution (rejection: 2211.17192, coupled: 2408.07978).
+So the drafter and the length policy change the speed, and never the distribution of the output.
+
+Invariant before and after a round: the target's KV cache holds all tokens of a row except its last one.
+
+Shapes: B rows, k draft tokens, V vocabulary; N = B + all draft tokens.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +26,11 @@ from paceline.models.decoder import Decoder
 
 @dataclass
 class Speculation(RowKeepers):
-    """Who takes part in a round. native: plays most rounds of its batch, if the target runs on the CPU kernels.
+    """The parts that run a round: target model, drafter, length policy and acceptance rule.
 
-    Who keeps what it knows of rows is told of them here.
+    The drafter and the policy keep per-slot state; ``join``, ``move`` and ``leave`` are passed on to both.
+
+    native: verifies, accepts and commits in one call of the CPU kernels; None if the target does not run on them.
     """
 
     target: Decoder
@@ -31,25 +43,32 @@ class Speculation(RowKeepers):
     def keepers(self) -> tuple[RowKeeper, ...]:
         return self.drafter, self.policy
 
-    def play(self, batch: Batch, draft: Draft) -> Verdict:
-        """Verify, accept, commit: in one call of the CPU kernels where nothing in between needs the host."""
-        if self.native is not None and self.native.suits(self.accept, draft):
-            return self.native.play(draft)
-        logits = self.target.verify(batch, draft)  # of each row's unseen token and its draft tokens, one forward pass
-        verdict = self.accept(draft, logits, batch)
-        self.target.keep(batch, verdict)  # of a tree what lies elsewhere than behind the text
-        batch.commit(verdict)
+    def draft(self, batch: Batch) -> Draft:
+        """Return up to k draft tokens per row: the policy plans, the drafter proposes, the policy selects."""
+        plan = self.policy.choose(batch).within(batch)  # never beyond a row's last token, which needs no draft token
+        if plan.k < 1:
+            return batch.empty_draft  # plain decoding
+        draft = self.drafter.propose(batch, plan).capped(plan.caps)
+        if draft.k > 0:
+            draft = self.policy.select(batch, draft)
+        return batch.fitting(draft)  # a tree's siblings take one cache slot each
+
+    def verify_and_commit(self, batch: Batch, draft: Draft) -> Verdict:
+        """Verify the draft, accept a prefix (of a tree: a path) per row, and append it to the rows."""
+        if self.native is not None and self.native.can_run(self.accept, draft):
+            return self.native.run(draft)  # the same steps, in one call
+        logits = self.target.verify(batch, draft)  # one forward pass -> [B, k + 1, V], or [N, V] on the CPU kernels
+        verdict = self.accept(draft, logits, batch)  # accepted draft tokens, then one recovered or bonus token
+        self.target.keep(batch, verdict)  # of a tree, moves the accepted path behind the text in the KV cache
+        batch.commit(verdict)  # appends the tokens, cut where a row ends
         verdict.note_trees(draft)
         return verdict
 
 
 def speculative_round(parts: Speculation, batch: Batch) -> Verdict:
-    """Draft, verify, accept, commit. Before and after, each row has exactly one token that the target has not seen."""
-    wish = parts.policy.choose(batch).within(batch)  # the last token of a row needs no draft token
-    draft = parts.drafter.propose(batch, wish).capped(wish.caps) if wish.k > 0 else batch.empty_draft
-    draft = parts.policy.select(batch, draft) if draft.k > 0 else draft  # perhaps the best draft tokens only
-    draft = batch.fitting(draft)  # siblings take a place each in the cache
-    verdict = parts.play(batch, draft)  # every row gains accepted + 1 tokens
+    """Run one round for all decoding rows: row i gains ``verdict.tokens[i, : verdict.accepted[i] + 1]``."""
+    draft = parts.draft(batch)
+    verdict = parts.verify_and_commit(batch, draft)
     parts.drafter.observe(batch, verdict)
     parts.policy.observe(batch, verdict)
     return verdict

@@ -1,4 +1,4 @@
-"""Who runs: waiting sequences become rows, rows that finish leave at once."""
+"""Assigns rows: waiting sequences get rows, prompts are prefilled in chunks, finished sequences leave at once."""
 
 from __future__ import annotations
 
@@ -13,8 +13,16 @@ from paceline.core.draft import Verdict
 from paceline.core.hardware import Stopwatch
 from paceline.core.outputs import FinishReason
 from paceline.core.room import UNLIMITED, Filled, Room
-from paceline.engine.chunks import Part, PrefillChunker
-from paceline.engine.prefixes import WORTH_WAITING, CachedPrefix, FreeSlotPool, Scope, may_share, most_shared, shared
+from paceline.engine.chunks import PrefillChunker, PromptSlice
+from paceline.engine.prefixes import (
+    WORTH_WAITING,
+    CachedPrefix,
+    FreeSlotPool,
+    Scope,
+    best_source,
+    common_prefix_length,
+    may_share_prefix,
+)
 from paceline.engine.round import Speculation
 from paceline.engine.sequences import Sequence, end_if_outranked, finish, gain_tokens, log_failure
 from paceline.engine.waiting import Waiting
@@ -23,21 +31,21 @@ from paceline.models.decoder import Decoder
 
 @dataclass
 class Scheduler:
-    """Rows 0 .. len(running) - 1 decode, the next len(prefilling) are being prefilled, both in the order of their rows.
+    """Assigns rows to sequences and runs their prefill.
 
-    The others are free, and hold what they held. A prefilled row joins the decoding ones by changing places with the
-    first that is not. When a row leaves, it changes places with the last of its kind; on the CPU kernels rows change
-    places without their caches being copied. A row that begins has copied the longest beginning of its prompt that any
-    row holds.
+    Rows 0 .. len(running) - 1 decode and the next len(prefilling) are in prefill, in the order of the lists. The other
+    rows are free and keep their cached prefixes. A prefilled row starts to decode by changing places with the first row
+    that does not decode. A row that leaves changes places with the last row of its kind. On the CPU kernels rows change
+    places without a copy of their caches. A new row starts with the longest prefix of its prompt that any row holds.
 
-    parts: their decoders keep the rows' caches; they are told when rows begin, move and end.
+    parts: their decoders hold the rows' caches; drafter and policy are told when rows begin, move and end.
     chunks: decides what is prefilled next.
-    in_flight: most tokens that a row may have gained on the device without the host knowing yet.
-    closed: whether nobody looks at an answer before it ends, and no request will come before those here have ended.
-    watched: whether anybody looks at an answer before it ends; others may come all the same.
-    room: the memory of the rows' caches. Where it is short, a row begins when all that it may come to hold fits beside
-        what those in use may: so each of them can end. Free rows make way, those first that were of no use for the
-        longest time.
+    in_flight: upper bound of tokens that a row has gained on the device, but not yet on the host.
+    closed: whether no caller reads results before they end, and no requests will come before the present ones have
+        ended.
+    watched: whether a caller reads results before they end; other requests may come in any case.
+    room: memory of the rows' caches. If it is short, a row starts only if its largest size fits beside the largest
+        sizes of all rows in use, so that every row can finish. Free rows give way, the least recently used first.
     """
 
     batch: Batch
@@ -59,57 +67,62 @@ class Scheduler:
 
     @property
     def draining(self) -> bool:
-        """Whether the rows that decode are the last ones."""
+        """Whether the decoding rows are the last ones."""
         return self.closed and not self.waiting and not self.prefilling
 
     @property
     def decoders(self) -> list[Decoder]:
-        """The target's first."""
+        """The decoders with per-row caches, the target's first."""
         return [self.parts.target, *self.parts.drafter.decoders]
 
     @property
     def busy(self) -> bool:
         return bool(self.waiting or self.prefilling or self.running)
 
-    def admit(self) -> list[Sequence]:
-        """Give free rows to those who wait, feed the next chunk of prompts, let finished prefills join the batch.
+    @property
+    def num_used_rows(self) -> int:
+        """Rows that decode or are being prefilled."""
+        return len(self.running) + len(self.prefilling)
 
-        Returns those that have ended: those whose time is over, and those that could not be begun.
+    def admit(self) -> list[Sequence]:
+        """Give free rows to waiting sequences, feed a chunk of prompts, and let finished prefills start to decode.
+
+        Returns the sequences that have ended: their time is over, or they failed to start.
         """
         ended = self.overdue(time.monotonic())
-        while (most := self.may_begin) > 0:
-            ended += self._begin(self.waiting.turn(most))
+        while (limit := self.admissible) > 0:
+            ended += self._begin(self.waiting.turn(limit))
         if not self.prefilling:
             return ended
         self._join()
         if self.prefilling:
             self._prefill()
             self._join()
-        return ended + self.overdue(time.monotonic())  # those whose time the chunk took, and those that it let join
+        return ended + self.overdue(time.monotonic())  # the chunk may have taken their time
 
     @property
-    def may_begin(self) -> int:
-        """How many answers to the request whose turn it is there are rows and memory for."""
-        free = self.capacity - len(self.running) - len(self.prefilling) if self.waiting else 0
+    def admissible(self) -> int:
+        """Number of samples of the next request that there are free rows and memory for."""
+        free = self.capacity - self.num_used_rows if self.waiting else 0
         if free == 0 or not self.room.is_short:
             return free
-        return min(free, self.room.fits(self._reach(self.waiting.first), self.promised))
+        return min(free, self.room.fits(self._max_cache_tokens(self.waiting.first), self.reserved_bytes))
 
-    def _reach(self, sequence: Sequence) -> int:
-        """Tokens that its row may come to hold."""
+    def _max_cache_tokens(self, sequence: Sequence) -> int:
+        """Return the cache positions that the sequence's row may need."""
         return self.batch.slots_for(len(sequence.prompt) + sequence.params.max_tokens)
 
     @property
-    def promised(self) -> int:
-        """Bytes that the rows in use may come to take."""
-        return sum(self.room.bytes_for(sequence.reach) for sequence in (*self.running, *self.prefilling))
+    def reserved_bytes(self) -> int:
+        """Bytes reserved for the caches of the rows in use."""
+        return sum(self.room.bytes_for(sequence.reserved_tokens) for sequence in (*self.running, *self.prefilling))
 
     def _begin(self, turn: list[Sequence]) -> list[Sequence]:
-        """Give rows to answers of one request. Where what it asks makes that fail, it ends, alone; its answers then."""
+        """Give rows to samples of one request. If one fails to start, only its request ends; return its samples."""
         for number, sequence in enumerate(turn):
             try:
                 self._start(sequence, self._rows_soon(len(turn) - number))
-            except Exception as error:  # noqa: BLE001 (of whatever kind: it ends one request)
+            except Exception as error:  # noqa: BLE001 (any kind: it ends one request)
                 log_failure(sequence, error)
                 self._size_free_rows()
                 self.waiting.extend(turn[number:])
@@ -117,178 +130,186 @@ class Scheduler:
         return []
 
     def _start(self, sequence: Sequence, rows_soon: int) -> None:
-        sequence.reach = self._reach(sequence)
-        row, has = len(self.running) + len(self.prefilling), self._bring_a_row(sequence)
-        self.free.rows[0] = CachedPrefix()  # whatever becomes of the sequence
-        self._resize(row, sequence.reach)
+        sequence.reserved_tokens = self._max_cache_tokens(sequence)
+        row, cached = self.num_used_rows, self._choose_row(sequence)
+        self.free.rows[0] = CachedPrefix()  # the row is overwritten, even if the start fails
+        self._resize(row, sequence.reserved_tokens)
         self._set_row(row, sequence)
         sequence.output.metrics.first_scheduled = time.monotonic()
         sequence.read_by_draft = self.parts.policy.hopeful(rows_soon)
         self.parts.join(row)
         for decoder in self.decoders:
-            decoder.cut_row(row, has)
-        sequence.cached, sequence.output.metrics.cached_tokens = self._cached(row, has), has
+            decoder.cut_row(row, cached)
+        sequence.num_computed, sequence.output.metrics.cached_tokens = self._cached(row, cached), cached
         self.free.rows.pop(0)
         self.prefilling.append(sequence)
-        self._share(row)
+        self._reuse_prefix(row)
 
-    def _bring_a_row(self, sequence: Sequence) -> int:
-        """The free row to begin in changes places with the first one; how many of the prompt's tokens it holds."""
+    def _choose_row(self, sequence: Sequence) -> int:
+        """Move the best free row to the first free place. Return how many of the prompt's tokens it holds."""
         prompt, scope = sequence.prompt, sequence.scope
-        fits = self.free.shared_with(prompt, scope)
-        place = self.free.choose(fits, most_shared(self._texts_in_use(prompt), prompt, scope)[1])
+        reusable = self.free.reusable_by(prompt, scope)
+        index = self.free.choose(reusable, best_source(self._texts_in_use(prompt), prompt, scope)[1])
         if self.room.is_short:
-            place = self._make_way(place, fits, sequence.reach)
-        if place > 0:
-            first, length = len(self.running) + len(self.prefilling), self.free.longest(0, place)
+            index = self._make_way(index, reusable, sequence.reserved_tokens)
+        if index > 0:
+            first, length = self.num_used_rows, self.free.longest(0, index)
             for decoder in self.decoders:
-                decoder.swap_rows(first, first + place, length)
-            self.free.swap(0, place)
-            for free in (0, place):
+                decoder.swap_rows(first, first + index, length)
+            self.free.swap(0, index)
+            for free in (0, index):
                 self.batch.rest(first + free, len(self.free.rows[free].tokens))
-        return fits[place]
+        return reusable[index]
 
-    def _make_way(self, place: int, fits: list[int], reach: int) -> int:
-        """Free rows lose what they hold until a row of ``reach`` tokens fits; the place of the free row to begin in.
+    def _make_way(self, index: int, reusable: list[int], tokens: int) -> int:
+        """Empty free rows until a row of ``tokens`` positions fits. Return the index of the free row to use.
 
-        Last goes the one that has most of the prompt: where it cannot stay to be copied, it is taken as it is.
+        The row that holds most of the prompt goes last. If it cannot stay to be copied from, it is used itself.
         """
-        source = max(range(len(fits)), key=fits.__getitem__)
-        victims = (other for other in self.free.by_use if other not in (place, source))
-        spare = self.room.limit - self.promised - self.room.bytes_for(reach) - self._kept(beside=place)
+        source = max(range(len(reusable)), key=reusable.__getitem__)
+        victims = (other for other in self.free.by_use if other not in (index, source))
+        spare = (
+            self.room.limit
+            - self.reserved_bytes
+            - self.room.bytes_for(tokens)
+            - self._free_row_bytes(except_index=index)
+        )
         while spare < 0 and (victim := next(victims, None)) is not None:
             spare += self._empty(victim)
-        if spare < 0 and source != place:
-            place, source = (source, place) if fits[source] > fits[place] else (place, source)
+        if spare < 0 and source != index:
+            index, source = (source, index) if reusable[source] > reusable[index] else (index, source)
             self._empty(source)
-        return place
+        return index
 
-    def _kept(self, beside: int = -1) -> int:
-        """Bytes that free rows take, the one at a place not counted."""
-        held = [len(each.tokens) for place, each in enumerate(self.free.rows) if place != beside]
-        return sum(map(self.room.bytes_for, held))
+    def _free_row_bytes(self, except_index: int = -1) -> int:
+        """Return the bytes that free rows hold, except the one at ``except_index``."""
+        lengths = [len(prefix.tokens) for index, prefix in enumerate(self.free.rows) if index != except_index]
+        return sum(map(self.room.bytes_for, lengths))
 
     def filled(self, scored: int) -> Filled:
-        """What caches hold now. scored: bytes beside those of rows."""
+        """Return the memory that caches hold now. scored: bytes of texts that are scored."""
         lengths = [*self.batch.lengths[: len(self.running)], *(sequence.prefilled for sequence in self.prefilling)]
-        return Filled(sum(map(self.room.bytes_for, lengths)), self._kept(), scored, self.room.limit)
+        return Filled(sum(map(self.room.bytes_for, lengths)), self._free_row_bytes(), scored, self.room.limit)
 
-    def _empty(self, place: int) -> int:
-        """A free row holds nothing any more: so many bytes are free."""
-        row, tokens = len(self.running) + len(self.prefilling) + place, len(self.free.rows[place].tokens)
-        self.free.rows[place] = CachedPrefix()
+    def _empty(self, index: int) -> int:
+        """Drop the prefix of a free row. Return the bytes that this frees."""
+        row, tokens = self.num_used_rows + index, len(self.free.rows[index].tokens)
+        self.free.rows[index] = CachedPrefix()
         self.batch.rest(row, 0)
         self._resize(row, 0)
         return self.room.bytes_for(tokens)
 
     def _resize(self, row: int, positions: int) -> None:
-        """Where memory is short: what a row may take, of all caches."""
+        """Resize a row in all caches, if memory is short."""
         for decoder in self.decoders if self.room.is_short else ():
             decoder.resize_row(row, positions)
 
     def _size_free_rows(self) -> None:
-        """They take what they hold."""
-        for row, held in enumerate(self.free.rows, len(self.running) + len(self.prefilling)):
-            self._resize(row, len(held.tokens))
+        """Resize the free rows to the prefixes that they hold."""
+        for row, prefix in enumerate(self.free.rows, self.num_used_rows):
+            self._resize(row, len(prefix.tokens))
 
     def _texts_in_use(self, prompt: list[int]) -> Iterator[tuple[int, list[int], Scope]]:
-        """(row, the tokens that its caches hold, whose they are) of rows that the prompt may share something with."""
+        """Yield (row, tokens in its caches, scope) of rows in use that may have a common prefix with the prompt."""
         for row, sequence in enumerate([*self.running, *self.prefilling]):
-            if may_share(sequence.prompt, prompt):
+            if may_share_prefix(sequence.prompt, prompt):
                 yield row, self._text(row), sequence.scope
 
     def _text(self, row: int) -> list[int]:
-        """What the target has read of a row in use, as far as it belongs to the answer."""
+        """Return the tokens of a row in use that the target's cache holds, without rejected draft tokens."""
         if row >= len(self.running):
             sequence = self.prefilling[row - len(self.running)]
-            return sequence.prompt[: sequence.cached[0]]
+            return sequence.prompt[: sequence.num_computed[0]]
         sequence = self.running[row]
         return [*sequence.prompt, *sequence.output.token_ids][: max(0, self.batch.lengths[row] - 1)]
 
     def _cached(self, row: int, tokens: int) -> list[int]:
-        """Of the first ``tokens`` of a row, which the target's cache holds, how many each decoder's does."""
+        """Return how many of a row's first ``tokens`` each decoder's cache holds; the target's holds all of them."""
         drafts = self.decoders[1:]
-        return [tokens, *(min(tokens, decoder.held(row)) if tokens else 0 for decoder in drafts)]
+        return [tokens, *(min(tokens, decoder.num_computed(row)) if tokens else 0 for decoder in drafts)]
 
     def _set_row(self, row: int, sequence: Sequence) -> None:
         stop_tokens = tuple(sorted(sequence.stop_tokens))
-        begin = sequence.prompt, sequence.params, sequence.seed, stop_tokens, sequence.constraint, sequence.member
+        start = sequence.prompt, sequence.params, sequence.seed, stop_tokens, sequence.constraint, sequence.member
         deadline = math.inf if sequence.deadline is None else sequence.deadline
-        self.batch.set_row(row, RowStart(*begin, deadline))
+        self.batch.set_row(row, RowStart(*start, deadline))
 
     def _rows_soon(self, begun_now: int) -> int:
-        """That will decode when those have begun who do so now, and those who wait."""
-        return min(self.capacity, len(self.running) + len(self.prefilling) + begun_now + len(self.waiting))
+        """Number of rows decoding once the sequences being started and all waiting sequences have been admitted."""
+        return min(self.capacity, self.num_used_rows + begun_now + len(self.waiting))
 
-    def _share(self, row: int) -> None:
-        """Copy the longest beginning of a prefilling row's prompt that any row holds; wait for what another reads."""
-        sequence, live = self.prefilling[row - len(self.running)], len(self.running) + len(self.prefilling)
-        free = ((live + place, held.tokens, held.scope) for place, held in enumerate(self.free.rows))
-        source, tokens = most_shared(chain(free, self._texts_in_use(sequence.prompt)), sequence.prompt, sequence.scope)
-        if tokens > sequence.cached[0]:
+    def _reuse_prefix(self, row: int) -> None:
+        """Copy the longest prefix of a prefilling row's prompt that any row holds; wait for a prefix being read."""
+        sequence, live = self.prefilling[row - len(self.running)], self.num_used_rows
+        free = ((row, prefix.tokens, prefix.scope) for row, prefix in enumerate(self.free.rows, live))
+        source, tokens = best_source(chain(free, self._texts_in_use(sequence.prompt)), sequence.prompt, sequence.scope)
+        if tokens > sequence.num_computed[0]:
             self._copy(source, row, tokens)
-        self._line_up(sequence)
+        self._wait_for_common_prefix(sequence)
 
     def _copy(self, source: int, row: int, tokens: int) -> None:
-        """Give a prefilling row the first tokens of another."""
-        sequence, live = self.prefilling[row - len(self.running)], len(self.running) + len(self.prefilling)
-        sequence.output.metrics.cached_tokens += tokens - sequence.cached[0]
-        for index, has in enumerate(self._cached(source, tokens)):
-            if has > sequence.cached[index]:
-                self.decoders[index].copy_row(source, row, has)
-                sequence.cached[index] = has
+        """Copy the first ``tokens`` of a row to a prefilling row, in all decoders' caches."""
+        sequence, live = self.prefilling[row - len(self.running)], self.num_used_rows
+        sequence.output.metrics.cached_tokens += tokens - sequence.num_computed[0]
+        for index, cached in enumerate(self._cached(source, tokens)):
+            if cached > sequence.num_computed[index]:
+                self.decoders[index].copy_row(source, row, cached)
+                sequence.num_computed[index] = cached
         if source >= live:
             self.free.use(self.free.rows[source - live])
 
-    def _line_up(self, sequence: Sequence) -> None:
-        """Of two prompts with a beginning that neither has read, the one that is fed first reads it for both.
+    def _wait_for_common_prefix(self, sequence: Sequence) -> None:
+        """If two prompts have a prefix that neither has read, the one that is fed first reads it for both.
 
-        Nobody who waits is waited for at that moment, so they never wait in a circle.
+        Only sequences that do not wait themselves are waited for, so there are no cycles.
         """
         for other in self.prefilling:
             if other is sequence or other.waits:
                 continue
-            first, second = sorted((other, sequence), key=lambda each: each.feeding_order)
-            until = shared(first.prompt, second.prompt, min(first.prefill_stop, second.prefill_stop))
-            gain = until - max(second.cached[0], second.until)
-            enough = 1 if until == second.prefill_stop else WORTH_WAITING
-            in_vain = second is sequence and first.prefilled >= until  # it has just copied what was worth it
-            if second.scope.may_copy(first.scope) and gain >= enough and not in_vain:
-                second.follows, second.until = first, until
+            first, second = sorted((other, sequence), key=lambda prompt: prompt.feeding_order)
+            stop = common_prefix_length(first.prompt, second.prompt, min(first.prefill_stop, second.prefill_stop))
+            gain = stop - max(second.num_computed[0], second.prefix_stop)
+            min_gain = 1 if stop == second.prefill_stop else WORTH_WAITING
+            already_read = second is sequence and first.prefilled >= stop  # just copied, as far as it was worth it
+            if second.scope.may_copy(first.scope) and gain >= min_gain and not already_read:
+                second.prefix_reader, second.prefix_stop = first, stop
 
-    def _go_on(self) -> None:
-        """Those whose wait has ended, or is in vain, copy what there is; then those who have waited for these."""
-        while ready := self._ready():
+    def _end_waits(self) -> None:
+        """End the waits whose prefix has been read, or whose reader has left, until none is left to end.
+
+        The sequences that waited copy what there is.
+        """
+        while ready := self._rows_done_waiting():
             for row in ready:
                 sequence = self.prefilling[row - len(self.running)]
-                sequence.follows, sequence.until = None, 0
-                self._share(row)
+                sequence.prefix_reader, sequence.prefix_stop = None, 0
+                self._reuse_prefix(row)
 
-    def _ready(self) -> list[int]:
-        """The rows of those whose wait has ended."""
+    def _rows_done_waiting(self) -> list[int]:
+        """Return the rows whose wait has ended."""
         reading = {id(sequence) for sequence in self.prefilling}
         return [
             row
             for row, sequence in enumerate(self.prefilling, len(self.running))
-            if (reader := sequence.follows) is not None
-            and (id(reader) not in reading or reader.prefilled >= sequence.until)
+            if (reader := sequence.prefix_reader) is not None
+            and (id(reader) not in reading or reader.prefilled >= sequence.prefix_stop)
         ]
 
     def _prefill(self) -> None:
-        """One chunk; none if the round must come first, to be in time."""
+        """Feed one chunk; none if the next round would then end after a deadline."""
         left = self._seconds_left()
         if self.running and left < self.chunks.speed.per_pass:
             return
         self.chunks.awaited = self._awaited
         parts = self.chunks.choose(self.prefilling, bool(self.running), left)
-        watch = Stopwatch(self.batch.device)
+        timer = Stopwatch(self.batch.device)
         for index in range(len(self.decoders)):
             self._feed(index, parts)
-        watch.stop()
-        self.chunks.watch(parts, watch)
+        timer.stop()
+        self.chunks.watch(parts, timer)
 
     def _seconds_left(self) -> float:
-        """Seconds until the next round must begin, for the sequence with a row whose time is over first."""
+        """Return the seconds until the next round must begin to meet the earliest deadline of a row."""
         deadlines = [s.deadline for s in (*self.running, *self.prefilling) if s.deadline is not None]
         if not deadlines:
             return math.inf
@@ -296,98 +317,103 @@ class Scheduler:
 
     @property
     def _round_seconds(self) -> float:
-        """What the next round takes, as far as is known."""
+        """Expected seconds of the next round."""
         return self.chunks.rounds.expected(max(1, len(self.running)))
 
     @property
     def _awaited(self) -> bool:
-        """Whether it matters when tokens come, and not only when all have come."""
-        everybody = chain(self.waiting, self.prefilling, self.running)
-        looked_at = self.watched and not self.closed
-        return looked_at or any(sequence.deadline is not None for sequence in everybody)
+        """Whether it matters when each token comes, and not only when all have come."""
+        streamed = self.watched and not self.closed
+        return streamed or any(s.deadline is not None for s in chain(self.waiting, self.prefilling, self.running))
 
-    def _feed(self, index: int, parts: list[Part]) -> None:
-        """Of a chunk one decoder reads what its cache does not hold already: it may have been copied farther."""
-        fed = [(self.prefilling[part.place], part) for part in parts]
-        read = [each for each in fed if each[0].cached[index] < each[1].stop and (index == 0 or each[0].read_by_draft)]
+    def _feed(self, index: int, parts: list[PromptSlice]) -> None:
+        """Feed the chunk to one decoder, except tokens that it has copied from another row."""
+        read = [
+            (sequence, part)
+            for sequence, part in ((self.prefilling[part.index], part) for part in parts)
+            if sequence.num_computed[index] < part.stop and (index == 0 or sequence.read_by_draft)
+        ]
         if not read:
             return
-        rows = [len(self.running) + part.place for _, part in read]
-        starts, stops = [sequence.cached[index] for sequence, _ in read], [part.stop for _, part in read]
+        rows = [len(self.running) + part.index for _, part in read]
+        starts, stops = [sequence.num_computed[index] for sequence, _ in read], [part.stop for _, part in read]
         self.decoders[index].prefill_rows(self.batch, rows, starts, stops)
         for sequence, part in read:
-            sequence.cached[index] = part.stop
+            sequence.num_computed[index] = part.stop
 
     def _join(self) -> None:
-        """Rows that are prefilled decode from now on, and those that wait for a sibling's prompt with them."""
-        self._go_on()
+        """Let prefilled rows start to decode, also rows that waited for the prefix of another prompt."""
+        self._end_waits()
         ready = 0
-        for place, sequence in enumerate(self.prefilling):
+        for index, sequence in enumerate(self.prefilling):
             if sequence.is_prefilled:
-                self._swap(ready, place)
+                self._swap(ready, index)
                 ready += 1
         self.running += self.prefilling[:ready]
         del self.prefilling[:ready]
         self.batch.set_rows(len(self.running))
 
-    def _swap(self, first: int, place: int) -> None:
-        """Two prefilling rows change places, of which the one at ``first`` has nothing yet but its prompt."""
-        if first == place:
+    def _swap(self, first: int, index: int) -> None:
+        """Exchange two prefilling rows, of which the one at ``first`` holds nothing but its prompt."""
+        if first == index:
             return
         start, prefilling = len(self.running), self.prefilling
-        length = max(prefilling[first].cached[0], prefilling[place].cached[0])
+        length = max(prefilling[first].num_computed[0], prefilling[index].num_computed[0])
         for decoder in self.decoders:
-            decoder.swap_rows(start + first, start + place, length)
-        self.batch.copy_row(start + place, start + first)
-        self.parts.move(start + place, start + first)
-        self.parts.join(start + place)
-        prefilling[first], prefilling[place] = prefilling[place], prefilling[first]
-        self._set_row(start + place, prefilling[place])
+            decoder.swap_rows(start + first, start + index, length)
+        self.batch.copy_row(start + index, start + first)
+        self.parts.move(start + index, start + first)
+        self.parts.join(start + index)
+        prefilling[first], prefilling[index] = prefilling[index], prefilling[first]
+        self._set_row(start + index, prefilling[index])
 
-    def settle(self, verdict: Verdict) -> list[Sequence]:
-        """Give each decoding row its new tokens, cut where the answer ends; rows that ended leave. All who gained."""
+    def process_outputs(self, verdict: Verdict) -> list[Sequence]:
+        """Give each decoding row its new tokens, cut at the sample's end. Finished rows leave.
+
+        Returns all sequences that gained tokens, and the other samples of requests that failed.
+        """
         gained = list(self.running)
         now = time.monotonic()
         for row, sequence in enumerate(gained):
             gain_tokens(sequence, verdict, row, now, at_limit=self.batch.positions)
         return gained + self.leave(gained)
 
-    def leave(self, played: list[Sequence]) -> list[Sequence]:
-        """Free the rows of those who have ended, who are some of these; returns the siblings of those who failed.
+    def leave(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Free the rows of finished sequences among ``sequences``. Return the other samples of requests that failed.
 
-        Who cannot become one of the answers given back any more has ended, too.
+        Sequences that cannot become one of the returned samples any more are finished, too.
         """
-        for sequence in played:
+        for sequence in sequences:
             if sequence.rivals and not sequence.output.finished:
                 end_if_outranked(sequence, self.batch.positions)
         for row in range(len(self.running) - 1, -1, -1):
             if self.running[row].output.finished:
                 self.release(row)
-        failed = [sequence for sequence in played if sequence.output.error is not None]
-        return [other for one in failed for other in self.drop(one.request_id, "error", one.output.error)]
+        failed = [sequence for sequence in sequences if sequence.output.error is not None]
+        return [sample for one in failed for sample in self.drop(one.request_id, "error", one.output.error)]
 
     def release(self, row: int) -> None:
-        """Free a row (decoding or prefilling), which keeps what it holds; others change places with it."""
+        """Free a decoding or prefilling row, which keeps its prefix. Other rows change places with it."""
         self.parts.leave(row)
-        held = CachedPrefix(self._text(row), [*self.running, *self.prefilling][row].scope)
+        prefix = CachedPrefix(self._text(row), [*self.running, *self.prefilling][row].scope)
         if row < len(self.running):
             last = len(self.running) - 1
-            self._move(last, row, max(self.batch.lengths[last] + self.in_flight, len(held.tokens)))
-            self.prefilling.insert(0, self.running[row])  # the hole is now at the border to the prefilling rows
+            self._move(last, row, max(self.batch.lengths[last] + self.in_flight, len(prefix.tokens)))
+            self.prefilling.insert(0, self.running[row])  # the free slot is now between decoding and prefilling rows
             self.running[row] = self.running[last]
             self.running.pop()
             row = last
-        place, last = row - len(self.running), len(self.running) + len(self.prefilling) - 1
-        self._move(last, row, max(self.prefilling[-1].cached[0], len(held.tokens)))
-        self.prefilling[place] = self.prefilling[-1]
+        index, last = row - len(self.running), self.num_used_rows - 1
+        self._move(last, row, max(self.prefilling[-1].num_computed[0], len(prefix.tokens)))
+        self.prefilling[index] = self.prefilling[-1]
         self.prefilling.pop()
-        self.batch.rest(last, len(held.tokens))
-        self._resize(last, len(held.tokens))
-        self.free.put(held)
+        self.batch.rest(last, len(prefix.tokens))
+        self._resize(last, len(prefix.tokens))
+        self.free.put(prefix)
         self.batch.set_rows(len(self.running))
 
     def _move(self, source: int, destination: int, length: int) -> None:
-        """A row changes places with one that is free, ``length`` positions of their caches."""
+        """Exchange a row with a free one, ``length`` positions of their caches."""
         if source == destination:
             return
         self.batch.copy_row(source, destination)
@@ -396,7 +422,7 @@ class Scheduler:
             decoder.swap_rows(source, destination, length)
 
     def drop(self, request_id: str, reason: FinishReason, error: Exception | None = None) -> list[Sequence]:
-        """End every unfinished sequence of a request, wherever it is; returns them."""
+        """Finish every unfinished sequence of a request, in whatever queue. Return them."""
         dropped = [s for s in (*self.waiting, *self.prefilling, *self.running) if s.request_id == request_id]
         for sequence in dropped:
             finish(sequence, reason, time.monotonic())
@@ -405,11 +431,11 @@ class Scheduler:
         return dropped
 
     def clear(self) -> None:
-        """Drop everything at once, whatever state an interrupted round left behind."""
+        """Finish all sequences and empty all rows, whatever state an interrupted round has left."""
         for sequence in (*self.waiting, *self.prefilling, *self.running):
             if not sequence.output.finished:
                 finish(sequence, "abort", time.monotonic())
-        for row in range(len(self.running) + len(self.prefilling)):
+        for row in range(self.num_used_rows):
             self.parts.leave(row)
         self.waiting.clear()
         self.prefilling.clear()
@@ -420,17 +446,17 @@ class Scheduler:
         self.batch.set_rows(0)
 
     def forget(self) -> None:
-        """What free rows hold is of no use any more: somebody has written there."""
-        self.free.forget(self.capacity - len(self.running) - len(self.prefilling))
+        """Drop the prefixes of free rows, whose caches were overwritten."""
+        self.free.forget(self.capacity - self.num_used_rows)
         self._size_free_rows()
 
     def overdue(self, now: float) -> list[Sequence]:
-        """End the sequences that gain nothing more before their deadline; what they have so far stays theirs.
+        """Finish the sequences that cannot gain another token before their deadline; they keep their tokens.
 
-        A round or chunk that cannot end in time is not begun. It would be, had it not been slow lately: so what is
-        known of rounds is doubted, or no round might show that it takes less.
+        A round or chunk that is expected to end too late is not started. The expectation may be wrong after slow
+        rounds, and no round would correct it. So the slowest recent round is then forgotten.
         """
-        late = [sequence for sequence, needed in self._limited() if sequence.ends_by(now + needed)]
+        late = [sequence for sequence, seconds in self._seconds_to_next_token() if sequence.ends_by(now + seconds)]
         for sequence in late:
             finish(sequence, "deadline", now)
         if not all(sequence.ends_by(now) for sequence in late):
@@ -439,10 +465,10 @@ class Scheduler:
             self.sweep()
         return late
 
-    def _limited(self) -> Iterator[tuple[Sequence, float]]:
-        """Sequences with a deadline, and the seconds until each gains its next token: of those begun, as far as known.
+    def _seconds_to_next_token(self) -> Iterator[tuple[Sequence, float]]:
+        """Yield the sequences with a deadline and the seconds until each is expected to gain a token.
 
-        Each prompt may be begun, whatever a chunk took before: that shows what one takes now.
+        Every prompt may start, whatever earlier chunks took: the first chunk shows what a chunk takes now.
         """
         if all(sequence.deadline is None for sequence in chain(self.waiting, self.prefilling, self.running)):
             return
@@ -450,13 +476,13 @@ class Scheduler:
         for sequence in self.running:
             yield sequence, seconds
         for sequence in self.prefilling:
-            begun = sequence.cached[0] > sequence.output.metrics.cached_tokens
-            yield sequence, seconds + self.chunks.least_seconds(sequence.prefilled) if begun else 0.0
+            started = sequence.num_computed[0] > sequence.output.metrics.cached_tokens
+            yield sequence, seconds + self.chunks.least_seconds(sequence.prefilled) if started else 0.0
         for sequence in self.waiting:
             yield sequence, 0.0
 
     def sweep(self) -> None:
-        """Remove finished sequences from every queue."""
+        """Remove finished sequences from every queue and row."""
         self.waiting.keep(s for s in self.waiting if not s.output.finished)
         rows = [*self.running, *self.prefilling]
         for row in range(len(rows) - 1, -1, -1):
@@ -464,12 +490,12 @@ class Scheduler:
                 self.release(row)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless queues, rows and caches agree; cheap, called by tests and whenever idle."""
+        """Raise AssertionError unless queues, rows and caches agree. Cheap: it runs whenever the engine is idle."""
         for decoder in self.decoders:
             decoder.check_integrity()
         assert self.batch.rows == len(self.running), "decoding rows and running sequences differ"
-        live = len(self.running) + len(self.prefilling)
-        assert live + len(self.free.rows) == self.capacity, "rows in use and free rows are not all there are"
+        live = self.num_used_rows
+        assert live + len(self.free.rows) == self.capacity, "used and free rows do not add up to the capacity"
         self._check_room()
         lengths = self.batch.length.tolist()
         for row, sequence in enumerate([*self.running, *self.prefilling]):
@@ -479,17 +505,19 @@ class Scheduler:
             assert 0 <= lengths[row] - size <= self.in_flight, f"row {row}: the device's length disagrees"
             text = self.batch.tokens[row, :size].tolist()
             assert text == sequence.prompt + sequence.output.token_ids, f"row {row}: tokens disagree"
-        for row, held in enumerate(self.free.rows, live):
-            assert not held.tokens or lengths[row] > len(held.tokens), f"row {row}: what it holds would be overwritten"
+        for row, prefix in enumerate(self.free.rows, live):
+            assert not prefix.tokens or lengths[row] > len(prefix.tokens), (
+                f"row {row}: a round would overwrite its prefix"
+            )
 
     def _check_room(self) -> None:
-        """Each row has what it was promised, or what it holds, and all together have no more than there is."""
+        """Check that each row has the size reserved for it, or that of its prefix, and that all fit into memory."""
         if not self.room.is_short:
             return
-        rows = [sequence.reach for sequence in (*self.running, *self.prefilling)]
-        rows += [len(held.tokens) for held in self.free.rows]
+        rows = [sequence.reserved_tokens for sequence in (*self.running, *self.prefilling)]
+        rows += [len(prefix.tokens) for prefix in self.free.rows]
         for decoder in self.decoders:
-            assert [decoder.room_of(row) for row in range(self.capacity)] == rows, (
-                "rows are not as large as they may be"
+            assert [decoder.capacity_of(row) for row in range(self.capacity)] == rows, (
+                "row sizes and reservations differ"
             )
-        assert sum(map(self.room.bytes_for, rows)) <= self.room.limit, "rows may take more memory than there is"
+        assert sum(map(self.room.bytes_for, rows)) <= self.room.limit, "reservations exceed the memory limit"

@@ -1,4 +1,4 @@
-"""Log-probabilities of given texts: what ``LLM.score``, and ``echo`` with ``logprobs``, ask for."""
+"""Scores texts: log-probabilities of their tokens, for ``LLM.score`` and for ``echo`` with ``logprobs``."""
 
 from __future__ import annotations
 
@@ -13,26 +13,29 @@ from torch import Tensor
 from paceline.core.hardware import Stopwatch
 from paceline.core.outputs import TokenLogprob
 from paceline.core.room import Room
-from paceline.engine.chunks import Part, PrefillChunker
-from paceline.engine.prefixes import Scope, shared
+from paceline.engine.chunks import PrefillChunker, PromptSlice
+from paceline.engine.prefixes import Scope, common_prefix_length
 from paceline.engine.waiting import Waiting
 from paceline.models.decoder import Decoder
 
-CHUNK = 32  # positions whose logits are alive at once
-WIDEST_PASS = 256  # positions of all texts together, read at once
-WORTH_A_PASS = 4  # tokens: for fewer in common a text does not wait until another has read them
-_LEAST_POSITIONS = 64  # of the rows' caches: texts of about the same length do not need others each time
+CHUNK = 32  # positions whose logits are in memory together
+WIDEST_PASS = 256  # positions per pass, all texts together
+WORTH_A_PASS = 4  # tokens: for a shorter common prefix a text does not wait for its reader
+_LEAST_POSITIONS = 64  # least size of a row's cache, so that short texts of similar length reuse the rows
 
 
 @dataclass(eq=False)
-class Text:
-    """A text, and the log-probabilities of its tokens as far as they are known: logprobs[i] is that of token first + i.
+class ScoredText:
+    """A text and the log-probabilities found so far: logprobs[i] is that of token first + i.
 
-    first: the first token that is scored, from 1 on; those before it are only read. top: how many of the most likely
-    tokens to tell. scope: whose texts it may begin with unread, and who may copy its own. request_id, client, priority:
-    whose turn it is (``waiting``). prefilled: so many of its tokens have been read, or copied.
-
-    before: a text that is being read, whose beginning is its own, too, as far as ``until``: it is copied then.
+    top: number of likeliest tokens to report at each position.
+    scope: which cached prefixes it may reuse, and who may reuse its own.
+    first: index of the first token to score, at least 1; tokens before it are only read.
+    request_id, client, priority: place in the queue (``waiting``).
+    prefilled: number of tokens read or copied.
+    row: index of its cache row; -1 before it has one.
+    prefix_reader: another text, which is reading the first ``prefix_stop`` tokens for both; they are copied then.
+    over: it has ended or was dropped.
     """
 
     token_ids: Sequence[int]
@@ -46,13 +49,13 @@ class Text:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prefilled: int = 0
     row: int = -1
-    before: Text | None = None
-    until: int = 0
-    over: bool = False  # it has ended, or nobody wants it any more
+    prefix_reader: ScoredText | None = None
+    prefix_stop: int = 0
+    over: bool = False
 
     @property
     def prefill_stop(self) -> int:
-        """Nothing follows the last token: it is not read."""
+        """Tokens to read: all but the last one, as nothing follows it."""
         return len(self.token_ids) - 1
 
     @property
@@ -61,7 +64,7 @@ class Text:
 
     @property
     def waits(self) -> bool:
-        return self.before is not None
+        return self.prefix_reader is not None
 
     @property
     def feeding_order(self) -> tuple[int, int]:
@@ -69,56 +72,59 @@ class Text:
 
 
 class Scorer:
-    """Scores texts, several in a pass, each in a row of its own; what two of them begin with is read once.
+    """Scores several texts per pass, each in a cache row of its own; a common prefix of two texts is read once.
 
-    Rows keep what they have read until another text needs them. make: a decoder of so many rows and positions, for
-    these texts alone. room: for the rows' caches; they are made for the texts that come, few rows for long ones.
-    chunks: how much is read in a pass. For the engine's thread.
+    Rows keep their caches until another text needs them. Call it from the engine's thread only.
+
+    make: returns a decoder with a number of rows and positions, for scored texts only.
+    room: memory of the rows' caches. The rows fit the texts that come: few rows for long texts.
+    chunks: decides how much is read per pass.
     """
 
     def __init__(self, make: Callable[[int, int], Decoder], room: Room, chunks: PrefillChunker) -> None:
         self._make, self._room, self.chunks = make, room, chunks
-        self.waiting: Waiting[Text] = Waiting()
+        self.waiting: Waiting[ScoredText] = Waiting()
         self._decoder: Decoder | None = None
         self._positions = 0
-        self._held: list[Text | None] = []  # by row: the text whose keys and values lie there
-        self._used: list[int] = []  # by row: when it was last begun in
+        self._row_texts: list[ScoredText | None] = []  # by row: the text whose keys and values its cache holds
+        self._last_start: list[int] = []  # by row: reading of _clock when a text last started in it
         self._clock = count()
-        self._last: Text | None = None  # of those that ended; what is known of it is kept, too
+        self._last: ScoredText | None = None  # the text that ended last; its log-probabilities are kept for reuse
 
     @property
     def busy(self) -> bool:
         return bool(self.waiting) or bool(self.begun)
 
     @property
-    def begun(self) -> list[Text]:
-        """Those that have a row and have not ended."""
-        return [text for text in self._held if text is not None and not text.over]
+    def begun(self) -> list[ScoredText]:
+        """Texts that have a row and have not ended."""
+        return [text for text in self._row_texts if text is not None and not text.over]
 
     @property
     def bytes_held(self) -> int:
-        """What the rows' caches take now: where they grow, as far as texts were read."""
+        """Bytes that the rows' caches hold now; where caches grow, only of tokens that were read."""
         decoder = self._decoder
         if decoder is None:
             return 0
-        held = [0 if text is None else text.prefilled for text in self._held]
-        return sum(self._room.bytes_for(tokens if decoder.grows else self._positions) for tokens in held)
+        lengths = [0 if text is None else text.prefilled for text in self._row_texts]
+        return sum(self._room.bytes_for(tokens if decoder.grows else self._positions) for tokens in lengths)
 
-    def add(self, texts: Iterable[Text]) -> None:
-        """They wait for a row."""
+    def add(self, texts: Iterable[ScoredText]) -> None:
+        """Queue texts."""
         self.waiting.extend(texts)
 
-    def drop(self, texts: Collection[Text]) -> None:
-        """Nobody wants them any more."""
-        gone = set(map(id, texts))
-        self.waiting.keep(text for text in self.waiting if id(text) not in gone)
+    def drop(self, texts: Collection[ScoredText]) -> None:
+        """Drop texts, queued or begun."""
+        dropped = set(map(id, texts))
+        self.waiting.keep(text for text in self.waiting if id(text) not in dropped)
         for text in self.begun:
-            text.over = text.over or id(text) in gone
+            text.over = text.over or id(text) in dropped
 
-    def step(self, decoding: bool, seconds: float) -> list[Text]:
-        """One pass over as many texts as it holds; those that ended. At the end nothing.
+    def step(self, decoding: bool, seconds: float) -> list[ScoredText]:
+        """Run one pass over as many texts as fit. Return the texts that have ended.
 
-        decoding: whether rows of the engine decode, which wait for it. seconds: that its last step took.
+        decoding: whether rows of the engine decode, which the pass delays.
+        seconds: duration of the engine's last step.
         """
         self.chunks.rounds.last = seconds
         self._copy()
@@ -128,36 +134,39 @@ class Scorer:
             self._read(readable, self.chunks.choose(readable, decoding))
         return self._end()
 
-    def _end(self) -> list[Text]:
+    def _end(self) -> list[ScoredText]:
         ended = [text for text in self.begun if text.finished]
         for text in ended:
             text.over = True
-            if (last := self._last) is not None and self._held[last.row] is last:
-                self._held[last.row] = replace(last, logprobs=[])  # the list is its owner's
+            if (last := self._last) is not None and self._row_texts[last.row] is last:
+                self._row_texts[last.row] = replace(last, logprobs=[])  # the list belongs to the caller
             self._last = text
         return ended
 
-    # --- beginning ---------------------------------------------------------------
+    # --- starting ----------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Those whose turn it is, while there are rows; where one is too long for these, when all have ended."""
+        """Start the next texts while there are rows.
+
+        If a text is longer than the rows, new rows are made once all begun texts have ended.
+        """
         while self.waiting:
             begun = self.begun
-            if not begun and not self._suits():
+            if not begun and not self._rows_fit():
                 self._make_rows()
-            free = [row for row, text in enumerate(self._held) if text is None or text.over]
+            free = [row for row, text in enumerate(self._row_texts) if text is None or text.over]
             if not free or self.waiting.first.prefill_stop > self._positions:
                 return
             (text,) = self.waiting.turn(1)
             self._take(text, free)
 
-    def _suits(self) -> bool:
-        """Whether there are rows long enough for whose turn it is, and as many as are of use."""
+    def _rows_fit(self) -> bool:
+        """Whether the rows are long enough for the next texts, and as many as are useful."""
         longest = self._longest()
-        return len(self._held) >= self._rows_of(longest) and longest <= self._positions
+        return len(self._row_texts) >= self._rows_of(longest) and longest <= self._positions
 
     def _longest(self) -> int:
-        """Positions that those who wait need, who might have a row at once."""
+        """Return the positions that a row needs for the next texts."""
         longest = max(text.prefill_stop for text in islice(self.waiting, self._room.rows))
         need = max(longest, self.waiting.first.prefill_stop, _LEAST_POSITIONS)
         return min(1 << (need - 1).bit_length(), self._room.positions)
@@ -168,107 +177,109 @@ class Scorer:
     def _make_rows(self) -> None:
         positions = self._longest()
         rows = max(1, min(self._room.rows, self._room.fits(positions)))
-        self._decoder, self._held, self._last = None, [], None  # memory is free before new one is taken
+        self._decoder, self._row_texts, self._last = None, [], None  # free the old memory before the new is allocated
         self._decoder, self._positions = self._make(rows, positions), positions
-        self._held, self._used = [None] * rows, [-1] * rows
+        self._row_texts, self._last_start = [None] * rows, [-1] * rows
 
-    def _take(self, text: Text, free: Sequence[int]) -> None:
-        """A row, and what any row holds of its beginning. The row it comes from is the last to be overwritten."""
+    def _take(self, text: ScoredText, free: Sequence[int]) -> None:
+        """Give a row to a text, with the longest prefix that any row holds. The row copied from is overwritten last."""
         source = self._source(text)
-        text.row = min(free, key=lambda row: (source is not None and row == source.row, self._used[row]))
-        self._held[text.row], self._used[text.row] = text, next(self._clock)  # it is begun, whatever comes of copying
+        text.row = min(free, key=lambda row: (source is not None and row == source.row, self._last_start[row]))
+        self._row_texts[text.row] = text  # it has begun, even if the copy below fails
+        self._last_start[text.row] = next(self._clock)
         if source is not None and not source.over:
-            text.before, text.until = source, min(self._common(text, source), source.prefill_stop)
+            text.prefix_reader, text.prefix_stop = source, min(self._common(text, source), source.prefill_stop)
         elif source is not None:
             self._copy_from(source, text)
 
-    def _source(self, text: Text) -> Text | None:
-        """The text of a row from which most is copied, if that is worth it."""
-        sources = [held for held in self._held if held is not None and text.scope.may_copy(held.scope)]
+    def _source(self, text: ScoredText) -> ScoredText | None:
+        """Return the text with the longest prefix to copy; None if copying is not worth it."""
+        sources = [other for other in self._row_texts if other is not None and text.scope.may_copy(other.scope)]
         gains = [self._start(text, source) for source in sources]
         best = max(range(len(sources)), key=gains.__getitem__, default=None)
         if best is None or gains[best] < (1 if sources[best].over else WORTH_A_PASS):
             return None
         return sources[best]
 
-    def _common(self, text: Text, source: Text) -> int:
-        return shared(source.token_ids, text.token_ids, len(text.token_ids))
+    def _common(self, text: ScoredText, source: ScoredText) -> int:
+        return common_prefix_length(source.token_ids, text.token_ids, len(text.token_ids))
 
-    def _start(self, text: Text, source: Text) -> int:
-        """How many tokens need not be read: the state that the first unknown log-probability comes from must be."""
+    def _start(self, text: ScoredText, source: ScoredText) -> int:
+        """Return how many tokens need not be read: those before the first missing log-probability's hidden state."""
         common = self._common(text, source)
         reach = min(common, source.prefilled if source.over else source.prefill_stop)
-        told = source.first + len(source.logprobs) if source.over else len(source.token_ids)
-        known = min(common, told) - text.first if self._tells(text, source) else 0
+        scored_stop = source.first + len(source.logprobs) if source.over else len(source.token_ids)
+        known = min(common, scored_stop) - text.first if self._logprobs_fit(text, source) else 0
         return min(reach, text.first + max(0, known) - 1)
 
-    def _tells(self, text: Text, source: Text) -> bool:
+    def _logprobs_fit(self, text: ScoredText, source: ScoredText) -> bool:
+        """Whether the source's log-probabilities can be copied."""
         return source.top == text.top and source.first <= text.first
 
     # --- copying -----------------------------------------------------------------
 
     def _copy(self) -> None:
-        """Those whose wait has ended copy what they waited for, as far as it came."""
+        """End the waits whose prefix has been read, or whose reader has ended, and copy what there is."""
         for text in self.begun:
-            source = text.before
-            if source is not None and (source.over or source.prefilled >= text.until):
+            source = text.prefix_reader
+            if source is not None and (source.over or source.prefilled >= text.prefix_stop):
                 self._copy_from(source, text)
-                text.before = None
+                text.prefix_reader = None
 
-    def _copy_from(self, source: Text, text: Text) -> None:
+    def _copy_from(self, source: ScoredText, text: ScoredText) -> None:
         assert self._decoder is not None
         known: list[TokenLogprob] = []
-        if self._tells(text, source):
-            told = max(self._common(text, source), text.first) - source.first
-            known = source.logprobs[text.first - source.first : told]
+        if self._logprobs_fit(text, source):
+            stop = max(self._common(text, source), text.first) - source.first
+            known = source.logprobs[text.first - source.first : stop]
         start = min(self._common(text, source), source.prefilled, text.first + len(known) - 1)
         if source.row != text.row and start:
             self._decoder.copy_row(source.row, text.row, start)
-        text.logprobs[:], text.prefilled = known, start  # last: whoever could not copy tries again
+        text.logprobs[:], text.prefilled = known, start  # last, so that a failed copy is tried again
 
     # --- reading -----------------------------------------------------------------
 
-    def _read(self, texts: Sequence[Text], parts: Sequence[Part]) -> None:
-        """Parts of texts. After an exception in the middle they are read again, from the first unknown token on."""
+    def _read(self, texts: Sequence[ScoredText], parts: Sequence[PromptSlice]) -> None:
+        """Read parts of texts. After an exception they are read again, from the first unknown log-probability on."""
         assert self._decoder is not None
-        watch = Stopwatch(self._decoder.model.device)
-        order = sorted(parts, key=lambda part: texts[part.place].row)
-        read = [texts[part.place] for part in order]
+        timer = Stopwatch(self._decoder.model.device)
+        order = sorted(parts, key=lambda part: texts[part.index].row)
+        read = [texts[part.index] for part in order]
         hidden = self._decoder.read_rows(
             [
                 (text.row, part.start, text.token_ids[part.start : part.stop])
                 for text, part in zip(read, order, strict=True)
             ]
         )
-        asked: list[tuple[Text, int]] = []  # whose token, and which, follows the states in ``wanted``
+        targets: list[tuple[ScoredText, int]] = []  # (text, token index) that each row of ``wanted`` predicts
         wanted: list[Tensor] = []
         for text, part, states in zip(read, order, hidden, strict=True):
             begin = max(part.start, text.first + len(text.logprobs) - 1)
             if begin < part.stop:
                 wanted.append(states[begin - part.start :])
-                asked += [(text, place + 1) for place in range(begin, part.stop)]
+                targets += [(text, position + 1) for position in range(begin, part.stop)]
         if wanted:
-            self._note(self._decoder, torch.cat(wanted), asked)
+            self._note(self._decoder, torch.cat(wanted), targets)
         for text, part in zip(read, order, strict=True):
             text.prefilled = part.stop
-        watch.stop()
-        self.chunks.watch(parts, watch)
+        timer.stop()
+        self.chunks.watch(parts, timer)
 
-    def _note(self, decoder: Decoder, hidden: Tensor, asked: Sequence[tuple[Text, int]]) -> None:
-        for start in range(0, len(asked), CHUNK):
-            some = asked[start : start + CHUNK]
+    def _note(self, decoder: Decoder, hidden: Tensor, targets: Sequence[tuple[ScoredText, int]]) -> None:
+        for start in range(0, len(targets), CHUNK):
+            chunk = targets[start : start + CHUNK]
             logits = decoder.logits(hidden[start : start + CHUNK])
-            tokens, tops = [text.token_ids[at] for text, at in some], [text.top for text, _ in some]
-            for (text, _), token in zip(some, told(logits, tokens, tops), strict=True):
+            tokens, tops = [text.token_ids[at] for text, at in chunk], [text.top for text, _ in chunk]
+            for (text, _), token in zip(chunk, token_logprobs(logits, tokens, tops), strict=True):
                 text.logprobs.append(token)
 
 
-def told(logits: Tensor, drawn: Sequence[int], tops: Sequence[int]) -> list[TokenLogprob]:
-    """Logits [N, V], the tokens that follow, and how many of the most likely ones to tell of each."""
-    distribution = logits.float().log_softmax(-1)
-    own = distribution.gather(-1, torch.tensor(drawn, device=distribution.device)[:, None])[:, 0].tolist()
-    values, ids = (table.tolist() for table in distribution.topk(min(max(tops), distribution.shape[-1]), dim=-1))
+def token_logprobs(logits: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[TokenLogprob]:
+    """Return the log-probabilities of ``tokens`` under logits [N, V], each with its ``tops[i]`` likeliest tokens."""
+    logprobs = logits.float().log_softmax(-1)
+    own = logprobs.gather(-1, torch.tensor(tokens, device=logprobs.device)[:, None])[:, 0].tolist()
+    values, ids = (table.tolist() for table in logprobs.topk(min(max(tops), logprobs.shape[-1]), dim=-1))
     return [
-        TokenLogprob(token, value, tuple(zip(likely[:top], best[:top], strict=True)))
-        for token, value, best, likely, top in zip(drawn, own, values, ids, tops, strict=True)
+        TokenLogprob(token, value, tuple(zip(top_ids[:top], top_values[:top], strict=True)))
+        for token, value, top_values, top_ids, top in zip(tokens, own, values, ids, tops, strict=True)
     ]

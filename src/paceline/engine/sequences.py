@@ -1,4 +1,4 @@
-"""An answer in the making: what it is, how it gains tokens, what ends it."""
+"""A sequence: one sample in the making, how it gains tokens and what ends it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger("paceline")
 
 
 class TextStream(Protocol):
-    """Turns a sequence's tokens into text and looks for stop strings (tokenizer.Detokenizer)."""
+    """Turns a sequence's tokens into text and finds stop strings (``models.tokenizer``)."""
 
     text: str
     stopped: str | None
@@ -31,12 +31,15 @@ class TextStream(Protocol):
 
 @dataclass
 class Sequence:
-    """One answer in the making: ``prompt`` and ``output.token_ids`` are its tokens.
+    """One sample in the making: its tokens are ``prompt`` and ``output.token_ids``.
 
-    rivals: its request's answers, if only the best of them are given back. scope: whose texts it may copy, and who may
-    copy its own. cached: while it is prefilled, how many of its tokens each decoder's cache holds, the target's first.
-    follows: who is reading the first ``until`` tokens of its prompt, for both. reach: tokens that its row may come to
-    hold, once it has one.
+    deadline: seconds on the clock of time.monotonic; None for no limit.
+    rivals: all samples of its request, if only the best of them are returned.
+    scope: which cached prefixes it may reuse, and who may reuse its own.
+    num_computed: during prefill, the prompt tokens in each decoder's cache, the target's first.
+    read_by_draft: whether draft models read the prompt, too; if not, they catch up before their first draft.
+    prefix_reader: another sequence, which is reading the first ``prefix_stop`` tokens of the prompt for both.
+    reserved_tokens: cache positions reserved for its row, once it has one.
     """
 
     request_id: str
@@ -46,40 +49,40 @@ class Sequence:
     stop_tokens: frozenset[int]
     output: CompletionOutput
     stream: TextStream | None = None
-    deadline: float | None = None  # on the clock of time.monotonic
+    deadline: float | None = None
     constraint: FaultIsolatedConstraint | None = None
     member: Member | None = None
     rivals: list[CompletionOutput] = field(default_factory=list)
     client: str = ""
     priority: int = 0
     scope: Scope = field(default_factory=Scope)
-    cached: list[int] = field(default_factory=lambda: [0])
-    read_by_draft: bool = True  # whether draft models read the prompt, too; else they catch up when they are asked
-    follows: Sequence | None = field(default=None, repr=False)
-    until: int = 0
-    reach: int = 0
+    num_computed: list[int] = field(default_factory=lambda: [0])
+    read_by_draft: bool = True
+    prefix_reader: Sequence | None = field(default=None, repr=False)
+    prefix_stop: int = 0
+    reserved_tokens: int = 0
 
     @property
     def prefilled(self) -> int:
-        """Tokens that all have read who are to read the prompt."""
-        return min(self.cached) if self.read_by_draft else self.cached[0]
+        """Prompt tokens in the caches of all models that read the prompt."""
+        return min(self.num_computed) if self.read_by_draft else self.num_computed[0]
 
     def ends_by(self, now: float) -> bool:
-        """Whether its deadline has come."""
+        """Whether the deadline is at or before ``now``."""
         return self.deadline is not None and self.deadline <= now
 
     @property
     def waits(self) -> bool:
-        return self.follows is not None
+        return self.prefix_reader is not None
 
     @property
     def feeding_order(self) -> tuple[int, int, float]:
-        """Lower ones are fed first, mostly."""
+        """Sort key of prefill: lower ones are mostly fed first."""
         return self.priority, self.prefill_stop - self.prefilled, math.inf if self.deadline is None else self.deadline
 
     @property
     def prefill_stop(self) -> int:
-        """Prefill ends one token short of the prompt's end."""
+        """Prompt tokens to prefill: all but the last one, which the first round reads."""
         return len(self.prompt) - 1
 
     @property
@@ -92,9 +95,9 @@ class Sequence:
 
 
 def gain_tokens(sequence: Sequence, verdict: Verdict, row: int, now: float, at_limit: int) -> None:
-    """Append a row's new tokens up to the answer's end; what goes wrong with them ends this answer and no other.
+    """Append a row's new tokens up to the sample's end. An error in doing so ends this sample only.
 
-    What comes after its deadline comes too late: an answer that ended by itself did so within its budget.
+    Tokens that arrive after the deadline are dropped: a sample that ended by itself did so within its time budget.
     """
     if sequence.deadline is not None and now > sequence.deadline:
         finish(sequence, "deadline", now)
@@ -103,23 +106,23 @@ def gain_tokens(sequence: Sequence, verdict: Verdict, row: int, now: float, at_l
         if sequence.constraint is not None:
             sequence.constraint.check()
         _gain(sequence, verdict, row, now, at_limit)
-    except Exception as error:  # noqa: BLE001 (of whatever kind: it ends one request)
+    except Exception as error:  # noqa: BLE001 (any kind: it ends one request)
         fail(sequence, error, now)
 
 
 def _gain(sequence: Sequence, verdict: Verdict, row: int, now: float, at_limit: int) -> None:
-    """Only what is kept is counted."""
+    """Append the tokens and count them; tokens behind the sample's end are not counted."""
     host, output = verdict.host, sequence.output
-    accepted, drafted, whole = host.accepted[row], host.drafted[row], host.whole(row)
+    accepted, drafted, all_accepted = host.accepted[row], host.drafted[row], host.whole(row)
     kept = 0
-    for place, token in enumerate(host.tokens[row]):
+    for position, token in enumerate(host.tokens[row]):
         output.token_ids.append(token)
         if output.cumulative_logprob is not None:
-            _note_logprob(output, verdict, row, place, sequence.params.logprobs)
-        output.token_kinds.append(_kind(place, accepted, drafted, whole=whole))
+            _note_logprob(output, verdict, row, position, sequence.params.logprobs)
+        output.token_kinds.append(_kind(position, accepted, drafted, all_accepted=all_accepted))
         output.pieces.append("")
         kept += 1
-        _end_if_over(sequence, token, now, at_limit)
+        _finish_if_ended(sequence, token, now, at_limit)
         if output.finished:
             break
     metrics = output.metrics
@@ -132,34 +135,36 @@ def _gain(sequence: Sequence, verdict: Verdict, row: int, now: float, at_limit: 
 
 
 def end_if_outranked(sequence: Sequence, at_limit: int) -> None:
-    """Who cannot become one of the answers given back any more has ended."""
+    """Finish a sequence that cannot become one of the best n samples of its request any more."""
     params = sequence.params
-    most = min(params.max_tokens, at_limit - len(sequence.prompt))
-    if params.ranking is not None and is_outranked(sequence.output, sequence.rivals, params.n, params.ranking, most):
+    max_tokens = min(params.max_tokens, at_limit - len(sequence.prompt))
+    if params.ranking is not None and is_outranked(
+        sequence.output, sequence.rivals, params.n, params.ranking, max_tokens
+    ):
         finish(sequence, "outranked", time.monotonic())
 
 
-def _kind(place: int, accepted: int, drafted: int, *, whole: bool) -> TokenKind:
-    if place < accepted:
+def _kind(position: int, accepted: int, drafted: int, *, all_accepted: bool) -> TokenKind:
+    if position < accepted:
         return "accepted"
-    if not whole:
+    if not all_accepted:
         return "recovered"
     return "bonus" if drafted else "plain"
 
 
-def _note_logprob(output: CompletionOutput, verdict: Verdict, row: int, place: int, top: int | None) -> None:
-    """Of the token that the answer gained last, and of so many likely ones."""
+def _note_logprob(output: CompletionOutput, verdict: Verdict, row: int, position: int, top: int | None) -> None:
+    """Append the log-probabilities of the last gained token and of the ``top`` likeliest tokens."""
     assert verdict.logprobs is not None
     assert output.cumulative_logprob is not None
     own, ids, values = verdict.logprobs.host
-    output.cumulative_logprob += own[row][place]
+    output.cumulative_logprob += own[row][position]
     if output.logprobs is not None:
-        best = zip(ids[row][place][:top], values[row][place][:top], strict=True)
-        output.logprobs.append(TokenLogprob(output.token_ids[-1], own[row][place], tuple(best)))
+        likeliest = zip(ids[row][position][:top], values[row][position][:top], strict=True)
+        output.logprobs.append(TokenLogprob(output.token_ids[-1], own[row][position], tuple(likeliest)))
 
 
-def _end_if_over(sequence: Sequence, token: int, now: float, at_limit: int) -> None:
-    """Finish at a stop token, a stop string, max_tokens or the longest sequence there is room for, in this order."""
+def _finish_if_ended(sequence: Sequence, token: int, now: float, at_limit: int) -> None:
+    """Finish at a stop token, a stop string, max_tokens or the longest possible sequence, in this order."""
     output, params = sequence.output, sequence.params
     if token in sequence.stop_tokens:
         output.stop_reason = token if token in params.stop_token_ids else None
@@ -177,19 +182,19 @@ def _end_if_over(sequence: Sequence, token: int, now: float, at_limit: int) -> N
 
 
 def finish(sequence: Sequence, reason: FinishReason, now: float) -> None:
-    """Close a sequence: its text is complete, its time is taken."""
+    """Finish a sequence: complete its text and note the time."""
     try:
         if sequence.stream is not None:
-            _let_out(sequence, sequence.stream)
-    except Exception as error:  # noqa: BLE001 (of whatever kind: it ends one request)
+            _flush_text(sequence, sequence.stream)
+    except Exception as error:  # noqa: BLE001 (any kind: it ends one request)
         fail(sequence, error, now)
         return
     sequence.output.finish_reason = reason
     sequence.output.metrics.finished = now
 
 
-def _let_out(sequence: Sequence, stream: TextStream) -> None:
-    """What a text stream held back until the end."""
+def _flush_text(sequence: Sequence, stream: TextStream) -> None:
+    """Append the text that the stream has held back."""
     held_back = stream.finish()
     if held_back:
         sequence.output.pieces[-1] += held_back
@@ -197,7 +202,7 @@ def _let_out(sequence: Sequence, stream: TextStream) -> None:
 
 
 def fail(sequence: Sequence, error: Exception, now: float) -> None:
-    """Close a sequence that cannot go on; what it has so far stays its own."""
+    """Finish a sequence with an error; it keeps the tokens gained so far."""
     log_failure(sequence, error)
     output = sequence.output
     output.finish_reason, output.error, output.metrics.finished = "error", error, now
@@ -205,5 +210,5 @@ def fail(sequence: Sequence, error: Exception, now: float) -> None:
 
 
 def log_failure(sequence: Sequence, error: Exception) -> None:
-    """Where the server's owner sees it; the request's own caller reads it in the answer."""
-    log.error("request %s failed and ends; the others go on", sequence.request_id, exc_info=error)
+    """Log an error for the server's operator; the request's caller gets it in the result."""
+    log.error("request %s failed; other requests continue", sequence.request_id, exc_info=error)

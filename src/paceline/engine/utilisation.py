@@ -1,15 +1,14 @@
-"""Utilisation: how much of a machine's arithmetic ends up in answers (model-FLOP utilisation).
+"""Model-FLOP utilisation: the fraction of a machine's peak arithmetic that ends up in output tokens.
 
-BASS (2404.15778, abstract) gives it for its GPU: 15.8 % at its best while decoding, over 3 times regular decoding's
-best and about 10 times that of speculation with one sequence. Here it is
+BASS (2404.15778, abstract) reports it for its GPU: at most 15.8 % while decoding. That is over 3 times the best of
+regular decoding, and about 10 times that of speculation with one sequence. Here it is
 
-    2 x multiply-adds of the target's matrices for a token x tokens of the answers / seconds / peak
+    2 x multiply-adds of the target's matrices per token x output tokens / seconds / peak
 
-so only what ended up in answers counts: not rejected draft tokens, not the draft model, not attention (some percent at
-a few hundred positions), not prefill, whose time is left out, too. The peak is operations a second in the precision
-that the
-target runs in: on a CPU that of the same kernels on weights that lie in the cache, or of torch's product, measured in
-the same run; on a GPU what the maker's data sheet says, without sparsity.
+Only output tokens count. Rejected draft tokens, the draft model and attention (some percent at a few hundred positions)
+do not. Prefill and its time are left out. The peak is in operations per second, in the precision of the target. On a
+CPU it is measured in the same run: by the same kernels on weights in the cache, or by torch's matrix product. On a GPU
+it is the maker's data sheet, without sparsity.
 """
 
 from __future__ import annotations
@@ -30,11 +29,10 @@ from paceline.kernels.pack import Format
 from paceline.models.base import AnyModel, Counted
 from paceline.models.native import LAYER_FORMAT, NativeModel
 
-SECONDS = 0.5  # of measuring a peak
-_WIDTH = 1024  # of the square matrices for torch's product
+SECONDS = 0.5  # duration of a peak measurement
+_WIDTH = 1024  # width of the square matrices for torch's product
 
-# Dense 10^12 operations a second: in bfloat16, as in float16, and in float32 outside of the tensor cores, as torch
-# multiplies it.
+# Dense peak in 10^12 operations per second: (bfloat16 and float16, float32 without tensor cores, torch's default).
 # 8-bit weights are widened in registers and multiplied in bfloat16.
 _DATA_SHEETS: dict[str, tuple[float, float]] = {
     "GH200": (989.5, 67.0),
@@ -52,7 +50,10 @@ _DATA_SHEETS: dict[str, tuple[float, float]] = {
 
 @dataclass(frozen=True)
 class Peak:
-    """Operations a second, a multiplication and an addition being two; None: not known, ``source`` says why."""
+    """Peak operations per second, where a multiply-add is two; None if unknown.
+
+    source: where the number comes from, or why it is unknown.
+    """
 
     operations_per_second: float | None
     source: str
@@ -65,35 +66,45 @@ class Peak:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What a token of a model's answers takes, and the most that the machine can do. multiply_adds: None: not known."""
+    """Arithmetic per output token of a model, and the machine's peak.
+
+    multiply_adds: per token; None if unknown.
+    """
 
     multiply_adds: int | None
     peak: Peak
 
     @property
     def operations(self) -> int | None:
-        """Of a token."""
+        """Operations per token; None if unknown."""
         return None if self.multiply_adds is None else 2 * self.multiply_adds
 
     def utilisation(self, tokens: int, seconds: float) -> float | None:
-        """A share of 1, as the module says. tokens: of all answers; seconds: of their decoding, prefill left out."""
+        """Return the utilisation from 0 to 1 (see the module); None if unknown.
+
+        tokens: output tokens of all samples.
+        seconds: decoding time, without prefill.
+        """
         peak = self.peak.operations_per_second
         if self.operations is None or peak is None or seconds <= 0:
             return None
         return self.operations * tokens / seconds / peak
 
     def as_document(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the fields for JSON."""
         return {"multiply_adds_a_token": self.multiply_adds, "peak": asdict(self.peak)}
 
 
 def arithmetic_of(model: AnyModel, threads: int, seconds: float = SECONDS) -> Arithmetic:
-    """Of a target; on a CPU its peak is measured now, with so many threads."""
+    """Return the arithmetic of a target.
+
+    On a CPU the peak is measured now, on ``threads`` threads, for ``seconds``.
+    """
     return Arithmetic(model.multiply_adds() if isinstance(model, Counted) else None, peak_of(model, threads, seconds))
 
 
 def peak_of(model: AnyModel, threads: int, seconds: float = SECONDS) -> Peak:
-    """In the precision in which a model multiplies."""
+    """Return the machine's peak in the precision in which the model multiplies."""
     if model.device.type == "cuda":
         return data_sheet(torch.cuda.get_device_name(model.device), model.dtype)
     kernels = native.select() if isinstance(model, NativeModel) else None
@@ -106,17 +117,17 @@ def peak_of(model: AnyModel, threads: int, seconds: float = SECONDS) -> Peak:
 
 
 def data_sheet(device: str, dtype: torch.dtype) -> Peak:
-    """Of a GPU by its name, as the driver spells it: "NVIDIA H100 PCIe"."""
+    """Return the peak of a GPU by its name as the driver spells it, such as "NVIDIA H100 PCIe"."""
     words = set(re.split(r"[\s-]+", device))
     for name, (in_bfloat16, in_float32) in _DATA_SHEETS.items():
         if words.issuperset(name.split()):
             rate = in_float32 if dtype == torch.float32 else in_bfloat16
             return Peak(rate * 1e12, f"data sheet of {name}, {str(dtype).removeprefix('torch.')}, dense")
-    return Peak(None, f"unknown: no data sheet of {device} here")
+    return Peak(None, f"unknown: no data sheet for {device}")
 
 
 def kernel_rate(kernels: native.Kernels, to: Format, threads: int, seconds: float) -> float:
-    """Multiply-adds a second of the CPU kernels for many rows over weights that lie in the cache."""
+    """Measure multiply-adds per second of the CPU kernels: many rows, weights in the cache."""
     rows, inputs, outputs = 96, 512, 1024 * threads
     packed = pack.pack(pack.quantise(_noise(outputs, inputs), to))
     layer = abi.CLinear.of(packed)
@@ -128,19 +139,19 @@ def kernel_rate(kernels: native.Kernels, to: Format, threads: int, seconds: floa
 
 
 def torch_rate(dtype: torch.dtype, threads: int, seconds: float) -> float:
-    """Multiply-adds a second of torch's matrix product on the CPU."""
+    """Measure multiply-adds per second of torch's matrix product on the CPU."""
     a, b = _noise(2, _WIDTH, _WIDTH).to(dtype)
     with torch_threads(threads):
         return float(_WIDTH**3 / fastest(lambda: a @ b, seconds))
 
 
 def _noise(*shape: int) -> Tensor:
-    """Float32 numbers of a normal distribution; the global generator is the caller's."""
+    """Return normally distributed float32 numbers. The caller's global generator is not used."""
     return torch.randn(shape, dtype=torch.float32, generator=torch.Generator().manual_seed(0))
 
 
 def fastest(function: Callable[[], object], seconds: float) -> float:
-    """The least time of a call, over as many calls as fit, one at least after a first one."""
+    """Return the least seconds of one call, over as many calls as fit; one warm-up call is not counted."""
     function()
     best, end = float("inf"), time.perf_counter() + seconds
     while True:

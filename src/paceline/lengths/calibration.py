@@ -92,15 +92,15 @@ class Runner(Protocol):
 
     batch: Batch
 
-    def play(self, rows: int, k: int, longest: int) -> Ticket: ...
+    def run(self, rows: int, k: int, longest: int) -> Ticket: ...
 
-    def catch_up(self, rows: int, lag: int, longest: int) -> None: ...
+    def catch_up(self, rows: int, missing: int, longest: int) -> None: ...
 
 
 class Kernels(Protocol):
     """Verifies, accepts and commits in one call (``native_round.NativeRound``)."""
 
-    def play(self, draft: Draft) -> Verdict: ...
+    def run(self, draft: Draft) -> Verdict: ...
 
 
 class Calibration:
@@ -259,7 +259,7 @@ class Calibration:
             self.batch.set_row(row, RowStart(tokens, params, seed=row))
         self.batch.set_rows(rows)
         for decoder in (self.target, *self.drafter.decoders):
-            decoder.seen[:rows] = context - 1
+            decoder.num_computed_tokens[:rows] = context - 1
 
     def _verify(self, rows: int, k: int, context: int) -> Point:
         if self.runner is not None:
@@ -268,18 +268,18 @@ class Calibration:
 
         def run() -> object:
             if self._kernels is not None:
-                return self._kernels.play(draft)
+                return self._kernels.run(draft)
             return self.accept(draft, self.target.verify(self.batch, draft), self.batch).host
 
         return Point(run, lambda: self._rows(rows, context))
 
     def _round(self, runner: Runner, rows: int, k: int, context: int) -> Point:
         """A whole one, and the host's reading of it. The first time of each is that of its capture, if there is one."""
-        return Point(lambda: runner.play(rows, k, context).read(), lambda: self._rows(rows, context))
+        return Point(lambda: runner.run(rows, k, context).read(), lambda: self._rows(rows, context))
 
     def _draft(self, rows: int, k: int) -> Point:
         if self.runner is not None:
-            return Point(lambda: None)
+            return Point(lambda: None, ms=0.0)  # part of the round; a measured no-op would be noise
         wish = SpeculationPlan(k, instead=lambda _batch, _copied: k)  # a draft model is what takes time
 
         def run() -> object:
@@ -302,6 +302,6 @@ class Calibration:
         def prepare() -> None:
             self._rows(1, self.context)
             for decoder in self.drafter.decoders:
-                decoder.seen[:1] = start
+                decoder.num_computed_tokens[:1] = start
 
         return Point(run, prepare)

@@ -16,7 +16,7 @@ from paceline.core.hardware import cpu_signature
 from paceline.lengths.calibration import FASTER, Calibration
 from paceline.lengths.cost import CostTable
 from paceline.lengths.profile import Identity
-from paceline.models.kept import Kept
+from paceline.models.kept import CachedDocument
 from paceline.version import __version__
 
 log = logging.getLogger("paceline")
@@ -37,9 +37,9 @@ class KeptCosts:
     max_model_len: int
 
     @property
-    def table(self) -> Kept[CostTable]:
+    def table(self) -> CachedDocument[CostTable]:
         versions = METHOD, __version__, torch.__version__, cpu_signature()
-        return Kept("costs", VARIABLE, [asdict(self), versions], CostTable.from_json)
+        return CachedDocument("costs", VARIABLE, [asdict(self), versions], CostTable.from_json)
 
     def agrees(self, table: CostTable, plain_ms: float) -> bool:
         """Whether a round without draft tokens for one row, timed now, is not much faster than the table says.

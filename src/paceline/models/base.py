@@ -1,4 +1,4 @@
-"""What the rest of paceline needs to know of a model, whoever runs it."""
+"""Interfaces of models: what the engine and the drafters use of a model, however it is run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from paceline.kernels.attention.base import Attend
 from paceline.kernels.gpu.graphs import Fellows
 
 
-class Streams(NamedTuple):
-    """What a forward pass gives of every token.
+class HiddenStates(NamedTuple):
+    """Hidden states that a forward pass returns for each token.
 
-    hidden [..., width]: its last hidden state, after the final norm.
-    features [..., taps, inner width]: the residual stream that enters each tapped layer, in the order of the taps; None
-        without taps. In float32 from the CPU kernels, else in the model's own precision.
+    hidden [..., width]: the last hidden state, after the final norm.
+    features [..., taps, inner width]: the residual stream entering each tapped layer, in the order of the taps. None
+        without taps. float32 from the CPU kernels, otherwise in the model's dtype.
     """
 
     hidden: Tensor
@@ -29,13 +29,13 @@ class Streams(NamedTuple):
 
 
 def check_taps(taps: Sequence[int], layers: int) -> None:
-    """Raise ParameterError unless every tap is a layer."""
+    """Raise ParameterError unless every tap is a layer index below ``layers``."""
     if not all(0 <= tap < layers for tap in taps):
         raise ParameterError("taps", tuple(taps), f"layers, from 0 to {layers - 1}")
 
 
 class AnyModel(Protocol):
-    """What any model tells of itself, and its head."""
+    """Attributes common to all models, and the output head."""
 
     name: str
     vocab_size: int
@@ -47,66 +47,74 @@ class AnyModel(Protocol):
     device: torch.device
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [..., width] -> logits [..., vocab_size] in float32."""
+        """Return the logits [..., vocab_size], float32, of hidden states [..., width]."""
         ...
 
     def weight_bytes(self) -> int:
-        """Memory of the weights, each counted once (tied ones too), in bytes."""
+        """Return the bytes of all weights. Tied weights are counted once."""
         ...
 
 
 class Model(AnyModel, Protocol):
-    """A causal language model whose keys, values and attention are somebody else's."""
+    """A causal language model whose KV cache and attention are provided by the caller."""
 
-    def streams(self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int] = ()) -> Streams:
-        """tokens, positions [B, L] int64 -> hidden [B, L, width] and the features of the tapped layers.
+    def hidden_states(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int] = ()
+    ) -> HiddenStates:
+        """Run tokens, positions [B, L] int64 -> hidden [B, L, width], features [B, L, taps, inner width].
 
-        Calls ``attend`` exactly once a layer, with the layer's index.
+        Calls ``attend`` exactly once per layer, with the layer's index.
         """
         ...
 
 
 @runtime_checkable
 class FlatModel(AnyModel, Protocol):
-    """A model that runs its own attention over our cache, for any set of tokens: no padding, no backend."""
+    """A model that runs its own attention over a ``KVCache``, for a flat list of tokens without padding."""
 
-    kernels: str  # what it runs on, for the start line
+    kernels: str  # name of the kernels, shown in the start line
     quantization: QuantizationName | None
 
-    def forward(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> Streams:
-        """N nodes -> hidden [N, width] and the features of the tapped layers. Writes the nodes' keys and values."""
+    def forward(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> HiddenStates:
+        """Run N nodes -> hidden [N, width], features [N, taps, inner width]. Writes their keys and values."""
         ...
 
     def fill(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> Tensor | None:
-        """Write the nodes' keys and values -> the features, None without taps. Nothing is drawn after these tokens."""
+        """Write the keys and values of N nodes whose logits are not needed.
+
+        Returns the features [N, taps, inner width], or None without taps.
+        """
         ...
 
 
 @runtime_checkable
 class SharedModel(AnyModel, Fellows, Protocol):
-    """A model that other ranks have parts of, of its caches and of the programs that it runs in, too."""
+    """A model that is split over several ranks, together with its KV caches."""
 
     def new_cache(self, rows: int, positions: int) -> KVCache:
-        """One on every rank."""
+        """Allocate a cache of ``rows`` times ``positions`` tokens on every rank."""
         ...
 
     def when_a_rank_ends(self, call: Callable[[], None]) -> None:
-        """``call`` is called, by a thread of somebody's, when a rank has ended by itself."""
+        """Register ``call``, which a background thread calls when a rank exits unexpectedly."""
         ...
 
     def check(self) -> None:
-        """Raise RankError if a rank has ended."""
+        """Raise RankError if a rank has exited."""
         ...
 
     def close(self) -> None:
-        """The other ranks end; closing it again does nothing."""
+        """End the other ranks. Closing a closed model does nothing."""
         ...
 
 
 @runtime_checkable
 class Counted(Protocol):
-    """A model that knows how much it multiplies."""
+    """A model that can count its multiply-adds."""
 
     def multiply_adds(self) -> int:
-        """Of its matrices for one token, the head included, attention over the cache not."""
+        """Return the multiply-adds of all weight matrices for one token.
+
+        The head is included; attention over the cache is not.
+        """
         ...

@@ -1,4 +1,4 @@
-"""A model's chat template. Anybody may have written it: it works in a process of its own, for so long and no longer."""
+"""Rendering of a model's chat template, which is untrusted code: it runs in a subprocess with limits."""
 
 from __future__ import annotations
 
@@ -16,61 +16,63 @@ from typing import Any
 from paceline.errors import RequestError
 from paceline.models.boundary import brief
 
-SECONDS = 5  # of the processor, for one conversation
-WALL_SECONDS = 60.0  # a machine may be busy
-MEMORY = 512 << 20  # bytes beyond the bare process
-CHARACTERS = 16 << 20  # of the text of one conversation
+SECONDS = 5  # CPU time for one conversation
+WALL_SECONDS = 60.0  # elapsed time for one conversation; more than SECONDS because the machine may be busy
+MEMORY = 512 << 20  # bytes in addition to those of the idle process
+CHARACTERS = 16 << 20  # length of the text of one conversation
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _PROGRAM = Path(__file__).parent / "template_process.py"
 
 
 class ChatTemplate:
-    """Makes prompts of conversations. variables: what every conversation's template may name (special tokens).
+    """Renders conversations as prompts.
 
-    Its process starts with the first conversation, and ends with this object. May be used by any thread.
+    variables: variables that are set for every conversation (the special tokens).
+    The subprocess starts with the first conversation and ends with this object. Thread-safe.
     """
 
     def __init__(self, template: str, variables: Mapping[str, str]) -> None:
         self._settings = {"template": template, "seconds": SECONDS, "memory": MEMORY, "characters": CHARACTERS}
         self._variables = dict(variables)
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
 
     def render(self, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any] | None = None) -> str:
-        """The conversation as text, ready for the answer unless ``fields``, the template's others, say otherwise.
+        """Return the conversation as text, with the generation prompt appended.
 
-        Raises RequestError, also for fields that JSON cannot hold.
+        fields: further template variables; they override the defaults, such as ``add_generation_prompt``.
+        Raises RequestError if the template fails or ``fields`` cannot be encoded as JSON.
         """
-        usual = {"tools": None, "documents": None, "add_generation_prompt": True, **self._variables}
-        given = usual | dict(fields or {}) | {"messages": [_completed(message) for message in messages]}
+        defaults = {"tools": None, "documents": None, "add_generation_prompt": True, **self._variables}
+        variables = defaults | dict(fields or {}) | {"messages": [_completed(message) for message in messages]}
         try:
-            line = json.dumps(given)
+            line = json.dumps(variables)
         except (TypeError, ValueError, RecursionError) as error:
-            raise RequestError(f"its fields have to be what JSON can hold: {brief(error)}") from error
-        with self._turn:
-            answer = self._ask(line)
-        if "error" in answer:
-            raise RequestError(brief(answer["error"]))
-        return answer["text"]
+            raise RequestError(f"its fields cannot be encoded as JSON: {brief(error)}") from error
+        with self._lock:
+            reply = self._exchange(line)
+        if "error" in reply:
+            raise RequestError(brief(reply["error"]))
+        return reply["text"]
 
-    def _ask(self, line: str) -> dict[str, str]:
+    def _exchange(self, line: str) -> dict[str, str]:
         process = self._process = self._process or self._start()
         assert process.stdin is not None
         assert process.stdout is not None
-        watch = threading.Timer(WALL_SECONDS, process.kill)
-        watch.start()
+        timer = threading.Timer(WALL_SECONDS, process.kill)
+        timer.start()
         try:
             process.stdin.write(line + "\n")
             process.stdin.flush()
-            answer = process.stdout.readline()
-        except OSError:  # it has ended
-            answer = ""
+            reply = process.stdout.readline()
+        except OSError:  # the process has exited
+            reply = ""
         finally:
-            watch.cancel()
-        if answer.endswith("\n"):
-            return dict(json.loads(answer))
+            timer.cancel()
+        if reply.endswith("\n"):
+            return dict(json.loads(reply))
         self._process = None
-        return {"error": _why_ended(process)}
+        return {"error": _exit_reason(process)}
 
     def _start(self) -> subprocess.Popen[str]:
         process = subprocess.Popen(
@@ -88,13 +90,13 @@ class ChatTemplate:
 
 
 def _completed(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what is None, and what a model thought under all the names that templates know, as transformers does."""
-    said = {name: value for name, value in message.items() if value is not None}
-    thought = next((said[name] for name in _THOUGHTS if name in said), None)
-    return said if thought is None else {"thinking": thought, **said, "reasoning_content": thought}
+    """Drop the fields that are None, and repeat the reasoning under each name that templates use, as transformers."""
+    fields = {name: value for name, value in message.items() if value is not None}
+    reasoning = next((fields[name] for name in _THOUGHTS if name in fields), None)
+    return fields if reasoning is None else {"thinking": reasoning, **fields, "reasoning_content": reasoning}
 
 
-def _why_ended(process: subprocess.Popen[str]) -> str:
+def _exit_reason(process: subprocess.Popen[str]) -> str:
     try:
         status = process.wait(1)
     except subprocess.TimeoutExpired:
@@ -106,12 +108,12 @@ def _why_ended(process: subprocess.Popen[str]) -> str:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Whatever it is doing."""
+    """Kill the process and close its pipes."""
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
         try:
             pipe.close()
-        except OSError:  # what was still to be written
+        except OSError:  # buffered input can no longer be written
             continue

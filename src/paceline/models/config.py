@@ -1,4 +1,4 @@
-"""What a decoder looks like, read from a Hugging Face configuration."""
+"""Architecture of a decoder, read from a Hugging Face configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from paceline.errors import ModelFormatError
 
-# Hugging Face's name of an activation: ours. Others run through huggingface.py.
+# Hugging Face's name of an activation -> the name in kernels.gpu.steps. Models with others run through huggingface.py.
 _ACTIVATION_NAMES = {
     "silu": "silu",
     "swish": "silu",
@@ -26,7 +26,10 @@ _ACTIVATION_NAMES = {
 
 @dataclass(frozen=True)
 class Rotary:
-    """Rotary positions: the angle of pair i at position p is p * inverse_frequencies[i]; cos and sin are scaled."""
+    """Rotary positions (RoPE): the angle of pair i at position p is p * inverse_frequencies[i].
+
+    scaling: factor of cos and sin.
+    """
 
     inverse_frequencies: tuple[float, ...]
     scaling: float = 1.0
@@ -34,11 +37,13 @@ class Rotary:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder that ``Transformer`` can run.
+    """Architecture of a decoder that ``Transformer`` can run.
 
-    windows: each layer's sliding window in positions, or None. scales: each layer's attention scale, or None for
-    head_dim ** -0.5. max_positions: the longest sequence the model was made for. embed_width: of the token embedding,
-    where it differs from the width (OPT-350m). position_offset: added to the index into learned positions.
+    windows: sliding window of each layer in positions, or None for full attention.
+    scales: attention scale of each layer, or None for head_dim ** -0.5.
+    max_positions: longest sequence in tokens that the model was trained for.
+    embed_width: width of the token embedding, which may differ from ``width`` (OPT-350m).
+    position_offset: offset added to the index into learned positions.
     """
 
     family: str
@@ -81,9 +86,9 @@ class ModelConfig:
 
     @staticmethod
     def from_huggingface(config: PretrainedConfig | Mapping[str, Any]) -> ModelConfig | None:
-        """The native configuration of a Hugging Face one, or None if only transformers' own code can run that model.
+        """Convert a Hugging Face configuration; None if only transformers' own code can run that model.
 
-        Raises ModelFormatError if a dictionary names no known ``model_type`` or has values of a wrong kind.
+        Raises ModelFormatError if a dictionary has an unknown ``model_type`` or values of a wrong type.
         """
         config = config if isinstance(config, PretrainedConfig) else _parse(config)
         family = _FAMILIES.get(config.model_type)
@@ -102,10 +107,10 @@ def _parse(config: Mapping[str, Any]) -> PretrainedConfig:
 
 
 def longest_sequence(config: PretrainedConfig) -> int:
-    """The longest sequence that a model runs at with the same rotary frequencies for all its rows.
+    """Return the longest sequence, in tokens, for which the rotary frequencies do not depend on its length.
 
-    Where the frequencies depend on the sequence's length (longrope), that is the length up to which they do not: beyond
-    it a row's result would depend on its neighbours.
+    With longrope they change beyond the original length. The result of a row would then depend on the other rows of
+    its batch, so longer sequences are not allowed.
     """
     longest = int(config.max_position_embeddings)
     rope = getattr(config, "rope_parameters", None) or {}
@@ -119,7 +124,7 @@ def _head_dim(config: PretrainedConfig) -> int:
 
 
 def _rotary(config: PretrainedConfig) -> Rotary | None:
-    """None if these frequencies do not cover whole heads or differ by layer."""
+    """Return the rotary frequencies; None if they cover only a part of each head or differ between layers."""
     rope = config.rope_parameters
     kind = rope.get("rope_type", "default")
     if any(isinstance(value, dict) for value in rope.values()) or kind not in ("default", *ROPE_INIT_FUNCTIONS):
@@ -134,7 +139,7 @@ def _rotary(config: PretrainedConfig) -> Rotary | None:
 
 
 def _windows(config: PretrainedConfig) -> tuple[int | None, ...] | None:
-    """Each layer's window; None if a layer's attention is neither full nor sliding."""
+    """Return the window of each layer; None if a layer's attention is neither full nor sliding."""
     window: int | None = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
@@ -178,7 +183,7 @@ def _llama(config: PretrainedConfig) -> ModelConfig | None:
 
 
 def _mistral(config: PretrainedConfig) -> ModelConfig | None:
-    if getattr(config, "layer_types", None):  # Mistral's own code ignores them: let it decide
+    if getattr(config, "layer_types", None):  # transformers' Mistral ignores them, so its own code runs the model
         return None
     return _llama_like(config, qkv_bias=False, output_bias=False, qk_norm=False)
 

@@ -1,9 +1,9 @@
-"""Control tokens that a message spells out are text: only those of the chat template are control.
+"""Encoding of chats in which a message spells out a control token: there it is text, not a control token.
 
-A tokenizer cannot tell `<|im_end|>` typed by a user from the template's own. So messages that spell such a token are
-rendered with marks in its place, the template's own are given names that nobody can draft token, and the whole is split
-by a tokenizer that knows the tokens by these names only. Everything else about it, and so every other token, is the
-same.
+A tokenizer cannot tell `<|im_end|>` typed by a user from the template's own. Messages that spell such a token are
+therefore rendered with a placeholder in its place. The template's own control tokens are replaced by random names,
+and the result is encoded by a copy of the tokenizer that knows the control tokens by these names only. All other tokens
+are encoded as by the original tokenizer.
 """
 
 from __future__ import annotations
@@ -22,51 +22,51 @@ Message = dict[str, Any]
 
 
 class ControlTokens:
-    """The control tokens of one tokenizer, by their spellings.
+    """The control tokens of one tokenizer.
 
-    backend: None for the few tokenizers that are written in Python, whose tokens cannot be renamed.
+    backend: the tokenizer; None for tokenizers written in Python, whose tokens cannot be renamed.
+    spellings: text of each control token.
     """
 
     def __init__(self, backend: Tokenizer | None, spellings: Iterable[str]) -> None:
-        nonce = secrets.token_hex(8)  # letters of the private use area around it: no model knows them as words
-        names = list(
-            enumerate(sorted(spellings, key=len, reverse=True))
-        )  # of two that begin alike the longer one counts
-        self._names = {spelling: f"\ue000{nonce}{n}\ue001" for n, spelling in names}
-        self._marks = {spelling: f"\ue002{nonce}{n}\ue003" for n, spelling in names}
-        self._spelled = _any_of(self._names)
-        self._marked = _any_of(self._marks.values())
-        self._spelling_of = {mark: spelling for spelling, mark in self._marks.items()}
+        nonce = secrets.token_hex(8)  # enclosed in private use characters, which no vocabulary uses in words
+        numbered = list(enumerate(sorted(spellings, key=len, reverse=True)))  # the longest match comes first
+        self._names = {spelling: f"\ue000{nonce}{n}\ue001" for n, spelling in numbered}
+        self._placeholders = {spelling: f"\ue002{nonce}{n}\ue003" for n, spelling in numbered}
+        self._spelling_pattern = _any_of(self._names)
+        self._placeholder_pattern = _any_of(self._placeholders.values())
+        self._spelling_of = {placeholder: spelling for spelling, placeholder in self._placeholders.items()}
         self._original = backend
         self._renamed: Tokenizer | None = None
 
     def are_spelled_in(self, messages: Iterable[Message]) -> bool:
-        """Whether any text of the messages spells one."""
-        return any(
-            self._spelled.search(text) for message in messages for text in message.values() if isinstance(text, str)
-        )
+        """Whether any text of the messages spells a control token."""
+        texts = (value for message in messages for value in message.values() if isinstance(value, str))
+        return any(self._spelling_pattern.search(text) for text in texts)
 
     def encode(self, messages: Iterable[Message], render: Callable[[list[Message]], str]) -> list[int]:
-        """The messages' tokens as text, the template's own control tokens as control. render: the chat template.
+        """Encode the messages. Only the control tokens of the template become control tokens.
 
-        Raises RequestError without a backend.
+        render: applies the chat template to messages. Raises RequestError without a backend.
         """
         text = render([self._hide(message) for message in messages])
-        text = self._spelled.sub(lambda found: self._names[found[0]], text)
-        text = self._marked.sub(lambda found: self._spelling_of[found[0]], text)
+        text = self._spelling_pattern.sub(lambda match: self._names[match[0]], text)
+        text = self._placeholder_pattern.sub(lambda match: self._spelling_of[match[0]], text)
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
     def _hide(self, message: Message) -> Message:
         def hidden(value: Any) -> Any:
-            return self._spelled.sub(lambda found: self._marks[found[0]], value) if isinstance(value, str) else value
+            if not isinstance(value, str):
+                return value
+            return self._spelling_pattern.sub(lambda match: self._placeholders[match[0]], value)
 
         return {name: hidden(value) for name, value in message.items()}
 
     @property
     def _backend(self) -> Tokenizer:
-        """Made when it is first needed: it takes as long as reading the tokenizer's file did."""
+        """The renamed tokenizer. Made on first use, because that takes as long as loading the tokenizer."""
         if self._original is None:
-            raise RequestError("a message spells a control token, which this model's tokenizer would take for one")
+            raise RequestError("a message spells a control token, and this model's tokenizer cannot encode it as text")
         if self._renamed is None:
             self._renamed = Tokenizer.from_str(json.dumps(_renamed(json.loads(self._original.to_str()), self._names)))
         return self._renamed
@@ -77,7 +77,7 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
 
 
 def _renamed(description: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """A tokenizer's description with other spellings for some tokens, and nothing added around texts."""
+    """Return a tokenizer's JSON description with some tokens renamed, and without the steps that add tokens."""
     model = description["model"]
     added = [{**token, "content": _new(token["content"], names)} for token in description["added_tokens"]]
     model = {**model, "vocab": _renamed_vocabulary(model["vocab"], names)}
@@ -88,7 +88,7 @@ def _renamed(description: dict[str, Any], names: Mapping[str, str]) -> dict[str,
 
 
 def _renamed_vocabulary(vocabulary: Any, names: Mapping[str, str]) -> Any:
-    """A dictionary of ids, or Unigram's list of pieces with their scores."""
+    """Rename tokens in a vocabulary: a dictionary of ids, or Unigram's list of (piece, score)."""
     if isinstance(vocabulary, dict):
         return {_new(token, names): index for token, index in vocabulary.items()}
     return [[_new(piece, names), score] for piece, score in vocabulary]

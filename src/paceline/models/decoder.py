@@ -1,4 +1,4 @@
-"""A model with its cache and its attention: tokens in, logits out. Target and draft model are two of these."""
+"""A model with its KV cache and attention: tokens in, logits out. The target and the draft model each have one."""
 
 from __future__ import annotations
 
@@ -18,46 +18,48 @@ from paceline.kernels.attention.base import Plan
 from paceline.kernels.attention.cached import CachedAttend, PackedCachedAttend
 from paceline.models.base import AnyModel, FlatModel, Model, SharedModel
 
-USUAL_LAG = 2  # of a draft model after all draft tokens were kept: the last of them and the bonus token
-CATCH_UP_CHUNK = 256  # tokens fed at once, all rows together, when a cache has fallen behind
+USUAL_LAG = 2  # tokens missing in a draft model's cache if all are accepted: the last draft token and the bonus token
+CATCH_UP_CHUNK = 256  # tokens per pass over all rows when a cache has fallen behind
 
 
-class Reader(Protocol):
-    """Keeps what a target's inner streams say of each token: they exist only while the target reads it.
+class FeatureReader(Protocol):
+    """Stores the hidden states of tapped target layers, which exist only during the target's forward pass.
 
-    taps: the layers whose entering streams it reads. Rows are the batch's, slots those of the target's cache.
+    taps: layers whose input it stores. Rows are those of the batch, slots those of the target's cache.
     """
 
     @property
     def taps(self) -> Sequence[int]: ...
 
     def read(self, rows: Tensor, slots: Tensor, features: Tensor) -> None:
-        """N tokens that the target has just read: rows, slots [N], features [N, taps, width]."""
+        """Store the features of N tokens of a forward pass: rows, slots [N] int64, features [N, taps, width]."""
         ...
 
     def keep_paths(self, rows: Tensor, text: Tensor, paths: Tensor) -> None:
-        """Of trees the accepted paths stay; as ``KVCache.keep``."""
+        """Keep the accepted paths of draft trees; arguments as for ``KVCache.keep``."""
         ...
 
     def copy_row(self, source: int, destination: int, length: int) -> None:
-        """The target's row is copied, its first ``length`` positions."""
+        """Copy the first ``length`` positions of a row to another."""
         ...
 
     def swap_rows(self, one: int, other: int, length: int) -> None:
-        """Two of the target's rows change places, ``length`` positions of them."""
+        """Exchange ``length`` positions of two rows."""
         ...
 
 
 class Decoder:
-    """Runs a model over the rows of a batch, each at its own position. B rows, L tokens a row, V vocabulary.
+    """Runs a model over the rows of a batch, each at its own position. B rows, L tokens per row, V vocabulary.
 
-    backend: how attention is run; a FlatModel runs its own and leaves it idle.
-    seen [R] int64: how many tokens of each row the cache holds. For the target that is length - 1 between rounds; a
-    draft model may lag further behind.
-    reader: gets the streams of every token that is read; None: nobody does.
-    reads: how many tokens of a row a draft on a device reads before its first draft token; of more, those before are
-    fed
-        beforehand.
+    backend: attention backend; not used by a FlatModel, which runs its own attention.
+    rows, positions: size of the KV cache, in rows and tokens per row.
+    vocab_size: vocabulary of the batch, if the model's head is padded to another size.
+
+    num_computed_tokens [rows] int64: number of tokens of each row whose keys and values are in the cache. Between
+        rounds it is length - 1 for the target; for a draft model it may be less.
+    reader: gets the features of every token that is run; None: features are not computed.
+    reads: tokens per row that a device draft feeds before its first draft token. If more are missing, the earlier ones
+        are fed beforehand.
     """
 
     reads = USUAL_LAG
@@ -66,17 +68,16 @@ class Decoder:
         self, model: AnyModel, backend: AttentionBackend, rows: int, positions: int, vocab_size: int | None = None
     ) -> None:
         self.model = model
-        self.vocab_size = model.vocab_size if vocab_size is None else vocab_size  # the batch's; the head may be padded
+        self.vocab_size = model.vocab_size if vocab_size is None else vocab_size
         self.backend = backend
-        self._flat = model if isinstance(model, FlatModel) else None  # asked once: the answer takes 20 microseconds
+        self._flat = model if isinstance(model, FlatModel) else None  # stored because isinstance takes 20 us here
         self.cache = _cache_for(model, rows, positions)
-        self._places = list(
-            range(rows)
-        )  # of the rows in the cache; only a FlatModel, told each token's row, has others
-        self.seen = torch.zeros(rows, dtype=torch.int64, device=model.device)
-        self.reader: Reader | None = None
+        # Cache row of each batch row. It differs from the batch row only for a FlatModel, which takes a row per token.
+        self._places = list(range(rows))
+        self.num_computed_tokens = torch.zeros(rows, dtype=torch.int64, device=model.device)
+        self.reader: FeatureReader | None = None
         self._taps: tuple[int, ...] = ()
-        self.packs = backend.name == "ragged" and model.device.type == "cuda"  # the cache is written by Triton, too
+        self.packs = backend.name == "ragged" and model.device.type == "cuda"  # Triton also writes the cache
 
     def forward(
         self,
@@ -87,13 +88,13 @@ class Decoder:
         counts: Tensor | None = None,
         tree: Tree | None = None,
     ) -> Tensor:
-        """Feed tokens [B, L] of rows first_row, ... at positions start [B], start + 1, ... -> hidden [B, L, width].
+        """Run tokens [B, L] int64 of rows first_row, ... at positions start [B], ... -> hidden [B, L, width].
 
-        longest: no query stands at or beyond this position, padding at a row's tail excepted (the host knows it).
-        counts [B]: how many of a row's tokens are real, the rest being padding whose hidden states mean nothing.
-        tree: which of the tokens follow which, and how deep they stand, if they are no chain; for a ``Model`` alone.
+        longest: upper bound of all positions except those of padding, known to the host.
+        counts [B]: number of real tokens per row. The others are padding, whose hidden states are undefined.
+        tree: parents and depths of the tokens if they are no chain. Not for a FlatModel.
         """
-        if self.model.vocab_size < self.vocab_size:  # ids that only the other model's padded head can draw
+        if self.model.vocab_size < self.vocab_size:  # clamp ids that only the other model's padded head can sample
             tokens = tokens.clamp(max=self.model.vocab_size - 1)
         depths = torch.arange(tokens.shape[1], device=tokens.device) if tree is None else tree.depths
         positions = start[:, None] + depths
@@ -106,17 +107,17 @@ class Decoder:
     def _forward_padded(self, tokens: Tensor, plan: Plan, first_row: int) -> Tensor:
         model, positions = cast(Model, self.model), plan.positions
         attend = (PackedCachedAttend if self.packs else CachedAttend)(self.cache, self.backend, plan, first_row)
-        streams = model.streams(tokens, positions, attend, self._taps)
-        if self.reader is not None and streams.features is not None:
+        states = model.hidden_states(tokens, positions, attend, self._taps)
+        if self.reader is not None and states.features is not None:
             rows = torch.arange(first_row, first_row + len(tokens), device=tokens.device)
             rows = rows[:, None].expand_as(tokens).flatten()
-            self.reader.read(rows, plan.slots.flatten(), streams.features.flatten(0, 1))
-        return streams.hidden
+            self.reader.read(rows, plan.slots.flatten(), states.features.flatten(0, 1))
+        return states.hidden
 
     def _forward_flat(
         self, model: FlatModel, tokens: Tensor, positions: Tensor, first_row: int, counts: Tensor | None
     ) -> Tensor:
-        """Only the real tokens are run."""
+        """Run only the real tokens -> hidden [B, L, width], zero for padding."""
         real = None if counts is None else real_places(counts, tokens.shape[1])
         rows = torch.tensor(self._places[first_row : first_row + tokens.shape[0]])[:, None].expand_as(tokens)
         if real is None or bool(real.all()):
@@ -126,27 +127,26 @@ class Decoder:
         return flat.new_zeros(*tokens.shape, flat.shape[-1]).masked_scatter_(real[..., None], flat)
 
     def _read(self, model: FlatModel, nodes: Nodes) -> Tensor:
-        """-> hidden [N, width]."""
-        streams = model.forward(nodes, self.cache, self._taps)
-        self._show_streams(nodes, streams.features)
-        return streams.hidden
+        """Run N nodes and store their features -> hidden [N, width]."""
+        states = model.forward(nodes, self.cache, self._taps)
+        self._pass_to_reader(nodes, states.features)
+        return states.hidden
 
-    def _show_streams(self, nodes: Nodes, features: Tensor | None) -> None:
+    def _pass_to_reader(self, nodes: Nodes, features: Tensor | None) -> None:
         if self.reader is not None and features is not None:
             rows = torch.tensor(self._places).argsort()[nodes.rows]
             self.reader.read(rows, nodes.positions if nodes.slots is None else nodes.slots, features)
 
-    def show(self, reader: Reader) -> None:
-        """From now on ``reader`` gets the streams of every token that is read."""
+    def attach_reader(self, reader: FeatureReader) -> None:
+        """Pass the features of every token that is run from now on to ``reader``."""
         self.reader, self._taps = reader, tuple(reader.taps)
 
     def verify(self, batch: Batch, draft: Draft) -> Tensor:
-        """Each row's unseen token and its draft tokens in one pass -> logits [B, k + 1, V] of the tokens that follow.
+        """Run each row's pending token and its k draft tokens in one pass -> logits [B, k + 1, V] of the next tokens.
 
-        Where a row has fewer than k draft tokens, the logits beyond them mean nothing. A FlatModel leaves them out, for
-        its
-        head would take as long for them as for real ones: if rows differ, it gives [N, V] for the N real tokens, row
-        after row; not for draft tokens with probabilities, whose rule needs the rectangle.
+        The logits after the last draft token of a row are undefined. A FlatModel does not compute them: if the rows
+        have different numbers of draft tokens, it returns [N, V] for the N real tokens, row by row. With draft
+        probabilities it always returns [B, k + 1, V], which the acceptance rule needs.
         """
         if self._flat is not None and draft.probabilities is None:
             return self._verify_flat(self._flat, batch, draft)
@@ -156,7 +156,7 @@ class Decoder:
         return self.logits(hidden)
 
     def _verify_flat(self, model: FlatModel, batch: Batch, draft: Draft) -> Tensor:
-        """The real tokens alone, listed by the host: it knows all lengths, and tensor operators would take longer."""
+        """Run the real tokens only. The host lists them, which is faster than tensor operations."""
         pending = batch.pending_on_host()
         tokens: list[int] = []
         rows: list[int] = []
@@ -173,11 +173,14 @@ class Decoder:
         return logits.view(batch.rows, draft.k + 1, -1) if len(tokens) == batch.rows * (draft.k + 1) else logits
 
     def keep(self, batch: Batch, verdict: Verdict) -> None:
-        """Of a tree the accepted path stays, behind the text; of a chain it is there already. Before the commit."""
+        """Move the accepted path of each draft tree behind the row's text. Called before the commit.
+
+        The accepted tokens of a chain are in place already.
+        """
         if verdict.path is None:
             return
         moved, width = list(range(batch.rows)), verdict.path.shape[1]
-        if verdict.path.device.type == "cpu":  # the host looks who moves; a device is not read
+        if verdict.path.device.type == "cpu":  # skip rows that stay in place, unless that needs a device read
             width, order = max(verdict.host.accepted), list(range(verdict.path.shape[1]))
             moved = [row for row, path in enumerate(verdict.path.tolist()) if path != order]
         if moved and width > 0:
@@ -188,11 +191,14 @@ class Decoder:
                 self.reader.keep_paths(batch.first + places.new_tensor(moved), text, paths)
 
     def places(self, rows: int) -> list[int]:
-        """Where the first rows lie in the cache."""
+        """Return the cache rows of the first ``rows`` batch rows."""
         return self._places[:rows]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden [..., width] -> float32 [..., vocab_size]; a head of another size is cut or filled with -inf."""
+        """Return the logits [..., V], float32, of hidden states [..., width].
+
+        The output of a larger head is cut; that of a smaller one is padded with -inf.
+        """
         logits = self.model.logits(hidden)
         missing = self.vocab_size - logits.shape[-1]
         if missing > 0:
@@ -200,13 +206,13 @@ class Decoder:
         return logits if missing == 0 else logits[..., : self.vocab_size]
 
     def prefill(self, batch: Batch, first_row: int, starts: Sequence[int], stops: Sequence[int]) -> None:
-        """Feed tokens starts[i] .. stops[i] - 1 of rows first_row + i, no logits."""
+        """Run tokens starts[i] .. stops[i] - 1 of rows first_row + i, without logits."""
         self.prefill_rows(batch, range(first_row, first_row + len(starts)), starts, stops)
 
     def prefill_rows(self, batch: Batch, rows: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> None:
-        """The same for any rows.
+        """Run tokens starts[i] .. stops[i] - 1 of row rows[i], without logits.
 
-        A FlatModel takes them in one pass; for others neighbouring rows run side by side, padded to the longest.
+        A FlatModel runs them in one pass. Other models run each group of consecutive rows in one padded pass.
         """
         parts = [part for part in zip(rows, starts, stops, strict=True) if part[1] < part[2]]
         if self._flat is not None and parts:
@@ -215,7 +221,7 @@ class Decoder:
             for _, run in groupby(enumerate(parts), lambda entry: entry[1][0] - entry[0]):
                 self._prefill_side_by_side(batch, [part for _, part in run])
         for row, _, stop in parts:
-            self.seen[row] = stop
+            self.num_computed_tokens[row] = stop
 
     def _prefill_flat(self, model: FlatModel, batch: Batch, parts: Sequence[tuple[int, int, int]]) -> None:
         tokens = torch.cat([batch.tokens[row - batch.first, start:stop] for row, start, stop in parts])
@@ -223,10 +229,10 @@ class Decoder:
             tokens = tokens.clamp(max=model.vocab_size - 1)
         places = torch.cat([torch.full((stop - start,), self._places[row]) for row, start, stop in parts])
         nodes = Nodes(tokens, places, torch.cat([torch.arange(*part[1:]) for part in parts]))
-        self._show_streams(nodes, model.fill(nodes, self.cache, self._taps))
+        self._pass_to_reader(nodes, model.fill(nodes, self.cache, self._taps))
 
     def _prefill_side_by_side(self, batch: Batch, parts: Sequence[tuple[int, int, int]]) -> None:
-        """Neighbouring rows."""
+        """Run (row, start, stop) of consecutive rows in one padded pass."""
         first_row, width = parts[0][0], max(stop - start for _, start, stop in parts)
         start = torch.tensor([start for _, start, _ in parts], device=batch.device)
         place = start[:, None] + torch.arange(width, device=batch.device)
@@ -236,9 +242,9 @@ class Decoder:
         self.forward(tokens, start, max(start for _, start, _ in parts) + width, first_row, counts)
 
     def read_rows(self, parts: Sequence[tuple[int, int, Sequence[int]]]) -> list[Tensor]:
-        """Feed rows tokens that no batch knows: (row, position of the first, tokens) -> hidden [tokens, width] of each.
+        """Run tokens that are in no batch -> hidden [tokens, width] of each part.
 
-        As ``prefill_rows``; rows in their order.
+        parts: (row, position of the first token, tokens), by ascending row. Passes as in ``prefill_rows``.
         """
         if self._flat is not None:
             return self._read_rows_flat(self._flat, parts)
@@ -248,69 +254,71 @@ class Decoder:
         return hidden
 
     def _read_rows_flat(self, model: FlatModel, parts: Sequence[tuple[int, int, Sequence[int]]]) -> list[Tensor]:
-        tokens = [token for *_, own in parts for token in own]
-        rows = [self._places[row] for row, _, own in parts for _ in own]
-        positions = [first + place for _, first, own in parts for place in range(len(own))]
+        tokens = [token for *_, text in parts for token in text]
+        rows = [self._places[row] for row, _, text in parts for _ in text]
+        positions = [first + offset for _, first, text in parts for offset in range(len(text))]
         hidden = self._read(model, Nodes(*torch.tensor([tokens, rows, positions])))
-        return list(torch.split(hidden, [len(own) for *_, own in parts]))
+        return list(torch.split(hidden, [len(text) for *_, text in parts]))
 
     def _read_side_by_side(self, parts: Sequence[tuple[int, int, Sequence[int]]]) -> list[Tensor]:
-        """Neighbouring rows, padded to the longest."""
-        width, device = max(len(own) for *_, own in parts), self.model.device
-        tokens = torch.tensor([[*own, *[own[-1]] * (width - len(own))] for *_, own in parts], device=device)
+        """Run consecutive rows in one pass, padded to the longest."""
+        width, device = max(len(text) for *_, text in parts), self.model.device
+        tokens = torch.tensor([[*text, *[text[-1]] * (width - len(text))] for *_, text in parts], device=device)
         start = torch.tensor([first for _, first, _ in parts], device=device)
-        counts = torch.tensor([len(own) for *_, own in parts], device=device)
+        counts = torch.tensor([len(text) for *_, text in parts], device=device)
         longest = max(first for _, first, _ in parts) + width
         hidden = self.forward(tokens, start, longest, parts[0][0], counts)
-        return [hidden[place, : len(own)] for place, (*_, own) in enumerate(parts)]
+        return [hidden[index, : len(text)] for index, (*_, text) in enumerate(parts)]
 
-    def seen_by(self, batch: Batch) -> Tensor:
-        """[B]: how many tokens of each of the batch's decoding rows the cache holds; a view."""
-        return self.seen[batch.first : batch.first + batch.rows]
+    def num_computed_view(self, batch: Batch) -> Tensor:
+        """Return a view [B] int64 of ``num_computed_tokens`` for the batch's decoding rows."""
+        return self.num_computed_tokens[batch.first : batch.first + batch.rows]
 
     def lags(self, batch: Batch) -> list[int]:
-        """How many tokens of each row the cache lacks; reads the device."""
-        return (batch.live_length - self.seen_by(batch)).tolist()
+        """Return the number of tokens of each row that are missing in the cache. Synchronises with the device."""
+        return (batch.live_length - self.num_computed_view(batch)).tolist()
 
     def catch_up(self, batch: Batch) -> None:
-        """Feed what the cache lacks except each row's last token: in chunks, and only to rows that lack something.
+        """Run the missing tokens of each row except its last token, in chunks.
 
-        Of the answers to one prompt that which has read most of it reads the rest, and the others copy it.
+        Among parallel samples of one prompt, the row with the most computed tokens runs the rest of the prompt, and the
+        others copy it.
         """
-        for rows, stop in self._unread_by_siblings(batch):
-            reader = rows[-1]
-            self._feed_all(batch, [reader], self.seen_by(batch).tolist(), [stop])
+        for rows, stop in self._incomplete_groups(batch):
+            source = rows[-1]
+            self._feed_all(batch, [source], self.num_computed_view(batch).tolist(), [stop])
             for row in rows[:-1]:
-                self.copy_row(batch.first + reader, batch.first + row, stop)
-        seen = self.seen_by(batch).tolist()
-        for lacks, group in groupby(range(batch.rows), lambda row: seen[row] < batch.lengths[row] - 1):
-            if lacks:
+                self.copy_row(batch.first + source, batch.first + row, stop)
+        computed = self.num_computed_view(batch).tolist()
+        for incomplete, group in groupby(range(batch.rows), lambda row: computed[row] < batch.lengths[row] - 1):
+            if incomplete:
                 rows = list(group)
-                self._feed_all(batch, rows, seen, [batch.lengths[row] - 1 for row in rows])
+                self._feed_all(batch, rows, computed, [batch.lengths[row] - 1 for row in rows])
 
     def spared(self, batch: Batch) -> int:
-        """Of what all rows lack, how many tokens are copied from siblings and need not be read."""
-        unread = self._unread_by_siblings(batch)
-        seen = self.seen_by(batch).tolist() if unread else []
-        return sum(stop - seen[row] for rows, stop in unread for row in rows[:-1])
+        """Return the number of missing tokens that ``catch_up`` copies from parallel samples instead of running."""
+        groups = self._incomplete_groups(batch)
+        computed = self.num_computed_view(batch).tolist() if groups else []
+        return sum(stop - computed[row] for rows, stop in groups for row in rows[:-1])
 
-    def _unread_by_siblings(self, batch: Batch) -> list[tuple[list[int], int]]:
-        """Of answers to one prompt those that lack some of it, but for its last token, and its stop.
+    def _incomplete_groups(self, batch: Batch) -> list[tuple[list[int], int]]:
+        """Return (rows, stop) of each group of parallel samples in which rows miss prompt tokens before ``stop``.
 
-        The row that is to be copied comes last: that which has read most.
+        The last row is the source of the copy, the one with the most computed tokens. The last prompt token is not
+        counted.
         """
         siblings = batch.siblings
-        seen, found = self.seen_by(batch).tolist() if siblings else [], []
+        computed, groups = self.num_computed_view(batch).tolist() if siblings else [], []
         for rows, prompt in siblings:
-            stop, reader = prompt - 1, max(rows, key=seen.__getitem__)
-            lack = [row for row in rows if seen[row] < stop and row != reader]
-            if lack:
-                found.append(([*lack, reader], stop))
-        return found
+            stop, source = prompt - 1, max(rows, key=computed.__getitem__)
+            incomplete = [row for row in rows if computed[row] < stop and row != source]
+            if incomplete:
+                groups.append(([*incomplete, source], stop))
+        return groups
 
-    def _feed_all(self, batch: Batch, rows: list[int], seen: list[int], ends: list[int]) -> None:
-        """Neighbouring rows, side by side."""
-        starts = [min(seen[row], end) for row, end in zip(rows, ends, strict=True)]
+    def _feed_all(self, batch: Batch, rows: list[int], computed: list[int], ends: list[int]) -> None:
+        """Run tokens computed[row] .. end - 1 of consecutive rows, in chunks of at most CATCH_UP_CHUNK tokens."""
+        starts = [min(computed[row], end) for row, end in zip(rows, ends, strict=True)]
         width = max(1, CATCH_UP_CHUNK // len(rows))
         while starts != ends:
             stops = [min(start + width, end) for start, end in zip(starts, ends, strict=True)]
@@ -318,84 +326,89 @@ class Decoder:
             starts = stops
 
     def next_hidden(self, batch: Batch, lag: int) -> Tensor:
-        """Feed what the cache lacks, at most ``lag`` tokens a row -> hidden [B, width] at each row's last token."""
-        seen = self.seen_by(batch)
-        place = seen[:, None] + torch.arange(lag, device=batch.device)
+        """Run the missing tokens, at most ``lag`` per row -> hidden [B, width] at each row's last token."""
+        computed = self.num_computed_view(batch)
+        place = computed[:, None] + torch.arange(lag, device=batch.device)
         tokens = batch.tokens[: batch.rows].gather(1, place.clamp(max=batch.tokens.shape[1] - 1))
-        hidden = self.forward(tokens, seen, batch.longest, batch.first, batch.live_length - seen)
-        last = (batch.live_length - seen - 1)[:, None, None].expand(-1, 1, hidden.shape[-1])
-        seen.copy_(batch.live_length)
+        hidden = self.forward(tokens, computed, batch.longest, batch.first, batch.live_length - computed)
+        last = (batch.live_length - computed - 1)[:, None, None].expand(-1, 1, hidden.shape[-1])
+        computed.copy_(batch.live_length)
         return hidden.gather(1, last).squeeze(1)
 
     def begin_draft(self, text: Tensor, before: Tensor, span: int) -> Tensor:
-        """On a device: feed text [B, reads], each row's from ``seen`` on -> hidden [B, 1, width] at its last token.
+        """Run the missing tokens text [B, reads] int64 of each row -> hidden [B, 1, width] at its last token.
 
-        before [B]: the rows' lengths; what lies beyond them means nothing. span: as ``longest`` of ``forward``.
+        This is the first step of a draft on a device. The text of a row begins at its ``num_computed_tokens``.
+        before [B]: lengths of the rows; tokens beyond them are padding. span: ``longest`` of ``forward``.
         """
-        seen = self.seen[: len(text)]
-        return at(self.forward(text, seen, span), before - seen - 1)
+        computed = self.num_computed_tokens[: len(text)]
+        return at(self.forward(text, computed, span), before - computed - 1)
 
-    def go_on_drafting(self, draft_token: Tensor, step: int, before: Tensor, span: int) -> Tensor:
-        """Likewise of draft token number ``step`` [B, 1], from 1 on, those before it being fed."""
+    def continue_draft(self, draft_token: Tensor, step: int, before: Tensor, span: int) -> Tensor:
+        """Run draft token number ``step`` (from 1 on) [B, 1] int64 -> hidden [B, 1, width]. Earlier ones were run."""
         return self.forward(draft_token, before + step - 1, span)
 
     def read_after(self, before: Tensor, kept: Tensor) -> Tensor:
-        """[B]: how much of the text is read after a round, of whose draft tokens that were fed so many were kept."""
+        """Return the computed tokens [B] of each row after a round.
+
+        before [B]: lengths before the round. kept [B]: accepted draft tokens among those that were run.
+        """
         return before + kept
 
     def lag_after(self, k: int) -> int:
-        """Tokens of a row that may be lacking after a round with so many draft tokens."""
+        """Return the most tokens of a row that may be missing after a round with ``k`` draft tokens."""
         return USUAL_LAG
 
     def hidden_after(self, batch: Batch, draft_tokens: Tensor) -> Tensor:
-        """Feed the last of draft_tokens [B, n], those before it being fed -> hidden [B, width] at it."""
+        """Run the last of draft_tokens [B, n] int64 -> hidden [B, width] at it. The earlier ones were run."""
         step = draft_tokens.shape[1]
         start, longest = batch.live_length + step - 1, batch.longest + step
         return self.forward(draft_tokens[:, -1:], start, longest, batch.first)[:, 0]
 
     def hidden_after_branches(self, batch: Batch, draft: Draft, read: Sequence[int]) -> Tensor:
-        """Feed draft tokens behind texts that are read, but the first read[i] of each row -> hidden [N, width] of
-        these.
+        """Run the draft tokens of trees, except the first read[i] of row i -> hidden [N, width] of the N new ones.
 
-        Row after row. They stand side by side behind their row's text, and are no part of it.
+        The text of each row must have been run. Draft tokens are stored in the slots behind it. The result is row by
+        row.
         """
-        new = [range(known, count) for known, count in zip(read, draft.drafted, strict=True)]
+        new = [range(run, count) for run, count in zip(read, draft.drafted, strict=True)]
         if self._flat is not None:
             return self._feed_branches(self._flat, batch, draft, new)
         hidden = self._read_tree(batch, draft)
-        row = [row for row, draft_tokens in enumerate(new) for _ in draft_tokens]
-        return hidden[row, [draft_token + 1 for draft_tokens in new for draft_token in draft_tokens]]
+        row = [row for row, indices in enumerate(new) for _ in indices]
+        return hidden[row, [index + 1 for indices in new for index in indices]]
 
     def _read_tree(self, batch: Batch, draft: Draft) -> Tensor:
-        """All of it, and what it stands on -> hidden [B, k + 1, width]."""
+        """Run the pending token and all draft tokens of each row -> hidden [B, k + 1, width]."""
         tokens = torch.cat([batch.pending(), draft.tokens], dim=1)
         start, longest = batch.live_length - 1, batch.longest + draft.k
         return self.forward(tokens, start, longest, batch.first, draft.counts + 1, draft.tree)
 
     def _feed_branches(self, model: FlatModel, batch: Batch, draft: Draft, new: Sequence[range]) -> Tensor:
-        """Those that were fed before are listed first: the others follow them."""
-        order = [
-            (row, draft_token) for row, draft_tokens in enumerate(new) for draft_token in range(draft_tokens.start)
-        ]
+        """Run the new draft tokens. The node list begins with those that were run before, as their parents."""
+        order = [(row, index) for row, indices in enumerate(new) for index in range(indices.start)]
         read = len(order)
-        order += [(row, draft_token) for row, draft_tokens in enumerate(new) for draft_token in draft_tokens]
-        number = {place: at for at, place in enumerate(order)}
-        follows = draft.follows or [list(range(-1, draft.k - 1))] * batch.rows
-        parents = [number.get((row, follows[row][draft_token]), -1) for row, draft_token in order]
+        order += [(row, index) for row, indices in enumerate(new) for index in indices]
+        node_of = {draft_token: node for node, draft_token in enumerate(order)}
+        draft_parents = draft.follows or [list(range(-1, draft.k - 1))] * batch.rows
+        parents = [node_of.get((row, draft_parents[row][index]), -1) for row, index in order]
         depths: list[int] = []
         for parent in parents:
             depths.append(0 if parent < 0 else depths[parent] + 1)
-        tokens = [draft.draft_tokens[row][draft_token] for row, draft_token in order]
+        tokens = [draft.draft_tokens[row][index] for row, index in order]
         rows = [self._places[batch.first + row] for row, _ in order]
         positions = [batch.lengths[row] + depth for (row, _), depth in zip(order, depths, strict=True)]
-        slots = [batch.lengths[row] + draft_token for row, draft_token in order]
+        slots = [batch.lengths[row] + index for row, index in order]
         nodes = Nodes(*torch.tensor([tokens, rows, positions, slots, parents]))._replace(read=read)
         if model.vocab_size < self.vocab_size:
             nodes.tokens.clamp_(max=model.vocab_size - 1)
         return self._read(model, nodes)
 
     def keep_draft_tokens(self, batch: Batch, text: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Of draft tokens fed behind texts of so many tokens these were kept: they move up and count as read."""
+        """Keep the draft tokens of ``paths`` in each row: move them behind the text and count them as computed.
+
+        text: tokens of each row's text. paths: indices of the draft tokens to keep in each row, in order.
+        """
         width = max(map(len, paths))
         moved = [row for row, path in enumerate(paths) if list(path) != list(range(len(path)))]
         if moved:
@@ -403,63 +416,63 @@ class Decoder:
             wide = torch.tensor([[*paths[row], *range(len(paths[row]), width)] for row in moved], device=device)
             places = torch.tensor([self._places[batch.first + row] for row in moved], device=device)
             self.cache.keep(places, torch.tensor([text[row] for row in moved], device=device), wide)
-        held = [known + len(path) for known, path in zip(text, paths, strict=True)]
-        self.seen_by(batch).copy_(torch.tensor(held))
+        computed = [length + len(path) for length, path in zip(text, paths, strict=True)]
+        self.num_computed_view(batch).copy_(torch.tensor(computed))
 
     def note_draft_tokens(self, batch: Batch, count: int) -> None:
-        """So many draft tokens a row were drawn, of which the last was not fed."""
-        self.seen_by(batch).add_(count - 1)
+        """Count the draft tokens of each row as computed, except the last one, which was not run."""
+        self.num_computed_view(batch).add_(count - 1)
 
     def rewind(self, batch: Batch) -> None:
-        """Forget draft tokens that were not kept: nothing moves, the row is just shorter."""
-        seen = self.seen_by(batch)
-        torch.minimum(seen, batch.live_length - 1, out=seen)
+        """Drop rejected draft tokens, and each row's last token, from the computed ones. No memory moves."""
+        computed = self.num_computed_view(batch)
+        torch.minimum(computed, batch.live_length - 1, out=computed)
 
     def copy_row(self, source: int, destination: int, length: int) -> None:
-        """Put the first ``length`` positions of a row in the place of another row."""
+        """Copy the first ``length`` positions of a row to another row."""
         self.cache.copy_row(self._places[source], self._places[destination], length)
         if self.reader is not None:
             self.reader.copy_row(source, destination, length)
-        self.seen[destination] = self.seen[source].clamp(max=length)
+        self.num_computed_tokens[destination] = self.num_computed_tokens[source].clamp(max=length)
 
     def swap_rows(self, one: int, other: int, length: int) -> None:
-        """Exchange two rows, ``length`` positions of their caches; a FlatModel's caches stay where they are."""
+        """Exchange ``length`` positions of two rows. For a FlatModel only the row numbers are exchanged."""
         if self._flat is None:
             self.cache.swap_rows(one, other, length)
         else:
             self._places[one], self._places[other] = self._places[other], self._places[one]
         if self.reader is not None:
             self.reader.swap_rows(one, other, length)
-        self.seen[[one, other]] = self.seen[[other, one]]
+        self.num_computed_tokens[[one, other]] = self.num_computed_tokens[[other, one]]
 
     def resize_row(self, row: int, positions: int) -> None:
-        """From now on the row has room for so many tokens; memory beyond it is given back. See ``RowTables``."""
+        """Set the capacity of a row in tokens; memory beyond it is freed. See ``RowTables``."""
         self.cache.resize(self._places[row], positions)
 
     @property
     def grows(self) -> bool:
-        """Whether rows take the memory that they use."""
+        """Whether memory is allocated per row as it grows."""
         return self.cache.grows
 
-    def room_of(self, row: int) -> int:
-        """Tokens that the row has room for."""
+    def capacity_of(self, row: int) -> int:
+        """Return the capacity of a row in tokens."""
         return self.cache.sizes[self._places[row]]
 
     def cut_row(self, row: int, length: int) -> None:
-        """A new text begins: of what the cache holds of the row before, no more than ``length`` tokens belong to it."""
-        self.seen[row].clamp_(max=length)
+        """Begin a new text in a row, of which at most ``length`` tokens are in the cache already."""
+        self.num_computed_tokens[row].clamp_(max=length)
 
-    def held(self, row: int) -> int:
-        """How many tokens of a row a draft model's cache holds; reads the device."""
-        return int(self.seen[row])
+    def num_computed(self, row: int) -> int:
+        """Return the number of computed tokens of a row. Synchronises with the device."""
+        return int(self.num_computed_tokens[row])
 
     def clear(self) -> None:
-        """No row is in use: whatever an interrupt left behind."""
+        """Reset the mapping of rows; called when no row is in use, such as after an interrupt."""
         self._places = list(range(self.cache.rows))
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every row has a place in the cache, and one of its own."""
-        assert sorted(self._places) == list(range(self.cache.rows)), "two rows share a place in the cache"
+        """Raise AssertionError unless every batch row has a cache row of its own."""
+        assert sorted(self._places) == list(range(self.cache.rows)), "two batch rows share a cache row"
 
 
 def _cache_for(model: AnyModel, rows: int, positions: int) -> KVCache:
@@ -469,18 +482,21 @@ def _cache_for(model: AnyModel, rows: int, positions: int) -> KVCache:
 
 
 def _tree_of(parents: list[list[int]], draft_tokens: list[list[int]], slots: list[int]) -> list[list[int]]:
-    """Positions, slots and parents of each row's unseen token and its draft tokens, row after row."""
-    follows: list[int] = []
-    for line, real in zip(parents, draft_tokens, strict=True):
-        root = len(follows)
-        follows += [-1, *(root + 1 + parent for parent in line[: len(real)])]
+    """Return positions, slots and parents of each row's pending token and draft tokens, row by row.
+
+    parents: parent of each draft token within its row, -1 for the pending token. slots: cache slot of each token.
+    """
+    node_parents: list[int] = []
+    for row_parents, real in zip(parents, draft_tokens, strict=True):
+        root = len(node_parents)
+        node_parents += [-1, *(root + 1 + parent for parent in row_parents[: len(real)])]
     positions: list[int] = []
-    for slot, parent in zip(slots, follows, strict=True):
+    for slot, parent in zip(slots, node_parents, strict=True):
         positions.append(slot if parent < 0 else positions[parent] + 1)
-    return [positions, slots, follows]
+    return [positions, slots, node_parents]
 
 
 def at(hidden: Tensor, place: Tensor) -> Tensor:
-    """hidden [B, L, width] at place [B] -> [B, 1, width]; beyond the ends at the nearest."""
+    """Select hidden [B, L, width] at index place [B], clamped to the range -> [B, 1, width]."""
     place = place.clamp(0, hidden.shape[1] - 1)
     return hidden.gather(1, place[:, None, None].expand(-1, 1, hidden.shape[-1]))

@@ -1,4 +1,4 @@
-"""Which model this is, by its shape and its files."""
+"""Fingerprint of a model: a hash of its shape and of its files."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ _WEIGHTS = ("*.safetensors", "*.gguf")
 
 
 def model_hash(model: AnyModel) -> str:
-    """Of the model's shape and, where its name is that of files, of samples of their bytes: 16 hexadecimal digits."""
+    """Return a hash of the model's shape and, if its name is a path, of samples of its weight files.
+
+    The hash has 16 hexadecimal digits.
+    """
     shape = (model.vocab_size, model.layers, model.kv_heads, model.head_dim, str(model.dtype), model.weight_bytes())
     digest = hashlib.sha256(repr(shape).encode())
     for file in _weight_files(Path(model.name)):
         size = file.stat().st_size
         with file.open("rb") as opened:
-            for place in (0, size // 2, max(0, size - _SAMPLE)):
-                opened.seek(place)
+            for offset in (0, size // 2, max(0, size - _SAMPLE)):
+                opened.seek(offset)
                 digest.update(opened.read(_SAMPLE))
     return digest.hexdigest()[:16]
 
 
 def is_from_files(model: AnyModel) -> bool:
-    """Whether the model's name is that of the files its weights came from, so that ``model_hash`` knows them."""
+    """Whether the model's name is the path of its weight files, so that ``model_hash`` covers them."""
     return bool(_weight_files(Path(model.name)))
 
 

@@ -1,4 +1,4 @@
-"""What a GGUF file's metadata say about its model."""
+"""Configuration of a model from the metadata of its GGUF file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.models.gguf import GGUFFile, PackedTensor
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
-# The file's key after "ARCHITECTURE.": Hugging Face's. What is not here is either a default or said by the tensors.
+# The file's key after "ARCHITECTURE." -> Hugging Face's field. Other fields are defaults or follow from the tensors.
 _FIELDS = {
     "context_length": "max_position_embeddings",
     "block_count": "num_hidden_layers",
@@ -29,7 +29,7 @@ _FIELDS = {
 }
 _NEEDED = ("context_length", "block_count", "embedding_length", "feed_forward_length", "attention.head_count")
 
-# A broken header must not make us allocate: no model is wider, and every layer has tensors of its own.
+# Limits that keep a damaged header from allocating large memory: no model is wider, and each layer has own tensors.
 _WIDTHS = ("embedding_length", "feed_forward_length", "attention.head_count", "attention.head_count_kv")
 _HEAD_WIDTHS = ("attention.key_length", "attention.value_length", "rope.dimension_count")
 _WIDEST = 2**20
@@ -41,7 +41,7 @@ _ROPE_FIELDS = {
     "rope.scaling.yarn_beta_slow": "beta_slow",
 }
 
-# Keys that change what is computed and that no native family has: refused, never ignored.
+# Keys that change the computation and that no native family supports: files with them are refused.
 _REFUSED = (
     "expert_count",
     "attention.sliding_window",
@@ -56,7 +56,7 @@ _REFUSED = (
     "embedding_scale",
 )
 
-# llama.cpp's list of tokens that end a text whatever the metadata say, where the file marks them as control tokens.
+# llama.cpp's list of control tokens that end a text even if the metadata do not name them.
 _ENDS = {
     "<|eot_id|>",
     "<|im_end|>",
@@ -72,11 +72,10 @@ _CONTROL = 3
 
 
 def check(file: GGUFFile) -> None:
-    """Raise ModelFormatError if it asks for what no native family has: before anything large is done for it."""
+    """Raise ModelFormatError if the file needs an unsupported feature. Cheap: reads only the metadata."""
     found = _metadata(file)
     if refused := [key for key in _REFUSED if found.get(key)]:
-        asks = f"the metadata ask for {', '.join(refused)}, which is not supported"
-        raise ModelFormatError(f"{file.path}: {asks}")
+        raise ModelFormatError(f"{file.path}: the metadata ask for {', '.join(refused)}, which is not supported")
     parts = file.metadata.get("split.count", 1)
     if not isinstance(parts, (int, float)) or parts > 1:
         raise ModelFormatError(f"{file.path} is a part of a split model: join the parts with llama-gguf-split --merge")
@@ -87,19 +86,22 @@ def _architecture(file: GGUFFile) -> str:
     if name not in ARCHITECTURES:
         raise ModelFormatError(
             f"{file.path}: GGUF files of architecture {name!r} cannot be run; known are {', '.join(ARCHITECTURES)}. "
-            "Take the model's safetensors directory instead"
+            "Use the model's safetensors directory instead"
         )
     return str(name)
 
 
 def _metadata(file: GGUFFile) -> dict[str, Any]:
-    """The architecture's keys, without its name."""
+    """Return the metadata of the architecture, without its name in the keys."""
     prefix = f"{_architecture(file)}."
     return {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
 
 
 def _fields(file: GGUFFile) -> dict[str, Any]:
-    """The architecture's keys. Raises if one is missing, cannot be true or asks for what no native family has."""
+    """Return the checked metadata of the architecture.
+
+    Raises ModelFormatError if a key is missing, has an impossible value or needs an unsupported feature.
+    """
     check(file)
     found = _metadata(file)
     if missing := [key for key in _NEEDED if key not in found]:
@@ -113,11 +115,11 @@ def _check_sizes(file: GGUFFile, found: Mapping[str, Any]) -> None:
     for key, limit in limits.items():
         value = found.get(key, 1)
         if isinstance(value, int) and value > limit:
-            raise ModelFormatError(f"{file.path}: {key}={value} cannot be true (at most {limit}); the file is broken")
+            raise ModelFormatError(f"{file.path}: {key}={value} is impossible (at most {limit}); the file is broken")
 
 
 def _rope(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Hugging Face's rope_parameters."""
+    """Return Hugging Face's rope_parameters."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": found.get("rope.freq_base", 10000.0)}
     kind = found.get("rope.scaling.type", "none")
     if kind == "none":
@@ -128,15 +130,15 @@ def _rope(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def huggingface_config(file: GGUFFile) -> PretrainedConfig:
-    """The Hugging Face configuration that a file's metadata amount to.
+    """Convert a file's metadata to a Hugging Face configuration.
 
-    Scaled rotary frequencies that the file has as a tensor (Llama 3.1) are in ``native_config`` only.
-    Raises ModelFormatError for other architectures than ``ARCHITECTURES`` and for metadata that cannot be honoured.
+    Rotary scaling that the file stores as a tensor (Llama 3.1) is only in ``native_config``.
+    Raises ModelFormatError for architectures outside ``ARCHITECTURES`` and for unsupported metadata.
     """
     found = _fields(file)
     try:
         config = _translated(file, found)
-    except Exception as error:  # values of a wrong kind, or any of the many errors that transformers raises
+    except Exception as error:  # values of a wrong type, for which transformers raises errors of any kind
         raise ModelFormatError(f"{file.path}: the metadata cannot be used: {brief(repr(error))}") from error
     if found.get("rope.dimension_count", config.head_dim) != config.head_dim:
         raise ModelFormatError(f"{file.path}: rotary positions on a part of each head are not supported")
@@ -161,10 +163,13 @@ def _translated(file: GGUFFile, found: Mapping[str, Any]) -> PretrainedConfig:
 
 
 def native_config(file: GGUFFile) -> ModelConfig:
-    """The native configuration: metadata, corrected by what the tensors say. Raises as ``huggingface_config``."""
+    """Return the native configuration, with biases and rotary scaling taken from the tensors.
+
+    Raises the errors of ``huggingface_config``.
+    """
     config = ModelConfig.from_huggingface(huggingface_config(file))
     if config is None or config.rotary is None:
-        raise ModelFormatError(f"{file.path}: its kind of rotary positions is not supported")
+        raise ModelFormatError(f"{file.path}: its type of rotary positions is not supported")
     return dataclasses.replace(
         config,
         rotary=_with_factors(config.rotary, file.tensors.get("rope_freqs.weight")),
@@ -175,7 +180,7 @@ def native_config(file: GGUFFile) -> ModelConfig:
 
 
 def _with_factors(rotary: Rotary, stored: PackedTensor | None) -> Rotary:
-    """Llama 3.1's scaling, which llama.cpp stores as a divisor for each frequency."""
+    """Apply Llama 3.1's rotary scaling, which llama.cpp stores as one divisor per frequency."""
     if stored is None:
         return rotary
     count = len(rotary.inverse_frequencies)
@@ -188,7 +193,10 @@ def _with_factors(rotary: Rotary, stored: PackedTensor | None) -> Rotary:
 
 
 def tensors(file: GGUFFile, config: ModelConfig) -> dict[str, PackedTensor]:
-    """The file's tensors with queries and keys in Hugging Face's order (llama.cpp reorders those of llama files)."""
+    """Return the file's tensors, queries and keys in Hugging Face's order.
+
+    llama.cpp reorders the query and key rows of llama files; see ``PackedTensor.permuted``.
+    """
     heads = {"attn_q": config.heads, "attn_k": config.kv_heads} if config.family == "llama" else {}
     return {name: _ordered(name, stored, heads) for name, stored in file.tensors.items()}
 
@@ -198,12 +206,14 @@ def _ordered(name: str, stored: PackedTensor, heads: Mapping[str, int]) -> Packe
     if part is None:
         return stored
     if len(stored.rows) % (2 * heads[part]):
-        raise ModelFormatError(f"{name} has {len(stored.rows)} rows, which are no pairs of {heads[part]} heads")
+        raise ModelFormatError(
+            f"{name} has {len(stored.rows)} rows, which cannot be the rotary pairs of {heads[part]} heads"
+        )
     return stored.permuted(heads[part])
 
 
 def eos_token_ids(file: GGUFFile) -> tuple[int, ...]:
-    """The tokens that end a text: those the metadata name, then control tokens whose name says so (as llama.cpp)."""
+    """Return the tokens that end a text: those of the metadata, then known control tokens, as in llama.cpp."""
     tokens, kinds = listed(file, "tokens"), listed(file, "token_type")
     named = [token_id(file, kind) for kind in ("eos", "eot", "eom")]
     known = (
@@ -213,17 +223,20 @@ def eos_token_ids(file: GGUFFile) -> tuple[int, ...]:
 
 
 def token_id(file: GGUFFile, role: str) -> int | None:
-    """The token of a role ("bos", "eos" ...), if the metadata name one. Raises ModelFormatError if there is none."""
+    """Return the token of a role ("bos", "eos" ...); None if the metadata name none.
+
+    Raises ModelFormatError if the named id is outside the vocabulary.
+    """
     key = f"tokenizer.ggml.{role}_token_id"
     found, count = file.metadata.get(key), len(listed(file, "tokens"))
     if found is None or (isinstance(found, int) and 0 <= found < count):
         return found
-    raise ModelFormatError(f"{file.path}: {key}={found!r} is none of its {count} tokens")
+    raise ModelFormatError(f"{file.path}: {key}={found!r} is not one of its {count} tokens")
 
 
 def listed(file: GGUFFile, key: str) -> list[Any]:
-    """A list of the tokenizer's, empty where the file has none. Raises ModelFormatError."""
+    """Return a list of the tokenizer's metadata; empty if the file has none. Raises ModelFormatError."""
     found = file.metadata.get(f"tokenizer.ggml.{key}", [])
     if not isinstance(found, list):
-        raise ModelFormatError(f"{file.path}: tokenizer.ggml.{key} is no list; the file is broken")
+        raise ModelFormatError(f"{file.path}: tokenizer.ggml.{key} is not a list; the file is broken")
     return found

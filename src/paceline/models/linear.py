@@ -1,4 +1,4 @@
-"""How a linear layer is applied. Other precisions implement the same protocol and are handed to ``Transformer``."""
+"""Linear layers. Quantized layers implement the same protocol and are passed to ``Transformer``."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from torch.nn import functional
 
 
 class Linear(Protocol):
-    """x [..., in] -> [..., out], in x's dtype."""
+    """A linear layer: x [..., in] -> [..., out], in the dtype of x."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """What it keeps in memory, the weights first."""
+        """Return the tensors that the layer keeps in memory, the weights first."""
         ...
 
 
 LinearFactory = Callable[[Tensor, Tensor | None], Linear]
-"""(weight [out, in], bias [out] or None) -> the layer."""
+"""Makes a layer from its weight [out, in] and its bias [out] or None."""
 
 
 class Dense:
-    """A matrix as it is: float32 or bfloat16."""
+    """An unquantized linear layer: weight [out, in], bias [out] or None."""
 
     __slots__ = ("bias", "weight")
 

@@ -1,4 +1,4 @@
-"""From a name, a directory, a GGUF file or a loaded Hugging Face model to a ``Model``."""
+"""Loading of a ``Model`` from a name, a directory, a GGUF file or a loaded Hugging Face model."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from transformers import AutoConfig, PretrainedConfig
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.models import gguf_config, shares, weights
 from paceline.models.base import Model
-from paceline.models.boundary import Found, brief, is_loaded, name_of, reading, reads_model
+from paceline.models.boundary import ResolvedSource, brief, is_loaded, name_of, reading, reads_model
 from paceline.models.boundary import Source as Source
 from paceline.models.config import NATIVE_FAMILIES, ModelConfig, longest_sequence
 from paceline.models.gguf import GGUFFile
 from paceline.models.json_files import FETCH_AGAIN, read_configuration, read_object
-from paceline.models.shares import Share
+from paceline.models.shares import ModelShard
 from paceline.models.transformer import Transformer
 
 if TYPE_CHECKING:
@@ -33,15 +33,15 @@ PICKLES = ("*.bin", "*.pt", "*.pth")
 
 @reads_model
 def load_model(
-    source: Found, *, dtype: torch.dtype, device: torch.device | str = "cpu", progress: bool = False
+    source: ResolvedSource, *, dtype: torch.dtype, device: torch.device | str = "cpu", progress: bool = False
 ) -> Model:
-    """The model of ``source`` in ``dtype`` (float32, bfloat16 or float16), ready to run.
+    """Load the model of ``source`` in ``dtype`` (float32, bfloat16 or float16).
 
-    Families of ``config.NATIVE_FAMILIES`` run through ``Transformer``, others through transformers' own code. A loaded
-    model lends its weights where dtype and layout allow.
-
-    Raises ModelNotFoundError if there is nothing of that name, ModelFormatError if its files are broken, incomplete,
-    pickled or of a kind that cannot be run.
+    Families in ``config.NATIVE_FAMILIES`` run through ``Transformer``, others through transformers' own code. The
+    weights of a loaded Hugging Face model are shared if dtype and layout allow.
+    progress: whether to show a progress bar.
+    Raises ModelNotFoundError if there is no such model, ModelFormatError if its files are damaged, incomplete or
+    pickled, or the model is not supported.
     """
     device = torch.device(device)
     if is_loaded(source):
@@ -51,46 +51,52 @@ def load_model(
 
 
 @reads_model
-def load_part(
-    source: Found, share: Share, *, dtype: torch.dtype, device: torch.device
+def load_shard(
+    source: ResolvedSource, share: ModelShard, *, dtype: torch.dtype, device: torch.device
 ) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """A rank's part of the model of ``source``: the whole model's configuration, and this part's weights.
+    """Load a rank's shard of a model: the configuration of the whole model, and the shard's weights by name.
 
-    Raises ParameterError if the model cannot be cut so, else as ``load_model``.
+    Raises the errors of ``load_model``, and ParameterError if the model cannot be split over the ranks.
     """
-    path, config = check_cut(source, share)
+    path, config = check_shardable(source, share)
     stored, names = _stored_of(path)
-    config = _truly(config, names, stored)
+    config = _untied_if_stored(config, names, stored)
     placements = weights.place(config, names, stored, str(path))
     return config, weights.assemble(shares.cut(placements, config, share), dtype, device)
 
 
 @reads_model
-def check_cut(source: Found, share: Share) -> tuple[Path, ModelConfig]:
-    """Where the model lies and what it looks like, before anything is loaded. Raises as ``load_part``."""
+def check_shardable(source: ResolvedSource, share: ModelShard) -> tuple[Path, ModelConfig]:
+    """Check that a model can be split over the ranks, without loading it; return its path and configuration.
+
+    Raises the errors of ``load_shard``.
+    """
     if is_loaded(source):
-        allowed = f"1 with {name_of(source)}, which is loaded already: give its directory, of which every rank reads"
+        allowed = f"1 with {name_of(source)}, which is loaded already: give its directory, from which each rank reads"
         raise ParameterError("tensor_parallel", share.ranks, f"{allowed} a part")
     config = native_config(source)
     if config is None:
-        allowed = f"1 with {source}: only models of the families {', '.join(NATIVE_FAMILIES)} are cut"
+        allowed = f"1 with {source}: only models of the families {', '.join(NATIVE_FAMILIES)} can be split"
         raise ParameterError("tensor_parallel", share.ranks, allowed)
     share.local(config)
     return source, config
 
 
 @reads_model
-def load_config(source: Found) -> PretrainedConfig:
-    """The Hugging Face configuration of ``source``, from the metadata for a GGUF file. Raises as ``load_model``."""
+def load_config(source: ResolvedSource) -> PretrainedConfig:
+    """Return the Hugging Face configuration of ``source``; for a GGUF file it is made from the metadata.
+
+    Raises the errors of ``load_model``.
+    """
     if is_loaded(source):
         return source.config
     return gguf_config.huggingface_config(GGUFFile(source)) if source.is_file() else _directory_config(source)
 
 
 def native_config(path: Path) -> ModelConfig | None:
-    """The configuration of the checkpoint at ``path`` for ``Transformer``; None if its family is no native one.
+    """Return the configuration for ``Transformer`` of the checkpoint at ``path``; None if its family is not native.
 
-    Whether embedding and head are tied is what it says, see ``weights.truly_tied``. Raises as ``load_model``.
+    ``tied`` is that of the configuration file; see ``weights.truly_tied``. Raises the errors of ``load_model``.
     """
     with reading(path):
         if path.is_file():
@@ -99,34 +105,37 @@ def native_config(path: Path) -> ModelConfig | None:
 
 
 def files(path: Path) -> list[Path]:
-    """The files that make the checkpoint at ``path``. Raises as ``load_model``."""
+    """Return the files of the checkpoint at ``path``. Raises the errors of ``load_model``."""
     with reading(path):
         return [path] if path.is_file() else [path / "config.json", *_weight_files(path)]
 
 
 def stored_tensors(path: Path) -> dict[str, _SafeTensor]:
-    """The tensors of the safetensors files at ``path``, where they lie. Raises as ``load_model``."""
+    """Return the tensors of the safetensors files in directory ``path``, not read yet.
+
+    Raises the errors of ``load_model``.
+    """
     return _stored(_weight_files(path))
 
 
 @reads_model
-def load_embedding(source: Found, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """The token embedding alone of the model of ``source``, [V, width]. Raises as ``load_model``."""
+def load_embedding(source: ResolvedSource, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """Load only the token embedding [vocab_size, width] of a model. Raises the errors of ``load_model``."""
     if is_loaded(source):
         return cast(Tensor, source.get_input_embeddings().weight).detach().to(device, dtype)
-    return _first_stored(source, ("embed.weight", "head.weight"), dtype, device)  # of tied ones either may be stored
+    return _first_stored(source, ("embed.weight", "head.weight"), dtype, device)  # if tied, either may be stored
 
 
 @reads_model
-def load_output(source: Found, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """The rows alone, [V, width], that the model of ``source`` says its tokens with. Raises as ``load_model``."""
+def load_output(source: ResolvedSource, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """Load only the weight [vocab_size, width] of a model's output head. Raises the errors of ``load_model``."""
     if is_loaded(source):
         return cast(Tensor, source.get_output_embeddings().weight).detach().to(device, dtype)
     return _first_stored(source, ("head.weight", "embed.weight"), dtype, device)
 
 
 def _first_stored(source: Path, parts: Sequence[str], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """The first of the parts that is there, by our names."""
+    """Load the first of ``parts`` (paceline's names) that is stored. Raises ModelFormatError if none is."""
     stored, names = _stored_of(source)
     for part in parts:
         for name, tensor in stored.items():
@@ -134,10 +143,10 @@ def _first_stored(source: Path, parts: Sequence[str], dtype: torch.dtype, device
                 found = torch.empty(tensor.shape, dtype=dtype)
                 tensor.unpack_into(found)
                 return found.to(device)
-    raise ModelFormatError(f"{source} has no token embedding that could be found")
+    raise ModelFormatError(f"{source} has no token embedding under a known name")
 
 
-def _stored_of(path: Path) -> tuple[Mapping[str, weights.StoredTensor], weights.Names]:
+def _stored_of(path: Path) -> tuple[Mapping[str, weights.StoredTensor], weights.WeightNames]:
     if path.is_file():
         file = GGUFFile(path)
         return gguf_config.tensors(file, gguf_config.native_config(file)), weights.GGUF
@@ -146,34 +155,39 @@ def _stored_of(path: Path) -> tuple[Mapping[str, weights.StoredTensor], weights.
 
 
 @reads_model
-def max_positions(source: Found) -> int:
-    """The longest sequence that the model of ``source`` was made for."""
+def max_positions(source: ResolvedSource) -> int:
+    """Return the longest sequence in tokens that a model supports. Raises the errors of ``load_model``."""
     return longest_sequence(load_config(source).get_text_config())
 
 
 @reads_model
-def check_source(source: Found, max_model_len: int | None) -> None:
-    """Raise ModelFormatError for a directory that is no model's, before its other files are looked at, and
-    ParameterError for rows that are longer than the model's rotary frequencies stay the same (longrope).
+def check_source(source: ResolvedSource, max_model_len: int | None) -> None:
+    """Check a source before its large files are read.
+
+    Raises ModelFormatError for a directory without a model, and ParameterError if ``max_model_len`` tokens are more
+    than the rotary frequencies stay the same for (longrope).
     """
     if not is_loaded(source) and source.is_file():
         return
     config = (source.config if is_loaded(source) else _directory_config(source)).get_text_config()
-    said = getattr(config, "max_position_embeddings", None)
-    if max_model_len is None or said is None or longest_sequence(config) == said:
+    configured = getattr(config, "max_position_embeddings", None)
+    if max_model_len is None or configured is None or longest_sequence(config) == configured:
         return
-    if longest_sequence(config) < max_model_len <= said:
+    if longest_sequence(config) < max_model_len <= configured:
         name = name_of(source) if is_loaded(source) else str(source)
         allowed = (
-            f"at most {longest_sequence(config)} with {name}: beyond, its rotary frequencies (longrope) depend on how "
-            f"long the longest text of a batch is, so a row's answer would depend on its neighbours (it says {said})"
+            f"at most {longest_sequence(config)} with {name} (configured for {configured}): beyond that, its rotary "
+            "frequencies (longrope) depend on the longest text of a batch, so a row's answer would depend on other rows"
         )
         raise ParameterError("max_model_len", max_model_len, allowed)
 
 
 @reads_model
-def eos_token_ids(source: Found) -> tuple[int, ...]:
-    """The tokens that end a text: from generation_config, else config, or from a GGUF file's metadata."""
+def eos_token_ids(source: ResolvedSource) -> tuple[int, ...]:
+    """Return the tokens that end a text: from generation_config, else config, or from a GGUF file's metadata.
+
+    Raises the errors of ``load_model``.
+    """
     if is_loaded(source):
         generation = source.generation_config.eos_token_id if source.generation_config else None
         return _token_ids(_eos(source.config) if generation is None else generation)
@@ -184,17 +198,17 @@ def eos_token_ids(source: Found) -> tuple[int, ...]:
 
 
 def _eos(config: PretrainedConfig) -> Any:
-    """What a configuration says, or that of its text model where it has images, too."""
+    """Return eos_token_id of a configuration, or of its text model's in a multimodal one."""
     found = getattr(config, "eos_token_id", None)
     return getattr(config.get_text_config(), "eos_token_id", None) if found is None else found
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:
-    """What a configuration says under eos_token_id: nothing, a token or a list of them."""
+    """Convert the value of eos_token_id, which is None, a token or a list of tokens. Raises ModelFormatError."""
     tokens = value if isinstance(value, list) else [] if value is None else [value]
-    wrong = [token for token in tokens if not isinstance(token, int) or token < 0]
-    if wrong:
-        raise ModelFormatError(f"eos_token_id names tokens by whole numbers from 0 on, not {brief(repr(wrong[0]))}")
+    invalid = [token for token in tokens if not isinstance(token, int) or token < 0]
+    if invalid:
+        raise ModelFormatError(f"eos_token_id must have integers from 0 on, not {brief(repr(invalid[0]))}")
     return tuple(tokens)
 
 
@@ -221,7 +235,7 @@ def _from_directory(path: Path, dtype: torch.dtype, device: torch.device, progre
     stored = _stored(_weight_files(path))
     native = ModelConfig.from_huggingface(config)
     if native is None:
-        from paceline.models.huggingface import HuggingFaceModel  # transformers' models take as long to import as torch
+        from paceline.models.huggingface import HuggingFaceModel  # importing it takes as long as importing torch
 
         return HuggingFaceModel.from_directory(path, dtype=dtype, device=device)
     return _transformer(native, weights.HUGGINGFACE[native.family], stored, str(path), dtype, device, progress)
@@ -230,15 +244,18 @@ def _from_directory(path: Path, dtype: torch.dtype, device: torch.device, progre
 def _directory_config(path: Path) -> PretrainedConfig:
     if not (path / "config.json").is_file():
         gguf = next(path.glob("*.gguf"), None)
-        nearest = "" if gguf is None else f"; the model may be {gguf}"
-        raise ModelFormatError(f"{path} has no config.json: it is no model directory of Hugging Face's kind{nearest}")
+        hint = "" if gguf is None else f"; the model may be {gguf}"
+        raise ModelFormatError(f"{path} has no config.json, so it is not a Hugging Face model directory{hint}")
     read_configuration(path / "config.json")
     with reading(path / "config.json"):
         return AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a directory: those its index names, model.safetensors, or its only one."""
+    """Return the safetensors files of a directory: those in its index, else model.safetensors, else its only one.
+
+    Raises ModelFormatError if there is none, or several without an index.
+    """
     index, single = path / "model.safetensors.index.json", path / "model.safetensors"
     if index.is_file():
         return _indexed(index)
@@ -247,42 +264,42 @@ def _weight_files(path: Path) -> list[Path]:
         raise ModelFormatError(_no_weights(path))
     if len(files) > 1:
         raise ModelFormatError(
-            f"{path} has {len(files)} safetensors files ({_some(files)}) and no {index.name} that says which belong "
-            f"together: fetch that, or name the right one {single.name}"
+            f"{path} has {len(files)} safetensors files ({_some(files)}) and no {index.name} that lists the model's: "
+            f"fetch that file, or rename the right one to {single.name}"
         )
     return files
 
 
 def _indexed(index: Path) -> list[Path]:
-    """The files that an index names, all of its own directory."""
-    places = read_object(index).get("weight_map")
-    names = set(places.values()) if isinstance(places, dict) and _are_texts(places.values()) else set()
+    """Return the files in an index, which must lie in its directory. Raises ModelFormatError."""
+    weight_map = read_object(index).get("weight_map")
+    names = set(weight_map.values()) if isinstance(weight_map, dict) and _are_strings(weight_map.values()) else set()
     outside = [name for name in names if not name or Path(name).name != name]
     if not names or outside:
-        what = f"names {brief(outside[0])!r}, which is no file of its directory" if outside else "has no weight_map"
-        raise ModelFormatError(f"{index} is broken: it {what}; {FETCH_AGAIN}")
+        problem = f"names {brief(outside[0])!r}, which is no file of its directory" if outside else "has no weight_map"
+        raise ModelFormatError(f"{index} is broken: it {problem}; {FETCH_AGAIN}")
     files = [index.parent / name for name in sorted(names)]
-    if gone := [file for file in files if not file.is_file()]:
-        raise ModelFormatError(f"{index.parent} misses {_some(gone)}, which {index.name} names; fetch them")
+    if missing := [file for file in files if not file.is_file()]:
+        raise ModelFormatError(f"{index.parent} misses {_some(missing)}, which {index.name} names; fetch them")
     return files
 
 
-def _are_texts(values: Iterable[Any]) -> bool:
+def _are_strings(values: Iterable[Any]) -> bool:
     return all(isinstance(value, str) for value in values)
 
 
 def _some(files: Sequence[Path]) -> str:
-    more = f" and {len(files) - 4} more" if len(files) > 4 else ""
-    return ", ".join(file.name for file in files[:4]) + more
+    others = f" and {len(files) - 4} more" if len(files) > 4 else ""
+    return ", ".join(file.name for file in files[:4]) + others
 
 
 def _stored(files: Sequence[Path]) -> dict[str, _SafeTensor]:
-    """The tensors of all files, each of which is in one of them."""
+    """Return the tensors of all files, not read yet. Raises ModelFormatError for a name that is in two files."""
     found: dict[str, _SafeTensor] = {}
     for file in files:
         tensors = _open_safetensors(file)
-        if twice := found.keys() & tensors.keys():
-            raise ModelFormatError(f"{file}: the tensor {brief(min(twice))} is in another file of the model, too")
+        if duplicates := found.keys() & tensors.keys():
+            raise ModelFormatError(f"{file}: the tensor {brief(min(duplicates))} is also in another file of the model")
         found |= tensors
     return found
 
@@ -290,7 +307,7 @@ def _stored(files: Sequence[Path]) -> dict[str, _SafeTensor]:
 def _no_weights(path: Path) -> str:
     if any(next(path.glob(pattern), None) for pattern in PICKLES):
         return (
-            f"{path} has only pickled weights, which can run any code and are not loaded. Convert them where you trust "
+            f"{path} has only pickled weights, which can run any code and are not loaded. If you trust them, convert "
             "them: AutoModelForCausalLM.from_pretrained(DIRECTORY).save_pretrained(NEW_DIRECTORY)"
         )
     return f"{path} has no *.safetensors file"
@@ -330,19 +347,21 @@ def _from_loaded(model: PreTrainedModel, dtype: torch.dtype, device: torch.devic
 
 def _transformer(
     config: ModelConfig,
-    names: weights.Names,
+    names: weights.WeightNames,
     stored: Mapping[str, weights.StoredTensor],
     where: str,
     dtype: torch.dtype,
     device: torch.device,
     progress: bool,
 ) -> Transformer:
-    config = _truly(config, names, stored)
+    config = _untied_if_stored(config, names, stored)
     placements = weights.place(config, names, stored, where)
     return Transformer(config, weights.assemble(placements, dtype, device, progress=progress), where)
 
 
-def _truly(config: ModelConfig, names: weights.Names, stored: Mapping[str, weights.StoredTensor]) -> ModelConfig:
-    """Tied only if the files say nothing else."""
+def _untied_if_stored(
+    config: ModelConfig, names: weights.WeightNames, stored: Mapping[str, weights.StoredTensor]
+) -> ModelConfig:
+    """Set ``tied`` to False if the files have an embedding and a head that differ."""
     untied = config.tied and not weights.truly_tied(names, stored)
     return dataclasses.replace(config, tied=False) if untied else config

@@ -1,8 +1,8 @@
-"""A llama-like decoder that runs on the CPU kernels: one call a forward pass, packed weights, batch-invariant bits.
+"""Llama-like decoders on the native CPU kernels: one call per forward pass, packed weights, batch-invariant results.
 
-A token's hidden state and logits are the same bits whatever else is in the call: alone, among other rows, verified
-with its draft tokens, or prefilled in any chunks. Without the extension the plain torch twin runs instead, and
-``kernels`` says so (the twin makes no promise about bits).
+The hidden state and the logits of a token are bitwise the same whatever else is in the call: alone, among other rows,
+verified with its draft tokens, or prefilled in any chunks. Without the compiled extension the reference implementation
+in torch runs instead (``kernels`` names it); its results are not batch-invariant.
 """
 
 from __future__ import annotations
@@ -21,23 +21,25 @@ from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import abi, native, twin
 from paceline.kernels.pack import Format
 from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec
-from paceline.models.base import Streams, check_taps
+from paceline.models.base import HiddenStates, check_taps
 from paceline.models.config import ModelConfig
 from paceline.models.linear import Dense
-from paceline.models.packing import Contents, PackedDecoder, packed_size
+from paceline.models.packing import PackedDecoder, ReadPacked, packed_size
 from paceline.models.transformer import Transformer, _GatedMLP
 
 Quantization = Literal["int8", "int4"]
 LAYER_FORMAT: dict[str | None, Format] = {None: "bf16", "int8": "int8", "int4": "int4"}
-HEAD_FORMAT: dict[str | None, Format] = {None: "bf16", "int8": "int8", "int4": "int8"}  # 4 bits hurt the head most
+HEAD_FORMAT: dict[str | None, Format] = {None: "bf16", "int8": "int8", "int4": "int8"}  # int4 costs the head too much
 
 
 class NativeModel:
-    """A decoder on packed weights: bf16 (quantization None), int8 or int4.
+    """A decoder on packed weights: bf16 (quantization None), int8 or int4. Implements ``FlatModel``.
 
-    It takes flat lists of nodes. dtype is that of the cache which the model wants; float32 caches work too.
-
-    contents: writes weights that were packed before, for kernels; of the spec's tensors only the shapes matter then.
+    dtype: preferred dtype of the KV cache; float32 caches work too.
+    threads: threads of the kernels; None: torch's number.
+    kernels: the kernel library; "choose": the best for this CPU; None: the reference implementation in torch.
+    read_packed: fills memory with weights that were packed before; the spec's tensors then only give the shapes.
+    Raises ModelFormatError for a spec that the kernels cannot run, ParameterError for a bad quantization.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class NativeModel:
         quantization: Quantization | None = None,
         threads: int | None = None,
         kernels: native.Kernels | Literal["choose"] | None = "choose",
-        contents: Contents | None = None,
+        read_packed: ReadPacked | None = None,
     ) -> None:
         check_spec(spec)
         if quantization not in LAYER_FORMAT:
@@ -61,13 +63,13 @@ class NativeModel:
         self.dtype, self.device = torch.bfloat16, torch.device("cpu")
         self.threads = torch.get_num_threads() if threads is None else threads
         chosen = native.select() if kernels == "choose" else kernels
-        self.kernels = _kernels_in_words(chosen)
-        self.seconds = torch.zeros(len(native.PHASES), dtype=torch.float64)
-        self.timed = False  # whether forward adds to ``seconds``, by native.PHASES
+        self.kernels = _kernel_name(chosen)
+        self.seconds = torch.zeros(len(native.PHASES), dtype=torch.float64)  # time of each phase, if ``timed``
+        self.timed = False
         formats = LAYER_FORMAT[quantization], HEAD_FORMAT[quantization]
-        assert contents is None or chosen is not None
+        assert read_packed is None or chosen is not None
         self._twin = twin.TwinDecoder(spec, *formats) if chosen is None else None
-        self._packed = None if chosen is None else PackedDecoder(spec, formats, chosen, self.threads, contents)
+        self._packed = None if chosen is None else PackedDecoder(spec, formats, chosen, self.threads, read_packed)
         self._caches: WeakKeyDictionary[KVCache, abi.CCache] = WeakKeyDictionary()
         self._weight_bytes, self._multiply_adds = packed_size(spec, *formats), _multiply_adds(spec)
 
@@ -81,28 +83,34 @@ class NativeModel:
         quantization: Quantization | None = None,
         threads: int | None = None,
     ) -> NativeModel:
-        """From the tensors that ``Transformer`` takes."""
+        """Make the model from the weights that ``Transformer`` takes."""
         return cls(spec_of(config, weights), name, quantization=quantization, threads=threads)
 
     @classmethod
     def from_transformer(
         cls, model: Transformer, *, quantization: Quantization | None = None, threads: int | None = None
     ) -> NativeModel:
-        """From a loaded model, which stays as it is."""
+        """Make the model from a loaded one, which is not changed."""
         check_config(model.config)
         weights = _weights_of(model)
         return cls.from_weights(model.config, weights, model.name, quantization=quantization, threads=threads)
 
-    def forward(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> Streams:
-        """N nodes -> hidden [N - read, width], features [N - read, taps, width], both float32; writes the cache."""
+    def forward(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> HiddenStates:
+        """Run N nodes -> hidden [N - read, width], features [N - read, taps, width], both float32.
+
+        Writes the nodes' keys and values. The first ``nodes.read`` nodes are in the cache already and are not run.
+        """
         check_taps(taps, self.layers)
         if self._twin is not None:
-            return Streams(*self._twin.forward(nodes, cache, taps))
+            return HiddenStates(*self._twin.forward(nodes, cache, taps))
         hidden = torch.empty(nodes.tokens.shape[0] - nodes.read, self.width, dtype=torch.float32)
-        return Streams(hidden, self._forward(nodes, cache, taps, hidden))
+        return HiddenStates(hidden, self._forward(nodes, cache, taps, hidden))
 
     def fill(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> Tensor | None:
-        """As ``forward``, for keys and values alone -> the features. Behind its keys the last layer is left out."""
+        """Write the keys and values of N nodes -> features [N - read, taps, width] float32, None without taps.
+
+        The last layer is skipped after its keys and values.
+        """
         check_taps(taps, self.layers)
         if self._twin is not None:
             return self._twin.forward(nodes, cache, taps)[1]
@@ -117,29 +125,29 @@ class NativeModel:
             flat = Nodes(*tensors)._replace(read=nodes.read)  # type: ignore[arg-type]
             tapped = None if features is None else (taps, features)
             seconds = self.seconds if self.timed else None
-            problem = self._packed.decoder.forward(flat, self._describe(cache), hidden, tapped, seconds)
+            problem = self._packed.decoder.forward(flat, self._c_cache(cache), hidden, tapped, seconds)
             if problem is not None:
                 raise ParameterError("tokens", f"[{count} tokens]", problem)
         return features
 
     @property
-    def plays_rounds(self) -> bool:
-        """Whether ``play`` may be called: the twin has no rounds."""
+    def runs_rounds(self) -> bool:
+        """Whether ``run_round`` may be called: the reference implementation does not run whole rounds."""
         return self._packed is not None
 
-    def play(self, call: abi.CRound, cache: KVCache, threads: int | None = None) -> None:
-        """A round in one call: verify, accept, commit. Raises ParameterError for what is no token or no row.
+    def run_round(self, call: abi.CRound, cache: KVCache, threads: int | None = None) -> None:
+        """Run a round in one call: verify, accept, commit. Raises ParameterError for an invalid token or row.
 
-        threads: where ``kernel_threads`` says nothing; None: the model's.
+        threads: default number of threads, which ``kernel_threads`` overrides; None: the model's.
         """
         assert self._packed is not None
         seconds = self.seconds if self.timed else None
-        problem = self._packed.decoder.round(call, self._describe(cache), seconds, threads)
+        problem = self._packed.decoder.round(call, self._c_cache(cache), seconds, threads)
         if problem is not None:
             raise ParameterError("tokens", f"[{call.rows} rows]", problem)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [..., width] -> logits [..., vocab_size] in float32."""
+        """Return the logits [..., vocab_size], float32, of hidden states [..., width]."""
         flat = hidden.reshape(-1, self.width).float().contiguous()
         if self._twin is not None:
             return self._twin.logits(flat).view(*hidden.shape[:-1], self.vocab_size)
@@ -149,40 +157,46 @@ class NativeModel:
         return out.view(*hidden.shape[:-1], self.vocab_size)
 
     def weight_bytes(self) -> int:
-        """Memory of the weights, each counted once (tied ones too), in bytes."""
+        """Return the bytes of all weights. Tied weights are counted once."""
         return self._weight_bytes
 
     def multiply_adds(self) -> int:
-        """Of its matrices for one token, the head included, attention over the cache not."""
+        """Return the multiply-adds of all weight matrices for one token; see ``Counted``."""
         return self._multiply_adds
 
     def packed(self) -> Tensor | None:
-        """All weights as the kernels read them, uint8; None on the twin. Not to be used after the model is gone."""
+        """Return the packed weights, uint8 [packed_size]; None for the reference implementation.
+
+        The memory belongs to the model and is freed with it.
+        """
         return None if self._packed is None else self._packed.memory
 
-    def _describe(self, cache: KVCache) -> abi.CCache:
-        """The cache's description, made once: caches never move."""
-        known = self._caches.get(cache)
-        if known is None:
+    def _c_cache(self, cache: KVCache) -> abi.CCache:
+        """Return the C description of a cache. Made once per cache, because its memory never moves."""
+        described = self._caches.get(cache)
+        if described is None:
             _check_cache(cache, self)
-            known = self._caches[cache] = abi.CCache.of(cache)
-        return known
+            described = self._caches[cache] = abi.CCache.of(cache)
+        return described
 
 
 def _multiply_adds(spec: NativeSpec) -> int:
-    of_layers = [linear for each in spec.layers for linear in (each.qkv, each.attention_out, each.gate_up, each.down)]
-    return sum(linear.weight.numel() for linear in of_layers) + spec.vocab_size * spec.width
+    linears = [linear for one in spec.layers for linear in (one.qkv, one.attention_out, one.gate_up, one.down)]
+    return sum(linear.weight.numel() for linear in linears) + spec.vocab_size * spec.width
 
 
-def _kernels_in_words(kernels: native.Kernels | None) -> str:
-    """For the start line; says why a CPU's AMX is not used."""
+def _kernel_name(kernels: native.Kernels | None) -> str:
+    """Return the name for the start line, with the reason if the CPU has AMX and it is not used."""
     name = "torch twin" if kernels is None else kernels.name
     obstacle = native.amx_obstacle()
     return f"{name} (not AMX: {obstacle})" if obstacle else name
 
 
 def spec_of(config: ModelConfig, weights: Mapping[str, Tensor]) -> NativeSpec:
-    """A model's parts by the names of ``models.weights``. Raises ModelFormatError if the kernels cannot run it."""
+    """Return the kernels' spec of a model. weights: by the names of ``models.weights``.
+
+    Raises ModelFormatError if the kernels cannot run the model.
+    """
     check_config(config)
     assert config.rotary is not None
 
@@ -223,7 +237,7 @@ def spec_of(config: ModelConfig, weights: Mapping[str, Tensor]) -> NativeSpec:
 
 
 def _weights_of(model: Transformer) -> dict[str, Tensor]:
-    """The tensors that a transformer was made of, by their names. Raises ModelFormatError if they are quantised."""
+    """Return the weights that a transformer was made of, by name. Raises ModelFormatError if they are quantized."""
     found: dict[str, Tensor | None] = {
         "embed.weight": model._embedding,
         "norm.weight": model._norm.weight if model._norm else None,
@@ -236,7 +250,7 @@ def _weights_of(model: Transformer) -> dict[str, Tensor]:
         linears |= {f"layers.{i}.gate_up": mlp.gate_up, f"layers.{i}.down": mlp.down}
         found[f"layers.{i}.attn_norm.weight"] = block.attention_norm.weight
         found[f"layers.{i}.mlp_norm.weight"] = block.mlp_norm.weight
-        if attention.qk_norm is not None:  # one line a head, all of q alike and all of k
+        if attention.qk_norm is not None:  # one row per head; all rows of q are equal, and all rows of k
             found[f"layers.{i}.q_norm.weight"] = attention.qk_norm[0]
             found[f"layers.{i}.k_norm.weight"] = attention.qk_norm[-1]
     for name, linear in linears.items():
@@ -247,7 +261,7 @@ def _weights_of(model: Transformer) -> dict[str, Tensor]:
 
 
 def check_config(config: ModelConfig) -> None:
-    """Raise ModelFormatError for what ``NativeSpec`` cannot say."""
+    """Raise ModelFormatError for an architecture that ``NativeSpec`` cannot express."""
     wanted = {
         "an RMS norm before each part": config.norm == "rms" and config.norm_first and config.final_norm,
         "SwiGLU": config.gated and config.activation == "silu",
@@ -255,7 +269,7 @@ def check_config(config: ModelConfig) -> None:
         "one attention scale for all layers": len(set(config.scales)) == 1,
         "an embedding as wide as the model": config.embed_width in (0, config.width),
     }
-    missing = [what for what, there in wanted.items() if not there]
+    missing = [feature for feature, present in wanted.items() if not present]
     if missing:
         raise ModelFormatError(f"the CPU kernels cannot run a {config.family} model without {' and '.join(missing)}")
 
@@ -263,7 +277,8 @@ def check_config(config: ModelConfig) -> None:
 def check_spec(spec: NativeSpec) -> None:
     if spec.head_dim % 16 or spec.heads % spec.kv_heads or spec.heads // spec.kv_heads > 64:
         shape = f"{spec.heads} heads of {spec.head_dim} over {spec.kv_heads}"
-        raise ModelFormatError(f"the CPU kernels need heads of a multiple of 16, at most 64 to a key head; not {shape}")
+        needed = "a head width that is a multiple of 16 and at most 64 query heads per key/value head"
+        raise ModelFormatError(f"the CPU kernels need {needed}; not {shape}")
 
 
 def _check_cache(cache: KVCache, model: NativeModel) -> None:

@@ -1,8 +1,8 @@
-"""Packed weights kept on disk: the second load of a model reads them, where the first had to round and pack them.
+"""Disk cache of packed weights: the first load of a model quantizes and packs them, later loads read the file.
 
-They lie in ``packed`` of the cache directory, one safetensors file for a checkpoint in a precision; it is replaced when
-the checkpoint changes and goes when that is gone. ``PACELINE_PACKED_CACHE=off`` does without. What cannot be read or
-written costs a warning and the time to pack, no more.
+The files are in ``packed`` of the cache directory, one safetensors file per checkpoint and precision. A file is
+replaced when its checkpoint changes and deleted when its checkpoint is gone. ``PACELINE_PACKED_CACHE=off`` disables
+the cache. If a file cannot be read or written, the load warns and packs the weights again.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from paceline.version import __version__
 log = logging.getLogger("paceline")
 VARIABLE = "PACELINE_PACKED_CACHE"
 _TENSOR = "weights"
-_BLOCK = 64 << 20  # bytes with a checksum of their own, for one thread
-_AT_ONCE = 1 << 20  # bytes read and summed together: they stay in the processor's cache
-_SAMPLES, _SAMPLE = 64, 4096  # places in a checkpoint's file, bytes at each
+_BLOCK = 64 << 20  # bytes per checksum; one thread reads a block
+_READ_BYTES = 1 << 20  # bytes read before they are added to the checksum: few enough to stay in the CPU cache
+_SAMPLES, _SAMPLE = 64, 4096  # number of samples of a checkpoint file, and bytes of each
 
 
 def find_packed(
@@ -53,7 +53,7 @@ def find_packed(
     attention: AttentionName,
     quantization: QuantizationName | None,
 ) -> PackedFile | None:
-    """The file for packed weights of a model that the native kernels would run; None if there is none to be."""
+    """Return the packed file of a model; None if the native kernels would not run it or the cache is off."""
     if device.type != "cpu" or attention not in ("auto", "native") or quantization == "fp8":
         return None
     if native.select() is None or (quantization is None and dtype != torch.bfloat16):
@@ -62,9 +62,10 @@ def find_packed(
 
 
 def packed_file(source: loading.Source, dtype: torch.dtype, quantization: Quantization | None) -> PackedFile | None:
-    """Where the packed weights of ``source`` are or will be; None for a loaded model, or if VARIABLE says "off".
+    """Return the packed file of ``source``; None for a loaded model, or if VARIABLE is "off".
 
-    dtype: what the checkpoint is loaded in before it is packed. Raises as ``load_model``, and ParameterError.
+    dtype: dtype that the checkpoint is loaded in before it is packed.
+    Raises the errors of ``load_model``, and ParameterError for a bad value of VARIABLE.
     """
     if not is_on(VARIABLE) or not isinstance(source, (str, os.PathLike)):
         return None
@@ -73,7 +74,7 @@ def packed_file(source: loading.Source, dtype: torch.dtype, quantization: Quanti
 
 @dataclass(frozen=True)
 class PackedFile:
-    """The packed weights of a checkpoint in one precision, on disk (perhaps not yet)."""
+    """The file of a checkpoint's packed weights in one precision, which may not exist yet."""
 
     source: Path
     dtype: torch.dtype
@@ -81,41 +82,41 @@ class PackedFile:
 
     @cached_property
     def path(self) -> Path:
-        """One for a place and a precision, whatever lies there: so a new checkpoint replaces the old one's weights."""
+        """Path that depends on the checkpoint's path and precision only: a new checkpoint replaces the old file."""
         precision = self.quantization or "bf16"
-        place = self.source.resolve()
-        digest = hashlib.sha256(f"{place} {self.dtype}".encode()).hexdigest()[:12]
-        name = place.name.removesuffix(".gguf")
+        source = self.source.resolve()
+        digest = hashlib.sha256(f"{source} {self.dtype}".encode()).hexdigest()[:12]
+        name = source.name.removesuffix(".gguf")
         return hub.cache_directory() / "packed" / f"{name}-{precision}-{digest}.safetensors"
 
     @cached_property
     def _origin(self) -> str:
-        """All that the packed bytes depend on."""
+        """JSON of everything that the packed bytes depend on."""
         files = [_fingerprint(file) for file in loading.files(self.source)]
         return json.dumps([__version__, LAYOUT_VERSION, str(self.dtype), self.quantization, files])
 
     def load(self) -> NativeModel | None:
-        """The model from disk; None if it is not there, or not usable (then with a warning)."""
+        """Read the model; None if the file does not exist. Warns and returns None if it is not usable."""
         started = time.perf_counter()
-        if not self._is_there():
+        if not self._may_exist():
             return None
         try:
             with reading(self.path):
                 model = self._read()
         except ModelFormatError as error:
-            log.warning("%s; packing %s anew", error, self.source)
+            log.warning("%s; packing %s again", error, self.source)
             return None
         log.info("packed weights of %s read from %s in %.1f s", self.source, self.path, time.perf_counter() - started)
         return model
 
-    def _is_there(self) -> bool:
+    def _may_exist(self) -> bool:
         try:
             return self.path.exists()
-        except OSError:  # a directory that may not be looked into
+        except OSError:  # no permission to read the directory: reading the file gives the error message
             return True
 
     def save(self, model: NativeModel) -> None:
-        """Keep a model's packed weights; warns if that is not possible."""
+        """Write a model's packed weights; warns if that is not possible."""
         memory = model.packed()
         if memory is None:
             return
@@ -124,41 +125,41 @@ class PackedFile:
                 _check_room(work, memory.nbytes)
                 part = work / self.path.name
                 save_file({_TENSOR: memory}, part, self._metadata(model, memory))
-                part.replace(self.path)  # atomic: nobody ever sees half a file
+                part.replace(self.path)  # atomic: no process ever reads a partial file
             _remove_orphans(self.path.parent)
         except (OSError, SafetensorError) as error:
-            log.warning("the packed weights of %s are not kept in %s: %s", self.source, self.path, error)
+            log.warning("the packed weights of %s could not be cached in %s: %s", self.source, self.path, error)
         else:
-            log.info("packed weights of %s kept in %s", self.source, self.path)
+            log.info("packed weights of %s cached in %s", self.source, self.path)
 
     def _metadata(self, model: NativeModel, memory: Tensor) -> dict[str, str]:
         with _threads() as pool:
             checksums = list(pool.map(lambda block: zlib.crc32(block.numpy()), torch.split(memory, _BLOCK)))
-        said = {"origin": self._origin, "source": str(self.source.resolve())}
-        return said | {"tied": json.dumps(model.tied), "crc32": json.dumps(checksums)}
+        origin = {"origin": self._origin, "source": str(self.source.resolve())}
+        return origin | {"tied": json.dumps(model.tied), "crc32": json.dumps(checksums)}
 
     def _read(self) -> NativeModel:
         with safe_open(str(self.path), framework="pt") as file:
-            said = file.metadata() or {}
-        if said.get("origin") != self._origin:
-            raise ModelFormatError("it is of another checkpoint or version")
+            metadata = file.metadata() or {}
+        if metadata.get("origin") != self._origin:
+            raise ModelFormatError("it was made from another checkpoint or by another version")
         config = loading.native_config(self.source)
         if config is None:
-            raise ModelFormatError("the model is of no native family")
-        tied, checksums = _header(said)
+            raise ModelFormatError("the model is not of a native family")
+        tied, checksums = _header(metadata)
         config = dataclasses.replace(config, tied=tied)
 
-        def contents(memory: Tensor) -> None:
+        def read_packed(memory: Tensor) -> None:
             _read_into(memory, self.path, checksums)
 
         spec = spec_of(config, shapes(config))
-        return NativeModel(spec, str(self.source), quantization=self.quantization, contents=contents)
+        return NativeModel(spec, str(self.source), quantization=self.quantization, read_packed=read_packed)
 
 
-def _header(said: Mapping[str, str]) -> tuple[bool, list[int]]:
-    """Whether embedding and head are tied, and the blocks' checksums."""
+def _header(metadata: Mapping[str, str]) -> tuple[bool, list[int]]:
+    """Return whether embedding and head are tied, and the checksum of each block."""
     try:
-        tied, checksums = (json.loads(said[name]) for name in ("tied", "crc32"))
+        tied, checksums = (json.loads(metadata[name]) for name in ("tied", "crc32"))
     except (KeyError, ValueError, RecursionError) as error:
         raise ModelFormatError("its header is damaged") from error
     if not isinstance(tied, bool) or not isinstance(checksums, list) or {type(sum_) for sum_ in checksums} - {int}:
@@ -167,35 +168,41 @@ def _header(said: Mapping[str, str]) -> tuple[bool, list[int]]:
 
 
 def _fingerprint(file: Path) -> list[str | int]:
-    """Name, size, time and samples: a copy may keep the old time, and a new model the old one's size."""
+    """Return name, size, modification time and a hash of samples.
+
+    Size and time alone do not tell a new model from an old one: both may be the same.
+    """
     stat = file.stat()
     digest = hashlib.sha256()
     with file.open("rb") as opened:
-        for place in (*range(0, stat.st_size, max(_SAMPLE, stat.st_size // _SAMPLES)), stat.st_size - _SAMPLE):
-            opened.seek(max(0, place))
+        for offset in (*range(0, stat.st_size, max(_SAMPLE, stat.st_size // _SAMPLES)), stat.st_size - _SAMPLE):
+            opened.seek(max(0, offset))
             digest.update(opened.read(_SAMPLE))
     return [file.name, stat.st_size, stat.st_mtime_ns, digest.hexdigest()]
 
 
 def _read_into(memory: Tensor, path: Path, checksums: Sequence[int]) -> None:
-    """Read, not mapped: so weights lie in huge pages, count as memory in use, and stay what was checked."""
+    """Fill ``memory``, uint8, from the file and verify its checksums. Raises ModelFormatError.
+
+    The file is read instead of mapped: the weights then use huge pages, count as used memory and cannot change later.
+    """
     with path.open("rb") as file, _threads() as pool:
-        start = os.fstat(file.fileno()).st_size - memory.nbytes  # the only tensor is the file's end
+        start = os.fstat(file.fileno()).st_size - memory.nbytes  # the only tensor is at the end of the file
         blocks = torch.split(memory, _BLOCK)
-        places = range(start, start + memory.nbytes, _BLOCK)
-        found = list(pool.map(lambda block, place: _read_block(block, file.fileno(), place), blocks, places))
+        offsets = range(start, start + memory.nbytes, _BLOCK)
+        found = list(pool.map(lambda block, offset: _read_block(block, file.fileno(), offset), blocks, offsets))
     if found != checksums:
         raise ModelFormatError("its checksums are wrong")
 
 
-def _read_block(block: Tensor, file: int, place: int) -> int:
-    """Fill the block from there on; returns its checksum."""
+def _read_block(block: Tensor, file: int, offset: int) -> int:
+    """Fill the block from the file descriptor ``file``, starting at ``offset`` bytes; return its CRC-32."""
     checksum = 0
-    for part in torch.split(block, _AT_ONCE):
+    for part in torch.split(block, _READ_BYTES):
         view = part.numpy().data
-        if place < 0 or os.preadv(file, [view], place) < len(view):
+        if offset < 0 or os.preadv(file, [view], offset) < len(view):
             raise ModelFormatError("its size is wrong")
-        checksum, place = zlib.crc32(view, checksum), place + len(view)
+        checksum, offset = zlib.crc32(view, checksum), offset + len(view)
     return checksum
 
 
@@ -215,9 +222,9 @@ def _remove_orphans(directory: Path) -> None:
 
 
 def _is_orphan(path: Path) -> bool:
-    """Whether it holds the packed weights of a checkpoint that is gone."""
+    """Whether the file holds the packed weights of a checkpoint that no longer exists."""
     try:
         with safe_open(str(path), framework="pt") as file:
             return not Path((file.metadata() or {})["source"]).exists()
-    except (OSError, SafetensorError, KeyError):  # broken, or not ours to look at
+    except (OSError, SafetensorError, KeyError):  # damaged, or no permission to read it
         return False

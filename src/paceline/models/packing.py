@@ -1,7 +1,7 @@
-"""A decoder's weights packed into one piece of memory, in the order in which the kernels read them.
+"""Packing of a decoder's weights into one block of memory, in the order in which the kernels read them.
 
-One walk over the weights serves three times: to know how much memory they take, to pack them, and to find them again in
-memory that was packed before and kept on disk (``packed_file``). Where a weight lies follows from the shapes alone.
+One walk over the weights has three uses: to compute the memory size, to pack the weights, and to locate them in memory
+that was packed before and cached on disk (``packed_file``). The offset of each weight follows from the shapes alone.
 """
 
 from __future__ import annotations
@@ -18,24 +18,26 @@ from paceline.kernels import abi, native, pack, twin
 from paceline.kernels.pack import Format
 from paceline.kernels.spec import FusionWeights, LayerWeights, LinearWeights, NativeSpec
 
-Contents: TypeAlias = Callable[[Tensor], None]
-"""Writes what was packed before into memory of its size, uint8."""
+ReadPacked: TypeAlias = Callable[[Tensor], None]
+"""Fills memory, uint8 [packed_size], with weights that were packed before."""
 
 _LINE = 64  # bytes: every weight begins on a cache line
-_WITHOUT_END = 1 << 62  # bytes
+_UNBOUNDED = 1 << 62  # bytes of a meta tensor that is larger than any model
 
 
 def packed_size(spec: NativeSpec, layers: Format, head: Format) -> int:
-    """Bytes that all weights take once packed, each counted once (tied ones too). spec: shapes suffice."""
-    places = _Places(torch.empty(_WITHOUT_END, dtype=torch.uint8, device="meta"), fill=False)
-    places.of_model(spec, layers, head)
-    return places.used
+    """Return the bytes of all weights once packed; tied weights are counted once. spec: meta tensors suffice."""
+    packer = _Packer(torch.empty(_UNBOUNDED, dtype=torch.uint8, device="meta"), fill=False)
+    packer.pack_model(spec, layers, head)
+    return packer.used
 
 
 class PackedDecoder:
-    """The library's decoder on packed weights. memory: all of them, uint8.
+    """The kernel library's decoder on packed weights. memory: the packed weights, uint8 [packed_size].
 
-    contents: writes the packed weights, and of the spec's tensors only the shapes matter; None: they are packed now.
+    formats: formats of the layers and of the head.
+    read_packed: fills the memory with weights that were packed before; the spec's tensors then only give the shapes.
+        None: the spec's tensors are packed now.
     """
 
     def __init__(
@@ -44,27 +46,27 @@ class PackedDecoder:
         formats: tuple[Format, Format],
         kernels: native.Kernels,
         threads: int,
-        contents: Contents | None = None,
+        read_packed: ReadPacked | None = None,
     ) -> None:
         size = packed_size(spec, *formats)
         arena = native.Arena(kernels.library, size)
         self.memory = arena.take(size)
-        if contents is not None:
-            contents(self.memory)
-        model = _Places(self.memory, fill=contents is None).of_model(spec, *formats)
+        if read_packed is not None:
+            read_packed(self.memory)
+        model = _Packer(self.memory, fill=read_packed is None).pack_model(spec, *formats)
         tables = twin.rotary_table(spec)
         model.cosine, model.sine = (table.data_ptr() for table in tables)
         self.decoder = native.NativeDecoder(kernels, model, (arena, tables), threads)
 
 
-class _Places:
-    """Walks over the weights, gives each its place in ``memory`` and packs it there if ``fill``."""
+class _Packer:
+    """Walks over the weights and gives each one its offset in ``memory``; packs it there if ``fill``."""
 
     def __init__(self, memory: Tensor, *, fill: bool) -> None:
         self._memory, self._fill, self.used = memory, fill, 0
 
-    def of_model(self, spec: NativeSpec, to: Format, head_to: Format) -> abi.CModel:
-        """The whole decoder, but for its rotary tables."""
+    def pack_model(self, spec: NativeSpec, to: Format, head_to: Format) -> abi.CModel:
+        """Return the C description of the whole decoder, without its rotary tables."""
         layers = [self._layer(layer, to) for layer in spec.layers]
         fusion = None if spec.fusion is None else pointer(self._fusion(spec.fusion, to))
         return abi.CModel(
@@ -116,12 +118,12 @@ class _Places:
         )
 
     def _interleaved(self, gate_up: LinearWeights) -> LinearWeights:
-        weight = pack.interleave_gate_up(self._needed(gate_up.weight))
-        bias = None if gate_up.bias is None else pack.interleave_gate_up(self._needed(gate_up.bias))
+        weight = pack.interleave_gate_up(self._maybe_meta(gate_up.weight))
+        bias = None if gate_up.bias is None else pack.interleave_gate_up(self._maybe_meta(gate_up.bias))
         return LinearWeights(weight, bias)
 
-    def _needed(self, values: Tensor) -> Tensor:
-        """The tensor, or its mere shape where no numbers are needed."""
+    def _maybe_meta(self, values: Tensor) -> Tensor:
+        """Return the tensor, or a meta tensor of its shape if nothing is packed."""
         return values if self._fill else values.to("meta")
 
     def _linear(self, linear: LinearWeights, to: Format) -> abi.CLinear:
@@ -132,13 +134,13 @@ class _Places:
         return abi.CLinear.of(packed)
 
     def _vector(self, values: Tensor, dtype: torch.dtype = torch.float32) -> int:
-        place = self._take(values.numel() * dtype.itemsize).view(dtype)
+        memory = self._take(values.numel() * dtype.itemsize).view(dtype)
         if self._fill:
-            place.copy_(values.flatten())
-        return place.data_ptr()
+            memory.copy_(values.flatten())
+        return memory.data_ptr()
 
     def _padded(self, values: Tensor) -> Tensor:
-        return pad(self._needed(values), (0, -values.shape[-1] % pack.INPUT_MULTIPLE))
+        return pad(self._maybe_meta(values), (0, -values.shape[-1] % pack.INPUT_MULTIPLE))
 
     def _take(self, nbytes: int) -> Tensor:
         start = pack.round_up(self.used, _LINE)

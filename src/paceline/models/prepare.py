@@ -1,4 +1,4 @@
-"""How a loaded model will run: on the CPU's own kernels where they can, else through torch, or Triton's products."""
+"""Choice of how a loaded model runs: on the native CPU kernels if possible, else through torch or Triton."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 def prepare(
     model: Model, attention: AttentionName, quantization: QuantizationName | None, deterministic: bool = False
 ) -> AnyModel:
-    """Pack the model for the native kernels if ``attention`` allows it and they can run it.
+    """Pack the model for the native kernels if ``attention`` allows it and they support it.
 
-    On CUDA, weights in 8 bits and ``deterministic`` products are Triton's; they take the place of the model's own.
-    Raises ParameterError if native kernels, a quantization or determinism were asked for and are not possible.
+    On CUDA, 8-bit weights and ``deterministic`` use Triton's matrix products: the model's linear layers are replaced.
+    Raises ParameterError if native kernels, a quantization or determinism were requested and are not possible.
     """
     if model.device.type == "cuda" and (quantization is not None or deterministic):
         return _with_triton(model, quantization, deterministic)
@@ -50,7 +50,7 @@ def prepare(
 
 
 def _with_triton(model: Model, quantization: QuantizationName | None, deterministic: bool) -> Transformer:
-    """The model with its weights in 8 bits, or as they are, multiplied by Triton's kernels."""
+    """Replace the model's linear layers by Triton's, with 8-bit weights or the model's own."""
     field, value = ("quantization", quantization) if quantization is not None else ("deterministic", deterministic)
     require_triton(model.device, field, value)
     if not isinstance(model, Transformer):
@@ -58,13 +58,15 @@ def _with_triton(model: Model, quantization: QuantizationName | None, determinis
     if quantization == "int4":
         raise ParameterError(field, value, "'int8' or 'fp8' on CUDA devices")
     if quantization == "fp8" and not has_fp8(model.device):
-        raise ParameterError(field, value, f"'int8': {model.device} has no float8, which came with Ada and Hopper")
+        raise ParameterError(
+            field, value, f"'int8': {model.device} has no float8; it needs an Ada, Hopper or later GPU"
+        )
     from paceline.kernels.gpu.linear import Linears
 
     to: Format = "same" if quantization is None else quantization
     linears = Linears(to, deterministic=deterministic)
     model.replace_linears(linears)
-    if model.device.type == "cuda" and not deterministic:  # whose tiles are the same on every machine
+    if model.device.type == "cuda" and not deterministic:  # deterministic products use the same tiles on every machine
         _tune(model, linears)
     if quantization is not None:
         model.precision = f"{quantization} weights, {model.precision}"
@@ -72,7 +74,7 @@ def _with_triton(model: Model, quantization: QuantizationName | None, determinis
 
 
 def _tune(model: Transformer, linears: Linears) -> None:
-    """Choose the products' tiles."""
+    """Choose the tiles of the matrix products."""
     from paceline.kernels.gpu.linear import SmallRowLinear
     from paceline.models.kept_tiles import tune
 
@@ -80,22 +82,22 @@ def _tune(model: Transformer, linears: Linears) -> None:
 
 
 def _obstacle(model: AnyModel, quantization: QuantizationName | None) -> str | None:
-    """Why the native kernels cannot take the model; None if nothing is known against it."""
+    """Return why the native kernels cannot run the model; None if no reason is known."""
     if isinstance(model, SharedModel):
-        return "the native kernels run whole models, and ranks share this one"
+        return "the native kernels run whole models, and this one is split over ranks"
     if model.device.type != "cpu":
         return f"the native kernels run on the CPU, the model is on {model.device}"
     if not isinstance(model, Transformer):
         return f"{model.name} is not of a native family"
     if quantization == "fp8":
-        return "fp8 weights need a CUDA device; on a CPU take 'int8' or 'int4'"
+        return "fp8 weights need a CUDA device; on a CPU use 'int8' or 'int4'"
     if quantization is None and model.dtype != torch.bfloat16:
         return "the native kernels run bfloat16 or quantized weights; set dtype='bfloat16'"
     return None
 
 
 def why_not_native(model: AnyModel, attention: AttentionName) -> str | None:
-    """For the start line: why ``attention="auto"`` did not choose the native kernels; None if it did."""
+    """Return why ``attention="auto"`` did not choose the native kernels, for the start line; None if it did."""
     if attention != "auto" or isinstance(model, NativeModel):
         return None
     obstacle = _obstacle(model, None)

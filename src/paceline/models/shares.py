@@ -1,7 +1,8 @@
-"""Which part of a model each of several ranks keeps: attention by heads, the MLP by columns, the head by tokens.
+"""Tensor parallelism: the shard of a model that each rank keeps.
 
-It is Megatron's cut (Shoeybi et al., 1909.08053, section 3): what comes in is whole on every rank, what an attention or
-an MLP gives is a part of a sum. Embedding, positions and norms are whole everywhere.
+Attention is split by heads, the MLP by columns, the output head by tokens, as in Megatron-LM (Shoeybi et al.,
+arXiv 1909.08053, section 3). The inputs of attention and MLP are replicated; their outputs are partial sums. Embedding,
+positions and norms are replicated.
 """
 
 from __future__ import annotations
@@ -17,31 +18,34 @@ from paceline.errors import ParameterError
 from paceline.models.config import ModelConfig
 from paceline.models.weights import Placement, Slot, StoredTensor
 
-_UNIT = 64  # numbers that a matrix product likes to have together
+_UNIT = 64  # columns: matrix products are faster with widths that are multiples of it
 
 
 @dataclass(frozen=True)
-class Share:
-    """The part of rank ``rank`` of ``ranks``."""
+class ModelShard:
+    """The shard of rank ``rank`` of ``ranks``."""
 
     rank: int
     ranks: int
 
-    def all(self) -> list[Share]:
-        """Those of all ranks."""
-        return [Share(rank, self.ranks) for rank in range(self.ranks)]
+    def all(self) -> list[ModelShard]:
+        """Return the shards of all ranks."""
+        return [ModelShard(rank, self.ranks) for rank in range(self.ranks)]
 
     def of(self, size: int) -> range:
-        """Its stretch of ``size`` things, none empty where there are enough; cut at multiples of 64 if that works."""
+        """Return this rank's range of ``size`` columns or tokens.
+
+        The ranges begin at multiples of 64 if that leaves no rank empty. None is empty if ``size`` >= ``ranks``.
+        """
         unit = math.gcd(size, _UNIT)
         unit = unit if size // unit >= self.ranks else 1
         return range(*(size // unit * edge // self.ranks * unit for edge in (self.rank, self.rank + 1)))
 
     def heads(self, config: ModelConfig) -> tuple[range, range]:
-        """Its query heads and the key/value heads that these read, all of one group or whole groups.
+        """Return this rank's query heads, and the key/value heads that they read.
 
-        Groups that do not divide among the ranks are dealt unevenly. Where there are fewer groups than ranks, ranks
-        share a group: each keeps its key/value head and some of its query heads.
+        Groups that the ranks do not divide are distributed unevenly. If there are fewer groups than ranks, several
+        ranks share a group: each of them keeps its key/value head and some of its query heads.
         """
         groups, queries = config.kv_heads, config.heads // config.kv_heads
         if groups >= self.ranks:
@@ -49,15 +53,18 @@ class Share:
             return range(own.start * queries, own.stop * queries), own
         group = groups * self.rank // self.ranks
         sharing = [rank for rank in range(self.ranks) if groups * rank // self.ranks == group]
-        place = sharing.index(self.rank)
-        edges = (group * queries + queries * edge // len(sharing) for edge in (place, place + 1))
+        index = sharing.index(self.rank)
+        edges = (group * queries + queries * edge // len(sharing) for edge in (index, index + 1))
         return range(*edges), range(group, group + 1)
 
     def local(self, config: ModelConfig) -> ModelConfig:
-        """What its layers look like; the embedding and the head are the whole model's. Raises ParameterError."""
+        """Return the configuration of this rank's layers; vocab_size stays that of the whole model.
+
+        Raises ParameterError if there are more ranks than heads, MLP columns or tokens.
+        """
         narrowest = min(config.heads, config.mlp_width, config.vocab_size)
         if self.ranks > narrowest:
-            allowed = f"at most {narrowest}: a rank needs a head, a column of the MLP and a token of its own"
+            allowed = f"at most {narrowest}: each rank needs at least one head, one column of the MLP and one token"
             raise ParameterError("tensor_parallel", self.ranks, allowed)
         queries, groups = self.heads(config)
         mlp_width = len(self.of(config.mlp_width))
@@ -66,7 +73,7 @@ class Share:
 
 @dataclass(frozen=True)
 class CutTensor:
-    """Some lines of a stored tensor. dim: 0 rows, 1 columns, as it is stored."""
+    """Some rows (dim 0) or columns (dim 1) of a stored tensor."""
 
     stored: StoredTensor
     dim: int
@@ -81,15 +88,15 @@ class CutTensor:
     def unpack_into(self, destination: Tensor) -> None:
         whole = torch.empty(self.stored.shape, dtype=destination.dtype)
         self.stored.unpack_into(whole)
-        destination.copy_(torch.cat([whole.narrow(self.dim, each.start, len(each)) for each in self.lines], self.dim))
+        destination.copy_(torch.cat([whole.narrow(self.dim, part.start, len(part)) for part in self.lines], self.dim))
 
 
-def cut(placements: Sequence[Placement], config: ModelConfig, share: Share) -> list[Placement]:
-    """Of a whole model's tensors what a rank keeps; the biases of partial sums are rank 0's."""
+def cut(placements: Sequence[Placement], config: ModelConfig, share: ModelShard) -> list[Placement]:
+    """Return a rank's parts of a whole model's tensors. Biases of partial sums are kept by rank 0 alone."""
     return [piece for placement in placements for piece in _cut(placement, config, share)]
 
 
-def _cut(placement: Placement, config: ModelConfig, share: Share) -> Iterator[Placement]:
+def _cut(placement: Placement, config: ModelConfig, share: ModelShard) -> Iterator[Placement]:
     part, suffix = placement.slot.target.rsplit(".", 2)[-2:]
     columns, rows = _columns(part, config, share), _rows(part, config, share)
     if columns is not None and suffix == "weight":
@@ -102,15 +109,15 @@ def _cut(placement: Placement, config: ModelConfig, share: Share) -> Iterator[Pl
         yield placement
 
 
-def _columns(part: str, config: ModelConfig, share: Share) -> range | None:
-    """What comes into a matrix whose products are added up over the ranks."""
+def _columns(part: str, config: ModelConfig, share: ModelShard) -> range | None:
+    """Return the input columns of a matrix whose outputs are summed over the ranks; None for other matrices."""
     if part == "o":
         return _wide(share.heads(config)[0], config.head_dim)
     return share.of(config.mlp_width) if part == "down" else None
 
 
-def _rows(part: str, config: ModelConfig, share: Share) -> list[range] | None:
-    """Of a fused matrix, part by part."""
+def _rows(part: str, config: ModelConfig, share: ModelShard) -> list[range] | None:
+    """Return the output rows of a matrix that is split by outputs, part by part; None for other matrices."""
     queries, groups = (_wide(heads, config.head_dim) for heads in share.heads(config))
     inner = share.of(config.mlp_width)
     kept = {
@@ -129,12 +136,12 @@ def _by_columns(placement: Placement, columns: range) -> Placement:
 
 
 def _by_rows(placement: Placement, rows: Sequence[range]) -> Placement:
-    """rows: of the target, of which the tensor may be a stretch."""
+    """Keep ``rows``, numbered in the fused target matrix. The stored tensor may be only a part of that."""
     slot = placement.slot
     own = range(slot.first, slot.first + slot.shape[0])
-    kept = [range(max(each.start, own.start), min(each.stop, own.stop)) for each in rows]
-    inside = tuple(_moved(each, -slot.first) for each in kept if len(each) > 0)
-    before = sum(len(range(each.start, min(each.stop, own.start))) for each in rows)
+    kept = [range(max(part.start, own.start), min(part.stop, own.stop)) for part in rows]
+    inside = tuple(_moved(part, -slot.first) for part in kept if len(part) > 0)
+    before = sum(len(range(part.start, min(part.stop, own.start))) for part in rows)
     dim = 1 if placement.transposed else 0
     target = Slot(slot.target, (_count(inside), *slot.shape[1:]), before, _count(rows))
     return replace(placement, slot=target, stored=CutTensor(placement.stored, dim, inside))

@@ -1,8 +1,8 @@
-"""Renders one chat template in a process of its own, within limits: chat_template.py starts it.
+"""Subprocess that renders one chat template within limits; started by chat_template.py.
 
-A line of JSON says template and limits; then every line is the variables of a conversation, and is answered by a line
-with its text or an error. It needs jinja2 and nothing of paceline or transformers, so it starts in a tenth of a second.
-What templates find here is what transformers gives them; a test compares the two.
+The first input line is JSON with the template and the limits. Each further line has the variables of one conversation,
+and is answered by one line with its text or an error. Only jinja2 is imported, so the process starts in 0.1 s.
+Templates get the same functions as in transformers; a test compares the two.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jinja2.utils import Namespace
 
 
 class _Generation(Extension):
-    """{% generation %} marks what the model wrote, for training; here it is text like any other."""
+    """{% generation %} marks the model's own text for training; here it has no effect."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja's own attribute)
 
@@ -41,7 +41,7 @@ class _Generation(Extension):
 
 
 class _Dict:
-    """``dict`` without what a class would lend."""
+    """The template's ``dict``: a function, so that templates cannot reach the attributes of the class."""
 
     def __call__(self, *args: Any, **fields: Any) -> dict[Any, Any]:
         return dict(*args, **fields)
@@ -51,11 +51,11 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """A namespace whose names begin with a letter."""
+    """A jinja namespace that refuses names beginning with an underscore."""
 
     def __init__(*args: Any, **fields: Any) -> None:
-        self, given = args[0], dict(*args[1:], **fields)
-        Namespace.__init__(self, {_checked(name): value for name, value in given.items()})
+        self, names = args[0], dict(*args[1:], **fields)
+        Namespace.__init__(self, {_checked(name): value for name, value in names.items()})
 
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(_checked(name), value)
@@ -82,7 +82,7 @@ def _to_json(
 
 
 def compiled(template: str) -> jinja2.Template:
-    """With all that templates for transformers may use."""
+    """Compile a template with the filters, functions and extensions that transformers provides."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
@@ -92,55 +92,56 @@ def compiled(template: str) -> jinja2.Template:
 
 
 def _text(template: jinja2.Template, variables: dict[str, Any], characters: int) -> str:
-    """Raises ValueError where it grows beyond ``characters``."""
+    """Render the template. Raises ValueError if the text is longer than ``characters``."""
     pieces, size = [], 0
     for piece in template.generate(**variables):
         pieces.append(piece)
         size += len(piece)
         if size > characters:
-            raise ValueError(f"it makes more than {characters} characters of them")
+            raise ValueError(f"its text has more than {characters} characters")
     return "".join(pieces)
 
 
-def _limit(what: int, amount: int) -> None:
-    """As far as whoever started us allows."""
-    _, most = resource.getrlimit(what)
-    amount = amount if most == resource.RLIM_INFINITY else min(amount, most)
-    resource.setrlimit(what, (amount, most))
+def _limit(kind: int, amount: int) -> None:
+    """Set a soft limit, at most the hard limit of this process."""
+    _, hard = resource.getrlimit(kind)
+    amount = amount if hard == resource.RLIM_INFINITY else min(amount, hard)
+    resource.setrlimit(kind, (amount, hard))
 
 
-def _limit_memory(more: int) -> None:
+def _limit_memory(additional_bytes: int) -> None:
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    _limit(resource.RLIMIT_AS, used + more)
+    _limit(resource.RLIMIT_AS, used + additional_bytes)
     _limit(resource.RLIMIT_CORE, 0)
 
 
 def _limit_time(seconds: int) -> None:
-    """Of the processor, from now on; the kernel ends what takes more."""
+    """Limit the CPU time from now on; the kernel kills the process when it is used up."""
     _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + seconds)
 
 
-def _answer(settings: dict[str, Any], line: str, made: list[jinja2.Template]) -> dict[str, str]:
+def _reply(settings: dict[str, Any], line: str, templates: list[jinja2.Template]) -> dict[str, str]:
+    """Render one conversation. templates: the compiled template, empty before the first conversation."""
     try:
-        if not made:
-            made.append(compiled(settings["template"]))
-        return {"text": _text(made[0], json.loads(line), settings["characters"])}
+        if not templates:
+            templates.append(compiled(settings["template"]))
+        return {"text": _text(templates[0], json.loads(line), settings["characters"])}
     except MemoryError:
         return {"error": f"it needs more than {settings['memory'] >> 20} MiB"}
     except RecursionError:
-        return {"error": "it is nested without end"}
-    except Exception as error:  # noqa: BLE001  (a template may raise whatever it likes)
+        return {"error": "it is nested too deeply"}
+    except Exception as error:  # noqa: BLE001  (a template may raise any exception)
         return {"error": f"{error}"[:1000] or type(error).__name__}
 
 
 def main() -> None:
-    """Answer until nobody asks."""
+    """Serve conversations until the input ends."""
     settings = json.loads(sys.stdin.readline())
     _limit_memory(settings["memory"])
-    made: list[jinja2.Template] = []
+    templates: list[jinja2.Template] = []
     for line in sys.stdin:
         _limit_time(settings["seconds"])
-        sys.stdout.write(json.dumps(_answer(settings, line, made)) + "\n")
+        sys.stdout.write(json.dumps(_reply(settings, line, templates)) + "\n")
         sys.stdout.flush()
 
 

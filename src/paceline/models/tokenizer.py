@@ -1,4 +1,4 @@
-"""Text to tokens and back: chat templates, text that can be shown while it grows, stop strings."""
+"""Tokenizers: encoding, chat templates, incremental decoding, stop strings."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ from paceline.models.json_files import read_configuration
 class Tokenizer:
     """A model's tokenizer.
 
-    name: for messages. eos_token_ids: the tokens that end a text, as far as the tokenizer knows them.
-    vocab_size: the tokens it knows; a model's logits may be padded beyond.
+    name: name for messages.
+    eos_token_ids: tokens that end a text, as far as the tokenizer's files name them.
+    vocab_size: number of tokens; the logits of the model may be padded to a larger size.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str, eos_token_ids: tuple[int, ...]) -> None:
@@ -40,14 +41,14 @@ class Tokenizer:
         self.vocab_size = len(tokenizer)
         added = tokenizer.added_tokens_decoder.items()
         self._special = {index for index, token in added if token.special} | set(tokenizer.all_special_ids)
-        # Tables that grow by the tokens that are asked for.
+        # Memoised per token id.
         self.bytes_in_text, self.bytes_spelled = cache(self._bytes_in_text), cache(self._bytes_spelled)
 
     @classmethod
     def load(cls, source: str | os.PathLike[str] | PreTrainedTokenizerBase) -> Tokenizer:
-        """From a directory, a .gguf file, an embedded or hub name, or a loaded tokenizer.
+        """Load the tokenizer of a directory, a .gguf file or a model name, or wrap a loaded one.
 
-        Raises ModelNotFoundError, or ModelFormatError if there is no tokenizer in it that can be used.
+        Raises ModelNotFoundError, or ModelFormatError if there is no usable tokenizer.
         """
         if isinstance(source, PreTrainedTokenizerBase):
             return cls(source, source.name_or_path or type(source).__name__, _own_eos(source))
@@ -60,39 +61,41 @@ class Tokenizer:
             return cls(loaded, str(source), _own_eos(loaded))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids, with the special tokens that the model wants around a text (BOS) unless told otherwise.
+        """Return the token ids of a text.
 
-        Raises ParameterError for half a character (a lone surrogate).
+        add_special_tokens: whether to add the special tokens that the model expects around a text (BOS).
+        Raises ParameterError for a lone surrogate.
         """
         check_text("prompt", text)
         return list(self.huggingface(text, verbose=False, add_special_tokens=add_special_tokens)["input_ids"])
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens, special tokens left out."""
+        """Return the text of tokens without special tokens."""
         return str(self.huggingface.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def spell(self, ids: Sequence[int]) -> str:
-        """The text of tokens, special tokens by their names."""
+        """Return the text of tokens; special tokens appear by their names."""
         return str(self.huggingface.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def chat(self, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any] | None = None) -> list[int]:
-        """A conversation through the model's chat template, ready for the answer unless ``fields`` say otherwise.
+        """Return the token ids of a conversation, rendered by the chat template with the generation prompt.
 
-        fields: what the template may name besides the messages. A control token that a message spells out is text; the
-        template's own are control, as those that ``fields`` spell are.
-        Raises RequestError, and ParameterError for half a character (a lone surrogate).
+        A control token that a message spells out is encoded as text. Those of the template and of ``fields`` are
+        encoded as control tokens.
+        fields: further template variables; see ``ChatTemplate.render``.
+        Raises RequestError if the messages cannot be rendered, ParameterError for a lone surrogate.
         """
         if not self.huggingface.chat_template:
             raise RequestError(f"{self.name} has no chat template; give plain prompts instead of messages")
         checked = [dict(check_message(message)) for message in messages]
         if not checked:
-            raise RequestError("a conversation has at least one message")
+            raise RequestError("a conversation must have at least one message")
         if not self._control_tokens.are_spelled_in(checked):
             return self.encode(self.render(checked, fields), add_special_tokens=False)
         return self._control_tokens.encode(checked, lambda hidden: self.render(hidden, fields))
 
     def render(self, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any] | None = None) -> str:
-        """The conversation as text, as ``chat`` reads it. Raises RequestError."""
+        """Return the conversation as the text that ``chat`` encodes. Raises RequestError."""
         try:
             return self._chat_template.render(messages, fields)
         except RequestError as error:
@@ -102,7 +105,7 @@ class Tokenizer:
     def _chat_template(self) -> ChatTemplate:
         try:
             template = self.huggingface.get_chat_template()
-        except ValueError as error:  # several, and none of them the usual one
+        except ValueError as error:  # several templates without a default one
             raise RequestError(brief(error)) from error
         return ChatTemplate(template, self.huggingface.special_tokens_map)
 
@@ -113,11 +116,11 @@ class Tokenizer:
         return ControlTokens(self.huggingface.backend_tokenizer if fast else None, spellings)
 
     def token_text(self, token_id: int) -> str:
-        """One token as text, special tokens by their name; bytes that are no whole character show as U+FFFD."""
+        """Return one token as text; incomplete characters become U+FFFD. Special tokens appear by their names."""
         return self.spell([token_id])
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for; special tokens by their name, unknown ids none."""
+        """Return the bytes of a token: the name of a special token, no bytes for an unknown id."""
         spelling = self.spelling(token_id)
         if spelling is None:
             return b""
@@ -128,34 +131,34 @@ class Tokenizer:
         return self.token_text(token_id).encode()
 
     def _bytes_in_text(self, token_id: int) -> bytes:
-        """Bytes that a token of a byte-level vocabulary adds to a text: none for special tokens and unknown ids."""
+        """Return the bytes that a byte-level token adds to a text; none for special tokens and unknown ids."""
         return b"" if self.is_special(token_id) else self.bytes_spelled(token_id)
 
     def _bytes_spelled(self, token_id: int) -> bytes:
-        """The same, with special tokens as they are spelled."""
+        """Return the bytes of a byte-level token, for a special token those of its name; none for unknown ids."""
         spelling = self.spelling(token_id)
         if spelling is None:
             return b""
         try:
             return spelling.translate(_BYTE_OF_LETTER).encode("latin-1")
-        except UnicodeEncodeError:  # an added token with other letters is text as it stands
+        except UnicodeEncodeError:  # an added token that is spelled as plain text
             return spelling.encode()
 
     def tokens(self) -> list[str | None]:
-        """The whole vocabulary as the tokenizer spells it; None where an id has no token."""
+        """Return the spelling of every token of the vocabulary; None for ids without a token."""
         return list(self.huggingface.convert_ids_to_tokens(list(range(self.vocab_size))))
 
     def is_special(self, token_id: int) -> bool:
-        """Whether the token is left out of the text."""
+        """Whether the token is special, so that ``decode`` leaves it out."""
         return token_id in self._special
 
     def is_byte_level(self) -> bool:
-        """Whether every token stands for bytes of its own, so that a text is its tokens' bytes one after the other."""
+        """Whether the text of tokens is the concatenation of their bytes."""
         fast = isinstance(self.huggingface, PreTrainedTokenizerFast)
         return fast and isinstance(self.huggingface.backend_tokenizer.decoder, decoders.ByteLevel)
 
     def spelling(self, token_id: int) -> str | None:
-        """A token as the tokenizer spells it; None if there is no such token."""
+        """Return a token as the vocabulary spells it; None if there is no such token."""
         return self.huggingface.convert_ids_to_tokens(token_id)  # type: ignore[no-any-return]
 
 
@@ -164,29 +167,32 @@ def _own_eos(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 
 def _from_directory(path: Path) -> PreTrainedTokenizerBase:
-    if (path / "config.json").is_file():  # it names the tokenizer's class
+    if (path / "config.json").is_file():  # AutoTokenizer reads it to choose the class
         read_configuration(path / "config.json")
-    with reading(path, "has no tokenizer that can be used"):
+    with reading(path, "has no usable tokenizer"):
         found = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         _check_vocabulary_file(found, path)
-        found.decode(found("a text")["input_ids"])  # settings of a wrong kind show when they are needed
+        found.decode(found("a text")["input_ids"])  # settings of a wrong type raise only when they are used
     return found
 
 
 def _check_vocabulary_file(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
-    """Where there is none, transformers may make a tokenizer that knows its special tokens and no text."""
+    """Raise ModelFormatError if there is no vocabulary file.
+
+    Without one, transformers may return a tokenizer that has only special tokens.
+    """
     files = sorted({*tokenizer.vocab_files_names.values(), *_VOCABULARIES})
     if tokenizer.vocab_files_names and not any((path / file).is_file() for file in files):
-        raise ModelFormatError(f"{path} has no tokenizer that can be used: none of {', '.join(files)} is there")
+        raise ModelFormatError(f"{path} has no usable tokenizer: none of {', '.join(files)} is there")
 
 
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "tekken.json", "tiktoken.model")
 
 
 def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
-    """Raise VocabularyMismatchError unless both give every id that both know the same token.
+    """Raise VocabularyMismatchError unless every id that both vocabularies have is the same token.
 
-    One may know more ids than the other (padding to a round size): those are never proposed or never accepted.
+    One vocabulary may have more ids than the other (padding). Those are never proposed, or never accepted.
     """
     pairs = zip(target.tokens(), draft.tokens(), strict=False)
     for index, (ours, theirs) in enumerate(pairs):
@@ -197,83 +203,87 @@ def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
             )
 
 
-# Text that grows
+# Incremental decoding
 
 
 class TokenDecoder(Protocol):
-    """Turns tokens into text piece by piece; all pieces together are the decoded whole."""
+    """Decodes tokens incrementally. The concatenation of all returned texts is the decoded whole."""
 
-    def push(self, token_id: int) -> str: ...
+    def push(self, token_id: int) -> str:
+        """Take one more token; return the text that is complete now."""
+        ...
 
-    def finish(self) -> str: ...
+    def finish(self) -> str:
+        """Return the text that was held back."""
+        ...
 
 
 class ByteDecoder:
-    """For byte-level vocabularies: exact, whatever the bytes are."""
+    """Incremental decoder for byte-level vocabularies, exact for any bytes."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
         self._bytes_of = tokenizer.bytes_in_text if skip_special else tokenizer.bytes_spelled
-        self._held = b""
+        self._pending = b""  # the beginning of a character
 
     def push(self, token_id: int) -> str:
-        whole = self._held + self._bytes_of(token_id)
-        text, decoded = codecs.utf_8_decode(whole, "replace")
-        self._held = whole[decoded:]
+        encoded = self._pending + self._bytes_of(token_id)
+        text, decoded = codecs.utf_8_decode(encoded, "replace")
+        self._pending = encoded[decoded:]
         return text
 
     def finish(self) -> str:
-        rest, self._held = self._held, b""
-        return rest.decode(errors="replace")
+        pending, self._pending = self._pending, b""
+        return pending.decode(errors="replace")
 
 
 class WindowDecoder:
-    """For all others (SentencePiece): decodes the tokens since the last released one, that one as context.
+    """Incremental decoder for other vocabularies (SentencePiece).
 
-    A run of byte tokens (<0xE2>) is held back until it ends: only as a whole does it mean something.
+    Decodes the tokens that were not released yet, with the last released one as context. A run of byte tokens (<0xE2>)
+    is held back until it ends, because single bytes may be parts of a character.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
         self._tokenizer, self._skip_special = tokenizer, skip_special
         self._decode = tokenizer.decode if skip_special else tokenizer.spell
         self._context: list[int] = []
-        self._held: list[int] = []
+        self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:
         if self._skip_special and self._tokenizer.is_special(token_id):
             return ""
-        self._held.append(token_id)
+        self._pending.append(token_id)
         if _BYTE_TOKEN.fullmatch(self._tokenizer.spelling(token_id) or ""):
             return ""
         return self.finish()
 
     def finish(self) -> str:
-        if not self._held:
+        if not self._pending:
             return ""
         before = self._decode(self._context)
-        text = self._decode([*self._context, *self._held])
-        self._context, self._held = self._held[-1:], []
+        text = self._decode([*self._context, *self._pending])
+        self._context, self._pending = self._pending[-1:], []
         return text[len(before) :]
 
 
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
-# GPT-2's spelling of bytes: printable ones as themselves, the others as the letters from U+0100 on. Where these others
-# stand for themselves, they spell no byte: such a letter becomes one that has no place in a byte.
+# GPT-2's spelling of bytes: printable bytes are spelled as themselves, the others as letters from U+0100 on. Characters
+# with the code of an unprintable byte spell no byte, so they are mapped to U+0100, which latin-1 cannot encode.
 _UNPRINTABLE = [*range(0x21), *range(0x7F, 0xA1), 0xAD]
 _BYTE_OF_LETTER = dict.fromkeys(_UNPRINTABLE, 0x100) | {0x100 + n: byte for n, byte in enumerate(_UNPRINTABLE)}
 
 
 class Detokenizer:
-    """The text of one growing answer, and the stop string that ends it.
+    """Incremental decoder of one answer that also finds stop strings. The cost per token is constant.
 
-    stop: strings that end the text; the one whose end comes first counts (of two, the longer). The text is cut before
-        it, or after it if ``include_stop``.
-    min_tokens: stop strings are looked for only in the text of later tokens. skip_special: whether special tokens are
-        left out.
+    stop: strings that end the text. The one that ends first counts; of two with the same end, the longer one.
+    include_stop: whether the text ends after the stop string instead of before it.
+    min_tokens: number of first tokens whose text is not searched for stop strings.
+    skip_special: whether special tokens are left out.
 
-    text: what has been released. stopped: the stop string that was found; nothing is released after it.
-    Costs the same for every token, however long the text is.
+    text: the text released so far. stopped: the stop string that was found; no text is released after it.
     """
 
     def __init__(
@@ -286,28 +296,31 @@ class Detokenizer:
     ) -> None:
         kind = ByteDecoder if tokenizer.is_byte_level() else WindowDecoder
         self._decoder: TokenDecoder = kind(tokenizer, skip_special)
-        self._stop, self._include_stop, self._deaf = stop, include_stop, min_tokens
-        self._pending = ""  # decoded, but perhaps the beginning of a stop string
+        self._stop, self._include_stop, self._unsearched_tokens = stop, include_stop, min_tokens
+        self._pending = ""  # decoded text that may be the beginning of a stop string
         self.text = ""
         self.stopped: str | None = None
 
     def push(self, token_id: int) -> str:
-        """Take one more token; returns the text that may be shown now, "" while a character or stop string is open."""
+        """Take one more token; return the text that is released by it.
+
+        The text is empty while a character or a stop string may be incomplete.
+        """
         if self.stopped is not None:
             return ""
         fresh = self._decoder.push(token_id)
-        if self._deaf > 0:
-            self._deaf -= 1
+        if self._unsearched_tokens > 0:
+            self._unsearched_tokens -= 1
             return self._release(fresh)
         return self._scan(fresh)
 
     def finish(self) -> str:
-        """The answer is over: returns what was held back."""
+        """End the answer; return the text that was held back."""
         if self.stopped is not None:
             return ""
-        shown = self._scan(self._decoder.finish())
-        rest, self._pending = self._pending, ""
-        return shown + self._release(rest)
+        released = self._scan(self._decoder.finish())
+        pending, self._pending = self._pending, ""
+        return released + self._release(pending)
 
     def _release(self, text: str) -> str:
         self.text += text
@@ -322,21 +335,20 @@ class Detokenizer:
             start, self.stopped = found
             self._pending = ""
             return self._release(text[: start + len(self.stopped) * self._include_stop])
-        keep = _open_stop(text, self._stop)
-        cut = len(text) - keep
-        self._pending = text[cut:]
-        return self._release(text[:cut])
+        end = len(text) - _open_stop(text, self._stop)
+        self._pending = text[end:]
+        return self._release(text[:end])
 
 
 def _first_stop(text: str, stops: tuple[str, ...]) -> tuple[int, str] | None:
-    """Where the stop string begins whose end comes first; of two that end together the longer one."""
+    """Return (start, stop string) of the stop string that ends first, the longer of two with the same end."""
     starts = [(text.find(stop), stop) for stop in stops]
     found = [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
     return min(found)[1:] if found else None
 
 
 def _open_stop(text: str, stops: tuple[str, ...]) -> int:
-    """Letters at the end of ``text`` that may be the beginning of a stop string."""
+    """Return the number of characters at the end of ``text`` that may begin a stop string."""
     longest = max((len(stop) - 1 for stop in stops), default=0)
     sizes = range(min(longest, len(text)), 0, -1)
     return next((size for size in sizes if any(stop.startswith(text[-size:]) for stop in stops)), 0)

@@ -1,7 +1,7 @@
 """One configurable decoder for all native families.
 
-Inside, all rows' tokens form one matrix [N, width], N = B * L, so that every linear is one plain matrix product.
-Shapes: B rows, L new tokens a row, H heads, G key/value heads, D head width.
+Internally the tokens of all rows form one matrix [N, width], N = B * L, so each linear layer is one matrix product.
+Shapes: B rows, L new tokens per row, H heads, G key/value heads, D head width.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn import functional
 from paceline.kernels.attention.base import Attend, AttendPacked
 from paceline.kernels.gpu.state import Norm, PackedHeads
 from paceline.kernels.gpu.steps import ACTIVATIONS, LayerSteps, steps_for
-from paceline.models.base import Streams, check_taps
+from paceline.models.base import HiddenStates, check_taps
 from paceline.models.config import ModelConfig, Rotary
 from paceline.models.linear import Dense, Linear, LinearFactory
 
@@ -24,17 +24,17 @@ Rotation = tuple[Tensor, Tensor]  # cos and signed sin, each [B, L, 1, D]
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Turn the pairs (i, i + D/2) of x [B, L, heads, D]; the sign of rotate-half is in the sine."""
+    """Rotate the pairs (i, i + D/2) of x [B, L, heads, D] -> the same shape. The sine includes the sign."""
     cos, sin = rotation
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 class RotaryAngles:
-    """cos and sin of every position, once a forward pass."""
+    """Computes cos and sin of the rotary angles: positions [B, L] -> two tensors [B, L, 1, D]."""
 
     def __init__(self, rotary: Rotary, dtype: torch.dtype, device: torch.device) -> None:
         frequencies = torch.tensor(rotary.inverse_frequencies, dtype=torch.float32, device=device)
-        self._frequencies = torch.cat((-frequencies, frequencies))  # cos is even, sin is odd: the signs come for free
+        self._frequencies = torch.cat((-frequencies, frequencies))  # sin is odd: this gives the signs of rotate-half
         self._scaling, self._dtype = rotary.scaling, dtype
 
     def __call__(self, positions: Tensor) -> Rotation:
@@ -45,8 +45,8 @@ class RotaryAngles:
         return cos.to(self._dtype), sin.to(self._dtype)
 
 
-class _Parts:
-    """The weights by name; makes a layer's pieces from them and remembers which tensors they keep, but the linears'."""
+class _WeightSource:
+    """Makes the parts of a layer from the named weights, and records the tensors in use, except those of linears."""
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], linear: LinearFactory) -> None:
         self._config, self._weights, self._linear = config, weights, linear
@@ -68,7 +68,7 @@ class _Parts:
         return Norm(width, eps, weight, self.find(f"{name}.bias"), centred=True)
 
     def qk_norm(self, layer: str) -> Tensor | None:
-        """The weights of the norms of query and key, one line a head: [H + G, D]."""
+        """Return the weights of the query and key norms, one row per head [H + G, D]; None if there are none."""
         q, k = self.find(f"{layer}.q_norm.weight"), self.find(f"{layer}.k_norm.weight")
         if q is None or k is None:
             return None
@@ -76,8 +76,8 @@ class _Parts:
 
 
 @dataclass(frozen=True)
-class _Pass:
-    """What all layers of a forward pass are told. rows: B of its N = B * L tokens."""
+class _ForwardContext:
+    """Arguments common to all layers of a forward pass. rows: B, for N = B * L tokens."""
 
     rows: int
     rotation: Rotation | None
@@ -88,34 +88,34 @@ class _Pass:
 class _Attention:
     linears = ("qkv", "output")
 
-    def __init__(self, config: ModelConfig, parts: _Parts, index: int) -> None:
+    def __init__(self, config: ModelConfig, parts: _WeightSource, index: int) -> None:
         layer = f"layers.{index}"
         self.index, self.dim = index, config.head_dim
         self.split = [config.heads, config.kv_heads, config.kv_heads]
-        self.turned = config.heads + config.kv_heads
+        self.rotated_heads = config.heads + config.kv_heads
         self.scale, self.window = config.scales[index], config.windows[index]
         self.qkv, self.output = parts.linear(f"{layer}.qkv"), parts.linear(f"{layer}.o")
         self.qk_norm, self.eps = parts.qk_norm(layer), config.norm_eps
 
-    def __call__(self, x: Tensor, forward: _Pass) -> Tensor:
-        """Mix x [N, width] over positions -> [N, width]."""
+    def __call__(self, x: Tensor, forward: _ForwardContext) -> Tensor:
+        """Attention over the cache: x [N, width] -> [N, width]."""
         qkv, attend = self.qkv(x).view(forward.rows, -1, sum(self.split), self.dim), forward.attend
         if isinstance(attend, AttendPacked):
             heads, kv_heads, _ = self.split
             packed = PackedHeads(qkv, heads, kv_heads, forward.rotation, self.qk_norm, self.eps)
             out = attend.packed(self.index, packed, scale=self.scale, window=self.window)
         else:
-            q, k, v = (each.transpose(1, 2) for each in self._heads(qkv, forward.rotation))
+            q, k, v = (part.transpose(1, 2) for part in self._heads(qkv, forward.rotation))
             out = attend(self.index, q, k, v, scale=self.scale, window=self.window)
         return self.output(out.transpose(1, 2).reshape(x.shape[0], -1))
 
     def _heads(self, qkv: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        """From qkv [B, L, H + 2G, D]: q [B, L, H, D], k and v [B, L, G, D], normed and turned."""
+        """Split qkv [B, L, H + 2G, D] -> q [B, L, H, D], k, v [B, L, G, D], with norms and rotation applied."""
         heads, kv_heads, _ = self.split
         if rotation is None:
             q, k, v = qkv.split_with_sizes(self.split, dim=2)
             return q, k, v
-        qk, v = qkv.split_with_sizes([self.turned, kv_heads], dim=2)
+        qk, v = qkv.split_with_sizes([self.rotated_heads, kv_heads], dim=2)
         if self.qk_norm is not None:
             qk = functional.rms_norm(qk, (self.dim,), None, self.eps) * self.qk_norm
         q, k = rotate(qk, rotation).split_with_sizes([heads, kv_heads], dim=2)
@@ -125,7 +125,7 @@ class _Attention:
 class _GatedMLP:
     linears = ("gate_up", "down")
 
-    def __init__(self, config: ModelConfig, parts: _Parts, layer: str) -> None:
+    def __init__(self, config: ModelConfig, parts: _WeightSource, layer: str) -> None:
         self.activation = config.activation
         self.gate_up, self.down = parts.linear(f"{layer}.gate_up"), parts.linear(f"{layer}.down")
 
@@ -136,7 +136,7 @@ class _GatedMLP:
 class _PlainMLP:
     linears = ("up", "down")
 
-    def __init__(self, config: ModelConfig, parts: _Parts, layer: str) -> None:
+    def __init__(self, config: ModelConfig, parts: _WeightSource, layer: str) -> None:
         self.activation = ACTIVATIONS[config.activation]
         self.up, self.down = parts.linear(f"{layer}.up"), parts.linear(f"{layer}.down")
 
@@ -145,7 +145,7 @@ class _PlainMLP:
 
 
 class _Layer:
-    def __init__(self, config: ModelConfig, parts: _Parts, index: int) -> None:
+    def __init__(self, config: ModelConfig, parts: _WeightSource, index: int) -> None:
         name = f"layers.{index}"
         self.norm_first = config.norm_first
         self.attention = _Attention(config, parts, index)
@@ -154,13 +154,15 @@ class _Layer:
 
     @property
     def entry(self) -> Norm | None:
-        """The norm of what it reads; None where the layer before it has normalised that."""
+        """The norm of the layer's input; None if the layer applies its norms after attention and MLP."""
         return self.attention_norm if self.norm_first else None
 
-    def __call__(self, x: Tensor, normed: Tensor, forward: _Pass, following: Norm | None) -> tuple[Tensor, Tensor]:
-        """x, normed [N, width]: the residual stream, and as the layer reads it -> the same after it.
+    def __call__(
+        self, x: Tensor, normed: Tensor, forward: _ForwardContext, following: Norm | None
+    ) -> tuple[Tensor, Tensor]:
+        """Run the layer: residual stream x and its normalised input, both [N, width] -> both for the next layer.
 
-        following: the norm that comes next, the next layer's or the last of all; None where nothing is normalised.
+        following: the norm after this layer, which is the next layer's first or the final one; None if there is none.
         """
         if not self.norm_first:
             x = forward.steps.add_norm(x, self.attention(x, forward), self.attention_norm)[1]
@@ -176,19 +178,19 @@ class _Layer:
 _KV = "self_attn.k_proj", "self_attn.v_proj"
 
 
-def _cut(linear: Linear, outputs: Mapping[str, int]) -> dict[str, Tensor]:
-    """Weight and bias of each of the matrices that lie below one another in one, by its name and number of outputs."""
-    assert isinstance(linear, Dense), "nothing has packed it"
+def _split(linear: Linear, outputs: Mapping[str, int]) -> dict[str, Tensor]:
+    """Split a fused linear layer: weight and bias of each matrix. outputs: name -> number of outputs, in order."""
+    assert isinstance(linear, Dense), "the weights are not packed"
     kinds = {"weight": linear.weight, "bias": linear.bias}
     parts = {kind: torch.split(whole, list(outputs.values())) for kind, whole in kinds.items() if whole is not None}
-    return {f"{name}.{kind}": part for kind, cut in parts.items() for name, part in zip(outputs, cut, strict=True)}
+    return {f"{name}.{kind}": part for kind, split in parts.items() for name, part in zip(outputs, split, strict=True)}
 
 
 class Transformer:
     """A decoder of a native family; implements ``Model``.
 
-    weights: the tensors by the names of ``models.weights.slots``, all of one dtype and on one device.
-    linear: makes the linear layers of attention, MLP and head from their weights; ``Dense`` unless said otherwise.
+    weights: tensors by the names of ``models.weights.slots``, all of one dtype and on one device.
+    linear: factory of the linear layers of attention, MLP and head.
     """
 
     def __init__(
@@ -202,11 +204,11 @@ class Transformer:
         self.dtype, self.device = self._embedding.dtype, self._embedding.device
         self.precision = str(self.dtype).removeprefix("torch.")  # for the start line
         self.steps = steps_for(self.device)
-        parts = _Parts(config, weights, linear)
+        parts = _WeightSource(config, weights, linear)
         self._build(parts)
         self._kept = tuple(parts.kept)
 
-    def _build(self, parts: _Parts) -> None:
+    def _build(self, parts: _WeightSource) -> None:
         config = self.config
         parts.find("embed.weight")
         self._positions = parts.find("positions.weight")
@@ -217,32 +219,37 @@ class Transformer:
         self._head = parts.linear("embed" if config.tied else "head")
 
     def _linears(self) -> Iterator[tuple[object, str]]:
-        """Where the linear layers are kept: an object and its attribute's name."""
+        """Yield the owner and attribute name of each linear layer."""
         yield self, "_head"
         for block in self._blocks:
             for owner in (block.attention, block.mlp):
                 yield from ((owner, name) for name in owner.linears)
 
     def replace_linears(self, make: LinearFactory) -> None:
-        """Make the linear layers anew from their weights, one by one: what ``make`` does not keep is freed at once.
+        """Replace each ``Dense`` layer by ``make`` of its weight and bias, one by one to save memory.
 
-        For a model as it was loaded, whose linear layers are all ``Dense``.
+        The model must be as it was loaded: all its linear layers are ``Dense``.
         """
         for owner, name in self._linears():
             dense = getattr(owner, name)
             setattr(owner, name, make(dense.weight, dense.bias))
 
     def linears(self) -> list[Linear]:
-        """The linear layers of attention, MLP and head."""
+        """Return the linear layers of attention, MLP and head."""
         return [getattr(owner, name) for owner, name in self._linears()]
 
-    def streams(self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int] = ()) -> Streams:
-        """tokens, positions [B, L] int64 -> hidden [B, L, embed_width], features [B, L, taps, width]."""
+    def hidden_states(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int] = ()
+    ) -> HiddenStates:
+        """Run tokens, positions [B, L] int64 -> hidden [B, L, embed_width], features [B, L, taps, width].
+
+        Raises ParameterError for a tap that is no layer.
+        """
         rows, length = tokens.shape
         check_taps(taps, self.layers)
         x = self._embed(tokens, positions)
         rotation = self._angles(positions) if self._angles else None
-        forward = _Pass(rows, rotation, attend, self.steps)
+        forward = _ForwardContext(rows, rotation, attend, self.steps)
         norms = [*(block.entry for block in self._blocks), self._norm]
         normed = x if norms[0] is None else norms[0](x)
         tapped: dict[int, Tensor] = {}
@@ -253,10 +260,13 @@ class Transformer:
         if self._project_out is not None:
             normed = functional.linear(normed, self._project_out)
         features = torch.stack([tapped[tap] for tap in taps], 1).view(rows, length, len(taps), -1) if taps else None
-        return Streams(normed.view(rows, length, -1), features)
+        return HiddenStates(normed.view(rows, length, -1), features)
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """-> [N, width]. Padding beyond the last learned position takes the last one: nothing looks at it."""
+        """Embed tokens, positions [B, L] -> [N, width].
+
+        Padding may lie beyond the last learned position. It uses the last one, since its results are ignored.
+        """
         x = functional.embedding(tokens.flatten(), self._embedding)
         if self._project_in is not None:
             x = functional.linear(x, self._project_in)
@@ -266,38 +276,44 @@ class Transformer:
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [..., embed_width] -> logits [..., vocab_size] in float32."""
+        """Return the logits [..., vocab_size], float32, of hidden states [..., embed_width]."""
         return self._head(hidden).float()
 
     def ends(self) -> tuple[Tensor, Linear, Norm | None]:
-        """The embedding of tokens [vocab_size, width], the head, and the norm before it: what a trained head shares."""
+        """Return the parts that a drafting head shares with its target.
+
+        These are the token embedding [vocab_size, embed_width], the output head and the norm before it.
+        """
         return self._embedding, self._head, self._norm
 
     def layer(self, index: int) -> dict[str, Tensor]:
-        """The tensors of a gated layer with RMS norms, named and cut as Llama's; of a model as it was loaded."""
+        """Return the tensors of a layer by Llama's names, fused matrices split.
+
+        The layer must have a gated MLP and RMS norms, and its linear layers must be ``Dense``.
+        """
         block, config = self._blocks[index], self.config
         attention, mlp, norms = block.attention, block.mlp, (block.attention_norm, block.mlp_norm)
-        assert isinstance(mlp, _GatedMLP), "the caller looks"
-        found = {
-            **_cut(attention.qkv, {"self_attn.q_proj": config.query_width, **dict.fromkeys(_KV, config.kv_width)}),
-            **_cut(attention.output, {"self_attn.o_proj": config.width}),
-            **_cut(mlp.gate_up, dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), config.mlp_width)),
-            **_cut(mlp.down, {"mlp.down_proj": config.width}),
+        assert isinstance(mlp, _GatedMLP), "the caller checks this"
+        tensors = {
+            **_split(attention.qkv, {"self_attn.q_proj": config.query_width, **dict.fromkeys(_KV, config.kv_width)}),
+            **_split(attention.output, {"self_attn.o_proj": config.width}),
+            **_split(mlp.gate_up, dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), config.mlp_width)),
+            **_split(mlp.down, {"mlp.down_proj": config.width}),
         }
         for name, norm in zip(("input_layernorm", "post_attention_layernorm"), norms, strict=True):
             assert norm.weight is not None
-            found[f"{name}.weight"] = norm.weight
+            tensors[f"{name}.weight"] = norm.weight
         if attention.qk_norm is not None:
-            lines = {"q": attention.qk_norm[0], "k": attention.qk_norm[config.heads]}
-            found |= {f"self_attn.{part}_norm.weight": line for part, line in lines.items()}
-        return found
+            qk_norms = {"q": attention.qk_norm[0], "k": attention.qk_norm[config.heads]}
+            tensors |= {f"self_attn.{part}_norm.weight": weight for part, weight in qk_norms.items()}
+        return tensors
 
     def weight_bytes(self) -> int:
-        """Memory of the weights, each counted once (tied ones too), in bytes."""
+        """Return the bytes of all weights. Tied weights are counted once."""
         tensors = [*self._kept, *(tensor for linear in self.linears() for tensor in linear.tensors())]
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
     def multiply_adds(self) -> int:
-        """Of its matrices for one token, the head included, attention over the cache not."""
+        """Return the multiply-adds of all weight matrices for one token; see ``Counted``."""
         others = [matrix for matrix in (self._project_in, self._project_out) if matrix is not None]
         return sum(linear.tensors()[0].numel() for linear in self.linears()) + sum(matrix.numel() for matrix in others)

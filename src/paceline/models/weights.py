@@ -1,4 +1,4 @@
-"""Which weights a model has, what the files call them, and how they come together into fused matrices."""
+"""Weights of a model: their names in checkpoint files, and how they are assembled into fused matrices."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from paceline.models.config import ModelConfig
 
 
 class StoredTensor(Protocol):
-    """A weight where it lies: in a file or in another model."""
+    """A weight in a file or in another model, not read yet."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
     def unpack_into(self, destination: Tensor) -> None:
-        """Write the numbers into ``destination``, which has this shape."""
+        """Write the values into ``destination``, which has this tensor's shape, in its dtype."""
         ...
 
 
 @dataclass(frozen=True)
 class LoadedTensor:
-    """A weight of a model that is in memory already; shared with it where dtype, device and layout allow."""
+    """A weight of a model in memory. It is shared with that model if dtype, device and layout allow."""
 
     tensor: Tensor
 
@@ -44,20 +44,22 @@ class LoadedTensor:
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a weight goes: ``rows`` of matrix ``target`` from ``first`` on."""
+    """Destination of a weight: rows ``first`` ... of the fused tensor ``target``."""
 
     target: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the weight
     first: int = 0
-    total: int = 0  # rows of the target
+    total: int = 0  # rows of the whole target
 
 
 @dataclass(frozen=True)
-class Names:
-    """What one kind of file calls the weights. ``{}`` stands for the layer.
+class WeightNames:
+    """WeightNames of the weights in one kind of checkpoint. ``{}`` stands for the layer index.
 
-    parts: file's name without ".weight" or ".bias" -> ours. prefixes: removed from the front, the first that fits.
-    ignored: buffers that are no weights. transposed: ours, stored [in, out] (gpt2's Conv1D).
+    parts: the checkpoint's name without ".weight" or ".bias" -> paceline's name.
+    prefixes: prefixes of the checkpoint's names; the first that matches is removed.
+    ignored: names of buffers that are no weights.
+    transposed: paceline's names of matrices that are stored [in, out] (gpt2's Conv1D).
     """
 
     parts: Mapping[str, str]
@@ -66,7 +68,7 @@ class Names:
     transposed: frozenset[str] = frozenset()
 
     def ours(self, name: str) -> str | None:
-        """layers.3.q.weight and so on; None if this file's name means nothing here."""
+        """Translate a checkpoint's name into paceline's, such as "layers.3.q.weight"; None if it is unknown."""
         stem, _, suffix = name.rpartition(".")
         stem = next((stem.removeprefix(prefix) for prefix in self.prefixes if stem.startswith(prefix)), stem)
         layer = re.search(r"(?<=\.)\d+(?=\.)|(?<=^h\.)\d+", stem)
@@ -77,7 +79,7 @@ class Names:
         return None if part is None else f"{part.format(layer[0] if layer else '')}.{suffix}"
 
 
-_LLAMA = Names(
+_LLAMA = WeightNames(
     {
         "embed_tokens": "embed",
         "norm": "norm",
@@ -97,7 +99,7 @@ _LLAMA = Names(
     prefixes=("model.",),
 )
 
-_OPT = Names(
+_OPT = WeightNames(
     {
         "embed_tokens": "embed",
         "embed_positions": "positions",
@@ -117,7 +119,7 @@ _OPT = Names(
     prefixes=("model.decoder.", "decoder."),
 )
 
-_GPT2 = Names(
+_GPT2 = WeightNames(
     {
         "wte": "embed",
         "wpe": "positions",
@@ -135,7 +137,7 @@ _GPT2 = Names(
     transposed=frozenset({"qkv", "o", "up", "down"}),
 )
 
-HUGGINGFACE: dict[str, Names] = {
+HUGGINGFACE: dict[str, WeightNames] = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
@@ -144,7 +146,7 @@ HUGGINGFACE: dict[str, Names] = {
     "gpt2": _GPT2,
 }
 
-GGUF = Names(
+GGUF = WeightNames(
     {
         "token_embd": "embed",
         "output_norm": "norm",
@@ -174,7 +176,7 @@ def _norm_slots(config: ModelConfig, name: str) -> Iterator[tuple[str, Slot]]:
 def _linear_slots(
     target: str, parts: Mapping[str, int], width: int, bias: bool, layer: str = ""
 ) -> Iterator[tuple[str, Slot]]:
-    """A matrix made of ``parts`` (name -> rows), one below the other."""
+    """Yield the slots of ``parts`` (name -> rows), stacked by rows into one matrix."""
     total, first = sum(parts.values()), 0
     for name, rows in parts.items():
         yield f"{layer}{name}.weight", Slot(f"{layer}{target}.weight", (rows, width), first, total)
@@ -202,7 +204,7 @@ def _layer_slots(config: ModelConfig, layer: str) -> Iterator[tuple[str, Slot]]:
 
 
 def slots(config: ModelConfig) -> dict[str, Slot]:
-    """Every weight that a model of this configuration has, by our name, and where it goes."""
+    """Return the slot of every weight that a model of this configuration has, by paceline's name."""
     vocab, embed, width = config.vocab_size, config.embed_width, config.width
     found = dict(_linear_slots("embed", {"embed": vocab}, embed, False))
     if config.rotary is None:
@@ -220,43 +222,42 @@ def slots(config: ModelConfig) -> dict[str, Slot]:
 
 
 def shapes(config: ModelConfig) -> dict[str, Tensor]:
-    """What ``assemble`` makes for a model of this configuration, without the numbers (device "meta")."""
-    places = slots(config).values()
-    return {slot.target: torch.empty((slot.total, *slot.shape[1:]), device="meta") for slot in places}
+    """Return the tensors that ``assemble`` would make for this configuration, on device "meta"."""
+    return {slot.target: torch.empty((slot.total, *slot.shape[1:]), device="meta") for slot in slots(config).values()}
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A stored tensor and where it goes."""
+    """A stored tensor and its destination. transposed: whether it is stored [in, out]."""
 
     slot: Slot
     stored: StoredTensor
     transposed: bool
 
 
-def place(config: ModelConfig, names: Names, stored: Mapping[str, StoredTensor], where: str) -> list[Placement]:
-    """Pair every stored tensor with its slot.
+def place(config: ModelConfig, names: WeightNames, stored: Mapping[str, StoredTensor], where: str) -> list[Placement]:
+    """Pair every stored tensor with its slot. where: path of the checkpoint, for messages.
 
-    Raises ModelFormatError if one is missing, unknown or of a wrong shape. ``where``: the file, for the message.
+    Raises ModelFormatError if a weight is missing, unknown or of a wrong shape.
     """
     ours = {name: names.ours(name) for name in stored if not names.ignored.fullmatch(name)}
     if config.tied:
         ours = _tie(ours)
     free = slots(config)
-    _complain(config, where, "has no use for", [name for name, our in ours.items() if our not in free])
-    _complain(config, where, "misses", sorted(free.keys() - ours.values()))
+    _refuse(config, where, "has no use for", [name for name, our in ours.items() if our not in free])
+    _refuse(config, where, "misses", sorted(free.keys() - ours.values()))
     return [_place(free[our], names, stored[name], f"{where}: {name}") for name, our in ours.items() if our]
 
 
 def _tie(ours: dict[str, str | None]) -> dict[str, str | None]:
-    """Take the embedding for the head, or the head for the embedding if only that is stored."""
+    """Drop the head, since the embedding is used for it. If only the head is stored, use it as the embedding."""
     if "embed.weight" not in ours.values():
         return {name: "embed.weight" if our == "head.weight" else our for name, our in ours.items()}
     return {name: our for name, our in ours.items() if our != "head.weight"}
 
 
-def truly_tied(names: Names, stored: Mapping[str, StoredTensor]) -> bool:
-    """Whether embedding and head are one matrix: not if both are stored and differ, whatever the configuration says."""
+def truly_tied(names: WeightNames, stored: Mapping[str, StoredTensor]) -> bool:
+    """Whether embedding and head are one matrix. They are not if both are stored and differ."""
     both = [stored[name] for name in stored if names.ours(name) in ("embed.weight", "head.weight")]
     if len(both) < 2 or both[0].shape != both[1].shape:
         return True
@@ -266,16 +267,17 @@ def truly_tied(names: Names, stored: Mapping[str, StoredTensor]) -> bool:
     return torch.equal(embed, head)
 
 
-def _complain(config: ModelConfig, where: str, what: str, names: list[str]) -> None:
+def _refuse(config: ModelConfig, where: str, problem: str, names: list[str]) -> None:
+    """Raise ModelFormatError if there are any names. problem: a verb such as "misses"."""
     if names:
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        others = f" and {len(names) - 4} more" if len(names) > 4 else ""
         raise ModelFormatError(
-            f"{where}: a {config.family} model {what} the weights {', '.join(names[:4])}{more}; the files are "
+            f"{where}: a {config.family} model {problem} the weights {', '.join(names[:4])}{others}; the files are "
             "incomplete or belong to another kind of model"
         )
 
 
-def _place(slot: Slot, names: Names, stored: StoredTensor, where: str) -> Placement:
+def _place(slot: Slot, names: WeightNames, stored: StoredTensor, where: str) -> Placement:
     transposed = slot.target.endswith(".weight") and slot.target.split(".")[-2] in names.transposed
     wanted = slot.shape[::-1] if transposed else slot.shape
     if tuple(stored.shape) != wanted:
@@ -286,9 +288,9 @@ def _place(slot: Slot, names: Names, stored: StoredTensor, where: str) -> Placem
 def assemble(
     placements: Sequence[Placement], dtype: torch.dtype, device: torch.device, *, progress: bool = False
 ) -> dict[str, Tensor]:
-    """The model's matrices by name: each stored tensor is read once, straight into its place."""
-    lent = {p.slot.target: _lend(p, dtype, device) for p in placements}
-    tensors = {name: tensor for name, tensor in lent.items() if tensor is not None}
+    """Return the model's tensors by name. Each stored tensor is read once, directly into its destination."""
+    shared = {p.slot.target: _shareable(p, dtype, device) for p in placements}
+    tensors = {name: tensor for name, tensor in shared.items() if tensor is not None}
     copied = [p for p in placements if p.slot.target not in tensors]
     for p in copied:
         if p.slot.target not in tensors:
@@ -300,8 +302,8 @@ def assemble(
     return tensors
 
 
-def _lend(placement: Placement, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """A tensor that is in memory already, if it can be the model's own as it is."""
+def _shareable(placement: Placement, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """Return a loaded tensor that the model can use without a copy; None if there is none."""
     stored, slot = placement.stored, placement.slot
     if not isinstance(stored, LoadedTensor) or placement.transposed or slot.total != slot.shape[0]:
         return None
@@ -310,8 +312,8 @@ def _lend(placement: Placement, dtype: torch.dtype, device: torch.device) -> Ten
 
 def _fill(placement: Placement, target: Tensor) -> None:
     slot = placement.slot
-    place = target[slot.first : slot.first + slot.shape[0]]
-    placement.stored.unpack_into(place.t() if placement.transposed else place)
-    if place.dtype == torch.float16 and not bool(place.isfinite().all()):
-        beyond = "holds numbers that float16 cannot, whose largest is 65504"
-        raise ModelFormatError(f"{slot.target} {beyond}: take dtype='float32', or 'bfloat16'")
+    rows = target[slot.first : slot.first + slot.shape[0]]
+    placement.stored.unpack_into(rows.t() if placement.transposed else rows)
+    if rows.dtype == torch.float16 and not bool(rows.isfinite().all()):
+        problem = "has values beyond float16's largest, 65504"
+        raise ModelFormatError(f"{slot.target} {problem}: use dtype='float32' or 'bfloat16'")

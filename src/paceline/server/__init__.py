@@ -1,1 +1,1 @@
-"""The OpenAI-compatible server: FastAPI in front, one engine thread behind. Needs the extra ``paceline[serve]``."""
+"""The OpenAI-compatible server: FastAPI in front of one engine thread. Requires ``paceline[serve]``."""

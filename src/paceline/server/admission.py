@@ -1,4 +1,4 @@
-"""Who may wait: a bounded queue of answers and of tokens, and when to try again."""
+"""Admission control: a bounded queue of sequences and tokens, and the Retry-After value when it is full."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from typing import NamedTuple
 
 from paceline.server import errors
 
-_REMEMBERED = 32  # answers whose ends say how fast the queue moves
-_LONGEST_WAIT = 60
+_REMEMBERED = 32  # finished sequences from whose times the queue's speed is estimated
+_MAX_RETRY_AFTER_S = 60
 
 
-class Work(NamedTuple):
-    """What a prompt asks of the engine: ``answers`` of at most ``made`` tokens each, and ``read`` tokens to read.
+class PromptCost(NamedTuple):
+    """Upper bound of what one prompt costs the engine.
 
-    scored: beside its answers, its own tokens are scored.
+    answers: sequences sampled for the prompt. made: maximum of new tokens per sequence. read: prompt tokens to prefill,
+    counted twice if the prompt is also scored. scored: whether the prompt's own log-probabilities are computed.
     """
 
     answers: int
@@ -31,8 +32,8 @@ class Work(NamedTuple):
         return self.read + self.answers * self.made
 
 
-class Room(NamedTuple):
-    """What the engine's rows hold: the memory for it is there since the start."""
+class AdmissionLimits(NamedTuple):
+    """Capacity of the engine's KV cache, allocated at the start: sequences, and tokens over all of them."""
 
     answers: int
     tokens: int
@@ -40,7 +41,7 @@ class Room(NamedTuple):
 
 @dataclass
 class _Units:
-    """Answers, or tokens: how many are inside, and whose they are."""
+    """Amount of one resource (sequences or tokens) that is admitted now, in total and per client."""
 
     name: str
     inside: int = 0
@@ -52,36 +53,39 @@ class _Units:
         if not self.of_client[client]:
             del self.of_client[client]
 
-    def has_room(self, client: str, units: int, limit: int, spare: int) -> bool:
-        """Up to the limit for everybody; beyond it, ``spare`` more for those who would not have an even share of it."""
+    def fits(self, client: str, units: int, limit: int, spare: int) -> bool:
+        """Return whether ``units`` more fit.
+
+        Up to ``limit`` any client is admitted. The ``spare`` units beyond it are for clients below an even share.
+        """
         after = self.inside + units
         share = limit / len(self.of_client.keys() | {client})
         return after <= limit or (after <= limit + spare and self.of_client[client] + units <= share)
 
 
-class Place:
-    """Room for the answers to a prompt, given back one by one as the engine is done with them.
+class AdmissionTicket:
+    """Admission granted to one prompt. It is released sequence by sequence as the engine finishes them.
 
-    The last one takes the prompt along, once that is scored.
+    The prompt's own tokens are released with the last sequence, or once the prompt is scored if that happens later.
     """
 
-    def __init__(self, admission: Admission, client: str, work: Work) -> None:
-        self._admission, self._client, self._work = admission, client, work
-        self._running = self._inside = work.answers
-        self._unscored = work.scored
+    def __init__(self, admission: Admission, client: str, cost: PromptCost) -> None:
+        self._admission, self._client, self._cost = admission, client, cost
+        self._running = self._inside = cost.answers
+        self._unscored = cost.scored
 
     def end(self, answers: int) -> None:
-        """So many more have ended."""
+        """Release ``answers`` finished sequences."""
         self._running = max(0, self._running - answers)
         self._give_back()
 
     def scored(self) -> None:
-        """The prompt is."""
+        """Record that the prompt's log-probabilities are computed."""
         self._unscored = False
         self._give_back()
 
     def close(self) -> None:
-        """All is done."""
+        """Release everything that is still admitted."""
         self._running, self._unscored = 0, False
         self._give_back()
 
@@ -89,16 +93,17 @@ class Place:
         inside = max(self._running, int(self._unscored))
         done, self._inside = self._inside - inside, inside
         if done:
-            self._admission.leave(self._client, done, done * self._work.made + (0 if inside else self._work.read))
+            self._admission.leave(self._client, done, done * self._cost.made + (0 if inside else self._cost.read))
 
 
 class Admission:
-    """Counts answers and tokens from a request's arrival until the engine is done with them.
+    """Counts sequences and tokens from a request's arrival until the engine is done with them.
 
-    What fits into the engine's rows needs no more than a row to be free; ``max_waiting`` answers and
-    ``max_waiting_tokens`` tokens more may wait (None: as many tokens as so many answers can have). When all that is
-    taken, a quarter more is there for clients that hold less than an even share: one client can fill the queue while it
-    is alone, and still keeps nobody out. For the event loop only.
+    Requests that fit into the engine's rows only need a free row. Beyond those, ``max_waiting`` sequences and
+    ``max_waiting_tokens`` tokens may queue (None: enough tokens for ``max_waiting`` sequences of full length).
+    When the queue is full, another quarter of it is reserved for clients that hold less than an even share.
+    One client can therefore fill the queue while it is alone, but cannot lock others out.
+    Not thread-safe: call it from the event loop only.
     """
 
     def __init__(
@@ -110,44 +115,47 @@ class Admission:
 
     @property
     def inside(self) -> int:
-        """Answers that run or wait."""
+        """Sequences that run or wait."""
         return self._answers.inside
 
-    def check(self, answers: int, room: Room) -> None:
-        """Raises ApiError (400) for a request with more answers than could ever be inside."""
-        self._check_possible(answers, room.answers + self._max_waiting, "answers")
+    def check(self, answers: int, limits: AdmissionLimits) -> None:
+        """Raise ApiError (400) if a request has more sequences than this server can ever admit."""
+        self._check_possible(answers, limits.answers + self._max_waiting, "answers")
 
-    def enter(self, client: str, works: Sequence[Work], room: Room) -> list[Place]:
-        """Room for all prompts of one request, or for none. Raises ApiError: 429, or 400 if it could never be had."""
-        longest = math.ceil(room.tokens / room.answers)
+    def enter(self, client: str, costs: Sequence[PromptCost], limits: AdmissionLimits) -> list[AdmissionTicket]:
+        """Admit all prompts of one request, or none.
+
+        Raises ApiError: 429 if they do not fit now, 400 if they could never fit.
+        """
+        longest = math.ceil(limits.tokens / limits.answers)
         waiting_tokens = self._max_waiting * longest if self._max_tokens is None else self._max_tokens
         for units, wanted, rows, waiting in (
-            (self._answers, sum(work.answers for work in works), room.answers, self._max_waiting),
-            (self._tokens, sum(work.tokens for work in works), room.tokens, waiting_tokens),
+            (self._answers, sum(cost.answers for cost in costs), limits.answers, self._max_waiting),
+            (self._tokens, sum(cost.tokens for cost in costs), limits.tokens, waiting_tokens),
         ):
             self._check_possible(wanted, rows + waiting, units.name)
-            if not units.has_room(client, wanted, rows + waiting, waiting // 4):
-                message = f"{units.inside} {units.name} run or wait already; try again later"
+            if not units.fits(client, wanted, rows + waiting, waiting // 4):
+                message = f"the queue is full: {units.inside} {units.name} run or wait; try again later"
                 raise errors.overloaded(message, self._retry_after())
-        for work in works:
-            self._answers.change(client, work.answers)
-            self._tokens.change(client, work.tokens)
-        return [Place(self, client, work) for work in works]
+        for cost in costs:
+            self._answers.change(client, cost.answers)
+            self._tokens.change(client, cost.tokens)
+        return [AdmissionTicket(self, client, cost) for cost in costs]
 
     def leave(self, client: str, answers: int, tokens: int) -> None:
-        """Places say so."""
+        """Release part of an admission. Only ``AdmissionTicket`` calls this."""
         self._answers.change(client, -answers)
         self._tokens.change(client, -tokens)
         self._ended.extend([self._clock()] * min(answers, _REMEMBERED))
 
     def _check_possible(self, wanted: int, limit: int, name: str) -> None:
         if wanted > limit:
-            message = f"{wanted} {name} were asked for in one request; this server takes at most {limit}"
+            message = f"one request asks for {wanted} {name}; this server takes at most {limit}"
             raise errors.invalid(message)
 
     def _retry_after(self) -> int:
-        """Seconds in which, at the recent pace, a quarter of those inside will have ended; at least one."""
+        """Seconds until a quarter of the admitted sequences will have finished at the recent rate; at least 1."""
         if len(self._ended) < 2:
             return 1
         seconds = self._clock() - self._ended[0]
-        return max(1, min(_LONGEST_WAIT, math.ceil(self.inside / 4 * seconds / len(self._ended))))
+        return max(1, min(_MAX_RETRY_AFTER_S, math.ceil(self.inside / 4 * seconds / len(self._ended))))

@@ -1,9 +1,9 @@
-"""The routes."""
+"""The ASGI application: routes, error handlers and the start and stop of the engine."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,8 @@ from paceline.config import ServerConfig
 from paceline.errors import PacelineError
 from paceline.server import errors, replies
 from paceline.server.batch.routes import add_batches
-from paceline.server.batch.runner import Runner
-from paceline.server.batch.store import Store
+from paceline.server.batch.runner import BatchRunner
+from paceline.server.batch.store import BatchStore
 from paceline.server.bodies import route_class
 from paceline.server.chat import ChatJob
 from paceline.server.completions import CompletionJob
@@ -30,7 +30,7 @@ from paceline.server.metrics import Stats
 from paceline.server.playground import add_playground
 from paceline.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from paceline.server.security import Gate
-from paceline.server.streaming import Events, EventStream
+from paceline.server.streaming import EventStream
 from paceline.server.tracing import Tracing
 from paceline.version import __version__
 
@@ -43,15 +43,15 @@ PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 _REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": errors.ErrorResponse, "description": text}
     for status, text in {
-        400: "The request cannot be served as it is; the message says why",
-        401: "No good API key",
+        400: "The request is invalid; the message says why",
+        401: "Missing or wrong API key",
         404: "No such model or path",
         408: "The body took too long to arrive",
-        413: "The body is too long",
-        415: "The body is not said to be JSON, or is encoded",
-        421: "The Host header has a name that this server is not known by",
-        422: "Not used: what is refused is refused with 400",
-        429: "The queue is full, or one address has its share; Retry-After says when to try again",
+        413: "The body is too large",
+        415: "The Content-Type is not JSON, or the body has a Content-Encoding",
+        421: "The Host header is not in the server's list of allowed hosts",
+        422: "Not used: invalid requests get 400",
+        429: "The queue is full, or this client is at its limit; Retry-After says when to retry",
         500: "The engine failed; the log says why",
         503: "Not ready yet, too busy, or shutting down",
         504: "Not finished within the request's timeout",
@@ -61,12 +61,14 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
 
 
 def make_app(config: ServerConfig, load: Callable[[], LLM], on_end: Callable[[], None] = lambda: None) -> FastAPI:
-    """The server as an ASGI application; ``load`` makes the model, in the engine's thread, when the server starts.
+    """Build the server as an ASGI application.
 
-    on_end is called, in that thread, if the engine cannot go on; ``app.state.context.service.failure`` says why.
+    load: builds the model; called in the engine's thread when the application starts.
+    on_end: called in the engine's thread if the engine cannot continue; ``app.state.context.service.failure`` holds the
+    exception.
     """
     context = Context(config, load, on_end)
-    runner = None if config.batch_dir is None else Runner(context, Store(Path(config.batch_dir)))
+    runner = None if config.batch_dir is None else BatchRunner(context, BatchStore(Path(config.batch_dir)))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -85,7 +87,7 @@ def make_app(config: ServerConfig, load: Callable[[], LLM], on_end: Callable[[],
     app.state.context = context
     app.router.route_class = route_class(context.bodies)
     app.add_middleware(Gate, config=config, meter=context.meter)
-    app.add_middleware(Tracing)  # around the gate
+    app.add_middleware(Tracing)  # the outermost layer: refused requests have an id, too
     _add_error_handlers(app, context)
     _add_generation(app, context)
     _add_texts(app, context)
@@ -99,65 +101,60 @@ def make_app(config: ServerConfig, load: Callable[[], LLM], on_end: Callable[[],
 def _add_generation(app: FastAPI, context: Context) -> None:
     @app.post("/v1/completions", response_model=replies.Completion)
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        """Continue texts."""
+        """Complete one or several prompts."""
         job = await CompletionJob.prepare(context, body, context.client_of(request))
-        return await _respond(context, request, job.stream if body.stream else job.answer)
+        return await _respond(context, request, job, bool(body.stream))
 
     @app.post("/v1/chat/completions", response_model=replies.Chat)
     async def chat(body: ChatRequest, request: Request) -> Response:
-        """Continue a conversation."""
+        """Complete a conversation."""
         job = await ChatJob.prepare(context, body, context.client_of(request))
-        return await _respond(context, request, job.stream if body.stream else job.answer)
+        return await _respond(context, request, job, bool(body.stream))
 
 
-async def _respond(
-    context: Context, request: Request, play: Callable[[], Events] | Callable[[], Awaitable[bytes]]
-) -> Response:
-    """A stream of events, or one document; whoever hangs up frees the rows."""
-    played = play()
-    if not isinstance(played, Awaitable):
-        return EventStream(played, context.meter)
+async def _respond(context: Context, request: Request, job: CompletionJob | ChatJob, streaming: bool) -> Response:
+    """Respond with a stream of events or with one document. A client that disconnects frees its rows."""
+    if streaming:
+        return EventStream(job.stream(), context.meter)
     try:
-        reply = await while_connected(request.receive, _await(played))
-        return Response(reply, media_type="application/json")
+        reply = await while_connected(request.receive, job.answer())
     except ClientGoneError:
-        log.info("a client hung up")
-        return Response(status_code=499)  # nobody reads it
-
-
-async def _await(played: Awaitable[bytes]) -> bytes:
-    return await played
+        log.info("the client disconnected")
+        return Response(status_code=499)  # not sent: the connection is closed
+    return Response(reply, media_type="application/json")
 
 
 def document(reply: BaseModel, status: int = 200) -> Response:
-    """As JSON; fields that were not set are left out."""
+    """Return a JSON response. Fields that were not set are left out."""
     return Response(written(reply), status, media_type="application/json")
 
 
 def _add_texts(app: FastAPI, context: Context) -> None:
     @app.get("/v1/models", response_model=replies.ModelList)
     async def models() -> Response:
-        """The one model that is served."""
+        """List the model that this server serves."""
         return document(replies.ModelList(object="list", data=[_card(context)]))
 
     @app.get("/v1/models/{name:path}", response_model=replies.ModelCard)
     async def model(name: str) -> Response:
-        """The model, by its name."""
+        """Describe the model by name."""
         context.check_model(name)
         return document(_card(context))
 
-    @app.post("/v1/tokenize", response_model=replies.Tokens)
-    @app.post("/tokenize", response_model=replies.Tokens)
+    @app.post("/v1/tokenize", response_model=replies.TokenizedText)
+    @app.post("/tokenize", response_model=replies.TokenizedText)
     async def tokenize(body: TokenizeRequest) -> Response:
-        """A text's tokens, or a conversation's."""
+        """Tokenize a text, or a conversation through the chat template."""
         context.check_model(body.model)
         if body.messages is None:
             tokens = await context.encode(body.prompt or "", body.add_special_tokens)
         else:
             tokens = await context.encode_chat([message.plain() for message in body.messages])
 
-        def found() -> replies.Tokens:
-            result = replies.Tokens(count=len(tokens), max_model_len=context.llm.engine.max_model_len, tokens=tokens)
+        def found() -> replies.TokenizedText:
+            result = replies.TokenizedText(
+                count=len(tokens), max_model_len=context.llm.engine.max_model_len, tokens=tokens
+            )
             if body.return_token_strs:
                 result.token_strs = [context.spelling.text_of(token) for token in tokens]
             return result
@@ -166,7 +163,7 @@ def _add_texts(app: FastAPI, context: Context) -> None:
 
     @app.get("/tokenizer_info", response_model=replies.TokenizerInfo)
     async def tokenizer_info() -> Response:
-        """The chat template and the special tokens that texts begin and end with."""
+        """The chat template and the special tokens, for clients that write prompts themselves."""
         tokenizer = context.tokenizer.huggingface
         template = tokenizer.chat_template
         names = {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "pad_token")}
@@ -179,18 +176,18 @@ def _add_texts(app: FastAPI, context: Context) -> None:
             )
         )
 
-    @app.post("/v1/detokenize", response_model=replies.Text)
-    @app.post("/detokenize", response_model=replies.Text)
+    @app.post("/v1/detokenize", response_model=replies.DetokenizedText)
+    @app.post("/detokenize", response_model=replies.DetokenizedText)
     async def detokenize(body: DetokenizeRequest) -> Response:
-        """The text of tokens, special ones by their names: what /tokenize takes back."""
+        """Turn token ids back into text. Special tokens appear by name, so that /tokenize accepts the result."""
         context.check_model(body.model)
         engine = context.llm.engine
         vocabulary = engine.models.target.vocab_size
         if len(body.tokens) > engine.max_model_len:
-            raise errors.invalid(f"at most {engine.max_model_len} tokens at a time, the model's length", "tokens")
+            raise errors.invalid(f"at most {engine.max_model_len} tokens, the model's context length", "tokens")
         if any(token >= vocabulary for token in body.tokens):
-            raise errors.invalid(f"token ids go from 0 to {vocabulary - 1}", "tokens")
-        return document(replies.Text(prompt=await context.in_thread(context.tokenizer.spell, body.tokens)))
+            raise errors.invalid(f"token ids must be between 0 and {vocabulary - 1}", "tokens")
+        return document(replies.DetokenizedText(prompt=await context.in_thread(context.tokenizer.spell, body.tokens)))
 
 
 def _card(context: Context) -> replies.ModelCard:
@@ -209,33 +206,33 @@ def _add_operations(app: FastAPI, context: Context) -> None:
     @app.get("/ping", response_model=replies.Health, responses={503: {"model": replies.Health}})
     @app.get("/health", response_model=replies.Health, responses={503: {"model": replies.Health}})
     async def health() -> Response:
-        """200 once the model is loaded and warm, and while the engine goes on."""
+        """Return 200 once the model is loaded and warmed up, and as long as the engine makes progress."""
         state = context.service.health
         return document(replies.Health(status=state), 200 if state == "ready" else 503)
 
-    @app.get("/version", response_model=replies.Version)
+    @app.get("/version", response_model=replies.ServerVersion)
     async def version() -> Response:
-        """Which paceline this is."""
-        return document(replies.Version(version=__version__))
+        """The version of paceline."""
+        return document(replies.ServerVersion(version=__version__))
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        """For Prometheus."""
+        """Metrics in Prometheus' text format."""
         return Response(context.metrics(), media_type=PROMETHEUS)
 
-    @app.get("/load", response_model=replies.Load)
+    @app.get("/load", response_model=replies.ServerLoad)
     async def load() -> Response:
-        """How many answers run or wait, in vLLM's words."""
-        return document(replies.Load(server_load=context.admission.inside))
+        """Number of sequences that run or wait, under the same name as in vLLM."""
+        return document(replies.ServerLoad(server_load=context.admission.inside))
 
     @app.get("/stats", response_model=Stats)
     async def stats() -> Response:
-        """How things stand now, for people and pages."""
+        """Current figures for people and dashboards."""
         return document(context.meter.stats())
 
 
 def _paths(app: FastAPI) -> str:
-    """All that is served and documented."""
+    """All documented paths, separated by commas."""
     routes = (route for route in app.routes if isinstance(route, APIRoute) and route.include_in_schema)
     return ", ".join(sorted({route.path for route in routes}))
 
@@ -253,7 +250,7 @@ def _add_error_handlers(app: FastAPI, context: Context) -> None:
     async def http_error(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}"
         if error.status_code == 404:
-            message += f"; there are {_paths(app)}"
+            message += f"; this server has {_paths(app)}"
         response = answer(errors.ApiError(error.status_code, errors.INVALID, message))
         response.headers.update(error.headers or {})
         return response
@@ -261,4 +258,4 @@ def _add_error_handlers(app: FastAPI, context: Context) -> None:
     @app.exception_handler(Exception)
     async def bug(_: Request, error: Exception) -> Response:
         log.error("a request failed", exc_info=error)
-        return answer(errors.ApiError(500, "server_error", "an error in the server; its log says more"))
+        return answer(errors.ApiError(500, "server_error", "internal error; see the server's log"))

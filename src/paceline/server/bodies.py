@@ -1,4 +1,4 @@
-"""Bodies of requests: JSON within limits, read and checked beside the event loop where they are long."""
+"""Request bodies: JSON within size limits. Long bodies are parsed outside of the event loop."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from pydantic_core import from_json
 from paceline.server import errors
 from paceline.server.limits import MAX_PARTS, MAX_VALUES
 
-_SHORT = 2**14  # bytes: read at once; longer ones take their turn in a thread
+_SHORT = 2**14  # bytes; longer bodies are parsed in a worker thread
 B = TypeVar("B", bound=BaseModel)
 
 
 def read(model: type[B], body: bytes) -> B:
-    """A body as a document. Raises ApiError (400) with the first faults, each cut short."""
+    """Parse and validate a body. Raises ApiError (400) that names the first invalid fields."""
     return checked(model, parsed(body))
 
 
 def parsed(body: bytes) -> Any:
-    """What JSON says, within limits. Raises ApiError (400)."""
+    """Parse JSON within size limits. Raises ApiError (400)."""
     _check_size(body)
     try:
         return from_json(body, allow_inf_nan=False)
     except ValueError as error:
-        raise errors.invalid(f"the body is not JSON: {error}") from error
+        raise errors.invalid(f"the body is not valid JSON: {error}") from error
 
 
 def checked(model: type[B], data: object) -> B:
-    """Such data as a document. Raises ApiError (400) with the first faults, each cut short."""
+    """Validate ``data`` as a ``model``. Raises ApiError (400) that names the first invalid fields."""
     try:
         return model.model_validate(data)
     except ValidationError as error:
@@ -43,11 +43,14 @@ def checked(model: type[B], data: object) -> B:
 
 
 def _check_size(body: bytes) -> None:
-    """Counts without regard to strings first, which is quick and nearly always enough."""
+    """Raise ApiError (400) if parsing would take too long.
+
+    The first count includes the text of strings: it is fast and nearly always enough.
+    """
     if not _within(body) and not _within(_outside_strings(body)):
         raise errors.invalid(
-            f"the body has too many parts: at most {MAX_VALUES} values and {MAX_PARTS} lists, objects and fields of "
-            "objects; send several requests"
+            f"the body is too complex: at most {MAX_VALUES} values and {MAX_PARTS} lists, objects and fields of "
+            "objects are allowed; split it into several requests"
         )
 
 
@@ -56,7 +59,7 @@ def _within(text: bytes) -> bool:
 
 
 def _outside_strings(body: bytes) -> bytes:
-    """What is left of JSON without its strings; commas alone if there are too many of those."""
+    """Return the JSON without its strings, or only commas (over the limit) if it has too many strings."""
     text = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     if text.count(b'"') > 2 * (MAX_VALUES + MAX_PARTS):
         return b"," * MAX_VALUES
@@ -64,7 +67,7 @@ def _outside_strings(body: bytes) -> bytes:
 
 
 def is_json(content_type: str) -> bool:
-    """Whether a header says application/json, or a kind of it."""
+    """Return whether a Content-Type is application/json or application/*+json."""
     header = Message()
     header["content-type"] = content_type
     kind = header.get_content_subtype()
@@ -72,7 +75,7 @@ def is_json(content_type: str) -> bool:
 
 
 class _Read(Request):
-    """A request whose body has been read as a document."""
+    """A request whose body is already parsed and validated."""
 
     def __init__(self, request: Request, body: bytes, document: BaseModel) -> None:
         super().__init__(request.scope, request.receive)
@@ -86,12 +89,12 @@ class _Read(Request):
 
 
 def route_class(pool: Executor) -> type[APIRoute]:
-    """Routes whose bodies are read by ``read``; long ones in ``pool``, where they wait for one another."""
+    """Return a route class that parses bodies with ``read``; long ones one at a time in ``pool``."""
 
     async def read_body(model: type[BaseModel], request: Request) -> _Read:
         body = await request.body()
         if not is_json(request.headers.get("content-type", "")):
-            message = "the body must be JSON and say so: send the header 'Content-Type: application/json'"
+            message = "the body must be JSON: send the header 'Content-Type: application/json'"
             raise errors.ApiError(415, errors.INVALID, message, code="unsupported_media_type")
         if len(body) <= _SHORT:
             return _Read(request, body, read(model, body))

@@ -1,4 +1,4 @@
-"""``/v1/chat/completions``: conversations continued."""
+"""``/v1/chat/completions``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.config import StructuredOutputs
 from paceline.core.outputs import CompletionOutput, RequestOutput, TokenLogprob
 from paceline.engine.engine import Request
 from paceline.server.completions import extras_of, note_draft_tokens
-from paceline.server.context import Context, Tally, Terms, log_request, usage_of
+from paceline.server.context import Context, RequestOptions, StreamUsage, log_request, usage_of
 from paceline.server.delta import Delta, Update
 from paceline.server.logprobs import chat_logprobs
 from paceline.server.predictions import check_prediction, details_of
@@ -25,7 +25,7 @@ from paceline.server.replies import (
     ChatLogprobs,
     ChatMessage,
     Usage,
-    finish_word,
+    openai_finish_reason,
     stop_reason,
 )
 from paceline.server.streaming import Events
@@ -33,12 +33,12 @@ from paceline.server.streaming import Events
 
 @dataclass
 class ChatJob:
-    """One request, ready for the engine. structure: of its answers, not yet compiled."""
+    """One validated request, ready for the engine. structure: constraint of its answers, not yet compiled."""
 
     context: Context
     body: ChatRequest
     request: Request
-    terms: Terms
+    options: RequestOptions
     structure: StructuredOutputs | None
     id: str = field(init=False)
     created: int = field(init=False)
@@ -48,22 +48,23 @@ class ChatJob:
 
     @classmethod
     async def prepare(cls, context: Context, body: ChatRequest, client: str) -> ChatJob:
-        """Raises ApiError."""
+        """Validate and tokenize a request. Raises ApiError."""
         context.check_model(body.model)
         context.check_answers(body.answers)
-        terms = Terms.of(body, client)
+        options = RequestOptions.of(body, client)
         tokens = await context.encode_chat(body.conversation)
         params = body.sampling(_max_tokens(context, body, tokens), (body.top_logprobs or 0) if body.logprobs else None)
-        wanted = await context.in_thread(lambda: body.structure)
-        structure = replace(params, structured_outputs=wanted).structured_outputs  # beside parameters that fit it
+        response_format = await context.in_thread(lambda: body.structure)
+        # replace() checks that the structure fits the other parameters
+        structure = replace(params, structured_outputs=response_format).structured_outputs
         references = await _prediction(context, body)
-        (request,) = await context.requests([tokens], params, terms, references)
+        (request,) = await context.requests([tokens], params, options, references)
         context.check_logprobs([request], params.logprobs)
-        return cls(context, body, request, terms, structure)
+        return cls(context, body, request, options, structure)
 
     async def answer(self) -> bytes:
-        """Everything at once. Raises ApiError."""
-        async with self.context.generate([self.request], self.terms, structure=self.structure) as generation:
+        """Generate all answers and return the whole response as JSON. Raises ApiError."""
+        async with self.context.generate([self.request], self.options, structure=self.structure) as generation:
             (output,) = await generation.finish()
         log_request(self.id, [output], self.body.user)
         entries = generation.made * (1 + (self.body.top_logprobs or 0))
@@ -90,22 +91,24 @@ class ChatJob:
         return document
 
     async def stream(self) -> Events:
-        """Documents as the engine makes them. Raises ApiError."""
+        """Yield server-sent events as tokens are generated. Raises ApiError."""
         begun: set[int] = set()
-        tally = Tally(len(self.request.prompt_token_ids))
-        async with self.context.generate([self.request], self.terms, structure=self.structure) as generation:
+        stream_usage = StreamUsage(len(self.request.prompt_token_ids))
+        async with self.context.generate([self.request], self.options, structure=self.structure) as generation:
             async for update in generation.updates():
-                yield await self.context.events(functools.partial(self._chunks, update, begun, tally), update.entries)
+                yield await self.context.events(
+                    functools.partial(self._chunks, update, begun, stream_usage), update.entries
+                )
             output = generation.outputs[0]
         log_request(self.id, [output], self.body.user)
         if self.body.include_usage:
             usage = await self._usage(output)
             yield await self.context.events(lambda: [self._chunk([], usage)], 0)
 
-    def _chunks(self, update: Update, begun: set[int], tally: Tally) -> list[ChatChunk]:
+    def _chunks(self, update: Update, begun: set[int], stream_usage: StreamUsage) -> list[ChatChunk]:
         documents = []
         for delta in update.deltas:
-            usage = tally.add(delta)
+            usage = stream_usage.add(delta)
             if self._shows(delta):
                 piece = self._piece(delta, begun)
                 documents.append(self._chunk([piece], usage if self.body.continuous_usage else None))
@@ -117,7 +120,7 @@ class ChatJob:
         return bool(delta.text or delta.ended or self.body.metrics or self.body.logprobs)
 
     def _whole(self, place: int, answer: CompletionOutput) -> ChatChoice:
-        word = finish_word(answer)
+        word = openai_finish_reason(answer)
         assert word is not None
         choice = ChatChoice(
             index=place,
@@ -131,15 +134,15 @@ class ChatJob:
         return choice
 
     def _piece(self, delta: Delta, begun: set[int]) -> ChatChunkChoice:
-        said = ChatDelta(content=delta.text)
+        chat_delta = ChatDelta(content=delta.text)
         if delta.index not in begun:
             begun.add(delta.index)
-            said.role = "assistant"
+            chat_delta.role = "assistant"
         choice = ChatChunkChoice(
             index=delta.index,
-            delta=said,
+            delta=chat_delta,
             logprobs=self._logprobs(delta.logprobs),
-            finish_reason=None if delta.ended is None else finish_word(delta.ended),
+            finish_reason=None if delta.ended is None else openai_finish_reason(delta.ended),
         )
         if delta.ended is not None:
             choice.stop_reason = stop_reason(delta.ended)
@@ -164,7 +167,7 @@ class ChatJob:
 
 
 async def _prediction(context: Context, body: ChatRequest) -> list[list[int]]:
-    """Its tokens, if there is one: as they stand in the middle of a text. Raises ApiError."""
+    """Token ids of the prediction, without special tokens; an empty list if there is none. Raises ApiError."""
     if body.prediction is None:
         return []
     check_prediction(context.llm.config, ())
@@ -174,6 +177,6 @@ async def _prediction(context: Context, body: ChatRequest) -> list[list[int]]:
 
 
 def _max_tokens(context: Context, body: ChatRequest, tokens: Sequence[int]) -> int:
-    """What was asked for, or whatever the prompt leaves of the model's length."""
-    wanted = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
-    return max(1, context.llm.engine.max_model_len - len(tokens)) if wanted is None else wanted
+    """The requested maximum, or what the prompt leaves of the model's context length."""
+    max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+    return max(1, context.llm.engine.max_model_len - len(tokens)) if max_tokens is None else max_tokens

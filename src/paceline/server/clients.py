@@ -1,4 +1,4 @@
-"""Who asks: clients take turns where requests wait, and none of them has all the places."""
+"""Identity of a client: waiting requests of different clients take turns, and limits hold per client."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ import ipaddress
 
 from fastapi import Request
 
-_HOME = 64  # bits of an IPv6 address that are one customer's: the others are free for the taking
+_NETWORK_BITS = 64  # prefix length in bits of one customer's IPv6 network
 
 
 def client_of(request: Request, has_keys: bool) -> str:
-    """One name for all requests with the same key; without keys, for all from the same address.
+    """Return one name for all requests with the same API key, or without keys from the same address.
 
-    The key has been found good. The address is the one that uvicorn reports: behind a proxy that it trusts
-    (FORWARDED_ALLOW_IPS), the one that the proxy forwards.
+    The caller has already verified the key. The address is the one that uvicorn reports: behind a trusted proxy
+    (FORWARDED_ALLOW_IPS) that is the forwarded address.
     """
     if has_keys:
         return key_name(request.headers.get("authorization", "").partition(" ")[2].strip())
-    return "address " + _home(request.client.host if request.client else "")
+    return "address " + _network(request.client.host if request.client else "")
 
 
 def key_name(key: str) -> str:
-    """A name that does not tell the key."""
+    """Return a name derived from the key that does not reveal it."""
     return "key " + hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
 
-def _home(host: str) -> str:
+def _network(host: str) -> str:
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
         return host
     if address.version == 4:
         return host
-    return str(ipaddress.ip_network((address.packed, _HOME), strict=False))
+    return str(ipaddress.ip_network((address.packed, _NETWORK_BITS), strict=False))

@@ -1,4 +1,4 @@
-"""``/v1/completions``: texts continued."""
+"""``/v1/completions``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.core.outputs import CompletionOutput, RequestOutput, TokenLogprob
 from paceline.engine.engine import Request
 from paceline.models.tokenizer import Detokenizer
 from paceline.server import errors
-from paceline.server.context import Context, Tally, Terms, log_request, usage_of
+from paceline.server.context import Context, RequestOptions, StreamUsage, log_request, usage_of
 from paceline.server.delta import Delta, Update
 from paceline.server.generation import Generation
 from paceline.server.logprobs import completion_logprobs, joined, prompt_logprobs
@@ -30,15 +30,15 @@ from paceline.server.replies import (
     RequestMetrics,
     SpeculativeDecoding,
     Usage,
-    finish_word,
+    openai_finish_reason,
     stop_reason,
 )
 from paceline.server.streaming import Events
 
 
 @dataclass(frozen=True)
-class Echo:
-    """A prompt as part of its answers."""
+class PromptEcho:
+    """A prompt that is repeated in front of each of its completions."""
 
     text: str
     logprobs: CompletionLogprobs | None
@@ -46,39 +46,42 @@ class Echo:
 
 @dataclass
 class CompletionJob:
-    """One request, ready for the engine. tokens: of each prompt. echoes: of each prompt, if asked for."""
+    """One validated request, ready for the engine.
+
+    tokens: token ids per prompt. echoes: one per prompt if the request has ``echo``, else empty.
+    """
 
     context: Context
     body: CompletionRequest
     tokens: list[list[int]]
     requests: list[Request]
-    terms: Terms
+    options: RequestOptions
     id: str = field(init=False)
     created: int = field(init=False)
-    echoes: list[Echo] = field(default_factory=list)
+    echoes: list[PromptEcho] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.id, self.created = self.context.new_id("cmpl"), int(time.time())
 
     @classmethod
     async def prepare(cls, context: Context, body: CompletionRequest, client: str) -> CompletionJob:
-        """Raises ApiError."""
+        """Validate and tokenize a request. Raises ApiError."""
         context.check_model(body.model)
         context.check_answers(len(body.prompts) * body.answers)
-        terms = Terms.of(body, client)
+        options = RequestOptions.of(body, client)
         params = body.sampling(_max_tokens(body) or 1, body.logprobs)
         tokens = [await _encode(context, prompt) for prompt in body.prompts]
-        requests = await context.requests(tokens, params, terms)
+        requests = await context.requests(tokens, params, options)
         context.check_logprobs(requests, body.logprobs, read=bool(body.echo), made=_max_tokens(body) > 0)
-        return cls(context, body, tokens, requests, terms)
+        return cls(context, body, tokens, requests, options)
 
-    # --- whole -------------------------------------------------------------------
+    # --- one response ------------------------------------------------------------
 
     async def answer(self) -> bytes:
-        """Everything at once. Raises ApiError."""
+        """Generate all completions and return the whole response as JSON. Raises ApiError."""
         async with self._generation() as generation:
-            await self._make_echoes(generation)
-            outputs = await generation.finish() or self._nothing()
+            await self._echo_prompts(generation)
+            outputs = await generation.finish() or self._empty_outputs()
         log_request(self.id, outputs, self.body.user)
         entries = generation.made * _entries(self.body) + self._echoed(len(self.echoes))
         return await self.context.written(functools.partial(self._completion, outputs), entries)
@@ -95,18 +98,18 @@ class CompletionJob:
 
     def _generation(self) -> AbstractAsyncContextManager[Generation]:
         scored = bool(self.body.echo) and self.body.logprobs is not None
-        return self.context.generate(self.requests, self.terms, only_read=self._only_read, scored=scored)
+        return self.context.generate(self.requests, self.options, only_read=self._only_read, scored=scored)
 
     @property
     def _only_read(self) -> bool:
         return _max_tokens(self.body) == 0
 
     def _echoed(self, echoes: int) -> int:
-        """Entries of the first so many echoes, each repeated in every answer."""
+        """Tokens and log-probabilities in the first ``echoes`` echoes, which every completion repeats."""
         return sum(map(len, self.tokens[:echoes])) * (self.body.n or 1) * _entries(self.body)
 
-    def _nothing(self) -> list[RequestOutput]:
-        """With max_tokens = 0 only the prompt is looked at."""
+    def _empty_outputs(self) -> list[RequestOutput]:
+        """Outputs of a request with max_tokens = 0, which returns only its prompt."""
         n = self.body.n or 1
         return [
             RequestOutput(
@@ -128,62 +131,62 @@ class CompletionJob:
                 choice.logprobs = joined(echo.logprobs, choice.logprobs)
         return choice
 
-    # --- as it comes -------------------------------------------------------------
+    # --- streaming ---------------------------------------------------------------
 
     async def stream(self) -> Events:
-        """Documents as the engine makes them. Raises ApiError."""
-        letters: dict[int, int] = {}
+        """Yield server-sent events as tokens are generated. Raises ApiError."""
+        offsets: dict[int, int] = {}
         async with self._generation() as generation:
-            await self._make_echoes(generation)
+            await self._echo_prompts(generation)
             if not self._only_read:
-                async for events in self._growing(generation, letters):
+                async for events in self._generated_events(generation, offsets):
                     yield events
-            outputs = [generation.outputs[number] for number in sorted(generation.outputs)] or self._nothing()
+            outputs = [generation.outputs[number] for number in sorted(generation.outputs)] or self._empty_outputs()
         log_request(self.id, outputs, self.body.user)
-        if self._only_read:  # the engine is done with it, whenever the client reads it
-            async for events in self._opening(letters):
+        if self._only_read:  # the engine has already finished, however slowly the client reads
+            async for events in self._echo_events(offsets):
                 yield events
-            yield await self.context.events(lambda: self._endings(outputs), 0)
+            yield await self.context.events(lambda: self._final_chunks(outputs), 0)
         if self.body.include_usage:
             yield await self.context.events(lambda: [self._document([], usage=usage_of(self.tokens, outputs))], 0)
 
-    async def _growing(self, generation: Generation, letters: dict[int, int]) -> Events:
-        async for events in self._opening(letters):
+    async def _generated_events(self, generation: Generation, offsets: dict[int, int]) -> Events:
+        async for events in self._echo_events(offsets):
             yield events
-        tally = Tally(sum(map(len, self.tokens)))
+        stream_usage = StreamUsage(sum(map(len, self.tokens)))
         async for update in generation.updates():
-            chunks = functools.partial(self._chunks, update, letters, tally)
+            chunks = functools.partial(self._chunks, update, offsets, stream_usage)
             yield await self.context.events(chunks, update.entries)
 
-    async def _opening(self, letters: dict[int, int]) -> Events:
-        """The echoed prompts, one after the other."""
+    async def _echo_events(self, offsets: dict[int, int]) -> Events:
+        """Events for the echoed prompts, one after the other."""
         for number in range(len(self.echoes)):
-            echo = functools.partial(self._echo, number, letters)
+            echo = functools.partial(self._echo, number, offsets)
             yield await self.context.events(echo, self._echoed(number + 1) - self._echoed(number))
 
-    def _echo(self, number: int, letters: dict[int, int]) -> list[Completion]:
+    def _echo(self, number: int, offsets: dict[int, int]) -> list[Completion]:
         echo, documents = self.echoes[number], []
         for place in range(self.body.n or 1):
             index = self._index(number, place)
-            letters[index] = len(echo.text)
+            offsets[index] = len(echo.text)
             choice = CompletionChoice(index=index, text=echo.text, logprobs=echo.logprobs, finish_reason=None)
             documents.append(self._document([choice]))
         return documents
 
-    def _endings(self, outputs: Sequence[RequestOutput]) -> list[Completion]:
+    def _final_chunks(self, outputs: Sequence[RequestOutput]) -> list[Completion]:
         return [
             self._document([self._choice(number, Delta.whole(answer), 0)])
             for number, output in enumerate(outputs)
             for answer in output.outputs
         ]
 
-    def _chunks(self, update: Update, letters: dict[int, int], tally: Tally) -> list[Completion]:
+    def _chunks(self, update: Update, offsets: dict[int, int], stream_usage: StreamUsage) -> list[Completion]:
         documents = []
         for delta in update.deltas:
             index = self._index(update.number, delta.index)
-            offset = letters.get(index, 0)
-            letters[index] = offset + len(delta.text)
-            usage = tally.add(delta)
+            offset = offsets.get(index, 0)
+            offsets[index] = offset + len(delta.text)
+            usage = stream_usage.add(delta)
             if delta.text or delta.ended or self.body.metrics or self.body.logprobs is not None:
                 choice = self._choice(update.number, delta, offset)
                 documents.append(self._document([choice], usage if self.body.continuous_usage else None))
@@ -191,7 +194,7 @@ class CompletionJob:
                     note_draft_tokens(documents[-1], self.body, [delta.ended])
         return documents
 
-    # --- parts -------------------------------------------------------------------
+    # --- building blocks ---------------------------------------------------------
 
     def _index(self, number: int, place: int) -> int:
         return number * (self.body.n or 1) + place
@@ -208,7 +211,7 @@ class CompletionJob:
             index=self._index(number, delta.index),
             text=delta.text,
             logprobs=self._logprobs(delta, offset),
-            finish_reason=None if delta.ended is None else finish_word(delta.ended),
+            finish_reason=None if delta.ended is None else openai_finish_reason(delta.ended),
         )
         if delta.ended is not None:
             choice.stop_reason = stop_reason(delta.ended)
@@ -222,23 +225,23 @@ class CompletionJob:
             return None
         return completion_logprobs(self.context.spelling, delta.logprobs, delta.pieces, offset, top)
 
-    async def _make_echoes(self, generation: Generation) -> None:
+    async def _echo_prompts(self, generation: Generation) -> None:
         if not self.body.echo:
             return
         pairs = zip(self.requests, self.body.prompts, strict=True)
         try:
-            async with asyncio.TaskGroup() as group:  # all prompts at once: they share passes
-                echoes = [group.create_task(self._make_echo(request, prompt)) for request, prompt in pairs]
+            async with asyncio.TaskGroup() as group:  # all at once: the engine scores several prompts a forward pass
+                echoes = [group.create_task(self._echo_prompt(request, prompt)) for request, prompt in pairs]
         except BaseExceptionGroup as several:
             raise several.exceptions[0] from None
         self.echoes = [echo.result() for echo in echoes]
         generation.scored()
 
-    async def _make_echo(self, request: Request, prompt: str | list[int]) -> Echo:
-        given = prompt if isinstance(prompt, str) else None
+    async def _echo_prompt(self, request: Request, prompt: str | list[int]) -> PromptEcho:
+        text_or_none = prompt if isinstance(prompt, str) else None
         pieces = await self.context.in_thread(_pieces, self.context, request.prompt_token_ids)
-        text = "".join(pieces) if given is None else given
-        return Echo(text, await self._prompt_logprobs(request, pieces))
+        text = "".join(pieces) if text_or_none is None else text_or_none
+        return PromptEcho(text, await self._prompt_logprobs(request, pieces))
 
     async def _prompt_logprobs(self, request: Request, pieces: Sequence[str]) -> CompletionLogprobs | None:
         top = self.body.logprobs
@@ -250,7 +253,7 @@ class CompletionJob:
 
 
 def extras_of(delta: Delta) -> Extras:
-    """What "metrics": true adds."""
+    """The ``paceline`` field that "metrics": true adds to a choice."""
     extras = Extras(token_ids=list(delta.token_ids), kinds=list(delta.kinds), pieces=list(delta.pieces))
     if delta.ended is not None:
         extras.metrics = AnswerMetrics.of(delta.ended)
@@ -260,7 +263,7 @@ def extras_of(delta: Delta) -> Extras:
 def note_draft_tokens(
     document: Completion | Chat | ChatChunk, body: GenerationRequest, answers: Sequence[CompletionOutput]
 ) -> None:
-    """What "metrics": true adds to the reply itself, if that has one answer."""
+    """Add the ``metrics`` field to a document with one answer, if the request has "metrics": true."""
     if body.metrics and len(answers) == 1:
         document.metrics = RequestMetrics(speculative_decoding=SpeculativeDecoding.of(answers[0]))
 
@@ -270,19 +273,19 @@ async def _encode(context: Context, prompt: str | list[int]) -> list[int]:
 
 
 def _entries(body: CompletionRequest) -> int:
-    """Of one token: itself, and the likely ones beside it."""
+    """Log-probability entries per token: its own, and those of the likeliest tokens."""
     return 1 + (body.logprobs or 0)
 
 
 def _max_tokens(body: CompletionRequest) -> int:
-    wanted = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    if wanted == 0 and not body.echo:
-        raise errors.invalid("max_tokens = 0 asks for nothing unless echo is true", "max_tokens")
-    return wanted
+    max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    if max_tokens == 0 and not body.echo:
+        raise errors.invalid("max_tokens = 0 needs echo = true", "max_tokens")
+    return max_tokens
 
 
 def _pieces(context: Context, tokens: Sequence[int]) -> list[str]:
-    """The text that each token lets out."""
+    """The text that each token adds."""
     growing = Detokenizer(context.tokenizer)
     pieces = [growing.push(token) for token in tokens]
     pieces[-1] += growing.finish()

@@ -1,4 +1,4 @@
-"""Connections before they are requests: how many there may be, how long they may dawdle, who goes when it gets full."""
+"""Limits on TCP connections: their number, the time for headers, and which to close when there are too many."""
 
 from __future__ import annotations
 
@@ -13,43 +13,48 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from paceline.config import ServerConfig
 
 MAX_HEADER_BYTES = 32 * 2**10
-_CHUNK = 32 * 2**10  # bytes read at a time: what a connection may hold before its request has been looked at
-_CRUMB = re.compile(rb"\r\n0*[0-9a-fA-F]{1,2}[;\r]")  # where a chunk of less than 256 bytes begins
-_MOST_CRUMBS = 1000  # in one body
-_FIRST_PROBE, _LONGEST_PROBE = 0.05, 1.0  # seconds between two interim answers; each is twice the one before
-_SHARE_OF_REQUESTS = 0.75  # of all connections; the others are for those that say what they want
+_CHUNK = 32 * 2**10  # bytes read at a time, and so the buffer of a connection without a request
+_TINY_CHUNK = re.compile(rb"\r\n0*[0-9a-fA-F]{1,2}[;\r]")  # start of a chunk of fewer than 256 bytes
+_MAX_TINY_CHUNKS = 1000  # per body
+_FIRST_PROBE, _LONGEST_PROBE = 0.05, 1.0  # seconds between two interim responses; the pause doubles
+_SHARE_OF_REQUESTS = 0.75  # of all connections; the others are kept for clients that have not sent a request yet
 
 
-def most_requests(connections: int) -> int:
-    """How many of so many connections may hold a request. The rest stays for new ones, so that these are heard."""
+def max_concurrent_requests(connections: int) -> int:
+    """Return the maximum of concurrent requests for ``connections`` connections.
+
+    The remaining connections stay available, so that new clients can always send a request.
+    """
     return int(connections * _SHARE_OF_REQUESTS)
 
 
-Phase = Literal["beginning", "working", "idle"]  # headers (or an unwanted body) are coming; a request in hand; neither
+# beginning: headers (or the rest of an unread body) are arriving; working: a request is being served; idle: keep-alive
+Phase = Literal["beginning", "working", "idle"]
 
 
-class Lobby:
-    """All connections, and which of them have no request in hand.
+class ConnectionTable:
+    """All open connections, and those without a request in progress.
 
-    There is always room for one more: when a limit is passed, the one that has waited longest is closed. So whoever
-    says at once what he wants is heard, however many others hold connections open. For the event loop only.
+    A new connection is always accepted. If that exceeds a limit, the connection that has waited longest is closed.
+    A client that sends its request at once is therefore served, however many idle connections others hold.
+    Not thread-safe: call it from the event loop only.
     """
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
         self.inside = 0
-        self._inside_of: Counter[str] = Counter()
-        self._waiting: dict[Connection, None] = {}  # in the order in which they began
-        self._waiting_of: defaultdict[str, dict[Connection, None]] = defaultdict(dict)
+        self._inside_by_client: Counter[str] = Counter()
+        self._waiting: dict[Connection, None] = {}  # in the order in which they began to wait
+        self._waiting_by_client: defaultdict[str, dict[Connection, None]] = defaultdict(dict)
 
     def enter(self, connection: Connection) -> None:
-        """A new connection, which waits. May close another one."""
+        """Add a new connection, without a request. May close another connection."""
         host = connection.peer
         self.inside += 1
-        self._inside_of[host] += 1
+        self._inside_by_client[host] += 1
         self.wait(connection)
-        if self._inside_of[host] > self.config.max_connections_per_client:
-            self._close_oldest(self._waiting_of[host])
+        if self._inside_by_client[host] > self.config.max_connections_per_client:
+            self._close_oldest(self._waiting_by_client[host])
         elif self.inside > self.config.max_connections:
             self._close_oldest(self._waiting)
 
@@ -59,99 +64,105 @@ class Lobby:
         oldest.drop()
 
     def wait(self, connection: Connection) -> None:
-        """It has no request in hand."""
+        """Mark a connection as without a request: it may be closed to make room."""
         self._waiting.setdefault(connection)
-        self._waiting_of[connection.peer].setdefault(connection)
+        self._waiting_by_client[connection.peer].setdefault(connection)
 
     def work(self, connection: Connection) -> None:
-        """It has a request in hand, and is not closed for the sake of others."""
+        """Mark a connection as serving a request: it is not closed to make room."""
         self._waiting.pop(connection, None)
-        self._waiting_of[connection.peer].pop(connection, None)
+        self._waiting_by_client[connection.peer].pop(connection, None)
 
     def leave(self, connection: Connection) -> None:
-        """It is closed. May be said twice."""
+        """Remove a closed connection. Calling it again has no effect."""
         if not connection.inside:
             return
         connection.inside = False
         self.work(connection)
         self.inside -= 1
-        self._inside_of[connection.peer] -= 1
-        if not self._inside_of[connection.peer]:
-            del self._inside_of[connection.peer], self._waiting_of[connection.peer]
+        self._inside_by_client[connection.peer] -= 1
+        if not self._inside_by_client[connection.peer]:
+            del self._inside_by_client[connection.peer], self._waiting_by_client[connection.peer]
 
 
 class Connection(H11Protocol):
-    """uvicorn's, with limits on the time for headers and on what is read unasked; clients may close their side."""
+    """uvicorn's HTTP/1.1 protocol with header timeouts, read limits and half-closed connections.
 
-    def __init__(self, lobby: Lobby, **options: Any) -> None:
+    It relies on uvicorn's private state: ``flow``, ``cycle``, ``conn``.
+    """
+
+    def __init__(self, table: ConnectionTable, **options: Any) -> None:
         super().__init__(**options)
-        self._lobby, self._limits = lobby, lobby.config
+        self._table, self._limits = table, table.config
         self.inside = True
         self.peer = ""
         self._phase: Phase = "beginning"
         self._deadline: asyncio.TimerHandle | None = None
-        self._half_closed = False  # the client has said all that it wants to say
-        self._probe: asyncio.TimerHandle | None = None
-        self._crumbs = 0  # chunks of a few bytes in this request's body
-        self._thrown_away = 0  # bytes of a body whose request has been answered
+        self._half_closed = False  # the client has shut down its sending side
+        self._interim_timer: asyncio.TimerHandle | None = None
+        self._tiny_chunks = 0  # tiny chunks in the current body
+        self._discarded_bytes = 0  # bytes of a body that arrived after its response
 
-    # --- what asyncio and uvicorn call -------------------------------------------
+    # --- called by asyncio and uvicorn -------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.max_size = _CHUNK  # type: ignore[attr-defined]  # asyncio's own name; 256 KiB otherwise
+        transport.max_size = _CHUNK  # type: ignore[attr-defined]  # asyncio's attribute; the default is 256 KiB
         self.peer = self.client[0] if self.client else ""
-        self._lobby.enter(self)
+        self._table.enter(self)
         if self.inside:
             self._limit_time(self._limits.header_timeout)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._limit_time(None)
-        self._end_probes()
-        self._lobby.leave(self)
+        self._stop_interim()
+        self._table.leave(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self._answered_early():
-            self._thrown_away += len(data)
-            if self._thrown_away > self._limits.max_body_bytes:
+            self._discarded_bytes += len(data)
+            if self._discarded_bytes > self._limits.max_body_bytes:
                 self.drop()
                 return
-        elif self._comes_in_crumbs(data):
-            self._refuse_crumbs()
+        elif self._has_too_many_tiny_chunks(data):
+            self._refuse_tiny_chunks()
             return
         super().data_received(data)
-        self._look()
+        self._update_phase()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Whether the connection stays open: if a whole request is in hand, of a version that has interim answers."""
-        whole = self._phase == "working" and self.conn.their_state is not h11.SEND_BODY
-        self._half_closed = whole and self.scope["http_version"] == "1.1"
+        """Return whether the connection stays open.
+
+        It does if a complete HTTP/1.1 request is in progress: that version has interim responses.
+        """
+        is_complete = self._phase == "working" and self.conn.their_state is not h11.SEND_BODY
+        self._half_closed = is_complete and self.scope["http_version"] == "1.1"
         if self._half_closed:
-            self._is_there(_FIRST_PROBE)
+            self._send_interim(_FIRST_PROBE)
         return self._half_closed
 
     def on_response_complete(self) -> None:
-        self._thrown_away = self._crumbs = 0
-        self.cycle.body = bytearray()  # what nobody asked for
+        self._discarded_bytes = self._tiny_chunks = 0
+        self.cycle.body = bytearray()  # drop what was not read
         super().on_response_complete()
-        self._look()
+        self._update_phase()
         if self._half_closed:
-            self._go_on_half_closed()
+            self._continue_half_closed()
 
-    # --- what is new -------------------------------------------------------------
+    # --- limits ------------------------------------------------------------------
 
     def drop(self) -> None:
-        """Close at once, whatever is still to be read or written."""
+        """Close at once and discard unsent data."""
         self.transport.abort()
 
-    def _look(self) -> None:
-        """After every step: whether there is a request in hand, and until when there must be news."""
+    def _update_phase(self) -> None:
+        """Update the phase after each event, and with it the timeout."""
         if self.transport.is_closing():
             return
         phase = self._find_phase()
         if phase == "working" and self.conn.their_state is h11.SEND_BODY:
-            self.flow.pause_reading()  # until somebody asks for the body
+            self.flow.pause_reading()  # resumes when the application reads the body
         if phase != self._phase:
             self._phase = phase
             self._enter_phase()
@@ -165,30 +176,30 @@ class Connection(H11Protocol):
 
     def _enter_phase(self) -> None:
         if self._phase == "working":
-            self._lobby.work(self)
+            self._table.work(self)
             self._limit_time(None)
             return
-        self._lobby.wait(self)
+        self._table.wait(self)
         idle = self._phase == "idle"
         self._limit_time(self._limits.keep_alive_timeout if idle else self._limits.header_timeout)
 
     def _answered_early(self) -> bool:
-        """Whether the rest of a body is to come that nobody wants."""
+        """Return whether the response is complete but part of the request's body has not arrived."""
         return self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY
 
-    def _comes_in_crumbs(self, data: bytes) -> bool:
-        """Whether a body comes in so many chunks of a few bytes that taking them apart would hold up everybody."""
+    def _has_too_many_tiny_chunks(self, data: bytes) -> bool:
+        """Return whether the body has too many tiny chunks: parsing them would block the event loop."""
         if self.conn.their_state is h11.SEND_BODY:
             in_chunks = any(name == b"transfer-encoding" for name, _ in self.headers)
         else:
-            in_chunks = b"chunked" in data.lower()  # as its head may say, which comes with it
+            in_chunks = b"chunked" in data.lower()  # the chunk may include the request's head
         if in_chunks:
-            self._crumbs += len(_CRUMB.findall(data))
-        return self._crumbs > _MOST_CRUMBS
+            self._tiny_chunks += len(_TINY_CHUNK.findall(data))
+        return self._tiny_chunks > _MAX_TINY_CHUNKS
 
-    def _refuse_crumbs(self) -> None:
+    def _refuse_tiny_chunks(self) -> None:
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            self.send_400_response("the body comes in chunks of a few bytes: send longer ones")
+            self.send_400_response("the body has too many chunks of a few bytes: send larger ones")
         else:
             self.drop()
 
@@ -197,27 +208,27 @@ class Connection(H11Protocol):
             self._deadline.cancel()
         self._deadline = None if seconds is None else self.loop.call_later(seconds, self.drop)
 
-    def _go_on_half_closed(self) -> None:
-        """With the next request that has come before the end, if there is one."""
-        self._end_probes()
+    def _continue_half_closed(self) -> None:
+        """Continue with the next pipelined request, or close."""
+        self._stop_interim()
         if self._phase == "working":
-            self._is_there(_FIRST_PROBE)
+            self._send_interim(_FIRST_PROBE)
         else:
             self.transport.close()
 
-    def _is_there(self, pause: float) -> None:
-        """Say that an answer is to come, again and again until it begins.
+    def _send_interim(self, pause: float) -> None:
+        """Send an interim response (102) repeatedly until the response begins.
 
-        A client that has closed its side alone waits for the answer. One that has hung up looks the same from here, but
-        its machine resets the connection when something is sent, and the next sending finds that out.
+        A client that only shut down its sending side waits for the response. A client that is gone looks the same, but
+        its host answers data with a reset, which the next write detects.
         """
         if self.cycle.response_started or self.transport.is_closing():
             return
         interim = h11.InformationalResponse(status_code=102, headers=[], reason=b"Processing")
         self.transport.write(self.conn.send(interim) or b"")
-        self._probe = self.loop.call_later(pause, self._is_there, min(2 * pause, _LONGEST_PROBE))
+        self._interim_timer = self.loop.call_later(pause, self._send_interim, min(2 * pause, _LONGEST_PROBE))
 
-    def _end_probes(self) -> None:
-        if self._probe is not None:
-            self._probe.cancel()
-            self._probe = None
+    def _stop_interim(self) -> None:
+        if self._interim_timer is not None:
+            self._interim_timer.cancel()
+            self._interim_timer = None

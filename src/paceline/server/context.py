@@ -1,4 +1,4 @@
-"""What every route needs: the engine's service, the tokenizer, ids, admission, and what is written about requests."""
+"""State shared by all routes: engine service, tokenizer, worker threads, admission, request ids and request logs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from paceline.engine.engine import Request
 from paceline.errors import PacelineError
 from paceline.models.tokenizer import Tokenizer
 from paceline.server import errors, vllm_names
-from paceline.server.admission import Admission, Room, Work
+from paceline.server.admission import Admission, AdmissionLimits, PromptCost
 from paceline.server.clients import client_of
 from paceline.server.delta import Delta
 from paceline.server.documents import event, written, written_in_pieces
@@ -41,17 +41,18 @@ if TYPE_CHECKING:
     from paceline.llm import LLM
 
 log = logging.getLogger("paceline.server")
-_LONG_TEXT = 2**14  # characters: tokenized in some milliseconds
-_SHORT_REPLY = 512  # tokens and log-probabilities: written down in a millisecond
+_LONG_TEXT = 2**14  # characters; tokenizing them takes a few milliseconds
+_SHORT_REPLY = 512  # tokens and log-probabilities; serializing them takes a millisecond
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Terms:
-    """On which terms a request is served. client: whose turn it is.
+class RequestOptions:
+    """How a request is served.
 
-    arrival: on the clock of time.monotonic; timeout: seconds after which all is given up.
+    client: identity for fair queueing. arrival: seconds on the clock of ``time.monotonic``. timeout: seconds until the
+    request fails (None: the server's default). streaming: whether tokens are delivered round by round.
     """
 
     client: str
@@ -61,13 +62,15 @@ class Terms:
     streaming: bool
 
     @staticmethod
-    def of(body: GenerationRequest, client: str) -> Terms:
-        return Terms(client, body.priority or 0, time.monotonic(), body.timeout, bool(body.stream))
+    def of(body: GenerationRequest, client: str) -> RequestOptions:
+        return RequestOptions(client, body.priority or 0, time.monotonic(), body.timeout, bool(body.stream))
 
 
 class Context:
-    """One server. Slow work happens in threads, so that the event loop stays quick: one for bodies, one for texts, one
-    for texts so long that others should not wait for them, one for long replies.
+    """Everything that the routes of one server share.
+
+    Slow work runs in four single threads, to keep the event loop responsive: request bodies, short texts, long texts
+    (so that short ones do not wait behind them) and long replies.
     """
 
     def __init__(self, config: ServerConfig, load: Callable[[], LLM], on_end: Callable[[], None]) -> None:
@@ -85,7 +88,7 @@ class Context:
 
     @property
     def llm(self) -> LLM:
-        """Raises ApiError (503) until it is ready."""
+        """The loaded model. Raises ApiError (503) until it is ready."""
         return self.service.llm
 
     @property
@@ -104,61 +107,64 @@ class Context:
         return self.config.served_model_name or self.llm.engine.models.target.name
 
     def metrics(self) -> bytes:
-        """For Prometheus; under vLLM's names, too, if that was asked for. Raises ApiError if they lack the model's."""
+        """Return all metrics in Prometheus' text format, with vLLM's names too if configured.
+
+        Raises ApiError (503) if vLLM's names are configured and the model's name is not known yet.
+        """
         ours = self.meter.exposition()
         if self.config.metrics_names == "paceline":
             return ours
         return ours + vllm_names.exposition(self.meter.registry, self.model_name)
 
     def check_model(self, name: str | None) -> None:
-        """Raises ApiError (404) unless it is the model that is served; None is whatever is served."""
+        """Raise ApiError (404) if ``name`` is not the served model; None stands for the served one."""
         if name is not None and name != self.model_name:
-            message = f"the model {name!r} does not exist here; this server has {self.model_name!r}"
+            message = f"the model {name!r} does not exist; this server serves {self.model_name!r}"
             raise errors.not_found(message, "model", "model_not_found")
 
     def new_id(self, kind: str) -> str:
-        """For example cmpl-1a2b3c4d-17: no two requests of any two servers share one."""
+        """Return a unique id such as cmpl-1a2b3c4d-17. It is unique across servers, too."""
         return f"{kind}-{self._start}-{next(self._count)}"
 
     async def in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Templates, short texts. Raises ApiError for what paceline raises on purpose."""
+        """Run short work on texts in their thread. Raises ApiError for errors of paceline."""
         return await _run_in(self._texts, functools.partial(work, *args, **kwargs))
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """A text's tokens. Raises ApiError (400) if it is longer than any prompt can be."""
+        """Return a text's token ids. Raises ApiError (400) if it is longer than any prompt can be."""
         return await self._on_text(len(text), self.tokenizer.encode, text, add_special_tokens)
 
     async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """A conversation's tokens, likewise."""
-        letters = sum(len(message["content"]) for message in messages)
-        return await self._on_text(letters, self.tokenizer.chat, messages)
+        """Return a conversation's token ids. Raises ApiError (400) if it is longer than any prompt can be."""
+        characters = sum(len(message["content"]) for message in messages)
+        return await self._on_text(characters, self.tokenizer.chat, messages)
 
-    async def _on_text(self, letters: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Work on a text of so many letters."""
-        most = await self.in_thread(lambda: self._most_letters)
-        if letters > most:
-            message = f"the text has {letters} characters, and no prompt of this model has more than {most}"
+    async def _on_text(self, characters: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run ``work`` on a text of ``characters`` characters in the thread for its length."""
+        max_characters = await self.in_thread(lambda: self._max_characters)
+        if characters > max_characters:
+            message = f"the text has {characters} characters; prompts of this model have at most {max_characters}"
             raise errors.invalid(message, code="context_length_exceeded")
-        pool = self._texts if letters <= _LONG_TEXT else self._long_texts
+        pool = self._texts if characters <= _LONG_TEXT else self._long_texts
         return await _run_in(pool, functools.partial(work, *args, **kwargs))
 
     @functools.cached_property
-    def _most_letters(self) -> int:
-        """Of a text that fits into the model's length."""
+    def _max_characters(self) -> int:
+        """Upper bound of the characters of a prompt that fits into the model's context."""
         return self.llm.engine.max_model_len * max(len(spelling or "") for spelling in self.tokenizer.tokens())
 
     async def in_background(self, work: Callable[[], T]) -> T:
-        """What may take a while, and nobody's text should wait for."""
+        """Run slow work in the replies' thread, so that short texts do not wait for it."""
         return await _run_in(self._replies, work)
 
     async def written(self, build: Callable[[], BaseModel], entries: int) -> bytes:
-        """A reply as JSON. entries: its tokens and log-probabilities."""
+        """Serialize a reply. entries: its tokens and log-probabilities; a long reply is serialized in a thread."""
         if entries <= _SHORT_REPLY:
             return written(build())
         return await _run_in(self._replies, lambda: written_in_pieces(build()))
 
     async def events(self, build: Callable[[], Sequence[BaseModel]], entries: int) -> bytes:
-        """Documents of a stream as its events."""
+        """Serialize documents as server-sent events. entries: as in ``written``."""
         if entries <= _SHORT_REPLY:
             return b"".join(event(written(document)) for document in build())
         return await _run_in(
@@ -166,38 +172,45 @@ class Context:
         )
 
     @property
-    def room(self) -> Room:
-        """What the engine's rows hold."""
+    def admission_limits(self) -> AdmissionLimits:
+        """Capacity of the engine's rows."""
         rows = self.llm.config.max_batch_size
-        return Room(rows, rows * self.llm.engine.max_model_len)
+        return AdmissionLimits(rows, rows * self.llm.engine.max_model_len)
 
     def client_of(self, request: HttpRequest) -> str:
-        """Whose turn a request is."""
+        """Identity of the client for fair queueing and limits."""
         return client_of(request, bool(self.config.api_keys))
 
     def check_answers(self, answers: int) -> None:
-        """Before anything is done for them. Raises ApiError (400) if they are more than there can ever be room for."""
-        self.admission.check(answers, self.room)
+        """Raise ApiError (400) if the request has more sequences than the server can ever admit."""
+        self.admission.check(answers, self.admission_limits)
 
     async def requests(
-        self, prompts: Sequence[list[int]], params: SamplingParams, terms: Terms, references: Sequence[list[int]] = ()
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        options: RequestOptions,
+        references: Sequence[list[int]] = (),
     ) -> list[Request]:
-        """As the engine takes them, and as it would not refuse them. references: of each. Raises ApiError."""
-        make = functools.partial(self._request, params=params, terms=terms, references=references)
+        """Build and check the engine's requests. Raises ApiError.
+
+        references: token ids of texts that answers may repeat, shared by all prompts.
+        """
+        make = functools.partial(self._request, params=params, options=options, references=references)
         return await _run_in(self._texts, lambda: [make(prompt) for prompt in prompts])
 
     def _request(
-        self, prompt: list[int], params: SamplingParams, terms: Terms, references: Sequence[list[int]]
+        self, prompt: list[int], params: SamplingParams, options: RequestOptions, references: Sequence[list[int]]
     ) -> Request:
         name = self.new_id("prompt")
         request = self.llm.request(
             prompt,
             params,
             references=references,
-            arrival=terms.arrival,
+            arrival=options.arrival,
             request_id=name,
-            client=terms.client,
-            priority=terms.priority,
+            client=options.client,
+            priority=options.priority,
         )
         self.llm.engine.check(request)
         return request
@@ -205,18 +218,22 @@ class Context:
     def check_logprobs(
         self, requests: Sequence[Request], top: int | None, *, read: bool = False, made: bool = True
     ) -> None:
-        """Raises ApiError (400) for a reply that would hold too many. read, made: of prompts, of answers."""
+        """Raise ApiError (400) if the reply would hold too many log-probabilities.
+
+        top: log-probabilities per token besides its own (None: none at all). read: include the prompts' tokens.
+        made: include the answers' tokens.
+        """
         if top is None:
             return
-        places = sum(
-            work.answers * (work.made + read * len(request.prompt_token_ids))
+        positions = sum(
+            cost.answers * (cost.made + read * len(request.prompt_token_ids))
             for request in requests
-            for work in [self._work(request, only_read=not made, scored=False)]
+            for cost in [self._cost(request, only_read=not made, scored=False)]
         )
-        if places * (1 + top) > MAX_LOGPROB_ENTRIES:
+        if positions * (1 + top) > MAX_LOGPROB_ENTRIES:
             message = (
-                f"{places * (1 + top)} log-probabilities were asked for, and one reply has at most "
-                f"{MAX_LOGPROB_ENTRIES}; ask for fewer, or for less max_tokens, n or prompts"
+                f"{positions * (1 + top)} log-probabilities were requested; one reply has at most "
+                f"{MAX_LOGPROB_ENTRIES}; reduce logprobs, max_tokens, n or the number of prompts"
             )
             raise errors.invalid(message, "logprobs")
 
@@ -224,46 +241,48 @@ class Context:
     async def generate(
         self,
         requests: Sequence[Request],
-        terms: Terms,
+        options: RequestOptions,
         *,
         only_read: bool = False,
         scored: bool = False,
         structure: StructuredOutputs | None = None,
     ) -> AsyncIterator[Generation]:
-        """The requests in the engine, admitted together. only_read: there is nothing to generate. scored: prompts are
-        read once more, for their log-probabilities. structure: of the answers, compiled first. Raises ApiError.
+        """Admit the requests together, submit them to the engine and yield their ``Generation``.
+
+        only_read: nothing is generated (max_tokens = 0). scored: the prompts' log-probabilities are computed, too.
+        structure: constraint of the answers, compiled before they are submitted. Raises ApiError.
         """
-        works = [self._work(each, only_read, scored) for each in requests]
-        with self.quotas.hold(terms.client, sum(work.tokens for work in works)) as bill:
-            places = self.admission.enter(terms.client, works, self.room)
-            seconds = self.config.request_timeout if terms.timeout is None else terms.timeout
+        costs = [self._cost(each, only_read, scored) for each in requests]
+        with self.quotas.hold(options.client, sum(cost.tokens for cost in costs)) as key_usage:
+            tickets = self.admission.enter(options.client, costs, self.admission_limits)
+            seconds = self.config.request_timeout if options.timeout is None else options.timeout
             generation = None
             try:
                 async with time_limit(seconds):
-                    held = await structured(self.llm, requests, structure, terms.arrival)
+                    constrained = await structured(self.llm, requests, structure, options.arrival)
                     generation = Generation(
-                        self.service, [] if only_read else zip(held, places, strict=True), terms.streaming
+                        self.service, [] if only_read else zip(constrained, tickets, strict=True), options.streaming
                     )
                     async with generation:
                         yield generation
             finally:
-                bill.used = sum(work.read for work in works) + (0 if generation is None else generation.made)
-                for place in places:
-                    place.close()
+                key_usage.used = sum(cost.read for cost in costs) + (0 if generation is None else generation.made)
+                for ticket in tickets:
+                    ticket.close()
 
-    def _work(self, request: Request, only_read: bool, scored: bool) -> Work:
+    def _cost(self, request: Request, only_read: bool, scored: bool) -> PromptCost:
         size, params = len(request.prompt_token_ids), request.params
         made = 0 if only_read else min(params.max_tokens, self.llm.engine.max_model_len - size)
-        return Work(params.answers, made, size * (scored + (not only_read)), scored)
+        return PromptCost(params.answers, made, size * (scored + (not only_read)), scored)
 
     def close(self) -> None:
-        """Nothing is begun any more."""
+        """Stop the worker threads. Pending work is cancelled."""
         for pool in (self._texts, self._long_texts, self._replies, self.bodies):
             pool.shutdown(wait=False, cancel_futures=True)
 
 
 async def _run_in(pool: Executor, work: Callable[[], T]) -> T:
-    """Raises ApiError for what paceline raises on purpose."""
+    """Run ``work`` in ``pool``. Errors that paceline raises become ApiError."""
     try:
         return await asyncio.get_running_loop().run_in_executor(pool, work)
     except PacelineError as error:
@@ -271,14 +290,14 @@ async def _run_in(pool: Executor, work: Callable[[], T]) -> T:
 
 
 @dataclass
-class Tally:
-    """What a stream has used so far."""
+class StreamUsage:
+    """Token usage of a stream so far."""
 
     prompt_tokens: int
     completion_tokens: int = 0
 
     def add(self, delta: Delta) -> Usage:
-        """The usage up to this piece."""
+        """Add a delta and return the usage including it."""
         self.completion_tokens += len(delta.token_ids)
         total = self.prompt_tokens + self.completion_tokens
         return Usage(prompt_tokens=self.prompt_tokens, completion_tokens=self.completion_tokens, total_tokens=total)
@@ -289,7 +308,7 @@ def usage_of(
     outputs: Sequence[RequestOutput],
     details: CompletionTokensDetails | None = None,
 ) -> Usage:
-    """Every prompt once, every answer that was made; details, where there was a prediction."""
+    """Sum the usage: each prompt once, every sampled sequence. details: token counts of a prediction."""
     prompt = sum(map(len, prompts))
     answers = sum(answer.metrics.output_tokens for output in outputs for answer in output.candidates)
     usage = Usage(
@@ -304,7 +323,7 @@ def usage_of(
 
 
 def log_request(request_id: str, outputs: Sequence[RequestOutput], user: str | None) -> None:
-    """One line about a request that was answered: what it cost, all its answers together."""
+    """Log one line about a completed request, summed over its answers."""
     answers = [answer for output in outputs for answer in output.candidates]
     total = Metrics(
         rounds=sum(answer.metrics.rounds for answer in answers),

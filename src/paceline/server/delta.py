@@ -1,4 +1,4 @@
-"""What a round gave a request, taken out of the engine's growing results so that another thread may read it."""
+"""What a request gained in a round, copied out of the engine's outputs so that other threads can read it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Delta:
-    """What answer number ``index`` gained. ended: the whole answer, once it grows no more."""
+    """New content of answer ``index``: text, tokens and their log-probabilities.
+
+    kinds, pieces: per token, how it was produced and the text it added. ended: the complete answer, if it is finished.
+    """
 
     index: int
     text: str
@@ -27,7 +30,7 @@ class Delta:
 
     @staticmethod
     def joined(deltas: Sequence[Delta]) -> Delta:
-        """What an answer gained in several steps."""
+        """Concatenate consecutive deltas of one answer."""
         return Delta(
             index=deltas[0].index,
             text="".join(delta.text for delta in deltas),
@@ -40,7 +43,7 @@ class Delta:
 
     @staticmethod
     def whole(answer: CompletionOutput) -> Delta:
-        """A finished answer, all at once."""
+        """Return a finished answer as a single delta."""
         return Delta(
             index=answer.index,
             text=answer.text,
@@ -54,7 +57,7 @@ class Delta:
 
 @dataclass(frozen=True)
 class Update:
-    """News of prompt number ``number``. output: the whole result, once it grows no more."""
+    """New content of prompt ``number``. output: the complete output, if all its answers are finished."""
 
     number: int
     deltas: Sequence[Delta]
@@ -62,12 +65,12 @@ class Update:
 
     @property
     def entries(self) -> int:
-        """Tokens and log-probabilities: how long it takes to write it down."""
+        """Tokens and log-probabilities: the measure of how long serializing takes."""
         return sum(len(delta.token_ids) + sum(len(entry.top) for entry in delta.logprobs) for delta in self.deltas)
 
     @staticmethod
     def joined(updates: Sequence[Update]) -> Update:
-        """News of one prompt from several rounds."""
+        """Merge consecutive updates of one prompt."""
         if len(updates) == 1:
             return updates[0]
         of_answer: defaultdict[int, list[Delta]] = defaultdict(list)
@@ -82,32 +85,33 @@ def _chained(parts: Iterable[Sequence[T]]) -> list[T]:
 
 
 @dataclass
-class Growth:
-    """How much of each answer has been passed on."""
+class OutputCursor:
+    """Position up to which each answer of a request has been delivered."""
 
     output: RequestOutput
     tokens: list[int] = field(init=False)
-    letters: list[int] = field(init=False)
+    characters: list[int] = field(init=False)
     ended: list[bool] = field(init=False)
 
     def __post_init__(self) -> None:
         n = len(self.output.candidates)
-        self.tokens, self.letters, self.ended = [0] * n, [0] * n, [False] * n
+        self.tokens, self.characters, self.ended = [0] * n, [0] * n, [False] * n
 
-    def news(self) -> list[Delta]:
-        """What was gained since the last call."""
-        return [self._take(answer) for answer in self.output.candidates if self._has_news(answer)]
+    def take_new(self) -> list[Delta]:
+        """Return what was added since the last call."""
+        return [self._take(answer) for answer in self.output.candidates if self._has_new(answer)]
 
-    def _has_news(self, answer: CompletionOutput) -> bool:
+    def _has_new(self, answer: CompletionOutput) -> bool:
         return not self.ended[answer.index] and (answer.finished or len(answer.token_ids) > self.tokens[answer.index])
 
     def _take(self, answer: CompletionOutput) -> Delta:
-        place, first, shown = answer.index, self.tokens[answer.index], self.letters[answer.index]
-        self.tokens[place], self.letters[place] = len(answer.token_ids), len(answer.text)
-        self.ended[place] = answer.finished
+        index = answer.index
+        first, first_character = self.tokens[index], self.characters[index]
+        self.tokens[index], self.characters[index] = len(answer.token_ids), len(answer.text)
+        self.ended[index] = answer.finished
         return Delta(
-            index=place,
-            text=answer.text[shown:],
+            index=index,
+            text=answer.text[first_character:],
             token_ids=answer.token_ids[first:],
             kinds=answer.token_kinds[first:],
             pieces=answer.pieces[first:],

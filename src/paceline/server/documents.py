@@ -1,4 +1,4 @@
-"""Replies as JSON. Long ones are written piece by piece, beside the event loop."""
+"""JSON serialization of replies. Long replies are written in pieces, outside of the event loop."""
 
 from __future__ import annotations
 
@@ -7,21 +7,24 @@ from collections.abc import Iterator
 from pydantic import BaseModel
 from pydantic_core import to_json
 
-_DEEP = 5  # document, choices, choice, log-probabilities, tokens: what is deeper is short
+_DEEP = 5  # document, choices, choice, log-probabilities, tokens; deeper values are short
 
 
 def written(document: BaseModel) -> bytes:
-    """At once; fields that were not set are left out."""
+    """Serialize at once. Fields that were not set are left out."""
     return document.model_dump_json(exclude_unset=True).encode()
 
 
 def written_in_pieces(document: BaseModel) -> bytes:
-    """The same bytes. pydantic holds Python's lock while it writes: between short pieces others have their turn."""
+    """Serialize to the same bytes as ``written``, in short pieces.
+
+    pydantic holds the GIL while it serializes; between two pieces other threads can run.
+    """
     return b"".join(_pieces(document, _DEEP))
 
 
 def event(document: bytes) -> bytes:
-    """A document as an event of a stream."""
+    """Format a JSON document as a server-sent event."""
     return b"data: " + document + b"\n\n"
 
 

@@ -1,4 +1,4 @@
-"""The end of the process, in bounded time whatever hangs."""
+"""Shutdown on signals, in bounded time even if a thread hangs."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from paceline.server import logs
 log = logging.getLogger("paceline.server")
 
 EXIT_AT_ONCE = 130  # after a second signal
-EXIT_STUCK = 70  # something did not end within its limit
-_ALARM = 3  # seconds after the limit
+EXIT_STUCK = 70  # shutdown exceeded its time limit
+_ALARM = 3  # seconds after the limit until the kernel's alarm
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def watch_signals(limit: float, is_loading: Callable[[], bool]) -> None:
-    """End the process ``limit`` seconds after the first signal if it has not ended by then, at once after a second.
+    """End the process ``limit`` seconds after the first signal at the latest, or at once after a second signal.
 
-    While the model is loaded the first one ends it: nobody waits for anything. The signals' ordinary handlers run, too;
-    this is a thread of its own because they run in the main thread, which may be what hangs. Call it there.
+    The first signal ends the process at once while the model is loading: no request is waiting yet. The signals' other
+    handlers still run. Those run in the main thread, which may hang, so this watches in a thread of its own.
+    Call it in the main thread.
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
@@ -33,7 +34,7 @@ def watch_signals(limit: float, is_loading: Callable[[], bool]) -> None:
 
 def _watch(reader: socket.socket, limit: float, is_loading: Callable[[], bool]) -> None:
     _next_signal(reader)
-    signal.setitimer(signal.ITIMER_REAL, limit + _ALARM)  # the kernel's, should even this thread not run any more
+    signal.setitimer(signal.ITIMER_REAL, limit + _ALARM)  # set in the kernel: it works even if no Python thread runs
     if is_loading():
         log.info("ended while loading")
         _end(0)
@@ -41,7 +42,7 @@ def _watch(reader: socket.socket, limit: float, is_loading: Callable[[], bool]) 
     try:
         _next_signal(reader)
     except TimeoutError:
-        log.error("not ended within %g s: something hangs, and is cut off", limit)
+        log.error("shutdown took more than %g s: some thread hangs; exiting now", limit)
         _end(EXIT_STUCK)
     _end(EXIT_AT_ONCE)
 

@@ -1,4 +1,4 @@
-"""Errors as clients see them: ``{"error": {"message", "type", "param", "code"}}`` with the right status."""
+"""Error responses: ``{"error": {"message", "type", "param", "code"}}`` with the matching HTTP status."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from paceline.server.shares import Full
 
 INVALID = "invalid_request_error"
 TWO_LENGTHS, BODY_TIMEOUT = "two_lengths", "body_timeout"
-_LAST = frozenset({TWO_LENGTHS, BODY_TIMEOUT})  # after these nobody knows where the next request would begin
+_LAST = frozenset({TWO_LENGTHS, BODY_TIMEOUT})  # the start of the next request is unknown: close the connection
 
 
 class ErrorBody(BaseModel):
-    """What went wrong. param: the field at fault. code: a word for programs."""
+    """Details of an error. param: the invalid field. code: a machine-readable reason."""
 
     message: str
     type: str
@@ -34,13 +34,13 @@ class ErrorBody(BaseModel):
 
 
 class ErrorResponse(BaseModel):
-    """Every answer that is no success."""
+    """Body of every error response."""
 
     error: ErrorBody
 
 
 class ApiError(PacelineError):
-    """An answer that is no success. retry_after: seconds after which trying again may help."""
+    """An error response. kind: the OpenAI error type. retry_after: seconds after which the client may retry."""
 
     def __init__(
         self,
@@ -57,11 +57,11 @@ class ApiError(PacelineError):
 
     @property
     def body(self) -> dict[str, Any]:
-        message = shortened(str(self), MAX_MESSAGE).encode("utf-8", "replace").decode()  # broken letters, too
+        message = shortened(str(self), MAX_MESSAGE).encode("utf-8", "replace").decode()  # replaces lone surrogates
         return {"error": {"message": message, "type": self.kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        """For a request that has not been answered yet."""
+        """Build the response. Call it only if none has been started."""
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
@@ -71,47 +71,50 @@ class ApiError(PacelineError):
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """400: the request cannot be served as it is."""
+    """400: invalid request."""
     return ApiError(400, INVALID, message, param=param, code=code)
 
 
 def not_found(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """404."""
+    """404: unknown model, path, file or batch."""
     return ApiError(404, INVALID, message, param=param, code=code)
 
 
 def unauthorized() -> ApiError:
-    """401."""
+    """401: missing or wrong API key."""
     message = "this server needs an API key: send the header 'Authorization: Bearer KEY'"
     return ApiError(401, "authentication_error", message, code="invalid_api_key")
 
 
 def too_large(limit: int) -> ApiError:
-    """413."""
-    message = f"the request's body is longer than {limit} bytes, the most this server reads"
+    """413: request body too large."""
+    message = f"the request body exceeds this server's limit of {limit} bytes"
     return ApiError(413, INVALID, message, code="request_too_large")
 
 
 def misdirected(host: str) -> ApiError:
-    """421: somebody else's name points here."""
+    """421: the Host header does not name this server."""
     message = (
-        f"this server is not known as {host[:100]!r}; if it should be, start it with --allowed-hosts NAME"
-        " (or '*' for any name), which without API keys is checked against pages from elsewhere"
+        f"this server does not accept the host name {host[:100]!r}; to allow it, start it with --allowed-hosts NAME"
+        " (or '*' for any name); the check protects a server without API keys against DNS rebinding"
     )
     return ApiError(421, INVALID, message, code="unknown_host")
 
 
 def encoded() -> ApiError:
-    """415."""
-    message = "the request's body has a Content-Encoding; this server reads bodies as they are: send it uncompressed"
+    """415: the body is compressed or otherwise encoded."""
+    message = "the request body has a Content-Encoding, which this server does not decode: send it uncompressed"
     return ApiError(415, INVALID, message, code="unsupported_encoding")
 
 
 def busy(what: str, full: Full) -> ApiError:
-    """503 where all clients together have as much as this server takes, 429 where this one alone has its share."""
+    """503 if the limit for all clients together is reached, 429 if only this client's is.
+
+    what: the limited resource.
+    """
     if full == "server":
-        return unavailable(f"there are as many {what} as this server takes at a time; try again", "busy")
-    message = f"there are as many {what} from your address as this server takes at a time; try again"
+        return unavailable(f"this server is at its limit of {what}; try again", "busy")
+    message = f"your address is at this server's limit of {what} per client; try again"
     return ApiError(429, "rate_limit_error", message, code="too_many_of_one_client", retry_after=1)
 
 
@@ -121,33 +124,36 @@ def overloaded(message: str, retry_after: int) -> ApiError:
 
 
 def over_limit(message: str, retry_after: int) -> ApiError:
-    """429: of one key alone."""
+    """429: an API key is at its own limit."""
     return ApiError(429, "rate_limit_error", message, code="key_limit", retry_after=retry_after)
 
 
 def round_failed() -> ApiError:
-    """500: an exception in the engine; the log has it."""
-    message = "the engine failed while it decoded this request; the server's log says why"
+    """500: a round raised an exception, which the log shows."""
+    message = "the engine failed while decoding this request; see the server's log"
     return ApiError(500, "server_error", message, code="engine_error")
 
 
 def failed(error: Exception) -> ApiError:
-    """What ended one request alone: its own fault where paceline says so, else 500; the log has it."""
+    """Response to an error that ended one request only.
+
+    An error that paceline raised on purpose keeps its status; any other becomes 500.
+    """
     return from_paceline(error) if isinstance(error, PacelineError) else round_failed()
 
 
 def unavailable(message: str, code: str, retry_after: int = 1) -> ApiError:
-    """503: not yet, or no longer."""
+    """503: not ready, too busy or shutting down."""
     return ApiError(503, "server_error", message, code=code, retry_after=retry_after)
 
 
 def timed_out(seconds: float) -> ApiError:
-    """504: the request's own time limit, or the server's, has passed."""
-    return ApiError(504, "timeout_error", f"not finished within {seconds:g} s, and given up", code="timeout")
+    """504: the timeout of the request or of the server has passed."""
+    return ApiError(504, "timeout_error", f"the request did not finish within {seconds:g} s", code="timeout")
 
 
 def from_paceline(error: PacelineError) -> ApiError:
-    """What paceline raises on purpose while it looks at a request is the request's fault."""
+    """Map an error that paceline raises while it checks a request to an error response."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ParameterError):
@@ -162,18 +168,21 @@ def from_paceline(error: PacelineError) -> ApiError:
 
 
 def from_validation(found: Sequence[Mapping[str, Any]], data: object) -> ApiError:
-    """400 for a document that pydantic refuses: the first fields at fault, and why. data: the document."""
+    """400 for a document that pydantic rejects: names the first invalid fields.
+
+    found: pydantic's list of errors. data: the document.
+    """
     faults = [_fault(fault, data) for fault in found[:MAX_FAULTS]]
     message = "; ".join(dict.fromkeys(text for _, text in faults))
-    more = "" if len(found) <= MAX_FAULTS else f"; and {len(found) - MAX_FAULTS} more"
-    return invalid(message + more, faults[0][0] if faults else None)
+    suffix = "" if len(found) <= MAX_FAULTS else f"; and {len(found) - MAX_FAULTS} more"
+    return invalid(message + suffix, faults[0][0] if faults else None)
 
 
 def _fault(fault: Mapping[str, Any], data: object) -> tuple[str | None, str]:
-    """The field, and what is wrong with it."""
+    """Return the invalid field and what is wrong with it."""
     place = _place(fault, data)
     if fault["type"] == "extra_forbidden":
-        return place, f"unknown field {place!r}: this server refuses what it would have to ignore"
+        return place, f"unknown field {place!r}: this server rejects fields that it does not support"
     text = shortened(fault["msg"], MAX_FAULT)
     if fault["type"] in ("unsupported", "top_logprobs", "not_a_stream", "prompt", "max_tokens"):
         return place, text
@@ -181,7 +190,10 @@ def _fault(fault: Mapping[str, Any], data: object) -> tuple[str | None, str]:
 
 
 def _place(fault: Mapping[str, Any], data: object) -> str | None:
-    """The field as the client spells it: pydantic's own names for the ways to read it are no part of the document."""
+    """Return the field's path in the client's document.
+
+    pydantic's ``loc`` also names branches of unions, which are left out here.
+    """
     parts: list[str | int] = []
     last = len(fault["loc"]) - 1
     for number, part in enumerate(fault["loc"]):
@@ -195,5 +207,5 @@ def _place(fault: Mapping[str, Any], data: object) -> str | None:
 
 
 def shortened(text: str, limit: int) -> str:
-    """At most so many characters of a text, with a mark where it was cut."""
+    """Return at most ``limit`` characters of ``text``, ending in an ellipsis if it was cut."""
     return text if len(text) <= limit else text[: limit - 1] + "…"

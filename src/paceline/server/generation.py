@@ -1,4 +1,4 @@
-"""One HTTP request on its way through the engine: admitted, timed, followed to its end, aborted when nobody waits."""
+"""One HTTP request in the engine: submission, updates, time limit, and abort when the client disconnects."""
 
 from __future__ import annotations
 
@@ -12,73 +12,76 @@ from starlette.types import Receive
 from paceline.core.outputs import RequestOutput
 from paceline.engine.engine import Request
 from paceline.server import errors
-from paceline.server.admission import Place
+from paceline.server.admission import AdmissionTicket
 from paceline.server.delta import Update
 from paceline.server.mailbox import Mailbox
-from paceline.server.service import EngineService, Ticket
+from paceline.server.service import EngineService, Submission
 
 T = TypeVar("T")
 
 
 class ClientGoneError(Exception):
-    """Nobody waits for the answer any more."""
+    """The client disconnected before the response was complete."""
 
 
 class Generation:
-    """The prompts of one request, each with its place. ``async with`` submits them; leaving it aborts what is not
-    finished.
+    """The prompts of one request in the engine.
 
-    Raises ApiError where it cannot be served.
+    ``async with`` submits them and aborts what is unfinished when it is left. Raises ApiError if the engine fails them.
     """
 
-    def __init__(self, service: EngineService, asked: Iterable[tuple[Request, Place]], streaming: bool) -> None:
+    def __init__(
+        self, service: EngineService, requests: Iterable[tuple[Request, AdmissionTicket]], streaming: bool
+    ) -> None:
         self._service = service
         self._inbox = Mailbox()
-        self._tickets = [Ticket(n, request, place, self._inbox, streaming) for n, (request, place) in enumerate(asked)]
-        self._open = {ticket.number: ticket for ticket in self._tickets}
+        self._submissions = [
+            Submission(n, request, ticket, self._inbox, streaming) for n, (request, ticket) in enumerate(requests)
+        ]
+        self._open = {submission.number: submission for submission in self._submissions}
         self.outputs: dict[int, RequestOutput] = {}
 
     @property
     def made(self) -> int:
-        """Tokens of all answers so far."""
-        return sum(ticket.made for ticket in self._tickets)
+        """Tokens generated so far, over all answers."""
+        return sum(submission.made for submission in self._submissions)
 
     async def __aenter__(self) -> Generation:
-        for ticket in self._tickets:
-            self._service.submit(ticket)
+        for submission in self._submissions:
+            self._service.submit(submission)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for ticket in self._open.values():
-            assert ticket.request.request_id is not None
-            self._service.abort(ticket.request.request_id)
+        for submission in self._open.values():
+            assert submission.request.request_id is not None
+            self._service.abort(submission.request.request_id)
 
     def scored(self) -> None:
-        """The log-probabilities of the prompts are there: their places end with their answers."""
-        for ticket in self._tickets:
-            ticket.place.scored()
+        """Release the admission of scored prompts: their log-probabilities are computed."""
+        for submission in self._submissions:
+            submission.ticket.scored()
 
     async def updates(self) -> AsyncIterator[Update]:
-        """News until everything is finished."""
+        """Yield updates until all prompts are finished. Raises ApiError if one fails."""
         while self._open:
-            news = await self._inbox.get()
-            if isinstance(news, errors.ApiError):
-                raise news
-            if news.output is not None:
-                del self._open[news.number]
-                self.outputs[news.number] = news.output
-            yield news
+            update = await self._inbox.get()
+            if isinstance(update, errors.ApiError):
+                raise update
+            if update.output is not None:
+                del self._open[update.number]
+                self.outputs[update.number] = update.output
+            yield update
 
     async def finish(self) -> list[RequestOutput]:
-        """All results, in the order of the prompts."""
+        """Wait for all prompts and return their outputs in order."""
         async for _ in self.updates():
             pass
-        return [self.outputs[ticket.number] for ticket in self._tickets]
+        return [self.outputs[submission.number] for submission in self._submissions]
 
 
 @asynccontextmanager
 async def time_limit(seconds: float | None) -> AsyncIterator[None]:
-    """Raise ApiError (504) after so many seconds; None is forever."""
+    """Raise ApiError (504) after ``seconds``; None means no limit."""
     try:
         async with asyncio.timeout(seconds) as limit:
             yield
@@ -89,7 +92,7 @@ async def time_limit(seconds: float | None) -> AsyncIterator[None]:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``, which is cancelled when the client hangs up: ClientGoneError."""
+    """Return the result of ``work``. If the client disconnects first, cancel it and raise ClientGoneError."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_hang_up(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Heads of requests that HTTP/1.1 (RFC 9112) has rules about and h11 lets through."""
+"""Checks of request heads that HTTP/1.1 (RFC 9112) requires and h11 does not do."""
 
 from __future__ import annotations
 
@@ -14,26 +14,29 @@ _URL = re.compile(rb"https?://([^/]*)(.*)", re.IGNORECASE)
 
 
 def checked_head(scope: Scope) -> Scope:
-    """The request as its head means it. Raises ApiError (400) where two readers of the head could differ."""
+    """Return the request with its target and Host header normalized.
+
+    Raises ApiError (400) if two parsers could read the head differently (request smuggling).
+    """
     scope = _without_url(scope)
     names = [name for name, _ in scope["headers"]]
     if b"content-length" in names and b"transfer-encoding" in names:
-        message = "the request has Content-Length and Transfer-Encoding; send one of them"
+        message = "the request has both Content-Length and Transfer-Encoding; send only one"
         raise errors.invalid(message, code=errors.TWO_LENGTHS)
     host = header(scope, b"host")
     if not _HOST.fullmatch(host):
         shown = errors.shortened(host.decode("latin-1"), 100)
-        raise errors.invalid(f"the Host header is a name and perhaps a port, not {shown!r}", code="invalid_host")
+        raise errors.invalid(f"the Host header must be NAME or NAME:PORT, not {shown!r}", code="invalid_host")
     return scope
 
 
 def header(scope: Scope, name: bytes) -> bytes:
-    """The first of this name; nothing if there is none."""
+    """Return the first header of this name, or empty bytes."""
     return next((bytes(value) for key, value in scope["headers"] if key == name), b"")
 
 
 def _without_url(scope: Scope) -> Scope:
-    """A target that is a URL becomes a path; the URL's host takes the place of the Host header (3.2.2)."""
+    """Split an absolute-form target into its path and the Host header (RFC 9112, section 3.2.2)."""
     target = _URL.fullmatch(scope["raw_path"])
     if target is None:
         return scope

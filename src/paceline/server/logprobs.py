@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two forms, token by token."""
+"""Log-probabilities in OpenAI's two formats."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from paceline.core.outputs import TokenLogprob
 from paceline.models.tokenizer import Tokenizer
 from paceline.server.replies import ChatLogprob, ChatLogprobs, CompletionLogprobs, TopLogprob
 
-LEAST = -9999.0  # stands for minus infinity, which JSON does not know
+LEAST = -9999.0  # stands for minus infinity, which JSON cannot express
 
 
 class Spelling:
-    """Tokens as text for people and as bytes for programs."""
+    """Text and bytes of single tokens, cached."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.bytes_of = functools.cache(tokenizer.token_bytes)
         self.text_of = functools.cache(tokenizer.token_text)
 
     def unique(self, token_id: int) -> str:
-        """Unlike that of other bytes: a token that is no whole character shows as its bytes."""
+        """Return a text that identifies the token's bytes: in hexadecimal if they are not valid UTF-8."""
         spelled = self.bytes_of(token_id)
         try:
             return spelled.decode()
@@ -35,7 +35,11 @@ def _finite(logprob: float) -> float:
 def completion_logprobs(
     spelling: Spelling, entries: Sequence[TokenLogprob], pieces: Sequence[str], offset: int, top: int
 ) -> CompletionLogprobs:
-    """entries and pieces go together; ``offset``: letters of the answer before them."""
+    """Build the completion format.
+
+    entries, pieces: log-probabilities and added text per token. offset: characters of the answer before them.
+    top: likeliest tokens to list per token.
+    """
     offsets = []
     for piece in pieces:
         offsets.append(offset)
@@ -52,7 +56,7 @@ def completion_logprobs(
 def prompt_logprobs(
     spelling: Spelling, token_ids: Sequence[int], scored: Sequence[TokenLogprob], pieces: Sequence[str], top: int
 ) -> CompletionLogprobs:
-    """Of a prompt, whose first token has none. scored: of the tokens after it."""
+    """Build the completion format of a prompt. scored: its tokens but the first, which has no log-probability."""
     rest = completion_logprobs(spelling, scored, pieces[1:], len(pieces[0]), top)
     return CompletionLogprobs(
         tokens=[spelling.unique(token_ids[0]), *rest.tokens],
@@ -63,7 +67,7 @@ def prompt_logprobs(
 
 
 def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    """One after the other."""
+    """Concatenate two sequences of log-probabilities."""
     tops = None
     if first.top_logprobs is not None and second.top_logprobs is not None:
         tops = first.top_logprobs + second.top_logprobs
@@ -76,7 +80,7 @@ def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionL
 
 
 def chat_logprobs(spelling: Spelling, entries: Sequence[TokenLogprob]) -> ChatLogprobs:
-    """With as many likely tokens as were asked for."""
+    """Build the chat format. Each entry lists as many likely tokens as the engine returned."""
     content = [
         ChatLogprob(
             **_spelled(spelling, entry.token_id, entry.logprob).model_dump(),

@@ -1,4 +1,4 @@
-"""Log lines, for people or for machines. Whoever reads them, or does not, never holds up what writes them."""
+"""Log lines as text or JSON. A slow or blocked reader of stderr never delays the server."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from paceline.config import LogFormat
 
 LOGGERS = ("paceline", "uvicorn")
 REFUSALS = "paceline.server.refusals"
-AT_WILL = (REFUSALS, "uvicorn.error")  # loggers of lines that clients can cause
+CLIENT_LOGGERS = (REFUSALS, "uvicorn.error")  # loggers whose lines clients can cause
 _TEXT = "%(asctime)s %(levelname)-7s %(message)s"
 
 
-_MOST_LINES = 4096  # that wait to be written; more are dropped
-_MOST_LETTERS = 16384  # of a line
-_BURST, _A_SECOND = 50, 10  # lines that others can cause at will
+_MAX_LINES = 4096  # queued; further lines are dropped
+_MAX_CHARACTERS = 16384  # of a line
+_BURST, _PER_SECOND = 50, 10  # lines that clients can cause: at once, and per second after that
 _STDERR = 2
 
-request_id: ContextVar[str | None] = ContextVar("request_id", default=None)  # of the HTTP request that is being served
+request_id: ContextVar[str | None] = ContextVar("request_id", default=None)  # of the HTTP request being served
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """What was passed as extra={"fields": {...}}, and which HTTP request it is about."""
+    """Fields passed as extra={"fields": {...}}, plus the id of the HTTP request."""
     fields: dict[str, Any] = getattr(record, "fields", {})
     found = request_id.get()
     return fields if found is None else {**fields, "request_id": found}
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line; what is passed as extra={"fields": {...}} become fields of it."""
+    """One JSON object per line. extra={"fields": {...}} adds fields to it."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
             "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage()[:_MOST_LETTERS],
+            "message": record.getMessage()[:_MAX_CHARACTERS],
             **_fields(record),
         }
         if record.exc_info:
@@ -55,25 +55,25 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Time, level, message, and the fields as name=value."""
+    """Time, level and message, then the fields as name=value."""
 
     def __init__(self) -> None:
         super().__init__(_TEXT, "%H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  (logging's own name)
         tail = "".join(f" {name}={_short(value)}" for name, value in _fields(record).items() if value is not None)
-        return super().formatMessage(record)[:_MOST_LETTERS] + tail
+        return super().formatMessage(record)[:_MAX_CHARACTERS] + tail
 
 
 def _short(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else json.dumps(value, default=str)
 
 
-class Writer(logging.Handler):
-    """Writes lines to a file descriptor in a thread of its own.
+class LogWriter(logging.Handler):
+    """Writes lines to a file descriptor in its own thread.
 
-    While it cannot, lines wait, and when there are too many the latest are dropped. A full disk loses the lines that it
-    has no room for. What was dropped is counted, and said with the next line.
+    Lines queue while the descriptor blocks; when the queue is full, new lines are dropped. Lines that cannot be
+    written, for example on a full disk, are lost. The next line reports how many were dropped.
     """
 
     def __init__(self, descriptor: int = _STDERR) -> None:
@@ -89,19 +89,19 @@ class Writer(logging.Handler):
         self.put(f"{self.format(record)}\n")
 
     def put(self, text: str) -> None:
-        """Have this written, as it is."""
+        """Queue ``text`` to be written unchanged."""
         with self._changed:
-            if len(self._lines) >= _MOST_LINES:
+            if len(self._lines) >= _MAX_LINES:
                 self._dropped += 1
                 return
             if self._dropped:
-                self._lines.append(self._say_dropped())
+                self._lines.append(self._report_dropped())
             self._lines.append(text)
             self._changed.notify_all()
 
-    def _say_dropped(self) -> str:
+    def _report_dropped(self) -> str:
         dropped, self._dropped = self._dropped, 0
-        text = f"{dropped} log lines were dropped: nobody took them"
+        text = f"{dropped} log lines were dropped: stderr was blocked or full"
         record = logging.LogRecord("paceline.server", logging.WARNING, "", 0, text, (), None)
         return f"{self.format(record)}\n"
 
@@ -119,41 +119,40 @@ class Writer(logging.Handler):
         try:
             while rest:
                 rest = rest[os.write(self._descriptor, rest) :]
-        except BlockingIOError:  # somebody made it non-blocking
-            self._lose()
+        except BlockingIOError:  # another process set the descriptor to non-blocking
+            self._count_dropped()
             time.sleep(0.01)
         except OSError:
-            self._lose()
+            self._count_dropped()
 
-    def _lose(self) -> None:
+    def _count_dropped(self) -> None:
         with self._changed:
             self._dropped += 1
 
     def wait_until_written(self, seconds: float) -> bool:
-        """Whether all lines are out."""
+        """Wait at most ``seconds``; return whether all lines are written."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._lines and not self._writing, seconds)
 
 
 class Throttle(logging.Filter):
-    """For lines that clients can cause at will: so many at once and then so many a second of each kind.
+    """Rate limit for lines that clients can cause: a burst, then a fixed number per second, separately per kind.
 
-    A line's kind is its message before its arguments, and the status it tells of. How many were left out is said with
-    the next one.
+    A kind is a message before formatting together with an HTTP status. The next line of the kind reports how many were
+    left out.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._state: dict[
-            object, tuple[float, float, int]
-        ] = {}  # when it was last looked at, tokens left, lines left out
+        # per kind: time of the last line, lines still allowed, lines left out
+        self._state: dict[object, tuple[float, float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.exc_info:
             return True
         kind = str(record.msg), getattr(record, "fields", {}).get("status")
         at, tokens, left_out = self._state.get(kind, (record.created, float(_BURST), 0))
-        tokens = min(_BURST, tokens + max(0.0, record.created - at) * _A_SECOND)
+        tokens = min(_BURST, tokens + max(0.0, record.created - at) * _PER_SECOND)
         if tokens < 1:
             self._state[kind] = record.created, tokens, left_out + 1
             return False
@@ -163,10 +162,10 @@ class Throttle(logging.Filter):
         return True
 
 
-class Stream(io.TextIOBase):
-    """In the place of ``sys.stderr``: what libraries say there (warnings, bars) goes the same way as the log."""
+class StderrStream(io.TextIOBase):
+    """Replacement of ``sys.stderr``: sends what libraries print (warnings, progress bars) through the log's writer."""
 
-    def __init__(self, writer: Writer, descriptor: int = _STDERR) -> None:
+    def __init__(self, writer: LogWriter, descriptor: int = _STDERR) -> None:
         self._writer, self._descriptor = writer, descriptor
 
     def write(self, text: str) -> int:
@@ -186,10 +185,10 @@ class Stream(io.TextIOBase):
 
 @contextmanager
 def to_stderr(log_format: LogFormat) -> Iterator[None]:
-    """Send paceline's and uvicorn's lines to stderr, and nowhere else, and whatever else is said there with them."""
-    handler, before = Writer(), sys.stderr
+    """Send the lines of paceline and uvicorn, and everything printed to stderr, through one writer to stderr."""
+    handler, before = LogWriter(), sys.stderr
     _configure(handler, log_format)
-    sys.stderr = Stream(handler)
+    sys.stderr = StderrStream(handler)
     try:
         yield
     finally:
@@ -197,18 +196,18 @@ def to_stderr(log_format: LogFormat) -> Iterator[None]:
         flush()
 
 
-def _configure(handler: Writer, log_format: LogFormat) -> None:
+def _configure(handler: LogWriter, log_format: LogFormat) -> None:
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     for name in LOGGERS:
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(logging.INFO)
-    for name in AT_WILL:
+    for name in CLIENT_LOGGERS:
         logging.getLogger(name).filters = [Throttle()]
 
 
 def flush(seconds: float = 1.0) -> None:
-    """Give what was logged a moment to be written."""
+    """Wait up to ``seconds`` until the queued lines are written."""
     for handler in logging.getLogger(LOGGERS[0]).handlers:
-        if isinstance(handler, Writer):
+        if isinstance(handler, LogWriter):
             handler.wait_until_written(seconds)

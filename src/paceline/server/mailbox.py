@@ -1,4 +1,4 @@
-"""News on their way from the engine, which waits for nobody, to clients that may be slow."""
+"""Queue of updates from the engine, which never waits, to clients that may read slowly."""
 
 from __future__ import annotations
 
@@ -8,44 +8,45 @@ from collections import defaultdict, deque
 from paceline.server.delta import Update
 from paceline.server.errors import ApiError
 
-News = Update | ApiError
-UNREAD = 64  # pieces of news that are kept as they came
+MailboxItem = Update | ApiError
+MAX_UNREAD = 64  # updates that are queued without being merged
 
 
 class Mailbox:
-    """News of one request. What is not fetched in time is joined: whoever fetches late gets fewer and longer pieces.
+    """Updates of one request. When too many are queued, they are merged: a slow client gets fewer and longer updates.
 
-    So a client that does not read costs little more than its answers, whose length is bounded. For the event loop only.
+    The memory for a client that does not read is bounded by the length of its answers. Not thread-safe: call it from
+    the event loop only.
     """
 
     def __init__(self) -> None:
-        self._news: deque[News] = deque()
+        self._items: deque[MailboxItem] = deque()
         self._arrived = asyncio.Event()
-        self._most = UNREAD
+        self._max_items = MAX_UNREAD
 
     def __len__(self) -> int:
-        return len(self._news)
+        return len(self._items)
 
-    def put(self, news: News) -> None:
-        """Never waits."""
-        self._news.append(news)
+    def put(self, item: MailboxItem) -> None:
+        """Add an update. Never waits."""
+        self._items.append(item)
         self._arrived.set()
-        if len(self._news) > self._most:
+        if len(self._items) > self._max_items:
             self._join()
 
-    async def get(self) -> News:
-        """The oldest; waits for one."""
-        while not self._news:
+    async def get(self) -> MailboxItem:
+        """Wait for and return the oldest update."""
+        while not self._items:
             self._arrived.clear()
             await self._arrived.wait()
-        return self._news.popleft()
+        return self._items.popleft()
 
     def _join(self) -> None:
-        """One update a prompt; errors after them, as they end everything. The next time after as many again."""
+        """Merge to one update per prompt, followed by the first error. Merge again at twice that number."""
         of_prompt: defaultdict[int, list[Update]] = defaultdict(list)
-        failures = [news for news in self._news if isinstance(news, ApiError)]
-        for news in self._news:
-            if isinstance(news, Update):
-                of_prompt[news.number].append(news)
-        self._news = deque([*map(Update.joined, of_prompt.values()), *failures[:1]])
-        self._most = max(UNREAD, 2 * len(self._news))
+        failures = [item for item in self._items if isinstance(item, ApiError)]
+        for item in self._items:
+            if isinstance(item, Update):
+                of_prompt[item.number].append(item)
+        self._items = deque([*map(Update.joined, of_prompt.values()), *failures[:1]])
+        self._max_items = max(MAX_UNREAD, 2 * len(self._items))

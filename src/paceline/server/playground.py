@@ -1,4 +1,4 @@
-"""The page at ``/``: a playground of plain HTML and JavaScript, served as it lies in ``static/``."""
+"""The page at ``/``: a playground in plain HTML and JavaScript from ``static/``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from starlette.types import Scope
 
 STATIC = Path(__file__).parent / "static"
 INDEX = STATIC / "index.html"
-MEDIA_TYPES = {  # not the system's table, which differs from machine to machine
+MEDIA_TYPES = {  # the system's table differs between machines
     ".css": "text/css; charset=utf-8",
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
 HEADERS = {
-    # Everything comes from this server, nothing is inline: text that a model made can never run as a script.
+    # Only files of this server, nothing inline: text that a model generated cannot run as a script.
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -31,7 +31,7 @@ HEADERS = {
 
 
 class Assets(StaticFiles):
-    """Scripts, styles and pictures, with the page's headers."""
+    """Scripts, styles and images, with the page's security headers."""
 
     def file_response(
         self, full_path: str | PathLike[str], stat_result: stat_result, scope: Scope, status_code: int = 200
@@ -42,7 +42,7 @@ class Assets(StaticFiles):
 
 
 def add_playground(app: FastAPI) -> None:
-    """Serve the page at ``/`` and what it needs below ``/playground/``."""
+    """Serve the page at ``/`` and its files below ``/playground/``."""
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:

@@ -1,4 +1,4 @@
-"""What a client expects most of the answer to be (OpenAI's "predicted outputs"): draft tokens are copied from it."""
+"""OpenAI's "predicted outputs": a text that the client expects in the answer, used as a source of draft tokens."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from paceline.server.replies import CompletionTokensDetails
 
 
 def check_prediction(config: EngineConfig, tokens: Sequence[int]) -> None:
-    """Raise ApiError (400) where nobody would look at it, and for one that is too long."""
+    """Raise ApiError (400) if no drafter of this server uses predictions, or if the prediction is too long."""
     if not config.looks_up:
-        raise errors.invalid(f"this server makes no use of a prediction: it needs {LOOKS_UP}", "prediction")
+        raise errors.invalid(f"this server cannot use a prediction: that needs {LOOKS_UP}", "prediction")
     if len(tokens) > MAX_REFERENCE_TOKENS:
-        message = f"the prediction has {len(tokens)} tokens, and {MAX_REFERENCE_TOKENS} are the most"
+        message = f"the prediction has {len(tokens)} tokens; at most {MAX_REFERENCE_TOKENS} are allowed"
         raise errors.invalid(message, "prediction")
 
 
 def details_of(prediction: Sequence[int], answers: Sequence[Sequence[int]]) -> CompletionTokensDetails:
-    """How many tokens of the prediction an answer has in common with it, in order, and how many not: of all answers.
+    """Count the prediction's tokens that do and do not occur, in order, in the answers.
 
-    answers: all that were made, ``best_of`` of them. It says how good the prediction was, whatever was drafted from it.
+    prediction: token ids. answers: token ids of every sampled sequence, including those that ``best_of`` discards. The
+    counts rate the prediction itself, independent of which draft tokens came from it.
     """
     kept = sum(in_common(prediction, answer) for answer in answers)
     missed = len(prediction) * len(answers) - kept
@@ -29,8 +30,9 @@ def details_of(prediction: Sequence[int], answers: Sequence[Sequence[int]]) -> C
 
 
 def in_common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Tokens of the longest common subsequence, by Hyyrö's bit vectors (2004): for each token of the second text a few
-    operations on numbers with a bit for each of the first, so that no text takes long.
+    """Length of the longest common subsequence, with Hyyrö's bit-parallel algorithm (2004).
+
+    It does a few operations on ``len(first)``-bit integers per token of ``second``, so that long texts stay fast.
     """
     places: dict[int, int] = {}
     for place, token in enumerate(first):

@@ -1,11 +1,11 @@
-"""What requests may say. Every field is honoured or refused: unknown ones are refused by name, never ignored."""
+"""Request bodies. Every field is honoured or refused; unknown fields are refused by name, never ignored."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, cast, get_type_hints
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
 from paceline.config import (
@@ -17,11 +17,13 @@ from paceline.config import (
     SamplingParams,
     StructuredOutputs,
 )
+from paceline.config.help import Help, helps_of
+from paceline.config.ranges import AnyOf, Number, Rule, Whole, rules_of
 from paceline.server import limits
 
 
 class Unsupported(NamedTuple):
-    """A field that OpenAI knows and we do not. harmless: values that ask for what happens anyway."""
+    """A field of OpenAI's that this server lacks. harmless: values that are accepted because they change nothing."""
 
     why: str
     harmless: tuple[JsonValue, ...] = ()
@@ -46,7 +48,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "store": Unsupported("this server keeps nothing", (False,)),
     "service_tier": Unsupported(_HOSTED, ("auto", "default")),
     "use_beam_search": Unsupported("this server samples", (False,)),
-    "skip_special_tokens": Unsupported("special tokens are never part of a text", (True,)),
     "add_generation_prompt": Unsupported(_TEMPLATE, (True,)),
     "continue_final_message": Unsupported(_TEMPLATE, (False,)),
     "chat_template_kwargs": Unsupported(_TEMPLATE, ({},)),
@@ -56,27 +57,25 @@ LABELS = frozenset({"metadata", "safety_identifier", "prompt_cache_key", "prompt
 
 
 class Strict(BaseModel):
-    """No conversions (1 is no "1"), no unknown fields, no infinite numbers."""
+    """A body without conversions (1 is not "1"), unknown fields or infinite numbers."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _check_size(cls, data: Any) -> Any:
-        """Every unknown field is a fault of its own: let there be few."""
+        """Refuse objects with many fields first: every unknown field is reported on its own."""
         if isinstance(data, dict) and len(data) > limits.MAX_FIELDS:
             raise PydanticCustomError("too_many_fields", "at most {most} fields", {"most": limits.MAX_FIELDS})
         return data
 
 
 class StreamOptions(Strict):
-    """include_usage: one more chunk, the last, says how many tokens were used. continuous_usage_stats: every chunk says
-    how many were used so far. include_obfuscation: nothing is padded here, so only false can be asked for.
-    """
+    """Options of a stream."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
-    include_obfuscation: Literal[False] | None = None
+    include_usage: bool = Field(False, description="Send one more chunk, the last, with the number of tokens used.")
+    continuous_usage_stats: bool = Field(False, description="Put the number of tokens used so far into every chunk.")
+    include_obfuscation: Literal[False] | None = Field(None, description="Only false: chunks are not padded here.")
 
     @model_validator(mode="after")
     def _check_together(self) -> StreamOptions:
@@ -86,7 +85,7 @@ class StreamOptions(Strict):
 
 
 def _few_entries(bias: object) -> object:
-    """Before they are looked at one by one: a dictionary's wrong values are all listed."""
+    """Refuse a long dictionary before its entries are checked: all wrong values would be listed."""
     if isinstance(bias, dict) and len(bias) > limits.MAX_LOGIT_BIAS:
         raise PydanticCustomError("too_long", "at most {most} entries", {"most": limits.MAX_LOGIT_BIAS})
     return bias
@@ -103,53 +102,81 @@ TokenIds = Annotated[list[TokenId], _some()]
 Bias = Annotated[dict[str, float], BeforeValidator(_few_entries), Field(max_length=limits.MAX_LOGIT_BIAS)]
 Positive = Annotated[float, Field(gt=0)]
 Milliseconds = Annotated[float, Field(ge=1000 * MIN_TIME_BUDGET, le=1000 * MAX_SECONDS)]
-_SAMPLING = (
-    "n", "best_of", "rank_by", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
-    "stop_token_ids", "ignore_eos",
-    "include_stop_str_in_output", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "logit_bias", "num_speculative_tokens", "keep_prefix", "cache_salt",
-)  # fmt: skip
+Strings = str | Annotated[list[str], _some(limits.MAX_STOP_STRINGS)]
+
+SPELLED_OTHERWISE: Mapping[str, str] = {
+    "time_budget": "deadline_ms",
+    "logprobs": "completions and chats have OpenAI's own forms of it",
+    "logits_processors": "functions cannot be sent",
+    "prompt_logprobs": "completions have echo with logprobs",
+    "structured_outputs": "chats have response_format",
+}
+"""Fields of ``SamplingParams`` that requests spell otherwise or cannot have, and how."""
+
+_LIMITED: Mapping[str, Any] = {
+    "stop": Strings,
+    "bad_words": Strings,
+    "stop_token_ids": Annotated[list[TokenId], _some(limits.MAX_STOP_TOKEN_IDS)],
+    "allowed_token_ids": Annotated[list[TokenId], _some(limits.MAX_ALLOWED_TOKEN_IDS)],
+    "logit_bias": Bias,
+    "cache_salt": Annotated[str, Field(min_length=1, max_length=limits.MAX_LABEL)],
+}
+"""Types of fields whose size a request limits more than ``SamplingParams`` does."""
 
 
-class GenerationRequest(Strict):
-    """What completions and chats have in common. None (or absent) leaves a parameter at its default.
+def _sampling_fields() -> dict[str, Any]:
+    """Every other field of ``SamplingParams``, with its type as pydantic checks it and its description."""
+    hints, rules = get_type_hints(SamplingParams), rules_of(SamplingParams)
+    return {
+        name: (_LIMITED.get(name, hints[name]) | None, Field(None, description=_described(said, rules[name])))
+        for name, said in helps_of(SamplingParams).items()
+        if name not in SPELLED_OTHERWISE
+    }
 
-    Ranges are those of ``SamplingParams``. user: a label, repeated in the log. timeout: seconds after which the request
-    is given up with an error; deadline_ms: milliseconds from its arrival after which its answers end as they are, as a
-    ``SamplingParams.time_budget``. metrics: say what each answer cost and how each token came about. priority: higher
-    values wait while lower ones do; nobody can ask for less than 0, the default, so that a request may make way for
-    others but not push in.
-    """
 
-    model: Label | None = None
-    n: int | None = None
-    best_of: int | None = None
-    rank_by: RankName | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: str | Annotated[list[str], _some(limits.MAX_STOP_STRINGS)] | None = None
-    stop_token_ids: Annotated[list[TokenId], _some(limits.MAX_STOP_TOKEN_IDS)] | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: Bias | None = None
-    num_speculative_tokens: int | None = None
-    keep_prefix: bool | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=limits.MAX_LABEL)] | None = None
-    stream: bool | None = None
+def _described(said: Help, rule: Rule) -> str:
+    """The description of a field, with the range of a number."""
+    (only,) = rule.rules if isinstance(rule, AnyOf) else (rule,)
+    return f"{said.whole} Allowed: {rule.allowed}." if isinstance(only, (Whole, Number)) else said.whole
+
+
+if TYPE_CHECKING:
+
+    class SamplingFields(Strict):
+        """The fields that this server reads by name."""
+
+        n: int | None
+        best_of: int | None
+        rank_by: RankName | None
+        max_tokens: int | None
+        seed: int | None
+        stop: str | list[str] | None
+        bad_words: str | list[str] | None
+        num_speculative_tokens: int | None
+else:
+    SamplingFields = create_model("SamplingFields", __base__=Strict, **_sampling_fields())
+
+
+def _said(description: str, **limits: Any) -> Any:
+    return Field(None, description=description, **limits)
+
+
+class GenerationRequest(SamplingFields):
+    """Fields that completions and chats share. None (or absent) leaves a sampling parameter at its default."""
+
+    model: Label | None = _said("Name of the model.")
+    stream: bool | None = _said("Send the answer in parts, as server-sent events.")
     stream_options: StreamOptions | None = None
-    user: Label | None = None
-    timeout: Positive | None = None
-    deadline_ms: Milliseconds | None = None
-    metrics: bool = False
-    priority: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    user: Label | None = _said("A label, repeated in the log.")
+    timeout: Positive | None = _said("Seconds after which the request is cancelled with an error.")
+    deadline_ms: Milliseconds | None = _said(
+        "Milliseconds from the request's arrival after which its answers end as they are."
+    )
+    metrics: bool = Field(False, description="Report the cost of each answer and the kind of each token.")
+    priority: Annotated[int, Field(ge=0, lt=2**31)] | None = _said(
+        "Higher values wait while lower ones do. 0, the default, is the lowest: a request may let others pass, but "
+        "not overtake them."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -164,11 +191,12 @@ class GenerationRequest(Strict):
         return {name: value for name, value in data.items() if name not in passed_over}
 
     @model_validator(mode="after")
-    def _check_stop(self) -> GenerationRequest:
-        letters = len(self.stop) if isinstance(self.stop, str) else sum(map(len, self.stop or ()))
-        if letters > limits.MAX_STOP_CHARACTERS:
-            context = {"field": "stop", "most": limits.MAX_STOP_CHARACTERS}
-            raise PydanticCustomError("stop", "at most {most} characters in all", context)
+    def _check_strings(self) -> GenerationRequest:
+        for name, given in (("stop", self.stop), ("bad_words", self.bad_words)):
+            letters = len(given) if isinstance(given, str) else sum(map(len, given or ()))
+            if letters > limits.MAX_STOP_CHARACTERS:
+                context = {"field": name, "most": limits.MAX_STOP_CHARACTERS}
+                raise PydanticCustomError(name, "at most {most} characters in all", context)
         return self
 
     @model_validator(mode="after")
@@ -196,12 +224,13 @@ class GenerationRequest(Strict):
 
     @property
     def answers(self) -> int:
-        """How many are made."""
+        """Number of answers sampled for each prompt."""
         return self.best_of or self.n or 1
 
     def sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
-        """As the engine takes it. Raises ParameterError."""
-        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        """The request's sampling parameters. Raises ParameterError."""
+        names = SamplingFields.model_fields
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
         budget = None if self.deadline_ms is None else self.deadline_ms / 1000
         return SamplingParams.from_mapping(
             given | {"max_tokens": max_tokens, "logprobs": logprobs, "time_budget": budget}
@@ -209,7 +238,7 @@ class GenerationRequest(Strict):
 
 
 def _among(value: Any, harmless: tuple[JsonValue, ...]) -> bool:
-    """Whether it is one of them, type for type: 0 is no false."""
+    """Whether ``value`` equals one of them, with the same type: 0 is not false."""
     return any(type(value) is type(each) and value == each for each in harmless)
 
 
@@ -227,7 +256,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
-        """One or several. An empty list is one prompt without tokens."""
+        """The prompts. An empty list is one prompt without tokens."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if not self.prompt or isinstance(self.prompt[0], int):
@@ -267,14 +296,14 @@ class Message(Strict):
         return self
 
     def plain(self) -> dict[str, str]:
-        """As chat templates take it."""
+        """The message as chat templates take it."""
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         return {"role": self.role, "content": text} | ({} if self.name is None else {"name": self.name})
 
 
 class Prediction(Strict):
-    """What the answer will be, mostly: draft tokens are copied from it, and it changes the speed alone."""
+    """Text that the answer will mostly repeat. Draft tokens are copied from it; it changes the speed alone."""
 
     type: Literal["content"]
     content: str | Annotated[list[TextPart], _some(limits.MAX_CONTENT_PARTS)]
@@ -349,7 +378,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def structure(self) -> StructuredOutputs | None:
-        """What ``response_format`` asks for. Raises ParameterError."""
+        """The form that ``response_format`` requires. Raises ParameterError."""
         wanted = self.response_format
         if isinstance(wanted, JsonSchemaFormat):
             return StructuredOutputs(json=wanted.json_schema.schema_)

@@ -1,4 +1,4 @@
-"""What the server answers, as documents. Fields that were not set are left out; those set to None are null."""
+"""Response documents. Fields that were not set are left out; those set to None are null."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from pydantic import BaseModel
 
 from paceline.core.outputs import CompletionOutput, TokenKind
 
-FinishWord = Literal["stop", "length"]
+OpenAIFinishReason = Literal["stop", "length"]
 
 
 class CompletionTokensDetails(BaseModel):
-    """With a prediction: its tokens that appeared in the completion, and those that did not."""
+    """Tokens of the prediction that did and did not appear in the completion."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
 
 
 class PromptTokensDetails(BaseModel):
-    """cached_tokens: of the prompts' tokens those that were copied from what had been read before."""
+    """cached_tokens: prompt tokens that were copied from cached prefixes."""
 
     cached_tokens: int
 
 
 class Usage(BaseModel):
-    """Tokens. A prompt counts once, however many answers it has."""
+    """Token counts. A prompt counts once, however many completions it has."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -36,7 +36,7 @@ class Usage(BaseModel):
 
 
 class AnswerMetrics(BaseModel):
-    """What one answer cost; ``outputs.Metrics`` says how it is counted. mean_logprob: where answers are ranked."""
+    """Figures of one answer, counted as in ``outputs.Metrics``. mean_logprob: set if answers are ranked."""
 
     cached_tokens: int
     output_tokens: int
@@ -72,11 +72,11 @@ class AnswerMetrics(BaseModel):
 
 
 class SpeculativeDecoding(BaseModel):
-    """How drafting went, as vLLM counts it and aiperf reads it: of the rounds that drafted, the others left out.
+    """Acceptance figures as vLLM and aiperf define them: only over rounds with draft tokens.
 
-    acceptance_histogram: in how many of these 0, 1, 2, ... draft tokens were kept. num_spec_steps: how many they are.
-    mean_acceptance_length: 1 + accepted / num_spec_steps, so it is never below that of ``AnswerMetrics``, which counts
-    all rounds.
+    acceptance_histogram: number of rounds with 0, 1, 2, ... accepted draft tokens. num_spec_steps: number of rounds.
+    mean_acceptance_length: 1 + accepted / num_spec_steps. It is at least that of ``AnswerMetrics``, which counts all
+    rounds.
     """
 
     acceptance_histogram: list[int]
@@ -88,8 +88,8 @@ class SpeculativeDecoding(BaseModel):
 
     @staticmethod
     def of(answer: CompletionOutput) -> SpeculativeDecoding | None:
-        """None if nothing was drafted."""
-        kept, drafted = kept_by_round(answer.token_kinds), answer.metrics.drafted
+        """Return None if nothing was drafted."""
+        kept, drafted = accepted_per_round(answer.token_kinds), answer.metrics.drafted
         if not kept:
             return None
         return SpeculativeDecoding(
@@ -102,8 +102,11 @@ class SpeculativeDecoding(BaseModel):
         )
 
 
-def kept_by_round(kinds: Sequence[TokenKind]) -> list[int]:
-    """Of each round that drafted how many draft tokens were kept; the last one may have been cut behind one of them."""
+def accepted_per_round(kinds: Sequence[TokenKind]) -> list[int]:
+    """Return the accepted draft tokens of each round that drafted.
+
+    The last round may end with an accepted token, if the answer was cut there.
+    """
     rounds, kept = [], 0
     for kind in kinds:
         if kind == "accepted":
@@ -115,15 +118,16 @@ def kept_by_round(kinds: Sequence[TokenKind]) -> list[int]:
 
 
 class RequestMetrics(BaseModel):
-    """With "metrics": true, of a request with one answer; in a stream with its last chunk."""
+    """The ``metrics`` field of responses with one answer, if "metrics" is true; in a stream in its last chunk."""
 
     speculative_decoding: SpeculativeDecoding | None
 
 
 class Extras(BaseModel):
-    """With "metrics": true. token_ids, kinds and pieces go together: a token, how it came about, the text it let out.
+    """The ``paceline`` field of a choice, if "metrics" is true.
 
-    metrics: in the answer's last chunk.
+    token_ids, kinds, pieces: per token its id, how it was produced and the text it added.
+    metrics: in a stream only in the answer's last chunk.
     """
 
     token_ids: list[int]
@@ -133,7 +137,10 @@ class Extras(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """Token by token. text_offset: where its text begins in the answer's text."""
+    """Parallel lists, one entry per token.
+
+    text_offset: start of the token's text in the answer's text, in characters.
+    """
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -142,18 +149,18 @@ class CompletionLogprobs(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    """An answer or, in a stream, a piece of it."""
+    """A completion, or a part of one in a stream."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: FinishWord | None
+    finish_reason: OpenAIFinishReason | None
     stop_reason: str | int | None = None
     paceline: Extras | None = None
 
 
 class Completion(BaseModel):
-    """``/v1/completions``, whole or a chunk of the stream."""
+    """Response of ``/v1/completions``, or one chunk of its stream."""
 
     id: str
     object: Literal["text_completion"]
@@ -165,7 +172,7 @@ class Completion(BaseModel):
 
 
 class TopLogprob(BaseModel):
-    """A token that was likely. bytes: its own, which need not be a whole character."""
+    """One of the likeliest tokens. bytes: its UTF-8 bytes, which may be part of a character."""
 
     token: str
     logprob: float
@@ -173,19 +180,19 @@ class TopLogprob(BaseModel):
 
 
 class ChatLogprob(TopLogprob):
-    """The token that was drawn."""
+    """The sampled token."""
 
     top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(BaseModel):
-    """Token by token."""
+    """Log-probabilities per token."""
 
     content: list[ChatLogprob]
 
 
 class ChatMessage(BaseModel):
-    """What the model said."""
+    """The generated message."""
 
     role: Literal["assistant"]
     content: str
@@ -193,36 +200,36 @@ class ChatMessage(BaseModel):
 
 
 class ChatDelta(BaseModel):
-    """What it said since the last chunk."""
+    """The part of the message that was generated since the last chunk."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
 
 
 class ChatChoice(BaseModel):
-    """An answer."""
+    """One answer."""
 
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishWord
+    finish_reason: OpenAIFinishReason
     stop_reason: str | int | None = None
     paceline: Extras | None = None
 
 
 class ChatChunkChoice(BaseModel):
-    """A piece of an answer."""
+    """A part of one answer."""
 
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishWord | None
+    finish_reason: OpenAIFinishReason | None
     stop_reason: str | int | None = None
     paceline: Extras | None = None
 
 
 class Chat(BaseModel):
-    """``/v1/chat/completions``."""
+    """Response of ``/v1/chat/completions``."""
 
     id: str
     object: Literal["chat.completion"]
@@ -234,7 +241,7 @@ class Chat(BaseModel):
 
 
 class ChatChunk(BaseModel):
-    """A chunk of its stream."""
+    """One chunk of a chat's stream."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -246,7 +253,7 @@ class ChatChunk(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """The model that is served."""
+    """The served model."""
 
     id: str
     object: Literal["model"]
@@ -256,14 +263,14 @@ class ModelCard(BaseModel):
 
 
 class ModelList(BaseModel):
-    """``/v1/models``."""
+    """Response of ``/v1/models``."""
 
     object: Literal["list"]
     data: list[ModelCard]
 
 
-class Tokens(BaseModel):
-    """``/tokenize``."""
+class TokenizedText(BaseModel):
+    """Response of ``/tokenize``."""
 
     count: int
     max_model_len: int
@@ -272,7 +279,7 @@ class Tokens(BaseModel):
 
 
 class TokenizerInfo(BaseModel):
-    """``/tokenizer_info``: what a client needs to write the model's prompts itself, as with vLLM."""
+    """Response of ``/tokenizer_info``, as in vLLM: what a client needs to write prompts itself."""
 
     tokenizer_class: str
     chat_template: str | None
@@ -282,37 +289,37 @@ class TokenizerInfo(BaseModel):
     model_max_length: int
 
 
-class Text(BaseModel):
-    """``/detokenize``."""
+class DetokenizedText(BaseModel):
+    """Response of ``/detokenize``."""
 
     prompt: str
 
 
-class Version(BaseModel):
-    """``/version``."""
+class ServerVersion(BaseModel):
+    """Response of ``/version``."""
 
     version: str
 
 
-class Load(BaseModel):
-    """``/load``."""
+class ServerLoad(BaseModel):
+    """Response of ``/load``."""
 
     server_load: int
 
 
 class Health(BaseModel):
-    """``/health``: status is "ready", or with 503 what is still to be done, or "stalled"."""
+    """Response of ``/health``. status: "ready"; with 503 "stalled" or the phase of the start or stop."""
 
     status: str
 
 
-def finish_word(answer: CompletionOutput) -> FinishWord | None:
-    """OpenAI's two words; a deadline is a limit on length, too (``stop_reason`` says which)."""
+def openai_finish_reason(answer: CompletionOutput) -> OpenAIFinishReason | None:
+    """Map to OpenAI's two finish reasons. A deadline counts as "length"; ``stop_reason`` tells them apart."""
     if answer.finish_reason is None:
         return None
     return "stop" if answer.finish_reason == "stop" else "length"
 
 
 def stop_reason(answer: CompletionOutput) -> str | int | None:
-    """The stop string or token that ended the answer, or "deadline"."""
+    """Return the stop string or token id that ended the answer, or "deadline"."""
     return "deadline" if answer.finish_reason == "deadline" else answer.stop_reason

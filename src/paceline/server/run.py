@@ -1,4 +1,4 @@
-"""Listening, and how it ends: one signal lets running requests finish within a limit, a second one ends at once."""
+"""HTTP server: one signal lets running requests finish within a limit, a second one ends it at once."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ from starlette.types import ASGIApp
 from paceline.config import ServerConfig
 from paceline.server import errors, logs
 from paceline.server.app import make_app
-from paceline.server.connections import MAX_HEADER_BYTES, Connection, Lobby
+from paceline.server.connections import MAX_HEADER_BYTES, Connection, ConnectionTable
 from paceline.server.ending import watch_signals
 from paceline.server.service import EngineService
-from paceline.server.sockets import ACCEPTED_AT_ONCE, hear, listen
+from paceline.server.sockets import ACCEPTED_AT_ONCE, enlarge_backlog, listen
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
 
 log = logging.getLogger("paceline.server")
 
-LAST_WORDS = 2  # seconds for the answers that say "given up" to leave
-LAST_STEP = 3  # seconds for the engine to end its step, and for all to be tidied up
+LAST_WORDS = 2  # seconds to send the last error responses
+LAST_STEP = 3  # seconds for the engine to finish its step and for cleanup
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class Server(uvicorn.Server):
-    """uvicorn with our connections, ending as ``ServerConfig.shutdown_timeout`` says.
+    """uvicorn with paceline's connection limits and shutdown (``ServerConfig.shutdown_timeout``).
 
-    give_up: ends all requests that are running, with this error.
+    give_up: fails all running requests with the given error.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, give_up: Callable[[errors.ApiError], None]) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
-                loop="asyncio",  # what is tested, whatever else is installed; see also connections.py
-                http=cast(Any, functools.partial(Connection, Lobby(config))),
+                loop="asyncio",  # the only tested loop; connections.py relies on it
+                http=cast(Any, functools.partial(Connection, ConnectionTable(config))),
                 ws="none",
                 backlog=ACCEPTED_AT_ONCE,
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 timeout_keep_alive=math.ceil(config.keep_alive_timeout),
                 log_config=None,
-                access_log=True,  # with the request's id, which is in the context: see tracing.py
+                access_log=True,  # includes the request id from the context variable of tracing.py
                 server_header=False,
                 timeout_graceful_shutdown=int(config.shutdown_timeout) + LAST_WORDS,
             )
@@ -58,18 +58,18 @@ class Server(uvicorn.Server):
         self._give_up, self._settings = give_up, config
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve on these sockets, or on those that the configuration says. Raises ParameterError."""
+        """Serve on ``sockets``, or on the configured address. Raises ParameterError."""
         super().run(listen(self._settings) if sockets is None else sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        hear(sockets or [])
+        enlarge_backlog(sockets or [])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal is a request; ``ending`` sees to it that it is followed, and to the second."""
+        """Start the shutdown. ``ending`` enforces its time limit and handles the second signal."""
         if not self.should_exit:
             limit = self._settings.shutdown_timeout
-            log.info("ending: requests may run for %g s more; a second signal ends at once", limit)
+            log.info("shutting down: running requests have %g s to finish; a second signal ends at once", limit)
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -80,8 +80,8 @@ class Server(uvicorn.Server):
 
 
 def serve(config: ServerConfig, load: Callable[[], LLM]) -> None:
-    """Serve until a signal comes. Raises ParameterError if it cannot listen, and what ``load`` raises."""
-    sockets = listen(config)  # a port that is taken is found out before the model is loaded
+    """Serve until a signal. Raises ParameterError if it cannot listen, and what ``load`` raises."""
+    sockets = listen(config)  # a port in use is reported before the model loads
     with logs.to_stderr(config.log_format):
         service = _serve(config, load, sockets)
     if service.failure is not None:
@@ -104,10 +104,10 @@ def _serve(config: ServerConfig, load: Callable[[], LLM], sockets: list[socket.s
 
 
 def say_where(config: ServerConfig, sockets: list[socket.socket]) -> None:
-    """Where it listens, and to whom."""
+    """Log the addresses the server listens on, with warnings if it is exposed."""
     _warn_if_exposed(config)
     if sys.platform != "linux":
-        log.warning("this system does not give up clients that read nothing: send_timeout has no effect")
+        log.warning("send_timeout has no effect on this system: connections of clients that do not read stay open")
     log.info("listening on %s", ", ".join(map(_address, sockets)))
 
 
@@ -118,4 +118,4 @@ def _address(listening: socket.socket) -> str:
 
 def _warn_if_exposed(config: ServerConfig) -> None:
     if config.host not in _LOOPBACK and not config.api_keys:
-        log.warning("listening on %s without an API key: everybody who reaches it may use it", config.host)
+        log.warning("listening on %s without an API key: anyone who can connect may use it", config.host)

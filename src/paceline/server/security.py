@@ -1,4 +1,4 @@
-"""The gate in front of all routes: names, keys, how many requests at a time, and how long their bodies may be."""
+"""Middleware in front of all routes: host names, API keys, concurrent requests and sizes of bodies."""
 
 from __future__ import annotations
 
@@ -16,31 +16,30 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from paceline.config import ServerConfig
 from paceline.errors import ParameterError
 from paceline.server import errors
-from paceline.server.connections import most_requests
+from paceline.server.connections import max_concurrent_requests
 from paceline.server.generation import ClientGoneError
 from paceline.server.heads import checked_head, header
 from paceline.server.metrics import Meter
 from paceline.server.quotas import read_key
-from paceline.server.shares import Shares
+from paceline.server.shares import SharedLimit
 
-OPEN_PATHS = frozenset({"/", "/health", "/ping"})  # what a load balancer and a browser need before there is a key
-UPLOADS = "/v1/files"  # files for batches, if any are kept
-OPEN_TREE = "/playground/"  # the page's scripts and styles
+OPEN_PATHS = frozenset({"/", "/health", "/ping"})  # reachable without a key: for load balancers and browsers
+UPLOADS = "/v1/files"  # input files of batches
+OPEN_TREE = "/playground/"  # the playground's scripts and styles
 
 
 class KeyRing:
-    """The keys that are good, each perhaps with limits behind it. Only their digests are kept; comparing takes the same
-    time for any key.
-    """
+    """The valid API keys, stored as digests. A comparison takes the same time for any key."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = [_digest(read_key(line).secret) for line in keys]
 
     def admits(self, authorization: bytes) -> bool:
-        """Whether an Authorization header carries a good key; always, if there are no keys."""
+        """Return whether an Authorization header carries a valid key; always true if there are no keys."""
         scheme, _, key = authorization.decode("latin-1").partition(" ")
         digest = _digest(key.strip())
-        matches = [hmac.compare_digest(digest, good) for good in self._digests]  # all of them, whichever matches
+        # Compare with all keys, even after a match, to take constant time.
+        matches = [hmac.compare_digest(digest, good) for good in self._digests]
         return not self._digests or (scheme.lower() == "bearer" and any(matches))
 
 
@@ -49,38 +48,41 @@ def _digest(key: str) -> bytes:
 
 
 def read_keys(path: Path) -> list[str]:
-    """One key a line, with its limits; empty lines and those that begin with # are skipped. Raises ParameterError."""
+    """Read one key per line, with its limits. Skips empty lines and comments (#). Raises ParameterError."""
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise ParameterError("api_key_file", str(path), f"a text file with one key a line: {error}") from error
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
-        raise ParameterError("api_key_file", str(path), "a text file with one key a line; it has none")
+        raise ParameterError("api_key_file", str(path), "a text file with one key a line; the file has none")
     return keys
 
 
-class Hosts:
-    """The names that a request may call this server by.
+class AllowedHosts:
+    """The host names that requests may use, as protection against DNS rebinding.
 
-    A page from elsewhere can have its own name point to this machine (DNS rebinding) and would then be let in by the
-    browser as if it came from here; its requests still carry that name. Addresses in numbers cannot be bent that way.
+    A foreign web page can let its own domain resolve to this machine, and browsers then treat this server as part of
+    that site. Such requests still carry the foreign name in the Host header. Numeric addresses cannot be rebound.
     """
 
     def __init__(self, config: ServerConfig) -> None:
         names = config.allowed_hosts
-        self._any = "*" in names or (bool(config.api_keys) and not names)  # such a page has no key
+        self._any = "*" in names or (bool(config.api_keys) and not names)  # a foreign page does not know a key
         self._names = {"localhost", config.host.lower(), *(name.lower().rstrip(".") for name in names)}
 
     def check(self, header: bytes) -> None:
-        """Raises ApiError (421) for a Host header with another name; without one no browser sent it."""
+        """Raise ApiError (421) for a Host header with another name.
+
+        Every browser sends the header, so it may be absent.
+        """
         name = _host_name(header.decode("latin-1"))
         if not (self._any or not name or name in self._names or _is_address(name)):
             raise errors.misdirected(name)
 
 
 def _host_name(header: str) -> str:
-    """A Host header without the port."""
+    """Return a Host header's name without the port."""
     if header.startswith("["):
         return header[1:].partition("]")[0]
     return header.partition(":")[0].lower().rstrip(".")
@@ -95,17 +97,21 @@ def _is_address(name: str) -> bool:
 
 
 class Gate:
-    """Refuses requests before a byte of their body is read: with an ambiguous head (400), to unknown names (421),
-    without a good key (401), too many at a time (429 from one address, 503 from all), with an encoded body (415); and
-    bodies that are too long (413), too slow (408) or too much together (429, 503). Open paths pass; their bodies are
-    never read.
+    """ASGI middleware that refuses bad requests before it reads their bodies.
+
+    It refuses ambiguous heads (400), unknown host names (421), missing or wrong keys (401), too many concurrent
+    requests (429 per address, 503 in total) and encoded bodies (415). While it reads a body it refuses those that are
+    too large (413), too slow (408) or exceed the memory for all bodies (429 per address, 503 in total). Open paths skip
+    these checks, and their bodies are not read.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, meter: Meter) -> None:
         self._app, self._config, self._meter = app, config, meter
-        self._keys, self._hosts = KeyRing(config.api_keys), Hosts(config)
-        self._requests = Shares(most_requests(config.max_connections), most_requests(config.max_connections_per_client))
-        self._bytes = Shares(config.max_bodies_bytes, config.max_bodies_bytes // 2)
+        self._keys, self._hosts = KeyRing(config.api_keys), AllowedHosts(config)
+        self._requests = SharedLimit(
+            max_concurrent_requests(config.max_connections), max_concurrent_requests(config.max_connections_per_client)
+        )
+        self._bytes = SharedLimit(config.max_bodies_bytes, config.max_bodies_bytes // 2)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -148,18 +154,22 @@ class Gate:
         return self._config.max_upload_bytes if self._is_upload(scope) else self._config.max_body_bytes
 
     def _is_upload(self, scope: Scope) -> bool:
-        """Whether the body is a file, which goes to the disk piece by piece and is never whole in memory."""
+        """Return whether the body is a file, which is streamed to disk instead of held in memory."""
         keeps = self._config.batch_dir is not None
         return keeps and scope["method"] == "POST" and scope["path"] == UPLOADS
 
     async def _with_body(self, client: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """Its bytes count until it is answered: that is how long something keeps them."""
+        """Read the body and call the application.
+
+        The body counts towards the memory limits until the response is complete, because the request may keep it that
+        long.
+        """
         if self._is_upload(scope):
-            await self._app(scope, Upload(self._config, receive).next_message, send)
+            await self._app(scope, UploadReceiver(self._config, receive).next_message, send)
             return
         body = _Body(self._bytes, client, self._config.max_body_bytes)
         try:
-            if scope["method"] == "POST":  # no other has a body that means anything
+            if scope["method"] == "POST":  # bodies of other methods have no meaning
                 await self._read(body, receive)
         except ClientGoneError:
             return
@@ -180,21 +190,21 @@ class Gate:
 
 
 class _Body:
-    """A body that is being received, charged byte by byte."""
+    """A body that is being received. Its bytes count towards the memory limits."""
 
-    def __init__(self, shares: Shares, client: str, limit: int) -> None:
+    def __init__(self, shares: SharedLimit, client: str, limit: int) -> None:
         self._shares, self._client, self._limit = shares, client, limit
         self._charged = 0
         self.data = bytearray()
 
     async def read(self, receive: Receive) -> None:
-        """All of it. Raises ApiError, or ClientGoneError."""
-        more = True
-        while more:
+        """Receive the whole body. Raises ApiError or ClientGoneError."""
+        has_more = True
+        while has_more:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise ClientGoneError
-            more = bool(message.get("more_body", False))
+            has_more = bool(message.get("more_body", False))
             self._add(message.get("body", b""))
 
     def _add(self, chunk: bytes) -> None:
@@ -205,12 +215,12 @@ class _Body:
         self.data += chunk
 
     def give_back(self) -> None:
-        """Nothing keeps it any more."""
+        """Release the body's bytes from the limits."""
         self._shares.give(self._client, self._charged)
 
 
-class Upload:
-    """A file that is being received, by whoever asks for the next message: within its limit, and fast enough."""
+class UploadReceiver:
+    """An uploaded file that the application receives piece by piece, within limits of size and time."""
 
     def __init__(self, config: ServerConfig, receive: Receive) -> None:
         self._config, self._receive = config, receive
@@ -218,7 +228,10 @@ class Upload:
         self._complete = False
 
     async def next_message(self) -> Message:
-        """Raises ApiError: 413, 408. Behind the body nothing comes until the client hangs up."""
+        """Return the next ASGI message. Raises ApiError: 413 (too large), 408 (too slow).
+
+        After the body it waits for the client's disconnect.
+        """
         if self._complete:
             return await self._receive()
         config = self._config
@@ -234,7 +247,10 @@ class Upload:
 
 @asynccontextmanager
 async def _in_time(seconds: float, since: float | None = None) -> AsyncIterator[None]:
-    """Raise ApiError (408) if a body takes longer than so many seconds, from ``since`` on; None: from now on."""
+    """Raise ApiError (408) if the block takes longer than ``seconds``.
+
+    since: start on the clock of ``time.monotonic``; None means now.
+    """
     passed = 0.0 if since is None else time.monotonic() - since
     try:
         async with asyncio.timeout(seconds - passed):
@@ -244,8 +260,8 @@ async def _in_time(seconds: float, since: float | None = None) -> AsyncIterator[
         raise errors.ApiError(408, errors.INVALID, message, code=errors.BODY_TIMEOUT) from None
 
 
-def _take(shares: Shares, client: str, units: int, name: str) -> None:
-    """Raises ApiError: 503 where all have too much, 429 where this client has."""
+def _take(shares: SharedLimit, client: str, units: int, name: str) -> None:
+    """Take ``units`` of a limit. Raises ApiError: 503 if all clients together are at it, 429 if this one is."""
     full = shares.take(client, units)
     if full is not None:
         raise errors.busy(name, full)
@@ -256,7 +272,7 @@ def _is_open(path: str) -> bool:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """The body, then nothing until the client hangs up."""
+    """Return an ASGI receive function that yields the body, then waits for the client's disconnect."""
     left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def next_message() -> Message:
@@ -266,5 +282,5 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 def _client(scope: Scope) -> str:
-    """The address that a request came from, as far as that is known."""
+    """Return the address that a request came from, or an empty string."""
     return str(scope["client"][0]) if scope.get("client") else ""

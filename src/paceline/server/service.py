@@ -1,4 +1,4 @@
-"""The engine's thread. It alone touches the engine; the event loop sends commands and gets its news once a round."""
+"""The engine's thread. Only it touches the engine; the event loop sends commands and gets updates after each round."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from paceline.config import SamplingParams, ServerConfig
 from paceline.config.ranges import check
 from paceline.core.outputs import RequestOutput, TokenLogprob
 from paceline.engine.engine import Request
-from paceline.engine.scoring import Text
+from paceline.engine.scoring import ScoredText
 from paceline.engine.utilisation import arithmetic_of
 from paceline.errors import PacelineError, RankError
 from paceline.models.base import SharedModel
 from paceline.server import errors
-from paceline.server.admission import Place
-from paceline.server.delta import Growth, Update
-from paceline.server.mailbox import Mailbox, News
-from paceline.server.metrics import Meter, Pace
+from paceline.server.admission import AdmissionTicket
+from paceline.server.delta import OutputCursor, Update
+from paceline.server.mailbox import Mailbox, MailboxItem
+from paceline.server.metrics import Meter, TokenTimes
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -35,36 +35,37 @@ if TYPE_CHECKING:
 log = logging.getLogger("paceline.server")
 
 State = Literal["loading", "warming up", "ready", "stalled", "stopped"]
-_WARM_UP_TOKENS = 8
-_PEAK_SECONDS = 0.05  # of measuring what the processor can do: a shorter look than a benchmark's
+_WARM_UP_TOKENS = 8  # per sequence
+_PEAK_SECONDS = 0.05  # time to measure the processor's peak; a benchmark takes longer
 
 
 @dataclass
-class Ticket:
-    """A prompt to continue, its place in the queue and where its news go. streaming: every round's, else the end.
+class Submission:
+    """A prompt submitted to the engine, with its admission and the mailbox for its updates.
 
-    output: what there is so far, once the engine has taken it.
+    streaming: deliver updates after every round instead of once at the end.
+    output: the engine's output object, once the engine has accepted the request.
     """
 
     number: int
     request: Request
-    place: Place
+    ticket: AdmissionTicket
     inbox: Mailbox
     streaming: bool
     output: RequestOutput | None = None
 
     @property
     def made(self) -> int:
-        """Tokens of its answers so far."""
+        """Tokens generated so far, over all sequences."""
         return 0 if self.output is None else sum(len(answer.token_ids) for answer in self.output.candidates)
 
 
 @dataclass
-class _Live:
-    ticket: Ticket
-    growth: Growth
-    pace: Pace
-    ended: int = 0  # answers
+class _LiveRequest:
+    submission: Submission
+    cursor: OutputCursor
+    times: TokenTimes
+    ended: int = 0  # number of finished sequences
 
 
 Command = Callable[[], None]
@@ -72,7 +73,7 @@ Command = Callable[[], None]
 
 @dataclass
 class _Inbox:
-    """Commands for the engine's thread, which sleeps while there are none and nothing is to be decoded."""
+    """Commands for the engine's thread, which sleeps while there is neither a command nor a running request."""
 
     commands: deque[Command] = field(default_factory=deque)
     arrived: threading.Condition = field(default_factory=threading.Condition)
@@ -83,7 +84,7 @@ class _Inbox:
             self.arrived.notify()
 
     def take(self, wait: bool) -> list[Command]:
-        """All there are; ``wait`` for one if there is none."""
+        """Return all queued commands. wait: block until there is one."""
         with self.arrived:
             while wait and not self.commands:
                 self.arrived.wait()
@@ -93,12 +94,12 @@ class _Inbox:
 
 
 class EngineService:
-    """Runs an ``LLM``'s engine in a thread of its own.
+    """Runs an ``LLM``'s engine in its own thread.
 
-    load: makes the LLM, in that thread. on_end: called there when the thread ends by itself, ``failure`` being set.
-    stall_timeout: seconds after which a step that has not ended makes ``health`` "stalled".
-    capture_seconds: what the start may take to capture rounds, as in ``ServerConfig``.
-    The other methods are for the event loop that called ``start``.
+    load: builds the LLM, in that thread. on_end: called in that thread if it ends with an error, which ``failure``
+    holds. stall_timeout: seconds after which an unfinished step makes ``health`` "stalled". capture_seconds: time limit
+    in seconds for capturing CUDA graphs at the start, as in ``ServerConfig``. Call the public methods from the event
+    loop that called ``start``.
     """
 
     def __init__(
@@ -114,25 +115,25 @@ class EngineService:
         self.meter = meter
         self._load, self._on_end, self._stall_timeout = load, on_end, stall_timeout
         self._capture_seconds = capture_seconds
-        self._step_began: float | None = None  # on the clock of time.monotonic; None: nothing is to be done
+        self._step_began: float | None = None  # seconds on the clock of time.monotonic; None while idle
         meter.watch_steps(self.step_seconds)
         self._inbox = _Inbox()
-        self._live: dict[str, _Live] = {}
-        self._scorings: dict[Text, asyncio.Future[list[TokenLogprob]]] = {}
+        self._live: dict[str, _LiveRequest] = {}
+        self._scorings: dict[ScoredText, asyncio.Future[list[TokenLogprob]]] = {}
         self._llm: LLM | None = None
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    # --- for the event loop ------------------------------------------------------
+    # --- called in the event loop ------------------------------------------------
 
     def start(self) -> None:
-        """Load, warm up, then serve; ``state`` says how far it is."""
+        """Start the thread: it loads the model, warms up and serves. ``state`` shows its progress."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     @property
     def llm(self) -> LLM:
-        """Raises ApiError (503) until it is ready."""
+        """The loaded model. Raises ApiError (503) until it is ready."""
         if self._llm is None or self.state != "ready":
             raise errors.unavailable(f"the server is {self.state}", "not_ready")
         return self._llm
@@ -142,38 +143,39 @@ class EngineService:
         return self.state in ("loading", "warming up")
 
     def step_seconds(self) -> float:
-        """How long the engine has been at its present step; 0 while it has nothing to do."""
+        """Seconds since the engine's current step began; 0 while it is idle."""
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
 
     @property
     def health(self) -> State:
-        """``state``, but "stalled" while a step takes too long."""
+        """``state``, or "stalled" if the current step takes too long."""
         if self.state == "ready" and self.step_seconds() > self._stall_timeout:
             return "stalled"
         return self.state
 
-    def submit(self, ticket: Ticket) -> None:
-        """Queue a prompt. Its ``request_id`` must be new."""
-        self._inbox.put(lambda: self._add(ticket))
+    def submit(self, submission: Submission) -> None:
+        """Queue a prompt. Its ``request_id`` must be unique."""
+        self._inbox.put(lambda: self._add(submission))
 
     def abort(self, request_id: str) -> None:
-        """Free a request's rows before the next round; there will be no news of it."""
+        """Free a request's rows before the next round. No further updates are delivered."""
         self._inbox.put(lambda: self._abort(request_id))
 
     def fail_all(self, error: errors.ApiError) -> None:
-        """Give up everything that is not finished."""
+        """Fail all unfinished requests with ``error``."""
         self._inbox.put(lambda: self._fail_all(error))
 
     async def score(self, request: Request, top: int) -> list[TokenLogprob]:
-        """Log-probabilities of a prompt's tokens but the first, worked out between rounds, several prompts in a pass.
+        """Return the log-probabilities of a prompt's tokens except the first.
 
-        Clients take turns for the places in it.
+        top: likeliest tokens to return per token. Prompts are scored between rounds, several in one forward pass;
+        clients take turns.
         """
         if len(request.prompt_token_ids) < 2:
             return []
         result: asyncio.Future[list[TokenLogprob]] = self._loop.create_future()
-        text = Text(
+        text = ScoredText(
             request.prompt_token_ids,
             top,
             self.engine.scope_of(request.params),
@@ -185,11 +187,11 @@ class EngineService:
         return await result
 
     async def stop(self) -> None:
-        """End the thread after the round being played; what is not finished is given up."""
+        """End the thread after the current round. Unfinished requests fail."""
         self._inbox.put(self._stop)
         await asyncio.to_thread(self._thread.join)
 
-    # --- in the engine's thread --------------------------------------------------
+    # --- called in the engine's thread -------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -216,15 +218,15 @@ class EngineService:
         self._warm_up()
         self._capture_ahead()
         arithmetic = arithmetic_of(target, self.engine.threads, _PEAK_SECONDS)
-        log.info("utilisation is a share of %s", arithmetic.peak)
-        self.meter.know(arithmetic)
-        self.meter.queues(self.engine)
-        gc.collect()  # what was loaded takes it a fifth of a second: now, not in the middle of the first requests
+        log.info("utilisation is relative to %s", arithmetic.peak)
+        self.meter.set_arithmetic(arithmetic)
+        self.meter.update_gauges(self.engine)
+        gc.collect()  # takes about 0.2 s after loading: not during the first requests
         self.state = "ready"
         log.info("ready")
 
     def _warm_up(self) -> None:
-        """A short batch as wide as the engine's, half of it greedy: what is made on first use is made now."""
+        """Decode a short batch of full width, half of it greedy. Lazy initialization happens now, not in a request."""
         tokens = max(1, min(_WARM_UP_TOKENS, self.engine.max_model_len - 2))
         for row in range(self.engine.config.max_batch_size):
             params = SamplingParams(
@@ -235,17 +237,20 @@ class EngineService:
             self.engine.step()
 
     def _capture_ahead(self) -> None:
-        """After the warm-up, which has taken the memory that prompts need. Raises ParameterError."""
+        """Capture CUDA graphs.
+
+        Called after the warm-up, which has allocated the memory for prefill. Raises ParameterError.
+        """
         seconds = self._capture_seconds
         ahead = self.engine.capture_ahead(seconds, partial(tqdm, desc="capturing", unit=" graphs", disable=None))
         if ahead is not None:
             log.info("%s", ahead)
             return
-        allowed = "left out here; it needs rounds that a GPU plays as CUDA graphs"
+        allowed = "its default, because this engine does not run rounds as CUDA graphs"
         check(seconds in (0, ServerConfig.capture_seconds), "capture_seconds", seconds, allowed)
 
     def _turn(self) -> None:
-        """Commands first; then one round, and one pass over prompts to score."""
+        """Run all queued commands, then one round and one scoring pass."""
         idle = not self.engine.busy and not self._scorings
         if idle:
             self._step_began = None
@@ -257,48 +262,55 @@ class EngineService:
             self._round()
         if self._scorings:
             self._score_some()
-        self.meter.queues(self.engine)
+        self.meter.update_gauges(self.engine)
 
     def _round(self) -> None:
         try:
             changed = self.engine.step()
-        except RankError:  # nothing can be run any more
+        except RankError:  # the engine cannot continue
             raise
         except Exception:
             log.exception("a round failed")
             self._fail([output.request_id for output in self.engine.clear_begun()], errors.round_failed())
             self.meter.round_failed()
             return
-        self.meter.round(self.engine)
-        self._pass_on(changed)
+        self.meter.record_round(self.engine)
+        self._deliver_round(changed)
 
-    def _pass_on(self, changed: Sequence[RequestOutput]) -> None:
-        """All news of a round in one call to the event loop; places first, which need no client."""
+    def _deliver_round(self, changed: Sequence[RequestOutput]) -> None:
+        """Deliver all updates of a round in one call to the event loop.
+
+        Admissions are released without waiting for clients.
+        """
         live = [(each, output) for output in changed if (each := self._live.get(output.request_id)) is not None]
-        ended = [(each.ticket.place, count) for each, output in live if (count := _newly_ended(each, output))]
-        news = [(each.ticket, item) for each, output in live if (item := self._news(each, output)) is not None]
-        if news or ended:
-            self._deliver(news, ended)
+        ended = [(each.submission.ticket, count) for each, output in live if (count := _newly_finished(each, output))]
+        updates = [
+            (each.submission, item) for each, output in live if (item := self._update_for(each, output)) is not None
+        ]
+        if updates or ended:
+            self._deliver(updates, ended)
 
-    def _news(self, live: _Live, output: RequestOutput) -> News | None:
-        self.meter.gained(live.pace, output)
+    def _update_for(self, live: _LiveRequest, output: RequestOutput) -> MailboxItem | None:
+        self.meter.record_output(live.times, output)
         if output.finished:
             del self._live[output.request_id]
-        elif not live.ticket.streaming:
+        elif not live.submission.streaming:
             return None
         if output.error is not None:
             return errors.failed(output.error)
-        deltas = live.growth.news() if live.ticket.streaming else []
-        return Update(live.ticket.number, deltas, output if output.finished else None)
+        deltas = live.cursor.take_new() if live.submission.streaming else []
+        return Update(live.submission.number, deltas, output if output.finished else None)
 
-    def _deliver(self, news: list[tuple[Ticket, News]], ended: Sequence[tuple[Place, int]] = ()) -> None:
+    def _deliver(
+        self, updates: list[tuple[Submission, MailboxItem]], ended: Sequence[tuple[AdmissionTicket, int]] = ()
+    ) -> None:
         def put() -> None:
-            for place, count in ended:
-                place.end(count)
-            for ticket, item in news:
+            for ticket, count in ended:
+                ticket.end(count)
+            for submission, item in updates:
                 if isinstance(item, errors.ApiError):
-                    ticket.place.close()
-                ticket.inbox.put(item)
+                    submission.ticket.close()
+                submission.inbox.put(item)
 
         self._call(put)
 
@@ -306,16 +318,16 @@ class EngineService:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function)
 
-    def _add(self, ticket: Ticket) -> None:
+    def _add(self, submission: Submission) -> None:
         try:
-            output = self.engine.add(ticket.request)
+            output = self.engine.add(submission.request)
         except Exception as error:
             if not isinstance(error, PacelineError):
-                log.exception("request %s could not be taken", ticket.request.request_id)
-            self._deliver([(ticket, errors.failed(error))])
+                log.exception("the engine refused request %s", submission.request.request_id)
+            self._deliver([(submission, errors.failed(error))])
             return
-        ticket.output = output
-        self._live[output.request_id] = _Live(ticket, Growth(output), Pace.of(output))
+        submission.output = output
+        self._live[output.request_id] = _LiveRequest(submission, OutputCursor(output), TokenTimes.of(output))
 
     def _abort(self, request_id: str) -> None:
         self._live.pop(request_id, None)
@@ -323,7 +335,7 @@ class EngineService:
 
     def _fail(self, request_ids: Sequence[str], error: errors.ApiError) -> None:
         failed = [live for name in request_ids if (live := self._live.pop(name, None)) is not None]
-        self._deliver([(live.ticket, error) for live in failed])
+        self._deliver([(live.submission, error) for live in failed])
 
     def _fail_all(self, error: errors.ApiError) -> None:
         names = list(self._live)
@@ -336,7 +348,7 @@ class EngineService:
         self._fail_all(errors.unavailable("the server is shutting down", "shutting_down"))
         self._stopping = True
 
-    def _add_scoring(self, text: Text, result: asyncio.Future[list[TokenLogprob]]) -> None:
+    def _add_scoring(self, text: ScoredText, result: asyncio.Future[list[TokenLogprob]]) -> None:
         self._scorings[text] = result
         try:
             self.engine.scorer.add([text])
@@ -344,7 +356,7 @@ class EngineService:
             self._scoring_failed(error)
 
     def _score_some(self) -> None:
-        """One pass; nobody waits any more for those that were cancelled."""
+        """Run one scoring pass. Prompts whose request was cancelled are dropped first."""
         self._forget_scorings([text for text, result in self._scorings.items() if result.cancelled()])
         try:
             ended = self.engine.score_some(awaited=self.engine.scheduler.watched)
@@ -357,24 +369,27 @@ class EngineService:
             self._settle(text, text.logprobs)
 
     def _scoring_failed(self, error: Exception) -> None:
-        """Those that it was about end; where they had not begun, all, for what failed would fail again."""
+        """Fail the prompts that the scorer had begun.
+
+        If it had begun none, fail all of them: the same error would occur again.
+        """
         log.error("log-probabilities of prompts failed", exc_info=error)
         waiting = set(self.engine.scorer.waiting)
         begun = [text for text in self._scorings if text not in waiting]
         self._fail_scorings(begun or list(self._scorings), errors.failed(error))
 
-    def _fail_scorings(self, texts: Sequence[Text], error: errors.ApiError) -> None:
+    def _fail_scorings(self, texts: Sequence[ScoredText], error: errors.ApiError) -> None:
         for text in texts:
             self._settle(text, error)
         self._forget_scorings(texts)
 
-    def _forget_scorings(self, texts: Sequence[Text]) -> None:
+    def _forget_scorings(self, texts: Sequence[ScoredText]) -> None:
         if texts:
             self.engine.scorer.drop(texts)
         for text in texts:
             self._scorings.pop(text, None)
 
-    def _settle(self, text: Text, outcome: list[TokenLogprob] | errors.ApiError) -> None:
+    def _settle(self, text: ScoredText, outcome: list[TokenLogprob] | errors.ApiError) -> None:
         result = self._scorings.pop(text)
 
         def settle() -> None:
@@ -388,7 +403,7 @@ class EngineService:
         self._call(settle)
 
 
-def _newly_ended(live: _Live, output: RequestOutput) -> int:
-    """Answers that have ended since the last call."""
+def _newly_finished(live: _LiveRequest, output: RequestOutput) -> int:
+    """Return how many sequences have finished since the last call."""
     before, live.ended = live.ended, sum(answer.finished for answer in output.candidates)
     return live.ended - before

@@ -1,4 +1,4 @@
-"""Sockets to listen on, taken before anything slow begins; and how many open files that needs."""
+"""Listening sockets, opened before the model loads, and the limit on open files."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from typing import Any
 from paceline.config import ServerConfig
 from paceline.errors import ParameterError
 
-ACCEPTED_AT_ONCE = 64  # so many new connections before those that are here are looked at again
-_BACKLOG = 2048  # that the kernel keeps for us meanwhile
-_OTHER_FILES = 256  # the model's, the log, libraries'
-_LONGEST_MS = 2**31 - 1  # as a socket's option, which is a whole number of C
+ACCEPTED_AT_ONCE = 64  # new connections per loop iteration, so that existing ones are not starved
+_BACKLOG = 2048  # connections that the kernel queues
+_OTHER_FILES = 256  # open files of the model, the log and libraries
+_LONGEST_MS = 2**31 - 1  # the option is a C int
 
 
 def listen(config: ServerConfig) -> list[socket.socket]:
-    """One socket for each address of the host. Raises ParameterError if the port is taken or the host is not ours.
+    """Open one socket per address of the configured host.
 
-    Linux gives up a connection whose client has taken nothing of what was sent for ``send_timeout``.
+    On Linux the kernel closes a connection whose client has acknowledged nothing for ``send_timeout`` seconds.
+    Raises ParameterError if the port is in use or the host is not an address of this machine.
     """
     _allow_open_files(config.max_connections + ACCEPTED_AT_ONCE + _OTHER_FILES)
     sockets: list[socket.socket] = []
@@ -31,17 +32,17 @@ def listen(config: ServerConfig) -> list[socket.socket]:
             sockets.append(_bind(family, (address[0], port, *address[2:])))
             _limit_sending(sockets[-1], config.send_timeout)
         except OSError as error:
-            for each in sockets:
-                each.close()
+            for opened in sockets:
+                opened.close()
             raise _explain(error, config) from error
-        port = sockets[0].getsockname()[1]  # 0 means any, but the same for all
+        port = sockets[0].getsockname()[1]  # port 0 means any free one, the same for all addresses
     return sockets
 
 
-def hear(sockets: list[socket.socket]) -> None:
-    """Let the kernel keep more new connections than are accepted at once."""
-    for each in sockets:
-        each.listen(_BACKLOG)
+def enlarge_backlog(sockets: list[socket.socket]) -> None:
+    """Enlarge the kernel's queue of new connections."""
+    for listening in sockets:
+        listening.listen(_BACKLOG)
 
 
 def _addresses(config: ServerConfig) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
@@ -59,7 +60,7 @@ def _bind(family: socket.AddressFamily, address: tuple[Any, ...]) -> socket.sock
         if family == socket.AF_INET6:
             made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         made.bind(address)
-        made.listen(ACCEPTED_AT_ONCE)  # another server's bind fails only beside one that listens
+        made.listen(ACCEPTED_AT_ONCE)  # binding a used port fails only if its socket listens
         made.setblocking(False)
     except OSError:
         made.close()
@@ -68,7 +69,7 @@ def _bind(family: socket.AddressFamily, address: tuple[Any, ...]) -> socket.sock
 
 
 def _limit_sending(listening: socket.socket, seconds: float) -> None:
-    """Of all connections that come in here, which inherit it."""
+    """Set the send timeout. Accepted connections inherit it."""
     if sys.platform == "linux":
         milliseconds = min(math.ceil(1000 * seconds), _LONGEST_MS)
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
@@ -76,22 +77,19 @@ def _limit_sending(listening: socket.socket, seconds: float) -> None:
 
 def _explain(error: OSError, config: ServerConfig) -> ParameterError:
     if error.errno == errno.EADDRINUSE:
-        return ParameterError("port", config.port, f"a free port: something listens on {config.host} there already")
+        return ParameterError("port", config.port, f"a free port: another process listens on {config.host} there")
     if error.errno == errno.EACCES:
         return ParameterError("port", config.port, "a port that this user may listen on, 1024 or above")
     return ParameterError("host", config.host, f"an address of this machine: {error.strerror}")
 
 
-def _allow_open_files(wanted: int) -> None:
-    """Raise this process's limit as far as it needs. Raises ParameterError if it may not."""
+def _allow_open_files(needed: int) -> None:
+    """Raise the process's limit of open files if necessary. Raises ParameterError if that is not allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
+    if soft == resource.RLIM_INFINITY or soft >= needed:
         return
-    if hard != resource.RLIM_INFINITY and hard < wanted:
-        most = hard - ACCEPTED_AT_ONCE - _OTHER_FILES
-        raise ParameterError("max_connections", wanted - ACCEPTED_AT_ONCE - _OTHER_FILES, _too_few(most, hard))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _too_few(most: int, hard: int) -> str:
-    return f"at most {most}: this process may open {hard} files (ulimit -n)"
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        overhead = ACCEPTED_AT_ONCE + _OTHER_FILES
+        allowed = f"at most {hard - overhead}: this process may open {hard} files (ulimit -n)"
+        raise ParameterError("max_connections", needed - overhead, allowed)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

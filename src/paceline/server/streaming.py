@@ -1,4 +1,4 @@
-"""Server-sent events: what is sent as it comes, and what happens when nobody listens any more."""
+"""Server-sent events."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Events = AsyncGenerator[bytes, None]
 
 
 class EventStream(Response):
-    """Sends events when they come. The generator is closed as soon as the client hangs up.
+    """Streams events as they are produced. The generator is closed as soon as the client disconnects.
 
-    What fails before the first event has its own status; what fails later is an event {"error": ...}, the last.
+    An error before the first event is a response with its own status. A later error is an event {"error": ...}.
     """
 
     media_type = "text/event-stream"
@@ -37,17 +37,17 @@ class EventStream(Response):
         try:
             await while_connected(receive, self._run(scope, receive, send))
         except ClientGoneError:
-            log.info("a client hung up")
+            log.info("the client disconnected")
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun = False
         async with aclosing(self._events) as events:
             try:
-                async for some in events:
-                    if some and not begun:
+                async for chunk in events:
+                    if chunk and not begun:
                         await self._begin(send)
                         begun = True
-                    await _send(send, some)
+                    await _send(send, chunk)
             except errors.ApiError as error:
                 self._meter.refused(error)
                 if not begun:

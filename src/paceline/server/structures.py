@@ -1,4 +1,4 @@
-"""The structure of answers, compiled while the event loop goes on."""
+"""Compilation of structured outputs outside of the event loop."""
 
 from __future__ import annotations
 
@@ -19,53 +19,55 @@ from paceline.server import errors
 if TYPE_CHECKING:
     from paceline.llm import LLM
 
-Made = Callable[[], Constraint]
+ConstraintFactory = Callable[[], Constraint]
 
 
 async def structured(
-    llm: LLM, requests: Sequence[Request], wanted: StructuredOutputs | None, arrival: float
+    llm: LLM, requests: Sequence[Request], structure: StructuredOutputs | None, arrival: float
 ) -> Sequence[Request]:
-    """The requests with their answers held to a structure; None: as they are. Raises ApiError.
+    """Return the requests with a compiled constraint for their answers. Raises ApiError.
 
-    As they are, too, where their budget of time, which began at ``arrival``, is over before: they get no token.
+    structure: the constraint, or None to return them unchanged. arrival: seconds on the clock of ``time.monotonic``.
+    If the requests' time budget ends before the compilation, they are returned unchanged: they get no token anyway.
     """
-    if wanted is None:
+    if structure is None:
         return requests
     budgets = [budget for each in requests if (budget := each.params.time_budget) is not None]
     try:
         async with asyncio.timeout(arrival + max(budgets) - time.monotonic() if budgets else None):
-            made = await _compiled(llm, wanted)
+            factory = await _compile(llm, structure)
     except TimeoutError:
         return requests
     return [
-        replace(each, params=replace(each.params, structured_outputs=wanted), make_constraint=made) for each in requests
+        replace(each, params=replace(each.params, structured_outputs=structure), make_constraint=factory)
+        for each in requests
     ]
 
 
-async def _compiled(llm: LLM, wanted: StructuredOutputs) -> Made:
-    """In a thread that only waits for the process that works, and that nobody waits for at the server's end.
+async def _compile(llm: LLM, structure: StructuredOutputs) -> ConstraintFactory:
+    """Compile the constraint. Raises ApiError.
 
-    Given up as soon as nobody waits here. Raises ApiError.
+    A daemon thread waits for the compiling process. Cancelling this call stops the compilation.
     """
     given_up, loop = threading.Event(), asyncio.get_running_loop()
-    found: asyncio.Future[Made] = loop.create_future()
+    found: asyncio.Future[ConstraintFactory] = loop.create_future()
 
-    def tell(made: Made | None, error: Exception | None) -> None:
+    def deliver(factory: ConstraintFactory | None, error: Exception | None) -> None:
         if found.cancelled():
             return
         if error is not None:
             found.set_exception(error)
-        elif made is not None:
-            found.set_result(made)
+        elif factory is not None:
+            found.set_result(factory)
 
     def wait() -> None:
-        made, error = None, None
+        factory, error = None, None
         try:
-            made = llm.structure(wanted, given_up.is_set)
-        except Exception as caught:  # noqa: BLE001 (of whatever kind: it is raised where it is waited for)
+            factory = llm.structure(structure, given_up.is_set)
+        except Exception as caught:  # noqa: BLE001 (re-raised by the awaiting coroutine)
             error = caught
-        with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(tell, made, error)
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(deliver, factory, error)
 
     threading.Thread(target=wait, name="structure", daemon=True).start()
     try:

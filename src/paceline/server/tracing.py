@@ -1,4 +1,4 @@
-"""A name for every HTTP request: in its answer's header ``X-Request-Id`` and in all log lines about it."""
+"""Request ids: in the response header ``X-Request-Id`` and in all log lines of the request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CLEAN = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
 
 class Tracing:
-    """Takes the client's own name for the request if it is short and clean, else makes one."""
+    """ASGI middleware that keeps the client's request id if it is short and plain, else creates one."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -23,7 +23,7 @@ class Tracing:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        name = _name(scope)
+        name = _request_id(scope)
 
         async def send_with_name(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -34,6 +34,6 @@ class Tracing:
         await self._app(scope, receive, send_with_name)
 
 
-def _name(scope: Scope) -> bytes:
-    given = next((bytes(value) for key, value in scope["headers"] if key == HEADER), b"")
-    return given if _CLEAN.fullmatch(given) else b"req-" + secrets.token_hex(8).encode()
+def _request_id(scope: Scope) -> bytes:
+    client_id = next((bytes(value) for key, value in scope["headers"] if key == HEADER), b"")
+    return client_id if _CLEAN.fullmatch(client_id) else b"req-" + secrets.token_hex(8).encode()

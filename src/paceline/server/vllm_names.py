@@ -1,4 +1,4 @@
-"""Our metrics under vLLM's names and labels, so that dashboards and autoscalers made for vLLM read them."""
+"""The metrics under vLLM's names and labels, for dashboards and autoscalers made for vLLM."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 _OURS, _VLLM = "paceline:", "vllm:"
-_ONE_ENGINE = "0"  # vLLM numbers the engines of a server
+_ONE_ENGINE = "0"  # vLLM's number of the engine
 _ALIKE = (
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries", "prefix_cache_hits",
     "prompt_tokens", "generation_tokens", "request_success", "time_to_first_token_seconds",
@@ -18,13 +18,13 @@ _ALIKE = (
     "spec_decode_num_accepted_tokens", "spec_decode_num_accepted_tokens_per_pos",
 )  # fmt: skip
 _NAMES = {f"{_OURS}{name}": [f"{_VLLM}{name}"] for name in _ALIKE}
-_NAMES[f"{_OURS}inter_token_latency_seconds"] += [f"{_VLLM}time_per_output_token_seconds"]  # vLLM's older name
-_SEQUENCE = "sequence"  # a label of ours; vLLM has one value for a request, the mean of its answers
+_NAMES[f"{_OURS}inter_token_latency_seconds"] += [f"{_VLLM}time_per_output_token_seconds"]  # vLLM's former name
+_SEQUENCE = "sequence"  # our label; vLLM has one value per request, the mean over its sequences
 _MEAN = "all"
 
 
 class VllmNames(Collector):
-    """What ``generate_latest`` asks for, from another registry."""
+    """Collector that renames the metrics of another registry."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self._registry, self._labels = registry, {"model_name": model_name, "engine": _ONE_ENGINE}
@@ -49,7 +49,7 @@ class VllmNames(Collector):
 
 
 def exposition(registry: CollectorRegistry, model_name: str) -> bytes:
-    """For Prometheus, in its text format."""
+    """All renamed metrics in Prometheus' text format."""
     renamed = CollectorRegistry()
     renamed.register(VllmNames(registry, model_name))
     return generate_latest(renamed)

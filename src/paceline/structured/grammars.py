@@ -63,49 +63,48 @@ class Grammars:
             raise StructureError("the model has no end-of-text token, which structured answers need")
         vocabulary = _Vocabulary(tokenizer, vocab_size, eos_token_ids)
         self._unspelled = _unspelled(tokenizer.name, vocabulary.tokens)
-        self._tokens = _known_to_llguidance(vocabulary, eos_token_ids)
-        self._turn = threading.Lock()
-        self._kept: OrderedDict[tuple[str, str], Grammar | GrammarLimitError] = (
-            OrderedDict()
-        )  # the last used at the end
-        self._one_each: weakref.WeakValueDictionary[tuple[str, str], _CompileLock] = weakref.WeakValueDictionary()
-        self._compiling = threading.Semaphore(CONCURRENT_COMPILES)
+        self._tokens = _llguidance_tokenizer(vocabulary, eos_token_ids)
+        self._lock = threading.Lock()
+        # least recently used first
+        self._cache: OrderedDict[tuple[str, str], Grammar | GrammarLimitError] = OrderedDict()
+        self._compile_locks: weakref.WeakValueDictionary[tuple[str, str], _CompileLock] = weakref.WeakValueDictionary()
+        self._compile_slots = threading.Semaphore(CONCURRENT_COMPILES)
 
     def compile(
-        self, wanted: StructuredOutputs, stopped: Callable[[], bool] = lambda: False
+        self, structure: StructuredOutputs, stopped: Callable[[], bool] = lambda: False
     ) -> Callable[[], Constraint]:
         """Return a function that makes a constraint for one answer.
 
         stopped: returns True once the request has ended. Raises StructureError if the structure cannot be followed, or
         if the request has ended before it was compiled.
         """
-        key = _kind_and_text(wanted)
-        with self._turn:
-            turn = self._one_each.setdefault(key, _CompileLock())
-        with _held(turn.lock, stopped):
-            found = self._known(key)
-            if found is None:
-                with _held(self._compiling, stopped):
-                    found = self._compiled(key, stopped)
-                self._keep(key, found)
-        if isinstance(found, GrammarLimitError):
-            raise StructureError(str(found))
-        return lambda: GrammarConstraint(found)
+        key = _kind_and_text(structure)
+        with self._lock:
+            compile_lock = self._compile_locks.setdefault(key, _CompileLock())
+        with _acquired(compile_lock.lock, stopped):
+            grammar = self._cached(key)
+            if grammar is None:
+                with _acquired(self._compile_slots, stopped):
+                    grammar = self._compiled(key, stopped)
+                self._store(key, grammar)
+        if isinstance(grammar, GrammarLimitError):
+            raise StructureError(str(grammar))
+        return lambda: GrammarConstraint(grammar)
 
-    def _known(self, key: tuple[str, str]) -> Grammar | GrammarLimitError | None:
-        with self._turn:
-            found = self._kept.get(key)
-            if isinstance(found, Grammar) and found.worn:
+    def _cached(self, key: tuple[str, str]) -> Grammar | GrammarLimitError | None:
+        with self._lock:
+            grammar = self._cache.get(key)
+            if isinstance(grammar, Grammar) and grammar.worn:
                 return None
-            if found is not None:
-                self._kept.move_to_end(key)
-            return found
+            if grammar is not None:
+                self._cache.move_to_end(key)
+            return grammar
 
-    def _keep(self, key: tuple[str, str], found: Grammar | GrammarLimitError) -> None:
-        with self._turn:
-            self._kept[key] = found
-            while len(self._kept) > CACHED_GRAMMARS:
-                self._kept.popitem(last=False)
+    def _store(self, key: tuple[str, str], grammar: Grammar | GrammarLimitError) -> None:
+        with self._lock:
+            self._cache[key] = grammar
+            while len(self._cache) > CACHED_GRAMMARS:
+                self._cache.popitem(last=False)
 
     def _compiled(self, key: tuple[str, str], stopped: Callable[[], bool]) -> Grammar | GrammarLimitError:
         text = grammar_of(*key, self._unspelled)
@@ -124,7 +123,8 @@ class _CompileLock:
 
 
 @contextmanager
-def _held(lock: Any, stopped: Callable[[], bool]) -> Iterator[None]:
+def _acquired(lock: Any, stopped: Callable[[], bool]) -> Iterator[None]:
+    """Hold a lock. Raises StructureError if the request ends before the lock is free."""
     while not lock.acquire(timeout=POLL_SECONDS):
         if stopped():
             raise compile_cancelled()
@@ -134,14 +134,15 @@ def _held(lock: Any, stopped: Callable[[], bool]) -> Iterator[None]:
         lock.release()
 
 
-def _kind_and_text(wanted: StructuredOutputs) -> tuple[str, str]:
-    kind, text, most = "object", "", 0
-    if wanted.regex is not None:
-        kind, text, most = "regex", wanted.regex, MAX_REGEX_CHARACTERS
-    elif wanted.json is not None:
-        kind, text, most = "schema", str(wanted.json), MAX_SCHEMA_CHARACTERS
-    if len(text) > most:
-        raise StructureError(f"the {kind} has {len(text)} characters; up to {most} can be followed")
+def _kind_and_text(structure: StructuredOutputs) -> tuple[str, str]:
+    """The kind of a structure, as in ``grammar_of``, and its text. Raises StructureError if it is too long."""
+    kind, text, limit = "object", "", 0
+    if structure.regex is not None:
+        kind, text, limit = "regex", structure.regex, MAX_REGEX_CHARACTERS
+    elif structure.json is not None:
+        kind, text, limit = "schema", str(structure.json), MAX_SCHEMA_CHARACTERS
+    if len(text) > limit:
+        raise StructureError(f"the {kind} has {len(text)} characters; up to {limit} are supported")
     return kind, text
 
 
@@ -158,7 +159,7 @@ def _unspelled(name: str, tokens: Collection[bytes]) -> list[int]:
     return unspelled
 
 
-def _known_to_llguidance(vocabulary: _Vocabulary, ends: Sequence[int]) -> LLTokenizer:
+def _llguidance_tokenizer(vocabulary: _Vocabulary, ends: Sequence[int]) -> LLTokenizer:
     from llguidance import LLTokenizer
 
     wrapper: Any = vocabulary  # has the interface of a TokenizerWrapper

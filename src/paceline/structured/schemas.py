@@ -120,8 +120,8 @@ class _Translation:
     def _check_ends(self) -> None:
         """Raise StructureError if a definition has no finite value."""
         ending: set[str] = set()
-        while more := {n for n, schema in self._definitions.items() if n not in ending and _ends(schema, ending)}:
-            ending |= more
+        while new := {n for n, schema in self._definitions.items() if n not in ending and _ends(schema, ending)}:
+            ending |= new
         if self._definitions.keys() - ending:
             raise StructureError("the schema refers to itself so that no value of it ever ends")
 
@@ -309,8 +309,8 @@ def _any_of(schemas: list[Schema]) -> Schema:
     return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
 
 
-def _counts(what: str, low: int, high: int | None) -> dict[str, int]:
-    return {f"min{what}": low, **({} if high is None else {f"max{what}": high})}
+def _counts(noun: str, low: int, high: int | None) -> dict[str, int]:
+    return {f"min{noun}": low, **({} if high is None else {f"max{noun}": high})}
 
 
 def _impossible() -> StructureError:

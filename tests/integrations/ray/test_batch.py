@@ -15,10 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
-from paceline.cli.workers import Sent, Team
+from paceline.cli.workers import SentLine, WorkerPool
 from paceline.errors import PacelineError
-from paceline.server.batch.lines import Line
-from paceline.server.batch.window import Outcome
+from paceline.server.batch.lines import InputLine
+from paceline.server.batch.window import LineResult
 from polling import wait_until
 from server_support import save_model
 
@@ -30,18 +30,18 @@ class Actor:
     """An actor that answers a line when the test releases it."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[str, asyncio.Future[Outcome]]] = []
-        self.play = SimpleNamespace(remote=self._play)
+        self.asked: list[tuple[str, asyncio.Future[LineResult]]] = []
+        self.run = SimpleNamespace(remote=self._play)
 
-    def _play(self, line: Line, seed: int, settings: dict[str, Any]) -> asyncio.Future[Outcome]:
+    def _play(self, line: InputLine, seed: int, settings: dict[str, Any]) -> asyncio.Future[LineResult]:
         assert (seed, settings) == (7, {"model": "m"})
         future = asyncio.get_running_loop().create_future()
         self.asked.append((line.name, future))
         return future
 
 
-def line(index: int) -> Line:
-    return Line(index, index + 1, b"{}", f"{index:016x}", 100)
+def line(index: int) -> InputLine:
+    return InputLine(index, index + 1, b"{}", f"{index:016x}", 100)
 
 
 def test_lines_go_to_the_least_busy_worker_and_a_lost_line_ends_the_job() -> None:
@@ -50,18 +50,18 @@ def test_lines_go_to_the_least_busy_worker_and_a_lost_line_ends_the_job() -> Non
 
 async def _three_lines_and_a_loss() -> None:
     one, other = Actor(), Actor()
-    team = Team([one, other], 7, {"model": "m"}, KeyError)
-    tasks = [asyncio.create_task(Sent(team, line(index)).play()) for index in range(3)]
+    team = WorkerPool([one, other], 7, {"model": "m"}, KeyError)
+    tasks = [asyncio.create_task(SentLine(team, line(index)).run()) for index in range(3)]
     await asyncio.sleep(0)
     assert [len(actor.asked) for actor in (one, other)] == [2, 1]
     for _, future in one.asked:
-        future.set_result(Outcome(b"{}", failed=False))
+        future.set_result(LineResult(b"{}", failed=False))
     await asyncio.wait(tasks[::2])
-    tasks.append(asyncio.create_task(Sent(team, line(3)).play()))
+    tasks.append(asyncio.create_task(SentLine(team, line(3)).run()))
     await asyncio.sleep(0)
     assert [len(actor.asked) for actor in (one, other)] == [3, 1]
     other.asked[0][1].set_exception(KeyError("gone"))
-    with pytest.raises(PacelineError, match="line 2 cannot be played"):
+    with pytest.raises(PacelineError, match="line 2 cannot be answered"):
         await tasks[1]
     tasks[3].cancel()
 

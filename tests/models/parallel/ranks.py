@@ -16,12 +16,12 @@ from torch import distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from paceline.config import SamplingParams
-from paceline.models.loading import load_part
+from paceline.models.loading import load_shard
 from paceline.models.parallel.follower import Follower
 from paceline.models.parallel.group import Ranks
 from paceline.models.parallel.model import LeadingPart, PartOfModel
 from paceline.models.parallel.plan import Op, Step, as_numbers
-from paceline.models.shares import Share
+from paceline.models.shares import ModelShard
 
 CPU = torch.device("cpu")
 VOCAB, POSITIONS = 50, 320
@@ -99,8 +99,8 @@ def in_threads(path: Path, count: int = 2) -> Iterator[LeadingPart]:
     store, failures = dist.HashStore(), []
 
     def part(rank: int) -> tuple[Any, Any, str, Ranks]:
-        share = Share(rank, count)
-        config, weights = load_part(path, share, dtype=torch.float32, device=CPU)
+        share = ModelShard(rank, count)
+        config, weights = load_shard(path, share, dtype=torch.float32, device=CPU)
         return config, weights, str(path), Ranks(store, share, CPU)
 
     def follow(rank: int) -> None:

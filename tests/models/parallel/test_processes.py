@@ -22,7 +22,7 @@ from paceline import LLM
 from paceline.core.outputs import RequestOutput
 from paceline.errors import RankError
 from paceline.models.parallel import group, launch
-from paceline.models.shares import Share
+from paceline.models.shares import ModelShard
 from polling import wait_until
 from served import Served
 
@@ -73,7 +73,7 @@ def test_a_ranks_start_up_error_is_reported() -> None:
     store = dist.HashStore()
     store.set("failed/2", "ModelFormatError: no weights")
     with pytest.raises(RankError, match="rank 2 could not start: ModelFormatError: no weights"):
-        launch._wait_for(store, NoProcesses(), Share(0, 3))
+        launch._wait_for(store, NoProcesses(), ModelShard(0, 3))
 
 
 @pytest.mark.slow

@@ -20,17 +20,17 @@ from models.parallel.ranks import POSITIONS, TOYS, in_threads, params, prompts, 
 from paceline import LLM
 from paceline.config import EngineConfig, EngineOptions
 from paceline.core.outputs import RequestOutput
-from paceline.engine.scoring import Text
+from paceline.engine.scoring import ScoredText
 from paceline.errors import ParameterError, RankError
 from paceline.kernels.attention.padded import PaddedAttention
 from paceline.lengths import FixedLength
 from paceline.models.base import Model
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
-from paceline.models.loading import check_cut, load_model
+from paceline.models.loading import check_shardable, load_model
 from paceline.models.parallel.launch import interface_of
 from paceline.models.parallel.plan import Op
-from paceline.models.shares import Share
+from paceline.models.shares import ModelShard
 from toy import SHAPES, ScriptedTrees, always, answers, make_engine, run, truth_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -118,7 +118,7 @@ def check_logits(tmp_path: Path, name: str, ranks: int) -> None:
 @pytest.mark.parametrize(("heads", "groups"), [(8, 8), (12, 3), (8, 2), (7, 1), (9, 3), (32, 8)])
 def test_every_head_and_every_column_has_one_owner(ranks: int, heads: int, groups: int) -> None:
     config = ModelConfig("llama", 101, 64, heads, groups, 8, 150, 64, (None,), (None,))
-    shares = Share(0, ranks).all()
+    shares = ModelShard(0, ranks).all()
     assert [head for share in shares for head in share.heads(config)[0]] == list(range(heads))
     for share in shares:
         queries, own = share.heads(config)
@@ -166,7 +166,7 @@ def test_texts_are_scored_and_single_passes_run(tmp_path: Path) -> None:
         torch.testing.assert_close(engine.next_logits(range(9)), expected.next_logits(range(9)), rtol=2e-4, atol=2e-4)
         told = []
         for each in (engine, expected):
-            text = Text(list(range(40)))
+            text = ScoredText(list(range(40)))
             each.scorer.add([text])
             while not text.finished:
                 each.score_some()
@@ -177,7 +177,7 @@ def test_texts_are_scored_and_single_passes_run(tmp_path: Path) -> None:
 def test_a_pass_that_fails_ends_the_model_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with in_threads(write(toy("llama"), tmp_path)) as part:
         engine = make_engine(part)
-        monkeypatch.setattr(part.ranks, "say", broken)
+        monkeypatch.setattr(part.ranks, "broadcast_numbers", broken)
         for _ in range(2):
             with pytest.raises(RankError, match=r"OverflowError: too much.*make a new LLM"):
                 engine.next_logits([1, 2])
@@ -262,7 +262,7 @@ def test_other_ranks_capture_and_replay_with_rank_0(tmp_path: Path, monkeypatch:
 def test_models_run_by_transformers_are_refused(tmp_path: Path, kind: str) -> None:
     tiny(*FOREIGN[kind]).save_pretrained(tmp_path)
     with pytest.raises(ParameterError, match=r"tensor_parallel=2 is not allowed.*only models of the families llama"):
-        check_cut(tmp_path, Share(0, 2))
+        check_shardable(tmp_path, ModelShard(0, 2))
 
 
 def test_unsupported_divisions_are_refused_by_name(tmp_path: Path) -> None:

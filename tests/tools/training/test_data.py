@@ -79,7 +79,7 @@ def test_held_out_prompts_are_not_in_training_shards(llm: LLM, tmp_path: Path) -
     held_out, first = stored.open(HELD_OUT), stored.open(0)
     assert held_out is not None
     assert first is not None
-    assert not set(held_out.asked) & set(first.asked)
+    assert not set(held_out.prompt_keys) & set(first.prompt_keys)
     assert 0 < len(first) < 32, "some prompts are in the held-out shard and are left out"
 
 
@@ -99,8 +99,8 @@ def test_questions_are_read_from_a_file(llm: LLM, tmp_path: Path) -> None:
     shard, other = stored.open(0), stored.open(HELD_OUT)
     assert shard is not None
     assert other is not None
-    assert len(set(shard.asked)) == 2
-    assert not set(shard.asked) & set(other.asked)
+    assert len(set(shard.prompt_keys)) == 2
+    assert not set(shard.prompt_keys) & set(other.prompt_keys)
 
 
 @pytest.mark.parametrize(

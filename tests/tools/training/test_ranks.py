@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import paceline
-from paceline.models.shares import Share
+from paceline.models.shares import ModelShard
 from paceline.tools.training.batches import collate
 from paceline.tools.training.learn import Trainer
 from paceline.tools.training.objective import counted_positions, loss
@@ -39,7 +39,7 @@ def gradients(trainer: Trainer, part: list[int], step: list[int]) -> tuple[dict[
 def test_gradients_of_the_ranks_sum_to_those_of_the_whole_step(whole: Path, target: str) -> None:
     trainer = make_trainer(whole, target, OPTIONS)
     step = max(trainer.dataset.epoch(0, 0, 256), key=len)
-    parts = [TrainingRanks(Share(rank, 3)).part(step) for rank in range(3)]
+    parts = [TrainingRanks(ModelShard(rank, 3)).part(step) for rank in range(3)]
     assert sorted(index for part in parts for index in part) == sorted(step)
     together, first = gradients(trainer, step, step)
     each = [gradients(trainer, part, step) for part in parts]

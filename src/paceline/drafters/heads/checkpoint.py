@@ -15,7 +15,7 @@ from paceline.drafters.heads.config import HeadConfig, layout_of
 from paceline.drafters.heads.head import Head
 from paceline.drafters.heads.kinds import make_head
 from paceline.errors import ModelFormatError
-from paceline.models.boundary import Found, brief, reading, reads_model
+from paceline.models.boundary import ResolvedSource, brief, reading, reads_model
 from paceline.models.json_files import read_configuration, read_object
 from paceline.models.loading import PICKLES, stored_tensors
 
@@ -33,14 +33,14 @@ def is_head(path: Path) -> bool:
 
 
 @reads_model
-def read_head_config(source: Found) -> HeadConfig:
+def read_head_config(source: ResolvedSource) -> HeadConfig:
     """What the head at ``source``, a directory or a hub name, looks like. Raises as ``load_head``."""
     return HeadConfig.read(read_configuration(_directory(source) / "config.json"))[0]
 
 
 @reads_model
 def load_head(
-    source: Found,
+    source: ResolvedSource,
     *,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
@@ -93,7 +93,7 @@ def save_head(head: Head, directory: Path, *, embedding: bool = False, output: b
     write_text(directory / "config.json", json.dumps(fields, indent=2) + "\n")
 
 
-def _directory(source: Found) -> Path:
+def _directory(source: ResolvedSource) -> Path:
     if not isinstance(source, Path) or not source.is_dir():
         raise ModelFormatError(f"{source}: a head is a directory with config.json and safetensors files")
     return source

@@ -133,7 +133,7 @@ class HeadDecoder(Decoder):
         self, model: HeadModel, backend: AttentionBackend, rows: int, positions: int, vocab_size: int | None = None
     ) -> None:
         super().__init__(model, backend, rows, positions, vocab_size)
-        self.seen.fill_(1)
+        self.num_computed_tokens.fill_(1)
 
     def read_after(self, before: Tensor, kept: Tensor) -> Tensor:
         return before
@@ -153,7 +153,7 @@ class HeadDecoder(Decoder):
 
     def copy_row(self, source: int, destination: int, length: int) -> None:
         super().copy_row(source, destination, length)
-        self.seen[destination].clamp_(min=1)
+        self.num_computed_tokens[destination].clamp_(min=1)
 
     def resize_row(self, row: int, positions: int) -> None:
         super().resize_row(row, positions)
@@ -218,7 +218,7 @@ class TorchHeadDecoder(HeadDecoder):
         Each is what the next of k draft tokens is drawn from. k > 1: of a head that draft tokens so; what it reads
         behind the text does not count as seen.
         """
-        seen, late = self.seen_by(batch), self.head.late
+        seen, late = self.num_computed_view(batch), self.head.late
         place = seen[:, None] + torch.arange(max(1, lag) + late + k - 1, device=batch.device)
         before = (place - 1).clamp(min=0)
         read = self._text_at(batch, place), self.streams.at(batch.first, before)
@@ -234,10 +234,10 @@ class TorchHeadDecoder(HeadDecoder):
 
     def begin_draft(self, text: Tensor, before: Tensor, span: int) -> Tensor:
         normed = super().begin_draft(text, before, span)
-        self._states = at(self._last.state, before - self.seen[: len(text)] - 1)
+        self._states = at(self._last.state, before - self.num_computed_tokens[: len(text)] - 1)
         return normed
 
-    def go_on_drafting(self, draft_token: Tensor, step: int, before: Tensor, span: int) -> Tensor:
+    def continue_draft(self, draft_token: Tensor, step: int, before: Tensor, span: int) -> Tensor:
         """As ``hidden_after``."""
         normed = self._run(draft_token, self._states, (before + step - 2).clamp(min=0)[:, None], span, 0)
         self._states = self._last.state

@@ -74,7 +74,7 @@ def prepare_head(
     """
     given = name, taps, target.max_positions
     obstacle = "its target does not run on the CPU kernels"
-    if isinstance(target, NativeModel) and target.plays_rounds:
+    if isinstance(target, NativeModel) and target.runs_rounds:
         wanted = target.quantization if quantization == "same" else quantization
         if wanted is None and head.dtype != torch.bfloat16:
             return TorchHead(head, *given)

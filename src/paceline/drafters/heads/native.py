@@ -172,7 +172,7 @@ class NativeHeadDecoder(HeadDecoder):
         super().__init__(model, backend, rows, positions, vocab_size)
         self._head, self.streams = model, NativeStreams(model, rows, positions)
         self._cache = abi.CCache.of(self.cache)
-        self._seen = self.seen.numpy().data
+        self._seen = self.num_computed_tokens.numpy().data
         self._logits = self._nothing_said(rows)
 
     def _nothing_said(self, lines: int) -> Tensor:

@@ -2,9 +2,9 @@
 
 ``device_round.py`` builds rounds from these general parts:
 
-    round = DeviceRound(target, draft, batch, rule)      # decoders, paceline.core.batch.Batch, device_round.Rule
+    round = DeviceRound(target, draft, batch, rule)      # decoders, core.batch.Batch, device_round.DeviceAcceptance
     round.set_rows(controls)                             # the rows that take part, and their limits; one small upload
-    ticket = round.play(rows, k, longest)                # captured at first use, then one graph launch; returns at once
+    ticket = round.run(rows, k, longest)                 # captured at first use, then one graph launch; returns at once
     record = ticket.read()                               # waits for that round only, while later ones may run
 
 Programs are run for their side effects on tensors that never move (text, lengths, caches) and return one tensor.

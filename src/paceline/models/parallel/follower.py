@@ -80,7 +80,7 @@ class Follower:
         plan = backend.plan(positions, longest, ancestors)
         packs = name == "ragged" and self.model.device.type == "cuda"
         attend = (PackedCachedAttend if packs else CachedAttend)(cache, backend, plan, first_row)
-        self.model.streams(tokens, positions, attend)
+        self.model.hidden_states(tokens, positions, attend)
 
     def _head(self, tokens: int) -> None:
         self.model.run_head(self.ranks.receive((tokens, self.model.hidden_width), self.model.dtype))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from paceline.models.shares import Share
+from paceline.models.shares import ModelShard
 
 PATIENCE = timedelta(seconds=60)  # for a rank that lives but does not answer; a dead one is noticed at once
 FOREVER = timedelta(days=366)  # for the next instruction of rank 0
@@ -29,7 +29,7 @@ class Ranks:
     interface: the network interface that gloo listens on; None: loopback only (127.0.0.1).
     """
 
-    def __init__(self, store: Store, share: Share, device: torch.device, interface: str | None = None) -> None:
+    def __init__(self, store: Store, share: ModelShard, device: torch.device, interface: str | None = None) -> None:
         self.share, self.device = share, device
         self._control = _gloo(PrefixStore("control", store), share, interface)
         store = PrefixStore("data", store)
@@ -88,7 +88,7 @@ class Ranks:
         self._data.abort()
 
 
-def _gloo(store: Store, share: Share, interface: str | None) -> Any:
+def _gloo(store: Store, share: ModelShard, interface: str | None) -> Any:
     groups: Any = dist.ProcessGroupGloo  # its options have no types
     options = groups._Options()
     options._timeout = PATIENCE
@@ -97,7 +97,7 @@ def _gloo(store: Store, share: Share, interface: str | None) -> Any:
     return groups(store, share.rank, share.ranks, options)
 
 
-def _nccl(store: Store, share: Share) -> Any:
+def _nccl(store: Store, share: ModelShard) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = PATIENCE
     return dist.ProcessGroupNCCL(store, share.rank, share.ranks, options)

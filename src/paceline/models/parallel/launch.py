@@ -29,12 +29,12 @@ from torch.distributed.rendezvous import rendezvous
 
 from paceline.errors import ParameterError, RankError
 from paceline.models.boundary import Source
-from paceline.models.loading import check_cut, load_part
+from paceline.models.loading import check_shardable, load_shard
 from paceline.models.parallel.follower import Follower
 from paceline.models.parallel.group import FOREVER, Ranks
 from paceline.models.parallel.model import Fellows, LeadingPart, PartOfModel
 from paceline.models.parallel.plan import Op, Step, as_numbers
-from paceline.models.shares import Share
+from paceline.models.shares import ModelShard
 
 log = logging.getLogger("paceline")
 
@@ -72,7 +72,7 @@ class Spawned:
         self._directory = Path(tempfile.mkdtemp(prefix="paceline-ranks-"))
         path = self._directory / "store"
         self.store: Store = FileStore(str(path), ranks)
-        self.processes = [_spawn(path, Share(rank, ranks)) for rank in range(1, ranks)]
+        self.processes = [_spawn(path, ModelShard(rank, ranks)) for rank in range(1, ranks)]
         self._ended = threading.Event()
 
     def find_ended(self, patience: float = 0.0) -> str | None:
@@ -125,7 +125,7 @@ class Launched:
         """Do nothing: the launcher watches the ranks."""
 
 
-def _spawn(store: Path, share: Share) -> subprocess.Popen[bytes]:
+def _spawn(store: Path, share: ModelShard) -> subprocess.Popen[bytes]:
     instructions = {"store": str(store), "rank": share.rank, "ranks": share.ranks, "parent": os.getpid()}
     places = os.pathsep.join(path for path in sys.path if path)
     return subprocess.Popen(
@@ -157,14 +157,14 @@ def _how(status: int) -> str:
     return f"killed by signal {-status}" if status < 0 else f"exit status {status}"
 
 
-def launched_share(environment: Mapping[str, str] = os.environ) -> Share | None:
+def launched_share(environment: Mapping[str, str] = os.environ) -> ModelShard | None:
     """This process's rank if a launcher has started it, else None."""
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
         return None
-    return Share(int(environment["RANK"]), int(environment["WORLD_SIZE"]))
+    return ModelShard(int(environment["RANK"]), int(environment["WORLD_SIZE"]))
 
 
-def check_launched(ranks: int) -> Share | None:
+def check_launched(ranks: int) -> ModelShard | None:
     """``launched_share``. Raises ParameterError if the launcher's number of ranks differs."""
     share = launched_share()
     if share is not None and share.ranks != ranks:
@@ -182,13 +182,13 @@ def interface_of(environment: Mapping[str, str] = os.environ) -> str | None:
     return named
 
 
-def lead(source: Source, share: Share, dtype: torch.dtype, device: torch.device, threads: int) -> LeadingPart:
+def lead(source: Source, share: ModelShard, dtype: torch.dtype, device: torch.device, threads: int) -> LeadingPart:
     """Rank 0's part of a model, with the other ranks ready.
 
-    Raises what ``load_part`` raises, or RankError if another rank could not start.
+    Raises what ``load_shard`` raises, or RankError if another rank could not start.
     """
     launched = check_launched(share.ranks) is not None
-    path, _ = check_cut(source, share)
+    path, _ = check_shardable(source, share)
     settings = Settings(str(path.absolute()), str(dtype).removeprefix("torch."), str(device), threads)
     settings.check(share.ranks)
     fellows = Launched(_launchers_store()) if launched else Spawned(share.ranks)
@@ -199,10 +199,10 @@ def lead(source: Source, share: Share, dtype: torch.dtype, device: torch.device,
         raise
 
 
-def _lead(fellows: Spawned | Launched, share: Share, settings: Settings, launched: bool) -> LeadingPart:
+def _lead(fellows: Spawned | Launched, share: ModelShard, settings: Settings, launched: bool) -> LeadingPart:
     store, device = fellows.store, settings.device_of(0)
     store.set("settings", json.dumps(asdict(settings)))
-    config, weights = load_part(settings.path, share, dtype=getattr(torch, settings.dtype), device=device)
+    config, weights = load_shard(settings.path, share, dtype=getattr(torch, settings.dtype), device=device)
     _wait_for(store, fellows, share)
     ranks = Ranks(store, share, device, interface_of() if launched else None)
     model = LeadingPart(config, weights, settings.path, ranks, fellows)
@@ -219,7 +219,7 @@ def _on_rank_ended(model: weakref.ref[LeadingPart], ranks: Ranks) -> None:
         alive.on_rank_ended()
 
 
-def _wait_for(store: Store, fellows: Fellows, share: Share) -> None:
+def _wait_for(store: Store, fellows: Fellows, share: ModelShard) -> None:
     """Wait until all ranks have loaded their parts. Raises RankError if one could not."""
     waited = set(range(1, share.ranks))
     while waited:
@@ -233,7 +233,7 @@ def _wait_for(store: Store, fellows: Fellows, share: Share) -> None:
     store.set("go", "")
 
 
-def serve(store: Store, share: Share, interface: str | None = None, place: int | None = None) -> None:
+def serve(store: Store, share: ModelShard, interface: str | None = None, place: int | None = None) -> None:
     """Run a rank other than 0 until rank 0 ends it. place: its number among the ranks of its machine."""
     store.set_timeout(FOREVER)
     try:
@@ -242,7 +242,7 @@ def serve(store: Store, share: Share, interface: str | None = None, place: int |
         torch.set_num_threads(settings.threads)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        config, weights = load_part(settings.path, share, dtype=getattr(torch, settings.dtype), device=device)
+        config, weights = load_shard(settings.path, share, dtype=getattr(torch, settings.dtype), device=device)
     except Exception as error:
         store.set(f"failed/{share.rank}", f"{type(error).__name__}: {error}")
         raise
@@ -259,7 +259,7 @@ def serve_if_launched(ranks: int) -> None:
         _serve_and_exit(share)
 
 
-def _serve_and_exit(share: Share) -> NoReturn:
+def _serve_and_exit(share: ModelShard) -> NoReturn:
     place = int(os.environ.get("LOCAL_RANK", share.rank))
     serve(_launchers_store(), share, interface_of(), place)
     raise SystemExit(0)

@@ -21,7 +21,7 @@ from paceline.errors import RankError
 from paceline.kernels.attention import BACKENDS
 from paceline.kernels.attention.base import Attend
 from paceline.kernels.attention.cached import CachedAttend
-from paceline.models.base import Streams
+from paceline.models.base import HiddenStates
 from paceline.models.config import ModelConfig
 from paceline.models.linear import Linear
 from paceline.models.parallel.group import Ranks
@@ -63,7 +63,7 @@ class EmbeddingShard:
 class PartOfModel(Transformer):
     """A rank's part: its forward pass gives the whole model's result, if all ranks run it together.
 
-    config: of the whole model; weights: of this part (``models.loading.load_part``).
+    config: of the whole model; weights: of this part (``models.loading.load_shard``).
     """
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], name: str, ranks: Ranks) -> None:
@@ -138,13 +138,15 @@ class LeadingPart(PartOfModel):
         weakref.finalize(cache, self._pending.append, Step(Op.DROP_CACHE, (cache.number,)))
         return cache
 
-    def streams(self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int] = ()) -> Streams:
+    def hidden_states(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int] = ()
+    ) -> HiddenStates:
         assert isinstance(attend, CachedAttend)
         assert isinstance(attend.cache, MirroredCache)
         plan, backend = attend.plan, BACKEND_NAMES.index(attend.backend.name)
         numbers = attend.cache.number, backend, attend.first_row, plan.longest
         with self._on_all_ranks(Step(Op.FORWARD, numbers, packed_pass(tokens, positions, plan.ancestors))):
-            return super().streams(tokens, positions, attend, taps)
+            return super().hidden_states(tokens, positions, attend, taps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         flat = hidden.reshape(-1, hidden.shape[-1])

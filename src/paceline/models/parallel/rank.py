@@ -39,10 +39,10 @@ def main() -> None:
     from torch._C._distributed_c10d import FileStore
 
     from paceline.models.parallel.launch import serve
-    from paceline.models.shares import Share
+    from paceline.models.shares import ModelShard
 
     try:
-        serve(FileStore(str(path), instructions["ranks"]), Share(instructions["rank"], instructions["ranks"]))
+        serve(FileStore(str(path), instructions["ranks"]), ModelShard(instructions["rank"], instructions["ranks"]))
     except RuntimeError:  # gloo's broken connection: no error if rank 0 is gone
         watching.join(_LOOK)
         raise

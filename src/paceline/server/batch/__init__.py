@@ -1,1 +1,1 @@
-"""Batch files: lines of requests in, a line of output for each, by the same checks and the same words as over HTTP."""
+"""Batch files: one request per input line, one response per output line, as over HTTP."""

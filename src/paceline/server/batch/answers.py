@@ -1,4 +1,4 @@
-"""What a line comes to: the same answer as over HTTP, or the same refusal."""
+"""Runs one line of a batch file: the same response or error as over HTTP."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pydantic_core import to_json
 
 from paceline.errors import PacelineError
 from paceline.server import errors
-from paceline.server.batch.lines import BatchLine, Line, Names, seed_of
+from paceline.server.batch.lines import BatchLine, CustomIds, InputLine, seed_of
 from paceline.server.batch.output import OutputFile
-from paceline.server.batch.window import Chore, Outcome
+from paceline.server.batch.window import LineResult, LineTask
 from paceline.server.bodies import checked, parsed
 from paceline.server.chat import ChatJob
 from paceline.server.completions import CompletionJob
@@ -25,75 +25,75 @@ from paceline.server.protocol import ChatRequest, CompletionRequest, GenerationR
 log = logging.getLogger("paceline.server")
 T = TypeVar("T")
 R = TypeVar("R", bound=GenerationRequest)
-_LATER = 429
+_QUEUE_FULL = 429
 
 
 async def _at_once() -> None:
-    """There is room."""
+    """Return at once: the default of ``BatchContext.wait_for_capacity``."""
 
 
 @dataclass(frozen=True)
-class Batch:
-    """What the lines of a batch have in common.
+class BatchContext:
+    """What all lines of a batch share.
 
-    seed: from it and a line's custom_id comes the seed of a line that has none. client: whose lines they are. priority:
-    added to that of each line; higher values wait while lower ones do. room: waits until a line may be begun. timeout:
-    seconds, of lines that do not say it; None: the server's.
+    seed: base of the seeds of lines without one; see ``seed_of``. client: identity for fair queueing. priority: added
+    to each line's own; lower values run first. wait_for_capacity: awaited before each line
+    starts. timeout: seconds for lines without one (None: the server's default).
     """
 
     context: Context
     seed: int
     client: str = "batch"
     priority: int = 0
-    room: Callable[[], Awaitable[None]] = _at_once
+    wait_for_capacity: Callable[[], Awaitable[None]] = _at_once
     timeout: float | None = None
 
 
 @dataclass(frozen=True)
-class Refused:
-    """A line that could not even be read; custom_id: if that much is known."""
+class RefusedLine:
+    """A line that is not a valid request. custom_id: the line's, if it could be read."""
 
-    line: Line
+    line: InputLine
     error: errors.ApiError
     custom_id: str | None = None
 
-    async def play(self) -> Outcome:
+    async def run(self) -> LineResult:
         message = f"{self.line.where}: {self.error}"
         fault = {"code": self.error.code or "invalid_line", "message": message, "param": self.error.param}
         document = {"id": self.line.name, "custom_id": self.custom_id, "response": None, "error": fault}
-        return Outcome(to_json(document), failed=True)
+        return LineResult(to_json(document), failed=True)
 
 
 @dataclass(frozen=True)
-class ApiChore:
-    """A line in OpenAI's form."""
+class ApiTask:
+    """A line in OpenAI's format."""
 
-    batch: Batch
-    line: Line
+    batch: BatchContext
+    line: InputLine
     request: BatchLine
 
-    async def play(self) -> Outcome:
+    async def run(self) -> LineResult:
         try:
             request_id, reply = await answered(self._answer)
         except errors.ApiError as error:
             if is_the_end(error):
                 raise
             request_id = self.batch.context.new_id("req")
-            return Outcome(self._document(error.status, request_id, to_json(error.body)), failed=True)
-        return Outcome(self._document(200, request_id, reply), failed=False)
+            return LineResult(self._document(error.status, request_id, to_json(error.body)), failed=True)
+        return LineResult(self._document(200, request_id, reply), failed=False)
 
     async def _answer(self) -> tuple[str, bytes]:
-        """The answer's id and the answer. Raises ApiError."""
+        """Return the response's id and the response as JSON. Raises ApiError."""
         context = self.batch.context
-        await self.batch.room()
+        await self.batch.wait_for_capacity()
         prepare = _PREPARE[self.request.url]
-        job = await prepare(context, self.request.body, self._settle, self.batch.client)
+        job = await prepare(context, self.request.body, self._apply_defaults, self.batch.client)
         return job.id, await job.answer()
 
-    def _settle(self, body: GenerationRequest) -> None:
-        """What a batch decides for its lines. Raises ApiError."""
+    def _apply_defaults(self, body: GenerationRequest) -> None:
+        """Apply the batch's defaults to a line's request. Raises ApiError."""
         if body.stream:
-            raise errors.invalid("lines of a batch are answered whole; leave stream out", "stream")
+            raise errors.invalid("lines of a batch cannot be streamed; remove stream", "stream")
         if body.seed in (None, -1):
             body.seed = seed_of(self.batch.seed, f"id {self.request.custom_id}")
         if body.timeout is None:
@@ -106,74 +106,79 @@ class ApiChore:
         return b'%s,"response":%s,"error":null}' % (to_json(fields)[:-1], response)
 
 
-Settle = Callable[[GenerationRequest], None]
+ApplyDefaults = Callable[[GenerationRequest], None]
 
 
-async def _read(context: Context, kind: type[R], data: object, settle: Settle) -> R:
+async def _read(context: Context, kind: type[R], data: object, apply_defaults: ApplyDefaults) -> R:
     body = await asyncio.get_running_loop().run_in_executor(context.bodies, checked, kind, data)
-    settle(body)
+    apply_defaults(body)
     return body
 
 
-async def _completion(context: Context, data: object, settle: Settle, client: str) -> CompletionJob | ChatJob:
-    return await CompletionJob.prepare(context, await _read(context, CompletionRequest, data, settle), client)
+async def _completion(
+    context: Context, data: object, apply_defaults: ApplyDefaults, client: str
+) -> CompletionJob | ChatJob:
+    return await CompletionJob.prepare(context, await _read(context, CompletionRequest, data, apply_defaults), client)
 
 
-async def _chat(context: Context, data: object, settle: Settle, client: str) -> CompletionJob | ChatJob:
-    return await ChatJob.prepare(context, await _read(context, ChatRequest, data, settle), client)
+async def _chat(context: Context, data: object, apply_defaults: ApplyDefaults, client: str) -> CompletionJob | ChatJob:
+    return await ChatJob.prepare(context, await _read(context, ChatRequest, data, apply_defaults), client)
 
 
 _PREPARE = {"/v1/completions": _completion, "/v1/chat/completions": _chat}
 
 
-def read_chore(batch: Batch, names: Names, line: Line, data: object) -> ApiChore:
-    """A line that said ``data``. Raises ApiError."""
+def read_task(batch: BatchContext, names: CustomIds, line: InputLine, data: object) -> ApiTask:
+    """Validate one parsed line. Raises ApiError."""
     request = checked(BatchLine, data)
     names.take(request.custom_id)
-    return ApiChore(batch, line, request)
+    return ApiTask(batch, line, request)
 
 
 async def unanswered(
-    lines: Iterator[Line], read: Callable[[Line, object], Chore], output: OutputFile
-) -> AsyncIterator[Chore]:
-    """What is left to do, read line by line. All lines are read: each must know the names of those before it."""
+    lines: Iterator[InputLine], read: Callable[[InputLine, object], LineTask], output: OutputFile
+) -> AsyncIterator[LineTask]:
+    """Yield a task for each line that has no output yet.
 
-    def following() -> tuple[Line, Chore] | None:
+    Lines that have output are validated too, because ``read`` checks that ids are unique.
+    """
+
+    def following() -> tuple[InputLine, LineTask] | None:
         line = next(lines, None)
         return None if line is None else (line, read_line(read, line))
 
     while (found := await asyncio.to_thread(following)) is not None:
-        line, chore = found
+        line, task = found
         if not output.has(line):
-            yield chore
+            yield task
 
 
-def read_line(read: Callable[[Line, object], Chore], line: Line) -> Chore:
-    """What is to be done for a line, a refusal if it says nothing that can be."""
+def read_line(read: Callable[[InputLine, object], LineTask], line: InputLine) -> LineTask:
+    """Return a task for the line, or ``RefusedLine`` if it is not a valid request."""
     data = None
     try:
         data = parsed(line.text())
         return read(line, data)
     except errors.ApiError as error:
         custom_id = data.get("custom_id") if isinstance(data, dict) else None
-        return Refused(line, error, errors.shortened(custom_id, MAX_LABEL) if isinstance(custom_id, str) else None)
+        return RefusedLine(line, error, errors.shortened(custom_id, MAX_LABEL) if isinstance(custom_id, str) else None)
 
 
 def is_the_end(error: errors.ApiError) -> bool:
-    """Whether the engine has stopped, or is about to: nothing is answered any more, and no line is at fault."""
+    """Return whether the error means that the engine stops: the batch ends, and the line is not at fault."""
     return error.status == 503
 
 
 async def answered(work: Callable[[], Awaitable[T]]) -> T:
-    """What it gives, tried again and again while there is no room for it now. Raises ApiError, whatever goes wrong."""
+    """Await ``work()`` and return its result; retry while the queue is full. Raises ApiError for any other error."""
     while True:
         try:
             return await work()
         except PacelineError as error:
             refusal = errors.from_paceline(error)
-            if refusal.status != _LATER:
+            if refusal.status != _QUEUE_FULL:
                 raise refusal from error
             await asyncio.sleep(refusal.retry_after or 1)
         except Exception as error:
-            log.exception("a line of a batch failed")
-            raise errors.ApiError(500, "server_error", "an error in paceline; its log says more") from error
+            log.exception("a batch line failed")
+            raise errors.ApiError(500, "server_error", "internal error; see the log") from error

@@ -1,4 +1,4 @@
-"""A full disk is told apart from a broken one: somebody can make room."""
+"""Tells a full disk from other errors, because an operator can free space."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _STATUS = 507
 
 @contextmanager
 def full_disk_named() -> Iterator[None]:
-    """Raise ApiError (507) where the block finds no space on the disk, or its user's quota used up."""
+    """Raise ApiError (507) if the block fails because the disk or the user's quota is full."""
     try:
         yield
     except OSError as error:
         if error.errno in _FULL:
-            message = f"the disk is full ({error.strerror}); make room and try again"
+            message = f"the disk is full ({error.strerror}); free some space and try again"
             raise errors.ApiError(_STATUS, "server_error", message, code="disk_full") from error
         raise
 
 
 def is_full(error: Exception) -> bool:
-    """Whether ``full_disk_named`` raised it."""
+    """Return whether ``full_disk_named`` raised the error."""
     return isinstance(error, errors.ApiError) and error.status == _STATUS

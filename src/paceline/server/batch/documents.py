@@ -1,4 +1,4 @@
-"""Files and batches as OpenAI's documents, and as they are kept on disk."""
+"""Files and batches: OpenAI's documents, and the documents stored on disk."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from paceline.config import MAX_COUNT
 from paceline.server import limits
-from paceline.server.batch.lines import Url
+from paceline.server.batch.lines import Endpoint
 from paceline.server.protocol import Label, Strict
 
 Purpose = Literal["batch", "batch_output"]
@@ -17,7 +17,7 @@ OPEN: frozenset[Status] = frozenset({"validating", "in_progress", "finalizing", 
 
 
 class FileObject(BaseModel):
-    """A file that is kept."""
+    """A stored file."""
 
     id: str
     object: Literal["file"] = "file"
@@ -29,7 +29,7 @@ class FileObject(BaseModel):
 
 
 class FileDeleted(BaseModel):
-    """It is gone."""
+    """Response to the deletion of a file."""
 
     id: str
     object: Literal["file"] = "file"
@@ -37,7 +37,7 @@ class FileDeleted(BaseModel):
 
 
 class FileList(BaseModel):
-    """A page of files."""
+    """A page of the list of files."""
 
     object: Literal["list"] = "list"
     data: list[FileObject]
@@ -47,7 +47,7 @@ class FileList(BaseModel):
 
 
 class BatchFault(BaseModel):
-    """Why a batch failed. line: of the input file; the first is 1."""
+    """Why a batch failed. line: line number in the input file, from 1."""
 
     code: str
     message: str
@@ -56,14 +56,14 @@ class BatchFault(BaseModel):
 
 
 class BatchFaults(BaseModel):
-    """The first of them."""
+    """The first reasons why a batch failed."""
 
     object: Literal["list"] = "list"
     data: list[BatchFault]
 
 
 class BatchCounts(BaseModel):
-    """Lines: all, answered, answered with an error."""
+    """Lines in total, with a response, and with an error."""
 
     total: int = 0
     completed: int = 0
@@ -71,11 +71,11 @@ class BatchCounts(BaseModel):
 
 
 class BatchObject(BaseModel):
-    """A batch, and how far it is."""
+    """A batch and its progress."""
 
     id: str
     object: Literal["batch"] = "batch"
-    endpoint: Url
+    endpoint: Endpoint
     errors: BatchFaults | None = None
     input_file_id: str
     completion_window: Literal["24h"]
@@ -96,7 +96,7 @@ class BatchObject(BaseModel):
 
 
 class BatchList(BaseModel):
-    """A page of batches."""
+    """A page of the list of batches."""
 
     object: Literal["list"] = "list"
     data: list[BatchObject]
@@ -106,10 +106,10 @@ class BatchList(BaseModel):
 
 
 class BatchRequest(Strict):
-    """``POST /v1/batches``. seed: from it and a line's custom_id comes the seed of a line that has none."""
+    """Body of ``POST /v1/batches``. seed: base of the seeds of lines without one."""
 
     input_file_id: Label
-    endpoint: Url
+    endpoint: Endpoint
     completion_window: Literal["24h"]
     metadata: (
         Annotated[
@@ -122,7 +122,7 @@ class BatchRequest(Strict):
 
 
 class PageQuery(BaseModel):
-    """Which part of a list is wanted: at most ``limit`` entries after the one called ``after``."""
+    """Query of a list: at most ``limit`` entries after the entry with the id ``after``."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -131,22 +131,22 @@ class PageQuery(BaseModel):
 
 
 class FilesQuery(PageQuery):
-    """Of files. order: by age."""
+    """Query of the list of files. order: by creation time."""
 
     limit: Annotated[int, Field(ge=1, le=MAX_COUNT)] = limits.MAX_FILES
     purpose: Purpose | None = None
     order: Literal["asc", "desc"] = "desc"
 
 
-class KeptFile(BaseModel):
-    """A file's document on disk. owner: who may see it."""
+class StoredFile(BaseModel):
+    """A file's document on disk. owner: the only client that may see it."""
 
     owner: str
     document: FileObject
 
 
-class KeptBatch(BaseModel):
-    """A batch's."""
+class StoredBatch(BaseModel):
+    """A batch's document on disk. owner: the only client that may see it. seed: base of its lines' seeds."""
 
     owner: str
     seed: int

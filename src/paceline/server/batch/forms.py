@@ -1,6 +1,6 @@
-"""Uploads as browsers and OpenAI's clients send them: multipart/form-data (RFC 7578), read as they come.
+"""Incremental parser for multipart/form-data (RFC 7578), as browsers and OpenAI's clients send it.
 
-A file's content goes on as it is found; everything else is short.
+Content of files is passed on as it arrives; only small fields are kept in memory.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from email.utils import collapse_rfc2231_value
 from paceline.server import errors
 
 _MAX_PARTS = 16
-_MAX_HEADERS = 2**12  # bytes of one part's
-_MAX_FIELD = 2**12  # bytes of a part that is no file
+_MAX_HEADERS = 2**12  # bytes per part
+_MAX_FIELD = 2**12  # bytes of a field that is not a file
 _MAX_BOUNDARY = 70
-_END = b"--"  # behind the last boundary
+_END = b"--"  # after the last boundary
 _ALPHABETS = "us-ascii", "utf-8", "iso-8859-1"
 
 
 @dataclass
-class Part:
-    """A field of a form. filename: None unless it is a file, whose content is elsewhere."""
+class FormPart:
+    """One part of a form. filename: None unless it is a file. content: empty for files, which go to ``write``."""
 
     name: str
     filename: str | None
@@ -32,31 +32,32 @@ class Part:
 
 
 class FormReader:
-    """Reads a form piece by piece, in memory that does not grow with it.
+    """Parses a form piece by piece, in constant memory.
 
-    write: gets the content of files. Raises ApiError: 415 for another kind of body, 400 for a broken form.
+    write: called with each piece of a file's content. Raises ApiError: 415 for another Content-Type, 400 for a broken
+    form.
     """
 
     def __init__(self, content_type: str, write: Callable[[bytes], None]) -> None:
         self._write = write
         self._boundary = b"\r\n--" + _boundary(content_type)
-        self._buffer = bytearray(b"\r\n")  # the first boundary has no line before it
+        self._buffer = bytearray(b"\r\n")  # a body starts with a boundary without a line break before it
         self._step = self._preamble
-        self._parts: list[Part] = []
+        self._parts: list[FormPart] = []
 
     def feed(self, piece: bytes) -> None:
-        """The next bytes. Raises ApiError."""
+        """Parse the next bytes. Raises ApiError."""
         self._buffer += piece
         while self._step():
             pass
 
-    def end(self) -> list[Part]:
-        """All parts; there is no more to come. Raises ApiError."""
+    def end(self) -> list[FormPart]:
+        """Return all parts after the last piece. Raises ApiError if the form is incomplete."""
         if self._step != self._epilogue or not self._parts:
             raise _broken()
         return self._parts
 
-    # Each takes what it can from the buffer and says whether more can be done.
+    # Each state consumes what it can from the buffer and returns whether more can be done.
 
     def _preamble(self) -> bool:
         if len(self._buffer) < len(self._boundary):
@@ -101,12 +102,12 @@ class FormReader:
         if part.filename is not None:
             self._write(content)
         elif len(part.content) + len(content) > _MAX_FIELD:
-            raise errors.invalid(f"a field of a form that is no file has at most {_MAX_FIELD} bytes")
+            raise errors.invalid(f"a form field that is not a file has at most {_MAX_FIELD} bytes")
         else:
             part.content += content
 
     def _epilogue(self) -> bool:
-        """It means nothing."""
+        """Ignore everything after the last boundary."""
         self._buffer.clear()
         return False
 
@@ -116,43 +117,41 @@ def _boundary(content_type: str) -> bytes:
     header["content-type"] = content_type.encode("ascii", "replace").decode()
     boundary = _parameter(header, "content-type", "boundary")
     if header.get_content_type() != "multipart/form-data" or not boundary or len(boundary) > _MAX_BOUNDARY:
-        message = "the body must be a form with a file, of the Content-Type multipart/form-data with a boundary"
+        message = "the body must be a form with a file: Content-Type multipart/form-data with a boundary"
         raise errors.ApiError(415, errors.INVALID, message, code="unsupported_media_type")
     return boundary.encode()
 
 
-def _part(head: bytes) -> Part:
+def _part(head: bytes) -> FormPart:
     if not head.startswith(b"\r\n"):
         raise _bad_part()
     headers = email.message_from_string(head[2:].decode("utf-8", "replace"), policy=compat32)
     if headers.get_content_disposition() != "form-data":
-        raise errors.invalid("a part of a form has the header 'Content-Disposition: form-data; name=...'")
-    name, filename = (_parameter(headers, "content-disposition", each) for each in ("name", "filename"))
-    return Part(name or "", filename)
+        raise errors.invalid("a form part needs the header 'Content-Disposition: form-data; name=...'")
+    name, filename = (_parameter(headers, "content-disposition", key) for key in ("name", "filename"))
+    return FormPart(name or "", filename)
 
 
 def _parameter(headers: Message, header: str, name: str) -> str | None:
-    """A header's parameter; one in another alphabet (RFC 2231) names that. Raises ApiError."""
+    """Return a header's parameter, decoded if it names a charset (RFC 2231), or None. Raises ApiError."""
     try:
         value = headers.get_param(name, None, header)
-    except ValueError as error:  # a part of it has an absurd number
+    except ValueError as error:  # RFC 2231 section number that does not fit
         raise _bad_parameter(name) from error
     if isinstance(value, tuple):
-        if (value[0] or _ALPHABETS[0]).lower() not in _ALPHABETS:  # Python knows more, and not all of them are any
+        if (value[0] or _ALPHABETS[0]).lower() not in _ALPHABETS:  # Python accepts more names, some of them no charsets
             raise _bad_parameter(name)
         value = collapse_rfc2231_value(value)
     return value
 
 
 def _broken() -> errors.ApiError:
-    return errors.invalid(f"a form has 1 to {_MAX_PARTS} parts, each behind its boundary, and an end")
+    return errors.invalid(f"a form has 1 to {_MAX_PARTS} parts, each after a boundary, and a final boundary")
 
 
 def _bad_part() -> errors.ApiError:
-    return errors.invalid(f"a part of a form has headers of at most {_MAX_HEADERS} bytes, an empty line and content")
+    return errors.invalid(f"a form part has headers of at most {_MAX_HEADERS} bytes, an empty line and content")
 
 
 def _bad_parameter(name: str) -> errors.ApiError:
-    return errors.invalid(
-        f"the {name} of a form or of its part is text, of other alphabets in {' or '.join(_ALPHABETS[1:])}"
-    )
+    return errors.invalid(f"the {name} of a form must be ASCII, or encoded as {' or '.join(_ALPHABETS[1:])}")

@@ -1,4 +1,4 @@
-"""Lines of a batch file, read one by one however long the file is, and OpenAI's form of them."""
+"""Reads lines of batch files in constant memory, and validates OpenAI's format of a line."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from paceline.server.protocol import Strict
 _CHUNK = 2**16
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
-Url = Literal["/v1/chat/completions", "/v1/completions"]
+Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
 
 
 class BatchLine(Strict):
-    """A request as OpenAI's batch files spell it. body: what would be sent to ``url``."""
+    """A line of OpenAI's batch files. body: the request to ``url``."""
 
     custom_id: Annotated[str, Field(min_length=1, max_length=limits.MAX_LABEL)]
     method: Literal["POST"]
-    url: Url
+    url: Endpoint
     body: dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Line:
-    """A line that is not empty. index: how many came before it; number: of all lines, the first is 1.
+class InputLine:
+    """A non-empty input line.
 
-    content: None if it is longer than the limit. name: index and digest, the same in every run over the same file.
+    index: its position among the non-empty lines, from 0. number: its position among all lines, from 1. content: None
+    if it is longer than ``limit`` bytes. name: made of index and digest; it is stable across runs over the same file.
     """
 
     index: int
@@ -50,40 +51,43 @@ class Line:
         return f"line {self.number}"
 
     def text(self) -> bytes:
-        """Raises ApiError if there are too many."""
+        """Return the content. Raises ApiError if the line is too long."""
         if self.content is None:
-            message = f"{self.where} is longer than {self.limit} bytes, the most that are read of one"
+            message = f"{self.where} is longer than {self.limit} bytes"
             raise errors.invalid(message, code="line_too_long")
         return self.content
 
 
 def parse_name(name: object) -> tuple[int, str]:
-    """Index and digest of a line's name. Raises ValueError."""
+    """Parse a line's name into index and digest. Raises ValueError."""
     kind, index, digest = str(name).rsplit("_", 2)
     if kind != "batch_req" or not index.isdecimal():
         raise ValueError(name)
     return int(index), digest
 
 
-def lines_of(file: BinaryIO, limit: int) -> Iterator[Line]:
-    """All lines that are not empty, each when it is asked for; of one that is too long only the digest is kept."""
+def lines_of(file: BinaryIO, limit: int) -> Iterator[InputLine]:
+    """Yield all non-empty lines lazily. Content of a line over ``limit`` bytes is dropped, its digest kept."""
     index = 0
     for number in itertools.count(1):
         content, digest, size = _next_line(file, limit, number == 1)
         if not size:
             return
         if content is None or content.strip():
-            yield Line(index, number, content, digest, limit)
+            yield InputLine(index, number, content, digest, limit)
             index += 1
 
 
 def _next_line(file: BinaryIO, limit: int, first: bool) -> tuple[bytes | None, str, int]:
-    """Content (None: too long), digest and bytes read, the line's end included; 0 at the file's end."""
+    """Read one line. Returns content (None: too long), digest, and the bytes read, including the line break.
+
+    The bytes read are 0 at the end of the file.
+    """
     digest, read_so_far, kept = hashlib.blake2b(digest_size=8), 0, bytearray()
     while True:
         piece = file.readline(_CHUNK)
         read_so_far += len(piece)
-        digest.update(piece.rstrip(b"\r\n"))  # a last line may gain its end later
+        digest.update(piece.rstrip(b"\r\n"))  # the last line may get its line break later
         if len(kept) <= limit:
             kept += piece
         if len(piece) < _CHUNK or piece.endswith(b"\n"):
@@ -95,7 +99,7 @@ def _next_line(file: BinaryIO, limit: int, first: bool) -> tuple[bytes | None, s
 
 
 def count_lines(file: BinaryIO) -> int:
-    """How many lines that are not empty, of a file that can be read again; its place stays as it was."""
+    """Count the non-empty lines of a seekable file. Its position does not change."""
     place, count, filled = file.tell(), 0, False
     while chunk := file.read(2**20):
         *ended, rest = chunk.split(b"\n")
@@ -108,21 +112,21 @@ def count_lines(file: BinaryIO) -> int:
 
 
 def seed_of(seed: int, name: str) -> int:
-    """The seed of a line that has none: by the job's and the line's own name, whatever else is in the file."""
+    """Return a seed for a line without one, derived from the batch's seed and the line's name only."""
     digest = hashlib.blake2b(f"{seed} {name}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1  # of 63 bits, as seeds are
+    return int.from_bytes(digest, "big") >> 1  # 63 bits, the range of seeds
 
 
-class Names:
-    """Every custom_id once. Of each only a digest is kept."""
+class CustomIds:
+    """Checks that each custom_id occurs once. Keeps only digests."""
 
     def __init__(self) -> None:
         self._seen: set[bytes] = set()
 
     def take(self, custom_id: str) -> None:
-        """Raises ApiError if a line before had it."""
+        """Record a custom_id. Raises ApiError if an earlier line has it."""
         digest = hashlib.blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         if digest in self._seen:
-            message = f"a line before has the custom_id {errors.shortened(custom_id, limits.MAX_SHOWN)!r}, too"
+            message = f"an earlier line has the custom_id {errors.shortened(custom_id, limits.MAX_SHOWN)!r}"
             raise errors.invalid(message, "custom_id", "duplicate_custom_id")
         self._seen.add(digest)

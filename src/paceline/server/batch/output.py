@@ -1,4 +1,4 @@
-"""The file of answers: every line is on disk once, whatever ends the process and when."""
+"""The output file of a batch: each line is written once, even if the process is killed at any time."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from typing import Any
 
 from paceline.errors import PacelineError, ParameterError
 from paceline.server.batch.disk import full_disk_named
-from paceline.server.batch.lines import Line, parse_name
+from paceline.server.batch.lines import InputLine, parse_name
 
 
 class OutputFile:
-    """Lines are appended whole and are on disk when ``append`` returns. ``with`` closes it.
+    """Appends whole lines; they are on disk when ``append`` returns. ``with`` closes the file.
 
-    done: digests of the input's lines that were answered, by index, as the file says when it is opened. A last line
-    that was being written when the process or the machine ended is cut off. One process at a time has the file.
-    failed: how many of these lines say that theirs could not be answered. lines: how many the file has by now.
-    Raises ParameterError if it cannot be written or another process writes it, PacelineError if it is no such file,
-    ApiError (507) if the disk is full.
+    done: digest of each input line that has output, by index, as found when the file is opened. A last line that was
+    cut off by a crash is removed. failed: how many of these lines are errors. lines: lines in the file now. The file is
+    locked against other processes. Raises ParameterError if it cannot be written or is locked, PacelineError if it
+    holds something else, ApiError (507) if the disk is full.
     """
 
     def __init__(self, option: str, path: Path) -> None:
@@ -31,9 +30,9 @@ class OutputFile:
                 self._file = path.open("ab+")
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ParameterError(option, str(path), "a file that no other process is writing") from error
+            raise ParameterError(option, str(path), "a file that no other process writes") from error
         except (OSError, ValueError) as error:
-            raise ParameterError(option, str(path), f"a file in a directory that can be written ({error})") from error
+            raise ParameterError(option, str(path), f"a file in a writable directory ({error})") from error
         _sync_directory(path.parent)
         self.done: dict[int, str] = {}
         self.failed = 0
@@ -48,7 +47,10 @@ class OutputFile:
             self._file.close()
 
     def append(self, lines: bytes) -> None:
-        """Whole lines, each with its end. Raises ApiError (507) if the disk is full: open the file again to go on."""
+        """Append lines, each with its line break.
+
+        Raises ApiError (507) if the disk is full; reopen the file to continue.
+        """
         with full_disk_named():
             self._file.write(lines)
             self._file.flush()
@@ -57,42 +59,42 @@ class OutputFile:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size of the file in bytes."""
         return os.fstat(self._file.fileno()).st_size
 
-    def has(self, line: Line) -> bool:
-        """Whether it was answered. Raises ParameterError if another line stood at its place then."""
+    def has(self, line: InputLine) -> bool:
+        """Return whether the line has output. Raises ParameterError if that output is for another line."""
         digest = self.done.get(line.index)
         if digest is not None and digest != line.digest:
-            allowed = f"the file that the answers in {self._path.name} were made for: {line.where} is another one now"
+            allowed = f"the input file that {self._path.name} was made for: {line.where} has changed"
             raise ParameterError("--resume", str(self._path), allowed)
         return digest is not None
 
     def _read(self) -> None:
-        whole = 0
+        complete_bytes = 0
         self._file.seek(0)
         for line in self._file:
             if not line.endswith(b"\n"):
                 break
-            whole += len(line)
+            complete_bytes += len(line)
             try:
                 document = json.loads(line)
                 index, digest = parse_name(document["id"])
             except (ValueError, KeyError, TypeError, RecursionError) as error:
-                raise PacelineError(f"{self._path} holds no answers of a batch: take another file") from error
+                raise PacelineError(f"{self._path} is not the output of a batch: choose another file") from error
             self.done[index] = digest
             self.failed += _is_failure(document)
-        self._file.truncate(whole)
+        self._file.truncate(complete_bytes)
 
 
 def _is_failure(document: dict[str, Any]) -> bool:
-    """Whether an output line of either form reports an error instead of an answer."""
+    """Return whether an output line of either format reports an error."""
     response = document.get("response")
     return document.get("error") is not None or (isinstance(response, dict) and response.get("status_code") != 200)
 
 
 def _sync_directory(path: Path) -> None:
-    """So that the file is there after the machine fails, too."""
+    """Flush the directory, so that a new file survives a crash of the machine."""
     directory = os.open(path, os.O_RDONLY)
     try:
         os.fsync(directory)

@@ -1,4 +1,4 @@
-"""Batches over HTTP, played behind all other requests; a restart goes on where the server was ended."""
+"""Runs batches behind all interactive requests. After a restart it resumes unfinished batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import BinaryIO
 from paceline.config import MAX_SECONDS
 from paceline.errors import PacelineError
 from paceline.server import errors, limits
-from paceline.server.batch.answers import Batch, is_the_end, read_chore, unanswered
+from paceline.server.batch.answers import BatchContext, is_the_end, read_task, unanswered
 from paceline.server.batch.disk import full_disk_named, is_full
 from paceline.server.batch.documents import (
     BatchCounts,
@@ -25,62 +25,62 @@ from paceline.server.batch.documents import (
     BatchFaults,
     BatchObject,
     BatchRequest,
-    KeptBatch,
     Status,
+    StoredBatch,
 )
-from paceline.server.batch.lines import BatchLine, Line, Names, Url, lines_of
+from paceline.server.batch.lines import BatchLine, CustomIds, Endpoint, InputLine, lines_of
 from paceline.server.batch.output import OutputFile
-from paceline.server.batch.store import Store, is_open, new_batch_id
-from paceline.server.batch.window import Outcome, Scribe, play_all
+from paceline.server.batch.store import BatchStore, is_open, new_batch_id
+from paceline.server.batch.window import LineResult, LineWriter, run_all
 from paceline.server.bodies import checked, parsed
 from paceline.server.clients import key_name
 from paceline.server.context import Context
 from paceline.server.quotas import read_key
 
 log = logging.getLogger("paceline.server")
-ANYBODY = "anybody"  # who owns everything where there are no keys
-BEHIND = 2**31  # added to a line's priority: what requests can ask for is less
+SHARED_OWNER = "anybody"  # owner of all files of a server without keys
+BATCH_PRIORITY = 2**31  # added to a line's priority; larger than any that requests can set
 _WINDOW = 86400
 _LINES_PER_ROW = 2
 _KINDS = ("output", "error")
-_PAUSE = 0.05  # seconds between two looks whether there is room
-_FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0  # seconds for space on the disk; each is twice the one before
-_GIVE_UP = 86400  # seconds without space, as long as a batch may take
+_PAUSE = 0.05  # seconds between two checks for free capacity
+_FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0  # seconds between retries on a full disk; the pause doubles
+_GIVE_UP = 86400  # seconds of retries on a full disk, the longest that a batch may take
 
 
-class Runner:
-    """Plays one batch of each owner at a time, the oldest first. For the event loop."""
+class BatchRunner:
+    """Runs one batch per owner at a time, oldest first. Not thread-safe: call it from the event loop only."""
 
-    def __init__(self, context: Context, store: Store) -> None:
+    def __init__(self, context: Context, store: BatchStore) -> None:
         self._context, self.store = context, store
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def start(self) -> None:
-        """Go on with all that have not ended, but for those of keys that are good no more."""
+        """Resume all unfinished batches, except those of keys that are no longer valid."""
         keys = self._context.config.api_keys
-        owners = {key_name(read_key(key).secret) for key in keys} if keys else {ANYBODY}
-        for kept in self.store.batches.values():
-            if is_open(kept) and kept.owner in owners:
-                self._begin(kept)
+        owners = {key_name(read_key(key).secret) for key in keys} if keys else {SHARED_OWNER}
+        for stored in self.store.batches.values():
+            if is_open(stored) and stored.owner in owners:
+                self._begin(stored)
 
     async def stop(self) -> None:
-        """Leave all as they are; ``start`` goes on with them."""
+        """Stop and leave batches as they are; the next ``start`` resumes them."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self.store.close()
 
-    def _begin(self, kept: KeptBatch) -> None:
-        name = kept.document.id
-        task = self._tasks[name] = asyncio.create_task(self._run(kept), name=name)
+    def _begin(self, stored: StoredBatch) -> None:
+        name = stored.document.id
+        task = self._tasks[name] = asyncio.create_task(self._run(stored), name=name)
         task.add_done_callback(lambda _: self._tasks.pop(name, None))
 
-    # --- what clients ask for ----------------------------------------------------
+    # --- called by routes --------------------------------------------------------
 
     async def create(self, owner: str, request: BatchRequest) -> BatchObject:
-        """Raises ApiError."""
+        """Create and start a batch. Raises ApiError."""
         self.store.file(owner, request.input_file_id)
         now = int(time.time())
         document = BatchObject(
@@ -94,183 +94,186 @@ class Runner:
             metadata=request.metadata,
         )
         seed = secrets.randbits(63) if request.seed is None else request.seed
-        kept = KeptBatch(owner=owner, seed=seed, document=document)
-        await self.store.add_batch(kept)
-        self._begin(kept)
+        stored = StoredBatch(owner=owner, seed=seed, document=document)
+        await self.store.add_batch(stored)
+        self._begin(stored)
         return document
 
     async def cancel(self, owner: str, name: str) -> BatchObject:
-        """What was answered so far is kept. Raises ApiError."""
-        kept = self.store.batch(owner, name)
-        document = kept.document
+        """Cancel a batch. Finished lines keep their responses. Raises ApiError."""
+        stored = self.store.batch(owner, name)
+        document = stored.document
         if document.status in ("validating", "in_progress"):
-            _mark(document, "cancelling")
+            _set_status(document, "cancelling")
             if (task := self._tasks.get(name)) is not None:
                 task.cancel()
-            await self.store.save(kept)
+            await self.store.save(stored)
         elif document.status not in ("cancelling", "cancelled"):
-            raise errors.invalid(f"the batch is {document.status}, and nothing of it is left to cancel", "batch_id")
+            raise errors.invalid(f"the batch is {document.status} and cannot be cancelled", "batch_id")
         return document
 
-    # --- how it goes -------------------------------------------------------------
+    # --- the life of a batch -----------------------------------------------------
 
-    async def _run(self, kept: KeptBatch) -> None:
+    async def _run(self, stored: StoredBatch) -> None:
         try:
-            with suppress(OSError):  # it is counted again before anything is done
-                await self._count(kept)  # its turn may come late
-            async with self._turns[kept.owner]:
-                await self._end(kept)
+            with suppress(OSError):  # it is counted again before it runs
+                await self._count(stored)  # now, because its turn may come late
+            async with self._turns[stored.owner]:
+                await self._end(stored)
         except asyncio.CancelledError:
-            if kept.document.status != "cancelling":
-                raise  # the server ends
-            await self._end(kept)
+            if stored.document.status != "cancelling":
+                raise  # the server shuts down
+            await self._end(stored)
 
-    async def _end(self, kept: KeptBatch) -> None:
-        """All steps to the batch's end; one that goes wrong fails the batch, but for the end of the engine."""
+    async def _end(self, stored: StoredBatch) -> None:
+        """Take the batch through all its steps. An error fails the batch, unless the engine has stopped."""
         try:
-            while is_open(kept):
-                await self._step_with_space(kept)
+            while is_open(stored):
+                await self._step_with_space(stored)
         except Exception as error:
             if isinstance(error, errors.ApiError) and is_the_end(error):
                 return
-            log.exception("batch %s failed", kept.document.id)
-            _blame(kept.document, error)
-            _mark(kept.document, "failed")
-            with suppress(OSError, PacelineError):  # a later server finds it as it was, and tries again
-                await self._save(kept)
+            log.exception("batch %s failed", stored.document.id)
+            _set_error(stored.document, error)
+            _set_status(stored.document, "failed")
+            with suppress(OSError, PacelineError):  # the batch stays open on disk, and the next start retries it
+                await self._save(stored)
 
-    async def _step_with_space(self, kept: KeptBatch) -> None:
-        """A step, again and again while the disk is full; the batch says so meanwhile."""
-        pause, since, faults = _FIRST_WAIT, time.monotonic(), kept.document.errors
+    async def _step_with_space(self, stored: StoredBatch) -> None:
+        """Run a step; retry while the disk is full, and show that in the batch's errors meanwhile."""
+        pause, since, faults = _FIRST_WAIT, time.monotonic(), stored.document.errors
         while True:
             try:
-                await self._step(kept)
+                await self._step(stored)
                 return
             except errors.ApiError as error:
                 if not is_full(error) or time.monotonic() - since > _GIVE_UP:
                     raise
-                log.warning("batch %s waits %g s: %s", kept.document.id, pause, error)
-                _blame(kept.document, error)
+                log.warning("batch %s waits %g s: %s", stored.document.id, pause, error)
+                _set_error(stored.document, error)
             try:
                 await asyncio.sleep(pause)
             finally:
-                kept.document.errors = faults
+                stored.document.errors = faults
             pause = min(2 * pause, _LONGEST_WAIT)
 
-    async def _step(self, kept: KeptBatch) -> None:
-        """From one status to the next, on disk. Raises ApiError when the engine ends or the disk is full, OSError."""
-        document = kept.document
+    async def _step(self, stored: StoredBatch) -> None:
+        """Advance to the next status and save it.
+
+        Raises ApiError if the engine stops or the disk is full, OSError for other errors of the disk.
+        """
+        document = stored.document
         if document.status == "validating":
-            await self._validate(kept)
+            await self._validate(stored)
         elif document.status == "in_progress":
-            await self._play(kept)
+            await self._run_pending(stored)
         else:
-            await self._finish(kept)
-        await self._save(kept)
+            await self._finish(stored)
+        await self._save(stored)
 
-    async def _save(self, kept: KeptBatch) -> None:
-        await self.store.save(kept)
-        if not is_open(kept):
-            self.store.answers(kept.document.id).unlink(missing_ok=True)
+    async def _save(self, stored: StoredBatch) -> None:
+        await self.store.save(stored)
+        if not is_open(stored):
+            self.store.answers(stored.document.id).unlink(missing_ok=True)
 
-    async def _validate(self, kept: KeptBatch) -> None:
-        document = kept.document
+    async def _validate(self, stored: StoredBatch) -> None:
+        document = stored.document
         path, limit = self.store.content(document.input_file_id), self._context.config.max_body_bytes
-        total, faults = await asyncio.to_thread(_looked_through, path, document.endpoint, limit)
+        total, faults = await asyncio.to_thread(_validate_file, path, document.endpoint, limit)
         document.request_counts.total = total
         if faults:
             document.errors = BatchFaults(data=faults)
-        _mark(document, "finalizing" if faults else "in_progress")
+        _set_status(document, "finalizing" if faults else "in_progress")
 
-    async def _play(self, kept: KeptBatch) -> None:
-        """All lines that are left, or as many as there is time for.
+    async def _run_pending(self, stored: StoredBatch) -> None:
+        """Run the lines without output until all have some or the batch expires.
 
-        Raises ApiError when the engine ends or the disk is full.
+        Raises ApiError if the engine stops or the disk is full.
         """
-        document = kept.document
-        await self._ready()
+        document = stored.document
+        await self._wait_until_ready()
         try:
             async with asyncio.timeout(document.expires_at - time.time()):
-                await self._answer(kept)
+                await self._run_file(stored)
         except TimeoutError:
             document.expired_at = int(time.time())
         except Exception as error:
             if isinstance(error, errors.ApiError) and (is_the_end(error) or is_full(error)):
                 raise
             log.exception("batch %s failed", document.id)
-            _blame(document, error)
-        _mark(document, "finalizing")
+            _set_error(document, error)
+        _set_status(document, "finalizing")
 
-    async def _answer(self, kept: KeptBatch) -> None:
-        document, answers = kept.document, self.store.answers(kept.document.id)
+    async def _run_file(self, stored: StoredBatch) -> None:
+        document, answers = stored.document, self.store.answers(stored.document.id)
         with (
             self.store.content(document.input_file_id).open("rb") as lines,
             OutputFile("batch_dir", answers) as output,
         ):
-            await self._count(kept)
-            await self._play_lines(kept, lines, output)
+            await self._count(stored)
+            await self._run_lines(stored, lines, output)
 
-    async def _count(self, kept: KeptBatch) -> None:
-        """What was answered so far, by an earlier server, too."""
-        answers, counts = self.store.answers(kept.document.id), kept.document.request_counts
+    async def _count(self, stored: StoredBatch) -> None:
+        """Count the lines with output, including those of an earlier run."""
+        answers, counts = self.store.answers(stored.document.id), stored.document.request_counts
         if answers.exists():
-            counts.completed, counts.failed = await asyncio.to_thread(_counted, answers)
+            counts.completed, counts.failed = await asyncio.to_thread(_count_output, answers)
 
-    async def _play_lines(self, kept: KeptBatch, lines: BinaryIO, output: OutputFile) -> None:
-        context, counts = self._context, kept.document.request_counts
-        batch = Batch(context, kept.seed, kept.owner, BEHIND, self._room, MAX_SECONDS)
-        read = functools.partial(read_chore, batch, Names())
+    async def _run_lines(self, stored: StoredBatch, lines: BinaryIO, output: OutputFile) -> None:
+        context, counts = self._context, stored.document.request_counts
+        batch = BatchContext(context, stored.seed, stored.owner, BATCH_PRIORITY, self._wait_for_capacity, MAX_SECONDS)
+        read = functools.partial(read_task, batch, CustomIds())
 
-        def tell(outcome: Outcome) -> None:
-            counts.failed += outcome.failed
-            counts.completed += not outcome.failed
+        def on_result(result: LineResult) -> None:
+            counts.failed += result.failed
+            counts.completed += not result.failed
             if output.size > limits.MAX_FILES_BYTES:
-                raise errors.invalid(f"the answers are longer than {limits.MAX_FILES_BYTES} bytes", code="too_long")
+                raise errors.invalid(f"the output exceeds {limits.MAX_FILES_BYTES} bytes", code="too_long")
 
-        await play_all(
+        await run_all(
             unanswered(lines_of(lines, context.config.max_body_bytes), read, output),
-            Scribe(output.append),
-            window=_LINES_PER_ROW * context.room.answers,
-            tell=tell,
+            LineWriter(output.append),
+            window=_LINES_PER_ROW * context.admission_limits.answers,
+            on_result=on_result,
         )
 
-    async def _ready(self) -> None:
+    async def _wait_until_ready(self) -> None:
         while self._context.service.is_loading:
             await asyncio.sleep(_PAUSE)
 
-    async def _room(self) -> None:
-        """Half of the places in which requests wait are left to others, whatever their priority."""
+    async def _wait_for_capacity(self) -> None:
+        """Wait until less than half of the queue is taken: the other half is left to interactive requests."""
         context = self._context
-        while context.admission.inside >= context.room.answers + context.config.max_waiting // 2:
+        while context.admission.inside >= context.admission_limits.answers + context.config.max_waiting // 2:
             await asyncio.sleep(_PAUSE)
 
-    async def _finish(self, kept: KeptBatch) -> None:
-        """The answers become files: those that are good, and those that are errors."""
-        document = kept.document
+    async def _finish(self, stored: StoredBatch) -> None:
+        """Turn the output into files: one with responses, one with errors."""
+        document = stored.document
         if self.store.answers(document.id).exists():
-            names = [_name(document.id, kind) for kind in _KINDS]
+            names = [_file_id(document.id, kind) for kind in _KINDS]
             parts = [self.store.part(name) for name in names]
             try:
-                await self._make_files(kept, names, parts)
+                await self._make_files(stored, names, parts)
             finally:
-                for part in parts:  # one without lines, or one for which the disk had no space
+                for part in parts:  # a file without lines, or one that did not fit on the disk
                     part.unlink(missing_ok=True)
-        _mark(document, _ending(document))
+        _set_status(document, _final_status(document))
 
-    async def _make_files(self, kept: KeptBatch, names: list[str], parts: list[Path]) -> None:
-        """One of good answers and one of errors, where there are any. Raises ApiError (507)."""
-        document = kept.document
-        counts = await asyncio.to_thread(_split, self.store.answers(document.id), *parts)
+    async def _make_files(self, stored: StoredBatch, names: list[str], parts: list[Path]) -> None:
+        """Write the file of responses and the file of errors, each if it has lines. Raises ApiError (507)."""
+        document = stored.document
+        counts = await asyncio.to_thread(_split_output, self.store.answers(document.id), *parts)
         document.request_counts.completed, document.request_counts.failed = counts
         for count, name, part, kind in zip(counts, names, parts, _KINDS, strict=True):
             if count:
-                await self.store.adopt(kept.owner, name, f"{document.id}_{kind}.jsonl", part)
+                await self.store.adopt(stored.owner, name, f"{document.id}_{kind}.jsonl", part)
         document.output_file_id, document.error_file_id = (
             name if count else None for count, name in zip(counts, names, strict=True)
         )
 
 
-def _ending(document: BatchObject) -> Status:
+def _final_status(document: BatchObject) -> Status:
     if document.cancelling_at is not None:
         return "cancelled"
     if document.errors is not None:
@@ -278,34 +281,34 @@ def _ending(document: BatchObject) -> Status:
     return "completed" if document.expired_at is None else "expired"
 
 
-def _mark(document: BatchObject, status: Status) -> None:
+def _set_status(document: BatchObject, status: Status) -> None:
     document.status = status
     setattr(document, f"{status}_at", int(time.time()))
 
 
-def _blame(document: BatchObject, error: Exception) -> None:
-    """Say why the batch has failed, or waits."""
+def _set_error(document: BatchObject, error: Exception) -> None:
+    """Set the batch's error: why it failed, or why it waits."""
     if isinstance(error, errors.ApiError) and is_full(error):
         fault = BatchFault(code="disk_full", message=str(error))
     elif isinstance(error, PacelineError):
         fault = BatchFault(code="batch_failed", message=str(error))
     elif isinstance(error, OSError):
-        fault = BatchFault(code="batch_failed", message=f"the server's disk: {error.strerror}")
+        fault = BatchFault(code="batch_failed", message=f"error of the server's disk: {error.strerror}")
     else:
-        fault = BatchFault(code="batch_failed", message="an error in the server; its log says more")
+        fault = BatchFault(code="batch_failed", message="internal error; see the server's log")
     document.errors = BatchFaults(data=[fault])
 
 
-def _looked_through(path: Path, endpoint: Url, limit: int) -> tuple[int, list[BatchFault]]:
-    """How many lines a file has, and what is wrong with the first bad ones: all must be requests to one endpoint."""
-    total, names, faults = 0, Names(), list[BatchFault]()
+def _validate_file(path: Path, endpoint: Endpoint, limit: int) -> tuple[int, list[BatchFault]]:
+    """Validate an input file. Returns its number of lines and the first errors; all lines must use one endpoint."""
+    total, names, faults = 0, CustomIds(), list[BatchFault]()
     with path.open("rb") as file:
         for line in lines_of(file, limit):
             total += 1
             if total > limits.MAX_BATCH_LINES or len(faults) >= limits.MAX_FAULTS:
                 break
             try:
-                _look(line, names, endpoint)
+                _validate_line(line, names, endpoint)
             except errors.ApiError as error:
                 code = error.code or "invalid_line"
                 faults.append(BatchFault(code=code, message=str(error), param=error.param, line=line.number))
@@ -316,35 +319,38 @@ def _looked_through(path: Path, endpoint: Url, limit: int) -> tuple[int, list[Ba
     return total, faults
 
 
-def _look(line: Line, names: Names, endpoint: Url) -> None:
-    """Raises ApiError."""
+def _validate_line(line: InputLine, names: CustomIds, endpoint: Endpoint) -> None:
+    """Validate one line. Raises ApiError."""
     request = checked(BatchLine, parsed(line.text()))
     names.take(request.custom_id)
     if request.url != endpoint:
         raise errors.invalid(f"the batch is for {endpoint}", "url", "mismatched_url")
 
 
-def _name(batch: str, kind: str) -> str:
-    """The same however often the batch is finished."""
+def _file_id(batch: str, kind: str) -> str:
+    """Return the file's id, which is the same whenever the batch is finished again."""
     return "file-" + hashlib.blake2b(f"{batch} {kind}".encode(), digest_size=12).hexdigest()
 
 
 def _is_good(line: bytes) -> bool:
-    """Of a line that ``ApiChore`` wrote. Within JSON's strings no quote stands alone: nobody's text looks like this."""
+    """Return whether a line that ``ApiTask`` wrote is a response.
+
+    The searched text has bare quotes, which are escaped inside of JSON strings, so no generated text can contain it.
+    """
     return b',"response":{"status_code":200,' in line
 
 
-def _counted(answers: Path) -> tuple[int, int]:
-    """Good lines and bad ones; one that was being written when the server ended is neither."""
+def _count_output(answers: Path) -> tuple[int, int]:
+    """Count responses and errors. A last line that was cut off counts as neither."""
     with answers.open("rb") as file:
         good = [_is_good(line) for line in file if line.endswith(b"\n")]
     return sum(good), len(good) - sum(good)
 
 
-def _split(answers: Path, good: Path, bad: Path) -> tuple[int, int]:
-    """Copies of the good lines and of the bad ones, on disk; how many there are of each."""
+def _split_output(answers: Path, good: Path, bad: Path) -> tuple[int, int]:
+    """Copy responses and errors to two files on disk. Returns the number of each."""
     counts = [0, 0]
-    with OutputFile("batch_dir", answers):  # a line that was being written is cut off
+    with OutputFile("batch_dir", answers):  # removes a last line that was cut off
         pass
     with full_disk_named(), answers.open("rb") as file, good.open("wb") as output, bad.open("wb") as faults:
         for line in file:

@@ -1,6 +1,7 @@
-"""Files and batches in a directory: what was said to be kept is there after any end of the process.
+"""Files and batches in a directory. What a response has confirmed survives a crash.
 
-DIR/files/ID.data is a file's content, DIR/files/ID.json and DIR/batches/ID.json are documents, each written whole.
+DIR/files/ID.data is a file's content. DIR/files/ID.json and DIR/batches/ID.json are documents; each is written
+atomically.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from pydantic import ValidationError
 from paceline.errors import ParameterError
 from paceline.server import errors, limits
 from paceline.server.batch.disk import full_disk_named
-from paceline.server.batch.documents import OPEN, BatchObject, FileObject, KeptBatch, KeptFile, Purpose
+from paceline.server.batch.documents import OPEN, BatchObject, FileObject, Purpose, StoredBatch, StoredFile
 
-K = TypeVar("K", KeptFile, KeptBatch)
+K = TypeVar("K", StoredFile, StoredBatch)
 D = TypeVar("D", FileObject, BatchObject)
 T = TypeVar("T")
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{24}")
@@ -34,10 +35,11 @@ _PLURALS = {"file": "files", "batch": "batches"}
 _PART = ".part"
 
 
-class Store:
-    """One directory, for one server at a time; an owner sees his own. For the event loop: a thread touches the disk.
+class BatchStore:
+    """One directory, used by one server at a time. Owners see only their own files and batches.
 
-    Raises ParameterError if the directory cannot be used.
+    All writes run in one thread. Call it from the event loop only. Raises ParameterError if the directory cannot be
+    used.
     """
 
     def __init__(self, path: Path) -> None:
@@ -50,81 +52,79 @@ class Store:
         except BlockingIOError as error:
             raise ParameterError("batch_dir", str(path), "a directory that no other server uses") from error
         except OSError as error:
-            raise ParameterError("batch_dir", str(path), f"a directory that can be written ({error})") from error
-        self._disk = ThreadPoolExecutor(
-            1, thread_name_prefix="batch files"
-        )  # one: documents are written in their order
-        self._tidy()
-        self.arrivals: dict[str, Arrival] = {}
-        self.files = _loaded(self._files_at, KeptFile)
-        self.batches = _loaded(self._batches_at, KeptBatch)
+            raise ParameterError("batch_dir", str(path), f"a writable directory ({error})") from error
+        self._disk = ThreadPoolExecutor(1, thread_name_prefix="batch files")  # a single thread keeps writes in order
+        self._remove_leftovers()
+        self.incoming: dict[str, IncomingFile] = {}
+        self.files = _load(self._files_at, StoredFile)
+        self.batches = _load(self._batches_at, StoredBatch)
 
-    def _tidy(self) -> None:
-        """What was begun and is not part of anything."""
+    def _remove_leftovers(self) -> None:
+        """Remove files that an earlier server left incomplete."""
         for path in [*self._files_at.iterdir(), *self._batches_at.iterdir()]:
             if path.suffix == _PART or (path.suffix == ".data" and not path.with_suffix(".json").exists()):
                 path.unlink()
-        for path in self._files_at.glob("*.json"):  # it was being deleted
+        for path in self._files_at.glob("*.json"):  # the content of these was deleted already
             if not path.with_suffix(".data").exists():
                 path.unlink()
 
     def close(self) -> None:
-        """Another server may have the directory."""
+        """Stop the thread and release the directory."""
         self._disk.shutdown()
         self._lock.close()
 
     async def work(self, work: Callable[[], T]) -> T:
-        """On the disk, after everything that was asked for before. Raises ApiError (507) if that is full."""
+        """Run ``work`` in the disk's thread, in order of the calls. Raises ApiError (507) if the disk is full."""
         with full_disk_named():
             return await asyncio.get_running_loop().run_in_executor(self._disk, work)
 
     # --- files -------------------------------------------------------------------
 
     def file(self, owner: str, name: str) -> FileObject:
-        """Raises ApiError (404) if he has no such file."""
-        return _found(self.files, owner, name, "file").document
+        """Return a file's document. Raises ApiError (404) if the owner has no such file."""
+        return _find(self.files, owner, name, "file").document
 
     def content(self, name: str) -> Path:
-        """Where a file's content is. name: of one that is kept."""
+        """Return the path of a stored file's content."""
         assert _ID.fullmatch(name)
         return self._files_at / f"{name}.data"
 
     @asynccontextmanager
-    async def arriving(self, owner: str) -> AsyncIterator[Arrival]:
-        """A file that comes piece by piece. What has not been kept at the end of the block is gone."""
-        self.check_room(owner, files=1)
-        arrival = Arrival(_new_id("file-"), owner, self)
-        self.arrivals[arrival.name] = arrival  # it counts from now on
+    async def receive_file(self, owner: str) -> AsyncIterator[IncomingFile]:
+        """Receive a file piece by piece. It is removed at the end of the block unless ``keep`` was called."""
+        self.check_limits(owner, files=1)
+        incoming_file = IncomingFile(_new_id("file-"), owner, self)
+        self.incoming[incoming_file.name] = incoming_file  # counts towards the owner's limits
         try:
-            await self.work(arrival.open)
-            yield arrival
+            await self.work(incoming_file.open)
+            yield incoming_file
         finally:
-            del self.arrivals[arrival.name]
-            await self.work(arrival.drop)
+            del self.incoming[incoming_file.name]
+            await self.work(incoming_file.drop)
 
     async def adopt(self, owner: str, name: str, filename: str, path: Path) -> FileObject:
-        """A file that lies beside the others becomes one of them, also if that was begun before."""
+        """Make an existing file of this directory a stored file. Calling it again after a crash completes the move."""
         size = (path if path.exists() else self.content(name)).stat().st_size
-        kept = KeptFile(owner=owner, document=_file(name, filename, size, "batch_output"))
+        stored = StoredFile(owner=owner, document=_file(name, filename, size, "batch_output"))
 
         def move() -> None:
             if path.exists():
                 path.replace(self.content(name))
-            self.write_document(kept)
+            self.write_document(stored)
 
         await self.work(move)
-        self.files[name] = kept
-        return kept.document
+        self.files[name] = stored
+        return stored.document
 
     def part(self, name: str) -> Path:
-        """For a file that is being made; it is gone after a restart."""
+        """Return the path of a temporary file. A restart removes it."""
         return self._files_at / f"{name}{_PART}"
 
     async def delete(self, owner: str, name: str) -> None:
-        """Raises ApiError: 404, or 400 while a batch reads it."""
+        """Delete a file. Raises ApiError: 404 if there is none, 400 while a batch reads it."""
         self.file(owner, name)
-        if any(kept.document.input_file_id == name for kept in self.batches.values() if is_open(kept)):
-            raise errors.invalid("a batch that has not ended reads this file; cancel it first", "file_id")
+        if any(stored.document.input_file_id == name for stored in self.batches.values() if is_open(stored)):
+            raise errors.invalid("an unfinished batch reads this file; cancel the batch first", "file_id")
         del self.files[name]
         content = self.content(name)
 
@@ -134,115 +134,121 @@ class Store:
 
         await self.work(remove)
 
-    def check_room(self, owner: str, files: int = 0, size: int = 0) -> None:
-        """Raise ApiError (400) if an owner has too many files, or too large ones; those that arrive count."""
-        mine = [kept.document.bytes for kept in self.files.values() if kept.owner == owner]
-        mine += [each.received for each in self.arrivals.values() if each.owner == owner]
+    def check_limits(self, owner: str, files: int = 0, size: int = 0) -> None:
+        """Raise ApiError (400) if the owner's files, including those being received, would exceed the limits."""
+        mine = [stored.document.bytes for stored in self.files.values() if stored.owner == owner]
+        mine += [each.received for each in self.incoming.values() if each.owner == owner]
         if len(mine) + files > limits.MAX_FILES or sum(mine) + size > limits.MAX_FILES_BYTES:
             message = (
-                f"{len(mine)} files with {sum(mine)} bytes are kept, and {limits.MAX_FILES} with "
-                f"{limits.MAX_FILES_BYTES} are the most; delete some"
+                f"you have {len(mine)} files with {sum(mine)} bytes; the limits are {limits.MAX_FILES} files and "
+                f"{limits.MAX_FILES_BYTES} bytes; delete some"
             )
             raise errors.invalid(message, code="too_many_files")
 
     # --- batches -----------------------------------------------------------------
 
-    def batch(self, owner: str, name: str) -> KeptBatch:
-        """Raises ApiError (404) if he has no such batch."""
-        return _found(self.batches, owner, name, "batch")
+    def batch(self, owner: str, name: str) -> StoredBatch:
+        """Return a stored batch. Raises ApiError (404) if the owner has no such batch."""
+        return _find(self.batches, owner, name, "batch")
 
     def answers(self, batch: str) -> Path:
-        """Where a batch's answers are until it has ended."""
+        """Return the path of an unfinished batch's output."""
         assert _ID.fullmatch(batch)
         return self._batches_at / f"{batch}.answers"
 
-    async def add_batch(self, kept: KeptBatch) -> None:
-        """Raises ApiError (400) if its owner has too many that have not ended. The oldest that have ended make room."""
-        mine = [each for each in self.batches.values() if each.owner == kept.owner]
+    async def add_batch(self, stored: StoredBatch) -> None:
+        """BatchStore a new batch and drop the owner's oldest finished ones beyond the limit.
+
+        Raises ApiError (400) if the owner has too many unfinished batches.
+        """
+        mine = [each for each in self.batches.values() if each.owner == stored.owner]
         if sum(map(is_open, mine)) >= limits.MAX_OPEN_BATCHES:
-            message = f"{limits.MAX_OPEN_BATCHES} batches have not ended, as many as there may be; wait for one"
+            message = f"you have {limits.MAX_OPEN_BATCHES} unfinished batches, the maximum; wait until one ends"
             raise errors.invalid(message, code="too_many_batches")
         ended = [each for each in mine if not is_open(each)]
-        self.batches[kept.document.id] = kept
+        self.batches[stored.document.id] = stored
         for old in ended[: max(0, len(mine) + 1 - limits.MAX_BATCHES)]:
             del self.batches[old.document.id]
             path = self._batches_at / f"{old.document.id}.json"
             await self.work(lambda: path.unlink(missing_ok=True))  # noqa: B023 (awaited at once)
         try:
-            await self.save(kept)
+            await self.save(stored)
         except Exception:
-            del self.batches[kept.document.id]
+            del self.batches[stored.document.id]
             raise
 
-    async def save(self, kept: KeptBatch) -> None:
-        """As it is now."""
-        text = kept.model_dump_json().encode()
-        await self.work(lambda: _write(self._batches_at / f"{kept.document.id}.json", text))
+    async def save(self, stored: StoredBatch) -> None:
+        """Write the batch's current document to disk."""
+        text = stored.model_dump_json().encode()
+        await self.work(lambda: _write(self._batches_at / f"{stored.document.id}.json", text))
 
-    def write_document(self, kept: KeptFile) -> None:
-        """On the disk's thread."""
-        _write(self._files_at / f"{kept.document.id}.json", kept.model_dump_json().encode())
+    def write_document(self, stored: StoredFile) -> None:
+        """Write a file's document. Called in the disk's thread."""
+        _write(self._files_at / f"{stored.document.id}.json", stored.model_dump_json().encode())
 
 
-class Arrival:
-    """A file that is being received. received: bytes so far, which its owner has no room for twice."""
+class IncomingFile:
+    """A file that is being received. received: bytes so far, which count towards the owner's limit."""
 
-    def __init__(self, name: str, owner: str, store: Store) -> None:
+    def __init__(self, name: str, owner: str, store: BatchStore) -> None:
         self.name, self.owner, self.received = name, owner, 0
         self._store, self._path, self._size = store, store.part(name), 0
         self._file: BinaryIO = BytesIO()
 
     def open(self) -> None:
-        """On the disk's thread, as ``write`` and ``drop``."""
+        """Open the temporary file. Called in the disk's thread, like ``write`` and ``drop``."""
         self._file = self._path.open("wb")
 
     def write(self, content: bytes) -> None:
-        """Some of its content."""
+        """Append content."""
         self._file.write(content)
         self._size += len(content)
 
     def drop(self) -> None:
-        """Nothing is left, unless it was kept."""
-        with suppress(OSError):  # what could not be written is not wanted any more
+        """Remove the temporary file, unless ``keep`` was called."""
+        with suppress(OSError):  # unwritten content is not needed any more
             self._file.close()
         self._path.unlink(missing_ok=True)
 
     async def take(self, work: Callable[[bytes], None], piece: bytes) -> None:
-        """``work`` on what has just arrived, on the disk's thread. Raises ApiError if there is no room for it."""
-        self._store.check_room(self.owner, size=len(piece))
+        """Run ``work`` on a received piece in the disk's thread. Raises ApiError if the owner's limit is reached."""
+        self._store.check_limits(self.owner, size=len(piece))
         self.received += len(piece)
         await self._store.work(lambda: work(piece))
 
     async def keep(self, filename: str) -> FileObject:
-        """It is one of the files."""
-        kept = KeptFile(owner=self.owner, document=_file(self.name, filename, self._size, "batch"))
+        """Make it a stored file and return its document."""
+        stored = StoredFile(owner=self.owner, document=_file(self.name, filename, self._size, "batch"))
 
         def move() -> None:
             self._file.flush()
             os.fsync(self._file.fileno())
             self._path.replace(self._store.content(self.name))
-            self._store.write_document(kept)
+            self._store.write_document(stored)
 
         await self._store.work(move)
-        self._store.files[self.name] = kept
-        return kept.document
+        self._store.files[self.name] = stored
+        return stored.document
 
 
-def is_open(kept: KeptBatch) -> bool:
-    """Whether a batch has not ended."""
-    return kept.document.status in OPEN
+def is_open(stored: StoredBatch) -> bool:
+    """Return whether a batch is unfinished."""
+    return stored.document.status in OPEN
 
 
 def new_batch_id() -> str:
-    """Nobody can draft token it."""
+    """Return a new id that cannot be predicted."""
     return _new_id("batch_")
 
 
 def page(documents: Sequence[D], limit: int, after: str | None) -> tuple[list[D], bool]:
-    """Those after one of them, and whether there are more. Raises ApiError (400) if it is not there."""
+    """Return the documents after the id ``after`` and whether there are more.
+
+    Raises ApiError (400) for an unknown id.
+    """
     names = [each.id for each in documents]
     if after is not None and after not in names:
-        raise errors.invalid("it is not in the list", "after")
+        raise errors.invalid("no entry of the list has this id", "after")
     rest = documents[0 if after is None else names.index(after) + 1 :]
     return list(rest[:limit]), len(rest) > limit
 
@@ -256,22 +262,22 @@ def _file(name: str, filename: str, size: int, purpose: Purpose) -> FileObject:
 
 
 def _clean(filename: str) -> str:
-    """A label: it names no place on any disk."""
+    """Return the name without control characters and path separators."""
     text = re.sub(r"[\x00-\x1f\x7f/\\]", "_", filename.encode("utf-8", "replace").decode())
     return text[:_LONGEST_NAME].strip(". ") or "file"
 
 
-def _found(kept: dict[str, K], owner: str, name: str, kind: str) -> K:
-    found = kept.get(name)
-    if found is None or found.owner != owner:  # the same words: nobody learns what others have
+def _find(stored: dict[str, K], owner: str, name: str, kind: str) -> K:
+    found = stored.get(name)
+    if found is None or found.owner != owner:  # the same error: it does not reveal others' files
         shown = errors.shortened(name, limits.MAX_SHOWN)
-        message = f"there is no {kind} {shown!r}; GET /v1/{_PLURALS[kind]} says which there are"
+        message = f"there is no {kind} {shown!r}; GET /v1/{_PLURALS[kind]} lists them"
         raise errors.not_found(message, f"{kind}_id")
     return found
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Whole and on disk, or as it was."""
+    """Write a file atomically and flush it to disk."""
     part = path.with_name(path.name + _PART)
     try:
         with part.open("wb") as file:
@@ -283,12 +289,12 @@ def _write(path: Path, content: bytes) -> None:
         part.unlink(missing_ok=True)
 
 
-def _loaded(path: Path, kind: type[K]) -> dict[str, K]:
-    """The oldest first. Raises ParameterError for a document that is none."""
+def _load(path: Path, kind: type[K]) -> dict[str, K]:
+    """Load all documents, oldest first. Raises ParameterError for an invalid one."""
     found: list[K] = []
     for file in path.glob("*.json"):
         try:
             found.append(kind.model_validate_json(file.read_bytes()))
         except (OSError, ValidationError) as error:
             raise ParameterError("batch_dir", str(file), "a document that this server wrote") from error
-    return {kept.document.id: kept for kept in sorted(found, key=lambda kept: kept.document.created_at)}
+    return {stored.document.id: stored for stored in sorted(found, key=lambda stored: stored.document.created_at)}

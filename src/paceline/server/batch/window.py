@@ -1,4 +1,4 @@
-"""Chores in flight, never more than so many, and their outcomes on disk."""
+"""Runs line tasks concurrently, in a bounded window, and writes their results."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Protocol
 
-LINES_PER_ROW = 4  # in flight: so many that no row waits for one to be read, few enough to fit into memory
-# What JSON lets stand as it is, within strings, and str.splitlines takes for the end of a line.
+LINES_PER_ROW = 4  # in flight: enough to keep every row busy, few enough for memory
+# Characters that JSON allows in strings unescaped but str.splitlines treats as line breaks.
 _LINE_ENDS = {letter.encode(): b"\\u%04x" % ord(letter) for letter in "\x85\u2028\u2029"}
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a line came to. content: a line of output without its end. failed: whether that is an error."""
+class LineResult:
+    """Output of a line. content: the output line without its line break. failed: whether it is an error."""
 
     content: bytes
     failed: bool
 
 
-class Chore(Protocol):
-    """A line to be answered."""
+class LineTask(Protocol):
+    """The work of one input line."""
 
-    async def play(self) -> Outcome:
-        """What it comes to. Raises what ends the whole batch, and nothing else."""
+    async def run(self) -> LineResult:
+        """Return the output line. Raises only errors that end the whole batch."""
         ...
 
 
-class Scribe:
-    """Puts lines into a file, all that came while the disk was busy in one go."""
+class LineWriter:
+    """Appends lines to a file. Lines that arrive during a write are combined into the next one."""
 
     def __init__(self, append: Callable[[bytes], None]) -> None:
         self._append = append
@@ -37,21 +37,21 @@ class Scribe:
         self._turn = asyncio.Lock()
 
     def put(self, content: bytes) -> None:
-        """The next line, a JSON document; on disk after ``settle``."""
+        """Queue a line, a JSON document. ``flush`` writes it."""
         for spelled, escaped in _LINE_ENDS.items():
             content = content.replace(spelled, escaped)
         self._pending.append(content + b"\n")
 
-    async def settle(self) -> None:
-        """All lines that were put are on disk."""
+    async def flush(self) -> None:
+        """Return once all queued lines are on disk."""
         async with self._turn:
             if self._pending:
                 lines, self._pending = b"".join(self._pending), []
-                await _to_its_end(asyncio.to_thread(self._append, lines))
+                await _finish_despite_cancel(asyncio.to_thread(self._append, lines))
 
 
-async def _to_its_end(work: Coroutine[object, object, None]) -> None:
-    """Nobody closes a file that a thread still writes, also if nobody waits any more."""
+async def _finish_despite_cancel(work: Coroutine[object, object, None]) -> None:
+    """Await ``work`` even if this task is cancelled, so that the file is not closed during a write."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.shield(task)
@@ -60,46 +60,48 @@ async def _to_its_end(work: Coroutine[object, object, None]) -> None:
         raise
 
 
-async def play_all(
-    chores: AsyncIterator[Chore],
-    scribe: Scribe,
+async def run_all(
+    tasks: AsyncIterator[LineTask],
+    writer: LineWriter,
     *,
     window: int,
     in_order: bool = False,
-    tell: Callable[[Outcome], None] = lambda _: None,
+    on_result: Callable[[LineResult], None] = lambda _: None,
 ) -> None:
-    """Play all chores, at most ``window`` at a time: one counts until its outcome is on disk.
+    """Run all tasks, at most ``window`` at a time. A task counts until its result is on disk.
 
-    in_order: outcomes are written in the order of the chores, else in that of their ends. tell: called with each once
-    it is written. Raises the first exception of any chore; those that were in flight are then given up.
+    in_order: write results in the order of the tasks instead of the order of completion. on_result: called with each
+    result once it is written. Raises the first exception of a task; tasks in flight are then cancelled.
     """
-    room = asyncio.Semaphore(window)
-    before = asyncio.Event()
-    before.set()
+    slots = asyncio.Semaphore(window)
+    previous_written = asyncio.Event()
+    previous_written.set()
     try:
         async with asyncio.TaskGroup() as group:
-            async for chore in chores:
-                await room.acquire()
+            async for task in tasks:
+                await slots.acquire()
                 written = asyncio.Event()
-                group.create_task(_play(chore, scribe, before if in_order else None, written, room, tell))
-                before = written
+                group.create_task(
+                    _run_task(task, writer, previous_written if in_order else None, written, slots, on_result)
+                )
+                previous_written = written
     except BaseExceptionGroup as several:
         raise several.exceptions[0] from None
 
 
-async def _play(
-    chore: Chore,
-    scribe: Scribe,
-    before: asyncio.Event | None,
+async def _run_task(
+    task: LineTask,
+    writer: LineWriter,
+    previous_written: asyncio.Event | None,
     written: asyncio.Event,
-    room: asyncio.Semaphore,
-    tell: Callable[[Outcome], None],
+    slots: asyncio.Semaphore,
+    on_result: Callable[[LineResult], None],
 ) -> None:
-    outcome = await chore.play()
-    if before is not None:
-        await before.wait()
-    scribe.put(outcome.content)
+    result = await task.run()
+    if previous_written is not None:
+        await previous_written.wait()
+    writer.put(result.content)
     written.set()
-    await scribe.settle()
-    tell(outcome)
-    room.release()
+    await writer.flush()
+    on_result(result)
+    slots.release()

@@ -1,4 +1,4 @@
-// The answers of one request, side by side, token by token.
+// Shows the answers of one request side by side, as their tokens arrive.
 
 function element(name, className, content = "") {
   const made = document.createElement(name);
@@ -59,7 +59,7 @@ class Answer {
     const pace = metrics.ms_per_token ? 1000 / metrics.ms_per_token : null;
     this.show("tokens/s", number(pace, 1));
     this.show("acceptance length", number(metrics.mean_acceptance_length, 2));
-    this.show("kept", metrics.drafted ? `${metrics.accepted} of ${metrics.drafted}` : "no guesses");
+    this.show("kept", metrics.drafted ? `${metrics.accepted} of ${metrics.drafted}` : "no draft tokens");
     if (metrics.saved_by_sibling) this.show("saved by siblings", `${metrics.saved_by_sibling} of ${metrics.rounds} rounds`);
     this.show("first token", metrics.ttft_ms === null ? "–" : `${number(metrics.ttft_ms, 0)} ms`);
   }

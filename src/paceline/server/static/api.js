@@ -1,4 +1,4 @@
-// The server's API, as far as the page uses it. The key lives in this module's memory only.
+// Client for the routes that the page uses. The API key is kept only in this module's memory.
 
 let key = "";
 
@@ -17,7 +17,7 @@ function headers() {
   return key ? { Authorization: `Bearer ${key}` } : {};
 }
 
-// {"status": "ready"}, or what is still to be done. Needs no key.
+// Returns {"status": "ready"} or another state of the server. Needs no key.
 export async function health() {
   return (await fetch("health", { cache: "no-store" })).json();
 }
@@ -26,7 +26,7 @@ export async function get(path) {
   return (await checked(await fetch(path, { headers: headers(), cache: "no-store" }))).json();
 }
 
-// The documents of a stream, as they come. Throws ApiError, or AbortError when the signal fires.
+// Yields the documents of a stream as they arrive. Throws ApiError, or AbortError when the signal fires.
 export async function* stream(path, body, signal) {
   const reply = await fetch(path, {
     method: "POST",
@@ -51,13 +51,13 @@ async function checked(reply) {
   try {
     message = JSON.parse(text).error.message;
   } catch {
-    // a proxy's own page: its text says more than nothing
+    // an error page of a proxy: show its text
   }
   const wait = reply.headers.get("Retry-After");
   throw new ApiError(reply.status, wait ? `${message} (in about ${wait} s)` : message);
 }
 
-// The data of server-sent events; one line each, as this server sends them.
+// Yields the data of server-sent events. This server sends one line per event.
 async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

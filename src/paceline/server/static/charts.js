@@ -1,4 +1,4 @@
-// Small step charts of the last seconds. A gap is where nothing was measured.
+// Small step charts of the last seconds. Gaps are intervals without a measurement.
 
 const NS = "http://www.w3.org/2000/svg";
 const WIDTH = 240;
@@ -19,7 +19,7 @@ function text(name, className, content) {
 }
 
 export class Chart {
-  // top: the highest value that the chart can show from its start; it grows where more comes.
+  // top: initial maximum of the vertical axis; it grows with the values.
   constructor(parent, { id, title, top, show = String }) {
     Object.assign(this, { title, top, show, values: [] });
     this.figure = document.createElement("figure");

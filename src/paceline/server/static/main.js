@@ -1,4 +1,4 @@
-// The page: what its controls do.
+// Event handlers of the page's controls.
 
 import { Answers } from "./answers.js";
 import { ApiError, stream, useKey } from "./api.js";

@@ -1,4 +1,4 @@
-// How the server does: its state, its model, and the charts of /stats.
+// The server's state, its model and the charts of /stats.
 
 import { ApiError, get, health } from "./api.js";
 import { Chart } from "./charts.js";
@@ -8,12 +8,12 @@ const LOADING_INTERVAL = 1000;
 const percent = (share) => `${Math.round(100 * share)} %`;
 
 export class Monitor {
-  // onState: called with "ready", "loading", "key", "gone", ... and words for people.
+  // onState: called with "ready", "loading", "key", "gone", ... and a text to display.
   constructor(parent, onState) {
     this.onState = onState;
     this.model = null;
     this.batch = new Chart(parent, { id: "batch", title: "Batch, rows", top: 1 });
-    this.k = new Chart(parent, { id: "k", title: "Guesses a round, k", top: 4 });
+    this.k = new Chart(parent, { id: "k", title: "Draft tokens per round, k", top: 4 });
     this.acceptance = new Chart(parent, { id: "acceptance", title: "Acceptance", top: 1, show: percent });
     this.pace = new Chart(parent, { id: "pace", title: "Tokens/s", top: 10, show: (value) => value.toFixed(0) });
   }

@@ -1,4 +1,4 @@
-// The form, as a request to the API.
+// Turns the form into a request to the API.
 
 const byId = (id) => document.getElementById(id);
 const chosen = (name) => document.querySelector(`input[name="${name}"]:checked`).value;
@@ -6,13 +6,13 @@ const chosen = (name) => document.querySelector(`input[name="${name}"]:checked`)
 export const isChat = () => chosen("mode") === "chat";
 export const isLimited = () => chosen("speculation") === "limit";
 
-// The first field whose value the browser itself finds wrong, or null.
+// Returns the first field that the browser's validation rejects, or null.
 export function invalidField() {
   const fields = [...byId("form").querySelectorAll("input, textarea")];
   return fields.find((field) => !field.closest("[hidden]") && !field.checkValidity()) ?? null;
 }
 
-// Where to send what, and how many answers will come.
+// Returns path, body and number of answers of the request.
 export function readRequest() {
   const n = byId("n").valueAsNumber;
   const body = {

@@ -115,11 +115,11 @@ class PacelineLM(TemplateLM):  # type: ignore[misc]
         pairs = [(context[-max(1, room - len(text)) :], text) for _, context, text in requests]
         prompts, continuations = [context for context, _ in pairs], [text for _, text in pairs]
         scores = self.llm.score(prompts, continuations, use_tqdm=not disable_tqdm)
-        found = [(score.logprob, score.greedy) for score in scores]
-        for (texts, _, _), answer in zip(requests, found, strict=True):
+        results = [(score.logprob, score.greedy) for score in scores]
+        for (texts, _, _), answer in zip(requests, results, strict=True):
             if texts is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, answer)
-        return found
+        return results
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         windows = [
@@ -142,7 +142,7 @@ class PacelineLM(TemplateLM):  # type: ignore[misc]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         params = [self._params(request.args[1], number) for number, request in enumerate(requests)]
-        prompts = [self._fitting(request.args[0], each) for request, each in zip(requests, params, strict=True)]
+        prompts = [self._fitting(request.args[0], sampling) for request, sampling in zip(requests, params, strict=True)]
         texts = []
         outputs = self.llm.generate(prompts, params, use_tqdm=not disable_tqdm)
         for request, output in zip(requests, outputs, strict=True):

@@ -116,11 +116,11 @@ def evaluate(
         order = turns(configurations, 1 + plan.problems.index(problem) % len(configurations))[-1]
         outputs = {configuration.name: _answers(plan, configuration, problem) for configuration in order}
         judge = _Judge(sandbox, problem)
-        found = {
+        answers = {
             configuration.name: [judge.of(output) for output in outputs[configuration.name]]
             for configuration in configurations
         }
-        journal.add(problem.task_id, found)
+        journal.add(problem.task_id, answers)
 
 
 def _warm_up(plan: EvaluationPlan, configurations: Sequence[Configuration], problem: Problem) -> None:

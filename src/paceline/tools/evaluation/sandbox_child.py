@@ -161,11 +161,11 @@ def _make_root(needed: list[str]) -> None:
     root = "/proc"  # a mount there hides nothing that is still needed
     _mount_memory(root, "size=1m,nr_inodes=4096,mode=755")
     for path in needed:
-        place = Path(root + path)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.mkdir() if Path(path).is_dir() else place.touch()
-        _call("mount", path.encode(), bytes(place), None, _MS_BIND | _MS_REC, None)
-        _make_read_only(bytes(place), _AT_RECURSIVE)
+        mount_point = Path(root + path)
+        mount_point.parent.mkdir(parents=True, exist_ok=True)
+        mount_point.mkdir() if Path(path).is_dir() else mount_point.touch()
+        _call("mount", path.encode(), bytes(mount_point), None, _MS_BIND | _MS_REC, None)
+        _make_read_only(bytes(mount_point), _AT_RECURSIVE)
     Path(root + WORK).mkdir(exist_ok=True)
     _mount_memory(root + WORK, f"size={WORK_BYTES},nr_inodes={WORK_FILES},mode=700,uid={NOBODY},gid={NOBODY}")
     os.chdir(root)

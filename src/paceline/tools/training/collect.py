@@ -56,7 +56,7 @@ class Collector:
         Shards that exist in ``stored`` are not made again. on_shard(tokens): called after each training shard.
         """
         held_out = self._shard(stored, HELD_OUT)
-        self._held_out = set(held_out.asked)
+        self._held_out = set(held_out.prompt_keys)
         yield held_out
         tokens, number = 0, 0
         while tokens < self.data.tokens:

@@ -20,7 +20,7 @@ from paceline.errors import ParameterError
 from paceline.kernels.attention import make_backend
 from paceline.kernels.attention.cached import CachedAttend
 from paceline.kernels.native import kernel_threads
-from paceline.models.base import AnyModel, FlatModel, Model, Streams
+from paceline.models.base import AnyModel, FlatModel, HiddenStates, Model
 
 PASS_TOKENS = 2048  # tokens of a forward pass
 LOGITS_TOKENS = 256  # tokens whose logits are in memory at a time
@@ -80,11 +80,11 @@ class HiddenStateReader:
 
     def _hidden_states(self, texts: list[list[int]]) -> tuple[Tensor, Tensor]:
         model = self.model
-        found = _flat(model, self._cache, texts, self.taps) if isinstance(model, FlatModel) else self._padded(texts)
-        assert found.features is not None
-        return found.features, found.hidden
+        states = _flat(model, self._cache, texts, self.taps) if isinstance(model, FlatModel) else self._padded(texts)
+        assert states.features is not None
+        return states.features, states.hidden
 
-    def _padded(self, texts: list[list[int]]) -> Streams:
+    def _padded(self, texts: list[list[int]]) -> HiddenStates:
         """Run the texts as one padded batch, and drop the padding from the result."""
         model: Model = self.model  # type: ignore[assignment]
         assert self._backend is not None
@@ -93,9 +93,9 @@ class HiddenStateReader:
         tokens = torch.zeros(real.shape, dtype=torch.int64).masked_scatter_(real, _chain(texts)).to(model.device)
         positions = torch.arange(width, device=model.device).expand_as(tokens)
         attend = CachedAttend(self._cache, self._backend, self._backend.plan(positions, width, None), 0)
-        found, real = model.streams(tokens, positions, attend, self.taps), real.to(model.device)
-        assert found.features is not None
-        return Streams(found.hidden[real], found.features[real])
+        states, real = model.hidden_states(tokens, positions, attend, self.taps), real.to(model.device)
+        assert states.features is not None
+        return HiddenStates(states.hidden[real], states.features[real])
 
     def _best_and_norm(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.model.logits(hidden)
@@ -108,7 +108,7 @@ class HiddenStateReader:
             yield
 
 
-def _flat(model: FlatModel, cache: KVCache, texts: list[list[int]], taps: Sequence[int]) -> Streams:
+def _flat(model: FlatModel, cache: KVCache, texts: list[list[int]], taps: Sequence[int]) -> HiddenStates:
     rows = torch.cat([torch.full((len(text),), row) for row, text in enumerate(texts)])
     positions = torch.cat([torch.arange(len(text)) for text in texts])
     return model.forward(Nodes(_chain(texts), rows, positions), cache, taps)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, distributed
 
 from paceline.models.parallel.launch import interface_of, launched_share
-from paceline.models.shares import Share
+from paceline.models.shares import ModelShard
 
 _NO_TIMEOUT = timedelta(days=365)  # rank 0 writes data for hours; the launcher ends the others if one fails
 
@@ -22,7 +22,7 @@ _NO_TIMEOUT = timedelta(days=365)  # rank 0 writes data for hours; the launcher 
 class TrainingRanks:
     """This process's rank among the ranks that train together."""
 
-    def __init__(self, share: Share = Share(0, 1)) -> None:  # noqa: B008 (it cannot be changed)
+    def __init__(self, share: ModelShard = ModelShard(0, 1)) -> None:  # noqa: B008 (it cannot be changed)
         self.rank, self.size = share.rank, share.ranks
 
     @property

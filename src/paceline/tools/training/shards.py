@@ -32,12 +32,13 @@ _SCALAR_BYTES_PER_TOKEN = 12  # the token, the most likely next token, and the l
 class Conversation:
     """A prompt with its answer.
 
-    prompt: number of tokens before the answer. asked: identifies the prompt, to keep held-out prompts out of training.
+    prompt: number of tokens before the answer. prompt_key: identifies the prompt, so that training does not use
+    held-out ones.
     """
 
     tokens: list[int]
     prompt: int
-    asked: str
+    prompt_key: str
 
 
 def bytes_of_token(width: int, taps: int) -> int:
@@ -78,9 +79,9 @@ class Shards:
             "best": torch.cat([output.best for output in outputs]),
             "norm": torch.cat([output.norm for output in outputs]),
         }
-        asked = json.dumps([text.asked for text in texts])
+        prompt_keys = json.dumps([text.prompt_key for text in texts])
         with written_whole(self.path(number)) as part:
-            save_file(tensors, part, metadata={"asked": asked})
+            save_file(tensors, part, metadata={"asked": prompt_keys})
 
     def open(self, number: int) -> Shard | None:
         """Open a shard; None if it has not been made yet. Raises PacelineError for a broken file."""
@@ -90,7 +91,7 @@ class Shards:
 class Shard:
     """One shard. Hidden states are read from disk per conversation; the small tensors stay in memory.
 
-    lengths, prompts: tokens of each conversation and of its prompt. asked: each prompt's identity.
+    lengths, prompts: tokens of each conversation and of its prompt. prompt_keys: identifies each prompt.
     """
 
     def __init__(self, path: Path) -> None:
@@ -100,7 +101,7 @@ class Shard:
             self.tokens, lengths, prompts, self.best, self.norm = (
                 self._file.get_tensor(name) for name in ("tokens", "lengths", "prompts", "best", "norm")
             )
-            self.asked: list[str] = json.loads(self._file.metadata()["asked"])
+            self.prompt_keys: list[str] = json.loads(self._file.metadata()["asked"])
         except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
             raise PacelineError(f"{path} is broken: remove it, and --resume makes it again ({error})") from error
         self.lengths: list[int] = lengths.tolist()

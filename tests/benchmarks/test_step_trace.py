@@ -1,0 +1,27 @@
+"""The script that counts files and calls of a step."""
+
+from __future__ import annotations
+
+import pytest
+from benchmarks.step_trace import calls_of_steps
+
+from toy import FlatToy, make_engine
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("drafter", ["model", "ngram"])
+def test_a_step_enters_the_round_and_its_drafter(drafter: str) -> None:
+    draft = FlatToy() if drafter == "model" else None
+    engine = make_engine(FlatToy(), draft, drafter=drafter, num_speculative_tokens=4, attention="auto")
+    calls = calls_of_steps(engine, [1, 2, 3] * 4)
+    assert {"engine/engine.py", "engine/round.py", f"drafters/{drafter}.py"} <= calls.keys()
+
+
+def test_calls_grow_with_the_steps() -> None:
+    """Twice the steps of plain decoding make about twice the calls: what is counted belongs to steps."""
+    counts = []
+    for steps in (4, 8):
+        engine = make_engine(FlatToy(), None, drafter=None, num_speculative_tokens=0, attention="auto")
+        counts.append(sum(calls_of_steps(engine, [1, 2, 3] * 4, steps).values()))
+    assert counts[1] == pytest.approx(2 * counts[0], rel=0.05)
