@@ -4,10 +4,10 @@
     python -m benchmarks.fuzz smollm2-135m --draft-model smollm2-135m-head --drafter hybrid --precision float32
     python -m benchmarks.fuzz qwen-coder-1.5b.gguf --draft-model qwen-coder-0.5b.gguf --comparisons 300
 
-``bits.py`` varies batches and draft lengths alone. This also draws sampling parameters (penalties, cuts, bias, bad
+``bits.py`` varies only batches and draft lengths. This also draws sampling parameters (penalties, cuts, bias, bad
 words, stops, minimum lengths, several samples, log-probabilities) and references, which n-gram lookup copies from: the
-prompt, parts of it, damaged copies, other texts. Every difference is printed with the seed of its batch.
-The last line is one JSON document; the exit code is 1 if any answer differs.
+prompt, parts of it, damaged copies, other texts. Every difference is printed with the seed of its batch. The last line
+is one JSON document; the exit code is 1 if any answer differs.
 """
 
 from __future__ import annotations

@@ -29,10 +29,10 @@ MOST_TOKENS = 1024  # of a prompt and its answer: the longest problem has less t
 
 @dataclass(frozen=True)
 class Pair:
-    """One problem. parted: place of the first different token, or None. gap: between transformers' two
-    log-probabilities, in nats.
+    """The answers to one problem.
 
-    text_equal: whether the texts are equal, up to where they end.
+    parted: index of the first different token, or None. gap: difference of transformers' two log-probabilities there,
+    in nats. text_equal: whether the texts are equal, up to the end of the shorter one.
     """
 
     task_id: str

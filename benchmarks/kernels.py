@@ -1,5 +1,6 @@
-"""The CPU kernels compared with their floor: ``PYTHONPATH=src:. python -m benchmarks.kernels``; prints a JSON document
-last.
+"""The CPU kernels compared with their floor: ``PYTHONPATH=src:. python -m benchmarks.kernels``.
+
+The last line of the output is a JSON document.
 
 First the machine is measured: read bandwidth, and the kernels' multiply-adds per second on cached weights. Then come
     whole decode steps (forward and head) with random weights: the floor of a step is the larger of the time to read its
@@ -72,8 +73,9 @@ class Reader:
 
 
 def in_turn(step: Callable[[], object], reader: Reader, seconds: float) -> tuple[list[float], list[float]]:
-    """Seconds of a step and of a read, in turn; short steps run several times per turn, because a read empties the
-    caches.
+    """Seconds of a step and of a read, taking turns.
+
+    Short steps run several times per turn, because a read evicts their data from the caches.
     """
     several = max(1, round(_TURN_SECONDS / fastest(step, 0)))
     steps: list[float] = []

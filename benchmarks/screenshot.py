@@ -1,5 +1,7 @@
-"""``make screenshot``: docs/img/playground.png (the page at / while SmolLM2 answers), docs/img/trace.png (the page of
-``paceline trace``) and docs/img/site.png (the first page built by ``make docs``). Needs chromium on the path.
+"""``make screenshot``: takes the pictures of the documentation. Needs chromium on the path.
+
+docs/img/playground.png shows the page at / while SmolLM2 answers, docs/img/trace.png the page of ``paceline trace``,
+docs/img/site.png the first page built by ``make docs``.
 """
 
 from __future__ import annotations

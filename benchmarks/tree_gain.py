@@ -340,8 +340,9 @@ def survivals_of(scores: Sequence[float], follows: Sequence[int]) -> list[float]
 
 
 def cut(tree: Branches, stays: Callable[[list[int]], bool]) -> Branches:
-    """The part of a tree that ``stays`` keeps. It gets the path to each node; descendants of a removed node are
-    removed.
+    """The part of a tree that ``stays`` keeps, called with the path to each node.
+
+    Descendants of a removed node are removed, too.
     """
     made, new, ways = Branches(), {-1: -1}, dict[int, list[int]]({-1: []})
     for node, parent in enumerate(tree.follows):

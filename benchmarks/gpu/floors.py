@@ -23,8 +23,9 @@ _REPEATS = 20
 
 @dataclass(frozen=True)
 class Ceiling:
-    """A device's peak rates. copy_bytes: bytes per second, read and written together. flops: per second, in one large
-    matrix product.
+    """A device's peak rates.
+
+    copy_bytes: bytes per second, read and written together. flops: per second, in one large matrix product.
     """
 
     copy_bytes: float

@@ -109,8 +109,9 @@ def makers(rows: int) -> dict[str, Maker]:
 
 
 def measure(case: Product, device: torch.device, dtype: torch.dtype, repeats: int) -> Timed:
-    """Time every method; failures are recorded. On CUDA without the host's overhead, which a captured round does not
-    have.
+    """Time every method; failures are recorded.
+
+    On CUDA the host's overhead is not counted, because a captured round does not have it.
     """
     copies = min(_MOST_MATRICES, -(-_COLD_BYTES // (case.outputs * case.inputs))) if device.type == "cuda" else 1
     x = torch.randn(case.rows, case.inputs, device=device).to(dtype)

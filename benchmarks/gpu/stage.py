@@ -30,10 +30,10 @@ _TRACED_ROUNDS = 8
 
 @dataclass(frozen=True)
 class Effort:
-    """The extent of a measurement: chunks of at most ``rounds`` rounds, at least ``chunks`` of them, for about
-    ``seconds``.
+    """The extent of a measurement.
 
-    repeats: of a single pass.
+    Chunks of at most ``rounds`` rounds run for about ``seconds``, at least ``chunks`` of them. repeats: of a single
+    pass.
     """
 
     rounds: int = 24
@@ -143,8 +143,9 @@ class Stage:
         return max(1, min(most, ROOM // (k + 1) - 1))
 
     def verify_ms(self, k: int, repeats: int) -> float:
-        """Milliseconds of the target's forward pass over each row's last token and k draft tokens, with logits: the
-        fastest.
+        """Milliseconds of the fastest forward pass of the target.
+
+        The pass covers each row's last token and k draft tokens, logits included.
         """
         self._begin_anew()
         rows, graphs = self.setting.rows, Graphs(self.device, capture=self._capture)

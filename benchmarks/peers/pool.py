@@ -76,8 +76,9 @@ class Worker:
         self._answers.put(None)
 
     def call(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """Resume it, send a request, wait for the answer, stop it. Raises WorkerError (an answer) or WorkerLostError
-        (no process).
+        """Resume the worker, send a request, wait for the answer, and stop the worker.
+
+        Raises WorkerError if the answer is an error, WorkerLostError if the process has ended.
         """
         assert self._process.stdin is not None
         self._signal(signal.SIGCONT)

@@ -110,8 +110,9 @@ class Measurement:
         outcome.seconds = time.monotonic() - began
 
     def _fail(self, outcome: Outcome, error: WorkerError) -> None:
-        """Record an error. A refusal is final, and so is a lost worker for this configuration; the next one restarts
-        it.
+        """Record an error, which is final for this configuration.
+
+        A lost worker is restarted for the next configuration.
         """
         outcome.error = str(error)
         self.say(f"{label(outcome.configuration)}: failed: {error}")
@@ -160,8 +161,9 @@ class Measurement:
         }
 
     def _check(self, sample: Mapping[str, Any], configuration: Configuration) -> None:
-        """Raise an error unless every row has exactly the requested number of tokens; else the figures are not
-        comparable.
+        """Raise WorkerError unless every row has exactly the requested number of tokens.
+
+        Otherwise the figures would not be comparable.
         """
         lengths = sorted({len(row) for row in sample["output_ids"]})
         if lengths != [self.max_tokens] or len(sample["output_ids"]) != configuration.batch:

@@ -37,7 +37,7 @@ def journal(directory: Path) -> list[Any]:
     """Without the times."""
     lines = [json.loads(line) for line in (directory / "journal.jsonl").read_text().splitlines()[1:]]
     for line in lines:
-        for answer in (answer for side in line["sides"].values() for answer in side):
+        for answer in (answer for configuration in line["sides"].values() for answer in configuration):
             for name in ("seconds", "drafted", "accepted"):
                 del answer[name]
     return lines
@@ -52,13 +52,15 @@ def test_one_run_writes_document_samples_journal_and_plot(paceline: Any, tiny: s
     assert document["sandbox"]["holds"]
     assert document["texts_changed_by_speculation"] == 0
     assert document["machine"]["cores"] >= 1
-    assert [(side["mode"], side["n"]) for side in document["results"]] == [
+    assert [(configuration["mode"], configuration["n"]) for configuration in document["results"]] == [
         ("plain", 1), ("k=2", 1), ("plain", 3), ("k=2", 3),
     ]  # fmt: skip
-    for side in document["results"]:
-        assert [reading["budget"] for reading in side["at"]] == [1, 2, 5, None]
-        assert 0 < side["at"][-1]["all"]["mean"] <= 0.5, "every second problem's prompt is right, the others are wrong"
-        assert side["curve"]["all"] == sorted(side["curve"]["all"])
+    for configuration in document["results"]:
+        assert [reading["budget"] for reading in configuration["at"]] == [1, 2, 5, None]
+        assert 0 < configuration["at"][-1]["all"]["mean"] <= 0.5, (
+            "every second problem's prompt is right, the others are wrong"
+        )
+        assert configuration["curve"]["all"] == sorted(configuration["curve"]["all"])
     samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
     assert [sample["task_id"] for sample in samples] == [p.task_id for p in PROBLEMS for _ in range(3)]
     assert {type(sample["completion"]) for sample in samples} == {str}
@@ -68,7 +70,7 @@ def test_one_run_writes_document_samples_journal_and_plot(paceline: Any, tiny: s
 def test_every_side_reads_the_prompt_itself(
     paceline: Any, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A budget counts from a request's arrival, so a side must not find the prompt read by the side before it."""
+    """The budget includes prefill, so no configuration may reuse a prompt that another one has computed."""
     copied = []
     generate = LLM.generate
 
@@ -79,7 +81,7 @@ def test_every_side_reads_the_prompt_itself(
 
     monkeypatch.setattr(LLM, "generate", counted)
     assert paceline("eval", "humaneval", tiny, *PLAIN, "--output", str(tmp_path / "out")).exit_code == 0
-    assert copied == [0] * 2 * (1 + len(PROBLEMS)), "two sides, each warmed up with the first problem"
+    assert copied == [0] * 2 * (1 + len(PROBLEMS)), "two configurations, each warmed up with the first problem"
 
 
 def test_an_interrupted_run_is_gone_on_with_and_equals_an_unbroken_one(
@@ -117,7 +119,10 @@ def test_with_no_guesses_there_is_one_side(paceline: Any, tiny: str, tmp_path: P
     result = paceline("eval", "humaneval", tiny, *OPTIONS, "-k", "0", "--limit", "1", "--output", str(tmp_path))
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout.splitlines()[-1])
-    assert [(side["mode"], side["n"]) for side in document["results"]] == [("plain", 1), ("plain", 3)]
+    assert [(configuration["mode"], configuration["n"]) for configuration in document["results"]] == [
+        ("plain", 1),
+        ("plain", 3),
+    ]
 
 
 def test_a_run_with_other_documents_or_another_sandbox_is_not_gone_on_with(
@@ -144,10 +149,12 @@ def test_answers_that_the_budget_cuts_do_not_count_and_are_not_run(paceline: Any
     options = [*OPTIONS, "--budget-max", "0.000001", "--output", str(tmp_path)]
     result = paceline("eval", "humaneval", tiny, *options)
     assert result.exit_code == 0, result.output
-    for side in json.loads(result.stdout.splitlines()[-1])["results"]:
-        assert side["cut"] == 1
-        assert side["pass_at"]["1"]["mean"] == 0
-    answers = [answer for line in journal(tmp_path) for side in line["sides"].values() for answer in side]
+    for configuration in json.loads(result.stdout.splitlines()[-1])["results"]:
+        assert configuration["cut"] == 1
+        assert configuration["pass_at"]["1"]["mean"] == 0
+    answers = [
+        answer for line in journal(tmp_path) for configuration in line["sides"].values() for answer in configuration
+    ]
     assert {answer["result"] for answer in answers} == {"cut by the budget"}
 
 

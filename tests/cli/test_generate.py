@@ -159,7 +159,7 @@ BAD_LINES = {
     "an unknown structure": ('{"prompt": "a", "structured_outputs": {"choice": []}}', "structured_outputs.choice="),
     "a broken structure": (
         '{"prompt": "a", "ignore_eos": false, "structured_outputs": {"regex": "("}}',
-        "cannot be followed",
+        "is broken",
     ),
 }
 

@@ -12,7 +12,7 @@ import pytest
 from paceline.config import StructuredOutputs
 from paceline.errors import StructureError
 from paceline.structured import grammars
-from paceline.structured.trial import TooMuchError
+from paceline.structured.trial import GrammarLimitError
 from polling import wait_until
 from server_support import Live
 
@@ -84,7 +84,7 @@ def test_a_constraint_that_gives_up_fails_the_answer_with_its_reason(
     schema = {"type": "string", "pattern": "[a-c]{100}"}
 
     def fail(_: str) -> None:
-        raise TooMuchError("a test")
+        raise GrammarLimitError("a test")
 
     with monkeypatch.context() as context:
         live.context.llm.structure(StructuredOutputs(json=schema))

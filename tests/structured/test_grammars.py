@@ -1,4 +1,4 @@
-"""Grammars: tried out in a process that may hang, grow or crash, then followed by any number of answers."""
+"""Grammars: compiled in a trial process that may hang, use much memory or crash, then shared by answers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from paceline.llm import LLM
 from paceline.models.tokenizer import Tokenizer
 from paceline.structured import grammars as module
 from paceline.structured.grammars import GrammarConstraint, Grammars
-from paceline.structured.limits import Limits
-from paceline.structured.trial import TooMuchError, try_out
+from paceline.structured.limits import GrammarLimits
+from paceline.structured.trial import GrammarLimitError, try_out
 from polling import PATIENCE
 from server_support import byte_tokenizer, load, save_model
 
@@ -29,7 +29,7 @@ pytest.importorskip("llguidance", reason="structured outputs need the extra 'str
 BOMB = StructuredOutputs(json={"type": "object", "properties": {f"p{n}": {"type": "null"} for n in range(4000)}})
 WORDS = StructuredOutputs(regex="[a-c]{3}( [a-c]{3}){0,30}")
 OTHER = StructuredOutputs(json={"type": "array", "items": {"enum": ["x", "yy"]}, "minItems": 9})
-DEEP = StructuredOutputs(regex="abc(.{1,40}.{1,40}){1,25}")  # three easy letters, then more than a mask may cost
+DEEP = StructuredOutputs(regex="abc(.{1,40}.{1,40}){1,25}")  # cheap for three letters, then masks exceed the limits
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def llm(path: str) -> LLM:
 
 def grammars(**limits: Any) -> Grammars:
     tokenizer = Tokenizer.load(byte_tokenizer())
-    return Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids, Limits(**limits))
+    return Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids, GrammarLimits(**limits))
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +54,8 @@ def usual() -> Grammars:
 
 @pytest.fixture
 def many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Schemas may be so large that they take seconds to compile."""
-    monkeypatch.setattr("paceline.structured.schemas._MOST_PARTS", 10**6)
+    """Allow schemas that are large enough to take seconds to compile."""
+    monkeypatch.setattr("paceline.structured.schemas._MAX_SUBSCHEMAS", 10**6)
 
 
 def constraint_of(found: Grammars, wanted: StructuredOutputs) -> GrammarConstraint:
@@ -65,7 +65,7 @@ def constraint_of(found: Grammars, wanted: StructuredOutputs) -> GrammarConstrai
 
 
 def mask_of(constraint: Any, draft: list[int]) -> torch.Tensor:
-    """What may follow the answer and a draft: 0, and -inf for the rest."""
+    """The mask after the answer and a draft: 0 for allowed tokens, -inf for others."""
     logits = torch.zeros(1, 257)
     constraint.ask(draft, len(draft), 1).mask(logits)
     return logits
@@ -78,11 +78,11 @@ def usual_token(letter: str) -> int:
 # --- tokens ---
 
 
-def test_tokens_are_known_by_the_bytes_that_they_stand_for_in_the_middle_of_a_text() -> None:
-    """A vocabulary that is not byte-level, and logits padded beyond it; its decoder strips a space at the beginning."""
+def test_tokens_have_the_bytes_that_they_stand_for_within_a_text() -> None:
+    """The vocabulary is not byte-level, the logits are padded, and its decoder strips a space at the beginning."""
     tokenizer = wrap(sentencepiece_backend(), eos_token="</s>")
     size = tokenizer.vocab_size + 3
-    constraint = constraint_of(Grammars(tokenizer, size, [2], Limits()), StructuredOutputs(regex="the the"))
+    constraint = constraint_of(Grammars(tokenizer, size, [2], GrammarLimits()), StructuredOutputs(regex="the the"))
 
     def allowed() -> set[str | None]:
         logits = torch.zeros(1, size)
@@ -101,17 +101,17 @@ def test_tokens_are_known_by_the_bytes_that_they_stand_for_in_the_middle_of_a_te
 
 
 def test_each_node_of_a_tree_has_a_state_of_its_own(usual: Grammars) -> None:
-    """Asked together, branch by branch, as where the acceptance of a tree asks; against the branch as an answer."""
+    """Masks of all branches, queried together as for a tree, equal those of each branch as an answer of its own."""
     make = usual.compile(StructuredOutputs(regex="ab(cd|e)|b(xy)+"))
     tokenizer = Tokenizer.load(byte_tokenizer())
     branches = [tokenizer.encode(text) for text in ("", "a", "b", "ab", "bx", "abc", "bxy")]
     constraint = make()
-    asked = [constraint.ask(branch, len(branch), 1) for branch in branches]
-    for question in asked:
-        question.send()
-    for branch, question in zip(branches, asked, strict=True):
+    queries = [constraint.ask(branch, len(branch), 1) for branch in branches]
+    for query in queries:
+        query.send()
+    for branch, query in zip(branches, queries, strict=True):
         together, alone = torch.zeros(1, tokenizer.vocab_size), torch.zeros(1, tokenizer.vocab_size)
-        question.mask(together)
+        query.mask(together)
         other = make()
         other.advance(branch)
         other.ask([], 0, 1).mask(alone)
@@ -119,7 +119,7 @@ def test_each_node_of_a_tree_has_a_state_of_its_own(usual: Grammars) -> None:
         assert alone.isinf().any()
 
 
-def test_an_answer_is_not_stuck_where_a_sibling_of_its_draft_is(usual: Grammars) -> None:
+def test_an_error_in_another_branch_does_not_end_the_answer(usual: Grammars) -> None:
     constraint = constraint_of(usual, WORDS)
     letter = {each: usual_token(each) for each in "abc"}
     constraint._faults[letter["a"], letter["b"]] = StructureError("cannot be completed")
@@ -136,32 +136,30 @@ def test_an_answer_is_not_stuck_where_a_sibling_of_its_draft_is(usual: Grammars)
 @pytest.mark.parametrize(
     ("limits", "wanted"),
     [
-        ({"compile_seconds": 0.3}, BOMB),
-        ({"compile_wait": 0.3}, BOMB),
-        ({"compile_seconds": 60, "compile_memory": 0}, BOMB),
+        ({"compile_cpu_seconds": 0.3}, BOMB),
+        ({"compile_wall_seconds": 0.3}, BOMB),
+        ({"compile_cpu_seconds": 60, "compile_memory_bytes": 0}, BOMB),
     ],
 )
-def test_what_takes_too_much_to_compile_is_refused_and_others_are_not(
-    limits: dict[str, Any], wanted: StructuredOutputs
-) -> None:
+def test_structures_that_exceed_a_compile_limit_are_refused(limits: dict[str, Any], wanted: StructuredOutputs) -> None:
     found = grammars(**limits)
-    for _ in range(2):  # the second time it is known
+    for _ in range(2):  # the second time from the cache
         with pytest.raises(StructureError, match="too much"):
             found.compile(wanted)
-    found._limits = Limits()  # for a loaded machine, where what is ordinary may take as long
+    found._limits = GrammarLimits()  # on a busy machine an ordinary structure may take longer than the test's limit
     found.compile(WORDS)
 
 
 @pytest.mark.parametrize("schema", [{"const": -(2**63) + 1}, {"enum": [-(2**63)]}])
-def test_what_crashes_llguidance_ends_another_process(schema: Any) -> None:
-    """Once these are compiled, schemas.py need not refuse them; the process remains for what is not known."""
-    with pytest.raises(TooMuchError, match="crashes"):
-        try_out(f"start: %json {json.dumps(schema)}", Limits(), lambda: False)
+def test_a_crash_of_llguidance_ends_only_the_trial_process(schema: Any) -> None:
+    """schemas.py refuses these schemas. It need not once llguidance compiles them; the trial remains for others."""
+    with pytest.raises(GrammarLimitError, match="crashes"):
+        try_out(f"start: %json {json.dumps(schema)}", GrammarLimits(), lambda: False)
 
 
 @pytest.mark.usefixtures("many_parts")
-def test_what_was_too_much_is_refused_at_once_when_it_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = grammars(compile_seconds=0.3)
+def test_a_refused_structure_is_refused_again_without_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = grammars(compile_cpu_seconds=0.3)
     with pytest.raises(StructureError):
         found.compile(BOMB)
     trials = list[str]()
@@ -172,8 +170,12 @@ def test_what_was_too_much_is_refused_at_once_when_it_comes_again(monkeypatch: p
 
 
 @pytest.mark.usefixtures("many_parts")
-def test_compiling_ends_when_nobody_waits_and_holds_up_no_other() -> None:
-    found, over, errors = grammars(compile_seconds=60, compile_wait=60), threading.Event(), list[Exception]()
+def test_compiling_is_cancelled_with_its_request_and_does_not_block_others() -> None:
+    found, over, errors = (
+        grammars(compile_cpu_seconds=60, compile_wall_seconds=60),
+        threading.Event(),
+        list[Exception](),
+    )
 
     def wait() -> None:
         try:
@@ -190,10 +192,10 @@ def test_compiling_ends_when_nobody_waits_and_holds_up_no_other() -> None:
     for thread in waiting:
         thread.join(PATIENCE)
         assert not thread.is_alive()
-    assert ["nobody waits" in str(error) for error in errors] == [True, True]
+    assert ["compilation cancelled" in str(error) for error in errors] == [True, True]
 
 
-def test_one_structure_is_compiled_once_however_many_ask(usual: Grammars) -> None:
+def test_concurrent_requests_compile_a_structure_once(usual: Grammars) -> None:
     wanted, found = StructuredOutputs(regex="once"), list[Any]()
     threads = [threading.Thread(target=lambda: found.append(constraint_of(usual, wanted)._grammar)) for _ in range(8)]
     for thread in threads:
@@ -203,20 +205,20 @@ def test_one_structure_is_compiled_once_however_many_ask(usual: Grammars) -> Non
     assert len({id(each) for each in found}) == 1
 
 
-def test_grammars_that_nobody_uses_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "KEPT", 2)
+def test_unused_grammars_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CACHED_GRAMMARS", 2)
     found = grammars()
-    held = constraint_of(found, StructuredOutputs(regex="held"))
+    used = constraint_of(found, StructuredOutputs(regex="held"))
     kept = [weakref.ref(constraint_of(found, StructuredOutputs(regex=f"a{n}"))._grammar) for n in range(4)]
     assert [each() is None for each in kept] == [True, True, False, False]
-    held.advance([usual_token("h")])
+    used.advance([usual_token("h")])
 
 
-# --- in the middle of answers ---
+# --- errors within answers ---
 
 
-def play(llm: LLM, wanted: list[StructuredOutputs]) -> list[CompletionOutput]:
-    """An answer of each structure, all together."""
+def generate(llm: LLM, wanted: list[StructuredOutputs]) -> list[CompletionOutput]:
+    """One answer for each structure, all in one batch."""
     outputs = [
         llm.engine.add(llm.request("abc", SamplingParams(seed=n, max_tokens=60, structured_outputs=each)))
         for n, each in enumerate(wanted)
@@ -227,25 +229,25 @@ def play(llm: LLM, wanted: list[StructuredOutputs]) -> list[CompletionOutput]:
 
 
 @pytest.mark.parametrize("draft", [False, True])
-def test_an_answer_that_becomes_too_much_ends_with_the_reason_and_others_go_on(
+def test_an_answer_that_exceeds_a_limit_ends_with_an_error_and_others_continue(
     llm: LLM, path: str, draft: bool
 ) -> None:
-    """The draft model is the same one, so it drafts beyond where the answer ends."""
-    truth = play(llm, [WORDS, OTHER])
+    """The draft model is the target itself, so it drafts beyond the position of the error."""
+    expected = generate(llm, [WORDS, OTHER])
     drafting = load(path, draft_model=path, drafter="model") if draft else llm
     assert drafting.tokenizer is not None
-    limits = Limits(trial_tokens=0, mask_fuel=1000)  # as if the trial had not met it
+    limits = GrammarLimits(trial_tokens=0, mask_fuel=1000)  # so that the trial does not find the error
     drafting.__dict__["_grammars"] = Grammars(drafting.tokenizer, 257, (256,), limits)
-    ended, other = play(drafting, [DEEP, OTHER])
+    ended, other = generate(drafting, [DEEP, OTHER])
     assert ended.finish_reason == "error"
     assert isinstance(ended.error, StructureError)
     assert "too much to follow" in str(ended.error)
-    assert ended.text == ("" if draft else "abc")  # a round in which it ends gives it nothing
-    assert (other.token_ids, other.finish_reason) == (truth[1].token_ids, truth[1].finish_reason)
+    assert ended.text == ("" if draft else "abc")  # the round with the error commits nothing
+    assert (other.token_ids, other.finish_reason) == (expected[1].token_ids, expected[1].finish_reason)
 
 
-def test_states_that_other_answers_have_left_end_no_answer(usual: Grammars) -> None:
-    """There is room for 100; an answer has some 35, most of them its own."""
+def test_lexer_states_of_other_answers_do_not_end_an_answer(usual: Grammars) -> None:
+    """The limit is 100 states. An answer needs about 35, most of which it shares with no other."""
     words = [letter * 6 + "." for letter in "abcdefghijklmnopqrstuvwxyz"]
     roomy = usual.compile(StructuredOutputs(regex="|".join(words)))
     make, begun = (
@@ -262,29 +264,29 @@ def test_states_that_other_answers_have_left_end_no_answer(usual: Grammars) -> N
     assert len(begun) > 1
 
 
-def test_a_grammar_that_takes_long_to_compile_is_compiled_again_for_the_next_request(
+def test_a_grammar_too_slow_to_recompile_in_a_round_is_recompiled_for_the_next_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "RENEWAL_SECONDS", 0.0)
+    monkeypatch.setattr(module, "MAX_RECOMPILE_SECONDS", 0.0)
     words = [letter * 6 + "." for letter in "abcdefghijklmnopqrstuvwxyz"]
     found, wanted = grammars(lexer_states=100, trial_tokens=0), StructuredOutputs(regex="|".join(words))
     make = found.compile(wanted)
     assert constraint_of(found, wanted)._grammar is make()._grammar  # type: ignore[attr-defined]
 
-    def play_all() -> None:
+    def follow_all() -> None:
         for word in words:
             constraint = make()
             for letter in word:
                 mask_of(constraint, [])
                 constraint.advance([usual_token(letter)])
 
-    with pytest.raises(TooMuchError, match="too many states"):
-        play_all()
+    with pytest.raises(GrammarLimitError, match="too many states"):
+        follow_all()
     assert constraint_of(found, wanted)._grammar is not make()._grammar  # type: ignore[attr-defined]
 
 
-def test_a_round_that_is_given_up_disturbs_no_later_one(usual: Grammars) -> None:
+def test_an_abandoned_query_does_not_affect_later_ones(usual: Grammars) -> None:
     make = usual.compile(StructuredOutputs(regex="ab|cd"))
     first, second = make(), make()
-    first.ask([], 0, 1).send()  # and never heard
+    first.ask([], 0, 1).send()  # its mask is never read
     assert (mask_of(second, [])[0] == 0).nonzero().flatten().tolist() == [usual_token(letter) for letter in "ac"]

@@ -1,4 +1,4 @@
-"""The default model, some of whose bytes have no token, answers in ordinary schemas."""
+"""The default model, which has no tokens for some bytes, follows ordinary schemas."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SCHEMA: dict[str, Any] = {
 }
 
 
-def test_the_default_model_follows_ordinary_schemas_with_guesses_and_without() -> None:
+def test_the_default_model_follows_ordinary_schemas_with_and_without_speculation() -> None:
     llm = LLM(DEFAULT_MODEL, drafter="ngram", max_model_len=512)
     params = SamplingParams(n=4, seed=1, max_tokens=200, structured_outputs=StructuredOutputs(json=SCHEMA))
     (found,) = llm.generate("Marie Curie as JSON: ", params, use_tqdm=False)

@@ -1,4 +1,4 @@
-"""Schemas that could not be followed to the letter are refused by name, wherever in the schema it stands."""
+"""Schemas are enforced exactly. Keywords that cannot be are refused by name, wherever in the schema they are."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WRONG = "wrong form"
 
 
 @pytest.mark.parametrize(
-    ("schema", "says"),
+    ("schema", "message"),
     [
         ({"$ref": "https://example.org/schema.json"}, "only its own parts"),
         ({"$ref": "other.json#/a"}, "only its own parts"),
@@ -55,7 +55,7 @@ WRONG = "wrong form"
         ({"enum": []}, WRONG),
         ({"enum": "ab"}, WRONG),
         ({"enum": ["\ud800"]}, "U\\+D800"),
-        ({"const": float("nan")}, "which JSON has not"),
+        ({"const": float("nan")}, "which JSON cannot express"),
         ({"anyOf": []}, WRONG),
         ({"anyOf": {"type": "null"}}, WRONG),
         ({"allOf": []}, WRONG),
@@ -81,20 +81,20 @@ WRONG = "wrong form"
         ({"type": "object", "properties": {"a": {}}, "additionalProperties": {}, "maxProperties": 1}, "choices"),
     ],
 )
-def test_what_could_not_be_followed_is_refused_wherever_it_stands(schema: Any, says: str) -> None:
+def test_unsupported_schemas_are_refused_at_any_depth(schema: Any, message: str) -> None:
     for whole in (
         schema,
         {"type": "array", "items": schema},
         {"type": "object", "properties": {"p": {"anyOf": [schema]}}},
     ):
         if whole is not schema and "$ref" in json.dumps(schema):
-            continue  # it means the whole
-        with pytest.raises(StructureError, match=says):
+            continue  # the reference is relative to the root
+        with pytest.raises(StructureError, match=message):
             grammar_of("schema", json.dumps(whole))
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "structure",
     [
         ("regex", "a\x04"),
         ("regex", "[\U00050000-\U00050010]"),
@@ -103,18 +103,18 @@ def test_what_could_not_be_followed_is_refused_wherever_it_stands(schema: Any, s
         ("schema", json.dumps({"type": "string", "pattern": "\U00050000"})),
     ],
 )
-def test_characters_that_no_tokens_spell_are_named(asked: tuple[str, str]) -> None:
+def test_characters_without_tokens_are_named(structure: tuple[str, str]) -> None:
     with pytest.raises(StructureError, match=r"no tokens to spell U\+(0004|50000)"):
-        grammar_of(*asked, unspelled=[0x04, 0xF1])
-    grammar_of(*asked)
+        grammar_of(*structure, unspelled=[0x04, 0xF1])
+    grammar_of(*structure)
 
 
-def test_a_schema_has_so_many_parts_and_is_so_deep() -> None:
+def test_size_and_depth_of_a_schema_are_limited() -> None:
     wide = {"type": "object", "properties": {f"p{number}": {} for number in range(2001)}}
     deep = json.loads('{"anyOf":[' * 400 + "{}" + "]}" * 400)
     chain = {"$ref": "#/$defs/0", "$defs": {str(n): {"$ref": f"#/$defs/{n + 1}"} for n in range(1000)}}
-    for schema, says in ((wide, "2000 parts"), (deep, "too deeply"), (chain, "too deeply")):
-        with pytest.raises(StructureError, match=says):
+    for schema, message in ((wide, "2000 parts"), (deep, "too deeply"), (chain, "too deeply")):
+        with pytest.raises(StructureError, match=message):
             grammar_of("schema", json.dumps(schema))
 
 
@@ -188,7 +188,7 @@ TAKEN = {
         ({"type": "string", "format": "date"}, ['"2024-02-29"'], ['"2024-02-31"', '"2024-13-01"']),
     ],
 )
-def test_what_is_enforced_is_enforced_to_the_letter(schema: Any, yes: list[Any], no: list[Any]) -> None:
+def test_schemas_are_enforced_exactly(schema: Any, yes: list[Any], no: list[Any]) -> None:
     from llguidance import LLMatcher, LLTokenizer
 
     start = LLMatcher(LLTokenizer("byte"), grammar_of("schema", json.dumps(schema)))

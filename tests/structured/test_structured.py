@@ -1,4 +1,4 @@
-"""Answers of a given structure: grammars of byte-level tokens, and the schemas that are followed to the letter."""
+"""Structured answers of an engine with a byte-level tokenizer, with and without speculation."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def answers(llm: LLM, params: SamplingParams, prompts: tuple[str, ...] = ("abc",
 
 
 def finished(llm: LLM, wanted: StructuredOutputs) -> list[str]:
-    """Answers that reached their end, which a bias makes likely."""
+    """Answers that ended by themselves, which a logit bias makes likely."""
     assert llm.tokenizer is not None
     closing = dict.fromkeys(llm.tokenizer.encode('"}],'), 6.0) | dict.fromkeys(llm.tokenizer.eos_token_ids, 8.0)
     params = SamplingParams(
@@ -72,7 +72,7 @@ def test_answers_follow_their_schema(plain: LLM, temperature: float) -> None:
             jsonschema_rs.validate(PERSON, json.loads(answer.text))
 
 
-def test_any_object(plain: LLM) -> None:
+def test_json_object_gives_any_object(plain: LLM) -> None:
     texts = finished(plain, StructuredOutputs(json_object=True))
     assert all(isinstance(json.loads(text), dict) for text in texts)
 
@@ -80,7 +80,7 @@ def test_any_object(plain: LLM) -> None:
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 @pytest.mark.parametrize("drafter", ["ngram", "model"])
 @pytest.mark.parametrize("attention", ["padded", "native"])
-def test_speculation_changes_nothing_where_answers_have_a_structure(
+def test_speculation_does_not_change_structured_answers(
     path: str, drafter: str, acceptance: str, attention: str
 ) -> None:
     if attention == "native" and native.select() is None:
@@ -98,19 +98,19 @@ def test_speculation_changes_nothing_where_answers_have_a_structure(
             assert answers(llm, params) == answers(plain, params)
 
 
-def test_only_the_rows_that_ask_for_a_structure_have_one(plain: LLM) -> None:
+def test_structures_apply_only_to_their_own_rows(plain: LLM) -> None:
     free = SamplingParams(seed=3, max_tokens=30)
-    held = SamplingParams(seed=3, max_tokens=60, structured_outputs=FORMATS["schema"])
-    mixed = plain.generate(["abc", "x", "abc", "x"], [free, held, held, free], use_tqdm=False)
+    structured = SamplingParams(seed=3, max_tokens=60, structured_outputs=FORMATS["schema"])
+    mixed = plain.generate(["abc", "x", "abc", "x"], [free, structured, structured, free], use_tqdm=False)
     alone = [
         plain.generate(p, s, use_tqdm=False)[0]
-        for p, s in zip(("abc", "x", "abc", "x"), (free, held, held, free), strict=True)
+        for p, s in zip(("abc", "x", "abc", "x"), (free, structured, structured, free), strict=True)
     ]
     assert [o.outputs[0].text for o in mixed] == [o.outputs[0].text for o in alone]
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("given", "message"),
     [
         ({}, "exactly one"),
         ({"json": {}, "regex": "a"}, "exactly one"),
@@ -119,19 +119,19 @@ def test_only_the_rows_that_ask_for_a_structure_have_one(plain: LLM) -> None:
         ({"json": {"x": object()}}, "a JSON schema"),
     ],
 )
-def test_a_structure_that_is_none_is_refused(given: Any, says: str) -> None:
-    with pytest.raises(ParameterError, match=says):
+def test_invalid_structured_outputs_are_refused(given: Any, message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
         StructuredOutputs(**given)
 
 
 @pytest.mark.parametrize("given", [{"ignore_eos": True}, {"min_tokens": 3}])
-def test_what_fights_a_structure_is_refused(given: Any) -> None:
+def test_parameters_that_conflict_with_a_structure_are_refused(given: Any) -> None:
     with pytest.raises(ParameterError, match="structured_outputs"):
         SamplingParams(structured_outputs=FORMATS["regex"], **given)
 
 
 @pytest.mark.parametrize(
-    ("schema", "says"),
+    ("schema", "message"),
     [
         ({"type": "array", "uniqueItems": True}, "uniqueItems"),
         ({"not": {"type": "null"}}, "not"),
@@ -144,14 +144,14 @@ def test_what_fights_a_structure_is_refused(given: Any) -> None:
         ({"type": "integer", "const": True}, "True"),
         ({"type": "object", "required": ["a"]}, "requires 'a'"),
         ({"type": "string", "format": "json-pointer"}, "json-pointer"),
-        ({"type": "string", "pattern": "a(?=b)"}, "looks around"),
+        ({"type": "string", "pattern": "a(?=b)"}, "a lookaround"),
         ({"type": "array", "maxItems": 5000}, "5000"),
         ({"type": "string", "pattern": "a{3,900}"}, "900"),
         ({"allOf": [{"type": "string"}, {"type": "null"}]}, "allOf"),
     ],
 )
-def test_what_would_not_be_enforced_is_refused(schema: Any, says: str) -> None:
-    with pytest.raises(StructureError, match=says):
+def test_keywords_that_cannot_be_enforced_are_refused(schema: Any, message: str) -> None:
+    with pytest.raises(StructureError, match=message):
         grammar_of("schema", json.dumps(schema))
 
 
@@ -192,7 +192,7 @@ ENFORCED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", ENFORCED)
-def test_what_is_enforced_is_enforced(plain: LLM, name: str) -> None:
+def test_answers_are_valid_for_their_schema(plain: LLM, name: str) -> None:
     schema = ENFORCED[name]
     for text in finished(plain, StructuredOutputs(json=schema)):
         jsonschema_rs.validate(schema, json.loads(text))

@@ -1,6 +1,6 @@
-"""The common part of the workers: JSON lines over the standard streams. Only the standard library, for every
-environment.
+"""The common part of the workers: JSON lines over the standard streams.
 
+It uses only the standard library, because it runs in every environment.
 A worker is started with one JSON argument (see ``Setup``), loads its models, writes one line (``{"ready": ...}`` or
 ``{"error": ...}``) and then answers each request line with one line, until its input ends. Output of libraries goes to
 stderr instead, so that it cannot break the protocol.

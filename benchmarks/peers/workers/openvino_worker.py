@@ -48,8 +48,9 @@ class OpenVino:
         return self._result(first, rows, steps, row_steps, k)
 
     def _result(self, first: FirstTokens, rows: list[list[int]], steps: int, row_steps: int, k: int) -> Run:
-        """The result. The pipeline does not report drafted tokens; with a draft model they are k per row and step after
-        the first.
+        """The result of a run.
+
+        The pipeline does not report drafted tokens. With a draft model they are k per row and step after the first.
         """
         decoding_steps = row_steps - len(rows)
         return Run(

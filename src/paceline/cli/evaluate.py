@@ -23,10 +23,10 @@ from paceline.errors import MissingPackageError, ParameterError
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
-    from paceline.tools.evaluation.curves import Share
-    from paceline.tools.evaluation.journal import Sides
+    from paceline.tools.evaluation.curves import MeanWithError
+    from paceline.tools.evaluation.journal import ProblemAnswers
     from paceline.tools.evaluation.problems import Problem, Style
-    from paceline.tools.evaluation.run import Plan, Result, Side
+    from paceline.tools.evaluation.run import Configuration, ConfigurationResult, EvaluationPlan
     from paceline.tools.evaluation.sandbox import Sandbox
 
 app = typer.Typer(no_args_is_help=True, help="Measure the quality of answers within time budgets.")
@@ -78,7 +78,7 @@ def humaneval(
     The programs that the model writes are run in a sandbox. The last line of stdout is one JSON document.
     """
     from paceline.tools.evaluation.problems import human_eval
-    from paceline.tools.evaluation.run import Plan, sides_of
+    from paceline.tools.evaluation.run import EvaluationPlan, configurations_of
     from paceline.tools.evaluation.sandbox import Sandbox
 
     answers = tuple(sorted(set(whole_numbers("--n", n))))
@@ -91,10 +91,10 @@ def humaneval(
     if not quiet or box.isolation.missing:
         _tell(box)
     llm = replace(engine, max_batch_size=max(answers)).load(model, quiet)
-    plan = Plan(problems, answers, _style(llm, style), params, seed)
-    sides = sides_of(llm, answers)
-    found = _run(plan, sides, box, output / FILES[0], resume, quiet)
-    _finish(llm, plan, sides, box, found, looks, output)
+    plan = EvaluationPlan(problems, answers, _style(llm, style), params, seed)
+    configurations = configurations_of(llm, answers)
+    found = _run(plan, configurations, box, output / FILES[0], resume, quiet)
+    _finish(llm, plan, configurations, box, found, looks, output)
 
 
 def _need_matplotlib() -> None:
@@ -138,7 +138,9 @@ def _style(llm: LLM, wanted: Literal["auto", "chat", "completion"]) -> Style:
     return style_of(llm.tokenizer) if wanted == "auto" else wanted
 
 
-def _run(plan: Plan, sides: list[Side], box: Sandbox, path: Path, resume: bool, quiet: bool) -> dict[str, Sides]:
+def _run(
+    plan: EvaluationPlan, configurations: list[Configuration], box: Sandbox, path: Path, resume: bool, quiet: bool
+) -> dict[str, ProblemAnswers]:
     """All problems' answers, those of an earlier run included."""
     from tqdm import tqdm
 
@@ -146,7 +148,7 @@ def _run(plan: Plan, sides: list[Side], box: Sandbox, path: Path, resume: bool, 
     from paceline.tools.evaluation.run import evaluate, settings
 
     with working("identifying the models"):
-        journal = Journal(path, settings(plan, sides, box), resume=resume)
+        journal = Journal(path, settings(plan, configurations, box), resume=resume)
     wanted = [problem.task_id for problem in plan.problems]
     done = sum(name in journal.problems for name in wanted)
 
@@ -154,12 +156,18 @@ def _run(plan: Plan, sides: list[Side], box: Sandbox, path: Path, resume: bool, 
         silent = True if quiet else None  # None: where stderr is no terminal
         return tqdm(steps, "problems", len(wanted), initial=done, disable=silent)  # type: ignore[no-any-return]
 
-    evaluate(plan, sides, box, journal, progress)
+    evaluate(plan, configurations, box, journal, progress)
     return {name: journal.problems[name] for name in wanted}
 
 
 def _finish(
-    llm: LLM, plan: Plan, sides: list[Side], box: Sandbox, found: dict[str, Sides], looks: list[float], output: Path
+    llm: LLM,
+    plan: EvaluationPlan,
+    configurations: list[Configuration],
+    box: Sandbox,
+    found: dict[str, ProblemAnswers],
+    looks: list[float],
+    output: Path,
 ) -> None:
     """Print the tables; write the files and the document."""
     from paceline.tools.bench.offline import document
@@ -167,12 +175,12 @@ def _finish(
     from paceline.tools.evaluation.run import different_texts, failures, half_way, results, samples
 
     problems = list(found.values())
-    measured = results(sides, problems, looks)
+    measured = results(configurations, problems, looks)
     for sheet in _tables(measured, len(problems)):
         stderr().print(sheet)
     if (failed := failures(problems)) is not None:
         note(failed)
-    lines = [json.dumps(sample) for sample in samples(found, sides[-1])]
+    lines = [json.dumps(sample) for sample in samples(found, configurations[-1])]
     write_text(output / FILES[1], "".join(f"{line}\n" for line in lines))
     draw(measured, output / FILES[3], f"HumanEval, {len(problems)} problems. {llm.engine.describe()}")
     about: dict[str, Any] = {
@@ -180,9 +188,9 @@ def _finish(
         "style": plan.style,
         "sampling": {**asdict(plan.params), "seed": plan.seed},
         "sandbox": asdict(box.isolation) | {"limits": asdict(box.limits)},
-        "samples_of": sides[-1].name,
-        "half_way": [asdict(each) for each in half_way(sides, problems)],
-        "texts_changed_by_speculation": different_texts(sides, problems),
+        "samples_of": configurations[-1].name,
+        "half_way": [asdict(each) for each in half_way(configurations, problems)],
+        "texts_changed_by_speculation": different_texts(configurations, problems),
         "files": {Path(name).suffix.strip("."): str(output / name) for name in FILES if name.endswith(("png", "json"))}
         | {"journal": str(output / FILES[0]), "samples": str(output / FILES[1])},
     }
@@ -190,7 +198,7 @@ def _finish(
     end(full, output / FILES[2])
 
 
-def _tables(results: list[Result], problems: int) -> Iterable[Sheet]:
+def _tables(results: list[ConfigurationResult], problems: int) -> Iterable[Sheet]:
     """Three tables of at most 80 columns: two by budget, one for ranking and time."""
     budgets = [reading.budget for reading in results[0].at]
     columns = ["", *("end" if budget is None else f"{budget:g} s" for budget in budgets)]
@@ -218,11 +226,11 @@ def _tables(results: list[Result], problems: int) -> Iterable[Sheet]:
     )
 
 
-def _percent(share: Share) -> str:
+def _percent(share: MeanWithError) -> str:
     return f"{100 * share.mean:.1f}"
 
 
-def _with_error(share: Share, sign: str = "") -> str:
+def _with_error(share: MeanWithError, sign: str = "") -> str:
     error = "" if share.error is None else f" ± {100 * share.error:.1f}"
     return f"{100 * share.mean:{sign}.1f}{error}"
 

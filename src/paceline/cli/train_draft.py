@@ -17,9 +17,9 @@ from paceline.config.files import check_output, write_text
 from paceline.errors import ParameterError
 
 if TYPE_CHECKING:
-    from paceline.tools.training.fellows import Fellows
     from paceline.tools.training.learn import Trainer
-    from paceline.tools.training.run import Plan, Watcher
+    from paceline.tools.training.ranks import TrainingRanks
+    from paceline.tools.training.run import TrainingCallbacks, TrainingRun
 
 WITHOUT = {
     "draft_model", "drafter", "num_speculative_tokens", "speculation_width", "profile", "acceptance", "rounds",
@@ -61,21 +61,21 @@ def train_draft(
     check_output_directory(output)
     options = _options(engine, max_batch_size, max_model_len)
     with working("reading the prompts"):
-        from paceline.tools.training.fellows import fellows
         from paceline.tools.training.prompts import read_questions
-        from paceline.tools.training.run import Plan
-        from paceline.tools.training.shards import held
+        from paceline.tools.training.ranks import training_ranks
+        from paceline.tools.training.run import TrainingRun
+        from paceline.tools.training.shards import directory_lock
 
         questions = None if prompts is None else read_questions(prompts)
-    plan = Plan(output, data, training, questions, resume)
-    with fellows() as together:
-        if together.size > 1:
+    plan = TrainingRun(output, data, training, questions, resume)
+    with training_ranks() as ranks:
+        if ranks.size > 1:
             _check_device(options["device"])
-        if together.first:
-            with held(output):
-                _run(plan, model, options, together, quiet)
+        if ranks.first:
+            with directory_lock(output):
+                _run(plan, model, options, ranks, quiet)
         else:
-            _follow(plan, model, options, together)
+            _follow(plan, model, options, ranks)
 
 
 def _check_device(device: str) -> None:
@@ -102,32 +102,34 @@ def _options(engine: EngineFlags, rows: int, longest: int) -> EngineOptions:
     return {**engine.options(), **plain, **sizes}
 
 
-def _follow(plan: Plan, model: str, options: EngineOptions, together: Fellows) -> None:
+def _follow(plan: TrainingRun, model: str, options: EngineOptions, ranks: TrainingRanks) -> None:
     """Train in a process other than the first."""
     from paceline.core.hardware import default_threads
-    from paceline.tools.training.run import follow
+    from paceline.tools.training.run import join_training
     from paceline.tools.training.target import Target
 
     training = plan.training
-    follow(plan, Target.load(model, training.kind, training.layers), together, options["threads"] or default_threads())
+    join_training(
+        plan, Target.load(model, training.kind, training.layers), ranks, options["threads"] or default_threads()
+    )
 
 
-def _run(plan: Plan, model: str, options: EngineOptions, together: Fellows, quiet: bool) -> None:
+def _run(plan: TrainingRun, model: str, options: EngineOptions, ranks: TrainingRanks, quiet: bool) -> None:
     from paceline.core.hardware import resolve_device
     from paceline.llm import LLM
     from paceline.tools.bench.offline import machine, versions
-    from paceline.tools.training.run import as_markdown, check_room, draw, train
+    from paceline.tools.training.run import as_markdown, check_resources, draw, train
     from paceline.tools.training.target import Target
 
     with working(f"loading {model}"):
         target = Target.load(model, plan.training.kind, plan.training.layers)
-        check_room(plan, target, resolve_device(options["device"]))
+        check_resources(plan, target, resolve_device(options["device"]))
         llm = LLM(model, use_tqdm=False, **options)
     engine, computer = llm.engine.describe(), machine(llm.engine.threads)
     if not quiet:
         note(engine)
     with Bars(plan, quiet) as bars:
-        found = train(plan, llm, target, bars.watcher, together)
+        found = train(plan, llm, target, bars.callbacks, ranks)
     about = {"command": command_line(), "target": model, "engine": engine, "machine": computer, "versions": versions()}
     told = about | {"measure": measuring(plan, model, options)} | found
     if not draw(told, plan.output / FILES[2], f"A drafter for {model}. {engine}"):
@@ -136,7 +138,7 @@ def _run(plan: Plan, model: str, options: EngineOptions, together: Fellows, quie
     end(told, plan.output / FILES[0])
 
 
-def measuring(plan: Plan, model: str, options: EngineOptions) -> str:
+def measuring(plan: TrainingRun, model: str, options: EngineOptions) -> str:
     """The command that measures the trained drafter, in the precision of its training."""
     drafter = "--draft-model" if plan.training.kind == "model" else "--head"
     line = ["paceline", "bench", "drafters", model, drafter, str(plan.output)]
@@ -149,7 +151,7 @@ def measuring(plan: Plan, model: str, options: EngineOptions) -> str:
 class Bars:
     """Progress of data and of training: two bars on a terminal, else a line for every tenth of each."""
 
-    def __init__(self, plan: Plan, quiet: bool) -> None:
+    def __init__(self, plan: TrainingRun, quiet: bool) -> None:
         self._plan, self._quiet = plan, quiet
         self._lines = Tenths() if not (quiet or sys.stderr.isatty()) else None
         self._made = 0  # tokens
@@ -171,10 +173,10 @@ class Bars:
                 bar.close()
 
     @property
-    def watcher(self) -> Watcher:
-        from paceline.tools.training.run import Watcher
+    def callbacks(self) -> TrainingCallbacks:
+        from paceline.tools.training.run import TrainingCallbacks
 
-        return Watcher(self._collected, self._learnt, note)
+        return TrainingCallbacks(self._collected, self._learnt, note)
 
     def _collected(self, tokens: int) -> None:
         self._made += tokens
@@ -185,14 +187,14 @@ class Bars:
     def _learnt(self, trainer: Trainer) -> None:
         if self._training is None:
             self._data.close()
-            self._training = self._bar("training", 100, unit="%", initial=100 * trainer.share)
+            self._training = self._bar("training", 100, unit="%", initial=100 * trainer.fraction_done)
         looks = trainer.progress.looks
         kept = f", kept {looks[-1]['conditional'][0]:.3f}" if looks else ""
         now = f"loss {trainer.progress.losses[-1]:.3f}{kept}"
-        self._training.update(100 * trainer.share - self._training.n)
+        self._training.update(100 * trainer.fraction_done - self._training.n)
         self._training.set_postfix_str(now)
         if self._lines is not None:
-            self._lines.tell("training", trainer.share, f", {now}")
+            self._lines.tell("training", trainer.fraction_done, f", {now}")
 
 
 class Tenths:

@@ -35,7 +35,7 @@ class CallArguments:
     params: SamplingParams | Sequence[SamplingParams] | None
     references: Sequence[Sequence[Prompt]] | None
     on_error: OnError = "raise"
-    arrival: float = field(default_factory=time.monotonic)
+    arrival: float = field(default_factory=lambda: time.monotonic())  # looked up late, for tests with a clock
 
     def made(self, prompts: Sequence[T], make: Maker[T]) -> list[Made]:
         """Return a request for each prompt; with on_error="skip" a finished result for a refused one.

@@ -1,4 +1,4 @@
-"""Constraints on answers: JSON schemas, regular expressions, choices and grammars."""
+"""Structured outputs: answers that follow a JSON schema or a regular expression."""
 
 from paceline.structured.grammars import GrammarConstraint, Grammars
 

@@ -1,4 +1,4 @@
-"""Structures, compiled for a model's tokens and followed by llguidance."""
+"""Grammars of llguidance, compiled for a model's tokens, and the constraints that follow them."""
 
 from __future__ import annotations
 
@@ -21,107 +21,128 @@ from paceline.config import StructuredOutputs
 from paceline.core.rows import Constraint
 from paceline.errors import MissingPackageError, StructureError
 from paceline.models.tokenizer import Tokenizer
-from paceline.structured.limits import AT_ONCE, KEPT, MOST_PATTERN, MOST_TEXT, RENEWAL_SECONDS, Limits
+from paceline.structured.limits import (
+    CACHED_GRAMMARS,
+    CONCURRENT_COMPILES,
+    MAX_RECOMPILE_SECONDS,
+    MAX_REGEX_CHARACTERS,
+    MAX_SCHEMA_CHARACTERS,
+    GrammarLimits,
+)
 from paceline.structured.schemas import grammar_of
-from paceline.structured.trial import POLL, TooMuchError, check_compiled, check_followed, nobody_waits, try_out
+from paceline.structured.trial import (
+    POLL_SECONDS,
+    GrammarLimitError,
+    check_compiled,
+    check_followed,
+    compile_cancelled,
+    try_out,
+)
 from paceline.structured.trial_program import compiled, walk
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _BYTES = [bytes([byte]) for byte in range(256)]
-_NEEDED = {*range(0x20, 0x7F), *range(0x80, 0xC0)}  # JSON itself, and how every character beyond ASCII goes on
+_NEEDED = {*range(0x20, 0x7F), *range(0x80, 0xC0)}  # JSON's own bytes, and UTF-8 continuation bytes
 
 
 class Grammars:
-    """Compiles structures for one model. May be used by any thread.
+    """Compiles structures for one model, and caches the grammars. Thread-safe.
 
-    Raises MissingPackageError, or StructureError if the model's tokens cannot be held to a grammar.
+    Raises MissingPackageError without llguidance, StructureError if the model's tokens cannot spell JSON.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int], limits: Limits | None = None
+        self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int], limits: GrammarLimits | None = None
     ) -> None:
         if importlib.util.find_spec("llguidance") is None:
             raise MissingPackageError("llguidance", "structured")
-        self._limits = Limits() if limits is None else limits
+        self._limits = GrammarLimits() if limits is None else limits
         if not eos_token_ids:
-            raise StructureError("the model has no end-of-text token, with which a structured answer ends")
+            raise StructureError("the model has no end-of-text token, which structured answers need")
         vocabulary = _Vocabulary(tokenizer, vocab_size, eos_token_ids)
         self._unspelled = _unspelled(tokenizer.name, vocabulary.tokens)
-        self._tokens = _known_to_llguidance(vocabulary, eos_token_ids)
-        self._turn = threading.Lock()
-        self._kept: OrderedDict[tuple[str, str], Grammar | TooMuchError] = OrderedDict()  # the last used at the end
-        self._one_each: weakref.WeakValueDictionary[tuple[str, str], _Turn] = weakref.WeakValueDictionary()
-        self._compiling = threading.Semaphore(AT_ONCE)
+        self._tokens = _llguidance_tokenizer(vocabulary, eos_token_ids)
+        self._lock = threading.Lock()
+        # least recently used first
+        self._cache: OrderedDict[tuple[str, str], Grammar | GrammarLimitError] = OrderedDict()
+        self._compile_locks: weakref.WeakValueDictionary[tuple[str, str], _CompileLock] = weakref.WeakValueDictionary()
+        self._compile_slots = threading.Semaphore(CONCURRENT_COMPILES)
 
     def compile(
-        self, wanted: StructuredOutputs, stopped: Callable[[], bool] = lambda: False
+        self, structure: StructuredOutputs, stopped: Callable[[], bool] = lambda: False
     ) -> Callable[[], Constraint]:
-        """What makes a constraint for one answer. Raises StructureError, also when ``stopped`` says so meanwhile."""
-        key = _kind_and_text(wanted)
-        with self._turn:
-            turn = self._one_each.setdefault(key, _Turn())
-        with _held(turn.lock, stopped):
-            found = self._known(key)
-            if found is None:
-                with _held(self._compiling, stopped):
-                    found = self._compiled(key, stopped)
-                self._keep(key, found)
-        if isinstance(found, TooMuchError):
-            raise StructureError(str(found))
-        return lambda: GrammarConstraint(found)
+        """Return a function that makes a constraint for one answer.
 
-    def _known(self, key: tuple[str, str]) -> Grammar | TooMuchError | None:
-        with self._turn:
-            found = self._kept.get(key)
-            if isinstance(found, Grammar) and found.worn:
+        stopped: returns True once the request has ended. Raises StructureError if the structure cannot be followed, or
+        if the request has ended before it was compiled.
+        """
+        key = _kind_and_text(structure)
+        with self._lock:
+            compile_lock = self._compile_locks.setdefault(key, _CompileLock())
+        with _acquired(compile_lock.lock, stopped):
+            grammar = self._cached(key)
+            if grammar is None:
+                with _acquired(self._compile_slots, stopped):
+                    grammar = self._compiled(key, stopped)
+                self._store(key, grammar)
+        if isinstance(grammar, GrammarLimitError):
+            raise StructureError(str(grammar))
+        return lambda: GrammarConstraint(grammar)
+
+    def _cached(self, key: tuple[str, str]) -> Grammar | GrammarLimitError | None:
+        with self._lock:
+            grammar = self._cache.get(key)
+            if isinstance(grammar, Grammar) and grammar.worn:
                 return None
-            if found is not None:
-                self._kept.move_to_end(key)
-            return found
+            if grammar is not None:
+                self._cache.move_to_end(key)
+            return grammar
 
-    def _keep(self, key: tuple[str, str], found: Grammar | TooMuchError) -> None:
-        with self._turn:
-            self._kept[key] = found
-            while len(self._kept) > KEPT:
-                self._kept.popitem(last=False)
+    def _store(self, key: tuple[str, str], grammar: Grammar | GrammarLimitError) -> None:
+        with self._lock:
+            self._cache[key] = grammar
+            while len(self._cache) > CACHED_GRAMMARS:
+                self._cache.popitem(last=False)
 
-    def _compiled(self, key: tuple[str, str], stopped: Callable[[], bool]) -> Grammar | TooMuchError:
+    def _compiled(self, key: tuple[str, str], stopped: Callable[[], bool]) -> Grammar | GrammarLimitError:
         text = grammar_of(*key, self._unspelled)
         try:
             try_out(text, self._limits, stopped)
             return Grammar(text, self._tokens, self._limits)
-        except TooMuchError as error:
+        except GrammarLimitError as error:
             return error
 
 
-class _Turn:
-    """Who compiles a structure; others that want the same one wait for it."""
+class _CompileLock:
+    """A lock for one structure, so that concurrent requests compile it only once."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
 
 
 @contextmanager
-def _held(lock: Any, stopped: Callable[[], bool]) -> Iterator[None]:
-    while not lock.acquire(timeout=POLL):
+def _acquired(lock: Any, stopped: Callable[[], bool]) -> Iterator[None]:
+    """Hold a lock. Raises StructureError if the request ends before the lock is free."""
+    while not lock.acquire(timeout=POLL_SECONDS):
         if stopped():
-            raise nobody_waits()
+            raise compile_cancelled()
     try:
         yield
     finally:
         lock.release()
 
 
-def _kind_and_text(wanted: StructuredOutputs) -> tuple[str, str]:
-    kind, text, most = "object", "", 0
-    if wanted.regex is not None:
-        kind, text, most = "regex", wanted.regex, MOST_PATTERN
-    elif wanted.json is not None:
-        kind, text, most = "schema", str(wanted.json), MOST_TEXT
-    if len(text) > most:
-        raise StructureError(f"the {kind} has {len(text)} characters; up to {most} can be followed")
+def _kind_and_text(structure: StructuredOutputs) -> tuple[str, str]:
+    """The kind of a structure, as in ``grammar_of``, and its text. Raises StructureError if it is too long."""
+    kind, text, limit = "object", "", 0
+    if structure.regex is not None:
+        kind, text, limit = "regex", structure.regex, MAX_REGEX_CHARACTERS
+    elif structure.json is not None:
+        kind, text, limit = "schema", str(structure.json), MAX_SCHEMA_CHARACTERS
+    if len(text) > limit:
+        raise StructureError(f"the {kind} has {len(text)} characters; up to {limit} are supported")
     return kind, text
 
 
@@ -129,7 +150,7 @@ def _kind_and_text(wanted: StructuredOutputs) -> tuple[str, str]:
 
 
 def _unspelled(name: str, tokens: Collection[bytes]) -> list[int]:
-    """The bytes that no token spells alone. Raises StructureError where JSON itself needs one of them."""
+    """The bytes without a token of their own. Raises StructureError if JSON itself needs one of them."""
     spelled = set(tokens)
     unspelled = [byte for byte, alone in enumerate(_BYTES) if alone not in spelled]
     if missing := _NEEDED.intersection(unspelled):
@@ -138,15 +159,15 @@ def _unspelled(name: str, tokens: Collection[bytes]) -> list[int]:
     return unspelled
 
 
-def _known_to_llguidance(vocabulary: _Vocabulary, ends: Sequence[int]) -> LLTokenizer:
+def _llguidance_tokenizer(vocabulary: _Vocabulary, ends: Sequence[int]) -> LLTokenizer:
     from llguidance import LLTokenizer
 
-    wrapper: Any = vocabulary  # has what is asked of a TokenizerWrapper
+    wrapper: Any = vocabulary  # has the interface of a TokenizerWrapper
     return LLTokenizer(wrapper, n_vocab=len(vocabulary.tokens), eos_token=list(ends))
 
 
 class _Vocabulary:
-    """A model's tokens under the names by which llguidance asks for them. Special tokens are no part of a text."""
+    """A model's tokens with the interface of llguidance's TokenizerWrapper. Special tokens have no bytes."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -160,7 +181,7 @@ class _Vocabulary:
         self.eos_token_id = ends[0]
 
     def __call__(self, text: str) -> list[int]:
-        """Asked for where a grammar forces tokens; here none does."""
+        """Not implemented: llguidance tokenizes only for forced tokens, which are disabled here."""
         raise NotImplementedError
 
 
@@ -174,34 +195,34 @@ def _bytes_of(tokenizer: Tokenizer, token: int, spelling: str) -> bytes:
 
 
 class Grammar:
-    """A compiled structure, which any number of answers follow.
+    """A compiled structure, shared by all answers that follow it.
 
-    Raises StructureError if it cannot be followed, TooMuchError if a mask takes too much.
+    Raises StructureError if it cannot be followed, GrammarLimitError if it exceeds a limit.
     """
 
-    def __init__(self, text: str, tokens: LLTokenizer, limits: Limits) -> None:
+    def __init__(self, text: str, tokens: LLTokenizer, limits: GrammarLimits) -> None:
         self._text, self._tokens, self._limits = text, tokens, asdict(limits)
         self.ends = frozenset(tokens.eos_tokens)
         started = time.thread_time()
         self._first = self._compiled()
         self._seconds = time.thread_time() - started
-        self.worn = False  # whether it is to be compiled again before another request uses it
+        self.worn = False  # whether it has to be compiled again before the next request uses it
         trial = self.matcher()
         walk(trial, self.ends, limits.trial_tokens)
         check_followed(trial.get_error())
 
     def matcher(self) -> LLMatcher:
-        """At the beginning. All share the states that llguidance has worked out, and the limit of their number."""
+        """A matcher at the start of the grammar. All matchers share lexer states and the limit on their number."""
         return self._first.deep_copy()
 
     def renewed(self) -> LLMatcher:
-        """At the beginning, with no states yet; later ones share with it.
+        """Recompile the grammar, and return a matcher without lexer states. Later matchers share its states.
 
-        Raises TooMuchError where the engine would stand still for too long.
+        Raises GrammarLimitError if recompiling would block the engine for too long.
         """
-        if self._seconds > RENEWAL_SECONDS:
+        if self._seconds > MAX_RECOMPILE_SECONDS:
             self.worn = True
-            raise TooMuchError("its lexer has too many states")
+            raise GrammarLimitError("its lexer has too many states")
         self._first = self._compiled()
         return self.matcher()
 
@@ -212,17 +233,17 @@ class Grammar:
 
 
 class GrammarConstraint:
-    """One answer's place in a grammar."""
+    """The state of one answer in its grammar. See ``Constraint``."""
 
     def __init__(self, grammar: Grammar) -> None:
         self._grammar = grammar
         self._matcher = grammar.matcher()
         self._tokens: list[int] = []
-        self._faults: dict[tuple[int, ...], StructureError] = {}  # after these draft tokens the answer cannot go on
+        self._faults: dict[tuple[int, ...], StructureError] = {}  # errors by the draft tokens after which they occur
 
-    def ask(self, draft_tokens: Sequence[int], first: int, places: int) -> Asked:
+    def ask(self, draft_tokens: Sequence[int], first: int, places: int) -> GrammarMaskQuery:
         """See ``Constraint``."""
-        return Asked(self, draft_tokens, first, places)
+        return GrammarMaskQuery(self, draft_tokens, first, places)
 
     def advance(self, tokens: Sequence[int]) -> None:
         """See ``Constraint``."""
@@ -232,34 +253,34 @@ class GrammarConstraint:
             if token in self._grammar.ends:
                 break
             if not self._take(token, []):
-                raise StructureError("the structure asked for cannot be completed")
+                raise StructureError("the requested structure cannot be completed")
             self._tokens.append(token)
         self._faults.clear()
 
     def masks(self, draft: Sequence[int], first: int, places: int) -> list[bytes]:
-        """What may follow the first ``first + j`` draft tokens: a bit for each token, for each j below ``places``.
+        """Masks of the tokens allowed after the first ``first + j`` draft tokens, for each j below ``places``.
 
-        Fewer masks where a draft token may not stand, or ends the answer. Where llguidance finds none, the answer ends
-        once it gets there.
+        A mask has a bit for each token. The list is shorter if a draft token is not allowed or ends the answer. An
+        error of llguidance is stored, and raised when the answer reaches its position.
         """
         masks: list[bytes] = []
-        walked = 0
-        for place in range(first + places):
-            if place >= first:
-                mask = self._mask(draft[:place])
+        consumed = 0
+        for depth in range(first + places):
+            if depth >= first:
+                mask = self._mask(draft[:depth])
                 if mask is None:
                     break
                 masks.append(mask)
-            if place == len(draft) or draft[place] in self._grammar.ends or not self._take(draft[place], draft[:place]):
+            if depth == len(draft) or draft[depth] in self._grammar.ends or not self._take(draft[depth], draft[:depth]):
                 break
-            walked += 1
-        if not self._matcher.rollback(walked):
+            consumed += 1
+        if not self._matcher.rollback(consumed):
             self._matcher = self._grammar.matcher()
             self._matcher.consume_tokens(self._tokens)
         return masks
 
     def _mask(self, draft: Sequence[int]) -> bytes | None:
-        """After these draft tokens, where the matcher is; None if there is none."""
+        """The mask at the matcher's state, which is after these draft tokens; None if llguidance fails."""
         mask = self._matcher.compute_bitmask()
         if self._matcher.is_error() and self._recovers(draft):
             mask = self._matcher.compute_bitmask()
@@ -271,14 +292,17 @@ class GrammarConstraint:
         return mask
 
     def _take(self, token: int, draft: Sequence[int]) -> bool:
-        """Whether a token may follow these draft tokens, where the matcher is; it goes there."""
-        taken = self._matcher.try_consume_tokens([token])
+        """Advance the matcher, which is after these draft tokens, by a token. Returns whether the token is allowed."""
+        consumed = self._matcher.try_consume_tokens([token])
         if self._matcher.is_error() and self._recovers(draft):
-            taken = self._matcher.try_consume_tokens([token])
-        return taken == 1
+            consumed = self._matcher.try_consume_tokens([token])
+        return consumed == 1
 
     def _recovers(self, draft: Sequence[int]) -> bool:
-        """Whether the matcher has failed only for the states that other answers have left; then it has none of them."""
+        """If the matcher failed because of shared lexer states, replace it by one without them.
+
+        Returns whether that was done.
+        """
         if "too many states" not in self._matcher.get_error():
             return False
         self._matcher = self._grammar.renewed()
@@ -286,8 +310,8 @@ class GrammarConstraint:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A question of one row in one round. See ``rows.MaskQuery``."""
+class GrammarMaskQuery:
+    """The mask query of one row in one round. See ``rows.MaskQuery``."""
 
     constraint: GrammarConstraint
     draft: Sequence[int]

@@ -1,4 +1,7 @@
-"""What a JSON schema may say: its keywords by type, and their values in the right form, or StructureError by name."""
+"""The supported keywords of JSON schemas, and checks of their values.
+
+Every check raises StructureError, which names the keyword.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,13 @@ from decimal import Decimal
 from typing import Any, TypeGuard
 
 from paceline.errors import StructureError
-from paceline.structured.patterns import MOST_COUNT
+from paceline.structured.patterns import MAX_REPETITIONS
 
-SAID = {  # about a schema, and nothing of its values
+ANNOTATIONS = {  # keywords that do not restrict values
     "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly",
     "$schema", "$id", "$comment", "$defs", "definitions",
 }  # fmt: skip
-_ALONE: dict[str, set[str]] = {  # beside these nothing else is looked at
+_ALONE: dict[str, set[str]] = {  # keywords that exclude all others, except those listed
     "$ref": set(),
     "anyOf": set(),
     "allOf": set(),
@@ -33,10 +36,10 @@ OF_TYPE: dict[str, set[str]] = {
     "null": set(),
 }
 _TYPED = set().union(*OF_TYPE.values())
-_LARGEST_BOUND = 2**53  # of a number: beyond it not every whole number has a double of its own
-_DECIMALS = 6  # that a bound may have, and a number between bounds
-_DIGITS = 15  # that a double always holds
-_WIDEST = 10**18  # whole numbers go no further: numbers without end would be no answers
+_LARGEST_BOUND = 2**53  # beyond it a double cannot represent every integer
+_DECIMALS = 6  # decimals of a bound, and of a number between bounds
+_DIGITS = 15  # decimal digits that a double always represents
+_WIDEST = 10**18  # default bound of numbers, so that answers end
 _TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,), "array": (list,), "string": (str,), "boolean": (bool,), "null": (type(None),),
     "number": (int, float), "integer": (int,),
@@ -50,39 +53,42 @@ def expect(ok: bool, name: str, value: object, form: str) -> None:
         raise StructureError(f"{name} in the schema has the wrong form, {shown[:100]}: it has to be {form}")
 
 
-def check_names(said: set[str], types: object) -> None:
-    """Raise StructureError for keywords that cannot be enforced, at all, beside others or without their type."""
-    if unknown := said - _TYPED - _ALONE.keys() - {"type"}:
-        raise StructureError(f"the schema says {min(unknown)!r}, which cannot be enforced; leave it out")
-    for name in said & _ALONE.keys():
-        if others := said - _ALONE[name] - {name}:
-            raise StructureError(f"the schema says {min(others)!r} beside {name!r}; only one of them can be enforced")
-    known = _types_of(types) if "type" in said else []
-    if untyped := (said & _TYPED).difference(*(OF_TYPE[each] for each in known)):
-        raise StructureError(f"the schema says {min(untyped)!r} and not the 'type' that it belongs to; say both")
+def check_names(names: set[str], types: object) -> None:
+    """Raise StructureError for keywords that cannot be enforced at all, in combination, or without their type.
+
+    names: the schema's keywords. types: the value of its keyword 'type'.
+    """
+    if unknown := names - _TYPED - _ALONE.keys() - {"type"}:
+        raise StructureError(f"the schema has {min(unknown)!r}, which cannot be enforced; leave it out")
+    for name in names & _ALONE.keys():
+        if others := names - _ALONE[name] - {name}:
+            raise StructureError(f"the schema has {min(others)!r} beside {name!r}; only one of them can be enforced")
+    known = _types_of(types) if "type" in names else []
+    if untyped := (names & _TYPED).difference(*(OF_TYPE[type_name] for type_name in known)):
+        raise StructureError(f"the schema has {min(untyped)!r} without the 'type' that it belongs to; add it")
 
 
-def _types_of(given: object) -> list[str]:
-    types = [given] if isinstance(given, str) else given
-    if not are_names(types) or not types or not all(each in OF_TYPE for each in types):
+def _types_of(value: object) -> list[str]:
+    types = [value] if isinstance(value, str) else value
+    if not are_names(types) or not types or not all(name in OF_TYPE for name in types):
         known = ", ".join(sorted(OF_TYPE))
         raise StructureError(
-            f"'type' in the schema has the wrong form, {repr(given)[:100]}: one of {known}, or several"
+            f"'type' in the schema has the wrong form, {repr(value)[:100]}: one of {known}, or several"
         )
     return types
 
 
 def are_names(value: object) -> TypeGuard[list[str]]:
-    """Whether a value is a list of texts."""
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+    """Whether a value is a list of strings."""
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
-def counts_of(schema: Mapping[str, Any], least: str, most: str) -> tuple[int, int | None]:
-    """The least and the most of something, as two keywords say; None: any number."""
-    low = _count_of(least, schema[least]) if least in schema else 0
-    high = _count_of(most, schema[most]) if most in schema else None
+def counts_of(schema: Mapping[str, Any], minimum: str, maximum: str) -> tuple[int, int | None]:
+    """The counts that two keywords such as 'minItems' and 'maxItems' set. The second is None if it is unlimited."""
+    low = _count_of(minimum, schema[minimum]) if minimum in schema else 0
+    high = _count_of(maximum, schema[maximum]) if maximum in schema else None
     if high is not None and high < low:
-        raise StructureError(f"the schema says {least!r} {low} and {most!r} {high}, between which there is nothing")
+        raise StructureError(f"the schema has {minimum!r} {low} and {maximum!r} {high}, between which there is nothing")
     return low, high
 
 
@@ -91,13 +97,13 @@ def _count_of(name: str, count: object) -> int:
         raise StructureError(
             f"{name!r} in the schema has the wrong form, {repr(count)[:100]}: a whole number of at least 0"
         )
-    if count > MOST_COUNT:
-        raise StructureError(f"{name} counts to {count}; up to {MOST_COUNT} can be enforced")
+    if count > MAX_REPETITIONS:
+        raise StructureError(f"{name} counts to {count}; up to {MAX_REPETITIONS} can be enforced")
     return count
 
 
 def bounds_of(schema: Mapping[str, Any]) -> dict[str, int | float]:
-    """The bounds of a number, by keyword."""
+    """The bounds of a number that the schema sets, by keyword."""
     bounds = {name: schema[name] for name in OF_TYPE["number"] if name in schema}
     for name, bound in bounds.items():
         ok = isinstance(bound, (int, float)) and not isinstance(bound, bool) and math.isfinite(bound)
@@ -109,12 +115,12 @@ def bounds_of(schema: Mapping[str, Any]) -> dict[str, int | float]:
         check_exact(bound)
     for one, other in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
         if one in bounds and other in bounds:
-            raise StructureError(f"the schema says {one!r} beside {other!r}; say one of them")
+            raise StructureError(f"the schema has {one!r} beside {other!r}; keep one of them")
     return bounds
 
 
 def number_bounds(bounds: Mapping[str, int | float]) -> dict[str, int | float]:
-    """The bounds of a number and the step between numbers: no rounding to a double crosses a bound."""
+    """Keywords for a number's bounds, and a step between numbers with which no rounding to a double crosses a bound."""
     if not bounds:
         return {}
     whole = len(str(int(max(abs(bound) for bound in bounds.values()))))
@@ -123,7 +129,7 @@ def number_bounds(bounds: Mapping[str, int | float]) -> dict[str, int | float]:
 
 
 def whole_bounds(bounds: Mapping[str, int | float]) -> dict[str, int | float]:
-    """The bounds of a whole number, as such."""
+    """Keywords for an integer's bounds, rounded to integers."""
     whole: dict[str, int] = {}
     if "minimum" in bounds:
         whole["minimum"] = math.ceil(bounds["minimum"])
@@ -139,7 +145,7 @@ def whole_bounds(bounds: Mapping[str, int | float]) -> dict[str, int | float]:
 
 
 def _bounded(bounds: Mapping[str, int | float], low: int, high: int) -> dict[str, int | float]:
-    """With bounds at both ends."""
+    """The bounds, with ``low`` and ``high`` for missing ones."""
     ends: dict[str, int | float] = {}
     if "exclusiveMinimum" not in bounds:
         ends["minimum"] = low
@@ -149,18 +155,18 @@ def _bounded(bounds: Mapping[str, int | float], low: int, high: int) -> dict[str
 
 
 def check_exact(number: int | float) -> None:
-    """Raise StructureError for a number that llguidance would write as another one."""
+    """Raise StructureError for a number that llguidance would not write exactly."""
     if not math.isfinite(number):
-        raise StructureError(f"the schema allows {number!r}, which JSON has not")
+        raise StructureError(f"the schema allows {number!r}, which JSON cannot express")
     digits, exponent = Decimal(repr(number)).normalize().as_tuple()[1:] if isinstance(number, float) else ((), 0)
     if abs(number) > (10**_DIGITS if digits else _LARGEST_BOUND) or len(digits) > _DIGITS or int(exponent) < -12:
         raise StructureError(
-            f"the schema says {number!r}, which cannot be enforced to the last digit; up to {_DIGITS} digits can, "
-            "12 of them behind the point"
+            f"the schema has {number!r}, which cannot be enforced to the last digit; up to {_DIGITS} digits can, "
+            "12 of them after the decimal point"
         )
 
 
 def is_of(value: object, types: str | list[str]) -> bool:
-    """Whether a value is of one of these types, as JSON has them: true is no number."""
+    """Whether a value has one of these JSON types. Booleans are not numbers."""
     names = [types] if isinstance(types, str) else types
     return any(isinstance(value, _TYPES[name]) and (name == "boolean" or not isinstance(value, bool)) for name in names)

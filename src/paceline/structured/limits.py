@@ -1,33 +1,35 @@
-"""What a structure may cost."""
+"""Limits on the cost of structures."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-AT_ONCE = 8  # tried out side by side: they share the processor, so a short one waits for no long one
-KEPT = 32  # grammars that are kept, and what was too much: refused without another trial
-RENEWAL_SECONDS = 0.02  # to compile a grammar again in the middle of a round; ordinary ones take 1 to 5 ms
-MOST_TEXT = 2**18  # characters of a schema
-MOST_PATTERN = 4096  # characters of a regular expression
+CONCURRENT_COMPILES = 8  # structures compiled at a time, so that a simple one does not wait for a complex one
+CACHED_GRAMMARS = 32  # compiled grammars in the cache; refusals are cached, too
+MAX_RECOMPILE_SECONDS = 0.02  # a grammar is recompiled within a round only if that is faster; usual: 1 to 5 ms
+MAX_SCHEMA_CHARACTERS = 2**18
+MAX_REGEX_CHARACTERS = 4096
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What one grammar may cost.
+class GrammarLimits:
+    """Limits on the cost of one grammar.
 
-    compile_seconds: of the processor; ordinary schemas take some milliseconds. compile_wait: seconds of the clock; a
-        busy machine gives a process little of its time. compile_memory: bytes of address space more than Python and
-        llguidance take. compile_stack: bytes; a quarter of what threads have, so that what that process survives the
-        engine survives, too. trial_tokens: a new grammar is led through so many before an answer depends on it.
-    mask_fuel, mask_items: what llguidance may work out of its lexer and of its parser for a mask: up to 15 ms;
-        ordinary ones take 10 to 50 microseconds.
-    lexer_states: with some 2 kB each; ordinary grammars have some hundreds.
+    compile_cpu_seconds: CPU time of the trial compilation; ordinary schemas take a few milliseconds.
+    compile_wall_seconds: wall-clock time of it, larger because the machine may be busy.
+    compile_memory_bytes: address space beyond that of Python and llguidance.
+    compile_stack_bytes: a quarter of a thread's stack, so that a grammar that passes the trial cannot overflow the
+        engine's.
+    trial_tokens: random tokens that a new grammar has to accept before an answer may use it.
+    mask_fuel, mask_items: steps of llguidance's lexer and items of its parser for one mask. The limits correspond to
+        about 15 ms; ordinary masks take 10 to 50 microseconds.
+    lexer_states: about 2 kB each; ordinary grammars have a few hundred.
     """
 
-    compile_seconds: float = 2.0
-    compile_wait: float = 20.0
-    compile_memory: int = 512 * 2**20
-    compile_stack: int = 2 * 2**20
+    compile_cpu_seconds: float = 2.0
+    compile_wall_seconds: float = 20.0
+    compile_memory_bytes: int = 512 * 2**20
+    compile_stack_bytes: int = 2 * 2**20
     trial_tokens: int = 24
     mask_fuel: int = 500_000
     mask_items: int = 200_000

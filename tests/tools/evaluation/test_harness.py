@@ -1,4 +1,4 @@
-"""lm-evaluation-harness with our engine beside its own hf backend, on a task and data of our own."""
+"""lm-evaluation-harness with paceline, compared with its own hf backend on generated tasks."""
 
 from __future__ import annotations
 
@@ -88,7 +88,9 @@ def evaluated(model: str, arguments: dict[str, Any], tasks: Path) -> dict[str, A
 
 
 @pytest.mark.slow
-def test_its_hf_backend_and_ours_measure_the_same(tmp_path: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paceline_measures_the_same_as_the_hf_backend(
+    tmp_path: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("lm_eval", reason='pip install "paceline[eval]"')
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     import paceline.tools.evaluation.harness  # noqa: F401 - it registers the model
@@ -103,7 +105,7 @@ def test_its_hf_backend_and_ours_measure_the_same(tmp_path: Path, tasks: Path, m
 
 
 @pytest.mark.slow
-def test_the_command_runs_the_harness_with_our_model(tmp_path: Path, tasks: Path) -> None:
+def test_the_command_runs_the_harness_with_paceline(tmp_path: Path, tasks: Path) -> None:
     pytest.importorskip("lm_eval", reason='pip install "paceline[eval]"')
     model = save_model(tmp_path / "model")
     command = [sys.executable, "-m", "paceline.cli.main", "eval", "lm-eval", "run", "--model", "paceline"]
@@ -133,13 +135,13 @@ app()
 """
 
 
-def test_the_page_shows_a_command() -> None:
+def test_the_documentation_shows_a_command() -> None:
     assert SHOWN
 
 
 @pytest.mark.parametrize("shown", SHOWN)
-def test_the_commands_of_the_page_run_as_they_stand(shown: str, tmp_path: Path) -> None:
-    """Only the questions are others: theirs would be fetched."""
+def test_the_commands_in_the_documentation_run(shown: str, tmp_path: Path) -> None:
+    """Only the questions are replaced, because the real ones would be downloaded."""
     pytest.importorskip("lm_eval", reason='pip install "paceline[eval]"')
     real_models.find("smollm2-135m")
     command = [sys.executable, "-c", WITHOUT_NETWORK, *shlex.split(shown)]
@@ -150,7 +152,7 @@ def test_the_commands_of_the_page_run_as_they_stand(shown: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("written", "refused"), [("", False), ("device: cuda:77\n", True)])
-def test_a_device_of_a_configuration_file_counts(written: str, refused: bool, tmp_path: Path, tasks: Path) -> None:
+def test_the_device_in_a_configuration_file_is_used(written: str, refused: bool, tmp_path: Path, tasks: Path) -> None:
     pytest.importorskip("lm_eval", reason='pip install "paceline[eval]"')
     model, file = save_model(tmp_path / "model"), tmp_path / "run.yaml"
     file.write_text(
@@ -165,20 +167,20 @@ def test_a_device_of_a_configuration_file_counts(written: str, refused: bool, tm
 
 def agree(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     assert [answer for _, answer in ours["answers"]] == [answer for _, answer in theirs["answers"]]
-    assert len({str(answer) for _, answer in ours["answers"]}) > 1, "answers differ from each other"
+    assert len({str(answer) for _, answer in ours["answers"]}) > 1, "the answers are not all the same"
     for name in ("choices", "texts"):
         for (_, one), (_, other) in zip(ours[name], theirs[name], strict=True):
             assert _numbers(one) == pytest.approx(_numbers(other), abs=1e-3)
 
 
 def _numbers(responses: Any) -> list[float]:
-    """All numbers of nested responses; whether greedy counts as 0 and 1."""
+    """All numbers in nested responses; the flag for greedy becomes 0 or 1."""
     if isinstance(responses, (list, tuple)):
         return [number for part in responses for number in _numbers(part)]
     return [float(responses) if not isinstance(responses, str) else float(responses == "True")]
 
 
-def test_nobody_but_the_harness_needs_its_packages() -> None:
+def test_importing_the_command_line_does_not_import_lm_eval() -> None:
     code = "import paceline.cli.main, sys; print('lm_eval' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

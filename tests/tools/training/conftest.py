@@ -1,4 +1,4 @@
-"""A target small enough to learn from in seconds, with the eight layers that a head needs, and one whole run."""
+"""A tiny target with the eight layers that a head needs, and the output of one whole training run."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def llm(target: str) -> LLM:
 
 @pytest.fixture(scope="session")
 def whole(target: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the command leaves behind."""
+    """The output directory of one run of the command."""
     output = tmp_path_factory.mktemp("whole")
     result = CliRunner().invoke(app, ["train-draft", target, *SIZES, "--output", str(output)])
     assert result.exit_code == 0, result.output

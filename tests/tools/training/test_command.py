@@ -1,4 +1,4 @@
-"""``paceline train-draft`` from end to end: what it leaves, what it refuses, and that kill -9 changes nothing."""
+"""``paceline train-draft`` end to end: its files, its errors, and that a run killed with SIGKILL resumes exactly."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paceline.cli.train_draft import FILES, measuring
 from paceline.config import HEAD_KINDS, DraftData, DraftTraining, EngineOptions, SamplingParams
 from paceline.drafters.heads.checkpoint import read_head_config
 from paceline.llm import LLM
-from paceline.tools.training.run import Plan
+from paceline.tools.training.run import TrainingRun
 from tools.training.conftest import SIZES, save_target
 
 
@@ -30,28 +30,28 @@ def call(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["train-draft", *arguments], env={"COLUMNS": "200"})
 
 
-def test_a_run_leaves_head_and_report(whole: Path) -> None:
+def test_a_run_writes_head_and_report(whole: Path) -> None:
     config = read_head_config(whole)
     assert (config.taps, config.draft_vocab_size, config.width) == ((2, 4, 5), 64, 64)
-    told = json.loads((whole / "report.json").read_text())
-    assert told["data"]["tokens_made"] >= 900
-    assert told["data"]["tokens_of_answers"] < told["data"]["tokens_made"]
-    assert told["passes"] >= 4 * told["data"]["tokens_made"]
-    assert len(told["acceptance"][-1]["conditional"]) == 4
-    assert "| guess | 1 | 2 | 3 | 4 |" in (whole / "report.md").read_text()
+    report = json.loads((whole / "report.json").read_text())
+    assert report["data"]["tokens_made"] >= 900
+    assert report["data"]["tokens_of_answers"] < report["data"]["tokens_made"]
+    assert report["passes"] >= 4 * report["data"]["tokens_made"]
+    assert len(report["acceptance"][-1]["conditional"]) == 4
+    assert "| draft token | 1 | 2 | 3 | 4 |" in (whole / "report.md").read_text()
     assert (whole / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_command_s_own_sizes_reach_the_engine(whole: Path) -> None:
+def test_the_commands_size_options_reach_the_engine(whole: Path) -> None:
     assert json.loads((whole / "data" / "settings.json").read_text())["max_model_len"] == 96
 
 
-def test_the_report_promises_no_speed_and_names_the_command_that_measures_it(whole: Path, tmp_path: Path) -> None:
-    """What drafts cost depends on what runs them: kernels, torch, the host's part of a round."""
-    told, page = json.loads((whole / "report.json").read_text()), (whole / "report.md").read_text()
-    assert "speed_up" not in told
-    assert told["measure"] in page
-    name, *words = shlex.split(told["measure"])
+def test_the_report_has_no_speed_but_the_command_that_measures_it(whole: Path, tmp_path: Path) -> None:
+    """The cost of drafts depends on kernels, torch and the host's part of a round."""
+    report, page = json.loads((whole / "report.json").read_text()), (whole / "report.md").read_text()
+    assert "speed_up" not in report
+    assert report["measure"] in page
+    name, *words = shlex.split(report["measure"])
     assert name == "paceline"
     few = ("--tasks", "code", "--prompts", "1", "--batch-sizes", "1", "--temperatures", "0", "--max-tokens", "4")
     options = (*few, "--repeats", "1", "--threads", "1", "-q", "--output", str(tmp_path / "drafters.json"))
@@ -61,15 +61,17 @@ def test_the_report_promises_no_speed_and_names_the_command_that_measures_it(who
     assert {each["drafter"] for each in document["speeds"]} >= {"head"}
 
 
-def test_the_measuring_command_names_the_precision_where_there_is_one() -> None:
-    plan = Plan(Path("my head"), DraftData(), DraftTraining(kind="model"), None, resume=False)
+def test_the_measuring_command_includes_dtype_and_quantization() -> None:
+    plan = TrainingRun(Path("my head"), DraftData(), DraftTraining(kind="model"), None, resume=False)
     wanted = "paceline bench drafters MODEL --draft-model 'my head' --dtype auto --device cpu"
     assert measuring(plan, "MODEL", {"dtype": "auto", "quantization": None, "device": "cpu"}) == wanted
     int8 = measuring(plan, "MODEL", {"dtype": "auto", "quantization": "int8", "device": "cpu"})
     assert int8 == f"{wanted} --quantization int8"
 
 
-def test_the_same_seed_gives_the_same_head_and_a_finished_run_stays(whole: Path, target: str, tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_head_and_a_finished_run_is_not_overwritten(
+    whole: Path, target: str, tmp_path: Path
+) -> None:
     assert call(target, *SIZES, "--output", str(tmp_path)).exit_code == 0
     wanted = (whole / "model.safetensors").read_bytes()
     assert (tmp_path / "model.safetensors").read_bytes() == wanted
@@ -83,16 +85,15 @@ def test_the_same_seed_gives_the_same_head_and_a_finished_run_stays(whole: Path,
 
 
 @pytest.mark.parametrize("kind", HEAD_KINDS[1:])
-def test_a_head_of_another_kind_is_trained_on_the_same_data_and_drafts(
+def test_other_kinds_of_head_train_on_the_same_data_and_draft_losslessly(
     kind: str, whole: Path, target: str, tmp_path: Path
 ) -> None:
-    """Its answers are those of plain decoding."""
     shutil.copytree(whole / "data", tmp_path / "data")
     done = call(target, *SIZES, "--kind", kind, "--output", str(tmp_path), "--resume")
     assert done.exit_code == 0, done.stderr
     assert read_head_config(tmp_path).kind == kind
     for path in (whole / "data").iterdir():
-        assert (tmp_path / "data" / path.name).read_bytes() == path.read_bytes(), "nothing was made anew"
+        assert (tmp_path / "data" / path.name).read_bytes() == path.read_bytes(), "the data was reused"
     refused = call(target, *SIZES, "--output", str(tmp_path), "--resume")
     assert refused.exit_code == 2
     assert "--resume: kind" in refused.stderr
@@ -106,7 +107,7 @@ def test_a_head_of_another_kind_is_trained_on_the_same_data_and_drafts(
     assert sum(each.outputs[0].metrics.accepted for each in found) > 0
 
 
-def test_a_run_that_was_begun_before_there_were_kinds_goes_on(whole: Path, target: str, tmp_path: Path) -> None:
+def test_a_run_of_an_older_version_without_kinds_can_be_resumed(whole: Path, target: str, tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     settings = json.loads((tmp_path / "training.json").read_text())
     del settings["kind"], settings["layers"]
@@ -123,7 +124,7 @@ def test_a_run_that_was_begun_before_there_were_kinds_goes_on(whole: Path, targe
 @pytest.mark.parametrize(
     ("option", "begun"), [(("--mlp-width", "80"), "without it"), (("--learning-rate", "0.001"), "with 0.002")]
 )
-def test_the_settings_that_a_run_was_begun_with_are_named(
+def test_resuming_with_another_setting_names_the_original_one(
     whole: Path, target: str, tmp_path: Path, option: tuple[str, str], begun: str
 ) -> None:
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
@@ -132,7 +133,7 @@ def test_the_settings_that_a_run_was_begun_with_are_named(
     assert f"{tmp_path} was begun {begun}: " in other.stderr.splitlines()[-1]
 
 
-def test_a_disk_that_is_too_small_is_named_with_what_is_needed(
+def test_a_disk_that_is_too_small_is_refused_with_the_space_needed(
     target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     budget = call(target, *SIZES, "--disk-budget", "0.000001", "--output", str(tmp_path))
@@ -147,26 +148,26 @@ def test_a_disk_that_is_too_small_is_named_with_what_is_needed(
         assert "fewer --tokens" in result.stderr
 
 
-def test_without_a_terminal_progress_is_lines(whole: Path, target: str, tmp_path: Path) -> None:
+def test_without_a_terminal_progress_is_printed_as_lines(whole: Path, target: str, tmp_path: Path) -> None:
     shutil.copytree(whole / "data", tmp_path / "data")
     line = [target, *(each for each in SIZES if each != "-q"), "--output", str(tmp_path), "--resume"]
-    told = call(*line).stderr.splitlines()
-    assert "data: 100 %" in told
-    shares = [int(row.split()[1]) for row in told if row.startswith("training: ")]
+    lines = call(*line).stderr.splitlines()
+    assert "data: 100 %" in lines
+    shares = [int(row.split()[1]) for row in lines if row.startswith("training: ")]
     assert shares[-1] == 100
     assert len(shares) > 3
     assert shares == sorted(set(shares)), "each tenth once"
-    assert all(re.search(r"training: \d+ %, loss \d+\.\d+", row) for row in told if row.startswith("training: "))
+    assert all(re.search(r"training: \d+ %, loss \d+\.\d+", row) for row in lines if row.startswith("training: "))
     assert call(*line, "-q").stderr == ""
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--kind", "model", "--mlp-width", "9"], "whose layers are the target's"),
-        (["--kind", "model", "--unroll", "2"], "learns all guesses of a draft from one pass"),
+        (["--kind", "model", "--unroll", "2"], "learns all draft tokens from one pass"),
         (["--kind", "model", "--layers", "9"], "at most the target's 8"),
-        (["--layers", "2"], "left out but with --kind model"),
+        (["--layers", "2"], "left out except with --kind model"),
         (["--kind", "hidden_transfer", "--mlp-width", "9"], "whose layers are the target's"),
         (["--kind", "features"], "'feature'"),
         (["--tokens", "0"], "tokens"),
@@ -176,10 +177,12 @@ def test_without_a_terminal_progress_is_lines(whole: Path, target: str, tmp_path
         (["--drafter", "ngram"], "No such option"),
     ],
 )
-def test_what_cannot_be_is_said_at_once(target: str, tmp_path: Path, options: list[str], said: str) -> None:
+def test_invalid_options_are_refused_before_any_work(
+    target: str, tmp_path: Path, options: list[str], message: str
+) -> None:
     result = call(target, *SIZES, *options, "--output", str(tmp_path / "new"))
     assert result.exit_code == 2
-    assert said in result.stderr
+    assert message in result.stderr
     assert not (tmp_path / "new" / "data").exists()
 
 
@@ -190,26 +193,26 @@ def test_an_output_that_cannot_be_written_is_refused(target: str, tmp_path: Path
     assert "a directory that can be written" in result.stderr
 
 
-def test_a_target_of_too_few_layers_is_refused(tmp_path: Path) -> None:
+def test_a_target_with_too_few_layers_is_refused(tmp_path: Path) -> None:
     result = call(save_target(tmp_path / "flat", layers=4), *SIZES, "--output", str(tmp_path / "out"))
     assert result.exit_code == 2
     assert "at least 8 layers" in result.stderr
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_it_ends_with_the_same_data_and_head(whole: Path, target: str, tmp_path: Path) -> None:
-    """Five times, while data are made and while the head learns; a checkpoint after every step."""
+def test_a_run_that_is_killed_repeatedly_gives_the_same_data_and_head(whole: Path, target: str, tmp_path: Path) -> None:
+    """Five kills, during data collection and training, with a checkpoint after every step."""
     line = [sys.executable, "-m", "paceline.cli.main", "train-draft", target, *SIZES, "--output", str(tmp_path)]
     line += ["--resume", "--checkpoint-every", "0.0001"]
     environment = {**os.environ, "PYTHONPATH": str(Path(paceline.__file__).parent.parent)}
     data = tmp_path / "data"
-    for seen in (
+    for awaited in (
         data / "settings.json", data / "train-00000.safetensors", data / "train-00001.safetensors",
         tmp_path / "training.safetensors", tmp_path / "training.safetensors",
     ):  # fmt: skip
-        before = seen.stat().st_mtime_ns if seen.exists() else 0
+        before = awaited.stat().st_mtime_ns if awaited.exists() else 0
         with subprocess.Popen(line, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-            wait_until_written(seen, before, process)
+            wait_until_written(awaited, before, process)
             process.send_signal(signal.SIGKILL)
     done = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -223,7 +226,7 @@ def test_killed_at_any_moment_it_ends_with_the_same_data_and_head(whole: Path, t
 
 
 def wait_until_written(path: Path, before: int, process: subprocess.Popen[bytes]) -> None:
-    """Or until the run is over: then there is nothing left to kill."""
+    """Wait until the file is newer than ``before``, or the process has ended."""
     ends = time.monotonic() + 120
     while process.poll() is None and not (path.exists() and path.stat().st_mtime_ns > before):
         assert time.monotonic() < ends, f"{path} was not written"

@@ -1,4 +1,4 @@
-"""The data: what is asked and answered, what is kept of it, and that it is a function of the settings alone."""
+"""Training data: questions, answers, the target's outputs, and that a shard depends only on the settings."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from paceline.errors import PacelineError, ParameterError
 from paceline.llm import LLM
 from paceline.models.tokenizer import Tokenizer
 from paceline.tools.training.collect import Collector, check_disk, settings_of
+from paceline.tools.training.hidden_states import taps_of
 from paceline.tools.training.prompts import Question, opening_of, read_questions, split
-from paceline.tools.training.shards import HELD_OUT, Shards, held
-from paceline.tools.training.streams import taps_of
+from paceline.tools.training.shards import HELD_OUT, Shards, directory_lock
 
 TAPS = (2, 4, 5)
 DATA = DraftData(tokens=400, prompt_tokens=8, answer_tokens=16, held_out=4, shard=8)
@@ -24,88 +24,87 @@ DATA = DraftData(tokens=400, prompt_tokens=8, answer_tokens=16, held_out=4, shar
 
 def make(llm: LLM, directory: Path, data: DraftData = DATA, questions: list[Question] | None = None) -> Shards:
     directory.mkdir(exist_ok=True)
-    kept = Shards(directory, settings_of(llm, data, TAPS, questions), resume=True)
-    for _ in Collector(llm, data, TAPS, questions).shards(kept, lambda _tokens: None):
+    stored = Shards(directory, settings_of(llm, data, TAPS, questions), resume=True)
+    for _ in Collector(llm, data, TAPS, questions).shards(stored, lambda _tokens: None):
         pass
-    return kept
+    return stored
 
 
-def test_where_a_users_turn_opens_and_closes_is_read_off_the_template(target: str) -> None:
+def test_the_opening_of_a_users_turn_is_derived_from_the_chat_template(target: str) -> None:
     tokenizer = Tokenizer.load(target)
     opening = opening_of(tokenizer)
     assert opening is not None
     assert "".join(tokenizer.token_text(token) for token in opening.tokens) == "[user]"
-    assert opening.ends == (), "what follows a turn is text, which users may write"
+    assert opening.ends == (), "the turn ends with ordinary text, which users may write"
     tokenizer.huggingface.chat_template = "{% for m in messages %}<eos>{{ m.content }}<eos>{% endfor %}bot"
     closed = opening_of(Tokenizer(tokenizer.huggingface, "closed", ()))
     assert closed is not None
     assert closed.ends == (tokenizer.huggingface.eos_token_id,)
 
 
-def test_a_shard_that_was_lost_is_made_again_bit_for_bit(llm: LLM, tmp_path: Path) -> None:
-    kept = make(llm, tmp_path)
-    lost = kept.path(1)
-    before = {path: path.read_bytes() for path in kept.directory.iterdir()}
+def test_a_deleted_shard_is_made_again_bit_for_bit(llm: LLM, tmp_path: Path) -> None:
+    stored = make(llm, tmp_path)
+    lost = stored.path(1)
+    before = {path: path.read_bytes() for path in stored.directory.iterdir()}
     lost.unlink()
-    (tmp_path / ".0123.part.safetensors").write_bytes(b"half")  # as a kill while writing leaves it
+    (tmp_path / ".0123.part.safetensors").write_bytes(b"half")  # left by a kill while writing
     make(llm, tmp_path)
-    assert {path: path.read_bytes() for path in kept.directory.iterdir()} == before
+    assert {path: path.read_bytes() for path in stored.directory.iterdir()} == before
     other = make(llm, tmp_path / "other", DraftData(**{**vars(DATA), "seed": 1}))
     assert other.path(1).read_bytes() != before[lost]
 
 
-def test_what_is_kept_is_what_the_target_said(llm: LLM, tmp_path: Path) -> None:
-    """Held-out answers are greedy: each token is the likeliest after those before it; the distribution is the
-    head's."""
+def test_shards_contain_the_targets_answers_and_outputs(llm: LLM, tmp_path: Path) -> None:
+    """Held-out answers are greedy, so each token is the most likely one. hidden and norm give the target's logits."""
     shard = make(llm, tmp_path).open(HELD_OUT)
     assert shard is not None
     assert len(shard) == DATA.held_out
     model = llm.engine.models.target
     for index in range(len(shard)):
-        lesson = shard.read(index)
-        assert lesson.features.shape == (len(lesson.tokens), 3, 64)
-        answer = lesson.tokens[lesson.prompt :]
-        assert torch.equal(lesson.best[lesson.prompt - 1 : -1], answer)
+        example = shard.read(index)
+        assert example.features.shape == (len(example.tokens), 3, 64)
+        answer = example.tokens[example.prompt :]
+        assert torch.equal(example.best[example.prompt - 1 : -1], answer)
         assert torch.equal(shard.answer(index).long(), answer)
-        logits = model.logits(lesson.hidden.float())
-        assert torch.allclose(logits.logsumexp(-1), lesson.norm, atol=0.05)
-        following = llm.engine.next_logits(lesson.tokens.tolist())
+        logits = model.logits(example.hidden.float())
+        assert torch.allclose(logits.logsumexp(-1), example.norm, atol=0.05)
+        following = llm.engine.next_logits(example.tokens.tolist())
         assert torch.allclose(logits[-1], following, atol=0.2)
 
 
-def test_what_is_held_out_is_never_learnt_from(llm: LLM, tmp_path: Path) -> None:
-    """Questions of one token come again and again."""
+def test_held_out_prompts_are_not_in_training_shards(llm: LLM, tmp_path: Path) -> None:
+    """Prompts of one token, which the target generates repeatedly."""
     data = DraftData(tokens=100, prompt_tokens=1, answer_tokens=4, held_out=64, shard=32)
-    kept = make(llm, tmp_path, data)
-    held_out, first = kept.open(HELD_OUT), kept.open(0)
+    stored = make(llm, tmp_path, data)
+    held_out, first = stored.open(HELD_OUT), stored.open(0)
     assert held_out is not None
     assert first is not None
-    assert not set(held_out.asked) & set(first.asked)
-    assert 0 < len(first) < 32, "some were asked in the held-out texts and are left out"
+    assert not set(held_out.prompt_keys) & set(first.prompt_keys)
+    assert 0 < len(first) < 32, "some prompts are in the held-out shard and are left out"
 
 
-def test_a_file_of_questions(llm: LLM, tmp_path: Path) -> None:
+def test_questions_are_read_from_a_file(llm: LLM, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
-    said = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "why?"}]
-    lines: list[Any] = ["a text", {"prompt": "another"}, {"messages": said}, "a text"]
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "why?"}]
+    lines: list[Any] = ["a text", {"prompt": "another"}, {"messages": messages}, "a text"]
     file.write_text("\n".join(map(json.dumps, lines)))
     questions = read_questions(file)
     assert questions == [
         (("user", "a text"),), (("user", "another"),), (("system", "be brief"), ("user", "why?")),
     ]  # fmt: skip
-    learn, held_out = split(questions, 0)
-    assert (len(learn), len(held_out)) == (2, 1)
-    assert sorted([*learn, *held_out]) == sorted(questions)
-    kept = make(llm, tmp_path / "data", questions=questions)
-    shard, other = kept.open(0), kept.open(HELD_OUT)
+    training, held_out = split(questions, 0)
+    assert (len(training), len(held_out)) == (2, 1)
+    assert sorted([*training, *held_out]) == sorted(questions)
+    stored = make(llm, tmp_path / "data", questions=questions)
+    shard, other = stored.open(0), stored.open(HELD_OUT)
     assert shard is not None
     assert other is not None
-    assert len(set(shard.asked)) == 2
-    assert not set(shard.asked) & set(other.asked)
+    assert len(set(shard.prompt_keys)) == 2
+    assert not set(shard.prompt_keys) & set(other.prompt_keys)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "two different"),
         ('"one"\n"one"', "two different"),
@@ -115,14 +114,14 @@ def test_a_file_of_questions(llm: LLM, tmp_path: Path) -> None:
         ('"one"\n"\\ud800"', "prompt 2"),
     ],
 )
-def test_broken_files_are_refused(tmp_path: Path, text: str, said: str) -> None:
+def test_invalid_question_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text(text)
-    with pytest.raises(ParameterError, match=said):
+    with pytest.raises(ParameterError, match=message):
         read_questions(file)
 
 
-def test_data_of_other_settings_is_refused_by_name(llm: LLM, tmp_path: Path) -> None:
+def test_data_made_with_other_settings_is_refused_and_the_setting_named(llm: LLM, tmp_path: Path) -> None:
     Shards(tmp_path, settings_of(llm, DATA, TAPS, None), resume=False)
     with pytest.raises(ParameterError, match="--resume"):
         Shards(tmp_path, settings_of(llm, DATA, TAPS, None), resume=False)
@@ -132,27 +131,27 @@ def test_data_of_other_settings_is_refused_by_name(llm: LLM, tmp_path: Path) -> 
 
 
 def test_a_broken_shard_is_named(llm: LLM, tmp_path: Path) -> None:
-    kept = Shards(tmp_path, settings_of(llm, DATA, TAPS, None), resume=True)
-    kept.path(0).write_bytes(b"no tensors")
+    stored = Shards(tmp_path, settings_of(llm, DATA, TAPS, None), resume=True)
+    stored.path(0).write_bytes(b"no tensors")
     with pytest.raises(PacelineError, match=r"train-00000\.safetensors is broken"):
-        kept.open(0)
+        stored.open(0)
 
 
 def test_two_runs_do_not_share_a_directory(tmp_path: Path) -> None:
-    with held(tmp_path), pytest.raises(ParameterError, match="no other run"), held(tmp_path):
+    with directory_lock(tmp_path), pytest.raises(ParameterError, match="no other run"), directory_lock(tmp_path):
         pass
-    with held(tmp_path):
+    with directory_lock(tmp_path):
         pass
 
 
-def test_the_disk_is_asked_before_the_work(tmp_path: Path) -> None:
+def test_disk_space_is_checked_before_the_work(tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match="--disk-budget"):
         check_disk(tmp_path, DraftData(disk_budget=0.01), width=576, taps=3, checkpoint=60_000_000)
     with pytest.raises(ParameterError, match="--output"):
         check_disk(tmp_path, DraftData(disk_budget=2.0**20, tokens=2**31 - 1), width=2**12, taps=3, checkpoint=0)
 
 
-def test_the_usual_three_streams() -> None:
+def test_the_three_tapped_layers() -> None:
     assert taps_of(30) == (2, 15, 27)
     with pytest.raises(ParameterError, match="8 layers"):
         taps_of(6)

@@ -1,4 +1,4 @@
-"""Training: what is asked of a head at each place, that acceptance is drafting's, that a killed run goes on."""
+"""Training: the objective at each position, measured acceptance, and resuming a killed run."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from paceline.config import DRAFT_KINDS, HEAD_KINDS, DraftTraining
 from paceline.drafters.heads.checkpoint import load_head
 from paceline.drafters.heads.feature import FeatureHead
 from paceline.errors import PacelineError
-from paceline.tools.training.acceptance import STEPS, _right, _walk
-from paceline.tools.training.batches import Batch, Lessons, collate
+from paceline.tools.training.acceptance import DRAFT_LENGTH, _correct, _rounds_through
+from paceline.tools.training.batches import ExampleDataset, TrainingBatch, collate
 from paceline.tools.training.learn import Trainer, scale_for, schedule
-from paceline.tools.training.objective import Teacher, ahead, counted, draft_tokens, loss
-from paceline.tools.training.shards import Lesson, Shard
+from paceline.tools.training.objective import Teacher, counted_positions, draft_logits, loss, token_index
+from paceline.tools.training.shards import Example, Shard
 from paceline.tools.training.target import Target, coverage, most_frequent
 
 TAPS = (2, 4, 5)
-PLAN = DraftTraining(epochs=2, vocab=64, batch_tokens=256, evaluate_every=1e4, checkpoint_every=1e4)
+OPTIONS = DraftTraining(epochs=2, vocab=64, batch_tokens=256, evaluate_every=1e4, checkpoint_every=1e4)
 
 
 def shards_of(whole: Path) -> tuple[list[Shard], Shard]:
@@ -34,60 +34,62 @@ def shards_of(whole: Path) -> tuple[list[Shard], Shard]:
 
 @pytest.fixture
 def trainer(whole: Path, target: str) -> Trainer:
-    return make_trainer(whole, target, PLAN)
+    return make_trainer(whole, target, OPTIONS)
 
 
-def make_trainer(whole: Path, target: str, plan: DraftTraining) -> Trainer:
+def make_trainer(whole: Path, target: str, options: DraftTraining) -> Trainer:
     shards, held = shards_of(whole)
-    learnt = Target.load(target, plan.kind, plan.layers)
-    says = most_frequent(shards, learnt.config.vocab_size, plan.vocab)
-    head = learnt.learner(plan, TAPS, says, seed=0)
-    lessons = Lessons(shards)
-    return Trainer(head, lessons, Lessons([held]), scale_for(head, lessons), plan, seed=0)
+    source = Target.load(target, options.kind, options.layers)
+    vocabulary = most_frequent(shards, source.config.vocab_size, options.vocab)
+    head = source.make_learner(options, TAPS, vocabulary, seed=0)
+    dataset = ExampleDataset(shards)
+    return Trainer(head, dataset, ExampleDataset([held]), scale_for(head, dataset), options, seed=0)
 
 
-def test_every_text_is_seen_once_an_epoch_whatever_the_order(trainer: Trainer) -> None:
-    lessons = trainer.lessons
-    first, second = (lessons.epoch(number, 0, 256) for number in (0, 1))
+def test_every_conversation_is_in_each_epoch_once(trainer: Trainer) -> None:
+    dataset = trainer.dataset
+    first, second = (dataset.epoch(number, 0, 256) for number in (0, 1))
     for steps in (first, second):
-        assert sorted(index for step in steps for index in step) == list(range(len(lessons)))
-        assert all(len(step) * max(lessons.lengths[index] for index in step) <= 256 for step in steps)
+        assert sorted(index for step in steps for index in step) == list(range(len(dataset)))
+        assert all(len(step) * max(dataset.lengths[index] for index in step) <= 256 for step in steps)
     assert first != second
-    assert first == lessons.epoch(0, 0, 256)
+    assert first == dataset.epoch(0, 0, 256)
 
 
-def test_places_that_count_and_what_they_guess() -> None:
-    lessons = [lesson(length=7, prompt=3), lesson(length=5, prompt=4)]
-    batch = collate(lessons)
-    assert counted(batch, 0).tolist() == [2, 3, 4], "the second answer has one token: nothing is drafted there"
-    assert counted(batch, 1).tolist() == [2, 3]
-    assert ahead(batch, counted(batch, 0), 2).tolist() == [4, 5, 6]
-    both = collate([lessons[0], lesson(length=7, prompt=2)])
-    assert counted(both, 2).tolist() == [2, 6 + 1, 6 + 2]
-    assert ahead(both, counted(both, 2), 4).tolist() == [6, 7 + 5, 7 + 6]
+def test_positions_that_count_and_the_tokens_they_draft() -> None:
+    dataset = [example(length=7, prompt=3), example(length=5, prompt=4)]
+    batch = collate(dataset)
+    assert counted_positions(batch, 0).tolist() == [2, 3, 4], (
+        "the second answer has one token: nothing is drafted there"
+    )
+    assert counted_positions(batch, 1).tolist() == [2, 3]
+    assert token_index(batch, counted_positions(batch, 0), 2).tolist() == [4, 5, 6]
+    both = collate([dataset[0], example(length=7, prompt=2)])
+    assert counted_positions(both, 2).tolist() == [2, 6 + 1, 6 + 2]
+    assert token_index(both, counted_positions(both, 2), 4).tolist() == [6, 7 + 5, 7 + 6]
 
 
-def lesson(length: int, prompt: int) -> Lesson:
+def example(length: int, prompt: int) -> Example:
     tokens = torch.arange(length)
-    return Lesson(tokens, prompt, torch.zeros(length, 3, 4), torch.zeros(length, 4), tokens, torch.zeros(length))
+    return Example(tokens, prompt, torch.zeros(length, 3, 4), torch.zeros(length, 4), tokens, torch.zeros(length))
 
 
-def test_the_law_that_is_learnt_is_the_targets(trainer: Trainer) -> None:
-    """Of every step and place: the softmax of the target's logits after the text so far, of the tokens it can say."""
+def test_the_teacher_has_the_targets_distributions(trainer: Trainer) -> None:
+    """At every step and position: the softmax of the target's logits, restricted to the head's vocabulary."""
     batch, target_rows = first_batch(trainer), trainer.head.lm_head.weight
     teacher = Teacher(trainer.head, batch)
     width = batch.tokens.shape[1]
-    for step, draft_token in enumerate(draft_tokens(trainer.head, batch, trainer.scale, 3)):
-        distribution = teacher.distribution(draft_token.place, step)
+    for step, drafted in enumerate(draft_logits(trainer.head, batch, trainer.scale, 3)):
+        distribution = teacher.distribution(drafted.positions, step)
         assert distribution.sum(-1).max() <= 1.02
-        for line, place in enumerate(draft_token.place.tolist()):
-            row, at = divmod(place, width - 1)
+        for line, position in enumerate(drafted.positions.tolist()):
+            row, at = divmod(position, width - 1)
             state = batch.hidden[row, at + 1 + step].float()
             wanted = (target_rows @ state - batch.norm[row, at + 1 + step]).exp()
             assert torch.allclose(distribution[line], wanted, atol=1e-3)
 
 
-def test_steps_weigh_as_they_are_told(trainer: Trainer) -> None:
+def test_the_loss_is_the_weighted_mean_of_the_steps(trainer: Trainer) -> None:
     batch, head = first_batch(trainer), trainer.head
     one, first = loss(head, batch, trainer.scale, [1.0], "kl")
     assert float(one.detach()) == pytest.approx(first)
@@ -99,44 +101,43 @@ def test_steps_weigh_as_they_are_told(trainer: Trainer) -> None:
     assert 0 < float(variation.detach()) <= 1
 
 
-def first_batch(trainer: Trainer) -> Batch:
-    return next(trainer.lessons.batches(trainer.lessons.epoch(0, 0, 256)))
+def first_batch(trainer: Trainer) -> TrainingBatch:
+    return next(trainer.dataset.batches(trainer.dataset.epoch(0, 0, 256)))
 
 
 @pytest.fixture
 def trained(kind: str, whole: Path, target: str, tmp_path: Path) -> Trainer:
-    """A short training of a head of this kind."""
-    trainer = make_trainer(whole, target, replace(PLAN, kind=kind))
+    """A head of this kind after a short training."""
+    trainer = make_trainer(whole, target, replace(OPTIONS, kind=kind))
     trainer.run(tmp_path / "checkpoint.safetensors")
     return trainer
 
 
 @pytest.mark.parametrize("kind", HEAD_KINDS)
 @torch.inference_mode()
-def test_acceptance_is_what_drafting_gives(trained: Trainer) -> None:
-    """Place by place the head reads its own draft tokens, one after the other, until one is not what the target
-    said."""
+def test_measured_acceptance_is_that_of_drafting_token_by_token(trained: Trainer) -> None:
+    """At each position the head continues from its own draft tokens until one differs from the target's answer."""
     head, scale = trained.head, trained.scale
-    batch = next(trained.held.batches([[0, 1, 2]]))
-    right = _right(head, batch, scale)
-    kept = 0
+    batch = next(trained.held_out.batches([[0, 1, 2]]))
+    correct = _correct(head, batch, scale)
+    accepted = 0
     for row in range(3):
         length, prompt = int(batch.lengths[row]), int(batch.prompts[row])
         for place in range(prompt - 1, length - 2):
-            flags = right[row, place].tolist()
-            wanted = next((n for n, flag in enumerate(flags) if flag != 1), STEPS)
-            most = min(STEPS, length - 2 - place)
+            flags = correct[row, place].tolist()
+            wanted = next((n for n, flag in enumerate(flags) if flag != 1), DRAFT_LENGTH)
+            most = min(DRAFT_LENGTH, length - 2 - place)
             assert drafted(head, batch, row, place, scale, most) == wanted
-            kept += wanted
-    assert kept > 0
+            accepted += wanted
+    assert accepted > 0
 
 
-def drafted(head: FeatureHead, batch: Batch, row: int, place: int, scale: Tensor, most: int) -> int:
-    """How many draft tokens from one place are what follows."""
+def drafted(head: FeatureHead, batch: TrainingBatch, row: int, place: int, scale: Tensor, most: int) -> int:
+    """Number of draft tokens, at most ``most``, that match the text after ``place``."""
     text, features = batch.tokens[row], batch.features[row].float() * scale[:, None]
     known = text[1 : place + 2].tolist()
     for step in range(most):
-        padding = [0] * 3  # unroll's last places mean nothing
+        padding = [0] * 3  # unroll's last positions are meaningless
         tokens = torch.tensor([[*known, *padding]])
         read = torch.cat((features[: place + 1], torch.zeros(tokens.shape[1] - place - 1, *features.shape[1:])))
         *_, normed = head.states(tokens, read[None], step + 1)
@@ -147,31 +148,31 @@ def drafted(head: FeatureHead, batch: Batch, row: int, place: int, scale: Tensor
     return most
 
 
-def test_rounds_through_an_answer() -> None:
+def test_rounds_that_lead_through_an_answer() -> None:
     right = [[1, 1], [1, 0], [0, 1], [1, -1], [-1, -1]]
-    assert _walk(right, 0, 6) == (5, 2), "0 keeps two and goes on at 3, which keeps one and ends"
-    assert _walk(right, 2, 6) == (3, 2)
-    assert _walk([[0]] * 4, 0, 6) == (4, 4)
+    assert _rounds_through(right, 0, 6) == (5, 2), "two accepted at 0, then one accepted at 3"
+    assert _rounds_through(right, 2, 6) == (3, 2)
+    assert _rounds_through([[0]] * 4, 0, 6) == (4, 4)
 
 
-def test_training_learns(whole: Path) -> None:
-    told = json.loads((whole / "report.json").read_text())
-    losses = told["losses"]
+def test_training_reduces_the_loss(whole: Path) -> None:
+    report = json.loads((whole / "report.json").read_text())
+    losses = report["losses"]
     assert min(losses[: len(losses) * 3 // 4][-5:]) < 0.95 * losses[0]
 
 
 def rejected(trainer: Trainer, steps: int) -> list[float]:
-    """The chance that each draft token of drafts on the held-out texts is rejected, those before it left aside."""
-    batch = collate([trainer.held[i] for i in range(len(trainer.held))])
-    asked = ([float(step == draft_token) for step in range(draft_token + 1)] for draft_token in range(steps))
-    return [float(loss(trainer.head, batch, trainer.scale, weights, "total_variation")[0]) for weights in asked]
+    """The probability that each draft token is rejected on the held-out conversations, given those before it."""
+    batch = collate([trainer.held_out[i] for i in range(len(trainer.held_out))])
+    step_weights = ([float(step == draft_token) for step in range(draft_token + 1)] for draft_token in range(steps))
+    return [float(loss(trainer.head, batch, trainer.scale, weights, "total_variation")[0]) for weights in step_weights]
 
 
 @pytest.mark.parametrize("kind", DRAFT_KINDS)
-def test_every_guess_of_a_draft_is_learnt(kind: str, whole: Path, target: str, tmp_path: Path) -> None:
-    trainer = make_trainer(whole, target, replace(PLAN, kind=kind, epochs=6))
+def test_every_draft_token_is_trained(kind: str, whole: Path, target: str, tmp_path: Path) -> None:
+    trainer = make_trainer(whole, target, replace(OPTIONS, kind=kind, epochs=6))
     with torch.no_grad():
-        before, look = rejected(trainer, 3), trainer.look()
+        before, look = rejected(trainer, 3), trainer.evaluate()
         with torch.enable_grad():
             trainer.run(tmp_path / "checkpoint.safetensors")
         after = rejected(trainer, 3)
@@ -179,8 +180,8 @@ def test_every_guess_of_a_draft_is_learnt(kind: str, whole: Path, target: str, t
     assert trainer.progress.looks[-1]["length"][-1] > look.length[-1] + 0.15
 
 
-def test_training_goes_on_where_it_was_killed(whole: Path, target: str, tmp_path: Path) -> None:
-    unbroken = make_trainer(whole, target, PLAN)
+def test_a_killed_training_resumes_exactly(whole: Path, target: str, tmp_path: Path) -> None:
+    unbroken = make_trainer(whole, target, OPTIONS)
     unbroken.run(tmp_path / "unbroken.safetensors")
     steps, at = len(unbroken.progress.losses), tmp_path / "broken.safetensors"
 
@@ -188,7 +189,7 @@ def test_training_goes_on_where_it_was_killed(whole: Path, target: str, tmp_path
         pass
 
     for last in (steps // 4, steps // 2 + 1, steps - 1):
-        broken = make_trainer(whole, target, PLAN)
+        broken = make_trainer(whole, target, OPTIONS)
 
         def kill(broken: Trainer = broken, last: int = last) -> None:
             if len(broken.progress.losses) == last - 1:
@@ -198,7 +199,7 @@ def test_training_goes_on_where_it_was_killed(whole: Path, target: str, tmp_path
 
         with pytest.raises(KilledError):
             broken.run(at, kill)
-    last_of_all = make_trainer(whole, target, PLAN)
+    last_of_all = make_trainer(whole, target, OPTIONS)
     last_of_all.run(at)
     assert last_of_all.progress.losses == pytest.approx(unbroken.progress.losses, rel=1e-3)
     ours, theirs = (load_file(path) for path in (at, tmp_path / "unbroken.safetensors"))
@@ -208,14 +209,14 @@ def test_training_goes_on_where_it_was_killed(whole: Path, target: str, tmp_path
 
 def test_a_checkpoint_of_another_head_is_refused(trainer: Trainer, whole: Path, target: str, tmp_path: Path) -> None:
     at = tmp_path / "checkpoint.safetensors"
-    make_trainer(whole, target, DraftTraining(**{**vars(PLAN), "mlp_width": 32})).save(at)
+    make_trainer(whole, target, DraftTraining(**{**vars(OPTIONS), "mlp_width": 32})).save(at)
     with pytest.raises(PacelineError, match="no checkpoint of this head"):
         trainer.load(at)
 
 
 @pytest.mark.parametrize("kind", HEAD_KINDS)
-def test_the_finished_head_takes_streams_as_they_are(kind: str, target: str, whole: Path) -> None:
-    trainer = make_trainer(whole, target, replace(PLAN, kind=kind))
+def test_the_finished_head_takes_unscaled_hidden_states(kind: str, target: str, whole: Path) -> None:
+    trainer = make_trainer(whole, target, replace(OPTIONS, kind=kind))
     batch = first_batch(trainer)
     finished = trainer.finished().float()
     scaled = batch.features[:, :-1].float() * trainer.scale[:, None]
@@ -225,34 +226,34 @@ def test_the_finished_head_takes_streams_as_they_are(kind: str, target: str, who
         assert torch.allclose(ours, theirs, atol=0.05 * float(ours.detach().abs().max()))
     loaded = load_head(whole, dtype=torch.float32, embedding=Target.load(target).embedding)
     assert loaded.config.taps == TAPS
-    rows = Target.load(target).rows[loaded.targets]
+    rows = Target.load(target).output[loaded.targets]
     assert torch.equal(loaded.lm_head.weight, rows.float())
 
 
-def test_the_vocabulary_is_of_what_answers_say(whole: Path) -> None:
+def test_the_vocabulary_has_the_most_frequent_tokens_of_answers(whole: Path) -> None:
     shards, held = shards_of(whole)
-    says = most_frequent(shards, 257, 20)
-    assert says.tolist() == sorted(set(says.tolist()))
+    vocabulary = most_frequent(shards, 257, 20)
+    assert vocabulary.tolist() == sorted(set(vocabulary.tolist()))
     answers = torch.cat([shard.answer(i) for shard in shards for i in range(len(shard))])
     counts = answers.long().bincount(minlength=257)
-    left = torch.ones(257, dtype=torch.bool).index_fill_(0, says, False)
-    assert counts[says].min() >= counts[left].max()
-    assert 0 < coverage(held, says) < coverage(held, torch.arange(257)) == 1
+    left = torch.ones(257, dtype=torch.bool).index_fill_(0, vocabulary, False)
+    assert counts[vocabulary].min() >= counts[left].max()
+    assert 0 < coverage(held, vocabulary) < coverage(held, torch.arange(257)) == 1
 
 
-def test_the_schedule() -> None:
+def test_the_learning_rate_schedule() -> None:
     assert schedule(0.0, 0.1) > 0
     assert schedule(0.1, 0.1) == pytest.approx(1)
     assert schedule(1.0, 0.1) == pytest.approx(0)
     assert schedule(0.0, 0.0) == pytest.approx(1)
 
 
-def test_steps_unroll_later_and_end_with_total_variation(trainer: Trainer) -> None:
-    asked: dict[float, Any] = {}
+def test_unrolling_starts_later_and_total_variation_comes_last(trainer: Trainer) -> None:
+    objectives: dict[float, Any] = {}
     for share in (0.0, 0.34, 0.76):
-        trainer.progress.passes = int(share * PLAN.epochs * trainer.lessons.tokens) + 1
-        asked[share] = trainer._asked()
-    assert asked == {
+        trainer.progress.passes = int(share * OPTIONS.epochs * trainer.dataset.tokens) + 1
+        objectives[share] = trainer._objective()
+    assert objectives == {
         0.0: ([1.0], "kl"),
         0.34: (pytest.approx([1.0, 0.8, 0.64]), "kl"),
         0.76: (pytest.approx([1.0, 0.8, 0.64]), "total_variation"),

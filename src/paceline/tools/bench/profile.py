@@ -69,8 +69,9 @@ class SweepPoint:
 
 @dataclass(frozen=True)
 class MeasuredProfile(Profile):
-    """A profile with further measurements, for people. acceptance[j]: of draft token j + 1, if all before it were
-    accepted.
+    """A profile with further measurements for its readers.
+
+    acceptance[j]: acceptance rate of draft token j + 1, if all before it were accepted.
     """
 
     acceptance: tuple[float, ...] = ()

@@ -47,8 +47,9 @@ def node_kinds(pieces: Sequence[str]) -> list[str | None]:
 
 
 def _code(text: str) -> Iterator[tuple[int, str]]:
-    """(place of the first letter, code) of blocks fenced as Python; of a text without fences the whole, if it is only
-    code.
+    """Yield (index of the first character, code) for each block that is fenced as Python.
+
+    A text without fences is returned whole if all of it is code.
     """
     if _FENCE in text:
         yield from (

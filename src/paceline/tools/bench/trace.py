@@ -37,9 +37,10 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-
 
 @dataclass(frozen=True)
 class TracedRound:
-    """draft_tokens: verified; parents: the parent of each, -1: the text. path: the accepted ones. tokens: gained.
+    """One recorded round.
 
-    sources: the source of each draft token, in words.
+    draft_tokens: those that were verified. parents: the parent of each, -1 for the text. path: indices of the accepted
+    ones. tokens: those that the answer gained. sources: the source of each draft token, as text.
     """
 
     draft_tokens: Sequence[int]
@@ -102,8 +103,10 @@ def page(
     show: Show,
     nodes: Sequence[str | None] = (),
 ) -> str:
-    """The HTML page. title: what ran, in one line. show: a token's text. nodes: per token of the answer
-    (``bench.syntax``).
+    """The HTML page of a trace.
+
+    title: the run, in one line. show: returns a token's text. nodes: the syntax node of each token of the answer, see
+    ``bench.syntax``.
     """
     body = [
         f"<h1>An answer, round by round</h1><p>{escape(title)}</p>",

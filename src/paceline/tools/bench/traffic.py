@@ -76,11 +76,11 @@ def arrivals(trace: str, load: Load) -> list[float]:
 
 @dataclass(frozen=True)
 class Result:
-    """One policy under one trace. Latencies in seconds; mean_rows: over the time in which rows decoded; mean_k: draft
-    tokens verified per row, over the same time. latency: milliseconds per token of the trace's first, last and all
-    sequences.
+    """One policy under one trace.
 
-    series: (seconds from the start, draft tokens per row, rows) of rounds.
+    mean, p50, p99: latencies in seconds. mean_rows: mean number of decoding rows. mean_k: draft tokens verified per
+    row. Both are means over the time in which rows decoded. latency: milliseconds per token of the trace's first, last
+    and all sequences. series: (seconds from the start, draft tokens per row, rows) of rounds.
     """
 
     trace: str
@@ -100,8 +100,10 @@ class Result:
 def replay(
     engine: Engine, prompts: Sequence[list[int]], times: Sequence[float], tokens: int
 ) -> tuple[list[float], float, Latency | None]:
-    """Run requests that arrive at ``times``. Returns their latencies in seconds, the seconds until the last one ended,
-    and the milliseconds per token of the first, last and all sequences.
+    """Run requests that arrive at ``times``, in seconds.
+
+    Returns their latencies in seconds, the seconds until the last one ended, and the milliseconds per token of the
+    first, last and all sequences.
     """
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     arrived: dict[str, float] = {}

@@ -43,10 +43,11 @@ class Served:
 
 
 def served(addresses: Sequence[str]) -> list[Served]:
-    """``NAME=URL`` is a server's own policy, ``NAME=URL@2`` the same with at most 2 draft tokens; ``URL`` is four
-    policies.
+    """The policies for a list of addresses.
 
-    Raises ParameterError.
+    ``NAME=URL`` is a server's own policy, ``NAME=URL@2`` the same with at most 2 draft tokens. ``URL`` gives four
+    policies, with the limits of ``MAX_DRAFT_TOKENS``. Raises ParameterError for an invalid address, or if two policies
+    have the same name.
     """
     policies = [policy for address in addresses for policy in _served_at(address)]
     names = [policy.name for policy in policies]
@@ -201,8 +202,9 @@ def measure(
     progress: Callable[[Iterable[Any]], Iterable[Any]],
     api_key: str | None = None,
 ) -> Iterator[HttpResult]:
-    """Run every policy under every trace, in turn as in ``traffic``; returns, of the repeats, the one with the median
-    mean.
+    """Run every policy under every trace, taking turns as in ``traffic``.
+
+    For each pair the repeat with the median mean latency is returned.
     """
     steps = [(trace, policy) for trace in traces for turn in turns(policies, repeats) for policy in turn]
     results: dict[tuple[str, Served], list[HttpResult]] = {}

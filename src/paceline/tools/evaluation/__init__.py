@@ -1,1 +1,1 @@
-"""What answers are worth, and by when: programs written by models, run where they can do no harm."""
+"""Evaluation of answers within time budgets. Programs that models wrote are run in a sandbox."""

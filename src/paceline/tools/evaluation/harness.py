@@ -1,6 +1,7 @@
-"""lm-evaluation-harness on our engine: the model class that it calls "paceline".
+"""The model class "paceline" of lm-evaluation-harness.
 
-Texts that begin alike are read once (``LLM.score``), and all answers are decoded in one ragged batch, with speculation.
+Common prefixes of texts are computed once (``LLM.score``), and all answers are decoded in one ragged batch, with
+speculation.
 """
 
 from __future__ import annotations
@@ -19,16 +20,18 @@ from paceline.errors import ParameterError
 from paceline.llm import LLM
 from paceline.models.tokenizer import Tokenizer
 
-MAX_ANSWER = 256  # tokens where a task does not say: the harness's own default
+MAX_ANSWER = 256  # tokens of an answer unless the task sets a limit: the harness's own default
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_NOT_HERE = {"do_sample", "until", "max_gen_toks"}  # what these ask for is asked in other words
+_TRANSLATED = {"do_sample", "until", "max_gen_toks"}  # passed to SamplingParams under other names
 
 
 @register_model("paceline")
 class PacelineLM(TemplateLM):  # type: ignore[misc]
-    """pretrained, draft_model: as of LLM. batch_size: rows. max_length: tokens of a text. seed: of sampled answers.
+    """An ``LLM`` behind the harness's interface.
 
-    options: fields of EngineConfig. Raises ParameterError for an unknown one, and what LLM does.
+    pretrained, draft_model: see ``LLM``. batch_size: rows. max_length: tokens of a text. max_gen_toks: tokens of an
+    answer. seed: of sampled answers. options: fields of EngineConfig.
+    Raises ParameterError for an unknown option, and what ``LLM`` raises.
     """
 
     def __init__(
@@ -48,8 +51,8 @@ class PacelineLM(TemplateLM):  # type: ignore[misc]
         if unknown := sorted(options.keys() - known):
             raise ParameterError(unknown[0], options[unknown[0]], f"one of {', '.join(sorted(known))}")
         rows = max_batch_size if batch_size in (None, "auto", 1, "1") else int(str(batch_size))
-        given = {"max_batch_size": rows, "max_model_len": max_length, "device": device}
-        options |= {name: value for name, value in given.items() if value is not None}
+        limits = {"max_batch_size": rows, "max_model_len": max_length, "device": device}
+        options |= {name: value for name, value in limits.items() if value is not None}
         self.llm = LLM(pretrained, draft_model, **options)
         self._answer, self._seed, self._name = max_gen_toks, seed, pretrained
 
@@ -74,7 +77,7 @@ class PacelineLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def prefix_token_id(self) -> int:
-        """What a text without a context follows: the token that begins texts, else the one that ends them."""
+        """The context of a text that has none: the beginning-of-text token, or else the end-of-text token."""
         begins = self._tokenizer.huggingface.bos_token_id
         return self.eot_token_id if begins is None else int(begins)
 
@@ -87,7 +90,7 @@ class PacelineLM(TemplateLM):  # type: ignore[misc]
         return self.llm.engine.max_model_len
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
-        """A text that spells the beginning's token gets no second one."""
+        """Encode a text. It gets no second beginning-of-text token if it starts with one."""
         begins = self._tokenizer.huggingface.bos_token
         spelled = begins is not None and string.startswith(begins)
         return self._tokenizer.encode(string, not spelled if add_special_tokens is None else add_special_tokens)
@@ -99,24 +102,24 @@ class PacelineLM(TemplateLM):  # type: ignore[misc]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         if not add_generation_prompt:
-            raise ParameterError("add_generation_prompt", False, "True: the last message is not gone on with here")
+            raise ParameterError("add_generation_prompt", False, "True: the last message cannot be continued here")
         return self._tokenizer.render(chat_history)
 
-    # What is measured
+    # Measurements
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **others: object
     ) -> list[tuple[float, bool]]:
-        """A context that is too long loses its beginning, as in the harness's own backends."""
-        room = self.max_length + 1  # the last token is not read
+        """Score continuations. Long contexts are cut at the beginning, as in the harness's own backends."""
+        room = self.max_length + 1  # the last token is never an input
         pairs = [(context[-max(1, room - len(text)) :], text) for _, context, text in requests]
         prompts, continuations = [context for context, _ in pairs], [text for _, text in pairs]
         scores = self.llm.score(prompts, continuations, use_tqdm=not disable_tqdm)
-        found = [(score.logprob, score.greedy) for score in scores]
-        for (texts, _, _), answer in zip(requests, found, strict=True):
+        results = [(score.logprob, score.greedy) for score in scores]
+        for (texts, _, _), answer in zip(requests, results, strict=True):
             if texts is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, answer)
-        return found
+        return results
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         windows = [
@@ -133,13 +136,13 @@ class PacelineLM(TemplateLM):  # type: ignore[misc]
         return totals
 
     def _windows(self, text: str) -> list[tuple[list[int], list[int]]]:
-        """Contexts and what follows them, which together are the text: each token is scored once."""
+        """Contexts and continuations in which each token of the text is scored once."""
         rolling = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)
         return [make_disjoint_window(window) for window in rolling]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         params = [self._params(request.args[1], number) for number, request in enumerate(requests)]
-        prompts = [self._fitting(request.args[0], each) for request, each in zip(requests, params, strict=True)]
+        prompts = [self._fitting(request.args[0], sampling) for request, sampling in zip(requests, params, strict=True)]
         texts = []
         outputs = self.llm.generate(prompts, params, use_tqdm=not disable_tqdm)
         for request, output in zip(requests, outputs, strict=True):
@@ -149,20 +152,20 @@ class PacelineLM(TemplateLM):  # type: ignore[misc]
             self.cache_hook.add_partial("generate_until", request.args, texts[-1])
         return texts
 
-    def _params(self, given: Mapping[str, Any], number: int) -> SamplingParams:
-        asked = dict(normalize_gen_kwargs(dict(given), self._answer))
-        if unknown := sorted(asked.keys() - {*_SAMPLING, *_NOT_HERE}):
+    def _params(self, generation_kwargs: Mapping[str, Any], number: int) -> SamplingParams:
+        kwargs = dict(normalize_gen_kwargs(dict(generation_kwargs), self._answer))
+        if unknown := sorted(kwargs.keys() - {*_SAMPLING, *_TRANSLATED}):
             raise ParameterError(
-                unknown[0], asked[unknown[0]], f"left out of a task's generation_kwargs: {_SAMPLING} are known"
+                unknown[0], kwargs[unknown[0]], f"left out of a task's generation_kwargs: {_SAMPLING} are known"
             )
-        sampled = {name: asked[name] for name in _SAMPLING if name in asked}
-        stop = [text for text in asked["until"] if text]
+        sampling = {name: kwargs[name] for name in _SAMPLING if name in kwargs}
+        stop = [text for text in kwargs["until"] if text]
         return SamplingParams(
-            seed=self._seed + number, max_tokens=asked["max_gen_toks"], stop=stop, **{"temperature": 0.0, **sampled}
+            seed=self._seed + number, max_tokens=kwargs["max_gen_toks"], stop=stop, **{"temperature": 0.0, **sampling}
         )
 
     def _fitting(self, text: str, params: SamplingParams) -> list[int]:
-        """A prompt that leaves no room for its answer loses its beginning."""
+        """Encode a prompt, and cut its beginning if there is no room for the answer."""
         room = self.max_length - params.max_tokens
         if room < 1:
             raise ParameterError("max_gen_toks", params.max_tokens, f"fewer than max_length, {self.max_length}")

@@ -1,4 +1,4 @@
-"""What an evaluation has done so far, a line a problem: killed at any moment, it loses the one in work at most."""
+"""The journal of an evaluation, one line per problem. A kill at any moment loses at most the problem in progress."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from paceline.errors import PacelineError, ParameterError
 from paceline.tools.evaluation.curves import Answer
 
 VERSION = 1
-Sides = dict[str, list[Answer]]
-"""All answers to one problem, by side ("plain, n=4")."""
+ProblemAnswers = dict[str, list[Answer]]
+"""The answers to one problem, by the configuration's name, such as "plain, n=4"."""
 
 
 class Journal:
-    """A file: a line with the settings, then one for each problem, written at once.
+    """A file with a line of settings, then a line for each problem, flushed to disk as soon as the problem is done.
 
-    settings: whatever the answers depend on. resume: go on where the file ends; its settings must be the same.
-    Raises ParameterError if the file is there and ``resume`` is not wanted, or was made with other settings.
+    settings: everything that the answers depend on. resume: continue an existing file with the same settings.
+    Raises ParameterError if the file exists and ``resume`` is False, or if its settings differ.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], *, resume: bool) -> None:
         self._path = path
-        self.problems: dict[str, Sides] = {}
+        self.problems: dict[str, ProblemAnswers] = {}
         head = json.dumps({"version": VERSION, **settings})
         if not path.exists():
             self._append(head)
@@ -42,7 +42,7 @@ class Journal:
             self._take(line)
 
     def _whole_lines(self) -> list[str]:
-        """All lines; one that was being written when the process ended is cut off."""
+        """All complete lines. An incomplete last line is removed from the file."""
         content = self._path.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
         if len(whole) < len(content):
@@ -52,15 +52,17 @@ class Journal:
     def _take(self, line: str) -> None:
         try:
             entry = json.loads(line)
-            sides = {name: [Answer(**answer) for answer in answers] for name, answers in entry["sides"].items()}
-            self.problems[entry["task_id"]] = sides
+            configurations = {
+                name: [Answer(**answer) for answer in answers] for name, answers in entry["sides"].items()
+            }
+            self.problems[entry["task_id"]] = configurations
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PacelineError(f"{self._path} is no journal of an evaluation: take another directory") from error
 
-    def add(self, task_id: str, sides: Sides) -> None:
-        """A problem is done, whatever happens now."""
-        self.problems[task_id] = sides
-        answers = {name: [asdict(answer) for answer in side] for name, side in sides.items()}
+    def add(self, task_id: str, configurations: ProblemAnswers) -> None:
+        """Write the answers to a problem to disk."""
+        self.problems[task_id] = configurations
+        answers = {name: [asdict(answer) for answer in configuration] for name, configuration in configurations.items()}
         self._append(json.dumps({"task_id": task_id, "sides": answers}))
 
     def _append(self, line: str) -> None:
@@ -72,10 +74,10 @@ class Journal:
 
 def _check_settings(line: str, wanted: Mapping[str, Any]) -> None:
     try:
-        kept = dict(json.loads(line))
+        saved = dict(json.loads(line))
     except (ValueError, TypeError):
-        kept = {}
-    for name in dict.fromkeys((*wanted, *kept)):
-        if kept.get(name) != wanted.get(name):
-            allowed = f"{kept.get(name)!r}, with which the journal was begun; or take another directory"
+        saved = {}
+    for name in dict.fromkeys((*wanted, *saved)):
+        if saved.get(name) != wanted.get(name):
+            allowed = f"{saved.get(name)!r}, with which the journal was begun; or take another directory"
             raise ParameterError(f"--resume: {name}", wanted.get(name), allowed)

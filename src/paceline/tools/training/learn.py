@@ -1,4 +1,4 @@
-"""The loop: steps of AdamW, checkpoints that nothing can tear, looks at the held-out texts."""
+"""The training loop: AdamW steps, atomic checkpoints, evaluations on held-out conversations."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ from paceline.config.files import written_whole
 from paceline.core.hardware import native_bfloat16
 from paceline.errors import PacelineError
 from paceline.tools.training.acceptance import Acceptance, measure
-from paceline.tools.training.batches import Batch, Lessons
-from paceline.tools.training.fellows import Fellows
+from paceline.tools.training.batches import ExampleDataset, TrainingBatch
 from paceline.tools.training.objective import Divergence, Learner, loss
+from paceline.tools.training.ranks import TrainingRanks
 
 _BETAS = 0.9, 0.95
-_BYTES_CHECKPOINT = 12  # of a weight and its two moments
-_LOGITS_COPIES = 4  # of a step: logits, their distribution, gradients
+_CHECKPOINT_BYTES_PER_WEIGHT = 12  # a float32 weight and its two moments
+_LOGITS_COPIES = 4  # tensors of the logits' size that one draft token needs: logits, distributions, gradients
 
 
 @dataclass
 class Progress:
-    """How far training has come. seconds: of all sittings. losses: of every step, the first draft token's own.
+    """The state of a training run, saved in each checkpoint.
 
-    looks: at the held-out texts, each with the passes (tokens seen so far) behind it.
+    step: index within the epoch. passes: tokens seen so far. seconds: training time, earlier runs included.
+    losses: the first draft token's loss, for each step. looks: evaluations, each with ``passes`` and ``seconds``.
     """
 
     epoch: int = 0
-    step: int = 0  # of the epoch
+    step: int = 0
     passes: int = 0
     seconds: float = 0.0
     losses: list[float] = field(default_factory=list)
@@ -47,130 +48,133 @@ class Progress:
 
 
 class Trainer:
-    """Trains a head on ``lessons`` and looks at ``held``. seed: of the order of the texts.
+    """Trains a head on ``dataset`` and evaluates it on ``held_out``.
 
-    fellows: processes that learn together, of which the first looks and saves; None: this one alone.
-    scale [S]: what the streams are multiplied by, see ``scale_for``.
+    scale [S]: factors for the hidden states, see ``scale_for``. seed: determines the order of the conversations.
+    ranks: the processes that train together; rank 0 evaluates and saves. By default this process trains alone.
     """
 
     def __init__(
         self,
         head: Learner,
-        lessons: Lessons,
-        held: Lessons,
+        dataset: ExampleDataset,
+        held_out: ExampleDataset,
         scale: Tensor,
-        plan: DraftTraining,
+        options: DraftTraining,
         seed: int,
-        fellows: Fellows | None = None,
+        ranks: TrainingRanks | None = None,
     ) -> None:
-        self.fellows = fellows or Fellows()
-        self.head, self.lessons, self.held, self.plan, self.seed = head, lessons, held, plan, seed
+        self.ranks = ranks or TrainingRanks()
+        self.head, self.dataset, self.held_out, self.options, self.seed = head, dataset, held_out, options, seed
         self.scale = scale
         self.progress = Progress()
-        self._learnt = {name: weight for name, weight in head.named_parameters() if weight.requires_grad}
-        self._optimizer = torch.optim.AdamW(self._learnt.values(), lr=plan.learning_rate, betas=_BETAS)
+        self._trained = {name: weight for name, weight in head.named_parameters() if weight.requires_grad}
+        self._optimizer = torch.optim.AdamW(self._trained.values(), lr=options.learning_rate, betas=_BETAS)
         self._autocast = torch.autocast(
             scale.device.type, torch.bfloat16, enabled=native_bfloat16(scale.device), cache_enabled=True
         )
 
     @property
-    def share(self) -> float:
-        """Of all work that is done, from 0 to 1."""
-        plan, progress = self.plan, self.progress
-        if plan.minutes is not None:
-            return min(1.0, progress.seconds / (60 * plan.minutes))
-        return min(1.0, progress.passes / (plan.epochs * self.lessons.tokens))
+    def fraction_done(self) -> float:
+        """Fraction of the training that is done, from 0 to 1."""
+        options, progress = self.options, self.progress
+        if options.minutes is not None:
+            return min(1.0, progress.seconds / (60 * options.minutes))
+        return min(1.0, progress.passes / (options.epochs * self.dataset.tokens))
 
-    def run(self, checkpoint: Path, told: Callable[[], None] = lambda: None) -> None:
-        """From where the checkpoint ends, if there is one, to the end. told: is called after every step."""
+    def run(self, checkpoint: Path, on_step: Callable[[], None] = lambda: None) -> None:
+        """Train to the end, from the checkpoint if it exists. on_step: called after every step, on rank 0."""
         if checkpoint.exists():
             self.load(checkpoint)
-        look, save = _Every(self.plan.evaluate_every), _Every(self.plan.checkpoint_every)
+        evaluate, save = _Every(self.options.evaluate_every), _Every(self.options.checkpoint_every)
         batches = self._batches()
         mark = time.monotonic()
-        while self.share < 1:
-            self._learn(*next(batches))
+        while self.fraction_done < 1:
+            self._train_step(*next(batches))
             now = time.monotonic()
-            lasted = self.fellows.total(now - mark) / self.fellows.size  # so that all end together
-            self.progress.seconds, mark = self.progress.seconds + lasted, now
-            if not self.fellows.first:
+            seconds = self.ranks.total(now - mark) / self.ranks.size  # equal on all ranks, so that all end together
+            self.progress.seconds, mark = self.progress.seconds + seconds, now
+            if not self.ranks.first:
                 continue
-            told()
-            if look.due():
-                self.look()
+            on_step()
+            if evaluate.due():
+                self.evaluate()
             if save.due():
                 self.save(checkpoint)
-        if self.fellows.first:
+        if self.ranks.first:
             self._end(checkpoint)
 
     def _end(self, checkpoint: Path) -> None:
         if not self.progress.looks or self.progress.looks[-1]["passes"] < self.progress.passes:
-            self.look()
+            self.evaluate()
         self.save(checkpoint)
 
-    def _batches(self) -> Iterator[tuple[list[int], Batch]]:
-        """Steps from where ``progress`` stands, epoch after epoch, and what this process learns of each."""
+    def _batches(self) -> Iterator[tuple[list[int], TrainingBatch]]:
+        """Yield the remaining steps, epoch after epoch, each with the batch of this rank's part.
+
+        A rank without a part of a step gets one conversation, whose gradients ``_train_step`` multiplies by 0.
+        """
         progress = self.progress
         while True:
-            steps = self.lessons.epoch(progress.epoch, self.seed, self.plan.batch_tokens)
-            left = steps[progress.step :]
-            parts = [self.fellows.part(step) or step[:1] for step in left]
-            yield from zip(left, self.lessons.batches(parts), strict=True)
+            steps = self.dataset.epoch(progress.epoch, self.seed, self.options.batch_tokens)
+            remaining = steps[progress.step :]
+            parts = [self.ranks.part(step) or step[:1] for step in remaining]
+            yield from zip(remaining, self.dataset.batches(parts), strict=True)
             progress.epoch, progress.step = progress.epoch + 1, 0
 
-    def _learn(self, step: list[int], batch: Batch) -> None:
-        """One step, of which the batch is this process's part."""
-        plan, progress, here = self.plan, self.progress, batch.to(self.scale.device)
+    def _train_step(self, step: list[int], batch: TrainingBatch) -> None:
+        """Train on one step, of which ``batch`` is this rank's part."""
+        options, progress, batch = self.options, self.progress, batch.to(self.scale.device)
         for group in self._optimizer.param_groups:
-            group["lr"] = plan.learning_rate * schedule(self.share, plan.warm_up)
+            group["lr"] = options.learning_rate * schedule(self.fraction_done, options.warm_up)
         with self._autocast, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")  # norms stay in float32
-            weights, divergence = self._asked()
-            counts = self.lessons.counts(step, len(weights))
-            total, first = loss(self.head, here, self.scale, weights, divergence, counts)
-        mine = float(len(self.fellows.part(step)) > 0)
-        first = self.fellows.total(first * mine)
+            weights, divergence = self._objective()
+            counts = self.dataset.counts(step, len(weights))
+            total, first = loss(self.head, batch, self.scale, weights, divergence, counts)
+        has_part = float(len(self.ranks.part(step)) > 0)
+        first = self.ranks.total(first * has_part)
         if not math.isfinite(first):
-            raise PacelineError(f"training came apart at step {len(progress.losses)}: take a lower --learning-rate")
+            raise PacelineError(f"training diverged at step {len(progress.losses)}: take a lower --learning-rate")
         self._optimizer.zero_grad()
-        (total * mine).backward()  # type: ignore[no-untyped-call]
-        self.fellows.add_up([weight.grad for weight in self._learnt.values() if weight.grad is not None])
-        torch.nn.utils.clip_grad_norm_(self._learnt.values(), plan.clip)
+        (total * has_part).backward()  # type: ignore[no-untyped-call]
+        self.ranks.all_reduce([weight.grad for weight in self._trained.values() if weight.grad is not None])
+        torch.nn.utils.clip_grad_norm_(self._trained.values(), options.clip)
         self._optimizer.step()
         progress.losses.append(round(first, 5))
         progress.step += 1
-        progress.passes += sum(self.lessons.lengths[index] for index in step)
+        progress.passes += sum(self.dataset.lengths[index] for index in step)
 
-    def _asked(self) -> tuple[list[float], Divergence]:
-        """The weights of the steps of a draft, and what they are measured by."""
-        plan, share = self.plan, self.share
-        steps = plan.unroll if self.head.unrolls and share >= plan.alone else 1
-        weights = [plan.decay**step for step in range(steps)]
-        return weights, "total_variation" if share >= 1 - plan.total_variation else "kl"
+    def _objective(self) -> tuple[list[float], Divergence]:
+        """The loss weight of each draft token, and the divergence, at this point of the training."""
+        options, done = self.options, self.fraction_done
+        steps = options.unroll if self.head.unrolls and done >= options.alone else 1
+        weights = [options.decay**step for step in range(steps)]
+        return weights, "total_variation" if done >= 1 - options.total_variation else "kl"
 
-    def look(self) -> Acceptance:
-        """At the held-out texts; it is noted in ``progress``."""
-        found = measure(self.head, self.held, self.scale, self.plan.batch_tokens, self._autocast)
+    def evaluate(self) -> Acceptance:
+        """Measure acceptance on the held-out conversations, and add it to ``progress``."""
+        acceptance = measure(self.head, self.held_out, self.scale, self.options.batch_tokens, self._autocast)
         progress = self.progress
-        progress.looks.append({"passes": progress.passes, "seconds": progress.seconds, **asdict(found)})
-        return found
+        progress.looks.append({"passes": progress.passes, "seconds": progress.seconds, **asdict(acceptance)})
+        return acceptance
 
     def save(self, path: Path) -> None:
-        """Weights, the optimizer's state and ``progress``, whole or not at all."""
-        tensors = {f"weight.{name}": weight.detach().cpu() for name, weight in self._learnt.items()}
+        """Write weights, optimizer state and ``progress`` atomically."""
+        tensors = {f"weight.{name}": weight.detach().cpu() for name, weight in self._trained.items()}
         for index, state in self._optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{index}.{name}": value.detach().cpu() for name, value in state.items()}
         with written_whole(path) as part:
             save_file(tensors, part, metadata={"progress": json.dumps(asdict(self.progress))})
 
     def load(self, path: Path) -> None:
-        """Go on where ``save`` was called. Raises PacelineError for a broken file."""
+        """Restore what ``save`` wrote. Raises PacelineError if the file is broken or belongs to another head."""
         try:
             with safe_open(str(path), framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
                 self.progress = Progress(**json.loads(file.metadata()["progress"]))
             with torch.no_grad():
-                for name, weight in self._learnt.items():
+                for name, weight in self._trained.items():
                     weight.copy_(tensors[f"weight.{name}"])
             self._optimizer.load_state_dict(self._optimizer.state_dict() | {"state": _by_index(tensors)})
         except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
@@ -178,19 +182,20 @@ class Trainer:
 
     @torch.no_grad()
     def finished(self) -> Learner:
-        """A copy of the head that takes the streams as they are."""
+        """A bfloat16 copy of the head on the CPU that takes unscaled hidden states."""
         head = deepcopy(self.head).cpu()
         head.absorb(self.scale.cpu())
         return head.bfloat16()
 
 
 class _Every:
-    """Whether so many minutes have passed since it last said so."""
+    """A timer that becomes due every ``minutes``."""
 
     def __init__(self, minutes: float) -> None:
         self._seconds, self._last = 60 * minutes, time.monotonic()
 
     def due(self) -> bool:
+        """Return whether the interval has passed, and if so start the next one."""
         due = time.monotonic() - self._last >= self._seconds
         if due:
             self._last = time.monotonic()
@@ -201,47 +206,53 @@ def _by_index(tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
     state: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         kind, _, rest = name.partition(".")
-        index, _, what = rest.partition(".")
+        index, _, moment = rest.partition(".")
         if kind == "optimizer":
-            state.setdefault(int(index), {})[what] = tensor
+            state.setdefault(int(index), {})[moment] = tensor
     return state
 
 
-def schedule(share: float, warm_up: float) -> float:
-    """The learning rate's part of its highest: a line up, then half a cosine down."""
-    if share < warm_up:
-        return max(share / warm_up, 0.01)
-    return 0.5 * (1 + math.cos(math.pi * (share - warm_up) / max(1e-9, 1 - warm_up)))
+def schedule(done: float, warm_up: float) -> float:
+    """The learning rate as a fraction of its maximum: linear warm-up, then cosine decay.
 
-
-def scale_for(head: Learner, lessons: Lessons) -> Tensor:
-    """[S]: what the streams are multiplied by before this head reads them."""
-    usual = unit_scale(lessons)
-    return usual if head.at_any_size else torch.ones_like(usual)
-
-
-def unit_scale(lessons: Lessons, some: int = 64) -> Tensor:
-    """[S]: one over the usual size (the median token's RMS) of each stream, by the first conversations.
-
-    At their own size, tens of times that of an embedding, they stall training.
+    done: fraction of the training that is done. warm_up: fraction at which the warm-up ends.
     """
-    sizes = [lessons[i].features.float().square().mean(-1).sqrt() for i in range(min(some, len(lessons)))]
+    if done < warm_up:
+        return max(done / warm_up, 0.01)
+    return 0.5 * (1 + math.cos(math.pi * (done - warm_up) / max(1e-9, 1 - warm_up)))
+
+
+def scale_for(head: Learner, dataset: ExampleDataset) -> Tensor:
+    """[S]: factors for the hidden states that this head reads; 1 for a head that needs their own scale."""
+    scale = unit_scale(dataset)
+    return scale if head.at_any_size else torch.ones_like(scale)
+
+
+def unit_scale(dataset: ExampleDataset, conversations: int = 64) -> Tensor:
+    """[S]: the reciprocal of each hidden state's median RMS over tokens, in the first ``conversations``.
+
+    Unscaled hidden states are tens of times as large as an embedding, and stall training.
+    """
+    sizes = [dataset[i].features.float().square().mean(-1).sqrt() for i in range(min(conversations, len(dataset)))]
     return 1 / torch.cat(sizes).median(0).values.clamp(min=1e-6)
 
 
 def trained_weights(head: Learner) -> int:
-    """How many weights are learnt; those of the target are not."""
+    """Number of trained weights; weights copied from the target and frozen do not count."""
     return sum(weight.numel() for weight in head.parameters() if weight.requires_grad)
 
 
-def training_bytes(head: Learner, plan: DraftTraining) -> int:
-    """Memory that training takes beside data and target: the head, its gradients and moments, logits of a step."""
-    learnt = trained_weights(head)
-    held: int = sum(tensor.numel() for tensor in head.state_dict().values())
-    logits = plan.batch_tokens * head.lm_head.out_features
-    return 4 * (held + 3 * learnt + (1 + _LOGITS_COPIES * plan.unroll) * logits)
+def training_bytes(head: Learner, options: DraftTraining) -> int:
+    """Bytes of memory for training: the head, its gradients and moments, the logits of a step.
+
+    The data and the target are not included.
+    """
+    trained = trained_weights(head)
+    weights: int = sum(tensor.numel() for tensor in head.state_dict().values())
+    logits = options.batch_tokens * head.lm_head.out_features
+    return 4 * (weights + 3 * trained + (1 + _LOGITS_COPIES * options.unroll) * logits)
 
 
 def checkpoint_bytes(head: Learner) -> int:
-    """Of ``Trainer.save``."""
-    return _BYTES_CHECKPOINT * trained_weights(head)
+    """Bytes that ``Trainer.save`` writes."""
+    return _CHECKPOINT_BYTES_PER_WEIGHT * trained_weights(head)

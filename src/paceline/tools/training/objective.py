@@ -1,8 +1,8 @@
-"""What a head is asked to learn: to say what its target would say, several draft tokens deep.
+"""The training objective: a head learns the target's next-token distributions, several draft tokens ahead.
 
-Places and steps are those of ``Head.unroll``: step s at place i draft tokens token i + 2 + s, whose distribution the
-target's state of token i + 1 + s gives. A place counts where all of this lies in the answer, behind whose first
-token drafts begin.
+Positions and steps are those of ``Head.unroll``. Step s at position i drafts token i + 2 + s; the target's state of
+token i + 1 + s gives that token's distribution. A position counts where all of these tokens lie in the answer. Drafts
+begin after the first token of the answer.
 """
 
 from __future__ import annotations
@@ -15,84 +15,92 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.drafters.heads.head import Head
-from paceline.tools.training.batches import Batch
+from paceline.tools.training.batches import TrainingBatch
 from paceline.tools.training.student import Student
 
 Learner: TypeAlias = Head | Student
 Divergence = Literal["kl", "total_variation"]
 
 
-class Guess(NamedTuple):
-    """A step at the M places that count. place [M] in the flattened [B, T - 1]; logits [M, Vd]."""
+class StepLogits(NamedTuple):
+    """Logits of one step at the M positions that count.
 
-    place: Tensor
+    positions [M] int64: indices into the flattened [B, T - 1]. logits [M, Vd].
+    """
+
+    positions: Tensor
     logits: Tensor
 
 
-def draft_tokens(head: Learner, batch: Batch, scale: Tensor, steps: int) -> Iterator[Guess]:
-    """The steps of a draft from every place that counts. scale [S]: the streams are multiplied by it."""
+def draft_logits(head: Learner, batch: TrainingBatch, scale: Tensor, steps: int) -> Iterator[StepLogits]:
+    """The logits of each step of a draft. scale [S]: factors for the hidden states."""
     features = batch.features.to(head.dtype) * scale[:, None]
     for step, normed in enumerate(head.drafts(batch.tokens, features, steps)):
-        place = counted(batch, step)
-        yield Guess(place, head.logits(normed.flatten(0, 1)[place]))
+        positions = counted_positions(batch, step)
+        yield StepLogits(positions, head.logits(normed.flatten(0, 1)[positions]))
 
 
-def counted(batch: Batch, step: int) -> Tensor:
-    """[M] places i of the flattened [B, T - 1]: from the prompt's last token, as far as token i + 2 + step is there."""
-    place = torch.arange(batch.tokens.shape[1] - 1, device=batch.tokens.device)
-    counts = (place >= batch.prompts[:, None] - 1) & (place + 2 + step < batch.lengths[:, None])
+def counted_positions(batch: TrainingBatch, step: int) -> Tensor:
+    """[M] int64: positions i of the flattened [B, T - 1] that count for a step.
+
+    They begin with the prompt's last token and end where the text has no token i + 2 + step.
+    """
+    position = torch.arange(batch.tokens.shape[1] - 1, device=batch.tokens.device)
+    counts = (position >= batch.prompts[:, None] - 1) & (position + 2 + step < batch.lengths[:, None])
     return counts.flatten().nonzero().squeeze(1)
 
 
-def ahead(batch: Batch, place: Tensor, by: int) -> Tensor:
-    """[M] where token i + by of a counted place i lies in the flattened [B, T]."""
+def token_index(batch: TrainingBatch, positions: Tensor, offset: int) -> Tensor:
+    """[M] int64: the index of token i + offset in the flattened [B, T], for each counted position i."""
     width = batch.tokens.shape[1]
-    return place // (width - 1) * width + place % (width - 1) + by
+    return positions // (width - 1) * width + positions % (width - 1) + offset
 
 
 class Teacher:
-    """The target's distribution of a batch over the tokens that the head can say; what it gives to others is missing in
-    it.
+    """The target's distributions of a batch, over the Vd tokens of the head.
+
+    The probabilities of other tokens are left out, so a row sums to at most 1.
     """
 
-    def __init__(self, head: Learner, batch: Batch) -> None:
+    def __init__(self, head: Learner, batch: TrainingBatch) -> None:
         self._batch = batch
-        place = ahead(batch, counted(batch, 0), 1)
+        index = token_index(batch, counted_positions(batch, 0), 1)
         with torch.no_grad():
-            state = batch.hidden.flatten(0, 1)[place].to(head.lm_head.weight.dtype)
+            state = batch.hidden.flatten(0, 1)[index].to(head.lm_head.weight.dtype)
             logits = head.logits(state).float()
-            self._distribution = (logits - batch.norm.flatten()[place, None]).exp()
-        self._line = torch.full((batch.tokens.numel(),), -1, device=place.device)
-        self._line[place] = torch.arange(len(place), device=place.device)
+            self._distribution = (logits - batch.norm.flatten()[index, None]).exp()
+        self._row = torch.full((batch.tokens.numel(),), -1, device=index.device)
+        self._row[index] = torch.arange(len(index), device=index.device)
 
-    def distribution(self, place: Tensor, step: int) -> Tensor:
-        """[M, Vd] of what step ``step`` draft tokens at these places; a line's sum is at most 1."""
-        return self._distribution[self._line[ahead(self._batch, place, 1 + step)]]
+    def distribution(self, positions: Tensor, step: int) -> Tensor:
+        """[M, Vd]: the target's probabilities of the token that ``step`` drafts at these positions."""
+        return self._distribution[self._row[token_index(self._batch, positions, 1 + step)]]
 
 
 def loss(
     head: Learner,
-    batch: Batch,
+    batch: TrainingBatch,
     scale: Tensor,
     weights: list[float],
     divergence: Divergence,
     counts: Sequence[int] | None = None,
 ) -> tuple[Tensor, float]:
-    """The weighted mean over the steps, and the first step's own mean.
+    """Return the weighted mean of the steps' losses, and the loss of the first step.
 
-    counts: of each step, the places that the mean is taken over, where the batch is a part of what is learnt at once.
-    kl: cross-entropy with the target's distribution (forward KL up to a constant). total_variation: the chance that the
-    draft token would be rejected, 1 - sum(min(p, q)).
+    kl: cross-entropy with the target's distribution (forward KL up to a constant). total_variation: the probability
+    that the draft token is rejected, 1 - sum(min(p, q)).
+    counts: for each step, the number of positions to divide by; the batch's own by default. It is given where the
+    batch is one rank's part of a step.
     """
     teacher = Teacher(head, batch)
-    parts: list[Tensor] = []
-    for step, draft_token in enumerate(draft_tokens(head, batch, scale, len(weights))):
-        distribution, logits = teacher.distribution(draft_token.place, step), draft_token.logits.float()
+    losses: list[Tensor] = []
+    for step, drafted in enumerate(draft_logits(head, batch, scale, len(weights))):
+        distribution, logits = teacher.distribution(drafted.positions, step), drafted.logits.float()
         if divergence == "kl":
-            part = -(distribution * functional.log_softmax(logits, -1)).sum(-1)
+            terms = -(distribution * functional.log_softmax(logits, -1)).sum(-1)
         else:
-            part = 1 - torch.minimum(distribution, logits.softmax(-1)).sum(-1)
-        parts.append(part.sum() / max(1, len(draft_token.place) if counts is None else counts[step]))
-    total = sum(weight * part for weight, part in zip(weights, parts, strict=True)) / sum(weights)
+            terms = 1 - torch.minimum(distribution, logits.softmax(-1)).sum(-1)
+        losses.append(terms.sum() / max(1, len(drafted.positions) if counts is None else counts[step]))
+    total = sum(weight * term for weight, term in zip(weights, losses, strict=True)) / sum(weights)
     assert isinstance(total, Tensor)
-    return total, float(parts[0].detach())
+    return total, float(losses[0].detach())

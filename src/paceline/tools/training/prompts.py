@@ -1,8 +1,8 @@
-"""What the target is asked: questions that it writes itself, or those of a file.
+"""The questions for the target: written by the target itself, or read from a file.
 
-A model that was trained on conversations also knows what users say. Given only the opening of a user's turn, it writes
-the turn (Magpie, arXiv 2406.08464). Where a turn opens, and what closes it, is read off the chat template: it is what
-two conversations of different words have in common.
+A model that was trained on conversations can also write the user's turn, given only its opening (Magpie, arXiv
+2406.08464). The opening and the end of a turn are derived from the chat template: they are the common prefix and the
+common suffix of two conversations with different words.
 """
 
 from __future__ import annotations
@@ -22,24 +22,27 @@ from paceline.errors import ParameterError, RequestError
 from paceline.models.tokenizer import Tokenizer
 
 Question: TypeAlias = tuple[tuple[str, str], ...]
-"""A conversation: roles and what they say, the user last."""
+"""A conversation up to the answer: (role, content) of each message, the user's last."""
 
 _JSON = (".json", ".jsonl", ".ndjson")
-_PROBES = ("A", "7")  # begin with different tokens in every vocabulary
+_PROBES = ("A", "7")  # texts that begin with different tokens in every vocabulary
 _LINE = 'a text, {"prompt": a text} or {"messages": a conversation}'
-_EACH_HELD_OUT = 20  # one question of so many
+_HELD_OUT_EVERY = 20  # one question of this many is held out
 
 
 @dataclass(frozen=True)
 class Opening:
-    """tokens: what stands before a user's words. ends: what may stand behind them; none: nothing closes a turn."""
+    """The tokens around a user's words.
+
+    tokens: those in front. ends: the special token behind, with which generation stops; empty if there is none.
+    """
 
     tokens: list[int]
     ends: tuple[int, ...]
 
 
 def opening_of(tokenizer: Tokenizer) -> Opening | None:
-    """Of a user's turn; None for a model that knows no turns."""
+    """The opening of a user's turn; None for a model without a chat template."""
     if not tokenizer.huggingface.chat_template:
         return None
     one, other = (tokenizer.chat([{"role": "user", "content": words}]) for words in _PROBES)
@@ -48,57 +51,66 @@ def opening_of(tokenizer: Tokenizer) -> Opening | None:
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> list[int]:
-    """The longest common beginning."""
+    """The longest common prefix."""
     return [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]
 
 
 def beginning_of_text(tokenizer: Tokenizer) -> list[int]:
-    """For a model that knows no turns: what every text begins with, else what ends one. Raises RequestError."""
+    """The prompt for a model without a chat template: the tokens that begin every text, or else the end-of-text token.
+
+    Raises RequestError for a tokenizer with neither.
+    """
     begins = tokenizer.encode("") or list(tokenizer.eos_token_ids[:1])
     if not begins:
-        raise RequestError(f"{tokenizer.name} has no token that begins a text: give it something with --prompts")
+        raise RequestError(f"{tokenizer.name} has no token that begins a text: give prompts with --prompts")
     return begins
 
 
 def read_questions(path: Path) -> list[Question]:
-    """Of a file: a line each, plain or JSON (by the file's name); empty lines and repetitions are left out.
+    """Read questions from a file with one question per line, plain text or JSON depending on the file's suffix.
 
-    Raises ParameterError, which names the prompt.
+    Empty lines and repeated questions are dropped. Raises ParameterError, which names the prompt.
     """
     lines = [line for line in read_text("--prompts", path).splitlines() if line.strip()]
     as_json = path.suffix.lower() in _JSON
-    found = [_from_json(path, n, line) if as_json else _asked(line) for n, line in enumerate(lines, 1)]
-    different = list(dict.fromkeys(found))
+    questions = [_from_json(path, n, line) if as_json else _from_text(line) for n, line in enumerate(lines, 1)]
+    different = list(dict.fromkeys(questions))
     if len(different) < 2:
-        raise ParameterError("--prompts", str(path), "at least two different prompts: one is not learnt from")
+        raise ParameterError("--prompts", str(path), "at least two different prompts: one of them is held out")
     return different
 
 
-def _asked(text: str) -> Question:
+def _from_text(text: str) -> Question:
     return (("user", text),)
 
 
 def _from_json(path: Path, number: int, line: str) -> Question:
     try:
-        given: Any = json.loads(line)
-        given = given.get("messages", given.get("prompt")) if isinstance(given, dict) else given
-        if isinstance(given, str) and given.strip():
-            return _asked(check_text("prompt", given))
-        (conversation,) = as_conversations(given)
+        value: Any = json.loads(line)
+        value = value.get("messages", value.get("prompt")) if isinstance(value, dict) else value
+        if isinstance(value, str) and value.strip():
+            return _from_text(check_text("prompt", value))
+        (conversation,) = as_conversations(value)
         return tuple((message["role"], message["content"]) for message in map(check_message, conversation))
     except (ValueError, RequestError, RecursionError) as error:
         raise ParameterError("--prompts", f"{path}, prompt {number}", f"{_LINE} ({error})") from error
 
 
 def tokens_of(question: Question, tokenizer: Tokenizer) -> list[int]:
-    """As the model reads it, ready for the answer. Raises RequestError for a conversation without a template."""
+    """The question's tokens, with those of the chat template that precede the answer.
+
+    Raises RequestError for a conversation where the tokenizer has no chat template.
+    """
     if not tokenizer.huggingface.chat_template and len(question) == 1:
         return tokenizer.encode(question[0][1])
     return tokenizer.chat([{"role": role, "content": content} for role, content in question])
 
 
 def split(questions: Sequence[Question], seed: int) -> tuple[list[Question], list[Question]]:
-    """Those to learn from, in a random order, and those held out: one of 20, and one at least."""
+    """Split into training and held-out questions, in a random order.
+
+    One in 20 is held out, and at least one.
+    """
     ordered = sorted(questions, key=lambda question: sha256(repr((seed, question)).encode()).digest())
-    held = max(1, len(ordered) // _EACH_HELD_OUT)
-    return ordered[held:], ordered[:held]
+    held_out = max(1, len(ordered) // _HELD_OUT_EVERY)
+    return ordered[held_out:], ordered[:held_out]

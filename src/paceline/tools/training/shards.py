@@ -1,7 +1,7 @@
-"""The data on disk: files of conversations with what the target said about them, and what they were made with.
+"""The data on disk: shards of conversations with the target's outputs, and the settings that they depend on.
 
-A shard is a function of the settings and its own number. It is written under another name and then renamed, so that a
-file that is there is whole; a run that was killed makes the others again, bit for bit.
+A shard's content depends only on the settings and its number. It is written under a temporary name and then renamed,
+so an existing file is complete. A run that was killed makes the missing shards again, bit for bit.
 """
 
 from __future__ import annotations
@@ -21,71 +21,78 @@ from torch import Tensor
 
 from paceline.config.files import write_text, written_whole
 from paceline.errors import PacelineError, ParameterError
-from paceline.tools.training.streams import Reading
+from paceline.tools.training.hidden_states import TargetOutputs
 
 VERSION = 1
-HELD_OUT = -1  # the number of the shard that nothing is learnt from
-_NUMBERS_OF_A_TOKEN = 12  # bytes: the token, the likeliest next one, the distribution's norm
+HELD_OUT = -1  # number of the shard that is used for evaluation only
+_SCALAR_BYTES_PER_TOKEN = 12  # the token, the most likely next token, and the log-sum-exp: 4 bytes each
 
 
 @dataclass(frozen=True)
-class Text:
-    """A conversation. prompt: how many of its tokens the answer stands behind. asked: what for, to tell texts apart."""
+class Conversation:
+    """A prompt with its answer.
+
+    prompt: number of tokens before the answer. prompt_key: identifies the prompt, so that training does not use
+    held-out ones.
+    """
 
     tokens: list[int]
     prompt: int
-    asked: str
+    prompt_key: str
 
 
 def bytes_of_token(width: int, taps: int) -> int:
-    """What a token takes on disk."""
-    return 2 * width * (taps + 1) + _NUMBERS_OF_A_TOKEN
+    """Bytes of one token on disk. width: of the hidden states. taps: their number."""
+    return 2 * width * (taps + 1) + _SCALAR_BYTES_PER_TOKEN
 
 
 def path_of(directory: Path, number: int) -> Path:
-    """Of a shard."""
+    """The file of a shard."""
     return directory / ("held-out.safetensors" if number == HELD_OUT else f"train-{number:05}.safetensors")
 
 
 class Shards:
-    """A directory of shards. settings: whatever they depend on.
+    """A directory of shards.
 
-    resume: go on with what is there; its settings must be the same. Raises ParameterError where something is there and
-    ``resume`` is not wanted, or where it was made with other settings.
+    settings: everything that the shards depend on. resume: keep existing shards, whose settings have to be the same.
+    Raises ParameterError if the directory has shards and ``resume`` is False, or if their settings differ.
     """
 
     def __init__(self, directory: Path, settings: Mapping[str, Any], *, resume: bool) -> None:
         self.directory = directory
         check_settings(directory / "settings.json", {"version": VERSION, **settings}, resume=resume)
-        for part in directory.glob(".*.part.safetensors"):  # what a run left that was killed while it wrote
+        for part in directory.glob(".*.part.safetensors"):  # left by a run that was killed while writing
             part.unlink()
 
     def path(self, number: int) -> Path:
-        """Of a shard."""
+        """The file of a shard."""
         return path_of(self.directory, number)
 
-    def write(self, number: int, texts: Sequence[Text], readings: Sequence[Reading]) -> None:
-        """The texts and what was read of them, in the same order; the file whole, or none."""
+    def write(self, number: int, texts: Sequence[Conversation], outputs: Sequence[TargetOutputs]) -> None:
+        """Write a shard atomically: the texts, and the target's outputs for them in the same order."""
         tensors = {
             "tokens": torch.tensor([token for text in texts for token in text.tokens], dtype=torch.int32),
             "lengths": torch.tensor([len(text.tokens) for text in texts], dtype=torch.int32),
             "prompts": torch.tensor([text.prompt for text in texts], dtype=torch.int32),
-            "features": torch.cat([reading.features for reading in readings]),
-            "hidden": torch.cat([reading.hidden for reading in readings]),
-            "best": torch.cat([reading.best for reading in readings]),
-            "norm": torch.cat([reading.norm for reading in readings]),
+            "features": torch.cat([output.features for output in outputs]),
+            "hidden": torch.cat([output.hidden for output in outputs]),
+            "best": torch.cat([output.best for output in outputs]),
+            "norm": torch.cat([output.norm for output in outputs]),
         }
-        asked = json.dumps([text.asked for text in texts])
+        prompt_keys = json.dumps([text.prompt_key for text in texts])
         with written_whole(self.path(number)) as part:
-            save_file(tensors, part, metadata={"asked": asked})
+            save_file(tensors, part, metadata={"asked": prompt_keys})
 
     def open(self, number: int) -> Shard | None:
-        """None: it has not been made. Raises PacelineError for a broken file."""
+        """Open a shard; None if it has not been made yet. Raises PacelineError for a broken file."""
         return Shard(self.path(number)) if self.path(number).exists() else None
 
 
 class Shard:
-    """A file, of which conversations are read one by one; the small tensors stay in memory."""
+    """One shard. Hidden states are read from disk per conversation; the small tensors stay in memory.
+
+    lengths, prompts: tokens of each conversation and of its prompt. prompt_keys: identifies each prompt.
+    """
 
     def __init__(self, path: Path) -> None:
         try:
@@ -94,7 +101,7 @@ class Shard:
             self.tokens, lengths, prompts, self.best, self.norm = (
                 self._file.get_tensor(name) for name in ("tokens", "lengths", "prompts", "best", "norm")
             )
-            self.asked: list[str] = json.loads(self._file.metadata()["asked"])
+            self.prompt_keys: list[str] = json.loads(self._file.metadata()["asked"])
         except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
             raise PacelineError(f"{path} is broken: remove it, and --resume makes it again ({error})") from error
         self.lengths: list[int] = lengths.tolist()
@@ -110,18 +117,21 @@ class Shard:
         answer: Tensor = self.tokens[start + self.prompts[index] : start + self.lengths[index]]
         return answer
 
-    def read(self, index: int) -> Lesson:
-        """A conversation with all that is known of it."""
+    def read(self, index: int) -> Example:
+        """Read a conversation with the target's outputs."""
         start = self._starts[index]
-        place = slice(start, start + self.lengths[index])
-        features, hidden = (self._file.get_slice(name)[place] for name in ("features", "hidden"))
+        span = slice(start, start + self.lengths[index])
+        features, hidden = (self._file.get_slice(name)[span] for name in ("features", "hidden"))
         prompt = self.prompts[index]
-        return Lesson(self.tokens[place].long(), prompt, features, hidden, self.best[place].long(), self.norm[place])
+        return Example(self.tokens[span].long(), prompt, features, hidden, self.best[span].long(), self.norm[span])
 
 
 @dataclass(frozen=True)
-class Lesson:
-    """A conversation of T tokens. The fields are those of ``Text`` and ``Reading``; tokens and best in int64."""
+class Example:
+    """A conversation of T tokens with the target's outputs.
+
+    tokens, best [T] int64. prompt: number of tokens before the answer. features, hidden, norm: see ``TargetOutputs``.
+    """
 
     tokens: Tensor
     prompt: int
@@ -134,30 +144,34 @@ class Lesson:
 def check_settings(
     path: Path, wanted: Mapping[str, Any], *, resume: bool, before: Mapping[str, Any] | None = None
 ) -> None:
-    """Write the settings down, or see that those written down are the same. Raises ParameterError.
+    """Write the settings to ``path``, or compare them with those of an earlier run.
 
-    before: what holds in files that were written before there were such settings.
+    before: settings to assume for files that lack them because an older version wrote them.
+    Raises ParameterError if the file exists and ``resume`` is False, or if a setting differs.
     """
-    here = json.loads(json.dumps(wanted))
+    current = json.loads(json.dumps(wanted))
     if not path.exists():
-        write_text(path, json.dumps(here, indent=1) + "\n")
+        write_text(path, json.dumps(current, indent=1) + "\n")
         return
     if not resume:
         raise ParameterError("--output", str(path.parent), "a directory without an earlier run, or with --resume")
     try:
-        kept = {**(before or {}), **json.loads(path.read_bytes())}
+        saved = {**(before or {}), **json.loads(path.read_bytes())}
     except (ValueError, TypeError) as error:
         raise PacelineError(f"{path} is broken: take another directory ({error})") from error
-    for name in dict.fromkeys((*here, *kept)):
-        if kept.get(name) != here.get(name):
-            begun = "without it" if kept.get(name) is None else f"with {kept[name]!r}"
+    for name in dict.fromkeys((*current, *saved)):
+        if saved.get(name) != current.get(name):
+            begun = "without it" if saved.get(name) is None else f"with {saved[name]!r}"
             allowed = f"{path.parent} was begun {begun}: take that, or another directory"
-            raise ParameterError(f"--resume: {name}", here.get(name), allowed)
+            raise ParameterError(f"--resume: {name}", current.get(name), allowed)
 
 
 @contextmanager
-def held(directory: Path) -> Iterator[None]:
-    """Nobody else works in a directory; a killed run holds it no more. Raises ParameterError."""
+def directory_lock(directory: Path) -> Iterator[None]:
+    """Lock a directory against other runs. The kernel releases the lock of a killed run.
+
+    Raises ParameterError if another run has the lock.
+    """
     with (directory / ".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

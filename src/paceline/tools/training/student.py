@@ -1,7 +1,7 @@
-"""A draft model that is distilled from its target: some of its layers, between its own embedding and output.
+"""A draft model distilled from its target: some of the target's layers, with its embedding and output.
 
-What is left of a target when most layers are taken out says little at first; it learns from the target's answers, as
-heads do (DistillSpec, arXiv 2310.08461). It reads nothing but tokens, so any engine can draft with it.
+A target without most of its layers predicts little at first. It learns from the target's answers, as heads do
+(DistillSpec, arXiv 2310.08461). It reads only tokens, so any engine can draft with it.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from paceline.config.files import write_text, written_whole
 
-FAMILIES = ("llama", "qwen2", "qwen3")  # whose layers' tensors are named as Llama's
-SHARE = 8  # one layer of so many is taken where nobody says how many
-LEAST = 2
+FAMILIES = ("llama", "qwen2", "qwen3")  # model types with Llama's tensor names
+LAYERS_RATIO = 8  # by default one layer is taken for this many of the target's
+MIN_LAYERS = 2
 
 
 def spread(layers: int, wanted: int) -> list[int]:
-    """Which layers of a target are taken: evenly from the first to the last."""
+    """Indices of the target's layers to take: spread evenly from the first to the last."""
     if wanted == 1:
         return [0]
-    return [round(place * (layers - 1) / (wanted - 1)) for place in range(wanted)]
+    return [round(index * (layers - 1) / (wanted - 1)) for index in range(wanted)]
 
 
 def usual_layers(layers: int) -> int:
-    """How many of a target's are taken where nobody says."""
-    return min(layers, max(LEAST, round(layers / SHARE)))
+    """The default number of layers to take from a target with ``layers`` layers."""
+    return min(layers, max(MIN_LAYERS, round(layers / LAYERS_RATIO)))
 
 
 def student_config(target: PreTrainedConfig, layers: Sequence[int], *, tied: bool) -> PreTrainedConfig:
-    """The target's configuration with these of its layers alone. tied: whether output and embedding are one."""
+    """The target's configuration, reduced to the given layers. tied: whether output and embedding share weights."""
     config = deepcopy(target)
     config.num_hidden_layers = len(layers)
     if getattr(config, "layer_types", None):
@@ -48,13 +48,13 @@ def student_config(target: PreTrainedConfig, layers: Sequence[int], *, tied: boo
 
 
 class Student(nn.Module):
-    """``transformers``' model of the target's family, float32, with the interface of heads in training.
+    """A float32 ``transformers`` model of the target's family, with the interface that training needs of heads.
 
-    B texts of T tokens, width H. Layers and the last norm learn. The embedding is the target's, and so is lm_head
-    [Vd, H]: the output's rows of the tokens that training looks at; ``save`` writes those of all tokens.
+    Only the layers and the last norm are trained. The embedding is the target's. lm_head [Vd, H] has the target's
+    output rows of the Vd tokens that training considers; ``save`` writes the rows of all tokens.
     """
 
-    at_any_size = unrolls = False  # it reads no streams; one pass over a text learns all draft tokens of all drafts
+    at_any_size = unrolls = False  # it reads no hidden states; one pass over a text trains all steps
     targets: Tensor
 
     def __init__(self, config: PreTrainedConfig, vocabulary: int) -> None:
@@ -71,19 +71,29 @@ class Student(nn.Module):
 
     @torch.no_grad()
     def take(
-        self, embedding: Tensor, rows: Tensor, norm: Tensor, layers: Sequence[Mapping[str, Tensor]], says: Tensor
+        self,
+        embedding: Tensor,
+        output: Tensor,
+        norm: Tensor,
+        layers: Sequence[Mapping[str, Tensor]],
+        vocabulary: Tensor,
     ) -> None:
-        """The target's weights: embedding and rows [V, H], norm [H], the layers'. says [Vd]: what is looked at."""
+        """Copy the target's weights: embedding and output [V, H], norm [H], and each layer's tensors by name.
+
+        vocabulary [Vd] int64: the tokens that training considers.
+        """
         self.body.get_input_embeddings().weight.copy_(embedding)
         self.body.norm.weight.copy_(norm)
         for layer, tensors in zip(self.body.layers, layers, strict=True):
             layer.load_state_dict(tensors)
-        self.lm_head.weight.copy_(rows[says])
-        self.targets.copy_(says)
+        self.lm_head.weight.copy_(output[vocabulary])
+        self.targets.copy_(vocabulary)
 
     def drafts(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
-        """As ``Head.drafts``. What a draft token reads are the draft tokens before it: where they are right, the text
-        itself.
+        """Yield the states [B, T - 1, H] of each step, as ``Head.drafts`` does. features are ignored.
+
+        A draft token depends on the draft tokens before it. Where these are correct they equal the text, so one pass
+        over the text gives all steps.
         """
         states = self.body(input_ids=tokens, use_cache=False).last_hidden_state
         for step in range(steps):
@@ -95,14 +105,17 @@ class Student(nn.Module):
         return cast(Tensor, self.lm_head(normed))
 
     def absorb(self, scale: Tensor) -> None:
-        """It reads no streams."""
+        """Do nothing: the model reads no hidden states that would have to be scaled."""
 
-    def save(self, directory: Path, rows: Tensor) -> None:
-        """A checkpoint as ``transformers`` writes it, each file whole. rows [V, H]: of the target's output."""
+    def save(self, directory: Path, output: Tensor) -> None:
+        """Write a checkpoint in the layout of ``transformers``, each file atomically.
+
+        output [V, H]: the target's output weights.
+        """
         state: dict[str, Any] = {f"model.{name}": tensor for name, tensor in self.body.state_dict().items()}
         if not self.config.tie_word_embeddings:
-            state["lm_head.weight"] = rows
-        kept = {name: tensor.detach().cpu().bfloat16().contiguous().clone() for name, tensor in state.items()}
+            state["lm_head.weight"] = output
+        tensors = {name: tensor.detach().cpu().bfloat16().contiguous().clone() for name, tensor in state.items()}
         with written_whole(directory / "model.safetensors") as part:
-            save_file(kept, part, metadata={"format": "pt"})
+            save_file(tensors, part, metadata={"format": "pt"})
         write_text(directory / "config.json", self.config.to_json_string())

@@ -1,4 +1,4 @@
-"""What a drafter takes from its target: embedding, output, the last norm, the shape of its layer or whole layers."""
+"""The weights and shapes that a drafter takes from its target: embedding, output, last norm, whole layers."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from paceline.models.config import ModelConfig
 from paceline.models.linear import Dense
 from paceline.models.loading import load_config, load_model
 from paceline.models.transformer import Transformer
+from paceline.tools.training.hidden_states import taps_of
 from paceline.tools.training.objective import Learner
 from paceline.tools.training.shards import Shard
-from paceline.tools.training.streams import taps_of
 from paceline.tools.training.student import FAMILIES, Student, spread, student_config, usual_layers
 
 _LEFT_OUT = "left out with --kind {kind}, whose layers are the target's"
@@ -31,9 +31,10 @@ _NATIVE = "a target of a family that paceline runs itself, whose embedding is as
 
 @dataclass(frozen=True)
 class Target:
-    """embedding, rows [V, width]: of tokens read and of tokens said, bfloat16. norm [width]: the last norm's weight.
+    """A target's weights, as far as a drafter needs them.
 
-    layers: the tensors of those that were asked for, as Llama's checkpoints name them; taken: which these are.
+    embedding, output [V, width] bfloat16. norm [width]: weight of the last norm; None if it has none.
+    layers: tensors of the layers that the drafter starts from, named as in Llama's checkpoints. taken: their indices.
     """
 
     name: str
@@ -41,79 +42,81 @@ class Target:
     config: ModelConfig
     rope: dict[str, Any]
     embedding: Tensor
-    rows: Tensor
+    output: Tensor
     norm: Tensor | None
     layers: tuple[dict[str, Tensor], ...] = ()
     taken: tuple[int, ...] = ()
 
     @staticmethod
     def load(source: str, kind: str = DraftTraining.kind, layers: int | None = None) -> Target:
-        """From the model's files, what a drafter of that kind takes. layers: as of ``DraftTraining``.
+        """Load what a drafter of this kind needs from the model's files. layers: see ``DraftTraining``.
 
-        Raises ParameterError for a model that no head can read, or of which no smaller one can be made; else as
-        ``load_model``.
+        Raises ParameterError for a model that this kind of drafter cannot be made for, and what ``load_model`` raises.
         """
-        model, said = load_model(source, dtype=torch.bfloat16), load_config(source)
+        model, published = load_model(source, dtype=torch.bfloat16), load_config(source)
         if not isinstance(model, Transformer) or model.config.embed_width not in (0, model.config.width):
             raise ParameterError("MODEL", source, _NATIVE)
         embedding, head, norm = model.ends()
-        assert isinstance(head, Dense), "nothing has packed it"
-        taken = _taken(source, kind, model, said, layers)
-        rope = getattr(said, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0}
+        assert isinstance(head, Dense), "weights are not quantized here"
+        taken = _taken(source, kind, model, published, layers)
+        rope = getattr(published, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0}
         return Target(
-            source, said, model.config, dict(rope), embedding, head.weight, _weight(norm),
+            source, published, model.config, dict(rope), embedding, head.weight, _weight(norm),
             tuple(model.layer(index) for index in taken), taken,
         )  # fmt: skip
 
-    def learner(self, plan: DraftTraining, taps: Sequence[int], says: Tensor, seed: int) -> Learner:
-        """What is to be trained, float32. says [Vd]: the tokens that a head can say, or a draft model looks at."""
-        if plan.kind != "model":
-            return self.head(self.shape(taps, plan), says, seed)
-        student = Student(self._student(plan), len(says))
+    def make_learner(self, options: DraftTraining, taps: Sequence[int], vocabulary: Tensor, seed: int) -> Learner:
+        """A float32 head or draft model to train.
+
+        vocabulary [Vd] int64: the tokens that a head can draft, or that training of a draft model considers.
+        """
+        if options.kind != "model":
+            return self.head(self.shape(taps, options), vocabulary, seed)
+        student = Student(self._student(options), len(vocabulary))
         assert self.norm is not None, "families whose layers are taken have one"
-        student.take(self.embedding, self.rows, self.norm, self.layers, says)
+        student.take(self.embedding, self.output, self.norm, self.layers, vocabulary)
         return student
 
-    def sketch(self, plan: DraftTraining, taps: Sequence[int]) -> Learner:
-        """The same without weights. Raises ParameterError for what cannot be trained."""
-        if plan.kind == "model":
-            config = self._student(plan)
+    def meta_learner(self, options: DraftTraining, taps: Sequence[int]) -> Learner:
+        """The same on the meta device, without weights. Raises ParameterError for options that cannot be trained."""
+        if options.kind == "model":
+            config = self._student(options)
             with torch.device("meta"):
-                return Student(config, min(plan.vocab, self.config.vocab_size))
-        shape = self.shape(taps, plan)
+                return Student(config, min(options.vocab, self.config.vocab_size))
+        shape = self.shape(taps, options)
         with torch.device("meta"):
             return make_head(shape)
 
-    def _student(self, plan: DraftTraining) -> PreTrainedConfig:
-        if plan.mlp_width is not None:
-            raise ParameterError("--mlp-width", plan.mlp_width, _LEFT_OUT.format(kind=plan.kind))
-        if plan.unroll != DraftTraining.unroll:
-            allowed = "left out with --kind model, which learns all guesses of a draft from one pass"
-            raise ParameterError("--unroll", plan.unroll, allowed)
-        return student_config(self.published, self.taken, tied=self.rows.data_ptr() == self.embedding.data_ptr())
+    def _student(self, options: DraftTraining) -> PreTrainedConfig:
+        if options.mlp_width is not None:
+            raise ParameterError("--mlp-width", options.mlp_width, _LEFT_OUT.format(kind=options.kind))
+        if options.unroll != DraftTraining.unroll:
+            allowed = "left out with --kind model, which learns all draft tokens from one pass"
+            raise ParameterError("--unroll", options.unroll, allowed)
+        return student_config(self.published, self.taken, tied=self.output.data_ptr() == self.embedding.data_ptr())
 
-    def shape(self, taps: Sequence[int], plan: DraftTraining) -> HeadConfig:
-        """Of a head with one layer as wide as the target's, or with the target's last ones.
+    def shape(self, taps: Sequence[int], options: DraftTraining) -> HeadConfig:
+        """The configuration of a head: one layer of the target's width or, for hidden transfer, the target's last ones.
 
-        plan.vocab: tokens it can say, at most the target's.
+        The head's vocabulary has ``options.vocab`` tokens, or all of the target's if these are fewer.
         """
-        if plan.layers is not None:
-            raise ParameterError("--layers", plan.layers, "left out but with --kind model")
-        if plan.kind == "hidden_transfer":
-            return self._transfer(taps[-1], plan)
-        layer = self._layer(plan.mlp_width)
-        mask = self.config.vocab_size - 1 if plan.kind == "parallel" else None  # any will do: its meaning is learnt
-        return self._config(layer, taps, plan, mask_token=mask)
+        if options.layers is not None:
+            raise ParameterError("--layers", options.layers, "left out except with --kind model")
+        if options.kind == "hidden_transfer":
+            return self._transfer(taps[-1], options)
+        layer = self._layer(options.mlp_width)
+        mask = self.config.vocab_size - 1 if options.kind == "parallel" else None  # any token will do
+        return self._config(layer, taps, options, mask_token=mask)
 
-    def _transfer(self, tap: int, plan: DraftTraining) -> HeadConfig:
-        """Raises ParameterError where its layers could not be the target's."""
-        if plan.mlp_width is not None:
-            raise ParameterError("--mlp-width", plan.mlp_width, _LEFT_OUT.format(kind=plan.kind))
+    def _transfer(self, tap: int, options: DraftTraining) -> HeadConfig:
+        """The configuration of a hidden transfer head. Raises ParameterError if it cannot use the target's layers."""
+        if options.mlp_width is not None:
+            raise ParameterError("--mlp-width", options.mlp_width, _LEFT_OUT.format(kind=options.kind))
         config, count = self.config, self.config.layers - tap
         biased = {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
         family = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias and not config.output_bias else "llama"
         layer = self._layer(None) | {"model_type": family, "num_hidden_layers": count, **biased}
-        head = self._config(layer, (tap,), plan, transfers=plan.unroll)
+        head = self._config(layer, (tap,), options, transfers=options.unroll)
         ours = replace(
             config, family=family, tied=head.decoder.tied, windows=config.windows[tap:], scales=config.scales[tap:],
             embed_width=head.decoder.embed_width,
@@ -141,10 +144,10 @@ class Target:
             "mlp_bias": False,
         }
 
-    def _config(self, layer: dict[str, Any], taps: Sequence[int], plan: DraftTraining, **kind: Any) -> HeadConfig:
+    def _config(self, layer: dict[str, Any], taps: Sequence[int], options: DraftTraining, **kind: Any) -> HeadConfig:
         config = self.config
         name = Path(self.name).name if Path(self.name).exists() else self.name
-        size = min(plan.vocab, config.vocab_size)
+        size = min(options.vocab, config.vocab_size)
         return HeadConfig(
             layer,
             config.width,
@@ -155,29 +158,34 @@ class Target:
             **kind,
         )
 
-    def head(self, config: HeadConfig, says: Tensor, seed: int) -> Head:
-        """A head to be trained, float32. says [Vd]: the tokens that it can say, whose rows of the target's it keeps."""
+    def head(self, config: HeadConfig, vocabulary: Tensor, seed: int) -> Head:
+        """A float32 head to train, with the target's embedding, last norm and output rows.
+
+        vocabulary [Vd] int64: the tokens that it can draft.
+        """
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             head = make_head(config)
         with torch.no_grad():
             head.embed_tokens.weight.copy_(self.embedding)
-            head.lm_head.weight.copy_(self.rows[says])
+            head.lm_head.weight.copy_(self.output[vocabulary])
             if self.norm is not None:
                 head.norm.weight.copy_(self.norm)
             if config.transfers:
                 for layer, tensors in zip(head.layers, self.layers, strict=True):
                     layer.load_state_dict(tensors)
         head.lm_head.requires_grad_(False)
-        head.say(says)
+        head.say(vocabulary)
         return head
 
 
-def _taken(source: str, kind: str, model: Transformer, said: PreTrainedConfig, layers: int | None) -> tuple[int, ...]:
-    """The target's layers of which the drafter is made."""
+def _taken(
+    source: str, kind: str, model: Transformer, published: PreTrainedConfig, layers: int | None
+) -> tuple[int, ...]:
+    """Indices of the target's layers that the drafter starts from."""
     count, config = model.layers, model.config
     if kind == "model":
-        if said.model_type not in FAMILIES:
+        if published.model_type not in FAMILIES:
             raise ParameterError("MODEL", source, f"a target of the families {', '.join(FAMILIES)} with --kind model")
         wanted = usual_layers(count) if layers is None else layers
         if wanted > count:
@@ -193,7 +201,7 @@ def _weight(norm: object) -> Tensor | None:
 
 
 def most_frequent(shards: Sequence[Shard], vocab_size: int, size: int) -> Tensor:
-    """[size] int64, rising: the tokens that answers have most often; of two equally frequent ones the smaller."""
+    """[size] int64, ascending: the tokens that are most frequent in answers; ties go to the smaller token."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for shard in shards:
         for index in range(len(shard)):
@@ -201,7 +209,7 @@ def most_frequent(shards: Sequence[Shard], vocab_size: int, size: int) -> Tensor
     return counts.sort(descending=True, stable=True).indices[:size].sort().values
 
 
-def coverage(shard: Shard, says: Tensor) -> float:
-    """The share of a shard's answers' tokens that a head can say."""
+def coverage(shard: Shard, vocabulary: Tensor) -> float:
+    """The fraction of the tokens of a shard's answers that are in ``vocabulary``."""
     answers = torch.cat([shard.answer(index) for index in range(len(shard))])
-    return float(torch.isin(answers.long(), says).float().mean())
+    return float(torch.isin(answers.long(), vocabulary).float().mean())

@@ -1,4 +1,4 @@
-"""Processes that learn together make of a step what one makes of it."""
+"""Several training ranks together compute the same gradients as one process."""
 
 from __future__ import annotations
 
@@ -17,48 +17,46 @@ from torch import Tensor
 import paceline
 from paceline.models.shares import ModelShard
 from paceline.tools.training.batches import collate
-from paceline.tools.training.fellows import Fellows
 from paceline.tools.training.learn import Trainer
-from paceline.tools.training.objective import counted, loss
+from paceline.tools.training.objective import counted_positions, loss
+from paceline.tools.training.ranks import TrainingRanks
 from tools.training.conftest import SIZES
-from tools.training.test_learning import PLAN, make_trainer
+from tools.training.test_learning import OPTIONS, make_trainer
 
 WEIGHTS = [1.0, 0.8, 0.64]
 
 
-def gradients(trainer: Trainer, mine: list[int], step: list[int]) -> tuple[dict[str, Tensor], float]:
-    """What a process that has these conversations of the step adds."""
+def gradients(trainer: Trainer, part: list[int], step: list[int]) -> tuple[dict[str, Tensor], float]:
+    """Gradients and first loss of a rank whose part of the step is ``part``."""
     trainer.head.zero_grad()
-    batch = collate([trainer.lessons[index] for index in mine])
-    counts = trainer.lessons.counts(step, len(WEIGHTS))
+    batch = collate([trainer.dataset[index] for index in part])
+    counts = trainer.dataset.counts(step, len(WEIGHTS))
     total, first = loss(trainer.head, batch, trainer.scale, WEIGHTS, "kl", counts)
     total.backward()  # type: ignore[no-untyped-call]
     return {n: w.grad.clone() for n, w in trainer.head.named_parameters() if w.grad is not None}, first
 
 
-def test_the_gradients_of_the_parts_add_up_to_those_of_the_whole(whole: Path, target: str) -> None:
-    trainer = make_trainer(whole, target, PLAN)
-    step = max(trainer.lessons.epoch(0, 0, 256), key=len)
-    parts = [Fellows(ModelShard(rank, 3)).part(step) for rank in range(3)]
+def test_gradients_of_the_ranks_sum_to_those_of_the_whole_step(whole: Path, target: str) -> None:
+    trainer = make_trainer(whole, target, OPTIONS)
+    step = max(trainer.dataset.epoch(0, 0, 256), key=len)
+    parts = [TrainingRanks(ModelShard(rank, 3)).part(step) for rank in range(3)]
     assert sorted(index for part in parts for index in part) == sorted(step)
     together, first = gradients(trainer, step, step)
     each = [gradients(trainer, part, step) for part in parts]
     assert sum(loss for _, loss in each) == pytest.approx(first)
-    for name, whole_one in together.items():
-        torch.testing.assert_close(sum(found[name] for found, _ in each), whole_one, rtol=1e-3, atol=1e-5)
+    for name, wanted in together.items():
+        torch.testing.assert_close(sum(found[name] for found, _ in each), wanted, rtol=1e-3, atol=1e-5)
 
 
-def test_places_are_counted_without_reading_the_conversations(whole: Path, target: str) -> None:
-    lessons = make_trainer(whole, target, PLAN).lessons
-    step = list(range(len(lessons)))
-    batch = collate([lessons[index] for index in step])
-    assert lessons.counts(step, 5) == [len(counted(batch, draft_token)) for draft_token in range(5)]
+def test_counts_need_no_hidden_states(whole: Path, target: str) -> None:
+    dataset = make_trainer(whole, target, OPTIONS).dataset
+    step = list(range(len(dataset)))
+    batch = collate([dataset[index] for index in step])
+    assert dataset.counts(step, 5) == [len(counted_positions(batch, draft_token)) for draft_token in range(5)]
 
 
 @pytest.mark.slow
-def test_two_processes_that_torchrun_starts_train_the_head_that_one_trains(
-    whole: Path, target: str, tmp_path: Path
-) -> None:
+def test_two_ranks_started_by_torchrun_train_the_same_head_as_one(whole: Path, target: str, tmp_path: Path) -> None:
     shutil.copytree(whole / "data", tmp_path / "data")
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     line += ["paceline.cli.main", "train-draft", target, *SIZES, "--output", str(tmp_path), "--resume"]
@@ -66,7 +64,7 @@ def test_two_processes_that_torchrun_starts_train_the_head_that_one_trains(
     done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     ours, theirs = (json.loads((path / "report.json").read_text()) for path in (tmp_path, whole))
-    assert done.stdout.count("\n") == 1, "one of them reports"
+    assert done.stdout.count("\n") == 1, "only rank 0 reports"
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=0.02)
     assert ours["passes"] == theirs["passes"]
     one, other = (load_file(path / "model.safetensors") for path in (tmp_path, whole))

@@ -1,18 +1,19 @@
-"""The process in which one program that a model wrote is run (sandbox.py is the evaluation's end of it).
+"""The sandboxed side of the evaluation: the processes that run one program that a model wrote.
 
-    evaluation ── warden: reads the job, leaves everything behind, forks, waits
-                     └── inmate: runs the program and then its check
+    evaluation (sandbox.py) ── supervisor: reads the job, enters new namespaces, forks, waits
+                                  └── runner: runs the program and then its check
 
-The inmate is process 1 of a process namespace: it sees no other process, and with it ends whatever it began. Its file
-system consists of what Python needs, read-only, and of a small empty directory in memory; its network namespace has no
-interface; its rights are those of nobody. The limits are the kernel's (setrlimit). System calls that programs do not
-need are not there for it (seccomp).
+The runner is process 1 of its own process namespace: it sees no other process, and its end kills all its children. Its
+file system has only what Python needs, read-only, and a small empty directory in memory. Its network namespace has no
+interface, and it runs as the user nobody. The kernel enforces resource limits (setrlimit) and an allow-list of system
+calls (seccomp).
 
-A program has passed if the inmate says a word that it was told in secret, which it reads only after the check ran. So
-ending early, printing, or raising proves nothing. But the program and its check share a process, as they do in every
-HumanEval harness: one that was written against this file could find the word, or make the check's comparisons true.
+A program has passed if the runner returns a secret, which it reads only after the check has succeeded. Exiting early,
+printing or raising therefore prove nothing. But the program and its check share a process, as in every HumanEval
+harness: a program written against this file could find the secret, or make the check's comparisons succeed.
 
-A program of its own, of the standard library alone: ``python -I cell.py SECRET VERDICT`` (two descriptors).
+This file is a program of its own that uses only the standard library: ``python -I sandbox_child.py SECRET VERDICT``,
+where the arguments are two file descriptors.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from typing import Any, NoReturn
 
 NOBODY = 65534
 SECRET_BYTES = 32
-SAID_CHARACTERS = 300  # of what a program raised
-WORK = "/tmp"  # within the cell: the empty directory
+MESSAGE_CHARACTERS = 300  # of an exception's message
+WORK = "/tmp"  # the empty directory inside the sandbox
 
 OPEN_FILES = 64
 FILE_BYTES = 16 << 20
@@ -55,7 +56,7 @@ _CAPABILITY_VERSION_3 = 0x20080522
 
 # seccomp.h (libseccomp), asm-generic/ioctls.h, linux/fcntl.h
 _SECCOMP = "libseccomp.so.2"
-_ALLOW, _NOT_THERE, _EQUAL = 0x7FFF0000, 0x50000 | errno.ENOSYS, 4
+_ALLOW, _FAIL_WITH_ENOSYS, _EQUAL = 0x7FFF0000, 0x50000 | errno.ENOSYS, 4
 _ALLOWED = """
     read readv pread64 preadv write writev pwrite64 pwritev lseek close close_range dup dup2 dup3 pipe pipe2
     poll ppoll select pselect6 open openat stat lstat fstat newfstatat statx statfs fstatfs access faccessat faccessat2
@@ -67,80 +68,84 @@ _ALLOWED = """
     getpid getppid gettid getuid geteuid getgid getegid getresuid getresgid getgroups getpgrp getpgid getsid
     uname sysinfo getcpu getpriority sched_getaffinity sched_yield exit exit_group
 """
-_ALLOWED_IF = {  # the argument's number, and what it may be
+_ALLOWED_IF = {  # index of the argument, and its allowed values
     "fcntl": (1, (0, 1, 2, 3, 4, 5, 6, 7, 1030)),  # duplicates, flags, locks; no signals to others, no larger pipes
-    "ioctl": (1, (0x5401, 0x5413, 0x541B, 0x5450, 0x5451)),  # whether a terminal, its size, bytes to read, inheritance
-    "prlimit64": (0, (0,)),  # of itself
+    "ioctl": (1, (0x5401, 0x5413, 0x541B, 0x5450, 0x5451)),  # TCGETS, TIOCGWINSZ, FIONREAD, FIONCLEX, FIOCLEX
+    "prlimit64": (0, (0,)),  # its own limits only
 }
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _call(name: str, *arguments: Any) -> None:
-    """A call of the C library. Raises OSError, which names it."""
+    """Call a function of the C library. Raises OSError with the function's name if it fails."""
     if getattr(_libc, name)(*arguments) != 0:
         error = ctypes.get_errno()
         raise OSError(error, f"{name}: {os.strerror(error)}")
 
 
-# The walls
+# Isolation
 
 
 def enclose() -> None:
-    """Leave everything behind: other processes, the network, files. Raises OSError where the kernel forbids it."""
-    with _mapped_by_a_helper():
+    """Move this process into new namespaces with a root directory of its own.
+
+    Raises OSError if the kernel does not allow it.
+    """
+    with _ids_mapped_by_helper():
         _call("unshare", sum(_NEW.values()))
-    Path("/proc/sys/user/max_user_namespaces").write_text("0")  # of this namespace: none within it
+    Path("/proc/sys/user/max_user_namespaces").write_text("0")  # no further user namespaces inside this one
     _make_root(list(_needed()))
 
 
 @contextmanager
-def _mapped_by_a_helper() -> Iterator[None]:
-    """Who leaves its user namespace cannot say any more who it is in the new one: a child that stays behind does.
+def _ids_mapped_by_helper() -> Iterator[None]:
+    """Have a forked helper write the ID maps of the user namespace that the body enters.
 
-    Root keeps its name within, until it becomes nobody; anybody else is called nobody from the start.
+    A process inside a new user namespace may not write these maps for itself; the helper stays outside. Root is mapped
+    to root until ``become_nobody``, any other user to nobody.
     """
-    user, group, myself = os.getuid(), os.getgid(), f"/proc/{os.getpid()}"
-    heard, said = os.pipe()
+    user, group, process = os.getuid(), os.getgid(), f"/proc/{os.getpid()}"
+    read_end, write_end = os.pipe()
     helper = os.fork()
     if helper == 0:
         try:
-            os.close(said)
-            if os.read(heard, 1):
-                Path(f"{myself}/setgroups").write_text("deny")
-                Path(f"{myself}/uid_map").write_text(_names(user))
-                Path(f"{myself}/gid_map").write_text(_names(group))
+            os.close(write_end)
+            if os.read(read_end, 1):
+                Path(f"{process}/setgroups").write_text("deny")
+                Path(f"{process}/uid_map").write_text(_id_map(user))
+                Path(f"{process}/gid_map").write_text(_id_map(group))
                 os._exit(0)
         finally:
             os._exit(1)
     try:
         yield
-        os.write(said, b"+")
+        os.write(write_end, b"+")
     finally:
-        os.close(said)
-        os.close(heard)
+        os.close(write_end)
+        os.close(read_end)
         _, status = os.waitpid(helper, 0)
     if status != 0:
-        raise PermissionError(errno.EPERM, "the kernel allows no user namespace with a name in it")
+        raise PermissionError(errno.EPERM, "the kernel allows no user namespace with mapped IDs")
 
 
-def _names(number: int) -> str:
+def _id_map(number: int) -> str:
     return f"0 0 1\n{NOBODY} {NOBODY} 1" if number == 0 else f"{NOBODY} {number} 1"
 
 
 def become_nobody() -> None:
-    """For root, or somebody who has its name in a namespace."""
+    """Switch from root, real or mapped, to the user and group nobody."""
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
 
 
 def _needed() -> Iterator[str]:
-    """What Python reads while it runs: paths that exist, none within another.
+    """Existing paths that Python reads at run time, none of them inside another.
 
-    No whole prefix: it may be a directory of the user's.
+    The whole prefix is left out, because it may be one of the user's directories.
     """
     paths = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), *site.getsitepackages()}
-    paths |= {str(sysconfig.get_config_var("LIBDIR"))}  # where libraries are that Python's own modules load
+    paths |= {str(sysconfig.get_config_var("LIBDIR"))}  # shared libraries that Python's own modules load
     paths |= {"/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo"}
     paths |= {"/etc/ld.so.cache", "/dev/null", "/dev/urandom"}
     chosen: list[Path] = []
@@ -151,16 +156,16 @@ def _needed() -> Iterator[str]:
 
 
 def _make_root(needed: list[str]) -> None:
-    """A root directory in memory that has what is needed, read-only, and WORK."""
+    """Replace the root directory by one in memory, with the needed paths, read-only, and WORK."""
     _call("mount", b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
-    root = "/proc"  # what is mounted there hides nothing that is still needed
+    root = "/proc"  # a mount there hides nothing that is still needed
     _mount_memory(root, "size=1m,nr_inodes=4096,mode=755")
     for path in needed:
-        place = Path(root + path)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.mkdir() if Path(path).is_dir() else place.touch()
-        _call("mount", path.encode(), bytes(place), None, _MS_BIND | _MS_REC, None)
-        _make_read_only(bytes(place), _AT_RECURSIVE)
+        mount_point = Path(root + path)
+        mount_point.parent.mkdir(parents=True, exist_ok=True)
+        mount_point.mkdir() if Path(path).is_dir() else mount_point.touch()
+        _call("mount", path.encode(), bytes(mount_point), None, _MS_BIND | _MS_REC, None)
+        _make_read_only(bytes(mount_point), _AT_RECURSIVE)
     Path(root + WORK).mkdir(exist_ok=True)
     _mount_memory(root + WORK, f"size={WORK_BYTES},nr_inodes={WORK_FILES},mode=700,uid={NOBODY},gid={NOBODY}")
     os.chdir(root)
@@ -195,16 +200,16 @@ class _Argument(ctypes.Structure):
 
 
 class SystemCalls:
-    """The system calls that a program may make. The others are not there: they fail with ENOSYS.
+    """A seccomp filter with the system calls that programs may make. All others fail with ENOSYS.
 
-    Names, not numbers, are given to libseccomp, so this is the same on every architecture that it knows; calls in the
-    way of another architecture end the process. A name that it does not know is not allowed. Raises OSError.
+    libseccomp resolves names, so the filter is the same on every architecture. Names that it does not know are not
+    allowed. Calls through another architecture's entry kill the process. Raises OSError if filtering is not possible.
     """
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(_SECCOMP)
         self._library.seccomp_init.restype = ctypes.c_void_p
-        self._filter = ctypes.c_void_p(self._library.seccomp_init(_NOT_THERE))
+        self._filter = ctypes.c_void_p(self._library.seccomp_init(_FAIL_WITH_ENOSYS))
         for name in _ALLOWED.split():
             self._allow(name)
         for name, (argument, values) in _ALLOWED_IF.items():
@@ -218,7 +223,7 @@ class SystemCalls:
             self._check(self._library.seccomp_rule_add_array(self._filter, _ALLOW, number, len(conditions), array))
 
     def enforce(self) -> None:
-        """From now on, for this process."""
+        """Install the filter in this process."""
         self._check(self._library.seccomp_load(self._filter))
 
     def _check(self, result: int) -> None:
@@ -226,11 +231,11 @@ class SystemCalls:
             raise OSError(-result, f"the kernel filters no system calls: {os.strerror(-result)}")
 
 
-# The inmate
+# The runner
 
 
 def give_up_rights() -> None:
-    """Nobody, without capabilities, now or by any program that it starts."""
+    """Become the user nobody, without capabilities, for this process and all programs that it starts."""
     if os.geteuid() == 0:
         become_nobody()
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
@@ -239,93 +244,103 @@ def give_up_rights() -> None:
 
 
 def limit(cpu_seconds: int, memory_bytes: int) -> None:
-    """What the kernel enforces from now on; no process and no thread can be begun any more."""
+    """Set this process's resource limits. It cannot start processes or threads any more."""
     limits = {"AS": memory_bytes, "FSIZE": FILE_BYTES, "NOFILE": OPEN_FILES, "CORE": 0, "NPROC": 0}
-    for name, most in limits.items():
-        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))  # a signal that says why; then the end
+    for name, limit_value in limits.items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit_value, limit_value))
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))  # SIGXCPU first, then SIGKILL
 
 
-def serve_sentence(job: dict[str, Any], calls: SystemCalls, nothing: int, secret: int, verdict: int) -> NoReturn:
-    """The inmate's whole life. Whatever happens, nothing but the secret says that the program passed."""
+def run_and_exit(job: dict[str, Any], calls: SystemCalls, null: int, secret: int, verdict: int) -> NoReturn:
+    """Run the job in this process, write the secret or a message to ``verdict``, and exit.
+
+    null, secret, verdict: file descriptors of /dev/null, and of the pipes to read the secret and to write the result.
+    """
     try:
         os.setsid()
-        for stream in range(3):
-            os.dup2(nothing, stream)
-        _close_others(secret, verdict)
+        for standard_stream in range(3):
+            os.dup2(null, standard_stream)
+        _close_all_but(secret, verdict)
         os.chdir(WORK if job["enclosed"] else job["directory"])
         give_up_rights()
         limit(job["cpu_seconds"], job["memory_bytes"])
-        os.write(verdict, _tried(job, calls, secret))
+        os.write(verdict, _run_program(job, calls, secret))
     finally:
         os._exit(0)
 
 
-def _close_others(*kept: int) -> None:
+def _close_all_but(*handles: int) -> None:
     first = 3
-    for handle in sorted(kept):
+    for handle in sorted(handles):
         os.closerange(first, handle)
         first = handle + 1
     os.closerange(first, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
-def _tried(job: dict[str, Any], calls: SystemCalls, secret: int) -> bytes:
-    """Run the program, then its check; the secret, or what went wrong in a few words."""
+def _run_program(job: dict[str, Any], calls: SystemCalls, secret: int) -> bytes:
+    """Run the program, then its check. Return the secret, or the message of the exception."""
     names: dict[str, Any] = {}
     try:
         calls.enforce()
         exec(compile(job["program"], "<program>", "exec", dont_inherit=True), names)
         exec(compile(job["check"], "<check>", "exec", dont_inherit=True), names)
         names["check"](names[job["entry_point"]])
-    except BaseException as error:  # noqa: BLE001 - SystemExit, too, is no proof
-        return f"{type(error).__name__}: {error}"[:SAID_CHARACTERS].encode(errors="replace")
+    except BaseException as error:  # noqa: BLE001 - SystemExit must not count as success either
+        return f"{type(error).__name__}: {error}"[:MESSAGE_CHARACTERS].encode(errors="replace")
     return os.read(secret, SECRET_BYTES)
 
 
-# The warden
+# The supervisor
 
 
 def main() -> None:
-    """Says on stdout, as JSON, how the inmate ended; "refused" or "lacking" if there could be none, and why."""
+    """Run a job from stdin, and print how the runner ended as JSON.
+
+    Without a runner the document has the reason: "lacking" if libseccomp is not usable, "refused" if the kernel does
+    not allow the namespaces.
+    """
     secret, verdict = map(int, sys.argv[1:])
     job = json.loads(_read_job())
-    nothing = os.open(os.devnull, os.O_RDWR)
+    null = os.open(os.devnull, os.O_RDWR)
     try:
         calls = SystemCalls()
     except OSError as error:
-        _say({"lacking": str(error)})
+        _print_json({"lacking": str(error)})
         return
     try:
         if os.geteuid() == 0:
             os.setgroups([])
         if job["enclosed"]:
             enclose()
-        inmate = os.fork()
+        runner = os.fork()
     except OSError as error:
-        _say({"refused": str(error)})
+        _print_json({"refused": str(error)})
         return
-    if inmate == 0:
-        serve_sentence(job, calls, nothing, secret, verdict)
-    _say(_watch(inmate, job["wall_seconds"]))
+    if runner == 0:
+        run_and_exit(job, calls, null, secret, verdict)
+    _print_json(_watch(runner, job["wall_seconds"]))
 
 
 def _read_job() -> bytes:
-    """A line that says how many bytes come after it."""
+    """Read a job: a line with its number of bytes, then the bytes."""
     size = int(sys.stdin.buffer.readline())
     return sys.stdin.buffer.read(size)
 
 
-def _watch(inmate: int, wall_seconds: float) -> dict[str, Any]:
-    """Until it ends, its time is over, or nobody waits for it any more; then it has ended. Seconds of the processor."""
-    handle = os.pidfd_open(inmate)
+def _watch(runner: int, wall_seconds: float) -> dict[str, Any]:
+    """Wait until the runner ends, its time is up, or the evaluation closes stdin; then kill it.
+
+    Returns how it ended, and its CPU and wall-clock seconds.
+    """
+    handle = os.pidfd_open(runner)
     poll = select.poll()
     poll.register(handle, select.POLLIN)
     poll.register(sys.stdin.fileno(), select.POLLIN)
     began = time.monotonic()
     poll.poll(1000 * wall_seconds)
     in_time = bool(select.select([handle], [], [], 0)[0])
-    os.kill(inmate, signal.SIGKILL)  # it has not been waited for, so its number is nobody else's
-    _, status, usage = os.wait4(inmate, 0)
+    os.kill(runner, signal.SIGKILL)  # it has not been reaped yet, so its process ID cannot have been reused
+    _, status, usage = os.wait4(runner, 0)
     ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
     return {
         "in_time": in_time,
@@ -335,7 +350,7 @@ def _watch(inmate: int, wall_seconds: float) -> dict[str, Any]:
     }
 
 
-def _say(document: dict[str, Any]) -> None:
+def _print_json(document: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(document))
 
 

@@ -1,8 +1,7 @@
-"""What the target says about texts that are there: the streams that enter some layers, its last state, its
-distribution.
+"""The target's hidden states, last state and next-token distribution for every token of finished texts.
 
-A pass of its own over finished texts. It costs about as much as generating them did; the CPU kernels' bits are those
-that generating had, whatever stood beside a text.
+This is a forward pass of its own, after the texts have been generated. It costs about as much as generating them did.
+With the CPU kernels its results are bit-identical to those of generation, whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from paceline.kernels.attention.cached import CachedAttend
 from paceline.kernels.native import kernel_threads
 from paceline.models.base import AnyModel, FlatModel, HiddenStates, Model
 
-PASS_TOKENS = 2048  # read together
-LAW_TOKENS = 256  # whose logits are alive at once
+PASS_TOKENS = 2048  # tokens of a forward pass
+LOGITS_TOKENS = 256  # tokens whose logits are in memory at a time
 
 
 @dataclass(frozen=True)
-class Reading:
-    """Of N tokens, one text after the other; on the CPU.
+class TargetOutputs:
+    """The target's outputs for N tokens of concatenated texts, on the CPU.
 
-    features [N, taps, width], hidden [N, width]: bfloat16. best [N] int32: the token that the target finds most likely
-    to follow. norm [N] float32: the logarithm of the sum of e^logit, which makes logits a distribution.
+    features [N, taps, width] bfloat16: inputs of the tapped layers. hidden [N, width] bfloat16: the last state.
+    best [N] int32: the most likely next token. norm [N] float32: log-sum-exp of the logits.
     """
 
     features: Tensor
@@ -42,18 +41,23 @@ class Reading:
 
 
 def taps_of(layers: int) -> tuple[int, int, int]:
-    """Whose entering streams an EAGLE-3 head reads: near the beginning, in the middle, near the end.
+    """The layers whose inputs an EAGLE-3 head reads: near the beginning, in the middle, near the end.
 
-    Raises ParameterError for a target of so few layers that two of them are one.
+    Raises ParameterError for a target with too few layers for three different ones.
     """
     taps = 2, layers // 2, layers - 3
     if not taps[0] < taps[1] < taps[2]:
-        raise ParameterError("MODEL", f"{layers} layers", "a target of at least 8 layers: a head reads three streams")
+        raise ParameterError(
+            "MODEL", f"{layers} layers", "a target of at least 8 layers: a head reads the inputs of three layers"
+        )
     return taps
 
 
-class Reader:
-    """Reads texts with a model. longest: tokens of the longest text. threads: as the engine's."""
+class HiddenStateReader:
+    """Runs a model over texts and returns its ``TargetOutputs``.
+
+    taps: layers whose inputs are returned. longest: tokens of the longest text. threads: CPU threads, as in the engine.
+    """
 
     def __init__(self, model: AnyModel, taps: Sequence[int], longest: int, threads: int) -> None:
         self.model, self.taps, self.longest, self.threads = model, tuple(taps), longest, threads
@@ -63,25 +67,25 @@ class Reader:
         self._backend = None if isinstance(model, FlatModel) else make_backend("auto", model.device)
 
     @torch.inference_mode()
-    def read(self, texts: Sequence[Sequence[int]]) -> Iterator[Reading]:
-        """One reading for each few texts, in their order; together they are what all texts have."""
+    def read(self, texts: Sequence[Sequence[int]]) -> Iterator[TargetOutputs]:
+        """Yield the outputs of one group of texts after the other, in the order of ``texts``."""
         for first in range(0, len(texts), self._cache.rows):
-            some = [list(text) for text in texts[first : first + self._cache.rows]]
-            with self._own_threads():
-                features, hidden = self._streams(some)
+            group = [list(text) for text in texts[first : first + self._cache.rows]]
+            with self._kernel_threads():
+                features, hidden = self._hidden_states(group)
             with torch_threads(self.threads):
-                distributions = [self._distribution(part) for part in torch.split(hidden, LAW_TOKENS)]
-            best, norm = (torch.cat(parts) for parts in zip(*distributions, strict=True))
-            yield Reading(features.bfloat16().cpu(), hidden.bfloat16().cpu(), best, norm)
+                chunks = [self._best_and_norm(chunk) for chunk in torch.split(hidden, LOGITS_TOKENS)]
+            best, norm = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+            yield TargetOutputs(features.bfloat16().cpu(), hidden.bfloat16().cpu(), best, norm)
 
-    def _streams(self, texts: list[list[int]]) -> tuple[Tensor, Tensor]:
+    def _hidden_states(self, texts: list[list[int]]) -> tuple[Tensor, Tensor]:
         model = self.model
-        found = _flat(model, self._cache, texts, self.taps) if isinstance(model, FlatModel) else self._padded(texts)
-        assert found.features is not None
-        return found.features, found.hidden
+        states = _flat(model, self._cache, texts, self.taps) if isinstance(model, FlatModel) else self._padded(texts)
+        assert states.features is not None
+        return states.features, states.hidden
 
     def _padded(self, texts: list[list[int]]) -> HiddenStates:
-        """Side by side, padded to the longest; of what comes back, the real tokens."""
+        """Run the texts as one padded batch, and drop the padding from the result."""
         model: Model = self.model  # type: ignore[assignment]
         assert self._backend is not None
         width = max(map(len, texts))
@@ -89,17 +93,17 @@ class Reader:
         tokens = torch.zeros(real.shape, dtype=torch.int64).masked_scatter_(real, _chain(texts)).to(model.device)
         positions = torch.arange(width, device=model.device).expand_as(tokens)
         attend = CachedAttend(self._cache, self._backend, self._backend.plan(positions, width, None), 0)
-        found, real = model.hidden_states(tokens, positions, attend, self.taps), real.to(model.device)
-        assert found.features is not None
-        return HiddenStates(found.hidden[real], found.features[real])
+        states, real = model.hidden_states(tokens, positions, attend, self.taps), real.to(model.device)
+        assert states.features is not None
+        return HiddenStates(states.hidden[real], states.features[real])
 
-    def _distribution(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def _best_and_norm(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.model.logits(hidden)
         return logits.argmax(-1).int().cpu(), logits.logsumexp(-1).cpu()
 
     @contextmanager
-    def _own_threads(self) -> Iterator[None]:
-        """As the engine's: beside the kernels' threads torch gets one."""
+    def _kernel_threads(self) -> Iterator[None]:
+        """Set threads as the engine does: torch gets one thread where native kernels have their own."""
         with torch_threads(1 if self._backend is None else self.threads), kernel_threads(self.threads):
             yield
 

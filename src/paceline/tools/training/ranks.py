@@ -1,6 +1,7 @@
-"""Processes that learn together: each takes its part of every step, and their gradients are added up.
+"""Data-parallel training on CPUs: each rank takes a part of every step, and gradients are summed.
 
-A launcher such as torchrun starts them. The first one makes the data, looks, saves and reports; all hold the same head.
+A launcher such as torchrun starts the ranks. Rank 0 makes the data, evaluates, saves and reports; all ranks hold the
+same head.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from torch import Tensor, distributed
 from paceline.models.parallel.launch import interface_of, launched_share
 from paceline.models.shares import ModelShard
 
-_FOR_EVER = timedelta(days=365)  # the first one writes data for hours; a launcher ends the others if one fails
+_NO_TIMEOUT = timedelta(days=365)  # rank 0 writes data for hours; the launcher ends the others if one fails
 
 
-class Fellows:
-    """share: which one of how many this process is."""
+class TrainingRanks:
+    """This process's rank among the ranks that train together."""
 
     def __init__(self, share: ModelShard = ModelShard(0, 1)) -> None:  # noqa: B008 (it cannot be changed)
         self.rank, self.size = share.rank, share.ranks
@@ -29,11 +30,11 @@ class Fellows:
         return self.rank == 0
 
     def part(self, step: Sequence[int]) -> list[int]:
-        """This process's conversations of a step; none where there are too few."""
+        """This rank's conversations of a step; empty where the step has fewer conversations than there are ranks."""
         return list(step[self.rank :: self.size])
 
-    def add_up(self, tensors: Sequence[Tensor]) -> None:
-        """Each becomes the sum of all processes' ones; these wait for each other."""
+    def all_reduce(self, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor by its sum over all ranks. Every rank has to call this."""
         if self.size > 1:
             flat = torch.cat([tensor.flatten() for tensor in tensors])
             distributed.all_reduce(flat)
@@ -41,22 +42,25 @@ class Fellows:
                 tensor.copy_(part.view_as(tensor))
 
     def total(self, number: float) -> float:
-        """Of all processes."""
+        """The sum of a number over all ranks. Every rank has to call this."""
         numbers = torch.tensor([number], dtype=torch.float64)
-        self.add_up([numbers])
+        self.all_reduce([numbers])
         return numbers.item()
 
 
 @contextmanager
-def fellows() -> Iterator[Fellows]:
-    """All that the launcher has started, or this process alone. Raises ParameterError."""
+def training_ranks() -> Iterator[TrainingRanks]:
+    """The ranks that the launcher has started, or this process alone.
+
+    Raises ParameterError if the launcher's settings are invalid.
+    """
     share = launched_share()
     if share is None or share.ranks == 1:
-        yield Fellows()
+        yield TrainingRanks()
         return
     interface_of()
-    distributed.init_process_group("gloo", timeout=_FOR_EVER)
+    distributed.init_process_group("gloo", timeout=_NO_TIMEOUT)
     try:
-        yield Fellows(share)
+        yield TrainingRanks(share)
     finally:
         distributed.destroy_process_group()
