@@ -324,7 +324,7 @@ class Late(RandomLength):
 
     rounds = 0
 
-    def hopeful(self, rows: int) -> bool:
+    def expects_to_draft(self, rows: int) -> bool:
         return False
 
     def choose(self, batch: Batch) -> SpeculationPlan:

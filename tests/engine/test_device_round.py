@@ -212,7 +212,7 @@ def test_the_draft_cache_catches_up_after_many_plain_rounds(reads_prompts: bool,
     rng = random.Random(0)
     engine.parts.policy = RandomLength()
     engine.parts.policy.choose = lambda batch: SpeculationPlan(rng.choice([0] * 12 + [3]))  # type: ignore[method-assign]
-    engine.parts.policy.hopeful = lambda _: reads_prompts  # type: ignore[method-assign]
+    engine.parts.policy.expects_to_draft = lambda _: reads_prompts  # type: ignore[method-assign]
     params = [
         SamplingParams(seed=i, max_tokens=60, logit_bias={2: 1.0} if needs_host and i == 4 else {}) for i in range(9)
     ]

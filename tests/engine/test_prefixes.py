@@ -263,7 +263,7 @@ def test_what_somebody_wrote_over_is_forgotten() -> None:
 class SometimesHopeful(RandomLength):
     """Draft models read some prompts and not others."""
 
-    def hopeful(self, rows: int) -> bool:
+    def expects_to_draft(self, rows: int) -> bool:
         return self.rng.random() < 0.6
 
 

@@ -273,8 +273,8 @@ def test_a_draft_model_that_cannot_pay_is_spared_the_prompts_and_catches_up_when
     policy = engine.parts.policy
     assert isinstance(policy, AutoLength)
     policy.costs = CostModel(replace(linear_costs(), verify=times), whole=True)
-    assert policy.hopeful(1)
-    assert not policy.hopeful(2)
+    assert policy.expects_to_draft(1)
+    assert not policy.expects_to_draft(2)
     (draft,), read = engine.parts.drafter.decoders, []
     prefill = draft.prefill
     draft.prefill = lambda *args: (read.append(engine.batch.rows), prefill(*args))[1]  # type: ignore[method-assign]
@@ -566,7 +566,7 @@ def test_drafts_are_not_asked_for_beyond_the_rows_at_which_they_were_measured_to
     """Not to try them, either: what a table says of their time is what the measurement found to be wrong."""
     policy, simulation = measured(4, paying_rows=2)
     assert max(simulation.asked) == 0
-    assert [policy.hopeful(rows) for rows in (2, 3)] == [True, False]
+    assert [policy.expects_to_draft(rows) for rows in (2, 3)] == [True, False]
     assert simulation.now == pytest.approx(200 * simulation.costs.verify_ms(4, 0) / 1000)
     _, simulation = measured(2, paying_rows=2)
     assert mean(map(bool, simulation.asked)) > 0.9

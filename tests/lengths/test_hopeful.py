@@ -52,7 +52,9 @@ def policy_with(chance: float | None) -> AutoLength:
 
 def test_hope_is_what_was_learned() -> None:
     """At eight rows it takes better draft tokens than at one, and than those of a draft model that nobody knows."""
-    hopes = {chance: [policy_with(chance).hopeful(rows) for rows in (1, 8)] for chance in (None, 0.9, 0.5, 0.0)}
+    hopes = {
+        chance: [policy_with(chance).expects_to_draft(rows) for rows in (1, 8)] for chance in (None, 0.9, 0.5, 0.0)
+    }
     assert hopes == {None: [True, False], 0.9: [True, True], 0.5: [True, False], 0.0: [False, False]}
 
 
@@ -61,9 +63,9 @@ def test_what_guesses_brought_is_hope_whatever_their_chance(chance: float) -> No
     """Scores tell which of them are right, of which their mean chance says nothing."""
     policy = policy_with(chance)
     policy.drafted.brings[8] = Mean(0.1)
-    assert policy.hopeful(8)
+    assert policy.expects_to_draft(8)
     policy.drafted.brings[8] = Mean(-0.1)
-    assert not policy.hopeful(8)
+    assert not policy.expects_to_draft(8)
 
 
 def test_what_is_unsure_has_the_benefit_of_the_doubt() -> None:
@@ -72,7 +74,7 @@ def test_what_is_unsure_has_the_benefit_of_the_doubt() -> None:
     for value in (-1.0, 0.7):
         brought.learn(value)
     assert brought.value < 0
-    assert policy.hopeful(8)
+    assert policy.expects_to_draft(8)
 
 
 @pytest.mark.parametrize(("n", "chance", "tokens"), [(1, 0.5, 40), (8, None, 0), (8, 0.9, 40), (8, 0.5, 0)])
@@ -82,7 +84,7 @@ def test_no_draft_model_reads_a_prompt_before_the_first_token_that_it_is_not_wan
     """All n answers begin at once: what is asked about each of them is what so many rows gain."""
     engine, read = engine_with()
     policy, engine.parts.policy = policy_with(chance), FixedLength(0)
-    engine.parts.policy.hopeful = policy.hopeful  # type: ignore[method-assign]
+    engine.parts.policy.expects_to_draft = policy.expects_to_draft  # type: ignore[method-assign]
     run(engine, [PROMPT], [SamplingParams(temperature=1.0, n=n, max_tokens=3, seed=1)])
     assert sum(read) == tokens
 
@@ -94,7 +96,7 @@ class Late(FixedLength):
         super().__init__(3)
         self.plain, self.only, self.rounds = plain, only, 0
 
-    def hopeful(self, rows: int) -> bool:
+    def expects_to_draft(self, rows: int) -> bool:
         assert rows == 8
         return False
 

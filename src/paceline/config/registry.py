@@ -61,7 +61,7 @@ class LengthKind(Protocol):
     def max_draft_tokens(self) -> int: ...
 
     def build(self, means: Any, /) -> Any:
-        """Make one for an engine. means: ``lengths.base.Means``."""
+        """Make one for an engine. means: ``lengths.base.PolicyInputs``."""
         ...
 
 

@@ -37,7 +37,7 @@ from paceline.errors import ParameterError, PromptTooLongError
 from paceline.kernels.cpu import cpu_ops
 from paceline.kernels.gpu import ahead
 from paceline.kernels.native import kernel_threads
-from paceline.lengths import FixedLength, LengthPolicy, Means, make_policy
+from paceline.lengths import FixedLength, LengthPolicy, PolicyInputs, make_policy
 from paceline.lengths.calibration import Calibration, Grid, Progress
 from paceline.lengths.cost import CostTable
 from paceline.lengths.kept_costs import KeptCosts, kept_or_measured
@@ -120,7 +120,7 @@ class Engine:
     def _policy(self) -> LengthPolicy:
         """No drafter is the length 0."""
         config, drafter = self.config, self.parts.drafter
-        means = Means(
+        means = PolicyInputs(
             self._costs,
             self._need_profile,
             drafter.decoders,

@@ -6,10 +6,10 @@ import copy
 from typing import cast
 
 from paceline.config.registry import LENGTHS, LengthKind
-from paceline.lengths.base import FixedLength, LengthPolicy, Means
+from paceline.lengths.base import FixedLength, LengthPolicy, PolicyInputs
 
 
-def make_policy(num_speculative_tokens: int | str | LengthKind, means: Means) -> LengthPolicy:
+def make_policy(num_speculative_tokens: int | str | LengthKind, means: PolicyInputs) -> LengthPolicy:
     """A number is a fixed length, a name a policy that chooses. Of a policy each engine plays a copy of its own."""
     if isinstance(num_speculative_tokens, int):
         return FixedLength(num_speculative_tokens)
@@ -17,4 +17,4 @@ def make_policy(num_speculative_tokens: int | str | LengthKind, means: Means) ->
     return copy.deepcopy(kind) if isinstance(kind, LengthPolicy) else cast(LengthPolicy, kind.build(means))
 
 
-__all__ = ["LENGTHS", "FixedLength", "LengthPolicy", "Means", "make_policy"]
+__all__ = ["LENGTHS", "FixedLength", "LengthPolicy", "PolicyInputs", "make_policy"]

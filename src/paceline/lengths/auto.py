@@ -40,7 +40,7 @@ from typing import TypeAlias
 from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.draft import Draft, Verdict
 from paceline.core.row_keeper import RowKeeper, RowKeepers
-from paceline.lengths.base import LengthPolicy, Means
+from paceline.lengths.base import LengthPolicy, PolicyInputs
 from paceline.lengths.belief import (
     CLUELESS,
     LONGEST_AUTO,
@@ -144,7 +144,7 @@ class AutoLength(RowKeepers, LengthPolicy):
     costs: their ``whole`` says that drafts are not seen before they are verified. decoders: the drafter's, whose caches
     fall behind in rounds without them. copies: whether there are draft tokens without them, too. clock: seconds. times:
     else rounds may be observed one late, and take what the costs say.
-    paying_rows: as of ``Means``; with more rows the decoders are not asked, whatever the costs say.
+    paying_rows: as of ``PolicyInputs``; with more rows the decoders are not asked, whatever the costs say.
     """
 
     name = "auto"
@@ -181,7 +181,7 @@ class AutoLength(RowKeepers, LengthPolicy):
         self._chosen: deque[Round] = deque()  # and not observed yet; the last is ``_round``
 
     @classmethod
-    def build(cls, means: Means, /) -> AutoLength:
+    def build(cls, means: PolicyInputs, /) -> AutoLength:
         costs = CostModel(means.costs(), whole=not means.ragged)
         policy = cls(costs, means.decoders, means.copies, times=not means.overlaps)
         policy.paying_rows = means.paying_rows
@@ -305,7 +305,7 @@ class AutoLength(RowKeepers, LengthPolicy):
         gains = [rows * chance**k for k in range(1, LONGEST_AUTO + 1)]
         return self._best_depth(gains, rows, times, rows / times.plain)[0]
 
-    def hopeful(self, rows: int) -> bool:
+    def expects_to_draft(self, rows: int) -> bool:
         """By what draft tokens brought so many rows, as when they are asked for; before any by what those lately
         would.
         """

@@ -45,7 +45,7 @@ class LengthPolicy(RowKeeper):
             cls.max_draft_tokens = vars(cls)["most_guesses"]
 
     @classmethod
-    def build(cls, means: Means, /) -> LengthPolicy:  # noqa: ARG003
+    def build(cls, means: PolicyInputs, /) -> LengthPolicy:  # noqa: ARG003
         """One for an engine. Raises ParameterError where it has not got what it needs."""
         return cls()
 
@@ -63,7 +63,7 @@ class LengthPolicy(RowKeeper):
     def lost(self) -> None:
         """The oldest round that was chosen and not observed will not be: nobody is left whom it was for."""
 
-    def hopeful(self, rows: int) -> bool:
+    def expects_to_draft(self, rows: int) -> bool:
         """Whether so many rows may be asked for draft tokens soon, so that draft models had better read their
         prompts.
         """
@@ -133,7 +133,7 @@ class ProfiledLength(LengthPolicy):
         self.max_draft_tokens = max(self._lengths)
 
     @classmethod
-    def build(cls, means: Means, /) -> ProfiledLength:
+    def build(cls, means: PolicyInputs, /) -> ProfiledLength:
         return cls(means.profile().best)
 
     def length_for(self, rows: int) -> int:
@@ -141,7 +141,7 @@ class ProfiledLength(LengthPolicy):
 
 
 @dataclass(frozen=True)
-class Means:
+class PolicyInputs:
     """What a policy can be made of; nothing is measured or read before a policy asks for it.
 
     costs: from the profile, or a calibration of a few seconds. profile: raises ParameterError if none was given.
