@@ -45,7 +45,7 @@ from paceline.drafters.growth import candidates
 from paceline.drafters.lookup import Beside, make_lookup
 from paceline.drafters.model import ModelDrafter
 from paceline.drafters.ngram import merged
-from paceline.lengths.belief import Belief, bins_of
+from paceline.lengths.belief import ScoreCalibration, bins_of
 from paceline.llm import LLM
 from paceline.tools.bench.sets import SETS, SetName
 
@@ -106,7 +106,7 @@ class Totals:
 
 def replay(drafts: Sequence[tuple[list[int], MakeTree]], choose: Choose) -> Totals:
     """Replay answers one after the other, with one belief."""
-    belief, totals = Belief(), Totals()
+    belief, totals = ScoreCalibration(), Totals()
     for answer, make_tree in drafts:
         belief.rows.clear()
         place = 0

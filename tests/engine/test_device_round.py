@@ -152,18 +152,20 @@ def test_auto_learns_one_round_late_from_the_rounds_that_are_played() -> None:
     policy, late, judged = engine.parts.policy, [], []
     assert isinstance(policy, AutoLength)
     assert not policy.costs.table.draft_step[0]
-    policy.costs = CostModel(linear_costs(token=0.3), whole=True)
-    observe, learn = policy.observe, policy.drafted.learn
-    policy.observe = lambda *given: (late.append(len(policy._chosen)), observe(*given))[1]  # type: ignore[method-assign]
-    policy.drafted.learn = lambda lines: (judged.extend(lines), learn(lines))[1]  # type: ignore[method-assign]
+    policy.costs = CostModel(linear_costs(token=0.3), includes_drafting=True)
+    observe, learn = policy.observe, policy.model_drafts.learn
+    policy.observe = lambda *given: (late.append(len(policy._pending)), observe(*given))[1]  # type: ignore[method-assign]
+    policy.model_drafts.learn = lambda lines: (judged.extend(lines), learn(lines))[1]  # type: ignore[method-assign]
     plain = make_engine(ToyModel(), eos=EOS)
     outputs = run(engine, PROMPTS, PARAMS)
     assert answers(outputs) == answers(run(plain, PROMPTS, PARAMS))
     assert late.count(2) > len(late) / 2
-    assert len(policy._chosen) == engine.scheduler.in_flight == 0
+    assert len(policy._pending) == engine.scheduler.in_flight == 0
     kept = sum(answer.metrics.accepted for output in outputs for answer in output.outputs)
     assert sum(right for line in judged for _, right in line) >= kept > 20  # what was cut is right, too
-    assert policy.drafted.chance == pytest.approx(sum(r for x in judged for _, r in x) / sum(map(len, judged)), abs=0.2)
+    assert policy.model_drafts.acceptance == pytest.approx(
+        sum(r for x in judged for _, r in x) / sum(map(len, judged)), abs=0.2
+    )
 
 
 @pytest.mark.parametrize("when", ["its rows have left", "everything was cleared"])
@@ -174,19 +176,19 @@ def test_auto_forgets_a_round_that_nobody_is_left_for(when: str) -> None:
     request = Request([1, 2, 3], SamplingParams(max_tokens=30, temperature=0), request_id="x")
     engine.add(request)
     engine.step()
-    assert len(policy._chosen) == 1
+    assert len(policy._pending) == 1
     if when == "everything was cleared":
         engine.clear()
     else:
         chosen, choose = [], policy.choose
-        policy.choose = lambda batch: (choose(batch), chosen.append(policy._round))[0]  # type: ignore[func-returns-value, method-assign]
+        policy.choose = lambda batch: (choose(batch), chosen.append(policy._current))[0]  # type: ignore[func-returns-value, method-assign]
         engine.abort("x")
         engine.add(replace(request, request_id="y"))
         engine.step()
         engine.step()
-        assert list(policy._chosen) == chosen[-1:]
+        assert list(policy._pending) == chosen[-1:]
         engine.clear()
-    assert not policy._chosen
+    assert not policy._pending
 
 
 def test_auto_measures_what_the_device_plays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,9 +19,9 @@ from paceline.config import EngineConfig, SamplingParams
 from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.core.draft import Draft, Verdict
 from paceline.engine.engine import Engine, Request
-from paceline.lengths.auto import CLUELESS_TRIALS, AutoLength
+from paceline.lengths.auto import PRIOR_TOKENS, AutoLength
 from paceline.lengths.base import FixedLength, LengthPolicy
-from paceline.lengths.belief import LONGEST_AUTO, Mean, bins_of
+from paceline.lengths.belief import LONGEST_AUTO, RunningMean, bins_of
 from paceline.lengths.calibration import Calibration, Grid
 from paceline.lengths.cost import CostModel, CostTable, RoundTimes
 from paceline.models.decoder import Decoder
@@ -51,7 +51,7 @@ def best_length(costs: CostTable, acceptance: float, rows: int) -> int:
 
 
 def blind(simulation: Simulation, costs: CostTable) -> AutoLength:
-    return AutoLength(CostModel(costs, whole=True), clock=simulation.clock)
+    return AutoLength(CostModel(costs, includes_drafting=True), clock=simulation.clock)
 
 
 @pytest.mark.parametrize("rows", [1, pytest.param(4, marks=pytest.mark.slow), 16])
@@ -180,19 +180,23 @@ def test_asking_is_charged_what_the_draft_model_must_read_first() -> None:
     for lack in (0, 3_000_000):
         simulation = Simulation(costs, lambda row, place: 0.7)
         simulation.rows(4)
-        policy = AutoLength(CostModel(costs, whole=True), decoders(Behind([lack] * 4)), clock=simulation.clock)
+        policy = AutoLength(
+            CostModel(costs, includes_drafting=True), decoders(Behind([lack] * 4)), clock=simulation.clock
+        )
         chosen[lack] = policy.choose(simulation.batch).k
     assert chosen[0] > 0
     assert chosen[3_000_000] == 0
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_trial_asks_only_the_row_that_lacks_least(whole: bool) -> None:
+@pytest.mark.parametrize("includes_drafting", [True, False])
+def test_a_trial_asks_only_the_row_that_lacks_least(includes_drafting: bool) -> None:
     costs = linear_costs(draft_step=4.0, feed_tokens=(1, 1000), feed=(0.1, 100.0))
     simulation = Simulation(costs, lambda row, place: 0.0)
     simulation.rows(4)
     behind = Behind([0, 0, 0, 0])
-    policy = AutoLength(CostModel(costs, whole=whole), decoders(behind), False, simulation.clock)
+    policy = AutoLength(
+        CostModel(costs, includes_drafting=includes_drafting), decoders(behind), False, simulation.clock
+    )
     wish = SpeculationPlan(0)
     for number in range(800):
         behind.lacks = [300, 200, 2, 200] if number > 60 else [0] * 4
@@ -208,7 +212,7 @@ def test_a_trial_asks_only_the_row_that_lacks_least(whole: bool) -> None:
             drafted = policy.select(simulation.batch, wrong).counts.tolist()
         policy.observe(simulation.batch, verdict_of([[WRONG]] * 4, drafted))
     assert wish.caps == [0, 0, wish.k, 0]
-    assert wish.k == 1 or not whole
+    assert wish.k == 1 or not includes_drafting
 
 
 def verdict_of(gained: list[list[int]], drafted: list[int]) -> Verdict:
@@ -272,7 +276,7 @@ def test_a_draft_model_that_cannot_pay_is_spared_the_prompts_and_catches_up_when
     )
     policy = engine.parts.policy
     assert isinstance(policy, AutoLength)
-    policy.costs = CostModel(replace(linear_costs(), verify=times), whole=True)
+    policy.costs = CostModel(replace(linear_costs(), verify=times), includes_drafting=True)
     assert policy.expects_to_draft(1)
     assert not policy.expects_to_draft(2)
     (draft,), read = engine.parts.drafter.decoders, []
@@ -291,12 +295,15 @@ def test_a_draft_model_that_cannot_pay_is_spared_the_prompts_and_catches_up_when
 def test_a_trial_asks_a_row_that_allows_guesses() -> None:
     """One that allows none may lack least for ever: the draft model would never be tried again."""
     costs = linear_costs(draft_step=4.0)
-    for whole in (True, False):
-        policy, batch = AutoLength(CostModel(costs, whole=whole), decoders(Behind([0, 3])), False), batch_of(2)
+    for includes_drafting in (True, False):
+        policy, batch = (
+            AutoLength(CostModel(costs, includes_drafting=includes_drafting), decoders(Behind([0, 3])), False),
+            batch_of(2),
+        )
         batch.max_draft_tokens[0] = 0
-        policy.drafted.brings[2] = Mean(-100.0)
-        policy.drafted.savings._ms = policy.drafted.savings._price = 1e6
-        policy.drafted.learn([[(bins_of(1)[0], False)]] * 100)
+        policy.model_drafts.gains[2] = RunningMean(-100.0)
+        policy.model_drafts.budget._ms = policy.model_drafts.budget._price = 1e6
+        policy.model_drafts.learn([[(bins_of(1)[0], False)]] * 100)
         wish = policy.choose(batch).within(batch)
         assert wish.caps is not None
         assert wish.caps[0] == 0
@@ -305,10 +312,10 @@ def test_a_trial_asks_a_row_that_allows_guesses() -> None:
 
 def test_a_plain_round_that_was_paid_for_is_played_though_there_are_copies_too() -> None:
     policy, batch = started()
-    policy.drafted.brings[1], policy.copied.brings[0] = Mean(0.1), Mean(0.1)
-    policy._proposed, policy._savings._ms, policy._savings._price = True, 5.0, 5.0  # for one of them
+    policy.model_drafts.gains[1], policy.ngram_drafts.gains[0] = RunningMean(0.1), RunningMean(0.1)
+    policy._had_drafts, policy._budget._ms, policy._budget._price = True, 5.0, 5.0  # for one of them
     assert policy.choose(batch).k == 0
-    assert policy._savings._ms < 5.0
+    assert policy._budget._ms < 5.0
 
 
 # --- engines --------------------------------------------------------------------------------------------
@@ -402,7 +409,7 @@ def batch_of(rows: int, tokens: int = 100) -> Batch:
 
 def select(confidence: list[list[float]], counts: list[int], costs: CostTable) -> tuple[AutoLength, list[int]]:
     policy, batch = AutoLength(CostModel(costs)), batch_of(len(counts))
-    policy.copied.judged = 1000  # says nothing about any draft token, but makes bold
+    policy.ngram_drafts.judged = 1000  # says nothing about any draft token, but makes bold
     policy.choose(batch)
     tokens = torch.zeros(len(counts), len(confidence[0]), dtype=torch.int64)
     draft = policy.select(batch, Draft(tokens, torch.tensor(counts), confidence=confidence))
@@ -413,7 +420,7 @@ def select(confidence: list[list[float]], counts: list[int], costs: CostTable) -
 def best_by_trying(
     policy: AutoLength, confidence: list[list[float]], counts: list[int], costs: CostTable
 ) -> tuple[int, ...]:
-    rows, belief = len(counts), policy.copied.belief
+    rows, belief = len(counts), policy.ngram_drafts.calibration
     survival = [belief.survivals(row, bins_of(len(line), line)) for row, line in enumerate(confidence)]
 
     def rate(choice: tuple[int, ...]) -> float:
@@ -448,7 +455,7 @@ def test_of_guesses_that_are_worth_as_much_those_of_the_row_that_ends_soonest_co
     for row, deadline in enumerate((7.0, 8.0, 9.0)):
         batch.deadlines[(first + row) % 3] = deadline
     policy.choose(batch)
-    policy._round.times = RoundTimes([10.0, 10.1, *(30.0 + 20.0 * more for more in range(40))], 0.0, 0)
+    policy._current.times = RoundTimes([10.0, 10.1, *(30.0 + 20.0 * more for more in range(40))], 0.0, 0)
     counts = policy.select(batch, copied(0.9, rows=3, k=1)).counts.tolist()
     assert counts == [row == first for row in range(3)]
 
@@ -628,7 +635,7 @@ def test_a_price_that_rises_as_fast_as_it_is_saved_for_ends_no_rest_early() -> N
 def test_more_rows_or_fewer_end_a_rest() -> None:
     simulation, policy, looked = resting()
     for rows in (9, 7):
-        while not policy._rest > 1:
+        while not policy._backoff > 1:
             simulation.play(policy)
         before = len(looked)
         simulation.rows(rows)
@@ -638,7 +645,7 @@ def test_more_rows_or_fewer_end_a_rest() -> None:
 
 def test_guesses_that_are_not_verified_teach_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """No draft token pays, so none is verified; but what rows gain shows that the draft tokens were right."""
-    monkeypatch.setattr("paceline.lengths.belief.SHARE", 0.0)
+    monkeypatch.setattr("paceline.lengths.belief.EXPLORATION_SHARE", 0.0)
     dear = linear_costs(verify=0.0, token=10.0)
     simulation = GuessSimulation(dear, lambda row: [(0.5, True)] * 4, rows=4, tokens=16)
     policy = copying(simulation, dear)
@@ -647,7 +654,7 @@ def test_guesses_that_are_not_verified_teach_too(monkeypatch: pytest.MonkeyPatch
     policy.observe = lambda batch, verdict: (observe(batch, verdict), found.append(chance()))[0]  # type: ignore[func-returns-value, method-assign]
 
     def chance() -> float:
-        return min(policy.copied.belief.chance(row, *bins_of(1, [0.5])) for row in range(4))
+        return min(policy.ngram_drafts.calibration.chance(row, *bins_of(1, [0.5])) for row in range(4))
 
     simulation.play(policy)
     assert not np.any([sum(counts) for counts in simulation.verified])
@@ -783,7 +790,7 @@ def test_a_good_drafter_is_found_again_after_a_bad_phase(rows: int) -> None:
 
 def test_only_guesses_that_may_well_be_right_are_verified() -> None:
     policy, batch = AutoLength(CostModel(PAIR), decoders(Behind([0, 0])), False), batch_of(2)
-    assert policy.choose(batch).k == CLUELESS_TRIALS
+    assert policy.choose(batch).k == PRIOR_TOKENS
     draft = Draft(
         torch.ones(2, 3, dtype=torch.int64), torch.tensor([3, 3]), confidence=[[0.99, 0.05, 0.99], [0.99] * 3]
     )
@@ -811,7 +818,7 @@ def test_what_is_known_of_rows_follows_them_and_ends_with_them() -> None:
     policy, batch = AutoLength(CostModel(PAIR), decoders(Behind([0] * 3)), False), batch_of(3)
     (sure,) = bins_of(1, [0.95])
     for _ in range(30):  # the last row never has luck
-        policy.drafted.belief.learn([[(sure, row < 2)] for row in range(3)])
+        policy.model_drafts.calibration.learn([[(sure, row < 2)] for row in range(3)])
 
     def asks_again(first: int, stop: int) -> bool:
         enough = policy.choose(batch).enough
@@ -820,13 +827,13 @@ def test_what_is_known_of_rows_follows_them_and_ends_with_them() -> None:
 
     assert asks_again(0, 2)
     assert not asks_again(2, 3)
-    chances = [policy.drafted.belief.chance(row, sure) for row in range(3)]
+    chances = [policy.model_drafts.calibration.chance(row, sure) for row in range(3)]
     policy.leave(0)
     policy.move(2, 0)
-    assert policy.drafted.belief.chance(0, sure) == chances[2]
+    assert policy.model_drafts.calibration.chance(0, sure) == chances[2]
     assert not asks_again(0, 1)
     policy.join(0)
-    assert chances[2] < policy.drafted.belief.chance(0, sure) < chances[1]
+    assert chances[2] < policy.model_drafts.calibration.chance(0, sure) < chances[1]
 
 
 # --- copies beside a draft model -----------------------------------------------------------------------
@@ -867,7 +874,7 @@ FIRST_DRAFTS = 4  # of a draft model that is always wrong, made and verified for
 @pytest.mark.parametrize("copies", [by_turns, stray])
 def test_beside_a_draft_model_that_is_always_wrong_copies_are_as_fast_as_alone(copies: Kind, rows: int) -> None:
     """But for the few drafts that show it to be wrong."""
-    tried = FIRST_DRAFTS * (PAIR.round_ms(rows, CLUELESS_TRIALS) - PAIR.round_ms(rows, 0)) / 1000
+    tried = FIRST_DRAFTS * (PAIR.round_ms(rows, PRIOR_TOKENS) - PAIR.round_ms(rows, 0)) / 1000
     alone = rows * 300 / tokens_a_second(lambda s: copying(s, s.costs), None, copies, rows)
     assert rows * 300 / tokens_a_second(hybrid, steady(0.0, 0.99), copies, rows) < alone / 0.97 + tried
 
@@ -879,7 +886,7 @@ def test_trials_of_the_draft_model_go_on_while_copies_alone_are_played_and_keep_
     tried = sum(asked > 0 for asked in later)
     assert tried > 0
     reading = 1.0 * len(later)  # ms: each token that it has missed, once
-    assert tried * PAIR.round_ms(1, CLUELESS_TRIALS) + reading * 0.2 < 0.02 * 1000 * simulation.now + 200
+    assert tried * PAIR.round_ms(1, PRIOR_TOKENS) + reading * 0.2 < 0.02 * 1000 * simulation.now + 200
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -928,12 +935,12 @@ def test_a_backlog_that_cannot_be_earned_back_before_the_rows_end_is_not_read(le
 @pytest.mark.parametrize("copies", [copied(0.9), copied(0.9, k=0)], ids=["some", "none"])
 def test_a_round_of_copies_says_nothing_about_the_draft_model(copies: Draft) -> None:
     policy, batch = started(1_000_000)  # so it is not asked, whatever the copies are worth
-    before = policy.drafted.chance
+    before = policy.model_drafts.acceptance
     assert played(policy, batch, copies, [RIGHT] * 3 + [WRONG] + [RIGHT] * 20) == 0
-    assert not any(policy.drafted.belief.tried)
-    assert policy.drafted.rates[1].value == 0, "the rate is that of the draft model's rounds"
-    assert policy.drafted.chance == before
-    assert any(policy.copied.belief.tried) == (copies.k > 0)
+    assert not any(policy.model_drafts.calibration.tried)
+    assert policy.model_drafts.rates[1].value == 0, "the rate is that of the draft model's rounds"
+    assert policy.model_drafts.acceptance == before
+    assert any(policy.ngram_drafts.calibration.tried) == (copies.k > 0)
 
 
 def test_what_the_draft_model_takes_to_catch_up_does_not_lower_the_rate_of_its_rounds() -> None:
@@ -941,23 +948,25 @@ def test_what_the_draft_model_takes_to_catch_up_does_not_lower_the_rate_of_its_r
     for missed in (0, 2):
         policy, batch = started(missed)
         assert played(policy, batch, copied(WEAK), [RIGHT, RIGHT]) > 0
-        rates.append(policy.drafted.rates[1].value)
+        rates.append(policy.model_drafts.rates[1].value)
     assert rates[1] > rates[0] > 0
 
 
 def test_a_round_of_the_draft_model_says_what_the_copies_would_have_been_worth() -> None:
     policy, batch = started()
     assert played(policy, batch, copied(WEAK), [RIGHT, RIGHT]) > 0
-    assert sum(policy.copied.belief.tried) == pytest.approx(2, abs=0.02)
-    assert sum(policy.copied.belief.kept) == pytest.approx(2, abs=0.02)
-    assert sum(policy.drafted.belief.tried) == 1
+    assert sum(policy.ngram_drafts.calibration.tried) == pytest.approx(2, abs=0.02)
+    assert sum(policy.ngram_drafts.calibration.kept) == pytest.approx(2, abs=0.02)
+    assert sum(policy.model_drafts.calibration.tried) == 1
 
 
 def test_guesses_are_chosen_by_the_record_of_their_own_kind() -> None:
     policy, batch = started()
-    policy.drafted.belief.learn([[(bin_, False) for bin_ in bins_of(8, [0.9] * 8)]])  # the draft model never has luck
+    policy.model_drafts.calibration.learn(
+        [[(bin_, False) for bin_ in bins_of(8, [0.9] * 8)]]
+    )  # the draft model never has luck
     for _ in range(20):
-        policy.copied.learn([[(bin_, True) for bin_ in bins_of(8, [0.9] * 8)]])
+        policy.ngram_drafts.learn([[(bin_, True) for bin_ in bins_of(8, [0.9] * 8)]])
     wish = policy.choose(batch)
     assert wish.instead is not None
     assert wish.instead(batch, copied(0.9)) == 0
@@ -967,7 +976,7 @@ def test_guesses_are_chosen_by_the_record_of_their_own_kind() -> None:
 def test_guesses_beyond_what_a_request_allows_are_neither_verified_nor_judged() -> None:
     policy, batch = started(1_000_000)
     batch.max_draft_tokens[0] = 1
-    policy.copied.judged = 1000
+    policy.ngram_drafts.judged = 1000
     assert played(policy, batch, copied(0.99), [RIGHT] * 9) == 0
     assert batch.lengths[0] == 12
-    assert sum(policy.copied.belief.tried) == 1
+    assert sum(policy.ngram_drafts.calibration.tried) == 1

@@ -70,7 +70,7 @@ def test_a_table_survives_json() -> None:
 
 
 def test_a_table_of_a_wrong_shape_is_refused() -> None:
-    with pytest.raises(ValueError, match="a time is missing"):
+    with pytest.raises(ValueError, match="fewer or more times than sizes"):
         CostTable.from_json(TABLE.as_json() | {"batch_sizes": [1, 2, 3]})
 
 
@@ -127,13 +127,13 @@ def test_more_guesses_never_take_less_and_each_as_much_as_the_one_before() -> No
     bumps = CostTable((1,), (0, 1, 3, 7), 100, ((10, 14, 15, 22),), (0,), (0,))
     steps = [right - left for left, right in pairwise(CostModel(bumps).times(1, 100).ms)]
     assert all(left <= right + 1e-9 for left, right in pairwise(steps))
-    assert CostModel(bumps, whole=True).times(1, 100).ms[1] == 14, "with drafts a first guess may be dear"
+    assert CostModel(bumps, includes_drafting=True).times(1, 100).ms[1] == 14, "with drafts a first guess may be dear"
 
 
 def test_drafts_are_part_of_the_round_where_they_are_told_with_it() -> None:
     costs = linear_costs(draft_once=2.0, draft_step=10.0)
-    whole, apart = (CostModel(costs, whole=it).times(2, 100) for it in (True, False))
-    assert whole.more(2 * 3) == pytest.approx(apart.more(2 * 3) + 32)
+    whole, apart = (CostModel(costs, includes_drafting=it).times(2, 100) for it in (True, False))
+    assert whole.extra(2 * 3) == pytest.approx(apart.extra(2 * 3) + 32)
 
 
 DRAFTS = linear_costs(draft_once=2.0, draft_step=10.0)

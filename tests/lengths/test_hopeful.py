@@ -13,7 +13,7 @@ from paceline.core.batch import Batch, SpeculationPlan
 from paceline.engine.engine import Engine
 from paceline.lengths.auto import AutoLength
 from paceline.lengths.base import FixedLength
-from paceline.lengths.belief import Mean
+from paceline.lengths.belief import RunningMean
 from paceline.lengths.cost import CostModel
 from simulation import LENGTHS, SIZES, GuessSimulation, linear_costs
 from toy import FlatToy, ToyModel, answers, make_engine, run
@@ -46,7 +46,7 @@ def policy_with(chance: float | None) -> AutoLength:
     """Of a draft model of which every draft token of the last 200 rounds had this chance; None: nothing is known."""
     policy = AutoLength(CostModel(COSTS), [], copies=False)
     for place in range(200 if chance is not None else 0):
-        policy.drafted.learn([[(0, place % 10 < 10 * (chance or 0.0))] * 4])
+        policy.model_drafts.learn([[(0, place % 10 < 10 * (chance or 0.0))] * 4])
     return policy
 
 
@@ -62,15 +62,15 @@ def test_hope_is_what_was_learned() -> None:
 def test_what_guesses_brought_is_hope_whatever_their_chance(chance: float) -> None:
     """Scores tell which of them are right, of which their mean chance says nothing."""
     policy = policy_with(chance)
-    policy.drafted.brings[8] = Mean(0.1)
+    policy.model_drafts.gains[8] = RunningMean(0.1)
     assert policy.expects_to_draft(8)
-    policy.drafted.brings[8] = Mean(-0.1)
+    policy.model_drafts.gains[8] = RunningMean(-0.1)
     assert not policy.expects_to_draft(8)
 
 
 def test_what_is_unsure_has_the_benefit_of_the_doubt() -> None:
     policy = policy_with(0.5)
-    policy.drafted.brings[8] = brought = Mean(-0.1)
+    policy.model_drafts.gains[8] = brought = RunningMean(-0.1)
     for value in (-1.0, 0.7):
         brought.learn(value)
     assert brought.value < 0

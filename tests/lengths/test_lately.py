@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import pytest
 
-from paceline.lengths.belief import SHARE, Mean, Rate, Savings
+from paceline.lengths.belief import EXPLORATION_SHARE, ExplorationBudget, RunningMean, TokenRate
 
 
 def test_a_rate_forgets() -> None:
-    rate = Rate()
+    rate = TokenRate()
     assert rate.value == 0
     for _ in range(60):
         rate.learn(2.0, 40.0)
@@ -21,7 +21,7 @@ def test_a_rate_forgets() -> None:
 
 
 def test_a_mean_begins_with_what_was_believed_and_knows_how_sure_it_is() -> None:
-    mean = Mean(3.0)
+    mean = RunningMean(3.0)
     assert (mean.value, mean.error) == (3.0, 0.0)
     mean.learn(0.0)
     assert 1 < mean.value < 2
@@ -33,7 +33,7 @@ def test_a_mean_begins_with_what_was_believed_and_knows_how_sure_it_is() -> None
 
 
 def test_what_is_doubted_is_soon_replaced() -> None:
-    sure, doubted = Mean(0.0), Mean(0.0)
+    sure, doubted = RunningMean(0.0), RunningMean(0.0)
     for mean in (sure, doubted):
         for _ in range(50):
             mean.learn(-1.0)
@@ -46,14 +46,14 @@ def test_what_is_doubted_is_soon_replaced() -> None:
 
 
 def test_savings_pay_once_a_share_of_the_time_has_come_to_the_price_and_hoard_nothing() -> None:
-    savings, paid = Savings(), []
+    budget, paid = ExplorationBudget(), []
     for number in range(2000):
-        if savings.pay(4.0):
+        if budget.try_spend(4.0):
             paid.append(number)
-        savings.save(10.0)
+        budget.accrue(10.0)
     gaps = {after - before for before, after in pairwise(paid)}
-    assert all(abs(gap - 4.0 / (SHARE * 10.0)) <= 1 for gap in gaps)
+    assert all(abs(gap - 4.0 / (EXPLORATION_SHARE * 10.0)) <= 1 for gap in gaps)
     for _ in range(10_000):
-        savings.save(10.0)
-    assert savings.pay(4.0)
-    assert not savings.pay(4.0)
+        budget.accrue(10.0)
+    assert budget.try_spend(4.0)
+    assert not budget.try_spend(4.0)

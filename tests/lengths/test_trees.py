@@ -16,7 +16,7 @@ from paceline.config import SamplingParams
 from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.core.draft import Draft, Verdict
 from paceline.lengths.auto import AutoLength
-from paceline.lengths.belief import LONGEST_AUTO, Belief, bins_of, bins_of_draft, judge
+from paceline.lengths.belief import LONGEST_AUTO, ScoreCalibration, bins_of, bins_of_draft, judge
 from paceline.lengths.cost import CostModel, CostTable
 from simulation import linear_costs
 from toy import SHAPES
@@ -58,7 +58,7 @@ trees = (
 @given(trees, st.data())
 def test_a_guess_survives_with_all_that_it_follows(tree: Tree, data: st.DataObject) -> None:
     scores = data.draw(st.lists(st.floats(0, 1), min_size=len(tree), max_size=len(tree)))
-    belief, bins = Belief(), bins_of(len(tree), scores, tree)
+    belief, bins = ScoreCalibration(), bins_of(len(tree), scores, tree)
     survivals = belief.survivals(0, bins, tree)
     for draft_token, survival in enumerate(survivals):
         chance = 1.0
@@ -119,10 +119,13 @@ def test_the_choice_is_the_best_of_all_choices_and_a_tree(seed: int, token: floa
         trees = [SHAPES["random"](rng, rng.randint(1, 5)) for _ in range(2)]
         scores = [[rng.random() for _ in tree] for tree in trees]
         draft, policy, batch = draft_of(trees, scores), AutoLength(CostModel(costs)), batch_of(2)
-        policy.copied.judged = 1000  # says nothing about any draft token, but makes bold
+        policy.ngram_drafts.judged = 1000  # says nothing about any draft token, but makes bold
         policy.choose(batch)
         chosen = policy.select(batch, draft)
-        lines = [policy.copied.belief.survivals(0, *each) for each in zip(bins_of_draft(draft), trees, strict=True)]
+        lines = [
+            policy.ngram_drafts.calibration.survivals(0, *each)
+            for each in zip(bins_of_draft(draft), trees, strict=True)
+        ]
         taken = [sorted(line, reverse=True)[:n] for line, n in zip(lines, chosen.counts.tolist(), strict=True)]
         rate = (2 + sum(map(sum, taken))) / costs.verify_ms(2, int(chosen.counts.sum()) / 2)
         assert rate == pytest.approx(best_by_trying(lines, trees, costs))
@@ -196,7 +199,7 @@ def test_what_places_of_a_tree_are_worth_is_learned_from_those_whose_parents_wer
     costs = linear_costs(token=0.05)
     policy = AutoLength(CostModel(costs), clock=lambda: NOW[0])
     play(policy, [0.2, 0.6, 0.95, 0.1], [-1, -1, 0, 1], 300, costs)
-    found = [policy.copied.belief.chance(1, bin_) for bin_ in bins_of(4)]
+    found = [policy.ngram_drafts.calibration.chance(1, bin_) for bin_ in bins_of(4)]
     assert found == pytest.approx([0.2, 0.6, 0.95, 0.1], abs=0.15)
 
 
@@ -212,10 +215,10 @@ def test_where_drafts_are_not_seen_beforehand_their_last_shape_counts() -> None:
     """A star and a chain of draft tokens that are all right in one case of two: of a star each is worth as much."""
     costs, best = linear_costs(token=0.6), {}
     for name, tree in (("star", [-1] * 4), ("chain", [-1, 0, 1, 2])):
-        policy, batch = AutoLength(CostModel(costs, whole=True)), batch_of(1)
+        policy, batch = AutoLength(CostModel(costs, includes_drafting=True)), batch_of(1)
         policy.choose(batch)
         policy.select(batch, draft_of([tree]))
-        best[name] = policy._lines(policy.drafted, [bins_of(4)], [policy._shape])[0]
+        best[name] = policy._lines(policy.model_drafts, [bins_of(4)], [policy._shape])[0]
     assert best["star"] == pytest.approx([best["star"][0]] * 4)
     assert best["chain"] == pytest.approx([best["star"][0] ** n for n in range(1, 5)])
     assert policy._shape is not None
@@ -226,7 +229,7 @@ def test_a_draft_of_a_tree_goes_on_while_any_leaf_makes_it_worth_it() -> None:
     costs = linear_costs(verify=37.0, token=3.0, draft_step=10.0)
     policy, batch = AutoLength(CostModel(costs), copies=False), batch_of(1)
     policy.decoders = ()
-    policy._sources = [policy.drafted]
+    policy._sources = [policy.model_drafts]
     enough = policy.choose(batch).enough
     assert enough is not None
     assert not enough(batch, [[0.05, 0.99]], [[-1, -1]])
