@@ -12,7 +12,7 @@ from paceline.core.draft import Draft, Verdict
 from paceline.engine.native_round import NativeRound
 from paceline.kernels import native
 from paceline.lengths import calibration as calibration_module
-from paceline.lengths.calibration import Calibration, Grid, Point
+from paceline.lengths.calibration import Calibration, Grid, TimedRun
 from paceline.lengths.cost import CostTable
 from toy import ToyModel, make_engine, run, slow_answer, tiny_native
 
@@ -31,13 +31,13 @@ def test_an_engine_measures_powers_of_two_and_its_capacity() -> None:
 
 
 def test_long_rounds_of_many_rows_are_not_played_but_every_size_has_two_lengths() -> None:
-    grid = Grid((1, 16, 64), (0, 1, 3, 7), most_tokens=64)
+    grid = Grid((1, 16, 64), (0, 1, 3, 7), max_tokens=64)
     assert [grid.measured(rows) for rows in grid.batch_sizes] == [(0, 1, 3, 7), (0, 1, 3), (0, 1)]
     assert Grid((64,), (0, 1, 7)).measured(64) == (0, 1, 7)
 
 
 def test_what_was_not_played_continues_the_line() -> None:
-    grid = Grid((1, 4), (0, 1, 3), most_tokens=4)
+    grid = Grid((1, 4), (0, 1, 3), max_tokens=4)
     table = calibration(grid)._verify_table({(1, 0): 10, (1, 1): 11, (1, 3): 13, (4, 0): 12, (4, 1): 16})
     assert table == ((10, 11, 13), (12, 16, 24))
 
@@ -50,7 +50,7 @@ def test_a_round_is_never_slower_than_a_larger_one() -> None:
 
 def test_a_point_lifted_by_noise_lets_no_other_time_fall() -> None:
     """The line through 25.6 and 16 ms leads below 0, where every smaller round followed it."""
-    grid = Grid((1, 16), (0, 1, 3, 7), most_tokens=64)
+    grid = Grid((1, 16), (0, 1, 3, 7), max_tokens=64)
     rows = {(1, 0): 8.0, (1, 1): 8.5, (1, 3): 9.0, (1, 7): 10.0, (16, 0): 12.0, (16, 1): 25.6, (16, 3): 16.0}
     table = calibration(grid)._verify_table(rows)
     assert table == ((8.0, 8.5, 9.0, 10.0), (12.0, 16.0, 16.0, 16.0))
@@ -79,9 +79,9 @@ class Machine:
 
     def calibrate(self, monkeypatch: pytest.MonkeyPatch) -> CostTable:
         """With two measurements of each point, and more where those cannot be true."""
-        measured = calibration(Grid((1, 2, 4, 8, 16), (0, 1, 3, 7), seconds=0.0, most_tokens=64))
+        measured = calibration(Grid((1, 2, 4, 8, 16), (0, 1, 3, 7), seconds=0.0, max_tokens=64))
         monkeypatch.setattr(calibration_module, "time", self)
-        monkeypatch.setattr(measured, "_verify", lambda rows, k, _: Point(lambda: self.play(rows, k)))
+        monkeypatch.setattr(measured, "_verify", lambda rows, k, _: TimedRun(lambda: self.play(rows, k)))
         return measured.run()
 
 

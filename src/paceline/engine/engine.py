@@ -38,7 +38,7 @@ from paceline.kernels.cpu import cpu_ops
 from paceline.kernels.gpu import ahead
 from paceline.kernels.native import kernel_threads
 from paceline.lengths import FixedLength, LengthPolicy, PolicyInputs, make_policy
-from paceline.lengths.calibration import Calibration, Grid, Progress
+from paceline.lengths.calibration import Calibration, Grid, ProgressBar
 from paceline.lengths.cost import CostTable
 from paceline.lengths.kept_costs import KeptCosts, kept_or_measured
 from paceline.lengths.profile import Identity, Profile
@@ -144,7 +144,7 @@ class Engine:
         return self._profile
 
     @whatever_torch_was_told
-    def measure_costs(self, grid: Grid, progress: Progress = iter) -> CostTable:
+    def measure_costs(self, grid: Grid, progress: ProgressBar = iter) -> CostTable:
         """What rounds cost with these models; only while the engine is idle."""
         self.scheduler.forget()
         with self._own_threads():
