@@ -38,7 +38,7 @@ import torch
 
 from paceline.config import SamplingParams
 from paceline.core.batch import Batch, RowStart, SpeculationPlan
-from paceline.core.draft import BESIDE
+from paceline.core.draft import SIBLING_KIND
 from paceline.core.sampling import sequence_seed
 from paceline.drafters.branches import Branches
 from paceline.drafters.growth import candidates
@@ -123,7 +123,7 @@ def replay(drafts: Sequence[tuple[list[int], MakeTree]], choose: Choose) -> Tota
             totals.rounds += 1
             totals.tokens += kept + 1
             totals.nodes += len(verified)
-            totals.saved += any(tree.kinds[each] >= BESIDE for each in path[:kept])
+            totals.saved += any(tree.kinds[each] >= SIBLING_KIND for each in path[:kept])
             place += kept + 1
     return totals
 
@@ -230,7 +230,7 @@ class Candidates:
                 chain = parent
                 for rank, (token, chance) in enumerate(zip(self.tokens[at], self.chances[at], strict=True)):
                     if rank < width:
-                        added = made.add(chain, token, chance, BESIDE if rank else 0)
+                        added = made.add(chain, token, chance, SIBLING_KIND if rank else 0)
                         parent = added if rank == 0 else parent
             return made
 
@@ -311,15 +311,15 @@ class Grown:
 
     def chain(self, place: int, depth: int) -> Branches:
         """The first candidates of the tree only."""
-        return cut(self.tree(place, depth), lambda way: all(self._trees[place].kinds[at] < BESIDE for at in way))
+        return cut(self.tree(place, depth), lambda way: all(self._trees[place].kinds[at] < SIBLING_KIND for at in way))
 
     @torch.inference_mode()
     def _grow(self, size: int) -> Branches:
         self._batch.set_row(self._row, RowStart(self._text[:size], self._params, sequence_seed(SEED, 0)))
         self._drafter.decoders[0].cut_row(self._row, size - 1)  # draft tokens are written behind the text
         part = self._batch.part(self._row, self._row + 1)
-        draft = self._drafter.propose(part, SpeculationPlan(DEEP, enough=_is_hopeless))
-        follows = list(range(-1, draft.k - 1)) if draft.follows is None else draft.follows[0]
+        draft = self._drafter.propose(part, SpeculationPlan(DEEP, stop_drafting=_is_hopeless))
+        follows = list(range(-1, draft.k - 1)) if draft.host_parents is None else draft.host_parents[0]
         assert draft.confidence is not None
         kinds = [0] * draft.k if draft.kinds is None else draft.kinds[0]
         return Branches(draft.draft_tokens[0], follows, list(draft.confidence[0]), list(kinds))

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.lengths.auto import AutoLength
 from paceline.lengths.cost import CostModel, CostTable
-from simulation import GuessSimulation, linear_costs
+from simulation import DraftSimulation, linear_costs
 
 SEEDS = range(20, 26)
 GUESSES = 16
@@ -108,7 +108,7 @@ def play_copies(spec, seed):
     else:
         rng = random.Random(seed)
         draw = lambda row: draft_tokens(rng, simulation.place(row))  # noqa: E731
-    simulation = GuessSimulation(ROUNDS_OF_A_SMALL_MODEL, draw, rows, tokens=tokens, noise=0.1, seed=seed, look=0.25)
+    simulation = DraftSimulation(ROUNDS_OF_A_SMALL_MODEL, draw, rows, tokens=tokens, noise=0.1, seed=seed, look=0.25)
     total = simulation.play(AutoLength(CostModel(believed), clock=simulation.clock), drains)
     return total if drains or not isinstance(draft_tokens, dict) else mean(simulation.ends.values())
 
@@ -116,7 +116,7 @@ def play_copies(spec, seed):
 def play_model(spec, seed):
     draft_tokens, copies, rows = spec
     own, other = random.Random(seed), random.Random(-1 - seed)
-    simulation = GuessSimulation(
+    simulation = DraftSimulation(
         PAIR, lambda row: draft_tokens(own, simulation.place(row)), rows, 300, noise=0.05, seed=seed
     )
     if copies is not None:
@@ -125,7 +125,7 @@ def play_model(spec, seed):
     return simulation.play(policy)
 
 
-PLAYERS: dict[str, Any] = {
+RUNNERS: dict[str, Any] = {
     "ngram": (of_copies, play_copies),
     "model": (of_a_draft_model, play_model),
     "hybrid": (of_both, play_model),

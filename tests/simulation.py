@@ -101,12 +101,12 @@ class Reader:
 
 
 @dataclass
-class GuessSimulation:
+class DraftSimulation:
     """Rounds whose draft tokens have confidences, until every row has gained ``tokens``: for policies that select or
     stop.
 
     draft token(row): what is drafted after a row's text: (confidence, whether it is right), draft token by draft token;
-    anew each round. copies(row): likewise, draft tokens for nothing, which ``SpeculationPlan.instead`` may take in
+    anew each round. copies(row): likewise, draft tokens for nothing, which ``SpeculationPlan.fallback`` may take in
     place of the others; None: there are none. look: ms that it takes to find draft tokens. prompt: tokens that each row
     begins with; asks: the policy is asked whether the drafter reads them at once, else that took nothing; one_prompt:
     all rows answer the same. noise: of the times, lognormal, and one round in 30 takes three times as long.
@@ -197,12 +197,12 @@ class GuessSimulation:
         self.verified.append(counts)
 
     def _propose(self, who: list[int], wish: SpeculationPlan) -> Draft:
-        """Of both kinds of draft tokens those that ``wish.instead`` wants."""
+        """Of both kinds of draft tokens those that ``wish.fallback`` wants."""
         copied, k = None, wish.k
         self.now += self.look / 1000 if k > 0 else 0
         if self.copies is not None and k > 0:
             copied = _as_draft([self.copies(row)[:k] for row in who])
-            k = k if wish.instead is None else wish.instead(self.batch, copied)
+            k = k if wish.fallback is None else wish.fallback(self.batch, copied)
         self.asked.append(k)
         if k == 0:
             return self._draft(who, replace(wish, k=0)) if copied is None else copied
@@ -224,7 +224,7 @@ class GuessSimulation:
             self.now += (ms - before) / 1000
             before = ms
             scores = [[score for score, _ in line[:step]] for line in draft_tokens[first:stop]]
-            if wish.enough and wish.enough(self.batch.part(first, stop), scores):
+            if wish.stop_drafting and wish.stop_drafting(self.batch.part(first, stop), scores):
                 return step
         return widest
 

@@ -1331,7 +1331,7 @@ class CopyByGuesses(FixedLength):
 
     def choose(self, batch: Batch) -> SpeculationPlan:
         return SpeculationPlan(
-            3, instead=lambda _batch, copies: 0 if copies.k and int(copies.tokens[0, 0]) < SMALL // 2 else 2
+            3, fallback=lambda _batch, copies: 0 if copies.k and int(copies.tokens[0, 0]) < SMALL // 2 else 2
         )
 
 
@@ -1342,7 +1342,7 @@ class StopWhenUnsure(FixedLength):
         super().__init__(3)
 
     def choose(self, batch: Batch) -> SpeculationPlan:
-        return SpeculationPlan(3, enough=lambda _batch, scores: min(line[-1] for line in scores) < 0.3)
+        return SpeculationPlan(3, stop_drafting=lambda _batch, scores: min(line[-1] for line in scores) < 0.3)
 
 
 def test_many_requests_with_seeds_of_their_own_follow_the_exact_law() -> None:

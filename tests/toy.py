@@ -508,7 +508,7 @@ class RandomStops(RandomLength):
 
     def choose(self, batch: Batch) -> SpeculationPlan:
         stops = lambda _batch, scores, _follows=None: self.rng.random() < 0.4 or not 0 <= scores[0][-1] <= 1  # noqa: E731
-        return replace(super().choose(batch), enough=stops)
+        return replace(super().choose(batch), stop_drafting=stops)
 
 
 def kinds(answer: CompletionOutput) -> dict[str, int]:

@@ -38,11 +38,11 @@ from paceline.config.inputs import (
 from paceline.config.ranges import FileName
 from paceline.core.hardware import (
     default_threads,
+    ignore_torch_context,
     resolve_device,
     resolve_dtype,
-    threads_of_each,
+    threads_per_rank,
     torch_threads,
-    whatever_torch_was_told,
 )
 from paceline.core.outputs import RequestOutput, Score, TokenLogprob
 from paceline.core.processors import processed_row
@@ -92,7 +92,7 @@ class LLM:
     Raises ModelError (not found, broken, vocabularies differ), ParameterError, CapacityError.
     """
 
-    @whatever_torch_was_told
+    @ignore_torch_context
     @torch.inference_mode(False)  # what is made in a caller's inference mode could be written in that mode alone
     def __init__(
         self,
@@ -512,7 +512,7 @@ def _load_target(source: ModelSource, config: EngineConfig, begin: Begin) -> Any
     from paceline.models.parallel.launch import lead
 
     device, share = resolve_device(config.device), Share(0, config.tensor_parallel)
-    threads = config.threads or threads_of_each(share.ranks)
+    threads = config.threads or threads_per_rank(share.ranks)
     return lead(source, share, _dtype(config), device, threads)
 
 

@@ -85,9 +85,9 @@ def test_the_widest_round_at_the_very_end_of_a_row_stays_inside_it(kernels: bool
 
 def test_room_is_what_the_row_with_most_room_may_still_gain() -> None:
     batch = make_batch()
-    assert batch.room == 19  # row 1: 50 tokens wanted, 20 positions
+    assert batch.max_gain == 19  # row 1: 50 tokens wanted, 20 positions
     batch.set_rows(1)
-    assert batch.room == 5
+    assert batch.max_gain == 5
 
 
 def test_longest_looks_at_decoding_rows_only() -> None:

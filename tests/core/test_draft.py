@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from paceline.core.draft import Draft, HostVerdict, JudgedTree, Verdict, branching
+from paceline.core.draft import Draft, HostVerdict, Verdict, VerifiedTree, branching
 
 GUESSES = [[5, 6, 7], [], [8]]
 KINDS = [[0, 0, 0], [], [1]]
@@ -66,7 +66,7 @@ FOLLOWS = [[-1, 0, 1, -1, 3], [-1]]
 
 def test_a_tree_without_branches_is_a_chain() -> None:
     chain = branching([[5, 6], [7]], [[-1, 0], [-1]], CPU)
-    assert chain.follows is None
+    assert chain.host_parents is None
     assert "tokens" not in vars(chain), "the host has it"
     tree = branching(TREE, FOLLOWS, CPU)
     assert tree.parents is not None
@@ -81,7 +81,7 @@ def test_of_a_tree_the_cap_is_its_depth(caps: list[int], left: list[int]) -> Non
     scores = [[0.1, 0.2, 0.3, 0.4, 0.5], [0.6]]
     cut = branching(TREE, FOLLOWS, CPU, scores, [[0, 1, 2, 3, 4], [5]]).capped(caps)
     assert cut.draft_tokens == [left, [4][: caps[1]]]
-    ways = [each[1 : 1 + count] for each, count in zip(cut.ways, cut.drafted, strict=True)]
+    ways = [paths[1 : 1 + count] for paths, count in zip(cut.token_paths, cut.drafted, strict=True)]
     assert all(len(way) <= cap for each, cap in zip(ways, caps, strict=True) for way in each)
     assert cut.confidence is not None
     assert cut.kinds is not None
@@ -105,9 +105,9 @@ def test_trees_of_tensors_and_of_lists_are_the_same(change: str) -> None:
     scores, kinds = [[0.9, 0.8, 0.7, 0.1, 0.05], [0.6]], [[0, 0, 0, 4, 4], [1]]
     made = Draft(tokens, torch.tensor([5, 1]), confidence=scores, parents=parents, kinds=kinds)
     one, other = map(CHANGES[change], (made, branching(TREE, FOLLOWS, CPU, scores, kinds)))
-    assert (one.k, one.draft_tokens, one.follows) == (other.k, other.draft_tokens, other.follows)
+    assert (one.k, one.draft_tokens, one.host_parents) == (other.k, other.draft_tokens, other.host_parents)
     assert (one.confidence, one.kinds) == (other.confidence, other.kinds)
-    assert (one.ways, one.probabilities) == (other.ways, other.probabilities)
+    assert (one.token_paths, one.probabilities) == (other.token_paths, other.probabilities)
     assert one.parents is not None
     assert other.parents is not None
     for table, another in ((one.tokens, other.tokens), (one.counts, other.counts), (one.parents, other.parents)):
@@ -127,8 +127,8 @@ def test_of_a_verdict_that_was_read_the_path_is_that_of_tensors() -> None:
 def test_a_part_of_a_batch_with_trees_leaves_the_other_rows_without_guesses() -> None:
     wide = branching(TREE, FOLLOWS, CPU).spread(1, 4)
     assert wide.draft_tokens == [[], *TREE, []]
-    assert [ways[: 1 + count] for ways, count in zip(wide.ways, wide.drafted, strict=True)][1:3] == [
-        ways[: 1 + count] for ways, count in zip(branching(TREE, FOLLOWS, CPU).ways, [5, 1], strict=True)
+    assert [ways[: 1 + count] for ways, count in zip(wide.token_paths, wide.drafted, strict=True)][1:3] == [
+        ways[: 1 + count] for ways, count in zip(branching(TREE, FOLLOWS, CPU).token_paths, [5, 1], strict=True)
     ]
 
 
@@ -143,21 +143,21 @@ PARENTS = [-1, -1, 1, 2, 2, -1]
 def test_a_judged_tree_knows_where_a_sibling_saved_the_round(
     path: list[int], saved_at: int | None, whole: bool
 ) -> None:
-    tree = JudgedTree.of(PARENTS, path)
+    tree = VerifiedTree.of(PARENTS, path)
     assert tree == ([1, 1, 2, 3, 3, 1], saved_at, whole)
     assert (tree.depth, tree.branches) == (3, True)
-    assert [tree.judged(kept) for kept in range(4)] == [0, 3, 4, 6]
+    assert [tree.verified(kept) for kept in range(4)] == [0, 3, 4, 6]
 
 
 def test_trees_are_counted_by_depth_and_cut_with_their_answers() -> None:
-    trees = [JudgedTree.of(PARENTS, [1, 2, 4]), JudgedTree.of([-1, 0, 1, 1], [0, 1, 3]), JudgedTree.of([], [])]
+    trees = [VerifiedTree.of(PARENTS, [1, 2, 4]), VerifiedTree.of([-1, 0, 1, 1], [0, 1, 3]), VerifiedTree.of([], [])]
     verdict = HostVerdict([[7] * 4, [7] * 4, [7]], [3, 3, 0], [6, 4, 0], trees=trees)
-    assert (verdict.depths, verdict.saved) == ([3, 3, 0], 2)
-    assert [verdict.judged(0, kept) for kept in (1, 3, 4)] == [3, 6, 6]
-    assert [verdict.saves(0, kept) for kept in (0, 1)] == [False, True]
-    assert [verdict.saves(1, kept) for kept in (2, 3)] == [False, True], "it was cut before the sibling"
-    assert not verdict.saves(2, 1)
-    assert [verdict.whole(row) for row in range(3)] == [True, True, True]
+    assert (verdict.depths, verdict.rows_saved_by_sibling) == ([3, 3, 0], 2)
+    assert [verdict.verified(0, kept) for kept in (1, 3, 4)] == [3, 6, 6]
+    assert [verdict.saved_by_sibling(0, kept) for kept in (0, 1)] == [False, True]
+    assert [verdict.saved_by_sibling(1, kept) for kept in (2, 3)] == [False, True], "it was cut before the sibling"
+    assert not verdict.saved_by_sibling(2, 1)
+    assert [verdict.fully_accepted(row) for row in range(3)] == [True, True, True]
 
 
 def test_only_what_is_asked_for_is_made() -> None:

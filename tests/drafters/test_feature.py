@@ -180,7 +180,7 @@ def test_what_stands_side_by_side_in_a_tree_are_the_best_after_the_way_there(kin
             if count == 0:
                 continue
             features, beside = features_of(target, text[:-1], head.taps), defaultdict[tuple[int, ...], list[int]](list)
-            for *way, draft_token in draft.ways[row][1 : 1 + count]:
+            for *way, draft_token in draft.token_paths[row][1 : 1 + count]:
                 beside[tuple(way)].append(draft_token)
             for way, draft_tokens in beside.items():
                 assert draft_tokens == best_after(head, features, text, way, len(draft_tokens))

@@ -75,7 +75,7 @@ def test_the_round_decides_where_it_is_asked(asked: int, prompts: list[list[int]
     drafter, batch = setup(*prompts)
     shown: list[Draft] = []
     instead = lambda _batch, copies: shown.append(copies) or asked  # noqa: E731
-    draft = drafter.propose(batch, SpeculationPlan(4, instead=instead))
+    draft = drafter.propose(batch, SpeculationPlan(4, fallback=instead))
     expected = NgramDrafter().propose(batch, SpeculationPlan(4))
     assert [copies.tokens.tolist() for copies in shown] == [expected.tokens.tolist()]
     assert shown[0].confidence == expected.confidence
@@ -95,12 +95,12 @@ def test_after_any_rounds_the_draft_models_guesses_are_those_from_the_whole_text
         k = 0 if kind == "plain" else rng.choice([1, 2, 4])
         draft = batch.empty_draft
         if kind == "timed":
-            drafter.propose(batch, SpeculationPlan(2, instead=lambda _batch, _copies: 2))
+            drafter.propose(batch, SpeculationPlan(2, fallback=lambda _batch, _copies: 2))
             drafter.decoders[0].rewind(batch)  # as the calibration leaves it: its rows begin anew
             k = 4
         if k:
             asked = k if kind == "model" else 0
-            draft = drafter.propose(batch, SpeculationPlan(k, instead=lambda _batch, _copies: asked))  # noqa: B023
+            draft = drafter.propose(batch, SpeculationPlan(k, fallback=lambda _batch, _copies: asked))  # noqa: B023
         if kind == "model":
             assert draft.tokens.tolist() == models_own(batch, prompts, k)
         accepted = torch.tensor([rng.choice([rng.randint(0, n), n]) for n in draft.counts.tolist()])
@@ -124,7 +124,7 @@ def test_what_was_measured_before_the_first_round_of_copies_leaves_no_trace() ->
         def choose(self, batch: Batch) -> SpeculationPlan:
             self.round += 1
             asked = 0 if self.round <= 2 else 3
-            return SpeculationPlan(3, instead=lambda _batch, _copies: asked)
+            return SpeculationPlan(3, fallback=lambda _batch, _copies: asked)
 
     engine.parts.policy = CopiesFirst()
     params = [SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)]

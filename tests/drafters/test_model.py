@@ -79,7 +79,7 @@ def test_a_draft_ends_where_the_round_says_and_the_next_one_is_right_all_the_sam
     for _ in range(12):
         k, stop, seen = rng.randint(1, 5), rng.randint(1, 6), []
         enough = lambda part, scores: seen.append([len(line) for line in scores]) or len(seen) == stop  # noqa: B023, E731
-        draft = drafter.propose(batch, SpeculationPlan(k, enough=enough))
+        draft = drafter.propose(batch, SpeculationPlan(k, stop_drafting=enough))
         drafted = min(k, stop)
         assert seen == [[step + 1] * len(PROMPTS) for step in range(drafted)]
         assert draft.tokens.tolist() == expected_guesses(batch, drafted)
@@ -95,7 +95,7 @@ def test_a_draft_ends_where_the_round_says_and_the_next_one_is_right_all_the_sam
 
 def test_a_guess_is_scored_by_its_likelihood_whatever_the_temperature() -> None:
     drafter, batch = setup()
-    draft = drafter.propose(batch, SpeculationPlan(3, enough=lambda part, scores: False))
+    draft = drafter.propose(batch, SpeculationPlan(3, stop_drafting=lambda part, scores: False))
     assert draft.confidence is not None
     for row, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
         for place, token in enumerate(draft.tokens[row].tolist()):

@@ -539,7 +539,7 @@ def test_trees_are_those_that_growth_grows(kind: str, params: str, width: int) -
             twin = grown(head, which, TREE_PARAMS[params], width, depth, max(COUNTS))
             chain = list(range(-1, draft.drafted[row] - 1))
             assert draft.draft_tokens[row] == twin.tokens
-            follows = chain if draft.follows is None else draft.follows[row][: len(chain)]
+            follows = chain if draft.host_parents is None else draft.host_parents[row][: len(chain)]
             assert follows == twin.follows
             assert list(draft.kinds[row]) == twin.kinds
             assert draft.confidence[row] == pytest.approx(twin.scores, abs=1e-6)
@@ -556,7 +556,7 @@ def test_a_tree_ends_where_the_policy_has_enough_and_asks_with_its_shape() -> No
 
     draft = decoder.draft(batch, [5, 5], enough, distributions=False, width=2)
     assert len(asked) == 2
-    assert draft.follows == asked[-1]
+    assert draft.host_parents == asked[-1]
     assert draft.drafted == [4, 4]
 
 

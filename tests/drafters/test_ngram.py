@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from batches import new_batch
 from paceline.config import MAX_SPECULATION_LENGTH, SamplingParams
 from paceline.core.batch import RowStart, SpeculationPlan
-from paceline.core.draft import BESIDE
+from paceline.core.draft import SIBLING_KIND
 from paceline.drafters.lookup import OWN
 from paceline.drafters.ngram import LONGEST_SUFFIX, NgramDrafter
 
@@ -111,9 +111,9 @@ def test_continuations_that_part_ways_are_merged_into_a_tree() -> None:
     batch.set_rows(1)
     draft = NgramDrafter(width=2).propose(batch, SpeculationPlan(3))
     assert draft.draft_tokens == [[5, 8, 9, 6, 7]]
-    assert draft.follows == [[-1, 0, 1, 0, 3]]
+    assert draft.host_parents == [[-1, 0, 1, 0, 3]]
     assert draft.confidence is not None
-    assert draft.kinds == [[OWN, OWN, OWN, BESIDE + OWN, OWN]]
+    assert draft.kinds == [[OWN, OWN, OWN, SIBLING_KIND + OWN, OWN]]
     assert NgramDrafter(width=1).propose(batch, SpeculationPlan(3)).draft_tokens == [[5, 8, 9]]
 
 
@@ -126,9 +126,9 @@ def test_a_tree_is_no_deeper_and_no_wider_than_asked_and_begins_with_the_chain(
     batch.set_row(0, RowStart(row, SamplingParams(), 0))
     batch.set_rows(1)
     draft = NgramDrafter(width=width).propose(batch, SpeculationPlan(k))
-    depths = Counter(len(way) for way in draft.ways[0][1:])
+    depths = Counter(len(way) for way in draft.token_paths[0][1:])
     assert max(depths, default=0) <= k
     assert max(depths.values(), default=0) <= width
     assert len(draft.draft_tokens[0]) <= MAX_SPECULATION_LENGTH
-    assert len(set(map(tuple, draft.ways[0]))) == len(draft.ways[0])  # no two draft tokens say the same
+    assert len(set(map(tuple, draft.token_paths[0]))) == len(draft.token_paths[0])  # no two draft tokens say the same
     assert draft.draft_tokens[0][:k] == NgramDrafter().propose(batch, SpeculationPlan(k)).draft_tokens[0]

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.config import MAX_REFERENCE_TOKENS, MAX_REFERENCES, SamplingParams
 from paceline.core.batch import Batch, SpeculationPlan
-from paceline.core.draft import KINDS, Draft
+from paceline.core.draft import MAX_KINDS, Draft
 from paceline.core.outputs import RequestOutput
 from paceline.drafters import NgramDrafter
 from paceline.drafters.lookup import REFERENCES
@@ -72,7 +72,7 @@ def test_a_draft_says_where_its_guesses_come_from(right: list[int]) -> None:
     engine.parts.drafter.propose = watched  # type: ignore[method-assign]
     play(engine, (replace(GREEDY, n=2), [[*PROMPT, *right[:12]]]))
     assert REFERENCES in kinds
-    assert kinds <= set(range(KINDS))
+    assert kinds <= set(range(MAX_KINDS))
 
 
 def test_a_reference_helps_its_own_request_alone(right: list[int]) -> None:

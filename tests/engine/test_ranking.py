@@ -105,7 +105,7 @@ def test_an_answer_is_outranked_when_it_cannot_pass_n_others_however_it_goes_on(
     ended = [answer(0, "stop", -2.0, 4), answer(1, "stop", -6.0, 6), answer(2, "length", -0.1, 9)]
 
     def leaves(total: float, tokens: int, n: int, by: Any) -> bool:
-        return is_outranked(answer(3, None, total, tokens), ended, n, by, most=10)
+        return is_outranked(answer(3, None, total, tokens), ended, n, by, max_tokens=10)
 
     assert leaves(-2.1, 1, 1, "logprob")
     assert not leaves(-1.9, 1, 1, "logprob")

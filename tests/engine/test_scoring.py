@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from model_support import NATIVE, VOCABULARY, tiny
 from paceline.config import SamplingParams
+from paceline.core.cache_budget import KVCacheBudget
 from paceline.core.outputs import TokenLogprob
-from paceline.core.room import Room
 from paceline.engine.chunks import Part, Speed
 from paceline.engine.engine import Engine, Request
 from paceline.engine.scoring import Text
@@ -240,7 +240,7 @@ def test_caches_are_made_for_the_texts_that_come_and_never_take_more_than_is_pla
     engine = LLM(tiny(*NATIVE["llama"]), **PLAIN | {"max_batch_size": 16}).engine  # type: ignore[arg-type]
     scorer, made = engine.scorer, list[tuple[int, int]]()
     assert scorer._room.limit >= scorer._room.bytes_for(engine.max_model_len)
-    room = scorer._room = Room(150, rows=16, positions=64, bytes_for=lambda positions: positions)
+    room = scorer._room = KVCacheBudget(150, rows=16, positions=64, bytes_for=lambda positions: positions)
     make_rows = scorer._make
 
     def counted(rows: int, positions: int) -> Decoder:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from batches import new_batch
 from paceline.config import MIN_TEMPERATURE, SamplingParams
 from paceline.core.batch import Batch, RowStart
-from paceline.core.ops import Gained, Places
+from paceline.core.ops import DrawInputs, Gained
 from paceline.core.sampling import Choices, Purpose, _draw_adjusted, adjust, masses, probabilities, warp
 from paceline.kernels import native
 from paceline.kernels.cpu import CpuOps
@@ -104,7 +104,7 @@ ALL = [
 def assert_all_draw_the_reference_tokens(logits: torch.Tensor, batch: Batch, draft_tokens: torch.Tensor) -> None:
     expected, before = reference_tokens(logits, batch, draft_tokens), logits.clone()
     for kernels in native.available():
-        found = CpuOps(kernels).draw(Places(logits, rows_of(batch), draft_tokens), Purpose.DRAW)
+        found = CpuOps(kernels).draw(DrawInputs(logits, rows_of(batch), draft_tokens), Purpose.DRAW)
         assert torch.equal(found, expected), kernels.name
         assert torch.equal(logits, before), "the caller's logits are the caller's"
 
@@ -178,7 +178,7 @@ def test_draft_tokens_are_accepted_like_the_references_for_any_parameters(
     real = torch.arange(DRAFT_LENGTH + 1) < counts[:, None] + 1
     kept = ((draft_tokens == draws[:, :-1]) & real[:, 1:]).cumprod(1).sum(1)
     given_logits = logits[real] if packed else logits
-    places, scored = Places(given_logits, rows_of(batch), draft_tokens, counts), torch.arange(len(ALL)) % 2
+    places, scored = DrawInputs(given_logits, rows_of(batch), draft_tokens, counts), torch.arange(len(ALL)) % 2
     tokens, accepted, _, own = CpuOps(kernels).accept(places, Purpose.DRAW, scored)
     assert torch.equal(accepted, kept)
     assert len(set(kept.tolist())) == DRAFT_LENGTH + 1
@@ -198,7 +198,7 @@ def test_probabilities_equal_the_references(kernels: native.Kernels, vocab: int)
     params = [*(ALL if vocab < 1000 else ALL[::16]), SamplingParams(temperature=0.0)]
     batch = batch_of(params, vocab)
     logits, draft_tokens = logits_of(len(params), DRAFT_LENGTH + 1, vocab, 3.0, 7), draft_tokens_of(batch, 8)
-    found = CpuOps(kernels).probabilities(Places(logits, rows_of(batch), draft_tokens))
+    found = CpuOps(kernels).probabilities(DrawInputs(logits, rows_of(batch), draft_tokens))
     adjusted = adjust(logits, batch, draft_tokens)
     expected = probabilities(adjusted, batch)
     assert torch.allclose(found, expected, rtol=2e-5, atol=1e-12)
@@ -213,7 +213,7 @@ def test_a_likelihood_is_of_the_adjusted_logits_before_temperature_and_cuts(kern
     logits, draft_tokens = logits_of(len(ALL), DRAFT_LENGTH + 1, 300, 3.0, 7), draft_tokens_of(batch, 8)
     tokens = torch.randint(0, 300, (len(ALL), DRAFT_LENGTH + 1), generator=torch.Generator().manual_seed(0))
     expected = adjust(logits, batch, draft_tokens).softmax(-1).gather(-1, tokens[..., None])[..., 0]
-    found = CpuOps(kernels).likelihood(Places(logits, rows_of(batch), draft_tokens), tokens)
+    found = CpuOps(kernels).likelihood(DrawInputs(logits, rows_of(batch), draft_tokens), tokens)
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-30)
 
 
@@ -222,7 +222,8 @@ def test_all_instruction_sets_give_the_same_probabilities_to_the_bit() -> None:
     batch = batch_of(ALL, 5000)
     logits, draft_tokens = logits_of(len(ALL), DRAFT_LENGTH + 1, 5000, 3.0, 7), draft_tokens_of(batch, 8)
     found = [
-        CpuOps(kernels).probabilities(Places(logits, rows_of(batch), draft_tokens)) for kernels in native.available()
+        CpuOps(kernels).probabilities(DrawInputs(logits, rows_of(batch), draft_tokens))
+        for kernels in native.available()
     ]
     assert all(torch.equal(found[0], each) for each in found)
 
@@ -243,7 +244,7 @@ def test_the_boundary_equals_the_references_where_masses_tie_with_top_p(kernels:
     params = [SamplingParams(top_p=n / vocab) for n in range(1, vocab, 7)]
     batch = batch_of(params, vocab)
     logits = -torch.arange(vocab).float().remainder(8)[None, None].expand(len(params), 1, vocab).contiguous() * 1e-7
-    found = CpuOps(kernels).probabilities(Places(logits, rows_of(batch)))
+    found = CpuOps(kernels).probabilities(DrawInputs(logits, rows_of(batch)))
     assert torch.equal(found > 0, probabilities(logits, batch) > 0)
 
 
@@ -329,4 +330,4 @@ def test_rows_of_one_place_may_have_any_stride(kernels: native.Kernels) -> None:
     batch = batch_of([SamplingParams(temperature=0)] * 3, 131)
     logits = logits_of(1, 3, 131, 3.0, 9).transpose(0, 1)
     assert logits.stride(1) == 3 * 131
-    assert torch.equal(CpuOps(kernels).draw(Places(logits, rows_of(batch)), Purpose.DRAW), logits.argmax(-1))
+    assert torch.equal(CpuOps(kernels).draw(DrawInputs(logits, rows_of(batch)), Purpose.DRAW), logits.argmax(-1))

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batches import new_batch
+from paceline.core.ops import DrawInputs
 from paceline.core.ops import DrawRows as Rows
-from paceline.core.ops import Places
 from paceline.core.sampling import Choices, Purpose, _draw, noise_key
 from paceline.kernels import cpu, native
 from paceline.kernels.cpu import CpuOps, cpu_ops
@@ -18,7 +18,7 @@ on_every_isa = pytest.mark.parametrize("kernels", native.available(), ids=lambda
 
 
 def both(kernels, logits, temperature, seeds, positions, offset=0, purpose=Purpose.DRAW):
-    places = Places(logits, Rows(temperature, seeds, positions + offset))
+    places = DrawInputs(logits, Rows(temperature, seeds, positions + offset))
     native_tokens = CpuOps(kernels).draw(places, purpose)
     place = positions[:, None] + torch.arange(offset, offset + logits.shape[1])
     return native_tokens, _draw(logits, temperature, noise_key(seeds[:, None], place, purpose))
@@ -137,7 +137,9 @@ def test_draft_tokens_are_accepted_like_the_references(
     )
     real = torch.arange(k + 1) < counts[:, None] + 1
     rows = Rows(temperature, seeds, positions)
-    found = CpuOps(kernels).accept(Places(logits[real] if packed else logits, rows, draft_tokens, counts), Purpose.DRAW)
+    found = CpuOps(kernels).accept(
+        DrawInputs(logits[real] if packed else logits, rows, draft_tokens, counts), Purpose.DRAW
+    )
     drawn = torch.arange(k + 1) <= accepted[:, None]
     assert torch.equal(found[1], accepted)
     assert torch.equal(found[0], draws * drawn)
@@ -153,9 +155,9 @@ def test_the_first_of_the_largest_logits_is_found_wherever_it_lies(kernels, voca
     logits[:, 0, vocab - 1] = 1.0
     zeros = torch.zeros(4, dtype=torch.int64)
     greedy = Rows(zeros.float(), zeros, zeros)
-    assert CpuOps(kernels).draw(Places(logits, greedy), Purpose.DRAW)[:, 0].tolist() == places.tolist()
+    assert CpuOps(kernels).draw(DrawInputs(logits, greedy), Purpose.DRAW)[:, 0].tolist() == places.tolist()
     nothing = torch.full((4, 1, vocab), fill)
-    assert not CpuOps(kernels).draw(Places(nothing, greedy), Purpose.DRAW).any()
+    assert not CpuOps(kernels).draw(DrawInputs(nothing, greedy), Purpose.DRAW).any()
 
 
 @on_every_isa
@@ -172,7 +174,7 @@ def test_the_native_likelihood_equals_the_references(kernels, rows, block, vocab
     tokens = torch.randint(0, vocab, (rows, block), generator=torch.Generator().manual_seed(seed))
     expected = logits.double().softmax(-1).gather(-1, tokens[..., None])[..., 0]
     assert torch.allclose(
-        CpuOps(kernels).likelihood(Places(logits, unasked(rows)), tokens).double(), expected, rtol=1e-4, atol=1e-30
+        CpuOps(kernels).likelihood(DrawInputs(logits, unasked(rows)), tokens).double(), expected, rtol=1e-4, atol=1e-30
     )
 
 
@@ -180,6 +182,6 @@ def test_the_native_likelihood_equals_the_references(kernels, rows, block, vocab
 def test_a_masked_token_has_no_likelihood(kernels):
     logits = torch.full((1, 2, 37), -math.inf)
     logits[0, :, 5] = 3.0
-    found = CpuOps(kernels).likelihood(Places(logits, unasked(1)), torch.tensor([[5, 6]]))[0].tolist()
+    found = CpuOps(kernels).likelihood(DrawInputs(logits, unasked(1)), torch.tensor([[5, 6]]))[0].tolist()
     assert found[0] == pytest.approx(1.0)
     assert found[1] < 1e-30

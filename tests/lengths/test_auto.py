@@ -25,7 +25,7 @@ from paceline.lengths.belief import LONGEST_AUTO, RunningMean, bins_of
 from paceline.lengths.calibration import Calibration, Grid
 from paceline.lengths.cost import CostModel, CostTable, RoundTimes
 from paceline.models.decoder import Decoder
-from simulation import LENGTHS, RIGHT, SIZES, WRONG, GuessSimulation, Reader, Simulation, linear_costs
+from simulation import LENGTHS, RIGHT, SIZES, WRONG, DraftSimulation, Reader, Simulation, linear_costs
 from toy import FlatToy, ToyModel, answers, make_engine, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -207,7 +207,7 @@ def test_a_trial_asks_only_the_row_that_lacks_least(includes_drafting: bool) -> 
         drafted = [0] * 4
         if wish.k:
             simulation.now += costs.draft_ms(4, 1) / 1000
-            assert wish.enough is None or wish.enough(simulation.batch, [[0.9]] * 4) in (True, False)
+            assert wish.stop_drafting is None or wish.stop_drafting(simulation.batch, [[0.9]] * 4) in (True, False)
             wrong = Draft(torch.full((4, 1), RIGHT), torch.ones(4, dtype=torch.int64), confidence=[[0.9]] * 4)
             drafted = policy.select(simulation.batch, wrong).counts.tolist()
         policy.observe(simulation.batch, verdict_of([[WRONG]] * 4, drafted))
@@ -395,7 +395,7 @@ CPU = CostTable(
 SEARCH = 0.25  # ms that looking for draft tokens takes
 
 
-def copying(simulation: GuessSimulation, costs: CostTable = CPU) -> AutoLength:
+def copying(simulation: DraftSimulation, costs: CostTable = CPU) -> AutoLength:
     return AutoLength(CostModel(costs), clock=simulation.clock)
 
 
@@ -489,7 +489,7 @@ def coins(chance: dict[int, float], seed: int = 0, score: float = 0.8) -> Callab
 @pytest.mark.parametrize("draining", [False, True], ids=["open", "draining"])
 def test_copies_that_are_always_wrong_cost_next_to_nothing(rows: int, noise: float, draining: bool) -> None:
     def tokens_a_second(policy: str, seed: int) -> float:
-        simulation = GuessSimulation(CPU, lambda row: [(0.95, False)] * 8, rows, noise=noise, seed=seed, look=SEARCH)
+        simulation = DraftSimulation(CPU, lambda row: [(0.95, False)] * 8, rows, noise=noise, seed=seed, look=SEARCH)
         return rows * 64 / simulation.play(copying(simulation) if policy == "auto" else FixedLength(0), draining)
 
     seeds = range(9 if noise else 1)
@@ -502,7 +502,7 @@ def test_copies_that_are_always_wrong_cost_next_to_nothing(rows: int, noise: flo
 def test_where_guesses_are_wrong_most_rounds_do_not_even_search(
     rows: int, right: bool, least: float, most: float
 ) -> None:
-    simulation, asked = GuessSimulation(CPU, lambda row: [(0.95, right)] * 8, rows, tokens=256, look=SEARCH), []
+    simulation, asked = DraftSimulation(CPU, lambda row: [(0.95, right)] * 8, rows, tokens=256, look=SEARCH), []
     policy = copying(simulation)
     choose = policy.choose
     policy.choose = lambda batch: (asked.append(choose(batch)), asked[-1])[1]  # type: ignore[method-assign]
@@ -517,7 +517,7 @@ def test_short_answers_gain_as_much_as_with_the_best_fixed_length(rows: int, noi
     chance = {row: (0.95, 0.6, 0.2, 0.85)[row % 4] for row in range(rows)}
 
     def latency(length: str, seed: int) -> float:
-        simulation = GuessSimulation(CPU, coins(chance, seed), rows, noise=noise, seed=seed)
+        simulation = DraftSimulation(CPU, coins(chance, seed), rows, noise=noise, seed=seed)
         simulation.play(copying(simulation) if length == "auto" else FixedLength(int(length)))
         return mean(simulation.ends.values())
 
@@ -530,8 +530,8 @@ def test_short_answers_gain_as_much_as_with_the_best_fixed_length(rows: int, noi
 def test_a_draining_batch_ends_no_later_for_the_sake_of_its_fast_rows(rows: int) -> None:
     chance = dict.fromkeys(range(rows), 0.9) | {0: 0.0}
 
-    def play(length: str, draining: bool) -> GuessSimulation:
-        simulation = GuessSimulation(CPU, coins(chance), rows)
+    def play(length: str, draining: bool) -> DraftSimulation:
+        simulation = DraftSimulation(CPU, coins(chance), rows)
         simulation.play(copying(simulation) if length == "auto" else FixedLength(0), draining)
         return simulation
 
@@ -548,7 +548,7 @@ def test_what_drafts_take_is_owed_to_a_batch_that_drains(rows: int) -> None:
 
     def seconds(seed: int) -> float:
         rng = random.Random(seed)
-        simulation = GuessSimulation(
+        simulation = DraftSimulation(
             costs, lambda _row: [(0.6, rng.random() < 0.3) for _ in range(8)], rows, tokens=96, seed=seed
         )
         policy = AutoLength(CostModel(costs), [simulation.reader], copies=False, clock=simulation.clock)
@@ -558,10 +558,10 @@ def test_what_drafts_take_is_owed_to_a_batch_that_drains(rows: int) -> None:
     assert plain / mean(seconds(seed) for seed in range(8)) > 0.968
 
 
-def measured(rows: int, paying_rows: int, copies: bool = False) -> tuple[AutoLength, GuessSimulation]:
+def measured(rows: int, paying_rows: int, copies: bool = False) -> tuple[AutoLength, DraftSimulation]:
     """After some rounds with drafts that are always right, of a head that was measured to pay up to so many rows."""
     costs = linear_costs(verify=10.0, token=0.1, draft_once=0.2, draft_step=0.2)
-    simulation = GuessSimulation(costs, lambda _row: [(0.9, True)] * 8, rows, tokens=200)
+    simulation = DraftSimulation(costs, lambda _row: [(0.9, True)] * 8, rows, tokens=200)
     simulation.copies = (lambda _row: [(STRONG, True)] * 8) if copies else None
     policy = AutoLength(CostModel(costs), [simulation.reader], copies, simulation.clock)
     policy.paying_rows = paying_rows
@@ -647,7 +647,7 @@ def test_guesses_that_are_not_verified_teach_too(monkeypatch: pytest.MonkeyPatch
     """No draft token pays, so none is verified; but what rows gain shows that the draft tokens were right."""
     monkeypatch.setattr("paceline.lengths.belief.EXPLORATION_SHARE", 0.0)
     dear = linear_costs(verify=0.0, token=10.0)
-    simulation = GuessSimulation(dear, lambda row: [(0.5, True)] * 4, rows=4, tokens=16)
+    simulation = DraftSimulation(dear, lambda row: [(0.5, True)] * 4, rows=4, tokens=16)
     policy = copying(simulation, dear)
     found: list[float] = []
     observe = policy.observe
@@ -663,7 +663,7 @@ def test_guesses_that_are_not_verified_teach_too(monkeypatch: pytest.MonkeyPatch
 
 def test_time_that_was_believed_too_long_is_found_out() -> None:
     """By the table no draft token pays; in truth they are nearly free."""
-    simulation = GuessSimulation(CPU, lambda row: [(0.9, True)] * 4, rows=1, tokens=600)
+    simulation = DraftSimulation(CPU, lambda row: [(0.9, True)] * 4, rows=1, tokens=600)
     simulation.play(copying(simulation, linear_costs(verify=0.0, token=10.0)))
     assert mean(sum(counts) for counts in simulation.verified[-40:]) > 2
 
@@ -672,7 +672,7 @@ def test_plain_rounds_that_were_believed_too_long_are_found_out() -> None:
     """By the table a round without draft tokens takes as long as one with a draft token a row, and no row is ever
     without any."""
     believed = replace(CPU, verify=(*CPU.verify[:-1], (24.9, *CPU.verify[-1][1:])))
-    simulation = GuessSimulation(CPU, coins(dict.fromkeys(range(16), 0.2)), rows=16, tokens=300)
+    simulation = DraftSimulation(CPU, coins(dict.fromkeys(range(16), 0.2)), rows=16, tokens=300)
     simulation.play(copying(simulation, believed))
     assert mean(any(counts) for counts in simulation.verified[:3]) == 1
     assert mean(any(counts) for counts in simulation.verified[-80:]) < 0.2
@@ -714,18 +714,18 @@ def by_turns(rng: random.Random, place: int) -> list[Guess]:
     return [*inside, *[(STRONG, False)] * LONGEST_AUTO][:LONGEST_AUTO]
 
 
-Maker = Callable[[GuessSimulation], LengthPolicy]
+Maker = Callable[[DraftSimulation], LengthPolicy]
 
 
-def drafting(simulation: GuessSimulation) -> AutoLength:
+def drafting(simulation: DraftSimulation) -> AutoLength:
     return AutoLength(CostModel(simulation.costs), decoders(simulation.reader), False, simulation.clock)
 
 
-def hybrid(simulation: GuessSimulation) -> AutoLength:
+def hybrid(simulation: DraftSimulation) -> AutoLength:
     return AutoLength(CostModel(simulation.costs), decoders(simulation.reader), True, simulation.clock)
 
 
-def simulated(model: Kind | None, copies: Kind | None, rows: int, seed: int = 0, tokens: int = 200) -> GuessSimulation:
+def simulated(model: Kind | None, copies: Kind | None, rows: int, seed: int = 0, tokens: int = 200) -> DraftSimulation:
     """Of a draft model, of copies, or of both; either is as lucky with the other as alone."""
 
     def draft_tokens(kind: Kind | None, luck: random.Random) -> Callable[[int], list[Guess]]:
@@ -735,7 +735,7 @@ def simulated(model: Kind | None, copies: Kind | None, rows: int, seed: int = 0,
     costs, free = PAIR, (0.0,) * len(SIZES)
     if model is None:
         costs, drafted = replace(costs, draft_once=free, draft_step=free), copied
-    simulation = GuessSimulation(costs, drafted, rows, tokens, noise=0.05, seed=seed)
+    simulation = DraftSimulation(costs, drafted, rows, tokens, noise=0.05, seed=seed)
     simulation.copies = copied if model and copies else None
     return simulation
 
@@ -783,7 +783,7 @@ def test_a_good_drafter_is_found_again_after_a_bad_phase(rows: int) -> None:
     """The draft model reads nothing anew here: what it takes to catch up is another test's."""
     costs = replace(PAIR, feed_tokens=(1,), feed=(0.0,))
     drafted = lambda row: [(0.9, not 200 <= simulation.place(row) < 400)] * LONGEST_AUTO  # noqa: E731
-    simulation = GuessSimulation(costs, drafted, rows, tokens=2000, noise=0.05)
+    simulation = DraftSimulation(costs, drafted, rows, tokens=2000, noise=0.05)
     simulation.play(drafting(simulation))
     assert mean(sum(counts) for counts in simulation.verified[-30:]) > 4
 
@@ -808,7 +808,7 @@ def test_drawn_guesses_with_a_law_are_all_verified() -> None:
 
 def test_a_draft_goes_on_while_any_row_makes_it_worth_it() -> None:
     policy, batch = AutoLength(CostModel(PAIR), decoders(Behind([0, 0])), False), batch_of(2)
-    enough = policy.choose(batch).enough
+    enough = policy.choose(batch).stop_drafting
     assert enough is not None
     assert not enough(batch, [[0.99], [0.99]])
     assert enough(batch, [[0.1], [0.1]])
@@ -821,7 +821,7 @@ def test_what_is_known_of_rows_follows_them_and_ends_with_them() -> None:
         policy.model_drafts.calibration.learn([[(sure, row < 2)] for row in range(3)])
 
     def asks_again(first: int, stop: int) -> bool:
-        enough = policy.choose(batch).enough
+        enough = policy.choose(batch).stop_drafting
         assert enough is not None
         return not enough(batch.part(first, stop), [[0.95]] * (stop - first))
 
@@ -911,8 +911,8 @@ def started(lack: int = 0, left: int = 150) -> tuple[AutoLength, Batch]:
 def played(policy: AutoLength, batch: Batch, copies: Draft, gained: list[int]) -> int:
     """A round of one row; returns what was asked of the draft model."""
     wish = policy.choose(batch).within(batch)
-    assert wish.instead is not None
-    asked = wish.instead(batch, copies.capped(wish.caps or [wish.k]))
+    assert wish.fallback is not None
+    asked = wish.fallback(batch, copies.capped(wish.caps or [wish.k]))
     draft = copies if asked == 0 else Draft(torch.full((1, 1), RIGHT), torch.tensor([1]), confidence=[[0.9]])
     draft = policy.select(batch, draft.capped(wish.caps or [wish.k])) if draft.k else draft
     kept = 0
@@ -928,8 +928,8 @@ def played(policy: AutoLength, batch: Batch, copies: Draft, gained: list[int]) -
 def test_a_backlog_that_cannot_be_earned_back_before_the_rows_end_is_not_read(left: int, read: bool) -> None:
     policy, batch = started(100, left)
     wish = policy.choose(batch)
-    assert wish.instead is not None
-    assert (wish.instead(batch, copied(WEAK)) > 0) == read
+    assert wish.fallback is not None
+    assert (wish.fallback(batch, copied(WEAK)) > 0) == read
 
 
 @pytest.mark.parametrize("copies", [copied(0.9), copied(0.9, k=0)], ids=["some", "none"])
@@ -968,8 +968,8 @@ def test_guesses_are_chosen_by_the_record_of_their_own_kind() -> None:
     for _ in range(20):
         policy.ngram_drafts.learn([[(bin_, True) for bin_ in bins_of(8, [0.9] * 8)]])
     wish = policy.choose(batch)
-    assert wish.instead is not None
-    assert wish.instead(batch, copied(0.9)) == 0
+    assert wish.fallback is not None
+    assert wish.fallback(batch, copied(0.9)) == 0
     assert policy.select(batch, copied(0.9)).counts.tolist() == [8]
 
 

@@ -15,7 +15,7 @@ from paceline.lengths.auto import AutoLength
 from paceline.lengths.base import FixedLength
 from paceline.lengths.belief import RunningMean
 from paceline.lengths.cost import CostModel
-from simulation import LENGTHS, SIZES, GuessSimulation, linear_costs
+from simulation import LENGTHS, SIZES, DraftSimulation, linear_costs
 from toy import FlatToy, ToyModel, answers, make_engine, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -139,7 +139,7 @@ def read_by(rows: int, chance: float) -> list[int]:
     """Tokens that a draft model reads, with and without being asked, for five times so many prompts of 200."""
     rng, counts = random.Random(1), [0]
     draft_token = [(0.9, True)] * 4, [(0.9, False)] * 4
-    simulation = GuessSimulation(COSTS, lambda _: draft_token[rng.random() >= chance], rows, prompt=200, asks=True)
+    simulation = DraftSimulation(COSTS, lambda _: draft_token[rng.random() >= chance], rows, prompt=200, asks=True)
     policy = AutoLength(CostModel(COSTS), [simulation.reader], copies=False, clock=simulation.clock)  # type: ignore[list-item]
     for _ in range(5):
         simulation.play(policy)

@@ -12,16 +12,16 @@ from statistics import mean
 
 import pytest
 
-from scenarios import PLAYERS, SEEDS
+from scenarios import RUNNERS, SEEDS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BEFORE = json.loads((Path(__file__).parent / "scenarios.json").read_text())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter", PLAYERS)
+@pytest.mark.parametrize("drafter", RUNNERS)
 def test_no_scenario_is_much_slower_and_all_together_hardly_at_all(drafter: str) -> None:
-    scenarios, play = PLAYERS[drafter]
+    scenarios, play = RUNNERS[drafter]
     speeds = {name: BEFORE[drafter][name] / mean(play(spec, seed) for seed in SEEDS) for name, spec in scenarios()}
     assert len(speeds) == len(BEFORE[drafter])
     assert min(speeds.values()) > 0.93, min(speeds, key=speeds.__getitem__)

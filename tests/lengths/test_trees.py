@@ -130,7 +130,9 @@ def test_the_choice_is_the_best_of_all_choices_and_a_tree(seed: int, token: floa
         rate = (2 + sum(map(sum, taken))) / costs.verify_ms(2, int(chosen.counts.sum()) / 2)
         assert rate == pytest.approx(best_by_trying(lines, trees, costs))
         chains = [list(range(-1, len(line) - 1)) for line in chosen.draft_tokens]
-        for row, (draft_tokens, follows) in enumerate(zip(chosen.draft_tokens, chosen.follows or chains, strict=True)):
+        for row, (draft_tokens, follows) in enumerate(
+            zip(chosen.draft_tokens, chosen.host_parents or chains, strict=True)
+        ):
             assert all(parent < place for place, parent in enumerate(follows))
             ways = [
                 [draft.draft_tokens[row][step] for step in path_to(trees[row], draft_token)]
@@ -143,7 +145,7 @@ def test_the_choice_is_the_best_of_all_choices_and_a_tree(seed: int, token: floa
 
 def real_ways(draft: Draft) -> list[list[list[int]]]:
     """Padding means nothing."""
-    return [ways[: 1 + count] for ways, count in zip(draft.ways, draft.drafted, strict=True)]
+    return [ways[: 1 + count] for ways, count in zip(draft.token_paths, draft.drafted, strict=True)]
 
 
 @given(st.lists(trees, min_size=1, max_size=3), st.randoms(use_true_random=False))
@@ -230,9 +232,9 @@ def test_a_draft_of_a_tree_goes_on_while_any_leaf_makes_it_worth_it() -> None:
     policy, batch = AutoLength(CostModel(costs), copies=False), batch_of(1)
     policy.decoders = ()
     policy._sources = [policy.model_drafts]
-    enough = policy.choose(batch).enough
+    enough = policy.choose(batch).stop_drafting
     assert enough is not None
     assert not enough(batch, [[0.05, 0.99]], [[-1, -1]])
     assert enough(batch, [[0.05, 0.99]])  # a chain, which ends with a draft token that hardly survives
     assert enough(batch, [[0.05, 0.05]], [[-1, -1]])
-    assert SpeculationPlan(1).enough is None
+    assert SpeculationPlan(1).stop_drafting is None

@@ -17,7 +17,7 @@ from paceline.config import SYNTHETIC
 from paceline.core.batch import Batch
 from paceline.core.draft import Draft, Logprobs, Verdict
 from paceline.core.ops import Gained
-from paceline.core.rules import keep_by_chance, keep_equal, keep_likely, places_of
+from paceline.core.rules import accept_at_rate, accept_by_ratio, accept_matching, places_of
 from paceline.core.sampling import Choices, Purpose, draw
 from paceline.errors import ParameterError
 
@@ -25,13 +25,13 @@ AcceptanceRule = Callable[[Draft, Tensor, Batch], Verdict]
 
 
 def coupled(draft: Draft, logits: Tensor, batch: Batch) -> Verdict:
-    """The coupled rule (``rules.keep_equal``); greedy decoding is the case without noise."""
+    """The coupled rule (``rules.accept_matching``); greedy decoding is the case without noise."""
     choices = Choices.after(draft, logits, batch)
     if choices.ops is not None:  # one call, and no draws beyond the first that no draft token foresaw
         scored = batch.sampling.scored
         tokens, accepted, path, own = choices.ops.accept(choices.places, Purpose.DRAW, scored)
         return Verdict(tokens, accepted, draft.counts, None if own is None else Logprobs.alone(own), path=path)
-    return keep_equal(draft, _draw(draft, logits, batch))
+    return accept_matching(draft, _draw(draft, logits, batch))
 
 
 def _draw(draft: Draft, logits: Tensor, batch: Batch) -> Tensor:
@@ -50,7 +50,7 @@ def _rectangle(draft: Draft, flat: Tensor) -> Tensor:
 
 
 def rejection(draft: Draft, logits: Tensor, batch: Batch) -> Verdict:
-    """The rejection rule (``rules.keep_likely``).
+    """The rejection rule (``rules.accept_by_ratio``).
 
     Draft tokens without probabilities are certain ones (q = 1), for which the coupled rule is the same distribution.
     """
@@ -58,7 +58,7 @@ def rejection(draft: Draft, logits: Tensor, batch: Batch) -> Verdict:
     if draft.probabilities is None or batch.sampling.all_greedy:
         return coupled(draft, logits, batch)
     distribution = Choices(logits, batch, draft.tokens).distribution()
-    return keep_likely(draft, distribution, draft.probabilities, batch.state(batch.rows))
+    return accept_by_ratio(draft, distribution, draft.probabilities, batch.state(batch.rows))
 
 
 def _refuse_tree(draft: Draft, rule: str) -> None:
@@ -73,7 +73,7 @@ def synthetic(rate: float) -> AcceptanceRule:
 
     def accept(draft: Draft, logits: Tensor, batch: Batch) -> Verdict:
         _refuse_tree(draft, f"{SYNTHETIC}{rate}")
-        return keep_by_chance(draft, _draw(draft, logits, batch), batch.state(batch.rows), rate)
+        return accept_at_rate(draft, _draw(draft, logits, batch), batch.state(batch.rows), rate)
 
     return accept
 
@@ -120,7 +120,7 @@ def _along_path(draft: Draft, logits: Tensor, path: Tensor) -> Tensor:
 RULES: dict[str, AcceptanceRule] = {"coupled": with_logprobs(coupled), "rejection": with_logprobs(rejection)}
 
 
-def knows_trees(rule: AcceptanceRule) -> bool:
+def supports_trees(rule: AcceptanceRule) -> bool:
     """Of the rules above; the others refuse trees by name."""
     return rule is RULES["coupled"]
 

@@ -15,7 +15,7 @@ from paceline.config import MAX_SPECULATION_LENGTH, SamplingParams
 from paceline.core.draft import Draft, Verdict
 from paceline.core.nodes import Tree
 from paceline.core.ops import HostOps, TextRows
-from paceline.core.rows import MOST_STOPS, After, Constraint, RowState, SamplingRows
+from paceline.core.rows import MAX_STOP_TOKENS, Constraint, ConstraintAfterDraft, RowState, SamplingRows
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,15 +29,15 @@ class RequestGroup:
     answers: int
 
 
-class Member(NamedTuple):
+class ParallelSample(NamedTuple):
     """One answer of a family, by its number.
 
     first: where in its row's text that stretch begins which tells its siblings something: the prompt's last tokens.
     """
 
-    family: RequestGroup
+    group: RequestGroup
     number: int
-    first: int
+    prompt_tail: int
 
 
 @dataclass
@@ -53,11 +53,11 @@ class RowStart:
     seed: int
     stop_tokens: tuple[int, ...] = field(default=())
     constraint: Constraint | None = None
-    member: Member | None = None
+    sample: ParallelSample | None = None
     deadline: float = math.inf
 
 
-class Enough(Protocol):
+class StopDrafting(Protocol):
     """Whether a draft should end."""
 
     def __call__(
@@ -70,7 +70,7 @@ class Enough(Protocol):
 
 
 # How many draft tokens to ask of a draft model in place of these, which were free; 0: these will do.
-Instead = Callable[["Batch", Draft], int]
+Fallback = Callable[["Batch", Draft], int]
 
 
 @dataclass(frozen=True)
@@ -85,14 +85,14 @@ class SpeculationPlan:
 
     k: int
     caps: Sequence[int] | None = None
-    enough: Enough | None = None
-    instead: Instead | None = None
+    stop_drafting: StopDrafting | None = None
+    fallback: Fallback | None = None
 
     def within(self, batch: Batch) -> SpeculationPlan:
         """What of it the rows have room for and their requests allow."""
         if self.k == 0:
             return self
-        k, allowed = min(self.k, batch.room - 1), batch.max_draft_tokens[: batch.rows]
+        k, allowed = min(self.k, batch.max_gain - 1), batch.max_draft_tokens[: batch.rows]
         if min(allowed) >= k:
             return self if k == self.k else replace(self, k=k)
         caps = [k] * batch.rows if self.caps is None else self.caps
@@ -112,7 +112,7 @@ class SpeculationPlan:
         return (asked[0], asked[-1] + 1) if asked else (0, 0)
 
 
-_NO_STOPS = (-1,) * MOST_STOPS
+_NO_STOPS = (-1,) * MAX_STOP_TOKENS
 
 
 class _HostView:
@@ -140,7 +140,7 @@ class Batch:
     tokens [R, P + slack]: each row's text; what lies at or beyond its length is garbage.
     length [R]: tokens of a row. Exactly one of them (the last) is unknown to the target's cache: the invariant.
     lengths: the same, known to the host; as limits are to limit [R], the length at which a row must end.
-    stops [R, MOST_STOPS]: tokens that end a row, -1 for none. live [1]: ``rows``, where the device can read it.
+    stops [R, MAX_STOP_TOKENS]: tokens that end a row, -1 for none. live [1]: ``rows``, where the device can read it.
     members: what draft tokens for each row may be copied from, beside its own text.
     first: the place of row 0 in the caches; not 0 in a part of a batch.
     ops: what replaces torch's operators on the host; None: nothing does.
@@ -163,11 +163,11 @@ class Batch:
         self.lengths = [0] * capacity
         self.limits = [0] * capacity  # the length at which a row must end
         self.limit = torch.zeros(capacity, dtype=torch.int64, device=device)
-        self.stops = torch.full((capacity, MOST_STOPS), -1, dtype=torch.int64, device=device)
+        self.stops = torch.full((capacity, MAX_STOP_TOKENS), -1, dtype=torch.int64, device=device)
         self.live = torch.zeros(1, dtype=torch.int64, device=device)
         self.max_draft_tokens = [MAX_SPECULATION_LENGTH] * capacity  # that a row's request allows in a round
         self.deadlines = [math.inf] * capacity  # whose draft tokens come first, of those that are worth as much
-        self.members: list[Member | None] = [None] * capacity
+        self.samples: list[ParallelSample | None] = [None] * capacity
         self.rows = 0
         self.first = 0
         self._view = _HostView(self.tokens, self.length) if self.tokens.device.type == "cpu" else None
@@ -194,11 +194,11 @@ class Batch:
     @property
     def siblings(self) -> list[tuple[list[int], int]]:
         """Decoding rows that answer one prompt, two at least, and how long that is."""
-        families: dict[int, list[int]] = {}
-        for row, member in enumerate(self.members[: self.rows]):
-            if member is not None:
-                families.setdefault(id(member.family), []).append(row)
-        return [(rows, int(self.sampling.prompt_length[rows[0]])) for rows in families.values() if len(rows) > 1]
+        groups: dict[int, list[int]] = {}
+        for row, sample in enumerate(self.samples[: self.rows]):
+            if sample is not None:
+                groups.setdefault(id(sample.group), []).append(row)
+        return [(rows, int(self.sampling.prompt_length[rows[0]])) for rows in groups.values() if len(rows) > 1]
 
     @property
     def empty_draft(self) -> Draft:
@@ -207,7 +207,7 @@ class Batch:
 
     def fitting(self, draft: Draft) -> Draft:
         """Of a tree the draft tokens that have a slot in their row: siblings take one each, however deep they stand."""
-        if draft.follows is None:
+        if draft.host_parents is None:
             return draft
         rows = range(self.rows)
         room = [max(0, self.slots_for(self.limits[row]) - self.lengths[row]) for row in rows]
@@ -218,7 +218,7 @@ class Batch:
         return min(limit + MAX_SPECULATION_LENGTH, self.positions)
 
     @property
-    def room(self) -> int:
+    def max_gain(self) -> int:
         """Most tokens that any decoding row may gain in a round."""
         rows = range(self.rows)
         return max(min(self.limits[row] - self.lengths[row], self.max_draft_tokens[row] + 1) for row in rows)
@@ -228,13 +228,13 @@ class Batch:
         self.tokens[row, :size] = torch.tensor(start.tokens, dtype=torch.int64)
         self.length[row] = self.lengths[row] = size
         self.limit[row] = self.limits[row] = min(size + start.params.max_tokens, self.positions)
-        self.stops[row] = torch.tensor((*start.stop_tokens, *_NO_STOPS)[:MOST_STOPS])
+        self.stops[row] = torch.tensor((*start.stop_tokens, *_NO_STOPS)[:MAX_STOP_TOKENS])
         self.sampling.set(row, start.params, start.seed, size, start.stop_tokens)
         self.sampling.constraints[row] = start.constraint
         allowed = start.params.num_speculative_tokens
         self.max_draft_tokens[row] = MAX_SPECULATION_LENGTH if allowed is None else allowed
         self.deadlines[row] = start.deadline
-        self.members[row] = start.member
+        self.samples[row] = start.sample
 
     def copy_row(self, source: int, destination: int) -> None:
         """Put the row ``source`` in the place of ``destination``."""
@@ -246,12 +246,12 @@ class Batch:
         self.stops[destination] = self.stops[source]
         self.max_draft_tokens[destination] = self.max_draft_tokens[source]
         self.deadlines[destination] = self.deadlines[source]
-        self.members[destination] = self.members[source]
+        self.samples[destination] = self.samples[source]
         self.sampling.copy_row(source, destination)
 
-    def rest(self, row: int, held: int) -> None:
+    def free_slot(self, row: int, cached_tokens: int) -> None:
         """Nobody has this row, whose caches hold so many tokens: rounds that play it along write behind them."""
-        self.length[row] = self.lengths[row] = held + 1
+        self.length[row] = self.lengths[row] = cached_tokens + 1
 
     def set_rows(self, rows: int) -> None:
         """From now on rows 0 .. rows - 1 decode."""
@@ -266,7 +266,7 @@ class Batch:
         part.tokens, part.length = self.tokens[first:stop], self.length[first:stop]
         part.lengths, part.limits = self.lengths[first:stop], self.limits[first:stop]
         part.limit, part.stops = self.limit[first:stop], self.stops[first:stop]
-        part.max_draft_tokens, part.members = self.max_draft_tokens[first:stop], self.members[first:stop]
+        part.max_draft_tokens, part.samples = self.max_draft_tokens[first:stop], self.samples[first:stop]
         part.deadlines = self.deadlines[first:stop]
         part.sampling = self.sampling.part(first, stop)
         return part
@@ -302,7 +302,7 @@ class Batch:
         if lines.sampling.any_constraint:
             own = [self.sampling.constraints[row] for row in rows]
             lines.sampling.constraints = [
-                None if constraint is None else After(constraint, way)
+                None if constraint is None else ConstraintAfterDraft(constraint, way)
                 for constraint, (_, way) in zip(own, places, strict=True)
             ]
         return lines
@@ -323,8 +323,8 @@ class Batch:
         """
         counts, own = draft.counts.tolist(), self.sampling.constraints[: self.rows]
         return [
-            None if constraint is None or place > count else After(constraint, way)
-            for constraint, count, ways in zip(own, counts, draft.ways, strict=True)
+            None if constraint is None or place > count else ConstraintAfterDraft(constraint, way)
+            for constraint, count, ways in zip(own, counts, draft.token_paths, strict=True)
             for place, way in enumerate(ways)
         ]
 
@@ -337,7 +337,7 @@ class Batch:
         """[B, 1]: each row's one token that the target has not seen."""
         return self.tokens[: self.rows].gather(1, self.live_length[:, None] - 1)
 
-    def state(self, rows: int, *, reads: bool = True) -> RowState:
+    def state(self, rows: int, *, may_sync: bool = True) -> RowState:
         """The first ``rows`` rows; those beyond the decoding ones do not play."""
         sampling = self.sampling
         return RowState(
@@ -356,7 +356,7 @@ class Batch:
             limit=self.limit[:rows],
             stops=self.stops[:rows],
             live=self.live,
-            reads=reads,
+            may_sync=may_sync,
         )
 
     def commit(self, verdict: Verdict) -> None:

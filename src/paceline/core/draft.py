@@ -13,9 +13,9 @@ from torch import Tensor
 from paceline.core.nodes import Tree
 from paceline.errors import ParameterError
 
-KINDS = 8  # most kinds of draft tokens that a drafter may tell apart
-BESIDE = (
-    KINDS // 2
+MAX_KINDS = 8  # most kinds of draft tokens that a drafter may tell apart
+SIBLING_KIND = (
+    MAX_KINDS // 2
 )  # more than its kind would be, of a draft token that stands beside a better one: right where that is wrong
 
 
@@ -62,7 +62,7 @@ class Draft:
     None: each
         follows the one before, a chain. Trees have no probabilities.
     kinds: [B, k] or wider, on the host, where each draft token comes from, as far as that says something about it (its
-        drafter's numbers, 0 to ``KINDS`` - 1); None: all from the same.
+        drafter's numbers, 0 to ``MAX_KINDS`` - 1); None: all from the same.
     """
 
     tokens: Tensor = OnDemand(lambda draft: draft._table(draft.draft_tokens, 0))  # type: ignore[assignment]
@@ -70,7 +70,7 @@ class Draft:
     probabilities: Tensor | None = None
     confidence: Sequence[Sequence[float]] | None = None
     logits: Tensor | None = None
-    parents: Tensor | None = OnDemand(lambda draft: draft._table(draft.follows, -1), None)  # type: ignore[assignment]
+    parents: Tensor | None = OnDemand(lambda draft: draft._table(draft.host_parents, -1), None)  # type: ignore[assignment]
     kinds: Sequence[Sequence[int]] | None = None
 
     @staticmethod
@@ -79,13 +79,13 @@ class Draft:
         device: torch.device,
         confidence: Sequence[Sequence[float]] | None = None,
         kinds: Sequence[Sequence[int]] | None = None,
-        follows: Sequence[Sequence[int]] | None = None,
+        parents: Sequence[Sequence[int]] | None = None,
     ) -> Draft:
         """draft tokens: of each row. follows: of trees, what each of them follows."""
         draft = Draft.__new__(Draft)
         draft.draft_tokens, draft._device, draft.confidence, draft.kinds = draft_tokens, device, confidence, kinds
         k = draft.k
-        draft.follows = None if follows is None else [[*line, *[-1] * (k - len(line))] for line in follows]
+        draft.host_parents = None if parents is None else [[*line, *[-1] * (k - len(line))] for line in parents]
         draft._listed = True
         return draft
 
@@ -124,7 +124,7 @@ class Draft:
         return [len(line) for line in self.draft_tokens]
 
     @cached_property
-    def follows(self) -> list[list[int]] | None:
+    def host_parents(self) -> list[list[int]] | None:
         """``parents`` on the host, read once."""
         return None if self.parents is None else self.parents.tolist()
 
@@ -134,11 +134,11 @@ class Draft:
         return real_places(self.counts + 1, self.k + 1)
 
     @cached_property
-    def ways(self) -> list[list[list[int]]]:
+    def token_paths(self) -> list[list[list[int]]]:
         """Of each row and place the draft tokens on the way there: none for place 0, the unseen token's."""
         tokens = self.tokens.tolist()
         chain = list(range(-1, self.k - 1))
-        parents = self.follows or [chain] * len(tokens)
+        parents = self.host_parents or [chain] * len(tokens)
         ways: list[list[list[int]]] = []
         for line, follows in zip(tokens, parents, strict=True):
             ways.append([[]])
@@ -165,7 +165,7 @@ class Draft:
         """At most caps[i] draft tokens for row i, of a tree as deep; None caps nothing."""
         if caps is None:
             return self
-        if self.follows is not None:
+        if self.host_parents is not None:
             return self._cut(caps)
         if self._listed:
             return Draft.of(self._lines(caps), self._device, self.confidence, self.kinds)
@@ -174,8 +174,8 @@ class Draft:
 
     def first(self, counts: Sequence[int]) -> Draft:
         """The first counts[i] draft tokens of each row alone, as narrow as they allow."""
-        if self.follows is not None:
-            follows = [line[:count] for line, count in zip(self.follows, counts, strict=True)]
+        if self.host_parents is not None:
+            follows = [line[:count] for line, count in zip(self.host_parents, counts, strict=True)]
             return branching(self._lines(counts), follows, self._device)
         k = max(counts)
         if self._listed or k == 0:
@@ -190,26 +190,28 @@ class Draft:
 
     def _cut(self, depths: Sequence[int]) -> Draft:
         """Of a tree: row i without what stands deeper than depths[i]."""
-        assert self.follows is not None
+        assert self.host_parents is not None
         kept = [
             [place for place, depth in enumerate(depths_of(line[:count])) if depth <= most]
-            for line, count, most in zip(self.follows, self.drafted, depths, strict=True)
+            for line, count, most in zip(self.host_parents, self.drafted, depths, strict=True)
         ]
         scores = None if self.confidence is None else _taken(self.confidence, kept)
         kinds = None if self.kinds is None else _taken(self.kinds, kept)
-        return branching(_taken(self.draft_tokens, kept), self._follows_among(kept), self._device, scores, kinds)
+        return branching(_taken(self.draft_tokens, kept), self._parents_among(kept), self._device, scores, kinds)
 
     def ordered(self, orders: Sequence[Sequence[int]]) -> Draft:
         """Of a tree: row i has its real draft tokens in the order orders[i], in which none comes before what it
         follows.
         """
-        return Draft.of(_taken(self.draft_tokens, orders), self._device, follows=self._follows_among(orders))
+        return Draft.of(_taken(self.draft_tokens, orders), self._device, parents=self._parents_among(orders))
 
-    def _follows_among(self, kept: Sequence[Sequence[int]]) -> list[list[int]]:
+    def _parents_among(self, kept: Sequence[Sequence[int]]) -> list[list[int]]:
         """What each of these draft tokens follows among them."""
-        assert self.follows is not None
+        assert self.host_parents is not None
         new = [{old: place for place, old in enumerate([-1, *places], -1)} for places in kept]
-        return [[places[old] for old in line] for places, line in zip(new, _taken(self.follows, kept), strict=True)]
+        return [
+            [places[old] for old in line] for places, line in zip(new, _taken(self.host_parents, kept), strict=True)
+        ]
 
     @cached_property
     def _device(self) -> torch.device:
@@ -230,7 +232,7 @@ class Draft:
 
         confidence, kinds = longer(self.confidence), longer(self.kinds)
         if self._listed:
-            return Draft.of(longer(self.draft_tokens) or [], self._device, confidence, kinds, longer(self.follows))
+            return Draft.of(longer(self.draft_tokens) or [], self._device, confidence, kinds, longer(self.host_parents))
         distributions = None if self.probabilities is None else widen(self.probabilities)
         parents = None if self.parents is None else widen(self.parents + 1) - 1
         return Draft(widen(self.tokens), widen(self.counts), distributions, confidence, None, parents, kinds)
@@ -287,7 +289,7 @@ class Logprobs:
         return self.own.tolist(), self.top_ids.tolist(), self.top_values.tolist()
 
 
-class JudgedTree(NamedTuple):
+class VerifiedTree(NamedTuple):
     """What became of a row's tree.
 
     depths: of each of its draft tokens, from 1 on. saved_at: the place among the draft tokens kept of the first that
@@ -298,13 +300,15 @@ class JudgedTree(NamedTuple):
 
     depths: list[int]
     saved_at: int | None
-    whole: bool
+    fully_accepted: bool
 
     @staticmethod
-    def of(follows: Sequence[int], path: Sequence[int]) -> JudgedTree:
+    def of(follows: Sequence[int], path: Sequence[int]) -> VerifiedTree:
         """follows: the draft token that each draft token follows, or -1. path: the draft tokens kept."""
-        saved_at = next((place for place, draft_token in enumerate(path) if stands_beside(follows, draft_token)), None)
-        return JudgedTree(depths_of(follows), saved_at, (path[-1] if path else -1) not in follows)
+        saved_at = next(
+            (place for place, draft_token in enumerate(path) if is_later_sibling(follows, draft_token)), None
+        )
+        return VerifiedTree(depths_of(follows), saved_at, (path[-1] if path else -1) not in follows)
 
     @property
     def depth(self) -> int:
@@ -315,12 +319,12 @@ class JudgedTree(NamedTuple):
         """Whether it is no chain."""
         return len(self.depths) > self.depth
 
-    def judged(self, kept: int) -> int:
+    def verified(self, kept: int) -> int:
         """Draft tokens for the places of the first ``kept`` tokens."""
         return sum(depth <= kept for depth in self.depths)
 
 
-def stands_beside(follows: Sequence[int], draft_token: int) -> bool:
+def is_later_sibling(follows: Sequence[int], draft_token: int) -> bool:
     """Whether a draft token is not the first for its place."""
     return follows[draft_token] in follows[:draft_token]
 
@@ -337,7 +341,7 @@ class HostVerdict:
     accepted: list[int]
     drafted: list[int]
     gained: list[int] = field(default_factory=list)
-    trees: list[JudgedTree] | None = None
+    trees: list[VerifiedTree] | None = None
 
     @property
     def depths(self) -> list[int]:
@@ -345,25 +349,25 @@ class HostVerdict:
         return self.drafted if self.trees is None else [tree.depth for tree in self.trees]
 
     @property
-    def saved(self) -> int:
+    def rows_saved_by_sibling(self) -> int:
         """Rows that kept a draft token which stood beside a better one."""
         return sum(tree.saved_at is not None for tree in self.trees or ())
 
-    def judged(self, row: int, kept: int) -> int:
+    def verified(self, row: int, kept: int) -> int:
         """Draft tokens that a row's first ``kept`` tokens judge; where it ended among those accepted not all are."""
         drafted = self.drafted[row]
         if kept > self.accepted[row]:
             return drafted
-        return min(drafted, kept) if self.trees is None else self.trees[row].judged(kept)
+        return min(drafted, kept) if self.trees is None else self.trees[row].verified(kept)
 
-    def saves(self, row: int, kept: int) -> bool:
+    def saved_by_sibling(self, row: int, kept: int) -> bool:
         """Whether among these tokens is a draft token which stood beside a better one."""
         place = None if self.trees is None else self.trees[row].saved_at
         return place is not None and place < kept
 
-    def whole(self, row: int) -> bool:
+    def fully_accepted(self, row: int) -> bool:
         """Whether nothing was drafted after what was accepted."""
-        return self.accepted[row] == self.drafted[row] if self.trees is None else self.trees[row].whole
+        return self.accepted[row] == self.drafted[row] if self.trees is None else self.trees[row].fully_accepted
 
 
 @dataclass
@@ -417,10 +421,10 @@ class Verdict:
 
     def note_trees(self, draft: Draft) -> None:
         """Of a draft of trees, what became of them, for all who count."""
-        if draft.follows is None or self.kept is None:
+        if draft.host_parents is None or self.kept is None:
             return
-        trees = zip(draft.follows, draft.drafted, self.kept, strict=True)
-        self.host.trees = [JudgedTree.of(line[:count], path) for line, count, path in trees]
+        trees = zip(draft.host_parents, draft.drafted, self.kept, strict=True)
+        self.host.trees = [VerifiedTree.of(line[:count], path) for line, count, path in trees]
 
 
 def _padded(lines: list[list[int]]) -> Tensor:

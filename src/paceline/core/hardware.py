@@ -44,7 +44,7 @@ def default_threads() -> int:
     return threads if quota is None else min(threads, max(1, math.ceil(quota)))
 
 
-def threads_of_each(ranks: int) -> int:
+def threads_per_rank(ranks: int) -> int:
     """The same where so many processes share the machine."""
     return max(1, default_threads() // ranks)
 
@@ -162,7 +162,7 @@ def torch_threads(threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def whatever_torch_was_told(function: Callable[P, T]) -> Callable[P, T]:
+def ignore_torch_context(function: Callable[P, T]) -> Callable[P, T]:
     """Within it, tensors lie on the CPU unless somebody says where, and products are what they are said to be: whatever
     a caller told torch.set_default_device, and in a caller's torch.autocast.
     """

@@ -88,14 +88,14 @@ class DrawRows:
     bias: Entries | None = None
 
 
-class Places:
+class DrawInputs:
     """Logits float32 and what else a call needs to know of them; it keeps alive what the call points to.
 
     logits: [B, L, V], or [N, V] of the unseen tokens and the real draft tokens alone, row after row.
     draft_tokens [B, G] int64, of which the first counts [B] of each row are real. parents [B, G]: the draft token that
     each draft token
         follows, -1 for the unseen token; None: the one before.
-    instead: of some rows the logits [places, V] that count in the place of those.
+    masked_logits: of some rows the logits [places, V] that count in the place of those.
     """
 
     def __init__(
@@ -105,11 +105,11 @@ class Places:
         draft: Tensor | None = None,
         counts: Tensor | None = None,
         first: int = 0,
-        instead: Sequence[Tensor | None] | None = None,
+        masked_logits: Sequence[Tensor | None] | None = None,
         parents: Tensor | None = None,
     ) -> None:
         self.logits = logits = evenly_spaced(logits)
-        self.by, self.instead, self.first = rows, instead, first
+        self.draw_rows, self.masked_logits, self.first = rows, masked_logits, first
         self.draft = None if draft is None else draft.contiguous()
         self.counts = None if counts is None else counts.contiguous()
         self.parents = None if parents is None else parents.contiguous()
@@ -121,7 +121,7 @@ class Places:
             self.rows, self.block = logits.shape[0], logits.shape[1]
         self.vocabulary = logits.shape[-1]
 
-    def unmoved(self) -> Tensor | None:
+    def identity_path(self) -> Tensor | None:
         """Of trees, the numbers of their draft_tokens [B, G]; None for chains."""
         if self.parents is None:
             return None
@@ -161,19 +161,19 @@ class Gained(NamedTuple):
 class HostOps(Protocol):
     """What replaces the torch operators of a round on the host: one call each. Logits are float32, on the CPU."""
 
-    def draw(self, places: Places, purpose: int) -> Tensor:
+    def draw(self, places: DrawInputs, purpose: int) -> Tensor:
         """A token for every place: [B, L] int64."""
         ...
 
-    def probabilities(self, places: Places) -> Tensor:
+    def probabilities(self, places: DrawInputs) -> Tensor:
         """The distribution that tokens are drawn from: [B, L, V] float32."""
         ...
 
-    def likelihood(self, places: Places, tokens: Tensor) -> Tensor:
+    def likelihood(self, places: DrawInputs, tokens: Tensor) -> Tensor:
         """Softmax of the adjusted logits, neither divided nor cut, at tokens [B, L] int64 -> [B, L] float32."""
         ...
 
-    def accept(self, places: Places, purpose: int, scored: Tensor | None = None) -> Accepted:
+    def accept(self, places: DrawInputs, purpose: int, scored: Tensor | None = None) -> Accepted:
         """Draw each row's tokens up to the first that no draft token matches. ``places`` has draft tokens and counts.
 
         Of siblings with the same token the first is kept. scored: [B] int64, not 0 for rows whose tokens'

@@ -22,12 +22,12 @@ _SCALARS: dict[str, torch.dtype] = {
     "frequency_penalty": torch.float32,
     "repetition_penalty": torch.float32,
 }
-MOST_STOPS = 8  # stop tokens of a row that a commit knows; the scheduler cuts at the others
+MAX_STOP_TOKENS = 8  # stop tokens of a row that a commit knows; the scheduler cuts at the others
 LOGPROB_SIZES = (0, 5, MAX_LOGPROBS)  # likely tokens that a program of the device tells: one of these
 _TABLES = (*_SCALARS, "floor", "seed", "prompt_length", "min_length")
 
 
-class Asked(Protocol):
+class MaskQuery(Protocol):
     """A question to a row's constraint: what may follow its text and some draft tokens."""
 
     def send(self) -> None:
@@ -46,7 +46,7 @@ class Asked(Protocol):
 class Constraint(Protocol):
     """What may follow a row's text: a grammar, for example. It knows the tokens that the row has gained."""
 
-    def ask(self, draft_tokens: Sequence[int], first: int, places: int) -> Asked:
+    def ask(self, draft_tokens: Sequence[int], first: int, places: int) -> MaskQuery:
         """What may follow the first ``first + j`` draft tokens, for every j below ``places``."""
         ...
 
@@ -97,7 +97,7 @@ class RowState:
     limit: Tensor
     stops: Tensor
     live: Tensor
-    reads: bool = True
+    may_sync: bool = True
 
     @property
     def rows(self) -> int:
@@ -126,13 +126,13 @@ class RowState:
 
 
 @dataclass(frozen=True)
-class After:
+class ConstraintAfterDraft:
     """A row's constraint, some draft tokens further on."""
 
     constraint: Constraint
     draft_tokens: Sequence[int]
 
-    def ask(self, draft_tokens: Sequence[int], first: int, places: int) -> Asked:
+    def ask(self, draft_tokens: Sequence[int], first: int, places: int) -> MaskQuery:
         return self.constraint.ask([*self.draft_tokens, *draft_tokens], len(self.draft_tokens) + first, places)
 
     def advance(self, tokens: Sequence[int]) -> None:
@@ -230,7 +230,7 @@ class SamplingRows:
         self.any_bias = any(p.logit_bias for p in live)
         self.any_minimum = any(p.min_tokens > 0 for p in live)
         self.any_constraint = any(constraint is not None for constraint in self.constraints[:rows])
-        self.any_long = self.any_minimum and max(map(len, self._held_back[:rows])) > MOST_STOPS
+        self.any_long = self.any_minimum and max(map(len, self._held_back[:rows])) > MAX_STOP_TOKENS
         self.logprobs = max((p.scored for p in live if p.scored is not None), default=None)
         self.scored = torch.tensor([int(p.scored is not None) for p in live]) if self.logprobs == 0 else None
         self._list_tokens(rows)
@@ -265,7 +265,7 @@ class SamplingRows:
         return self.any_bias or self.any_constraint or self.any_long
 
     @property
-    def asks(self) -> StepFeatures:
+    def step_features(self) -> StepFeatures:
         """What a program of the device has to do for the live rows."""
         wanted = self.logprobs
         told = None if wanted is None else next(size for size in LOGPROB_SIZES if size >= wanted)

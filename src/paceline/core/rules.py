@@ -1,7 +1,7 @@
 """Which draft tokens are kept, and what is drawn instead of the first that is not: pure functions of tensors.
 
 Host and device call these. The Triton kernels (``kernels/gpu/accept.py``) and the C++ ones (``csrc/sampling.cpp``) do
-the same, each joined with the draw that comes before. Nothing here reads the device where ``RowState.reads`` is false.
+the same, each joined with the draw that comes before. Nothing here reads the device where ``may_sync`` is false.
 
 Shapes: B rows, k draft tokens, V vocabulary. Place j of draws [B, k + 1] and distributions [B, k + 1, V] follows draft
 token j.
@@ -18,7 +18,7 @@ from paceline.core.rows import RowState
 from paceline.core.sampling import Purpose, noise_key, noisy_argmax, uniform
 
 
-def keep_equal(draft: Draft, draws: Tensor) -> Verdict:
+def accept_matching(draft: Draft, draws: Tensor) -> Verdict:
     """Draft tokens are kept while they equal the target's own draws (Daliri et al. 2408.07978); of a tree see ``walk``.
 
     What a row gains are these draws, whoever drafted: the same seed gives the same text.
@@ -50,7 +50,7 @@ def places_of(path: Tensor) -> Tensor:
     return torch.cat([path.new_zeros(len(path), 1), path + 1], dim=1)
 
 
-def keep_likely(draft: Draft, p: Tensor, q: Tensor, rows: RowState) -> Verdict:
+def accept_by_ratio(draft: Draft, p: Tensor, q: Tensor, rows: RowState) -> Verdict:
     """Draft token x is kept with probability min(1, p(x) / q(x)), else a token drawn from max(p - q, 0), normalised.
 
     Leviathan et al. 2211.17192, Algorithm 1; Chen et al. 2302.01318. p: the target's distributions [B, k + 1, V]; q:
@@ -65,7 +65,7 @@ def keep_likely(draft: Draft, p: Tensor, q: Tensor, rows: RowState) -> Verdict:
     return Verdict(padded.scatter(1, accepted[:, None], last[:, None]), accepted, draft.counts)
 
 
-def keep_by_chance(draft: Draft, draws: Tensor, rows: RowState, rate: float) -> Verdict:
+def accept_at_rate(draft: Draft, draws: Tensor, rows: RowState, rate: float) -> Verdict:
     """Each draft token is kept with this probability, whatever it is: for benchmarks of models with random weights."""
     accepted = _leading(_coins(draft, rows, Purpose.SYNTHETIC) < rate, draft.counts)
     place = torch.arange(draft.k, device=draws.device)
@@ -89,7 +89,7 @@ def _last_draw(p: Tensor, q: Tensor, accepted: Tensor, counts: Tensor, rows: Row
     # then.
     residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_here)
     key = noise_key(rows.seed, rows.length + accepted, Purpose.RECOVER)
-    return noisy_argmax(residual.log(), key, rows.temperature > 0, reads=rows.reads)
+    return noisy_argmax(residual.log(), key, rows.temperature > 0, may_sync=rows.may_sync)
 
 
 def _leading(kept: Tensor, counts: Tensor) -> Tensor:

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from paceline.core.batch import Batch
 from paceline.core.draft import Draft
-from paceline.core.ops import HostOps, Places
-from paceline.core.rows import Asked, Constraint, RowState, StepFeatures
+from paceline.core.ops import DrawInputs, HostOps
+from paceline.core.rows import Constraint, MaskQuery, RowState, StepFeatures
 
 
 class Purpose(IntEnum):
@@ -197,7 +197,7 @@ def _cut(scaled: Tensor, rows: RowState, largest_top_k: int, *, any_top_p: bool)
         floor = torch.maximum(floor, _top_k_floor(scaled, rows.top_k, largest_top_k))
     scaled = scaled.masked_fill(scaled < floor, -math.inf)
     if any_top_p:
-        scaled = scaled.masked_fill(scaled < _top_p_floor(scaled, rows.top_p, reads=rows.reads), -math.inf)
+        scaled = scaled.masked_fill(scaled < _top_p_floor(scaled, rows.top_p, may_sync=rows.may_sync), -math.inf)
     return scaled
 
 
@@ -234,7 +234,7 @@ def masses(scaled: Tensor) -> Tensor:
     return (power * scale).round().long()
 
 
-def _top_p_floor(scaled: Tensor, top_p: Tensor, *, reads: bool = True) -> Tensor:
+def _top_p_floor(scaled: Tensor, top_p: Tensor, *, may_sync: bool = True) -> Tensor:
     """[B, L, 1]: the smallest logit of the nucleus: tokens above which less than top_p of the mass lies.
 
     Only as many tokens are sorted as the widest nucleus has, found by doubling: nuclei are short, vocabularies are not.
@@ -242,7 +242,7 @@ def _top_p_floor(scaled: Tensor, top_p: Tensor, *, reads: bool = True) -> Tensor
     """
     share = torch.where(top_p < 1, top_p, 0.0).double()[:, None, None]  # rows without a nucleus need no sorting
     limit = (share * masses(scaled).sum(-1, keepdim=True).double()).clamp(min=1.0)  # the leader stays
-    size = min(_FIRST_NUCLEUS, scaled.shape[-1]) if reads else scaled.shape[-1]
+    size = min(_FIRST_NUCLEUS, scaled.shape[-1]) if may_sync else scaled.shape[-1]
     while True:
         ordered = scaled.topk(size, dim=-1).values
         mass = masses(ordered)
@@ -306,13 +306,13 @@ class Choices:
         return choices
 
     @cached_property
-    def places(self) -> Places:
+    def places(self) -> DrawInputs:
         """For the kernels."""
         batch = self._batch
         rows = batch.sampling.drawing(batch.tokens, batch.length)
         instead = self._constrained() if batch.sampling.any_constraint else None
         parents = None if self._tree is None else self._tree.parents
-        return Places(self._logits, rows, self._draft_tokens, self._counts, self._first, instead, parents)
+        return DrawInputs(self._logits, rows, self._draft_tokens, self._counts, self._first, instead, parents)
 
     def _constrained(self) -> Sequence[Tensor | None]:
         """Copies of the logits of the rows that have a constraint, without what it forbids."""
@@ -329,12 +329,12 @@ class Choices:
             for questions, logits in zip(asked, rows, strict=True)
         ]
 
-    def _questions(self, constraint: Constraint, row: int, places: int) -> list[tuple[slice, Asked]]:
+    def _questions(self, constraint: Constraint, row: int, places: int) -> list[tuple[slice, MaskQuery]]:
         """What may come at a row's places: one question along a chain; of a tree each node has a state of its own."""
         if self._tree is None:
             return [(slice(None), constraint.ask(self._draft_tokens[row].tolist(), self._first, places))]
         count = int(self._tree.counts[row])
-        ways = enumerate(self._tree.ways[row][: count + 1])
+        ways = enumerate(self._tree.token_paths[row][: count + 1])
         return [(slice(place, place + 1), constraint.ask(way, len(way), 1)) for place, way in ways]
 
     def _of_rows(self) -> Sequence[Tensor]:
@@ -370,7 +370,7 @@ class Choices:
         return (logits.gather(-1, tokens[..., None])[..., 0] - logits.logsumexp(-1)).exp()
 
 
-def _masked(questions: Sequence[tuple[slice, Asked]], logits: Tensor) -> Tensor:
+def _masked(questions: Sequence[tuple[slice, MaskQuery]], logits: Tensor) -> Tensor:
     """A copy without what the answers to questions forbid at their places."""
     masked = logits.clone(memory_format=torch.contiguous_format)
     for places, question in questions:
@@ -401,27 +401,27 @@ def draw_at_temperature(logits: Tensor, rows: RowState, first: int = 0, purpose:
     """In torch, for rows that ask for nothing but a temperature: logits [B, L, V] -> [B, L] int64."""
     position = rows.length[:, None] + torch.arange(first, first + logits.shape[1], device=logits.device)
     key = noise_key(rows.seed[:, None], position, purpose)
-    return _draw(logits.float(), rows.temperature, key, reads=rows.reads)
+    return _draw(logits.float(), rows.temperature, key, may_sync=rows.may_sync)
 
 
-def _draw(logits: Tensor, temperature: Tensor, key: tuple[Tensor, Tensor], *, reads: bool = True) -> Tensor:
+def _draw(logits: Tensor, temperature: Tensor, key: tuple[Tensor, Tensor], *, may_sync: bool = True) -> Tensor:
     """logits [B, L, V], temperature [B], a key [B, L] for each place -> [B, L]: the native kernel's twin in torch."""
     live, length, vocab = logits.shape
     noisy = (temperature[:, None] > 0).expand(live, length)
     scores = _scale(logits, temperature).view(-1, vocab)
     keys = key[0].flatten(), key[1].flatten()
-    return noisy_argmax(scores, keys, noisy.flatten(), reads=reads).view(live, length)
+    return noisy_argmax(scores, keys, noisy.flatten(), may_sync=may_sync).view(live, length)
 
 
 def noisy_argmax(
-    scores: Tensor, key: tuple[Tensor, Tensor], noisy: Tensor | None = None, *, reads: bool = True
+    scores: Tensor, key: tuple[Tensor, Tensor], noisy: Tensor | None = None, *, may_sync: bool = True
 ) -> Tensor:
     """argmax of scores [N, V] + Gumbel noise, a sample of softmax(scores): [N] int64. Rows not ``noisy`` [N] get none.
 
     The noise is bounded, so it is made only for tokens that it can carry past the leader; for all of them where
     nothing may be read from the device, which does not say how many these are. Ties go to the smaller token.
     """
-    if not reads:
+    if not may_sync:
         return _noisy(scores, key, noisy).argmax(-1)
     leader = scores.amax(-1)
     line, token = (scores > (leader - NOISE_SPAN)[:, None]).nonzero(as_tuple=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline.config import MAX_SPECULATION_LENGTH
-from paceline.core.draft import BESIDE, Draft, branching
+from paceline.core.draft import SIBLING_KIND, Draft, branching
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Branches:
             if known is None:
                 if len(self.tokens) == MAX_SPECULATION_LENGTH:
                     return
-                known = self.add(at, token, score, kind + BESIDE * self.has_child(at))
+                known = self.add(at, token, score, kind + SIBLING_KIND * self.has_child(at))
             at = known
 
 

@@ -69,7 +69,9 @@ class FeatureDrafter(ModelDrafter):
             self._lag(batch)
             distributions = self._independent and not batch.sampling.all_greedy
             counts = wish.counts(batch)
-            return self._natively.draft(batch, counts, wish.enough, distributions=distributions, width=self.width)
+            return self._natively.draft(
+                batch, counts, wish.stop_drafting, distributions=distributions, width=self.width
+            )
         if self._model.max_draft_tokens is not None:
             wish = replace(wish, k=min(wish.k, self._model.max_draft_tokens))
         draft = super()._propose(batch, wish)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.config import MAX_SPECULATION_LENGTH, MIN_TEMPERATURE
 from paceline.core.batch import Batch
-from paceline.core.draft import BESIDE, Verdict
+from paceline.core.draft import SIBLING_KIND, Verdict
 from paceline.core.sampling import Choices, Purpose, noise_key, uniform
 from paceline.drafters.branches import Branches, draft_of
 from paceline.models.decoder import Decoder
@@ -98,7 +98,7 @@ class Growth:
             for (row, parent), token, chance in zip(self.new, tokens, chances, strict=True):
                 before = 1.0 if parent < 0 else self._survivals[row][parent]
                 if chance > 0:  # else nothing is left that may be drawn there
-                    found[row].append(_Candidate(parent, token, chance, before * chance, BESIDE if rank else 0))
+                    found[row].append(_Candidate(parent, token, chance, before * chance, SIBLING_KIND if rank else 0))
         self.new = [(row, draft_token) for row, each in enumerate(found) for draft_token in self._grow(row, each)]
 
     def _grow(self, row: int, found: list[_Candidate]) -> list[int]:

@@ -19,7 +19,7 @@ class HybridDrafter(RowKeepers, Drafter):
     """Looks for copies first, which costs nothing; where they do not suffice, the draft model draft tokens for all
     rows.
 
-    Whether they suffice the length policy says (``SpeculationPlan.instead``); where it does not, they must follow a
+    Whether they suffice the length policy says (``SpeculationPlan.fallback``); where it does not, they must follow a
     match of the longest kind in every row. (SuffixDecoding, 2411.04975, falls back on a draft model in the same way.) A
     round of copies leaves the draft model's cache behind; it reads what it missed when it is asked next.
     """
@@ -70,8 +70,8 @@ class HybridDrafter(RowKeepers, Drafter):
 
     def _asked(self, batch: Batch, copied: Draft, wish: SpeculationPlan) -> int:
         """Draft tokens to ask of the draft model; 0: the copies suffice."""
-        if wish.instead is not None:
-            return wish.instead(batch, copied)
+        if wish.fallback is not None:
+            return wish.fallback(batch, copied)
         return 0 if all(len(scores) > 0 and scores[0] >= STRONG for scores in copied.confidence or [[0.0]]) else wish.k
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from paceline.core.batch import Batch, Enough, SpeculationPlan
+from paceline.core.batch import Batch, SpeculationPlan, StopDrafting
 from paceline.core.draft import Draft, Verdict
 from paceline.core.sampling import Choices, Purpose
 from paceline.drafters.base import Drafter, Equipment
@@ -37,8 +37,8 @@ class ModelDrafter(Drafter):
     """The draft model draws as the target does: same sampling parameters and, under the coupled rule, the same noise.
 
     Under the rejection rule it draws with noise of its own and reports the distribution it drew from.
-    Where the length policy asks (``SpeculationPlan.enough``), it scores every draft token by its likelihood and stops
-    when told.
+    Where the length policy asks (``SpeculationPlan.stop_drafting``), it scores every draft token by its likelihood and
+    stops when told.
     width: of each draft token's candidates (leaders under the target's noise) the likeliest so many a row and depth
     make a tree, grown by one batched pass a depth.
     Its cache may lag behind the text; ``propose`` first feeds what it lacks, so "all accepted" and rounds without
@@ -88,7 +88,7 @@ class ModelDrafter(Drafter):
         after = self._branching(batch, wish.k, grown)
         grown.spread(after(0))
         for depth in range(1, wish.k):
-            if not grown.new or (wish.enough is not None and wish.enough(batch, *grown.scores)):
+            if not grown.new or (wish.stop_drafting is not None and wish.stop_drafting(batch, *grown.scores)):
                 break
             grown.spread(after(depth))
         return draft_of(grown.rows, batch.device)
@@ -104,8 +104,8 @@ class ModelDrafter(Drafter):
         def draw(logits: Tensor, draft_tokens: Tensor) -> tuple[Tensor, bool]:
             choices = Choices(logits, batch, draft_tokens, draft_tokens.shape[1])
             draft_token = self._draw(choices, batch, distributions)
-            goes_on = wish.enough is None or not self._stops(
-                wish.enough, batch, choices.likelihood(draft_token), scores
+            goes_on = wish.stop_drafting is None or not self._stops(
+                wish.stop_drafting, batch, choices.likelihood(draft_token), scores
             )
             return draft_token, goes_on
 
@@ -140,7 +140,7 @@ class ModelDrafter(Drafter):
             return 1
         return lag
 
-    def _stops(self, enough: Enough, batch: Batch, chances: Tensor, scores: list[list[float]]) -> bool:
+    def _stops(self, enough: StopDrafting, batch: Batch, chances: Tensor, scores: list[list[float]]) -> bool:
         """Whether the draft tokens just drawn, of these chances [B, 1], are the last; the chances join the rows'
         scores.
         """

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from paceline.config import MAX_SPECULATION_LENGTH
-from paceline.core.batch import Batch, Member, RequestGroup, SpeculationPlan
-from paceline.core.draft import BESIDE, Draft
+from paceline.core.batch import Batch, ParallelSample, RequestGroup, SpeculationPlan
+from paceline.core.draft import SIBLING_KIND, Draft
 from paceline.drafters.base import Drafter, Equipment
 from paceline.drafters.branches import Branches, draft_of
 from paceline.drafters.lookup import LONGEST_SUFFIX, Beside, Lookup, Texts, Way, make_lookup
@@ -21,7 +21,7 @@ _CONFIDENCE = [
     [n**2 / (n**2 + 8) for n in range(matched, matched + MAX_SPECULATION_LENGTH)]
     for matched in range(LONGEST_SUFFIX + 1)
 ]
-_KINDS = [[source] * MAX_SPECULATION_LENGTH for source in range(BESIDE)]
+_KINDS = [[source] * MAX_SPECULATION_LENGTH for source in range(SIBLING_KIND)]
 STRONG = _CONFIDENCE[LONGEST_SUFFIX][0]  # of the first draft token after the longest match
 
 
@@ -63,7 +63,7 @@ class NgramDrafter(Drafter):
         return cls(equipment.documents, width=equipment.width(cls))
 
     def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
-        members = batch.members[: batch.rows]
+        members = batch.samples[: batch.rows]
         beside = None if not any(members) else [self._beside(member) for member in members]
         rows, longest, device = batch.rows, batch.longest, batch.device
         text, length = batch.tokens, batch.length
@@ -77,13 +77,13 @@ class NgramDrafter(Drafter):
         kinds = None if one_source else [_KINDS[source] for source in found.sources]
         return Draft.of(found.draft_tokens, device, [_CONFIDENCE[size] for size in found.matched], kinds)
 
-    def _beside(self, member: Member | None) -> Beside[Any] | None:
+    def _beside(self, member: ParallelSample | None) -> Beside[Any] | None:
         if member is None:
             return None
-        known = self._known.get(member.family)
+        known = self._known.get(member.group)
         if known is None:
-            known = self._known[member.family] = self._note(member.family)
-        return Beside(known.references, known.siblings, member.number, member.first)
+            known = self._known[member.group] = self._note(member.group)
+        return Beside(known.references, known.siblings, member.number, member.prompt_tail)
 
     def _note(self, family: RequestGroup) -> _Known:
         references = self._lookup.texts(family.references) if family.references else None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.config import EngineConfig
+from paceline.core.cache_budget import KVCacheBudget
 from paceline.core.hardware import machine_name
-from paceline.core.room import Room
 from paceline.drafters.heads.native import NativeHead
 from paceline.engine.assembly import Models
 from paceline.engine.device_round import DeviceRound
@@ -30,7 +30,7 @@ class Running:
     runner: DeviceRound | None
     threads: int
     max_model_len: int
-    room: Room
+    room: KVCacheBudget
 
     def identity(self) -> Identity:
         """What a profile of this engine is measured for."""
@@ -76,7 +76,7 @@ class Running:
     def _describe_room(self) -> str:
         """What they may take; where they may have to wait for memory, too."""
         room = self.room
-        full = f"they grow: {room.fits(room.positions)} of that length at once, " if room.is_short else ""
+        full = f"they grow: {room.max_rows(room.positions)} of that length at once, " if room.is_short else ""
         return f" ({full}{room.limit / GIB:.2f} GiB)"
 
     def _describe_attention(self) -> str:

@@ -24,7 +24,7 @@ from paceline.config import MAX_SPECULATION_LENGTH
 from paceline.core.batch import Batch
 from paceline.core.draft import Draft
 from paceline.core.rows import LOGPROB_SIZES, NOTHING, RowState, StepFeatures
-from paceline.core.rules import keep_equal
+from paceline.core.rules import accept_matching
 from paceline.core.sampling import Purpose
 from paceline.drafters.lookup import LONGEST_SUFFIX
 from paceline.drafters.model import draw_chain
@@ -193,7 +193,7 @@ class DeviceRound:
 
     def program(self, rows: int, k: int, span: int, asks: StepFeatures = NOTHING) -> Tensor:
         """The round itself, on the first ``rows`` rows -> the record; nothing in it reads the device."""
-        state = self.batch.state(rows, reads=False)
+        state = self.batch.state(rows, may_sync=False)
         before = state.length.clone()
         if self.width > 1 and k > 0:
             return self._tree_program(state, before, k, span, asks)
@@ -240,7 +240,7 @@ class DeviceRound:
     def _tree_program(self, state: RowState, before: Tensor, k: int, span: int, asks: StepFeatures) -> Tensor:
         draft = self._draft_trees(state, before, k, span, asks)
         logits = self._verify(state, before, draft, span)
-        verdict = keep_equal(draft, self._draws_of_tree(self._shaped(logits, state, asks, draft.tokens), state))
+        verdict = accept_matching(draft, self._draws_of_tree(self._shaped(logits, state, asks, draft.tokens), state))
         assert verdict.path is not None, "of trees there is one"
         rows = torch.arange(state.rows, device=before.device)
         self.target.cache.keep(rows, before, verdict.path)
@@ -316,7 +316,7 @@ class DeviceRound:
 
     def _catch_up(self, rows: int, width: int, span: int) -> Tensor:
         assert self.draft is not None, "nobody lags"
-        state = self.batch.state(rows, reads=False)
+        state = self.batch.state(rows, may_sync=False)
         seen = self.draft.seen[:rows]
         self.draft.forward(_text(state, seen, width), seen, span)
         self._now_seen(state, torch.minimum(seen + width, state.length - 1))

@@ -16,10 +16,10 @@ from torch import Tensor
 from paceline.config import EngineConfig, SamplingParams
 from paceline.core.acceptance import make_rule
 from paceline.core.batch import Batch
+from paceline.core.cache_budget import CacheUsage
 from paceline.core.draft import Verdict
-from paceline.core.hardware import threads_of_each, torch_threads, whatever_torch_was_told
+from paceline.core.hardware import ignore_torch_context, threads_per_rank, torch_threads
 from paceline.core.outputs import RequestOutput
-from paceline.core.room import Filled
 from paceline.engine.assembly import Assembly, Models, check_attention, lookup_is_free, max_model_len
 from paceline.engine.chunks import PrefillChunker
 from paceline.engine.description import Running
@@ -56,7 +56,7 @@ class Engine:
     sense with these models.
     """
 
-    @whatever_torch_was_told
+    @ignore_torch_context
     @torch.inference_mode(False)  # its tensors are written in and out of a caller's inference mode
     def __init__(self, models: Models, config: EngineConfig) -> None:
         self.models = models
@@ -67,7 +67,7 @@ class Engine:
         check_attention(models, config)
         self.room = check_memory(models.target, models.draft, config, self.max_model_len)
         self._on_kernels = isinstance(models.target, FlatModel)  # asked once: the answer takes 20 microseconds
-        self.threads = config.threads or threads_of_each(config.tensor_parallel)
+        self.threads = config.threads or threads_per_rank(config.tensor_parallel)
         self._ids = itertools.count()
         self._requests: dict[str, RequestOutput] = {}
         self.last_verdict: Verdict | None = None  # of the last step; None: it played no round
@@ -143,7 +143,7 @@ class Engine:
             raise ParameterError("profile", None, "the file of a profile; make one with: paceline profile")
         return self._profile
 
-    @whatever_torch_was_told
+    @ignore_torch_context
     def measure_costs(self, grid: Grid, progress: ProgressBar = iter) -> CostTable:
         """What rounds cost with these models; only while the engine is idle."""
         self.scheduler.forget()
@@ -193,7 +193,7 @@ class Engine:
         """What runs and why, in one line."""
         return self._running.describe()
 
-    @whatever_torch_was_told
+    @ignore_torch_context
     @torch.inference_mode()
     def capture_ahead(self, seconds: float, progress: ahead.Progress = iter) -> ahead.Ahead | None:
         """Capture the rounds that requests will need, the likeliest first, so that they need not wait for it.
@@ -234,7 +234,7 @@ class Engine:
         """Raise what ``add`` would; any thread may ask."""
         self._intake.check(request)
 
-    @whatever_torch_was_told
+    @ignore_torch_context
     def step(self) -> list[RequestOutput]:
         """Admit, prefill a chunk, play one round. Returns the requests that gained tokens or ended."""
         if self._goes_without_torch():
@@ -285,7 +285,7 @@ class Engine:
         self.last_verdict = speculative_round(self.parts, self.batch)
         return self.scheduler.settle(self.last_verdict)
 
-    @whatever_torch_was_told
+    @ignore_torch_context
     @torch.inference_mode()
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now; its rows are free at once. None if there is no such request."""
@@ -293,7 +293,7 @@ class Engine:
         self._collect(self.scheduler.drop(request_id, "abort"))
         return output
 
-    @whatever_torch_was_told
+    @ignore_torch_context
     def clear(self) -> None:
         """End all requests; also after an exception or Ctrl-C in the middle of a round."""
         self.scheduler.clear()
@@ -340,7 +340,7 @@ class Engine:
         return Scorer(rows_for, room, PrefillChunker(WIDEST_PASS, config.longest_pause))
 
     @property
-    def filled(self) -> Filled:
+    def filled(self) -> CacheUsage:
         """Memory that caches hold now."""
         return self.scheduler.filled(self.scorer.bytes_held)
 
@@ -352,7 +352,7 @@ class Engine:
             )
         check_tokens("token_ids", token_ids, self.models.target.vocab_size)
 
-    @whatever_torch_was_told
+    @ignore_torch_context
     @torch.inference_mode()
     def score_some(self, *, awaited: bool = True) -> list[Text]:
         """One pass over the texts to score; those that ended. Rounds may be played between two passes.
@@ -364,7 +364,7 @@ class Engine:
         with self._own_threads():
             return self.scorer.step(decoding=bool(self.scheduler.running), seconds=self._step_seconds)
 
-    @whatever_torch_was_told
+    @ignore_torch_context
     @torch.inference_mode()
     def next_logits(self, token_ids: Sequence[int]) -> Tensor:
         """The target's logits [V] after these tokens, from one plain forward pass with a cache of its own."""

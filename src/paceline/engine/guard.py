@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from paceline.core.rows import Asked, Constraint
+from paceline.core.rows import Constraint, MaskQuery
 
 T = TypeVar("T")
 
@@ -23,7 +23,7 @@ class FaultIsolatedConstraint:
         self._constraint = constraint
         self._fault: Exception | None = None
 
-    def ask(self, draft_tokens: Sequence[int], first: int, places: int) -> Asked:
+    def ask(self, draft_tokens: Sequence[int], first: int, places: int) -> MaskQuery:
         return _GuardedAsked(self, self.attempt(lambda: self._constraint.ask(draft_tokens, first, places)))
 
     def advance(self, tokens: Sequence[int]) -> None:
@@ -49,7 +49,7 @@ class _GuardedAsked:
     """A question to a guarded constraint; None: it could not even be asked."""
 
     constraint: FaultIsolatedConstraint
-    asked: Asked | None
+    asked: MaskQuery | None
 
     def send(self) -> None:
         if self.asked is not None:

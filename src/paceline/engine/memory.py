@@ -7,8 +7,8 @@ from functools import cache, partial
 
 from paceline.config import MAX_SPECULATION_LENGTH, EngineConfig
 from paceline.core.cache import KVCache
+from paceline.core.cache_budget import KVCacheBudget
 from paceline.core.hardware import available_memory
-from paceline.core.room import Room
 from paceline.core.row_tables import grows_on
 from paceline.drafters.heads.decoder import HeadModel
 from paceline.drafters.heads.native import NativeHead
@@ -63,10 +63,12 @@ def plan_memory(
     return MemoryPlan(sum(m.weight_bytes() for m in models), caches, workspace, scoring)
 
 
-def scoring_room(target: AnyModel, rows: int, positions: int) -> Room:
+def scoring_room(target: AnyModel, rows: int, positions: int) -> KVCacheBudget:
     """For the caches of texts whose log-probabilities are asked for: the longest fits, of shorter ones several do."""
     at_once = max(1, min(rows, _SCORED_AT_ONCE // positions))
-    return Room(at_once * _cache_bytes(target, positions), rows, positions, cache(partial(_cache_bytes, target)))
+    return KVCacheBudget(
+        at_once * _cache_bytes(target, positions), rows, positions, cache(partial(_cache_bytes, target))
+    )
 
 
 def row_bytes(target: AnyModel, draft: AnyModel | None, config: EngineConfig, positions: int) -> int:
@@ -84,7 +86,7 @@ def _cache_bytes(model: AnyModel, positions: int) -> int:
     return kept + (model.stream_bytes(positions) if isinstance(model, HeadModel) else 0)
 
 
-def check_memory(target: AnyModel, draft: AnyModel | None, config: EngineConfig, positions: int) -> Room:
+def check_memory(target: AnyModel, draft: AnyModel | None, config: EngineConfig, positions: int) -> KVCacheBudget:
     """The room for the caches of ``config.max_batch_size`` rows of at most ``positions`` tokens.
 
     Where rows grow, one that is as long as it may be has to fit, and all of them while they are short. Elsewhere all
@@ -96,7 +98,7 @@ def check_memory(target: AnyModel, draft: AnyModel | None, config: EngineConfig,
         free, what = available_memory(target.device), "free"
     else:
         free, what = config.memory_limit - plan.weights, "left under memory_limit after the weights"
-    room = Room(plan.caches, rows, positions, cache(partial(row_bytes, target, draft, config)))
+    room = KVCacheBudget(plan.caches, rows, positions, cache(partial(row_bytes, target, draft, config)))
     if plan.to_allocate <= free:
         return room
     grow = _rows_grow(target, draft, config)
@@ -104,7 +106,7 @@ def check_memory(target: AnyModel, draft: AnyModel | None, config: EngineConfig,
         kept_free = 0 if config.memory_limit is not None else int(_LEFT_ALONE * max(0, free))
         short = replace(room, limit=free - plan.workspace - plan.scoring - kept_free)
         least = min(LEAST_ROW, positions)
-        if short.fits(positions) >= 1 and short.fits(least) >= rows:
+        if short.max_rows(positions) >= 1 and short.max_rows(least) >= rows:
             return short
         what += f", of which {kept_free / GIB:.2f} are left alone" if kept_free else ""
         plan = replace(plan, caches=max(room.bytes_for(positions), rows * room.bytes_for(least)))

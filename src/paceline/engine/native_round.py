@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.config import MAX_SPECULATION_LENGTH
-from paceline.core.acceptance import RULES, AcceptanceRule, knows_trees
+from paceline.core.acceptance import RULES, AcceptanceRule, supports_trees
 from paceline.core.batch import Batch
 from paceline.core.draft import Draft, HostVerdict, Verdict
 from paceline.core.ops import DrawRows
@@ -80,7 +80,7 @@ class NativeRound:
 
         Rules that know no trees say so on the host.
         """
-        shape = draft.follows is None or knows_trees(rule)
+        shape = draft.host_parents is None or supports_trees(rule)
         return shape and not self.needs_host(rule) and draft.probabilities is None
 
     def needs_host(self, rule: AcceptanceRule) -> bool:
@@ -100,7 +100,7 @@ class NativeRound:
         batch, call, drafted = self._batch, self._call, draft.drafted
         rows, width = batch.rows, max(drafted)
         numbers = [*self._target.places(rows), *drafted]
-        for table in (draft.draft_tokens, draft.follows or ()):
+        for table in (draft.draft_tokens, draft.host_parents or ()):
             for line in table:
                 numbers += line if len(line) == width else [*line[:width], *[0] * (width - len(line))]
         given = array("q", numbers)
@@ -108,7 +108,7 @@ class NativeRound:
         self._make_room(rows + sum(drafted))
         call.places = place = given.buffer_info()[0]
         call.counts, call.draft_tokens = place + 8 * rows, place + 16 * rows
-        call.parents = None if draft.follows is None else call.draft_tokens + 8 * rows * width
+        call.parents = None if draft.host_parents is None else call.draft_tokens + 8 * rows * width
         call.draft_stride, call.rows = width, rows
         self._model.play(call, self._target.cache, self._threads)
 
@@ -137,7 +137,7 @@ class NativeRound:
 
         gained = record[self._gained : self._gained + rows].tolist()
         host = HostVerdict(of_each(0, _BLOCK, 1), accepted, drafted, gained)
-        return Verdict.of(host, None if draft.follows is None else of_each(self._path, width, 0))
+        return Verdict.of(host, None if draft.host_parents is None else of_each(self._path, width, 0))
 
 
 def why_host(target: Decoder, rule: AcceptanceRule) -> str | None:

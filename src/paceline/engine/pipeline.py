@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from paceline.core.draft import HostVerdict, JudgedTree, Logprobs, Verdict
+from paceline.core.draft import HostVerdict, Logprobs, Verdict, VerifiedTree
 from paceline.core.rows import StepFeatures
 from paceline.engine.device_round import DeviceRound
 from paceline.engine.round import Speculation
@@ -84,9 +84,9 @@ class Pipeline:
 
     def suits(self) -> bool:
         """Whether the device can play the next round for the rows there are; trees for those that ask for little."""
-        parts, asks = self.parts, self.batch.sampling.asks
+        parts, asks = self.parts, self.batch.sampling.step_features
         asks_little = self.runner.width == 1 or not (asks.adjusts or asks.logprobs is not None)
-        alone = not (parts.drafter.copies and any(self.batch.members[: self.batch.rows]))  # copied from nothing else
+        alone = not (parts.drafter.copies and any(self.batch.samples[: self.batch.rows]))  # copied from nothing else
         able = asks_little and alone and not self.batch.sampling.needs_host
         return able and parts.drafter.on_device and not parts.policy.selects
 
@@ -127,7 +127,7 @@ class Pipeline:
         k = wish.k if runner.draft_tokens else 0
         longest = min(batch.longest + self.scheduler.in_flight, batch.positions)
         runner.cap_draft_tokens(batch.max_draft_tokens[: batch.rows] if wish.caps is None else wish.caps)
-        asks = batch.sampling.asks
+        asks = batch.sampling.step_features
         ticket = runner.play(batch.rows, k, longest, asks, self._lag(k))
         self._flights.append(_Flight(ticket, list(self.scheduler.running), k, asks, runner.width))
         self._count_in_flight()
@@ -193,7 +193,7 @@ def _verdict(read: HostVerdict, lines: list[int | None], logprobs: Logprobs | No
     gained = [0 if line is None else read.gained[line] for line in lines]
     verdict = Verdict.of(HostVerdict(tokens, accepted, drafted, gained))
     if read.trees is not None:
-        verdict.host.trees = [JudgedTree.of([], []) if line is None else read.trees[line] for line in lines]
+        verdict.host.trees = [VerifiedTree.of([], []) if line is None else read.trees[line] for line in lines]
     if logprobs is not None:  # of rows that did not play they mean nothing
         order = torch.tensor([line or 0 for line in lines])
         told = logprobs.own, logprobs.top_ids, logprobs.top_values

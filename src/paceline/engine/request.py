@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from paceline.config import LOOKS_UP, MAX_REFERENCE_TOKENS, MAX_REFERENCES, EngineConfig, SamplingParams
-from paceline.core.batch import Member, RequestGroup
+from paceline.core.batch import ParallelSample, RequestGroup
 from paceline.core.outputs import CompletionOutput, Metrics, RequestOutput, TokenLogprob
 from paceline.core.rows import Constraint
 from paceline.core.sampling import sequence_seed
@@ -119,7 +119,9 @@ class Intake:
             client=request.client,
             priority=request.priority,
             scope=begins.scope,
-            member=None if family is None else Member(family, index, max(0, len(request.prompt_token_ids) - CONTEXT)),
+            member=None
+            if family is None
+            else ParallelSample(family, index, max(0, len(request.prompt_token_ids) - CONTEXT)),
         )
 
     def check(self, request: Request) -> None:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from paceline.core.batch import Batch, RowStart
+from paceline.core.cache_budget import UNLIMITED, CacheUsage, KVCacheBudget
 from paceline.core.draft import Verdict
 from paceline.core.hardware import Stopwatch
 from paceline.core.outputs import FinishReason
-from paceline.core.room import UNLIMITED, Filled, Room
 from paceline.engine.chunks import Part, PrefillChunker
 from paceline.engine.prefixes import WORTH_WAITING, CachedPrefix, FreeSlotPool, Scope, may_share, most_shared, shared
 from paceline.engine.round import Speculation
@@ -50,7 +50,7 @@ class Scheduler:
     in_flight: int = 0
     closed: bool = False
     watched: bool = True
-    room: Room = UNLIMITED
+    room: KVCacheBudget = UNLIMITED
     free: FreeSlotPool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -93,7 +93,7 @@ class Scheduler:
         free = self.capacity - len(self.running) - len(self.prefilling) if self.waiting else 0
         if free == 0 or not self.room.is_short:
             return free
-        return min(free, self.room.fits(self._reach(self.waiting.first), self.promised))
+        return min(free, self.room.max_rows(self._reach(self.waiting.first), self.promised))
 
     def _reach(self, sequence: Sequence) -> int:
         """Tokens that its row may come to hold."""
@@ -145,7 +145,7 @@ class Scheduler:
                 decoder.swap_rows(first, first + place, length)
             self.free.swap(0, place)
             for free in (0, place):
-                self.batch.rest(first + free, len(self.free.rows[free].tokens))
+                self.batch.free_slot(first + free, len(self.free.rows[free].tokens))
         return fits[place]
 
     def _make_way(self, place: int, fits: list[int], reach: int) -> int:
@@ -168,16 +168,16 @@ class Scheduler:
         held = [len(each.tokens) for place, each in enumerate(self.free.rows) if place != beside]
         return sum(map(self.room.bytes_for, held))
 
-    def filled(self, scored: int) -> Filled:
+    def filled(self, scored: int) -> CacheUsage:
         """What caches hold now. scored: bytes beside those of rows."""
         lengths = [*self.batch.lengths[: len(self.running)], *(sequence.prefilled for sequence in self.prefilling)]
-        return Filled(sum(map(self.room.bytes_for, lengths)), self._kept(), scored, self.room.limit)
+        return CacheUsage(sum(map(self.room.bytes_for, lengths)), self._kept(), scored, self.room.limit)
 
     def _empty(self, place: int) -> int:
         """A free row holds nothing any more: so many bytes are free."""
         row, tokens = len(self.running) + len(self.prefilling) + place, len(self.free.rows[place].tokens)
         self.free.rows[place] = CachedPrefix()
-        self.batch.rest(row, 0)
+        self.batch.free_slot(row, 0)
         self._resize(row, 0)
         return self.room.bytes_for(tokens)
 
@@ -381,7 +381,7 @@ class Scheduler:
         self._move(last, row, max(self.prefilling[-1].cached[0], len(held.tokens)))
         self.prefilling[place] = self.prefilling[-1]
         self.prefilling.pop()
-        self.batch.rest(last, len(held.tokens))
+        self.batch.free_slot(last, len(held.tokens))
         self._resize(last, len(held.tokens))
         self.free.put(held)
         self.batch.set_rows(len(self.running))

@@ -10,9 +10,9 @@ from itertools import count, islice
 import torch
 from torch import Tensor
 
+from paceline.core.cache_budget import KVCacheBudget
 from paceline.core.hardware import Stopwatch
 from paceline.core.outputs import TokenLogprob
-from paceline.core.room import Room
 from paceline.engine.chunks import Part, PrefillChunker
 from paceline.engine.prefixes import Scope, shared
 from paceline.engine.waiting import Waiting
@@ -76,7 +76,7 @@ class Scorer:
     chunks: how much is read in a pass. For the engine's thread.
     """
 
-    def __init__(self, make: Callable[[int, int], Decoder], room: Room, chunks: PrefillChunker) -> None:
+    def __init__(self, make: Callable[[int, int], Decoder], room: KVCacheBudget, chunks: PrefillChunker) -> None:
         self._make, self._room, self.chunks = make, room, chunks
         self.waiting: Waiting[Text] = Waiting()
         self._decoder: Decoder | None = None
@@ -163,11 +163,11 @@ class Scorer:
         return min(1 << (need - 1).bit_length(), self._room.positions)
 
     def _rows_of(self, positions: int) -> int:
-        return max(1, min(self._room.rows, len(self.waiting), self._room.fits(positions)))
+        return max(1, min(self._room.rows, len(self.waiting), self._room.max_rows(positions)))
 
     def _make_rows(self) -> None:
         positions = self._longest()
-        rows = max(1, min(self._room.rows, self._room.fits(positions)))
+        rows = max(1, min(self._room.rows, self._room.max_rows(positions)))
         self._decoder, self._held, self._last = None, [], None  # memory is free before new one is taken
         self._decoder, self._positions = self._make(rows, positions), positions
         self._held, self._used = [None] * rows, [-1] * rows

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from paceline.config import SamplingParams
-from paceline.core.batch import Member
+from paceline.core.batch import ParallelSample
 from paceline.core.draft import Verdict
 from paceline.core.outputs import CompletionOutput, FinishReason, TokenKind, TokenLogprob, is_outranked
 from paceline.engine.guard import FaultIsolatedConstraint
@@ -48,7 +48,7 @@ class Sequence:
     stream: TextStream | None = None
     deadline: float | None = None  # on the clock of time.monotonic
     constraint: FaultIsolatedConstraint | None = None
-    member: Member | None = None
+    member: ParallelSample | None = None
     rivals: list[CompletionOutput] = field(default_factory=list)
     client: str = ""
     priority: int = 0
@@ -110,7 +110,7 @@ def gain_tokens(sequence: Sequence, verdict: Verdict, row: int, now: float, at_l
 def _gain(sequence: Sequence, verdict: Verdict, row: int, now: float, at_limit: int) -> None:
     """Only what is kept is counted."""
     host, output = verdict.host, sequence.output
-    accepted, drafted, whole = host.accepted[row], host.drafted[row], host.whole(row)
+    accepted, drafted, whole = host.accepted[row], host.drafted[row], host.fully_accepted(row)
     kept = 0
     for place, token in enumerate(host.tokens[row]):
         output.token_ids.append(token)
@@ -125,9 +125,9 @@ def _gain(sequence: Sequence, verdict: Verdict, row: int, now: float, at_limit: 
     metrics = output.metrics
     metrics.first_token = now if metrics.first_token is None else metrics.first_token
     metrics.rounds += 1
-    metrics.drafted += host.judged(row, kept)
+    metrics.drafted += host.verified(row, kept)
     metrics.accepted += min(accepted, kept)
-    metrics.saved_by_sibling += host.saves(row, kept)
+    metrics.saved_by_sibling += host.saved_by_sibling(row, kept)
     metrics.output_tokens = len(output.token_ids)
 
 

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from paceline.core.ops import Accepted, DrawRows, Entries, Gained, Places, TextRows, evenly_spaced
+from paceline.core.ops import Accepted, DrawInputs, DrawRows, Entries, Gained, TextRows, evenly_spaced
 from paceline.kernels import abi, native
 
 
@@ -40,29 +40,29 @@ class CpuOps:
     def _pool(self) -> int:
         return int(native.current_pool(self._kernels).handle)
 
-    def draw(self, places: Places, purpose: int) -> Tensor:
+    def draw(self, places: DrawInputs, purpose: int) -> Tensor:
         tokens = torch.empty(places.rows, places.block, dtype=torch.int64)
         call, _alive = _call(places, purpose)
         self._library.pl_draw(self._handle, self._pool, ctypes.addressof(call), tokens.data_ptr())
         return tokens
 
-    def probabilities(self, places: Places) -> Tensor:
+    def probabilities(self, places: DrawInputs) -> Tensor:
         found = torch.empty(places.rows, places.block, places.vocabulary, dtype=torch.float32)
         call, _alive = _call(places)
         self._library.pl_law(self._handle, self._pool, ctypes.addressof(call), found.data_ptr())
         return found
 
-    def likelihood(self, places: Places, tokens: Tensor) -> Tensor:
+    def likelihood(self, places: DrawInputs, tokens: Tensor) -> Tensor:
         tokens, found = tokens.contiguous(), torch.empty(places.rows, places.block, dtype=torch.float32)
         call, _alive = _call(places)
         given = ctypes.addressof(call), tokens.data_ptr(), found.data_ptr()
         self._library.pl_likelihood(self._handle, self._pool, *given)
         return found
 
-    def accept(self, places: Places, purpose: int, scored: Tensor | None = None) -> Accepted:
+    def accept(self, places: DrawInputs, purpose: int, scored: Tensor | None = None) -> Accepted:
         tokens = torch.zeros(places.rows, places.block, dtype=torch.int64)
         accepted = torch.zeros(places.rows, dtype=torch.int64)
-        path = places.unmoved()
+        path = places.identity_path()
         own = None if scored is None else torch.zeros(places.rows, places.block, dtype=torch.float32)
         call, _alive = _call(places, purpose)
         given = ctypes.addressof(call), tokens.data_ptr(), accepted.data_ptr()
@@ -105,12 +105,12 @@ class CpuOps:
         return numbers
 
 
-def _call(places: Places, purpose: int = 0) -> tuple[abi.CDraw, Tensor | None]:
+def _call(places: DrawInputs, purpose: int = 0) -> tuple[abi.CDraw, Tensor | None]:
     """The C arguments for these places, and a tensor that must outlive the call."""
-    instead = places.instead
+    instead = places.masked_logits
     addresses = None if instead is None else torch.tensor([0 if t is None else t.data_ptr() for t in instead])
     call = abi.CDraw(
-        described(places.by),
+        described(places.draw_rows),
         places.logits.data_ptr(),
         abi.address(addresses),
         abi.address(places.draft),

@@ -295,7 +295,7 @@ class AutoLength(RowKeepers, LengthPolicy):
     def _plan(self, source: DraftSource) -> SpeculationPlan:
         current = self._current
         if source is self.ngram_drafts:
-            return SpeculationPlan(LONGEST_AUTO, instead=lambda _batch, _ngram_draft: 0)
+            return SpeculationPlan(LONGEST_AUTO, fallback=lambda _batch, _ngram_draft: 0)
         if current.trial:
             source.calibration.doubt()
         current.k = self._max_depth()
@@ -415,8 +415,8 @@ class AutoLength(RowKeepers, LengthPolicy):
 
         No token's gain exceeds its parent's. So chains are in order already, and any first tokens of a tree are a tree.
         """
-        lines = self._lines(source, bins_of_draft(draft), draft.follows or [None] * len(draft.draft_tokens))
-        if draft.follows is None:
+        lines = self._lines(source, bins_of_draft(draft), draft.host_parents or [None] * len(draft.draft_tokens))
+        if draft.host_parents is None:
             return draft, lines
         orders = [sorted(range(len(line)), key=line.__getitem__, reverse=True) for line in lines]
         return draft.ordered(orders), [sorted(line, reverse=True) for line in lines]
@@ -466,8 +466,8 @@ class AutoLength(RowKeepers, LengthPolicy):
 
     def select(self, batch: Batch, draft: Draft) -> Draft:
         current = self._current
-        if not self.selects and draft.follows is not None:
-            shape = draft.follows[0]
+        if not self.selects and draft.host_parents is not None:
+            shape = draft.host_parents[0]
             self._shape = [*shape, *range(len(shape) - 1, LONGEST_AUTO - 1)]
             current.drafts.append((self.model_drafts, replace(draft, confidence=None)))
         if not self.selects or current.source is None:

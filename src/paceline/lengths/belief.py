@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from paceline.core.batch import Batch
-from paceline.core.draft import KINDS, Draft, Verdict
+from paceline.core.draft import MAX_KINDS, Draft, Verdict
 from paceline.core.row_keeper import PerRow
 
 JudgedToken: TypeAlias = tuple[int, bool]  # (bin or position of a draft token, whether it is right)
@@ -40,8 +40,8 @@ _EDGES = tuple(1 / (1 + math.exp(-(_LOWEST_EDGE + BIN_WIDTH * edge))) for edge i
 _CENTRES = tuple(1 / (1 + math.exp(-(_LOWEST_EDGE + BIN_WIDTH * (place - 0.5)))) for place in range(BINS))
 # The bins of each kind come in two groups: first draft tokens of a row, then those whose parent is a draft token. A
 # parent that was right is evidence by itself. Behind them is one bin per position, for draft tokens without a score.
-POSITION_BINS = 2 * BINS * KINDS  # index of the first of these
-_PRIORS = (*_CENTRES * 2 * KINDS, *[PRIOR_ACCEPTANCE] * LONGEST_AUTO)  # [bins]: probability before any observation
+POSITION_BINS = 2 * BINS * MAX_KINDS  # index of the first of these
+_PRIORS = (*_CENTRES * 2 * MAX_KINDS, *[PRIOR_ACCEPTANCE] * LONGEST_AUTO)  # [bins]: probability before any observation
 
 
 @dataclass
@@ -191,7 +191,7 @@ def bins_of(
 def bins_of_draft(draft: Draft) -> list[list[int]]:
     """Bins of the draft tokens, row by row."""
     nothing = [None] * len(draft.draft_tokens)
-    scores, parents, kinds = draft.confidence or nothing, draft.follows or nothing, draft.kinds or nothing
+    scores, parents, kinds = draft.confidence or nothing, draft.host_parents or nothing, draft.kinds or nothing
     rows = zip(draft.draft_tokens, scores, parents, kinds, strict=True)
     return [bins_of(len(draft_tokens), score, tree, kind) for draft_tokens, score, tree, kind in rows]
 
@@ -204,7 +204,7 @@ def judge(draft: Draft, verdict: Verdict) -> list[list[JudgedToken]]:
     """
     judged = []
     for row, (draft_tokens, gained) in enumerate(zip(draft.draft_tokens, verdict.host.tokens, strict=True)):
-        parents = range(-1, len(draft_tokens) - 1) if draft.follows is None else draft.follows[row]
+        parents = range(-1, len(draft_tokens) - 1) if draft.host_parents is None else draft.host_parents[row]
         line: list[JudgedToken] = []
         next_gained = {-1: 0}  # index in ``gained`` of the token after each draft token that is right so far
         continued = set()  # parents that have a right child

@@ -13,8 +13,8 @@ import torch
 from paceline.config import SamplingParams
 from paceline.core.acceptance import AcceptanceRule
 from paceline.core.batch import Batch, RowStart, SpeculationPlan
+from paceline.core.cache_budget import UNLIMITED, KVCacheBudget
 from paceline.core.draft import Draft, Verdict
-from paceline.core.room import UNLIMITED, Room
 from paceline.drafters.base import Drafter
 from paceline.kernels.cpu import cpu_ops
 from paceline.kernels.gpu.graphs import Ticket
@@ -121,15 +121,17 @@ class Calibration:
         grid: Grid,
         runner: RoundRunner | None = None,
         natively: Callable[[Batch], VerifyingRound | None] = lambda _batch: None,
-        room: Room = UNLIMITED,
+        room: KVCacheBudget = UNLIMITED,
     ) -> None:
         self.target, self.drafter, self.accept, self.grid, self.runner = target, drafter, accept, grid, runner
         self._room = room
         positions = target.cache.positions
         rows, self._beyond = max(grid.batch_sizes), max(grid.lengths) + 2
-        self.context = max(1, min(CONTEXT, positions - self._beyond, room.longest(rows, positions) - self._beyond))
+        self.context = max(
+            1, min(CONTEXT, positions - self._beyond, room.max_positions(rows, positions) - self._beyond)
+        )
         few, short = min(CONTEXT_ROWS, rows), self.context + self._beyond
-        spare = room.longest(few, positions, beside=(rows - few) * room.bytes_for(short))
+        spare = room.max_positions(few, positions, beside=(rows - few) * room.bytes_for(short))
         self.long_context = max(self.context, min(LONG_CONTEXT, positions - self._beyond, spare - self._beyond))
         self.batch = runner.batch if runner else self._new_batch(rows)
         self._kernels = None if runner else natively(self.batch)
@@ -282,7 +284,7 @@ class Calibration:
     def _draft(self, rows: int, k: int) -> TimedRun:
         if self.runner is not None:
             return TimedRun(lambda: None)
-        plan = SpeculationPlan(k, instead=lambda _batch, _ngram_draft: k)  # always the draft model, which takes time
+        plan = SpeculationPlan(k, fallback=lambda _batch, _ngram_draft: k)  # always the draft model, which takes time
 
         def run() -> object:
             return self.drafter.propose(self.batch, plan).drafted

@@ -380,7 +380,7 @@ class Decoder:
         read = len(order)
         order += [(row, draft_token) for row, draft_tokens in enumerate(new) for draft_token in draft_tokens]
         number = {place: at for at, place in enumerate(order)}
-        follows = draft.follows or [list(range(-1, draft.k - 1))] * batch.rows
+        follows = draft.host_parents or [list(range(-1, draft.k - 1))] * batch.rows
         parents = [number.get((row, follows[row][draft_token]), -1) for row, draft_token in order]
         depths: list[int] = []
         for parent in parents:

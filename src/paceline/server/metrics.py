@@ -18,9 +18,9 @@ from typing import NamedTuple
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from pydantic import BaseModel
 
+from paceline.core.cache_budget import CacheUsage
 from paceline.core.draft import HostVerdict
 from paceline.core.outputs import CompletionOutput, Latency, RequestOutput
-from paceline.core.room import Filled
 from paceline.engine.engine import Engine
 from paceline.engine.utilisation import Arithmetic
 from paceline.server.errors import ApiError
@@ -93,7 +93,7 @@ class Meter:
         self._since_line: list[PlayedRound] = []
         self._line_at = 0.0
         self._rounds = self._running = self._waiting = self._capacity = 0
-        self._filled = Filled(0, 0, 0, 0)
+        self._filled = CacheUsage(0, 0, 0, 0)
         self._arithmetic: Arithmetic | None = None
         self._make_counters()
         self._make_gauges()
@@ -187,8 +187,8 @@ class Meter:
             self._filled = filled
         self._running_gauge.set(rows)
         self._waiting_gauge.set(len(scheduler.waiting))
-        self._usage_gauge.set(filled.share)
-        self._limit_gauge.set(filled.limit)
+        self._usage_gauge.set(filled.fraction)
+        self._limit_gauge.set(filled.limit_bytes)
         for held_for in ("rows", "prefixes", "scored"):
             self._bytes_gauge.labels(held_for).set(getattr(filled, held_for))
 
@@ -199,7 +199,7 @@ class Meter:
         verdict, now = engine.last_verdict.host, self._clock()
         kept, made, seconds = sum(verdict.accepted), sum(verdict.drafted), engine.chunks.rounds.last
         rows, deepest = len(verdict.accepted), max(verdict.depths)
-        played = PlayedRound(now, rows, deepest, made, kept, seconds, verdict.saved)
+        played = PlayedRound(now, rows, deepest, made, kept, seconds, verdict.rows_saved_by_sibling)
         with self._lock:
             self._recent.append(played)
             self._rounds += 1
@@ -299,9 +299,9 @@ class Meter:
                 running=self._running,
                 waiting=self._waiting,
                 capacity=self._capacity,
-                cache_usage=self._filled.share,
-                cache_bytes=self._filled.rows + self._filled.prefixes + self._filled.scored,
-                cache_limit_bytes=self._filled.limit,
+                cache_usage=self._filled.fraction,
+                cache_bytes=self._filled.row_bytes + self._filled.prefix_bytes + self._filled.scoring_bytes,
+                cache_limit_bytes=self._filled.limit_bytes,
                 num_speculative_tokens=recent[-1].k if recent else 0,
                 acceptance_rate=acceptance,
                 mean_acceptance_length=length,

@@ -367,7 +367,7 @@ class GrammarConstraint:
 
 
 class Asked:
-    """A question of one row in one round. See ``rows.Asked``."""
+    """A question of one row in one round. See ``rows.MaskQuery``."""
 
     def __init__(self, constraint: GrammarConstraint, draft_tokens: Sequence[int], first: int, places: int) -> None:
         self._constraint, self._draft_tokens, self._first, self._places = constraint, draft_tokens, first, places
@@ -378,7 +378,7 @@ class Asked:
         return self._constraint.row(self._draft_tokens, self._first, self._places)
 
     def send(self) -> None:
-        """See ``rows.Asked``."""
+        """See ``rows.MaskQuery``."""
         self._constraint.send()
 
     def hear(self, masks: np.ndarray[Any, np.dtype[np.uint8]], stuck: bool) -> None:
@@ -389,7 +389,7 @@ class Asked:
         self._masks = masks
 
     def mask(self, logits: Tensor) -> None:
-        """See ``rows.Asked``."""
+        """See ``rows.MaskQuery``."""
         if self._masks is None:
             self._constraint.hear()
         if self._masks is not None and len(self._masks):

@@ -30,7 +30,7 @@ def state_of(
     batch: Batch, limit: int | None = None, stops: list[list[int]] | None = None, live: int | None = None
 ) -> RowState:
     """The batch's rows as kernels take them; another ``limit``, other stop tokens or fewer live rows may end some."""
-    state = copied(batch.state(batch.rows, reads=False))
+    state = copied(batch.state(batch.rows, may_sync=False))
     if limit is not None:
         state.limit.fill_(limit)
     if live is not None:

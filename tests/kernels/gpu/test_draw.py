@@ -49,7 +49,7 @@ def test_kernel_and_sampling_with_and_without_reading_the_device_draw_the_same_t
     found = kernels.draw(logits, noise, first, purpose, block=64)
     expected = sampling.draw(logits, batch, None, first, purpose)
     assert found.tolist() == expected.tolist()
-    captured = sampling.draw_at_temperature(logits, batch.state(batch.rows, reads=False), first, purpose)
+    captured = sampling.draw_at_temperature(logits, batch.state(batch.rows, may_sync=False), first, purpose)
     assert captured.tolist() == found.tolist()
 
 

@@ -54,7 +54,7 @@ def rows_of(params: list[SamplingParams], seed: int) -> tuple[Batch, Tensor, Ten
 )
 def test_the_kernels_equal_the_reference(params: list[SamplingParams], adjusts: bool, first: int, block: int) -> None:
     batch, draft_tokens, logits = rows_of(params, first)
-    rows = batch.state(batch.rows, reads=False)
+    rows = batch.state(batch.rows, may_sync=False)
     asks, before = StepFeatures(adjusts, cuts=True), logits.clone()
     found = shape.shaped(logits, rows, asks, draft_tokens, first, block=block)
     expected = sampling.shaped(logits, rows, asks, draft_tokens, first)
@@ -67,8 +67,8 @@ def test_the_kernels_equal_the_reference(params: list[SamplingParams], adjusts: 
 @given(seed=st.integers(0, 999), first=st.integers(0, 1))
 def test_the_reference_cuts_and_draws_like_the_host(seed: int, first: int) -> None:
     batch, draft_tokens, logits = rows_of(PARAMS, seed)
-    rows = batch.state(batch.rows, reads=False)
-    found = sampling.shaped(logits, rows, batch.sampling.asks, draft_tokens, first)
+    rows = batch.state(batch.rows, may_sync=False)
+    found = sampling.shaped(logits, rows, batch.sampling.step_features, draft_tokens, first)
     adjusted = sampling.adjust(logits, batch, draft_tokens, first)
     assert torch.equal(torch.isinf(found), torch.isinf(sampling.warp(adjusted, batch)))
     host = sampling._draw_adjusted(adjusted, batch, first, sampling.Purpose.DRAW)
@@ -83,7 +83,7 @@ def test_masses_are_those_of_torch_to_the_bit() -> None:
     batch = new_batch(1, 20, 4096, DEVICE)
     batch.set_row(0, RowStart([1], params[0], 0))
     batch.set_rows(1)
-    rows = batch.state(1, reads=False)
+    rows = batch.state(1, may_sync=False)
     none = torch.empty(1, 0, dtype=torch.int64, device=DEVICE)
     total = sampling.masses(logits).sum().double()
     ordered = sampling.masses(logits.flatten().sort(descending=True).values).cumsum(0)

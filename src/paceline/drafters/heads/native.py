@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from paceline.config import MAX_SPECULATION_LENGTH
-from paceline.core.batch import Batch, Enough
-from paceline.core.draft import BESIDE, Draft, branching
+from paceline.core.batch import Batch, StopDrafting
+from paceline.core.draft import SIBLING_KIND, Draft, branching
 from paceline.core.sampling import Purpose
 from paceline.drafters.heads.decoder import NEVER, HeadDecoder, HeadModel, KeptStreams
 from paceline.drafters.heads.feature import FeatureHead
@@ -195,7 +195,7 @@ class NativeHeadDecoder(HeadDecoder):
             self._seen[row] = max(1, stop)
 
     def draft(
-        self, batch: Batch, counts: Sequence[int], enough: Enough | None, *, distributions: bool, width: int = 1
+        self, batch: Batch, counts: Sequence[int], enough: StopDrafting | None, *, distributions: bool, width: int = 1
     ) -> Draft:
         """counts [B]: draft tokens of each row, not all 0. distributions: they are drawn with noise of their own, and
         say from what.
@@ -325,7 +325,7 @@ class _FoundTrees(_Found):
         return ways[1 + known :] if len(ways) > 1 else ways
 
     def draft(self, batch: Batch, distributions: Tensor | None) -> Draft:
-        kinds = [[BESIDE if rank else 0 for rank in line] for line in self._lines(self._ranks)]
+        kinds = [[SIBLING_KIND if rank else 0 for rank in line] for line in self._lines(self._ranks)]
         return branching(self.draft_tokens, self.follows, batch.device, self.scores, kinds)
 
 

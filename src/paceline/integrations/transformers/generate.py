@@ -15,7 +15,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteri
 from transformers.generation.streamers import BaseStreamer
 
 from paceline.config import DtypeName, EngineOptions
-from paceline.core.hardware import whatever_torch_was_told
+from paceline.core.hardware import ignore_torch_context
 from paceline.core.outputs import CompletionOutput, RequestOutput
 from paceline.engine.engine import Engine, Request
 from paceline.errors import ParameterError
@@ -31,7 +31,7 @@ _NOT_HERE = ("synced_gpus", "negative_prompt_ids", "negative_prompt_attention_ma
 Allowed = Callable[[int, Tensor], list[int]]
 
 
-@whatever_torch_was_told
+@ignore_torch_context
 def generate(
     model: PreTrainedModel,
     inputs: Tensor | None = None,

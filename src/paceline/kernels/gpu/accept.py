@@ -400,7 +400,7 @@ def _shape(k: int, rows: RowState) -> dict[str, int]:
 
 
 def coupled(draft: Draft, logits: Tensor, rows: RowState, synthetic: float | None = None, block: int = BLOCK) -> Tensor:
-    """``rules.keep_equal`` for the draws from logits [B, k + 1, V], and commit -> the record.
+    """``rules.accept_matching`` for the draws from logits [B, k + 1, V], and commit -> the record.
 
     synthetic: accept each draft token with this probability instead, for benchmarks.
     """
@@ -460,7 +460,7 @@ def own_logprobs(logits: Tensor, record: Tensor, block: int = BLOCK) -> Tensor:
 
 
 def rejection(draft: Draft, logits: Tensor, rows: RowState, block: int = BLOCK) -> Tensor:
-    """``rules.keep_likely`` for the distributions of logits [B, k + 1, V], and commit -> the record.
+    """``rules.accept_by_ratio`` for the distributions of logits [B, k + 1, V], and commit -> the record.
 
     Draft tokens without draft logits are accepted by ``coupled``.
     """

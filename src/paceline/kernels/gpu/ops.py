@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.core.draft import Draft, Verdict
 from paceline.core.rows import RowState, StepFeatures
-from paceline.core.rules import keep_by_chance, keep_equal, keep_likely
+from paceline.core.rules import accept_at_rate, accept_by_ratio, accept_matching
 from paceline.core.sampling import Purpose, draw_at_temperature, probabilities_at_temperature, shaped
 from paceline.kernels.gpu.launch import why_not
 
@@ -41,7 +41,7 @@ class RoundOps(Protocol):
 
 
 class TwinOps:
-    """Plain torch: the host rounds' operations in a form that can be captured (``RowState.reads`` is false)."""
+    """Plain torch: the host rounds' operations in a form that can be captured (``RowState.may_sync`` is false)."""
 
     name = "torch"
 
@@ -53,14 +53,14 @@ class TwinOps:
 
     def coupled(self, draft: Draft, logits: Tensor, rows: RowState, synthetic: float | None) -> Tensor:
         draws = draw_at_temperature(logits, rows)
-        verdict = keep_equal(draft, draws) if synthetic is None else keep_by_chance(draft, draws, rows, synthetic)
+        verdict = accept_matching(draft, draws) if synthetic is None else accept_at_rate(draft, draws, rows, synthetic)
         return committed(verdict, rows)
 
     def rejection(self, draft: Draft, logits: Tensor, rows: RowState) -> Tensor:
         if draft.logits is None:
             return self.coupled(draft, logits, rows, None)
         p, q = (probabilities_at_temperature(table, rows) for table in (logits, draft.logits))
-        return committed(keep_likely(draft, p, q, rows), rows)
+        return committed(accept_by_ratio(draft, p, q, rows), rows)
 
     def own_logprobs(self, logits: Tensor, record: Tensor) -> Tensor:
         logits = logits.float()

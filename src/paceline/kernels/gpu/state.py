@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from paceline.core.draft import HostVerdict, JudgedTree, Logprobs
+from paceline.core.draft import HostVerdict, Logprobs, VerifiedTree
 
 RECORD_TAIL = 3  # accepted, drafted, gained
 
@@ -91,7 +91,7 @@ def read_trees(record: list[list[int]], width: int) -> HostVerdict:
     verdict = read_record(record)
     follows = what_follows(drafted, width)
     verdict.trees = [
-        JudgedTree.of(follows[:count], line[drafted + 1 : drafted + 1 + kept])
+        VerifiedTree.of(follows[:count], line[drafted + 1 : drafted + 1 + kept])
         for line, count, kept in zip(record, verdict.drafted, verdict.accepted, strict=True)
     ]
     return verdict

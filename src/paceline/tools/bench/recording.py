@@ -83,7 +83,9 @@ class Recorder(RowKeepers, LengthPolicy):
         ended, host = time.perf_counter(), verdict.host
         accepted, drafted, depths = map(tuple, (host.accepted, host.drafted, host.depths))
         surplus = sum(accepted) + len(accepted) - sum(host.gained)
-        self.rounds.append(Round(self._began, ended, self._k, accepted, drafted, surplus, depths, host.saved))
+        self.rounds.append(
+            Round(self._began, ended, self._k, accepted, drafted, surplus, depths, host.rows_saved_by_sibling)
+        )
 
 
 def latency_of(rounds: Sequence[Round], seconds: float) -> Latency:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from html import escape
 
 from paceline.core.batch import Batch, SpeculationPlan
-from paceline.core.draft import BESIDE, Draft, Verdict, stands_beside
+from paceline.core.draft import SIBLING_KIND, Draft, Verdict, is_later_sibling
 from paceline.core.outputs import CompletionOutput
 from paceline.drafters.base import Drafter
 from paceline.drafters.branches import Branches
@@ -51,7 +51,7 @@ class TracedRound:
     @property
     def saved(self) -> bool:
         """Whether an accepted draft token has a higher-ranked sibling: a chain would have ended there."""
-        return any(stands_beside(self.parents, node) for node in self.path)
+        return any(is_later_sibling(self.parents, node) for node in self.path)
 
 
 @dataclass
@@ -79,10 +79,10 @@ class Tracer(Recorder):
 def _sources(proposed: Draft, selected: Draft, names: Sequence[str]) -> list[str]:
     """The source of each selected draft token, known from the proposed draft."""
     tokens, kinds = proposed.draft_tokens[0], proposed.kinds[0] if proposed.kinds else [0] * proposed.k
-    parents = list(range(-1, len(tokens) - 1)) if proposed.follows is None else proposed.follows[0]
+    parents = list(range(-1, len(tokens) - 1)) if proposed.host_parents is None else proposed.host_parents[0]
     tree = Branches(tokens, list(parents))
-    ways = selected.ways[0][1 : 1 + len(selected.draft_tokens[0])]
-    return [names[min(kinds[tree.path(way)[-1]] % BESIDE, len(names) - 1)] for way in ways]
+    ways = selected.token_paths[0][1 : 1 + len(selected.draft_tokens[0])]
+    return [names[min(kinds[tree.path(way)[-1]] % SIBLING_KIND, len(names) - 1)] for way in ways]
 
 
 def _traced(draft: Draft | None, verdict: Verdict, sources: Sequence[str]) -> TracedRound:
@@ -90,7 +90,7 @@ def _traced(draft: Draft | None, verdict: Verdict, sources: Sequence[str]) -> Tr
     count, accepted = host.drafted[0], host.accepted[0]
     tokens = [] if draft is None else draft.draft_tokens[0][:count]
     chain = list(range(-1, count - 1))
-    parents = chain if draft is None or draft.follows is None else draft.follows[0][:count]
+    parents = chain if draft is None or draft.host_parents is None else draft.host_parents[0][:count]
     path = list(range(accepted)) if verdict.path is None else verdict.path[0, :accepted].tolist()
     return TracedRound(tokens, parents, path, host.tokens[0], sources[:count])
 
@@ -153,7 +153,7 @@ def by_source(rounds: Sequence[TracedRound]) -> list[Share]:
     made, kept = Counter[str](), Counter[str]()
     for record in rounds:
         for node, source in enumerate(record.sources):
-            name = f"{source}, lower-ranked sibling" if stands_beside(record.parents, node) else source
+            name = f"{source}, lower-ranked sibling" if is_later_sibling(record.parents, node) else source
             made[name] += 1
             kept[name] += node in record.path
     return [(name, count, kept[name]) for name, count in made.most_common()]

@@ -12,8 +12,8 @@ import pytest
 from core.test_row_tables import taken
 from engine.test_scheduler import step
 from paceline.config import MAX_SPECULATION_LENGTH, SamplingParams
+from paceline.core.cache_budget import CacheUsage
 from paceline.core.outputs import RequestOutput
-from paceline.core.room import Filled
 from paceline.core.row_tables import GROWS
 from paceline.engine.engine import Engine, Request
 from paceline.engine.memory import plan_memory, row_bytes
@@ -235,7 +235,7 @@ def test_what_caches_hold_is_told_in_bytes(limited: bool) -> None:
     options: dict[str, Any] = {"max_batch_size": ROWS, "max_model_len": LONGEST}
     limit = limit_for([LONGEST, 300], model, **options) if limited else None
     engine = make_engine(model, **options, memory_limit=limit)
-    assert engine.filled == Filled(0, 0, 0, engine.room.limit)
+    assert engine.filled == CacheUsage(0, 0, 0, engine.room.limit)
     of = engine.room.bytes_for
     outputs = [
         add(
@@ -247,19 +247,19 @@ def test_what_caches_hold_is_told_in_bytes(limited: bool) -> None:
     ]
     engine.step()
     lengths = engine.batch.lengths[:2]
-    assert engine.filled == Filled(sum(map(of, lengths)), 0, 0, engine.room.limit)
-    assert engine.filled.share == engine.filled.rows / engine.room.limit > 0
+    assert engine.filled == CacheUsage(sum(map(of, lengths)), 0, 0, engine.room.limit)
+    assert engine.filled.fraction == engine.filled.row_bytes / engine.room.limit > 0
     while not all(output.finished for output in outputs):
         engine.step()
     ended = engine.filled
-    assert ended.rows == ended.share == 0
-    assert of(300) + of(20) <= ended.prefixes <= of(reach(300)) + of(reach(20))
+    assert ended.row_bytes == ended.fraction == 0
+    assert of(300) + of(20) <= ended.prefix_bytes <= of(reach(300)) + of(reach(20))
     text = Text(prompt_of(600))
     engine.scorer.add([text])
     while not text.finished:
         engine.score_some()
-    assert engine.filled == replace(ended, scored=engine.scorer.bytes_held)
-    assert engine.filled.scored >= of(599)
+    assert engine.filled == replace(ended, scoring_bytes=engine.scorer.bytes_held)
+    assert engine.filled.scoring_bytes >= of(599)
 
 
 @pytest.mark.parametrize("kind", [ToyModel, FlatToy])
