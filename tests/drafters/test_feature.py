@@ -423,7 +423,7 @@ def test_left_to_itself_a_head_stands_beside_copies(tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match="'feature' or 'hybrid' with a trained head"):
         llm.with_options(drafter="model")
     draft = LLM(tiny_llama_of_transformers(), tiny_llama_of_transformers(1), dtype="float32", device="cpu")
-    with pytest.raises(ParameterError, match="which is no trained head"):
+    with pytest.raises(ParameterError, match="is not a trained head"):
         draft.with_options(drafter="feature")
 
 

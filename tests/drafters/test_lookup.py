@@ -15,16 +15,16 @@ from torch import Tensor
 from paceline.drafters.lookup import (
     DOCUMENTS,
     LONGEST_SUFFIX,
-    MOST_PLACES,
+    MAX_POSITIONS,
     OWN,
     REFERENCES,
     SIBLINGS,
-    Beside,
-    Found,
+    Continuation,
+    CopySources,
     HostLookup,
     Lookup,
+    LookupResult,
     NativeLookup,
-    Way,
     make_lookup,
 )
 from paceline.kernels import native
@@ -56,7 +56,7 @@ def table(rows: Sequence[Text], spare: int) -> tuple[Tensor, Tensor]:
     return wide[:, :width], torch.tensor([len(row) for row in rows])
 
 
-def found_in(lookup: Lookup[Any], rows: Sequence[Text], k: int, beside: Any = None, spare: int = 0) -> Found:
+def found_in(lookup: Lookup[Any], rows: Sequence[Text], k: int, beside: Any = None, spare: int = 0) -> LookupResult:
     text, length = table(rows, spare)
     return lookup.find(text, length, len(rows), max(1, *map(len, rows)), k, beside)
 
@@ -67,11 +67,11 @@ def found_in(lookup: Lookup[Any], rows: Sequence[Text], k: int, beside: Any = No
 def test_the_native_search_equals_its_twin(
     rows: list[list[int]], documents: list[list[int]], references: list[list[int]], k: int, spare: int
 ) -> None:
-    beside = [Beside(references=references) if number % 2 else None for number in range(len(rows))]
+    beside = [CopySources(references=references) if number % 2 else None for number in range(len(rows))]
     both = []
     for lookup in lookups(documents):
         noted = lookup.texts(references)
-        both.append(found_in(lookup, rows, k, [each and Beside(references=noted) for each in beside], spare))
+        both.append(found_in(lookup, rows, k, [each and CopySources(references=noted) for each in beside], spare))
     assert both[0] == both[1]
     assert all(
         len(draft_tokens) <= k and bool(draft_tokens) == (size > 0)
@@ -79,7 +79,9 @@ def test_the_native_search_equals_its_twin(
     )
 
 
-def ways_in(lookup: Lookup[Any], rows: Sequence[Text], k: int, ways: int, beside: Any = None) -> list[list[Way]]:
+def ways_in(
+    lookup: Lookup[Any], rows: Sequence[Text], k: int, ways: int, beside: Any = None
+) -> list[list[Continuation]]:
     text, length = table(rows, 2)
     return lookup.find_all(text, length, len(rows), max(1, *map(len, rows)), k, ways, beside)
 
@@ -93,10 +95,10 @@ def test_several_continuations_are_the_same_in_both_and_the_first_is_the_one_of_
     numbers, both = range(len(rows)), []
     for lookup in lookups(documents):
         noted = lookup.texts(references)
-        beside = [Beside(references=noted) if number % 2 else None for number in numbers]
+        beside = [CopySources(references=noted) if number % 2 else None for number in numbers]
         both.append(ways_in(lookup, rows, k, ways, beside))
         chain = found_in(lookup, rows, k, beside)
-        firsts = [each[0] if each else Way([], 0, OWN) for each in both[-1]]
+        firsts = [each[0] if each else Continuation([], 0, OWN) for each in both[-1]]
         assert [way.draft_tokens for way in firsts] == chain.draft_tokens
         assert [way.matched for way in firsts] == chain.matched
         assert [way.source for way in firsts] == chain.sources
@@ -113,7 +115,7 @@ def test_continuations_come_from_all_sources_the_longer_match_first(kind: int) -
     lookup = lookups([[9, 1, 2, 3, 40]])[kind]
     references, siblings = lookup.texts([[7, 2, 3, 50]]), lookup.texts([[1, 2, 3, 60]])
     row = [2, 3, 70, 1, 2, 3]
-    (ways,) = ways_in(lookup, [row], 2, 9, [Beside(references, siblings, 1)])
+    (ways,) = ways_in(lookup, [row], 2, 9, [CopySources(references, siblings, 1)])
     found = [(way.draft_tokens[0], way.matched, way.source) for way in ways]
     assert found == [(60, 3, SIBLINGS), (40, 3, DOCUMENTS), (70, 2, OWN), (50, 2, REFERENCES)]
 
@@ -161,7 +163,7 @@ def test_growing_answers_are_guessed_from_each_other_as_a_plain_search_would(see
             playing = rng.sample([(family, number) for family in (0, 1) for number in range(5)], 4)
             rows = [prompts[family] + answers[family][number] for family, number in playing]
             firsts = [max(0, len(prompts[family]) - LONGEST_SUFFIX) for family, _ in playing]
-            beside = [Beside(*noted[f], number, first) for (f, number), first in zip(playing, firsts, strict=True)]
+            beside = [CopySources(*noted[f], number, first) for (f, number), first in zip(playing, firsts, strict=True)]
             found = found_in(lookup, rows, k, beside)
             known |= {place: len(row) for place, row in zip(playing, rows, strict=True)}
             for row, text in enumerate(rows):
@@ -186,7 +188,7 @@ def test_at_equal_length_the_rows_own_text_counts_then_references_siblings_docum
     def found(own: Text, sources: dict[int, Text]) -> tuple[int, list[int]]:
         lookup = lookups([sources[DOCUMENTS]] if DOCUMENTS in sources else [])[kind]
         siblings = lookup.texts([[], sources.get(SIBLINGS, [])])
-        beside = Beside(lookup.texts([sources.get(REFERENCES, [])]), siblings, 0, 0)
+        beside = CopySources(lookup.texts([sources.get(REFERENCES, [])]), siblings, 0, 0)
         one = found_in(lookup, [own], 1, [beside])
         return one.sources[0], one.draft_tokens[0]
 
@@ -203,24 +205,24 @@ def test_what_every_answer_said_first_is_guessed_for_the_next(kind: int) -> None
     lookup, prompt = lookups([])[kind], [1, 2, 3, 4, 5, 6, 7]
     siblings = lookup.texts()
     first = len(prompt) - LONGEST_SUFFIX
-    found_in(lookup, [[*prompt, 8, 9]], 3, [Beside(None, siblings, 0, first)])
-    found = found_in(lookup, [prompt], 3, [Beside(None, siblings, 1, first)])
-    assert found == Found([[8, 9]], [LONGEST_SUFFIX], [SIBLINGS])
+    found_in(lookup, [[*prompt, 8, 9]], 3, [CopySources(None, siblings, 0, first)])
+    found = found_in(lookup, [prompt], 3, [CopySources(None, siblings, 1, first)])
+    assert found == LookupResult([[8, 9]], [LONGEST_SUFFIX], [SIBLINGS])
 
 
 @pytest.mark.parametrize("kind", range(len(lookups([]))))
 def test_of_one_pair_of_tokens_only_so_many_places_are_looked_at(kind: int) -> None:
     lookup = lookups([])[kind]
-    for others, size in ((MOST_PLACES - 1, 3), (MOST_PLACES, 2)):
+    for others, size in ((MAX_POSITIONS - 1, 3), (MAX_POSITIONS, 2)):
         references = lookup.texts([[7, 1, 2, *([9, 1, 2] * others), 0]])
-        found = found_in(lookup, [[7, 1, 2]], 1, [Beside(references)])
+        found = found_in(lookup, [[7, 1, 2]], 1, [CopySources(references)])
         assert found.matched == [size]
 
 
 @needs_extension
 @pytest.mark.parametrize("length", [-1, 4])
 def test_a_length_beyond_the_text_is_refused(length: int) -> None:
-    with pytest.raises(ValueError, match="do not lie between"):
+    with pytest.raises(ValueError, match="are not all between"):
         NativeLookup([], KERNELS[0]).find_all(torch.zeros(1, 3).long(), torch.tensor([length]), 1, 3, 2, 2)
     with pytest.raises(ValueError, match="between 0 and 3"):
         NativeLookup([], KERNELS[0]).find(torch.zeros(1, 3, dtype=torch.int64), torch.tensor([length]), 1, 9, 2)

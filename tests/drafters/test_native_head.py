@@ -19,7 +19,7 @@ from paceline.config import EngineConfig, SamplingParams
 from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.core.draft import Draft
 from paceline.core.rows import Constraint
-from paceline.drafters.branches import Branches
+from paceline.drafters.branches import DraftTree
 from paceline.drafters.feature import FeatureDrafter
 from paceline.drafters.growth import Growth
 from paceline.drafters.heads.decoder import TorchHead
@@ -511,12 +511,12 @@ def logits_after(head: NativeHead, which: int, way: list[int], k: int) -> Tensor
     return along.seen[len(way)]
 
 
-def grown(head: NativeHead, which: int, params: SamplingParams, width: int, depth: int, k: int) -> Branches:
+def grown(head: NativeHead, which: int, params: SamplingParams, width: int, depth: int, k: int) -> DraftTree:
     cache = cast(Decoder, SimpleNamespace(cache=SimpleNamespace(positions=POSITIONS)))
     growth = Growth(cache, batch_of([which], params), width)
     for _ in range(depth):
         if growth.new:
-            ways = [growth.rows[0].way(draft_token) for _, draft_token in growth.new]
+            ways = [growth.rows[0].tokens_to(node) for _, node in growth.new]
             growth.spread(torch.cat([logits_after(head, which, way, k) for way in ways]))
     return growth.rows[0]
 
@@ -540,7 +540,7 @@ def test_trees_are_those_that_growth_grows(kind: str, params: str, width: int) -
             chain = list(range(-1, draft.drafted[row] - 1))
             assert draft.draft_tokens[row] == twin.tokens
             follows = chain if draft.host_parents is None else draft.host_parents[row][: len(chain)]
-            assert follows == twin.follows
+            assert follows == twin.parents
             assert list(draft.kinds[row]) == twin.kinds
             assert draft.confidence[row] == pytest.approx(twin.scores, abs=1e-6)
 

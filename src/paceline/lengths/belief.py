@@ -154,9 +154,9 @@ class ScoreCalibration:
         counts: dict[int, list[int]] = {}  # by bin: tried, kept
         for line in judged:
             for bin_, right in line:
-                count = counts.setdefault(bin_, [0, 0])
-                count[0] += 1
-                count[1] += right
+                of_bin = counts.setdefault(bin_, [0, 0])
+                of_bin[0] += 1
+                of_bin[1] += right
         tried, kept = map(sum, zip(*counts.values(), strict=True))
         fade = math.exp(-tried / TOKEN_MEMORY)
         self.all_missed = self.all_missed * fade + tried - kept

@@ -46,7 +46,7 @@ class Grid:
 
     @staticmethod
     def coarse(capacity: int) -> Grid:
-        """Few sizes, for the start of an engine: 1, 2, 4, ... rows and the capacity, with 0, 1, 3 and 7 draft tokens."""
+        """Few sizes, for the start of an engine: 1, 2, 4, ... rows and the capacity; 0, 1, 3 and 7 draft tokens."""
         sizes = {capacity} | {2**power for power in range(capacity.bit_length() - 1)}
         return Grid(tuple(sorted(sizes)), (0, 1, 3, 7), max_tokens=COARSE_TOKENS)
 

@@ -39,7 +39,7 @@ class Identity:
 class Profile:
     """A measured profile.
 
-    costs: round times, for ``auto``. best: from batch size to best length, for ``profiled``. source: its file, in words.
+    costs: round times, for ``auto``. best: from batch size to best length, for ``profiled``. source: its file.
     """
 
     identity: Identity
