@@ -420,7 +420,7 @@ def test_left_to_itself_a_head_stands_beside_copies(tmp_path: Path) -> None:
     llm = llm_with(published(tmp_path))
     assert llm.config.drafter == "hybrid"
     assert "drafter ngram or head " in llm.engine.describe()
-    with pytest.raises(ParameterError, match="'feature' or 'hybrid' with a trained head"):
+    with pytest.raises(ParameterError, match="'feature' or 'hybrid': the draft model is a trained head"):
         llm.with_options(drafter="model")
     draft = LLM(tiny_llama_of_transformers(), tiny_llama_of_transformers(1), dtype="float32", device="cpu")
     with pytest.raises(ParameterError, match="is not a trained head"):

@@ -228,7 +228,7 @@ def test_a_vocabulary_that_is_not_cut_needs_no_tables(tmp_path: Path) -> None:
 
 def test_the_tables_follow_from_each_other_and_from_what_is_said() -> None:
     head = FeatureHead(HeadConfig({"model_type": "llama", **layers()}, WIDTH, 3))
-    head.say(torch.tensor([4, 9, 60]))
+    head.set_vocabulary(torch.tensor([4, 9, 60]))
     assert head.targets.tolist() == [4, 9, 60]
     assert head.t2d.nonzero().flatten().tolist() == [4, 9, 60]
 
@@ -259,10 +259,10 @@ def transferring(shape: dict[str, Any] | None = None, **fields: Any) -> dict[str
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "another kind": (speculators_config(layers(), speculators_model_type="dflash"), "dflash heads are not run yet"),
-    "no kind": (speculators_config(layers(), speculators_model_type="eagle9"), "of no known kind"),
+    "another kind": (speculators_config(layers(), speculators_model_type="dflash"), "dflash heads are not supported"),
+    "no kind": (speculators_config(layers(), speculators_model_type="eagle9"), "'eagle9' is unknown"),
     "a model": ({"architectures": ["LlamaForCausalLM"], **layers()}, "of no head"),
-    "another architecture": (flat_config(layers(), architectures=["Eagle2Llama"]), "'Eagle2Llama' is not run"),
+    "another architecture": (flat_config(layers(), architectures=["Eagle2Llama"]), "'Eagle2Llama' is not supported"),
     "other layers": (speculators_config(layers(model_type="gpt2")), "model_type 'gpt2'"),
     "one stream": (flat_config(layers(), eagle_config={"use_aux_hidden_state": False}), "EAGLE-1"),
     "many flat layers": (flat_config(layers(num_hidden_layers=2)), "num_hidden_layers=2"),
@@ -270,7 +270,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "quantised": (speculators_config(layers(), quantization_config={"bits": 4}), "quantised"),
     "a wide vocabulary": (speculators_config(layers(), draft_vocab_size=99), "draft_vocab_size 99"),
     "heads that do not divide": (speculators_config(layers(num_key_value_heads=3)), "4 heads over 3"),
-    "a layer twice": (speculators_config(layers(), eagle_aux_hidden_state_layer_ids=[1, 1, 2]), "streams of layers"),
+    "a layer twice": (
+        speculators_config(layers(), eagle_aux_hidden_state_layer_ids=[1, 1, 2]),
+        "hidden states of layers",
+    ),
     "no list": (speculators_config(layers(), eagle_aux_hidden_state_layer_ids=7), "is a list, not 7"),
     "no number": (speculators_config(layers(), target_hidden_size="wide"), "is a whole number"),
     "a flag of words": (speculators_config(layers(), norm_output="yes"), "is true or false"),
@@ -314,9 +317,12 @@ def _with(**changed: Tensor) -> Callable[[dict[str, Tensor]], None]:
 
 DAMAGED: dict[str, tuple[Callable[[dict[str, Tensor]], None], str]] = {
     "missing": (_without("fc.weight"), r"lacks fc\.weight"),
-    "unknown": (_with(extra=torch.zeros(2)), "extra belong to no head"),
+    "unknown": (_with(extra=torch.zeros(2)), "this configuration has no extra"),
     "mis-shaped": (_with(fc__weight=torch.zeros(WIDTH, WIDTH)), r"fc\.weight has the shape \[24, 24\]"),
-    "a switch unsaid": (_with(input_norm__weight=torch.ones(3 * WIDTH)), r"input_norm\.weight belong to no head"),
+    "a switch unsaid": (
+        _with(input_norm__weight=torch.ones(3 * WIDTH)),
+        r"this configuration has no input_norm\.weight",
+    ),
     "whole numbers": (
         _with(fc__weight=torch.zeros(WIDTH, 3 * WIDTH, dtype=torch.int8)),
         r"fc\.weight is of torch\.int8",

@@ -108,7 +108,7 @@ def test_what_is_known_of_a_request_goes_with_it(right: list[int]) -> None:
     gc.collect()
     drafter = engine.parts.drafter
     assert isinstance(drafter, NgramDrafter)
-    assert not drafter._known
+    assert not drafter._texts
 
 
 def refused(engine: Engine, references: Sequence[Sequence[int]], params: SamplingParams = GREEDY) -> str:

@@ -19,7 +19,7 @@ from paceline.core.batch import Batch
 from paceline.core.draft import Draft, HostVerdict, Verdict
 from paceline.core.ops import DrawRows
 from paceline.core.sampling import Purpose
-from paceline.drafters.heads.native import NativeStreams
+from paceline.drafters.heads.native import NativeFusedStates
 from paceline.kernels.abi import CRound, CTextRows, address
 from paceline.kernels.cpu import described
 from paceline.models.base import AnyModel
@@ -55,10 +55,10 @@ class NativeRound:
         self._drawing: DrawRows | None = None  # whom the call describes
         self._work: tuple[Tensor, ...] = ()  # hidden states and so on of the largest round, or of a larger one
         self._taps = torch.empty(0, dtype=torch.int64)
-        if isinstance(target.reader, NativeStreams):
+        if isinstance(target.reader, NativeFusedStates):
             self._show(target.reader)
 
-    def _show(self, streams: NativeStreams) -> None:
+    def _show(self, streams: NativeFusedStates) -> None:
         """The call fuses and keeps what the head reads of each token."""
         call, self._taps = self._call, torch.tensor(streams.taps)
         call.head, call.kept = streams.model.decoder.handle, streams.described
@@ -142,7 +142,7 @@ class NativeRound:
 
 def why_host(target: Decoder, rule: AcceptanceRule) -> str | None:
     """Why the host plays rounds of a model of which the kernels could; None if it does not."""
-    if not isinstance(target.reader, NativeStreams | None):  # the call gives them to heads of the kernels alone
+    if not isinstance(target.reader, NativeFusedStates | None):  # the call gives them to heads of the kernels alone
         return "the drafter reads the target's streams"
     return None if rule in RULES.values() else "the kernels do not have this acceptance rule"
 

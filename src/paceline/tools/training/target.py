@@ -169,7 +169,7 @@ class Target:
                 for layer, tensors in zip(head.layers, self.layers, strict=True):
                     layer.load_state_dict(tensors)
         head.lm_head.requires_grad_(False)
-        head.say(says)
+        head.set_vocabulary(says)
         return head
 
 
