@@ -439,7 +439,7 @@ def test_a_head_without_an_embedding_takes_its_targets(tmp_path: Path) -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "width": ({"target_hidden_size": 48}, r"streams of width 48, .* has 32: .* another model \(someone/target\)"),
+    "width": ({"target_hidden_size": 48}, r"hidden states of width 48, .* has 32: .* another model \(someone/target\)"),
     "layers": ({"eagle_aux_hidden_state_layer_ids": [0, 2]}, r"layers \(0, 2\); this target has 2"),
     "the usual layers": ({"eagle_aux_hidden_state_layer_ids": None}, r"layers \(2, 1, -1\)"),
 }

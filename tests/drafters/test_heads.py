@@ -249,7 +249,7 @@ def test_layers_are_named_by_the_streams_that_enter_them(fields: dict[str, Any],
 
 def test_a_target_with_too_few_layers_is_refused() -> None:
     config, _ = HeadConfig.read(flat_config(layers(), eagle_aux_hidden_state_layer_ids=[1, 5, 9]))
-    with pytest.raises(ModelFormatError, match=r"layers \(1, 5, 9\); this target has 9, 0 to 8"):
+    with pytest.raises(ModelFormatError, match=r"layers \(1, 5, 9\); this target has 9 layers, 0 to 8"):
         config.taps_of(9)
 
 
@@ -261,7 +261,7 @@ def transferring(shape: dict[str, Any] | None = None, **fields: Any) -> dict[str
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another kind": (speculators_config(layers(), speculators_model_type="dflash"), "dflash heads are not supported"),
     "no kind": (speculators_config(layers(), speculators_model_type="eagle9"), "'eagle9' is unknown"),
-    "a model": ({"architectures": ["LlamaForCausalLM"], **layers()}, "of no head"),
+    "a model": ({"architectures": ["LlamaForCausalLM"], **layers()}, "not of a head"),
     "another architecture": (flat_config(layers(), architectures=["Eagle2Llama"]), "'Eagle2Llama' is not supported"),
     "other layers": (speculators_config(layers(model_type="gpt2")), "model_type 'gpt2'"),
     "one stream": (flat_config(layers(), eagle_config={"use_aux_hidden_state": False}), "EAGLE-1"),
@@ -274,23 +274,23 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         speculators_config(layers(), eagle_aux_hidden_state_layer_ids=[1, 1, 2]),
         "hidden states of layers",
     ),
-    "no list": (speculators_config(layers(), eagle_aux_hidden_state_layer_ids=7), "is a list, not 7"),
-    "no number": (speculators_config(layers(), target_hidden_size="wide"), "is a whole number"),
-    "a flag of words": (speculators_config(layers(), norm_output="yes"), "is true or false"),
+    "no list": (speculators_config(layers(), eagle_aux_hidden_state_layer_ids=7), "must be a list, not 7"),
+    "no number": (speculators_config(layers(), target_hidden_size="wide"), "must be a whole number"),
+    "a flag of words": (speculators_config(layers(), norm_output="yes"), "must be true or false"),
     "no mask": (speculators_config(layers(), speculators_model_type="peagle"), "lacks mask_token_id"),
     "a mask outside": (speculators_config(layers(), **PARALLEL | {"mask_token_id": 61}), "mask_token_id 61"),
-    "a mask of words": (speculators_config(layers(), **PARALLEL | {"mask_token_id": "x"}), "is a whole number"),
+    "a mask of words": (speculators_config(layers(), **PARALLEL | {"mask_token_id": "x"}), "must be a whole number"),
     "no mask's state": (speculators_config(layers(), **PARALLEL), "lacks mask_hidden"),
-    "a flat parallel one": (flat_config(layers(), ptd_token_id=3), "ptd_token_id: heads that guess in parallel"),
+    "a flat parallel one": (flat_config(layers(), ptd_token_id=3), "ptd_token_id: parallel heads are supported only"),
     "no transfers": (transferring(transfers=None), "lacks transfers"),
     "no guess": (transferring(transfers=0), "transfers of the head's configuration is 1 to"),
-    "transfers of many streams": (transferring(eagle_aux_hidden_state_layer_ids=[1, 2]), "belongs to other kinds"),
-    "transfers of the usual streams": (transferring(eagle_aux_hidden_state_layer_ids=None), "belongs to other kinds"),
-    "transfers and switches": (transferring(norm_output=True), "belongs to other kinds"),
-    "transfers into windows": (transferring(layers(**WINDOWED, sliding_window=3)), "belongs to other kinds"),
-    "no rows": (speculators_config(layers(), paceline={"paying_rows": {"cpu": 0}}), "from 1 on, not {'cpu': 0}"),
+    "transfers of many streams": (transferring(eagle_aux_hidden_state_layer_ids=[1, 2]), "settings of other kinds"),
+    "transfers of the usual streams": (transferring(eagle_aux_hidden_state_layer_ids=None), "settings of other kinds"),
+    "transfers and switches": (transferring(norm_output=True), "settings of other kinds"),
+    "transfers into windows": (transferring(layers(**WINDOWED, sliding_window=3)), "settings of other kinds"),
+    "no rows": (speculators_config(layers(), paceline={"paying_rows": {"cpu": 0}}), "from 1 up, not {'cpu': 0}"),
     "rows of words": (speculators_config(layers(), paceline={"paying_rows": {"cpu": "2"}}), "whole number"),
-    "rows of nothing": (speculators_config(layers(), paceline=2), "is an object, not 2"),
+    "rows of nothing": (speculators_config(layers(), paceline=2), "must be an object, not 2"),
     "no size": (speculators_config({}), "lacks hidden_size"),
     "no activation": (speculators_config(layers(hidden_act="swoosh")), "activation"),
 }
@@ -325,12 +325,12 @@ DAMAGED: dict[str, tuple[Callable[[dict[str, Tensor]], None], str]] = {
     ),
     "whole numbers": (
         _with(fc__weight=torch.zeros(WIDTH, 3 * WIDTH, dtype=torch.int8)),
-        r"fc\.weight is of torch\.int8",
+        r"fc\.weight has the unsupported type torch\.int8",
     ),
     "tokens outside": (_with(d2t=torch.full((DRAFTED,), 50)), "outside of the target's 61"),
     "a token twice": (_with(d2t=-torch.arange(DRAFTED)), "names a token twice"),
     "tables that differ": (_with(d2t=torch.zeros(DRAFTED, dtype=torch.int64)), "different tokens"),
-    "numbers for tokens": (_with(d2t=torch.zeros(DRAFTED)), r"d2t is of torch\.float32"),
+    "numbers for tokens": (_with(d2t=torch.zeros(DRAFTED)), r"d2t has the unsupported type torch\.float32"),
     "no tables": (_without("d2t", "t2d"), "lacks d2t, t2d"),
 }
 

@@ -98,8 +98,8 @@ def _check_target(config: HeadConfig, target: AnyModel, source: Source, path: Pa
     width = said.get_text_config().hidden_size
     if config.target_width != width:
         raise ModelFormatError(
-            f"the head {path} reads hidden states of width {config.target_width}, but the target {target.name} has {width}: "
-            f"it was made for another model{_named(config)}"
+            f"the head {path} reads hidden states of width {config.target_width}, but the target {target.name} has "
+            f"{width}: it was made for another model{_named(config)}"
         )
     if config.decoder.vocab_size != target.vocab_size:
         raise VocabularyMismatchError(
@@ -126,7 +126,7 @@ def _compare_names(config: HeadConfig, source: Source, path: Path) -> None:
     ours, theirs = (PurePath(name).name.lower() for name in (given, config.verifier))
     if theirs and not (ours.startswith(theirs) or theirs.startswith(ours)):
         log.warning(
-            "the head %s was made for %s, the target is %s: unless they are the same model, few draft tokens are accepted",
+            "the head %s was made for %s, the target is %s: if they differ, few draft tokens will be accepted",
             path,
             config.verifier,
             given,
