@@ -84,7 +84,7 @@ def features_of(target: AnyModel, text: list[int], taps: Sequence[int]) -> list[
     return [recorder.shown[place] for place in range(len(text))]
 
 
-def guesses_of(head: TorchHead, features: list[Tensor], text: list[int], k: int) -> list[int]:
+def draft_tokens_of(head: TorchHead, features: list[Tensor], text: list[int], k: int) -> list[int]:
     """What the format's description says that a head draft tokens after a text."""
     reading = reading_of(head.head.state_dict())
     state, logits = reading.text(text[1:], features)
@@ -113,7 +113,7 @@ class Watched:
                 self.compared["short"] += 1
             elif not batch.sampling.temperature[row]:
                 features = features_of(self.target, text[:-1], self.head.taps)
-                assert draft_tokens == guesses_of(self.head, features, text, len(draft_tokens))
+                assert draft_tokens == draft_tokens_of(self.head, features, text, len(draft_tokens))
                 self.compared["draft tokens"] += len(draft_tokens)
         return draft
 
@@ -151,7 +151,7 @@ KINDS: dict[str, Callable[[AnyModel, int], TorchHead]] = {
         pytest.param("native", 4, marks=pytest.mark.slow),
     ],
 )
-def test_guesses_are_those_of_an_independent_reading_in_any_company(model: str, chunk: int, kind: str) -> None:
+def test_draft_tokens_are_those_of_an_independent_reading_in_any_company(model: str, chunk: int, kind: str) -> None:
     """Prompts in chunks, siblings that copy a prompt, rows that move, rounds without draft tokens, for some rows
     only."""
     make, width = TARGETS[model]
@@ -176,7 +176,7 @@ def test_what_stands_side_by_side_in_a_tree_are_the_best_after_the_way_there(kin
         draft = propose(batch, wish).capped(wish.caps)
         for row, count in enumerate(draft.drafted):
             text = batch.tokens[row, : batch.lengths[row]].tolist()
-            assert count == 0 or len(text) > 1, "before any streams there are no guesses"
+            assert count == 0 or len(text) > 1, "without hidden states there are no draft tokens"
             if count == 0:
                 continue
             features, beside = features_of(target, text[:-1], head.taps), defaultdict[tuple[int, ...], list[int]](list)
@@ -219,7 +219,7 @@ def test_a_device_draws_what_an_independent_reading_says(
                 compared["short"] += 1
             elif state.temperature[row] == 0:
                 features = features_of(target, text[:-1], head.taps)
-                assert found.draft_tokens[row] == guesses_of(head, features, text, count)
+                assert found.draft_tokens[row] == draft_tokens_of(head, features, text, count)
                 compared["draft tokens"] += count
         return found
 
@@ -246,7 +246,7 @@ def test_a_head_that_was_not_asked_for_long_reads_what_it_missed(kind: str) -> N
 
 
 @pytest.mark.parametrize(("kind", "passes"), [("feature", 3), ("parallel", 1), ("hidden_transfer", 1)])
-def test_some_heads_guess_in_one_pass(kind: str, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_some_heads_draft_in_one_pass(kind: str, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_llama()
     head = KINDS[kind](target, 32)
     engine = make_engine(target, head, drafter="feature", num_speculative_tokens=3)
@@ -274,7 +274,7 @@ def test_some_heads_guess_in_one_pass(kind: str, passes: int, monkeypatch: pytes
     assert calls["step"] == passes * 3
 
 
-def test_hidden_states_are_transferred_for_so_many_guesses_and_no_more() -> None:
+def test_hidden_states_are_transferred_for_a_limited_number_of_draft_tokens() -> None:
     target = tiny_llama()
     engine = make_engine(target, tiny_transfer_head(target, 32), drafter="feature", num_speculative_tokens=8)
     drafted, propose = set(), engine.parts.drafter.propose

@@ -283,7 +283,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no mask's state": (speculators_config(layers(), **PARALLEL), "lacks mask_hidden"),
     "a flat parallel one": (flat_config(layers(), ptd_token_id=3), "ptd_token_id: parallel heads are supported only"),
     "no transfers": (transferring(transfers=None), "lacks transfers"),
-    "no guess": (transferring(transfers=0), "transfers of the head's configuration is 1 to"),
+    "no draft token": (transferring(transfers=0), "transfers of the head's configuration is 1 to"),
     "transfers of many streams": (transferring(eagle_aux_hidden_state_layer_ids=[1, 2]), "settings of other kinds"),
     "transfers of the usual streams": (transferring(eagle_aux_hidden_state_layer_ids=None), "settings of other kinds"),
     "transfers and switches": (transferring(norm_output=True), "settings of other kinds"),

@@ -86,7 +86,7 @@ def test_the_round_decides_where_it_is_asked(asked: int, prompts: list[list[int]
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_after_any_rounds_the_draft_models_guesses_are_those_from_the_whole_text(seed: int) -> None:
+def test_after_any_rounds_the_draft_models_draft_tokens_are_those_from_the_whole_text(seed: int) -> None:
     """Rounds of copies, of the draft model, plain ones, and drafts that were timed only leave nothing stale behind."""
     rng, prompts = random.Random(seed), [[1], [2, 3, 4, 2, 3], [8, 9, 1]]
     drafter, batch = setup(*prompts)
@@ -139,4 +139,4 @@ def test_copies_are_scored() -> None:
     assert draft.confidence is not None
     first = [scores[0] for scores in draft.confidence]
     assert first[0] == STRONG > first[1] > first[2] == 0
-    assert draft.confidence[0][1] > STRONG, "it grows with each right guess"
+    assert draft.confidence[0][1] > STRONG, "it grows with each right draft token"

@@ -149,7 +149,7 @@ def naive(row: Text, sources: Sequence[Sequence[Text]], k: int) -> tuple[int, in
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_growing_answers_are_guessed_from_each_other_as_a_plain_search_would(seed: int) -> None:
+def test_growing_answers_are_drafted_from_each_other_as_a_plain_search_would(seed: int) -> None:
     """Siblings of two prompts, which grow by turns, sit out rounds, end, and are followed by others in their rows."""
     rng = random.Random(seed)
     vocab, k, given_documents = rng.choice([2, 3, 6]), rng.randint(1, 6), [[0, 1, 2, 0, 1], [1]]
@@ -201,7 +201,7 @@ def test_at_equal_length_the_rows_own_text_counts_then_references_siblings_docum
 
 
 @pytest.mark.parametrize("kind", range(len(lookups([]))))
-def test_what_every_answer_said_first_is_guessed_for_the_next(kind: int) -> None:
+def test_what_every_answer_said_first_is_drafted_for_the_next(kind: int) -> None:
     lookup, prompt = lookups([])[kind], [1, 2, 3, 4, 5, 6, 7]
     siblings = lookup.texts()
     first = len(prompt) - LONGEST_SUFFIX

@@ -39,7 +39,7 @@ def setup(rule: AcceptanceName = "coupled", params: Sequence[SamplingParams] = P
     return ModelDrafter(decoder, rule), batch
 
 
-def expected_guesses(batch: Batch, k: int) -> list[list[int]]:
+def expected_tokens(batch: Batch, k: int) -> list[list[int]]:
     """What the draft model itself would say, token by token from the whole text."""
     draft_tokens = []
     for row, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
@@ -54,7 +54,7 @@ def expected_guesses(batch: Batch, k: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_guesses_are_the_draft_models_own_continuation_after_any_history(seed: int) -> None:
+def test_draft_tokens_are_the_draft_models_own_continuation_after_any_history(seed: int) -> None:
     rng = random.Random(seed)
     drafter, batch = setup()
     for _ in range(9):
@@ -63,7 +63,7 @@ def test_guesses_are_the_draft_models_own_continuation_after_any_history(seed: i
         accepted = torch.tensor([rng.randint(0, k) for _ in PROMPTS])
         if k:
             draft = drafter.propose(batch, SpeculationPlan(k))
-            assert draft.tokens.tolist() == expected_guesses(batch, k)
+            assert draft.tokens.tolist() == expected_tokens(batch, k)
             assert draft.counts.tolist() == [k] * len(PROMPTS)
             for row in range(len(PROMPTS)):  # what is kept of a row is what was drafted
                 tokens[row, : accepted[row]] = draft.tokens[row, : accepted[row]]
@@ -82,7 +82,7 @@ def test_a_draft_ends_where_the_round_says_and_the_next_one_is_right_all_the_sam
         draft = drafter.propose(batch, SpeculationPlan(k, stop_drafting=enough))
         drafted = min(k, stop)
         assert seen == [[step + 1] * len(PROMPTS) for step in range(drafted)]
-        assert draft.tokens.tolist() == expected_guesses(batch, drafted)
+        assert draft.tokens.tolist() == expected_tokens(batch, drafted)
         assert draft.counts.tolist() == [drafted] * len(PROMPTS)
         accepted = torch.tensor([rng.choice([rng.randint(0, drafted), drafted]) for _ in PROMPTS])
         tokens = torch.tensor([[rng.randrange(VOCAB) for _ in range(drafted + 1)] for _ in PROMPTS])
@@ -93,7 +93,7 @@ def test_a_draft_ends_where_the_round_says_and_the_next_one_is_right_all_the_sam
         drafter.observe(batch, verdict)
 
 
-def test_a_guess_is_scored_by_its_likelihood_whatever_the_temperature() -> None:
+def test_a_draft_token_is_scored_by_its_likelihood_whatever_the_temperature() -> None:
     drafter, batch = setup()
     draft = drafter.propose(batch, SpeculationPlan(3, stop_drafting=lambda part, scores: False))
     assert draft.confidence is not None
@@ -115,7 +115,7 @@ def test_under_the_coupled_rule_no_law_is_reported() -> None:
     assert drafter.propose(batch, SpeculationPlan(3)).probabilities is None
 
 
-def test_under_the_rejection_rule_the_law_that_guesses_were_drawn_from_is_reported() -> None:
+def test_the_rejection_rule_gets_the_distribution_that_draft_tokens_were_drawn_from() -> None:
     drafter, batch = setup("rejection")
     draft = drafter.propose(batch, SpeculationPlan(3))
     assert draft.probabilities is not None
@@ -128,7 +128,7 @@ def test_under_the_rejection_rule_the_law_that_guesses_were_drawn_from_is_report
             )
 
 
-def test_under_the_rejection_rule_guesses_have_noise_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_the_rejection_rule_draft_tokens_have_noise_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     purposes = []
     import paceline.core.sampling as sampling
 

@@ -82,7 +82,7 @@ def batch_of(rows: Sequence[int], params: SamplingParams = PLAIN) -> Batch:
 
 
 def _rounded(tensor: Tensor, to: Format, parts: int) -> Tensor:
-    """Each of so many parts of the inputs is padded, which decides what shares a scale."""
+    """Pad each of the parts of the inputs, which decides which weights share a scale."""
     width = tensor.shape[1] // parts
     wide = torch.cat([pad(part, (0, -width % INPUT_MULTIPLE)) for part in tensor.chunk(parts, dim=1)], dim=1)
     values = dequantise(quantise(wide, to), wide.shape[1])
@@ -223,7 +223,7 @@ def test_an_error_of_the_length_policys_is_raised_after_the_call() -> None:
         decoder.draft(batch, [4], broken, distributions=False)
 
 
-def test_rows_with_a_constraint_guess_what_it_allows() -> None:
+def test_rows_with_a_constraint_draft_what_it_allows() -> None:
     """And those beside them what they draft token anyway."""
     rows, counts = [1, 3, 3], [3, 2, 4]
     free = decoder_of(natively(feature_head()), rows).draft(batch_of(rows), counts, None, distributions=True)
@@ -305,7 +305,7 @@ class Anew:
 
 @pytest.mark.parametrize("rounds", ["kernels", "host", "kernels, parallel"])
 @pytest.mark.parametrize("chunk", [4, 256])
-def test_guesses_do_not_depend_on_what_happened_to_their_rows(chunk: int, rounds: str) -> None:
+def test_draft_tokens_do_not_depend_on_what_happened_to_their_rows(chunk: int, rounds: str) -> None:
     """Prompts in chunks, siblings that copy a prompt, rows that move, rounds without draft tokens, for some rows
     only."""
     target = tiny_native(1)
@@ -503,7 +503,7 @@ class Along:
 
 
 def logits_after(head: NativeHead, which: int, way: list[int], k: int) -> Tensor:
-    """Of the chain that is forced along ``way``, which the tests of chains hold to an independent reading."""
+    """Logits of a chain that is forced along ``way``. The tests of chains compare these with a reference."""
     along, batch = Along(way), batch_of([which], SamplingParams(temperature=0))
     batch.sampling.constraints[0] = cast(Constraint, along)
     batch.set_rows(1)

@@ -64,11 +64,11 @@ texts = st.lists(st.lists(token, min_size=1, max_size=20), min_size=1, max_size=
 
 @settings(max_examples=200, deadline=None)
 @given(rows=texts, documents=st.lists(st.lists(token, max_size=12), max_size=3), k=st.integers(1, 7))
-def test_guesses_equal_a_naive_search(rows: list[list[int]], documents: list[list[int]], k: int) -> None:
+def test_draft_tokens_equal_a_naive_search(rows: list[list[int]], documents: list[list[int]], k: int) -> None:
     assert propose(rows, documents, k) == [naive(row, documents, k) for row in rows]
 
 
-def test_a_row_without_a_match_has_no_guess_beside_one_that_has() -> None:
+def test_a_row_without_a_match_gets_no_draft_tokens_beside_one_that_has() -> None:
     assert propose([[1, 2, 3], [1, 2, 1], [5]], [], 2) == [[], [2, 1], []]
 
 

@@ -55,10 +55,10 @@ def test_a_right_reference_is_copied_by_every_answer(
     monkeypatch.setenv(native.VARIABLE, kernels)
     [output] = play(copying(), (replace(GREEDY, n=n), [[7, 7], [*PROMPT, *right]]))
     assert answers([output]) == [[right] * n]
-    assert max(rounds(output)) <= 6, "24 tokens, 4 guesses a round, all of them right"
+    assert max(rounds(output)) <= 6, "24 tokens, 4 draft tokens a round, all right"
 
 
-def test_a_draft_says_where_its_guesses_come_from(right: list[int]) -> None:
+def test_a_draft_says_where_its_draft_tokens_come_from(right: list[int]) -> None:
     """Else ``auto`` could not tell what copies of other texts are worth."""
     engine, kinds = copying(), set()
     propose = engine.parts.drafter.propose
@@ -85,7 +85,7 @@ def test_what_one_answer_said_the_next_ones_copy(
     right: list[int], kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(native.VARIABLE, kernels)
-    engine = copying(max_batch_size=1)  # one after the other: the first has nobody to copy from
+    engine = copying(max_batch_size=1)  # one after the other: the first has no sample to copy from
     [output] = play(engine, (replace(GREEDY, n=3), []))
     alone, *later = rounds(output)
     assert answers([output]) == [[right] * 3]
@@ -124,7 +124,7 @@ def test_references_that_nobody_would_look_at_are_refused(drafter: str | None) -
     assert "drafter='ngram' or 'hybrid'" in refused(make_engine(ToyModel(), draft, drafter=drafter), [[1]])
 
 
-def test_references_beside_no_guesses_are_refused() -> None:
+def test_references_without_a_drafter_are_refused() -> None:
     assert "num_speculative_tokens=0" in refused(copying(), [[1]], replace(GREEDY, num_speculative_tokens=0))
     refused(copying(num_speculative_tokens=0), [[1]])
 

@@ -1,4 +1,4 @@
-"""``auto``: given chances and costs, what is asked, verified and learned; with every kind of draft tokens."""
+"""``auto``: what it drafts, verifies and learns, given acceptance and costs, for each kind of drafts."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from toy import FlatToy, ToyModel, answers, make_engine, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-Guess = tuple[float, bool]
-Kind = Callable[[random.Random, int], list[Guess]]  # draft tokens at a place of the text
+ScriptedToken = tuple[float, bool]
+Kind = Callable[[random.Random, int], list[ScriptedToken]]  # draft tokens at a place of the text
 WEAK, STRONG = 1 / 9, 25 / 33  # scores of copies after one token that matches, and after five
 
 
-# --- draft tokens that nobody sees before they are verified: by their places -------------------------------
+# --- drafts that are not seen before verification: judged by position --------------------------------------
 
 FREE = linear_costs()  # 10 ms and 0.25 ms a token
 DEAR = linear_costs(token=1.0, draft_step=1.0)
@@ -78,7 +78,7 @@ def test_costs_that_were_measured_wrongly_are_corrected_by_real_rounds() -> None
 
 @pytest.mark.parametrize("rows", [1, 4, 16])
 @pytest.mark.parametrize("name", ["dear", "draft model"])
-def test_where_no_guess_is_kept_trials_cost_less_than_one_percent(name: str, rows: int) -> None:
+def test_where_no_draft_token_is_kept_trials_cost_less_than_one_percent(name: str, rows: int) -> None:
     simulation = Simulation(COSTS[name], lambda row, place: 0.0)
     simulation.rows(rows)
     simulation.play(blind(simulation, COSTS[name]), 3000)
@@ -92,7 +92,7 @@ def test_where_no_guess_is_kept_trials_cost_less_than_one_percent(name: str, row
 
 
 @pytest.mark.parametrize("rows", [1, 16])
-def test_guesses_that_become_good_are_noticed_within_about_100_rounds(rows: int) -> None:
+def test_draft_tokens_that_become_good_are_noticed_within_about_100_rounds(rows: int) -> None:
     delays = []
     for seed in range(9):
         rate = [0.0]
@@ -110,7 +110,7 @@ def test_guesses_that_become_good_are_noticed_within_about_100_rounds(rows: int)
 
 
 @pytest.mark.parametrize(("rows", "rounds"), [(1, 10), (16, 2)])
-def test_guesses_that_become_bad_are_noticed_within_a_few_rounds(rows: int, rounds: int) -> None:
+def test_draft_tokens_that_become_bad_are_noticed_within_a_few_rounds(rows: int, rounds: int) -> None:
     rate = [0.9]
     simulation = Simulation(DRAFT_MODEL, lambda row, place: rate[0])
     simulation.rows(rows)
@@ -161,7 +161,7 @@ def test_through_changing_phases_it_stays_near_an_oracle_and_beats_every_fixed_l
 
 
 class Behind(Reader):
-    """A draft model's cache that lacks so many tokens of each row, whatever is read."""
+    """A draft model's cache with a fixed number of missing tokens per row."""
 
     def __init__(self, lacks: list[int]) -> None:
         self.lacks = lacks
@@ -292,7 +292,7 @@ def test_a_draft_model_that_cannot_pay_is_spared_the_prompts_and_catches_up_when
     assert not any(output.outputs[0].metrics.accepted for output in outputs[1:])
 
 
-def test_a_trial_asks_a_row_that_allows_guesses() -> None:
+def test_a_trial_asks_a_row_that_allows_draft_tokens() -> None:
     """One that allows none may lack least for ever: the draft model would never be tried again."""
     costs = linear_costs(draft_step=4.0)
     for includes_drafting in (True, False):
@@ -440,7 +440,7 @@ def test_the_choice_is_the_best_of_all_choices(token: float) -> None:
         assert chosen == list(best_by_trying(policy, confidence, counts, costs))
 
 
-def test_rows_get_guesses_by_their_chances_and_one_without_hope_none() -> None:
+def test_rows_get_draft_tokens_by_their_probabilities_and_a_hopeless_row_none() -> None:
     sure, fair, hopeless = [0.99] * 4, [0.66] * 4, [0.01] * 4
     _, chosen = select([sure, fair, hopeless], [4, 4, 4], linear_costs(verify=30.0, token=8.0))
     assert chosen[0] == 4
@@ -449,7 +449,7 @@ def test_rows_get_guesses_by_their_chances_and_one_without_hope_none() -> None:
 
 
 @pytest.mark.parametrize("first", range(3))
-def test_of_guesses_that_are_worth_as_much_those_of_the_row_that_ends_soonest_come_first(first: int) -> None:
+def test_of_equal_gains_those_of_the_row_with_the_earliest_deadline_come_first(first: int) -> None:
     """Only one is worth verifying: with it the weights are read anyway."""
     policy, batch = AutoLength(CostModel(linear_costs())), batch_of(3)
     for row, deadline in enumerate((7.0, 8.0, 9.0)):
@@ -478,7 +478,7 @@ def test_where_tokens_are_dear_nothing_is_verified_and_the_round_is_a_plain_one(
     assert chosen == [0, 0]
 
 
-def coins(chance: dict[int, float], seed: int = 0, score: float = 0.8) -> Callable[[int], list[Guess]]:
+def coins(chance: dict[int, float], seed: int = 0, score: float = 0.8) -> Callable[[int], list[ScriptedToken]]:
     """Draft tokens with the same score everywhere; chance[row] that one is right if those before it are."""
     rng = random.Random(seed)
     return lambda row: [(score, rng.random() < chance[row]) for _ in range(8)]
@@ -499,7 +499,7 @@ def test_copies_that_are_always_wrong_cost_next_to_nothing(rows: int, noise: flo
 @pytest.mark.parametrize(
     ("rows", "right", "least", "most"), [(16, False, 0.1, 0.4), (16, True, 1, 1), (2, False, 0.1, 0.5), (2, True, 1, 1)]
 )
-def test_where_guesses_are_wrong_most_rounds_do_not_even_search(
+def test_where_draft_tokens_are_wrong_most_rounds_do_not_even_search(
     rows: int, right: bool, least: float, most: float
 ) -> None:
     simulation, asked = DraftSimulation(CPU, lambda row: [(0.95, right)] * 8, rows, tokens=256, look=SEARCH), []
@@ -559,7 +559,7 @@ def test_what_drafts_take_is_owed_to_a_batch_that_drains(rows: int) -> None:
 
 
 def measured(rows: int, paying_rows: int, copies: bool = False) -> tuple[AutoLength, DraftSimulation]:
-    """After some rounds with drafts that are always right, of a head that was measured to pay up to so many rows."""
+    """A policy after rounds of drafts that are always right, of a head measured to pay up to ``paying_rows`` rows."""
     costs = linear_costs(verify=10.0, token=0.1, draft_once=0.2, draft_step=0.2)
     simulation = DraftSimulation(costs, lambda _row: [(0.9, True)] * 8, rows, tokens=200)
     simulation.copies = (lambda _row: [(STRONG, True)] * 8) if copies else None
@@ -643,7 +643,7 @@ def test_more_rows_or_fewer_end_a_rest() -> None:
         assert len(looked) > before
 
 
-def test_guesses_that_are_not_verified_teach_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_tokens_that_are_not_verified_teach_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """No draft token pays, so none is verified; but what rows gain shows that the draft tokens were right."""
     monkeypatch.setattr("paceline.lengths.belief.EXPLORATION_SHARE", 0.0)
     dear = linear_costs(verify=0.0, token=10.0)
@@ -688,7 +688,7 @@ ROWS = [1, 2, 4]
 def telling(chance: float = 0.75) -> Kind:
     """A draft model whose likelihoods say where it is nearly sure, which it is that often."""
 
-    def draft_token(rng: random.Random, _place: int) -> list[Guess]:
+    def draft_token(rng: random.Random, _place: int) -> list[ScriptedToken]:
         chances = [0.97 if rng.random() < chance else 0.3 for _ in range(LONGEST_AUTO)]
         return [(each, rng.random() < each) for each in chances]
 
@@ -700,12 +700,12 @@ def steady(chance: float, score: float) -> Kind:
     return lambda rng, _place: [(score, rng.random() < chance) for _ in range(LONGEST_AUTO)]
 
 
-def stray(rng: random.Random, _place: int) -> list[Guess]:
+def stray(rng: random.Random, _place: int) -> list[ScriptedToken]:
     """Copies after short matches, of which one in ten is right."""
     return [(WEAK, rng.random() < 0.1) for _ in range(LONGEST_AUTO)]
 
 
-def by_turns(rng: random.Random, place: int) -> list[Guess]:
+def by_turns(rng: random.Random, place: int) -> list[ScriptedToken]:
     """Copies of a text of which every other stretch of 50 tokens stands elsewhere; a match is soon as long as any."""
     left = 50 - place % 50
     if place // 50 % 2:
@@ -726,9 +726,9 @@ def hybrid(simulation: DraftSimulation) -> AutoLength:
 
 
 def simulated(model: Kind | None, copies: Kind | None, rows: int, seed: int = 0, tokens: int = 200) -> DraftSimulation:
-    """Of a draft model, of copies, or of both; either is as lucky with the other as alone."""
+    """Drafts of a draft model, n-gram drafts, or both. Each has the same outcomes with the other as alone."""
 
-    def draft_tokens(kind: Kind | None, luck: random.Random) -> Callable[[int], list[Guess]]:
+    def draft_tokens(kind: Kind | None, luck: random.Random) -> Callable[[int], list[ScriptedToken]]:
         return lambda row: [] if kind is None else kind(luck, simulation.place(row))
 
     drafted, copied = draft_tokens(model, random.Random(seed)), draft_tokens(copies, random.Random(-1 - seed))
@@ -788,7 +788,7 @@ def test_a_good_drafter_is_found_again_after_a_bad_phase(rows: int) -> None:
     assert mean(sum(counts) for counts in simulation.verified[-30:]) > 4
 
 
-def test_only_guesses_that_may_well_be_right_are_verified() -> None:
+def test_only_draft_tokens_that_may_well_be_right_are_verified() -> None:
     policy, batch = AutoLength(CostModel(PAIR), decoders(Behind([0, 0])), False), batch_of(2)
     assert policy.choose(batch).k == PRIOR_TOKENS
     draft = Draft(
@@ -797,7 +797,7 @@ def test_only_guesses_that_may_well_be_right_are_verified() -> None:
     assert policy.select(batch, draft).counts.tolist() == [1, 3]
 
 
-def test_drawn_guesses_with_a_law_are_all_verified() -> None:
+def test_sampled_draft_tokens_with_a_distribution_are_all_verified() -> None:
     """Under the rejection rule, to leave a draft token out because of what it is would bend the distribution."""
     policy, batch = AutoLength(CostModel(PAIR), decoders(Behind([0])), False), batch_of(1)
     policy.choose(batch)
@@ -960,7 +960,7 @@ def test_a_round_of_the_draft_model_says_what_the_copies_would_have_been_worth()
     assert sum(policy.model_drafts.calibration.tried) == 1
 
 
-def test_guesses_are_chosen_by_the_record_of_their_own_kind() -> None:
+def test_draft_tokens_are_chosen_by_the_record_of_their_own_kind() -> None:
     policy, batch = started()
     policy.model_drafts.calibration.learn(
         [[(bin_, False) for bin_ in bins_of(8, [0.9] * 8)]]
@@ -973,7 +973,7 @@ def test_guesses_are_chosen_by_the_record_of_their_own_kind() -> None:
     assert policy.select(batch, copied(0.9)).counts.tolist() == [8]
 
 
-def test_guesses_beyond_what_a_request_allows_are_neither_verified_nor_judged() -> None:
+def test_draft_tokens_beyond_what_a_request_allows_are_neither_verified_nor_judged() -> None:
     policy, batch = started(1_000_000)
     batch.max_draft_tokens[0] = 1
     policy.ngram_drafts.judged = 1000

@@ -1,4 +1,4 @@
-"""From a drafter's score to a chance."""
+"""From scores to probabilities."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ def chance(belief: ScoreCalibration, score: float, row: int = 0) -> float:
 
 
 def outcomes(judged: list[int], right: list[int], scores: list[float] | None = None) -> list[list[JudgedToken]]:
-    """Of chains, each row's first draft tokens."""
+    """Bins and outcomes of each row's first draft tokens, for chains."""
     return [
         [(at(place, scores), place < good) for place in range(count)] for count, good in zip(judged, right, strict=True)
     ]
 
 
 def learn(belief: ScoreCalibration, scores: list[float], right: list[bool], times: int = 1) -> None:
-    """A draft token a row."""
+    """Learn rounds of one draft token per row."""
     for _ in range(times):
         belief.learn([[(at(0, [score]), it)] for score, it in zip(scores, right, strict=True)])
 
 
-def test_before_anything_is_known_a_chance_is_about_the_score() -> None:
+def test_without_observations_a_probability_is_about_the_score() -> None:
     assert [chance(ScoreCalibration(), score) for score in SCORES] == pytest.approx(SCORES, abs=0.1)
 
 
 @pytest.mark.parametrize("truth", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("score", [0.3, 0.9, None])
-def test_chances_come_to_the_truth(score: float | None, truth: float) -> None:
+def test_probabilities_converge_to_the_truth(score: float | None, truth: float) -> None:
     belief, rng, found = ScoreCalibration(), np.random.default_rng(0), []
     for _ in range(300):
         right = (rng.random(8) < truth).astype(int).tolist()
@@ -52,12 +52,12 @@ def test_a_drafter_that_is_wrong_is_found_out_within_a_round_or_two_whatever_its
     belief = ScoreCalibration()
     learn(belief, [0.9] * 8, [False] * 8)
     assert chance(belief, 0.9, row=7) < 0.1
-    assert chance(belief, 0.99) < 0.95  # nobody tried it
+    assert chance(belief, 0.99) < 0.95  # this bin was never tried
     learn(belief, [0.9] * 8, [False] * 8, times=3)
     assert chance(belief, 0.7) < 0.1
 
 
-def test_a_change_is_told_from_bad_luck() -> None:
+def test_a_change_is_told_from_randomness() -> None:
     """What was learned from hundreds of draft tokens is doubted in one round that it cannot explain, and in no
     other."""
     belief = ScoreCalibration()
@@ -85,7 +85,7 @@ def test_a_change_is_believed_at_once(rows: int, rounds: int, before: float, aft
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
-def test_chance_is_seldom_taken_for_a_change(rate: float) -> None:
+def test_randomness_is_rarely_taken_for_a_change(rate: float) -> None:
     belief, rng, doubted = ScoreCalibration(), np.random.default_rng(0), 0
     for _ in range(500):
         had = sum(belief.tried)
@@ -95,7 +95,7 @@ def test_chance_is_seldom_taken_for_a_change(rate: float) -> None:
     assert doubted <= 3
 
 
-def test_a_later_guess_is_judged_apart_from_a_first_one_with_the_same_score() -> None:
+def test_a_later_draft_token_is_judged_apart_from_a_first_one_with_the_same_score() -> None:
     belief = ScoreCalibration()
     for _ in range(20):
         belief.learn(outcomes([1], [0], [0.5, 0.5]))
@@ -121,7 +121,7 @@ def test_rows_differ_with_the_same_score() -> None:
     assert 0.3 < chance(belief, 0.7, row=2) < 0.7
 
 
-def test_the_chance_of_a_guess_and_all_before_it_falls_along_a_row() -> None:
+def test_the_chance_of_a_draft_token_and_all_before_it_falls_along_a_row() -> None:
     belief = ScoreCalibration()
     bins = bins_of(3, [0.9, 0.5, 0.9])
     survivals = belief.survivals(0, bins)
@@ -129,14 +129,14 @@ def test_the_chance_of_a_guess_and_all_before_it_falls_along_a_row() -> None:
     assert survivals == pytest.approx(np.cumprod(chances).tolist())
 
 
-def test_what_was_not_judged_teaches_nothing() -> None:
+def test_a_round_without_judged_tokens_changes_nothing() -> None:
     belief = ScoreCalibration()
     before = chance(belief, 0.5)
     belief.learn([[], []])
     assert chance(belief, 0.5) == before
 
 
-def test_after_a_doubt_a_few_guesses_decide() -> None:
+def test_after_a_doubt_a_few_draft_tokens_decide() -> None:
     belief = ScoreCalibration()
     for _ in range(100):
         belief.learn(outcomes([1] * 4, [0] * 4))
@@ -146,7 +146,7 @@ def test_after_a_doubt_a_few_guesses_decide() -> None:
     assert belief.chance(0, at(0)) > 0.7
 
 
-def test_copies_of_other_texts_are_judged_apart_from_those_of_the_rows_own() -> None:
+def test_drafts_from_other_texts_are_judged_apart_from_those_of_the_rows_own() -> None:
     belief = ScoreCalibration()
     own, other = (bins_of(2, [0.7, 0.7], kinds=[kind] * 2) for kind in (0, 2))
     assert own == bins_of(2, [0.7, 0.7])

@@ -51,7 +51,7 @@ def test_verification_is_a_function_of_tokens_and_of_rows(rows: int, k: int, ms:
     assert TABLE.verify_ms(rows, k) == pytest.approx(ms)
 
 
-def test_drafting_costs_nothing_without_guesses_and_a_step_for_each() -> None:
+def test_drafting_costs_nothing_without_draft_tokens_and_a_step_for_each() -> None:
     assert [TABLE.draft_ms(1, k) for k in (0, 1, 2)] == [0, 3, 4]
     assert TABLE.draft_ms(2, 2) == pytest.approx(2 + 2 * 2)
 
@@ -75,12 +75,12 @@ def test_a_table_of_a_wrong_shape_is_refused() -> None:
 
 
 def ms(model: CostModel, rows: int, k: int) -> float:
-    """Of a round with k draft tokens a row, as believed now."""
+    """Predicted milliseconds of a round with k draft tokens per row."""
     model._times.clear()
     return model.times(rows, 100).ms[rows * k]
 
 
-def test_real_rounds_correct_the_level_and_what_guesses_add() -> None:
+def test_real_rounds_correct_the_level_and_the_cost_of_draft_tokens() -> None:
     model = CostModel(linear_costs())
     plain, three, five = (ms(model, 4, k) for k in (0, 3, 5))
     for _ in range(100):
@@ -94,7 +94,7 @@ def test_real_rounds_correct_the_level_and_what_guesses_add() -> None:
     assert ms(model, 4, 3) == pytest.approx(2 * three, rel=0.05)
 
 
-def test_what_rounds_with_guesses_take_is_not_forgotten_over_plain_ones() -> None:
+def test_the_cost_of_draft_tokens_is_remembered_over_plain_rounds() -> None:
     model = CostModel(linear_costs())
     plain, three = ms(model, 4, 0), ms(model, 4, 3)
     for _ in range(40):
@@ -123,11 +123,13 @@ def test_rows_share_what_they_learn_with_batches_of_about_their_size_only() -> N
     assert ms(model, 1, 1) / model.table.round_ms(1, 1) < 1.2
 
 
-def test_more_guesses_never_take_less_and_each_as_much_as_the_one_before() -> None:
+def test_times_are_convex_in_the_number_of_draft_tokens() -> None:
     bumps = CostTable((1,), (0, 1, 3, 7), 100, ((10, 14, 15, 22),), (0,), (0,))
     steps = [right - left for left, right in pairwise(CostModel(bumps).times(1, 100).ms)]
     assert all(left <= right + 1e-9 for left, right in pairwise(steps))
-    assert CostModel(bumps, includes_drafting=True).times(1, 100).ms[1] == 14, "with drafts a first guess may be dear"
+    assert CostModel(bumps, includes_drafting=True).times(1, 100).ms[1] == 14, (
+        "with drafting a first draft token may be expensive"
+    )
 
 
 def test_drafts_are_part_of_the_round_where_they_are_told_with_it() -> None:
@@ -166,7 +168,7 @@ def test_passes_that_were_believed_to_take_nothing_are_found_out(table: CostTabl
 
 
 def test_what_was_asked_of_one_context_says_nothing_about_another() -> None:
-    """New requests ask about short texts, rounds about the rows there are; whoever comes first."""
+    """Times for short texts (new requests) and for the current rows do not depend on the order of the calls."""
     model = CostModel(linear_costs(context_once=0.01))
     assert model.times(4, 100).plain == pytest.approx(11)
     assert model.times(4, 10_100).plain == pytest.approx(11 + 4 * 10_000 * 0.01)

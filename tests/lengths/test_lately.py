@@ -1,4 +1,4 @@
-"""What rounds brought lately."""
+"""Running mean, token rate and exploration budget."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_a_rate_forgets() -> None:
     assert rate.value == pytest.approx(0.1, rel=0.01)
 
 
-def test_a_mean_begins_with_what_was_believed_and_knows_how_sure_it_is() -> None:
+def test_a_running_mean_begins_with_the_initial_value_and_has_a_standard_error() -> None:
     mean = RunningMean(3.0)
     assert (mean.value, mean.error) == (3.0, 0.0)
     mean.learn(0.0)
@@ -32,7 +32,7 @@ def test_a_mean_begins_with_what_was_believed_and_knows_how_sure_it_is() -> None
     assert mean.error < 0.1 * surprised
 
 
-def test_what_is_doubted_is_soon_replaced() -> None:
+def test_a_doubted_mean_is_soon_replaced() -> None:
     sure, doubted = RunningMean(0.0), RunningMean(0.0)
     for mean in (sure, doubted):
         for _ in range(50):
@@ -45,7 +45,7 @@ def test_what_is_doubted_is_soon_replaced() -> None:
     assert doubted.error > sure.error
 
 
-def test_savings_pay_once_a_share_of_the_time_has_come_to_the_price_and_hoard_nothing() -> None:
+def test_the_exploration_budget_pays_once_it_covers_the_price_and_never_holds_more() -> None:
     budget, paid = ExplorationBudget(), []
     for number in range(2000):
         if budget.try_spend(4.0):

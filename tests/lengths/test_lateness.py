@@ -1,4 +1,4 @@
-"""What a token of each row is worth."""
+"""Token weights of rows."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def batch_of(tokens_left: list[int]) -> Batch:
     return batch
 
 
-def test_while_others_wait_or_may_come_all_tokens_are_worth_the_same() -> None:
+def test_while_requests_wait_or_may_come_all_tokens_weigh_the_same() -> None:
     assert RowProgress().token_weights(batch_of([10, 300])) == [1, 1]
 
 
-def test_in_a_batch_that_drains_tokens_of_late_rows_are_worth_more_and_all_one_on_average() -> None:
+def test_in_a_draining_batch_tokens_of_late_rows_weigh_more_and_1_on_average() -> None:
     batch = batch_of([100, 200, 200])
     batch.draining, paces = True, RowProgress()
     for _ in range(30):
@@ -31,7 +31,7 @@ def test_in_a_batch_that_drains_tokens_of_late_rows_are_worth_more_and_all_one_o
     assert early + late + fast == pytest.approx(3)
 
 
-def test_a_lone_row_has_nobody_to_wait_for() -> None:
+def test_a_lone_row_has_weight_1() -> None:
     batch = batch_of([50])
     batch.draining = True
     assert RowProgress().token_weights(batch) == [1]

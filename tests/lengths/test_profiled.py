@@ -97,7 +97,7 @@ def test_a_missing_profile_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_a_profile_with_numbers_that_nobody_measured_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
-    """Else a round would fail on them, with everybody's requests."""
+    """Otherwise a round would fail on them, and with it all requests of the batch."""
     with pytest.raises(ProfileError, match="damaged"):
         Profile.load(written(tmp_path / "p.json", **changes))
 

@@ -56,7 +56,7 @@ trees = (
 
 
 @given(trees, st.data())
-def test_a_guess_survives_with_all_that_it_follows(tree: Tree, data: st.DataObject) -> None:
+def test_a_draft_token_survives_with_all_that_it_follows(tree: Tree, data: st.DataObject) -> None:
     scores = data.draw(st.lists(st.floats(0, 1), min_size=len(tree), max_size=len(tree)))
     belief, bins = ScoreCalibration(), bins_of(len(tree), scores, tree)
     survivals = belief.survivals(0, bins, tree)
@@ -74,7 +74,9 @@ def test_of_scores_alone_a_chain_is_the_same_as_a_tree_without_branches() -> Non
 
 
 @given(trees, st.data())
-def test_guesses_are_judged_whose_ancestors_are_right_as_far_as_is_known(tree: Tree, data: st.DataObject) -> None:
+def test_draft_tokens_with_right_ancestors_are_judged_as_far_as_the_gained_tokens_reach(
+    tree: Tree, data: st.DataObject
+) -> None:
     tokens = data.draw(st.lists(st.integers(0, 2), min_size=len(tree), max_size=len(tree)))
     gained = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=4))
     verdict = Verdict(torch.tensor([gained]), torch.tensor([len(gained) - 1]), torch.tensor([0]))
@@ -197,7 +199,7 @@ NOW = [0.0]
 
 
 def test_what_places_of_a_tree_are_worth_is_learned_from_those_whose_parents_were_right() -> None:
-    """Of two roots the second is right more often; what follows the first is nearly sure."""
+    """The second of two roots is right more often; the children of the first are nearly always right."""
     costs = linear_costs(token=0.05)
     policy = AutoLength(CostModel(costs), clock=lambda: NOW[0])
     play(policy, [0.2, 0.6, 0.95, 0.1], [-1, -1, 0, 1], 300, costs)

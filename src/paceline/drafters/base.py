@@ -71,7 +71,7 @@ class Drafter(RowKeeper):
     uses_torch: bool = True
     auto_width: ClassVar[int] = 0
     width = 1
-    sources: Sequence[str] = ("guesses",)
+    sources: Sequence[str] = ("draft tokens",)
     paying_rows: int | None = None
 
     @classmethod
