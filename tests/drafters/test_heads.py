@@ -1,4 +1,4 @@
-"""Trained heads: both layouts are read, wrong ones are refused, and what they compute is what the format says."""
+"""Trained heads: reading of both layouts, refusal of wrong ones, and results as the format defines them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def text(width: int = WIDTH, streams: int = 3) -> tuple[Tensor, Tensor]:
 
 
 def unrolled(head: Head, tokens: Tensor, features: Tensor, steps: int = 3) -> list[Tensor]:
-    """[T - step, Vd] each: what the last places of a later step give means nothing."""
+    """Logits [T - step, Vd] of each step; the last positions of a later step have no meaning."""
     found = head.unroll(tokens, features, steps)
     return [logits[0, : LENGTH - step] for step, logits in enumerate(found)]
 
@@ -94,7 +94,7 @@ def unrolled(head: Head, tokens: Tensor, features: Tensor, steps: int = 3) -> li
         "parallel, before fc",
     ],
 )
-def test_a_head_computes_what_the_format_says(
+def test_a_head_computes_what_the_format_defines(
     tmp_path: Path, switches: tuple[str, ...], shape: dict[str, Any], made: dict[str, Any]
 ) -> None:
     tensors = random_head(switches=switches, **made)
@@ -118,10 +118,10 @@ def test_a_head_computes_what_the_format_says(
     ],
     ids=["two layers", "qwen2", "qwen3"],
 )
-def test_hidden_states_are_transferred_as_the_description_says(
+def test_hidden_states_are_transferred_as_the_paper_describes(
     tmp_path: Path, shape: dict[str, Any], made: dict[str, Any]
 ) -> None:
-    """And a head that was written and read again gives the same."""
+    """Also after the head was written and read again."""
     tensors = random_transfer(**made)
     fields = TRANSFER | {"eagle_aux_hidden_state_layer_ids": [3]}
     head = loaded(write(tmp_path / "one", speculators_config(layers(**shape, **THETA), **fields), tensors))
@@ -176,7 +176,7 @@ def test_a_written_head_is_read_again_and_has_the_layout_of_speculators(tmp_path
     assert written["paceline"] == {"paying_rows": {"cpu": 2}}
 
 
-def test_the_shipped_head_says_at_how_many_rows_it_was_measured_to_pay() -> None:
+def test_the_shipped_head_names_the_batch_size_up_to_which_it_pays() -> None:
     assert read_head_config(resolve("smollm2-135m-head")).paying_rows == {"cpu": 2}
 
 
@@ -194,7 +194,7 @@ def test_a_written_parallel_head_is_read_again_and_has_the_layout_of_speculators
     assert written["speculators_config"]["algorithm"] == "peagle"
 
 
-def test_a_head_that_leaves_out_its_rows_takes_the_targets(tmp_path: Path) -> None:
+def test_a_head_without_output_rows_takes_the_targets(tmp_path: Path) -> None:
     tensors = random_head()
     head = loaded(write(tmp_path / "one", speculators_config(layers(**THETA)), tensors))
     rows = torch.randn(VOCABULARY, WIDTH)
@@ -226,7 +226,7 @@ def test_a_vocabulary_that_is_not_cut_needs_no_tables(tmp_path: Path) -> None:
     assert bool(head.t2d.all())
 
 
-def test_the_tables_follow_from_each_other_and_from_what_is_said() -> None:
+def test_the_vocabulary_tables_follow_from_each_other() -> None:
     head = FeatureHead(HeadConfig({"model_type": "llama", **layers()}, WIDTH, 3))
     head.set_vocabulary(torch.tensor([4, 9, 60]))
     assert head.targets.tolist() == [4, 9, 60]
@@ -242,8 +242,8 @@ def test_the_tables_follow_from_each_other_and_from_what_is_said() -> None:
     ],
     ids=["usual", "entering", "left"],
 )
-def test_layers_are_named_by_the_streams_that_enter_them(fields: dict[str, Any], taps: tuple[int, ...]) -> None:
-    """What an eagle_config names are layers whose outputs are meant: the streams that enter the next ones."""
+def test_layers_are_named_by_their_inputs(fields: dict[str, Any], taps: tuple[int, ...]) -> None:
+    """An eagle_config names layers by their outputs, which are the inputs of the next layers."""
     assert HeadConfig.read(flat_config(layers(), **fields))[0].taps_of(16) == taps
 
 
@@ -254,7 +254,7 @@ def test_a_target_with_too_few_layers_is_refused() -> None:
 
 
 def transferring(shape: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
-    """The configuration of a head that transfers hidden states."""
+    """The configuration of a hidden transfer head."""
     return speculators_config(shape or layers(), **TRANSFER | {"eagle_aux_hidden_state_layer_ids": [3]} | fields)
 
 
@@ -297,7 +297,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_run_is_refused_by_name(tmp_path: Path, name: str) -> None:
+def test_unsupported_configurations_are_refused_by_name(tmp_path: Path, name: str) -> None:
     fields, said = REFUSED[name]
     with pytest.raises(ModelFormatError, match=said):
         loaded(write(tmp_path, fields, random_head()))

@@ -1,4 +1,4 @@
-"""The native search and its twin find the same, whatever the shapes, as texts grow; and what a plain search finds."""
+"""The native lookup, the one in Python and a naive search agree, for all shapes and as texts grow."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ documents = st.lists(st.lists(token, max_size=12), max_size=3)
 
 
 def lookups(given_documents: Sequence[Text]) -> list[Lookup[Any]]:
-    """All there are here, the twin first."""
+    """All implementations available here, the one in Python first."""
     return [HostLookup(given_documents), *(NativeLookup(given_documents, kernels) for kernels in KERNELS[:1])]
 
 
 def table(rows: Sequence[Text], spare: int) -> tuple[Tensor, Tensor]:
-    """A text with more rows and places, cut from a wider one; beyond a row's end lies what looks like text."""
+    """Texts as a view of a larger tensor; beyond a row's end lie plausible tokens."""
     width = max(1, *map(len, rows)) + spare
     wide = torch.ones(len(rows) + spare, width + 3, dtype=torch.int64)
     for place, row in enumerate(rows):
@@ -64,7 +64,7 @@ def found_in(lookup: Lookup[Any], rows: Sequence[Text], k: int, beside: Any = No
 @needs_extension
 @settings(max_examples=200, deadline=None)
 @given(rows=texts, documents=documents, references=documents, k=st.integers(1, 9), spare=st.integers(0, 4))
-def test_the_native_search_equals_its_twin(
+def test_the_native_search_equals_the_one_in_python(
     rows: list[list[int]], documents: list[list[int]], references: list[list[int]], k: int, spare: int
 ) -> None:
     beside = [CopySources(references=references) if number % 2 else None for number in range(len(rows))]
@@ -124,7 +124,7 @@ def test_continuations_come_from_all_sources_the_longer_match_first(kind: int) -
 
 
 def matching(text: Text, end: int, row: Text) -> int:
-    """How many of the row's last tokens stand in ``text`` up to and including place ``end``."""
+    """Number of the row's last tokens that occur in ``text`` up to and including position ``end``."""
     size = 0
     while size < min(LONGEST_SUFFIX, len(row), end + 1) and text[end - size] == row[len(row) - 1 - size]:
         size += 1
@@ -132,7 +132,7 @@ def matching(text: Text, end: int, row: Text) -> int:
 
 
 def naive(row: Text, sources: Sequence[Sequence[Text]], k: int) -> tuple[int, int, set[tuple[int, ...]]]:
-    """Tokens matched, source, and what may be drafted: after the latest place in each of the source's texts."""
+    """Matched tokens, source, and possible drafts: after the latest position in each of the source's texts."""
     best, source, draft_tokens = 0, OWN, set()
     for number, given_texts in enumerate(sources):
         for text in given_texts:
@@ -150,7 +150,7 @@ def naive(row: Text, sources: Sequence[Sequence[Text]], k: int) -> tuple[int, in
 
 @pytest.mark.parametrize("seed", range(6))
 def test_growing_answers_are_drafted_from_each_other_as_a_plain_search_would(seed: int) -> None:
-    """Siblings of two prompts, which grow by turns, sit out rounds, end, and are followed by others in their rows."""
+    """Parallel samples of two prompts, which grow in turn, skip rounds, end, and are replaced in their rows."""
     rng = random.Random(seed)
     vocab, k, given_documents = rng.choice([2, 3, 6]), rng.randint(1, 6), [[0, 1, 2, 0, 1], [1]]
     prompts = [[rng.randrange(vocab) for _ in range(size)] for size in (3, 12)]
@@ -211,7 +211,7 @@ def test_what_every_answer_said_first_is_drafted_for_the_next(kind: int) -> None
 
 
 @pytest.mark.parametrize("kind", range(len(lookups([]))))
-def test_of_one_pair_of_tokens_only_so_many_places_are_looked_at(kind: int) -> None:
+def test_the_number_of_positions_compared_per_pair_of_tokens_is_limited(kind: int) -> None:
     lookup = lookups([])[kind]
     for others, size in ((MAX_POSITIONS - 1, 3), (MAX_POSITIONS, 2)):
         references = lookup.texts([[7, 1, 2, *([9, 1, 2] * others), 0]])
@@ -228,7 +228,7 @@ def test_a_length_beyond_the_text_is_refused(length: int) -> None:
         NativeLookup([], KERNELS[0]).find(torch.zeros(1, 3, dtype=torch.int64), torch.tensor([length]), 1, 9, 2)
 
 
-def test_the_machine_decides_who_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_machine_decides_which_implementation_searches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(native.VARIABLE, raising=False)
     assert isinstance(make_lookup([]), NativeLookup if KERNELS else HostLookup)
     monkeypatch.setenv(native.VARIABLE, "off")

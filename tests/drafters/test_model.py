@@ -1,4 +1,4 @@
-"""The draft model's draft tokens, and its cache, which may lag."""
+"""The draft model as a drafter, and its cache, which may miss tokens."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def setup(rule: AcceptanceName = "coupled", params: Sequence[SamplingParams] = P
 
 
 def expected_tokens(batch: Batch, k: int) -> list[list[int]]:
-    """What the draft model itself would say, token by token from the whole text."""
+    """The draft model's own continuation, token by token from the whole text."""
     draft_tokens = []
     for row, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
         text = batch.tokens[row, : batch.lengths[row]].tolist()
@@ -73,7 +73,7 @@ def test_draft_tokens_are_the_draft_models_own_continuation_after_any_history(se
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_draft_ends_where_the_round_says_and_the_next_one_is_right_all_the_same(seed: int) -> None:
+def test_a_draft_that_is_stopped_early_leaves_the_next_one_right(seed: int) -> None:
     rng = random.Random(seed)
     drafter, batch = setup()
     for _ in range(12):
@@ -105,12 +105,12 @@ def test_a_draft_token_is_scored_by_its_likelihood_whatever_the_temperature() ->
             assert draft.confidence[row][place] == pytest.approx(distribution[token], abs=1e-5)
 
 
-def test_nobody_asks_nobody_scores() -> None:
+def test_without_stop_drafting_there_are_no_scores() -> None:
     drafter, batch = setup()
     assert drafter.propose(batch, SpeculationPlan(3)).confidence is None
 
 
-def test_under_the_coupled_rule_no_law_is_reported() -> None:
+def test_under_the_coupled_rule_no_distribution_is_reported() -> None:
     drafter, batch = setup()
     assert drafter.propose(batch, SpeculationPlan(3)).probabilities is None
 
@@ -143,6 +143,6 @@ def test_under_the_rejection_rule_draft_tokens_have_noise_of_their_own(monkeypat
     assert purposes == [Purpose.DRAW, Purpose.DRAFT]
 
 
-def test_a_batch_of_greedy_rows_needs_no_law() -> None:
+def test_a_batch_of_greedy_rows_needs_no_distribution() -> None:
     drafter, batch = setup("rejection", [SamplingParams(temperature=0)] * 3)
     assert drafter.propose(batch, SpeculationPlan(2)).probabilities is None

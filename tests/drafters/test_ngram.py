@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def match_ending_at(text: Sequence[int], end: int, row: Sequence[int]) -> int:
-    """How many of the row's last tokens (at most 5) stand in ``text`` up to and including place ``end``."""
+    """Number of the row's last tokens (at most 5) that occur in ``text`` up to and including position ``end``."""
     size = 0
     while size < min(LONGEST_SUFFIX, len(row), end + 1) and text[end - size] == row[len(row) - 1 - size]:
         size += 1
@@ -28,7 +28,7 @@ def match_ending_at(text: Sequence[int], end: int, row: Sequence[int]) -> int:
 
 
 def naive(row: Sequence[int], documents: Sequence[Sequence[int]], k: int) -> list[int]:
-    """The longest match wins, then the row's own, then the later; one at a document's very end leads nowhere."""
+    """The longest match wins, then the row's own text, then the later one. A match at a document's end has no draft."""
     best, draft_token = 0, []
     for end in range(len(row) - 1):
         size = match_ending_at(row, end, row)

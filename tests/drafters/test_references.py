@@ -1,4 +1,4 @@
-"""What requests bring along to copy from, and what answers of one request copy from each other, in whole engines."""
+"""n-gram drafts from references and from parallel samples, in whole engines."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_right_reference_is_copied_by_every_answer(
 
 
 def test_a_draft_says_where_its_draft_tokens_come_from(right: list[int]) -> None:
-    """Else ``auto`` could not tell what copies of other texts are worth."""
+    """``auto`` needs it to judge drafts of other texts apart."""
     engine, kinds = copying(), set()
     propose = engine.parts.drafter.propose
 
@@ -81,7 +81,7 @@ def test_a_reference_helps_its_own_request_alone(right: list[int]) -> None:
 
 
 @pytest.mark.parametrize("kernels", ["auto", "off"])
-def test_what_one_answer_said_the_next_ones_copy(
+def test_answers_are_drafted_from_earlier_samples(
     right: list[int], kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(native.VARIABLE, kernels)
@@ -96,12 +96,12 @@ def test_what_one_answer_said_the_next_ones_copy(
     assert rounds(output) == [alone] * 3
 
 
-def test_answers_of_two_requests_are_no_siblings() -> None:
+def test_answers_of_two_requests_are_not_drafted_from_each_other() -> None:
     first, second = play(copying(max_batch_size=1), (GREEDY, []), (GREEDY, []))
     assert rounds(first) == rounds(second)
 
 
-def test_what_is_known_of_a_request_goes_with_it(right: list[int]) -> None:
+def test_the_index_of_a_request_ends_with_it(right: list[int]) -> None:
     engine = copying()
     play(engine, (replace(GREEDY, n=3), [right]), (GREEDY, [right]))
     play(engine, *[(GREEDY, ())] * engine.config.max_batch_size)  # others take the rows
@@ -119,7 +119,7 @@ def refused(engine: Engine, references: Sequence[Sequence[int]], params: Samplin
 
 
 @pytest.mark.parametrize("drafter", [None, "model"])
-def test_references_that_nobody_would_look_at_are_refused(drafter: str | None) -> None:
+def test_references_that_no_drafter_reads_are_refused(drafter: str | None) -> None:
     draft = None if drafter is None else ToyModel(blur=0.3)
     assert "drafter='ngram' or 'hybrid'" in refused(make_engine(ToyModel(), draft, drafter=drafter), [[1]])
 
@@ -141,5 +141,5 @@ def test_a_reference_without_tokens_is_refused() -> None:
 
 
 @pytest.mark.parametrize("token", [-1, VOCAB])
-def test_a_reference_with_a_token_that_there_is_not_is_refused(token: int) -> None:
+def test_a_reference_with_a_token_outside_the_vocabulary_is_refused(token: int) -> None:
     assert f"{VOCAB - 1}" in refused(copying(), [[1, token]])

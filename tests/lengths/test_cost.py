@@ -1,4 +1,4 @@
-"""The cost model: tables, their interpolation, and what real rounds change about them."""
+"""The cost model: tables, interpolation, and correction by real rounds."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_times_are_convex_in_the_number_of_draft_tokens() -> None:
     )
 
 
-def test_drafts_are_part_of_the_round_where_they_are_told_with_it() -> None:
+def test_round_times_may_include_drafting() -> None:
     costs = linear_costs(draft_once=2.0, draft_step=10.0)
     whole, apart = (CostModel(costs, includes_drafting=it).times(2, 100) for it in (True, False))
     assert whole.extra(2 * 3) == pytest.approx(apart.extra(2 * 3) + 32)
@@ -141,7 +141,7 @@ def test_drafts_are_part_of_the_round_where_they_are_told_with_it() -> None:
 DRAFTS = linear_costs(draft_once=2.0, draft_step=10.0)
 
 
-def test_passes_that_were_never_timed_take_what_the_table_says() -> None:
+def test_passes_without_observations_take_the_tables_time() -> None:
     model = CostModel(DRAFTS)
     assert (model.pass_ms(4, first=True), model.pass_ms(4, first=False)) == (12, 10)
 
@@ -156,8 +156,8 @@ def test_the_first_pass_is_known_apart_from_the_others() -> None:
 
 
 @pytest.mark.parametrize("table", [linear_costs(draft_once=10.0), linear_costs(draft_step=10.0)])
-def test_passes_that_were_believed_to_take_nothing_are_found_out(table: CostTable) -> None:
-    """By a table of a busy machine, or because what was read before seemed to be all that the first one took."""
+def test_passes_predicted_to_take_no_time_are_corrected(table: CostTable) -> None:
+    """The table may be of a busy machine, or catching up may seem to explain all of the first pass."""
     model = CostModel(table)
     for _ in range(200):
         model.observe_passes(1, [0.0])
@@ -167,14 +167,14 @@ def test_passes_that_were_believed_to_take_nothing_are_found_out(table: CostTabl
     assert model.pass_ms(1, first=False) == pytest.approx(10, rel=0.2)
 
 
-def test_what_was_asked_of_one_context_says_nothing_about_another() -> None:
+def test_times_of_different_contexts_are_independent() -> None:
     """Times for short texts (new requests) and for the current rows do not depend on the order of the calls."""
     model = CostModel(linear_costs(context_once=0.01))
     assert model.times(4, 100).plain == pytest.approx(11)
     assert model.times(4, 10_100).plain == pytest.approx(11 + 4 * 10_000 * 0.01)
 
 
-def test_a_pause_of_the_machine_is_no_news_about_passes() -> None:
+def test_a_pause_of_the_machine_hardly_moves_the_time_of_passes() -> None:
     model = CostModel(DRAFTS)
     for _ in range(50):
         model.observe_passes(1, [12.0, 10.0])

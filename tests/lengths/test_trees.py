@@ -1,5 +1,4 @@
-"""``auto`` and trees: what is known of a draft token of a tree, which draft tokens are verified, and what they
-teach."""
+"""``auto`` with draft trees: survival, choice of nodes, and learning."""
 
 from __future__ import annotations
 
@@ -26,14 +25,14 @@ Tree = list[int]  # the draft token that each draft token follows
 
 
 def path_to(tree: Sequence[int], draft_token: int) -> list[int]:
-    """The draft token and those that it follows."""
+    """The draft token and its ancestors."""
     return [] if draft_token < 0 else [*path_to(tree, tree[draft_token]), draft_token]
 
 
 def draft_of(
     trees: list[Tree], scores: list[list[float]] | None = None, tokens: list[list[int]] | None = None
 ) -> Draft:
-    """Rows of trees; those with fewer draft tokens have padding."""
+    """A draft with one tree per row, padded to equal size."""
     k = max(map(len, trees))
     parents = torch.tensor([[*tree, *[-1] * (k - len(tree))] for tree in trees])
     filled = torch.tensor([[*line, *[0] * (k - len(line))] for line in tokens or [list(range(k))] * len(trees)])
@@ -56,7 +55,7 @@ trees = (
 
 
 @given(trees, st.data())
-def test_a_draft_token_survives_with_all_that_it_follows(tree: Tree, data: st.DataObject) -> None:
+def test_survival_is_the_product_along_the_path(tree: Tree, data: st.DataObject) -> None:
     scores = data.draw(st.lists(st.floats(0, 1), min_size=len(tree), max_size=len(tree)))
     belief, bins = ScoreCalibration(), bins_of(len(tree), scores, tree)
     survivals = belief.survivals(0, bins, tree)
@@ -102,7 +101,7 @@ def closed(tree: Tree, chosen: Sequence[bool]) -> bool:
 
 
 def best_by_trying(lines: list[list[float]], trees: list[Tree], costs: CostTable) -> float:
-    """The most tokens a millisecond of all choices of draft tokens, each with what it follows."""
+    """Highest rate, in tokens per millisecond, of all sets of draft tokens that contain their ancestors."""
     rows, best = len(trees), 0.0
     each = [[c for c in product((False, True), repeat=len(tree)) if closed(tree, c)] for tree in trees]
     for choice in product(*each):
@@ -115,7 +114,7 @@ def best_by_trying(lines: list[list[float]], trees: list[Tree], costs: CostTable
 
 @pytest.mark.parametrize("token", [0.5, 3.0, 8.0])
 @pytest.mark.parametrize("seed", range(5))
-def test_the_choice_is_the_best_of_all_choices_and_a_tree(seed: int, token: float) -> None:
+def test_the_chosen_nodes_have_the_highest_rate_and_are_a_tree(seed: int, token: float) -> None:
     rng, costs = random.Random(seed), linear_costs(verify=30.0, token=token)
     for _ in range(4):
         trees = [SHAPES["random"](rng, rng.randint(1, 5)) for _ in range(2)]
@@ -146,7 +145,7 @@ def test_the_choice_is_the_best_of_all_choices_and_a_tree(seed: int, token: floa
 
 
 def real_ways(draft: Draft) -> list[list[list[int]]]:
-    """Padding means nothing."""
+    """Paths without padding."""
     return [ways[: 1 + count] for ways, count in zip(draft.token_paths, draft.drafted, strict=True)]
 
 
@@ -168,8 +167,7 @@ def test_a_tree_in_another_order_is_the_same_tree(trees: list[Tree], rng: random
 
 
 def play(policy: AutoLength, chances: Sequence[float], tree: Tree, rounds: int, costs: CostTable) -> list[int]:
-    """Static trees whose draft token i is right with chances[i], if what it follows is; draft tokens verified, round by
-    round."""
+    """Draft tokens verified in each round, for static trees whose node i is right with probability chances[i]."""
     rng, batch, verified = random.Random(1), batch_of(1), []
     for _ in range(rounds):
         batch.lengths[0] = 10
@@ -198,7 +196,7 @@ def play(policy: AutoLength, chances: Sequence[float], tree: Tree, rounds: int, 
 NOW = [0.0]
 
 
-def test_what_places_of_a_tree_are_worth_is_learned_from_those_whose_parents_were_right() -> None:
+def test_positions_of_a_tree_are_learned_from_nodes_whose_parents_were_right() -> None:
     """The second of two roots is right more often; the children of the first are nearly always right."""
     costs = linear_costs(token=0.05)
     policy = AutoLength(CostModel(costs), clock=lambda: NOW[0])
@@ -208,7 +206,7 @@ def test_what_places_of_a_tree_are_worth_is_learned_from_those_whose_parents_wer
 
 
 @pytest.mark.parametrize(("token", "most"), [(0.05, 4), (2.5, 2)])
-def test_where_verification_is_dear_only_the_likely_part_of_a_tree_is_verified(token: float, most: int) -> None:
+def test_where_verification_is_expensive_only_the_likely_part_of_a_tree_is_verified(token: float, most: int) -> None:
     costs = linear_costs(token=token)
     policy = AutoLength(CostModel(costs), clock=lambda: NOW[0])
     sizes = play(policy, [0.05, 0.85, 0.05, 0.8], [-1, -1, 0, 1], 200, costs)
@@ -216,7 +214,7 @@ def test_where_verification_is_dear_only_the_likely_part_of_a_tree_is_verified(t
 
 
 def test_where_drafts_are_not_seen_beforehand_their_last_shape_counts() -> None:
-    """A star and a chain of draft tokens that are all right in one case of two: of a star each is worth as much."""
+    """A star and a chain of draft tokens of acceptance 0.5: all nodes of a star have the same value."""
     costs, best = linear_costs(token=0.6), {}
     for name, tree in (("star", [-1] * 4), ("chain", [-1, 0, 1, 2])):
         policy, batch = AutoLength(CostModel(costs, includes_drafting=True)), batch_of(1)
@@ -229,7 +227,7 @@ def test_where_drafts_are_not_seen_beforehand_their_last_shape_counts() -> None:
     assert len(policy._shape) == LONGEST_AUTO
 
 
-def test_a_draft_of_a_tree_goes_on_while_any_leaf_makes_it_worth_it() -> None:
+def test_drafting_a_tree_goes_on_while_any_leaf_pays_for_it() -> None:
     costs = linear_costs(verify=37.0, token=3.0, draft_step=10.0)
     policy, batch = AutoLength(CostModel(costs), copies=False), batch_of(1)
     policy.decoders = ()
