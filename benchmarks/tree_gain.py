@@ -40,12 +40,12 @@ from paceline.config import SamplingParams
 from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.core.draft import SIBLING_KIND
 from paceline.core.sampling import sequence_seed
-from paceline.drafters.branches import Branches
+from paceline.drafters.branches import DraftTree
 from paceline.drafters.growth import candidates
-from paceline.drafters.lookup import Beside, make_lookup
+from paceline.drafters.lookup import CopySources, make_lookup
 from paceline.drafters.model import ModelDrafter
 from paceline.drafters.ngram import merged
-from paceline.lengths.belief import Belief, bins_of
+from paceline.lengths.belief import ScoreCalibration, bins_of
 from paceline.llm import LLM
 from paceline.tools.bench.sets import SETS, SetName
 
@@ -85,7 +85,7 @@ def record(options: argparse.Namespace) -> Any:
 
 # --- replaying answers ------------------------------------------------------------------------------------------------
 
-MakeTree = Callable[[int, int], Branches]  # (tokens of the answer so far, greatest depth) -> the draft tree
+MakeTree = Callable[[int, int], DraftTree]  # (tokens of the answer so far, greatest depth) -> the draft tree
 Choose = Callable[[list[float]], list[int]]  # from acceptance probabilities to the indices of the verified draft tokens
 
 
@@ -106,15 +106,15 @@ class Totals:
 
 def replay(drafts: Sequence[tuple[list[int], MakeTree]], choose: Choose) -> Totals:
     """Replay answers one after the other, with one belief."""
-    belief, totals = Belief(), Totals()
+    belief, totals = ScoreCalibration(), Totals()
     for answer, make_tree in drafts:
         belief.rows.clear()
         place = 0
         while place < len(answer):
             left = len(answer) - place - 1
             tree = make_tree(place, min(DEPTH, left))
-            bins = bins_of(len(tree.tokens), tree.scores, tree.follows, tree.kinds)
-            verified = set(choose(belief.survivals(0, bins, tree.follows)))
+            bins = bins_of(len(tree.tokens), tree.scores, tree.parents, tree.kinds)
+            verified = set(choose(belief.survivals(0, bins, tree.parents)))
             path = tree.path(answer[place : place + left])
             kept = next((n for n, each in enumerate(path) if each not in verified), len(path))
             belief.learn(
@@ -129,11 +129,11 @@ def replay(drafts: Sequence[tuple[list[int], MakeTree]], choose: Choose) -> Tota
 
 
 def checked(
-    tree: Branches, path: Sequence[int], answer: Sequence[int], place: int, kept: int
+    tree: DraftTree, path: Sequence[int], answer: Sequence[int], place: int, kept: int
 ) -> Iterator[tuple[int, bool]]:
     """Draft tokens whose parent was accepted and gained, and whether each is right."""
     reached = [-1, *path[:kept]]
-    for node, parent in enumerate(tree.follows):
+    for node, parent in enumerate(tree.parents):
         if parent in reached:
             yield node, tree.tokens[node] == answer[place + reached.index(parent)]
 
@@ -193,12 +193,12 @@ def lookup_trees(answer: Answer, width: int) -> MakeTree:
     """Trees by n-gram lookup in the row's own text and its references."""
     lookup: Any = make_lookup([])
     text, first = torch.tensor([[*answer.prompt, *answer.answer]]), len(answer.prompt)
-    beside = [Beside(lookup.texts(answer.references))] if answer.references else None
+    beside = [CopySources(lookup.texts(answer.references))] if answer.references else None
 
-    def tree_at(place: int, depth: int) -> Branches:
+    def tree_at(place: int, depth: int) -> DraftTree:
         size = first + place
         if depth == 0:
-            return Branches()
+            return DraftTree()
         return merged(lookup.find_all(text, torch.tensor([size]), 1, size, depth, width, beside)[0])
 
     return tree_at
@@ -224,8 +224,8 @@ class Candidates:
     def tree_maker(self, width: int) -> MakeTree:
         """Makes chains of the first candidates with the others beside them."""
 
-        def tree(place: int, depth: int) -> Branches:
-            made, parent = Branches(), -1
+        def tree(place: int, depth: int) -> DraftTree:
+            made, parent = DraftTree(), -1
             for at in range(place, place + depth):
                 chain = parent
                 for rank, (token, chance) in enumerate(zip(self.tokens[at], self.chances[at], strict=True)):
@@ -301,20 +301,20 @@ class Grown:
         self._drafter, self._batch, self._row = drafter, batch, row
         self._text, self._first = [*answer.prompt, *answer.answer], len(answer.prompt)
         self._params = SamplingParams(temperature=answer.temperature if noise else 0.0)
-        self._trees: dict[int, Branches] = {}
+        self._trees: dict[int, DraftTree] = {}
 
-    def tree(self, place: int, depth: int) -> Branches:
+    def tree(self, place: int, depth: int) -> DraftTree:
         """The tree after ``place`` tokens of the answer."""
         if place not in self._trees:
             self._trees[place] = self._grow(self._first + place)
         return cut(self._trees[place], lambda way: len(way) <= depth)
 
-    def chain(self, place: int, depth: int) -> Branches:
+    def chain(self, place: int, depth: int) -> DraftTree:
         """The first candidates of the tree only."""
         return cut(self.tree(place, depth), lambda way: all(self._trees[place].kinds[at] < SIBLING_KIND for at in way))
 
     @torch.inference_mode()
-    def _grow(self, size: int) -> Branches:
+    def _grow(self, size: int) -> DraftTree:
         self._batch.set_row(self._row, RowStart(self._text[:size], self._params, sequence_seed(SEED, 0)))
         self._drafter.decoders[0].cut_row(self._row, size - 1)  # draft tokens are written behind the text
         part = self._batch.part(self._row, self._row + 1)
@@ -322,7 +322,7 @@ class Grown:
         follows = list(range(-1, draft.k - 1)) if draft.host_parents is None else draft.host_parents[0]
         assert draft.confidence is not None
         kinds = [0] * draft.k if draft.kinds is None else draft.kinds[0]
-        return Branches(draft.draft_tokens[0], follows, list(draft.confidence[0]), list(kinds))
+        return DraftTree(draft.draft_tokens[0], follows, list(draft.confidence[0]), list(kinds))
 
 
 def _is_hopeless(_batch: Batch, scores: Sequence[Sequence[float]], follows: Any = None) -> bool:
@@ -339,13 +339,13 @@ def survivals_of(scores: Sequence[float], follows: Sequence[int]) -> list[float]
     return products
 
 
-def cut(tree: Branches, stays: Callable[[list[int]], bool]) -> Branches:
+def cut(tree: DraftTree, stays: Callable[[list[int]], bool]) -> DraftTree:
     """The part of a tree that ``stays`` keeps, called with the path to each node.
 
     Descendants of a removed node are removed, too.
     """
-    made, new, ways = Branches(), {-1: -1}, dict[int, list[int]]({-1: []})
-    for node, parent in enumerate(tree.follows):
+    made, new, ways = DraftTree(), {-1: -1}, dict[int, list[int]]({-1: []})
+    for node, parent in enumerate(tree.parents):
         ways[node] = [*ways[parent], node]
         if parent in new and stays(ways[node]):
             new[node] = made.add(new[parent], tree.tokens[node], tree.scores[node], tree.kinds[node])
@@ -355,9 +355,9 @@ def cut(tree: Branches, stays: Callable[[list[int]], bool]) -> Branches:
 def likeliest(make_tree: MakeTree, count: int) -> MakeTree:
     """Cut each tree to the ``count`` best nodes by the draft's own probabilities."""
 
-    def best_of(place: int, depth: int) -> Branches:
+    def best_of(place: int, depth: int) -> DraftTree:
         tree = make_tree(place, depth)
-        products = survivals_of(tree.scores, tree.follows)
+        products = survivals_of(tree.scores, tree.parents)
         chosen = set(sorted(range(len(products)), key=lambda each: -products[each])[:count])
         return cut(tree, lambda way: way[-1] in chosen)
 

@@ -171,7 +171,7 @@ class DraftSimulation:
 
     def _begin(self, policy: LengthPolicy) -> None:
         """Prefill; the drafter reads the prompts if the policy wants it."""
-        reads = not self.asks or policy.hopeful(self.rows)
+        reads = not self.asks or policy.expects_to_draft(self.rows)
         self.reader.seen[: self.rows] = [self.prompt - 1 if reads else 0] * self.rows
         if self.asks and reads:
             self._reads((self.prompt - 1) * (1 if self.one_prompt else self.rows))

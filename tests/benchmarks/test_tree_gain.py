@@ -12,7 +12,7 @@ from benchmarks.tree_gain import (
     DEEP,
     WIDE,
     Answer,
-    Branches,
+    DraftTree,
     Grown,
     best,
     cut,
@@ -60,7 +60,7 @@ def test_a_tree_does_not_depend_on_the_order_of_places(kind: str) -> None:
     trees = {place: there.tree(place, DEEP) for place in places}
     for place in reversed(places):
         tree = back.tree(place, DEEP)
-        assert (tree.tokens, tree.follows) == (trees[place].tokens, trees[place].follows)
+        assert (tree.tokens, tree.parents) == (trees[place].tokens, trees[place].parents)
         assert tree.scores == pytest.approx(trees[place].scores, abs=1e-5)
     assert any(len(tree.tokens) > len(tree.path(tree.tokens)) for tree in trees.values()), "some of them branch"
 
@@ -75,12 +75,12 @@ def test_a_model_that_drafts_for_itself_takes_the_fewest_rounds() -> None:
 
 
 def test_cutting_a_node_removes_its_descendants() -> None:
-    tree = Branches([7, 8, 9, 7, 5], [-1, -1, 1, 2, 0], [0.5, 0.4, 0.9, 0.9, 0.1], [0] * 5)
-    assert survivals_of(tree.scores, tree.follows) == pytest.approx([0.5, 0.4, 0.36, 0.324, 0.05])
+    tree = DraftTree([7, 8, 9, 7, 5], [-1, -1, 1, 2, 0], [0.5, 0.4, 0.9, 0.9, 0.1], [0] * 5)
+    assert survivals_of(tree.scores, tree.parents) == pytest.approx([0.5, 0.4, 0.36, 0.324, 0.05])
     without = cut(tree, lambda way: way[-1] != 1)
-    assert (without.tokens, without.follows) == ([7, 5], [-1, 0])
+    assert (without.tokens, without.parents) == ([7, 5], [-1, 0])
     shaped = likeliest(lambda _place, _depth: tree, 4)(0, DEEP)
-    assert (shaped.tokens, shaped.follows) == ([7, 8, 9, 7], [-1, -1, 1, 2])
+    assert (shaped.tokens, shaped.parents) == ([7, 8, 9, 7], [-1, -1, 1, 2])
 
 
 def test_ngram_trees_need_no_model_and_results_are_kept(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A trained head as a drafter: its draft tokens are those of an independent reading, whatever happened to its row."""
+"""Trained heads as drafters: draft tokens equal a reference implementation's, whatever happened to the row before."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ PARAMS = [SamplingParams(temperature=0, max_tokens=5 + 2 * row, n=1 + 2 * (row =
 
 
 class Recorder:
-    """A reader that keeps what it is shown of one row."""
+    """A reader that stores the hidden states of one row."""
 
     def __init__(self, taps: Sequence[int]) -> None:
         self.taps, self.shown = taps, {}
@@ -77,15 +77,15 @@ class Recorder:
 
 
 def features_of(target: AnyModel, text: list[int], taps: Sequence[int]) -> list[Tensor]:
-    """[taps, width] of each token, from one plain pass."""
+    """Hidden states [taps, width] of each token, from one plain pass."""
     decoder, recorder = Decoder(target, ReferenceAttention(), 1, len(text)), Recorder(taps)
     decoder.attach_reader(recorder)
     decoder.forward(torch.tensor([text]), torch.zeros(1, dtype=torch.int64), len(text))
     return [recorder.shown[place] for place in range(len(text))]
 
 
-def guesses_of(head: TorchHead, features: list[Tensor], text: list[int], k: int) -> list[int]:
-    """What the format's description says that a head draft tokens after a text."""
+def draft_tokens_of(head: TorchHead, features: list[Tensor], text: list[int], k: int) -> list[int]:
+    """Draft tokens after a text, computed from the format's description."""
     reading = reading_of(head.head.state_dict())
     state, logits = reading.text(text[1:], features)
     draft_tokens: list[int] = []
@@ -97,7 +97,7 @@ def guesses_of(head: TorchHead, features: list[Tensor], text: list[int], k: int)
 
 
 class Watched:
-    """Compares the head's draft tokens of every greedy row with the independent reading's."""
+    """Compares the head's draft tokens of every greedy row with the reference."""
 
     def __init__(self, engine: Engine, target: AnyModel, head: TorchHead) -> None:
         self.target, self.head, self.compared = target, head, Counter[str]()
@@ -113,13 +113,13 @@ class Watched:
                 self.compared["short"] += 1
             elif not batch.sampling.temperature[row]:
                 features = features_of(self.target, text[:-1], self.head.taps)
-                assert draft_tokens == guesses_of(self.head, features, text, len(draft_tokens))
+                assert draft_tokens == draft_tokens_of(self.head, features, text, len(draft_tokens))
                 self.compared["draft tokens"] += len(draft_tokens)
         return draft
 
 
 def best_after(head: TorchHead, features: list[Tensor], text: list[int], way: Sequence[int], count: int) -> list[int]:
-    """What the format's description says that a head's best draft tokens after a text and a way of a tree are."""
+    """A head's best draft tokens after a text and a path of a tree, computed from the format's description."""
     reading = reading_of(head.head.state_dict())
     state, logits = reading.text(text[1:], features)
     for step, draft_token in enumerate(way):
@@ -151,7 +151,7 @@ KINDS: dict[str, Callable[[AnyModel, int], TorchHead]] = {
         pytest.param("native", 4, marks=pytest.mark.slow),
     ],
 )
-def test_guesses_are_those_of_an_independent_reading_in_any_company(model: str, chunk: int, kind: str) -> None:
+def test_draft_tokens_equal_the_reference_whatever_the_other_rows(model: str, chunk: int, kind: str) -> None:
     """Prompts in chunks, siblings that copy a prompt, rows that move, rounds without draft tokens, for some rows
     only."""
     make, width = TARGETS[model]
@@ -166,7 +166,7 @@ def test_guesses_are_those_of_an_independent_reading_in_any_company(model: str, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_stands_side_by_side_in_a_tree_are_the_best_after_the_way_there(kind: str) -> None:
+def test_siblings_in_a_tree_are_the_best_tokens_after_their_path(kind: str) -> None:
     target = tiny_llama()
     head = KINDS[kind](target, 32)
     engine = make_engine(target, head, drafter="feature", speculation_width=3, num_speculative_tokens=3)
@@ -176,7 +176,7 @@ def test_what_stands_side_by_side_in_a_tree_are_the_best_after_the_way_there(kin
         draft = propose(batch, wish).capped(wish.caps)
         for row, count in enumerate(draft.drafted):
             text = batch.tokens[row, : batch.lengths[row]].tolist()
-            assert count == 0 or len(text) > 1, "before any streams there are no guesses"
+            assert count == 0 or len(text) > 1, "without hidden states there are no draft tokens"
             if count == 0:
                 continue
             features, beside = features_of(target, text[:-1], head.taps), defaultdict[tuple[int, ...], list[int]](list)
@@ -194,9 +194,7 @@ def test_what_stands_side_by_side_in_a_tree_are_the_best_after_the_way_there(kin
 
 @pytest.mark.parametrize("reads", [2, HeadDecoder.reads])
 @pytest.mark.parametrize("rounds", ["every round", "now and then"])
-def test_a_device_draws_what_an_independent_reading_says(
-    rounds: str, reads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_draws_what_the_reference_does(rounds: str, reads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """After rounds of all lengths, none included: what a head lacks is read beforehand, or in the round itself.
 
     Whatever it draft tokens is kept nine times in ten, so that it lacks much.
@@ -219,7 +217,7 @@ def test_a_device_draws_what_an_independent_reading_says(
                 compared["short"] += 1
             elif state.temperature[row] == 0:
                 features = features_of(target, text[:-1], head.taps)
-                assert found.draft_tokens[row] == guesses_of(head, features, text, count)
+                assert found.draft_tokens[row] == draft_tokens_of(head, features, text, count)
                 compared["draft tokens"] += count
         return found
 
@@ -230,7 +228,7 @@ def test_a_device_draws_what_an_independent_reading_says(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_head_that_was_not_asked_for_long_reads_what_it_missed(kind: str) -> None:
+def test_a_head_that_has_not_drafted_for_long_reads_its_missing_tokens(kind: str) -> None:
     target = tiny_llama()
     head = KINDS[kind](target, 32)
     engine = make_engine(target, head, drafter="feature")
@@ -246,7 +244,7 @@ def test_a_head_that_was_not_asked_for_long_reads_what_it_missed(kind: str) -> N
 
 
 @pytest.mark.parametrize(("kind", "passes"), [("feature", 3), ("parallel", 1), ("hidden_transfer", 1)])
-def test_some_heads_guess_in_one_pass(kind: str, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_some_heads_draft_in_one_pass(kind: str, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_llama()
     head = KINDS[kind](target, 32)
     engine = make_engine(target, head, drafter="feature", num_speculative_tokens=3)
@@ -274,7 +272,7 @@ def test_some_heads_guess_in_one_pass(kind: str, passes: int, monkeypatch: pytes
     assert calls["step"] == passes * 3
 
 
-def test_hidden_states_are_transferred_for_so_many_guesses_and_no_more() -> None:
+def test_hidden_states_are_transferred_for_a_limited_number_of_draft_tokens() -> None:
     target = tiny_llama()
     engine = make_engine(target, tiny_transfer_head(target, 32), drafter="feature", num_speculative_tokens=8)
     drafted, propose = set(), engine.parts.drafter.propose
@@ -289,7 +287,7 @@ def test_hidden_states_are_transferred_for_so_many_guesses_and_no_more() -> None
     assert {k for more, k in drafted if more} == {TRANSFERS}
 
 
-def test_what_the_head_cannot_say_has_probability_0() -> None:
+def test_tokens_outside_the_heads_vocabulary_have_probability_0() -> None:
     target = tiny_llama()
     head = tiny_head(target, 32)
     distributions = head.logits(torch.randn(5, head.width)).softmax(-1)
@@ -299,7 +297,7 @@ def test_what_the_head_cannot_say_has_probability_0() -> None:
     assert head.logits(torch.zeros(1, head.width))[0, head.head.targets].tolist() == own[0].tolist()
 
 
-def test_the_streams_of_a_tree_follow_the_path_that_is_kept() -> None:
+def test_the_hidden_states_of_a_tree_follow_the_accepted_path() -> None:
     target = tiny_llama()
     decoder = TorchHeadDecoder(tiny_head(target, 32), ReferenceAttention(), 3, 20)
     decoder.streams.fused[1, 5:9] = torch.arange(4.0)[:, None]
@@ -314,7 +312,7 @@ def test_a_head_runs_beside_a_callers_autocast(kind: Callable[..., TorchHead]) -
     assert [len(output.outputs[0].token_ids) for output in outputs] == [5, 7, 9]
 
 
-def test_memory_counts_the_streams_that_are_kept() -> None:
+def test_memory_counts_the_stored_hidden_states() -> None:
     target = tiny_llama()
     head = tiny_head(target, 32)
     config = EngineConfig(drafter="feature", max_batch_size=3, max_model_len=POSITIONS, dtype="float32", device="cpu")
@@ -374,7 +372,7 @@ def test_a_heads_directory_is_a_draft_model_in_either_layout(tmp_path: Path) -> 
 
 @pytest.mark.usefixtures("no_requests")
 @pytest.mark.parametrize("drafter", ["feature", "hybrid"])
-def test_auto_knows_at_how_many_rows_a_head_was_measured_to_pay(tmp_path: Path, drafter: str) -> None:
+def test_auto_knows_up_to_which_batch_size_a_head_was_measured_to_pay(tmp_path: Path, drafter: str) -> None:
     head = published(tmp_path, paceline={"paying_rows": {"cpu": 2, "cuda": 7}})
     llm = llm_with(head, drafter=drafter, num_speculative_tokens="auto")
     assert isinstance(policy := llm.engine.parts.policy, AutoLength)
@@ -416,14 +414,14 @@ def test_a_directory_of_a_head_that_transfers_hidden_states_is_a_draft_model(tmp
 
 
 @pytest.mark.usefixtures("no_requests")
-def test_left_to_itself_a_head_stands_beside_copies(tmp_path: Path) -> None:
+def test_by_default_a_head_drafts_beside_ngram_lookup(tmp_path: Path) -> None:
     llm = llm_with(published(tmp_path))
     assert llm.config.drafter == "hybrid"
     assert "drafter ngram or head " in llm.engine.describe()
-    with pytest.raises(ParameterError, match="'feature' or 'hybrid' with a trained head"):
+    with pytest.raises(ParameterError, match="'feature' or 'hybrid': the draft model is a trained head"):
         llm.with_options(drafter="model")
     draft = LLM(tiny_llama_of_transformers(), tiny_llama_of_transformers(1), dtype="float32", device="cpu")
-    with pytest.raises(ParameterError, match="which is no trained head"):
+    with pytest.raises(ParameterError, match="is not a trained head"):
         draft.with_options(drafter="feature")
 
 
@@ -439,7 +437,7 @@ def test_a_head_without_an_embedding_takes_its_targets(tmp_path: Path) -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "width": ({"target_hidden_size": 48}, r"streams of width 48, .* has 32: .* another model \(someone/target\)"),
+    "width": ({"target_hidden_size": 48}, r"hidden states of width 48, .* has 32: .* another model \(someone/target\)"),
     "layers": ({"eagle_aux_hidden_state_layer_ids": [0, 2]}, r"layers \(0, 2\); this target has 2"),
     "the usual layers": ({"eagle_aux_hidden_state_layer_ids": None}, r"layers \(2, 1, -1\)"),
 }
@@ -454,7 +452,7 @@ def test_a_head_of_another_target_is_refused(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.usefixtures("no_requests")
-def test_a_head_of_another_vocabulary_or_class_is_refused_and_of_another_name_warned_of(
+def test_a_head_of_another_vocabulary_or_class_is_refused_and_another_name_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = published(tmp_path)

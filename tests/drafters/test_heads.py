@@ -1,4 +1,4 @@
-"""Trained heads: both layouts are read, wrong ones are refused, and what they compute is what the format says."""
+"""Trained heads: reading of both layouts, refusal of wrong ones, and results as the format defines them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def text(width: int = WIDTH, streams: int = 3) -> tuple[Tensor, Tensor]:
 
 
 def unrolled(head: Head, tokens: Tensor, features: Tensor, steps: int = 3) -> list[Tensor]:
-    """[T - step, Vd] each: what the last places of a later step give means nothing."""
+    """Logits [T - step, Vd] of each step; the last positions of a later step have no meaning."""
     found = head.unroll(tokens, features, steps)
     return [logits[0, : LENGTH - step] for step, logits in enumerate(found)]
 
@@ -94,7 +94,7 @@ def unrolled(head: Head, tokens: Tensor, features: Tensor, steps: int = 3) -> li
         "parallel, before fc",
     ],
 )
-def test_a_head_computes_what_the_format_says(
+def test_a_head_computes_what_the_format_defines(
     tmp_path: Path, switches: tuple[str, ...], shape: dict[str, Any], made: dict[str, Any]
 ) -> None:
     tensors = random_head(switches=switches, **made)
@@ -118,10 +118,10 @@ def test_a_head_computes_what_the_format_says(
     ],
     ids=["two layers", "qwen2", "qwen3"],
 )
-def test_hidden_states_are_transferred_as_the_description_says(
+def test_hidden_states_are_transferred_as_the_paper_describes(
     tmp_path: Path, shape: dict[str, Any], made: dict[str, Any]
 ) -> None:
-    """And a head that was written and read again gives the same."""
+    """Also after the head was written and read again."""
     tensors = random_transfer(**made)
     fields = TRANSFER | {"eagle_aux_hidden_state_layer_ids": [3]}
     head = loaded(write(tmp_path / "one", speculators_config(layers(**shape, **THETA), **fields), tensors))
@@ -176,7 +176,7 @@ def test_a_written_head_is_read_again_and_has_the_layout_of_speculators(tmp_path
     assert written["paceline"] == {"paying_rows": {"cpu": 2}}
 
 
-def test_the_shipped_head_says_at_how_many_rows_it_was_measured_to_pay() -> None:
+def test_the_shipped_head_names_the_batch_size_up_to_which_it_pays() -> None:
     assert read_head_config(resolve("smollm2-135m-head")).paying_rows == {"cpu": 2}
 
 
@@ -194,7 +194,7 @@ def test_a_written_parallel_head_is_read_again_and_has_the_layout_of_speculators
     assert written["speculators_config"]["algorithm"] == "peagle"
 
 
-def test_a_head_that_leaves_out_its_rows_takes_the_targets(tmp_path: Path) -> None:
+def test_a_head_without_output_rows_takes_the_targets(tmp_path: Path) -> None:
     tensors = random_head()
     head = loaded(write(tmp_path / "one", speculators_config(layers(**THETA)), tensors))
     rows = torch.randn(VOCABULARY, WIDTH)
@@ -226,9 +226,9 @@ def test_a_vocabulary_that_is_not_cut_needs_no_tables(tmp_path: Path) -> None:
     assert bool(head.t2d.all())
 
 
-def test_the_tables_follow_from_each_other_and_from_what_is_said() -> None:
+def test_the_vocabulary_tables_follow_from_each_other() -> None:
     head = FeatureHead(HeadConfig({"model_type": "llama", **layers()}, WIDTH, 3))
-    head.say(torch.tensor([4, 9, 60]))
+    head.set_vocabulary(torch.tensor([4, 9, 60]))
     assert head.targets.tolist() == [4, 9, 60]
     assert head.t2d.nonzero().flatten().tolist() == [4, 9, 60]
 
@@ -242,27 +242,27 @@ def test_the_tables_follow_from_each_other_and_from_what_is_said() -> None:
     ],
     ids=["usual", "entering", "left"],
 )
-def test_layers_are_named_by_the_streams_that_enter_them(fields: dict[str, Any], taps: tuple[int, ...]) -> None:
-    """What an eagle_config names are layers whose outputs are meant: the streams that enter the next ones."""
+def test_layers_are_named_by_their_inputs(fields: dict[str, Any], taps: tuple[int, ...]) -> None:
+    """An eagle_config names layers by their outputs, which are the inputs of the next layers."""
     assert HeadConfig.read(flat_config(layers(), **fields))[0].taps_of(16) == taps
 
 
 def test_a_target_with_too_few_layers_is_refused() -> None:
     config, _ = HeadConfig.read(flat_config(layers(), eagle_aux_hidden_state_layer_ids=[1, 5, 9]))
-    with pytest.raises(ModelFormatError, match=r"layers \(1, 5, 9\); this target has 9, 0 to 8"):
+    with pytest.raises(ModelFormatError, match=r"layers \(1, 5, 9\); this target has 9 layers, 0 to 8"):
         config.taps_of(9)
 
 
 def transferring(shape: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
-    """The configuration of a head that transfers hidden states."""
+    """The configuration of a hidden transfer head."""
     return speculators_config(shape or layers(), **TRANSFER | {"eagle_aux_hidden_state_layer_ids": [3]} | fields)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "another kind": (speculators_config(layers(), speculators_model_type="dflash"), "dflash heads are not run yet"),
-    "no kind": (speculators_config(layers(), speculators_model_type="eagle9"), "of no known kind"),
-    "a model": ({"architectures": ["LlamaForCausalLM"], **layers()}, "of no head"),
-    "another architecture": (flat_config(layers(), architectures=["Eagle2Llama"]), "'Eagle2Llama' is not run"),
+    "another kind": (speculators_config(layers(), speculators_model_type="dflash"), "dflash heads are not supported"),
+    "no kind": (speculators_config(layers(), speculators_model_type="eagle9"), "'eagle9' is unknown"),
+    "a model": ({"architectures": ["LlamaForCausalLM"], **layers()}, "not of a head"),
+    "another architecture": (flat_config(layers(), architectures=["Eagle2Llama"]), "'Eagle2Llama' is not supported"),
     "other layers": (speculators_config(layers(model_type="gpt2")), "model_type 'gpt2'"),
     "one stream": (flat_config(layers(), eagle_config={"use_aux_hidden_state": False}), "EAGLE-1"),
     "many flat layers": (flat_config(layers(num_hidden_layers=2)), "num_hidden_layers=2"),
@@ -270,31 +270,34 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "quantised": (speculators_config(layers(), quantization_config={"bits": 4}), "quantised"),
     "a wide vocabulary": (speculators_config(layers(), draft_vocab_size=99), "draft_vocab_size 99"),
     "heads that do not divide": (speculators_config(layers(num_key_value_heads=3)), "4 heads over 3"),
-    "a layer twice": (speculators_config(layers(), eagle_aux_hidden_state_layer_ids=[1, 1, 2]), "streams of layers"),
-    "no list": (speculators_config(layers(), eagle_aux_hidden_state_layer_ids=7), "is a list, not 7"),
-    "no number": (speculators_config(layers(), target_hidden_size="wide"), "is a whole number"),
-    "a flag of words": (speculators_config(layers(), norm_output="yes"), "is true or false"),
+    "a layer twice": (
+        speculators_config(layers(), eagle_aux_hidden_state_layer_ids=[1, 1, 2]),
+        "hidden states of layers",
+    ),
+    "no list": (speculators_config(layers(), eagle_aux_hidden_state_layer_ids=7), "must be a list, not 7"),
+    "no number": (speculators_config(layers(), target_hidden_size="wide"), "must be a whole number"),
+    "a flag of words": (speculators_config(layers(), norm_output="yes"), "must be true or false"),
     "no mask": (speculators_config(layers(), speculators_model_type="peagle"), "lacks mask_token_id"),
     "a mask outside": (speculators_config(layers(), **PARALLEL | {"mask_token_id": 61}), "mask_token_id 61"),
-    "a mask of words": (speculators_config(layers(), **PARALLEL | {"mask_token_id": "x"}), "is a whole number"),
+    "a mask of words": (speculators_config(layers(), **PARALLEL | {"mask_token_id": "x"}), "must be a whole number"),
     "no mask's state": (speculators_config(layers(), **PARALLEL), "lacks mask_hidden"),
-    "a flat parallel one": (flat_config(layers(), ptd_token_id=3), "ptd_token_id: heads that guess in parallel"),
+    "a flat parallel one": (flat_config(layers(), ptd_token_id=3), "ptd_token_id: parallel heads are supported only"),
     "no transfers": (transferring(transfers=None), "lacks transfers"),
-    "no guess": (transferring(transfers=0), "transfers of the head's configuration is 1 to"),
-    "transfers of many streams": (transferring(eagle_aux_hidden_state_layer_ids=[1, 2]), "belongs to other kinds"),
-    "transfers of the usual streams": (transferring(eagle_aux_hidden_state_layer_ids=None), "belongs to other kinds"),
-    "transfers and switches": (transferring(norm_output=True), "belongs to other kinds"),
-    "transfers into windows": (transferring(layers(**WINDOWED, sliding_window=3)), "belongs to other kinds"),
-    "no rows": (speculators_config(layers(), paceline={"paying_rows": {"cpu": 0}}), "from 1 on, not {'cpu': 0}"),
+    "no draft token": (transferring(transfers=0), "transfers of the head's configuration is 1 to"),
+    "transfers of many streams": (transferring(eagle_aux_hidden_state_layer_ids=[1, 2]), "settings of other kinds"),
+    "transfers of the usual streams": (transferring(eagle_aux_hidden_state_layer_ids=None), "settings of other kinds"),
+    "transfers and switches": (transferring(norm_output=True), "settings of other kinds"),
+    "transfers into windows": (transferring(layers(**WINDOWED, sliding_window=3)), "settings of other kinds"),
+    "no rows": (speculators_config(layers(), paceline={"paying_rows": {"cpu": 0}}), "from 1 up, not {'cpu': 0}"),
     "rows of words": (speculators_config(layers(), paceline={"paying_rows": {"cpu": "2"}}), "whole number"),
-    "rows of nothing": (speculators_config(layers(), paceline=2), "is an object, not 2"),
+    "rows of nothing": (speculators_config(layers(), paceline=2), "must be an object, not 2"),
     "no size": (speculators_config({}), "lacks hidden_size"),
     "no activation": (speculators_config(layers(hidden_act="swoosh")), "activation"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_run_is_refused_by_name(tmp_path: Path, name: str) -> None:
+def test_unsupported_configurations_are_refused_by_name(tmp_path: Path, name: str) -> None:
     fields, said = REFUSED[name]
     with pytest.raises(ModelFormatError, match=said):
         loaded(write(tmp_path, fields, random_head()))
@@ -314,17 +317,20 @@ def _with(**changed: Tensor) -> Callable[[dict[str, Tensor]], None]:
 
 DAMAGED: dict[str, tuple[Callable[[dict[str, Tensor]], None], str]] = {
     "missing": (_without("fc.weight"), r"lacks fc\.weight"),
-    "unknown": (_with(extra=torch.zeros(2)), "extra belong to no head"),
+    "unknown": (_with(extra=torch.zeros(2)), "this configuration has no extra"),
     "mis-shaped": (_with(fc__weight=torch.zeros(WIDTH, WIDTH)), r"fc\.weight has the shape \[24, 24\]"),
-    "a switch unsaid": (_with(input_norm__weight=torch.ones(3 * WIDTH)), r"input_norm\.weight belong to no head"),
+    "a switch unsaid": (
+        _with(input_norm__weight=torch.ones(3 * WIDTH)),
+        r"this configuration has no input_norm\.weight",
+    ),
     "whole numbers": (
         _with(fc__weight=torch.zeros(WIDTH, 3 * WIDTH, dtype=torch.int8)),
-        r"fc\.weight is of torch\.int8",
+        r"fc\.weight has the unsupported type torch\.int8",
     ),
     "tokens outside": (_with(d2t=torch.full((DRAFTED,), 50)), "outside of the target's 61"),
     "a token twice": (_with(d2t=-torch.arange(DRAFTED)), "names a token twice"),
     "tables that differ": (_with(d2t=torch.zeros(DRAFTED, dtype=torch.int64)), "different tokens"),
-    "numbers for tokens": (_with(d2t=torch.zeros(DRAFTED)), r"d2t is of torch\.float32"),
+    "numbers for tokens": (_with(d2t=torch.zeros(DRAFTED)), r"d2t has the unsupported type torch\.float32"),
     "no tables": (_without("d2t", "t2d"), "lacks d2t, t2d"),
 }
 

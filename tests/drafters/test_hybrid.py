@@ -1,4 +1,4 @@
-"""Copies where they will do, else the draft model's draft tokens, whose cache falls behind meanwhile."""
+"""n-gram drafts where they suffice, else the draft model's, whose cache falls behind meanwhile."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def setup(*prompts: list[int]) -> tuple[HybridDrafter, Batch]:
 
 
 def models_own(batch: Batch, prompts: list[list[int]], k: int) -> list[list[int]]:
-    """What the draft model itself would say, token by token from the whole text."""
+    """The draft model's own continuation, token by token from the whole text."""
     draft_tokens = []
     for row, prompt in enumerate(prompts):
         text = batch.tokens[row, : batch.lengths[row]].tolist()
@@ -58,7 +58,7 @@ def models_own(batch: Batch, prompts: list[list[int]], k: int) -> list[list[int]
     [([TWICE], True), ([TWICE, TWICE], True), ([SHORT], False), ([NEW], False), ([TWICE, SHORT, TWICE], False)],
     ids=["long match", "all long", "short match", "no match", "one of three short"],
 )
-def test_left_to_itself_it_copies_only_where_every_match_is_of_the_longest_kind(
+def test_by_default_ngram_drafts_suffice_only_if_every_match_is_of_the_longest_kind(
     prompts: list[list[int]], copies: bool
 ) -> None:
     drafter, batch = setup(*prompts)
@@ -71,7 +71,7 @@ def test_left_to_itself_it_copies_only_where_every_match_is_of_the_longest_kind(
 
 @pytest.mark.parametrize("prompts", [[TWICE], [SHORT, TWICE], [NEW, NEW]])
 @pytest.mark.parametrize("asked", [0, 1, 4])
-def test_the_round_decides_where_it_is_asked(asked: int, prompts: list[list[int]]) -> None:
+def test_the_plans_fallback_decides_if_there_is_one(asked: int, prompts: list[list[int]]) -> None:
     drafter, batch = setup(*prompts)
     shown: list[Draft] = []
     instead = lambda _batch, copies: shown.append(copies) or asked  # noqa: E731
@@ -86,8 +86,8 @@ def test_the_round_decides_where_it_is_asked(asked: int, prompts: list[list[int]
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_after_any_rounds_the_draft_models_guesses_are_those_from_the_whole_text(seed: int) -> None:
-    """Rounds of copies, of the draft model, plain ones, and drafts that were timed only leave nothing stale behind."""
+def test_after_any_rounds_the_draft_model_drafts_as_from_the_whole_text(seed: int) -> None:
+    """Rounds with n-gram drafts, the draft model's or none, and timed drafts leave nothing stale behind."""
     rng, prompts = random.Random(seed), [[1], [2, 3, 4, 2, 3], [8, 9, 1]]
     drafter, batch = setup(*prompts)
     for _ in range(14):
@@ -112,8 +112,8 @@ def test_after_any_rounds_the_draft_models_guesses_are_those_from_the_whole_text
         drafter.observe(batch, verdict)
 
 
-def test_what_was_measured_before_the_first_round_of_copies_leaves_no_trace() -> None:
-    """The calibration drafts without ending the round; copies then come first, and the draft model after them."""
+def test_measurements_before_the_first_ngram_draft_leave_no_trace() -> None:
+    """The calibration drafts without ending the round; then n-gram drafts come first, and the draft model's later."""
     engine = make_engine(
         FlatToy(), FlatToy(), drafter="hybrid", num_speculative_tokens="auto", attention="auto", max_batch_size=1
     )
@@ -133,10 +133,10 @@ def test_what_was_measured_before_the_first_round_of_copies_leaves_no_trace() ->
     assert output.outputs[0].metrics.rounds <= 2 + 18 / 3, "the target is its own draft model"
 
 
-def test_copies_are_scored() -> None:
+def test_ngram_drafts_have_scores() -> None:
     _, batch = setup(TWICE, SHORT, NEW)
     draft = NgramDrafter().propose(batch, SpeculationPlan(2))
     assert draft.confidence is not None
     first = [scores[0] for scores in draft.confidence]
     assert first[0] == STRONG > first[1] > first[2] == 0
-    assert draft.confidence[0][1] > STRONG, "it grows with each right guess"
+    assert draft.confidence[0][1] > STRONG, "it grows with each right draft token"

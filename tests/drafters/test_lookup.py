@@ -1,4 +1,4 @@
-"""The native search and its twin find the same, whatever the shapes, as texts grow; and what a plain search finds."""
+"""The native lookup, the one in Python and a naive search agree, for all shapes and as texts grow."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torch import Tensor
 from paceline.drafters.lookup import (
     DOCUMENTS,
     LONGEST_SUFFIX,
-    MOST_PLACES,
+    MAX_POSITIONS,
     OWN,
     REFERENCES,
     SIBLINGS,
-    Beside,
-    Found,
+    Continuation,
+    CopySources,
     HostLookup,
     Lookup,
+    LookupResult,
     NativeLookup,
-    Way,
     make_lookup,
 )
 from paceline.kernels import native
@@ -43,12 +43,12 @@ documents = st.lists(st.lists(token, max_size=12), max_size=3)
 
 
 def lookups(given_documents: Sequence[Text]) -> list[Lookup[Any]]:
-    """All there are here, the twin first."""
+    """All implementations available here, the one in Python first."""
     return [HostLookup(given_documents), *(NativeLookup(given_documents, kernels) for kernels in KERNELS[:1])]
 
 
 def table(rows: Sequence[Text], spare: int) -> tuple[Tensor, Tensor]:
-    """A text with more rows and places, cut from a wider one; beyond a row's end lies what looks like text."""
+    """Texts as a view of a larger tensor; beyond a row's end lie plausible tokens."""
     width = max(1, *map(len, rows)) + spare
     wide = torch.ones(len(rows) + spare, width + 3, dtype=torch.int64)
     for place, row in enumerate(rows):
@@ -56,7 +56,7 @@ def table(rows: Sequence[Text], spare: int) -> tuple[Tensor, Tensor]:
     return wide[:, :width], torch.tensor([len(row) for row in rows])
 
 
-def found_in(lookup: Lookup[Any], rows: Sequence[Text], k: int, beside: Any = None, spare: int = 0) -> Found:
+def found_in(lookup: Lookup[Any], rows: Sequence[Text], k: int, beside: Any = None, spare: int = 0) -> LookupResult:
     text, length = table(rows, spare)
     return lookup.find(text, length, len(rows), max(1, *map(len, rows)), k, beside)
 
@@ -64,14 +64,14 @@ def found_in(lookup: Lookup[Any], rows: Sequence[Text], k: int, beside: Any = No
 @needs_extension
 @settings(max_examples=200, deadline=None)
 @given(rows=texts, documents=documents, references=documents, k=st.integers(1, 9), spare=st.integers(0, 4))
-def test_the_native_search_equals_its_twin(
+def test_the_native_search_equals_the_one_in_python(
     rows: list[list[int]], documents: list[list[int]], references: list[list[int]], k: int, spare: int
 ) -> None:
-    beside = [Beside(references=references) if number % 2 else None for number in range(len(rows))]
+    beside = [CopySources(references=references) if number % 2 else None for number in range(len(rows))]
     both = []
     for lookup in lookups(documents):
         noted = lookup.texts(references)
-        both.append(found_in(lookup, rows, k, [each and Beside(references=noted) for each in beside], spare))
+        both.append(found_in(lookup, rows, k, [each and CopySources(references=noted) for each in beside], spare))
     assert both[0] == both[1]
     assert all(
         len(draft_tokens) <= k and bool(draft_tokens) == (size > 0)
@@ -79,7 +79,9 @@ def test_the_native_search_equals_its_twin(
     )
 
 
-def ways_in(lookup: Lookup[Any], rows: Sequence[Text], k: int, ways: int, beside: Any = None) -> list[list[Way]]:
+def ways_in(
+    lookup: Lookup[Any], rows: Sequence[Text], k: int, ways: int, beside: Any = None
+) -> list[list[Continuation]]:
     text, length = table(rows, 2)
     return lookup.find_all(text, length, len(rows), max(1, *map(len, rows)), k, ways, beside)
 
@@ -93,10 +95,10 @@ def test_several_continuations_are_the_same_in_both_and_the_first_is_the_one_of_
     numbers, both = range(len(rows)), []
     for lookup in lookups(documents):
         noted = lookup.texts(references)
-        beside = [Beside(references=noted) if number % 2 else None for number in numbers]
+        beside = [CopySources(references=noted) if number % 2 else None for number in numbers]
         both.append(ways_in(lookup, rows, k, ways, beside))
         chain = found_in(lookup, rows, k, beside)
-        firsts = [each[0] if each else Way([], 0, OWN) for each in both[-1]]
+        firsts = [each[0] if each else Continuation([], 0, OWN) for each in both[-1]]
         assert [way.draft_tokens for way in firsts] == chain.draft_tokens
         assert [way.matched for way in firsts] == chain.matched
         assert [way.source for way in firsts] == chain.sources
@@ -113,7 +115,7 @@ def test_continuations_come_from_all_sources_the_longer_match_first(kind: int) -
     lookup = lookups([[9, 1, 2, 3, 40]])[kind]
     references, siblings = lookup.texts([[7, 2, 3, 50]]), lookup.texts([[1, 2, 3, 60]])
     row = [2, 3, 70, 1, 2, 3]
-    (ways,) = ways_in(lookup, [row], 2, 9, [Beside(references, siblings, 1)])
+    (ways,) = ways_in(lookup, [row], 2, 9, [CopySources(references, siblings, 1)])
     found = [(way.draft_tokens[0], way.matched, way.source) for way in ways]
     assert found == [(60, 3, SIBLINGS), (40, 3, DOCUMENTS), (70, 2, OWN), (50, 2, REFERENCES)]
 
@@ -122,7 +124,7 @@ def test_continuations_come_from_all_sources_the_longer_match_first(kind: int) -
 
 
 def matching(text: Text, end: int, row: Text) -> int:
-    """How many of the row's last tokens stand in ``text`` up to and including place ``end``."""
+    """Number of the row's last tokens that occur in ``text`` up to and including position ``end``."""
     size = 0
     while size < min(LONGEST_SUFFIX, len(row), end + 1) and text[end - size] == row[len(row) - 1 - size]:
         size += 1
@@ -130,7 +132,7 @@ def matching(text: Text, end: int, row: Text) -> int:
 
 
 def naive(row: Text, sources: Sequence[Sequence[Text]], k: int) -> tuple[int, int, set[tuple[int, ...]]]:
-    """Tokens matched, source, and what may be drafted: after the latest place in each of the source's texts."""
+    """Matched tokens, source, and possible drafts: after the latest position in each of the source's texts."""
     best, source, draft_tokens = 0, OWN, set()
     for number, given_texts in enumerate(sources):
         for text in given_texts:
@@ -147,8 +149,8 @@ def naive(row: Text, sources: Sequence[Sequence[Text]], k: int) -> tuple[int, in
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_growing_answers_are_guessed_from_each_other_as_a_plain_search_would(seed: int) -> None:
-    """Siblings of two prompts, which grow by turns, sit out rounds, end, and are followed by others in their rows."""
+def test_growing_answers_are_drafted_from_each_other_as_a_plain_search_would(seed: int) -> None:
+    """Parallel samples of two prompts, which grow in turn, skip rounds, end, and are replaced in their rows."""
     rng = random.Random(seed)
     vocab, k, given_documents = rng.choice([2, 3, 6]), rng.randint(1, 6), [[0, 1, 2, 0, 1], [1]]
     prompts = [[rng.randrange(vocab) for _ in range(size)] for size in (3, 12)]
@@ -161,7 +163,7 @@ def test_growing_answers_are_guessed_from_each_other_as_a_plain_search_would(see
             playing = rng.sample([(family, number) for family in (0, 1) for number in range(5)], 4)
             rows = [prompts[family] + answers[family][number] for family, number in playing]
             firsts = [max(0, len(prompts[family]) - LONGEST_SUFFIX) for family, _ in playing]
-            beside = [Beside(*noted[f], number, first) for (f, number), first in zip(playing, firsts, strict=True)]
+            beside = [CopySources(*noted[f], number, first) for (f, number), first in zip(playing, firsts, strict=True)]
             found = found_in(lookup, rows, k, beside)
             known |= {place: len(row) for place, row in zip(playing, rows, strict=True)}
             for row, text in enumerate(rows):
@@ -186,7 +188,7 @@ def test_at_equal_length_the_rows_own_text_counts_then_references_siblings_docum
     def found(own: Text, sources: dict[int, Text]) -> tuple[int, list[int]]:
         lookup = lookups([sources[DOCUMENTS]] if DOCUMENTS in sources else [])[kind]
         siblings = lookup.texts([[], sources.get(SIBLINGS, [])])
-        beside = Beside(lookup.texts([sources.get(REFERENCES, [])]), siblings, 0, 0)
+        beside = CopySources(lookup.texts([sources.get(REFERENCES, [])]), siblings, 0, 0)
         one = found_in(lookup, [own], 1, [beside])
         return one.sources[0], one.draft_tokens[0]
 
@@ -199,34 +201,34 @@ def test_at_equal_length_the_rows_own_text_counts_then_references_siblings_docum
 
 
 @pytest.mark.parametrize("kind", range(len(lookups([]))))
-def test_what_every_answer_said_first_is_guessed_for_the_next(kind: int) -> None:
+def test_what_every_answer_said_first_is_drafted_for_the_next(kind: int) -> None:
     lookup, prompt = lookups([])[kind], [1, 2, 3, 4, 5, 6, 7]
     siblings = lookup.texts()
     first = len(prompt) - LONGEST_SUFFIX
-    found_in(lookup, [[*prompt, 8, 9]], 3, [Beside(None, siblings, 0, first)])
-    found = found_in(lookup, [prompt], 3, [Beside(None, siblings, 1, first)])
-    assert found == Found([[8, 9]], [LONGEST_SUFFIX], [SIBLINGS])
+    found_in(lookup, [[*prompt, 8, 9]], 3, [CopySources(None, siblings, 0, first)])
+    found = found_in(lookup, [prompt], 3, [CopySources(None, siblings, 1, first)])
+    assert found == LookupResult([[8, 9]], [LONGEST_SUFFIX], [SIBLINGS])
 
 
 @pytest.mark.parametrize("kind", range(len(lookups([]))))
-def test_of_one_pair_of_tokens_only_so_many_places_are_looked_at(kind: int) -> None:
+def test_the_number_of_positions_compared_per_pair_of_tokens_is_limited(kind: int) -> None:
     lookup = lookups([])[kind]
-    for others, size in ((MOST_PLACES - 1, 3), (MOST_PLACES, 2)):
+    for others, size in ((MAX_POSITIONS - 1, 3), (MAX_POSITIONS, 2)):
         references = lookup.texts([[7, 1, 2, *([9, 1, 2] * others), 0]])
-        found = found_in(lookup, [[7, 1, 2]], 1, [Beside(references)])
+        found = found_in(lookup, [[7, 1, 2]], 1, [CopySources(references)])
         assert found.matched == [size]
 
 
 @needs_extension
 @pytest.mark.parametrize("length", [-1, 4])
 def test_a_length_beyond_the_text_is_refused(length: int) -> None:
-    with pytest.raises(ValueError, match="do not lie between"):
+    with pytest.raises(ValueError, match="are not all between"):
         NativeLookup([], KERNELS[0]).find_all(torch.zeros(1, 3).long(), torch.tensor([length]), 1, 3, 2, 2)
     with pytest.raises(ValueError, match="between 0 and 3"):
         NativeLookup([], KERNELS[0]).find(torch.zeros(1, 3, dtype=torch.int64), torch.tensor([length]), 1, 9, 2)
 
 
-def test_the_machine_decides_who_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_machine_decides_which_implementation_searches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(native.VARIABLE, raising=False)
     assert isinstance(make_lookup([]), NativeLookup if KERNELS else HostLookup)
     monkeypatch.setenv(native.VARIABLE, "off")

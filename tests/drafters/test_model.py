@@ -1,4 +1,4 @@
-"""The draft model's draft tokens, and its cache, which may lag."""
+"""The draft model as a drafter, and its cache, which may miss tokens."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def setup(rule: AcceptanceName = "coupled", params: Sequence[SamplingParams] = P
     return ModelDrafter(decoder, rule), batch
 
 
-def expected_guesses(batch: Batch, k: int) -> list[list[int]]:
-    """What the draft model itself would say, token by token from the whole text."""
+def expected_tokens(batch: Batch, k: int) -> list[list[int]]:
+    """The draft model's own continuation, token by token from the whole text."""
     draft_tokens = []
     for row, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
         text = batch.tokens[row, : batch.lengths[row]].tolist()
@@ -54,7 +54,7 @@ def expected_guesses(batch: Batch, k: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_guesses_are_the_draft_models_own_continuation_after_any_history(seed: int) -> None:
+def test_draft_tokens_are_the_draft_models_own_continuation_after_any_history(seed: int) -> None:
     rng = random.Random(seed)
     drafter, batch = setup()
     for _ in range(9):
@@ -63,7 +63,7 @@ def test_guesses_are_the_draft_models_own_continuation_after_any_history(seed: i
         accepted = torch.tensor([rng.randint(0, k) for _ in PROMPTS])
         if k:
             draft = drafter.propose(batch, SpeculationPlan(k))
-            assert draft.tokens.tolist() == expected_guesses(batch, k)
+            assert draft.tokens.tolist() == expected_tokens(batch, k)
             assert draft.counts.tolist() == [k] * len(PROMPTS)
             for row in range(len(PROMPTS)):  # what is kept of a row is what was drafted
                 tokens[row, : accepted[row]] = draft.tokens[row, : accepted[row]]
@@ -73,7 +73,7 @@ def test_guesses_are_the_draft_models_own_continuation_after_any_history(seed: i
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_draft_ends_where_the_round_says_and_the_next_one_is_right_all_the_same(seed: int) -> None:
+def test_a_draft_that_is_stopped_early_leaves_the_next_one_right(seed: int) -> None:
     rng = random.Random(seed)
     drafter, batch = setup()
     for _ in range(12):
@@ -82,7 +82,7 @@ def test_a_draft_ends_where_the_round_says_and_the_next_one_is_right_all_the_sam
         draft = drafter.propose(batch, SpeculationPlan(k, stop_drafting=enough))
         drafted = min(k, stop)
         assert seen == [[step + 1] * len(PROMPTS) for step in range(drafted)]
-        assert draft.tokens.tolist() == expected_guesses(batch, drafted)
+        assert draft.tokens.tolist() == expected_tokens(batch, drafted)
         assert draft.counts.tolist() == [drafted] * len(PROMPTS)
         accepted = torch.tensor([rng.choice([rng.randint(0, drafted), drafted]) for _ in PROMPTS])
         tokens = torch.tensor([[rng.randrange(VOCAB) for _ in range(drafted + 1)] for _ in PROMPTS])
@@ -93,7 +93,7 @@ def test_a_draft_ends_where_the_round_says_and_the_next_one_is_right_all_the_sam
         drafter.observe(batch, verdict)
 
 
-def test_a_guess_is_scored_by_its_likelihood_whatever_the_temperature() -> None:
+def test_a_draft_token_is_scored_by_its_likelihood_whatever_the_temperature() -> None:
     drafter, batch = setup()
     draft = drafter.propose(batch, SpeculationPlan(3, stop_drafting=lambda part, scores: False))
     assert draft.confidence is not None
@@ -105,17 +105,17 @@ def test_a_guess_is_scored_by_its_likelihood_whatever_the_temperature() -> None:
             assert draft.confidence[row][place] == pytest.approx(distribution[token], abs=1e-5)
 
 
-def test_nobody_asks_nobody_scores() -> None:
+def test_without_stop_drafting_there_are_no_scores() -> None:
     drafter, batch = setup()
     assert drafter.propose(batch, SpeculationPlan(3)).confidence is None
 
 
-def test_under_the_coupled_rule_no_law_is_reported() -> None:
+def test_under_the_coupled_rule_no_distribution_is_reported() -> None:
     drafter, batch = setup()
     assert drafter.propose(batch, SpeculationPlan(3)).probabilities is None
 
 
-def test_under_the_rejection_rule_the_law_that_guesses_were_drawn_from_is_reported() -> None:
+def test_the_rejection_rule_gets_the_distribution_that_draft_tokens_were_drawn_from() -> None:
     drafter, batch = setup("rejection")
     draft = drafter.propose(batch, SpeculationPlan(3))
     assert draft.probabilities is not None
@@ -128,7 +128,7 @@ def test_under_the_rejection_rule_the_law_that_guesses_were_drawn_from_is_report
             )
 
 
-def test_under_the_rejection_rule_guesses_have_noise_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_the_rejection_rule_draft_tokens_have_noise_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     purposes = []
     import paceline.core.sampling as sampling
 
@@ -143,6 +143,6 @@ def test_under_the_rejection_rule_guesses_have_noise_of_their_own(monkeypatch: p
     assert purposes == [Purpose.DRAW, Purpose.DRAFT]
 
 
-def test_a_batch_of_greedy_rows_needs_no_law() -> None:
+def test_a_batch_of_greedy_rows_needs_no_distribution() -> None:
     drafter, batch = setup("rejection", [SamplingParams(temperature=0)] * 3)
     assert drafter.propose(batch, SpeculationPlan(2)).probabilities is None

@@ -1,5 +1,4 @@
-"""A head on the CPU kernels: what it draft tokens is what an independent reading says, in one call, whatever its
-company."""
+"""Heads on the CPU kernels: one call drafts what a reference implementation does, whatever the other rows."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from paceline.config import EngineConfig, SamplingParams
 from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.core.draft import Draft
 from paceline.core.rows import Constraint
-from paceline.drafters.branches import Branches
+from paceline.drafters.branches import DraftTree
 from paceline.drafters.feature import FeatureDrafter
 from paceline.drafters.growth import Growth
 from paceline.drafters.heads.decoder import TorchHead
@@ -56,7 +55,7 @@ def natively(head: FeatureHead, quantization: Quantization | None = None) -> Nat
 
 
 def features_of(texts: Sequence[Sequence[int]]) -> list[Tensor]:
-    """What a target might have said of each token, [text, taps, width]."""
+    """Hidden states that a target might have for each token, [text, taps, width]."""
     generator = torch.Generator().manual_seed(3)
     return [torch.randn(len(text), len(TAPS), STREAM, generator=generator) for text in texts]
 
@@ -65,7 +64,7 @@ FEATURES = features_of(TEXTS)
 
 
 def decoder_of(head: NativeHead, rows: Sequence[int]) -> NativeHeadDecoder:
-    """Its rows have these of the texts, whose streams are kept and of which nothing is read."""
+    """A decoder with these texts in its rows: hidden states are stored, and nothing is read yet."""
     decoder = NativeHeadDecoder(head, ReferenceAttention(), len(rows), POSITIONS, VOCAB)
     for row, which in enumerate(rows):
         places = torch.arange(len(TEXTS[which]) - 1)
@@ -82,7 +81,7 @@ def batch_of(rows: Sequence[int], params: SamplingParams = PLAIN) -> Batch:
 
 
 def _rounded(tensor: Tensor, to: Format, parts: int) -> Tensor:
-    """Each of so many parts of the inputs is padded, which decides what shares a scale."""
+    """Pad each of the parts of the inputs, which decides which weights share a scale."""
     width = tensor.shape[1] // parts
     wide = torch.cat([pad(part, (0, -width % INPUT_MULTIPLE)) for part in tensor.chunk(parts, dim=1)], dim=1)
     values = dequantise(quantise(wide, to), wide.shape[1])
@@ -90,7 +89,7 @@ def _rounded(tensor: Tensor, to: Format, parts: int) -> Tensor:
 
 
 def rounded(head: FeatureHead, quantization: Quantization | None) -> dict[str, Tensor]:
-    """The head's tensors as the kernels have them."""
+    """The head with its tensors rounded as in the kernels."""
     formats = LAYER_FORMAT[quantization], HEAD_FORMAT[quantization]
     state = dict(head.state_dict())
     for name, tensor in state.items():
@@ -102,7 +101,7 @@ def rounded(head: FeatureHead, quantization: Quantization | None) -> dict[str, T
 
 
 def laws_of(tensors: dict[str, Tensor], switches: Sequence[str], which: int, draft_tokens: Sequence[int]) -> Tensor:
-    """[k, V]: what an independent reading says of each of these draft tokens, given those before it."""
+    """Distributions [k, V] of the reference for each of these draft tokens, given those before it."""
     text, targets = TEXTS[which], tensors["d2t"] + torch.arange(len(tensors["d2t"]))
     reading = Reading(tensors, switches)
     for place, token in enumerate(text[1:]):
@@ -125,7 +124,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_laws_are_those_of_an_independent_reading_step_by_step(kind: str) -> None:
+def test_distributions_equal_the_reference_step_by_step(kind: str) -> None:
     options = KINDS[kind]
     head = feature_head(**options)
     rows, counts = [0, 1, 2, 3], [3, 4, 0, 2]
@@ -152,7 +151,7 @@ def test_weights_may_have_fewer_bits(quantization: Quantization, most: float) ->
 
 
 @pytest.mark.parametrize("parallel", [False, True], ids=["one by one", "parallel"])
-def test_a_row_has_the_same_bits_in_any_company_and_however_its_text_was_read(parallel: bool) -> None:
+def test_a_row_has_the_same_bits_whatever_the_other_rows_and_however_its_text_was_read(parallel: bool) -> None:
     head = natively(feature_head(parallel=parallel))
     rows = [3, 0, 1, 2]
     batch, decoder = batch_of(rows), decoder_of(head, rows)
@@ -174,7 +173,7 @@ def test_a_row_has_the_same_bits_in_any_company_and_however_its_text_was_read(pa
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_torchs_default_dtype_is_nobodys_business(dtype: torch.dtype) -> None:
+def test_torchs_default_dtype_has_no_effect(dtype: torch.dtype) -> None:
     head = natively(feature_head())
 
     def distributions() -> Tensor | None:
@@ -192,7 +191,7 @@ def test_torchs_default_dtype_is_nobodys_business(dtype: torch.dtype) -> None:
     assert torch.equal(found, wanted)
 
 
-def test_a_draft_in_which_the_length_policy_says_stop_ends_there_with_scores() -> None:
+def test_a_draft_that_the_length_policy_stops_ends_there_with_scores() -> None:
     decoder, batch, asked = decoder_of(natively(feature_head()), [1, 3]), batch_of([1, 3]), []
 
     def enough(_: Batch, scores: Sequence[Sequence[float]], follows: object = None) -> bool:
@@ -213,7 +212,7 @@ def test_a_draft_in_which_the_length_policy_says_stop_ends_there_with_scores() -
     assert whole.drafted == [2, 1]
 
 
-def test_an_error_of_the_length_policys_is_raised_after_the_call() -> None:
+def test_an_error_of_the_length_policy_is_raised_after_the_call() -> None:
     decoder, batch = decoder_of(natively(feature_head()), [1]), batch_of([1])
 
     def broken(*_: object) -> bool:
@@ -223,14 +222,14 @@ def test_an_error_of_the_length_policys_is_raised_after_the_call() -> None:
         decoder.draft(batch, [4], broken, distributions=False)
 
 
-def test_rows_with_a_constraint_guess_what_it_allows() -> None:
-    """And those beside them what they draft token anyway."""
+def test_rows_with_a_constraint_draft_what_it_allows() -> None:
+    """The rows beside them draft as without them."""
     rows, counts = [1, 3, 3], [3, 2, 4]
     free = decoder_of(natively(feature_head()), rows).draft(batch_of(rows), counts, None, distributions=True)
     batch, asked = batch_of(rows), []
 
     class Even:
-        """Even tokens alone."""
+        """Allows even tokens only."""
 
         def __init__(self, row: int) -> None:
             self.row = row
@@ -259,7 +258,7 @@ def test_rows_with_a_constraint_guess_what_it_allows() -> None:
     assert any(draft_token % 2 for line in free.draft_tokens[:2] for draft_token in line)
 
 
-def test_a_token_that_is_none_is_refused() -> None:
+def test_a_token_outside_the_vocabulary_is_refused() -> None:
     decoder, batch = decoder_of(natively(feature_head()), [1]), batch_of([1])
     batch.tokens[0, 3] = VOCAB
     with pytest.raises(ParameterError, match="outside the vocabulary"):
@@ -275,7 +274,7 @@ PARAMS = [
 
 
 class Anew:
-    """Holds every draft of an engine to that of a decoder which has never seen the rows before."""
+    """Compares every draft of an engine with that of a decoder that sees the rows for the first time."""
 
     def __init__(self, engine: Engine, target: Any, head: NativeHead) -> None:
         self.target, self.head, self.compared = target, head, 0
@@ -305,7 +304,7 @@ class Anew:
 
 @pytest.mark.parametrize("rounds", ["kernels", "host", "kernels, parallel"])
 @pytest.mark.parametrize("chunk", [4, 256])
-def test_guesses_do_not_depend_on_what_happened_to_their_rows(chunk: int, rounds: str) -> None:
+def test_draft_tokens_do_not_depend_on_what_happened_to_their_rows(chunk: int, rounds: str) -> None:
     """Prompts in chunks, siblings that copy a prompt, rows that move, rounds without draft tokens, for some rows
     only."""
     target = tiny_native(1)
@@ -320,11 +319,11 @@ def test_guesses_do_not_depend_on_what_happened_to_their_rows(chunk: int, rounds
 
 
 class Late(RandomLength):
-    """Reads no prompt beforehand, and asks late."""
+    """Reads no prompt beforehand, and drafts late."""
 
     rounds = 0
 
-    def hopeful(self, rows: int) -> bool:
+    def expects_to_draft(self, rows: int) -> bool:
         return False
 
     def choose(self, batch: Batch) -> SpeculationPlan:
@@ -351,7 +350,7 @@ def test_a_prompt_that_was_not_read_is_read_for_one_of_its_answers() -> None:
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often which function of the library was called."""
+    """Counts the calls of each function of the library."""
     calls, library = Counter[str](), native.available()[0].library
     for name in ("pl_draft", "pl_round", "pl_forward", "pl_logits", "pl_keep_streams", "pl_draw", "pl_accept"):
         monkeypatch.setattr(library, name, _counting(calls, name, getattr(library, name)))
@@ -386,8 +385,8 @@ def test_a_round_with_a_head_is_two_native_calls_and_no_tensor_operator(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_prompts_that_are_copied_bring_the_bits_of_cold_ones(temperature: float) -> None:
-    """Answers and draft tokens: a head reads its target's streams of what was copied."""
+def test_copied_prompts_give_the_same_bits_as_prompts_read_anew(temperature: float) -> None:
+    """Answers and draft tokens: the head reads the hidden states of copied prompts."""
     target = tiny_native(1)
     head = tiny_native_head(target, STREAM)
     first = [(3 * i) % VOCAB for i in range(40)]
@@ -410,7 +409,7 @@ def test_prompts_that_are_copied_bring_the_bits_of_cold_ones(temperature: float)
     assert (cold[2], warm[2] > 80) == (0, True)
 
 
-def test_where_a_head_runs_follows_its_target() -> None:
+def test_a_head_runs_where_its_target_does() -> None:
     target, half = tiny_native(1), feature_head().bfloat16()
     head = prepare_head(half, "head", TAPS, target)
     assert isinstance(head, NativeHead)
@@ -430,7 +429,7 @@ def test_where_a_head_runs_follows_its_target() -> None:
         prepare_head(small, "head", TAPS, target, "int8")
 
 
-def test_only_rounds_that_reject_by_law_need_torch() -> None:
+def test_only_rounds_with_distributions_need_torch() -> None:
     target = tiny_native(1)
     head, slow = tiny_native_head(target, STREAM), tiny_head(target, STREAM)
     needs = {
@@ -442,7 +441,7 @@ def test_only_rounds_that_reject_by_law_need_torch() -> None:
     assert make_engine(target, slow, drafter="feature").parts.drafter.uses_torch
 
 
-def test_memory_counts_what_a_head_of_the_kernels_keeps() -> None:
+def test_memory_counts_what_a_native_head_stores() -> None:
     target = tiny_native(1)
     head = tiny_native_head(target, STREAM)
     config = EngineConfig(drafter="feature", max_batch_size=3, max_model_len=POSITIONS, dtype="float32", device="cpu")
@@ -480,7 +479,7 @@ TREE_PARAMS = {
 
 
 class Along:
-    """A constraint that allows one way only, and keeps the logits that it was shown at each step."""
+    """A constraint that allows one path only, and stores the logits of each step."""
 
     def __init__(self, way: list[int]) -> None:
         self._way, self._step = way, 0
@@ -503,7 +502,7 @@ class Along:
 
 
 def logits_after(head: NativeHead, which: int, way: list[int], k: int) -> Tensor:
-    """Of the chain that is forced along ``way``, which the tests of chains hold to an independent reading."""
+    """Logits of a chain that is forced along ``way``. The tests of chains compare these with a reference."""
     along, batch = Along(way), batch_of([which], SamplingParams(temperature=0))
     batch.sampling.constraints[0] = cast(Constraint, along)
     batch.set_rows(1)
@@ -511,12 +510,12 @@ def logits_after(head: NativeHead, which: int, way: list[int], k: int) -> Tensor
     return along.seen[len(way)]
 
 
-def grown(head: NativeHead, which: int, params: SamplingParams, width: int, depth: int, k: int) -> Branches:
+def grown(head: NativeHead, which: int, params: SamplingParams, width: int, depth: int, k: int) -> DraftTree:
     cache = cast(Decoder, SimpleNamespace(cache=SimpleNamespace(positions=POSITIONS)))
     growth = Growth(cache, batch_of([which], params), width)
     for _ in range(depth):
         if growth.new:
-            ways = [growth.rows[0].way(draft_token) for _, draft_token in growth.new]
+            ways = [growth.rows[0].tokens_to(node) for _, node in growth.new]
             growth.spread(torch.cat([logits_after(head, which, way, k) for way in ways]))
     return growth.rows[0]
 
@@ -524,7 +523,7 @@ def grown(head: NativeHead, which: int, params: SamplingParams, width: int, dept
 @pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize("params", TREE_PARAMS)
 @pytest.mark.parametrize("kind", ["plain", "two layers", "parallel"])
-def test_trees_are_those_that_growth_grows(kind: str, params: str, width: int) -> None:
+def test_trees_equal_those_of_growth(kind: str, params: str, width: int) -> None:
     head = natively(feature_head(**KINDS[kind]))
     decoder, batch = decoder_of(head, ROWS_OF_TREES), batch_of(ROWS_OF_TREES, TREE_PARAMS[params])
     decoder.prefill_rows(batch, [3], [0], [9])  # rows lag by different numbers of tokens
@@ -540,12 +539,12 @@ def test_trees_are_those_that_growth_grows(kind: str, params: str, width: int) -
             chain = list(range(-1, draft.drafted[row] - 1))
             assert draft.draft_tokens[row] == twin.tokens
             follows = chain if draft.host_parents is None else draft.host_parents[row][: len(chain)]
-            assert follows == twin.follows
+            assert follows == twin.parents
             assert list(draft.kinds[row]) == twin.kinds
             assert draft.confidence[row] == pytest.approx(twin.scores, abs=1e-6)
 
 
-def test_a_tree_ends_where_the_policy_has_enough_and_asks_with_its_shape() -> None:
+def test_a_tree_ends_when_stop_drafting_says_so_and_reports_its_shape() -> None:
     head = natively(feature_head())
     decoder, batch, asked = decoder_of(head, [1, 3]), batch_of([1, 3], TREE_PARAMS["sampled"]), []
 
@@ -560,7 +559,7 @@ def test_a_tree_ends_where_the_policy_has_enough_and_asks_with_its_shape() -> No
     assert draft.drafted == [4, 4]
 
 
-def test_a_tree_takes_no_more_than_the_cache_has_room_for() -> None:
+def test_a_tree_fits_the_cache() -> None:
     head = natively(feature_head())
     decoder = decoder_of(head, [3])
     batch = batch_of([3], TREE_PARAMS["sampled"])

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def match_ending_at(text: Sequence[int], end: int, row: Sequence[int]) -> int:
-    """How many of the row's last tokens (at most 5) stand in ``text`` up to and including place ``end``."""
+    """Number of the row's last tokens (at most 5) that occur in ``text`` up to and including position ``end``."""
     size = 0
     while size < min(LONGEST_SUFFIX, len(row), end + 1) and text[end - size] == row[len(row) - 1 - size]:
         size += 1
@@ -28,7 +28,7 @@ def match_ending_at(text: Sequence[int], end: int, row: Sequence[int]) -> int:
 
 
 def naive(row: Sequence[int], documents: Sequence[Sequence[int]], k: int) -> list[int]:
-    """The longest match wins, then the row's own, then the later; one at a document's very end leads nowhere."""
+    """The longest match wins, then the row's own text, then the later one. A match at a document's end has no draft."""
     best, draft_token = 0, []
     for end in range(len(row) - 1):
         size = match_ending_at(row, end, row)
@@ -64,11 +64,11 @@ texts = st.lists(st.lists(token, min_size=1, max_size=20), min_size=1, max_size=
 
 @settings(max_examples=200, deadline=None)
 @given(rows=texts, documents=st.lists(st.lists(token, max_size=12), max_size=3), k=st.integers(1, 7))
-def test_guesses_equal_a_naive_search(rows: list[list[int]], documents: list[list[int]], k: int) -> None:
+def test_draft_tokens_equal_a_naive_search(rows: list[list[int]], documents: list[list[int]], k: int) -> None:
     assert propose(rows, documents, k) == [naive(row, documents, k) for row in rows]
 
 
-def test_a_row_without_a_match_has_no_guess_beside_one_that_has() -> None:
+def test_a_row_without_a_match_gets_no_draft_tokens_beside_one_that_has() -> None:
     assert propose([[1, 2, 3], [1, 2, 1], [5]], [], 2) == [[], [2, 1], []]
 
 

@@ -1,4 +1,4 @@
-"""What requests bring along to copy from, and what answers of one request copy from each other, in whole engines."""
+"""n-gram drafts from references and from parallel samples, in whole engines."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def test_a_right_reference_is_copied_by_every_answer(
     monkeypatch.setenv(native.VARIABLE, kernels)
     [output] = play(copying(), (replace(GREEDY, n=n), [[7, 7], [*PROMPT, *right]]))
     assert answers([output]) == [[right] * n]
-    assert max(rounds(output)) <= 6, "24 tokens, 4 guesses a round, all of them right"
+    assert max(rounds(output)) <= 6, "24 tokens, 4 draft tokens a round, all right"
 
 
-def test_a_draft_says_where_its_guesses_come_from(right: list[int]) -> None:
-    """Else ``auto`` could not tell what copies of other texts are worth."""
+def test_a_draft_says_where_its_draft_tokens_come_from(right: list[int]) -> None:
+    """``auto`` needs it to judge drafts of other texts apart."""
     engine, kinds = copying(), set()
     propose = engine.parts.drafter.propose
 
@@ -81,11 +81,11 @@ def test_a_reference_helps_its_own_request_alone(right: list[int]) -> None:
 
 
 @pytest.mark.parametrize("kernels", ["auto", "off"])
-def test_what_one_answer_said_the_next_ones_copy(
+def test_answers_are_drafted_from_earlier_samples(
     right: list[int], kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(native.VARIABLE, kernels)
-    engine = copying(max_batch_size=1)  # one after the other: the first has nobody to copy from
+    engine = copying(max_batch_size=1)  # one after the other: the first has no sample to copy from
     [output] = play(engine, (replace(GREEDY, n=3), []))
     alone, *later = rounds(output)
     assert answers([output]) == [[right] * 3]
@@ -96,19 +96,19 @@ def test_what_one_answer_said_the_next_ones_copy(
     assert rounds(output) == [alone] * 3
 
 
-def test_answers_of_two_requests_are_no_siblings() -> None:
+def test_answers_of_two_requests_are_not_drafted_from_each_other() -> None:
     first, second = play(copying(max_batch_size=1), (GREEDY, []), (GREEDY, []))
     assert rounds(first) == rounds(second)
 
 
-def test_what_is_known_of_a_request_goes_with_it(right: list[int]) -> None:
+def test_the_index_of_a_request_ends_with_it(right: list[int]) -> None:
     engine = copying()
     play(engine, (replace(GREEDY, n=3), [right]), (GREEDY, [right]))
     play(engine, *[(GREEDY, ())] * engine.config.max_batch_size)  # others take the rows
     gc.collect()
     drafter = engine.parts.drafter
     assert isinstance(drafter, NgramDrafter)
-    assert not drafter._known
+    assert not drafter._texts
 
 
 def refused(engine: Engine, references: Sequence[Sequence[int]], params: SamplingParams = GREEDY) -> str:
@@ -119,12 +119,12 @@ def refused(engine: Engine, references: Sequence[Sequence[int]], params: Samplin
 
 
 @pytest.mark.parametrize("drafter", [None, "model"])
-def test_references_that_nobody_would_look_at_are_refused(drafter: str | None) -> None:
+def test_references_that_no_drafter_reads_are_refused(drafter: str | None) -> None:
     draft = None if drafter is None else ToyModel(blur=0.3)
     assert "drafter='ngram' or 'hybrid'" in refused(make_engine(ToyModel(), draft, drafter=drafter), [[1]])
 
 
-def test_references_beside_no_guesses_are_refused() -> None:
+def test_references_without_a_drafter_are_refused() -> None:
     assert "num_speculative_tokens=0" in refused(copying(), [[1]], replace(GREEDY, num_speculative_tokens=0))
     refused(copying(num_speculative_tokens=0), [[1]])
 
@@ -141,5 +141,5 @@ def test_a_reference_without_tokens_is_refused() -> None:
 
 
 @pytest.mark.parametrize("token", [-1, VOCAB])
-def test_a_reference_with_a_token_that_there_is_not_is_refused(token: int) -> None:
+def test_a_reference_with_a_token_outside_the_vocabulary_is_refused(token: int) -> None:
     assert f"{VOCAB - 1}" in refused(copying(), [[1, token]])

@@ -151,18 +151,20 @@ def test_auto_observes_device_rounds_one_round_late() -> None:
     policy, late, judged = engine.parts.policy, [], []
     assert isinstance(policy, AutoLength)
     assert not policy.costs.table.draft_step[0]
-    policy.costs = CostModel(linear_costs(token=0.3), whole=True)
-    observe, learn = policy.observe, policy.drafted.learn
-    policy.observe = lambda *given: (late.append(len(policy._chosen)), observe(*given))[1]  # type: ignore[method-assign]
-    policy.drafted.learn = lambda lines: (judged.extend(lines), learn(lines))[1]  # type: ignore[method-assign]
+    policy.costs = CostModel(linear_costs(token=0.3), includes_drafting=True)
+    observe, learn = policy.observe, policy.model_drafts.learn
+    policy.observe = lambda *given: (late.append(len(policy._pending)), observe(*given))[1]  # type: ignore[method-assign]
+    policy.model_drafts.learn = lambda lines: (judged.extend(lines), learn(lines))[1]  # type: ignore[method-assign]
     plain = make_engine(ToyModel(), eos=EOS)
     outputs = run(engine, PROMPTS, PARAMS)
     assert answers(outputs) == answers(run(plain, PROMPTS, PARAMS))
     assert late.count(2) > len(late) / 2
-    assert len(policy._chosen) == engine.scheduler.in_flight == 0
+    assert len(policy._pending) == engine.scheduler.in_flight == 0
     kept = sum(answer.metrics.accepted for output in outputs for answer in output.outputs)
     assert sum(right for line in judged for _, right in line) >= kept > 20  # what was cut is right, too
-    assert policy.drafted.chance == pytest.approx(sum(r for x in judged for _, r in x) / sum(map(len, judged)), abs=0.2)
+    assert policy.model_drafts.acceptance == pytest.approx(
+        sum(r for x in judged for _, r in x) / sum(map(len, judged)), abs=0.2
+    )
 
 
 @pytest.mark.parametrize("when", ["its rows have left", "everything was cleared"])
@@ -173,19 +175,19 @@ def test_auto_forgets_a_round_whose_rows_have_all_ended(when: str) -> None:
     request = Request([1, 2, 3], SamplingParams(max_tokens=30, temperature=0), request_id="x")
     engine.add(request)
     engine.step()
-    assert len(policy._chosen) == 1
+    assert len(policy._pending) == 1
     if when == "everything was cleared":
         engine.clear()
     else:
         chosen, choose = [], policy.choose
-        policy.choose = lambda batch: (choose(batch), chosen.append(policy._round))[0]  # type: ignore[func-returns-value, method-assign]
+        policy.choose = lambda batch: (choose(batch), chosen.append(policy._current))[0]  # type: ignore[func-returns-value, method-assign]
         engine.abort("x")
         engine.add(replace(request, request_id="y"))
         engine.step()
         engine.step()
-        assert list(policy._chosen) == chosen[-1:]
+        assert list(policy._pending) == chosen[-1:]
         engine.clear()
-    assert not policy._chosen
+    assert not policy._pending
 
 
 def test_auto_measures_device_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +213,7 @@ def test_the_draft_cache_catches_up_after_many_plain_rounds(reads_prompts: bool,
     rng = random.Random(0)
     engine.parts.policy = RandomLength()
     engine.parts.policy.choose = lambda batch: SpeculationPlan(rng.choice([0] * 12 + [3]))  # type: ignore[method-assign]
-    engine.parts.policy.hopeful = lambda _: reads_prompts  # type: ignore[method-assign]
+    engine.parts.policy.expects_to_draft = lambda _: reads_prompts  # type: ignore[method-assign]
     params = [
         SamplingParams(seed=i, max_tokens=60, logit_bias={2: 1.0} if needs_host and i == 4 else {}) for i in range(9)
     ]

@@ -20,7 +20,7 @@ from paceline.core.acceptance import RULES
 from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.draft import Draft, OnDemand, branching, depths_of
 from paceline.drafters import Drafter
-from paceline.drafters.heads.native import NativeHead, NativeStreams
+from paceline.drafters.heads.native import NativeFusedStates, NativeHead
 from paceline.engine.engine import Engine
 from paceline.engine.memory import plan_memory
 from paceline.engine.native_round import NativeRound, workspace_bytes
@@ -271,7 +271,7 @@ def assert_the_same(engine: Engine, other: Engine) -> None:
 
 def kept_of(engine: Engine) -> list[torch.Tensor]:
     target = engine.parts.target
-    streams = [target.reader.fused] if isinstance(target.reader, NativeStreams) else []
+    streams = [target.reader.fused] if isinstance(target.reader, NativeFusedStates) else []
     return [engine.batch.tokens, engine.batch.length, target.cache.keys, target.cache.values, *streams]
 
 

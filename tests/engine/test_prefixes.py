@@ -265,7 +265,7 @@ def test_overwritten_prefixes_are_forgotten() -> None:
 class SometimesHopeful(RandomLength):
     """A policy for which draft models read some prompts and not others."""
 
-    def hopeful(self, rows: int) -> bool:
+    def expects_to_draft(self, rows: int) -> bool:
         return self.rng.random() < 0.6
 
 

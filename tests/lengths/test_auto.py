@@ -1,4 +1,4 @@
-"""``auto``: given chances and costs, what is asked, verified and learned; with every kind of draft tokens."""
+"""``auto``: what it drafts, verifies and learns, given acceptance and costs, for each kind of drafts."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from paceline.config import EngineConfig, SamplingParams
 from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.core.draft import Draft, Verdict
 from paceline.engine.engine import Engine, Request
-from paceline.lengths.auto import CLUELESS_TRIALS, AutoLength
+from paceline.lengths.auto import PRIOR_TOKENS, AutoLength
 from paceline.lengths.base import FixedLength, LengthPolicy
-from paceline.lengths.belief import LONGEST_AUTO, Mean, bins_of
+from paceline.lengths.belief import LONGEST_AUTO, RunningMean, bins_of
 from paceline.lengths.calibration import Calibration, Grid
 from paceline.lengths.cost import CostModel, CostTable, RoundTimes
 from paceline.models.decoder import Decoder
@@ -30,12 +30,12 @@ from toy import FlatToy, ToyModel, answers, make_engine, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-Guess = tuple[float, bool]
-Kind = Callable[[random.Random, int], list[Guess]]  # draft tokens at a place of the text
-WEAK, STRONG = 1 / 9, 25 / 33  # scores of copies after one token that matches, and after five
+ScriptedToken = tuple[float, bool]
+Kind = Callable[[random.Random, int], list[ScriptedToken]]  # draft tokens at a position of the text
+WEAK, STRONG = 1 / 9, 25 / 33  # scores of n-gram drafts after one matched token, and after five
 
 
-# --- draft tokens that nobody sees before they are verified: by their places -------------------------------
+# --- drafts that are not seen before verification: judged by position --------------------------------------
 
 FREE = linear_costs()  # 10 ms and 0.25 ms a token
 DEAR = linear_costs(token=1.0, draft_step=1.0)
@@ -51,7 +51,7 @@ def best_length(costs: CostTable, acceptance: float, rows: int) -> int:
 
 
 def blind(simulation: Simulation, costs: CostTable) -> AutoLength:
-    return AutoLength(CostModel(costs, whole=True), clock=simulation.clock)
+    return AutoLength(CostModel(costs, includes_drafting=True), clock=simulation.clock)
 
 
 @pytest.mark.parametrize("rows", [1, pytest.param(4, marks=pytest.mark.slow), 16])
@@ -78,7 +78,7 @@ def test_costs_that_were_measured_wrongly_are_corrected_by_real_rounds() -> None
 
 @pytest.mark.parametrize("rows", [1, 4, 16])
 @pytest.mark.parametrize("name", ["dear", "draft model"])
-def test_where_no_guess_is_kept_trials_cost_less_than_one_percent(name: str, rows: int) -> None:
+def test_where_no_draft_token_is_kept_trials_cost_less_than_one_percent(name: str, rows: int) -> None:
     simulation = Simulation(COSTS[name], lambda row, place: 0.0)
     simulation.rows(rows)
     simulation.play(blind(simulation, COSTS[name]), 3000)
@@ -92,7 +92,7 @@ def test_where_no_guess_is_kept_trials_cost_less_than_one_percent(name: str, row
 
 
 @pytest.mark.parametrize("rows", [1, 16])
-def test_guesses_that_become_good_are_noticed_within_about_100_rounds(rows: int) -> None:
+def test_draft_tokens_that_become_good_are_noticed_within_about_100_rounds(rows: int) -> None:
     delays = []
     for seed in range(9):
         rate = [0.0]
@@ -110,7 +110,7 @@ def test_guesses_that_become_good_are_noticed_within_about_100_rounds(rows: int)
 
 
 @pytest.mark.parametrize(("rows", "rounds"), [(1, 10), (16, 2)])
-def test_guesses_that_become_bad_are_noticed_within_a_few_rounds(rows: int, rounds: int) -> None:
+def test_draft_tokens_that_become_bad_are_noticed_within_a_few_rounds(rows: int, rounds: int) -> None:
     rate = [0.9]
     simulation = Simulation(DRAFT_MODEL, lambda row, place: rate[0])
     simulation.rows(rows)
@@ -161,7 +161,7 @@ def test_through_changing_phases_it_stays_near_an_oracle_and_beats_every_fixed_l
 
 
 class Behind(Reader):
-    """A draft model's cache that lacks so many tokens of each row, whatever is read."""
+    """A draft model's cache with a fixed number of missing tokens per row."""
 
     def __init__(self, lacks: list[int]) -> None:
         self.lacks = lacks
@@ -174,25 +174,29 @@ def decoders(reader: Reader) -> list[Decoder]:
     return [cast(Decoder, reader)]
 
 
-def test_asking_is_charged_what_the_draft_model_must_read_first() -> None:
+def test_drafting_is_charged_for_the_missing_tokens_that_are_read_first() -> None:
     costs = linear_costs(draft_step=1.0, feed_tokens=(1, 1000), feed=(1.0, 1000.0))
     chosen = {}
     for lack in (0, 3_000_000):
         simulation = Simulation(costs, lambda row, place: 0.7)
         simulation.rows(4)
-        policy = AutoLength(CostModel(costs, whole=True), decoders(Behind([lack] * 4)), clock=simulation.clock)
+        policy = AutoLength(
+            CostModel(costs, includes_drafting=True), decoders(Behind([lack] * 4)), clock=simulation.clock
+        )
         chosen[lack] = policy.choose(simulation.batch).k
     assert chosen[0] > 0
     assert chosen[3_000_000] == 0
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_trial_asks_only_the_row_that_lacks_least(whole: bool) -> None:
+@pytest.mark.parametrize("includes_drafting", [True, False])
+def test_a_trial_drafts_only_for_the_row_with_the_fewest_missing_tokens(includes_drafting: bool) -> None:
     costs = linear_costs(draft_step=4.0, feed_tokens=(1, 1000), feed=(0.1, 100.0))
     simulation = Simulation(costs, lambda row, place: 0.0)
     simulation.rows(4)
     behind = Behind([0, 0, 0, 0])
-    policy = AutoLength(CostModel(costs, whole=whole), decoders(behind), False, simulation.clock)
+    policy = AutoLength(
+        CostModel(costs, includes_drafting=includes_drafting), decoders(behind), False, simulation.clock
+    )
     wish = SpeculationPlan(0)
     for number in range(800):
         behind.lacks = [300, 200, 2, 200] if number > 60 else [0] * 4
@@ -208,7 +212,7 @@ def test_a_trial_asks_only_the_row_that_lacks_least(whole: bool) -> None:
             drafted = policy.select(simulation.batch, wrong).counts.tolist()
         policy.observe(simulation.batch, verdict_of([[WRONG]] * 4, drafted))
     assert wish.caps == [0, 0, wish.k, 0]
-    assert wish.k == 1 or not whole
+    assert wish.k == 1 or not includes_drafting
 
 
 def verdict_of(gained: list[list[int]], drafted: list[int]) -> Verdict:
@@ -218,7 +222,7 @@ def verdict_of(gained: list[list[int]], drafted: list[int]) -> Verdict:
 
 
 class Script(LengthPolicy):
-    """StepFeatures for k in each round as written, then for the last one again; of one row alone, if that is given."""
+    """Plans the given k round by round, then the last one again; for one row alone if ``only`` is given."""
 
     name = "script"
 
@@ -253,7 +257,7 @@ def test_after_500_plain_rounds_the_draft_models_cache_is_right(only: int | None
 
 @pytest.mark.parametrize("lengths", [[0, 0, 2, 0, 1], [1, 1, 0, 2]])
 def test_drafts_that_were_only_timed_leave_nothing_behind(lengths: list[int]) -> None:
-    """Else a first round without draft tokens, or with one row's, passes for the verdict on the last of them."""
+    """Otherwise a first round without draft tokens, or with one row's, would be judged as the timed ones."""
     engine = make_engine(ToyModel(), ToyModel(), drafter="model", num_speculative_tokens=1)
     parts = engine.parts
     Calibration(parts.target, parts.drafter, parts.accept, Grid((1, 2), (0, 2), seconds=0.0)).run()
@@ -264,17 +268,17 @@ def test_drafts_that_were_only_timed_leave_nothing_behind(lengths: list[int]) ->
 
 
 @pytest.mark.parametrize("rounds", ["host", "device"])
-def test_a_draft_model_that_cannot_pay_is_spared_the_prompts_and_catches_up_when_it_can(rounds: str) -> None:
-    """Beyond two tokens a round every token costs as much as a plain one: two rows gain nothing, one does."""
+def test_a_draft_model_that_cannot_pay_reads_no_prompts_and_catches_up_when_it_can(rounds: str) -> None:
+    """From the third token of a round on, each costs as much as a plain one: one row gains, two do not."""
     times = tuple(tuple(max(10.0, 5.0 * b * (k + 1)) for k in LENGTHS) for b in SIZES)
     engine = make_engine(
         ToyModel(), ToyModel(), drafter="model", num_speculative_tokens="auto", rounds=rounds, attention="padded"
     )
     policy = engine.parts.policy
     assert isinstance(policy, AutoLength)
-    policy.costs = CostModel(replace(linear_costs(), verify=times), whole=True)
-    assert policy.hopeful(1)
-    assert not policy.hopeful(2)
+    policy.costs = CostModel(replace(linear_costs(), verify=times), includes_drafting=True)
+    assert policy.expects_to_draft(1)
+    assert not policy.expects_to_draft(2)
     (draft,), read = engine.parts.drafter.decoders, []
     prefill = draft.prefill
     draft.prefill = lambda *args: (read.append(engine.batch.rows), prefill(*args))[1]  # type: ignore[method-assign]
@@ -288,27 +292,30 @@ def test_a_draft_model_that_cannot_pay_is_spared_the_prompts_and_catches_up_when
     assert not any(output.outputs[0].metrics.accepted for output in outputs[1:])
 
 
-def test_a_trial_asks_a_row_that_allows_guesses() -> None:
-    """One that allows none may lack least for ever: the draft model would never be tried again."""
+def test_a_trial_takes_a_row_that_allows_draft_tokens() -> None:
+    """A row that allows no draft tokens may always have the fewest missing ones, and would block all trials."""
     costs = linear_costs(draft_step=4.0)
-    for whole in (True, False):
-        policy, batch = AutoLength(CostModel(costs, whole=whole), decoders(Behind([0, 3])), False), batch_of(2)
+    for includes_drafting in (True, False):
+        policy, batch = (
+            AutoLength(CostModel(costs, includes_drafting=includes_drafting), decoders(Behind([0, 3])), False),
+            batch_of(2),
+        )
         batch.max_draft_tokens[0] = 0
-        policy.drafted.brings[2] = Mean(-100.0)
-        policy.drafted.savings._ms = policy.drafted.savings._price = 1e6
-        policy.drafted.learn([[(bins_of(1)[0], False)]] * 100)
+        policy.model_drafts.gains[2] = RunningMean(-100.0)
+        policy.model_drafts.budget._ms = policy.model_drafts.budget._price = 1e6
+        policy.model_drafts.learn([[(bins_of(1)[0], False)]] * 100)
         wish = policy.choose(batch).within(batch)
         assert wish.caps is not None
         assert wish.caps[0] == 0
         assert wish.caps[1] > 0
 
 
-def test_a_plain_round_that_was_paid_for_is_played_though_there_are_copies_too() -> None:
+def test_a_plain_check_that_was_paid_for_runs_although_there_are_ngram_drafts() -> None:
     policy, batch = started()
-    policy.drafted.brings[1], policy.copied.brings[0] = Mean(0.1), Mean(0.1)
-    policy._proposed, policy._savings._ms, policy._savings._price = True, 5.0, 5.0  # for one of them
+    policy.model_drafts.gains[1], policy.ngram_drafts.gains[0] = RunningMean(0.1), RunningMean(0.1)
+    policy._had_drafts, policy._budget._ms, policy._budget._price = True, 5.0, 5.0  # for one of them
     assert policy.choose(batch).k == 0
-    assert policy._savings._ms < 5.0
+    assert policy._budget._ms < 5.0
 
 
 # --- engines --------------------------------------------------------------------------------------------
@@ -337,8 +344,8 @@ def test_engines_on_the_same_models_measure_only_once() -> None:
     assert table.batch_sizes == (1, 2, 4)
 
 
-def test_the_policy_is_told_when_rows_begin_move_and_end() -> None:
-    """Six answers through three rows: what a policy is told is enough to know which answer stands in which row."""
+def test_the_policy_learns_when_rows_begin_move_and_end() -> None:
+    """Six answers in three rows: join, move and leave tell which answer is in which row."""
     engine = make_engine(ToyModel(), max_batch_size=3)
 
     class Told(FixedLength):
@@ -374,9 +381,9 @@ def test_the_policy_is_told_when_rows_begin_move_and_end() -> None:
     assert not told.rows
 
 
-# --- copies: free, and each paid for by its own verification -------------------------------------------
+# --- n-gram drafts: free, and each pays for its own verification ----------------------------------------
 
-# Like a CPU: while reading the weights takes longest, tokens are nearly free; beyond, each costs 2/3 of a plain one.
+# Like a CPU: tokens are nearly free while reading the weights takes longest; beyond, each costs 2/3 of a plain one.
 CPU = CostTable(
     (1, 2, 4, 8, 16),
     (0, 1, 3, 7),
@@ -385,7 +392,7 @@ CPU = CostTable(
     (0,) * 5,
     (0,) * 5,
 )
-SEARCH = 0.25  # ms that looking for draft tokens takes
+SEARCH = 0.25  # ms of a search for n-gram drafts
 
 
 def copying(simulation: DraftSimulation, costs: CostTable = CPU) -> AutoLength:
@@ -402,7 +409,7 @@ def batch_of(rows: int, tokens: int = 100) -> Batch:
 
 def select(confidence: list[list[float]], counts: list[int], costs: CostTable) -> tuple[AutoLength, list[int]]:
     policy, batch = AutoLength(CostModel(costs)), batch_of(len(counts))
-    policy.copied.judged = 1000  # says nothing about any draft token, but makes bold
+    policy.ngram_drafts.judged = 1000  # lifts the cap on extra time, but tells nothing about any draft token
     policy.choose(batch)
     tokens = torch.zeros(len(counts), len(confidence[0]), dtype=torch.int64)
     draft = policy.select(batch, Draft(tokens, torch.tensor(counts), confidence=confidence))
@@ -413,7 +420,7 @@ def select(confidence: list[list[float]], counts: list[int], costs: CostTable) -
 def best_by_trying(
     policy: AutoLength, confidence: list[list[float]], counts: list[int], costs: CostTable
 ) -> tuple[int, ...]:
-    rows, belief = len(counts), policy.copied.belief
+    rows, belief = len(counts), policy.ngram_drafts.calibration
     survival = [belief.survivals(row, bins_of(len(line), line)) for row, line in enumerate(confidence)]
 
     def rate(choice: tuple[int, ...]) -> float:
@@ -424,7 +431,7 @@ def best_by_trying(
 
 
 @pytest.mark.parametrize("token", [0.5, 2.0, 5.0, 20.0])
-def test_the_choice_is_the_best_of_all_choices(token: float) -> None:
+def test_the_chosen_set_has_the_highest_value_of_all_sets(token: float) -> None:
     rng, costs = random.Random(int(token)), linear_costs(verify=30.0, token=token)
     for _ in range(20):
         confidence = [[rng.random() for _ in range(3)] for _ in range(3)]
@@ -433,7 +440,7 @@ def test_the_choice_is_the_best_of_all_choices(token: float) -> None:
         assert chosen == list(best_by_trying(policy, confidence, counts, costs))
 
 
-def test_rows_get_guesses_by_their_chances_and_one_without_hope_none() -> None:
+def test_rows_get_draft_tokens_by_their_probabilities_and_a_hopeless_row_none() -> None:
     sure, fair, hopeless = [0.99] * 4, [0.66] * 4, [0.01] * 4
     _, chosen = select([sure, fair, hopeless], [4, 4, 4], linear_costs(verify=30.0, token=8.0))
     assert chosen[0] == 4
@@ -442,13 +449,13 @@ def test_rows_get_guesses_by_their_chances_and_one_without_hope_none() -> None:
 
 
 @pytest.mark.parametrize("first", range(3))
-def test_of_guesses_that_are_worth_as_much_those_of_the_row_that_ends_soonest_come_first(first: int) -> None:
-    """Only one is worth verifying: with it the weights are read anyway."""
+def test_of_equal_gains_those_of_the_row_with_the_earliest_deadline_come_first(first: int) -> None:
+    """Only one is worth verifying: the weights are read anyway for one more token."""
     policy, batch = AutoLength(CostModel(linear_costs())), batch_of(3)
     for row, deadline in enumerate((7.0, 8.0, 9.0)):
         batch.deadlines[(first + row) % 3] = deadline
     policy.choose(batch)
-    policy._round.times = RoundTimes([10.0, 10.1, *(30.0 + 20.0 * more for more in range(40))], 0.0, 0)
+    policy._current.times = RoundTimes([10.0, 10.1, *(30.0 + 20.0 * more for more in range(40))], 0.0, 0)
     counts = policy.select(batch, copied(0.9, rows=3, k=1)).counts.tolist()
     assert counts == [row == first for row in range(3)]
 
@@ -466,13 +473,13 @@ def test_a_rows_deadline_is_its_requests_and_moves_with_it() -> None:
     assert engine.batch.deadlines[0] == soonest, "the last row has taken the place of the first"
 
 
-def test_where_tokens_are_dear_nothing_is_verified_and_the_round_is_a_plain_one() -> None:
+def test_where_tokens_are_expensive_nothing_is_verified_and_the_round_is_plain() -> None:
     _, chosen = select([[0.9] * 3] * 2, [3, 3], linear_costs(verify=0.0, token=10.0))
     assert chosen == [0, 0]
 
 
-def coins(chance: dict[int, float], seed: int = 0, score: float = 0.8) -> Callable[[int], list[Guess]]:
-    """Draft tokens with the same score everywhere; chance[row] that one is right if those before it are."""
+def coins(chance: dict[int, float], seed: int = 0, score: float = 0.8) -> Callable[[int], list[ScriptedToken]]:
+    """Draft tokens of equal score; each is right with probability chance[row] if those before it are."""
     rng = random.Random(seed)
     return lambda row: [(score, rng.random() < chance[row]) for _ in range(8)]
 
@@ -480,7 +487,7 @@ def coins(chance: dict[int, float], seed: int = 0, score: float = 0.8) -> Callab
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 @pytest.mark.parametrize("rows", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("draining", [False, True], ids=["open", "draining"])
-def test_copies_that_are_always_wrong_cost_next_to_nothing(rows: int, noise: float, draining: bool) -> None:
+def test_ngram_drafts_that_are_always_wrong_cost_next_to_nothing(rows: int, noise: float, draining: bool) -> None:
     def tokens_a_second(policy: str, seed: int) -> float:
         simulation = DraftSimulation(CPU, lambda row: [(0.95, False)] * 8, rows, noise=noise, seed=seed, look=SEARCH)
         return rows * 64 / simulation.play(copying(simulation) if policy == "auto" else FixedLength(0), draining)
@@ -492,7 +499,7 @@ def test_copies_that_are_always_wrong_cost_next_to_nothing(rows: int, noise: flo
 @pytest.mark.parametrize(
     ("rows", "right", "least", "most"), [(16, False, 0.1, 0.4), (16, True, 1, 1), (2, False, 0.1, 0.5), (2, True, 1, 1)]
 )
-def test_where_guesses_are_wrong_most_rounds_do_not_even_search(
+def test_where_draft_tokens_are_wrong_most_rounds_do_not_even_search(
     rows: int, right: bool, least: float, most: float
 ) -> None:
     simulation, asked = DraftSimulation(CPU, lambda row: [(0.95, right)] * 8, rows, tokens=256, look=SEARCH), []
@@ -506,7 +513,7 @@ def test_where_guesses_are_wrong_most_rounds_do_not_even_search(
 @pytest.mark.parametrize("noise", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
 @pytest.mark.parametrize("rows", [1, 2, 4, 8, 16])
 def test_short_answers_gain_as_much_as_with_the_best_fixed_length(rows: int, noise: float) -> None:
-    """Rows that differ, 64 tokens, costs as believed (times are noisy): mean seconds until a row ends."""
+    """Mean seconds until a row ends: rows that differ, 64 tokens, true costs as predicted, noisy times."""
     chance = {row: (0.95, 0.6, 0.2, 0.85)[row % 4] for row in range(rows)}
 
     def latency(length: str, seed: int) -> float:
@@ -534,9 +541,8 @@ def test_a_draining_batch_ends_no_later_for_the_sake_of_its_fast_rows(rows: int)
 
 
 @pytest.mark.parametrize("rows", [4, 8])
-def test_what_drafts_take_is_owed_to_a_batch_that_drains(rows: int) -> None:
-    """Of a draft model that is surer than it is right: verified alone its draft tokens would pay, drafted they do
-    not."""
+def test_drafts_that_cost_a_draining_batch_more_than_they_gain_are_stopped(rows: int) -> None:
+    """An overconfident draft model: its draft tokens pay for their verification, but not for their drafting."""
     costs = linear_costs(verify=2.7, token=0.15, draft_once=0.2, draft_step=0.3)
 
     def seconds(seed: int) -> float:
@@ -552,7 +558,7 @@ def test_what_drafts_take_is_owed_to_a_batch_that_drains(rows: int) -> None:
 
 
 def measured(rows: int, paying_rows: int, copies: bool = False) -> tuple[AutoLength, DraftSimulation]:
-    """After some rounds with drafts that are always right, of a head that was measured to pay up to so many rows."""
+    """A policy after rounds of drafts that are always right, of a head measured to pay up to ``paying_rows`` rows."""
     costs = linear_costs(verify=10.0, token=0.1, draft_once=0.2, draft_step=0.2)
     simulation = DraftSimulation(costs, lambda _row: [(0.9, True)] * 8, rows, tokens=200)
     simulation.copies = (lambda _row: [(STRONG, True)] * 8) if copies else None
@@ -562,23 +568,23 @@ def measured(rows: int, paying_rows: int, copies: bool = False) -> tuple[AutoLen
     return policy, simulation
 
 
-def test_drafts_are_not_asked_for_beyond_the_rows_at_which_they_were_measured_to_pay() -> None:
-    """Not to try them, either: what a table says of their time is what the measurement found to be wrong."""
+def test_the_draft_model_is_not_used_for_more_rows_than_it_was_measured_to_pay_at() -> None:
+    """Not even as a trial: the measurement showed that the table's times are wrong for them."""
     policy, simulation = measured(4, paying_rows=2)
     assert max(simulation.asked) == 0
-    assert [policy.hopeful(rows) for rows in (2, 3)] == [True, False]
+    assert [policy.expects_to_draft(rows) for rows in (2, 3)] == [True, False]
     assert simulation.now == pytest.approx(200 * simulation.costs.verify_ms(4, 0) / 1000)
     _, simulation = measured(2, paying_rows=2)
     assert mean(map(bool, simulation.asked)) > 0.9
 
 
-def test_copies_are_played_at_any_number_of_rows() -> None:
+def test_ngram_drafts_are_used_at_any_number_of_rows() -> None:
     _, simulation = measured(4, paying_rows=2, copies=True)
     assert max(simulation.asked) == 0
     assert mean(map(sum, simulation.verified)) > 4
 
 
-def test_who_asks_for_nothing_rests_until_the_rows_change() -> None:
+def test_without_any_source_the_back_off_lasts_until_the_rows_change() -> None:
     policy, simulation = measured(4, paying_rows=2)
     looked: list[float] = []
     policy.clock = lambda: looked.append(simulation.now) or simulation.now  # type: ignore[func-returns-value]
@@ -587,7 +593,7 @@ def test_who_asks_for_nothing_rests_until_the_rows_change() -> None:
 
 
 def resting() -> tuple[Simulation, AutoLength, list[float]]:
-    """After many rounds of eight rows whose draft tokens were all wrong, and what was looked up of costs since."""
+    """A policy after many rounds of eight rows with wrong draft tokens only, and its cost look-ups since."""
     costs = linear_costs(draft_step=4.0)
     simulation = Simulation(costs, lambda row, place: 0.0)
     simulation.rows(8)
@@ -599,17 +605,17 @@ def resting() -> tuple[Simulation, AutoLength, list[float]]:
     return simulation, policy, looked
 
 
-def test_where_nothing_pays_it_rests_until_a_trial_can_be_paid() -> None:
-    """Thinking takes time, too: of a small model's rounds some percent."""
+def test_where_nothing_pays_it_backs_off_until_a_trial_is_affordable() -> None:
+    """Decisions take time, too: a few percent of a small model's rounds."""
     simulation, policy, looked = resting()
     simulation.asked.clear()
     simulation.play(policy, 200)
     assert len(looked) < 50
-    assert any(simulation.asked)  # it still tries
+    assert any(simulation.asked)  # trials go on
 
 
-def test_a_price_that_rises_as_fast_as_it_is_saved_for_ends_no_rest_early() -> None:
-    """What a draft model lacks grows round by round, and so does what a trial takes."""
+def test_a_price_that_rises_as_fast_as_the_budget_ends_no_back_off_early() -> None:
+    """The missing tokens of a draft model grow round by round, and with them the price of a trial."""
     simulation, policy, looked = resting()
     lags: list[int] = []
 
@@ -625,10 +631,10 @@ def test_a_price_that_rises_as_fast_as_it_is_saved_for_ends_no_rest_early() -> N
     assert len(looked) < 30
 
 
-def test_more_rows_or_fewer_end_a_rest() -> None:
+def test_more_or_fewer_rows_end_the_back_off() -> None:
     simulation, policy, looked = resting()
     for rows in (9, 7):
-        while not policy._rest > 1:
+        while not policy._backoff > 1:
             simulation.play(policy)
         before = len(looked)
         simulation.rows(rows)
@@ -636,9 +642,9 @@ def test_more_rows_or_fewer_end_a_rest() -> None:
         assert len(looked) > before
 
 
-def test_guesses_that_are_not_verified_teach_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No draft token pays, so none is verified; but what rows gain shows that the draft tokens were right."""
-    monkeypatch.setattr("paceline.lengths.belief.SHARE", 0.0)
+def test_draft_tokens_that_are_not_verified_are_learned_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No draft token pays, so none is verified. The gained tokens still show that they were right."""
+    monkeypatch.setattr("paceline.lengths.belief.EXPLORATION_SHARE", 0.0)
     dear = linear_costs(verify=0.0, token=10.0)
     simulation = DraftSimulation(dear, lambda row: [(0.5, True)] * 4, rows=4, tokens=16)
     policy = copying(simulation, dear)
@@ -647,23 +653,22 @@ def test_guesses_that_are_not_verified_teach_too(monkeypatch: pytest.MonkeyPatch
     policy.observe = lambda batch, verdict: (observe(batch, verdict), found.append(chance()))[0]  # type: ignore[func-returns-value, method-assign]
 
     def chance() -> float:
-        return min(policy.copied.belief.chance(row, *bins_of(1, [0.5])) for row in range(4))
+        return min(policy.ngram_drafts.calibration.chance(row, *bins_of(1, [0.5])) for row in range(4))
 
     simulation.play(policy)
     assert not np.any([sum(counts) for counts in simulation.verified])
     assert found[-2] > 0.85
 
 
-def test_time_that_was_believed_too_long_is_found_out() -> None:
-    """By the table no draft token pays; in truth they are nearly free."""
+def test_a_predicted_time_that_is_too_long_is_corrected() -> None:
+    """By the table no draft token pays; in reality they are nearly free."""
     simulation = DraftSimulation(CPU, lambda row: [(0.9, True)] * 4, rows=1, tokens=600)
     simulation.play(copying(simulation, linear_costs(verify=0.0, token=10.0)))
     assert mean(sum(counts) for counts in simulation.verified[-40:]) > 2
 
 
-def test_plain_rounds_that_were_believed_too_long_are_found_out() -> None:
-    """By the table a round without draft tokens takes as long as one with a draft token a row, and no row is ever
-    without any."""
+def test_a_predicted_plain_time_that_is_too_long_is_corrected() -> None:
+    """By the table a plain round takes as long as one with a draft token per row, and all rows always have some."""
     believed = replace(CPU, verify=(*CPU.verify[:-1], (24.9, *CPU.verify[-1][1:])))
     simulation = DraftSimulation(CPU, coins(dict.fromkeys(range(16), 0.2)), rows=16, tokens=300)
     simulation.play(copying(simulation, believed))
@@ -671,17 +676,17 @@ def test_plain_rounds_that_were_believed_too_long_are_found_out() -> None:
     assert mean(any(counts) for counts in simulation.verified[-80:]) < 0.2
 
 
-# --- a draft model that says how sure it is ------------------------------------------------------------
+# --- a draft model with scores -------------------------------------------------------------------------
 
-# A target of 40 ms and 3 a token in flight, a draft model of 10, which reads a missed token in a tenth of that.
+# The target takes 40 ms and 3 ms per token, the draft model 10 ms per pass and 1 ms per missing token.
 PAIR = linear_costs(verify=37.0, token=3.0, draft_step=10.0, feed_tokens=(1, 101), feed=(1.0, 101.0))
 ROWS = [1, 2, 4]
 
 
 def telling(chance: float = 0.75) -> Kind:
-    """A draft model whose likelihoods say where it is nearly sure, which it is that often."""
+    """A draft model whose scores tell where it is nearly always right, for the given share of positions."""
 
-    def draft_token(rng: random.Random, _place: int) -> list[Guess]:
+    def draft_token(rng: random.Random, _place: int) -> list[ScriptedToken]:
         chances = [0.97 if rng.random() < chance else 0.3 for _ in range(LONGEST_AUTO)]
         return [(each, rng.random() < each) for each in chances]
 
@@ -689,17 +694,17 @@ def telling(chance: float = 0.75) -> Kind:
 
 
 def steady(chance: float, score: float) -> Kind:
-    """Scores that tell nothing: every draft token has the same, and the same chance."""
+    """Scores without information: all draft tokens have the same score and probability."""
     return lambda rng, _place: [(score, rng.random() < chance) for _ in range(LONGEST_AUTO)]
 
 
-def stray(rng: random.Random, _place: int) -> list[Guess]:
-    """Copies after short matches, of which one in ten is right."""
+def stray(rng: random.Random, _place: int) -> list[ScriptedToken]:
+    """n-gram drafts after short matches; one in ten is right."""
     return [(WEAK, rng.random() < 0.1) for _ in range(LONGEST_AUTO)]
 
 
-def by_turns(rng: random.Random, place: int) -> list[Guess]:
-    """Copies of a text of which every other stretch of 50 tokens stands elsewhere; a match is soon as long as any."""
+def by_turns(rng: random.Random, place: int) -> list[ScriptedToken]:
+    """n-gram drafts of a text of which every other stretch of 50 tokens occurs elsewhere, with long matches."""
     left = 50 - place % 50
     if place // 50 % 2:
         return stray(rng, place)
@@ -719,9 +724,9 @@ def hybrid(simulation: DraftSimulation) -> AutoLength:
 
 
 def simulated(model: Kind | None, copies: Kind | None, rows: int, seed: int = 0, tokens: int = 200) -> DraftSimulation:
-    """Of a draft model, of copies, or of both; either is as lucky with the other as alone."""
+    """Drafts of a draft model, n-gram drafts, or both. Each has the same outcomes with the other as alone."""
 
-    def draft_tokens(kind: Kind | None, luck: random.Random) -> Callable[[int], list[Guess]]:
+    def draft_tokens(kind: Kind | None, luck: random.Random) -> Callable[[int], list[ScriptedToken]]:
         return lambda row: [] if kind is None else kind(luck, simulation.place(row))
 
     drafted, copied = draft_tokens(model, random.Random(seed)), draft_tokens(copies, random.Random(-1 - seed))
@@ -734,7 +739,7 @@ def simulated(model: Kind | None, copies: Kind | None, rows: int, seed: int = 0,
 
 
 def tokens_a_second(make: Maker, model: Kind | None, copies: Kind | None, rows: int) -> float:
-    """Mean of a few seeds, 300 tokens a row."""
+    """Mean over a few seeds, 300 tokens per row."""
     speeds = []
     for seed in range(4):
         simulation = simulated(model, copies, rows, seed, 300)
@@ -748,18 +753,18 @@ def fixed(k: int) -> Maker:
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("chance", "score"), [(0.9, 0.9), (0.8, 0.5), (0.6, 0.95), (0.3, 0.6)])
-def test_scores_that_tell_nothing_leave_the_best_fixed_length(chance: float, score: float, rows: int) -> None:
+def test_scores_without_information_match_the_best_fixed_length(chance: float, score: float, rows: int) -> None:
     best = max(tokens_a_second(fixed(k), steady(chance, score), None, rows) for k in (0, 1, 2, 3, 5, 8))
     assert tokens_a_second(drafting, steady(chance, score), None, rows) > 0.94 * best
 
 
-def test_scores_that_tell_beat_every_fixed_length() -> None:
+def test_informative_scores_beat_every_fixed_length() -> None:
     best = max(tokens_a_second(fixed(k), telling(), None, 1) for k in range(LONGEST_AUTO))
     assert tokens_a_second(drafting, telling(), None, 1) > 1.05 * best
 
 
 @pytest.mark.parametrize("seed", range(100, 124))
-def test_bad_luck_at_first_does_not_end_a_good_draft_model(seed: int) -> None:
+def test_a_good_draft_model_survives_wrong_first_draft_tokens(seed: int) -> None:
     simulation = simulated(telling(), None, 1, seed, 300)
     simulation.play(drafting(simulation))
     assert mean(asked > 0 for asked in simulation.asked) > 0.8
@@ -773,7 +778,7 @@ def test_a_draft_model_that_is_sure_and_wrong_costs_next_to_nothing(rows: int) -
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_a_good_drafter_is_found_again_after_a_bad_phase(rows: int) -> None:
-    """The draft model reads nothing anew here: what it takes to catch up is another test's."""
+    """Without the cost of catching up, which other tests cover."""
     costs = replace(PAIR, feed_tokens=(1,), feed=(0.0,))
     drafted = lambda row: [(0.9, not 200 <= simulation.place(row) < 400)] * LONGEST_AUTO  # noqa: E731
     simulation = DraftSimulation(costs, drafted, rows, tokens=2000, noise=0.05)
@@ -781,17 +786,17 @@ def test_a_good_drafter_is_found_again_after_a_bad_phase(rows: int) -> None:
     assert mean(sum(counts) for counts in simulation.verified[-30:]) > 4
 
 
-def test_only_guesses_that_may_well_be_right_are_verified() -> None:
+def test_only_draft_tokens_that_may_well_be_right_are_verified() -> None:
     policy, batch = AutoLength(CostModel(PAIR), decoders(Behind([0, 0])), False), batch_of(2)
-    assert policy.choose(batch).k == CLUELESS_TRIALS
+    assert policy.choose(batch).k == PRIOR_TOKENS
     draft = Draft(
         torch.ones(2, 3, dtype=torch.int64), torch.tensor([3, 3]), confidence=[[0.99, 0.05, 0.99], [0.99] * 3]
     )
     assert policy.select(batch, draft).counts.tolist() == [1, 3]
 
 
-def test_drawn_guesses_with_a_law_are_all_verified() -> None:
-    """Under the rejection rule, to leave a draft token out because of what it is would bend the distribution."""
+def test_sampled_draft_tokens_with_a_distribution_are_all_verified() -> None:
+    """Under the rejection rule, leaving out a draft token for its value would bias the distribution."""
     policy, batch = AutoLength(CostModel(PAIR), decoders(Behind([0])), False), batch_of(1)
     policy.choose(batch)
     tokens = torch.ones(1, 3, dtype=torch.int64)
@@ -799,7 +804,7 @@ def test_drawn_guesses_with_a_law_are_all_verified() -> None:
     assert policy.select(batch, draft).counts.tolist() == [3]
 
 
-def test_a_draft_goes_on_while_any_row_makes_it_worth_it() -> None:
+def test_drafting_goes_on_while_any_row_pays_for_it() -> None:
     policy, batch = AutoLength(CostModel(PAIR), decoders(Behind([0, 0])), False), batch_of(2)
     enough = policy.choose(batch).stop_drafting
     assert enough is not None
@@ -807,11 +812,11 @@ def test_a_draft_goes_on_while_any_row_makes_it_worth_it() -> None:
     assert enough(batch, [[0.1], [0.1]])
 
 
-def test_what_is_known_of_rows_follows_them_and_ends_with_them() -> None:
+def test_row_calibrations_move_and_end_with_their_rows() -> None:
     policy, batch = AutoLength(CostModel(PAIR), decoders(Behind([0] * 3)), False), batch_of(3)
     (sure,) = bins_of(1, [0.95])
-    for _ in range(30):  # the last row never has luck
-        policy.drafted.belief.learn([[(sure, row < 2)] for row in range(3)])
+    for _ in range(30):  # the last row's are always wrong
+        policy.model_drafts.calibration.learn([[(sure, row < 2)] for row in range(3)])
 
     def asks_again(first: int, stop: int) -> bool:
         enough = policy.choose(batch).stop_drafting
@@ -820,20 +825,20 @@ def test_what_is_known_of_rows_follows_them_and_ends_with_them() -> None:
 
     assert asks_again(0, 2)
     assert not asks_again(2, 3)
-    chances = [policy.drafted.belief.chance(row, sure) for row in range(3)]
+    chances = [policy.model_drafts.calibration.chance(row, sure) for row in range(3)]
     policy.leave(0)
     policy.move(2, 0)
-    assert policy.drafted.belief.chance(0, sure) == chances[2]
+    assert policy.model_drafts.calibration.chance(0, sure) == chances[2]
     assert not asks_again(0, 1)
     policy.join(0)
-    assert chances[2] < policy.drafted.belief.chance(0, sure) < chances[1]
+    assert chances[2] < policy.model_drafts.calibration.chance(0, sure) < chances[1]
 
 
-# --- copies beside a draft model -----------------------------------------------------------------------
+# --- n-gram drafts beside a draft model -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_copies_that_are_good_are_played_and_the_draft_model_is_not_asked(rows: int) -> None:
+def test_good_ngram_drafts_are_used_and_the_draft_model_is_not(rows: int) -> None:
     copies = steady(1.0, STRONG)
     simulation = simulated(telling(), copies, rows)
     simulation.play(hybrid(simulation))
@@ -845,7 +850,7 @@ def test_copies_that_are_good_are_played_and_the_draft_model_is_not_asked(rows: 
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("bad", [stray, steady(0.0, STRONG)], ids=["stray", "sure and wrong"])
-def test_copies_that_are_bad_cost_next_to_nothing(bad: Kind, rows: int) -> None:
+def test_bad_ngram_drafts_cost_next_to_nothing(bad: Kind, rows: int) -> None:
     simulation = simulated(telling(), bad, rows, tokens=300)
     simulation.play(hybrid(simulation))
     assert mean(asked == 0 for asked in simulation.asked) < 0.1
@@ -854,37 +859,37 @@ def test_copies_that_are_bad_cost_next_to_nothing(bad: Kind, rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_a_text_of_which_a_part_can_be_copied_is_faster_with_both_than_with_either(rows: int) -> None:
+def test_a_text_that_repeats_in_part_is_faster_with_both_sources_than_with_either(rows: int) -> None:
     copies_alone = tokens_a_second(lambda s: copying(s, s.costs), None, by_turns, rows)
     alone = max(tokens_a_second(drafting, telling(), None, rows), copies_alone)
     assert tokens_a_second(hybrid, telling(), by_turns, rows) > 1.05 * alone
 
 
-FIRST_DRAFTS = 4  # of a draft model that is always wrong, made and verified for nothing
+FIRST_DRAFTS = 4  # rounds that a draft model which is always wrong may take before it is given up
 
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("copies", [by_turns, stray])
-def test_beside_a_draft_model_that_is_always_wrong_copies_are_as_fast_as_alone(copies: Kind, rows: int) -> None:
-    """But for the few drafts that show it to be wrong."""
-    tried = FIRST_DRAFTS * (PAIR.round_ms(rows, CLUELESS_TRIALS) - PAIR.round_ms(rows, 0)) / 1000
+def test_beside_a_draft_model_that_is_always_wrong_ngram_drafts_are_as_fast_as_alone(copies: Kind, rows: int) -> None:
+    """Apart from the few drafts that show that it is wrong."""
+    tried = FIRST_DRAFTS * (PAIR.round_ms(rows, PRIOR_TOKENS) - PAIR.round_ms(rows, 0)) / 1000
     alone = rows * 300 / tokens_a_second(lambda s: copying(s, s.costs), None, copies, rows)
     assert rows * 300 / tokens_a_second(hybrid, steady(0.0, 0.99), copies, rows) < alone / 0.97 + tried
 
 
-def test_trials_of_the_draft_model_go_on_while_copies_alone_are_played_and_keep_to_their_share() -> None:
+def test_trials_of_the_draft_model_go_on_beside_ngram_drafts_and_keep_to_their_budget() -> None:
     simulation = simulated(steady(0.0, 0.99), by_turns, 1, tokens=2000)
     simulation.play(hybrid(simulation))
     later = simulation.asked[50:]
     tried = sum(asked > 0 for asked in later)
     assert tried > 0
-    reading = 1.0 * len(later)  # ms: each token that it has missed, once
-    assert tried * PAIR.round_ms(1, CLUELESS_TRIALS) + reading * 0.2 < 0.02 * 1000 * simulation.now + 200
+    reading = 1.0 * len(later)  # ms: each missing token once
+    assert tried * PAIR.round_ms(1, PRIOR_TOKENS) + reading * 0.2 < 0.02 * 1000 * simulation.now + 200
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_a_draft_model_of_which_little_is_known_is_not_given_up_for_copies_that_never_come(rows: int) -> None:
-    """Its first draft tokens are wrong by bad luck: it is asked again all the same."""
+def test_a_draft_model_with_a_short_record_is_not_given_up_where_no_ngram_drafts_come(rows: int) -> None:
+    """Its first draft tokens happen to be wrong; it is used again all the same."""
     simulation = simulated(telling(), stray, rows)
     lucky = simulation.draft_token
     simulation.draft_token = lambda row: [(0.97, False)] if simulation.place(row) < 2 else lucky(row)
@@ -902,7 +907,7 @@ def started(lack: int = 0, left: int = 150) -> tuple[AutoLength, Batch]:
 
 
 def played(policy: AutoLength, batch: Batch, copies: Draft, gained: list[int]) -> int:
-    """A round of one row; returns what was asked of the draft model."""
+    """Run a round of one row. Returns the draft tokens requested from the draft model."""
     wish = policy.choose(batch).within(batch)
     assert wish.fallback is not None
     asked = wish.fallback(batch, copies.capped(wish.caps or [wish.k]))
@@ -918,7 +923,7 @@ def played(policy: AutoLength, batch: Batch, copies: Draft, gained: list[int]) -
 
 
 @pytest.mark.parametrize(("left", "read"), [(100, True), (4, False)])
-def test_a_backlog_that_cannot_be_earned_back_before_the_rows_end_is_not_read(left: int, read: bool) -> None:
+def test_a_backlog_that_cannot_pay_before_the_rows_end_is_not_read(left: int, read: bool) -> None:
     policy, batch = started(100, left)
     wish = policy.choose(batch)
     assert wish.fallback is not None
@@ -926,48 +931,50 @@ def test_a_backlog_that_cannot_be_earned_back_before_the_rows_end_is_not_read(le
 
 
 @pytest.mark.parametrize("copies", [copied(0.9), copied(0.9, k=0)], ids=["some", "none"])
-def test_a_round_of_copies_says_nothing_about_the_draft_model(copies: Draft) -> None:
-    policy, batch = started(1_000_000)  # so it is not asked, whatever the copies are worth
-    before = policy.drafted.chance
+def test_a_round_of_ngram_drafts_teaches_nothing_about_the_draft_model(copies: Draft) -> None:
+    policy, batch = started(1_000_000)  # so it is not used, whatever the value of the n-gram draft
+    before = policy.model_drafts.acceptance
     assert played(policy, batch, copies, [RIGHT] * 3 + [WRONG] + [RIGHT] * 20) == 0
-    assert not any(policy.drafted.belief.tried)
-    assert policy.drafted.rates[1].value == 0, "the rate is that of the draft model's rounds"
-    assert policy.drafted.chance == before
-    assert any(policy.copied.belief.tried) == (copies.k > 0)
+    assert not any(policy.model_drafts.calibration.tried)
+    assert policy.model_drafts.rates[1].value == 0, "the rate is that of the draft model's rounds"
+    assert policy.model_drafts.acceptance == before
+    assert any(policy.ngram_drafts.calibration.tried) == (copies.k > 0)
 
 
-def test_what_the_draft_model_takes_to_catch_up_does_not_lower_the_rate_of_its_rounds() -> None:
+def test_catching_up_does_not_lower_the_rate_of_the_draft_models_rounds() -> None:
     rates = []
     for missed in (0, 2):
         policy, batch = started(missed)
         assert played(policy, batch, copied(WEAK), [RIGHT, RIGHT]) > 0
-        rates.append(policy.drafted.rates[1].value)
+        rates.append(policy.model_drafts.rates[1].value)
     assert rates[1] > rates[0] > 0
 
 
-def test_a_round_of_the_draft_model_says_what_the_copies_would_have_been_worth() -> None:
+def test_a_round_of_the_draft_model_also_judges_the_ngram_draft() -> None:
     policy, batch = started()
     assert played(policy, batch, copied(WEAK), [RIGHT, RIGHT]) > 0
-    assert sum(policy.copied.belief.tried) == pytest.approx(2, abs=0.02)
-    assert sum(policy.copied.belief.kept) == pytest.approx(2, abs=0.02)
-    assert sum(policy.drafted.belief.tried) == 1
+    assert sum(policy.ngram_drafts.calibration.tried) == pytest.approx(2, abs=0.02)
+    assert sum(policy.ngram_drafts.calibration.kept) == pytest.approx(2, abs=0.02)
+    assert sum(policy.model_drafts.calibration.tried) == 1
 
 
-def test_guesses_are_chosen_by_the_record_of_their_own_kind() -> None:
+def test_draft_tokens_are_chosen_by_the_record_of_their_own_source() -> None:
     policy, batch = started()
-    policy.drafted.belief.learn([[(bin_, False) for bin_ in bins_of(8, [0.9] * 8)]])  # the draft model never has luck
+    policy.model_drafts.calibration.learn(
+        [[(bin_, False) for bin_ in bins_of(8, [0.9] * 8)]]
+    )  # the draft model is always wrong
     for _ in range(20):
-        policy.copied.learn([[(bin_, True) for bin_ in bins_of(8, [0.9] * 8)]])
+        policy.ngram_drafts.learn([[(bin_, True) for bin_ in bins_of(8, [0.9] * 8)]])
     wish = policy.choose(batch)
     assert wish.fallback is not None
     assert wish.fallback(batch, copied(0.9)) == 0
     assert policy.select(batch, copied(0.9)).counts.tolist() == [8]
 
 
-def test_guesses_beyond_what_a_request_allows_are_neither_verified_nor_judged() -> None:
+def test_draft_tokens_beyond_what_a_request_allows_are_neither_verified_nor_judged() -> None:
     policy, batch = started(1_000_000)
     batch.max_draft_tokens[0] = 1
-    policy.copied.judged = 1000
+    policy.ngram_drafts.judged = 1000
     assert played(policy, batch, copied(0.99), [RIGHT] * 9) == 0
     assert batch.lengths[0] == 12
-    assert sum(policy.copied.belief.tried) == 1
+    assert sum(policy.ngram_drafts.calibration.tried) == 1

@@ -44,7 +44,7 @@ def verdict(accepted: list[int], drafted: list[int]) -> Verdict:
     return Verdict(torch.zeros(len(accepted), width, dtype=torch.int64), torch.tensor(accepted), torch.tensor(drafted))
 
 
-def test_rounds_without_guesses_teach_nothing() -> None:
+def test_rounds_without_draft_tokens_teach_nothing() -> None:
     policy, batch = BassLength(), Batch(2, 8, 4)
     policy.observe(batch, verdict([0, 0], [0, 0]))
     assert policy.choose(batch).k == 7

@@ -1,11 +1,11 @@
-"""From a drafter's score to a chance."""
+"""From scores to probabilities."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from paceline.lengths.belief import Belief, Judged, bins_of
+from paceline.lengths.belief import JudgedToken, ScoreCalibration, bins_of
 
 SCORES = [0.05, 0.3, 0.5, 0.7, 0.85, 0.93, 0.99]
 
@@ -15,31 +15,31 @@ def at(place: int, scores: list[float] | None = None) -> int:
     return bins_of(place + 1, scores)[place]
 
 
-def chance(belief: Belief, score: float, row: int = 0) -> float:
+def chance(belief: ScoreCalibration, score: float, row: int = 0) -> float:
     return belief.chance(row, at(0, [score]))
 
 
-def outcomes(judged: list[int], right: list[int], scores: list[float] | None = None) -> list[list[Judged]]:
-    """Of chains, each row's first draft tokens."""
+def outcomes(judged: list[int], right: list[int], scores: list[float] | None = None) -> list[list[JudgedToken]]:
+    """Bins and outcomes of each row's first draft tokens, for chains."""
     return [
         [(at(place, scores), place < good) for place in range(count)] for count, good in zip(judged, right, strict=True)
     ]
 
 
-def learn(belief: Belief, scores: list[float], right: list[bool], times: int = 1) -> None:
-    """A draft token a row."""
+def learn(belief: ScoreCalibration, scores: list[float], right: list[bool], times: int = 1) -> None:
+    """Learn rounds of one draft token per row."""
     for _ in range(times):
         belief.learn([[(at(0, [score]), it)] for score, it in zip(scores, right, strict=True)])
 
 
-def test_before_anything_is_known_a_chance_is_about_the_score() -> None:
-    assert [chance(Belief(), score) for score in SCORES] == pytest.approx(SCORES, abs=0.1)
+def test_without_observations_a_probability_is_about_the_score() -> None:
+    assert [chance(ScoreCalibration(), score) for score in SCORES] == pytest.approx(SCORES, abs=0.1)
 
 
 @pytest.mark.parametrize("truth", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("score", [0.3, 0.9, None])
-def test_chances_come_to_the_truth(score: float | None, truth: float) -> None:
-    belief, rng, found = Belief(), np.random.default_rng(0), []
+def test_probabilities_converge_to_the_truth(score: float | None, truth: float) -> None:
+    belief, rng, found = ScoreCalibration(), np.random.default_rng(0), []
     for _ in range(300):
         right = (rng.random(8) < truth).astype(int).tolist()
         scores = None if score is None else [score]
@@ -49,18 +49,18 @@ def test_chances_come_to_the_truth(score: float | None, truth: float) -> None:
 
 
 def test_a_drafter_that_is_wrong_is_found_out_within_a_round_or_two_whatever_its_scores() -> None:
-    belief = Belief()
+    belief = ScoreCalibration()
     learn(belief, [0.9] * 8, [False] * 8)
     assert chance(belief, 0.9, row=7) < 0.1
-    assert chance(belief, 0.99) < 0.95  # nobody tried it
+    assert chance(belief, 0.99) < 0.95  # this bin was never tried
     learn(belief, [0.9] * 8, [False] * 8, times=3)
     assert chance(belief, 0.7) < 0.1
 
 
-def test_a_change_is_told_from_bad_luck() -> None:
+def test_a_change_is_told_from_randomness() -> None:
     """What was learned from hundreds of draft tokens is doubted in one round that it cannot explain, and in no
     other."""
-    belief = Belief()
+    belief = ScoreCalibration()
     learn(belief, [0.6] * 16, [True] * 14 + [False] * 2, times=40)
     learn(belief, [0.6] * 16, [True] * 9 + [False] * 7)
     assert chance(belief, 0.6, row=16) > 0.7
@@ -71,7 +71,7 @@ def test_a_change_is_told_from_bad_luck() -> None:
 @pytest.mark.parametrize(("before", "after"), [(0.9, 0.1), (0.1, 0.9)])
 @pytest.mark.parametrize(("rows", "rounds"), [(16, 2), (1, 14)])
 def test_a_change_is_believed_at_once(rows: int, rounds: int, before: float, after: float) -> None:
-    belief, rng = Belief(), np.random.default_rng(0)
+    belief, rng = ScoreCalibration(), np.random.default_rng(0)
 
     def play(rate: float) -> None:
         right = (rng.random((rows, 2)) < rate).cumprod(1).sum(1).tolist()
@@ -85,8 +85,8 @@ def test_a_change_is_believed_at_once(rows: int, rounds: int, before: float, aft
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
-def test_chance_is_seldom_taken_for_a_change(rate: float) -> None:
-    belief, rng, doubted = Belief(), np.random.default_rng(0), 0
+def test_randomness_is_rarely_taken_for_a_change(rate: float) -> None:
+    belief, rng, doubted = ScoreCalibration(), np.random.default_rng(0), 0
     for _ in range(500):
         had = sum(belief.tried)
         right = (rng.random(8) < rate).astype(int).tolist()
@@ -95,8 +95,8 @@ def test_chance_is_seldom_taken_for_a_change(rate: float) -> None:
     assert doubted <= 3
 
 
-def test_a_later_guess_is_judged_apart_from_a_first_one_with_the_same_score() -> None:
-    belief = Belief()
+def test_a_later_draft_token_is_judged_apart_from_a_first_one_with_the_same_score() -> None:
+    belief = ScoreCalibration()
     for _ in range(20):
         belief.learn(outcomes([1], [0], [0.5, 0.5]))
         belief.learn(outcomes([2], [2], [0.5, 0.5]))
@@ -105,7 +105,7 @@ def test_a_later_guess_is_judged_apart_from_a_first_one_with_the_same_score() ->
 
 
 def test_without_scores_every_place_has_a_chance_of_its_own_and_untried_ones_that_of_all() -> None:
-    belief = Belief()
+    belief = ScoreCalibration()
     for _ in range(60):
         belief.learn(outcomes([2], [1]))
     assert belief.chance(0, at(0)) > 0.85
@@ -114,30 +114,30 @@ def test_without_scores_every_place_has_a_chance_of_its_own_and_untried_ones_tha
 
 
 def test_rows_differ_with_the_same_score() -> None:
-    belief = Belief()
+    belief = ScoreCalibration()
     learn(belief, [0.7, 0.7], [True, False], times=30)
     assert chance(belief, 0.7, row=0) > 0.85
     assert chance(belief, 0.7, row=1) < 0.3
     assert 0.3 < chance(belief, 0.7, row=2) < 0.7
 
 
-def test_the_chance_of_a_guess_and_all_before_it_falls_along_a_row() -> None:
-    belief = Belief()
+def test_the_chance_of_a_draft_token_and_all_before_it_falls_along_a_row() -> None:
+    belief = ScoreCalibration()
     bins = bins_of(3, [0.9, 0.5, 0.9])
     survivals = belief.survivals(0, bins)
     chances = [belief.chance(0, bin_) for bin_ in bins]
     assert survivals == pytest.approx(np.cumprod(chances).tolist())
 
 
-def test_what_was_not_judged_teaches_nothing() -> None:
-    belief = Belief()
+def test_a_round_without_judged_tokens_changes_nothing() -> None:
+    belief = ScoreCalibration()
     before = chance(belief, 0.5)
     belief.learn([[], []])
     assert chance(belief, 0.5) == before
 
 
-def test_after_a_doubt_a_few_guesses_decide() -> None:
-    belief = Belief()
+def test_after_a_doubt_a_few_draft_tokens_decide() -> None:
+    belief = ScoreCalibration()
     for _ in range(100):
         belief.learn(outcomes([1] * 4, [0] * 4))
     belief.doubt()
@@ -146,8 +146,8 @@ def test_after_a_doubt_a_few_guesses_decide() -> None:
     assert belief.chance(0, at(0)) > 0.7
 
 
-def test_copies_of_other_texts_are_judged_apart_from_those_of_the_rows_own() -> None:
-    belief = Belief()
+def test_drafts_from_other_texts_are_judged_apart_from_those_of_the_rows_own() -> None:
+    belief = ScoreCalibration()
     own, other = (bins_of(2, [0.7, 0.7], kinds=[kind] * 2) for kind in (0, 2))
     assert own == bins_of(2, [0.7, 0.7])
     for row in range(30):

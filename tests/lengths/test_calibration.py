@@ -1,4 +1,4 @@
-"""What is measured at the start, and what becomes of noise in it."""
+"""Calibration of round times, and its handling of noise."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.core.draft import Draft, Verdict
 from paceline.engine.native_round import NativeRound
 from paceline.kernels import native
 from paceline.lengths import calibration as calibration_module
-from paceline.lengths.calibration import Calibration, Grid, Point
+from paceline.lengths.calibration import Calibration, Grid, TimedRun
 from paceline.lengths.cost import CostTable
 from toy import ToyModel, make_engine, run, slow_answer, tiny_native
 
@@ -30,14 +30,14 @@ def test_an_engine_measures_powers_of_two_and_its_capacity() -> None:
     assert Grid.coarse(16).batch_sizes == (1, 2, 4, 8, 16)
 
 
-def test_long_rounds_of_many_rows_are_not_played_but_every_size_has_two_lengths() -> None:
-    grid = Grid((1, 16, 64), (0, 1, 3, 7), most_tokens=64)
+def test_long_rounds_of_many_rows_are_skipped_but_every_size_has_two_lengths() -> None:
+    grid = Grid((1, 16, 64), (0, 1, 3, 7), max_tokens=64)
     assert [grid.measured(rows) for rows in grid.batch_sizes] == [(0, 1, 3, 7), (0, 1, 3), (0, 1)]
     assert Grid((64,), (0, 1, 7)).measured(64) == (0, 1, 7)
 
 
-def test_what_was_not_played_continues_the_line() -> None:
-    grid = Grid((1, 4), (0, 1, 3), most_tokens=4)
+def test_skipped_rounds_are_extrapolated() -> None:
+    grid = Grid((1, 4), (0, 1, 3), max_tokens=4)
     table = calibration(grid)._verify_table({(1, 0): 10, (1, 1): 11, (1, 3): 13, (4, 0): 12, (4, 1): 16})
     assert table == ((10, 11, 13), (12, 16, 24))
 
@@ -48,9 +48,9 @@ def test_a_round_is_never_slower_than_a_larger_one() -> None:
     assert table == ((9, 12, 12), (9, 13, 20))
 
 
-def test_a_point_lifted_by_noise_lets_no_other_time_fall() -> None:
+def test_a_noisy_point_lowers_no_extrapolated_time() -> None:
     """The line through 25.6 and 16 ms leads below 0, where every smaller round followed it."""
-    grid = Grid((1, 16), (0, 1, 3, 7), most_tokens=64)
+    grid = Grid((1, 16), (0, 1, 3, 7), max_tokens=64)
     rows = {(1, 0): 8.0, (1, 1): 8.5, (1, 3): 9.0, (1, 7): 10.0, (16, 0): 12.0, (16, 1): 25.6, (16, 3): 16.0}
     table = calibration(grid)._verify_table(rows)
     assert table == ((8.0, 8.5, 9.0, 10.0), (12.0, 16.0, 16.0, 16.0))
@@ -78,20 +78,20 @@ class Machine:
         self.seconds += self.ms(rows, k) / 1000 * (self.factor if slow else 1)
 
     def calibrate(self, monkeypatch: pytest.MonkeyPatch) -> CostTable:
-        """With two measurements of each point, and more where those cannot be true."""
-        measured = calibration(Grid((1, 2, 4, 8, 16), (0, 1, 3, 7), seconds=0.0, most_tokens=64))
+        """Measure each point twice, and implausible ones again."""
+        measured = calibration(Grid((1, 2, 4, 8, 16), (0, 1, 3, 7), seconds=0.0, max_tokens=64))
         monkeypatch.setattr(calibration_module, "time", self)
-        monkeypatch.setattr(measured, "_verify", lambda rows, k, _: Point(lambda: self.play(rows, k)))
+        monkeypatch.setattr(measured, "_verify", lambda rows, k, _: TimedRun(lambda: self.play(rows, k)))
         return measured.run()
 
 
 @pytest.mark.parametrize(
     ("disturbed", "factor"), [((16, 1), 2.5), ((8, 0), 10.0), ((16, 3), 3.0), ((1, 7), 2.0), ((2, 7), 4.0)]
 )
-def test_what_cannot_be_true_is_measured_again(
+def test_implausible_points_are_measured_again(
     monkeypatch: pytest.MonkeyPatch, disturbed: tuple[int, int], factor: float
 ) -> None:
-    """A busy moment may fall on both measurements of a point."""
+    """The machine may be busy in both measurements of a point."""
     machine = Machine(disturbed, factor, times=3)  # its own two, and one that only warms up or tells context
     table = machine.calibrate(monkeypatch)
     for rows in table.batch_sizes:
@@ -99,7 +99,7 @@ def test_what_cannot_be_true_is_measured_again(
             assert table.verify_ms(rows, k) == pytest.approx(machine.ms(rows, k), rel=0.25)
 
 
-def test_what_stays_untrue_ends_in_a_table_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_points_that_stay_implausible_still_give_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     table = Machine((16, 1), 1.6, times=1000).calibrate(monkeypatch)
     assert min(map(min, table.verify)) >= 8
     assert table.verify_ms(16, 7) >= table.verify_ms(16, 3) >= table.verify_ms(16, 1)
@@ -112,8 +112,8 @@ def test_a_table_comes_from_real_rounds() -> None:
 
 
 @pytest.mark.parametrize("drafter", ["model", "hybrid"])
-def test_trees_that_were_drafted_to_be_timed_are_in_no_round(drafter: str) -> None:
-    """The first round may be without draft tokens, and of fewer rows."""
+def test_trees_drafted_for_a_measurement_are_in_no_round(drafter: str) -> None:
+    """The first round may have fewer rows and no draft tokens."""
     target, params = ToyModel(), SamplingParams(max_tokens=6, seed=1, num_speculative_tokens=0)
     engine = make_engine(target, ToyModel(blur=0.3), drafter=drafter, num_speculative_tokens=2, speculation_width=3)
     parts = engine.parts
@@ -123,7 +123,7 @@ def test_trees_that_were_drafted_to_be_timed_are_in_no_round(drafter: str) -> No
 
 
 @pytest.mark.skipif(not native.available(), reason=f"the kernels play these rounds: {native.why_none()}")
-def test_rounds_that_the_kernels_play_are_measured_as_they_play_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_rounds_are_measured_as_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, played, by_host = make_engine(tiny_native(1), drafter="ngram"), set[tuple[int, int, int]](), list[Batch]()
     play = NativeRound.run
 

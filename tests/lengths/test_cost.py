@@ -1,4 +1,4 @@
-"""The cost model: tables, their interpolation, and what real rounds change about them."""
+"""The cost model: tables, interpolation, and correction by real rounds."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_verification_is_a_function_of_tokens_and_of_rows(rows: int, k: int, ms:
     assert TABLE.verify_ms(rows, k) == pytest.approx(ms)
 
 
-def test_drafting_costs_nothing_without_guesses_and_a_step_for_each() -> None:
+def test_drafting_costs_nothing_without_draft_tokens_and_a_step_for_each() -> None:
     assert [TABLE.draft_ms(1, k) for k in (0, 1, 2)] == [0, 3, 4]
     assert TABLE.draft_ms(2, 2) == pytest.approx(2 + 2 * 2)
 
@@ -70,17 +70,17 @@ def test_a_table_survives_json() -> None:
 
 
 def test_a_table_of_a_wrong_shape_is_refused() -> None:
-    with pytest.raises(ValueError, match="a time is missing"):
+    with pytest.raises(ValueError, match="fewer or more times than sizes"):
         CostTable.from_json(TABLE.as_json() | {"batch_sizes": [1, 2, 3]})
 
 
 def ms(model: CostModel, rows: int, k: int) -> float:
-    """Of a round with k draft tokens a row, as believed now."""
+    """Predicted milliseconds of a round with k draft tokens per row."""
     model._times.clear()
     return model.times(rows, 100).ms[rows * k]
 
 
-def test_real_rounds_correct_the_level_and_what_guesses_add() -> None:
+def test_real_rounds_correct_the_level_and_the_cost_of_draft_tokens() -> None:
     model = CostModel(linear_costs())
     plain, three, five = (ms(model, 4, k) for k in (0, 3, 5))
     for _ in range(100):
@@ -94,7 +94,7 @@ def test_real_rounds_correct_the_level_and_what_guesses_add() -> None:
     assert ms(model, 4, 3) == pytest.approx(2 * three, rel=0.05)
 
 
-def test_what_rounds_with_guesses_take_is_not_forgotten_over_plain_ones() -> None:
+def test_the_cost_of_draft_tokens_is_remembered_over_plain_rounds() -> None:
     model = CostModel(linear_costs())
     plain, three = ms(model, 4, 0), ms(model, 4, 3)
     for _ in range(40):
@@ -123,23 +123,25 @@ def test_rows_share_what_they_learn_with_batches_of_about_their_size_only() -> N
     assert ms(model, 1, 1) / model.table.round_ms(1, 1) < 1.2
 
 
-def test_more_guesses_never_take_less_and_each_as_much_as_the_one_before() -> None:
+def test_times_are_convex_in_the_number_of_draft_tokens() -> None:
     bumps = CostTable((1,), (0, 1, 3, 7), 100, ((10, 14, 15, 22),), (0,), (0,))
     steps = [right - left for left, right in pairwise(CostModel(bumps).times(1, 100).ms)]
     assert all(left <= right + 1e-9 for left, right in pairwise(steps))
-    assert CostModel(bumps, whole=True).times(1, 100).ms[1] == 14, "with drafts a first guess may be dear"
+    assert CostModel(bumps, includes_drafting=True).times(1, 100).ms[1] == 14, (
+        "with drafting a first draft token may be expensive"
+    )
 
 
-def test_drafts_are_part_of_the_round_where_they_are_told_with_it() -> None:
+def test_round_times_may_include_drafting() -> None:
     costs = linear_costs(draft_once=2.0, draft_step=10.0)
-    whole, apart = (CostModel(costs, whole=it).times(2, 100) for it in (True, False))
-    assert whole.more(2 * 3) == pytest.approx(apart.more(2 * 3) + 32)
+    whole, apart = (CostModel(costs, includes_drafting=it).times(2, 100) for it in (True, False))
+    assert whole.extra(2 * 3) == pytest.approx(apart.extra(2 * 3) + 32)
 
 
 DRAFTS = linear_costs(draft_once=2.0, draft_step=10.0)
 
 
-def test_passes_that_were_never_timed_take_what_the_table_says() -> None:
+def test_passes_without_observations_take_the_tables_time() -> None:
     model = CostModel(DRAFTS)
     assert (model.pass_ms(4, first=True), model.pass_ms(4, first=False)) == (12, 10)
 
@@ -154,8 +156,8 @@ def test_the_first_pass_is_known_apart_from_the_others() -> None:
 
 
 @pytest.mark.parametrize("table", [linear_costs(draft_once=10.0), linear_costs(draft_step=10.0)])
-def test_passes_that_were_believed_to_take_nothing_are_found_out(table: CostTable) -> None:
-    """By a table of a busy machine, or because what was read before seemed to be all that the first one took."""
+def test_passes_predicted_to_take_no_time_are_corrected(table: CostTable) -> None:
+    """The table may be of a busy machine, or catching up may seem to explain all of the first pass."""
     model = CostModel(table)
     for _ in range(200):
         model.observe_passes(1, [0.0])
@@ -165,14 +167,14 @@ def test_passes_that_were_believed_to_take_nothing_are_found_out(table: CostTabl
     assert model.pass_ms(1, first=False) == pytest.approx(10, rel=0.2)
 
 
-def test_what_was_asked_of_one_context_says_nothing_about_another() -> None:
-    """New requests ask about short texts, rounds about the rows there are; whoever comes first."""
+def test_times_of_different_contexts_are_independent() -> None:
+    """Times for short texts (new requests) and for the current rows do not depend on the order of the calls."""
     model = CostModel(linear_costs(context_once=0.01))
     assert model.times(4, 100).plain == pytest.approx(11)
     assert model.times(4, 10_100).plain == pytest.approx(11 + 4 * 10_000 * 0.01)
 
 
-def test_a_pause_of_the_machine_is_no_news_about_passes() -> None:
+def test_a_pause_of_the_machine_hardly_moves_the_time_of_passes() -> None:
     model = CostModel(DRAFTS)
     for _ in range(50):
         model.observe_passes(1, [12.0, 10.0])

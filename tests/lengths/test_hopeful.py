@@ -1,4 +1,4 @@
-"""Which prompts a draft model reads, and how often: counted in tokens."""
+"""Prompts that a draft model reads, counted in tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.core.batch import Batch, SpeculationPlan
 from paceline.engine.engine import Engine
 from paceline.lengths.auto import AutoLength
 from paceline.lengths.base import FixedLength
-from paceline.lengths.belief import Mean
+from paceline.lengths.belief import RunningMean
 from paceline.lengths.cost import CostModel
 from simulation import LENGTHS, SIZES, DraftSimulation, linear_costs
 from toy import FlatToy, ToyModel, answers, make_engine, run
@@ -43,58 +43,60 @@ def engine_with(kind: type[ToyModel] = ToyModel) -> tuple[Engine, list[int]]:
 
 
 def policy_with(chance: float | None) -> AutoLength:
-    """Of a draft model of which every draft token of the last 200 rounds had this chance; None: nothing is known."""
+    """A policy with 200 rounds of a draft model of this acceptance; None: no rounds."""
     policy = AutoLength(CostModel(COSTS), [], copies=False)
     for place in range(200 if chance is not None else 0):
-        policy.drafted.learn([[(0, place % 10 < 10 * (chance or 0.0))] * 4])
+        policy.model_drafts.learn([[(0, place % 10 < 10 * (chance or 0.0))] * 4])
     return policy
 
 
-def test_hope_is_what_was_learned() -> None:
-    """At eight rows it takes better draft tokens than at one, and than those of a draft model that nobody knows."""
-    hopes = {chance: [policy_with(chance).hopeful(rows) for rows in (1, 8)] for chance in (None, 0.9, 0.5, 0.0)}
+def test_expects_to_draft_follows_the_record() -> None:
+    """Eight rows need a higher acceptance than one, and than the prior of an unknown draft model."""
+    hopes = {
+        chance: [policy_with(chance).expects_to_draft(rows) for rows in (1, 8)] for chance in (None, 0.9, 0.5, 0.0)
+    }
     assert hopes == {None: [True, False], 0.9: [True, True], 0.5: [True, False], 0.0: [False, False]}
 
 
 @pytest.mark.parametrize("chance", [0.5, 0.9])
-def test_what_guesses_brought_is_hope_whatever_their_chance(chance: float) -> None:
+def test_recent_gain_decides_whatever_the_acceptance(chance: float) -> None:
     """Scores tell which of them are right, of which their mean chance says nothing."""
     policy = policy_with(chance)
-    policy.drafted.brings[8] = Mean(0.1)
-    assert policy.hopeful(8)
-    policy.drafted.brings[8] = Mean(-0.1)
-    assert not policy.hopeful(8)
+    policy.model_drafts.gains[8] = RunningMean(0.1)
+    assert policy.expects_to_draft(8)
+    policy.model_drafts.gains[8] = RunningMean(-0.1)
+    assert not policy.expects_to_draft(8)
 
 
-def test_what_is_unsure_has_the_benefit_of_the_doubt() -> None:
+def test_an_uncertain_gain_gets_an_allowance_of_its_standard_error() -> None:
     policy = policy_with(0.5)
-    policy.drafted.brings[8] = brought = Mean(-0.1)
+    policy.model_drafts.gains[8] = brought = RunningMean(-0.1)
     for value in (-1.0, 0.7):
         brought.learn(value)
     assert brought.value < 0
-    assert policy.hopeful(8)
+    assert policy.expects_to_draft(8)
 
 
 @pytest.mark.parametrize(("n", "chance", "tokens"), [(1, 0.5, 40), (8, None, 0), (8, 0.9, 40), (8, 0.5, 0)])
 def test_no_draft_model_reads_a_prompt_before_the_first_token_that_it_is_not_wanted_for(
     n: int, chance: float | None, tokens: int
 ) -> None:
-    """All n answers begin at once: what is asked about each of them is what so many rows gain."""
+    """All n answers begin at once, so the policy is asked about n rows for each of them."""
     engine, read = engine_with()
     policy, engine.parts.policy = policy_with(chance), FixedLength(0)
-    engine.parts.policy.hopeful = policy.hopeful  # type: ignore[method-assign]
+    engine.parts.policy.expects_to_draft = policy.expects_to_draft  # type: ignore[method-assign]
     run(engine, [PROMPT], [SamplingParams(temperature=1.0, n=n, max_tokens=3, seed=1)])
     assert sum(read) == tokens
 
 
 class Late(FixedLength):
-    """Reads no prompt beforehand; asks one row, then all of them."""
+    """Reads no prompt beforehand; drafts for one row, then for all."""
 
     def __init__(self, plain: int, only: int | None) -> None:
         super().__init__(3)
         self.plain, self.only, self.rounds = plain, only, 0
 
-    def hopeful(self, rows: int) -> bool:
+    def expects_to_draft(self, rows: int) -> bool:
         assert rows == 8
         return False
 
@@ -134,7 +136,7 @@ def test_a_prompt_that_was_not_read_is_read_once_for_all_answers_when_it_is_want
 
 
 def read_by(rows: int, chance: float) -> list[int]:
-    """Tokens that a draft model reads, with and without being asked, for five times so many prompts of 200."""
+    """Tokens that a draft model reads for each of five batches of ``rows`` prompts of 200 tokens."""
     rng, counts = random.Random(1), [0]
     draft_token = [(0.9, True)] * 4, [(0.9, False)] * 4
     simulation = DraftSimulation(COSTS, lambda _: draft_token[rng.random() >= chance], rows, prompt=200, asks=True)
@@ -145,6 +147,6 @@ def read_by(rows: int, chance: float) -> list[int]:
     return [after - before for before, after in pairwise(counts)]
 
 
-def test_prompts_are_read_for_guesses_that_are_right_and_else_for_a_row_that_tries() -> None:
+def test_prompts_are_read_for_draft_tokens_that_are_right_and_else_for_a_trial_row() -> None:
     assert read_by(1, 0.9) == [199] * 5, "at once, and once"
     assert max(read_by(8, 0.0)) < 2 * 199, "each of the eight rows would have to read as much"

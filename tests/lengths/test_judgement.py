@@ -1,4 +1,4 @@
-"""What became of draft tokens: by what a row gained, whether they were verified or not."""
+"""Draft tokens judged by the tokens that a row gained, verified or not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.lengths.belief import judge
 
 
 def judged(draft_tokens: list[int], gained: list[int], accepted: int, verified: int) -> tuple[int, int]:
-    """Of one row's draft tokens, how many can be judged and how many of those are right."""
+    """Number of one row's draft tokens that can be judged, and number of those that are right."""
     draft = Draft(torch.tensor([draft_tokens], dtype=torch.int64), torch.tensor([len(draft_tokens)]))
     width = max(len(gained), 1)
     tokens = torch.full((1, width), 99)  # beyond what was gained lies anything
@@ -44,7 +44,7 @@ def judged(draft_tokens: list[int], gained: list[int], accepted: int, verified: 
         "none",
     ],
 )
-def test_guesses_up_to_the_first_that_is_wrong_or_unknown_are_judged(
+def test_draft_tokens_up_to_the_first_that_is_wrong_or_unknown_are_judged(
     draft_tokens: list[int], gained: list[int], accepted: int, verified: int, expected: tuple[int, int]
 ) -> None:
     assert judged(draft_tokens, gained, accepted, verified) == expected
@@ -55,12 +55,14 @@ def test_guesses_up_to_the_first_that_is_wrong_or_unknown_are_judged(
     [([1, 2, 3, 4], (4, 4)), ([1, 2, 3, 4, 5, 6], (4, 4)), ([1, 9, 3, 4], (2, 1)), ([9, 2], (1, 0)), ([1, 2], (2, 2))],
     ids=["as long", "longer", "the second wrong", "the first wrong", "shorter"],
 )
-def test_guesses_are_judged_by_what_others_guesses_brought(draft_tokens: list[int], expected: tuple[int, int]) -> None:
+def test_draft_tokens_are_judged_by_tokens_gained_from_another_draft(
+    draft_tokens: list[int], expected: tuple[int, int]
+) -> None:
     """Three draft tokens of another drafter were kept, and a token came after them."""
     assert judged(draft_tokens, [1, 2, 3, 4], accepted=3, verified=5) == expected
 
 
-def test_padding_is_no_guess_and_rows_are_judged_apart() -> None:
+def test_padding_is_ignored_and_rows_are_judged_apart() -> None:
     draft = Draft(torch.tensor([[1, 1], [1, 2], [7, 7]]), torch.tensor([1, 2, 0]))
     verdict = Verdict(torch.tensor([[1, 1, 1], [1, 3, 0], [7, 7, 7]]), torch.tensor([2, 1, 2]), torch.tensor([2, 2, 2]))
     assert judge(draft, verdict) == [[(0, True)], [(0, True), (1, False)], []]

@@ -1,4 +1,4 @@
-"""Costs that were measured once and are read from disk afterwards."""
+"""Cost tables kept on disk."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_second_process_measures_nothing(tmp_path: Path, monkeypatch: pytest
     assert engine_on(from_a_file(tmp_path / "model.gguf")).models.costs == measured
 
 
-def test_what_a_busy_machine_measured_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_of_a_busy_machine_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (slow,) = engine_on(from_a_file(tmp_path / "model.gguf")).models.costs.values()
     for plain_ms, again in ((slow.verify_ms(1, 0) / 2, True), (slow.verify_ms(1, 0) * 2, False)):
         measured: list[float] = []
@@ -65,8 +65,8 @@ def test_other_weights_or_sizes_are_measured(tmp_path: Path, cache: Path) -> Non
     assert len(list((cache / "costs").iterdir())) == 3
 
 
-def test_of_weights_without_files_nothing_is_kept(cache: Path) -> None:
-    """Two models of one shape would be taken for each other."""
+def test_nothing_is_kept_for_weights_without_files(cache: Path) -> None:
+    """Otherwise two models of the same shape would share a table."""
     engine_on(ToyModel())
     assert not cache.exists()
 

@@ -1,4 +1,4 @@
-"""What rounds brought lately."""
+"""Running mean, token rate and exploration budget."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import pytest
 
-from paceline.lengths.belief import SHARE, Mean, Rate, Savings
+from paceline.lengths.belief import EXPLORATION_SHARE, ExplorationBudget, RunningMean, TokenRate
 
 
 def test_a_rate_forgets() -> None:
-    rate = Rate()
+    rate = TokenRate()
     assert rate.value == 0
     for _ in range(60):
         rate.learn(2.0, 40.0)
@@ -20,8 +20,8 @@ def test_a_rate_forgets() -> None:
     assert rate.value == pytest.approx(0.1, rel=0.01)
 
 
-def test_a_mean_begins_with_what_was_believed_and_knows_how_sure_it_is() -> None:
-    mean = Mean(3.0)
+def test_a_running_mean_begins_with_the_initial_value_and_has_a_standard_error() -> None:
+    mean = RunningMean(3.0)
     assert (mean.value, mean.error) == (3.0, 0.0)
     mean.learn(0.0)
     assert 1 < mean.value < 2
@@ -32,8 +32,8 @@ def test_a_mean_begins_with_what_was_believed_and_knows_how_sure_it_is() -> None
     assert mean.error < 0.1 * surprised
 
 
-def test_what_is_doubted_is_soon_replaced() -> None:
-    sure, doubted = Mean(0.0), Mean(0.0)
+def test_a_doubted_mean_is_soon_replaced() -> None:
+    sure, doubted = RunningMean(0.0), RunningMean(0.0)
     for mean in (sure, doubted):
         for _ in range(50):
             mean.learn(-1.0)
@@ -45,15 +45,15 @@ def test_what_is_doubted_is_soon_replaced() -> None:
     assert doubted.error > sure.error
 
 
-def test_savings_pay_once_a_share_of_the_time_has_come_to_the_price_and_hoard_nothing() -> None:
-    savings, paid = Savings(), []
+def test_the_exploration_budget_pays_once_it_covers_the_price_and_never_holds_more() -> None:
+    budget, paid = ExplorationBudget(), []
     for number in range(2000):
-        if savings.pay(4.0):
+        if budget.try_spend(4.0):
             paid.append(number)
-        savings.save(10.0)
+        budget.accrue(10.0)
     gaps = {after - before for before, after in pairwise(paid)}
-    assert all(abs(gap - 4.0 / (SHARE * 10.0)) <= 1 for gap in gaps)
+    assert all(abs(gap - 4.0 / (EXPLORATION_SHARE * 10.0)) <= 1 for gap in gaps)
     for _ in range(10_000):
-        savings.save(10.0)
-    assert savings.pay(4.0)
-    assert not savings.pay(4.0)
+        budget.accrue(10.0)
+    assert budget.try_spend(4.0)
+    assert not budget.try_spend(4.0)

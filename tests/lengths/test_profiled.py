@@ -1,4 +1,4 @@
-"""A table from the batch size to the length, and the profile it comes from."""
+"""The policy ``profiled``, and the profile that its table comes from."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_profile_of_something_else_is_refused_with_the_reason(
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"format": "paceline-profile-0"}', '{"format": "paceline-profile-1"}']
 )
-def test_what_is_no_profile_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_not_a_profile_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "p.json").write_text(text)
     with pytest.raises(ProfileError, match=r"p\.json"):
         Profile.load(tmp_path / "p.json")
@@ -96,8 +96,8 @@ def test_a_missing_profile_is_refused(tmp_path: Path) -> None:
         {"costs": linear_costs().as_json() | {"context_once": math.nan}},
     ],
 )
-def test_a_profile_with_numbers_that_nobody_measured_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
-    """Else a round would fail on them, with everybody's requests."""
+def test_a_profile_with_impossible_numbers_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Otherwise a round would fail on them, and with it all requests of the batch."""
     with pytest.raises(ProfileError, match="damaged"):
         Profile.load(written(tmp_path / "p.json", **changes))
 
@@ -110,7 +110,7 @@ def test_an_engine_checks_its_profile(tmp_path: Path) -> None:
         make_engine(ToyModel(), drafter="ngram", num_speculative_tokens="profiled")
 
 
-def test_a_profile_of_a_draft_model_alone_is_refused_for_one_beside_copies(tmp_path: Path) -> None:
+def test_a_profile_of_a_draft_model_alone_is_refused_with_ngram_drafts_beside_it(tmp_path: Path) -> None:
     def engine(drafter: str, k: int | str, profile: str | None = None) -> Engine:
         return make_engine(ToyModel(), ToyModel(blur=0.3), drafter=drafter, num_speculative_tokens=k, profile=profile)
 

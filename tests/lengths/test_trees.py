@@ -1,5 +1,4 @@
-"""``auto`` and trees: what is known of a draft token of a tree, which draft tokens are verified, and what they
-teach."""
+"""``auto`` with draft trees: survival, choice of nodes, and learning."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from paceline.config import SamplingParams
 from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.core.draft import Draft, Verdict
 from paceline.lengths.auto import AutoLength
-from paceline.lengths.belief import LONGEST_AUTO, Belief, bins_of, bins_of_draft, judge
+from paceline.lengths.belief import LONGEST_AUTO, ScoreCalibration, bins_of, bins_of_draft, judge
 from paceline.lengths.cost import CostModel, CostTable
 from simulation import linear_costs
 from toy import SHAPES
@@ -26,14 +25,14 @@ Tree = list[int]  # the draft token that each draft token follows
 
 
 def path_to(tree: Sequence[int], draft_token: int) -> list[int]:
-    """The draft token and those that it follows."""
+    """The draft token and its ancestors."""
     return [] if draft_token < 0 else [*path_to(tree, tree[draft_token]), draft_token]
 
 
 def draft_of(
     trees: list[Tree], scores: list[list[float]] | None = None, tokens: list[list[int]] | None = None
 ) -> Draft:
-    """Rows of trees; those with fewer draft tokens have padding."""
+    """A draft with one tree per row, padded to equal size."""
     k = max(map(len, trees))
     parents = torch.tensor([[*tree, *[-1] * (k - len(tree))] for tree in trees])
     filled = torch.tensor([[*line, *[0] * (k - len(line))] for line in tokens or [list(range(k))] * len(trees)])
@@ -56,9 +55,9 @@ trees = (
 
 
 @given(trees, st.data())
-def test_a_guess_survives_with_all_that_it_follows(tree: Tree, data: st.DataObject) -> None:
+def test_survival_is_the_product_along_the_path(tree: Tree, data: st.DataObject) -> None:
     scores = data.draw(st.lists(st.floats(0, 1), min_size=len(tree), max_size=len(tree)))
-    belief, bins = Belief(), bins_of(len(tree), scores, tree)
+    belief, bins = ScoreCalibration(), bins_of(len(tree), scores, tree)
     survivals = belief.survivals(0, bins, tree)
     for draft_token, survival in enumerate(survivals):
         chance = 1.0
@@ -74,7 +73,9 @@ def test_of_scores_alone_a_chain_is_the_same_as_a_tree_without_branches() -> Non
 
 
 @given(trees, st.data())
-def test_guesses_are_judged_whose_ancestors_are_right_as_far_as_is_known(tree: Tree, data: st.DataObject) -> None:
+def test_draft_tokens_with_right_ancestors_are_judged_as_far_as_the_gained_tokens_reach(
+    tree: Tree, data: st.DataObject
+) -> None:
     tokens = data.draw(st.lists(st.integers(0, 2), min_size=len(tree), max_size=len(tree)))
     gained = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=4))
     verdict = Verdict(torch.tensor([gained]), torch.tensor([len(gained) - 1]), torch.tensor([0]))
@@ -100,7 +101,7 @@ def closed(tree: Tree, chosen: Sequence[bool]) -> bool:
 
 
 def best_by_trying(lines: list[list[float]], trees: list[Tree], costs: CostTable) -> float:
-    """The most tokens a millisecond of all choices of draft tokens, each with what it follows."""
+    """Highest rate, in tokens per millisecond, of all sets of draft tokens that contain their ancestors."""
     rows, best = len(trees), 0.0
     each = [[c for c in product((False, True), repeat=len(tree)) if closed(tree, c)] for tree in trees]
     for choice in product(*each):
@@ -113,16 +114,19 @@ def best_by_trying(lines: list[list[float]], trees: list[Tree], costs: CostTable
 
 @pytest.mark.parametrize("token", [0.5, 3.0, 8.0])
 @pytest.mark.parametrize("seed", range(5))
-def test_the_choice_is_the_best_of_all_choices_and_a_tree(seed: int, token: float) -> None:
+def test_the_chosen_nodes_have_the_highest_rate_and_are_a_tree(seed: int, token: float) -> None:
     rng, costs = random.Random(seed), linear_costs(verify=30.0, token=token)
     for _ in range(4):
         trees = [SHAPES["random"](rng, rng.randint(1, 5)) for _ in range(2)]
         scores = [[rng.random() for _ in tree] for tree in trees]
         draft, policy, batch = draft_of(trees, scores), AutoLength(CostModel(costs)), batch_of(2)
-        policy.copied.judged = 1000  # says nothing about any draft token, but makes bold
+        policy.ngram_drafts.judged = 1000  # says nothing about any draft token, but makes bold
         policy.choose(batch)
         chosen = policy.select(batch, draft)
-        lines = [policy.copied.belief.survivals(0, *each) for each in zip(bins_of_draft(draft), trees, strict=True)]
+        lines = [
+            policy.ngram_drafts.calibration.survivals(0, *each)
+            for each in zip(bins_of_draft(draft), trees, strict=True)
+        ]
         taken = [sorted(line, reverse=True)[:n] for line, n in zip(lines, chosen.counts.tolist(), strict=True)]
         rate = (2 + sum(map(sum, taken))) / costs.verify_ms(2, int(chosen.counts.sum()) / 2)
         assert rate == pytest.approx(best_by_trying(lines, trees, costs))
@@ -141,7 +145,7 @@ def test_the_choice_is_the_best_of_all_choices_and_a_tree(seed: int, token: floa
 
 
 def real_ways(draft: Draft) -> list[list[list[int]]]:
-    """Padding means nothing."""
+    """Paths without padding."""
     return [ways[: 1 + count] for ways, count in zip(draft.token_paths, draft.drafted, strict=True)]
 
 
@@ -163,8 +167,7 @@ def test_a_tree_in_another_order_is_the_same_tree(trees: list[Tree], rng: random
 
 
 def play(policy: AutoLength, chances: Sequence[float], tree: Tree, rounds: int, costs: CostTable) -> list[int]:
-    """Static trees whose draft token i is right with chances[i], if what it follows is; draft tokens verified, round by
-    round."""
+    """Draft tokens verified in each round, for static trees whose node i is right with probability chances[i]."""
     rng, batch, verified = random.Random(1), batch_of(1), []
     for _ in range(rounds):
         batch.lengths[0] = 10
@@ -193,17 +196,17 @@ def play(policy: AutoLength, chances: Sequence[float], tree: Tree, rounds: int, 
 NOW = [0.0]
 
 
-def test_what_places_of_a_tree_are_worth_is_learned_from_those_whose_parents_were_right() -> None:
-    """Of two roots the second is right more often; what follows the first is nearly sure."""
+def test_positions_of_a_tree_are_learned_from_nodes_whose_parents_were_right() -> None:
+    """The second of two roots is right more often; the children of the first are nearly always right."""
     costs = linear_costs(token=0.05)
     policy = AutoLength(CostModel(costs), clock=lambda: NOW[0])
     play(policy, [0.2, 0.6, 0.95, 0.1], [-1, -1, 0, 1], 300, costs)
-    found = [policy.copied.belief.chance(1, bin_) for bin_ in bins_of(4)]
+    found = [policy.ngram_drafts.calibration.chance(1, bin_) for bin_ in bins_of(4)]
     assert found == pytest.approx([0.2, 0.6, 0.95, 0.1], abs=0.15)
 
 
 @pytest.mark.parametrize(("token", "most"), [(0.05, 4), (2.5, 2)])
-def test_where_verification_is_dear_only_the_likely_part_of_a_tree_is_verified(token: float, most: int) -> None:
+def test_where_verification_is_expensive_only_the_likely_part_of_a_tree_is_verified(token: float, most: int) -> None:
     costs = linear_costs(token=token)
     policy = AutoLength(CostModel(costs), clock=lambda: NOW[0])
     sizes = play(policy, [0.05, 0.85, 0.05, 0.8], [-1, -1, 0, 1], 200, costs)
@@ -211,24 +214,24 @@ def test_where_verification_is_dear_only_the_likely_part_of_a_tree_is_verified(t
 
 
 def test_where_drafts_are_not_seen_beforehand_their_last_shape_counts() -> None:
-    """A star and a chain of draft tokens that are all right in one case of two: of a star each is worth as much."""
+    """A star and a chain of draft tokens of acceptance 0.5: all nodes of a star have the same value."""
     costs, best = linear_costs(token=0.6), {}
     for name, tree in (("star", [-1] * 4), ("chain", [-1, 0, 1, 2])):
-        policy, batch = AutoLength(CostModel(costs, whole=True)), batch_of(1)
+        policy, batch = AutoLength(CostModel(costs, includes_drafting=True)), batch_of(1)
         policy.choose(batch)
         policy.select(batch, draft_of([tree]))
-        best[name] = policy._lines(policy.drafted, [bins_of(4)], [policy._shape])[0]
+        best[name] = policy._lines(policy.model_drafts, [bins_of(4)], [policy._shape])[0]
     assert best["star"] == pytest.approx([best["star"][0]] * 4)
     assert best["chain"] == pytest.approx([best["star"][0] ** n for n in range(1, 5)])
     assert policy._shape is not None
     assert len(policy._shape) == LONGEST_AUTO
 
 
-def test_a_draft_of_a_tree_goes_on_while_any_leaf_makes_it_worth_it() -> None:
+def test_drafting_a_tree_goes_on_while_any_leaf_pays_for_it() -> None:
     costs = linear_costs(verify=37.0, token=3.0, draft_step=10.0)
     policy, batch = AutoLength(CostModel(costs), copies=False), batch_of(1)
     policy.decoders = ()
-    policy._sources = [policy.drafted]
+    policy._sources = [policy.model_drafts]
     enough = policy.choose(batch).stop_drafting
     assert enough is not None
     assert not enough(batch, [[0.05, 0.99]], [[-1, -1]])

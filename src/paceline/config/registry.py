@@ -60,7 +60,7 @@ class LengthKind(Protocol):
     def max_draft_tokens(self) -> int: ...
 
     def build(self, means: Any, /) -> Any:
-        """The length policy of one engine. means: ``lengths.base.Means``."""
+        """The length policy of one engine. means: ``lengths.base.PolicyInputs``."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Drafters, which propose tokens: n-gram lookup, draft models, trained heads (``config.registry.DRAFTERS``)."""
+"""Drafters, which propose draft tokens: n-gram lookup, draft models, heads (``config.registry.DRAFTERS``)."""
 
 from paceline.config.registry import DRAFTERS
 from paceline.drafters.base import Drafter, Equipment, Wrapper, make_drafter

@@ -1,4 +1,4 @@
-"""What a drafter is, and what it may be built from."""
+"""The base class of drafters, and the equipment that an engine offers for building one."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from paceline.models.decoder import Decoder, FeatureReader
 
 @dataclass(frozen=True)
 class Equipment:
-    """What an engine has for a drafter.
+    """What an engine offers for building a drafter.
 
-    acceptance: the rule, as in ``EngineConfig``. draft: the draft model, where one was given. documents: token ids to
-    copy from. decoder: gives a model a cache of the engine's rows and positions. width: of a kind of
-    drafter, most draft tokens of a row for the same place; 1: chains.
+    target: the target model with its cache.
+    acceptance: the acceptance rule, as in ``EngineConfig``.
+    draft: the draft model or head; None if none was given.
+    documents: token ids of reference documents, for n-gram lookup.
+    decoder: returns a model with a cache for the engine's rows and positions.
+    width: for a class of drafters, the most draft tokens of a row at one position; 1: chains.
     """
 
     target: Decoder
@@ -35,28 +38,30 @@ class Equipment:
     def draft_decoder(self) -> Decoder:
         """The draft model with a cache of its own. Raises ParameterError if none was given."""
         if self.draft is None:
-            raise ParameterError("draft_model", None, "a model; a drafter that asks for it says needs_draft_model")
+            raise ParameterError("draft_model", None, "a model, which this drafter needs (needs_draft_model)")
         return self.decoder(self.draft)
 
 
 class Drafter(RowKeeper):
-    """Draft tokens the next tokens of every row. Whatever it draft tokens, answers stay what they are; only the speed
-    changes.
+    """Proposes the next tokens of every row. The output does not depend on the proposals, only the speed does.
 
-    A drafter owns what it knows of rows, and is told when they begin, move and end (``RowKeeper``). Caches that follow
-    the text it gives as ``decoders``: they are fed, copied and cut with the target's.
+    A drafter owns its per-row state: ``join``, ``move`` and ``leave`` say when rows begin, move and end
+    (``RowKeeper``). The models in ``decoders`` have caches, which the scheduler feeds, copies and cuts with the
+    target's.
 
-    What it needs is said by its class, before anything is loaded:
+    Class attributes, read before anything is loaded:
 
-    needs_draft_model: whether it runs one. copies: whether it draft tokens from references, documents and siblings,
-    which cost nothing. on_device: whether what it draft tokens is what rounds of the device draft token: its one
-    decoder's draws, or nothing. uses_torch: whether it works with tensors; where it does not, rounds of the CPU kernels
-    go without torch.
-    auto_width: how many draft tokens stand side by side where ``speculation_width`` is "auto"; 0: its draft tokens
-    never branch.
+    needs_draft_model: whether it runs a draft model.
+    copies: whether it takes draft tokens from references, documents and parallel samples, which cost nothing.
+    on_device: whether captured rounds on a device can make its draft tokens: samples of its one decoder, or none.
+    uses_torch: whether it needs tensors. If not, rounds on the CPU kernels avoid torch.
+    auto_width: draft tokens per position for ``speculation_width="auto"``; 0: its drafts never branch.
 
-    width: how many do; 1: its draft tokens are chains. sources: what the kinds of its last draft tokens are, in words.
-    paying_rows: most rows at which what it runs was measured to pay; None: that was not measured.
+    Attributes of an object:
+
+    width: draft tokens per position; 1: its drafts are chains.
+    sources: names of the kinds of its last draft tokens (``Draft.kinds``).
+    paying_rows: largest batch for which drafting was measured to pay; None: not measured.
     """
 
     name: ClassVar[str]
@@ -66,45 +71,43 @@ class Drafter(RowKeeper):
     uses_torch: bool = True
     auto_width: ClassVar[int] = 0
     width = 1
-    sources: Sequence[str] = ("guesses",)
+    sources: Sequence[str] = ("draft tokens",)
     paying_rows: int | None = None
 
     @classmethod
     def build(cls, equipment: Equipment, /) -> Drafter:  # noqa: ARG003
-        """One for an engine. Raises ParameterError where the engine has not got what it needs."""
+        """A drafter for one engine. Raises ParameterError if the engine lacks something that it needs."""
         return cls()
 
     @property
     def decoders(self) -> Sequence[Decoder]:
-        """The models it runs, whose caches the scheduler keeps as it does the target's."""
+        """The models that it runs, with their caches."""
         return ()
 
     @property
     def reader(self) -> FeatureReader | None:
-        """Who gets the target's inner streams: they exist only while it reads a token. None: nobody."""
+        """Receives the target's hidden states during its forward passes, the only time they exist. None: not needed."""
         return None
 
     @property
     def has_probabilities(self) -> bool:
-        """Whether its draft tokens may come with the distribution that they were drawn from."""
+        """Whether its drafts may carry the distributions that their tokens were drawn from."""
         return False
 
     def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
-        """At most wish.k draft tokens for every row; wish.k >= 1."""
+        """At most ``wish.k`` draft tokens for every row of the batch. wish: the round's plan, with k >= 1."""
         raise NotImplementedError
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
-        """Learn what became of the draft tokens; called after every round, also those without draft tokens (k = 0)."""
+        """Learn which draft tokens were accepted. Called after every round, also after rounds without draft tokens."""
 
     def describe(self, draft: str | None) -> str:
-        """Who draft tokens, for the line that says what runs; empty if nobody does. draft: its draft model, in
-        words.
-        """
+        """The drafter in words, for the start-up message; empty if it drafts nothing. draft: its draft model's name."""
         return self.name if draft is None else f"{self.name} with {draft}"
 
 
 class Wrapper(RowKeepers, Drafter):
-    """Another drafter with something about it changed; the rest is the ``inner`` one's."""
+    """Base class for drafters that change one thing about another, ``inner``, and forward the rest."""
 
     name = "wrapper"
 
@@ -150,5 +153,5 @@ class Wrapper(RowKeepers, Drafter):
 
 
 def make_drafter(kind: DrafterKind, equipment: Equipment) -> Drafter:
-    """One for an engine of its own. Raises ParameterError."""
+    """A drafter of this kind for one engine. An object is copied. Raises ParameterError, as ``Drafter.build``."""
     return copy.deepcopy(kind) if isinstance(kind, Drafter) else cast(Drafter, kind.build(equipment))

@@ -1,4 +1,4 @@
-"""Continuations merged into a tree: what they begin with in common is one path of draft tokens."""
+"""Draft trees of one row, built token by token or by merging continuations with common prefixes."""
 
 from __future__ import annotations
 
@@ -12,60 +12,58 @@ from paceline.core.draft import SIBLING_KIND, Draft, branching
 
 
 @dataclass
-class Branches:
-    """A row's draft tokens: tokens, the draft token that each follows (-1: the row's unseen token), scores and
-    kinds.
-    """
+class DraftTree:
+    """The draft tokens of one row: their ids, parents (index in this tree, -1: the root), scores and kinds."""
 
     tokens: list[int] = field(default_factory=list)
-    follows: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
     kinds: list[int] = field(default_factory=list)
 
     def child(self, parent: int, token: int) -> int | None:
-        """The draft token of this token after ``parent``; None if there is none."""
-        places = zip(self.tokens, self.follows, strict=True)
-        return next((place for place, draft_token in enumerate(places) if draft_token == (token, parent)), None)
+        """Index of the child of ``parent`` with this token id; None if there is none."""
+        nodes = zip(self.tokens, self.parents, strict=True)
+        return next((index for index, node in enumerate(nodes) if node == (token, parent)), None)
 
     def has_child(self, parent: int) -> bool:
-        """Whether anything follows this draft token: the next that does is a sibling."""
-        return parent in self.follows
+        """Whether a draft token has this parent, so that the next one is its sibling."""
+        return parent in self.parents
 
     def add(self, parent: int, token: int, score: float, kind: int = 0) -> int:
-        """A draft token after ``parent``; returns its number."""
+        """Add a draft token after ``parent``, and return its index."""
         self.tokens.append(token)
-        self.follows.append(parent)
+        self.parents.append(parent)
         self.scores.append(score)
         self.kinds.append(kind)
         return len(self.tokens) - 1
 
-    def way(self, draft_token: int) -> list[int]:
-        """The tokens on the way to a draft token, its own included; none to -1."""
-        return [] if draft_token < 0 else [*self.way(self.follows[draft_token]), self.tokens[draft_token]]
+    def tokens_to(self, index: int) -> list[int]:
+        """Token ids from the root to the draft token at ``index``, included; none for -1."""
+        return [] if index < 0 else [*self.tokens_to(self.parents[index]), self.tokens[index]]
 
     def path(self, tokens: Sequence[int]) -> list[int]:
-        """The draft tokens that these tokens go by, as far as there are any."""
+        """Indices of the draft tokens that spell the longest prefix of ``tokens`` from the root."""
         path: list[int] = []
         for token in tokens:
-            draft_token = self.child(path[-1] if path else -1, token)
-            if draft_token is None:
+            child = self.child(path[-1] if path else -1, token)
+            if child is None:
                 break
-            path.append(draft_token)
+            path.append(child)
         return path
 
     def merge(self, draft_tokens: Sequence[int], scores: Sequence[float], kind: int) -> None:
-        """Another continuation, as far as there is room."""
-        at = -1
+        """Add a continuation, up to ``MAX_SPECULATION_LENGTH`` draft tokens in the tree."""
+        parent = -1
         for token, score in zip(draft_tokens, scores, strict=False):
-            known = self.child(at, token)
-            if known is None:
+            child = self.child(parent, token)
+            if child is None:
                 if len(self.tokens) == MAX_SPECULATION_LENGTH:
                     return
-                known = self.add(at, token, score, kind + SIBLING_KIND * self.has_child(at))
-            at = known
+                child = self.add(parent, token, score, kind + SIBLING_KIND * self.has_child(parent))
+            parent = child
 
 
-def draft_of(rows: Sequence[Branches], device: torch.device) -> Draft:
-    """Of all rows; of chains where no row branches."""
-    tokens, follows = [row.tokens for row in rows], [row.follows for row in rows]
-    return branching(tokens, follows, device, [row.scores for row in rows], [row.kinds for row in rows])
+def draft_of(rows: Sequence[DraftTree], device: torch.device) -> Draft:
+    """The trees of all rows as one draft: chains if no row branches."""
+    tokens, parents = [row.tokens for row in rows], [row.parents for row in rows]
+    return branching(tokens, parents, device, [row.scores for row in rows], [row.kinds for row in rows])

@@ -1,4 +1,7 @@
-"""Trees that a draft model grows, depth by depth. B rows, V vocabulary, W draft tokens of a row at a depth."""
+"""Draft trees grown by a draft model, one depth at a time.
+
+Shapes: B rows, V vocabulary, W draft tokens per row and depth, N nodes that are new at a depth, all rows together.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,12 @@ from paceline.config import MAX_SPECULATION_LENGTH, MIN_TEMPERATURE
 from paceline.core.batch import Batch
 from paceline.core.draft import SIBLING_KIND, Verdict
 from paceline.core.sampling import Choices, Purpose, noise_key, uniform
-from paceline.drafters.branches import Branches, draft_of
+from paceline.drafters.branches import DraftTree, draft_of
 from paceline.models.decoder import Decoder
 
 
 class _Candidate(NamedTuple):
-    """A draft token that may come after ``parent``; survival: the chance that it and all it follows are right."""
+    """A possible child of ``parent``. chance: that it is right if its parent is. survival: that all its path is."""
 
     parent: int
     token: int
@@ -28,16 +31,19 @@ class _Candidate(NamedTuple):
 
 
 def candidates(logits: Tensor, lines: Batch, width: int) -> list[tuple[list[int], list[float]]]:
-    """W draws after each of N texts, each draw without the tokens before it, and the chances of each token to be right.
+    """Sample W tokens without replacement after each of N texts, and the probability of each to be right.
 
-    logits: [N, V]. Greedily the chance is the token's probability. Under noise, which is the target's, too, it is
-    the token's part of the noisy leaders' weights: one that the noise has put first is likely to be so there.
+    logits: [N, V]. lines: the N texts as a batch, for their sampling parameters and noise.
+    Returns W pairs, in the order of sampling: token ids [N] and probabilities [N].
+
+    A greedy row's probability is the draft model's. Otherwise the target samples with the same noise, so it is the
+    token's share of the noisy weights: a token that the noise puts first here is likely to be first there.
     """
     left, logits = logits.new_ones(len(logits)), logits[:, None].clone()
     tokens, chances = [], []
     for _ in range(min(width, logits.shape[2])):
         choices = Choices(logits, lines)
-        drawn = choices.draw().clamp(0, logits.shape[2] - 1)  # where nothing is left, anything is drawn
+        drawn = choices.draw().clamp(0, logits.shape[2] - 1)  # if no token is left, the draw means nothing
         chance = choices.likelihood(drawn)[:, 0].nan_to_num(0.0) * left
         tokens.append(drawn[:, 0])
         chances.append(chance)
@@ -50,7 +56,10 @@ def candidates(logits: Tensor, lines: Batch, width: int) -> list[tuple[list[int]
 
 
 def _shares(tokens: Tensor, chances: Tensor, lines: Batch) -> Tensor:
-    """[N, W]: each token's part of the weights of all, noise included; what is not there weighs as much as the last."""
+    """Share of each token in the noisy weights, [N, W]. All other tokens together weigh as much as the last one.
+
+    tokens, chances: [N, W].
+    """
     key = noise_key(lines.sampling.seed[:, None], lines.length[:, None], Purpose.DRAW)
     noise = -torch.log(-torch.log(uniform(key, tokens)))
     values = chances.double().log() / lines.sampling.temperature[:, None].clamp(min=MIN_TEMPERATURE) + noise
@@ -59,67 +68,64 @@ def _shares(tokens: Tensor, chances: Tensor, lines: Batch) -> Tensor:
 
 
 class Growth:
-    """One round's trees of a part of a batch, whose texts ``decoder`` has read.
+    """The draft trees of one round, for (part of) a batch whose text ``decoder`` has read.
 
-    A draft token's candidates are drawn as the target will draw there, with its noise, each without those before it: so
-    they are the leaders of what the target will see if the two models agree (Daliri et al. 2408.07978). Of all
-    candidates of a row at one depth the W that most likely survive stay (EAGLE-2, 2406.16858, section 4, keeps the best
-    in this way),
-    the chain of first candidates always: a tree holds what a chain would have been.
+    Candidates are sampled without replacement with the target's noise. So they are the tokens that the target samples
+    first if the two models agree (Daliri et al., arXiv 2408.07978). At each depth a row keeps the W candidates with the
+    highest survival, as in EAGLE-2 (arXiv 2406.16858, section 4). The chain of first candidates is always kept, so a
+    tree contains the draft that width 1 would have made.
 
-    rows: the trees. new: of each row that has any, (row, draft token) not read yet.
+    rows: one tree per row, [B]. new: (row, index in its tree) of the nodes not read yet; -1 is the text itself.
     """
 
     def __init__(self, decoder: Decoder, batch: Batch, width: int) -> None:
-        self.rows = [Branches() for _ in range(batch.rows)]
+        self.rows = [DraftTree() for _ in range(batch.rows)]
         self._decoder, self._batch, self._width = decoder, batch, width
         self._text = batch.lengths[: batch.rows]
         self._read = [0] * batch.rows
-        self._chain = [-1] * batch.rows  # the last of each row's first candidates
+        self._chain = [-1] * batch.rows  # end of each row's chain of first candidates
         self._survivals: list[list[float]] = [[] for _ in self.rows]
-        self.new = [(row, -1) for row in range(batch.rows)]  # after what the next ones come
+        self.new = [(row, -1) for row in range(batch.rows)]
 
     @property
     def scores(self) -> tuple[list[list[float]], list[list[int]]]:
-        """Of each row the chances of its draft tokens, and what they follow."""
-        return [row.scores for row in self.rows], [row.follows for row in self.rows]
+        """Scores and parents of each row's draft tokens, as ``SpeculationPlan.stop_drafting`` takes them."""
+        return [row.scores for row in self.rows], [row.parents for row in self.rows]
 
     def read(self) -> Tensor:
-        """Feed the draft tokens that are new -> hidden [N, width] after them."""
+        """Feed the new draft tokens. Returns the hidden states after them, [N, width]."""
         hidden = self._decoder.hidden_after_branches(self._batch, draft_of(self.rows, self._batch.device), self._read)
         self._read = [len(row.tokens) for row in self.rows]
         return hidden
 
     def spread(self, logits: Tensor) -> None:
-        """logits [N, V], after what is new: the best candidates become draft tokens, and are what is new."""
+        """Add the best candidates to the trees; they are the new nodes. logits: [N, V], after the nodes so far new."""
         found: list[list[_Candidate]] = [[] for _ in self.rows]
-        places = [(row, self.rows[row].way(draft_token)) for row, draft_token in self.new]
-        for rank, (tokens, chances) in enumerate(candidates(logits, self._batch.after(places), self._width)):
+        paths = [(row, self.rows[row].tokens_to(node)) for row, node in self.new]
+        for rank, (tokens, chances) in enumerate(candidates(logits, self._batch.after(paths), self._width)):
             for (row, parent), token, chance in zip(self.new, tokens, chances, strict=True):
                 before = 1.0 if parent < 0 else self._survivals[row][parent]
-                if chance > 0:  # else nothing is left that may be drawn there
+                if chance > 0:  # otherwise no token is left to sample
                     found[row].append(_Candidate(parent, token, chance, before * chance, SIBLING_KIND if rank else 0))
-        self.new = [(row, draft_token) for row, each in enumerate(found) for draft_token in self._grow(row, each)]
+        self.new = [(row, node) for row, of_row in enumerate(found) for node in self._grow(row, of_row)]
 
     def _grow(self, row: int, found: list[_Candidate]) -> list[int]:
-        """The numbers of the draft tokens that the best candidates become. A draft token takes a place in the cache."""
+        """Add a row's best candidates to its tree, within the room of the cache. Returns their indices."""
         tree = self.rows[row]
         room = min(MAX_SPECULATION_LENGTH, self._decoder.cache.positions - self._text[row]) - len(tree.tokens)
         found = sorted(found, key=attrgetter("survival"), reverse=True)
-        chain = [each for each in found if each.parent == self._chain[row] and each.kind == 0]
-        best = [*chain, *(each for each in found if each not in chain)][: max(0, min(self._width, room))]
+        chain = [candidate for candidate in found if candidate.parent == self._chain[row] and candidate.kind == 0]
+        best = [*chain, *(candidate for candidate in found if candidate not in chain)][: max(0, min(self._width, room))]
         self._survivals[row] += [candidate.survival for candidate in best]
-        new = [tree.add(each.parent, each.token, each.chance, each.kind) for each in best]
+        new = [tree.add(candidate.parent, candidate.token, candidate.chance, candidate.kind) for candidate in best]
         if chain and new:
             self._chain[row] = new[0]
         return new
 
     def keep(self, verdict: Verdict) -> None:
-        """What a round kept, as far as it was read, stays in the cache; other draft tokens do not."""
+        """Keep the accepted draft tokens that were read in the cache, and drop all others."""
         first = self._batch.first
         tokens = verdict.host.tokens[first : first + len(self.rows)]
         rows = zip(self.rows, tokens, self._read, strict=True)
-        paths = [
-            [draft_token for draft_token in tree.path(gained) if draft_token < read] for tree, gained, read in rows
-        ]
+        paths = [[node for node in tree.path(gained) if node < read] for tree, gained, read in rows]
         self._decoder.keep_draft_tokens(self._batch, self._text, paths)

@@ -1,4 +1,4 @@
-"""Draft tokens copied from text where they will do, else a draft model's."""
+"""n-gram drafts where they suffice, otherwise the draft model's or head's."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from paceline.models.decoder import Decoder, FeatureReader
 
 
 class HybridDrafter(RowKeepers, Drafter):
-    """Looks for copies first, which costs nothing; where they do not suffice, the draft model draft tokens for all
-    rows.
+    """Searches for n-gram drafts first, which costs little. If they do not suffice, the draft model drafts every row.
 
-    Whether they suffice the length policy says (``SpeculationPlan.fallback``); where it does not, they must follow a
-    match of the longest kind in every row. (SuffixDecoding, 2411.04975, falls back on a draft model in the same way.) A
-    round of copies leaves the draft model's cache behind; it reads what it missed when it is asked next.
+    The length policy decides whether they suffice (``SpeculationPlan.fallback``). Without its decision they do if every
+    row has a match of the longest kind. SuffixDecoding (arXiv 2411.04975) falls back on a draft model in the same way.
+    The draft model's cache falls behind in rounds with n-gram drafts, and catches up when the model drafts next.
     """
 
     name = "hybrid"
@@ -29,12 +28,12 @@ class HybridDrafter(RowKeepers, Drafter):
     copies = True
     auto_width = 1
 
-    def __init__(self, copying: NgramDrafter, model: ModelDrafter) -> None:
-        self._copying, self._model = copying, model
-        self.uses_torch = model.uses_torch or copying.uses_torch
-        self.width = max(copying.width, model.width)
+    def __init__(self, ngram: NgramDrafter, model: ModelDrafter) -> None:
+        self._ngram, self._model = ngram, model
+        self.uses_torch = model.uses_torch or ngram.uses_torch
+        self.width = max(ngram.width, model.width)
         self.paying_rows = model.paying_rows
-        self._last: Drafter = copying  # who drafted
+        self._last: Drafter = ngram  # drafter of the last draft
 
     @classmethod
     def build(cls, equipment: Equipment, /) -> HybridDrafter:
@@ -54,25 +53,29 @@ class HybridDrafter(RowKeepers, Drafter):
 
     @property
     def keepers(self) -> tuple[RowKeeper, ...]:
-        return self._copying, self._model
+        return self._ngram, self._model
 
     def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
-        copied = self._copying.propose(batch, wish).capped(wish.caps)
-        asked = self._asked(batch, copied, wish)
-        self._last = self._model if asked > 0 else self._copying
-        if asked > 0:
-            return self._model.propose(batch, replace(wish, k=asked))
-        return copied
+        ngram_draft = self._ngram.propose(batch, wish).capped(wish.caps)
+        depth = self._depth_to_draft(batch, ngram_draft, wish)
+        self._last = self._model if depth > 0 else self._ngram
+        if depth > 0:
+            return self._model.propose(batch, replace(wish, k=depth))
+        return ngram_draft
 
     @property
     def sources(self) -> Sequence[str]:  # type: ignore[override]
         return self._last.sources
 
-    def _asked(self, batch: Batch, copied: Draft, wish: SpeculationPlan) -> int:
-        """Draft tokens to ask of the draft model; 0: the copies suffice."""
+    def _depth_to_draft(self, batch: Batch, ngram_draft: Draft, wish: SpeculationPlan) -> int:
+        """Draft tokens per row to request from the draft model; 0 if the n-gram draft suffices."""
         if wish.fallback is not None:
-            return wish.fallback(batch, copied)
-        return 0 if all(len(scores) > 0 and scores[0] >= STRONG for scores in copied.confidence or [[0.0]]) else wish.k
+            return wish.fallback(batch, ngram_draft)
+        return (
+            0
+            if all(len(scores) > 0 and scores[0] >= STRONG for scores in ngram_draft.confidence or [[0.0]])
+            else wish.k
+        )
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         self._model.observe(batch, verdict)

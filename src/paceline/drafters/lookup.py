@@ -1,11 +1,12 @@
-"""Where the end of a row's text stood before, and what followed it there. B rows, T tokens of text, k draft tokens.
+"""n-gram lookup: where the last tokens of a row occurred before, and what followed them there.
 
-Searched are the row's own text and, where there are any, texts that its request brought along (references), the other
-answers of its request (siblings), and texts that serve all rows (documents). The longest match wins; of equally long
-ones the first of these sources, and within a source the latest place.
+Shapes: R slots for rows, B live rows, T tokens of text, k draft tokens.
 
-Two ways to the same answer: natively, a round's search takes some microseconds; in Python, where there is no extension,
-some hundred a row.
+Sources are the row's own text, the request's references, parallel samples of the request (siblings), and documents that
+serve all rows. The longest match wins; then the first of these sources, then the latest position in it.
+
+There are two implementations with the same results. The native one takes microseconds per round, the one in Python
+about a hundred microseconds per row.
 """
 
 from __future__ import annotations
@@ -21,26 +22,26 @@ from torch import Tensor
 
 from paceline.kernels import native
 
-LONGEST_SUFFIX = 5
-MOST_PLACES = 4096  # of a pair of tokens that are looked at
-OWN, REFERENCES, SIBLINGS, DOCUMENTS = range(4)  # sources
+LONGEST_SUFFIX = 5  # tokens of the longest match
+MAX_POSITIONS = 4096  # latest occurrences of a pair of tokens that are compared: bounds the search in long texts
+OWN, REFERENCES, SIBLINGS, DOCUMENTS = range(4)  # sources, in order of preference
 
 
-class Texts(Protocol):
-    """Texts to copy from, which may grow; where their tokens stand is noted as they come."""
+class TextIndex(Protocol):
+    """Indexed texts to copy from. They may grow."""
 
     def append(self, number: int, tokens: Sequence[int]) -> None:
-        """Tokens for the end of a text; one that is not there yet begins."""
+        """Append tokens to text ``number``, which is created if it does not exist."""
         ...
 
 
-T = TypeVar("T", bound=Texts)
+T = TypeVar("T", bound=TextIndex)
 
 
-class Beside(NamedTuple, Generic[T]):
-    """What a row may be drafted from beside its own text and the documents.
+class CopySources(NamedTuple, Generic[T]):
+    """Sources of one row beside its own text and the documents.
 
-    In ``siblings`` its own text is that of ``number``, which begins where the row's has ``first``.
+    number: of the row's own text in ``siblings``. first: position in the row where that text starts.
     """
 
     references: T | None = None
@@ -49,16 +50,16 @@ class Beside(NamedTuple, Generic[T]):
     first: int = 0
 
 
-class Found(NamedTuple):
-    """Of each row: its draft tokens, at most k; tokens matched; the source."""
+class LookupResult(NamedTuple):
+    """Draft tokens of each row (at most k), the number of matched tokens, and the source."""
 
     draft_tokens: list[list[int]]
     matched: list[int]
     sources: list[int]
 
 
-class Way(NamedTuple):
-    """One of a row's continuations: its draft tokens, at least one; tokens matched; the source."""
+class Continuation(NamedTuple):
+    """One continuation of a row: draft tokens (at least one), the number of matched tokens, and the source."""
 
     draft_tokens: list[int]
     matched: int
@@ -69,7 +70,7 @@ class Lookup(Protocol[T]):
     """Finds draft tokens for all rows of a batch."""
 
     def texts(self, contents: Sequence[Sequence[int]] = ()) -> T:
-        """Texts for ``find``, with these to begin with."""
+        """An index of texts for ``find``, with these contents."""
         ...
 
     def find(
@@ -79,12 +80,12 @@ class Lookup(Protocol[T]):
         rows: int,
         longest: int,
         k: int,
-        beside: Sequence[Beside[T] | None] | None = None,
-    ) -> Found:
-        """For the first ``rows`` = B rows of text [R, T], of which row i ends at length[i] [R].
+        beside: Sequence[CopySources[T] | None] | None = None,
+    ) -> LookupResult:
+        """Find the best match of the first ``rows`` = B rows.
 
-        longest: the greatest of their lengths. beside: of each row; their siblings learn what the rows have gained
-        first. All of it lies on the CPU, in int64, a text's tokens side by side.
+        text: [R, T] int64 on the CPU, with contiguous rows. length: [R] int64, tokens of each row. longest: maximum of
+        the B lengths. beside: sources of each row; tokens that rows have gained are first added to their siblings.
         """
         ...
 
@@ -96,29 +97,29 @@ class Lookup(Protocol[T]):
         longest: int,
         k: int,
         ways: int,
-        beside: Sequence[Beside[T] | None] | None = None,
-    ) -> list[list[Way]]:
-        """Of each row up to ``ways`` continuations, none of them the beginning of one before it.
+        beside: Sequence[CopySources[T] | None] | None = None,
+    ) -> list[list[Continuation]]:
+        """Find up to ``ways`` continuations of each row, none a prefix of an earlier one. Arguments as for ``find``.
 
-        Those of longer matches come first, then by source, then the later ones: the first is what ``find`` finds.
+        The order is by match length, then source, then position. So the first is the result of ``find``.
         """
         ...
 
 
-def make_lookup(documents: Sequence[Sequence[int]]) -> Lookup[NativeTexts] | Lookup[HostTexts]:
-    """The faster way on this machine."""
+def make_lookup(documents: Sequence[Sequence[int]]) -> Lookup[NativeTextIndex] | Lookup[HostTextIndex]:
+    """The native implementation if the extension is available, otherwise the one in Python."""
     kernels = native.select()
     return HostLookup(documents) if kernels is None else NativeLookup(documents, kernels)
 
 
-def _with_contents(texts: T, contents: Sequence[Sequence[int]]) -> T:
+def _filled(texts: T, contents: Sequence[Sequence[int]]) -> T:
     for number, tokens in enumerate(contents):
         texts.append(number, tokens)
     return texts
 
 
-class NativeTexts:
-    """In the extension."""
+class NativeTextIndex:
+    """Texts indexed by the native extension."""
 
     def __init__(self, kernels: native.Kernels) -> None:
         self._append = kernels.library.pl_texts_append
@@ -126,13 +127,12 @@ class NativeTexts:
         weakref.finalize(self, kernels.library.pl_texts_free, self.handle)
 
     def append(self, number: int, tokens: Sequence[int]) -> None:
-        """As ``Texts`` says."""
         array = np.array(tokens, dtype=np.int64)
         self._append(self.handle, number, array.ctypes.data, len(array))
 
 
 class NativeLookup:
-    """One call of the extension."""
+    """Searches by one call of the native extension."""
 
     def __init__(self, documents: Sequence[Sequence[int]], kernels: native.Kernels) -> None:
         self._search, self._search_all = kernels.library.pl_lookup, kernels.library.pl_lookup_all
@@ -141,9 +141,8 @@ class NativeLookup:
         self._found = memoryview(array("q"))
         self._address = 0
 
-    def texts(self, contents: Sequence[Sequence[int]] = ()) -> NativeTexts:
-        """As ``Lookup`` says."""
-        return _with_contents(NativeTexts(self._kernels), contents)
+    def texts(self, contents: Sequence[Sequence[int]] = ()) -> NativeTextIndex:
+        return _filled(NativeTextIndex(self._kernels), contents)
 
     def find(
         self,
@@ -152,11 +151,11 @@ class NativeLookup:
         rows: int,
         longest: int,
         k: int,
-        beside: Sequence[Beside[NativeTexts] | None] | None = None,
-    ) -> Found:
-        """As ``Lookup`` says. Raises ValueError if a length lies beyond the text."""
+        beside: Sequence[CopySources[NativeTextIndex] | None] | None = None,
+    ) -> LookupResult:
+        """See ``Lookup``. Raises ValueError if a length exceeds the text."""
         width, step = min(longest, text.shape[1]), 8 * rows
-        self._make_room(rows * (3 + k))
+        self._reserve(rows * (3 + k))
         place = self._address  # of counts, tokens matched, sources and draft tokens
         given = None if beside is None else array("q", chain.from_iterable(map(_numbers, beside)))
         widest = self._search(
@@ -177,9 +176,9 @@ class NativeLookup:
         longest: int,
         k: int,
         ways: int,
-        beside: Sequence[Beside[NativeTexts] | None] | None = None,
-    ) -> list[list[Way]]:
-        """As ``Lookup`` says. Raises ValueError if a length lies beyond the text."""
+        beside: Sequence[CopySources[NativeTextIndex] | None] | None = None,
+    ) -> list[list[Continuation]]:
+        """See ``Lookup``. Raises ValueError if a length exceeds the text."""
         width = min(longest, text.shape[1])
         draft_tokens, counts, matched, sources = (
             np.zeros((rows, ways, k), np.int64),
@@ -197,32 +196,34 @@ class NativeLookup:
             raise _beyond(length[:rows], width)
         return [
             [
-                Way(draft_tokens[row, way, : counts[row, way]].tolist(), int(matched[row, way]), int(sources[row, way]))
+                Continuation(
+                    draft_tokens[row, way, : counts[row, way]].tolist(), int(matched[row, way]), int(sources[row, way])
+                )
                 for way in range(count)
             ]
             for row, count in enumerate(made.tolist())
         ]
 
-    def _make_room(self, numbers: int) -> None:
+    def _reserve(self, numbers: int) -> None:
         if numbers > len(self._found):
             made = array("q", bytes(8 * numbers))
             self._found, self._address = memoryview(made), made.buffer_info()[0]
 
-    def _read(self, rows: int, k: int) -> Found:
+    def _read(self, rows: int, k: int) -> LookupResult:
         numbers = self._found[: 3 * rows].tolist()
         starts = range(3 * rows, (3 + k) * rows, k)
         draft_tokens = [
             self._found[start : start + count].tolist() for start, count in zip(starts, numbers[:rows], strict=True)
         ]
-        return Found(draft_tokens, numbers[rows : 2 * rows], numbers[2 * rows :])
+        return LookupResult(draft_tokens, numbers[rows : 2 * rows], numbers[2 * rows :])
 
 
 def _beyond(length: Tensor, width: int) -> ValueError:
-    return ValueError(f"the rows' lengths {length.tolist()} do not lie between 0 and {width}")
+    return ValueError(f"the rows' lengths {length.tolist()} are not all between 0 and {width}")
 
 
-def _numbers(beside: Beside[NativeTexts] | None) -> tuple[int, int, int, int]:
-    """csrc: Beside."""
+def _numbers(beside: CopySources[NativeTextIndex] | None) -> tuple[int, int, int, int]:
+    """The four numbers of the C struct ``Beside``: two handles, number, first."""
     if beside is None:
         return 0, 0, 0, 0
     references, siblings = beside.references, beside.siblings
@@ -230,15 +231,15 @@ def _numbers(beside: Beside[NativeTexts] | None) -> tuple[int, int, int, int]:
     return *handles, beside.number, beside.first  # type: ignore[return-value]
 
 
-class HostTexts:
-    """Texts in Python, for machines without the extension and as the reference of its tests."""
+class HostTextIndex:
+    """Texts indexed in Python: for machines without the extension, and the reference of its tests."""
 
     def __init__(self) -> None:
         self.texts: list[list[int]] = []
-        self._places: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # of two tokens all, of one the latest
+        # (text, position) by the tokens that end there: all of them for two tokens, the latest for one
+        self._places: dict[tuple[int, ...], list[tuple[int, int]]] = {}
 
     def append(self, number: int, tokens: Sequence[int]) -> None:
-        """As ``Texts`` says."""
         self.texts += [[] for _ in range(number + 1 - len(self.texts))]
         text = self.texts[number]
         for token in tokens:
@@ -247,35 +248,35 @@ class HostTexts:
             text.append(int(token))
 
     def _note(self, place: tuple[int, int], last: list[int]) -> None:
-        """Another token is about to follow the last ones of a text."""
+        """Index a position whose last one or two tokens are ``last``, and which another token follows."""
         self._places[last[-1],] = [place]
         if len(last) > 1:
             self._places.setdefault((last[0], last[1]), []).append(place)
 
     def places(self, row: list[int]) -> Iterator[tuple[list[int], int]]:
-        """Texts and places in them where the row's last two tokens stand, the latest first, else its last one."""
+        """Texts and positions where the row's last two tokens occur, latest first; without any, its last token."""
         found = self._places.get(tuple(row[-2:])) or self._places.get(tuple(row[-1:]), [])
-        return ((self.texts[number], place) for number, place in reversed(found[-MOST_PLACES:]))
+        return ((self.texts[number], place) for number, place in reversed(found[-MAX_POSITIONS:]))
 
 
-class Match(NamedTuple):
-    """Where a row's last tokens stand. matched: how many of them; place: of the last one in ``text``."""
+class SuffixMatch(NamedTuple):
+    """An occurrence of a row's last ``matched`` tokens. place: position of the last of them in ``text``."""
 
     matched: int
     source: int
     text: list[int]
     place: int
 
-    def way(self, k: int) -> Way:
-        """What follows there, at most k tokens. In the row's own text it is repeated up to k."""
+    def continuation(self, k: int) -> Continuation:
+        """At most k tokens that follow. Those from the row's own text are repeated up to k."""
         start = self.place + 1
         period = len(self.text) - start
         steps = range(k) if self.source == OWN else range(min(k, period))
-        return Way([self.text[start + step % period] for step in steps], self.matched, self.source)
+        return Continuation([self.text[start + step % period] for step in steps], self.matched, self.source)
 
 
 def _agreeing(row: list[int], text: list[int], place: int) -> int:
-    """How many tokens up to ``place`` are the row's last ones."""
+    """Number of tokens that agree, backwards from ``place`` and from the row's end; at most ``LONGEST_SUFFIX``."""
     size = 0
     while size < min(LONGEST_SUFFIX, len(row), place + 1) and text[place - size] == row[-1 - size]:
         size += 1
@@ -283,14 +284,13 @@ def _agreeing(row: list[int], text: list[int], place: int) -> int:
 
 
 class HostLookup:
-    """Compares, token by token, the places where the row's last token stands."""
+    """Compares tokens in Python at each position where the row's last token occurs."""
 
     def __init__(self, documents: Sequence[Sequence[int]]) -> None:
         self._documents = self.texts(documents)
 
-    def texts(self, contents: Sequence[Sequence[int]] = ()) -> HostTexts:
-        """As ``Lookup`` says."""
-        return _with_contents(HostTexts(), contents)
+    def texts(self, contents: Sequence[Sequence[int]] = ()) -> HostTextIndex:
+        return _filled(HostTextIndex(), contents)
 
     def find(
         self,
@@ -299,12 +299,13 @@ class HostLookup:
         rows: int,
         longest: int,
         k: int,
-        beside: Sequence[Beside[HostTexts] | None] | None = None,
-    ) -> Found:
-        """As ``Lookup`` says."""
+        beside: Sequence[CopySources[HostTextIndex] | None] | None = None,
+    ) -> LookupResult:
         found = [_longest(self._matches(*row)) for row in _caught_up(text, length, rows, beside)]
-        ways = [Way([], 0, OWN) if match is None else match.way(k) for match in found]
-        return Found([way.draft_tokens for way in ways], [way.matched for way in ways], [way.source for way in ways])
+        ways = [Continuation([], 0, OWN) if match is None else match.continuation(k) for match in found]
+        return LookupResult(
+            [way.draft_tokens for way in ways], [way.matched for way in ways], [way.source for way in ways]
+        )
 
     def find_all(
         self,
@@ -314,28 +315,29 @@ class HostLookup:
         longest: int,
         k: int,
         ways: int,
-        beside: Sequence[Beside[HostTexts] | None] | None = None,
-    ) -> list[list[Way]]:
-        """As ``Lookup`` says."""
-        each = [self._matches(*row, MOST_PLACES) for row in _caught_up(text, length, rows, beside)]
+        beside: Sequence[CopySources[HostTextIndex] | None] | None = None,
+    ) -> list[list[Continuation]]:
+        each = [self._matches(*row, MAX_POSITIONS) for row in _caught_up(text, length, rows, beside)]
         ranked = [sorted(matches, key=lambda match: -match.matched) for matches in each]
-        return [_unlike((match.way(k) for match in matches), ways) for matches in ranked]
+        return [_distinct((match.continuation(k) for match in matches), ways) for matches in ranked]
 
-    def _matches(self, row: list[int], beside: Beside[HostTexts], most: int | None = None) -> Iterator[Match]:
-        """All matches of a row, source by source, the latest first. most: places of its own text that are looked at."""
+    def _matches(
+        self, row: list[int], beside: CopySources[HostTextIndex], most: int | None = None
+    ) -> Iterator[SuffixMatch]:
+        """All matches of a row, source by source, latest first. most: positions of its own text to compare."""
         if not row:
             return
         own = (place for place in range(len(row) - 2, -1, -1) if row[place] == row[-1])
         for place in islice(own, most):
-            yield Match(_agreeing(row, row, place), OWN, row, place)
+            yield SuffixMatch(_agreeing(row, row, place), OWN, row, place)
         others = {REFERENCES: beside.references, SIBLINGS: beside.siblings, DOCUMENTS: self._documents}
         for source, texts in others.items():
             for text, place in () if texts is None else texts.places(row):
-                yield Match(_agreeing(row, text, place), source, text, place)
+                yield SuffixMatch(_agreeing(row, text, place), source, text, place)
 
 
-def _longest(matches: Iterator[Match]) -> Match | None:
-    """The first of the longest ones; nothing is longer than LONGEST_SUFFIX."""
+def _longest(matches: Iterator[SuffixMatch]) -> SuffixMatch | None:
+    """The first of the longest matches."""
     best = None
     for match in matches:
         if best is None or match.matched > best.matched:
@@ -345,9 +347,9 @@ def _longest(matches: Iterator[Match]) -> Match | None:
     return best
 
 
-def _unlike(ways: Iterator[Way], most: int) -> list[Way]:
-    """The first so many of which none is the beginning of one before it."""
-    kept: list[Way] = []
+def _distinct(ways: Iterator[Continuation], most: int) -> list[Continuation]:
+    """The first ``most`` continuations that are not prefixes of earlier ones."""
+    kept: list[Continuation] = []
     while len(kept) < most and (way := next(ways, None)) is not None:
         if all(before.draft_tokens[: len(way.draft_tokens)] != way.draft_tokens for before in kept):
             kept.append(way)
@@ -355,11 +357,11 @@ def _unlike(ways: Iterator[Way], most: int) -> list[Way]:
 
 
 def _caught_up(
-    text: Tensor, length: Tensor, rows: int, beside: Sequence[Beside[HostTexts] | None] | None
-) -> list[tuple[list[int], Beside[HostTexts]]]:
-    """Each row's text and what else it may be copied from; the siblings know what all rows have gained."""
+    text: Tensor, length: Tensor, rows: int, beside: Sequence[CopySources[HostTextIndex] | None] | None
+) -> list[tuple[list[int], CopySources[HostTextIndex]]]:
+    """Text and other sources of each row, after all rows' new tokens were added to their siblings."""
     lines = [line[:end].tolist() for line, end in zip(text[:rows], length[:rows].tolist(), strict=True)]
-    each = [Beside[HostTexts]() if one is None else one for one in beside or [None] * rows]
+    each = [CopySources[HostTextIndex]() if one is None else one for one in beside or [None] * rows]
     for line, one in zip(lines, each, strict=True):
         if one.siblings is not None:
             known = len(one.siblings.texts[one.number]) if one.number < len(one.siblings.texts) else 0

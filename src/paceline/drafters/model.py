@@ -1,4 +1,4 @@
-"""A smaller model draft tokens, token by token."""
+"""The draft model as a drafter: chains token by token, or trees depth by depth."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from paceline.drafters.heads.decoder import HeadDecoder
 from paceline.errors import ParameterError
 from paceline.models.decoder import USUAL_LAG, Decoder
 
-# Draft tokens so far [B, n] -> the draft model's logits [B, 1, V] after them.
-Read = Callable[[Tensor], Tensor]
+# From the draft tokens so far, [B, n], to the draft model's logits after them, [B, 1, V].
+ComputeLogits = Callable[[Tensor], Tensor]
 
-# These logits and draft tokens -> the next draft token of each row, [B, 1], and whether to go on.
-Draw = Callable[[Tensor, Tensor], tuple[Tensor, bool]]
+# From these logits and the draft tokens so far to the next draft token of each row, [B, 1], and whether to go on.
+SampleNext = Callable[[Tensor, Tensor], tuple[Tensor, bool]]
 
 
-def draw_chain(draft_tokens: Tensor, k: int, read: Read, draw: Draw) -> Tensor:
-    """Draft tokens [B, 0] grown to k a row, or until ``draw`` stops: host and device draft by this sequence."""
+def draw_chain(draft_tokens: Tensor, k: int, read: ComputeLogits, draw: SampleNext) -> Tensor:
+    """Extend draft tokens [B, 0] to [B, k], or fewer if ``draw`` stops. Rounds of host and device share this loop."""
     goes_on = True
     while goes_on and draft_tokens.shape[1] < k:
         draft_token, goes_on = draw(read(draft_tokens), draft_tokens)
@@ -34,34 +34,36 @@ def draw_chain(draft_tokens: Tensor, k: int, read: Read, draw: Draw) -> Tensor:
 
 
 class ModelDrafter(Drafter):
-    """The draft model draws as the target does: same sampling parameters and, under the coupled rule, the same noise.
+    """Samples draft tokens from the draft model, with the target's sampling parameters.
 
-    Under the rejection rule it draws with noise of its own and reports the distribution it drew from.
-    Where the length policy asks (``SpeculationPlan.stop_drafting``), it scores every draft token by its likelihood and
-    stops when told.
-    width: of each draft token's candidates (leaders under the target's noise) the likeliest so many a row and depth
-    make a tree, grown by one batched pass a depth.
-    Its cache may lag behind the text; ``propose`` first feeds what it lacks, so "all accepted" and rounds without
-    draft tokens are no special cases.
+    Under the coupled rule it uses the target's noise, too. Under the rejection rule it uses noise of its own, and
+    reports the distributions that it sampled from. If the plan has ``stop_drafting``, each draft token is scored by its
+    likelihood, and drafting ends when ``stop_drafting`` returns True.
+
+    width: 1 for chains. Otherwise each depth of a row's tree has at most that many draft tokens, and one batched pass
+        per depth reads them (``Growth``).
+
+    The cache may lack tokens of the text; ``propose`` feeds them first. So rounds that accept everything and rounds
+    without draft tokens need no special case.
     """
 
     name = "model"
     needs_draft_model = True
     on_device = True
-    auto_width = 1  # two took 1.00 to 1.14 of the time at one row (benchmarks/trees.py; tree_gain.py counts)
+    auto_width = 1  # width 2 took 1.00 to 1.14 times as long at one row (benchmarks/trees.py)
     sources = ("draft model",)
-    at_once = USUAL_LAG  # tokens a row that are read side by side; of more, those before are read in chunks
+    at_once = USUAL_LAG  # missing tokens per row that the first drafting pass reads; a larger backlog is read in chunks
 
     def __init__(self, decoder: Decoder, acceptance: str, width: int = 1) -> None:
         self.decoder, self.width = decoder, width
-        self._grown: Growth | None = None  # this round's
+        self._grown: Growth | None = None  # the trees of this round
         self._independent = acceptance == "rejection"
 
     @classmethod
     def build(cls, equipment: Equipment, /) -> ModelDrafter:
         decoder = equipment.draft_decoder()
         if isinstance(decoder, HeadDecoder):
-            raise ParameterError("drafter", cls.name, "'feature' or 'hybrid' with a trained head, which this draft is")
+            raise ParameterError("drafter", cls.name, "'feature' or 'hybrid': the draft model is a trained head")
         return cls(decoder, equipment.acceptance, equipment.width(cls))
 
     @property
@@ -94,7 +96,7 @@ class ModelDrafter(Drafter):
         return draft_of(grown.rows, batch.device)
 
     def _branching(self, batch: Batch, k: int, grown: Growth) -> Callable[[int], Tensor]:
-        """What gives the logits [N, V] after what is new, depth by depth, in trees of a depth of k at most."""
+        """A function from the depth to the logits after the new nodes, [N, V]. k: greatest depth."""
         return lambda depth: self.decoder.logits(grown.read() if depth else self._read_up(batch))
 
     def _chains(self, batch: Batch, wish: SpeculationPlan) -> Draft:
@@ -119,37 +121,35 @@ class ModelDrafter(Drafter):
             scores if scores[0] else None,
         )
 
-    def _reading(self, batch: Batch, k: int) -> Read:
-        """What reads a draft of at most k draft tokens."""
+    def _reading(self, batch: Batch, k: int) -> ComputeLogits:
+        """The function that computes logits for ``draw_chain``. k: longest draft."""
         return lambda draft_tokens: self._read(batch, draft_tokens)
 
     def _read(self, batch: Batch, draft_tokens: Tensor) -> Tensor:
-        """[B, 1, V]: after the text and the draft_tokens [B, n] so far, of which the cache lacks the last."""
+        """Logits after the text and the draft tokens so far, [B, 1, V]. draft_tokens: [B, n], the last not yet read."""
         hidden = self.decoder.hidden_after(batch, draft_tokens) if draft_tokens.shape[1] > 0 else self._read_up(batch)
         return self.decoder.logits(hidden)[:, None]
 
     def _read_up(self, batch: Batch) -> Tensor:
-        """Feed what the cache lacks -> hidden [B, width] at each row's last token."""
+        """Feed the missing tokens of the text. Returns the hidden state at each row's last token, [B, width]."""
         return self.decoder.next_hidden(batch, self._lag(batch))
 
     def _lag(self, batch: Batch) -> int:
-        """How many tokens a row lacks at most; of many, those before the last are read first."""
+        """Largest number of missing tokens of a row, after a large backlog has been read up to the last token."""
         lag = max(self.decoder.lags(batch))
         if lag > self.at_once:
             self.decoder.catch_up(batch)
             return 1
         return lag
 
-    def _stops(self, enough: StopDrafting, batch: Batch, chances: Tensor, scores: list[list[float]]) -> bool:
-        """Whether the draft tokens just drawn, of these chances [B, 1], are the last; the chances join the rows'
-        scores.
-        """
+    def _stops(self, stop_drafting: StopDrafting, batch: Batch, chances: Tensor, scores: list[list[float]]) -> bool:
+        """Append the likelihoods of the newest draft tokens, [B, 1], to the scores, and ask whether to stop."""
         for row, (chance,) in zip(scores, chances.tolist(), strict=True):
             row.append(chance)
-        return enough(batch, scores)
+        return stop_drafting(batch, scores)
 
     def _draw(self, choices: Choices, batch: Batch, distributions: list[Tensor]) -> Tensor:
-        """One draft token a row, [B, 1]; its distribution joins ``distributions`` if the rule wants it."""
+        """Sample one draft token per row, [B, 1]; append its distribution if the acceptance rule needs it."""
         if not self._independent or batch.sampling.all_greedy:
             return choices.draw()
         distributions.append(choices.distribution())
@@ -159,7 +159,7 @@ class ModelDrafter(Drafter):
         return str(draft)
 
     def join(self, row: int) -> None:
-        """Trees that were drafted for no round (to be timed, or for one that failed) are nobody's."""
+        """Drop trees whose round never ended: it was a measurement, or it failed."""
         self._grown = None
 
     def leave(self, row: int) -> None:

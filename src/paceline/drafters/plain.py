@@ -1,4 +1,4 @@
-"""No draft tokens: plain decoding, as a drafter."""
+"""The drafter that proposes nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from paceline.drafters.base import Drafter
 
 
 class NoDrafter(Drafter):
-    """Never draft tokens; every round is one plain decoding step."""
+    """Proposes no draft tokens, so every round is one step of plain decoding."""
 
     name = "none"
     on_device = True

@@ -38,8 +38,8 @@ from paceline.errors import ParameterError, PromptTooLongError
 from paceline.kernels.cpu import cpu_ops
 from paceline.kernels.gpu import ahead
 from paceline.kernels.native import kernel_threads
-from paceline.lengths import FixedLength, LengthPolicy, Means, make_policy
-from paceline.lengths.calibration import Calibration, Grid, Progress
+from paceline.lengths import FixedLength, LengthPolicy, PolicyInputs, make_policy
+from paceline.lengths.calibration import Calibration, Grid, ProgressBar
 from paceline.lengths.cost import CostTable
 from paceline.lengths.kept_costs import KeptCosts, kept_or_measured
 from paceline.lengths.profile import Identity, Profile
@@ -131,7 +131,7 @@ class Engine:
     def _policy(self) -> LengthPolicy:
         """Return the length policy; without a drafter it is a fixed length of 0."""
         config, drafter = self.config, self.parts.drafter
-        means = Means(
+        means = PolicyInputs(
             self._costs,
             self._need_profile,
             drafter.decoders,
@@ -155,7 +155,7 @@ class Engine:
         return self._profile
 
     @ignore_torch_context
-    def measure_costs(self, grid: Grid, progress: Progress = iter) -> CostTable:
+    def measure_costs(self, grid: Grid, progress: ProgressBar = iter) -> CostTable:
         """Measure the cost of rounds with these models; only while the engine is idle. All cached prefixes are lost."""
         self.scheduler.forget()
         with self._own_threads():

@@ -19,7 +19,7 @@ from paceline.core.batch import Batch
 from paceline.core.draft import Draft, HostVerdict, Verdict
 from paceline.core.ops import DrawRows
 from paceline.core.sampling import Purpose
-from paceline.drafters.heads.native import NativeStreams
+from paceline.drafters.heads.native import NativeFusedStates
 from paceline.kernels.abi import CRound, CTextRows, address
 from paceline.kernels.cpu import described
 from paceline.models.base import AnyModel
@@ -56,10 +56,10 @@ class NativeRound:
         self._drawing: DrawRows | None = None  # the draw parameters that the call describes
         self._work: tuple[Tensor, ...] = ()  # hidden states, logits, taps; sized for the largest round so far
         self._taps = torch.empty(0, dtype=torch.int64)
-        if isinstance(target.reader, NativeStreams):
+        if isinstance(target.reader, NativeFusedStates):
             self._describe_head(target.reader)
 
-    def _describe_head(self, streams: NativeStreams) -> None:
+    def _describe_head(self, streams: NativeFusedStates) -> None:
         """Describe the draft head: the call fuses and stores the hidden states that the head reads."""
         call, self._taps = self._call, torch.tensor(streams.taps)
         call.head, call.kept = streams.model.decoder.handle, streams.described
@@ -147,7 +147,7 @@ class NativeRound:
 
 def why_not_kernels(target: Decoder, rule: AcceptanceRule) -> str | None:
     """Return why the host runs the rounds of a kernel model step by step; None if the kernels run them."""
-    if not isinstance(target.reader, NativeStreams | None):  # the call feeds only heads of the kernels
+    if not isinstance(target.reader, NativeFusedStates | None):  # the call feeds only heads of the kernels
         return "the drafter reads the target's hidden states"
     return None if rule in RULES.values() else "the kernels do not have this acceptance rule"
 

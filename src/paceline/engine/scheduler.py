@@ -136,7 +136,7 @@ class Scheduler:
         self._resize(row, sequence.reserved_tokens)
         self._set_row(row, sequence)
         sequence.output.metrics.first_scheduled = time.monotonic()
-        sequence.read_by_draft = self.parts.policy.hopeful(rows_soon)
+        sequence.read_by_draft = self.parts.policy.expects_to_draft(rows_soon)
         self.parts.join(row)
         for decoder in self.decoders:
             decoder.cut_row(row, cached)

@@ -1,28 +1,35 @@
-"""``auto``: play what brings the most tokens beyond a plain round, at the going rate.
+"""``auto``: verify the draft tokens that yield the most tokens beyond a plain round, at the current rate.
 
-A draft token that survives with chance s (it and all before it in its row are right) brings w s tokens, w being what a
-token of its row is worth. To verify a set of n draft tokens brings
+The value of verifying a set of n draft tokens is
 
-    value = sum of w s - rate (time(n) - time(0))
+    value = sum of w s - rate (T(n) - T(0))        in tokens
 
-where ``rate`` is what a millisecond gave lately in rounds of this kind, and never less than plain decoding gives. The
-best draft tokens are verified, as many as make this greatest: nothing here asks whether they form chains.
+* ``s``, survival: probability that a draft token and all its ancestors are accepted.
+* ``w``, token weight: 1, or more for rows that will end last in a draining batch.
+* ``rate``: tokens per millisecond of recent rounds of this kind, at least plain decoding's.
+* ``T(n)``: milliseconds of a round that verifies n draft tokens.
 
-* A draft goes on while one more draft token a row is expected to raise the value by more than rate times a pass.
-* A source of draft tokens (a draft model; copies, which take a search) is asked while what it brought lately, with the
-  benefit of the doubt, is more than rate times what it has to read first, spread over the rounds that are left.
-* Copies are played in place of the draft model's draft tokens where their value is more than what those brought lately.
-* What looks worthless is tried when a small share of the time, saved for that, pays for it; its record counts little
-  then.
+The n draft tokens with the largest w s are verified, for the n of the highest value. Survival falls along a chain and
+down a tree, so the best tokens of a chain are a prefix and the best nodes of a tree are a tree.
 
-Draft tokens are judged by what the rows gained, verified or not. Under the rejection rule nothing that was drafted is
-left
-out: to drop a draft token for what it is would bend the distribution; to stop after it does not. Where nobody sees the
-draft tokens before they are verified (rounds of the device), or all rows pay for the longest draft, their places in the
-draft are their scores, and the length is chosen beforehand, by the same value.
+* Draft depth: drafting goes on while one more draft token per row is expected to raise the value by more than
+  rate * (time of one drafting pass).
+* Whether to draft: a source of draft tokens (a draft model, or the search for n-gram drafts) is used while its recent
+  net gain, plus an allowance for its standard error, exceeds rate * F. F is the time to read what the draft model has
+  missed, divided by the remaining rounds.
+* n-gram drafts replace the draft model's where their value exceeds the draft model's recent net gain.
+* Exploration: a share of run time pays for trials of a source that looks unprofitable. Its record counts little then.
 
-(TETRIS 2502.15197 and AdaServe 2501.12162 rank draft tokens under a given budget, SpecDec++ 2405.19715 and EAGLE-2
-2406.16858 stop by the drafter's confidence, SmartSpec 2406.14066 maximises the rate of a length for all.)
+Draft tokens are judged by the tokens that the row gained, verified or not. Under the rejection rule every drafted token
+is verified, because dropping a token for its value would bias the distribution. Ending a draft early does not.
+
+Sometimes the policy cannot choose among draft tokens: rounds on a device are not seen before verification, and some
+kernels take as long as the longest draft in every row. Then the position in the draft is the score, and one length is
+chosen beforehand, by the same value.
+
+Related: TETRIS (arXiv 2502.15197) and AdaServe (2501.12162) rank draft tokens under a fixed budget; SpecDec++
+(2405.19715) and EAGLE-2 (2406.16858) stop by the drafter's confidence; SmartSpec (2406.14066) maximises the rate of one
+length for all rows.
 """
 
 from __future__ import annotations
@@ -40,111 +47,121 @@ from typing import TypeAlias
 from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.draft import Draft, Verdict
 from paceline.core.row_keeper import RowKeeper, RowKeepers
-from paceline.lengths.base import LengthPolicy, Means
+from paceline.lengths.base import LengthPolicy, PolicyInputs
 from paceline.lengths.belief import (
-    CLUELESS,
     LONGEST_AUTO,
-    Belief,
-    Judged,
-    Mean,
-    Paces,
-    Rate,
-    Savings,
+    PRIOR_ACCEPTANCE,
+    ExplorationBudget,
+    JudgedToken,
+    RowProgress,
+    RunningMean,
+    ScoreCalibration,
+    TokenRate,
     bins_of,
     bins_of_draft,
     judge,
 )
-from paceline.lengths.cost import REFRESH, CostModel, RoundTimes
+from paceline.lengths.cost import REFRESH_ROUNDS, CostModel, RoundTimes
 from paceline.models.decoder import Decoder
 
 Clock: TypeAlias = Callable[[], float]  # seconds
-# the draft token that each draft token of a row follows; None: the one before
-Follows: TypeAlias = Sequence[int] | None
+Parents: TypeAlias = Sequence[int] | None  # index of each draft token's parent in its row, -1 for none; None: a chain
 
-DOUBT = 1.5  # standard errors by which a draft model gets the benefit of the doubt: trials come seldom; copies get 1
-TRIALS = 3.0  # what a record weighs at most when what it says is tried
-# draft tokens that the chance of any draft token weighs at first, and most of a draft before any was right
-CLUELESS_TRIALS = 4
-FADE = 0.98  # what the evidence about any draft token is worth a round later
-SEARCH_HOPE = 0.2  # tokens a row that a search for copies is believed to bring, before any
-CAUTION = 0.2  # of a plain round: what draft tokens may take before any was judged, and for each that was
-# plain rounds that draft tokens may cost a batch that drains: at 0 it often gives up draft tokens that pay
-CREDIT = 0.5
-CHEAPER = 0.5  # the true time of draft tokens may be so much of the one believed: worth finding out
+# Standard errors added to a recent net gain. With 1 for draft models, a good one was given up for a whole answer in 3
+# of 24 simulations: its trials are rare. With 0.5 for n-gram drafts, speed fell from 0.994 to 0.988 (docs/log.md).
+DRAFT_MODEL_ALLOWANCE = 1.5
+NGRAM_ALLOWANCE = 1.0
+TRIAL_WEIGHT = 3.0  # rounds that a source's record counts as at most in a trial: one or two good trials are believed
+# Draft tokens. Weight of the prior acceptance, and longest first draft: longer ones need accepted tokens. Drafts of 16
+# from the start ran at 0.993 (docs/log.md).
+PRIOR_TOKENS = 4
+ACCEPTANCE_FADE = 0.98  # weight of the record of all draft tokens after one more round: about the last 50 rounds count
+SEARCH_PRIOR = 0.2  # tokens per row that a search for n-gram drafts is assumed to gain, before the first
+# Extra verification time of n-gram drafts, as a fraction of a plain round: allowed before any draft token was judged,
+# and again for each one per row that was. Without this cap n-gram drafts lose 0.5 %; 0.1 gives 0.991 (docs/log.md).
+NGRAM_TIME_CAP = 0.2
+DRAIN_DEFICIT = 0.5  # plain rounds that drafts may cost a draining batch; with 0 it often gives up drafts that pay
+RETRY_DISCOUNT = 0.5  # the retry of ``_counts_to_verify`` assumes that drafts cost this share of what is predicted
 
 
-class Source:
-    """What is known of a kind of draft tokens.
+class DraftSource:
+    """Record of one kind of draft tokens: the draft model's, or n-gram drafts.
 
-    belief: what their scores are worth. judged, right: draft tokens lately. By rows: rates, tokens a millisecond of
-    rounds that asked for them; brings, what a row of such a round gained beyond plain decoding, less what its time
-    would have given.
-    savings: for asking although that looks worthless.
+    calibration: from scores to probabilities. judged, right: recent draft tokens, fading.
+    rates: by number of rows, tokens per millisecond of rounds that used this source.
+    gains: by number of rows, net gain in tokens per row of such a round: gained beyond plain decoding, minus rate times
+        the extra time.
+    budget: pays for using the source although its gain looks too low.
     """
 
     def __init__(self) -> None:
-        self.belief = Belief()
+        self.calibration = ScoreCalibration()
         self.judged = self.right = 0.0
-        self.rates: dict[int, Rate] = {}
-        self.brings: dict[int, Mean] = {}
-        self.savings = Savings()
+        self.rates: dict[int, TokenRate] = {}
+        self.gains: dict[int, RunningMean] = {}
+        self.budget = ExplorationBudget()
 
     @property
-    def chance(self) -> float:
-        """Of a draft token of which nothing else is known."""
-        return (self.right + CLUELESS_TRIALS * CLUELESS) / (self.judged + CLUELESS_TRIALS)
+    def acceptance(self) -> float:
+        """Probability that a draft token is right, without its score or position."""
+        return (self.right + PRIOR_TOKENS * PRIOR_ACCEPTANCE) / (self.judged + PRIOR_TOKENS)
 
-    def learn(self, judged: Sequence[Sequence[Judged]]) -> None:
-        """As ``Belief.learn``."""
-        self.belief.learn(judged)
-        self.judged = self.judged * FADE + sum(map(len, judged))
-        self.right = self.right * FADE + sum(right for line in judged for _, right in line)
+    def learn(self, judged: Sequence[Sequence[JudgedToken]]) -> None:
+        """Learn from a round, as ``ScoreCalibration.learn`` does."""
+        self.calibration.learn(judged)
+        self.judged = self.judged * ACCEPTANCE_FADE + sum(map(len, judged))
+        self.right = self.right * ACCEPTANCE_FADE + sum(right for line in judged for _, right in line)
 
-    def learn_of(self, draft: Draft, verdict: Verdict) -> None:
-        """What a round shows of a draft, whose draft tokens may all have been left out."""
+    def learn_draft(self, draft: Draft, verdict: Verdict) -> None:
+        """Learn what the verdict says about a draft of the same round, even if none of its tokens was verified."""
         bins = bins_of_draft(draft)
         judged = zip(bins, judge(draft, verdict), strict=True)
         self.learn([[(line[place], right) for place, right in known] for line, known in judged])
 
 
 @dataclass
-class Round:
-    """The round being played. began, ready: seconds, when it and when its verification began; feed, passes: ms."""
+class PendingRound:
+    """A round that was chosen and not yet observed.
+
+    began, ready: when it and when its verification began, in seconds. token_weights: w of each row, [B].
+    """
 
     batch: Batch
     began: float
     ready: float
     times: RoundTimes
-    worth: list[float]  # of a token of each row
+    token_weights: list[float]
     rows: int = 0
-    context: int = 0
-    source: Source | None = None  # whose draft tokens are verified
-    rate: float = 0.0
+    context: int = 0  # tokens of the longest row
+    source: DraftSource | None = None  # of the draft tokens that are verified
+    rate: float = 0.0  # tokens per millisecond
     trial: bool = False
-    reviews: bool = False  # played without draft tokens, to see what that takes
-    asked: range | None = None  # rows; None: all
-    k: int = 0  # draft tokens asked of each
-    draft_tokens: int = 0  # verified, of all rows
-    feed: float = 0.0  # what the draft model reads first takes
-    passes: list[float] = field(default_factory=list)
-    drafts: list[tuple[Source, Draft]] = field(default_factory=list)  # all that was seen of them
+    is_plain_check: bool = False  # runs without draft tokens, to measure a plain round
+    trial_rows: range | None = None  # rows that get draft tokens; None: all
+    k: int = 0  # draft tokens planned per row
+    draft_tokens: int = 0  # verified, all rows together
+    feed_ms: float = 0.0  # for reading what the draft model has missed
+    passes: list[float] = field(default_factory=list)  # ms of each drafting pass
+    drafts: list[tuple[DraftSource, Draft]] = field(default_factory=list)  # all drafts that the policy saw
 
     def __post_init__(self) -> None:
         self.rows, self.context = self.batch.rows, self.batch.longest
 
     @property
     def scale(self) -> float:
-        """What is asked of all rows, over what is asked of these."""
-        return 1.0 if self.asked is None else self.rows / len(self.asked)
+        """Rows of the batch per row with draft tokens: converts a trial's result to the whole batch."""
+        return 1.0 if self.trial_rows is None else self.rows / len(self.trial_rows)
 
 
 class AutoLength(RowKeepers, LengthPolicy):
-    """Measures time from ``choose`` to ``observe`` (both on the host).
+    """The policy of this module. It measures time from ``choose`` to ``observe``, both on the host.
 
-    costs: their ``whole`` says that drafts are not seen before they are verified. decoders: the drafter's, whose caches
-    fall behind in rounds without them. copies: whether there are draft tokens without them, too. clock: seconds. times:
-    else rounds may be observed one late, and take what the costs say.
-    paying_rows: as of ``Means``; with more rows the decoders are not asked, whatever the costs say.
+    costs: predicted times. With ``includes_drafting`` drafts are not seen before verification.
+    decoders: the drafter's, whose caches fall behind in rounds without them.
+    copies: whether the drafter has n-gram drafts, beside its decoders' if there are any.
+    clock: returns seconds.
+    times: whether rounds are timed. If not, each may be observed one round late, and its time is the predicted one.
+    paying_rows: as in ``PolicyInputs``. Batches of more rows never use the decoders, whatever the costs say.
     """
 
     name = "auto"
@@ -162,221 +179,241 @@ class AutoLength(RowKeepers, LengthPolicy):
         times: bool = True,
     ) -> None:
         self.costs, self.decoders, self.clock, self.times = costs, decoders, clock, times
-        self.selects = not costs.whole
-        self.drafted, self.copied = Source(), Source()
-        self._shape: Follows = None  # of the trees that were drafted lately
+        self.selects = not costs.includes_drafting
+        self.model_drafts, self.ngram_drafts = DraftSource(), DraftSource()
+        self._shape: Parents = None  # of recent trees, where drafts are not seen before verification
         self._searches = self.selects and (copies or not decoders)
-        self._sources = [self.drafted] if decoders or costs.whole else []
-        self._sources += [self.copied] if self._searches else []
-        self._paces = Paces()
-        self._savings = Savings()  # for rounds that show what others take
-        self._search_ms = 0.0  # what the last search for copies took
-        # ms of a draft beside its passes: to choose among draft tokens, and to learn from them
-        self._thinking = Mean(0.0)
-        self._proposed = False  # whether draft tokens were verified in the last round
-        self._unasked = 0  # rounds without draft tokens since the last with any
-        self._rested = 0  # of the last rest, if nothing was asked for since
-        self._rest = 0  # rounds in which nothing is asked for, as plain rounds change nothing that asking hangs on
-        self._round: Round
-        self._chosen: deque[Round] = deque()  # and not observed yet; the last is ``_round``
+        self._sources = [self.model_drafts] if decoders or costs.includes_drafting else []
+        self._sources += [self.ngram_drafts] if self._searches else []
+        self._progress = RowProgress()
+        self._budget = ExplorationBudget()  # for plain checks and retries, which tell what other rounds cost
+        self._search_ms = 0.0  # of the last search for n-gram drafts
+        self._overhead_ms = RunningMean(0.0)  # per draft, beside its passes: choosing and learning
+        self._had_drafts = False  # whether draft tokens were verified in the last round
+        self._rounds_without_drafts = 0  # since the last with any
+        self._last_backoff = 0  # rounds; 0 once a source was used
+        self._backoff = 0  # rounds left that are plain without a decision: nothing can change before
+        self._current: PendingRound
+        self._pending: deque[PendingRound] = deque()  # oldest first; the last is ``_current``
 
     @classmethod
-    def build(cls, means: Means, /) -> AutoLength:
-        costs = CostModel(means.costs(), whole=not means.ragged)
-        policy = cls(costs, means.decoders, means.copies, times=not means.overlaps)
-        policy.paying_rows = means.paying_rows
+    def build(cls, inputs: PolicyInputs, /) -> AutoLength:
+        costs = CostModel(inputs.costs(), includes_drafting=not inputs.ragged)
+        policy = cls(costs, inputs.decoders, inputs.copies, times=not inputs.overlaps)
+        policy.paying_rows = inputs.paying_rows
         return policy
 
     def describe(self) -> str:
         return self.name if self.paying_rows is None else f"{self.name} (drafts for up to {self.paying_rows} rows)"
 
-    def _drafts_pay(self, rows: int) -> bool:
-        """Whether nothing was measured that says otherwise."""
+    def _may_use_decoders(self, rows: int) -> bool:
         return self.paying_rows is None or rows <= self.paying_rows
 
-    def _sources_for(self, rows: int) -> list[Source]:
-        """Those that may be asked."""
-        return self._sources if self._drafts_pay(rows) else [each for each in self._sources if each is not self.drafted]
+    def _sources_for(self, rows: int) -> list[DraftSource]:
+        """Sources that may be used for ``rows`` rows."""
+        if self._may_use_decoders(rows):
+            return self._sources
+        return [source for source in self._sources if source is not self.model_drafts]
 
     # --- before the round ------------------------------------------------------------
 
     def choose(self, batch: Batch) -> SpeculationPlan:
-        if self._rest and self._round.rows == batch.rows:
-            self._rest -= 1
-            self._unasked += 1
-            self._save(self._round.times.plain)
+        if self._backoff and self._current.rows == batch.rows:
+            self._backoff -= 1
+            self._rounds_without_drafts += 1
+            self._accrue_budgets(self._current.times.plain)
             return SpeculationPlan(0)
-        self._rest, began = 0, self.clock()
+        self._backoff, began = 0, self.clock()
         times = self.costs.times(batch.rows, batch.longest)
-        self._round = Round(batch, began, began, times, self._paces.worth_of_tokens(batch))
-        while len(self._chosen) > (not self.times):  # the round before failed
+        self._current = PendingRound(batch, began, began, times, self._progress.token_weights(batch))
+        while len(self._pending) > (not self.times):  # the round before failed
             self.lost()
-        self._chosen.append(self._round)
+        self._pending.append(self._current)
         for source in self._sources_for(batch.rows):
-            if self._pays(source):
-                self._unasked = self._rested = 0
-                return self._ask(source)
-            if self._round.reviews:
+            if self._decide(source):
+                self._rounds_without_drafts = self._last_backoff = 0
+                return self._plan(source)
+            if self._current.is_plain_check:
                 break
-        self._unasked += 1
+        self._rounds_without_drafts += 1
         return SpeculationPlan(0)
 
-    def _pays(self, source: Source) -> bool:
-        """Whether to ask for draft tokens: by what they brought lately, or because it is time to see."""
-        now, brings = self._round, self._brings(source)
-        now.source, now.rate = source, self._rate(source)
-        backlog, spared, doubt = (*self._backlog(), DOUBT) if source is self.drafted else ([0], 0, 1.0)
-        now.feed = self.costs.feed_ms(sum(backlog) - spared)
-        left = max(now.batch.limits[row] - now.batch.lengths[row] for row in range(now.rows))
-        value = self._best_length()[0] if self.costs.whole else (brings.value + doubt * brings.error) * now.rows
-        if value > now.rate * now.feed / max(left, 1) and not self._is_held_up():
-            now.reviews = self._reviews_plain(value / now.rate)
-            if not now.reviews:
+    def _decide(self, source: DraftSource) -> bool:
+        """Whether this round uses the source: its recent gain pays, or a trial is affordable."""
+        current, gain = self._current, self._gain_of(source)
+        current.source, current.rate = source, self._rate_of(source)
+        is_model = source is self.model_drafts
+        backlog, shared, allowance = (
+            (*self._backlog(), DRAFT_MODEL_ALLOWANCE) if is_model else ([0], 0, NGRAM_ALLOWANCE)
+        )
+        current.feed_ms = self.costs.feed_ms(sum(backlog) - shared)
+        rounds_left = max(current.batch.limits[row] - current.batch.lengths[row] for row in range(current.rows))
+        if self.costs.includes_drafting:
+            value = self._best_length()[0]
+        else:
+            value = (gain.value + allowance * gain.error) * current.rows
+        if value > current.rate * current.feed_ms / max(rounds_left, 1) and not self._is_behind_plain():
+            current.is_plain_check = self._checks_plain(value / current.rate)
+            if not current.is_plain_check:
                 return True
         else:
-            now.trial = source.savings.pay(self._price(source, backlog))
-            if now.trial:
-                brings.doubt(TRIALS)
+            current.trial = source.budget.try_spend(self._prepare_trial(source, backlog))
+            if current.trial:
+                gain.doubt(TRIAL_WEIGHT)
                 return True
-        now.source, now.asked, now.feed = None, None, 0.0
+        current.source, current.trial_rows, current.feed_ms = None, None, 0.0
         return False
 
-    def _is_held_up(self) -> bool:
-        """Whether draft tokens have brought less than they took in a batch that drains: nothing repays it later."""
-        now = self._round
-        return now.batch.draining and now.rows > 1 and fmean(self._paces.ahead(now.rows)) < -CREDIT
+    def _is_behind_plain(self) -> bool:
+        """Whether drafts have cost a draining batch more than they gained. No later round would make up for it."""
+        current = self._current
+        return (
+            current.batch.draining and current.rows > 1 and fmean(self._progress.leads(current.rows)) < -DRAIN_DEFICIT
+        )
 
-    def _reviews_plain(self, loss: float) -> bool:
-        """Whether to see what a plain round takes, which loses so many ms, unless that is far from what is believed."""
-        unsure = self.times and loss < 2 * self._round.times.error and self._proposed
-        return unsure and self._savings.pay(loss)
+    def _checks_plain(self, loss_ms: float) -> bool:
+        """Whether to run a plain round, which loses ``loss_ms``, to measure its time.
 
-    def _price(self, source: Source, backlog: list[int]) -> float:
-        """Milliseconds that a trial takes. A draft model reads for one row alone, the one of which it lacks least."""
-        now = self._round
-        if source is self.copied:
+        Only if none ran just before and the loss is within the uncertainty of a plain round's predicted time.
+        """
+        is_unsure = self.times and loss_ms < 2 * self._current.times.error and self._had_drafts
+        return is_unsure and self._budget.try_spend(loss_ms)
+
+    def _prepare_trial(self, source: DraftSource, backlog: list[int]) -> float:
+        """Price of a trial, in milliseconds. A draft model drafts for the one row with the fewest missing tokens."""
+        current = self._current
+        if source is self.ngram_drafts:
             return self._search_ms
-        if self.decoders and now.rows > 1 and self.times:  # a device's rounds are for all rows
-            row = min(range(now.rows), key=lambda row: (now.batch.max_draft_tokens[row] == 0, backlog[row]))
-            now.asked = range(row, row + 1)
-        now.feed = self.costs.feed_ms(min(backlog) if now.asked is None else backlog[now.asked.start])
-        rows = round(now.rows / now.scale)
-        return now.feed + self._passes_ms(rows, 1) + now.times.more(rows)
+        if self.decoders and current.rows > 1 and self.times:  # rounds on a device draft for all rows
+            row = min(range(current.rows), key=lambda row: (current.batch.max_draft_tokens[row] == 0, backlog[row]))
+            current.trial_rows = range(row, row + 1)
+        missing = min(backlog) if current.trial_rows is None else backlog[current.trial_rows.start]
+        current.feed_ms = self.costs.feed_ms(missing)
+        rows = round(current.rows / current.scale)
+        return current.feed_ms + self._drafting_ms(rows, 1) + current.times.extra(rows)
 
-    def _ask(self, source: Source) -> SpeculationPlan:
-        now = self._round
-        if source is self.copied:
-            return SpeculationPlan(LONGEST_AUTO, fallback=lambda _batch, _copied: 0)
-        if now.trial:
-            source.belief.doubt()
-        now.k = self._reach()
-        caps = None if now.asked is None else [now.k if row in now.asked else 0 for row in range(now.rows)]
-        if self.costs.whole:
-            wish = SpeculationPlan(now.k, caps).within(now.batch)
-            now.k, now.draft_tokens = wish.k, round(wish.k * now.rows / now.scale)
-            return wish
-        either = self._searches and not now.trial
-        instead = self._instead if either else lambda _batch, _copied: now.k
-        return SpeculationPlan(LONGEST_AUTO if either else now.k, caps, self._enough, instead)
+    def _plan(self, source: DraftSource) -> SpeculationPlan:
+        current = self._current
+        if source is self.ngram_drafts:
+            return SpeculationPlan(LONGEST_AUTO, fallback=lambda _batch, _ngram_draft: 0)
+        if current.trial:
+            source.calibration.doubt()
+        current.k = self._max_depth()
+        caps = None
+        if current.trial_rows is not None:
+            caps = [current.k if row in current.trial_rows else 0 for row in range(current.rows)]
+        if self.costs.includes_drafting:
+            plan = SpeculationPlan(current.k, caps).within(current.batch)
+            current.k, current.draft_tokens = plan.k, round(plan.k * current.rows / current.scale)
+            return plan
+        searches_first = self._searches and not current.trial
+        fallback = self._fallback if searches_first else lambda _batch, _ngram_draft: current.k
+        return SpeculationPlan(LONGEST_AUTO if searches_first else current.k, caps, self._stop_drafting, fallback)
 
-    def _reach(self) -> int:
-        """The longest draft to ask for."""
-        if not self.costs.whole:
-            return min(LONGEST_AUTO, CLUELESS_TRIALS + int(self.drafted.right))  # scores are trusted by their record
-        return 1 if self._round.trial else self._best_length()[1]
+    def _max_depth(self) -> int:
+        """Draft tokens per row to plan for. With scores, drafts grow with the number of right draft tokens."""
+        if not self.costs.includes_drafting:
+            return min(LONGEST_AUTO, PRIOR_TOKENS + int(self.model_drafts.right))
+        return 1 if self._current.trial else self._best_length()[1]
 
-    def _rate(self, source: Source) -> float:
-        """Tokens a millisecond: reached lately, or plain decoding's."""
-        now = self._round
-        return max(source.rates.setdefault(now.rows, Rate()).value, sum(now.worth) / now.times.plain)
+    def _rate_of(self, source: DraftSource) -> float:
+        """Tokens per millisecond of the source's recent rounds, at least plain decoding's."""
+        current = self._current
+        plain = sum(current.token_weights) / current.times.plain
+        return max(source.rates.setdefault(current.rows, TokenRate()).value, plain)
 
-    def _brings(self, source: Source) -> Mean:
-        """By rows, of a draft model; of copies, which anything can show, for all alike."""
-        if source is self.copied:
-            return source.brings.setdefault(0, Mean(SEARCH_HOPE))
-        rows = self._round.rows
-        if rows not in source.brings:
-            source.brings[rows] = Mean(self._promise(rows, source.chance) / rows)
-        return source.brings[rows]
+    def _gain_of(self, source: DraftSource) -> RunningMean:
+        """Recent net gain per row: of a draft model by number of rows, of n-gram drafts one for all numbers."""
+        if source is self.ngram_drafts:
+            return source.gains.setdefault(0, RunningMean(SEARCH_PRIOR))
+        rows = self._current.rows
+        if rows not in source.gains:
+            source.gains[rows] = RunningMean(self._expected_value(rows, source.acceptance) / rows)
+        return source.gains[rows]
 
-    def _promise(self, rows: int, chance: float) -> float:
-        """What a round brings whose draft tokens have this chance."""
+    def _expected_value(self, rows: int, acceptance: float) -> float:
+        """Value of a round, in tokens, if every draft token is right with probability ``acceptance``."""
         times = self.costs.times(rows, self.costs.table.context)
-        gains = [rows * chance**k for k in range(1, LONGEST_AUTO + 1)]
+        gains = [rows * acceptance**k for k in range(1, LONGEST_AUTO + 1)]
         return self._best_depth(gains, rows, times, rows / times.plain)[0]
 
-    def hopeful(self, rows: int) -> bool:
-        """By what draft tokens brought so many rows, as when they are asked for; before any by what those lately
-        would.
-        """
-        if not self._drafts_pay(rows):
+    def expects_to_draft(self, rows: int) -> bool:
+        if not self._may_use_decoders(rows):
             return False
-        brings = self.drafted.brings.get(rows) or Mean(self._promise(rows, self.drafted.chance))
-        return brings.value + DOUBT * brings.error > 0
+        source = self.model_drafts
+        gain = source.gains.get(rows) or RunningMean(self._expected_value(rows, source.acceptance))
+        return gain.value + DRAFT_MODEL_ALLOWANCE * gain.error > 0
 
     def _best_length(self) -> tuple[float, int]:
-        """By the places of draft tokens alone: the value of the best number of them a row, at least 1, and that number.
+        """Value of the best number of draft tokens per row, at least 1, and that number; by position alone.
 
-        The value has the benefit of the doubt.
+        The value includes one standard error of the acceptance, at most doubling the tokens.
         """
-        now = self._round
-        most = [min(LONGEST_AUTO, most) for most in now.batch.max_draft_tokens[: now.rows]]
-        lines = self._lines(self.drafted, [bins_of(each) for each in most], [self._shape] * now.rows)
+        current = self._current
+        allowed = [min(LONGEST_AUTO, most) for most in current.batch.max_draft_tokens[: current.rows]]
+        lines = self._lines(self.model_drafts, [bins_of(count) for count in allowed], [self._shape] * current.rows)
         gains = map(sum, zip_longest(*lines, fillvalue=0.0))
-        value, tokens, k = self._best_depth(gains, now.rows, now.times, now.rate)
-        return value + min(1.0, self.drafted.belief.error()) * tokens, k
+        value, tokens, k = self._best_depth(gains, current.rows, current.times, current.rate)
+        return value + min(1.0, self.model_drafts.calibration.error()) * tokens, k
 
     def _best_depth(
         self, gains: Iterable[float], rows: int, times: RoundTimes, rate: float
     ) -> tuple[float, float, int]:
-        """Of drafts as deep for every row, by gains at each depth: the value of the best, its tokens and its depth."""
+        """Value, expected tokens and depth of the best draft that is equally deep in every row.
+
+        gains: expected tokens at depth 1, 2, ..., all rows together.
+        """
         values = [
-            (tokens - rate * (times.more(rows * k) + self._passes_ms(rows, k)), tokens, k)
+            (tokens - rate * (times.extra(rows * k) + self._drafting_ms(rows, k)), tokens, k)
             for k, tokens in enumerate(accumulate(gains), 1)
         ]
         return max(values, key=itemgetter(0), default=(-math.inf, 0.0, 1))
 
-    def _passes_ms(self, rows: int, passes: int) -> float:
-        """Of a draft, where it is told apart from the round."""
-        if self.costs.whole:
+    def _drafting_ms(self, rows: int, passes: int) -> float:
+        """Milliseconds of a draft of that many passes; 0 if round times include drafting."""
+        if self.costs.includes_drafting:
             return 0.0
         return self.costs.pass_ms(rows, first=True) + (passes - 1) * self.costs.pass_ms(rows, first=False)
 
     def _backlog(self) -> tuple[list[int], int]:
-        """Tokens that each row's caches lack, beyond the one that a draft feeds anyway; and how many siblings spare."""
-        now = self._round
-        if not self.times:  # the device is not asked: a plain round gives each row a token
-            return [len(self.decoders) * self._unasked] * now.rows, 0
-        lags = [decoder.lags(now.batch) for decoder in self.decoders]
-        spared = sum(decoder.spared(now.batch) for decoder in self.decoders)
-        return [sum(each) - len(lags) for each in zip(*lags, strict=True)] or [0], spared
+        """Missing tokens of each row's caches, [B], beyond the one that every draft feeds, and how many are shared.
 
-    # --- while it is played ----------------------------------------------------------
+        Shared tokens are read once for all samples of a request. On a device the caches are not inspected: each plain
+        round adds one token.
+        """
+        current = self._current
+        if not self.times:
+            return [len(self.decoders) * self._rounds_without_drafts] * current.rows, 0
+        lags = [decoder.lags(current.batch) for decoder in self.decoders]
+        shared = sum(decoder.spared(current.batch) for decoder in self.decoders)
+        return [sum(of_row) - len(lags) for of_row in zip(*lags, strict=True)] or [0], shared
 
-    def _instead(self, _batch: Batch, copied: Draft) -> int:
-        """Copies, or a draft of so many draft tokens."""
-        now = self._round
-        now.drafts.append((self.copied, copied))
-        value, _ = self._best(self._ranked(self.copied, copied)[1], self.copied)
-        if value <= max(0.0, self._brings(self.drafted).value) * now.rows:
-            return now.k
-        now.source, now.feed = self.copied, 0.0
+    # --- during the round ------------------------------------------------------------
+
+    def _fallback(self, _batch: Batch, ngram_draft: Draft) -> int:
+        """Draft tokens to request from the draft model; 0 if the n-gram draft has the higher value."""
+        current = self._current
+        current.drafts.append((self.ngram_drafts, ngram_draft))
+        value, _ = self._best(self._ranked(self.ngram_drafts, ngram_draft)[1], self.ngram_drafts)
+        if value <= max(0.0, self._gain_of(self.model_drafts).value) * current.rows:
+            return current.k
+        current.source, current.feed_ms = self.ngram_drafts, 0.0
         return 0
 
     def _lines(
-        self, source: Source, bins: Sequence[Sequence[int]], follows: Sequence[Follows], first: int = 0
+        self, source: DraftSource, bins: Sequence[Sequence[int]], trees: Sequence[Parents], first: int = 0
     ) -> list[list[float]]:
-        """What each draft token is expected to bring, row by row, from row ``first`` on."""
-        worth, lines = self._round.worth, []
-        for row, (line, parents) in enumerate(zip(bins, follows, strict=True), first):
-            survivals = source.belief.survivals(row, line, parents)
-            lines.append(survivals if worth[row] == 1 else [worth[row] * survival for survival in survivals])
+        """Expected gain w s of each draft token, row by row. first: row of the batch that ``bins`` start at."""
+        weights, lines = self._current.token_weights, []
+        for row, (line, parents) in enumerate(zip(bins, trees, strict=True), first):
+            survivals = source.calibration.survivals(row, line, parents)
+            lines.append(survivals if weights[row] == 1 else [weights[row] * survival for survival in survivals])
         return lines
 
-    def _ranked(self, source: Source, draft: Draft) -> tuple[Draft, list[list[float]]]:
-        """The draft with each row's draft tokens in the order of what they bring, and that.
+    def _ranked(self, source: DraftSource, draft: Draft) -> tuple[Draft, list[list[float]]]:
+        """The draft with each row's tokens in descending order of expected gain, and these gains.
 
-        Nothing brings more than what it follows: chains are in order, and the first draft tokens of a tree are a tree.
+        No token's gain exceeds its parent's. So chains are in order already, and any first tokens of a tree are a tree.
         """
         lines = self._lines(source, bins_of_draft(draft), draft.host_parents or [None] * len(draft.draft_tokens))
         if draft.host_parents is None:
@@ -384,166 +421,186 @@ class AutoLength(RowKeepers, LengthPolicy):
         orders = [sorted(range(len(line)), key=line.__getitem__, reverse=True) for line in lines]
         return draft.ordered(orders), [sorted(line, reverse=True) for line in lines]
 
-    def _best(self, lines: list[list[float]], source: Source, cheaper: float = 1.0) -> tuple[float, list[int]]:
-        """The value of the best draft tokens, and how many of each row those are. cheaper: of the times believed."""
-        now = self._round
-        plain, rate = now.times.plain, now.rate * cheaper
-        most = plain * (1 + CAUTION * (1 + source.judged / now.rows)) if source is self.copied else math.inf
-        value, counts = now.times.best(lines, rate, now.batch.deadlines, most)
-        if now.batch.draining and len(lines) == now.rows > 1:  # it ends with its last row, which must gain by them
-            ahead = self._paces.ahead(now.rows)
-            row = ahead.index(min(ahead))
-            gain = max(0.0, ahead[row]) + sum(lines[row][: counts[row]]) / now.worth[row]
-            value, counts = now.times.best(lines, rate, now.batch.deadlines, min(most, plain * (1 + gain)))
+    def _best(self, lines: list[list[float]], source: DraftSource, discount: float = 1.0) -> tuple[float, list[int]]:
+        """Highest value of a set of draft tokens, and the number of each line's. discount: factor on predicted times.
+
+        A draining batch ends with its last row. So its draft tokens may take no longer than the row with the smallest
+        lead is expected to gain.
+        """
+        current = self._current
+        plain, rate = current.times.plain, current.rate * discount
+        max_ms = math.inf
+        if source is self.ngram_drafts:
+            max_ms = plain * (1 + NGRAM_TIME_CAP * (1 + source.judged / current.rows))
+        value, counts = current.times.best(lines, rate, current.batch.deadlines, max_ms)
+        if current.batch.draining and len(lines) == current.rows > 1:
+            leads = self._progress.leads(current.rows)
+            row = leads.index(min(leads))
+            gain = max(0.0, leads[row]) + sum(lines[row][: counts[row]]) / current.token_weights[row]
+            value, counts = current.times.best(lines, rate, current.batch.deadlines, min(max_ms, plain * (1 + gain)))
         return value, counts
 
-    def _enough(
+    def _stop_drafting(
         self, batch: Batch, scores: Sequence[Sequence[float]], follows: Sequence[Sequence[int]] | None = None
     ) -> bool:
-        """Whether one more pass is expected to bring less than it takes: a draft token after each that nothing
-        follows.
+        """Whether one more drafting pass is expected to raise the value by less than it costs.
+
+        It would add a child to every leaf. scores, follows: score and parent of each row's draft tokens so far; follows
+        None: chains.
         """
-        now, clock = self._round, self.clock()
-        now.passes.append(1000 * (clock - now.ready))
-        now.ready = clock
+        current, now = self._current, self.clock()
+        current.passes.append(1000 * (now - current.ready))
+        current.ready = now
         trees = follows or [range(-1, len(line) - 1) for line in scores]
         bins = [bins_of(len(line), line, tree) for line, tree in zip(scores, trees, strict=True)]
-        lines, chance = self._lines(self.drafted, bins, trees, batch.first), self.drafted.chance
-        new = [
-            [chance * end for place, end in enumerate(line) if place not in tree]
+        lines, acceptance = self._lines(self.model_drafts, bins, trees, batch.first), self.model_drafts.acceptance
+        children = [
+            [acceptance * gain for place, gain in enumerate(line) if place not in tree]
             for line, tree in zip(lines, trees, strict=True)
         ]
-        values = [
-            self._best([sorted(line, reverse=True) for line in each], self.drafted)[0]
-            for each in (lines, [[*line, *more] for line, more in zip(lines, new, strict=True)])
-        ]
-        gain = values[1] - values[0]
-        return gain <= now.rate * self.costs.pass_ms(len(lines), first=False)
+        before, after = (
+            self._best([sorted(line, reverse=True) for line in candidates], self.model_drafts)[0]
+            for candidates in (lines, [[*line, *new] for line, new in zip(lines, children, strict=True)])
+        )
+        return after - before <= current.rate * self.costs.pass_ms(len(lines), first=False)
 
     def select(self, batch: Batch, draft: Draft) -> Draft:
-        now = self._round
-        if (
-            not self.selects and draft.host_parents is not None
-        ):  # of trees only the last one's shape is known beforehand
+        current = self._current
+        if not self.selects and draft.host_parents is not None:
             shape = draft.host_parents[0]
             self._shape = [*shape, *range(len(shape) - 1, LONGEST_AUTO - 1)]
-            now.drafts.append((self.drafted, replace(draft, confidence=None)))
-        if not self.selects or now.source is None:
+            current.drafts.append((self.model_drafts, replace(draft, confidence=None)))
+        if not self.selects or current.source is None:
             return draft
         counts = draft.drafted
-        if not now.drafts or now.source is self.drafted:
-            now.drafts.append((now.source, draft))
-        if draft.probabilities is None and not (now.trial and now.source is self.drafted):
-            draft, lines = self._ranked(now.source, draft)
-            counts = self._worth_verifying(now.source, lines)
-        now.ready = self.clock()
+        if not current.drafts or current.source is self.model_drafts:
+            current.drafts.append((current.source, draft))
+        if draft.probabilities is None and not (current.trial and current.source is self.model_drafts):
+            draft, lines = self._ranked(current.source, draft)
+            counts = self._counts_to_verify(current.source, lines)
+        current.ready = self.clock()
         return draft.first(counts)
 
-    def _worth_verifying(self, source: Source, lines: list[list[float]]) -> list[int]:
-        """By what is believed; where that is nothing, now and then by what would be worth it if it took less."""
-        now = self._round
+    def _counts_to_verify(self, source: DraftSource, lines: list[list[float]]) -> list[int]:
+        """Number of draft tokens to verify in each row.
+
+        If no draft token pays, it retries now and then, assuming that drafts cost ``RETRY_DISCOUNT`` of what is
+        predicted: only verified drafts show what they cost.
+        """
+        current = self._current
         value, counts = self._best(lines, source)
-        asks_decoders = self.decoders and self._drafts_pay(now.rows)
-        if not (asks_decoders or source.rates[now.rows].value or now.batch.draining):  # this round says what it reaches
-            more = now.times.more(sum(counts))
-            now.rate = (sum(now.worth) + value + now.rate * more) / (now.times.plain + more)
+        uses_decoders = self.decoders and self._may_use_decoders(current.rows)
+        if not (uses_decoders or source.rates[current.rows].value or current.batch.draining):
+            # the source has no rate yet: take the one that this round is expected to reach
+            extra = current.times.extra(sum(counts))
+            current.rate = (sum(current.token_weights) + value + current.rate * extra) / (current.times.plain + extra)
             value, counts = self._best(lines, source)
         if any(counts):
             return counts
-        value, hoped = self._best(lines, source, CHEAPER)
-        price = (1 - CHEAPER) * now.times.more(sum(hoped)) - value / now.rate
-        return hoped if any(hoped) and self._savings.pay(price) else counts
+        value, retried = self._best(lines, source, RETRY_DISCOUNT)
+        price = (1 - RETRY_DISCOUNT) * current.times.extra(sum(retried)) - value / current.rate
+        return retried if any(retried) and self._budget.try_spend(price) else counts
 
     # --- after the round ---------------------------------------------------------------
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
-        if not self._chosen:  # a round of rest
+        if not self._pending:  # a round of the back-off
             return
-        now, ended = self._chosen.popleft(), self.clock()
-        self._round = now
-        accepted, ms = verdict.host.accepted, 1000 * (ended - now.began)
-        drafting = 1000 * (now.ready - now.began)
+        current, ended = self._pending.popleft(), self.clock()
+        self._current = current
+        accepted, ms = verdict.host.accepted, 1000 * (ended - current.began)
+        drafting_ms = 1000 * (current.ready - current.began)
         if not self.times:
-            ms = now.feed + now.times.plain + now.times.more(now.draft_tokens)
+            ms = current.feed_ms + current.times.plain + current.times.extra(current.draft_tokens)
         if self.selects:
-            now.draft_tokens = sum(verdict.host.drafted)
+            current.draft_tokens = sum(verdict.host.drafted)
         if self.times:
-            self._learn_costs(ms - now.feed if self.costs.whole else ms - drafting)
-        self._proposed = now.draft_tokens > 0
-        spent = self._spent(drafting)
-        self._paces.learn(accepted, 1 + (0.0 if now.trial else spent / now.times.plain))
-        if now.source is not None:
-            self._learn_worth(now.source, verdict, ms, spent)
-            self._learn_chances(now.source, verdict)
-        self._save(ms)
-        if now.passes:
-            thought = drafting - now.feed - sum(now.passes) + 1000 * (self.clock() - ended)
-            self._thinking.learn(min(max(0.0, thought), now.times.plain))
-        if now.source is self.copied:
-            self._search_ms = drafting + 1000 * (self.clock() - ended)
-        elif now.source is None and not now.reviews and self.times and self._sources:  # nothing more is known till then
-            wait = min((source.savings.rounds(ms) for source in self._sources_for(now.rows)), default=REFRESH)
-            self._rest = self._rested = min(REFRESH, max(wait, 2 * self._rested))  # prices rise as a draft model lags
+            self._learn_costs(ms - current.feed_ms if self.costs.includes_drafting else ms - drafting_ms)
+        self._had_drafts = current.draft_tokens > 0
+        spent = self._spent_ms(drafting_ms)
+        self._progress.learn(accepted, 1 + (0.0 if current.trial else spent / current.times.plain))
+        if current.source is not None:
+            self._learn_gain(current.source, verdict, ms, spent)
+            self._learn_calibration(current.source, verdict)
+        self._accrue_budgets(ms)
+        if current.passes:
+            overhead = drafting_ms - current.feed_ms - sum(current.passes) + 1000 * (self.clock() - ended)
+            self._overhead_ms.learn(min(max(0.0, overhead), current.times.plain))
+        if current.source is self.ngram_drafts:
+            self._search_ms = drafting_ms + 1000 * (self.clock() - ended)
+        elif current.source is None and not current.is_plain_check and self.times and self._sources:
+            self._back_off(ms)
 
-    def _spent(self, drafting: float) -> float:
-        """Milliseconds that draft tokens took; of one row, as if all had been asked. What is read first serves many."""
-        now = self._round
-        spent = now.times.more(round(now.scale * now.draft_tokens))
-        if now.passes:
-            return spent + self._passes_ms(now.rows, len(now.passes)) + self._thinking.value
-        if now.source is self.copied:
-            spent += min(drafting, self._search_ms)  # pauses of the machine hold up nobody
+    def _back_off(self, ms: float) -> None:
+        """Skip decisions until a trial is affordable, in rounds of ``ms`` milliseconds: nothing can change before.
+
+        The back-off doubles if it was too short, because prices rise while a draft model falls behind.
+        """
+        sources = self._sources_for(self._current.rows)
+        wait = min((source.budget.rounds_until_affordable(ms) for source in sources), default=REFRESH_ROUNDS)
+        self._backoff = self._last_backoff = min(REFRESH_ROUNDS, max(wait, 2 * self._last_backoff))
+
+    def _spent_ms(self, drafting_ms: float) -> float:
+        """Milliseconds beyond a plain round that draft tokens took; a trial of one row counts as if for all rows.
+
+        Reading missing tokens does not count: later rounds use them, too.
+        """
+        current = self._current
+        spent = current.times.extra(round(current.scale * current.draft_tokens))
+        if current.passes:
+            return spent + self._drafting_ms(current.rows, len(current.passes)) + self._overhead_ms.value
+        if current.source is self.ngram_drafts:
+            spent += min(drafting_ms, self._search_ms)  # ignores pauses of the machine
         return spent
 
-    def _save(self, ms: float) -> None:
-        for savings in (self._savings, *(source.savings for source in self._sources)):
-            savings.save(ms)
+    def _accrue_budgets(self, ms: float) -> None:
+        for budget in (self._budget, *(source.budget for source in self._sources)):
+            budget.accrue(ms)
 
     def _learn_costs(self, ms: float) -> None:
-        now = self._round
-        if now.passes:
-            now.passes[0] = max(0.0, now.passes[0] - now.feed)
-            self.costs.observe_passes(round(now.rows / now.scale), now.passes)
-        if now.feed < ms:  # else the time says little about such rounds
-            self.costs.observe(now.rows, now.draft_tokens, now.context, ms)
+        current = self._current
+        if current.passes:
+            current.passes[0] = max(0.0, current.passes[0] - current.feed_ms)
+            self.costs.observe_passes(round(current.rows / current.scale), current.passes)
+        if current.feed_ms < ms:  # else the time tells little about verification
+            self.costs.observe(current.rows, current.draft_tokens, current.context, ms)
 
-    def _learn_worth(self, source: Source, verdict: Verdict, ms: float, spent: float) -> None:
-        """The rate that the round reached, and what it brought; of one row, as if all had been asked."""
-        now, accepted = self._round, verdict.host.accepted
-        kept = sum(worth * good for worth, good in zip(now.worth, accepted, strict=self.times))
-        if not self.times:  # rows may have come and gone meanwhile
-            kept *= now.rows / max(1, sum(map(bool, verdict.host.tokens)))
-        if not now.trial:
-            source.rates.setdefault(now.rows, Rate()).learn(sum(now.worth) + kept, ms - now.feed)
-        self._brings(source).learn((now.scale * kept - now.rate * spent) / now.rows)
+    def _learn_gain(self, source: DraftSource, verdict: Verdict, ms: float, spent: float) -> None:
+        """Learn the rate of the round and its net gain; a trial of one row counts as if for all rows."""
+        current, accepted = self._current, verdict.host.accepted
+        kept = sum(weight * good for weight, good in zip(current.token_weights, accepted, strict=self.times))
+        if not self.times:  # rows may have come and gone since ``choose``
+            kept *= current.rows / max(1, sum(map(bool, verdict.host.tokens)))
+        if not current.trial:
+            rate = source.rates.setdefault(current.rows, TokenRate())
+            rate.learn(sum(current.token_weights) + kept, ms - current.feed_ms)
+        self._gain_of(source).learn((current.scale * kept - current.rate * spent) / current.rows)
 
-    def _learn_chances(self, source: Source, verdict: Verdict) -> None:
-        """Of all draft tokens that were seen; else a draft token that was asked for and never came is wrong: it was
-        paid for.
-        """
-        now, accepted = self._round, verdict.host.accepted
-        for seen, draft in now.drafts:
-            seen.learn_of(draft, verdict)
-        if self.costs.whole and not now.drafts:
-            most = verdict.host.depths if not self.times else self._asked_of_rows()
+    def _learn_calibration(self, source: DraftSource, verdict: Verdict) -> None:
+        """Learn from all drafts that were seen. Without any, planned draft tokens that never came count as wrong."""
+        current, accepted = self._current, verdict.host.accepted
+        for seen, draft in current.drafts:
+            seen.learn_draft(draft, verdict)
+        if self.costs.includes_drafting and not current.drafts:
+            planned = verdict.host.depths if not self.times else self._planned_counts()
             source.learn(
                 [
                     [(bin_, place < kept) for place, bin_ in enumerate(bins_of(min(kept + 1, count)))]
-                    for kept, count in zip(accepted, most, strict=True)
+                    for kept, count in zip(accepted, planned, strict=True)
                 ]
             )
 
-    def _asked_of_rows(self) -> list[int]:
-        now = self._round
-        asked, most = now.asked or range(now.rows), now.batch.max_draft_tokens[: now.rows]
-        return [min(now.k, allowed) if row in asked else 0 for row, allowed in enumerate(most)]
+    def _planned_counts(self) -> list[int]:
+        current = self._current
+        rows, allowed = current.trial_rows or range(current.rows), current.batch.max_draft_tokens[: current.rows]
+        return [min(current.k, most) if row in rows else 0 for row, most in enumerate(allowed)]
 
     # --- rows ----------------------------------------------------------------------------
 
     def lost(self) -> None:
-        if self._chosen:
-            self._chosen.popleft()
+        if self._pending:
+            self._pending.popleft()
 
     @property
     def keepers(self) -> tuple[RowKeeper, ...]:
-        return self._paces.rows, self.drafted.belief.rows, self.copied.belief.rows
+        return self._progress.rows, self.model_drafts.calibration.rows, self.ngram_drafts.calibration.rows

@@ -1,4 +1,4 @@
-"""What a length policy is, what one may be made of, and those that need no clock: fixed, ``bass``, ``profiled``."""
+"""Length policies: the base class, the inputs to build one, and the policies that need no clock."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from paceline.lengths.cost import CostTable
 from paceline.lengths.profile import Profile
 from paceline.models.decoder import Decoder
 
-FIRST = 7  # draft tokens that ``bass`` begins with
-INCREMENT = 2
-SHRINK = 10  # a round that no row kept whole takes away ceil(l / SHRINK), and one more if the round before did so too
+# Algorithm 1 of BASS (arXiv 2404.15778), with the paper's values:
+FIRST = 7  # draft tokens of the first round
+INCREMENT = 2  # draft tokens added after a round in which some row accepted everything
+SHRINK = 10  # other rounds remove ceil(l / SHRINK) draft tokens, and one more if the round before removed some, too
 
 
 class LengthPolicy(RowKeeper):
-    """Chooses how far to speculate, round by round: ``choose``, perhaps ``select``, ``observe``.
+    """Decides how many tokens to draft. Each round calls ``choose``, ``select`` if draft tokens are seen, ``observe``.
 
-    A policy owns what it knows about rows, and is told when they begin, move and end (``RowKeeper``).
+    A policy owns its per-row state: ``join``, ``move`` and ``leave`` say when rows begin, move and end (``RowKeeper``).
 
-    needs_profile: whether it cannot do without a profile; reads_profile: whether it makes use of one.
-    max_draft_tokens: that it asks for, of a row in a round.
+    needs_profile: whether it requires a profile. reads_profile: whether it uses one if given.
+    max_draft_tokens: the most that it requests per row and round.
     times: whether it measures the time from ``choose`` to ``observe``, so that each round must end before the next.
-    selects: whether it looks at draft tokens before they are verified, which only rounds of the host can show it.
+    selects: whether it reads draft tokens before their verification, which only rounds run by the host allow.
     """
 
     name: str
@@ -39,49 +40,45 @@ class LengthPolicy(RowKeeper):
     selects = False
 
     def __init_subclass__(cls) -> None:
-        """Policies written for version 0.1 name their longest draft ``most_guesses``."""
+        """Accept the name ``most_guesses`` for ``max_draft_tokens``, from policies written for version 0.1."""
         super().__init_subclass__()
         if "most_guesses" in vars(cls):
             cls.max_draft_tokens = vars(cls)["most_guesses"]
 
     @classmethod
-    def build(cls, means: Means, /) -> LengthPolicy:  # noqa: ARG003
-        """One for an engine. Raises ParameterError where it has not got what it needs."""
+    def build(cls, inputs: PolicyInputs, /) -> LengthPolicy:  # noqa: ARG003
+        """A policy for one engine. Raises ParameterError if an input that it needs is missing."""
         return cls()
 
     def choose(self, batch: Batch) -> SpeculationPlan:
-        """What to ask of the drafter for the next round."""
+        """The plan for the next round."""
         return SpeculationPlan(self.length_for(batch.rows))
 
     def select(self, batch: Batch, draft: Draft) -> Draft:
-        """The draft with only the first draft tokens of each row: as many as are worth verifying, perhaps none."""
+        """The draft tokens to verify: the first ones of each row, possibly none."""
         return draft
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
-        """Learn from a round."""
+        """Learn from the result of a round. Called once for every chosen round, unless ``lost`` was called."""
 
     def lost(self) -> None:
-        """The oldest round that was chosen and not observed will not be: nobody is left whom it was for."""
+        """Discard the oldest round that was chosen and not observed: its rows have ended."""
 
-    def hopeful(self, rows: int) -> bool:
-        """Whether so many rows may be asked for draft tokens soon, so that draft models had better read their
-        prompts.
-        """
+    def expects_to_draft(self, rows: int) -> bool:
+        """Whether a batch of ``rows`` rows is likely to get draft tokens, so that draft models should read prompts."""
         return True
 
     def describe(self) -> str:
-        """For the line that says what runs."""
+        """The policy in words, for the start-up message."""
         return self.name
 
     def length_for(self, rows: int) -> int:
-        """Draft tokens of most rounds of so many rows: lengths about this one are made ready first where that takes
-        time.
-        """
+        """Usual draft tokens per row for ``rows`` rows. Captured rounds near this length are prepared first."""
         return 0
 
 
 class FixedLength(LengthPolicy):
-    """k draft tokens for every row, every round."""
+    """k draft tokens for every row in every round."""
 
     def __init__(self, k: int) -> None:
         self.k = self.max_draft_tokens = k
@@ -92,9 +89,9 @@ class FixedLength(LengthPolicy):
 
 
 class BassLength(LengthPolicy):
-    """BASS (2404.15778, Algorithm 1): one length l for all, up while some row keeps everything, down when none does.
+    """BASS (arXiv 2404.15778, Algorithm 1): one length for all rows.
 
-    It is driven by x_i = draft tokens that row i kept. Finished rows are not in the batch.
+    It grows after a round in which some row accepted its whole draft, and shrinks otherwise.
     """
 
     name = "bass"
@@ -107,21 +104,25 @@ class BassLength(LengthPolicy):
         return self.k
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
-        if max(verdict.host.drafted) > 0:  # nothing drafted is no evidence
+        if max(verdict.host.drafted) > 0:  # rounds without draft tokens are no evidence
             self.update(verdict.host.accepted, max(verdict.host.drafted))
 
-    def update(self, kept: list[int], drafted: int) -> None:
-        """One step of Algorithm 1. drafted: the length of the round just played (the engine may have cut it short)."""
-        if max(kept) == drafted:
+    def update(self, accepted: list[int], drafted: int) -> None:
+        """One step of Algorithm 1.
+
+        accepted: draft tokens accepted per row, x_i in the paper. drafted: the round's longest draft, which the engine
+        may have made shorter than ``k``.
+        """
+        if max(accepted) == drafted:
             self.k, self._shrank = min(self.k + INCREMENT, MAX_SPECULATION_LENGTH), 0
         else:
-            self.k, self._shrank = max(1, max(kept), self.k - math.ceil(self.k / SHRINK) - self._shrank), 1
+            self.k, self._shrank = max(1, max(accepted), self.k - math.ceil(self.k / SHRINK) - self._shrank), 1
 
 
 class ProfiledLength(LengthPolicy):
-    """Synergy (2310.18813): a table, measured beforehand, from the batch size to the best length.
+    """Synergy (arXiv 2310.18813): a measured table from batch size to best length.
 
-    Sizes between two entries are rounded up to the next; beyond the largest entry, the largest counts.
+    A size between two entries uses the next larger entry. Sizes beyond the table use its last entry.
     """
 
     name = "profiled"
@@ -133,22 +134,26 @@ class ProfiledLength(LengthPolicy):
         self.max_draft_tokens = max(self._lengths)
 
     @classmethod
-    def build(cls, means: Means, /) -> ProfiledLength:
-        return cls(means.profile().best)
+    def build(cls, inputs: PolicyInputs, /) -> ProfiledLength:
+        return cls(inputs.profile().best)
 
     def length_for(self, rows: int) -> int:
         return self._lengths[min(bisect_left(self._sizes, rows), len(self._sizes) - 1)]
 
 
 @dataclass(frozen=True)
-class Means:
-    """What a policy can be made of; nothing is measured or read before a policy asks for it.
+class PolicyInputs:
+    """What an engine offers for building a policy. Nothing is measured or read before a policy calls for it.
 
-    costs: from the profile, or a calibration of a few seconds. profile: raises ParameterError if none was given.
-    decoders: the drafter's. ragged: whether verification takes as long as the tokens in flight, however they are spread
-    over the rows. copies: whether the drafter has draft tokens for nothing (beside its decoders', if it has any).
-    overlaps: whether a device plays rounds that are chosen before the one before is observed; costs are of such rounds.
-    paying_rows: most rows at which what the decoders draft was measured to pay; None: that was not measured.
+    costs: returns the cost table, from the profile or from a calibration of a few seconds.
+    profile: returns the profile; raises ParameterError if none was given.
+    decoders: the drafter's draft models.
+    ragged: whether verification time depends on the total number of tokens, however they are spread over the rows.
+        Otherwise every row pays for the longest draft.
+    copies: whether the drafter has n-gram drafts, which cost nothing.
+    overlaps: whether rounds run on a device and are chosen before the previous one is observed. Costs are then those
+        of such rounds.
+    paying_rows: largest batch for which the draft model was measured to pay; None: not measured.
     """
 
     costs: Callable[[], CostTable]

@@ -1,7 +1,7 @@
-"""What is known from the rounds before: what a drafter's scores are worth, what rounds brought, how rows come on.
+"""Running estimates for ``auto``: acceptance probabilities, gains and rates of recent rounds, progress of each row.
 
-Draft tokens teach, verified or not. All of it lives on the host, in plain numbers: a round has a few draft tokens, for
-which numpy's calls would take longer than the arithmetic.
+Draft tokens count whether or not they were verified. All estimates are Python numbers on the host: a round has few
+draft tokens, and a numpy call takes longer than the arithmetic for them.
 """
 
 from __future__ import annotations
@@ -16,90 +16,95 @@ from paceline.core.batch import Batch
 from paceline.core.draft import MAX_KINDS, Draft, Verdict
 from paceline.core.row_keeper import PerRow
 
-Judged: TypeAlias = tuple[int, bool]  # a draft token's bin or place, and whether it is right
+JudgedToken: TypeAlias = tuple[int, bool]  # (bin or position of a draft token, whether it is right)
 
-LONGEST_AUTO = 16  # most draft tokens of a row that auto considers
-ROUND_FADE = 0.9  # what is left of a round's evidence a round later
-ROW_MEMORY = 24.0  # rounds of a row after which one weighs 1 / e
+LONGEST_AUTO = 16  # draft tokens per row: the most that auto considers
+ROUND_FADE = 0.9  # weight of all earlier rounds after one more round: about the last 10 rounds count
+ROW_MEMORY = 24.0  # rounds of a row after which a round's weight has fallen to 1 / e
 ROW_FADE = math.exp(-1 / ROW_MEMORY)
-SHARE = 0.0075  # of the time, for trying what looks worthless
+EXPLORATION_SHARE = 0.0075  # of run time, for trials: keeps the loss where nothing pays below 1 %
 
-PRIOR_ROUNDS = 2.0  # of one token, that a row's pace begins with
+PRIOR_ROUNDS = 2.0  # rounds of one token each that a row's progress starts from
 
-BIN = 0.75  # width of a bin of scores, a log of odds
+BIN_WIDTH = 0.75  # log-odds that one bin of scores spans
 BINS = 9
-CLUELESS = 0.7  # chance of a draft token without a score, at first
-MEMORY = 100.0  # draft tokens of a bin, or of any, after which one weighs 1 / e
-PRIOR = 3.0  # draft tokens that a score itself weighs in its bin
-PRIOR_MISSES = 1.0  # what it weighs against misses, of all rows and of one; in one row, against right draft tokens, too
-SURPRISE = 4.0  # standard deviations: a round's first draft tokens that are further from what was expected have changed
-DOUBTED = 5.0  # draft tokens of a bin, or of any, that what was known before such a change weighs at most
+PRIOR_ACCEPTANCE = 0.7  # probability of a draft token without a score, before any was judged
+TOKEN_MEMORY = 100.0  # draft tokens, of one bin or of all, after which a token's weight has fallen to 1 / e
+SCORE_PRIOR = 3.0  # draft tokens that the score itself counts as in its bin
+MISS_PRIOR = 1.0  # misses (and hits, per row) added to the observed and to the expected count: damps the first ones
+CHANGE_SIGMAS = 4.0  # standard deviations beyond which a round's first draft tokens show that the acceptance changed
+MAX_DOUBTED = 5.0  # draft tokens that the record of a bin, or of all, counts as at most after such a change
 
-_LOW = -2 * BIN  # log of odds at the upper edge of the first bin
-_EDGES = tuple(1 / (1 + math.exp(-(_LOW + BIN * edge))) for edge in range(BINS - 1))
-_CENTRES = tuple(1 / (1 + math.exp(-(_LOW + BIN * (place - 0.5)))) for place in range(BINS))
-PLACES = 2 * BINS * MAX_KINDS  # the first bin of those without scores
-# Of each kind: first draft tokens; those after a draft token that was right, which is evidence, too. Without scores: by
-# place.
-_BELIEVED = (*_CENTRES * 2 * MAX_KINDS, *[CLUELESS] * LONGEST_AUTO)
+_LOWEST_EDGE = -2 * BIN_WIDTH  # log-odds at the upper edge of the first bin
+_EDGES = tuple(1 / (1 + math.exp(-(_LOWEST_EDGE + BIN_WIDTH * edge))) for edge in range(BINS - 1))
+_CENTRES = tuple(1 / (1 + math.exp(-(_LOWEST_EDGE + BIN_WIDTH * (place - 0.5)))) for place in range(BINS))
+# The bins of each kind come in two groups: first draft tokens of a row, then those whose parent is a draft token. A
+# parent that was right is evidence by itself. Behind them is one bin per position, for draft tokens without a score.
+POSITION_BINS = 2 * BINS * MAX_KINDS  # index of the first of these
+_PRIORS = (*_CENTRES * 2 * MAX_KINDS, *[PRIOR_ACCEPTANCE] * LONGEST_AUTO)  # [bins]: probability before any observation
 
 
 @dataclass
-class _Luck:
-    """Of a row lately: draft tokens, misses, misses that the bins made expect; the odds of a miss over those of the
-    bins.
+class _RowCalibration:
+    """Recent draft tokens of one row, with fading weights: judged, missed, and the misses that their bins predicted.
+
+    odds_ratio: odds of a miss in this row divided by the odds that the bins predict.
     """
 
     judged: float = 0.0
     missed: float = 0.0
     expected: float = 0.0
-    bad: float = 1.0
+    odds_ratio: float = 1.0
 
-    def judge(self) -> None:
-        missed, expected = self.missed + PRIOR_MISSES, self.expected + PRIOR_MISSES
-        kept, expected_kept = self.judged - self.missed + PRIOR_MISSES, self.judged - self.expected + PRIOR_MISSES
-        self.bad = missed / expected * expected_kept / kept
+    def update_odds(self) -> None:
+        missed, expected = self.missed + MISS_PRIOR, self.expected + MISS_PRIOR
+        kept, expected_kept = self.judged - self.missed + MISS_PRIOR, self.judged - self.expected + MISS_PRIOR
+        self.odds_ratio = missed / expected * expected_kept / kept
 
 
-class Belief:
-    """Turns scores into chances. Three corrections, each with a prior of a few draft tokens.
+class ScoreCalibration:
+    """Turns the scores of draft tokens into probabilities of being right, given that their ancestors are.
 
-    Bins of scores (a reliability table): tried, kept. All draft tokens: misses over those that the scores made expect;
-    it moves bins that nobody tried. Each row's luck: it moves the odds.
+    Three corrections, each with a prior worth a few draft tokens:
+
+    * ``tried`` and ``kept``, [bins]: a reliability table over bins of scores;
+    * ``all_missed`` over ``all_expected``: moves the prior of all bins, also of those never tried;
+    * ``rows``: the row calibration, a factor on the odds of a miss.
     """
 
     def __init__(self) -> None:
-        self.tried, self.kept = [0.0] * len(_BELIEVED), [0.0] * len(_BELIEVED)
+        self.tried, self.kept = [0.0] * len(_PRIORS), [0.0] * len(_PRIORS)
         self.all_missed = self.all_expected = 0.0
-        self.rows: PerRow[_Luck] = PerRow()
-        self._fresh = _Luck()
-        self._misses: dict[int, float] = {}  # what ``_miss`` has worked out since anything was learned
+        self.rows: PerRow[_RowCalibration] = PerRow()
+        self._neutral = _RowCalibration()
+        self._misses: dict[int, float] = {}  # results of ``_miss`` since the last observation
 
     def chance(self, row: int, bin_: int) -> float:
-        """That a draft token of this row is right if those that it follows are."""
+        """Probability that a draft token in this bin and row is right if its ancestors are."""
         miss = self._miss(bin_)
-        return (1 - miss) / (1 - miss + miss * self.rows.get(row, self._fresh).bad)
+        return (1 - miss) / (1 - miss + miss * self.rows.get(row, self._neutral).odds_ratio)
 
     def error(self) -> float:
-        """A standard error of the first draft token's chance where there are no scores, over that chance; 0 before
-        any.
-        """
-        chance, tried = 1 - self._miss(PLACES), self.tried[PLACES]
+        """Relative standard error of the probability at the first position, without scores; 0 before any trial."""
+        chance, tried = 1 - self._miss(POSITION_BINS), self.tried[POSITION_BINS]
         return math.sqrt((1 - chance) / chance / (tried + 1)) if tried else 0.0
 
-    def survivals(self, row: int, bins: Sequence[int], follows: Sequence[int] | None = None) -> list[float]:
-        """Of a row's draft tokens: the chance that each and all that it follows are right. follows: of a tree."""
+    def survivals(self, row: int, bins: Sequence[int], parents: Sequence[int] | None = None) -> list[float]:
+        """Probability of each draft token of a row that it and all its ancestors are right.
+
+        bins: one per draft token. parents: index of each one's parent, -1 for none; None: a chain.
+        """
         survivals: list[float] = []
         for place, bin_ in enumerate(bins):
-            parent = place - 1 if follows is None else follows[place]
+            parent = place - 1 if parents is None else parents[place]
             survivals.append(self.chance(row, bin_) * (survivals[parent] if parent >= 0 else 1.0))
         return survivals
 
-    def learn(self, judged: Sequence[Sequence[Judged]]) -> None:
-        """From a round: of each row, the bins of the draft tokens that could be judged."""
+    def learn(self, judged: Sequence[Sequence[JudgedToken]]) -> None:
+        """Learn from a round. judged: for each row, its draft tokens whose correctness is known, with their bins."""
         if not any(judged):
             return
-        if self._surprised(judged):  # few rows cannot be so far off
+        if self._has_changed(judged):
             self.doubt()
         for row, line in enumerate(judged):
             if line:
@@ -108,54 +113,57 @@ class Belief:
         self._misses.clear()
 
     def _miss(self, bin_: int) -> float:
-        """The chance of a miss, whatever the row; worked out when it is first asked for."""
+        """Probability of a miss in this bin before the row calibration."""
         miss = self._misses.get(bin_)
         if miss is None:
-            of_all = (self.all_missed + PRIOR_MISSES) / (self.all_expected + PRIOR_MISSES)
-            tried, prior = self.tried[bin_], PRIOR * min((1 - _BELIEVED[bin_]) * of_all, 1.0)
-            miss = self._misses[bin_] = (tried - self.kept[bin_] + prior) / (tried + PRIOR)
+            of_all = (self.all_missed + MISS_PRIOR) / (self.all_expected + MISS_PRIOR)
+            tried, prior = self.tried[bin_], SCORE_PRIOR * min((1 - _PRIORS[bin_]) * of_all, 1.0)
+            miss = self._misses[bin_] = (tried - self.kept[bin_] + prior) / (tried + SCORE_PRIOR)
         return miss
 
-    def _surprised(self, judged: Sequence[Sequence[Judged]]) -> bool:
-        """Whether what is known cannot explain this round's first draft tokens, which are each row's own."""
+    def _has_changed(self, judged: Sequence[Sequence[JudgedToken]]) -> bool:
+        """Whether the number of misses among the rows' first draft tokens contradicts the estimates.
+
+        The first ones are independent of each other. A round of few rows cannot contradict anything.
+        """
         firsts = [line[0] for line in judged if line]
         misses = [self._miss(bin_) for bin_, _ in firsts]
         missed = sum(not right for _, right in firsts)
         variance = sum(miss * (1 - miss) for miss in misses)
-        return abs(missed - sum(misses)) > SURPRISE * math.sqrt(variance + 1)
+        return abs(missed - sum(misses)) > CHANGE_SIGMAS * math.sqrt(variance + 1)
 
     def doubt(self) -> None:
-        """The draft tokens may have become others: what is known weighs little from now on."""
+        """Reduce the record to ``MAX_DOUBTED`` draft tokens per bin, and forget the row calibrations."""
         for bin_, tried in enumerate(self.tried):
-            share = DOUBTED / max(tried, DOUBTED)
+            share = MAX_DOUBTED / max(tried, MAX_DOUBTED)
             self.tried[bin_], self.kept[bin_] = share * tried, share * self.kept[bin_]
-        share = DOUBTED / max(self.all_expected, DOUBTED)
+        share = MAX_DOUBTED / max(self.all_expected, MAX_DOUBTED)
         self.all_missed, self.all_expected = share * self.all_missed, share * self.all_expected
         self.rows.clear()
         self._misses.clear()
 
-    def _learn_row(self, row: int, judged: Sequence[Judged]) -> None:
-        luck = self.rows.setdefault(row, _Luck())
-        luck.judged = luck.judged * ROW_FADE + len(judged)
-        luck.missed = luck.missed * ROW_FADE + sum(not right for _, right in judged)
-        luck.expected = luck.expected * ROW_FADE + sum(self._miss(bin_) for bin_, _ in judged)
-        luck.judge()
+    def _learn_row(self, row: int, judged: Sequence[JudgedToken]) -> None:
+        record = self.rows.setdefault(row, _RowCalibration())
+        record.judged = record.judged * ROW_FADE + len(judged)
+        record.missed = record.missed * ROW_FADE + sum(not right for _, right in judged)
+        record.expected = record.expected * ROW_FADE + sum(self._miss(bin_) for bin_, _ in judged)
+        record.update_odds()
 
-    def _learn_bins(self, judged: Sequence[Sequence[Judged]]) -> None:
-        """Places tell least of what comes next: draft tokens without scores are forgotten as rounds are."""
-        news: dict[int, list[int]] = {}  # by bin: tried, kept
+    def _learn_bins(self, judged: Sequence[Sequence[JudgedToken]]) -> None:
+        """Add a round to the bins. Position bins predict less than scores, so they also fade with each round."""
+        counts: dict[int, list[int]] = {}  # by bin: tried, kept
         for line in judged:
             for bin_, right in line:
-                new = news.setdefault(bin_, [0, 0])
-                new[0] += 1
-                new[1] += right
-        tried, kept = map(sum, zip(*news.values(), strict=True))
-        fade = math.exp(-tried / MEMORY)
+                of_bin = counts.setdefault(bin_, [0, 0])
+                of_bin[0] += 1
+                of_bin[1] += right
+        tried, kept = map(sum, zip(*counts.values(), strict=True))
+        fade = math.exp(-tried / TOKEN_MEMORY)
         self.all_missed = self.all_missed * fade + tried - kept
-        self.all_expected = self.all_expected * fade + sum(n * (1 - _BELIEVED[bin_]) for bin_, (n, _) in news.items())
-        for bin_, (count, good) in news.items():
-            fade = math.exp(-count / MEMORY)
-            fade = min(fade, ROUND_FADE) if bin_ >= PLACES else fade
+        self.all_expected = self.all_expected * fade + sum(n * (1 - _PRIORS[bin_]) for bin_, (n, _) in counts.items())
+        for bin_, (count, good) in counts.items():
+            fade = math.exp(-count / TOKEN_MEMORY)
+            fade = min(fade, ROUND_FADE) if bin_ >= POSITION_BINS else fade
             self.tried[bin_] = self.tried[bin_] * fade + count
             self.kept[bin_] = self.kept[bin_] * fade + good
 
@@ -163,47 +171,51 @@ class Belief:
 def bins_of(
     count: int,
     scores: Sequence[float] | None = None,
-    follows: Sequence[int] | None = None,
+    parents: Sequence[int] | None = None,
     kinds: Sequence[int] | None = None,
 ) -> list[int]:
-    """Of the first ``count`` draft tokens of a row: by their scores, or by their places where there are none."""
+    """Bins of a row's first ``count`` draft tokens: by score, or by position if ``scores`` is None.
+
+    scores, parents, kinds: at least ``count`` entries each, as in ``Draft``. parents None: a chain. kinds None: all 0.
+    """
     if scores is None:
-        return [PLACES + min(place, LONGEST_AUTO - 1) for place in range(count)]
+        return [POSITION_BINS + min(place, LONGEST_AUTO - 1) for place in range(count)]
     bins = []
     for place in range(count):
-        first = place == 0 if follows is None else follows[place] < 0
+        first = place == 0 if parents is None else parents[place] < 0
         kind = 0 if kinds is None else 2 * BINS * kinds[place]
         bins.append(bisect_left(_EDGES, scores[place]) + (0 if first else BINS) + kind)
     return bins
 
 
 def bins_of_draft(draft: Draft) -> list[list[int]]:
-    """Of each row's draft tokens."""
+    """Bins of the draft tokens, row by row."""
     nothing = [None] * len(draft.draft_tokens)
-    scores, follows, kinds = draft.confidence or nothing, draft.host_parents or nothing, draft.kinds or nothing
-    rows = zip(draft.draft_tokens, scores, follows, kinds, strict=True)
-    return [bins_of(len(draft_tokens), score, parents, kind) for draft_tokens, score, parents, kind in rows]
+    scores, parents, kinds = draft.confidence or nothing, draft.host_parents or nothing, draft.kinds or nothing
+    rows = zip(draft.draft_tokens, scores, parents, kinds, strict=True)
+    return [bins_of(len(draft_tokens), score, tree, kind) for draft_tokens, score, tree, kind in rows]
 
 
-def judge(draft: Draft, verdict: Verdict) -> list[list[Judged]]:
-    """Which draft tokens of each row can be judged by what the row gained, as (place, right), verified or not.
+def judge(draft: Draft, verdict: Verdict) -> list[list[JudgedToken]]:
+    """Compare each row's draft tokens, verified or not, with the tokens that the row gained.
 
-    Those whose ancestors are all right, as far as what was gained reaches. Of equal siblings the first counts.
+    Returns (position, whether right) for those that can be judged: their ancestors are all right, and the gained
+    tokens reach as far. Of equal siblings only the first is right.
     """
     judged = []
     for row, (draft_tokens, gained) in enumerate(zip(draft.draft_tokens, verdict.host.tokens, strict=True)):
-        follows = range(-1, len(draft_tokens) - 1) if draft.host_parents is None else draft.host_parents[row]
-        line: list[Judged] = []
-        after = {-1: 0}  # the draft tokens that are right so far, and where in ``gained`` those after them stand
-        followed = set()
+        parents = range(-1, len(draft_tokens) - 1) if draft.host_parents is None else draft.host_parents[row]
+        line: list[JudgedToken] = []
+        next_gained = {-1: 0}  # index in ``gained`` of the token after each draft token that is right so far
+        continued = set()  # parents that have a right child
         for place, draft_token in enumerate(draft_tokens):
-            at = after.get(parent := follows[place], len(gained))
+            at = next_gained.get(parent := parents[place], len(gained))
             if at < len(gained):
-                right = draft_token == gained[at] and parent not in followed
+                right = draft_token == gained[at] and parent not in continued
                 line.append((place, right))
                 if right:
-                    after[place] = at + 1
-                    followed.add(parent)
+                    next_gained[place] = at + 1
+                    continued.add(parent)
         judged.append(line)
     return judged
 
@@ -211,35 +223,34 @@ def judge(draft: Draft, verdict: Verdict) -> list[list[Judged]]:
 # --- rounds and rows ---------------------------------------------------------------
 
 
-class Mean:
-    """Of what was told lately; what was believed before counts as one value."""
+class RunningMean:
+    """Mean of recent values, older ones fading by ``ROUND_FADE``; the initial value counts as one observation."""
 
-    def __init__(self, believed: float) -> None:
-        self.value, self._weight, self._squares = believed, 1.0, 0.0
+    def __init__(self, initial: float) -> None:
+        self.value, self._weight, self._squares = initial, 1.0, 0.0
 
     @property
     def error(self) -> float:
-        """A standard error."""
+        """Standard error of ``value``."""
         return math.sqrt(self._squares) / self._weight
 
     def learn(self, value: float) -> None:
-        """What was known fades, and this joins it."""
+        """Add an observation."""
         known, off = self._weight * ROUND_FADE, value - self.value
         self._weight = known + 1
         self.value += off / self._weight
         self._squares = self._squares * ROUND_FADE + off * off * known / self._weight
 
-    def doubt(self, trials: float) -> None:
-        """What is known counts as so many values at most, and is as sure as before."""
-        share = min(1.0, trials / self._weight)
+    def doubt(self, observations: float) -> None:
+        """Count the record as at most that many observations. Value and standard error stay."""
+        share = min(1.0, observations / self._weight)
         self._weight, self._squares = self._weight * share, self._squares * share * share
 
 
-class Rate:
-    """Tokens a millisecond; 0 before any.
+class TokenRate:
+    """Tokens per millisecond of recent rounds; 0 before the first.
 
-    That the price of a draft token follows what such prices have led to is Dinkelbach's way to the highest ratio
-    (1967).
+    Pricing a draft token at the rate reached so far converges to the highest ratio of tokens to time (Dinkelbach 1967).
     """
 
     def __init__(self) -> None:
@@ -250,27 +261,27 @@ class Rate:
         return self._tokens / self._ms if self._ms else 0.0
 
     def learn(self, tokens: float, ms: float) -> None:
-        """Of a round."""
+        """Add a round."""
         self._tokens = self._tokens * ROUND_FADE + tokens
         self._ms = self._ms * ROUND_FADE + ms
 
 
-class Savings:
-    """A share of the time, kept for trials: never more than the last one that was thought of costs."""
+class ExplorationBudget:
+    """Milliseconds saved for trials: grows by ``EXPLORATION_SHARE`` of run time, capped at the last price asked for."""
 
     def __init__(self) -> None:
         self._ms = self._price = 0.0
 
-    def save(self, ms: float) -> None:
-        """Of a round that took so long."""
-        self._ms = min(self._ms + SHARE * ms, self._price)
+    def accrue(self, ms: float) -> None:
+        """Add the share of a round that took ``ms`` milliseconds."""
+        self._ms = min(self._ms + EXPLORATION_SHARE * ms, self._price)
 
-    def rounds(self, ms: float) -> int:
-        """After how many rounds of so many ms there is enough for what was thought of last."""
-        return math.ceil(max(0.0, self._price - self._ms) / (SHARE * ms))
+    def rounds_until_affordable(self, ms: float) -> int:
+        """Number of rounds of ``ms`` milliseconds each until the last price can be paid."""
+        return math.ceil(max(0.0, self._price - self._ms) / (EXPLORATION_SHARE * ms))
 
-    def pay(self, price: float) -> bool:
-        """Whether there are so many milliseconds; if so, they are spent."""
+    def try_spend(self, price: float) -> bool:
+        """Spend ``price`` milliseconds if the budget covers them; whether it did. The price is the new cap."""
         self._price = price
         if self._ms < price:
             return False
@@ -279,45 +290,50 @@ class Savings:
 
 
 @dataclass
-class _Pace:
-    """Of a row lately: tokens and rounds."""
+class _Progress:
+    """Recent tokens and rounds of one row, with fading weights, and its lead over plain decoding, in plain rounds."""
 
     tokens: float = PRIOR_ROUNDS
     rounds: float = PRIOR_ROUNDS
-    ahead: float = 0.0  # plain rounds by which its draft tokens have brought it ahead of plain decoding
+    lead: float = 0.0
 
 
-class Paces:
-    """How fast each row comes on, and what a token of each is worth.
+class RowProgress:
+    """Speed of each row, from which the token weights follow.
 
-    Tokens per millisecond are the goal while other requests wait or may come: all tokens are worth the same. A batch
-    that only drains has ended when its slowest row has, which gains nothing when the others hurry on at its expense.
-    There a token counts by how late its row will end.
+    While requests wait or may come, the goal is tokens per millisecond, and all tokens weigh the same. A draining batch
+    ends with its slowest row, which gains nothing if the others advance at its expense. There a token weighs more the
+    later its row will end.
     """
 
     def __init__(self) -> None:
-        self.rows: PerRow[_Pace] = PerRow()
+        self.rows: PerRow[_Progress] = PerRow()
 
     def learn(self, accepted: Sequence[int], took: float) -> None:
-        """From a round: draft tokens kept, and its time over a plain one's."""
+        """Add a round. accepted: draft tokens accepted per row. took: the round's time over a plain round's."""
         for row, kept in enumerate(accepted):
-            pace = self.rows.setdefault(row, _Pace())
-            pace.tokens = PRIOR_ROUNDS + (pace.tokens - PRIOR_ROUNDS) * ROW_FADE + kept + 1
-            pace.ahead += kept + 1 - took
-            pace.rounds = PRIOR_ROUNDS + (pace.rounds - PRIOR_ROUNDS) * ROW_FADE + 1
+            progress = self.rows.setdefault(row, _Progress())
+            progress.tokens = PRIOR_ROUNDS + (progress.tokens - PRIOR_ROUNDS) * ROW_FADE + kept + 1
+            progress.lead += kept + 1 - took
+            progress.rounds = PRIOR_ROUNDS + (progress.rounds - PRIOR_ROUNDS) * ROW_FADE + 1
 
-    def worth_of_tokens(self, batch: Batch) -> list[float]:
-        """[B], 1 on average: what a token does for an early end of all is (when its row ends) / (the row's pace)."""
+    def token_weights(self, batch: Batch) -> list[float]:
+        """Token weight of each row, [B], 1 on average.
+
+        In a draining batch it is proportional to (rounds until the row ends) / (the row's tokens per round).
+        """
         if not batch.draining or batch.rows == 1:
             return [1.0] * batch.rows
-        worth = [(batch.limits[row] - batch.lengths[row]) * self._rounds_a_token(row) ** 2 for row in range(batch.rows)]
-        total = sum(worth)
-        return [batch.rows * each / total for each in worth]
+        weights = [
+            (batch.limits[row] - batch.lengths[row]) * self._rounds_per_token(row) ** 2 for row in range(batch.rows)
+        ]
+        total = sum(weights)
+        return [batch.rows * weight / total for weight in weights]
 
-    def ahead(self, rows: int) -> list[float]:
-        """Plain rounds by which draft tokens have brought each row ahead of plain decoding."""
-        return [pace.ahead if (pace := self.rows.get(row)) else 0.0 for row in range(rows)]
+    def leads(self, rows: int) -> list[float]:
+        """Lead of each row over plain decoding, in plain rounds: tokens gained minus time spent."""
+        return [progress.lead if (progress := self.rows.get(row)) else 0.0 for row in range(rows)]
 
-    def _rounds_a_token(self, row: int) -> float:
-        pace = self.rows.get(row)
-        return 1.0 if pace is None else pace.rounds / pace.tokens
+    def _rounds_per_token(self, row: int) -> float:
+        progress = self.rows.get(row)
+        return 1.0 if progress is None else progress.rounds / progress.tokens

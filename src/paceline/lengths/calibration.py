@@ -1,4 +1,4 @@
-"""Measures what rounds cost here and now: the real models, on rows of their own that no request ever sees."""
+"""Measures the time of rounds on this machine: the real models, on rows that belong to no request."""
 
 from __future__ import annotations
 
@@ -21,44 +21,44 @@ from paceline.kernels.gpu.graphs import Ticket
 from paceline.lengths.cost import CostTable, interpolate
 from paceline.models.decoder import Decoder
 
-Progress = Callable[[Sequence["Point"]], Iterable["Point"]]
+ProgressBar = Callable[[Sequence["TimedRun"]], Iterable["TimedRun"]]
 
-CONTEXT = 96  # tokens of a row in most measurements
-LONG_CONTEXT = 768  # and in those that tell what context costs
-CONTEXT_ROWS = 4
-FEEDS = (1, 16, 64)
-FASTER = 1.25  # a fastest time spreads by up to 7 % on an idle machine: beyond this factor, a busy machine was timed
-COARSE_TOKENS = 64  # most that a round verifies while an engine starts
+CONTEXT = 96  # tokens per row in most measurements
+LONG_CONTEXT = 768  # tokens per row in the measurements of what context costs
+CONTEXT_ROWS = 4  # rows in those: enough to time them, few enough for their memory
+FEEDS = (1, 16, 64)  # missing tokens that a draft model reads
+MAX_SPREAD = 1.25  # ratio of two fastest times that only a busy machine explains: an idle one spreads by up to 7 %
+COARSE_TOKENS = 64  # tokens of the largest verification while an engine starts: bounds its start-up time
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What to measure. Everything is measured twice, then again while ``seconds`` last, at most ``repeats`` times.
+    """Batch sizes and lengths to measure: each twice, then again for ``seconds``, at most ``repeats`` times in all.
 
-    most_tokens: rounds that verify more than so many are not played; the line through the two before them goes on.
+    max_tokens: largest verification to run, in tokens; larger ones are extrapolated. None: no limit.
     """
 
     batch_sizes: tuple[int, ...]
     lengths: tuple[int, ...]
     seconds: float = 2.0
     repeats: int = 6
-    most_tokens: int | None = None
+    max_tokens: int | None = None
 
     @staticmethod
     def coarse(capacity: int) -> Grid:
-        """Few points, for the start of an engine: 1, 2, 4, ... rows and the capacity; 0, 1, 3 and 7 draft tokens."""
+        """Few sizes, for the start of an engine: 1, 2, 4, ... rows and the capacity; 0, 1, 3 and 7 draft tokens."""
         sizes = {capacity} | {2**power for power in range(capacity.bit_length() - 1)}
-        return Grid(tuple(sorted(sizes)), (0, 1, 3, 7), most_tokens=COARSE_TOKENS)
+        return Grid(tuple(sorted(sizes)), (0, 1, 3, 7), max_tokens=COARSE_TOKENS)
 
     def measured(self, rows: int) -> tuple[int, ...]:
-        """The lengths to play with so many rows: two at least, so that a line leads on to the others."""
-        most = self.most_tokens
-        return tuple(k for j, k in enumerate(self.lengths) if most is None or j < 2 or rows * (k + 1) <= most)
+        """Lengths to measure with ``rows`` rows: at least two, so that the others can be extrapolated."""
+        limit = self.max_tokens
+        return tuple(k for j, k in enumerate(self.lengths) if limit is None or j < 2 or rows * (k + 1) <= limit)
 
 
 @dataclass
-class Point:
-    """One thing to time, and the fastest time so far, in ms: other programs on the machine only add to it."""
+class TimedRun:
+    """Something to time, and its fastest time so far in milliseconds. Other programs can only slow a run down."""
 
     run: Callable[[], object]
     prepare: Callable[[], object] = lambda: None
@@ -71,24 +71,25 @@ class Point:
         self.ms = min(self.ms, 1000 * (time.perf_counter() - started))
 
 
-def implausible(points: Mapping[tuple[int, int], Point]) -> list[Point]:
-    """Points, by (rows, tokens of each), that a busy machine has slowed down, because others contradict them.
+def implausible(points: Mapping[tuple[int, int], TimedRun]) -> list[TimedRun]:
+    """Runs that a busy machine must have slowed down, because other runs contradict them.
 
-    A pass takes no longer than one with more rows and more tokens, and no longer than several smaller passes.
+    points: by (rows, tokens per row). A pass takes no longer than one with more rows and more tokens, and no longer
+    than several smaller passes with as many tokens in all.
     """
     return [
         point
         for (rows, tokens), point in points.items()
         if any(
-            point.ms > FASTER * other.ms * max(1.0, rows * tokens / (more_rows * more_tokens))
+            point.ms > MAX_SPREAD * other.ms * max(1.0, rows * tokens / (more_rows * more_tokens))
             for (more_rows, more_tokens), other in points.items()
             if (more_rows >= rows and more_tokens >= tokens) or (more_rows <= rows and more_tokens <= tokens)
         )
     ]
 
 
-class Runner(Protocol):
-    """Plays whole rounds on a batch of its own (``device_round.DeviceRound``)."""
+class RoundRunner(Protocol):
+    """Runs whole rounds on a batch of its own (``device_round.DeviceRound``)."""
 
     batch: Batch
 
@@ -97,20 +98,19 @@ class Runner(Protocol):
     def catch_up(self, rows: int, missing: int, longest: int) -> None: ...
 
 
-class Kernels(Protocol):
+class VerifyingRound(Protocol):
     """Verifies, accepts and commits in one call (``native_round.NativeRound``)."""
 
     def run(self, draft: Draft) -> Verdict: ...
 
 
 class Calibration:
-    """Plays rounds that no request sees. The engine must be idle: its caches' first rows are written to.
+    """Measures rounds on rows that belong to no request. The engine must be idle: its caches' first rows are written.
 
-    runner: who plays rounds; then what is verified and what is drafted cannot be told apart, and verification takes the
-    time of both. None: the host does, by the kernels that ``natively`` gives for a batch, or, where it gives none,
-    part by part without a commit.
-
-    room: what the rows may take; they have their caches back afterwards without a token.
+    runner: runs whole rounds, whose verification and drafting cannot be timed apart; ``verify`` then holds both. None:
+        the host runs them, with the kernels that ``natively`` returns for a batch, or, if it returns None, step by
+        step and without a commit.
+    room: memory for the rows' caches, which are empty again afterwards.
     """
 
     def __init__(
@@ -119,8 +119,8 @@ class Calibration:
         drafter: Drafter,
         accept: AcceptanceRule,
         grid: Grid,
-        runner: Runner | None = None,
-        natively: Callable[[Batch], Kernels | None] = lambda _batch: None,
+        runner: RoundRunner | None = None,
+        natively: Callable[[Batch], VerifyingRound | None] = lambda _batch: None,
         room: KVCacheBudget = UNLIMITED,
     ) -> None:
         self.target, self.drafter, self.accept, self.grid, self.runner = target, drafter, accept, grid, runner
@@ -140,8 +140,8 @@ class Calibration:
         device = self.target.model.device
         return Batch(rows, self.target.cache.positions, self.target.vocab_size, device, cpu_ops(device))
 
-    def run(self, progress: Progress = iter) -> CostTable:
-        """The table; ``progress`` may wrap the points in a progress bar."""
+    def run(self, progress: ProgressBar = iter) -> CostTable:
+        """Measure the table. progress: may wrap the runs in a progress bar."""
         if not self._room.is_short:
             return self._run(progress)
         rows = max(self.grid.batch_sizes)
@@ -160,7 +160,7 @@ class Calibration:
             decoder.resize_row(row, positions)
 
     @torch.inference_mode()
-    def _run(self, progress: Progress) -> CostTable:
+    def _run(self, progress: ProgressBar) -> CostTable:
         sizes, lengths = self.grid.batch_sizes, self.grid.lengths
         self._fill(max(sizes), self.context)
         self._fill(min(CONTEXT_ROWS, max(sizes)), self.long_context)
@@ -192,9 +192,7 @@ class Calibration:
 
     @torch.inference_mode()
     def plain_ms(self) -> float:
-        """Of a round without draft tokens for one row: a few rounds tell whether a table was measured on a busy
-        machine.
-        """
+        """Milliseconds of a plain round of one row, the fastest of a few: tells whether a table's machine was busy."""
         self._fill(1, self.context)
         point = self._verify(1, 0, self.context)
         for _ in range(1 + self.grid.repeats):
@@ -202,9 +200,10 @@ class Calibration:
         return point.ms
 
     def _verify_table(self, measured: dict[tuple[int, int], float]) -> tuple[tuple[float, ...], ...]:
-        """[size][length]; no round is slower than one with more rows or more draft tokens: noise only ever adds.
+        """Times as [size][length], where no round is slower than one with more rows or more draft tokens.
 
-        That holds of the measured times before a line leads beyond them, so that it leads upwards.
+        Noise only adds time, so a slower one takes the other's time. This is done before extrapolation as well, so that
+        no line falls.
         """
         smooth = {
             (size, k): min(ms for (rows, length), ms in measured.items() if rows >= size and length >= k)
@@ -217,8 +216,8 @@ class Calibration:
             table.append([interpolate(lengths, line, k) for k in self.grid.lengths])
         return tuple(tuple(line) for line in np.minimum.accumulate(table[::-1], axis=0)[::-1].tolist())
 
-    def _measure(self, points: list[Point], progress: Progress) -> None:
-        points[0].measure()  # the very first run pays for everybody's warm-up
+    def _measure(self, points: list[TimedRun], progress: ProgressBar) -> None:
+        points[0].measure()  # warm-up
         points[0].ms = float("inf")
         ends = time.perf_counter() + self.grid.seconds
         for point in progress([*points, *points]):  # the second time much later than the first: pauses rarely hit both
@@ -229,14 +228,17 @@ class Calibration:
                     return
                 point.measure()
 
-    def _measure_again(self, points: Mapping[tuple[int, int], Point]) -> None:
-        """What cannot be true, until it can, or as often as everything may be measured."""
+    def _measure_again(self, points: Mapping[tuple[int, int], TimedRun]) -> None:
+        """Repeat implausible runs until they are plausible, at most ``repeats`` times."""
         for _ in range(self.grid.repeats):
             for point in implausible(points):
                 point.measure()
 
-    def _context_cost(self, near: dict[int, Point], far: dict[int, Point], rows: int) -> tuple[float, float]:
-        """Milliseconds for each row and position of context: once, and for each token fed."""
+    def _context_cost(self, near: dict[int, TimedRun], far: dict[int, TimedRun], rows: int) -> tuple[float, float]:
+        """Milliseconds per row and position of context: once, and for each token fed.
+
+        near, far: by draft tokens per row, at ``context`` and at ``long_context``.
+        """
         longest = max(near)
         area = rows * (self.long_context - self.context)
         if area == 0 or longest == 0:
@@ -246,15 +248,15 @@ class Calibration:
         return max(0.0, plain - token), token
 
     def _fill(self, rows: int, context: int) -> None:
-        """Real numbers in the caches: untouched memory would be read too fast."""
-        generator = torch.Generator(self.batch.device).manual_seed(0)  # the global one is the caller's
+        """Fill caches with random numbers, because untouched memory would be read too fast."""
+        generator = torch.Generator(self.batch.device).manual_seed(0)  # leaves the caller's global generator alone
         for decoder in (self.target, *self.drafter.decoders):
             for table in (decoder.cache.keys, decoder.cache.values):
                 for layer in table:
                     layer[:rows, :, :context].uniform_(-1, 1, generator=generator)
 
     def _rows(self, rows: int, context: int) -> None:
-        """``rows`` decoding rows of random text, of which all caches lack the last token."""
+        """Start ``rows`` rows of ``context`` random tokens, of which all caches lack the last."""
         draws = torch.randint(self.batch.vocab_size, (rows, context), generator=torch.Generator().manual_seed(rows))
         params = SamplingParams(temperature=0, max_tokens=self.batch.positions)
         for row, tokens in enumerate(draws.tolist()):
@@ -263,7 +265,7 @@ class Calibration:
         for decoder in (self.target, *self.drafter.decoders):
             decoder.num_computed_tokens[:rows] = context - 1
 
-    def _verify(self, rows: int, k: int, context: int) -> Point:
+    def _verify(self, rows: int, k: int, context: int) -> TimedRun:
         if self.runner is not None:
             return self._round(self.runner, rows, k, context)
         draft = Draft.of([[0] * k for _ in range(rows)], self.batch.device)
@@ -273,30 +275,30 @@ class Calibration:
                 return self._kernels.run(draft)
             return self.accept(draft, self.target.verify(self.batch, draft), self.batch).host
 
-        return Point(run, lambda: self._rows(rows, context))
+        return TimedRun(run, lambda: self._rows(rows, context))
 
-    def _round(self, runner: Runner, rows: int, k: int, context: int) -> Point:
-        """A whole one, and the host's reading of it. The first time of each is that of its capture, if there is one."""
-        return Point(lambda: runner.run(rows, k, context).read(), lambda: self._rows(rows, context))
+    def _round(self, runner: RoundRunner, rows: int, k: int, context: int) -> TimedRun:
+        """A whole round and the host's reading of its result. The first run includes the capture, if there is one."""
+        return TimedRun(lambda: runner.run(rows, k, context).read(), lambda: self._rows(rows, context))
 
-    def _draft(self, rows: int, k: int) -> Point:
+    def _draft(self, rows: int, k: int) -> TimedRun:
         if self.runner is not None:
-            return Point(lambda: None, ms=0.0)  # part of the round; a measured no-op would be noise
-        wish = SpeculationPlan(k, fallback=lambda _batch, _copied: k)  # a draft model is what takes time
+            return TimedRun(lambda: None, ms=0.0)  # part of the round; a measured no-op would be noise
+        plan = SpeculationPlan(k, fallback=lambda _batch, _ngram_draft: k)  # always the draft model, which takes time
 
         def run() -> object:
-            return self.drafter.propose(self.batch, wish).drafted
+            return self.drafter.propose(self.batch, plan).drafted
 
-        return Point(run, lambda: self._rows(rows, self.context))
+        return TimedRun(run, lambda: self._rows(rows, self.context))
 
-    def _feed(self, tokens: int) -> Point:
+    def _feed(self, tokens: int) -> TimedRun:
         start, stop = self.context - 1 - tokens, self.context - 1
 
         def run() -> None:
             if self.runner is not None:
-                reads = self.drafter.decoders[0].reads  # the last ones are a round's to read
+                reads = self.drafter.decoders[0].reads  # the last tokens are read by the round itself
                 self.runner.catch_up(1, tokens + reads, self.context)
-                self.batch.length[:1].tolist()  # when it has been done
+                self.batch.length[:1].tolist()  # waits for the device
                 return
             for decoder in self.drafter.decoders:
                 decoder.prefill(self.batch, 0, [start], [stop])
@@ -306,4 +308,4 @@ class Calibration:
             for decoder in self.drafter.decoders:
                 decoder.num_computed_tokens[:1] = start
 
-        return Point(run, prepare)
+        return TimedRun(run, prepare)

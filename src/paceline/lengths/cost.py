@@ -1,8 +1,8 @@
-"""What a round costs: measured tables, corrected by the rounds that are played.
+"""Time of a round: measured tables, corrected by the rounds that run.
 
-A round of b rows that draft token k tokens each takes verify(b, k) + draft(b, k) milliseconds. Verification is a
-function of the tokens fed, b (k + 1), of b, and of the context; drafting is a part that every draft pays and a part for
-each draft token. The tables are measured (``calibration``, or ``paceline profile``); real rounds then correct them.
+A round of b rows with k draft tokens each takes verify(b, k) + draft(b, k) milliseconds. Verification depends on the
+tokens fed, b (k + 1), on b, and on the context. Drafting has a fixed part and a part for each draft token. The tables
+are measured by ``calibration`` or ``paceline profile``.
 """
 
 from __future__ import annotations
@@ -16,21 +16,28 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.lengths.belief import LONGEST_AUTO, Mean
+from paceline.lengths.belief import LONGEST_AUTO, RunningMean
 
 Numbers = NDArray[np.float64]
 
-NOISE = 0.04  # variance of log(a round's time)
-DRIFT = 2e-4  # by which the machine's pace may change from round to round, likewise
-UNKNOWN = 0.03  # of a table's error, likewise, before any round was played
-_JUMP = 2 * math.sqrt(NOISE)  # a single round moves an estimate as if it were off by this factor at most, a log
-REFRESH = 16  # rounds after which times are worked out anew
+# Variances of log(measured time / table), the observation of the Kalman filter:
+NOISE = 0.04  # of a single round: a standard deviation of 20 %
+DRIFT = 2e-4  # added per round, because the machine's speed changes
+INITIAL_VARIANCE = 0.03  # of the table's error before the first round: a standard deviation of 17 %
+# Largest surprise that a round may have, in log units: pauses of the machine count as two standard deviations. With 1.0
+# n-gram drafts ran at 0.989 of the former policies' speed in the simulator, so at 0.994 (docs/log.md).
+_MAX_SURPRISE = 2 * math.sqrt(NOISE)
+REFRESH_ROUNDS = 16  # rounds for which corrected times are reused; computing them costs more than they change
+MIN_CONTEXT_FACTOR = 0.1  # of the tabulated time: lower bound of a time extrapolated to a short context
+MIN_MS = 1e-6  # lower bound of times whose logarithm is taken
+MAX_PASS_FACTOR = 2  # a drafting pass counts as at most twice the mean: pauses of the machine are no information
 
 
 def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
-    """The line through the two measured points around x (never below 0).
+    """Piecewise linear interpolation of the points (xs, ys) at x, at least 0. xs ascend.
 
-    Below the first, the first two go on; beyond the last, the line from the middle to the last, which is less noisy.
+    Below the first point the first segment is extended. Beyond the last point the line through the middle point and the
+    last is extended, which is less noisy than the last segment.
     """
     if len(xs) == 1:
         return ys[0]
@@ -41,7 +48,7 @@ def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
 
 
 def lower_hull(ys: Sequence[float]) -> list[float]:
-    """The largest convex function below ys at 0, 1, 2, ...: what noise lifted is brought back to the line."""
+    """Values at 0, 1, 2, ... of the largest convex function that is nowhere above ``ys``: removes upward noise."""
     corners: list[int] = []
     for x, y in enumerate(ys):
         while len(corners) > 1:
@@ -55,13 +62,15 @@ def lower_hull(ys: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class CostTable:
-    """Milliseconds, measured at ``context`` tokens a row.
+    """Measured times in milliseconds, at ``context`` tokens per row.
 
-    verify[i][j]: batch_sizes[i] rows with lengths[j] draft tokens each, acceptance and commit included.
-    draft_once[i], draft_step[i]: a draft of k draft tokens for batch_sizes[i] rows takes draft_once + k * draft_step.
-    context_once, context_token: what verification takes more for each row and each position of context beyond
-        ``context``: once, and for each token fed.
-    feed_tokens, feed: what feeding so many tokens of one row into the draft model takes (when it must catch up).
+    verify[i][j]: verification for batch_sizes[i] rows with lengths[j] draft tokens each, with acceptance and commit.
+    draft_once[i], draft_step[i]: drafting k tokens for batch_sizes[i] rows takes draft_once + k * draft_step.
+    context_once, context_token: extra verification time per row and position of context beyond ``context``: once, and
+        for each token fed.
+    feed[i]: the draft model reads feed_tokens[i] missing tokens of one row.
+
+    Raises TypeError or ValueError if the fields are not sizes and times of a possible measurement.
     """
 
     batch_sizes: tuple[int, ...]
@@ -76,26 +85,32 @@ class CostTable:
     feed: tuple[float, ...] = (0.0,)
 
     def verify_ms(self, rows: int, k: float, context: float | None = None) -> float:
-        """Between two measured batch sizes, each is asked for the same number of tokens."""
+        """Verification of k draft tokens per row, in ms. context: tokens per row; None: the table's.
+
+        Between two measured batch sizes their times for the same total number of tokens are interpolated.
+        """
         tokens = rows * (k + 1)
         at_size = [
             interpolate([size * (length + 1) for length in self.lengths], times, tokens)
             for size, times in zip(self.batch_sizes, self.verify, strict=True)
         ]
-        more = 0.0 if context is None else rows * (context - self.context)
-        return interpolate(self.batch_sizes, at_size, rows) + more * (self.context_once + (k + 1) * self.context_token)
+        positions = 0.0 if context is None else rows * (context - self.context)
+        per_position = self.context_once + (k + 1) * self.context_token
+        return interpolate(self.batch_sizes, at_size, rows) + positions * per_position
 
     def draft_ms(self, rows: int, k: float) -> float:
+        """Drafting of k tokens per row, in ms."""
         if k == 0:
             return 0.0
         once, step = (interpolate(self.batch_sizes, table, rows) for table in (self.draft_once, self.draft_step))
         return once + k * step
 
     def round_ms(self, rows: int, k: float, context: float | None = None) -> float:
+        """Drafting and verification of k tokens per row, in ms."""
         return self.verify_ms(rows, k, context) + self.draft_ms(rows, k)
 
     def feed_ms(self, tokens: int) -> float:
-        """Catching up by so many tokens, all rows together."""
+        """Time in ms until the draft model has read ``tokens`` missing tokens, all rows together."""
         return interpolate(self.feed_tokens, self.feed, tokens) if tokens > 0 else 0.0
 
     def as_json(self) -> dict[str, Any]:
@@ -103,72 +118,70 @@ class CostTable:
 
     @staticmethod
     def from_json(document: dict[str, Any]) -> CostTable:
-        """Raises TypeError, KeyError or ValueError if the document is not one of ``as_json``."""
+        """The table that ``as_json`` wrote. Raises TypeError, KeyError or ValueError for any other document."""
         if not isinstance(document, dict):
-            raise TypeError(f"a table of costs is an object, not {type(document).__name__}")
-        given = {name: _tupled(value) for name, value in document.items()}
-        return CostTable(**given)
+            raise TypeError(f"a cost table is a JSON object, not {type(document).__name__}")
+        return CostTable(**{name: _as_tuples(value) for name, value in document.items()})
 
     def __post_init__(self) -> None:
-        """Raise TypeError or ValueError unless all are times and sizes that a measurement could have given."""
         axes = self.batch_sizes, self.lengths, self.feed_tokens
-        others = *self.verify, self.draft_once, self.draft_step, self.feed
-        single = self.context, self.context_once, self.context_token
-        if not all(math.isfinite(number) and number >= 0 for line in (*axes, *others, single) for number in line):
-            raise ValueError("a time or a size is no number, or below 0")
+        times = *self.verify, self.draft_once, self.draft_step, self.feed
+        scalars = self.context, self.context_once, self.context_token
+        if not all(math.isfinite(number) and number >= 0 for line in (*axes, *times, scalars) for number in line):
+            raise ValueError("a time or a size is not a number, or is below 0")
         if any(not axis or list(axis) != sorted(set(axis)) for axis in axes) or self.batch_sizes[0] < 1:
-            raise ValueError("sizes do not ascend, or there are none")
+            raise ValueError("sizes are missing or not in ascending order")
         widths = *[self.lengths] * len(self.verify), *[self.batch_sizes] * 3, self.feed_tokens
         lines = *self.verify, self.verify, self.draft_once, self.draft_step, self.feed
         if any(len(line) != len(axis) for line, axis in zip(lines, widths, strict=True)):
-            raise ValueError("a time is missing, or too many are there")
+            raise ValueError("there are fewer or more times than sizes")
         if not all(ms > 0 for line in self.verify for ms in line):
-            raise ValueError("a round that takes no time")
+            raise ValueError("a round takes 0 ms")
 
 
-def _tupled(value: Any) -> Any:
-    return tuple(_tupled(entry) for entry in value) if isinstance(value, list) else value
+def _as_tuples(value: Any) -> Any:
+    return tuple(_as_tuples(entry) for entry in value) if isinstance(value, list) else value
 
 
 # --- correction by real rounds -------------------------------------------------
 
 
-class _Line:
-    """log(measured / table) = level + slope * log2(1 + draft tokens a row), for batches of a size; follows what drifts.
+class _Correction:
+    """log(measured / table) = level + slope * log2(1 + draft tokens per row), for batches of similar size.
 
-    A Kalman filter whose two numbers walk at random: what rounds do not show (the slope, where none has draft tokens)
-    stays as it was, and is doubted more as time passes.
+    A Kalman filter whose two states are random walks. A state that recent rounds do not show (the slope, while no round
+    has draft tokens) keeps its value, and its variance grows.
     """
 
     def __init__(self, level: float, slope: float) -> None:
         self.level, self.slope = level, slope
-        self._level, self._both, self._slope = UNKNOWN, 0.0, UNKNOWN / 4  # how much either may be off: a covariance
+        # covariance matrix of (level, slope)
+        self._level_var, self._covariance, self._slope_var = INITIAL_VARIANCE, 0.0, INITIAL_VARIANCE / 4
 
     @property
     def error(self) -> float:
-        """A standard error of the level, which is all that counts of a plain round."""
-        return math.sqrt(self._level)
+        """Standard error of the level, in log units. A plain round depends on the level alone."""
+        return math.sqrt(self._level_var)
 
-    def learn(self, draft_tokens: float, surprise: float) -> None:
-        """Of rounds with ``draft_tokens`` = log2(1 + draft tokens a row), one was off from this line by so much, a
-        log.
-        """
-        self._level, self._slope = self._level + DRIFT, self._slope + DRIFT
-        level, slope = self._level + self._both * draft_tokens, self._both + self._slope * draft_tokens
-        certain = level + slope * draft_tokens + NOISE
-        news = min(max(surprise, -_JUMP), _JUMP) / certain
-        self.level, self.slope = self.level + level * news, self.slope + slope * news
-        self._level -= level * level / certain
-        self._both -= level * slope / certain
-        self._slope -= slope * slope / certain
+    def learn(self, log_tokens: float, surprise: float) -> None:
+        """Add a round. log_tokens: log2(1 + draft tokens per row). surprise: its log(measured / predicted)."""
+        self._level_var, self._slope_var = self._level_var + DRIFT, self._slope_var + DRIFT
+        level = self._level_var + self._covariance * log_tokens
+        slope = self._covariance + self._slope_var * log_tokens
+        variance = level + slope * log_tokens + NOISE
+        step = min(max(surprise, -_MAX_SURPRISE), _MAX_SURPRISE) / variance
+        self.level, self.slope = self.level + level * step, self.slope + slope * step
+        self._level_var -= level * level / variance
+        self._covariance -= level * slope / variance
+        self._slope_var -= slope * slope / variance
 
 
 @dataclass(frozen=True)
 class RoundTimes:
-    """ms: [rows * LONGEST_AUTO + 1], of rounds with 0, 1, ... draft tokens in all. error: a standard error of the
-    first.
+    """Predicted times of rounds of one batch size: T(n) of the value function.
 
-    as_of: rounds that had been played.
+    ms: [rows * LONGEST_AUTO + 1], milliseconds of a round with 0, 1, ... draft tokens, all rows together.
+    error: standard error of ms[0], in milliseconds. as_of: number of observed rounds when this was computed.
     """
 
     ms: list[float]
@@ -177,122 +190,131 @@ class RoundTimes:
 
     @property
     def plain(self) -> float:
+        """T(0): milliseconds of a round without draft tokens."""
         return self.ms[0]
 
-    def more(self, draft_tokens: int) -> float:
-        """Milliseconds that so many draft tokens take beyond a plain round."""
+    def extra(self, draft_tokens: int) -> float:
+        """T(n) - T(0): milliseconds that ``draft_tokens`` draft tokens add to a plain round."""
         return self.ms[min(draft_tokens, len(self.ms) - 1)] - self.ms[0]
 
     def best(
-        self, lines: Sequence[Sequence[float]], rate: float, deadlines: Sequence[float], most: float = math.inf
+        self, lines: Sequence[Sequence[float]], rate: float, deadlines: Sequence[float], max_ms: float = math.inf
     ) -> tuple[float, list[int]]:
-        """The value of the best draft tokens at this rate, and how many of each line those are; ``most``: ms of the
-        round.
+        """The highest value of verifying a set of draft tokens, and the number of tokens of each line in that set.
 
-        Of draft tokens that bring as much, those of the line with the first deadline are taken first.
-
-        lines: what each draft token brings. It falls along a line, so the best of all are the first of some; and times
-        are convex, so the first that does not pay is the last.
+        lines: expected gain of each draft token, in tokens (w s), not increasing along a line. So the best set holds
+            the first tokens of each line. Times are convex, so the first token that does not pay ends the search.
+        rate: price of time, in tokens per millisecond.
+        deadlines: of each line, in seconds; of equal gains, that of the line with the earliest deadline comes first.
+        max_ms: longest round allowed, in milliseconds.
         """
         value, ms, counts = 0.0, self.ms, [0] * len(lines)
-        least = rate * (ms[1] - ms[0])
-        able = [(-each, deadlines[row], row) for row, line in enumerate(lines) for each in line if each > least]
-        for (brings, _, row), before, after in zip(sorted(able), ms, ms[1:], strict=False):
-            gain = -brings - rate * (after - before)
-            if gain <= 0 or after > most:
+        min_gain = rate * (ms[1] - ms[0])
+        candidates = [
+            (-gain, deadlines[row], row) for row, line in enumerate(lines) for gain in line if gain > min_gain
+        ]
+        for (negated, _, row), before, after in zip(sorted(candidates), ms, ms[1:], strict=False):
+            net = -negated - rate * (after - before)
+            if net <= 0 or after > max_ms:
                 break
-            value += gain
+            value += net
             counts[row] += 1
         return value, counts
 
 
 @dataclass(frozen=True)
-class _Tabulated:
-    """Rounds of one batch size with 0, 1, ... draft tokens in all, by the table; each [draft tokens + 1].
+class _TabulatedRounds:
+    """Rounds of one batch size by the table alone, each [rows * LONGEST_AUTO + 1]: with 0, 1, ... draft tokens in all.
 
-    ms: at the table's context; by_context: what each position of context adds. draft tokens: log2(1 + draft tokens a
+    ms: at the table's context. ms_per_position: added per position of context. log_tokens: log2(1 + draft tokens per
     row).
     """
 
     ms: Numbers
-    by_context: Numbers
-    draft_tokens: Numbers
+    ms_per_position: Numbers
+    log_tokens: Numbers
 
 
 class CostModel:
-    """What verifying and drafting take: the table's times, corrected by real rounds.
+    """Times of verification and drafting: the table's, corrected by real rounds.
 
-    whole: rounds are told with their drafts, and their times are given so; else drafts are told apart, by passes.
+    includes_drafting: rounds are measured and predicted together with their drafts (captured rounds on a GPU, or
+        verification that pays for the longest draft in every row). Otherwise drafting has its own times, pass by pass.
     """
 
-    def __init__(self, table: CostTable, whole: bool = False) -> None:
-        self.table, self.whole = table, whole
+    def __init__(self, table: CostTable, includes_drafting: bool = False) -> None:
+        self.table, self.includes_drafting = table, includes_drafting
         self._rounds = 0
-        self._line = _Line(0.0, 0.0)  # of the last round's batch size
-        self._lines: dict[int, _Line] = {}  # by batch size: 1, 2, 3-4, 5-8, ... rows
-        self._tables: dict[int, _Tabulated] = {}
+        self._latest = _Correction(0.0, 0.0)  # of the last round's batch size: where other sizes start from
+        self._corrections: dict[int, _Correction] = {}  # by batch size: 1, 2, 3-4, 5-8, ... rows
+        self._tables: dict[int, _TabulatedRounds] = {}
         self._times: dict[tuple[int, int], RoundTimes] = {}
-        self._passes: dict[tuple[int, bool], Mean] = {}
+        self._passes: dict[tuple[int, bool], RunningMean] = {}
 
     def times(self, rows: int, context: float) -> RoundTimes:
-        """A few rounds old at most, and of such a context within a factor of two."""
-        kind = rows, int(context).bit_length()
-        known = self._times.get(kind)
-        if known is None or self._rounds - known.as_of > min(self._rounds // 4, REFRESH):
-            known = self._times[kind] = self._now(rows, context)
+        """Corrected times, at most ``REFRESH_ROUNDS`` rounds old. context: tokens per row, met within a factor of two.
+
+        They are renewed more often while few rounds have been observed.
+        """
+        key = rows, int(context).bit_length()
+        known = self._times.get(key)
+        if known is None or self._rounds - known.as_of > min(self._rounds // 4, REFRESH_ROUNDS):
+            known = self._times[key] = self._corrected(rows, context)
         return known
 
-    def _now(self, rows: int, context: float) -> RoundTimes:
-        """Verification alone is convex in truth: what noise lifted is brought back to the line."""
-        table, line = self._tabulated(rows), self._of_size(rows)
-        ms = np.maximum(table.ms + table.by_context * (context - self.table.context), 0.1 * table.ms)
-        corrected: list[float] = (ms * np.exp(line.level + line.slope * table.draft_tokens)).tolist()
-        times = corrected if self.whole else lower_hull(corrected)
-        return RoundTimes(times, times[0] * line.error, self._rounds)
+    def _corrected(self, rows: int, context: float) -> RoundTimes:
+        """Times as of now. Verification alone is convex in the number of tokens, so upward noise is removed."""
+        table, correction = self._tabulated(rows), self._correction_of(rows)
+        at_context = table.ms + table.ms_per_position * (context - self.table.context)
+        ms = np.maximum(at_context, MIN_CONTEXT_FACTOR * table.ms)
+        corrected: list[float] = (ms * np.exp(correction.level + correction.slope * table.log_tokens)).tolist()
+        times = corrected if self.includes_drafting else lower_hull(corrected)
+        return RoundTimes(times, times[0] * correction.error, self._rounds)
 
     def observe(self, rows: int, draft_tokens: int, context: float, ms: float) -> None:
-        """A round with so many draft tokens in all took so long."""
-        table, line = self._tabulated(rows), self._of_size(rows)
-        base, among = table.ms.item(draft_tokens), table.draft_tokens.item(draft_tokens)
-        believed = max(base + table.by_context.item(draft_tokens) * (context - self.table.context), 0.1 * base)
-        surprise = math.log(max(ms, 1e-6) / believed) - line.level - line.slope * among
-        line.learn(among, surprise)
-        self._line = line
+        """Learn from a round that took ``ms`` milliseconds with ``draft_tokens`` draft tokens, all rows together."""
+        table, correction = self._tabulated(rows), self._correction_of(rows)
+        base, log_tokens = table.ms.item(draft_tokens), table.log_tokens.item(draft_tokens)
+        at_context = base + table.ms_per_position.item(draft_tokens) * (context - self.table.context)
+        tabulated = max(at_context, MIN_CONTEXT_FACTOR * base)
+        surprise = math.log(max(ms, MIN_MS) / tabulated) - correction.level - correction.slope * log_tokens
+        correction.learn(log_tokens, surprise)
+        self._latest = correction
         self._rounds += 1
 
     def pass_ms(self, rows: int, first: bool) -> float:
-        """Of the draft model for so many rows: the first pass of a draft, or any other."""
+        """Milliseconds of one drafting pass for ``rows`` rows. first: the first of a draft, which costs more."""
         known = self._passes.get((rows, first))
-        return self._believed_pass(rows, first) if known is None else known.value
+        return self._tabulated_pass(rows, first) if known is None else known.value
 
     def observe_passes(self, rows: int, passes: Sequence[float]) -> None:
-        """A draft's passes took so many ms."""
+        """Learn from the passes of one draft. passes: milliseconds of each."""
         for place, ms in enumerate(passes):
-            kind = rows, place == 0
-            mean = self._passes.setdefault(kind, Mean(self._believed_pass(*kind)))
-            most = max(2 * mean.value, self._believed_pass(rows, first=True))  # from 0, too
-            mean.learn(min(ms, most))  # pauses of the machine are no news
+            key = rows, place == 0
+            mean = self._passes.setdefault(key, RunningMean(self._tabulated_pass(*key)))
+            max_ms = max(MAX_PASS_FACTOR * mean.value, self._tabulated_pass(rows, first=True))  # a mean of 0 can rise
+            mean.learn(min(ms, max_ms))
 
-    def _believed_pass(self, rows: int, first: bool) -> float:
+    def _tabulated_pass(self, rows: int, first: bool) -> float:
         one = self.table.draft_ms(rows, 1)
-        return one if first else max(self.table.draft_ms(rows, 2) - one, 1e-6)
+        return one if first else max(self.table.draft_ms(rows, 2) - one, MIN_MS)
 
     def feed_ms(self, tokens: int) -> float:
-        """Reading so many tokens that the draft model missed, all rows together."""
-        return self.table.feed_ms(tokens) * math.exp(self._line.level)
+        """F: milliseconds until the draft model has read ``tokens`` missing tokens, all rows together."""
+        return self.table.feed_ms(tokens) * math.exp(self._latest.level)
 
-    def _of_size(self, rows: int) -> _Line:
+    def _correction_of(self, rows: int) -> _Correction:
         size = (rows - 1).bit_length()
-        if size not in self._lines:
-            self._lines[size] = _Line(self._line.level, self._line.slope)
-        return self._lines[size]
+        if size not in self._corrections:
+            self._corrections[size] = _Correction(self._latest.level, self._latest.slope)
+        return self._corrections[size]
 
-    def _tabulated(self, rows: int) -> _Tabulated:
+    def _tabulated(self, rows: int) -> _TabulatedRounds:
         if rows not in self._tables:
             table, lengths = self.table, np.arange(LONGEST_AUTO + 1)
-            spread = np.arange(rows * LONGEST_AUTO + 1) / rows
-            at = table.round_ms if self.whole else table.verify_ms
-            ms = np.interp(spread, lengths, [at(rows, k) for k in lengths.tolist()])
-            by_context = rows * (table.context_once + (spread + 1) * table.context_token)
-            self._tables[rows] = _Tabulated(np.maximum(ms, 1e-6), by_context, np.log2(1 + spread))
+            per_row = np.arange(rows * LONGEST_AUTO + 1) / rows
+            time_of = table.round_ms if self.includes_drafting else table.verify_ms
+            ms = np.interp(per_row, lengths, [time_of(rows, k) for k in lengths.tolist()])
+            ms_per_position = rows * (table.context_once + (per_row + 1) * table.context_token)
+            self._tables[rows] = _TabulatedRounds(np.maximum(ms, MIN_MS), ms_per_position, np.log2(1 + per_row))
         return self._tables[rows]

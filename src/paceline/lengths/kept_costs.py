@@ -1,7 +1,7 @@
-"""Costs that were measured once are kept on disk: measuring them takes a second or more, which a short job feels.
+"""Cost tables kept on disk, because a measurement takes a second or more, which short jobs notice.
 
-They are kept (``models.kept``) for models that come from files. What was measured on another machine, for other weights
-or by another version is never read. ``PACELINE_COST_CACHE=off`` keeps nothing.
+Tables are kept (``models.kept``) for models loaded from files. A table from another machine, other weights or another
+version is never read. ``PACELINE_COST_CACHE=off`` disables the cache.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from paceline.core.hardware import cpu_signature
-from paceline.lengths.calibration import FASTER, Calibration
+from paceline.lengths.calibration import MAX_SPREAD, Calibration
 from paceline.lengths.cost import CostTable
 from paceline.lengths.profile import Identity
 from paceline.models.kept import CachedDocument
@@ -22,14 +22,15 @@ from paceline.version import __version__
 log = logging.getLogger("paceline")
 
 VARIABLE = "PACELINE_COST_CACHE"
-METHOD = 4  # one more whenever ``Calibration`` measures something else: costs of another one are not read
+METHOD = 4  # version of ``Calibration``: increase it when the measurement changes, so that older tables are ignored
 
 
 @dataclass(frozen=True)
 class KeptCosts:
-    """The cost table of one engine's models, sizes and machine, on disk (perhaps not yet).
+    """Place on disk for the cost table of one engine: its models, sizes and machine. It may be empty.
 
-    identity: as of a profile. max_batch_size, max_model_len: the engine's, which decide what was measured.
+    identity: as in a profile. max_batch_size, max_model_len: the engine's, in rows and tokens; they decide which sizes
+    are measured.
     """
 
     identity: Identity
@@ -42,21 +43,22 @@ class KeptCosts:
         return CachedDocument("costs", VARIABLE, [asdict(self), versions], CostTable.from_json)
 
     def agrees(self, table: CostTable, plain_ms: float) -> bool:
-        """Whether a round without draft tokens for one row, timed now, is not much faster than the table says.
+        """Whether the table is still plausible. plain_ms: a plain round of one row, measured now.
 
-        Slower rounds are no reason to measure: the machine is busy now, and the policy corrects the table as it plays.
+        A table with a much slower plain round was measured on a busy machine. A faster one is no reason to measure
+        again: the machine is busy now, and the policy corrects the table from real rounds.
         """
-        told = table.verify_ms(1, 0)
-        if plain_ms * FASTER >= told:
+        kept_ms = table.verify_ms(1, 0)
+        if plain_ms * MAX_SPREAD >= kept_ms:
             return True
-        log.info("the costs kept were measured on a busy machine (%.2f ms, now %.2f)", told, plain_ms)
+        log.info("the kept costs are discarded: a plain round took %.2f ms then, %.2f ms now", kept_ms, plain_ms)
         return False
 
 
 def kept_or_measured(calibration: Calibration, keep: KeptCosts | None) -> CostTable:
-    """What an earlier process kept, unless the machine was busy then; else measured now, and kept.
+    """The cost table kept by an earlier process if it is plausible, otherwise a new measurement, which is then kept.
 
-    keep: where; None: nowhere.
+    keep: place on disk; None: always measure, and keep nothing.
     """
     kept = None if keep is None else keep.table.load()
     if keep is not None and kept is not None and keep.agrees(kept, calibration.plain_ms()):
@@ -64,7 +66,7 @@ def kept_or_measured(calibration: Calibration, keep: KeptCosts | None) -> CostTa
     started = time.perf_counter()
     costs = calibration.run()
     log.info(
-        "measured the cost of rounds in %.1f s: a plain one takes %.2f ms with 1 row, %.2f ms with %d",
+        "measured the cost of rounds in %.1f s: a plain round takes %.2f ms with 1 row, %.2f ms with %d rows",
         time.perf_counter() - started,
         costs.round_ms(1, 0),
         costs.round_ms(costs.batch_sizes[-1], 0),

@@ -1,4 +1,4 @@
-"""A profile: for which machine and which models it holds, why it may not, and what policies read of it."""
+"""Profiles: measured costs and best lengths, with the machine and models that they are valid for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORMAT = "paceline-profile-1"
 
 @dataclass(frozen=True)
 class Identity:
-    """All that decides what a round costs and how many draft tokens are kept. Two that differ need two profiles."""
+    """Everything that round times and acceptance depend on. A profile is valid for one identity only."""
 
     machine: str
     device: str
@@ -30,14 +30,17 @@ class Identity:
     acceptance: str
 
     def differences(self, other: Identity) -> list[str]:
-        """In words, profile (other) against here (self)."""
+        """Fields that differ, in words. self: this engine. other: the profile's."""
         mine, theirs = asdict(self), asdict(other)
         return [f"{name} is {mine[name]!r}, not {theirs[name]!r}" for name in mine if mine[name] != theirs[name]]
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What policies read of one: costs, for ``auto``; best, batch size to length, for ``profiled``."""
+    """A measured profile.
+
+    costs: round times, for ``auto``. best: from batch size to best length, for ``profiled``. source: its file.
+    """
 
     identity: Identity
     costs: CostTable
@@ -57,13 +60,13 @@ class Profile:
 
     @staticmethod
     def load(path: Path) -> Profile:
-        """Raises ProfileError if there is no such file or it is no profile."""
+        """Read a profile. Raises ProfileError if the file is missing, damaged or not a profile of this version."""
         try:
             document = json.loads(path.read_text(encoding="utf-8-sig"))
         except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
             raise ProfileError(f"cannot read the profile {path}: {error}") from error
         if not isinstance(document, dict) or document.get("format") != FORMAT:
-            raise ProfileError(f"{path} is no profile of this version ({FORMAT}); make one with: paceline profile")
+            raise ProfileError(f"{path} is not a profile of this version ({FORMAT}); make one with: paceline profile")
         try:
             profile = Profile(
                 identity=Identity(**document["identity"]),
@@ -73,11 +76,13 @@ class Profile:
             )
             _check_lengths(profile.best)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ProfileError(f"the profile {path} is damaged: {error!r}; make it again: paceline profile") from error
+            raise ProfileError(
+                f"the profile {path} is damaged: {error!r}; make a new one with: paceline profile"
+            ) from error
         return profile
 
     def check(self, here: Identity) -> None:
-        """Raise ProfileError unless the profile was measured on this machine with these models."""
+        """Raise ProfileError unless the profile was measured for this identity."""
         if differences := here.differences(self.identity):
             raise ProfileError(
                 f"{self.source} was not measured for this: {'; '.join(differences)}; run: paceline profile"
@@ -86,4 +91,4 @@ class Profile:
 
 def _check_lengths(best: Mapping[int, int]) -> None:
     if not best or min(best) < 1 or not all(0 <= k <= MAX_SPECULATION_LENGTH for k in best.values()):
-        raise ValueError(f"'best' needs a length from 0 to {MAX_SPECULATION_LENGTH} for one batch size or more")
+        raise ValueError(f"'best' must map one batch size or more to lengths from 0 to {MAX_SPECULATION_LENGTH}")

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.config import SamplingParams
 from paceline.core.outputs import CompletionOutput
-from paceline.drafters.branches import Branches
+from paceline.drafters.branches import DraftTree
 from paceline.tools.bench.trace import TracedRound, Tracer, by_depth, by_node, by_source, page
 from toy import VOCAB, ToyModel, make_engine, run, slow_answer
 
@@ -64,7 +64,7 @@ def test_the_trees_of_a_trace_lead_to_the_answer(width: int) -> None:
     gained = [token for each in tracer.traced for token in each.tokens]
     assert gained[:40] == output.outputs[0].token_ids
     for each in tracer.traced:
-        tree = Branches(list(each.draft_tokens), list(each.parents))
+        tree = DraftTree(list(each.draft_tokens), list(each.parents))
         assert [each.draft_tokens[node] for node in each.path] == list(each.tokens[:-1])
         assert tree.path(each.tokens)[: len(each.path)] == list(each.path)
     saved = sum(each.saved for each in tracer.traced)

@@ -9,7 +9,7 @@ import torch
 
 from model_support import NATIVE, random_tokens, tiny
 from paceline.config import DraftTraining
-from paceline.drafters.heads.layers import Unrolled
+from paceline.drafters.heads.layers import UnrolledAttention
 from paceline.errors import ParameterError
 from paceline.models.loading import load_model
 from paceline.tools.training.hidden_states import HiddenStateReader
@@ -39,7 +39,7 @@ def test_the_head_computes_what_the_targets_last_layers_compute(name: str, tmp_p
     (outputs,) = HiddenStateReader(model, TAPS, 12, threads=1).read(tokens.tolist())
     positions = torch.arange(12)[None]
     with torch.no_grad():
-        hidden = head.step(tokens, head.fuse(outputs.features[None].float()), positions, Unrolled()).normed[0]
+        hidden = head.step(tokens, head.fuse(outputs.features[None].float()), positions, UnrolledAttention()).normed[0]
     assert float((hidden - outputs.hidden.float()).abs().max()) < 0.03 * float(hidden.abs().max())
 
 

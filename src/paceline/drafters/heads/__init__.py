@@ -1,1 +1,1 @@
-"""Trained heads: small networks that read a target's inner streams and draft token its next tokens."""
+"""Trained heads: small networks that predict the next tokens from a target's hidden states."""

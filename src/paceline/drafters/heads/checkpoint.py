@@ -1,4 +1,4 @@
-"""Heads on disk: both layouts are read, speculators' is written. Safetensors alone; files may be anybody's."""
+"""Head checkpoints in safetensors files, which are untrusted: reads two layouts, writes the one of speculators."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _FLAT_LAYER = "midlayer."
 _EMBEDDING = "embed_tokens.weight"
 _OUTPUT = "lm_head.weight"
 _VOCABULARY = ("d2t", "t2d")
-_COPIES = ("verifier_lm_head.weight", "verifier_norm.weight")  # of the target's, for training: no part of the head
+_COPIES = ("verifier_lm_head.weight", "verifier_norm.weight")  # the target's tensors, stored for training: ignored
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def is_head(path: Path) -> bool:
-    """Whether the directory holds a head, of whatever kind, and no model."""
+    """Whether the directory holds a head of any kind rather than a model."""
     return path.is_dir() and layout_of(read_object(path / "config.json")) is not None
 
 
 @reads_model
 def read_head_config(source: ResolvedSource) -> HeadConfig:
-    """What the head at ``source``, a directory or a hub name, looks like. Raises as ``load_head``."""
+    """The configuration of the head at ``source``, a directory or a hub name. Raises as ``load_head``."""
     return HeadConfig.read(read_configuration(_directory(source) / "config.json"))[0]
 
 
@@ -47,13 +47,14 @@ def load_head(
     embedding: Tensor | Callable[[], Tensor] | None = None,
     output: Callable[[], Tensor] | None = None,
 ) -> Head:
-    """The head at ``source``, a directory or a hub name, in ``dtype`` (float32, bfloat16 or float16).
+    """Load the head at ``source``, a directory or a hub name.
 
-    embedding [V, H]: the target's, or what loads it, for a checkpoint that has none of its own. output: loads the rows
-    [V, H] that the target's tokens are said with, for a checkpoint that leaves its own out, because they are the same.
+    dtype: float32, bfloat16 or float16.
+    embedding: the target's token embedding [V, H], or a function that loads it; used if the checkpoint has none.
+    output: loads the target's output embedding [V, H]; used if the checkpoint has none, because it is the target's.
 
-    Raises ModelNotFoundError, or ModelFormatError if the files are broken or of a kind that is not run, or if a tensor
-    is missing, unknown or of another shape.
+    Raises ModelNotFoundError, or ModelFormatError if the files are damaged or of an unsupported kind, or if a tensor is
+    missing, unknown or of another shape.
     """
     path = _directory(source)
     config, layout = HeadConfig.read(read_configuration(path / "config.json"))
@@ -65,19 +66,20 @@ def load_head(
     wanted = head.state_dict()
     _complete(tensors, config, str(path))
     if _OUTPUT not in tensors and output is not None and "d2t" in tensors:
-        tensors[_OUTPUT] = _said_by(output(), tensors["d2t"], str(path))
+        tensors[_OUTPUT] = _output_rows(output(), tensors["d2t"], str(path))
     _compare(tensors, wanted, str(path))
-    found = {name: tensors[name].to(device, _kind(tensors[name], dtype)) for name in wanted}
+    found = {name: tensors[name].to(device, _dtype_for(tensors[name], dtype)) for name in wanted}
     head.load_state_dict(found, assign=True)
     _check_vocabulary(head, str(path))
     return head.requires_grad_(False).eval()
 
 
 def save_head(head: Head, directory: Path, *, embedding: bool = False, output: bool = True) -> None:
-    """Write the speculators layout, as vLLM reads it: config.json and model.safetensors, each whole.
+    """Write config.json and model.safetensors in the speculators layout, which vLLM reads. Each file appears complete.
 
-    embedding: with the token embedding, which readers otherwise take from the target. output: with the rows that tokens
-    are said with; without them a head whose rows are the target's is half as large, but other readers want them.
+    embedding: whether to include the token embedding, which readers otherwise take from the target.
+    output: whether to include the output embedding. Without it, a head that shares the target's is half as large, but
+        other programs need it.
     """
     directory.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
@@ -85,9 +87,10 @@ def save_head(head: Head, directory: Path, *, embedding: bool = False, output: b
         del state[_EMBEDDING]
     if not output:
         del state[_OUTPUT]
-    shared = {name: tensor.clone() for name, tensor in state.items()}  # safetensors takes no two names of one memory
+    # safetensors refuses two names for the same memory
+    copies = {name: tensor.clone() for name, tensor in state.items()}
     with written_whole(directory / "model.safetensors") as part:
-        save_file(shared, part, metadata={"format": "pt"})
+        save_file(copies, part, metadata={"format": "pt"})
     kind = str(head.dtype).removeprefix("torch.")
     fields = head.config.written() | {"torch_dtype": kind}
     write_text(directory / "config.json", json.dumps(fields, indent=2) + "\n")
@@ -95,17 +98,17 @@ def save_head(head: Head, directory: Path, *, embedding: bool = False, output: b
 
 def _directory(source: ResolvedSource) -> Path:
     if not isinstance(source, Path) or not source.is_dir():
-        raise ModelFormatError(f"{source}: a head is a directory with config.json and safetensors files")
+        raise ModelFormatError(f"{source} is not a head: a directory with config.json and safetensors files")
     return source
 
 
 def _tensors(path: Path, layer: str) -> dict[str, Tensor]:
-    """By the names of the speculators layout."""
+    """All tensors of a checkpoint, by their names in the speculators layout."""
     pickles = [file.name for pattern in PICKLES for file in path.glob(pattern)]
     if pickles and not any(path.glob("*.safetensors")):
         raise ModelFormatError(
-            f"{path} has only pickled weights ({pickles[0]}), which can run any code and are not loaded. Convert them "
-            "where you trust them: safetensors.torch.save_file(torch.load(FILE, weights_only=True), NEW)"
+            f"{path} has only pickled weights ({pickles[0]}), which can run any code and are not loaded. "
+            "If you trust them, convert them: safetensors.torch.save_file(torch.load(FILE, weights_only=True), NEW)"
         )
     with reading(path):
         stored = stored_tensors(path)
@@ -114,7 +117,7 @@ def _tensors(path: Path, layer: str) -> dict[str, Tensor]:
         found = {named[name]: tensor.load() for name, tensor in stored.items() if name not in ignored}
     if strange := [name for name, tensor in found.items() if not _is_plain(name, tensor)]:
         kind = found[strange[0]].dtype
-        raise ModelFormatError(f"{path}: the tensor {brief(strange[0])} is of {kind}, in which heads are not run")
+        raise ModelFormatError(f"{path}: the tensor {brief(strange[0])} has the unsupported type {kind}")
     return found
 
 
@@ -125,7 +128,7 @@ def _is_plain(name: str, tensor: Tensor) -> bool:
 
 
 def _complete(tensors: dict[str, Tensor], config: HeadConfig, where: str) -> None:
-    """What may be left out: the vocabulary's tables, where the vocabulary is not cut or one table says it all."""
+    """Add vocabulary tables that a checkpoint may omit: both for a full vocabulary, t2d if there is d2t."""
     size, draft = config.decoder.vocab_size, config.draft_vocab_size
     if "d2t" not in tensors and "t2d" not in tensors and draft == size:
         tensors["d2t"], tensors["t2d"] = torch.zeros(draft, dtype=torch.int64), torch.ones(size, dtype=torch.bool)
@@ -135,8 +138,8 @@ def _complete(tensors: dict[str, Tensor], config: HeadConfig, where: str) -> Non
         tensors["t2d"] = torch.zeros(size, dtype=torch.bool).index_fill_(0, targets, True)
 
 
-def _said_by(rows: Tensor, d2t: Tensor, where: str) -> Tensor:
-    """Of the target's rows [V, H] those of the tokens that the head can say."""
+def _output_rows(rows: Tensor, d2t: Tensor, where: str) -> Tensor:
+    """Rows of the target's output embedding [V, H] for the head's vocabulary: [Vd, H]. d2t: [Vd]."""
     targets = torch.arange(d2t.numel()) + d2t.flatten()
     _check_targets(targets, rows.shape[0], where)
     return rows[targets.to(rows.device)]
@@ -145,22 +148,22 @@ def _said_by(rows: Tensor, d2t: Tensor, where: str) -> Tensor:
 def _compare(tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], where: str) -> None:
     missing, unknown = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
     if missing:
-        hint = "; it is the target's, hand it over" if set(missing) <= {_EMBEDDING, _OUTPUT} else ""
-        raise ModelFormatError(f"{where}: the head lacks {_some(missing)}{hint}")
+        hint = "; it is the target's, pass it to the loader" if set(missing) <= {_EMBEDDING, _OUTPUT} else ""
+        raise ModelFormatError(f"{where}: the head lacks {_listed(missing)}{hint}")
     if unknown:
-        raise ModelFormatError(f"{where}: {_some(unknown)} belong to no head of this configuration")
+        raise ModelFormatError(f"{where}: a head of this configuration has no {_listed(unknown)}")
     for name, tensor in tensors.items():
         if tensor.shape != wanted[name].shape:
-            shapes = f"{list(tensor.shape)}, where config.json says {list(wanted[name].shape)}"
+            shapes = f"{list(tensor.shape)}, but config.json implies {list(wanted[name].shape)}"
             raise ModelFormatError(f"{where}: {name} has the shape {shapes}")
 
 
-def _kind(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+def _dtype_for(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
     return dtype if tensor.is_floating_point() else tensor.dtype if tensor.dtype == torch.bool else torch.int64
 
 
 def _check_vocabulary(head: Head, where: str) -> None:
-    """The two tables name the same tokens, each of them once."""
+    """Raise ModelFormatError unless d2t and t2d name the same tokens, each once."""
     head.t2d = head.t2d.bool()
     _check_targets(head.targets, head.t2d.shape[0], where)
     if int(head.t2d.sum()) != head.d2t.shape[0] or not bool(head.t2d[head.targets].all()):
@@ -174,6 +177,6 @@ def _check_targets(targets: Tensor, size: int, where: str) -> None:
         raise ModelFormatError(f"{where}: d2t names a token twice")
 
 
-def _some(names: list[str]) -> str:
+def _listed(names: list[str]) -> str:
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return f"{', '.join(map(brief, names[:4]))}{more}"

@@ -1,8 +1,8 @@
-"""What a trained head looks like, from the config.json of either layout in which heads are published.
+"""Configuration of trained heads, read from config.json in the two layouts in which heads are published.
 
-speculators (vllm-project): the layers' shape in ``transformer_layer_config``, the switches beside it, the target's
-name in ``speculators_config``.
-Flat (SafeAILab/EAGLE, sgl-project/SpecForge): a Llama configuration and ``draft_vocab_size``.
+* speculators (vllm-project): the layers' shape in ``transformer_layer_config``, switches beside it, the target's name
+  in ``speculators_config``.
+* flat (SafeAILab/EAGLE, sgl-project/SpecForge): a Llama configuration with ``draft_vocab_size``.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from paceline.models.config import ModelConfig
 Layout = Literal["speculators", "flat"]
 T = TypeVar("T")
 
-_FAMILIES = ("llama", "qwen3")  # of the head's own layers, whatever the target's
-_COPIED = (*_FAMILIES, "qwen2")  # of layers that are the target's
+_FAMILIES = ("llama", "qwen3")  # model_type of a head's own layers; the target's may differ
+_COPIED = (*_FAMILIES, "qwen2")  # model_type of layers copied from the target
 _FLAT_ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle3")
-_KINDS = {  # by speculators' names, and what it calls their class; the last is a layout of ours
+_KINDS = {  # from speculators_model_type to the class name in speculators; the last is paceline's own
     "eagle3": "Eagle3Speculator",
     "peagle": "PEagleSpeculator",
     "hidden_transfer": "HiddenTransferSpeculator",
@@ -34,25 +34,29 @@ _USUAL_STREAMS = 3
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """An EAGLE-3 or 3.1 head (arXiv 2503.01840): decoder layers on a token's embedding and streams of the target.
+    """Configuration of a head. There are three kinds:
 
-    Or a parallel one (P-EAGLE, arXiv 2602.01469; ParallelSpec, 2410.05589): the same, but that it reads a mask where
-    the target has read nothing yet, so that all draft tokens come of one pass. Or one that transfers hidden states
-    (arXiv 2404.12022): its layers are the target's last ones, and it reads the stream that enters the first of them.
+    * EAGLE-3 and 3.1 (arXiv 2503.01840): decoder layers over a token's embedding and the target's hidden states.
+    * Parallel (P-EAGLE, arXiv 2602.01469; ParallelSpec, arXiv 2410.05589): the same, with a mask in place of hidden
+      states that the target has not computed, so that one pass makes all draft tokens.
+    * Hidden transfer (arXiv 2404.12022): copies of the target's last layers, over the hidden state that enters them.
 
-    transformer: its layers as Hugging Face says it: model_type (llama or qwen3), hidden_size, intermediate_size,
-        num_attention_heads, num_key_value_heads, num_hidden_layers, vocab_size (the target's), rope and so on.
-    target_width: of the target's streams. draft_vocab_size: how many of the target's tokens it can say.
-    taps: the target's layers whose entering streams it reads; None: the usual three, see ``taps_of``.
-    norm_before_residual: the layer's residual is the normed hidden state, not the raw one.
-    norm_before_fc: one norm over all streams side by side; fc_norm: one norm for each (EAGLE-3.1). At most one of them.
-    norm_output: the next step gets what the last norm gave, not what it was given (EAGLE-3.1).
+    transformer: its layers as a Hugging Face configuration: model_type (llama or qwen3), hidden_size,
+        intermediate_size, num_attention_heads, num_key_value_heads, num_hidden_layers, vocab_size (the target's), rope.
+    target_width: width of the target's hidden states.
+    draft_vocab_size: number of the target's tokens that it can predict.
+    taps: the target's layers whose input hidden states it reads; None: the usual three, see ``taps_of``.
+    norm_before_residual: whether the residual is the normed hidden state instead of the raw one.
+    norm_before_fc: one norm over all hidden states side by side. fc_norm: one norm for each (EAGLE-3.1). At most one of
+        them is set.
+    norm_output: whether the next step reads the output of the last norm instead of its input (EAGLE-3.1).
     mask_token: the target's token whose embedding is part of the mask; None: a head without a mask.
-    transfers: draft tokens for which hidden states are transferred; 0: a head of another kind.
-    verifier, architectures: the target's name and classes, as the checkpoint has them.
-    paying_rows: by device ("cpu", "cuda"), the most rows at which it was measured to pay; none: not measured.
+    transfers: largest number of draft tokens of a hidden transfer head; 0: another kind.
+    verifier, architectures: name and classes of the target, from the checkpoint.
+    paying_rows: by device ("cpu", "cuda"), the largest batch for which it was measured to pay; empty: not measured.
+    speculative_tokens: draft tokens that the checkpoint suggests. paceline's length policies ignore it.
 
-    Raises ModelFormatError for what cannot be run.
+    Raises ModelFormatError for configurations that cannot run.
     """
 
     transformer: Mapping[str, Any]
@@ -68,22 +72,22 @@ class HeadConfig:
     verifier: str = ""
     architectures: tuple[str, ...] = ()
     paying_rows: Mapping[str, int] = field(default_factory=dict, compare=False)
-    speculative_tokens: int = field(default=3, compare=False)  # what the checkpoint proposes; ours are the policy's
+    speculative_tokens: int = field(default=3, compare=False)
 
     def __post_init__(self) -> None:
         decoder = self.decoder
         sizes = (decoder.width, decoder.mlp_width, decoder.heads, decoder.kv_heads, decoder.head_dim, decoder.layers)
         wrong = {
-            "a size that is no positive number": min(*sizes, self.target_width, self.draft_vocab_size) < 1,
+            "a size that is not positive": min(*sizes, self.target_width, self.draft_vocab_size) < 1,
             f"{decoder.heads} heads over {decoder.kv_heads} key heads": decoder.heads % max(1, decoder.kv_heads) != 0,
             "an odd head_dim": decoder.head_dim % 2 != 0,
             f"draft_vocab_size {self.draft_vocab_size} beyond vocab_size": self.draft_vocab_size > decoder.vocab_size,
             "both norm_before_fc and fc_norm": self.norm_before_fc and self.fc_norm,
-            f"streams of layers {self.taps}": self.taps is not None and not _are_layers(self.taps),
+            f"hidden states of layers {self.taps}": self.taps is not None and not _are_layers(self.taps),
             f"mask_token_id {self.mask_token} outside of vocab_size": not 0
             <= (self.mask_token or 0)
             < decoder.vocab_size,
-            "transfers of hidden states and what belongs to other kinds of heads": self.transfers > 0
+            "transfers together with settings of other kinds of heads": self.transfers > 0
             and not self._only_transfers(),
         }
         if found := [what for what, there in wrong.items() if there]:
@@ -91,7 +95,7 @@ class HeadConfig:
 
     @cached_property
     def decoder(self) -> ModelConfig:
-        """The layers' shape; its vocabulary is the target's."""
+        """Shape of the layers; the vocabulary is the target's."""
         kind = self.transformer.get("model_type")
         families = _COPIED if self.transfers else _FAMILIES
         if kind not in families:
@@ -108,47 +112,47 @@ class HeadConfig:
         return self.decoder.width
 
     def _only_transfers(self) -> bool:
-        """Whether nothing is said that only other kinds know: one stream as wide as the layers, which see all text."""
+        """Whether it has no settings of other kinds, one hidden state as wide as its layers, and no sliding window."""
         plain = not any(getattr(self, name) for name in _SWITCHES) and self.mask_token is None
         return plain and self.target_width == self.width and self.streams == 1 and set(self.decoder.windows) == {None}
 
     @property
     def kind(self) -> str:
-        """By the name that ``paceline train-draft`` has for it."""
+        """Kind of the head, as ``paceline train-draft`` names it."""
         return "hidden_transfer" if self.transfers else "parallel" if self.parallel else "feature"
 
     @property
     def parallel(self) -> bool:
-        """Whether it reads a mask in place of its own draft tokens."""
+        """Whether it reads a mask instead of its own draft tokens."""
         return self.mask_token is not None
 
     @property
     def streams(self) -> int:
-        """How many of the target's streams are fused."""
+        """Number of the target's hidden states per token that are fused."""
         return _USUAL_STREAMS if self.taps is None else len(self.taps)
 
     def taps_of(self, layers: int) -> tuple[int, ...]:
-        """The layers of a target of so many whose entering streams are read. Raises ModelFormatError."""
+        """Layers whose input is read, of a target with ``layers`` layers. Raises ModelFormatError if one is missing."""
         taps = (2, layers // 2, layers - 3) if self.taps is None else self.taps
         if not all(0 <= tap < layers for tap in taps):
             raise ModelFormatError(
-                f"the head reads the streams that enter the target's layers {taps}; this target has {layers}, 0 to "
+                f"the head reads the inputs of the target's layers {taps}; this target has {layers} layers, 0 to "
                 f"{layers - 1}"
             )
         return taps
 
     @staticmethod
     def read(fields: Mapping[str, Any]) -> tuple[HeadConfig, Layout]:
-        """The configuration in a config.json, and which layout it is. Raises ModelFormatError, saying what is wrong."""
+        """The configuration in a config.json and its layout. Raises ModelFormatError, which says what is wrong."""
         layout = layout_of(fields)
         if layout is None:
-            raise ModelFormatError("config.json is of no head: neither speculators_model_type nor draft_vocab_size")
+            raise ModelFormatError("config.json is not of a head: neither speculators_model_type nor draft_vocab_size")
         if fields.get("quantization_config"):
-            raise ModelFormatError("heads with quantised weights are not run; take the one in float32 or bfloat16")
+            raise ModelFormatError("heads with quantised weights are not supported; use one in float32 or bfloat16")
         return (_from_speculators(fields) if layout == "speculators" else _from_flat(fields)), layout
 
     def written(self) -> dict[str, Any]:
-        """The config.json of the speculators layout."""
+        """Fields of config.json in the speculators layout."""
         proposal = {
             "proposal_type": "greedy",
             "speculative_tokens": self.speculative_tokens,
@@ -185,7 +189,7 @@ class HeadConfig:
 
 
 def layout_of(fields: Mapping[str, Any]) -> Layout | None:
-    """Which layout of a head a config.json is of; None if it is of a model."""
+    """Layout of a head's config.json; None if it is a model's."""
     if "speculators_model_type" in fields:
         return "speculators"
     eagle = any("Eagle" in str(name) for name in _list(fields, "architectures"))
@@ -199,17 +203,17 @@ def _are_layers(taps: tuple[int, ...]) -> bool:
 def _from_speculators(fields: Mapping[str, Any]) -> HeadConfig:
     kind = fields["speculators_model_type"]
     if kind not in _KINDS:
-        known = f"{kind} heads are not run yet" if kind in _OTHER_KINDS else f"{brief(repr(kind))} is of no known kind"
-        raise ModelFormatError(f"speculators_model_type: {known}; {', '.join(_KINDS)} heads are")
+        known = f"{kind} heads are not supported" if kind in _OTHER_KINDS else f"{brief(repr(kind))} is unknown"
+        raise ModelFormatError(f"speculators_model_type: {known}; supported are {', '.join(_KINDS)}")
     if kind in _NEEDS and fields.get(_NEEDS[kind]) is None:
-        raise ModelFormatError(f"the head's configuration lacks {_NEEDS[kind]}, which a {kind} head has")
+        raise ModelFormatError(f"the head's configuration lacks {_NEEDS[kind]}, which a {kind} head needs")
     transfers = _number(fields, "transfers", 0) if kind == "hidden_transfer" else None
     if transfers is not None and not 0 < transfers <= MAX_SPECULATION_LENGTH:
         raise ModelFormatError(
             f"transfers of the head's configuration is 1 to {MAX_SPECULATION_LENGTH}, not {transfers}"
         )
     transformer = _object(fields, "transformer_layer_config")
-    transformer = {"model_type": "qwen3"} | transformer  # what the format means where it is left out
+    transformer = {"model_type": "qwen3"} | transformer  # the default of the format
     config = _object(fields, "speculators_config")
     verifier = _object(config, "verifier")
     return HeadConfig(
@@ -230,17 +234,16 @@ def _from_flat(fields: Mapping[str, Any]) -> HeadConfig:
     found = _list(fields, "architectures")
     if found and found[0] not in _FLAT_ARCHITECTURES:
         raise ModelFormatError(
-            f"a head of architecture {brief(repr(found[0]))} is not run; {' and '.join(_FLAT_ARCHITECTURES)} are"
+            f"the head's architecture {brief(repr(found[0]))} is not supported; only "
+            f"{' and '.join(_FLAT_ARCHITECTURES)} are"
         )
     eagle = _object(fields, "eagle_config")
     if not _flag(eagle, "use_aux_hidden_state", True):
-        raise ModelFormatError("eagle_config.use_aux_hidden_state is false: heads on one stream (EAGLE-1) are not run")
+        raise ModelFormatError("eagle_config.use_aux_hidden_state is false: EAGLE-1 heads are not supported")
     if found := [name for name in _FLAT_PARALLEL if fields.get(name) not in (None, False)]:
-        raise ModelFormatError(
-            f"{found[0]}: heads that guess in parallel are run in the layout of speculators (peagle)"
-        )
+        raise ModelFormatError(f"{found[0]}: parallel heads are supported only in the layout of speculators (peagle)")
     if _number(fields, "num_hidden_layers", 1) != 1:
-        raise ModelFormatError(f"num_hidden_layers={brief(fields['num_hidden_layers'])}: heads of this layout have one")
+        raise ModelFormatError(f"num_hidden_layers={brief(fields['num_hidden_layers'])}: this layout has 1 layer")
     transformer = {name: value for name, value in fields.items() if name not in _NO_LAYERS} | {"model_type": "llama"}
     switches = {name: _flag(fields, name) or _flag(eagle, name) for name in _SWITCHES}
     sizes: dict[str, Any] = {**_sizes(fields, transformer), **switches}
@@ -269,7 +272,7 @@ _NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_siz
 
 
 def _taps(fields: Mapping[str, Any], shift: int) -> tuple[int, ...] | None:
-    """The layers whose entering streams are meant; shift 1: the file names layers by their outputs."""
+    """Layers whose input is read. shift: 1 if the file names layers by their outputs, else 0."""
     found = _list(fields, "eagle_aux_hidden_state_layer_ids")
     if not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in found):
         raise ModelFormatError(f"eagle_aux_hidden_state_layer_ids are whole numbers, not {brief(found)}")
@@ -283,11 +286,11 @@ def _proposed(config: Mapping[str, Any]) -> int:
 
 
 def _paying_rows(ours: Mapping[str, Any]) -> dict[str, int]:
-    """What no other program reads of a config.json."""
+    """``paying_rows`` from paceline's own section of config.json."""
     rows = {device: _number(_object(ours, "paying_rows"), device, 0) for device in _object(ours, "paying_rows")}
     if not rows.keys() <= {"cpu", "cuda"} or min(rows.values(), default=1) < 1:
         raise ModelFormatError(
-            f"paying_rows of the head's configuration gives 'cpu' and 'cuda' a number from 1 on, not {brief(rows)}"
+            f"paying_rows of the head's configuration must map 'cpu' and 'cuda' to numbers from 1 up, not {brief(rows)}"
         )
     return rows
 
@@ -313,5 +316,5 @@ def _of_kind(fields: Mapping[str, Any], name: str, kind: type[T], default: T, wo
     if value is None:
         return default
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise ModelFormatError(f"{name} of the head's configuration is {words}, not {brief(repr(value))}")
+        raise ModelFormatError(f"{name} of the head's configuration must be {words}, not {brief(repr(value))}")
     return value

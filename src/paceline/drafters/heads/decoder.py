@@ -1,7 +1,7 @@
-"""A head with its cache: what a ``Decoder`` is to a model, for one that reads a target's streams instead of text alone.
+"""Heads with their caches: the ``Decoder`` for models that read a target's hidden states beside the text.
 
-The streams of a token exist only while the target reads it; fused, they are kept for every position of every row. So a
-head's cache may lag behind the text, be cut and be copied as a draft model's may.
+The target's hidden states exist only during its forward pass. They are fused and stored for every position of every
+row. So a head's cache can fall behind the text, be cut and be copied like a draft model's.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from paceline.core.draft import Draft
 from paceline.core.nodes import Tree
 from paceline.core.row_tables import RowTables, grows_on
 from paceline.drafters.heads.head import Head
-from paceline.drafters.heads.layers import Step
+from paceline.drafters.heads.layers import HeadStep
 from paceline.kernels.attention import AttentionBackend
 from paceline.kernels.attention.cached import CachedAttend
 from paceline.models.decoder import Decoder, at
 
-NEVER = -1e30  # a logit whose probability is 0 in float32 beside any other; a floor of -inf would make 0 / 0 of nothing
+NEVER = -1e30  # logit of probability 0 in float32. With -inf, a mask that forbids all other tokens would give NaN
 
 
 class HeadModel:
-    """A head as the engine sees a draft model: V the target's vocabulary.
+    """A head with the interface of a draft model. V is the target's vocabulary.
 
-    taps: the target's layers whose entering streams it reads. kind: of ``HeadConfig``. one_pass: whether all draft
-    tokens come of one pass. max_draft_tokens: of a draft, if it cannot make more. paying_rows: of ``HeadConfig``, on
-    its device.
-    max_positions: what its target allows; with rotary positions nothing but its draft tokens' quality depends on them.
-    dtype: of its keys, values and fused streams.
+    taps: the target's layers whose input hidden states it reads.
+    kind: see ``HeadConfig``. one_pass: whether one pass makes all draft tokens.
+    max_draft_tokens: longest draft; None: no limit.
+    paying_rows: see ``HeadConfig``; for its device.
+    max_positions: the target's. A head trained on shorter texts predicts worse beyond them, but still runs.
+    dtype: of its keys, values and fused hidden states.
     """
 
     def __init__(self, head: Head, name: str, taps: Sequence[int], max_positions: int) -> None:
@@ -45,22 +46,22 @@ class HeadModel:
         self.paying_rows = head.config.paying_rows.get(self.device.type)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Normed states [..., width] -> float32 [..., V]; what the head cannot say has probability 0."""
+        """Logits [..., V] in float32, from normed states [..., width]. Tokens outside its vocabulary get ``NEVER``."""
         raise NotImplementedError
 
     def weight_bytes(self) -> int:
-        """Memory of its tensors, in bytes."""
+        """Bytes of its tensors."""
         raise NotImplementedError
 
     def stream_bytes(self, positions: int) -> int:
-        """Memory of a row's fused streams, beside keys and values, in bytes."""
+        """Bytes of a row's fused hidden states for ``positions`` tokens, beside keys and values."""
         if grows_on(self.device):
             return RowTables.row_bytes(1, (1, 1, self.width), positions, self.dtype)
         return (positions + 1) * self.width * self.dtype.itemsize
 
 
 class TorchHead(HeadModel):
-    """One that runs in torch: where the kernels do not run, and what they are compared with."""
+    """A head in torch: for machines without the CPU kernels, and their reference."""
 
     def __init__(self, head: Head, name: str, taps: Sequence[int], max_positions: int) -> None:
         super().__init__(head, name, taps, max_positions)
@@ -75,10 +76,10 @@ class TorchHead(HeadModel):
         return sum(tensor.nbytes for tensor in self.head.state_dict().values())
 
 
-class KeptStreams:
-    """A head's view of its target's rows: the streams of every position, fused. It moves as the target's cache moves.
+class FusedStates:
+    """The target's hidden states at every position of every row, fused. Rows move with the target's cache.
 
-    fused [R, P + 1 or a few more, width]; behind a row's last place lands what lies beyond its end.
+    fused: [R, P + 1 or a few more, width], for R rows of P positions. Writes beyond a row's end go to the extra ones.
     """
 
     def __init__(self, model: HeadModel, rows: int, positions: int) -> None:
@@ -87,7 +88,7 @@ class KeptStreams:
         self.fused = self._table.tables[0][0, :, 0]
 
     def read(self, rows: Tensor, slots: Tensor, features: Tensor) -> None:
-        """N tokens: rows, slots [N], features [N, taps, target width]."""
+        """Fuse and store N tokens. rows, slots: [N], row and position. features: [N, taps, target width]."""
         raise NotImplementedError
 
     def keep_paths(self, rows: Tensor, text: Tensor, paths: Tensor) -> None:
@@ -100,17 +101,16 @@ class KeptStreams:
         self._table.swap_rows(one, other, length)
 
     def resize_row(self, row: int, positions: int) -> None:
-        """As ``RowTables.resize``."""
         self._table.resize(row, positions)
 
     def at(self, first_row: int, places: Tensor) -> Tensor:
-        """places [B, L] of rows first_row, ... -> [B, L, width]."""
+        """Fused hidden states [B, L, width] at ``places`` [B, L] of B rows from ``first_row`` on."""
         index = places.clamp(max=self._table.positions)[..., None].expand(-1, -1, self.fused.shape[-1])
         return self.fused[first_row : first_row + len(places)].gather(1, index)
 
 
-class TorchStreams(KeptStreams):
-    """Fused by torch."""
+class TorchFusedStates(FusedStates):
+    """Hidden states fused by torch."""
 
     def __init__(self, model: TorchHead, rows: int, positions: int) -> None:
         super().__init__(model, rows, positions)
@@ -121,13 +121,13 @@ class TorchStreams(KeptStreams):
 
 
 class HeadDecoder(Decoder):
-    """Token j of a row is read at place j - 1, with the streams of the token before it; the first is never read.
+    """Reads token j of a row at position j - 1, with the hidden states of token j - 1. The first token is never read.
 
-    seen [R]: the tokens read, the first counted in: at least 1.
+    seen: [R], number of tokens read, at least 1: the first one counts as read.
     """
 
-    streams: KeptStreams
-    reads = 8  # kept draft tokens were read without streams, and are read again
+    streams: FusedStates
+    reads = 8  # accepted draft tokens were read without hidden states, and are read again
 
     def __init__(
         self, model: HeadModel, backend: AttentionBackend, rows: int, positions: int, vocab_size: int | None = None
@@ -142,13 +142,13 @@ class HeadDecoder(Decoder):
         return k + 1
 
     def note_draft_tokens(self, batch: Batch, count: int) -> None:
-        """They were read without streams: those that are kept are read again, with theirs."""
+        """Nothing to note: draft tokens were read without hidden states, so accepted ones are read again."""
 
     def keep_draft_tokens(self, batch: Batch, text: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Likewise."""
+        """Nothing to keep, see ``note_draft_tokens``."""
 
     def prefill_rows(self, batch: Batch, rows: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> None:
-        """After the target, whose streams of these tokens and of those before them it reads."""
+        """See ``Decoder``. The target must have read these tokens before."""
         super().prefill_rows(batch, rows, [max(1, start) for start in starts], [max(1, stop) for stop in stops])
 
     def copy_row(self, source: int, destination: int, length: int) -> None:
@@ -164,7 +164,7 @@ class HeadDecoder(Decoder):
 
 
 class TorchHeadDecoder(HeadDecoder):
-    """Runs a ``TorchHead``."""
+    """Decoder of a ``TorchHead``."""
 
     model: TorchHead
 
@@ -172,9 +172,9 @@ class TorchHeadDecoder(HeadDecoder):
         self, model: TorchHead, backend: AttentionBackend, rows: int, positions: int, vocab_size: int | None = None
     ) -> None:
         super().__init__(model, backend, rows, positions, vocab_size)
-        self.head, self.streams = model.head, TorchStreams(model, rows, positions)
-        self._last: Step  # of the last forward pass, [B, L, width]
-        # [B, n, width], after the text and the draft tokens of a tree: what the next are read with
+        self.head, self.streams = model.head, TorchFusedStates(model, rows, positions)
+        self._last: HeadStep  # output of the last forward pass, [B, L, width]
+        # [B, n, width]: own states at the text's last token and at the draft tokens, read with the next ones
         self._states: Tensor
 
     def forward(
@@ -186,8 +186,8 @@ class TorchHeadDecoder(HeadDecoder):
         counts: Tensor | None = None,
         tree: Tree | None = None,
     ) -> Tensor:
-        """Tokens [B, L] of the text from ``start`` [B] on, each with the streams before it -> normed [B, L, width]."""
-        assert tree is None, "a head reads chains"
+        """Read tokens of the text, [B, L], from position ``start``, [B], on. Returns normed states [B, L, width]."""
+        assert tree is None, "a head reads trees in _run_tree"
         places = (start[:, None] - 1 + torch.arange(tokens.shape[1], device=tokens.device)).clamp(min=0)
         return self._run(tokens, self.streams.at(first_row, places), places, longest, first_row)
 
@@ -206,17 +206,17 @@ class TorchHeadDecoder(HeadDecoder):
         return self._last.normed
 
     def next_hidden(self, batch: Batch, lag: int) -> Tensor:
-        """Feed what the cache lacks, at most ``lag`` tokens a row -> normed [B, width] at each row's last token.
+        """Read the missing tokens, at most ``lag`` per row. Returns normed states [B, width] at each row's last token.
 
-        A row of one token has nothing to read yet: what it gives means nothing.
+        A row of one token has nothing to read yet; its result has no meaning.
         """
         return self.read_ahead(batch, lag, 1)[:, 0]
 
     def read_ahead(self, batch: Batch, lag: int, k: int) -> Tensor:
-        """As ``next_hidden``, and places behind the text in the same pass -> normed [B, k, width].
+        """Like ``next_hidden``, with positions after the text in the same pass. Returns normed states [B, k, width].
 
-        Each is what the next of k draft tokens is drawn from. k > 1: of a head that draft tokens so; what it reads
-        behind the text does not count as seen.
+        State i gives the logits of draft token i. k > 1: only for heads that draft in one pass. Positions after the
+        text do not count as read.
         """
         seen, late = self.num_computed_view(batch), self.head.late
         place = seen[:, None] + torch.arange(max(1, lag) + late + k - 1, device=batch.device)
@@ -238,7 +238,7 @@ class TorchHeadDecoder(HeadDecoder):
         return normed
 
     def continue_draft(self, draft_token: Tensor, step: int, before: Tensor, span: int) -> Tensor:
-        """As ``hidden_after``."""
+        """See ``hidden_after``."""
         normed = self._run(draft_token, self._states, (before + step - 2).clamp(min=0)[:, None], span, 0)
         self._states = self._last.state
         return normed
@@ -246,7 +246,10 @@ class TorchHeadDecoder(HeadDecoder):
     def _with_ahead(
         self, batch: Batch, place: Tensor, tokens: Tensor, hidden: Tensor, count: int
     ) -> tuple[Tensor, Tensor]:
-        """The tokens and hidden states of the text at these places [B, L], and so many that the head has behind it."""
+        """Tokens [B, L] and hidden states [B, L, width] at ``place`` [B, L], up to ``count`` positions after the text.
+
+        tokens, hidden: those of the text; entries after its end are replaced by ``Head.ahead``'s.
+        """
         end = batch.live_length[:, None]
         last, before = self._text_at(batch, end - 1), self.streams.at(batch.first, (end - 2).clamp(min=0))
         further, behind = self.head.ahead(last[:, 0], before[:, 0], count)
@@ -256,11 +259,11 @@ class TorchHeadDecoder(HeadDecoder):
         return tokens, torch.where(known[..., None], hidden, behind.gather(1, step))
 
     def _text_at(self, batch: Batch, place: Tensor) -> Tensor:
-        """[B, L] tokens; beyond the end of a row's memory its last."""
+        """Tokens [B, L] at ``place`` [B, L]; positions beyond a row's memory give its last token."""
         return batch.tokens[: batch.rows].gather(1, place.clamp(max=batch.tokens.shape[1] - 1))
 
     def hidden_after(self, batch: Batch, draft_tokens: Tensor) -> Tensor:
-        """A draft token has no streams yet: the state at the token before it stands in. None of them counts as seen."""
+        """See ``Decoder``. Draft tokens are read with the head's own state before them, and never count as read."""
         step = draft_tokens.shape[1]
         places = (batch.live_length + step - 2).clamp(min=0)[:, None]
         normed = self._run(draft_tokens[:, -1:], self._states, places, batch.longest + step, batch.first)
@@ -268,8 +271,9 @@ class TorchHeadDecoder(HeadDecoder):
         return normed[:, 0]
 
     def _run_tree(self, batch: Batch, draft: Draft) -> Tensor:
-        """Each draft token with the state at what it follows; the last token of the text, below them, with its
-        streams.
+        """Read the text's last token with its hidden states, and each draft token with the state at its parent.
+
+        Returns normed states [B, k + 1, width].
         """
         root = (batch.live_length - 2).clamp(min=0)[:, None]
         chain = torch.arange(draft.k + 1, device=root.device).expand(batch.rows, -1)

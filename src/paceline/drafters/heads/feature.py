@@ -1,14 +1,12 @@
-"""The EAGLE-3 head (arXiv 2503.01840) and its 3.1 switches: a decoder that reads the target's streams.
+"""The EAGLE-3 head (arXiv 2503.01840) and its 3.1 switches: a decoder over the target's hidden states.
 
-At place i it gets the target's streams of token i, fused to one hidden state, and the embedding of token i + 1, which
-is known by then; it draft tokens token i + 2. At the next step, where the target has read nothing yet, the draft token
-is read beside what the head made of place i. A parallel head (P-EAGLE, arXiv 2602.01469) reads the same mask at all of
-those
-places, so that no step waits for the one before: they are places of one pass. Keys and values stand at the position of
-the streams.
+At position i it reads the target's hidden states of token i, fused to one vector, and the embedding of token i + 1,
+which is known by then. It predicts token i + 2. At the next step the target has not read its token yet, so the draft
+token is read with the head's own state of position i. A parallel head (P-EAGLE, arXiv 2602.01469) reads the same mask
+at all these positions, so that one pass covers them. Keys and values are stored at the position of the hidden states.
 
-Shapes: B rows, T places, H the head's width, V the target's vocabulary, Vd the tokens that it can say, S streams.
-Names of modules and tensors are those of the speculators layout, so a state dict is a checkpoint.
+Shapes: B rows, T positions, H the head's width, V the target's vocabulary, Vd the head's vocabulary, S hidden states
+per token. Modules and tensors are named as in the speculators layout, so a state dict is a checkpoint.
 """
 
 from __future__ import annotations
@@ -21,14 +19,15 @@ from torch import Tensor, nn
 
 from paceline.drafters.heads.config import HeadConfig
 from paceline.drafters.heads.head import Head
-from paceline.drafters.heads.layers import Layer, Step, Unrolled, rms_norm
+from paceline.drafters.heads.layers import HeadLayer, HeadStep, UnrolledAttention, rms_norm
 from paceline.kernels.attention.base import Attend
 
 
 class FeatureHead(Head):
-    """A head that reads its draft tokens, or a mask in their place.
+    """A head that reads its draft tokens, or a mask instead.
 
-    mask_hidden [1, 1, S * target width]: what a parallel head reads in place of streams; None: it reads its own state.
+    mask_hidden: [1, 1, S * target width], read by a parallel head in place of hidden states; None for other heads,
+        which read their own state.
     """
 
     def __init__(self, config: HeadConfig) -> None:
@@ -46,7 +45,7 @@ class FeatureHead(Head):
             self.input_norm = rms_norm(config.streams * config.target_width, config)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """The target's streams [..., S, target width] -> [..., H], what the first step reads."""
+        """Fuse the target's hidden states [..., S, target width] to the input of the first step, [..., H]."""
         features = features.to(self.fc.weight.dtype)
         if self.fc_norm is not None:
             parts = zip(self.fc_norm, features.unbind(-2), strict=True)
@@ -56,26 +55,29 @@ class FeatureHead(Head):
 
     def ahead(self, token: Tensor, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
         mask = self.mask()
-        assert mask is not None, "other heads read their guesses"
+        assert mask is not None, "only parallel heads read ahead"
         tokens = token.new_full((len(token), count), self.config.mask_token or 0)
         return tokens, mask.expand(*tokens.shape, -1)
 
     def mask(self) -> Tensor | None:
-        """[H]: what a parallel head reads in place of fused streams; None: it reads its own state."""
+        """The fused mask of a parallel head, [H]; None for other heads."""
         return None if self.mask_hidden is None else self.fuse(self.mask_hidden.view(self.config.streams, -1))
 
-    def step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Step:
+    def step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> HeadStep:
         embedded = self.embed_tokens(tokens).to(hidden.dtype)
         rotation = self._rotation(positions, hidden.dtype)
         for index, layer in enumerate(self.layers):
-            layer = cast(Layer, layer)
+            layer = cast(HeadLayer, layer)
             first = index == 0
             hidden = layer.first(embedded, hidden, rotation, attend) if first else layer(hidden, rotation, attend)
-        return self._said(hidden)
+        return self._outputs(hidden)
 
     def states(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
-        """Section 3.2: step s knows the true tokens up to i + 1 + s, too; of a parallel head, up to i + 1."""
-        hidden, attend = self.fuse(features), Unrolled()
+        """See ``Head.states``; section 3.2 of the paper. Step s also reads the true tokens up to i + 1 + s.
+
+        A parallel head reads them up to i + 1 only.
+        """
+        hidden, attend = self.fuse(features), UnrolledAttention()
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         mask = self.mask()
         for step in range(steps):

@@ -1,7 +1,7 @@
-"""What all trained heads share: they read a target's streams and say some of its tokens.
+"""The base class of trained heads, which predict tokens of (a part of) a target's vocabulary from its hidden states.
 
-Shapes: B rows, T places, H the head's width, V the target's vocabulary, Vd the tokens that it can say, S streams.
-Names of modules and tensors are those of the speculators layout, so a state dict is a checkpoint.
+Shapes: B rows, T positions, H the head's width, V the target's vocabulary, Vd the head's vocabulary, S hidden states
+per token. Modules and tensors are named as in the speculators layout, so a state dict is a checkpoint.
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ import torch
 from torch import Tensor, nn
 
 from paceline.drafters.heads.config import HeadConfig
-from paceline.drafters.heads.layers import Layer, Step, rms_norm
+from paceline.drafters.heads.layers import HeadLayer, HeadStep, rms_norm
 from paceline.kernels.attention.base import Attend
 from paceline.models.transformer import RotaryAngles, Rotation
 
 
 class Head(nn.Module):
-    """A head as ``HeadConfig`` says it, its weights not set. joined: how many of its layers read
-    embeddings beside hidden states.
+    """A head with the given configuration; its weights are not set.
 
-    embed_tokens [V, H] is not trained: it is the target's, or the checkpoint's own.
-    d2t [Vd] int64: what is to be added to the head's number of a token to get the target's. t2d [V] bool: which of the
-    target's tokens it can say.
+    joined: number of its layers, from the first, that read embeddings beside hidden states.
 
-    late: how many places behind the text the first draft token of a draft is drawn. at_any_size: whether training may
-    bring the streams to another size. unrolls: whether training has it read its own draft tokens.
+    embed_tokens: [V, H], not trained: the target's, or the checkpoint's own.
+    d2t: [Vd] int64, to add to a token id of the head to get the target's. t2d: [V] bool, whether the head can predict a
+        token of the target.
+
+    late: positions after the text's last one at which the first draft token is predicted.
+    at_any_size: whether training may scale the hidden states. unrolls: whether training lets it read its own draft
+        tokens.
     """
 
     late = 0
@@ -40,8 +42,8 @@ class Head(nn.Module):
         shape = config.decoder
         self.config = config
         self.embed_tokens = nn.Embedding(shape.vocab_size, config.width).requires_grad_(False)
-        self._add_fusion(config)  # here, because random weights and training's checkpoints know the parts' order
-        self.layers = nn.ModuleList(Layer(config, index, joined=index < joined) for index in range(shape.layers))
+        self._add_fusion(config)  # first: random weights and training checkpoints depend on the order
+        self.layers = nn.ModuleList(HeadLayer(config, index, joined=index < joined) for index in range(shape.layers))
         self.norm = rms_norm(config.width, config)
         self.lm_head = nn.Linear(config.width, config.draft_vocab_size, bias=False)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
@@ -49,7 +51,7 @@ class Head(nn.Module):
         self._angles: dict[tuple[torch.dtype, torch.device], RotaryAngles] = {}
 
     def _add_fusion(self, config: HeadConfig) -> None:
-        """The parts of ``fuse``, of heads that have some."""
+        """Create the modules that ``fuse`` needs."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -61,64 +63,71 @@ class Head(nn.Module):
 
     @property
     def targets(self) -> Tensor:
-        """[Vd] int64: the target's number of each of the head's tokens."""
+        """Token id of the target for each token of the head, [Vd] int64."""
         return torch.arange(self.d2t.shape[0], device=self.d2t.device) + self.d2t
 
-    def say(self, targets: Tensor) -> None:
-        """The head's tokens are these of the target's, [Vd] int64, each one once."""
+    def set_vocabulary(self, targets: Tensor) -> None:
+        """Set the head's vocabulary. targets: distinct token ids of the target, [Vd] int64."""
         self.d2t.copy_(targets - torch.arange(targets.shape[0], device=targets.device))
         self.t2d.zero_()[targets] = True
 
     def fuse(self, features: Tensor) -> Tensor:
-        """The target's streams [..., S, target width] -> [..., H], what ``step`` reads where the target has read."""
+        """Fuse the target's hidden states [..., S, target width] to what ``step`` reads, [..., H]."""
         raise NotImplementedError
 
     def ahead(self, token: Tensor, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """What is read in one pass at so many places behind the text: tokens [B, count] and hidden [B, count, H].
+        """Inputs at ``count`` positions after the text, for heads that draft in one pass.
 
-        token [B]: the text's last; hidden [B, H]: the fused streams of the one before it. Of heads that draft token so.
+        token: last token of the text, [B]. hidden: fused hidden states of the token before it, [B, H].
+        Returns tokens [B, count] and hidden states [B, count, H].
         """
         raise NotImplementedError
 
-    def step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Step:
-        """tokens [B, T], each the one after its place; hidden [B, T, H] fused streams or states; positions [B, T]."""
+    def step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> HeadStep:
+        """Run the layers.
+
+        tokens: [B, T], each the token after its position. hidden: [B, T, H], fused hidden states or the head's own.
+        positions: [B, T].
+        """
         rotation = self._rotation(positions, hidden.dtype)
         for layer in self.layers:
-            hidden = cast(Layer, layer)(hidden, rotation, attend)
-        return self._said(hidden)
+            hidden = cast(HeadLayer, layer)(hidden, rotation, attend)
+        return self._outputs(hidden)
 
-    def _said(self, hidden: Tensor) -> Step:
+    def _outputs(self, hidden: Tensor) -> HeadStep:
         normed = self.norm(hidden)
-        return Step(normed if self.config.norm_output else hidden, normed)
+        return HeadStep(normed if self.config.norm_output else hidden, normed)
 
     def logits(self, normed: Tensor) -> Tensor:
-        """[..., H] -> [..., Vd], of the head's own numbers of tokens."""
+        """Logits [..., Vd] over the head's vocabulary, from normed states [..., H]."""
         return cast(Tensor, self.lm_head(normed))
 
     def states(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
-        """Whole sequences: what ``logits`` takes, [B, T, H], of each of at most so many draft tokens of a draft.
+        """Normed states of whole sequences, [B, T, H], for each of at most ``steps`` draft tokens.
 
-        tokens [B, T]: token i + 1 at place i; features [B, T, S, target width]: of token i. Step s at place i knows the
-        streams up to i, and draft tokens token i + 2 + s. Its last s places mean nothing.
+        tokens: [B, T], token i + 1 at position i. features: [B, T, S, target width], of token i at position i.
+        Step s at position i has read the hidden states up to i, and predicts token i + 2 + s. Its last s positions have
+        no meaning.
         """
         raise NotImplementedError
 
     def drafts(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
-        """``states`` of texts as they are, token i and its streams both at place i: [B, T - 1, H], of drafts behind
-        token i + 1.
+        """``states`` for tokens [B, T] and features [B, T, S, target width] that are both of token i at position i.
+
+        Yields [B, T - 1, H]: at position i the drafts after token i + 1.
         """
         return self.states(tokens[:, 1:], features[:, :-1], steps)
 
     def unroll(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
-        """The logits [B, T, Vd] of ``states``."""
+        """Logits [B, T, Vd] of ``states``."""
         return map(self.logits, self.states(tokens, features, steps))
 
     def forward(self, tokens: Tensor, features: Tensor) -> Tensor:
-        """One step over whole sequences: ``unroll`` with one step."""
+        """Logits [B, T, Vd] of the first draft token: ``unroll`` with one step."""
         return next(self.unroll(tokens, features, 1))
 
     def absorb(self, scale: Tensor) -> None:
-        """Take streams from now on as they are, which were multiplied by scale [S] until now."""
+        """Fold a factor on the hidden states, [S], into the weights, so that they are read unscaled."""
 
     def _rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         key = (dtype, positions.device)

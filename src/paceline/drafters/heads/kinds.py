@@ -1,4 +1,4 @@
-"""Which module a head's configuration is of."""
+"""The module class for each kind of head."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from paceline.drafters.heads.transfer import TransferHead
 
 
 def make_head(config: HeadConfig) -> Head:
-    """Its weights are not set."""
+    """A head with this configuration. Its weights are not set."""
     return TransferHead(config) if config.kind == "hidden_transfer" else FeatureHead(config)

@@ -1,6 +1,6 @@
-"""What heads are made of, and how whole sequences are read in training.
+"""Layers of trained heads, and their attention over whole sequences in training.
 
-Shapes: B rows, T places, H the head's width.
+Shapes: B rows, T positions, D the width of an attention head, H the head's width.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from paceline.models.config import ModelConfig
 from paceline.models.transformer import Rotation, rotate
 
 
-class Step(NamedTuple):
-    """What one step gives at every place, [B, T, H] each.
+class HeadStep(NamedTuple):
+    """Output of one step, [B, T, H] each.
 
-    state: what the next step reads in place of fused streams. normed: what ``logits`` takes.
+    state: read by the next step in place of fused hidden states. normed: input of ``logits``.
     """
 
     state: Tensor
@@ -29,7 +29,7 @@ class Step(NamedTuple):
 
 
 def rms_norm(width: int, config: HeadConfig) -> nn.RMSNorm:
-    """With the head's own epsilon."""
+    """RMSNorm over ``width`` values, with the head's epsilon."""
     return nn.RMSNorm(width, eps=config.decoder.norm_eps)
 
 
@@ -64,8 +64,8 @@ class _MLP(nn.Module):
         return cast(Tensor, self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x)))
 
 
-class Layer(nn.Module):
-    """A decoder layer. joined: it reads the token's embedding beside the hidden state (``first``)."""
+class HeadLayer(nn.Module):
+    """A decoder layer. joined: whether it reads the token's embedding beside the hidden state (``first``)."""
 
     def __init__(self, config: HeadConfig, index: int, *, joined: bool) -> None:
         super().__init__()
@@ -80,21 +80,21 @@ class Layer(nn.Module):
     def first(self, embedded: Tensor, hidden: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         normed = self.hidden_norm(hidden)
         read = torch.cat((self.input_layernorm(embedded), normed), dim=-1)
-        return self._rest(normed if self.normed_residual else hidden, read, rotation, attend)
+        return self._finish(normed if self.normed_residual else hidden, read, rotation, attend)
 
     def forward(self, hidden: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        return self._rest(hidden, self.input_layernorm(hidden), rotation, attend)
+        return self._finish(hidden, self.input_layernorm(hidden), rotation, attend)
 
-    def _rest(self, residual: Tensor, read: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+    def _finish(self, residual: Tensor, read: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         hidden = residual + self.self_attn(read, rotation, attend)
         return cast(Tensor, hidden + self.mlp(self.post_attention_layernorm(hidden)))
 
 
-class Unrolled:
-    """An ``Attend`` over whole sequences, one call a layer and step.
+class UnrolledAttention:
+    """An ``Attend`` over whole sequences, called once per layer and step.
 
-    The first step is causal. At step s place i sees the first step's keys up to its own place, and at its own place
-    those of the steps between: what drafting s draft tokens behind place i would have in its cache.
+    The first step is causal. At step s, position i sees the first step's keys up to its own position, and at its own
+    position those of the steps between. This is what the cache holds after drafting s tokens at position i.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class Unrolled:
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: int | None = None
     ) -> Tensor:
-        """q [B, heads, T, D], k and v [B, key heads, T, D] -> [B, heads, T, D]."""
+        """Attention output [B, heads, T, D]. q: [B, heads, T, D]. k, v: [B, key heads, T, D]."""
         steps = self._steps.setdefault(layer, [])
         steps.append((k, v))
         if len(steps) == 1 and window is None:
@@ -113,17 +113,17 @@ class Unrolled:
 
 def _attend_steps(q: Tensor, steps: list[tuple[Tensor, Tensor]], *, scale: float | None, window: int | None) -> Tensor:
     shared, length, last = q.shape[1] // steps[0][0].shape[1], q.shape[2], len(steps) - 1
-    spread = [(k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)) for k, v in steps]
+    expanded = [(k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)) for k, v in steps]
     place = torch.arange(length, device=q.device)
     seen = place <= place[:, None]
     if window is not None:
         seen = seen & (place[:, None] + last - place < window)
     q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
-    text = (q @ spread[0][0].mT).masked_fill(~seen, -torch.inf)
-    later = spread[1:] if window is None else spread[1:][-window:]
+    text = (q @ expanded[0][0].mT).masked_fill(~seen, -torch.inf)
+    later = expanded[1:] if window is None else expanded[1:][-window:]
     own = [(q * k).sum(-1, keepdim=True) for k, _ in later]
     weights = torch.cat((text, *own), dim=-1).float().softmax(-1).to(q.dtype)
-    out = weights[..., :length] @ spread[0][1]
+    out = weights[..., :length] @ expanded[0][1]
     for number, (_, v) in enumerate(later):
         out = out + weights[..., length + number, None] * v
     return out

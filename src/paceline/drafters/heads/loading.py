@@ -1,4 +1,4 @@
-"""From a directory or a hub name to a head that fits its target, or the reason why it does not."""
+"""Loading of heads for a target, with checks that they fit it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger("paceline")
 
 
 def find_head(source: Source) -> Path | None:
-    """The directory of the head of that name; None if it is a model's. Raises ModelNotFoundError, ModelFormatError."""
+    """Directory of the head ``source``; None if it is a model. Raises ModelNotFoundError or ModelFormatError."""
     if is_loaded(source):
         return None
     path = resolve(source)
@@ -41,13 +41,14 @@ def load_head_for(
     dtype: torch.dtype,
     quantization: QuantizationName | Literal["same"] | None = "same",
 ) -> HeadModel:
-    """The head at ``path`` for the target that was loaded from ``source``, on its device.
+    """Load the head at ``path`` for the target that was loaded from ``source``, on the target's device.
 
-    quantization: "same": its weights as the target has them, on the CPU kernels if these run the target and can run the
-    head, else in ``dtype``.
+    dtype: of weights that are not quantised.
+    quantization: of the weights on the CPU kernels. "same": the target's, or ``dtype`` in torch if the CPU kernels do
+        not run the target or cannot run the head.
 
-    Raises VocabularyMismatchError or ModelFormatError if it was made for another target: other sizes, too few layers,
-    or of another class. Another name is only warned of: one model has many.
+    Raises VocabularyMismatchError or ModelFormatError if it was made for another target: other sizes, too few layers or
+    another class. A different name is only logged, because a model may have several.
     """
     config = read_head_config(path)
     taps = _check_target(config, target, source, path)
@@ -68,9 +69,10 @@ def prepare_head(
     target: AnyModel,
     quantization: QuantizationName | Literal["same"] | None = "same",
 ) -> HeadModel:
-    """For the CPU kernels where they run the target, else for torch.
+    """Prepare a head for the CPU kernels if they run the target, otherwise for torch.
 
-    Raises ParameterError if a quantization was asked for that is not possible.
+    name: for messages. taps: the target's layers whose input it reads. Raises ParameterError if the quantization is not
+    possible.
     """
     given = name, taps, target.max_positions
     obstacle = "its target does not run on the CPU kernels"
@@ -91,17 +93,17 @@ def prepare_head(
 
 
 def _check_target(config: HeadConfig, target: AnyModel, source: Source, path: Path) -> tuple[int, ...]:
-    """The layers whose streams are read."""
+    """Raise an error unless the head fits the target. Returns the target's layers whose input it reads."""
     said = load_config(source)
     width = said.get_text_config().hidden_size
     if config.target_width != width:
         raise ModelFormatError(
-            f"the head {path} reads streams of width {config.target_width}, the target {target.name} has {width}: it "
-            f"was made for another model{_named(config)}"
+            f"the head {path} reads hidden states of width {config.target_width}, but the target {target.name} has "
+            f"{width}: it was made for another model{_named(config)}"
         )
     if config.decoder.vocab_size != target.vocab_size:
         raise VocabularyMismatchError(
-            f"the head {path} was made for {config.decoder.vocab_size} tokens, the target {target.name} has "
+            f"the head {path} was made for {config.decoder.vocab_size} tokens, but the target {target.name} has "
             f"{target.vocab_size}: it was made for another model{_named(config)}"
         )
     classes = [type(source).__name__] if is_loaded(source) else said.architectures or []
@@ -119,12 +121,12 @@ def _named(config: HeadConfig) -> str:
 
 
 def _compare_names(config: HeadConfig, source: Source, path: Path) -> None:
-    """By their last parts, of which one may be the other's beginning: -AWQ, -GGUF, .Q8_0.gguf."""
+    """Log a warning if the names differ. Endings may differ: -AWQ, -GGUF, .Q8_0.gguf."""
     given = name_of(source) if is_loaded(source) else str(source)
     ours, theirs = (PurePath(name).name.lower() for name in (given, config.verifier))
     if theirs and not (ours.startswith(theirs) or theirs.startswith(ours)):
         log.warning(
-            "the head %s was made for %s, the target is %s: unless these are the same model its guesses are wrong",
+            "the head %s was made for %s, the target is %s: if they differ, few draft tokens will be accepted",
             path,
             config.verifier,
             given,

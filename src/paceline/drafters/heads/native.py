@@ -1,7 +1,7 @@
-"""A head on the CPU kernels: what it lacks of the text is read and all draft tokens are drawn in one native call.
+"""Heads on the CPU kernels: one native call reads the missing text and makes all draft tokens.
 
-The same reading as ``heads.feature``, in packed weights: ``csrc/head.cpp`` reads and draft tokens, ``csrc/forward.cpp``
-runs the layers. Its keys, values and fused streams are kept where a torch head's are.
+``csrc/head.cpp`` computes what ``heads.feature`` does, with packed weights; ``csrc/forward.cpp`` runs the layers. Keys,
+values and fused hidden states are stored as for a head in torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.config import MAX_SPECULATION_LENGTH
 from paceline.core.batch import Batch, StopDrafting
 from paceline.core.draft import SIBLING_KIND, Draft, branching
 from paceline.core.sampling import Purpose
-from paceline.drafters.heads.decoder import NEVER, HeadDecoder, HeadModel, KeptStreams
+from paceline.drafters.heads.decoder import NEVER, FusedStates, HeadDecoder, HeadModel
 from paceline.drafters.heads.feature import FeatureHead
 from paceline.drafters.heads.head import Head
 from paceline.errors import ModelFormatError, ParameterError
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class NativeHead(HeadModel):
-    """A head's weights packed: bf16 (quantization None), int8 or int4. The torch head is not needed any longer.
+    """A head with packed weights: bf16 (quantization None), int8 or int4. It keeps no reference to the torch head.
 
     Raises ModelFormatError if the kernels cannot run it.
     """
@@ -53,11 +53,11 @@ class NativeHead(HeadModel):
         spec = spec_of_head(head, max_positions)
         kernels = kernels or native.select()
         if kernels is None:
-            raise ModelFormatError(f"a head runs on the CPU kernels where there are some: {native.why_none()}")
+            raise ModelFormatError(f"the CPU kernels are not available: {native.why_none()}")
         formats = LAYER_FORMAT[quantization], HEAD_FORMAT[quantization]
         self._packed = PackedDecoder(spec, formats, kernels, torch.get_num_threads())
         self._bytes = packed_size(spec, *formats)
-        self.drafted = len(head.targets)  # tokens that it can say
+        self.drafted = len(head.targets)  # size of its vocabulary
         self._targets = head.targets.sort().values
         self.precision = f"{quantization or 'bfloat16'} on the CPU kernels {kernels.name}"
 
@@ -77,13 +77,13 @@ class NativeHead(HeadModel):
 
 
 def spec_of_head(head: Head, max_positions: int) -> NativeSpec:
-    """A head's parts. Raises ModelFormatError if the kernels cannot run it."""
+    """Weights and sizes of a head for the kernels. Raises ModelFormatError if they cannot run it."""
     shape, config, state = head.config.decoder, head.config, head.state_dict()
     if not isinstance(head, FeatureHead):
-        raise ModelFormatError("a head that transfers hidden states runs in torch")
+        raise ModelFormatError("hidden transfer heads run in torch only")
     check_config(shape)
     assert shape.rotary is not None
-    order = head.targets.argsort()  # tokens that are equally likely are told apart by their numbers at the target
+    order = head.targets.argsort()  # ties are broken by token id, which must be the target's
 
     def linear(*names: str) -> LinearWeights:
         biases = [state.get(f"{name}.bias") for name in names]
@@ -141,46 +141,46 @@ def spec_of_head(head: Head, max_positions: int) -> NativeSpec:
 
 
 def _halves_padded(linear: LinearWeights) -> LinearWeights:
-    """Of the embedding and of the hidden state: the kernels pad each of them."""
+    """The weights with both halves of their input padded, as the kernels pad embedding and hidden state."""
     halves = [pad(half, (0, -half.shape[1] % INPUT_MULTIPLE)) for half in linear.weight.chunk(2, dim=1)]
     return LinearWeights(torch.cat(halves, dim=1), linear.bias)
 
 
-class NativeStreams(KeptStreams):
-    """Fused by the kernels; rounds of theirs keep them in the same call (``csrc`` ``pl_round``)."""
+class NativeFusedStates(FusedStates):
+    """Hidden states fused by the kernels. Native rounds store them in the same call (``pl_round`` in ``csrc``)."""
 
     def __init__(self, model: NativeHead, rows: int, positions: int) -> None:
         super().__init__(model, rows, positions)
-        self.model = model  # whose weights calls name
+        self.model = model  # its weights fuse them
         self.described = abi.CKept(
             self.fused.data_ptr(), self.fused.shape[1] - 1, int(self.fused.dtype == torch.bfloat16)
         )
 
     def read(self, rows: Tensor, slots: Tensor, features: Tensor) -> None:
-        given = rows.contiguous(), slots.contiguous(), features.float().contiguous()
-        self.model.decoder.keep_streams(self.described, *given)
+        columns = rows.contiguous(), slots.contiguous(), features.float().contiguous()
+        self.model.decoder.keep_streams(self.described, *columns)
 
 
 class NativeHeadDecoder(HeadDecoder):
-    """Reads and drafts in one call, every row with its own lag, text and number of draft tokens."""
+    """Reads and drafts in one call; rows may differ in missing tokens, text and number of draft tokens."""
 
-    streams: NativeStreams
+    streams: NativeFusedStates
 
     def __init__(
         self, model: NativeHead, backend: AttentionBackend, rows: int, positions: int, vocab_size: int | None = None
     ) -> None:
         super().__init__(model, backend, rows, positions, vocab_size)
-        self._head, self.streams = model, NativeStreams(model, rows, positions)
+        self._head, self.streams = model, NativeFusedStates(model, rows, positions)
         self._cache = abi.CCache.of(self.cache)
         self._seen = self.num_computed_tokens.numpy().data
-        self._logits = self._nothing_said(rows)
+        self._logits = self._empty_logits(rows)
 
-    def _nothing_said(self, lines: int) -> Tensor:
-        """Logits [lines, V]; those of what it cannot say stay as they are."""
+    def _empty_logits(self, lines: int) -> Tensor:
+        """Logits [lines, V] of ``NEVER``. The kernels overwrite those of the head's vocabulary."""
         return torch.full((lines, self.model.vocab_size), NEVER, dtype=torch.float32)
 
     def rewind(self, batch: Batch) -> None:
-        """Draft tokens never count as seen; a token that was seen last and is wanted again is read again."""
+        """Nothing to rewind: draft tokens never count as read, and the last token is read again when needed."""
 
     def lags(self, batch: Batch) -> list[int]:
         return [batch.lengths[row] - max(1, self._seen[batch.first + row]) for row in range(batch.rows)]
@@ -195,45 +195,54 @@ class NativeHeadDecoder(HeadDecoder):
             self._seen[row] = max(1, stop)
 
     def draft(
-        self, batch: Batch, counts: Sequence[int], enough: StopDrafting | None, *, distributions: bool, width: int = 1
+        self,
+        batch: Batch,
+        counts: Sequence[int],
+        stop_drafting: StopDrafting | None,
+        *,
+        distributions: bool,
+        width: int = 1,
     ) -> Draft:
-        """counts [B]: draft tokens of each row, not all 0. distributions: they are drawn with noise of their own, and
-        say from what.
+        """Read the missing tokens and draft. Rows of one token get no draft tokens.
 
-        A row of one token gets none. enough: asked after each draft token of all rows whether to stop there.
-        width: more than 1: trees as ``Growth`` grows them, counts [B] deep, without distributions.
+        counts: [B], draft tokens of each row, not all 0; the depth if ``width`` is above 1.
+        stop_drafting: called after each draft token, for all rows together; None: never stop early.
+        distributions: sample with the drafter's own noise, and return the distributions.
+        width: above 1, trees as ``Growth`` grows them, without distributions.
+
+        Raises ParameterError if the kernels refuse the call.
         """
         rows, deepest = batch.rows, max(counts)
         most = deepest if width == 1 else min(MAX_SPECULATION_LENGTH, deepest * width)
         lengths, first = batch.lengths[:rows], batch.first
         places = range(first, first + rows)
-        given = [*places, *(max(1, self._seen[place]) for place in places), *lengths, *counts]
+        columns = [*places, *(max(1, self._seen[place]) for place in places), *lengths, *counts]
         tables = 1 if width == 1 else 3
-        numbers = array("q", [*given, *bytes(rows * (1 + tables * most))])
-        chances = None if enough is None and width == 1 else array("f", bytes(4 * rows * most))
-        said = torch.zeros(most, rows, self.vocab_size, dtype=torch.float32) if distributions else None
-        found = (_Found if width == 1 else _FoundTrees)(memoryview(numbers)[4 * rows :], chances, rows, most)
+        numbers = array("q", [*columns, *bytes(rows * (1 + tables * most))])
+        chances = None if stop_drafting is None and width == 1 else array("f", bytes(4 * rows * most))
+        probabilities = torch.zeros(most, rows, self.vocab_size, dtype=torch.float32) if distributions else None
+        found = (_DraftTable if width == 1 else _TreeTable)(memoryview(numbers)[4 * rows :], chances, rows, most)
         call = self._call(batch, rows, numbers)
-        call.draft_stride, call.probabilities = most, abi.address(said)
+        call.draft_stride, call.probabilities = most, abi.address(probabilities)
         if width > 1:
             self._branch(call, rows, width)
-        self._ask(call, batch, Purpose.DRAFT if distributions else Purpose.DRAW)
+        self._set_sampling(call, batch, Purpose.DRAFT if distributions else Purpose.DRAW)
         call.chances = None if chances is None else chances.buffer_info()[0]
-        questions = _Questions()
-        if enough is not None:
-            call.continue_drafting = questions.callback(lambda: not enough(batch, found.scores, found.follows))
+        callbacks = _Callbacks()
+        if stop_drafting is not None:
+            call.continue_drafting = callbacks.callback(lambda: not stop_drafting(batch, found.scores, found.parents))
         if batch.sampling.any_constraint:
-            held = _Held(batch, counts, found, self._logits, width)
-            call.before_draw, call.instead = questions.callback(held.look), held.addresses.buffer_info()[0]
+            masked = _MaskedLogits(batch, counts, found, self._logits, width)
+            call.before_draw, call.instead = callbacks.callback(masked.mask_next), masked.addresses.buffer_info()[0]
         self._run(call, rows)
-        questions.raise_failure()
+        callbacks.raise_failure()
         for place, length, count in zip(places, lengths, counts, strict=True):
             if count > 0 and length > 1:
                 self._seen[place] = length
-        return found.draft(batch, said)
+        return found.draft(batch, probabilities)
 
     def _call(self, batch: Batch, rows: int, numbers: array[int]) -> abi.CDraft:
-        """numbers: places, starts and stops; then counts, how many were drawn, and draft tokens, if there are any."""
+        """The call's arguments. numbers: rows, starts, stops; for a draft also counts, tokens drawn, draft tokens."""
         start, size = numbers.buffer_info()[0], 8 * rows
         stride = batch.tokens.stride(0)
         more = [start + size * column for column in (3, 4, 5)] if len(numbers) > 3 * rows else [None] * 3
@@ -251,14 +260,14 @@ class NativeHeadDecoder(HeadDecoder):
         )
 
     def _branch(self, call: abi.CDraft, rows: int, width: int) -> None:
-        """Behind the draft tokens are what each follows and its rank."""
+        """Ask for trees: parents and ranks are stored behind the draft tokens."""
         call.width = width
         call.parents = call.draft_tokens + 8 * rows * call.draft_stride
         call.ranks = call.parents + 8 * rows * call.draft_stride
         if len(self._logits) < rows * width:
-            self._logits = self._nothing_said(rows * width)
+            self._logits = self._empty_logits(rows * width)
 
-    def _ask(self, call: abi.CDraft, batch: Batch, purpose: Purpose) -> None:
+    def _set_sampling(self, call: abi.CDraft, batch: Batch, purpose: Purpose) -> None:
         call.by = described(batch.sampling.drawing(batch.tokens, batch.length))
         call.logits, call.purpose = self._logits.data_ptr(), purpose
 
@@ -268,8 +277,8 @@ class NativeHeadDecoder(HeadDecoder):
             raise ParameterError("tokens", f"[{rows} rows]", problem)
 
 
-class _Found:
-    """What a call has drawn so far. numbers: how many draft tokens of each row, then the draft_tokens [rows, width]."""
+class _DraftTable:
+    """Draft tokens that a call has made so far. numbers: counts [rows], then draft tokens [rows, width]."""
 
     def __init__(self, numbers: memoryview, chances: array[float] | None, rows: int, width: int) -> None:
         self._drawn, self._draft_tokens = numbers[:rows], numbers[rows:]
@@ -289,16 +298,16 @@ class _Found:
         return self._lines(self._draft_tokens)
 
     @property
-    def follows(self) -> list[list[int]] | None:
-        """Of trees, what each draft token follows."""
+    def parents(self) -> list[list[int]] | None:
+        """Parents of each row's draft tokens; None for chains."""
         return None
 
-    def ways(self, row: int, known: int) -> list[list[int]]:
-        """The draft tokens on the way to each that is new: so many of the row's were there before."""
+    def paths(self, row: int, known: int) -> list[list[int]]:
+        """Paths of token ids to each new node of a row. known: number of its draft tokens that are not new."""
         return [self.draft_tokens[row]]
 
     def draft(self, batch: Batch, distributions: Tensor | None) -> Draft:
-        """distributions [width, B, V]."""
+        """The finished draft. distributions: [width, B, V], or None."""
         scores = None if self._chances is None else self.scores
         read = Draft.of(self.draft_tokens, batch.device, scores)
         if distributions is None or read.k == 0:
@@ -306,8 +315,8 @@ class _Found:
         return Draft(read.tokens, read.counts, distributions[: read.k].transpose(0, 1).contiguous(), scores)
 
 
-class _FoundTrees(_Found):
-    """Behind the draft tokens stand what each follows and its rank among what was drawn there."""
+class _TreeTable(_DraftTable):
+    """Draft tokens of trees; behind them, parents and ranks among siblings, [rows, width] each."""
 
     def __init__(self, numbers: memoryview, chances: array[float] | None, rows: int, width: int) -> None:
         super().__init__(numbers, chances, rows, width)
@@ -315,41 +324,41 @@ class _FoundTrees(_Found):
         self._parents, self._ranks = self._draft_tokens[size : 2 * size], self._draft_tokens[2 * size :]
 
     @property
-    def follows(self) -> list[list[int]]:
+    def parents(self) -> list[list[int]]:
         return self._lines(self._parents)
 
-    def ways(self, row: int, known: int) -> list[list[int]]:
-        ways: list[list[int]] = [[]]
-        for token, parent in zip(self.draft_tokens[row], self.follows[row], strict=True):
-            ways.append([*ways[parent + 1], token])
-        return ways[1 + known :] if len(ways) > 1 else ways
+    def paths(self, row: int, known: int) -> list[list[int]]:
+        paths: list[list[int]] = [[]]
+        for token, parent in zip(self.draft_tokens[row], self.parents[row], strict=True):
+            paths.append([*paths[parent + 1], token])
+        return paths[1 + known :] if len(paths) > 1 else paths
 
     def draft(self, batch: Batch, distributions: Tensor | None) -> Draft:
         kinds = [[SIBLING_KIND if rank else 0 for rank in line] for line in self._lines(self._ranks)]
-        return branching(self.draft_tokens, self.follows, batch.device, self.scores, kinds)
+        return branching(self.draft_tokens, self.parents, batch.device, self.scores, kinds)
 
 
-class _Held:
-    """Rows with a constraint draw from copies of their logits without what it forbids.
+class _MaskedLogits:
+    """Logits for rows with a constraint: copies without the tokens that the constraint forbids.
 
-    addresses [B, width]: where the copies lie for the draft tokens after which it draws; 0: nowhere.
+    addresses: [B, width], memory address of the copy for each node that is sampled from; 0: no copy.
     """
 
-    def __init__(self, batch: Batch, counts: Sequence[int], found: _Found, logits: Tensor, width: int) -> None:
+    def __init__(self, batch: Batch, counts: Sequence[int], found: _DraftTable, logits: Tensor, width: int) -> None:
         self._constraints, self._counts = batch.sampling.constraints[: batch.rows], counts
         self._found, self._logits, self._width, self._step = found, logits, width, 0
-        self._known = [0] * batch.rows  # draft tokens when it looked last
+        self._known = [0] * batch.rows  # draft tokens of each row at the last call
         self._copies: dict[int, Tensor] = {}
         self.addresses = array("q", bytes(8 * batch.rows * width))
 
-    def look(self) -> bool:
-        """Before each draw; all questions are sent before the first answer is waited for."""
+    def mask_next(self) -> bool:
+        """Mask the logits of the next draw. All queries are sent before the first result is awaited."""
         asked = {
-            self._width * row + number: constraint.ask(way, self._step, 1)
+            self._width * row + number: constraint.ask(path, self._step, 1)
             for row, constraint in enumerate(self._constraints)
             if constraint is not None and self._counts[row] > self._step
-            for number, way in enumerate(self._found.ways(row, self._known[row]))
-            if len(way) == self._step
+            for number, path in enumerate(self._found.paths(row, self._known[row]))
+            if len(path) == self._step
         }
         for question in asked.values():
             question.send()
@@ -362,23 +371,23 @@ class _Held:
         return True
 
 
-class _Questions:
-    """What the library asks while it drafts; an error in an answer ends the draft and waits until the call is over."""
+class _Callbacks:
+    """Callbacks of the library while it drafts. An exception in one ends the draft, and is raised after the call."""
 
     def __init__(self) -> None:
         self._failure: BaseException | None = None
 
-    def callback(self, answer: Callable[[], bool]) -> Any:
-        """For the library, which does not keep it alive: the call does."""
+    def callback(self, function: Callable[[], bool]) -> Any:
+        """A C callback for ``function``. The library does not keep it alive; the call structure does."""
 
-        def answered() -> int:
+        def called() -> int:
             try:
-                return int(answer())
-            except BaseException as failure:  # noqa: BLE001 it is raised again
+                return int(function())
+            except BaseException as failure:  # noqa: BLE001 it is raised after the call
                 self._failure = failure
                 return 0
 
-        return abi.Callback(answered)
+        return abi.Callback(called)
 
     def raise_failure(self) -> None:
         if self._failure is not None:

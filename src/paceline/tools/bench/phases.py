@@ -27,7 +27,7 @@ from paceline.core.outputs import Latency
 from paceline.drafters.base import Drafter, Wrapper
 from paceline.engine.engine import Engine, Request
 from paceline.errors import ParameterError
-from paceline.lengths import FixedLength, LengthPolicy, Means, make_policy
+from paceline.lengths import FixedLength, LengthPolicy, PolicyInputs, make_policy
 from paceline.lengths.calibration import Grid
 from paceline.lengths.profile import Profile
 from paceline.models.base import FlatModel
@@ -142,7 +142,7 @@ class Stage:
         if name.isdigit():
             return FixedLength(int(name))
         ragged = isinstance(self.engine.models.target, FlatModel)
-        return make_policy(name, Means(lambda: self.costs, _no_profile, self.script.decoders, ragged))
+        return make_policy(name, PolicyInputs(lambda: self.costs, _no_profile, self.script.decoders, ragged))
 
     def run(self, name: str) -> Run:
         engine, recorder = self.engine, Recorder(self.policy(name))

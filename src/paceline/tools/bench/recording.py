@@ -71,8 +71,8 @@ class Recorder(RowKeepers, LengthPolicy):
     def lost(self) -> None:
         self.inner.lost()
 
-    def hopeful(self, rows: int) -> bool:
-        return self.inner.hopeful(rows)
+    def expects_to_draft(self, rows: int) -> bool:
+        return self.inner.expects_to_draft(rows)
 
     @property
     def keepers(self) -> tuple[RowKeeper, ...]:

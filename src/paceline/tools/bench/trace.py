@@ -15,7 +15,7 @@ from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.draft import SIBLING_KIND, Draft, Verdict, is_later_sibling
 from paceline.core.outputs import CompletionOutput
 from paceline.drafters.base import Drafter
-from paceline.drafters.branches import Branches
+from paceline.drafters.branches import DraftTree
 from paceline.tools.bench.recording import Recorder
 
 Show = Callable[[int], str]  # a token's text
@@ -81,7 +81,7 @@ def _sources(proposed: Draft, selected: Draft, names: Sequence[str]) -> list[str
     """The source of each selected draft token, known from the proposed draft."""
     tokens, kinds = proposed.draft_tokens[0], proposed.kinds[0] if proposed.kinds else [0] * proposed.k
     parents = list(range(-1, len(tokens) - 1)) if proposed.host_parents is None else proposed.host_parents[0]
-    tree = Branches(tokens, list(parents))
+    tree = DraftTree(tokens, list(parents))
     ways = selected.token_paths[0][1 : 1 + len(selected.draft_tokens[0])]
     return [names[min(kinds[tree.path(way)[-1]] % SIBLING_KIND, len(names) - 1)] for way in ways]
 

@@ -175,7 +175,7 @@ class Target:
                 for layer, tensors in zip(head.layers, self.layers, strict=True):
                     layer.load_state_dict(tensors)
         head.lm_head.requires_grad_(False)
-        head.say(vocabulary)
+        head.set_vocabulary(vocabulary)
         return head
 
 
