@@ -54,8 +54,7 @@ def batch(
         bool, typer.Option("--in-order", help="Write answers in the order of INPUT. Default: as they finish.")
     ] = False,
     served_model_name: Annotated[
-        str | None,
-        typer.Option("--served-model-name", help="Model name in requests. Default: MODEL."),
+        str | None, typer.Option("--served-model-name", help="Model name in requests. Default: MODEL.")
     ] = None,
     replicas: Annotated[
         int | None,

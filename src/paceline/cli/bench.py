@@ -128,16 +128,7 @@ app.command()(quality)
 
 
 def _table(results: list[Result], tokens: int, prompts: str) -> Sheet:
-    columns = [
-        "",
-        "batch",
-        "prefill s",
-        "decode s",
-        "tokens/s",
-        "ms/token\na sequence",
-        "accepted",
-        "speed-up",
-    ]
+    columns = ["", "batch", "prefill s", "decode s", "tokens/s", "ms/token\na sequence", "accepted", "speed-up"]
     rows = []
     for result in results:
         timing = result.median

@@ -134,21 +134,15 @@ class EngineConfig:
         QuantizationName | Literal["same"] | None, Help("Quantisation of the draft model's weights.")
     ] = "same"
     max_batch_size: Annotated[
-        int,
-        Whole(1, MAX_ROWS),
-        Help("Rows, that is sequences decoded at once.", "--max-batch-size", "--max-num-seqs"),
+        int, Whole(1, MAX_ROWS), Help("Rows, that is sequences decoded at once.", "--max-batch-size", "--max-num-seqs")
     ] = 16
     max_model_len: Annotated[
         int | None,
         Whole(2, MAX_COUNT),
-        Help(
-            "Maximum tokens of a sequence, prompt and answer. Default: the model's own limit, at most 4096.",
-        ),
+        Help("Maximum tokens of a sequence, prompt and answer. Default: the model's own limit, at most 4096."),
     ] = None
     prefill_chunk: Annotated[
-        int,
-        Whole(1, MAX_PREFILL_CHUNK),
-        Help("Maximum prompt tokens fed in one step, all rows together."),
+        int, Whole(1, MAX_PREFILL_CHUNK), Help("Maximum prompt tokens fed in one step, all rows together.")
     ] = 1024
     longest_pause: Annotated[
         Seconds | None,

@@ -145,9 +145,7 @@ class SamplingParams:
         Help("Strings that end the answer and are not part of it."),
     ] = ()
     stop_token_ids: Annotated[
-        Sequence[int],
-        TokenIds(MAX_STOP_TOKEN_IDS, MAX_COUNT),
-        Help("Token ids that end the answer."),
+        Sequence[int], TokenIds(MAX_STOP_TOKEN_IDS, MAX_COUNT), Help("Token ids that end the answer.")
     ] = ()
     ignore_eos: Annotated[bool, Help("Continue after the model's end-of-text token.")] = False
     include_stop_str_in_output: Annotated[bool, Help("Keep the stop string in the answer's text.")] = False
@@ -217,9 +215,7 @@ class SamplingParams:
     ] = None
     num_speculative_tokens: Annotated[
         Guesses | None,
-        Help(
-            "Maximum draft tokens a round for this prompt; 0 is plain decoding. Default: the engine's.",
-        ),
+        Help("Maximum draft tokens a round for this prompt; 0 is plain decoding. Default: the engine's."),
     ] = None
     keep_prefix: Annotated[
         bool, Help("Let later requests copy the keys and values of this one (see prefix_cache).")

@@ -79,9 +79,7 @@ class ServerConfig:
         ),
     ] = None
     max_connections: Annotated[
-        int,
-        Whole(16, MAX_CONNECTIONS),
-        Help("Connections open at a time; three quarters of them may hold a request."),
+        int, Whole(16, MAX_CONNECTIONS), Help("Connections open at a time; three quarters of them may hold a request.")
     ] = 512
     max_connections_per_client: Annotated[
         int, Whole(4, MAX_CONNECTIONS), Help("Connections open at a time from one address.")

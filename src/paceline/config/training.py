@@ -45,7 +45,7 @@ class DraftTraining:
         Help(
             "feature: a head that drafts token by token (EAGLE-3); parallel: all tokens in one pass (P-EAGLE); "
             "hidden_transfer: with the target's last layers, all tokens in one pass (2404.12022); model: a draft model "
-            "of some of the target's layers.",
+            "of some of the target's layers."
         ),
     ] = "feature"
     epochs: Annotated[float, Number(1e-3, 1e6), Help("Passes over the data.")] = 8.0
