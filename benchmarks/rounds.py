@@ -76,7 +76,7 @@ def watch_engine(engine: Engine, clock: Clock) -> None:
     for owner, method, name in (
         (engine, "step", "engine and round"),
         (scheduler, "admit", "admit and prefill"),
-        (scheduler, "settle", "settle"),
+        (scheduler, "process_outputs", "process outputs"),
         (parts.policy, "choose", "length policy"),
         (parts.policy, "observe", "length policy"),
         (parts.drafter, "propose", "draft"),

@@ -125,6 +125,10 @@ class Worker:
             self._process.wait(END_SECONDS / 5)
         self._signal(signal.SIGKILL)
         self._process.wait(END_SECONDS)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):  # what was not sent is of no use any more
+                    pipe.close()
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -167,7 +167,8 @@ def test_hostile_lines_are_errors_of_their_own(paceline: Any, tiny: str, tmp_pat
     """One after the other between good ones: each has a line that says why, the good ones have their answers."""
     for number, (raw, why) in enumerate(HOSTILE.values()):
         source = write(tmp_path / f"in{number}", [completion("good", "x"), raw])
-        lines = list(lines_of(source.open("rb"), 2**22))
+        with source.open("rb") as file:
+            lines = list(lines_of(file, 2**22))
         assert [line.number for line in lines] == [1, 2], why
     source = tmp_path / "in"
     good = completion("good", "hello")

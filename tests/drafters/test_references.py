@@ -137,7 +137,7 @@ def test_references_have_a_limit() -> None:
 
 
 def test_a_reference_without_tokens_is_refused() -> None:
-    assert "leave it out" in refused(copying(), [[1, 2], []])
+    assert "leave empty ones out" in refused(copying(), [[1, 2], []])
 
 
 @pytest.mark.parametrize("token", [-1, VOCAB])

@@ -18,10 +18,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-import paceline.llm
 import real_models
 from model_support import NATIVE, VOCABULARY, tiny
 from paceline import LLM, SamplingParams
+from paceline.engine import loading
 from paceline.errors import ParameterError
 from paceline.kernels import native
 from paceline.models import packed_file as module
@@ -104,7 +104,7 @@ def forbid_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("the checkpoint's weights were loaded")
 
-    monkeypatch.setattr(paceline.llm, "load_model", refuse)
+    monkeypatch.setattr(loading, "load_model", refuse)
 
 
 # Reading what was packed

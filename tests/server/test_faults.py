@@ -121,7 +121,7 @@ def test_failed_scoring_fails_its_prompts_and_the_next_are_scored(
         raise MemoryError("as planned")
 
     scored = {"prompt": ["abc", "abcd"], "max_tokens": 0, "echo": True, "logprobs": 1}
-    monkeypatch.setattr(live.context.llm.engine.scorer, "_suits", lambda: False)
+    monkeypatch.setattr(live.context.llm.engine.scorer, "_rows_fit", lambda: False)
     monkeypatch.setattr(Scorer, where, broken)
     assert live.post("/v1/completions", scored).status_code == 500
     monkeypatch.undo()

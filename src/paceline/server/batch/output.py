@@ -28,16 +28,25 @@ class OutputFile:
         try:
             with full_disk_named():
                 self._file = path.open("ab+")
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ParameterError(option, str(path), "a file that no other process writes") from error
         except (OSError, ValueError) as error:
             raise ParameterError(option, str(path), f"a file in a writable directory ({error})") from error
-        _sync_directory(path.parent)
         self.done: dict[int, str] = {}
         self.failed = 0
-        self._read()
+        try:
+            self._lock(option)
+            _sync_directory(path.parent)
+            self._read()
+        except BaseException:
+            self._file.close()
+            raise
         self.lines = len(self.done)
+
+    def _lock(self, option: str) -> None:
+        """Keep other processes from writing the file. Raises ParameterError if one does."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ParameterError(option, str(self._path), "a file that no other process writes") from error
 
     def __enter__(self) -> OutputFile:
         return self

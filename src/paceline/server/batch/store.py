@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from io import BytesIO
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import IO, BinaryIO, TypeVar
 
 from pydantic import ValidationError
 
@@ -48,16 +48,18 @@ class BatchStore:
             for each in (self._files_at, self._batches_at):
                 each.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._lock = (path / "lock").open("w")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ParameterError("batch_dir", str(path), "a directory that no other server uses") from error
         except OSError as error:
             raise ParameterError("batch_dir", str(path), f"a writable directory ({error})") from error
-        self._disk = ThreadPoolExecutor(1, thread_name_prefix="batch files")  # a single thread keeps writes in order
-        self._remove_leftovers()
+        try:
+            _take_lock(self._lock, path)
+            self._remove_leftovers()
+            self.files = _load(self._files_at, StoredFile)
+            self.batches = _load(self._batches_at, StoredBatch)
+        except BaseException:
+            self._lock.close()
+            raise
         self.incoming: dict[str, IncomingFile] = {}
-        self.files = _load(self._files_at, StoredFile)
-        self.batches = _load(self._batches_at, StoredBatch)
+        self._disk = ThreadPoolExecutor(1, thread_name_prefix="batch files")  # a single thread keeps writes in order
 
     def _remove_leftovers(self) -> None:
         """Remove files that an earlier server left incomplete."""
@@ -229,6 +231,14 @@ class IncomingFile:
         await self._store.work(move)
         self._store.files[self.name] = stored
         return stored.document
+
+
+def _take_lock(lock: IO[str], directory: Path) -> None:
+    """Keep other servers out of a directory. Raises ParameterError if one uses it."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ParameterError("batch_dir", str(directory), "a directory that no other server uses") from error
 
 
 def is_open(stored: StoredBatch) -> bool:
