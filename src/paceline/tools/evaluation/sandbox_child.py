@@ -37,7 +37,7 @@ from typing import Any, NoReturn
 NOBODY = 65534
 SECRET_BYTES = 32
 MESSAGE_CHARACTERS = 300  # of an exception's message
-WORK = "/tmp"  # the empty directory inside the sandbox
+WORK = "/empty"  # the directory that programs may write to; /tmp leads there, too
 
 OPEN_FILES = 64
 FILE_BYTES = 16 << 20
@@ -166,8 +166,10 @@ def _make_root(needed: list[str]) -> None:
         mount_point.mkdir() if Path(path).is_dir() else mount_point.touch()
         _call("mount", path.encode(), bytes(mount_point), None, _MS_BIND | _MS_REC, None)
         _make_read_only(bytes(mount_point), _AT_RECURSIVE)
-    Path(root + WORK).mkdir(exist_ok=True)
+    Path(root + WORK).mkdir()
     _mount_memory(root + WORK, f"size={WORK_BYTES},nr_inodes={WORK_FILES},mode=700,uid={NOBODY},gid={NOBODY}")
+    if not Path(root + "/tmp").exists():  # it does where this Python is installed below it
+        Path(root + "/tmp").symlink_to(WORK)
     os.chdir(root)
     _call("syscall", _number_of("pivot_root"), b".", b".")
     _call("umount2", b".", _MNT_DETACH)
