@@ -88,7 +88,9 @@ def random_case(chance: random.Random, llm: LLM, max_tokens: int) -> Case:
     prompt = llm.tokenizer.encode(text)
     if chance.random() < 0.1:
         prompt = [chance.randrange(llm.tokenizer.vocab_size) for _ in range(chance.randint(1, 40))]
-    return Case(prompt, random_params(chance, llm.tokenizer.vocab_size, max_tokens), random_references(chance, text))
+    params = random_params(chance, llm.tokenizer.vocab_size, max_tokens)
+    references = [] if params.num_speculative_tokens == 0 else random_references(chance, text)  # refused together
+    return Case(prompt, params, references)
 
 
 def answers(llm: LLM, cases: Sequence[Case]) -> list[list[CompletionOutput]]:
