@@ -45,7 +45,7 @@ from paceline.drafters.growth import candidates
 from paceline.drafters.lookup import CopySources, make_lookup
 from paceline.drafters.model import ModelDrafter
 from paceline.drafters.ngram import merged
-from paceline.lengths.belief import ScoreCalibration, bins_of
+from paceline.lengths.scores import ScoreCalibration, bins_of
 from paceline.llm import LLM
 from paceline.tools.bench.sets import SETS, SetName
 

@@ -109,7 +109,7 @@ def run_copies(spec, seed):
         rng = random.Random(seed)
         draw = lambda row: draft_tokens(rng, simulation.place(row))  # noqa: E731
     simulation = DraftSimulation(ROUNDS_OF_A_SMALL_MODEL, draw, rows, tokens=tokens, noise=0.1, seed=seed, look=0.25)
-    total = simulation.play(AutoLength(CostModel(assumed), clock=simulation.clock), drains)
+    total = simulation.play(AutoLength(CostModel(assumed)), drains)
     return total if drains or not isinstance(draft_tokens, dict) else mean(simulation.ends.values())
 
 
@@ -121,7 +121,7 @@ def run_model(spec, seed):
     )
     if copies is not None:
         simulation.copies = lambda row: copies(other, simulation.place(row))
-    policy = AutoLength(CostModel(PAIR), [simulation.reader], copies is not None, simulation.clock)
+    policy = AutoLength(CostModel(PAIR), [simulation.reader], copies is not None)
     return simulation.play(policy)
 
 

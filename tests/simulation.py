@@ -10,7 +10,7 @@ import torch
 
 from paceline.config import SamplingParams
 from paceline.core.batch import Batch, RowStart, SpeculationPlan
-from paceline.core.draft import Draft, Verdict
+from paceline.core.draft import Draft, RoundTiming, Verdict
 from paceline.lengths.base import LengthPolicy
 from paceline.lengths.cost import CostTable
 
@@ -24,6 +24,12 @@ def linear_costs(
     times = tuple(tuple(verify + token * b * (k + 1) for k in LENGTHS) for b in SIZES)
     n = len(SIZES)
     return CostTable(SIZES, LENGTHS, 100, times, (draft_once,) * n, (draft_step,) * n, **more)  # type: ignore[arg-type]
+
+
+def told(verdict: Verdict, plan: SpeculationPlan, draft_ms: float = 0.0, verify_ms: float = 10.0) -> Verdict:
+    """The verdict with what the engine tells the policy of its round."""
+    verdict.note, verdict.timing = plan.note, RoundTiming(draft_ms, verify_ms)
+    return verdict
 
 
 @dataclass
@@ -45,9 +51,6 @@ class Simulation:
         self.batch = Batch(self.capacity, 100_000, 4)
         self.rng = random.Random(self.seed)
 
-    def clock(self) -> float:
-        return self.now
-
     def rows(self, count: int) -> None:
         """Set the number of live rows."""
         for row in range(self.batch.rows, count):
@@ -57,14 +60,15 @@ class Simulation:
     def play(self, policy: LengthPolicy, rounds: int = 1) -> None:
         for _ in range(rounds):
             batch = self.batch
-            wish = policy.choose(batch)
+            wish = policy.choose(batch).within(batch)
             k, caps = wish.k, wish.caps or [wish.k] * batch.rows
             accepted = [self._kept(row, cap) for row, cap in enumerate(caps)]
-            self.now += self.costs.round_ms(batch.rows, k, batch.longest) / 1000
+            draft_ms, verify_ms = self.costs.draft_ms(batch.rows, k), self.costs.verify_ms(batch.rows, k, batch.longest)
+            self.now += (draft_ms + verify_ms) / 1000
             tokens = torch.zeros(batch.rows, k + 1, dtype=torch.int64)
             verdict = Verdict(tokens, torch.tensor(accepted), torch.tensor(caps))
             batch.commit(verdict)
-            policy.observe(batch, verdict)
+            policy.observe(batch, told(verdict, wish, draft_ms, verify_ms))
             self.tokens += sum(accepted) + batch.rows
             self.asked.append(k)
 
@@ -140,9 +144,6 @@ class DraftSimulation:
         self.batch = Batch(self.rows, self.prompt + self.tokens, 4)
         self.reader = Reader(self.rows, self.prompt if self.one_prompt else 0)
 
-    def clock(self) -> float:
-        return self.now
-
     def play(self, policy: LengthPolicy, draining: bool = False) -> float:
         """Run until all rows have ended; return the seconds. The batch shrinks as rows end."""
         batch, began = self.batch, self.now
@@ -181,7 +182,7 @@ class DraftSimulation:
         self.now += self.costs.feed_ms(tokens) / 1000
 
     def _round(self, policy: LengthPolicy, who: list[int]) -> None:
-        batch = self.batch
+        batch, began = self.batch, self.now
         wish = policy.choose(batch).within(batch)
         self._who, self._read = who[: batch.rows], (0, 0)
         draft = self._propose(self._who, wish).capped(wish.caps)
@@ -190,12 +191,13 @@ class DraftSimulation:
         right = (draft.tokens == RIGHT).tolist()
         accepted = [next((j for j in range(n) if not line[j]), n) for n, line in zip(counts, right, strict=True)]
         ms = self.costs.verify_ms(batch.rows, sum(counts) / batch.rows)
+        ready = self.now
         self.now += ms * self.rng.lognormvariate(0, self.noise) * (3 if self._spike() else 1) / 1000
         verdict = Verdict(torch.full((batch.rows, draft.k + 1), RIGHT), torch.tensor(accepted), draft.counts)
         batch.commit(verdict)
         for row in range(*self._read):
             self.reader.seen[row] = batch.lengths[row] - 1
-        policy.observe(batch, verdict)
+        policy.observe(batch, told(verdict, wish, 1000 * (ready - began), 1000 * (self.now - ready)))
         self.rounds += 1
         self.gained += sum(accepted) + len(accepted)
         self.verified.append(counts)

@@ -497,7 +497,6 @@ class RandomSelection(RandomLength):
     """Policy with a random length every round that verifies a random part of each row's draft."""
 
     name = "selection"
-    selects = True
 
     def select(self, batch: Batch, draft: Draft) -> Draft:
         return draft.first([self.rng.randint(0, count) for count in draft.counts.tolist()])

@@ -27,8 +27,8 @@ from paceline.kernels.gpu.graphs import Graphs, Named, Program
 from paceline.lengths import FixedLength, LengthPolicy
 from paceline.lengths.auto import AutoLength
 from paceline.lengths.base import FIRST, BassLength, ProfiledLength
-from paceline.lengths.belief import LONGEST_AUTO
 from paceline.lengths.calibration import Grid
+from paceline.lengths.scores import LONGEST_AUTO
 from paceline.models.decoder import Decoder
 from toy import VOCAB, ToyModel, answers, make_engine, run
 

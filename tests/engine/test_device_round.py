@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from batches import new_batch
 from paceline.config import SamplingParams
-from paceline.core.batch import RowStart, SpeculationPlan
-from paceline.core.draft import Draft
+from paceline.core.batch import Batch, RowStart, SpeculationPlan
+from paceline.core.draft import Draft, Verdict
 from paceline.core.outputs import CompletionOutput
 from paceline.core.rows import RowState, StepFeatures
 from paceline.core.sampling import sequence_seed
@@ -148,18 +148,30 @@ def test_changing_lengths_and_waiting_rows_change_no_output(
 def test_auto_observes_device_rounds_one_round_late() -> None:
     """Rows wait, move and end while rounds are in flight. Costs are those of device rounds, so none has to be timed."""
     engine = engine_on("device", num_speculative_tokens="auto", max_batch_size=3)
-    policy, late, judged = engine.parts.policy, [], []
+    policy, waiting, late, judged = engine.parts.policy, [], [], []
     assert isinstance(policy, AutoLength)
     assert not policy.costs.table.draft_step[0]
-    policy.costs = CostModel(linear_costs(token=0.3), includes_drafting=True)
-    observe, learn = policy.observe, policy.model_drafts.learn
-    policy.observe = lambda *given: (late.append(len(policy._pending)), observe(*given))[1]  # type: ignore[method-assign]
+    policy.costs = CostModel(linear_costs(token=0.3))
+    choose, observe, learn = policy.choose, policy.observe, policy.model_drafts.learn
+
+    def choosing(batch: Batch) -> SpeculationPlan:
+        plan = choose(batch)
+        waiting.append(plan.note)
+        return plan
+
+    def observing(batch: Batch, verdict: Verdict) -> None:
+        assert verdict.timing is None
+        late.append(len(waiting) - waiting.index(verdict.note))
+        del waiting[: waiting.index(verdict.note) + 1]
+        observe(batch, verdict)
+
+    policy.choose, policy.observe = choosing, observing  # type: ignore[method-assign]
     policy.model_drafts.learn = lambda lines: (judged.extend(lines), learn(lines))[1]  # type: ignore[method-assign]
     plain = make_engine(ToyModel(), eos=EOS)
     outputs = run(engine, PROMPTS, PARAMS)
     assert answers(outputs) == answers(run(plain, PROMPTS, PARAMS))
     assert late.count(2) > len(late) / 2
-    assert len(policy._pending) == engine.scheduler.in_flight == 0
+    assert engine.scheduler.in_flight == 0
     kept = sum(answer.metrics.accepted for output in outputs for answer in output.outputs)
     assert sum(right for line in judged for _, right in line) >= kept > 20  # what was cut is right, too
     assert policy.model_drafts.acceptance == pytest.approx(
@@ -168,26 +180,27 @@ def test_auto_observes_device_rounds_one_round_late() -> None:
 
 
 @pytest.mark.parametrize("when", ["its rows have left", "everything was cleared"])
-def test_auto_forgets_a_round_whose_rows_have_all_ended(when: str) -> None:
+def test_a_round_whose_rows_have_all_ended_is_not_observed(when: str) -> None:
     engine = engine_on("device", num_speculative_tokens="auto")
     policy = engine.parts.policy
-    assert isinstance(policy, AutoLength)
+    chosen: list[object] = []
+    observed: list[object] = []
+    choose, observe = policy.choose, policy.observe
+    policy.choose = lambda batch: (plan := choose(batch), chosen.append(plan.note))[0]  # type: ignore[func-returns-value, method-assign]
+    policy.observe = lambda batch, verdict: (observed.append(verdict.note), observe(batch, verdict))[1]  # type: ignore[func-returns-value, method-assign]
     request = Request([1, 2, 3], SamplingParams(max_tokens=30, temperature=0), request_id="x")
     engine.add(request)
     engine.step()
-    assert len(policy._pending) == 1
     if when == "everything was cleared":
         engine.clear()
     else:
-        chosen, choose = [], policy.choose
-        policy.choose = lambda batch: (choose(batch), chosen.append(policy._current))[0]  # type: ignore[func-returns-value, method-assign]
         engine.abort("x")
-        engine.add(replace(request, request_id="y"))
+    engine.add(replace(request, request_id="y"))
+    while engine.busy:
         engine.step()
-        engine.step()
-        assert list(policy._pending) == chosen[-1:]
-        engine.clear()
-    assert not policy._pending
+    assert observed
+    assert not set(map(id, observed)) & set(map(id, chosen[:1])), "the first round"
+    assert all(any(note is known for known in chosen) for note in observed)
 
 
 def test_auto_measures_device_rounds(monkeypatch: pytest.MonkeyPatch) -> None:

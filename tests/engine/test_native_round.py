@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -179,7 +178,7 @@ def test_rounds_without_torch_set_none_of_its_modes(monkeypatch: pytest.MonkeyPa
 def test_ngram_drafts_make_no_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lookup, length policy and native rounds make none: an operator takes 20 to 50 us there."""
     engine = make_engine(tiny_native(1), drafter="ngram")
-    engine.parts.policy = AutoLength(CostModel(linear_costs(token=0.01)), clock=itertools.count(step=1e-3).__next__)
+    engine.parts.policy = AutoLength(CostModel(linear_costs(token=0.01)))
     asked, drafted, make = list[object](), list[int](), OnDemand.__get__
     select = engine.parts.policy.select
 

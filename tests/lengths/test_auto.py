@@ -19,13 +19,15 @@ from paceline.config import EngineConfig, SamplingParams
 from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.core.draft import Draft, Verdict
 from paceline.engine.engine import Engine, Request
-from paceline.lengths.auto import PRIOR_TOKENS, AutoLength
+from paceline.lengths.auto import AutoLength
 from paceline.lengths.base import FixedLength, LengthPolicy
-from paceline.lengths.belief import LONGEST_AUTO, RunningMean, bins_of
 from paceline.lengths.calibration import Calibration, Grid
 from paceline.lengths.cost import CostModel, CostTable, RoundTimes
+from paceline.lengths.records import RunningMean
+from paceline.lengths.scores import LONGEST_AUTO, bins_of
+from paceline.lengths.sources import PRIOR_TOKENS
 from paceline.models.decoder import Decoder
-from simulation import LENGTHS, RIGHT, SIZES, WRONG, DraftSimulation, Reader, Simulation, linear_costs
+from simulation import LENGTHS, RIGHT, SIZES, WRONG, DraftSimulation, Reader, Simulation, linear_costs, told
 from toy import FlatToy, ToyModel, answers, make_engine, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -51,7 +53,7 @@ def best_length(costs: CostTable, acceptance: float, rows: int) -> int:
 
 
 def blind(simulation: Simulation, costs: CostTable) -> AutoLength:
-    return AutoLength(CostModel(costs, includes_drafting=True), clock=simulation.clock)
+    return AutoLength(CostModel(costs), ranks=False)
 
 
 @pytest.mark.parametrize("rows", [1, pytest.param(4, marks=pytest.mark.slow), 16])
@@ -180,39 +182,35 @@ def test_drafting_is_charged_for_the_missing_tokens_that_are_read_first() -> Non
     for lack in (0, 3_000_000):
         simulation = Simulation(costs, lambda row, place: 0.7)
         simulation.rows(4)
-        policy = AutoLength(
-            CostModel(costs, includes_drafting=True), decoders(Behind([lack] * 4)), clock=simulation.clock
-        )
+        policy = AutoLength(CostModel(costs), decoders(Behind([lack] * 4)), ranks=False)
         chosen[lack] = policy.choose(simulation.batch).k
     assert chosen[0] > 0
     assert chosen[3_000_000] == 0
 
 
-@pytest.mark.parametrize("includes_drafting", [True, False])
-def test_a_trial_drafts_only_for_the_row_with_the_fewest_missing_tokens(includes_drafting: bool) -> None:
+@pytest.mark.parametrize("ranks", [True, False])
+def test_a_trial_drafts_only_for_the_row_with_the_fewest_missing_tokens(ranks: bool) -> None:
     costs = linear_costs(draft_step=4.0, feed_tokens=(1, 1000), feed=(0.1, 100.0))
     simulation = Simulation(costs, lambda row, place: 0.0)
     simulation.rows(4)
     behind = Behind([0, 0, 0, 0])
-    policy = AutoLength(
-        CostModel(costs, includes_drafting=includes_drafting), decoders(behind), False, simulation.clock
-    )
+    policy = AutoLength(CostModel(costs), decoders(behind), False, ranks)
     wish = SpeculationPlan(0)
     for number in range(800):
         behind.lacks = [300, 200, 2, 200] if number > 60 else [0] * 4
         wish = policy.choose(simulation.batch)
         if number > 60 and wish.k:
             break
-        simulation.now += costs.verify_ms(4, 0) / 1000
-        drafted = [0] * 4
+        drafted, draft_ms = [0] * 4, 0.0
         if wish.k:
-            simulation.now += costs.draft_ms(4, 1) / 1000
+            draft_ms = costs.draft_ms(4, 1)
             assert wish.stop_drafting is None or wish.stop_drafting(simulation.batch, [[0.9]] * 4) in (True, False)
             wrong = Draft(torch.full((4, 1), RIGHT), torch.ones(4, dtype=torch.int64), confidence=[[0.9]] * 4)
             drafted = policy.select(simulation.batch, wrong).counts.tolist()
-        policy.observe(simulation.batch, verdict_of([[WRONG]] * 4, drafted))
+        verdict = verdict_of([[WRONG]] * 4, drafted)
+        policy.observe(simulation.batch, told(verdict, wish, draft_ms, costs.verify_ms(4, 0)))
     assert wish.caps == [0, 0, wish.k, 0]
-    assert wish.k == 1 or not includes_drafting
+    assert wish.k == 1 or ranks
 
 
 def verdict_of(gained: list[list[int]], drafted: list[int]) -> Verdict:
@@ -276,7 +274,7 @@ def test_a_draft_model_that_cannot_pay_reads_no_prompts_and_catches_up_when_it_c
     )
     policy = engine.parts.policy
     assert isinstance(policy, AutoLength)
-    policy.costs = CostModel(replace(linear_costs(), verify=times), includes_drafting=True)
+    policy.costs = CostModel(replace(linear_costs(), verify=times))
     assert policy.expects_to_draft(1)
     assert not policy.expects_to_draft(2)
     (draft,), read = engine.parts.drafter.decoders, []
@@ -295,11 +293,8 @@ def test_a_draft_model_that_cannot_pay_reads_no_prompts_and_catches_up_when_it_c
 def test_a_trial_takes_a_row_that_allows_draft_tokens() -> None:
     """A row that allows no draft tokens may always have the fewest missing ones, and would block all trials."""
     costs = linear_costs(draft_step=4.0)
-    for includes_drafting in (True, False):
-        policy, batch = (
-            AutoLength(CostModel(costs, includes_drafting=includes_drafting), decoders(Behind([0, 3])), False),
-            batch_of(2),
-        )
+    for ranks in (True, False):
+        policy, batch = AutoLength(CostModel(costs), decoders(Behind([0, 3])), False, ranks), batch_of(2)
         batch.max_draft_tokens[0] = 0
         policy.model_drafts.gains[2] = RunningMean(-100.0)
         policy.model_drafts.budget._ms = policy.model_drafts.budget._price = 1e6
@@ -328,7 +323,7 @@ def test_the_default_is_auto_and_lossless(toy: Callable[..., ToyModel], drafter:
     assert EngineConfig().num_speculative_tokens == "auto"
     engine = make_engine(toy(), draft, drafter=drafter, num_speculative_tokens="auto", attention="auto")
     assert isinstance(engine.parts.policy, AutoLength)
-    assert engine.parts.policy.selects == (toy is FlatToy)
+    assert engine.parts.policy.reads_drafts == (toy is FlatToy)
     assert "length auto, " in engine.describe()
     params = [SamplingParams(temperature=t, seed=i, max_tokens=40) for i, t in enumerate((0, 1.0, 0.5, 0, 2.0, 1.0))]
     prompts = [[1], [2, 3], [4, 5, 6], [7, 8], [9], [10, 11]]
@@ -396,7 +391,7 @@ SEARCH = 0.25  # ms of a search for n-gram drafts
 
 
 def copying(simulation: DraftSimulation, costs: CostTable = CPU) -> AutoLength:
-    return AutoLength(CostModel(costs), clock=simulation.clock)
+    return AutoLength(CostModel(costs))
 
 
 def batch_of(rows: int, tokens: int = 100) -> Batch:
@@ -455,7 +450,8 @@ def test_of_equal_gains_those_of_the_row_with_the_earliest_deadline_come_first(f
     for row, deadline in enumerate((7.0, 8.0, 9.0)):
         batch.deadlines[(first + row) % 3] = deadline
     policy.choose(batch)
-    policy._current.times = RoundTimes([10.0, 10.1, *(30.0 + 20.0 * more for more in range(40))], 0.0, 0)
+    times = [10.0, 10.1, *(30.0 + 20.0 * more for more in range(40))]
+    policy._round.times = RoundTimes(times, times, 0.0, 0)
     counts = policy.select(batch, copied(0.9, rows=3, k=1)).counts.tolist()
     assert counts == [row == first for row in range(3)]
 
@@ -550,7 +546,7 @@ def test_drafts_that_cost_a_draining_batch_more_than_they_gain_are_stopped(rows:
         simulation = DraftSimulation(
             costs, lambda _row: [(0.6, rng.random() < 0.3) for _ in range(8)], rows, tokens=96, seed=seed
         )
-        policy = AutoLength(CostModel(costs), [simulation.reader], copies=False, clock=simulation.clock)
+        policy = AutoLength(CostModel(costs), [simulation.reader], copies=False)
         return simulation.play(policy, draining=True)
 
     plain = 96 * costs.verify_ms(rows, 0) / 1000
@@ -562,7 +558,7 @@ def measured(rows: int, paying_rows: int, copies: bool = False) -> tuple[AutoLen
     costs = linear_costs(verify=10.0, token=0.1, draft_once=0.2, draft_step=0.2)
     simulation = DraftSimulation(costs, lambda _row: [(0.9, True)] * 8, rows, tokens=200)
     simulation.copies = (lambda _row: [(STRONG, True)] * 8) if copies else None
-    policy = AutoLength(CostModel(costs), [simulation.reader], copies, simulation.clock)
+    policy = AutoLength(CostModel(costs), [simulation.reader], copies)
     policy.paying_rows = paying_rows
     simulation.play(policy)
     return policy, simulation
@@ -586,10 +582,17 @@ def test_ngram_drafts_are_used_at_any_number_of_rows() -> None:
 
 def test_without_any_source_the_back_off_lasts_until_the_rows_change() -> None:
     policy, simulation = measured(4, paying_rows=2)
-    looked: list[float] = []
-    policy.clock = lambda: looked.append(simulation.now) or simulation.now  # type: ignore[func-returns-value]
+    looked = look_ups(policy)
     simulation.play(policy)
     assert len(looked) < 200 / 4
+
+
+def look_ups(policy: AutoLength) -> list[float]:
+    """Rows of each cost look-up from now on."""
+    looked: list[float] = []
+    times = policy.costs.times
+    policy.costs.times = lambda rows, context: (looked.append(rows), times(rows, context))[1]  # type: ignore[func-returns-value, method-assign]
+    return looked
 
 
 def resting() -> tuple[Simulation, AutoLength, list[float]]:
@@ -597,12 +600,9 @@ def resting() -> tuple[Simulation, AutoLength, list[float]]:
     costs = linear_costs(draft_step=4.0)
     simulation = Simulation(costs, lambda row, place: 0.0)
     simulation.rows(8)
-    policy = AutoLength(CostModel(costs), [Reader(16)], copies=False, clock=simulation.clock)  # type: ignore[list-item]
+    policy = AutoLength(CostModel(costs), [Reader(16)], copies=False)  # type: ignore[list-item]
     simulation.play(policy, 100)
-    looked: list[float] = []
-    times = policy.costs.times
-    policy.costs.times = lambda rows, context: (looked.append(rows), times(rows, context))[1]  # type: ignore[func-returns-value, method-assign]
-    return simulation, policy, looked
+    return simulation, policy, look_ups(policy)
 
 
 def test_where_nothing_pays_it_backs_off_until_a_trial_is_affordable() -> None:
@@ -634,7 +634,7 @@ def test_a_price_that_rises_as_fast_as_the_budget_ends_no_back_off_early() -> No
 def test_more_or_fewer_rows_end_the_back_off() -> None:
     simulation, policy, looked = resting()
     for rows in (9, 7):
-        while not policy._backoff > 1:
+        while not policy._backoff._left > 1:
             simulation.play(policy)
         before = len(looked)
         simulation.rows(rows)
@@ -644,7 +644,7 @@ def test_more_or_fewer_rows_end_the_back_off() -> None:
 
 def test_draft_tokens_that_are_not_verified_are_learned_from(monkeypatch: pytest.MonkeyPatch) -> None:
     """No draft token pays, so none is verified. The gained tokens still show that they were right."""
-    monkeypatch.setattr("paceline.lengths.belief.EXPLORATION_SHARE", 0.0)
+    monkeypatch.setattr("paceline.lengths.records.EXPLORATION_SHARE", 0.0)
     dear = linear_costs(verify=0.0, token=10.0)
     simulation = DraftSimulation(dear, lambda row: [(0.5, True)] * 4, rows=4, tokens=16)
     policy = copying(simulation, dear)
@@ -716,11 +716,11 @@ Maker = Callable[[DraftSimulation], LengthPolicy]
 
 
 def drafting(simulation: DraftSimulation) -> AutoLength:
-    return AutoLength(CostModel(simulation.costs), decoders(simulation.reader), False, simulation.clock)
+    return AutoLength(CostModel(simulation.costs), decoders(simulation.reader), False)
 
 
 def hybrid(simulation: DraftSimulation) -> AutoLength:
-    return AutoLength(CostModel(simulation.costs), decoders(simulation.reader), True, simulation.clock)
+    return AutoLength(CostModel(simulation.costs), decoders(simulation.reader), True)
 
 
 def simulated(model: Kind | None, copies: Kind | None, rows: int, seed: int = 0, tokens: int = 200) -> DraftSimulation:
@@ -902,8 +902,7 @@ def copied(score: float, rows: int = 1, k: int = 8) -> Draft:
 
 
 def started(lack: int = 0, left: int = 150) -> tuple[AutoLength, Batch]:
-    clock = itertools.count(step=0.005).__next__
-    return AutoLength(CostModel(PAIR), decoders(Behind([lack])), True, clock), batch_of(1, left)
+    return AutoLength(CostModel(PAIR), decoders(Behind([lack]))), batch_of(1, left)
 
 
 def played(policy: AutoLength, batch: Batch, copies: Draft, gained: list[int]) -> int:
@@ -918,7 +917,7 @@ def played(policy: AutoLength, batch: Batch, copies: Draft, gained: list[int]) -
         kept += 1
     verdict = Verdict(torch.tensor([gained[: kept + 1]]), torch.tensor([kept]), draft.counts)
     batch.commit(verdict)
-    policy.observe(batch, verdict)
+    policy.observe(batch, told(verdict, wish, 15.0, 45.0))
     return asked
 
 
@@ -936,7 +935,7 @@ def test_a_round_of_ngram_drafts_teaches_nothing_about_the_draft_model(copies: D
     before = policy.model_drafts.acceptance
     assert played(policy, batch, copies, [RIGHT] * 3 + [WRONG] + [RIGHT] * 20) == 0
     assert not any(policy.model_drafts.calibration.tried)
-    assert policy.model_drafts.rates[1].value == 0, "the rate is that of the draft model's rounds"
+    assert policy.model_drafts.rate(1) == 0, "the rate is that of the draft model's rounds"
     assert policy.model_drafts.acceptance == before
     assert any(policy.ngram_drafts.calibration.tried) == (copies.k > 0)
 
@@ -946,7 +945,7 @@ def test_catching_up_does_not_lower_the_rate_of_the_draft_models_rounds() -> Non
     for missed in (0, 2):
         policy, batch = started(missed)
         assert played(policy, batch, copied(WEAK), [RIGHT, RIGHT]) > 0
-        rates.append(policy.model_drafts.rates[1].value)
+        rates.append(policy.model_drafts.rate(1))
     assert rates[1] > rates[0] > 0
 
 

@@ -125,46 +125,38 @@ def test_rows_share_what_they_learn_with_batches_of_about_their_size_only() -> N
 
 def test_times_are_convex_in_the_number_of_draft_tokens() -> None:
     bumps = CostTable((1,), (0, 1, 3, 7), 100, ((10, 14, 15, 22),), (0,), (0,))
-    steps = [right - left for left, right in pairwise(CostModel(bumps).times(1, 100).ms)]
+    steps = [right - left for left, right in pairwise(CostModel(bumps).times(1, 100).hull)]
     assert all(left <= right + 1e-9 for left, right in pairwise(steps))
-    assert CostModel(bumps, includes_drafting=True).times(1, 100).ms[1] == 14, (
-        "with drafting a first draft token may be expensive"
-    )
-
-
-def test_round_times_may_include_drafting() -> None:
-    costs = linear_costs(draft_once=2.0, draft_step=10.0)
-    whole, apart = (CostModel(costs, includes_drafting=it).times(2, 100) for it in (True, False))
-    assert whole.extra(2 * 3) == pytest.approx(apart.extra(2 * 3) + 32)
+    assert CostModel(bumps).times(1, 100).ms[1] == 14, "where rounds include drafting a first draft token is expensive"
 
 
 DRAFTS = linear_costs(draft_once=2.0, draft_step=10.0)
 
 
-def test_passes_without_observations_take_the_tables_time() -> None:
+def test_drafts_without_observations_take_the_tables_time() -> None:
     model = CostModel(DRAFTS)
-    assert (model.pass_ms(4, first=True), model.pass_ms(4, first=False)) == (12, 10)
+    assert (model.draft_ms(4, 1), model.draft_ms(4, 3), model.next_pass_ms(4)) == (12, 32, 10)
 
 
-def test_the_first_pass_is_known_apart_from_the_others() -> None:
+def test_drafts_of_a_batch_size_are_corrected_by_one_ratio() -> None:
     model = CostModel(DRAFTS)
     for _ in range(100):
-        model.observe_passes(2, [18.0, 12.0, 12.0])
-    assert model.pass_ms(2, first=True) == pytest.approx(18, rel=0.01)
-    assert model.pass_ms(2, first=False) == pytest.approx(12, rel=0.01)
-    assert model.pass_ms(4, first=True) == 12, "other batch sizes are other drafts"
+        model.observe_draft(2, 3, 1.5 * 32)
+    assert model.draft_ms(2, 1) == pytest.approx(18, rel=0.01)
+    assert model.next_pass_ms(2) == pytest.approx(15, rel=0.01)
+    assert model.draft_ms(4, 1) == 12, "other batch sizes are other drafts"
 
 
 @pytest.mark.parametrize("table", [linear_costs(draft_once=10.0), linear_costs(draft_step=10.0)])
-def test_passes_predicted_to_take_no_time_are_corrected(table: CostTable) -> None:
-    """The table may be of a busy machine, or catching up may seem to explain all of the first pass."""
+def test_drafts_predicted_to_take_no_time_are_corrected(table: CostTable) -> None:
+    """The table may be of a busy machine, or catching up may seem to explain all of a draft."""
     model = CostModel(table)
     for _ in range(200):
-        model.observe_passes(1, [0.0])
+        model.observe_draft(1, 1, 0.0)
     for _ in range(20):
-        model.observe_passes(1, [10.0, 10.0, 10.0])
-    assert model.pass_ms(1, first=True) == pytest.approx(10, rel=0.2)
-    assert model.pass_ms(1, first=False) == pytest.approx(10, rel=0.2)
+        model.observe_draft(1, 3, 30.0)
+    assert model.draft_ms(1, 3) == pytest.approx(30, rel=0.2)
+    assert model.next_pass_ms(1) > 1
 
 
 def test_times_of_different_contexts_are_independent() -> None:
@@ -174,9 +166,9 @@ def test_times_of_different_contexts_are_independent() -> None:
     assert model.times(4, 10_100).plain == pytest.approx(11 + 4 * 10_000 * 0.01)
 
 
-def test_a_pause_of_the_machine_hardly_moves_the_time_of_passes() -> None:
+def test_a_pause_of_the_machine_hardly_moves_the_time_of_drafts() -> None:
     model = CostModel(DRAFTS)
     for _ in range(50):
-        model.observe_passes(1, [12.0, 10.0])
-    model.observe_passes(1, [12.0, 5000.0])
-    assert model.pass_ms(1, first=False) < 10 * 1.12
+        model.observe_draft(1, 2, 22.0)
+    model.observe_draft(1, 2, 5000.0)
+    assert model.next_pass_ms(1) < 10 * 1.12

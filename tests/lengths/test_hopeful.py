@@ -13,8 +13,8 @@ from paceline.core.batch import Batch, SpeculationPlan
 from paceline.engine.engine import Engine
 from paceline.lengths.auto import AutoLength
 from paceline.lengths.base import FixedLength
-from paceline.lengths.belief import RunningMean
 from paceline.lengths.cost import CostModel
+from paceline.lengths.records import RunningMean
 from simulation import LENGTHS, SIZES, DraftSimulation, linear_costs
 from toy import FlatToy, ToyModel, answers, make_engine, run
 
@@ -140,7 +140,7 @@ def read_by(rows: int, chance: float) -> list[int]:
     rng, counts = random.Random(1), [0]
     draft_token = [(0.9, True)] * 4, [(0.9, False)] * 4
     simulation = DraftSimulation(COSTS, lambda _: draft_token[rng.random() >= chance], rows, prompt=200, asks=True)
-    policy = AutoLength(CostModel(COSTS), [simulation.reader], copies=False, clock=simulation.clock)  # type: ignore[list-item]
+    policy = AutoLength(CostModel(COSTS), [simulation.reader], copies=False)  # type: ignore[list-item]
     for _ in range(5):
         simulation.play(policy)
         counts.append(simulation.read)

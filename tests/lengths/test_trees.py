@@ -15,9 +15,9 @@ from paceline.config import SamplingParams
 from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.core.draft import Draft, Verdict
 from paceline.lengths.auto import AutoLength
-from paceline.lengths.belief import LONGEST_AUTO, ScoreCalibration, bins_of, bins_of_draft, judge
 from paceline.lengths.cost import CostModel, CostTable
-from simulation import linear_costs
+from paceline.lengths.scores import LONGEST_AUTO, ScoreCalibration, bins_of, bins_of_draft, judge
+from simulation import linear_costs, told
 from toy import SHAPES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -186,20 +186,17 @@ def play(policy: AutoLength, chances: Sequence[float], tree: Tree, rounds: int, 
             kept = truth[
                 : next((n for n, draft_token in enumerate(truth) if draft_token not in draft_tokens), len(truth))
             ]
-        NOW[0] += costs.verify_ms(1, size) / 1000
         gained = [*truth[: len(kept)], truth[len(kept)] if len(kept) < len(truth) else 63]
-        policy.observe(batch, Verdict(torch.tensor([gained]), torch.tensor([len(kept)]), torch.tensor([size])))
+        verdict = Verdict(torch.tensor([gained]), torch.tensor([len(kept)]), torch.tensor([size]))
+        policy.observe(batch, told(verdict, wish, 0.0, costs.verify_ms(1, size)))
         verified.append(size)
     return verified
-
-
-NOW = [0.0]
 
 
 def test_positions_of_a_tree_are_learned_from_nodes_whose_parents_were_right() -> None:
     """The second of two roots is right more often; the children of the first are nearly always right."""
     costs = linear_costs(token=0.05)
-    policy = AutoLength(CostModel(costs), clock=lambda: NOW[0])
+    policy = AutoLength(CostModel(costs))
     play(policy, [0.2, 0.6, 0.95, 0.1], [-1, -1, 0, 1], 300, costs)
     found = [policy.ngram_drafts.calibration.chance(1, bin_) for bin_ in bins_of(4)]
     assert found == pytest.approx([0.2, 0.6, 0.95, 0.1], abs=0.15)
@@ -208,7 +205,7 @@ def test_positions_of_a_tree_are_learned_from_nodes_whose_parents_were_right() -
 @pytest.mark.parametrize(("token", "most"), [(0.05, 4), (2.5, 2)])
 def test_where_verification_is_expensive_only_the_likely_part_of_a_tree_is_verified(token: float, most: int) -> None:
     costs = linear_costs(token=token)
-    policy = AutoLength(CostModel(costs), clock=lambda: NOW[0])
+    policy = AutoLength(CostModel(costs))
     sizes = play(policy, [0.05, 0.85, 0.05, 0.8], [-1, -1, 0, 1], 200, costs)
     assert sum(sizes[100:]) / 100 == pytest.approx(most, abs=0.4)
 
@@ -217,10 +214,10 @@ def test_where_drafts_are_not_seen_beforehand_their_last_shape_counts() -> None:
     """A star and a chain of draft tokens of acceptance 0.5: all nodes of a star have the same value."""
     costs, best = linear_costs(token=0.6), {}
     for name, tree in (("star", [-1] * 4), ("chain", [-1, 0, 1, 2])):
-        policy, batch = AutoLength(CostModel(costs, includes_drafting=True)), batch_of(1)
+        policy, batch = AutoLength(CostModel(costs), ranks=False), batch_of(1)
         policy.choose(batch)
         policy.select(batch, draft_of([tree]))
-        best[name] = policy._lines(policy.model_drafts, [bins_of(4)], [policy._shape])[0]
+        best[name] = policy._round.lines(policy.model_drafts, [bins_of(4)], [policy._shape])[0]
     assert best["star"] == pytest.approx([best["star"][0]] * 4)
     assert best["chain"] == pytest.approx([best["star"][0] ** n for n in range(1, 5)])
     assert policy._shape is not None

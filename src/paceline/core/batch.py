@@ -87,12 +87,14 @@ class SpeculationPlan:
     k: maximum number of draft tokens per row; 0 means plain decoding. caps: maximum per live row, where rows differ.
     stop_drafting: called after each draft token by drafters that score their draft tokens; None never stops early.
     fallback: called by drafters that combine n-gram lookup with a model; None leaves the choice to the drafter.
+    note: whatever the policy wants to have back with the verdict of the round (``Verdict.note``).
     """
 
     k: int
     caps: Sequence[int] | None = None
     stop_drafting: StopDrafting | None = None
     fallback: Fallback | None = None
+    note: object = None
 
     def within(self, batch: Batch) -> SpeculationPlan:
         """Reduce the plan to the positions that rows have left and to the maximum of their requests."""

@@ -376,6 +376,18 @@ class HostVerdict:
         return self.accepted[row] == self.drafted[row] if self.trees is None else self.trees[row].fully_accepted
 
 
+@dataclass(frozen=True)
+class RoundTiming:
+    """Milliseconds of a round, for the length policy.
+
+    draft_ms: for choosing, drafting and selecting, and for learning from the round before. verify_ms: for verification,
+        acceptance and commit.
+    """
+
+    draft_ms: float
+    verify_ms: float
+
+
 @dataclass
 class Verdict:
     """Result of a round, given as tensors or, with ``of``, as lists: row i gains tokens[i, : accepted[i] + 1].
@@ -384,6 +396,7 @@ class Verdict:
     logprobs: log-probabilities of the tokens; None if no row requests them.
     path: [B, k] int64, for trees: indices of the accepted draft tokens in order, then each position's own index. None
         for chains, whose first draft tokens are accepted.
+    note: ``SpeculationPlan.note`` of the round. timing: None if the round was not measured.
     """
 
     tokens: Tensor = OnDemand(lambda verdict: _padded(verdict.host.tokens))  # type: ignore[assignment]
@@ -391,6 +404,8 @@ class Verdict:
     drafted: Tensor = OnDemand(lambda verdict: torch.tensor(verdict.host.drafted))  # type: ignore[assignment]
     logprobs: Logprobs | None = None
     path: Tensor | None = OnDemand(lambda verdict: verdict._whole_path(), None)  # type: ignore[assignment]
+    note: object = None
+    timing: RoundTiming | None = None
 
     @staticmethod
     def of(host: HostVerdict, kept: list[list[int]] | None = None) -> Verdict:

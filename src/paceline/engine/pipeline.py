@@ -40,7 +40,7 @@ def why_not_device(parts: Speculation) -> str | None:
 def _why_speculation_on_host(parts: Speculation) -> str | None:
     if not parts.drafter.on_device:
         return "the drafter runs on the host"
-    return "the length policy reads draft tokens on the host" if parts.policy.selects else None
+    return "the length policy reads draft tokens on the host" if parts.policy.reads_drafts else None
 
 
 def _why_sampling_on_host(sampling: SamplingRows) -> str:
@@ -58,6 +58,7 @@ class _InFlightRound:
     k: draft tokens per row; the depth of trees.
     features: what the rows asked for when the round was launched.
     width: siblings at each depth of a tree; 1 for chains.
+    note: of the length policy, which gets it back with the verdict.
     """
 
     ticket: Ticket
@@ -65,6 +66,7 @@ class _InFlightRound:
     k: int
     features: StepFeatures
     width: int
+    note: object
 
     def read(self) -> tuple[HostVerdict, Logprobs | None]:
         """Wait for the round. Return its verdict, and its log-probabilities if a row asked for them."""
@@ -78,10 +80,7 @@ class _InFlightRound:
 
 
 class Pipeline:
-    """Launches a round, then processes the outputs of the one before, so that the device never waits for the host.
-
-    If the length policy times rounds, each round is processed before the next one is chosen.
-    """
+    """Launches a round, then processes the outputs of the one before, so that the device never waits for the host."""
 
     def __init__(self, runner: DeviceRound, parts: Speculation, scheduler: Scheduler) -> None:
         self.runner, self.parts, self.scheduler = runner, parts, scheduler
@@ -109,16 +108,11 @@ class Pipeline:
             return _why_sampling_on_host(sampling)
         return _why_speculation_on_host(self.parts)
 
-    @property
-    def max_in_flight(self) -> int:
-        """Number of launched rounds whose outputs may wait while the next round is chosen."""
-        return 0 if self.parts.policy.times else 1
-
     def step(self) -> list[Sequence]:
         """Launch a round and process the one before. Return the sequences that gained tokens."""
         if self._any_row_continues():
             self._launch()
-            return self._process_all_but(self.max_in_flight)
+            return self._process_all_but(1)
         return self.drain()
 
     def drain(self) -> list[Sequence]:
@@ -128,9 +122,7 @@ class Pipeline:
 
     def forget(self) -> None:
         """Discard the launched rounds: their rows have ended."""
-        while self._in_flight:
-            self._in_flight.popleft()
-            self.parts.policy.lost()
+        self._in_flight.clear()
         self._drafted_rows = []
         self.scheduler.in_flight = 0
 
@@ -148,7 +140,9 @@ class Pipeline:
         runner.cap_draft_tokens(batch.max_draft_tokens[: batch.rows] if plan.caps is None else plan.caps)
         features = batch.sampling.step_features
         ticket = runner.run(batch.rows, k, longest, features, self._missing_tokens(k))
-        self._in_flight.append(_InFlightRound(ticket, list(self.scheduler.running), k, features, runner.width))
+        self._in_flight.append(
+            _InFlightRound(ticket, list(self.scheduler.running), k, features, runner.width, plan.note)
+        )
         self._count_in_flight()
 
     def _missing_tokens(self, k: int) -> int:
@@ -187,9 +181,9 @@ class Pipeline:
             self.batch.lengths[row] += verdict.gained[line]
         self._count_in_flight()
         if not rows_and_lines:
-            self.parts.policy.lost()
             return []
         self.last_verdict = _reordered(verdict, [lines.get(id(sequence)) for sequence in running], logprobs)
+        self.last_verdict.note = launched.note
         self.parts.policy.observe(self.batch, self.last_verdict)
         gained = [running[row] for row, _ in rows_and_lines]
         now = time.monotonic()

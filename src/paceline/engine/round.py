@@ -12,11 +12,12 @@ Shapes: B rows, k draft tokens, V vocabulary; N = B + all draft tokens.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from paceline.core.acceptance import AcceptanceRule
-from paceline.core.batch import Batch
-from paceline.core.draft import Draft, Verdict
+from paceline.core.batch import Batch, SpeculationPlan
+from paceline.core.draft import Draft, RoundTiming, Verdict
 from paceline.core.row_keeper import RowKeeper, RowKeepers
 from paceline.drafters.base import Drafter
 from paceline.engine.native_round import NativeRound
@@ -31,6 +32,7 @@ class Speculation(RowKeepers):
     The drafter and the policy keep per-slot state; ``join``, ``move`` and ``leave`` are passed on to both.
 
     native: verifies, accepts and commits in one call of the CPU kernels; None if the target does not run on them.
+    learning_seconds: time that the drafter and the policy took to learn from the last round.
     """
 
     target: Decoder
@@ -38,14 +40,14 @@ class Speculation(RowKeepers):
     policy: LengthPolicy
     accept: AcceptanceRule
     native: NativeRound | None = None
+    learning_seconds: float = 0.0
 
     @property
     def keepers(self) -> tuple[RowKeeper, ...]:
         return self.drafter, self.policy
 
-    def draft(self, batch: Batch) -> Draft:
-        """Return up to k draft tokens per row: the policy plans, the drafter proposes, the policy selects."""
-        plan = self.policy.choose(batch).within(batch)  # never beyond a row's last token, which needs no draft token
+    def draft(self, batch: Batch, plan: SpeculationPlan) -> Draft:
+        """Return up to k draft tokens per row: the drafter proposes, the policy selects."""
         if plan.k < 1:
             return batch.empty_draft  # plain decoding
         draft = self.drafter.propose(batch, plan).capped(plan.caps)
@@ -64,11 +66,22 @@ class Speculation(RowKeepers):
         verdict.note_trees(draft)
         return verdict
 
+    def learn(self, batch: Batch, verdict: Verdict) -> None:
+        """Let the drafter and the policy learn from a round."""
+        began = time.perf_counter()
+        self.drafter.observe(batch, verdict)
+        self.policy.observe(batch, verdict)
+        self.learning_seconds = time.perf_counter() - began
+
 
 def speculative_round(parts: Speculation, batch: Batch) -> Verdict:
     """Run one round for all decoding rows: row i gains ``verdict.tokens[i, : verdict.accepted[i] + 1]``."""
-    draft = parts.draft(batch)
+    began = time.perf_counter() - parts.learning_seconds
+    plan = parts.policy.choose(batch).within(batch)  # never beyond a row's last token, which needs no draft token
+    draft = parts.draft(batch, plan)
+    ready = time.perf_counter()
     verdict = parts.verify_and_commit(batch, draft)
-    parts.drafter.observe(batch, verdict)
-    parts.policy.observe(batch, verdict)
+    verdict.note = plan.note
+    verdict.timing = RoundTiming(1000 * (ready - began), 1000 * (time.perf_counter() - ready))
+    parts.learn(batch, verdict)
     return verdict

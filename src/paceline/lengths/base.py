@@ -28,16 +28,12 @@ class LengthPolicy(RowKeeper):
 
     needs_profile: whether it requires a profile. reads_profile: whether it uses one if given.
     max_draft_tokens: the most that it requests per row and round.
-    times: whether it measures the time from ``choose`` to ``observe``, so that each round must end before the next.
-    selects: whether it reads draft tokens before their verification, which only rounds run by the host allow.
     """
 
     name: str
     needs_profile = False
     reads_profile = False
     max_draft_tokens = MAX_SPECULATION_LENGTH
-    times = False
-    selects = False
 
     def __init_subclass__(cls) -> None:
         """Accept the name ``most_guesses`` for ``max_draft_tokens``, from policies written for version 0.1."""
@@ -59,10 +55,15 @@ class LengthPolicy(RowKeeper):
         return draft
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
-        """Learn from the result of a round. Called once for every chosen round, unless ``lost`` was called."""
+        """Learn from the result of a round: ``verdict.note`` is the plan's, ``verdict.timing`` the round's time.
 
-    def lost(self) -> None:
-        """Discard the oldest round that was chosen and not observed: its rows have ended."""
+        Rounds whose rows have all ended meanwhile are not observed.
+        """
+
+    @property
+    def reads_drafts(self) -> bool:
+        """Whether draft tokens must be shown to ``select``, which only rounds run by the host can do."""
+        return type(self).select is not LengthPolicy.select
 
     def expects_to_draft(self, rows: int) -> bool:
         """Whether a batch of ``rows`` rows is likely to get draft tokens, so that draft models should read prompts."""

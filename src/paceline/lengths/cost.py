@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.lengths.belief import LONGEST_AUTO, RunningMean
+from paceline.lengths.records import RunningMean
+from paceline.lengths.scores import LONGEST_AUTO
 
 Numbers = NDArray[np.float64]
 
@@ -30,7 +31,8 @@ _MAX_SURPRISE = 2 * math.sqrt(NOISE)
 REFRESH_ROUNDS = 16  # rounds for which corrected times are reused; computing them costs more than they change
 MIN_CONTEXT_FACTOR = 0.1  # of the tabulated time: lower bound of a time extrapolated to a short context
 MIN_MS = 1e-6  # lower bound of times whose logarithm is taken
-MAX_PASS_FACTOR = 2  # a drafting pass counts as at most twice the mean: pauses of the machine are no information
+MAX_FACTOR = 2  # a draft counts as at most twice the mean: pauses of the machine are no information
+MIN_PASS_SHARE = 0.1  # of the first drafting pass, that every other takes at least: a measured 0 is noise
 
 
 def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
@@ -181,10 +183,12 @@ class RoundTimes:
     """Predicted times of rounds of one batch size: T(n) of the value function.
 
     ms: [rows * LONGEST_AUTO + 1], milliseconds of a round with 0, 1, ... draft tokens, all rows together.
+    hull: [same], the largest convex function below: draft tokens chosen one by one are priced without upward noise.
     error: standard error of ms[0], in milliseconds. as_of: number of observed rounds when this was computed.
     """
 
     ms: list[float]
+    hull: list[float]
     error: float
     as_of: int
 
@@ -195,7 +199,11 @@ class RoundTimes:
 
     def extra(self, draft_tokens: int) -> float:
         """T(n) - T(0): milliseconds that ``draft_tokens`` draft tokens add to a plain round."""
-        return self.ms[min(draft_tokens, len(self.ms) - 1)] - self.ms[0]
+        return self.ms_of(draft_tokens) - self.ms[0]
+
+    def ms_of(self, draft_tokens: int) -> float:
+        """T(n): milliseconds of a round that verifies ``draft_tokens`` draft tokens, all rows together."""
+        return self.ms[min(draft_tokens, len(self.ms) - 1)]
 
     def best(
         self, lines: Sequence[Sequence[float]], rate: float, deadlines: Sequence[float], max_ms: float = math.inf
@@ -203,12 +211,12 @@ class RoundTimes:
         """The highest value of verifying a set of draft tokens, and the number of tokens of each line in that set.
 
         lines: expected gain of each draft token, in tokens (w s), not increasing along a line. So the best set holds
-            the first tokens of each line. Times are convex, so the first token that does not pay ends the search.
+            the first tokens of each line. The hull is convex, so the first token that does not pay ends the search.
         rate: price of time, in tokens per millisecond.
         deadlines: of each line, in seconds; of equal gains, that of the line with the earliest deadline comes first.
         max_ms: longest round allowed, in milliseconds.
         """
-        value, ms, counts = 0.0, self.ms, [0] * len(lines)
+        value, ms, counts = 0.0, self.hull, [0] * len(lines)
         min_gain = rate * (ms[1] - ms[0])
         candidates = [
             (-gain, deadlines[row], row) for row, line in enumerate(lines) for gain in line if gain > min_gain
@@ -238,18 +246,17 @@ class _TabulatedRounds:
 class CostModel:
     """Times of verification and drafting: the table's, corrected by real rounds.
 
-    includes_drafting: rounds are measured and predicted together with their drafts (captured rounds on a GPU, or
-        verification that pays for the longest draft in every row). Otherwise drafting has its own times, pass by pass.
+    The table of captured rounds on a GPU has no drafting times: its rounds include drafting.
     """
 
-    def __init__(self, table: CostTable, includes_drafting: bool = False) -> None:
-        self.table, self.includes_drafting = table, includes_drafting
+    def __init__(self, table: CostTable) -> None:
+        self.table = table
         self._rounds = 0
         self._latest = _Correction(0.0, 0.0)  # of the last round's batch size: where other sizes start from
         self._corrections: dict[int, _Correction] = {}  # by batch size: 1, 2, 3-4, 5-8, ... rows
         self._tables: dict[int, _TabulatedRounds] = {}
         self._times: dict[tuple[int, int], RoundTimes] = {}
-        self._passes: dict[tuple[int, bool], RunningMean] = {}
+        self._draft_ratios: dict[int, RunningMean] = {}  # by number of rows: measured / tabulated
 
     def times(self, rows: int, context: float) -> RoundTimes:
         """Corrected times, at most ``REFRESH_ROUNDS`` rounds old. context: tokens per row, met within a factor of two.
@@ -263,13 +270,12 @@ class CostModel:
         return known
 
     def _corrected(self, rows: int, context: float) -> RoundTimes:
-        """Times as of now. Verification alone is convex in the number of tokens, so upward noise is removed."""
+        """Times as of now."""
         table, correction = self._tabulated(rows), self._correction_of(rows)
         at_context = table.ms + table.ms_per_position * (context - self.table.context)
         ms = np.maximum(at_context, MIN_CONTEXT_FACTOR * table.ms)
         corrected: list[float] = (ms * np.exp(correction.level + correction.slope * table.log_tokens)).tolist()
-        times = corrected if self.includes_drafting else lower_hull(corrected)
-        return RoundTimes(times, times[0] * correction.error, self._rounds)
+        return RoundTimes(corrected, lower_hull(corrected), corrected[0] * correction.error, self._rounds)
 
     def observe(self, rows: int, draft_tokens: int, context: float, ms: float) -> None:
         """Learn from a round that took ``ms`` milliseconds with ``draft_tokens`` draft tokens, all rows together."""
@@ -282,22 +288,24 @@ class CostModel:
         self._latest = correction
         self._rounds += 1
 
-    def pass_ms(self, rows: int, first: bool) -> float:
-        """Milliseconds of one drafting pass for ``rows`` rows. first: the first of a draft, which costs more."""
-        known = self._passes.get((rows, first))
-        return self._tabulated_pass(rows, first) if known is None else known.value
+    def draft_ms(self, rows: int, passes: int) -> float:
+        """Milliseconds of a draft of ``passes`` passes for ``rows`` rows, beside reading what is missing."""
+        known = self._draft_ratios.get(rows)
+        return self._tabulated_draft(rows, passes) * (known.value if known else 1.0)
 
-    def observe_passes(self, rows: int, passes: Sequence[float]) -> None:
-        """Learn from the passes of one draft. passes: milliseconds of each."""
-        for place, ms in enumerate(passes):
-            key = rows, place == 0
-            mean = self._passes.setdefault(key, RunningMean(self._tabulated_pass(*key)))
-            max_ms = max(MAX_PASS_FACTOR * mean.value, self._tabulated_pass(rows, first=True))  # a mean of 0 can rise
-            mean.learn(min(ms, max_ms))
+    def next_pass_ms(self, rows: int) -> float:
+        """Milliseconds that one more pass adds to a draft."""
+        return self.draft_ms(rows, 2) - self.draft_ms(rows, 1)
 
-    def _tabulated_pass(self, rows: int, first: bool) -> float:
+    def observe_draft(self, rows: int, passes: int, ms: float) -> None:
+        """Learn from a draft that took ``ms`` milliseconds."""
+        ratio = self._draft_ratios.setdefault(rows, RunningMean(1.0))
+        ratio.learn(min(max(0.0, ms) / self._tabulated_draft(rows, passes), MAX_FACTOR * max(1.0, ratio.value)))
+
+    def _tabulated_draft(self, rows: int, passes: int) -> float:
         one = self.table.draft_ms(rows, 1)
-        return one if first else max(self.table.draft_ms(rows, 2) - one, MIN_MS)
+        step = max(self.table.draft_ms(rows, 2) - one, MIN_PASS_SHARE * one)
+        return max(one + (passes - 1) * step, MIN_MS)
 
     def feed_ms(self, tokens: int) -> float:
         """F: milliseconds until the draft model has read ``tokens`` missing tokens, all rows together."""
@@ -313,8 +321,7 @@ class CostModel:
         if rows not in self._tables:
             table, lengths = self.table, np.arange(LONGEST_AUTO + 1)
             per_row = np.arange(rows * LONGEST_AUTO + 1) / rows
-            time_of = table.round_ms if self.includes_drafting else table.verify_ms
-            ms = np.interp(per_row, lengths, [time_of(rows, k) for k in lengths.tolist()])
+            ms = np.interp(per_row, lengths, [table.verify_ms(rows, k) for k in lengths.tolist()])
             ms_per_position = rows * (table.context_once + (per_row + 1) * table.context_token)
             self._tables[rows] = _TabulatedRounds(np.maximum(ms, MIN_MS), ms_per_position, np.log2(1 + per_row))
         return self._tables[rows]

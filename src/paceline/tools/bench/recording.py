@@ -57,7 +57,11 @@ class Recorder(RowKeepers, LengthPolicy):
     rounds: list[Round] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.name, self.selects, self.times = self.inner.name, self.inner.selects, self.inner.times
+        self.name = self.inner.name
+
+    @property
+    def reads_drafts(self) -> bool:
+        return self.inner.reads_drafts
 
     def choose(self, batch: Batch) -> SpeculationPlan:
         self._began = time.perf_counter()
@@ -67,9 +71,6 @@ class Recorder(RowKeepers, LengthPolicy):
 
     def select(self, batch: Batch, draft: Draft) -> Draft:
         return self.inner.select(batch, draft)
-
-    def lost(self) -> None:
-        self.inner.lost()
 
     def expects_to_draft(self, rows: int) -> bool:
         return self.inner.expects_to_draft(rows)
