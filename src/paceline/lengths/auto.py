@@ -33,21 +33,19 @@ length for all rows.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, zip_longest
-from operator import itemgetter
+from itertools import zip_longest
 from statistics import fmean
 
 from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.draft import Draft, RoundTiming, Verdict
 from paceline.core.row_keeper import RowKeeper, RowKeepers
 from paceline.lengths.base import LengthPolicy, PolicyInputs
-from paceline.lengths.cost import CostModel, RoundTimes
-from paceline.lengths.records import MAX_BACKOFF, Backoff, ExplorationBudget, RowProgress, RunningMean
-from paceline.lengths.rounds import AutoRound, Parents
-from paceline.lengths.scores import LONGEST_AUTO, bins_of
+from paceline.lengths.cost import CostModel
+from paceline.lengths.records import REFRESH_ROUNDS, Backoff, ExplorationBudget, RowProgress, RunningMean
+from paceline.lengths.rounds import AutoRound, Parents, best_depth
+from paceline.lengths.scores import LONGEST_AUTO, MAX_DOUBTED, bins_of
 from paceline.lengths.sources import NOTHING_MISSING, Backlog, CacheBacklog, CountedBacklog, DraftSource, MissingTokens
 from paceline.models.decoder import Decoder
 
@@ -55,7 +53,6 @@ from paceline.models.decoder import Decoder
 # of 24 simulations: its trials are rare. With 0.5 for n-gram drafts, speed fell from 0.994 to 0.988 (docs/log.md).
 DRAFT_MODEL_ALLOWANCE = 1.5
 NGRAM_ALLOWANCE = 1.0
-TRIAL_WEIGHT = 3.0  # rounds that a source's record counts as at most in a trial: one or two good trials are believed
 SEARCH_PRIOR = 0.2  # tokens per row that a search for n-gram drafts is assumed to gain, before the first
 NGRAM_TIME_CAP = 0.2  # without it n-gram drafts lose 0.5 %; 0.1 gives 0.991 (docs/log.md)
 DRAIN_DEFICIT = 0.5  # plain rounds that drafts may cost a draining batch; with 0 it often gives up drafts that pay
@@ -223,7 +220,7 @@ class AutoLength(RowKeepers, LengthPolicy):
         source = offer.source
         round_.source, round_.rate, round_.feed_ms = source, offer.rate, feed_ms
         round_.trial, round_.trial_rows = True, None if len(rows) == round_.rows else rows
-        source.gain(round_.rows, self._prior_gain(source, round_.rows)).doubt(TRIAL_WEIGHT)
+        source.gain(round_.rows, self._prior_gain(source, round_.rows)).doubt(MAX_DOUBTED)
         if source is self.model_drafts:
             source.calibration.doubt()
 
@@ -257,21 +254,8 @@ class AutoLength(RowKeepers, LengthPolicy):
         allowed = [min(LONGEST_AUTO, most) for most in round_.batch.max_draft_tokens[: round_.rows]]
         lines = round_.lines(source, [bins_of(count) for count in allowed], [self._shape] * round_.rows)
         gains = map(sum, zip_longest(*lines, fillvalue=0.0))
-        value, tokens, k = self._best_depth(gains, round_.rows, round_.times, rate)
+        value, tokens, k = best_depth(self.costs, gains, round_.times, round_.rows, rate)
         return value + min(1.0, source.calibration.error()) * tokens, k
-
-    def _best_depth(
-        self, gains: Iterable[float], rows: int, times: RoundTimes, rate: float
-    ) -> tuple[float, float, int]:
-        """Value, expected tokens and depth of the best draft that is equally deep in every row, at least 1.
-
-        gains: expected tokens at depth 1, 2, ..., all rows together.
-        """
-        values = [
-            (tokens - rate * (times.extra(rows * k) + self.costs.draft_ms(rows, k)), tokens, k)
-            for k, tokens in enumerate(accumulate(gains), 1)
-        ]
-        return max(values, key=itemgetter(0), default=(-math.inf, 0.0, 1))
 
     def _gain(self, source: DraftSource, rows: int) -> RunningMean:
         """Recent net gain per row of rounds with the source."""
@@ -283,7 +267,7 @@ class AutoLength(RowKeepers, LengthPolicy):
             return SEARCH_PRIOR
         times, acceptance = self.costs.times(rows, self.costs.table.context), source.acceptance
         gains = [rows * acceptance**k for k in range(1, LONGEST_AUTO + 1)]
-        return self._best_depth(gains, rows, times, rows / times.plain)[0] / rows
+        return best_depth(self.costs, gains, times, rows, rows / times.plain)[0] / rows
 
     # --- during the round ------------------------------------------------------------
 
@@ -378,7 +362,7 @@ class AutoLength(RowKeepers, LengthPolicy):
     def _back_off(self, rows: int, ms: float) -> None:
         """Skip decisions until a trial is affordable, in rounds of ``ms`` milliseconds: nothing can change before."""
         waits = [source.budget.rounds_until_affordable(ms) for source in self._usable_sources(rows)]
-        self._backoff.begin(rows, min(waits, default=MAX_BACKOFF))
+        self._backoff.begin(rows, min(waits, default=REFRESH_ROUNDS))
 
     def _spent_ms(self, round_: AutoRound, drafted: int, draft_ms: float) -> float:
         """Milliseconds beyond a plain round that draft tokens took; a trial of one row counts as if for all rows.

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.lengths.records import RunningMean
+from paceline.lengths.records import REFRESH_ROUNDS, RunningMean
 from paceline.lengths.scores import LONGEST_AUTO
 
 Numbers = NDArray[np.float64]
@@ -28,11 +28,9 @@ INITIAL_VARIANCE = 0.03  # of the table's error before the first round: a standa
 # Largest surprise that a round may have, in log units: pauses of the machine count as two standard deviations. With 1.0
 # n-gram drafts ran at 0.989 of the former policies' speed in the simulator, so at 0.994 (docs/log.md).
 _MAX_SURPRISE = 2 * math.sqrt(NOISE)
-REFRESH_ROUNDS = 16  # rounds for which corrected times are reused; computing them costs more than they change
-MIN_CONTEXT_FACTOR = 0.1  # of the tabulated time: lower bound of a time extrapolated to a short context
+MIN_FACTOR = 0.1  # lower bounds: a time at a short context over the tabulated one, a drafting pass over the first one
 MIN_MS = 1e-6  # lower bound of times whose logarithm is taken
 MAX_FACTOR = 2  # a draft counts as at most twice the mean: pauses of the machine are no information
-MIN_PASS_SHARE = 0.1  # of the first drafting pass, that every other takes at least: a measured 0 is noise
 
 
 def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
@@ -273,7 +271,7 @@ class CostModel:
         """Times as of now."""
         table, correction = self._tabulated(rows), self._correction_of(rows)
         at_context = table.ms + table.ms_per_position * (context - self.table.context)
-        ms = np.maximum(at_context, MIN_CONTEXT_FACTOR * table.ms)
+        ms = np.maximum(at_context, MIN_FACTOR * table.ms)
         corrected: list[float] = (ms * np.exp(correction.level + correction.slope * table.log_tokens)).tolist()
         return RoundTimes(corrected, lower_hull(corrected), corrected[0] * correction.error, self._rounds)
 
@@ -282,7 +280,7 @@ class CostModel:
         table, correction = self._tabulated(rows), self._correction_of(rows)
         base, log_tokens = table.ms.item(draft_tokens), table.log_tokens.item(draft_tokens)
         at_context = base + table.ms_per_position.item(draft_tokens) * (context - self.table.context)
-        tabulated = max(at_context, MIN_CONTEXT_FACTOR * base)
+        tabulated = max(at_context, MIN_FACTOR * base)
         surprise = math.log(max(ms, MIN_MS) / tabulated) - correction.level - correction.slope * log_tokens
         correction.learn(log_tokens, surprise)
         self._latest = correction
@@ -304,7 +302,7 @@ class CostModel:
 
     def _tabulated_draft(self, rows: int, passes: int) -> float:
         one = self.table.draft_ms(rows, 1)
-        step = max(self.table.draft_ms(rows, 2) - one, MIN_PASS_SHARE * one)
+        step = max(self.table.draft_ms(rows, 2) - one, MIN_FACTOR * one)
         return max(one + (passes - 1) * step, MIN_MS)
 
     def feed_ms(self, tokens: int) -> float:

@@ -13,7 +13,7 @@ ROUND_FADE = 0.9  # weight of all earlier rounds after one more round: about the
 ROW_MEMORY = 24.0  # rounds of a row after which a round's weight has fallen to 1 / e
 ROW_FADE = math.exp(-1 / ROW_MEMORY)
 EXPLORATION_SHARE = 0.0075  # of run time, for trials: keeps the loss where nothing pays below 1 %
-MAX_BACKOFF = 16  # rounds
+REFRESH_ROUNDS = 16  # rounds for which decisions and corrected times are reused at most: making them takes time, too
 PRIOR_ROUNDS = 2.0  # rounds of one token each that a row's progress starts from
 
 
@@ -150,7 +150,7 @@ class Backoff:
         self._left -= 1
 
     def begin(self, rows: int, rounds: int) -> None:
-        self._rows, self._left = rows, min(MAX_BACKOFF, max(rounds, 2 * self._last))
+        self._rows, self._left = rows, min(REFRESH_ROUNDS, max(rounds, 2 * self._last))
         self._last = self._left
 
     def reset(self) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import itemgetter
 from typing import TypeAlias
 
 from paceline.core.batch import Batch
 from paceline.core.draft import Draft
-from paceline.lengths.cost import RoundTimes
+from paceline.lengths.cost import CostModel, RoundTimes
 from paceline.lengths.scores import bins_of, bins_of_draft
 from paceline.lengths.sources import DraftSource
 
@@ -107,3 +110,17 @@ class AutoRound:
             for candidates in (lines, [[*line, *new] for line, new in zip(lines, children, strict=True)])
         )
         return after - before
+
+
+def best_depth(
+    costs: CostModel, gains: Iterable[float], times: RoundTimes, rows: int, rate: float
+) -> tuple[float, float, int]:
+    """Value, expected tokens and depth of the best draft that is equally deep in every row, at least 1.
+
+    gains: expected tokens at depth 1, 2, ..., all rows together.
+    """
+    values = [
+        (tokens - rate * (times.extra(rows * k) + costs.draft_ms(rows, k)), tokens, k)
+        for k, tokens in enumerate(accumulate(gains), 1)
+    ]
+    return max(values, key=itemgetter(0), default=(-math.inf, 0.0, 1))

@@ -26,7 +26,7 @@ TOKEN_MEMORY = 100.0  # draft tokens, of one bin or of all, after which a token'
 SCORE_PRIOR = 3.0  # draft tokens that the score itself counts as in its bin
 MISS_PRIOR = 1.0  # misses (and hits, per row) added to the observed and to the expected count: damps the first ones
 CHANGE_SIGMAS = 4.0  # standard deviations beyond which a round's first draft tokens show that the acceptance changed
-MAX_DOUBTED = 5.0  # draft tokens that the record of a bin, or of all, counts as at most after such a change
+MAX_DOUBTED = 5.0  # what a record counts as at most after such a change or in a trial, in draft tokens or rounds
 
 _LOWEST_EDGE = -2 * BIN_WIDTH  # log-odds at the upper edge of the first bin
 _EDGES = tuple(1 / (1 + math.exp(-(_LOWEST_EDGE + BIN_WIDTH * edge))) for edge in range(BINS - 1))
