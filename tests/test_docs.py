@@ -45,6 +45,7 @@ PLAYED_HERE = [page for page in PAGES[1:] if any("import LLM" in block for block
 
 
 @pytest.mark.parametrize("page", PLAYED_HERE, ids=lambda page: page.name)
+@pytest.mark.one_in(3)
 def test_the_pythons_of_a_page_run_one_after_the_other(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     real_models.find("smollm2-135m")
     names: dict[str, Any] = {}

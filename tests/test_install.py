@@ -127,6 +127,7 @@ for package, wish in CASES:
 """
 
 
+@pytest.mark.wide
 def test_a_missing_package_is_named_with_the_extra_that_brings_it() -> None:
     """In a process for each: modules that are loaded stay."""
     script = f"CASES = {[(package, wish) for package, _, wish in MISSING]!r}\n{EACH_IN_A_PROCESS}"

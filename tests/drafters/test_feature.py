@@ -151,6 +151,7 @@ KINDS: dict[str, Callable[[AnyModel, int], TorchHead]] = {
         pytest.param("native", 4, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.one_in(5)
 def test_draft_tokens_equal_the_reference_whatever_the_other_rows(model: str, chunk: int, kind: str) -> None:
     """Prompts in chunks, siblings that copy a prompt, rows that move, rounds without draft tokens, for some rows
     only."""
@@ -228,6 +229,7 @@ def test_a_device_draws_what_the_reference_does(rounds: str, reads: int, monkeyp
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.one_in(5)
 def test_a_head_that_has_not_drafted_for_long_reads_its_missing_tokens(kind: str) -> None:
     target = tiny_llama()
     head = KINDS[kind](target, 32)

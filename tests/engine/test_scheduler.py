@@ -255,6 +255,7 @@ def test_the_integrity_check_notices_what_is_wrong() -> None:
 
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 10**6))
+@pytest.mark.wide
 def test_random_arrivals_aborts_and_deadlines_affect_no_other_request(seed: int) -> None:
     rng = random.Random(seed)
     kind = rng.choice([ToyModel, FlatToy])

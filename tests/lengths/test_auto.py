@@ -57,6 +57,7 @@ def blind(simulation: Simulation, costs: CostTable) -> AutoLength:
 @pytest.mark.parametrize("rows", [1, pytest.param(4, marks=pytest.mark.slow), 16])
 @pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.6, 0.9])
 @pytest.mark.parametrize("name", COSTS)
+@pytest.mark.one_in(3)
 def test_it_finds_the_length_that_pays_best(name: str, acceptance: float, rows: int) -> None:
     costs, goodput = COSTS[name], {}
     fixed = {0, best_length(costs, acceptance, rows)}
@@ -92,6 +93,7 @@ def test_where_no_draft_token_is_kept_trials_cost_less_than_one_percent(name: st
 
 
 @pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.one_in(3)
 def test_draft_tokens_that_become_good_are_noticed_within_about_100_rounds(rows: int) -> None:
     delays = []
     for seed in range(9):
@@ -136,6 +138,7 @@ PHASES = ((1, 0.9), (16, 0.9), (16, 0.1), (1, 0.1), (1, 0.9))
 
 
 @pytest.mark.parametrize("name", COSTS)
+@pytest.mark.one_in(3)
 def test_through_changing_phases_it_stays_near_an_oracle_and_beats_every_fixed_length(name: str) -> None:
     def seconds(policy_name: int | str) -> list[float]:
         rate = [0.0]
