@@ -58,6 +58,7 @@ from paceline.engine.scoring import ScoredText
 from paceline.engine.sharing import SharedCall, SharedEngine
 from paceline.errors import EmptyPromptError, PacelineError, ParameterError
 from paceline.models.boundary import Source
+from paceline.models.infill import InfillMarkers
 from paceline.models.loading import check_source, eos_token_ids
 from paceline.models.tokenizer import Detokenizer, Tokenizer, check_same_vocabulary
 from paceline.structured import Grammars
@@ -229,6 +230,19 @@ class LLM:
             return self._need_tokenizer("chat").chat(conversation, fields)
 
         return self._run(self._make_requests(as_conversations(messages), call, read), use_tqdm, on_finished)
+
+    def infill(
+        self, gaps: Sequence[tuple[str, str]], params: SamplingParams | None = None, *, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
+        """Fill each gap, given as the texts (before, after), with the model's own fill-in-the-middle tokens.
+
+        An answer ends at the tokens by which such models end a gap, too. Raises what ``generate`` raises, and
+        RequestError if the model has no such tokens.
+        """
+        tokenizer = self._need_tokenizer("infill")
+        markers = InfillMarkers.of(tokenizer)
+        prompts = [markers.prompt(tokenizer, before, after) for before, after in gaps]
+        return self.generate(prompts, markers.ended(params or SamplingParams()), use_tqdm=use_tqdm)
 
     def tokens_of_chat(
         self,

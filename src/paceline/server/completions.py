@@ -70,7 +70,9 @@ class CompletionJob:
         context.check_answers(len(body.prompts) * body.answers)
         options = RequestOptions.of(body, client)
         params = body.sampling(_max_tokens(body) or 1, body.logprobs)
-        tokens = [await _encode(context, prompt) for prompt in body.prompts]
+        tokens = [await _encode(context, prompt, body.suffix) for prompt in body.prompts]
+        if body.suffix:
+            params = context.infill.ended(params)
         requests = await context.requests(tokens, params, options)
         context.check_logprobs(requests, body.logprobs, read=bool(body.echo), made=_max_tokens(body) > 0)
         return cls(context, body, tokens, requests, options)
@@ -268,7 +270,9 @@ def note_draft_tokens(
         document.metrics = RequestMetrics(speculative_decoding=SpeculativeDecoding.of(answers[0]))
 
 
-async def _encode(context: Context, prompt: str | list[int]) -> list[int]:
+async def _encode(context: Context, prompt: str | list[int], suffix: str | None) -> list[int]:
+    if suffix:
+        return await context.encode_gap(prompt, suffix)
     return await context.encode(prompt) if isinstance(prompt, str) else prompt
 
 

@@ -20,7 +20,8 @@ from pydantic import BaseModel
 from paceline.config import SamplingParams, ServerConfig, StructuredOutputs
 from paceline.core.outputs import Metrics, RequestOutput
 from paceline.engine.engine import Request
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, RequestError
+from paceline.models.infill import InfillMarkers
 from paceline.models.tokenizer import Tokenizer
 from paceline.server import errors, vllm_names
 from paceline.server.admission import Admission, AdmissionLimits, PromptCost
@@ -102,6 +103,14 @@ class Context:
     def spelling(self) -> Spelling:
         return Spelling(self.tokenizer)
 
+    @functools.cached_property
+    def infill(self) -> InfillMarkers:
+        """The model's fill-in-the-middle tokens. Raises ApiError (400) if it has none."""
+        try:
+            return InfillMarkers.of(self.tokenizer)
+        except RequestError as error:
+            raise errors.invalid(f"suffix is not supported: {error}", "suffix") from error
+
     @property
     def model_name(self) -> str:
         return self.config.served_model_name or self.llm.engine.models.target.name
@@ -133,6 +142,11 @@ class Context:
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return a text's token ids. Raises ApiError (400) if it is longer than any prompt can be."""
         return await self._on_text(len(text), self.tokenizer.encode, text, add_special_tokens)
+
+    async def encode_gap(self, before: str | list[int], after: str) -> list[int]:
+        """Return the token ids of a fill-in-the-middle prompt. Raises ApiError (400) as ``encode``."""
+        markers = await self.in_thread(lambda: self.infill)
+        return await self._on_text(len(before) + len(after), markers.prompt, self.tokenizer, before, after)
 
     async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Return a conversation's token ids. Raises ApiError (400) if it is longer than any prompt can be."""

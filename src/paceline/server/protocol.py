@@ -33,7 +33,7 @@ _TOOLS = "this server calls no tools; to get JSON of a given form, use response_
 _HOSTED = "it means something only on OpenAI's own service"
 _TEMPLATE = "the model's chat template decides that"
 UNSUPPORTED: dict[str, Unsupported] = {
-    "suffix": Unsupported("this server continues texts and does not fill gaps", ("",)),
+    "suffix": Unsupported("only completions fill gaps", ("",)),
     "tools": Unsupported(_TOOLS, ([],)),
     "tool_choice": Unsupported(_TOOLS, ("none", "auto")),
     "parallel_tool_calls": Unsupported(_TOOLS, (True, False)),
@@ -243,7 +243,11 @@ def _among(value: Any, harmless: tuple[JsonValue, ...]) -> bool:
 
 
 class CompletionRequest(GenerationRequest):
-    """``POST /v1/completions``. prompt: a text or token ids, or several. echo: the prompt is part of the answer."""
+    """``POST /v1/completions``.
+
+    prompt: a text or token ids, or several. suffix: the text behind the gap that the answer fills; the prompt is the
+    text before it. echo: the prompt is part of the answer.
+    """
 
     prompt: (
         str
@@ -251,8 +255,16 @@ class CompletionRequest(GenerationRequest):
         | Annotated[list[str], _some(limits.MAX_PROMPTS)]
         | Annotated[list[TokenIds], _some(limits.MAX_PROMPTS)]
     )
+    suffix: str | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def _check_gap(self) -> CompletionRequest:
+        if self.suffix and self.echo:
+            message = "suffix and echo cannot be combined: the answer is the text between prompt and suffix"
+            raise PydanticCustomError("prompt", message, {"field": "suffix"})
+        return self
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
