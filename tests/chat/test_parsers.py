@@ -1,0 +1,88 @@
+"""Parsers of recorded answers: the same message wherever an answer is cut, and text where it is no call."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from paceline.chat.families import parser_for
+from paceline.chat.values import AssistantMessage, ToolDefinition, message_of
+
+TOOLS = [ToolDefinition("get_weather"), ToolDefinition("add")]
+TEMPLATES = {"hermes": "<tool_call>", "thinking": "<think></think><tool_call>", "json": ""}
+
+
+def parsed(kind: str, text: str, cuts: tuple[int, ...] = (), inside: bool = False) -> AssistantMessage:
+    parser = parser_for(TEMPLATES[kind], "json" if kind == "json" else None, TOOLS, inside)
+    events = []
+    for start, end in zip((0, *cuts), (*cuts, len(text)), strict=True):
+        events += parser.feed(text[start:end])
+    return message_of([*events, *parser.finish()])
+
+
+def shape(message: AssistantMessage) -> tuple[object, ...]:
+    calls = [(call.name, call.arguments, call.complete) for call in message.tool_calls]
+    return message.reasoning, message.text, calls
+
+
+RECORDED = [
+    (
+        "hermes",
+        'Let me look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo", "days": [1, 2]}}\n</tool_call>',
+        (None, "Let me look.", [("get_weather", '{"city": "Oslo", "days": [1, 2]}', True)]),
+    ),
+    (
+        "hermes",
+        '<tool_call>\n{"arguments": {"a": "</tool_call>\\"{"}, "name": "add"}\n</tool_call>\n<tool_call>\n'
+        '{"name": "add", "arguments": {}}\n</tool_call>',
+        (None, "", [("add", '{"a": "</tool_call>\\"{"}', True), ("add", "{}", True)]),
+    ),
+    (
+        "thinking",
+        '<think>\nhm <tool_call>\n\n</think>\n\nText \n<tool_call>\n{"name": "add", "arguments": {"x": 1.5e3}}\n',
+        ("hm <tool_call>", "Text", [("add", '{"x": 1.5e3}', True)]),
+    ),
+    ("thinking", "  no thoughts <think>x</think>\n", (None, "  no thoughts <think>x</think>\n", [])),
+    ("thinking", "<think>\nnever closed <", ("never closed <", "", [])),
+    ("json", '{"name": "add", "arguments": {"a": 1}}', (None, "", [("add", '{"a": 1}', True)])),
+    (
+        "json",
+        '```json\n[{"name": "add", "parameters": {}},\n {"name": "add", "arguments": {"b": null}}]\n```',
+        (None, "", [("add", "{}", True), ("add", '{"b": null}', True)]),
+    ),
+    ("json", '{"name": "other", "arguments": {}}', (None, '{"name": "other", "arguments": {}}', [])),
+    ("json", '{"answer": 42}', (None, '{"answer": 42}', [])),
+    ("hermes", "<tool_call>\nnot json</tool_call> x", (None, "<tool_call>\nnot json</tool_call> x", [])),
+    ("hermes", '<tool_call>{"name": "add", "argum', (None, '<tool_call>{"name": "add", "argum', [])),
+    (
+        "hermes",
+        '<tool_call>{"name": "add", "arguments": {"a": [1, {"b": "x',
+        (None, "", [("add", '{"a": [1, {"b": "x', False)]),
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "add", "arguments": {"a": <b>}}</tool_call>',
+        (None, "<b>}}</tool_call>", [("add", '{"a": ', False)]),
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "text", "expected"), RECORDED)
+def test_an_answer_is_read_the_same_wherever_it_is_cut(kind: str, text: str, expected: tuple[object, ...]) -> None:
+    assert shape(parsed(kind, text)) == expected
+    for cut in range(len(text) + 1):
+        assert shape(parsed(kind, text, (cut,))) == expected, cut
+    assert shape(parsed(kind, text, tuple(range(1, len(text))))) == expected
+
+
+def test_thoughts_that_the_prompt_begins() -> None:
+    assert shape(parsed("thinking", "so\n</think>\n\nYes.", inside=True)) == ("so", "Yes.", [])
+
+
+def test_ten_thousand_calls_take_linear_time() -> None:
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n'
+    message = parsed("hermes", call * 10_000)
+    assert len(message.tool_calls) == 10_000
+    assert {json.loads(call.arguments)["a"] for call in message.tool_calls} == {1}
+    assert len({call.id for call in message.tool_calls}) == 10_000
