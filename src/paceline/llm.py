@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, NoReturn, Self, TypeAlias, Unpack
+from typing import Any, NoReturn, Self, TypeAlias, Unpack, get_args
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -17,6 +18,7 @@ from paceline.config import (
     DEFAULT_MODEL,
     EngineConfig,
     EngineOptions,
+    PoolingName,
     SamplingParams,
     StructuredOutputs,
     check_used,
@@ -32,6 +34,7 @@ from paceline.config.inputs import (
     as_references,
     as_sources,
 )
+from paceline.config.ranges import OneOf
 from paceline.core.hardware import (
     default_threads,
     ignore_torch_context,
@@ -54,7 +57,7 @@ from paceline.engine.loading import (
     loading_progress,
     serve_other_rank,
 )
-from paceline.engine.scoring import ScoredText
+from paceline.engine.scoring import EmbeddedText, ScoredText
 from paceline.engine.sharing import SharedCall, SharedEngine
 from paceline.errors import EmptyPromptError, PacelineError, ParameterError
 from paceline.models.boundary import Source
@@ -302,6 +305,19 @@ class LLM:
         if len(prefixes) != len(suffixes):
             raise ParameterError("continuations", f"{len(suffixes)} entries", f"one per prompt ({len(prefixes)})")
         return self._score_pairs([self._encode_pair(*pair) for pair in zip(prefixes, suffixes, strict=True)], use_tqdm)
+
+    def embed(self, prompts: Sequence[Prompt], *, pooling: PoolingName = "mean", use_tqdm: bool = True) -> Tensor:
+        """Embeddings [N, width] of texts (strings or token ids), each of length 1, float32.
+
+        An embedding is the mean of the hidden states of all tokens, or the state of the "last" one, after the model's
+        final norm. Raises ParameterError, EmptyPromptError, PromptTooLongError before anything is computed.
+        """
+        OneOf(get_args(PoolingName)).take("pooling", pooling)
+        scored = [EmbeddedText(self._encode(text), pooling=pooling) for text in as_documents("prompts", prompts)]
+        for text in scored:
+            self.engine.check_embedded(text.token_ids)
+        self._score_texts(scored, "embeddings", use_tqdm)
+        return torch.stack([text.vector for text in scored]) if scored else torch.empty(0, 0)
 
     def _score_pairs(self, texts: Sequence[tuple[list[int], int]], use_tqdm: bool) -> list[Score]:
         """Score texts, given as token ids and the index of the first scored token."""

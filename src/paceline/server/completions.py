@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import time
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from paceline.models.tokenizer import Detokenizer
 from paceline.server import errors
 from paceline.server.context import Context, RequestOptions, StreamUsage, log_request, usage_of
 from paceline.server.delta import Delta, Update
-from paceline.server.generation import Generation
+from paceline.server.generation import Generation, together
 from paceline.server.logprobs import completion_logprobs, joined, prompt_logprobs
 from paceline.server.protocol import CompletionRequest, GenerationRequest
 from paceline.server.replies import (
@@ -231,12 +230,7 @@ class CompletionJob:
         if not self.body.echo:
             return
         pairs = zip(self.requests, self.body.prompts, strict=True)
-        try:
-            async with asyncio.TaskGroup() as group:  # all at once: the engine scores several prompts a forward pass
-                echoes = [group.create_task(self._echo_prompt(request, prompt)) for request, prompt in pairs]
-        except BaseExceptionGroup as several:
-            raise several.exceptions[0] from None
-        self.echoes = [echo.result() for echo in echoes]
+        self.echoes = await together([self._echo_prompt(request, prompt) for request, prompt in pairs])
         generation.scored()
 
     async def _echo_prompt(self, request: Request, prompt: str | list[int]) -> PromptEcho:

@@ -22,6 +22,9 @@ MAX_LABEL = 512  # characters of a name or label, which the log may repeat
 # Replies.
 MAX_LOGPROB_ENTRIES = 2**20  # tokens and top log-probabilities: 100 MB while they are collected
 
+MAX_EMBEDDINGS = 2**11  # texts per request, the same as OpenAI's
+MAX_EMBEDDING_NUMBERS = 2**21  # 40 MB of JSON
+
 # Error responses.
 MAX_FAULTS = 10  # per response
 MAX_SHOWN = 100  # characters shown of a field's name or value
