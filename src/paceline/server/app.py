@@ -250,24 +250,24 @@ def _paths(app: FastAPI) -> str:
 
 
 def _add_error_handlers(app: FastAPI, context: Context) -> None:
-    def answer(error: errors.ApiError) -> JSONResponse:
+    def answer(error: errors.ApiError, request: Request) -> JSONResponse:
         context.meter.refused(error)
-        return error.response()
+        return error.response(request.url.path)
 
     @app.exception_handler(PacelineError)
-    async def on_purpose(_: Request, error: PacelineError) -> Response:
-        return answer(errors.from_paceline(error))
+    async def on_purpose(request: Request, error: PacelineError) -> Response:
+        return answer(errors.from_paceline(error), request)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}"
         if error.status_code == 404:
             message += f"; this server has {_paths(app)}"
-        response = answer(errors.ApiError(error.status_code, errors.INVALID, message))
+        response = answer(errors.ApiError(error.status_code, errors.INVALID, message), request)
         response.headers.update(error.headers or {})
         return response
 
     @app.exception_handler(Exception)
-    async def bug(_: Request, error: Exception) -> Response:
+    async def bug(request: Request, error: Exception) -> Response:
         log.error("a request failed", exc_info=error)
-        return answer(errors.ApiError(500, "server_error", "internal error; see the server's log"))
+        return answer(errors.ApiError(500, "server_error", "internal error; see the server's log"), request)

@@ -12,6 +12,7 @@ MAX_FIELDS = 100  # per object
 MAX_PROMPTS = 2**12
 MAX_MESSAGES = 2**12
 MAX_CONTENT_PARTS = 2**12  # per message
+MAX_TOOLS = 2**9
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 2**12  # over all stop strings
 MAX_STOP_TOKEN_IDS = 2**10

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, cast, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, cast, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, create_model, model_validator
 from pydantic_core import PydanticCustomError
@@ -162,18 +162,25 @@ def _said(description: str, **limits: Any) -> Any:
 
 
 class ApiRequest(Strict):
-    """A body of OpenAI's API: it may have fields that change nothing, and names those that are not supported."""
+    """A body of an API that has more fields than this server supports.
+
+    unsupported: fields that are refused by name, and the values of theirs that change nothing. labels: fields that are
+    accepted with any value, because no value changes the answer.
+    """
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = UNSUPPORTED
+    labels: ClassVar[frozenset[str]] = LABELS
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_unsupported(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        for name in data.keys() & UNSUPPORTED.keys() - cls.model_fields.keys():
-            why, harmless = UNSUPPORTED[name]
+        for name in data.keys() & cls.unsupported.keys() - cls.model_fields.keys():
+            why, harmless = cls.unsupported[name]
             if data[name] is not None and not _among(data[name], harmless):
                 raise PydanticCustomError("unsupported", "{field} is not supported: {why}", {"field": name, "why": why})
-        passed_over = (UNSUPPORTED.keys() | LABELS) - cls.model_fields.keys()
+        passed_over = (cls.unsupported.keys() | cls.labels) - cls.model_fields.keys()
         return {name: value for name, value in data.items() if name not in passed_over}
 
 
