@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, NoReturn, Self, TypeAlias, Unpack
+from typing import Any, NoReturn, Self, TypeAlias, Unpack, get_args
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -18,6 +19,7 @@ from paceline.config import (
     DEFAULT_MODEL,
     EngineConfig,
     EngineOptions,
+    PoolingName,
     SamplingParams,
     StructuredOutputs,
     check_used,
@@ -33,6 +35,7 @@ from paceline.config.inputs import (
     as_references,
     as_sources,
 )
+from paceline.config.ranges import OneOf
 from paceline.core.hardware import (
     default_threads,
     ignore_torch_context,
@@ -56,10 +59,11 @@ from paceline.engine.loading import (
     loading_progress,
     serve_other_rank,
 )
-from paceline.engine.scoring import ScoredText
+from paceline.engine.scoring import EmbeddedText, ScoredText
 from paceline.engine.sharing import SharedCall, SharedEngine
 from paceline.errors import EmptyPromptError, PacelineError, ParameterError
 from paceline.models.boundary import Source
+from paceline.models.infill import InfillMarkers
 from paceline.models.loading import check_source, eos_token_ids
 from paceline.models.tokenizer import Detokenizer, Tokenizer, check_same_vocabulary
 from paceline.structured import Grammars
@@ -229,6 +233,19 @@ class LLM:
 
         return self._run(self._make_requests(as_conversations(messages), call, read), use_tqdm, on_finished)
 
+    def infill(
+        self, gaps: Sequence[tuple[str, str]], params: SamplingParams | None = None, *, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
+        """Fill each gap, given as the texts (before, after), with the model's own fill-in-the-middle tokens.
+
+        An answer ends at the tokens by which such models end a gap, too. Raises what ``generate`` raises, and
+        RequestError if the model has no such tokens.
+        """
+        tokenizer = self._need_tokenizer("infill")
+        markers = InfillMarkers.of(tokenizer)
+        prompts = [markers.prompt(tokenizer, before, after) for before, after in gaps]
+        return self.generate(prompts, markers.ended(params or SamplingParams()), use_tqdm=use_tqdm)
+
     def tokens_of_chat(self, messages: Sequence[Message], **options: Unpack[ChatFields]) -> list[int]:
         """Token ids of a conversation in the format of the model's chat template. options: see ``ChatFields``.
 
@@ -283,6 +300,19 @@ class LLM:
         if len(prefixes) != len(suffixes):
             raise ParameterError("continuations", f"{len(suffixes)} entries", f"one per prompt ({len(prefixes)})")
         return self._score_pairs([self._encode_pair(*pair) for pair in zip(prefixes, suffixes, strict=True)], use_tqdm)
+
+    def embed(self, prompts: Sequence[Prompt], *, pooling: PoolingName = "mean", use_tqdm: bool = True) -> Tensor:
+        """Embeddings [N, width] of texts (strings or token ids), each of length 1, float32.
+
+        An embedding is the mean of the hidden states of all tokens, or the state of the "last" one, after the model's
+        final norm. Raises ParameterError, EmptyPromptError, PromptTooLongError before anything is computed.
+        """
+        OneOf(get_args(PoolingName)).take("pooling", pooling)
+        scored = [EmbeddedText(self._encode(text), pooling=pooling) for text in as_documents("prompts", prompts)]
+        for text in scored:
+            self.engine.check_embedded(text.token_ids)
+        self._score_texts(scored, "embeddings", use_tqdm)
+        return torch.stack([text.vector for text in scored]) if scored else torch.empty(0, 0)
 
     def _score_pairs(self, texts: Sequence[tuple[list[int], int]], use_tqdm: bool) -> list[Score]:
         """Score texts, given as token ids and the index of the first scored token."""

@@ -40,7 +40,7 @@ def test_fields_that_cannot_change_the_answer_are_accepted(extra: dict[str, Any]
     ("extra", "says"),
     [
         ({"reasoning_effort": "high"}, "reasoning_effort is not supported"),
-        ({"suffix": "end"}, "suffix is not supported"),
+        ({"suffix": "end"}, "suffix is not supported: only completions fill gaps"),
         ({"store": 0}, "store is not supported"),
         ({"stream": True, "stream_options": {"include_obfuscation": True}}, "include_obfuscation"),
         ({"colour": "red"}, "colour"),

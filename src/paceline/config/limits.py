@@ -16,6 +16,7 @@ DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LogFormat = Literal["text", "json"]
 MetricsNames = Literal["paceline", "vllm"]
 RankName = Literal["mean_logprob", "logprob"]
+PoolingName = Literal["mean", "last"]  # how the hidden states of a text become its embedding
 Length: TypeAlias = int | str | LengthKind  # draft tokens a round: a number or a length policy
 
 DEFAULT_MODEL = "smollm2-135m"

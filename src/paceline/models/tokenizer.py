@@ -71,6 +71,17 @@ class Tokenizer:
         check_text("prompt", text)
         return list(self.huggingface(text, verbose=False, add_special_tokens=add_special_tokens)["input_ids"])
 
+    def encode_as_text(self, text: str) -> list[int]:
+        """Return the token ids of a text without special tokens: a control token that it spells out is text, too.
+
+        Raises ParameterError for a lone surrogate, RequestError if the tokenizer cannot encode a control token as text.
+        """
+        message = {"content": text}
+        if not self._control_tokens.are_spelled_in([message]):
+            return self.encode(text, add_special_tokens=False)
+        check_text("prompt", text)
+        return self._control_tokens.encode([message], lambda hidden: str(hidden[0]["content"]))
+
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens without special tokens."""
         return str(self.huggingface.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))

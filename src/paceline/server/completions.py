@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import time
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from paceline.models.tokenizer import Detokenizer
 from paceline.server import errors
 from paceline.server.context import Context, RequestOptions, StreamUsage, log_request, usage_of
 from paceline.server.delta import Delta, Update
-from paceline.server.generation import Generation
+from paceline.server.generation import Generation, together
 from paceline.server.logprobs import completion_logprobs, joined, prompt_logprobs
 from paceline.server.protocol import CompletionRequest, GenerationRequest
 from paceline.server.replies import (
@@ -70,7 +69,9 @@ class CompletionJob:
         context.check_answers(len(body.prompts) * body.answers)
         options = RequestOptions.of(body, client)
         params = body.sampling(_max_tokens(body) or 1, body.logprobs)
-        tokens = [await _encode(context, prompt) for prompt in body.prompts]
+        tokens = [await _encode(context, prompt, body.suffix) for prompt in body.prompts]
+        if body.suffix:
+            params = context.infill.ended(params)
         requests = await context.requests(tokens, params, options)
         context.check_logprobs(requests, body.logprobs, read=bool(body.echo), made=_max_tokens(body) > 0)
         return cls(context, body, tokens, requests, options)
@@ -229,12 +230,7 @@ class CompletionJob:
         if not self.body.echo:
             return
         pairs = zip(self.requests, self.body.prompts, strict=True)
-        try:
-            async with asyncio.TaskGroup() as group:  # all at once: the engine scores several prompts a forward pass
-                echoes = [group.create_task(self._echo_prompt(request, prompt)) for request, prompt in pairs]
-        except BaseExceptionGroup as several:
-            raise several.exceptions[0] from None
-        self.echoes = [echo.result() for echo in echoes]
+        self.echoes = await together([self._echo_prompt(request, prompt) for request, prompt in pairs])
         generation.scored()
 
     async def _echo_prompt(self, request: Request, prompt: str | list[int]) -> PromptEcho:
@@ -268,7 +264,9 @@ def note_draft_tokens(
         document.metrics = RequestMetrics(speculative_decoding=SpeculativeDecoding.of(answers[0]))
 
 
-async def _encode(context: Context, prompt: str | list[int]) -> list[int]:
+async def _encode(context: Context, prompt: str | list[int], suffix: str | None) -> list[int]:
+    if suffix:
+        return await context.encode_gap(prompt, suffix)
     return await context.encode(prompt) if isinstance(prompt, str) else prompt
 
 

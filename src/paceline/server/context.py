@@ -20,19 +20,21 @@ from pydantic import BaseModel
 from paceline.config import SamplingParams, ServerConfig, StructuredOutputs
 from paceline.core.outputs import Metrics, RequestOutput
 from paceline.engine.engine import Request
-from paceline.errors import PacelineError
+from paceline.engine.scoring import EmbeddedText
+from paceline.errors import PacelineError, RequestError
+from paceline.models.infill import InfillMarkers
 from paceline.models.tokenizer import Tokenizer
 from paceline.server import errors, vllm_names
-from paceline.server.admission import Admission, AdmissionLimits, PromptCost
+from paceline.server.admission import Admission, AdmissionLimits, AdmissionTicket, PromptCost
 from paceline.server.clients import client_of
 from paceline.server.delta import Delta
 from paceline.server.documents import event, written, written_in_pieces
-from paceline.server.generation import Generation, time_limit
+from paceline.server.generation import Generation, time_limit, together
 from paceline.server.limits import MAX_LOGPROB_ENTRIES
 from paceline.server.logprobs import Spelling
 from paceline.server.metrics import Meter
 from paceline.server.protocol import GenerationRequest
-from paceline.server.quotas import Quotas
+from paceline.server.quotas import Quotas, TokenUsage
 from paceline.server.replies import CompletionTokensDetails, PromptTokensDetails, Usage
 from paceline.server.service import EngineService
 from paceline.server.structures import structured
@@ -80,6 +82,7 @@ class Context:
         self.quotas = Quotas(config.api_keys)
         self.admission = Admission(config.max_waiting, config.max_waiting_tokens)
         self.created = int(time.time())
+        self._embedding_width: int | None = None
         self._start, self._count = secrets.token_hex(4), itertools.count()
         self._texts = ThreadPoolExecutor(1, thread_name_prefix="texts")
         self._long_texts = ThreadPoolExecutor(1, thread_name_prefix="long texts")
@@ -101,6 +104,14 @@ class Context:
     @functools.cached_property
     def spelling(self) -> Spelling:
         return Spelling(self.tokenizer)
+
+    @functools.cached_property
+    def infill(self) -> InfillMarkers:
+        """The model's fill-in-the-middle tokens. Raises ApiError (400) if it has none."""
+        try:
+            return InfillMarkers.of(self.tokenizer)
+        except RequestError as error:
+            raise errors.invalid(f"suffix is not supported: {error}", "suffix") from error
 
     @property
     def model_name(self) -> str:
@@ -133,6 +144,11 @@ class Context:
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return a text's token ids. Raises ApiError (400) if it is longer than any prompt can be."""
         return await self._on_text(len(text), self.tokenizer.encode, text, add_special_tokens)
+
+    async def encode_gap(self, before: str | list[int], after: str) -> list[int]:
+        """Return the token ids of a fill-in-the-middle prompt. Raises ApiError (400) as ``encode``."""
+        markers = await self.in_thread(lambda: self.infill)
+        return await self._on_text(len(before) + len(after), markers.prompt, self.tokenizer, before, after)
 
     async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Return a conversation's token ids. Raises ApiError (400) if it is longer than any prompt can be."""
@@ -253,22 +269,47 @@ class Context:
         structure: constraint of the answers, compiled before they are submitted. Raises ApiError.
         """
         costs = [self._cost(each, only_read, scored) for each in requests]
+        generation = None
+        async with self._admitted(costs, options) as (tickets, key_usage):
+            try:
+                constrained = await structured(self.llm, requests, structure, options.arrival)
+                generation = Generation(
+                    self.service, [] if only_read else zip(constrained, tickets, strict=True), options.streaming
+                )
+                async with generation:
+                    yield generation
+            finally:
+                key_usage.used += 0 if generation is None else generation.made
+
+    @asynccontextmanager
+    async def _admitted(
+        self, costs: Sequence[PromptCost], options: RequestOptions
+    ) -> AsyncIterator[tuple[list[AdmissionTicket], TokenUsage]]:
+        """Hold the client's quota and an admission ticket per prompt, within the request's time limit.
+
+        Raises ApiError. The prompts' tokens are counted as used; the block adds the tokens that it generates.
+        """
         with self.quotas.hold(options.client, sum(cost.tokens for cost in costs)) as key_usage:
             tickets = self.admission.enter(options.client, costs, self.admission_limits)
-            seconds = self.config.request_timeout if options.timeout is None else options.timeout
-            generation = None
+            key_usage.used = sum(cost.read for cost in costs)
             try:
-                async with time_limit(seconds):
-                    constrained = await structured(self.llm, requests, structure, options.arrival)
-                    generation = Generation(
-                        self.service, [] if only_read else zip(constrained, tickets, strict=True), options.streaming
-                    )
-                    async with generation:
-                        yield generation
+                async with time_limit(self.config.request_timeout if options.timeout is None else options.timeout):
+                    yield tickets, key_usage
             finally:
-                key_usage.used = sum(cost.read for cost in costs) + (0 if generation is None else generation.made)
                 for ticket in tickets:
                     ticket.close()
+
+    async def embedding_width(self) -> int:
+        """Numbers in an embedding of this model."""
+        if self._embedding_width is None:
+            self._embedding_width = len(await self.service.embed(EmbeddedText([0])))
+        return self._embedding_width
+
+    async def embed(self, texts: Sequence[EmbeddedText], options: RequestOptions) -> list[list[float]]:
+        """Return the embeddings of texts; together they count as one answer without tokens. Raises ApiError."""
+        cost = PromptCost(answers=1, made=0, read=sum(len(text.token_ids) for text in texts))
+        async with self._admitted([cost], options):
+            return await together([self.service.embed(text) for text in texts])
 
     def _cost(self, request: Request, only_read: bool, scored: bool) -> PromptCost:
         size, params = len(request.prompt_token_ids), request.params

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, cast, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, cast, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, create_model, model_validator
 from pydantic_core import PydanticCustomError
@@ -33,7 +33,7 @@ _TOOLS = "this server calls no tools; to get JSON of a given form, use response_
 _HOSTED = "it means something only on OpenAI's own service"
 _TEMPLATE = "the model's chat template decides that"
 UNSUPPORTED: dict[str, Unsupported] = {
-    "suffix": Unsupported("this server continues texts and does not fill gaps", ("",)),
+    "suffix": Unsupported("only completions fill gaps", ("",)),
     "tools": Unsupported(_TOOLS, ([],)),
     "tool_choice": Unsupported(_TOOLS, ("none", "auto")),
     "parallel_tool_calls": Unsupported(_TOOLS, (True, False)),
@@ -45,8 +45,8 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "reasoning_effort": Unsupported("the model's chat template knows no such setting", ("none",)),
     "verbosity": Unsupported("the model's chat template knows no such setting", ("medium",)),
     "web_search_options": Unsupported("this server searches nothing"),
-    "store": Unsupported("this server keeps nothing", (False,)),
-    "service_tier": Unsupported(_HOSTED, ("auto", "default")),
+    "store": Unsupported("this server stores no answers, whatever it says", (False, True)),
+    "service_tier": Unsupported(_HOSTED, ("auto", "default", "flex", "scale", "priority")),
     "use_beam_search": Unsupported("this server samples", (False,)),
     "add_generation_prompt": Unsupported(_TEMPLATE, (True,)),
     "continue_final_message": Unsupported(_TEMPLATE, (False,)),
@@ -91,18 +91,18 @@ def _few_entries(bias: object) -> object:
     return bias
 
 
-def _some(most: int | None = None, least: int | None = None) -> Any:
+def some(most: int | None = None, least: int | None = None) -> Any:
     """A list of limited length, checked up to its first fault."""
     return Field(min_length=least, max_length=most, fail_fast=True)
 
 
 Label = Annotated[str, Field(max_length=limits.MAX_LABEL)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-TokenIds = Annotated[list[TokenId], _some()]
+TokenIds = Annotated[list[TokenId], some()]
 Bias = Annotated[dict[str, float], BeforeValidator(_few_entries), Field(max_length=limits.MAX_LOGIT_BIAS)]
 Positive = Annotated[float, Field(gt=0)]
 Milliseconds = Annotated[float, Field(ge=1000 * MIN_TIME_BUDGET, le=1000 * MAX_SECONDS)]
-Strings = str | Annotated[list[str], _some(limits.MAX_STOP_STRINGS)]
+Strings = str | Annotated[list[str], some(limits.MAX_STOP_STRINGS)]
 
 SPELLED_OTHERWISE: Mapping[str, str] = {
     "time_budget": "deadline_ms",
@@ -116,8 +116,8 @@ SPELLED_OTHERWISE: Mapping[str, str] = {
 _LIMITED: Mapping[str, Any] = {
     "stop": Strings,
     "bad_words": Strings,
-    "stop_token_ids": Annotated[list[TokenId], _some(limits.MAX_STOP_TOKEN_IDS)],
-    "allowed_token_ids": Annotated[list[TokenId], _some(limits.MAX_ALLOWED_TOKEN_IDS)],
+    "stop_token_ids": Annotated[list[TokenId], some(limits.MAX_STOP_TOKEN_IDS)],
+    "allowed_token_ids": Annotated[list[TokenId], some(limits.MAX_ALLOWED_TOKEN_IDS)],
     "logit_bias": Bias,
     "cache_salt": Annotated[str, Field(min_length=1, max_length=limits.MAX_LABEL)],
 }
@@ -161,7 +161,30 @@ def _said(description: str, **limits: Any) -> Any:
     return Field(None, description=description, **limits)
 
 
-class GenerationRequest(SamplingFields):
+class ApiRequest(Strict):
+    """A body of an API that has more fields than this server supports.
+
+    unsupported: fields that are refused by name, and the values of theirs that change nothing. labels: fields that are
+    accepted with any value, because no value changes the answer.
+    """
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = UNSUPPORTED
+    labels: ClassVar[frozenset[str]] = LABELS
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name in data.keys() & cls.unsupported.keys() - cls.model_fields.keys():
+            why, harmless = cls.unsupported[name]
+            if data[name] is not None and not _among(data[name], harmless):
+                raise PydanticCustomError("unsupported", "{field} is not supported: {why}", {"field": name, "why": why})
+        passed_over = (cls.unsupported.keys() | cls.labels) - cls.model_fields.keys()
+        return {name: value for name, value in data.items() if name not in passed_over}
+
+
+class GenerationRequest(ApiRequest, SamplingFields):
     """Fields that completions and chats share. None (or absent) leaves a sampling parameter at its default."""
 
     model: Label | None = _said("Name of the model.")
@@ -177,18 +200,6 @@ class GenerationRequest(SamplingFields):
         "Higher values wait while lower ones do. 0, the default, is the lowest: a request may let others pass, but "
         "not overtake them."
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        for name in data.keys() & UNSUPPORTED.keys() - cls.model_fields.keys():
-            why, harmless = UNSUPPORTED[name]
-            if data[name] is not None and not _among(data[name], harmless):
-                raise PydanticCustomError("unsupported", "{field} is not supported: {why}", {"field": name, "why": why})
-        passed_over = (UNSUPPORTED.keys() | LABELS) - cls.model_fields.keys()
-        return {name: value for name, value in data.items() if name not in passed_over}
 
     @model_validator(mode="after")
     def _check_strings(self) -> GenerationRequest:
@@ -243,16 +254,28 @@ def _among(value: Any, harmless: tuple[JsonValue, ...]) -> bool:
 
 
 class CompletionRequest(GenerationRequest):
-    """``POST /v1/completions``. prompt: a text or token ids, or several. echo: the prompt is part of the answer."""
+    """``POST /v1/completions``.
+
+    prompt: a text or token ids, or several. suffix: the text behind the gap that the answer fills; the prompt is the
+    text before it. echo: the prompt is part of the answer.
+    """
 
     prompt: (
         str
         | TokenIds
-        | Annotated[list[str], _some(limits.MAX_PROMPTS)]
-        | Annotated[list[TokenIds], _some(limits.MAX_PROMPTS)]
+        | Annotated[list[str], some(limits.MAX_PROMPTS)]
+        | Annotated[list[TokenIds], some(limits.MAX_PROMPTS)]
     )
+    suffix: str | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def _check_gap(self) -> CompletionRequest:
+        if self.suffix and self.echo:
+            message = "suffix and echo cannot be combined: the answer is the text between prompt and suffix"
+            raise PydanticCustomError("prompt", message, {"field": "suffix"})
+        return self
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
@@ -280,7 +303,7 @@ class Message(Strict):
     """
 
     role: Label
-    content: str | Annotated[list[TextPart], _some(limits.MAX_CONTENT_PARTS)] | None = None
+    content: str | Annotated[list[TextPart], some(limits.MAX_CONTENT_PARTS)] | None = None
     name: Label | None = None
     cache_control: JsonValue = None
     refusal: None = None
@@ -306,7 +329,7 @@ class Prediction(Strict):
     """Text that the answer will mostly repeat. Draft tokens are copied from it; it changes the speed alone."""
 
     type: Literal["content"]
-    content: str | Annotated[list[TextPart], _some(limits.MAX_CONTENT_PARTS)]
+    content: str | Annotated[list[TextPart], some(limits.MAX_CONTENT_PARTS)]
 
     @model_validator(mode="after")
     def _check_size(self) -> Prediction:
@@ -357,7 +380,7 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 class ChatRequest(GenerationRequest):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], _some(limits.MAX_MESSAGES, least=1)]
+    messages: Annotated[list[Message], some(limits.MAX_MESSAGES, least=1)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -394,7 +417,7 @@ class TokenizeRequest(Strict):
 
     model: Label | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], _some(limits.MAX_MESSAGES, least=1)] | None = None
+    messages: Annotated[list[Message], some(limits.MAX_MESSAGES, least=1)] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
