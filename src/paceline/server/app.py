@@ -22,6 +22,7 @@ from paceline.server.batch.runner import BatchRunner
 from paceline.server.batch.store import BatchStore
 from paceline.server.bodies import route_class
 from paceline.server.chat import ChatJob
+from paceline.server.chat_protocol import ChatRequest, TokenizeRequest
 from paceline.server.completions import CompletionJob
 from paceline.server.context import Context
 from paceline.server.documents import written
@@ -29,7 +30,7 @@ from paceline.server.embeddings import EmbeddingJob, EmbeddingList, EmbeddingReq
 from paceline.server.generation import ClientGoneError, while_connected
 from paceline.server.metrics import Stats
 from paceline.server.playground import add_playground
-from paceline.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from paceline.server.protocol import CompletionRequest, DetokenizeRequest
 from paceline.server.security import Gate
 from paceline.server.streaming import EventStream
 from paceline.server.tracing import Tracing
@@ -161,7 +162,8 @@ def _add_texts(app: FastAPI, context: Context) -> None:
         if body.messages is None:
             tokens = await context.encode(body.prompt or "", body.add_special_tokens)
         else:
-            tokens = await context.encode_chat([message.plain() for message in body.messages])
+            prompt = await context.chat_prompt([message.plain() for message in body.messages], {})
+            tokens = prompt.token_ids
 
         def found() -> replies.TokenizedText:
             result = replies.TokenizedText(
