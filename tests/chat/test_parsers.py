@@ -89,9 +89,9 @@ RECORDED += [
     (
         "qwen_xml",
         (
-            'I look.\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n"N"\n</parameter>\n<parameter=days>\n'
-            "[1, 2]\n</parameter>\n<parameter=n>\nmany\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n"
-            "<function=add>\n</function>\n</tool_call>"
+            'I look.\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n"N"\n</parameter>\n'
+            "<parameter=days>\n[1, 2]\n</parameter>\n<parameter=n>\nmany\n</parameter>\n</function>\n</tool_call>\n"
+            "<tool_call>\n<function=add>\n</function>\n</tool_call>"
         ),
         (
             None,

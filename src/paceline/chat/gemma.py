@@ -123,7 +123,10 @@ def _is_scalar(word: str) -> bool:
 
 
 def writes_gemma(markers: GemmaMarkers) -> Callable[[ToolDefinition], str]:
-    """Return the grammar of a call after its begin marker. It enforces names and numbers of arguments, not what is in arrays and objects."""
+    """Return the grammar of a call after its begin marker.
+
+    It enforces names of arguments, numbers and enumerated strings, but not what arrays and objects contain.
+    """
 
     def one(tool: ToolDefinition) -> str:
         properties = tool.parameters.get("properties", {})
