@@ -34,7 +34,7 @@ from paceline.engine.round import Speculation, speculative_round
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.scoring import WIDEST_PASS, ScoredText, Scorer
 from paceline.engine.sequences import Sequence as Row
-from paceline.errors import ParameterError, PromptTooLongError
+from paceline.errors import EmptyPromptError, ParameterError, PromptTooLongError
 from paceline.kernels.cpu import cpu_ops
 from paceline.kernels.gpu import ahead
 from paceline.kernels.native import kernel_threads
@@ -390,6 +390,16 @@ class Engine:
             raise PromptTooLongError(
                 f"the text has {len(token_ids)} tokens, more than max_model_len={self.max_model_len} allows; "
                 "shorten the text or raise max_model_len"
+            )
+        check_tokens("token_ids", token_ids, self.models.target.vocab_size)
+
+    def check_embedded(self, token_ids: Sequence[int]) -> None:
+        """Raise EmptyPromptError, PromptTooLongError or ParameterError if a text cannot be embedded."""
+        if not token_ids:
+            raise EmptyPromptError("a text to embed has no tokens")
+        if len(token_ids) > self.max_model_len:
+            raise PromptTooLongError(
+                f"the text has {len(token_ids)} tokens, more than max_model_len={self.max_model_len}; shorten it"
             )
         check_tokens("token_ids", token_ids, self.models.target.vocab_size)
 

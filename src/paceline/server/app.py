@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,13 +22,15 @@ from paceline.server.batch.runner import BatchRunner
 from paceline.server.batch.store import BatchStore
 from paceline.server.bodies import route_class
 from paceline.server.chat import ChatJob
+from paceline.server.chat_protocol import ChatRequest, TokenizeRequest
 from paceline.server.completions import CompletionJob
 from paceline.server.context import Context
 from paceline.server.documents import written
+from paceline.server.embeddings import EmbeddingJob, EmbeddingList, EmbeddingRequest
 from paceline.server.generation import ClientGoneError, while_connected
 from paceline.server.metrics import Stats
 from paceline.server.playground import add_playground
-from paceline.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from paceline.server.protocol import CompletionRequest, DetokenizeRequest
 from paceline.server.security import Gate
 from paceline.server.streaming import EventStream
 from paceline.server.tracing import Tracing
@@ -111,13 +113,24 @@ def _add_generation(app: FastAPI, context: Context) -> None:
         job = await ChatJob.prepare(context, body, context.client_of(request))
         return await _respond(context, request, job, bool(body.stream))
 
+    @app.post("/v1/embeddings", response_model=EmbeddingList)
+    async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
+        """Embed one or several texts."""
+        job = await EmbeddingJob.prepare(context, body, context.client_of(request))
+        return await _respond_whole(request, job.answer())
+
 
 async def _respond(context: Context, request: Request, job: CompletionJob | ChatJob, streaming: bool) -> Response:
     """Respond with a stream of events or with one document. A client that disconnects frees its rows."""
     if streaming:
         return EventStream(job.stream(), context.meter)
+    return await _respond_whole(request, job.answer())
+
+
+async def _respond_whole(request: Request, answer: Coroutine[Any, Any, bytes]) -> Response:
+    """Respond with one JSON document."""
     try:
-        reply = await while_connected(request.receive, job.answer())
+        reply = await while_connected(request.receive, answer)
     except ClientGoneError:
         log.info("the client disconnected")
         return Response(status_code=499)  # not sent: the connection is closed
@@ -149,7 +162,8 @@ def _add_texts(app: FastAPI, context: Context) -> None:
         if body.messages is None:
             tokens = await context.encode(body.prompt or "", body.add_special_tokens)
         else:
-            tokens = await context.encode_chat([message.plain() for message in body.messages])
+            prompt = await context.chat_prompt([message.plain() for message in body.messages], {})
+            tokens = prompt.token_ids
 
         def found() -> replies.TokenizedText:
             result = replies.TokenizedText(
@@ -238,24 +252,24 @@ def _paths(app: FastAPI) -> str:
 
 
 def _add_error_handlers(app: FastAPI, context: Context) -> None:
-    def answer(error: errors.ApiError) -> JSONResponse:
+    def answer(error: errors.ApiError, request: Request) -> JSONResponse:
         context.meter.refused(error)
-        return error.response()
+        return error.response(request.url.path)
 
     @app.exception_handler(PacelineError)
-    async def on_purpose(_: Request, error: PacelineError) -> Response:
-        return answer(errors.from_paceline(error))
+    async def on_purpose(request: Request, error: PacelineError) -> Response:
+        return answer(errors.from_paceline(error), request)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}"
         if error.status_code == 404:
             message += f"; this server has {_paths(app)}"
-        response = answer(errors.ApiError(error.status_code, errors.INVALID, message))
+        response = answer(errors.ApiError(error.status_code, errors.INVALID, message), request)
         response.headers.update(error.headers or {})
         return response
 
     @app.exception_handler(Exception)
-    async def bug(_: Request, error: Exception) -> Response:
+    async def bug(request: Request, error: Exception) -> Response:
         log.error("a request failed", exc_info=error)
-        return answer(errors.ApiError(500, "server_error", "internal error; see the server's log"))
+        return answer(errors.ApiError(500, "server_error", "internal error; see the server's log"), request)
