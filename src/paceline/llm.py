@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -14,6 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from paceline.chat.options import ChatFields, ChatOptions
 from paceline.config import (
     DEFAULT_MODEL,
     EngineConfig,
@@ -44,7 +45,8 @@ from paceline.core.outputs import RequestOutput, Score, TokenLogprob
 from paceline.core.processors import processed_row
 from paceline.core.rows import Constraint
 from paceline.drafters.heads.loading import find_head
-from paceline.engine.calls import CallArguments, Made, OnError, check_params, fields_of
+from paceline.engine.calls import CallArguments, Made, OnError, check_params
+from paceline.engine.chat import ChatPrompt, ChatRules, chat_prompt, check_beside_rules
 from paceline.engine.engine import Engine, Models, Request
 from paceline.engine.loading import (
     TokenizerSource,
@@ -216,21 +218,18 @@ class LLM:
         use_tqdm: bool = True,
         on_finished: Callable[[RequestOutput], None] | None = None,
         on_error: OnError = "raise",
-        add_generation_prompt: bool = True,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[ChatFields],
     ) -> list[RequestOutput]:
         """Answer one conversation, or several in one batch, with the model's chat template. See ``generate``.
 
         The content of a message is a text, or a list of text parts: {"type": "text", "text": ...}.
-        add_generation_prompt, chat_template_kwargs: see ``tokens_of_chat``.
+        options: tools, thoughts and variables of the chat template; see ``ChatFields``. The ``message`` of each answer
+        has its thoughts, its text and its tool calls; its ``text`` is what the model wrote.
         """
-        call, fields = (
-            CallArguments(params, references, on_error),
-            fields_of(chat_template_kwargs, add_generation_prompt),
-        )
+        call, wanted = CallArguments(params, references, on_error), ChatOptions.of(options)
 
-        def read(conversation: Sequence[Message]) -> list[int]:
-            return self._need_tokenizer("chat").chat(conversation, fields)
+        def read(conversation: Sequence[Message]) -> ChatPrompt:
+            return self.chat_prompt(conversation, wanted)
 
         return self._run(self._make_requests(as_conversations(messages), call, read), use_tqdm, on_finished)
 
@@ -247,20 +246,16 @@ class LLM:
         prompts = [markers.prompt(tokenizer, before, after) for before, after in gaps]
         return self.generate(prompts, markers.ended(params or SamplingParams()), use_tqdm=use_tqdm)
 
-    def tokens_of_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool = True,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """Token ids of a conversation in the format of the model's chat template.
+    def tokens_of_chat(self, messages: Sequence[Message], **options: Unpack[ChatFields]) -> list[int]:
+        """Token ids of a conversation in the format of the model's chat template. options: see ``ChatFields``.
 
-        add_generation_prompt: whether the prompt ends with the beginning of the assistant's turn.
-        chat_template_kwargs: further variables of the chat template, for example ``enable_thinking``.
         Raises ParameterError, RequestError.
         """
-        return self._need_tokenizer("chat").chat(messages, fields_of(chat_template_kwargs, add_generation_prompt))
+        return self.chat_prompt(messages, ChatOptions.of(options)).token_ids
+
+    def chat_prompt(self, messages: Sequence[Message], options: ChatOptions) -> ChatPrompt:
+        """Render a conversation as a prompt. Raises ParameterError, RequestError."""
+        return chat_prompt(self._need_tokenizer("chat"), messages, options)
 
     def stream(
         self,
@@ -425,17 +420,53 @@ class LLM:
             yield call
 
     def _make_requests(
-        self, entries: Sequence[Any], call: CallArguments, read: Callable[[Any], Prompt] = _as_prompt
+        self, entries: Sequence[Any], call: CallArguments, read: Callable[[Any], Prompt | ChatPrompt] = _as_prompt
     ) -> list[Made]:
         """Make a request of each entry, or its result if it is refused. read: converts an entry to a prompt."""
 
         def make(entry: Any, params: SamplingParams, references: Sequence[Prompt]) -> Request:
-            request = self.request(read(entry), params, arrival=call.arrival, references=references)
+            prompt = read(entry)
+            if isinstance(prompt, ChatPrompt):
+                request = self._chat_request(prompt, params, call.arrival, references)
+            else:
+                request = self.request(prompt, params, arrival=call.arrival, references=references)
             request.prompt_logprobs = None if params.prompt_logprobs is None else []
             self.engine.check(request)
             return request
 
         return call.made(entries, make)
+
+    def _chat_request(
+        self, prompt: ChatPrompt, params: SamplingParams, arrival: float, references: Sequence[Prompt]
+    ) -> Request:
+        check_params(params)
+        make_constraint = self.chat_constraint(prompt, params)
+        free = params if make_constraint is None else replace(params, structured_outputs=None)
+        request = self.request(prompt.token_ids, free, arrival=arrival, references=references)
+        request = self.of_chat(request, prompt)
+        return request if make_constraint is None else replace(request, params=params, make_constraint=make_constraint)
+
+    def of_chat(self, request: Request, prompt: ChatPrompt) -> Request:
+        """Return the request with texts and messages as answers to this conversation have them."""
+        make_stream = partial(self._make_detokenizer, kept_special=prompt.kept_special)
+        return replace(request, make_stream=make_stream, read_message=prompt.parsed)
+
+    def chat_constraint(
+        self, prompt: ChatPrompt, params: SamplingParams, stopped: Callable[[], bool] = lambda: False
+    ) -> Callable[[], Constraint] | None:
+        """Compile what tools, thoughts and structure require; returns a factory for the constraint of one answer.
+
+        Returns None if the conversation requires nothing beside what ``params`` do without it. stopped: as in
+        ``structure``. Raises StructureError, ParameterError, MissingPackageError.
+        """
+        factory = self._chat_rules.compile(prompt, params.structured_outputs, stopped)
+        if factory is not None:
+            check_beside_rules(params)
+        return factory
+
+    @cached_property
+    def _chat_rules(self) -> ChatRules:
+        return ChatRules(self._need_tokenizer("chat"), self._models.eos_token_ids, lambda: self._grammars)
 
     def request(
         self,
@@ -494,7 +525,7 @@ class LLM:
         tokenizer, models = self._need_tokenizer("structured_outputs"), self._models
         return Grammars(tokenizer, models.target.vocab_size, models.eos_token_ids)
 
-    def _make_detokenizer(self, params: SamplingParams) -> Detokenizer:
+    def _make_detokenizer(self, params: SamplingParams, kept_special: frozenset[int] = frozenset()) -> Detokenizer:
         assert self.tokenizer is not None
         return Detokenizer(
             self.tokenizer,
@@ -502,6 +533,7 @@ class LLM:
             params.include_stop_str_in_output,
             params.min_tokens,
             params.skip_special_tokens,
+            kept_special,
         )
 
     def _encode(self, prompt: Prompt, plain: bool = False) -> list[int]:

@@ -29,13 +29,15 @@ def shape(message: AssistantMessage) -> tuple[object, ...]:
 RECORDED = [
     (
         "hermes",
-        'Let me look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo", "days": [1, 2]}}\n</tool_call>',
-        (None, "Let me look.", [("get_weather", '{"city": "Oslo", "days": [1, 2]}', True)]),
+        'Look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo", "days": [1, 2]}}\n</tool_call>',
+        (None, "Look.", [("get_weather", '{"city": "Oslo", "days": [1, 2]}', True)]),
     ),
     (
         "hermes",
-        '<tool_call>\n{"arguments": {"a": "</tool_call>\\"{"}, "name": "add"}\n</tool_call>\n<tool_call>\n'
-        '{"name": "add", "arguments": {}}\n</tool_call>',
+        (
+            '<tool_call>\n{"arguments": {"a": "</tool_call>\\"{"}, "name": "add"}\n</tool_call>\n<tool_call>\n'
+            '{"name": "add", "arguments": {}}\n</tool_call>'
+        ),
         (None, "", [("add", '{"a": "</tool_call>\\"{"}', True), ("add", "{}", True)]),
     ),
     (
@@ -51,6 +53,7 @@ RECORDED = [
         '```json\n[{"name": "add", "parameters": {}},\n {"name": "add", "arguments": {"b": null}}]\n```',
         (None, "", [("add", "{}", True), ("add", '{"b": null}', True)]),
     ),
+    ("hermes", '{"name": "add", "arguments": {"a": 2}}', (None, "", [("add", '{"a": 2}', True)])),
     ("json", '{"name": "other", "arguments": {}}', (None, '{"name": "other", "arguments": {}}', [])),
     ("json", '{"answer": 42}', (None, '{"answer": 42}', [])),
     ("hermes", "<tool_call>\nnot json</tool_call> x", (None, "<tool_call>\nnot json</tool_call> x", [])),

@@ -11,17 +11,18 @@ from paceline.chat.reading import Markers, Reading, Source
 
 @dataclass(frozen=True)
 class ThinkingMarkers:
-    """What begins and ends the block of thoughts in a model's answers."""
+    """What begins and ends the block of thoughts in a model's answers. closing: text that ends it at any place."""
 
     begin: str
     end: str
+    closing: str
 
 
 KNOWN = (
-    ThinkingMarkers("<think>", "</think>"),
-    ThinkingMarkers("[THINK]", "[/THINK]"),
-    ThinkingMarkers("<|channel>thought\n", "<channel|>"),
-    ThinkingMarkers("<seed:think>", "</seed:think>"),
+    ThinkingMarkers("<think>", "</think>", "\n</think>\n\n"),
+    ThinkingMarkers("[THINK]", "[/THINK]", "[/THINK]"),
+    ThinkingMarkers("<|channel>thought\n", "<channel|>", "<channel|>"),
+    ThinkingMarkers("<seed:think>", "</seed:think>", "</seed:think>"),
 )
 
 
@@ -33,6 +34,11 @@ def markers_in(chat_template: str) -> ThinkingMarkers | None:
 def begins_inside(markers: ThinkingMarkers | None, prompt_end: str) -> bool:
     """Whether a rendered prompt ends in an open block of thoughts. prompt_end: the last characters of the prompt."""
     return markers is not None and prompt_end.rstrip().endswith(markers.begin.rstrip())
+
+
+def is_over(markers: ThinkingMarkers, prompt_end: str) -> bool:
+    """Whether a rendered prompt ends with a closed block of thoughts, so that the answer has none."""
+    return prompt_end.rstrip().endswith(markers.end)
 
 
 def reads_thinking(markers: ThinkingMarkers, inside: bool, rest: Reader) -> Reader:

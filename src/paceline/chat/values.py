@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -12,11 +11,16 @@ ToolMode: TypeAlias = Literal["auto", "none", "required"]
 
 @dataclass(frozen=True)
 class ToolDefinition:
-    """A function that the model may call. parameters: JSON schema of the object of its arguments."""
+    """A function that the model may call.
+
+    parameters: JSON schema of the object of its arguments. strict: whether a schema that cannot be enforced is an
+    error; otherwise such arguments may be any JSON object.
+    """
 
     name: str
     description: str = ""
     parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
+    strict: bool = False
 
     def as_openai(self) -> dict[str, Any]:
         """The definition in OpenAI's form, which chat templates expect."""
@@ -129,12 +133,3 @@ def message_of(events: Iterable[MessageEvent]) -> AssistantMessage:
         for start, pieces, ended in zip(starts, arguments, complete, strict=True)
     ]
     return AssistantMessage("".join(thoughts) or None, "".join(text), calls)
-
-
-def is_json(text: str) -> bool:
-    """Whether a text is JSON."""
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True

@@ -6,6 +6,7 @@ ParameterError that names the argument: bytes are no text, and a string is one p
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any, TypeAlias
@@ -97,17 +98,40 @@ def as_conversations(messages: object) -> list[list[Message]]:
 
 def check_message(message: object) -> Message:
     """The message, its content one text. Raise RequestError unless it is an object whose role and content are strings,
-    and ParameterError for half characters in them. Content may be a list of text parts, as OpenAI's clients send it.
+    and ParameterError for half characters in them. Content may be a list of text parts, as OpenAI's clients send it,
+    and is empty in a message that has tool calls alone.
     """
-    said = {**message, "content": _joined(message.get("content"))} if isinstance(message, Mapping) else {}
+    said: dict[str, Any] = {}
+    if isinstance(message, Mapping):
+        said = {**message, "content": _joined(message.get("content"))}
+    if said.get("tool_calls"):
+        said |= {"tool_calls": _tool_calls(said["tool_calls"]), "content": said["content"] or ""}
     if not all(isinstance(said.get(key), str) for key in ("role", "content")):
         parts = 'content may be a list of parts {"type": "text", "text": ...}, and no other kind of part can be read'
         raise RequestError(
             f"a message is an object with role and content, both strings ({parts}), not {shown(message)}"
         )
     for key, value in said.items():
-        check_text(f"messages.{key}" if isinstance(key, str) and key.isidentifier() else "messages", value)
+        if key != "tool_calls" and value is not None:
+            check_text(f"messages.{key}" if isinstance(key, str) and key.isidentifier() else "messages", value)
     return said
+
+
+def _tool_calls(calls: object) -> list[dict[str, Any]]:
+    """Tool calls of a message. Raises RequestError; ParameterError for half characters."""
+    form = '{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}'
+    found = []
+    for call in calls if isinstance(calls, (list, tuple)) else [calls]:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        given = function if isinstance(function, Mapping) else {}
+        if not isinstance(given.get("name"), str) or not isinstance(given.get("arguments"), (str, dict)):
+            raise RequestError(f"a tool call in a message is an object {form}, not {shown(call)}")
+        found.append({**call, "type": "function", "function": dict(given)})
+    try:
+        json.dumps(found, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ParameterError("messages.tool_calls", calls, "JSON without half characters") from error
+    return found
 
 
 def _joined(content: object) -> object:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from paceline.chat.values import AssistantMessage
 from paceline.config import LOOKS_UP, MAX_REFERENCE_TOKENS, MAX_REFERENCES, EngineConfig, SamplingParams
 from paceline.core.batch import ParallelSample, RequestGroup
 from paceline.core.outputs import CompletionOutput, Metrics, RequestOutput, TokenLogprob
@@ -33,6 +34,7 @@ class Request:
     prompt_logprobs: list that receives the prompt's log-probabilities, if ``params`` ask for them.
     client: name of the sender; clients take turns when requests wait for a row.
     priority: requests with lower values go first, whatever their client.
+    read_message: splits the text of a chat's answer; see ``CompletionOutput``.
     """
 
     prompt_token_ids: list[int]
@@ -46,6 +48,7 @@ class Request:
     priority: int = 0
     references: Sequence[Sequence[int]] = ()
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    read_message: Callable[[str], AssistantMessage] | None = None
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,7 @@ class Intake:
                 logprobs=None if params.logprobs is None else [],
                 cumulative_logprob=None if params.scored is None else 0.0,
                 metrics=metrics,
+                read_message=request.read_message,
             ),
             stream=request.make_stream(params) if request.make_stream is not None else None,
             deadline=None if params.time_budget is None else arrival + params.time_budget,
