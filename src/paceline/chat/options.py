@@ -44,7 +44,8 @@ class ChatOptions:
     whether an answer may have several calls. tool_parser: the syntax of calls; None chooses it by the chat template.
     reasoning_effort: for chat templates that know it; "none" switches thoughts off. max_thinking_tokens: tokens after
     which thoughts are ended. chat_template_kwargs: further variables of the chat template. add_generation_prompt:
-    whether the prompt ends with the beginning of the assistant's turn.
+    whether the prompt ends with the beginning of the assistant's turn. default_template_kwargs: variables that those
+    and ``reasoning_effort`` override.
     """
 
     tools: Sequence[ToolDefinition] = ()
@@ -55,6 +56,7 @@ class ChatOptions:
     max_thinking_tokens: int | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
+    default_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("parallel_tool_calls", "add_generation_prompt"):
@@ -74,7 +76,7 @@ class ChatOptions:
         read: dict[str, Any] = {
             "tools": tools_of(given.get("tools") or ()),
             "tool_choice": choice_of(given.get("tool_choice", "auto")),
-            "chat_template_kwargs": _variables(given.get("chat_template_kwargs")),
+            "chat_template_kwargs": template_variables(given.get("chat_template_kwargs")),
         }
         return ChatOptions(**{**given, **read})
 
@@ -102,7 +104,8 @@ class ChatOptions:
         for name in given:
             allowed = "a variable that the model's chat template names"
             check(_names(chat_template, name), "chat_template_kwargs", name, allowed)
-        return {**self._effort(chat_template), **given, "add_generation_prompt": self.add_generation_prompt}
+        known = {**self.default_template_kwargs, **self._effort(chat_template), **given}
+        return {**known, "add_generation_prompt": self.add_generation_prompt}
 
     def _effort(self, chat_template: str) -> dict[str, Any]:
         effort = self.reasoning_effort
@@ -120,7 +123,8 @@ def _names(chat_template: str, variable: str) -> bool:
     return re.search(rf"(?<!\w){re.escape(variable)}(?!\w)", chat_template) is not None
 
 
-def _variables(given: object) -> dict[str, Any]:
+def template_variables(given: object) -> dict[str, Any]:
+    """Variables of a chat template, checked. Raises ParameterError."""
     allowed = f"a dictionary from names in the chat template to values, without {', '.join(_FIXED)}"
     fields = {} if given is None else given
     ok = isinstance(fields, dict) and all(isinstance(name, str) for name in fields) and not fields.keys() & {*_FIXED}

@@ -105,7 +105,7 @@ def check_message(message: object) -> Message:
     if isinstance(message, Mapping):
         said = {**message, "content": _joined(message.get("content"))}
     if said.get("tool_calls"):
-        said |= {"tool_calls": _tool_calls(said["tool_calls"]), "content": said["content"] or ""}
+        said["tool_calls"], said["content"] = _tool_calls(said["tool_calls"]), said["content"] or ""
     if not all(isinstance(said.get(key), str) for key in ("role", "content")):
         parts = 'content may be a list of parts {"type": "text", "text": ...}, and no other kind of part can be read'
         raise RequestError(
@@ -120,7 +120,8 @@ def check_message(message: object) -> Message:
 def _tool_calls(calls: object) -> list[dict[str, Any]]:
     """Tool calls of a message. Raises RequestError; ParameterError for half characters."""
     form = '{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}'
-    found = []
+    found: list[dict[str, Any]] = []
+    call: Any
     for call in calls if isinstance(calls, (list, tuple)) else [calls]:
         function = call.get("function") if isinstance(call, Mapping) else None
         given = function if isinstance(function, Mapping) else {}

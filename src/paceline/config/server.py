@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -19,6 +19,7 @@ from paceline.config.limits import (
     MetricsNames,
     Name,
     Seconds,
+    ToolParserName,
 )
 from paceline.config.ranges import FileName, Number, Texts, Whole, check, check_fields
 
@@ -35,6 +36,18 @@ class Hosts:
         hosts = tuple(host for text in value for host in text.split(","))
         check(all(map(_is_host, hosts)), name, value, self.allowed)
         return hosts
+
+
+@dataclass(frozen=True)
+class Variables:
+    """Rule: variables of a chat template, as an object; kept as a copy."""
+
+    allowed: str = "an object from names to values"
+
+    def take(self, name: str, value: Any) -> Mapping[str, Any]:
+        ok = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+        check(ok and not value.keys() & {"messages", "tools", "add_generation_prompt"}, name, value, self.allowed)
+        return dict(value)
 
 
 def _is_host(name: str) -> bool:
@@ -134,6 +147,17 @@ class ServerConfig:
     metrics_names: Annotated[
         MetricsNames, Help("vllm: /metrics also has vLLM's names, for dashboards made for it.")
     ] = "paceline"
+    tool_parser: Annotated[
+        ToolParserName | None, Help("Syntax of the model's tool calls. Default: chosen by its chat template.")
+    ] = None
+    chat_template_kwargs: Annotated[
+        Mapping[str, Any],
+        Variables(),
+        Help(
+            'Variables of the chat template for all chats, as JSON: {"enable_thinking": false}.',
+            more="A request's reasoning_effort and chat_template_kwargs override them.",
+        ),
+    ] = field(default_factory=dict)
     playground: Annotated[bool, Help("Serve a page at / to try the model.")] = True
     batch_dir: Annotated[
         str | None,

@@ -90,12 +90,14 @@ class ChatRules:
     def compile(
         self, prompt: ChatPrompt, structure: StructuredOutputs | None, stopped: Callable[[], bool] = lambda: False
     ) -> ConstraintFactory | None:
-        """Return a factory for the constraint of one answer; None if any answer is allowed.
+        """Return a factory for the constraint of one answer; None if ``structure`` alone says what is allowed.
 
         structure: form of the text of answers. stopped: see ``Grammars.grammar``.
         Raises StructureError, ParameterError, MissingPackageError.
         """
         thinking = self._thinking(prompt)
+        if thinking is None and not prompt.options.offered:
+            return None
         grammar, trigger = self._grammar(prompt, structure, stopped)
         if grammar is None and (thinking is None or thinking.budget is None):
             return None

@@ -22,6 +22,7 @@ from paceline.server.batch.runner import BatchRunner
 from paceline.server.batch.store import BatchStore
 from paceline.server.bodies import route_class
 from paceline.server.chat import ChatJob
+from paceline.server.chat_protocol import ChatRequest, TokenizeRequest
 from paceline.server.completions import CompletionJob
 from paceline.server.context import Context
 from paceline.server.documents import written
@@ -32,7 +33,7 @@ from paceline.server.messages.protocol import MessagesRequest, PromptRequest
 from paceline.server.messages.replies import Message, TokenCount
 from paceline.server.metrics import Stats
 from paceline.server.playground import add_playground
-from paceline.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from paceline.server.protocol import CompletionRequest, DetokenizeRequest
 from paceline.server.responses import replies as responses_replies
 from paceline.server.responses.job import ResponsesJob
 from paceline.server.responses.protocol import ResponsesRequest
@@ -188,7 +189,8 @@ def _add_texts(app: FastAPI, context: Context) -> None:
         if body.messages is None:
             tokens = await context.encode(body.prompt or "", body.add_special_tokens)
         else:
-            tokens = await context.encode_chat([message.plain() for message in body.messages])
+            prompt = await context.chat_prompt([message.plain() for message in body.messages], {})
+            tokens = prompt.token_ids
 
         def found() -> replies.TokenizedText:
             result = replies.TokenizedText(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 
-from paceline.config import COMPLETION_MAX_TOKENS
+from paceline.config import COMPLETION_MAX_TOKENS, SamplingParams, StructuredOutputs
 from paceline.core.outputs import CompletionOutput, RequestOutput, TokenLogprob
 from paceline.engine.engine import Request
 from paceline.models.tokenizer import Detokenizer
@@ -33,6 +33,7 @@ from paceline.server.replies import (
     stop_reason,
 )
 from paceline.server.streaming import Events
+from paceline.server.structures import AnswerForm
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class PromptEcho:
 class CompletionJob:
     """One validated request, ready for the engine.
 
-    tokens: token ids per prompt. echoes: one per prompt if the request has ``echo``, else empty.
+    tokens: token ids per prompt. structure: form of the completions, not yet compiled. echoes: one per prompt if the
+    request has ``echo``, else empty.
     """
 
     context: Context
@@ -55,6 +57,7 @@ class CompletionJob:
     tokens: list[list[int]]
     requests: list[Request]
     options: RequestOptions
+    structure: StructuredOutputs | None
     id: str = field(init=False)
     created: int = field(init=False)
     echoes: list[PromptEcho] = field(default_factory=list)
@@ -74,7 +77,8 @@ class CompletionJob:
             params = context.infill.ended(params)
         requests = await context.requests(tokens, params, options)
         context.check_logprobs(requests, body.logprobs, read=bool(body.echo), made=_max_tokens(body) > 0)
-        return cls(context, body, tokens, requests, options)
+        structure = await context.in_thread(lambda: _structure(body, params))
+        return cls(context, body, tokens, requests, options, structure)
 
     # --- one response ------------------------------------------------------------
 
@@ -99,7 +103,8 @@ class CompletionJob:
 
     def _generation(self) -> AbstractAsyncContextManager[Generation]:
         scored = bool(self.body.echo) and self.body.logprobs is not None
-        return self.context.generate(self.requests, self.options, only_read=self._only_read, scored=scored)
+        form = AnswerForm(self.structure)
+        return self.context.generate(self.requests, self.options, only_read=self._only_read, scored=scored, form=form)
 
     @property
     def _only_read(self) -> bool:
@@ -262,6 +267,12 @@ def note_draft_tokens(
     """Add the ``metrics`` field to a document with one answer, if the request has "metrics": true."""
     if body.metrics and len(answers) == 1:
         document.metrics = RequestMetrics(speculative_decoding=SpeculativeDecoding.of(answers[0]))
+
+
+def _structure(body: CompletionRequest, params: SamplingParams) -> StructuredOutputs | None:
+    """The form of the completions. Raises ParameterError if it does not fit the other parameters."""
+    wanted = None if body.structured_outputs is None else body.structured_outputs.wanted
+    return replace(params, structured_outputs=wanted).structured_outputs
 
 
 async def _encode(context: Context, prompt: str | list[int], suffix: str | None) -> list[int]:

@@ -11,14 +11,16 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from fastapi import Request as HttpRequest
 from pydantic import BaseModel
 
-from paceline.config import SamplingParams, ServerConfig, StructuredOutputs
+from paceline.chat.options import ChatFields, ChatOptions
+from paceline.config import SamplingParams, ServerConfig
 from paceline.core.outputs import Metrics, RequestOutput
+from paceline.engine.chat import ChatPrompt
 from paceline.engine.engine import Request
 from paceline.engine.scoring import EmbeddedText
 from paceline.errors import PacelineError, RequestError
@@ -37,7 +39,7 @@ from paceline.server.protocol import GenerationRequest
 from paceline.server.quotas import Quotas, TokenUsage
 from paceline.server.replies import CompletionTokensDetails, PromptTokensDetails, Usage
 from paceline.server.service import EngineService
-from paceline.server.structures import structured
+from paceline.server.structures import AnswerForm, structured
 from paceline.server.transcripts import Transcripts
 
 if TYPE_CHECKING:
@@ -153,10 +155,15 @@ class Context:
         markers = await self.in_thread(lambda: self.infill)
         return await self._on_text(len(before) + len(after), markers.prompt, self.tokenizer, before, after)
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Return a conversation's token ids. Raises ApiError (400) if it is longer than any prompt can be."""
-        characters = sum(len(message["content"]) for message in messages)
-        return await self._on_text(characters, self.tokenizer.chat, messages)
+    async def chat_prompt(self, messages: Sequence[Mapping[str, Any]], fields: ChatFields) -> ChatPrompt:
+        """Render a conversation. Raises ApiError (400) if it is longer than any prompt can be.
+
+        messages: in OpenAI's form. fields: of the request; the server's own settings are added.
+        """
+        options = ChatOptions.of({**fields, "tool_parser": self.config.tool_parser})
+        options = replace(options, default_template_kwargs=self.config.chat_template_kwargs)
+        characters = sum(_characters(message) for message in messages) + _characters(fields.get("tools") or ())
+        return await self._on_text(characters, self.llm.chat_prompt, messages, options)
 
     async def _on_text(self, characters: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run ``work`` on a text of ``characters`` characters in the thread for its length."""
@@ -218,6 +225,13 @@ class Context:
         make = functools.partial(self._request, params=params, options=options, references=references)
         return await _run_in(self._texts, lambda: [make(prompt) for prompt in prompts])
 
+    async def chat_request(
+        self, prompt: ChatPrompt, params: SamplingParams, options: RequestOptions, references: Sequence[list[int]] = ()
+    ) -> Request:
+        """Build and check the engine's request for a conversation. See ``requests``."""
+        (request,) = await self.requests([prompt.token_ids], params, options, references)
+        return replace(self.llm.of_chat(request, prompt), read_message=None)  # replies read the message themselves
+
     def _request(
         self, prompt: list[int], params: SamplingParams, options: RequestOptions, references: Sequence[list[int]]
     ) -> Request:
@@ -264,12 +278,12 @@ class Context:
         *,
         only_read: bool = False,
         scored: bool = False,
-        structure: StructuredOutputs | None = None,
+        form: AnswerForm | None = None,
     ) -> AsyncIterator[Generation]:
         """Admit the requests together, submit them to the engine and yield their ``Generation``.
 
         only_read: nothing is generated (max_tokens = 0). scored: the prompts' log-probabilities are computed, too.
-        structure: constraint of the answers, compiled before they are submitted. Raises ApiError.
+        form: what the answers must look like, compiled before they are submitted. Raises ApiError.
         """
         costs = [self._cost(each, only_read, scored) for each in requests]
         if len(requests) == 1:
@@ -277,7 +291,7 @@ class Context:
         generation = None
         async with self._admitted(costs, options) as (tickets, key_usage):
             try:
-                constrained = await structured(self.llm, requests, structure, options.arrival)
+                constrained = await structured(self.llm, requests, form or AnswerForm(), options.arrival)
                 generation = Generation(
                     self.service, [] if only_read else zip(constrained, tickets, strict=True), options.streaming
                 )
@@ -342,6 +356,15 @@ class Context:
         """Stop the worker threads. Pending work is cancelled."""
         for pool in (self._texts, self._long_texts, self._replies, self.bodies):
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _characters(value: object) -> int:
+    """Characters in all texts of messages or tools, with the names of their members."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(_characters(name) + _characters(part) for name, part in value.items())
+    return sum(map(_characters, value)) if isinstance(value, (list, tuple)) else 0
 
 
 async def _run_in(pool: Executor, work: Callable[[], T]) -> T:
