@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from paceline.chat.options import ChatFields
 from paceline.chat.parser import OutputParser
-from paceline.chat.values import MessageEvent, ReasoningDelta
+from paceline.chat.values import MessageEvent, ReasoningDelta, TextDelta, ToolCallArgumentsDelta
 from paceline.config import SamplingParams, StructuredOutputs
 from paceline.engine.chat import ChatPrompt
 from paceline.engine.engine import Request
@@ -35,6 +35,7 @@ class TurnBody(Protocol):
     deadline_ms: float | None
 
 
+_Growing = TextDelta | ReasoningDelta | ToolCallArgumentsDelta
 _SAMPLED = ("temperature", "top_p", "top_k", "seed", "num_speculative_tokens")
 
 
@@ -110,6 +111,18 @@ def _params(body: TurnBody, conversation: Conversation, rest: int) -> SamplingPa
     return params
 
 
+def merged(events: Sequence[MessageEvent]) -> list[MessageEvent]:
+    """Join consecutive pieces of the same text, thoughts or arguments."""
+    found: list[MessageEvent] = []
+    for event in events:
+        last = found[-1] if found else None
+        if isinstance(last, _Growing) and isinstance(event, type(last)) and event == replace(last, text=event.text):
+            found[-1] = replace(last, text=last.text + event.text)
+        else:
+            found.append(event)
+    return found
+
+
 class AnswerReader:
     """Splits one answer into events, and counts the tokens of its thoughts."""
 
@@ -122,7 +135,7 @@ class AnswerReader:
     def feed(self, delta: Delta) -> list[MessageEvent]:
         """Take more of the answer; at its end return the remaining events, too."""
         events = [event for piece in delta.pieces for event in self._feed(piece)]
-        return events if delta.ended is None else [*events, *self._counted(self._parser.finish())]
+        return merged(events if delta.ended is None else [*events, *self._counted(self._parser.finish())])
 
     def _feed(self, piece: str) -> list[MessageEvent]:
         self._tokens += 1
