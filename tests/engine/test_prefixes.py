@@ -15,7 +15,15 @@ from engine.test_scheduler import Spy, step
 from paceline.config import SamplingParams
 from paceline.core.outputs import RequestOutput
 from paceline.engine.engine import Engine, Request
-from paceline.engine.prefixes import LEAST, WORTH_WAITING, CachedPrefix, FreeSlotPool, Scope, common_prefix_length
+from paceline.engine.prefixes import (
+    LEAST,
+    TOKENS_PER_USE,
+    WORTH_WAITING,
+    CachedPrefix,
+    FreeSlotPool,
+    Scope,
+    common_prefix_length,
+)
 from toy import VOCAB, FlatToy, RandomLength, ToyModel, make_engine, run, slow_answer, tiny_native
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -373,3 +381,15 @@ def test_on_the_kernels_a_copied_prefix_has_a_cold_prefills_bits_at_any_split(da
         finish(engine)
     one, other = (output.outputs[0] for output in outputs)
     assert (one.token_ids, one.logprobs) == (other.token_ids, other.logprobs)
+
+
+def test_a_long_prefix_outlives_short_ones_used_later_but_not_for_ever() -> None:
+    pool = pool_of(20 * TOKENS_PER_USE, 50, 50)
+    pool.use(pool.rows[1])
+    for uses in range(60):
+        victim = pool.by_use[0]
+        if victim == 0:
+            break
+        pool.rows[victim] = CachedPrefix([2] * 50, Scope("", ""))
+        pool.use(pool.rows[victim])
+    assert 15 < uses < 25

@@ -14,6 +14,7 @@ RoundsName = Literal["auto", "host", "device"]
 DrafterName = Literal["auto", "model", "feature", "ngram", "hybrid"]  # ours; other packages may bring more
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LogFormat = Literal["text", "json"]
+LogLevel = Literal["info", "debug"]
 MetricsNames = Literal["paceline", "vllm"]
 RankName = Literal["mean_logprob", "logprob"]
 PoolingName = Literal["mean", "last"]  # how the hidden states of a text become its embedding

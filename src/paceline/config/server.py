@@ -15,6 +15,7 @@ from paceline.config.limits import (
     MAX_COUNT,
     MAX_SECONDS,
     LogFormat,
+    LogLevel,
     MetricsNames,
     Name,
     Seconds,
@@ -139,6 +140,9 @@ class ServerConfig:
         ),
     ] = 30.0
     log_format: Annotated[LogFormat, Help("text for people; json for machines, one object a line.")] = "text"
+    log_level: Annotated[
+        LogLevel, Help("debug: also log where the prompts of one client first differ; such lines quote prompts.")
+    ] = "info"
     log_interval: Annotated[Seconds, Help("Seconds between log lines about throughput, while there is any.")] = 10.0
     metrics_names: Annotated[
         MetricsNames, Help("vllm: /metrics also has vLLM's names, for dashboards made for it.")

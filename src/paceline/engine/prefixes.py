@@ -13,6 +13,7 @@ from itertools import count, takewhile
 
 LEAST = 16  # tokens: copying fewer is not faster than reading them
 WORTH_WAITING = 64  # tokens: a prompt waits for another that is about to read as many of its first ones
+TOKENS_PER_USE = 256  # a prefix counts as used one request later per so many of its tokens
 _STEP = 64  # tokens per comparison of list slices
 
 
@@ -62,6 +63,11 @@ class CachedPrefix:
         """Whether later requests may reuse it."""
         return self.scope is not None and self.scope.kept is not None
 
+    @property
+    def keep_until(self) -> int:
+        """Reading of the clock up to which it is worth more than an empty row: a long text costs more to read again."""
+        return self.last_use + len(self.tokens) // TOKENS_PER_USE
+
     def loss(self, kept: int) -> int:
         """Return the reusable tokens that are lost if all but the first ``kept`` are overwritten."""
         return len(self.tokens) - kept if self.is_kept else 0
@@ -101,11 +107,14 @@ class FreeSlotPool:
 
     @property
     def by_use(self) -> list[int]:
-        """The free slots, the least recently used first; private prefixes come before all others."""
+        """The free slots in the order of overwriting: private prefixes, then those used longest ago.
+
+        Long prefixes count as used more recently, so that an agent's transcript outlives other clients' short prompts.
+        """
 
         def order(slot: int) -> tuple[bool, int, int]:
             prefix = self.prefixes[slot]
-            return prefix.is_kept, prefix.last_use, slot
+            return prefix.is_kept, prefix.keep_until, slot
 
         return sorted(self.prefixes, key=order)
 

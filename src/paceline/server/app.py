@@ -28,9 +28,15 @@ from paceline.server.context import Context
 from paceline.server.documents import written
 from paceline.server.embeddings import EmbeddingJob, EmbeddingList, EmbeddingRequest
 from paceline.server.generation import ClientGoneError, while_connected
+from paceline.server.messages.job import MessagesJob, count_tokens
+from paceline.server.messages.protocol import MessagesRequest, PromptRequest
+from paceline.server.messages.replies import Message, TokenCount
 from paceline.server.metrics import Stats
 from paceline.server.playground import add_playground
 from paceline.server.protocol import CompletionRequest, DetokenizeRequest
+from paceline.server.responses import replies as responses_replies
+from paceline.server.responses.job import ResponsesJob
+from paceline.server.responses.protocol import ResponsesRequest
 from paceline.server.security import Gate
 from paceline.server.streaming import EventStream
 from paceline.server.tracing import Tracing
@@ -119,6 +125,27 @@ def _add_generation(app: FastAPI, context: Context) -> None:
         job = await EmbeddingJob.prepare(context, body, context.client_of(request))
         return await _respond_whole(request, job.answer())
 
+    @app.post("/v1/messages", response_model=Message)
+    async def messages(body: MessagesRequest, request: Request) -> Response:
+        """Continue a conversation, in Anthropic's format."""
+        job = await MessagesJob.prepare(context, body, context.client_of(request))
+        if body.stream:
+            return EventStream(job.stream(), context.meter, done=b"")
+        return await _respond_whole(request, job.answer())
+
+    @app.post("/v1/messages/count_tokens", response_model=TokenCount)
+    async def tokens(body: PromptRequest) -> Response:
+        """Count the tokens of a conversation, in Anthropic's format."""
+        return document(await count_tokens(context, body))
+
+    @app.post("/v1/responses", response_model=responses_replies.Response)
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        """Continue a conversation, in the format of OpenAI's Responses API. Nothing is stored."""
+        job = await ResponsesJob.prepare(context, body, context.client_of(request))
+        if body.stream:
+            return EventStream(job.stream(), context.meter, done=b"", on_error=job.on_error)
+        return await _respond_whole(request, job.answer())
+
 
 async def _respond(context: Context, request: Request, job: CompletionJob | ChatJob, streaming: bool) -> Response:
     """Respond with a stream of events or with one document. A client that disconnects frees its rows."""
@@ -146,7 +173,7 @@ def _add_texts(app: FastAPI, context: Context) -> None:
     @app.get("/v1/models", response_model=replies.ModelList)
     async def models() -> Response:
         """List the model that this server serves."""
-        return document(replies.ModelList(object="list", data=[_card(context)]))
+        return document(replies.ModelList(object="list", data=[_card(context)], models=[_card(context)]))
 
     @app.get("/v1/models/{name:path}", response_model=replies.ModelCard)
     async def model(name: str) -> Response:

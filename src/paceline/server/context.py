@@ -40,12 +40,14 @@ from paceline.server.quotas import Quotas, TokenUsage
 from paceline.server.replies import CompletionTokensDetails, PromptTokensDetails, Usage
 from paceline.server.service import EngineService
 from paceline.server.structures import AnswerForm, structured
+from paceline.server.transcripts import Transcripts
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
 
 log = logging.getLogger("paceline.server")
 _LONG_TEXT = 2**14  # characters; tokenizing them takes a few milliseconds
+_SHOWN = 32  # tokens shown on each side of a difference
 _SHORT_REPLY = 512  # tokens and log-probabilities; serializing them takes a millisecond
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -84,6 +86,7 @@ class Context:
         self.quotas = Quotas(config.api_keys)
         self.admission = Admission(config.max_waiting, config.max_waiting_tokens)
         self.created = int(time.time())
+        self._transcripts = Transcripts()
         self._embedding_width: int | None = None
         self._start, self._count = secrets.token_hex(4), itertools.count()
         self._texts = ThreadPoolExecutor(1, thread_name_prefix="texts")
@@ -283,6 +286,8 @@ class Context:
         form: what the answers must look like, compiled before they are submitted. Raises ApiError.
         """
         costs = [self._cost(each, only_read, scored) for each in requests]
+        if len(requests) == 1:
+            self._compare(requests[0].prompt_token_ids, options.client)
         generation = None
         async with self._admitted(costs, options) as (tickets, key_usage):
             try:
@@ -294,6 +299,23 @@ class Context:
                     yield generation
             finally:
                 key_usage.used += 0 if generation is None else generation.made
+
+    def _compare(self, prompt: Sequence[int], client: str) -> None:
+        """Record where a prompt differs from an earlier one of its client."""
+        found = self._transcripts.note(client, prompt)
+        if found is None:
+            return
+        self.meter.prompt_differed(found.first_difference)
+        if log.isEnabledFor(logging.DEBUG) and not found.extends:
+            at = found.first_difference
+            parts = {
+                "before": prompt[max(0, at - _SHOWN) : at],
+                "was": found.earlier[at:][:_SHOWN],
+                "now": prompt[at:][:_SHOWN],
+            }
+            texts = {name: self.tokenizer.spell(tokens) for name, tokens in parts.items()}
+            fields = {"first_difference": at, "earlier_tokens": found.earlier_tokens, "prompt_tokens": len(prompt)}
+            log.debug("prompt differs", extra={"fields": fields | texts})
 
     @asynccontextmanager
     async def _admitted(

@@ -298,10 +298,11 @@ class ModelCard(BaseModel):
 
 
 class ModelList(BaseModel):
-    """Response of ``/v1/models``."""
+    """Response of ``/v1/models``. models: the same list under the name that some clients read."""
 
     object: Literal["list"]
     data: list[ModelCard]
+    models: list[ModelCard]
 
 
 class TokenizedText(BaseModel):

@@ -131,10 +131,10 @@ class ResponseStream:
     def _logprobs(self, item: _OpenItem) -> dict[str, Any]:
         return {"logprobs": []} if item.kind == "message" else {}
 
-    def _on_item(self, name: str, item: _OpenItem, **fields: Any) -> StreamEvent:
+    def _on_item(self, name: str, item: _OpenItem, /, **fields: Any) -> StreamEvent:
         place = {"item_id": item.id, "output_index": item.index}
         return self._of(name, **place, **({} if item.kind == "call" else {"content_index": 0}), **fields)
 
-    def _of(self, name: str, **fields: Any) -> StreamEvent:
+    def _of(self, name: str, /, **fields: Any) -> StreamEvent:
         number, self._number = self._number, self._number + 1
         return {"type": name, "sequence_number": number, **fields}

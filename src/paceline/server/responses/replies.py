@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
-from pydantic import BaseModel
+from pydantic import BaseModel, model_validator
 
 from paceline.core.outputs import CompletionOutput, RequestOutput
 
@@ -76,6 +76,12 @@ class Response(BaseModel):
     usage: Usage | None = None
     user: str | None
     metadata: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _write_all(self) -> Response:
+        """Mark all fields as set: clients expect every one of them, and replies leave out what was not set."""
+        self.__pydantic_fields_set__.update(type(self).model_fields)
+        return self
 
 
 def status_of(answer: CompletionOutput) -> Status:
