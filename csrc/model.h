@@ -13,7 +13,7 @@
 namespace paceline {
 
 // These structures mirror src/paceline/kernels/abi.py; kAbiVersion changes with them.
-constexpr int kAbiVersion = 18;
+constexpr int kAbiVersion = 19;
 
 struct Layer {
   Linear qkv, attention_out, gate_up, down;

@@ -13,7 +13,7 @@
 namespace paceline {
 namespace {
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) && !defined(PL_HALF_VECTORS)
 
 constexpr int kQueryBlock = 6;   // queries that share one pass over keys or values, in registers
 constexpr int kVectorBlock = 4;  // times 16 dimensions of the values

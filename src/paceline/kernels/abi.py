@@ -24,7 +24,7 @@ from torch import Tensor
 from paceline.core.cache import KVCache
 from paceline.kernels.pack import Packed
 
-ABI_VERSION = 18  # must equal csrc/model.h's; raise both when a struct or a function changes
+ABI_VERSION = 19  # must equal csrc/model.h's; raise both when a struct or a function changes
 _FORMATS = {"int8": 0, "bf16": 1, "int4": 2}
 
 
@@ -279,7 +279,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_abi_version": (c_int, ()),
     "pl_source_hash": (c_char_p, ()),
     "pl_kernels": (c_void_p, (c_char_p,)),
-    "pl_amx_obstacle": (c_char_p, ()),
+    "pl_obstacle": (c_char_p, (c_char_p,)),
     "pl_multiplies_correctly": (c_int, (c_void_p,)),
     "pl_pool_new": (c_void_p, (c_int,)),
     "pl_pool_free": (None, (c_void_p,)),

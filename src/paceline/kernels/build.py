@@ -19,17 +19,29 @@ LIBRARY = "_native.so"
 PACKAGE = Path(__file__).resolve().parent
 SOURCES = PACKAGE.parents[2] / "csrc"
 
-_AVX512 = ("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni")
-_AMX = ("-mamx-tile", "-mamx-int8", "-mamx-bf16")
-_AMX_SOURCE = "kernels_amx.cpp"  # left out where the compiler does not know AMX
-# Each instruction set has its own file and flags; the rest runs on any x86-64.
-_FLAGS = {
-    "kernels_avx2.cpp": ("-mavx2", "-mfma", "-mf16c"),
-    "kernels_avx512.cpp": _AVX512,
-    "kernels_avx512bf16.cpp": (*_AVX512, "-mavx512bf16"),
-    _AMX_SOURCE: (*_AVX512, "-mavx512bf16", *_AMX),
-    "kernels_amx_emulated.cpp": (*_AVX512, "-mavx512bf16"),
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512_BW = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+_AVX512 = (*_AVX512_BW, "-mavx512vnni")
+_NEWER = ("-mamx-tile", "-mamx-int8", "-mamx-bf16", "-mavxvnni")
+_NEWER_SOURCES = (
+    "kernels_amx.cpp",
+    "kernels_avxvnni.cpp",
+)  # left out where the compiler does not know the instructions
+# Each instruction set has its own file and flags; a kind of CPU has its own files, and the rest is for all.
+_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
+    "x86_64": {
+        "sets_x86.cpp": (),
+        "kernels_avx2.cpp": _AVX2,
+        "kernels_avxvnni.cpp": (*_AVX2, "-mavxvnni"),
+        "kernels_avxvnni_emulated.cpp": _AVX512,
+        "kernels_avx512bw.cpp": _AVX512_BW,
+        "kernels_avx512.cpp": _AVX512,
+        "kernels_avx512bf16.cpp": (*_AVX512, "-mavx512bf16"),
+        "kernels_amx.cpp": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
+        "kernels_amx_emulated.cpp": (*_AVX512, "-mavx512bf16"),
+    },
 }
+_MACHINES = {"x86_64": "x86_64", "AMD64": "x86_64"}  # as ``platform.machine`` names them
 # No -ffast-math and no contraction: bits must not depend on the optimiser. GCC 12 warns in its own headers.
 _COMMON = (
     *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread"),
@@ -77,7 +89,7 @@ def how_to_build() -> str:
 
 
 def _is_for_this_machine() -> bool:
-    return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
+    return sys.platform == "linux" and platform.machine() in _MACHINES
 
 
 def source_hash(sources: Path = SOURCES) -> str:
@@ -92,17 +104,20 @@ def build(destination: Path = PACKAGE, sources: Path = SOURCES, extra: tuple[str
     cxx = compiler()
     if cxx is None:
         raise BuildError(what_is_missing())
-    with_amx = _knows(cxx, _AMX)
-    files = sorted(path for path in sources.glob("*.cpp") if with_amx or path.name != _AMX_SOURCE)
+    flags = _FLAGS[_MACHINES[platform.machine()]]
+    newer = "kernels_amx.cpp" in flags and _knows(cxx, _NEWER)
+    unwanted = {name for other in _FLAGS.values() for name in other} - flags.keys()
+    unwanted.update(() if newer else _NEWER_SOURCES)
+    files = sorted(path for path in sources.glob("*.cpp") if path.name not in unwanted)
     if not files:
         raise BuildError(f"no C++ sources in {sources}")
     destination.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=destination, prefix=".build-") as scratch:
-        defines = [f'-DPL_SOURCE_HASH="{source_hash(sources)}"', *(["-DPL_WITH_AMX"] if with_amx else [])]
+        defines = [f'-DPL_SOURCE_HASH="{source_hash(sources)}"', *(["-DPL_WITH_NEWER"] if newer else [])]
 
         def compile_one(source: Path) -> str:
             target = str(Path(scratch, source.stem + ".o"))
-            _run([cxx, *_COMMON, *extra, *_FLAGS.get(source.name, ()), *defines, "-c", str(source), "-o", target])
+            _run([cxx, *_COMMON, *extra, *flags.get(source.name, ()), *defines, "-c", str(source), "-o", target])
             return target
 
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
@@ -115,7 +130,10 @@ def build(destination: Path = PACKAGE, sources: Path = SOURCES, extra: tuple[str
 
 def _knows(cxx: str, flags: tuple[str, ...]) -> bool:
     """Whether the compiler and its assembler take these flags and their instructions."""
-    program = "#include <immintrin.h>\nvoid f() { _tile_dpbf16ps(0, 1, 2); _tile_dpbsud(0, 1, 2); }"
+    program = (
+        "#include <immintrin.h>\nvoid f() { _tile_dpbf16ps(0, 1, 2); _tile_dpbsud(0, 1, 2); }\n"
+        "__m256i g(__m256i a) { return _mm256_dpbusd_avx_epi32(a, a, a); }"
+    )
     command = [cxx, *flags, "-x", "c++", "-c", "-", "-o", os.devnull]
     return subprocess.run(command, input=program, capture_output=True, text=True, check=False).returncode == 0
 
