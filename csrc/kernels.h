@@ -176,5 +176,7 @@ const Kernels* avx512_kernels();            // VNNI, without bf16 instructions
 const Kernels* avx512bf16_kernels();
 const Kernels* amx_kernels();           // in builds with PL_WITH_NEWER
 const Kernels* emulated_amx_kernels();  // tiles in memory, for tests
+const Kernels* dotprod_kernels();       // 64-bit Arm, like the next
+const Kernels* i8mm_kernels();
 
 }  // namespace paceline

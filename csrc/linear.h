@@ -28,6 +28,24 @@ struct Prefetch {
   }
 };
 
+// Prefetches the lines of one group of weights, which is read in so many parts of a panel's width: together as much as
+// steps of a whole panel.
+template <int kParts, bool kNear, bool kOnlyPass>
+class GroupPrefetch {
+ public:
+  GroupPrefetch(const Prefetch& prefetch, int part, size_t steps) : at_(prefetch.at + static_cast<size_t>(part) * steps * kBytes) {}
+  void step() {
+    constexpr int kInto = kOnlyPass && kNear ? 3 : 2;  // L1, L2
+    __builtin_prefetch(at_, 0, kInto);
+    if constexpr (kBytes > kLine) __builtin_prefetch(at_ + kLine, 0, kInto);
+    at_ += kBytes;
+  }
+
+ private:
+  static constexpr size_t kBytes = (kOnlyPass ? kStepBytes : kStepBytes / 2) / kParts;  // per step
+  const uint8_t* at_;
+};
+
 using Block = void (*)(const LinearCall&, const uint8_t*, int, int, Prefetch);
 
 // B<1>, B<2> ... B<kMost>.

@@ -96,23 +96,6 @@ inline Ints four_bytes(const uint8_t* x) {
   return all(value);
 }
 
-// Half a panel prefetches one line a step where a whole panel prefetches two: both parts of it together as much.
-template <int C, bool kNear, bool kOnlyPass>
-class GroupPrefetch {
- public:
-  GroupPrefetch(const Prefetch& prefetch, size_t part, size_t steps) : at_(prefetch.at + part * steps * kBytes) {}
-  void step() {
-    constexpr int kInto = kOnlyPass && kNear ? 3 : 2;  // L1, L2
-    __builtin_prefetch(at_, 0, kInto);
-    if constexpr (kBytes > kLine) __builtin_prefetch(at_ + kLine, 0, kInto);
-    at_ += kBytes;
-  }
-
- private:
-  static constexpr size_t kBytes = (kOnlyPass ? kStepBytes : kStepBytes / 2) / (kPanel / (C * kLanes));
-  const uint8_t* at_;
-};
-
 inline Ints line_of(const uint8_t* w, int c) { return line(w + sizeof(Ints) * static_cast<size_t>(c)); }
 
 // Calls add(r, c, weights of vector c, inputs of row r) for all of a step.
@@ -187,8 +170,9 @@ template <int R, bool kOnlyPass>
 struct Int8Block {
   static constexpr int kMost = kMostByteRows, kNear = kNearRows, C = width_for(R);
   static constexpr size_t kSteps = kActivationGroup / 4;
+  using Ahead = GroupPrefetch<kPanel / (C * kLanes), R <= kNear, kOnlyPass>;
 
-  static void add_group(const uint8_t* w, const uint8_t* x, size_t stride, Ints (&s)[R][C], GroupPrefetch<C, R <= kNear, kOnlyPass> prefetch) {
+  static void add_group(const uint8_t* w, const uint8_t* x, size_t stride, Ints (&s)[R][C], Ahead prefetch) {
     for (size_t k = 0; k < kSteps; ++k, w += kStepBytes, x += 4 * kInputBytes) {
       prefetch.step();
 #ifdef PL_DOTS
@@ -209,7 +193,7 @@ struct Int8Block {
       for (int column = 0; column < kPanel; column += C * kLanes) {
         Ints s[R][C];
         for (int r = 0; r < R; ++r) for (int c = 0; c < C; ++c) s[r][c] = all(sum_of(call.input, first + r, g));
-        add_group(w + 4 * column, x, call.input.stride, s, {prefetch, column > 0, kSteps});
+        add_group(w + 4 * column, x, call.input.stride, s, Ahead(prefetch, column / (C * kLanes), kSteps));
         for (int r = 0; r < R; ++r) {
           const Floats scale = every(call.input.scales[call.input.scale_stride * static_cast<size_t>(first + r) + static_cast<size_t>(g)]);
           for (int c = 0; c < C; ++c) {
@@ -240,9 +224,10 @@ template <int R, bool kOnlyPass>
 struct Int4Block {
   static constexpr int kMost = kMostNibbleRows, kNear = kNearRows, C = width_for(R);
   static constexpr size_t kSteps = kWordSum / 8;
+  using Ahead = GroupPrefetch<kPanel / (C * kLanes), R <= kNear, kOnlyPass>;
 
   // The low nibbles of a step belong to its first four inputs, the high ones to the next four.
-  static void add_inputs(const uint8_t* w, const uint8_t* x, size_t stride, Ints (&s)[R][C], GroupPrefetch<C, R <= kNear, kOnlyPass>& prefetch) {
+  static void add_inputs(const uint8_t* w, const uint8_t* x, size_t stride, Ints (&s)[R][C], Ahead& prefetch) {
     const auto product = [&](int r, int c, Ints weights, Ints inputs) { add_nibbles(s[r][c], weights, inputs); };
 #pragma GCC unroll 4
     for (size_t k = 0; k < kSteps; ++k, w += kStepBytes, x += 8) {
@@ -262,7 +247,7 @@ struct Int4Block {
       const uint8_t* head = w;
       w += 4 * kPanel;
       for (int column = 0; column < kPanel; column += C * kLanes) {
-        GroupPrefetch<C, R <= kNear, kOnlyPass> ahead(prefetch, column > 0, steps);
+        Ahead ahead(prefetch, column / (C * kLanes), steps);
         Ints exact[R][C];
         for (size_t step = 0; step < steps; step += kSteps) {
           Ints s[R][C] = {};
@@ -294,8 +279,9 @@ template <int R, bool kOnlyPass>
 struct Bf16Block {
   static constexpr int kMost = kMostRows, kNear = kNearRows, C = width_for(R);
   static constexpr size_t kSteps = kInputMultiple / 2;
+  using Ahead = GroupPrefetch<kPanel / (C * kLanes), R <= kNear, kOnlyPass>;
 
-  static void add_inputs(const uint8_t* w, const float* x, size_t stride, Floats (&s)[R][C], GroupPrefetch<C, R <= kNear, kOnlyPass> prefetch) {
+  static void add_inputs(const uint8_t* w, const float* x, size_t stride, Floats (&s)[R][C], Ahead prefetch) {
     const auto product = [&](int r, int c, Floats weights, Floats inputs) {
       s[r][c] = multiply_add(inputs, weights, s[r][c]);
       stay(s[r][c]);
@@ -316,7 +302,7 @@ struct Bf16Block {
       for (int column = 0; column < kPanel; column += C * kLanes) {
         Floats s[R][C];
         for (int r = 0; r < R; ++r) for (int c = 0; c < C; ++c) s[r][c] = floats_at(totals[r] + column + c * kLanes);
-        add_inputs(w + 4 * column, x, stride, s, {prefetch, column > 0, kSteps});
+        add_inputs(w + 4 * column, x, stride, s, Ahead(prefetch, column / (C * kLanes), kSteps));
         for (int r = 0; r < R; ++r) for (int c = 0; c < C; ++c) put(totals[r] + column + c * kLanes, s[r][c]);
       }
       prefetch.at += kSteps * (kOnlyPass ? kStepBytes : kStepBytes / 2);

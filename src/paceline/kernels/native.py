@@ -30,7 +30,10 @@ _log = logging.getLogger("paceline.kernels")
 
 VARIABLE = "PACELINE_KERNELS"
 # Instruction sets, best first: of 64-bit x86, then of Arm.
-SETS = ("amx", "avx512-vnni-bf16", "avx512-vnni", "avx-vnni", "avx512-bw", "avx2")
+SETS = (
+    *("amx", "avx512-vnni-bf16", "avx512-vnni", "avx-vnni", "avx512-bw", "avx2"),
+    *("neon-i8mm-bf16", "neon-dotprod"),
+)
 EMULATED = ("amx-emulated", "avx-vnni-emulated")
 # The user's choices -> instruction sets that the library may pick from, best first.
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -153,7 +156,7 @@ def why_none() -> str:
     library = _load()
     if isinstance(library, str):
         return library
-    return "" if available() else "this CPU has not even AVX2"
+    return "" if available() else f"this CPU has none of {', '.join(SETS)}"
 
 
 def _describe_available() -> str:
