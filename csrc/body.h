@@ -222,7 +222,7 @@ inline void transpose_keys(const uint16_t* const* rows, int dim, float* out) {
 }
 
 inline void prefetch(const void* from, size_t bytes) {
-  for (size_t i = 0; i < bytes; i += 64) _mm_prefetch(static_cast<const char*>(from) + i, _MM_HINT_T0);
+  for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(from) + i);
 }
 
 // The slot of a key on a tree token's path; arbitrary for keys beyond what the token sees.

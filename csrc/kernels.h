@@ -35,7 +35,9 @@ struct Linear {
 
 // The input rows of a linear layer, quantised once.
 struct Activations {
-  uint8_t* data;  // int8 or int4 weights: int8; bf16 weights: bf16, or fp32 rounded to bf16 where the ISA lacks bf16
+  // int8 or int4 weights: int8, behind which a set may keep the same in another form; bf16 weights: bf16, or fp32
+  // rounded to bf16 where the ISA lacks bf16.
+  uint8_t* data;
   size_t stride;  // bytes from row to row
   float* scales;  // per row and group of 64
   int32_t* sums;  // int8 weights: -128 times the sum of each group of 64; int4: the sum of each of the weights' groups
@@ -167,9 +169,14 @@ static inline size_t attend_scratch_floats(int queries, int dim) {
 }
 
 const Kernels* avx2_kernels();
-const Kernels* avx512_kernels();  // VNNI, without bf16 instructions
+const Kernels* avxvnni_kernels();           // in builds with PL_WITH_NEWER
+const Kernels* emulated_avxvnni_kernels();  // with AVX-512's instruction, for tests
+const Kernels* avx512bw_kernels();          // without VNNI
+const Kernels* avx512_kernels();            // VNNI, without bf16 instructions
 const Kernels* avx512bf16_kernels();
-const Kernels* amx_kernels();           // in builds with PL_WITH_AMX
+const Kernels* amx_kernels();           // in builds with PL_WITH_NEWER
 const Kernels* emulated_amx_kernels();  // tiles in memory, for tests
+const Kernels* dotprod_kernels();       // 64-bit Arm, like the next
+const Kernels* i8mm_kernels();
 
 }  // namespace paceline

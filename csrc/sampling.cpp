@@ -12,6 +12,9 @@
 #if defined(__x86_64__) && defined(__GLIBC__)  // draw.h explains why
 __asm__(".symver log, log@GLIBC_2.2.5");
 __asm__(".symver exp, exp@GLIBC_2.2.5");
+#elif defined(__aarch64__) && defined(__GLIBC__)
+__asm__(".symver log, log@GLIBC_2.17");
+__asm__(".symver exp, exp@GLIBC_2.17");
 #endif
 
 namespace paceline {

@@ -1,9 +1,12 @@
-// Sixteen floats (F16) and sixteen int32 (I16), as one AVX-512 register or two AVX2 ones: the same operations in the
-// same order, so that all kernels but the matrix products give the same bits on both. Everything is in an unnamed
-// namespace: if the linker merged an inline function across files compiled for different instruction sets, the older
-// CPU would crash.
+// Sixteen floats (F16) and sixteen int32 (I16), as one AVX-512 register, two AVX2 ones or four of NEON (vec_neon.h): the
+// same operations in the same order, so that all kernels but the matrix products give the same bits on all. Everything is
+// in an unnamed namespace: if the linker merged an inline function across files compiled for different instruction sets,
+// the older CPU would crash.
 #pragma once
 
+#if defined(__aarch64__)
+#include "vec_neon.h"
+#else
 #include <immintrin.h>
 
 #include <cstddef>
@@ -13,7 +16,7 @@
 namespace paceline {
 namespace {
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) && !defined(PL_HALF_VECTORS)
 
 constexpr int kQueryBlock = 6;   // queries that share one pass over keys or values, in registers
 constexpr int kVectorBlock = 4;  // times 16 dimensions of the values
@@ -302,6 +305,13 @@ inline int32_t sum(I16 x) {
   four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
   return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
 }
+
+}  // namespace
+}  // namespace paceline
+#endif
+
+namespace paceline {
+namespace {
 
 // e^x to about 2 ulp (Cephes); exactly 1 at 0; x is clamped to where the result is a normal number.
 inline F16 exponential(F16 x) {

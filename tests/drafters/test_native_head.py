@@ -415,6 +415,9 @@ def test_a_head_runs_where_its_target_does() -> None:
     assert isinstance(head, NativeHead)
     engine = make_engine(target, head, drafter="feature")
     assert f"head head (int8 on the CPU kernels {native.available()[0].name})" in engine.describe()
+    obstacle = native.faster_obstacle(target.kernels)
+    assert f"{target.kernels}){f' ({obstacle})' if obstacle else ''}, " in engine.describe()
+    assert target.kernels in engine.identity().precision  # part of the key of measured costs
     assert "rounds by the kernels" in engine.describe()
     assert isinstance(prepare_head(half, "head", TAPS, target, "int4"), NativeHead)
     assert isinstance(prepare_head(half, "head", TAPS, target, None), NativeHead)

@@ -15,6 +15,7 @@ from paceline.engine.memory import GIB
 from paceline.engine.native_round import runs_native_rounds, why_not_kernels
 from paceline.engine.pipeline import why_not_device
 from paceline.engine.round import Speculation
+from paceline.kernels import native
 from paceline.lengths.profile import Identity
 from paceline.models.base import AnyModel, FlatModel
 from paceline.models.fingerprint import model_hash
@@ -71,11 +72,18 @@ class EngineDescription:
             if config.synthetic_acceptance is not None:
                 speculation += " (a benchmark: draft tokens are accepted at random, so the text is meaningless)"
         return (
-            f"target {_describe_model(self.models.target)}, {self.threads} threads; {speculation}; "
+            f"target {_describe_model(self.models.target)}{self._describe_kernels()}, {self.threads} threads; "
+            f"{speculation}; "
             f"attention {self._describe_attention()}; {self._describe_rounds()}"
             f"{config.max_batch_size} rows of {self.max_model_len} tokens{self._describe_room()}"
             f"{', no prefix reuse (prefix_cache=False)' if not config.prefix_cache else ', prefixes reused'}"
         )
+
+    def _describe_kernels(self) -> str:
+        """Say why a faster instruction set does not run; empty if there is none, or no target on the CPU kernels."""
+        target = self.models.target
+        obstacle = native.faster_obstacle(target.kernels) if isinstance(target, FlatModel) else ""
+        return f" ({obstacle})" if obstacle else ""
 
     def _describe_width(self) -> str:
         """Name the width of trees; empty for chains."""

@@ -280,7 +280,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_abi_version": (c_int, ()),
     "pl_source_hash": (c_char_p, ()),
     "pl_kernels": (c_void_p, (c_char_p,)),
-    "pl_amx_obstacle": (c_char_p, ()),
+    "pl_obstacle": (c_char_p, (c_char_p,)),
     "pl_multiplies_correctly": (c_int, (c_void_p,)),
     "pl_pool_new": (c_void_p, (c_int,)),
     "pl_pool_free": (None, (c_void_p,)),

@@ -63,7 +63,7 @@ class NativeModel:
         self.dtype, self.device = torch.bfloat16, torch.device("cpu")
         self.threads = torch.get_num_threads() if threads is None else threads
         chosen = native.select() if kernels == "choose" else kernels
-        self.kernels = _kernel_name(chosen)
+        self.kernels = "torch reference" if chosen is None else chosen.name
         self.seconds = torch.zeros(len(native.PHASES), dtype=torch.float64)  # time of each phase, if ``timed``
         self.timed = False
         formats = LAYER_FORMAT[quantization], HEAD_FORMAT[quantization]
@@ -183,13 +183,6 @@ class NativeModel:
 def _multiply_adds(spec: NativeSpec) -> int:
     linears = [linear for one in spec.layers for linear in (one.qkv, one.attention_out, one.gate_up, one.down)]
     return sum(linear.weight.numel() for linear in linears) + spec.vocab_size * spec.width
-
-
-def _kernel_name(kernels: native.Kernels | None) -> str:
-    """Return the name for the start line, with the reason if the CPU has AMX and it is not used."""
-    name = "torch reference" if kernels is None else kernels.name
-    obstacle = native.amx_obstacle()
-    return f"{name} (not AMX: {obstacle})" if obstacle else name
 
 
 def spec_of(spec: DecoderSpec, weights: Mapping[str, Tensor]) -> NativeSpec:
