@@ -66,10 +66,28 @@ def fill_hub_cache(cache: Path, files: dict[str, str]) -> Path:
 
 
 def test_a_directory_and_a_gguf_file_resolve_to_themselves(tmp_path: Path) -> None:
+    assert hub.resolve(tmp_path) == tmp_path
     file = tmp_path / "model.gguf"
     file.touch()
-    assert hub.resolve(tmp_path) == tmp_path
     assert hub.resolve(str(file)) == file
+    (tmp_path / "config.json").touch()
+    assert hub.resolve(tmp_path) == tmp_path
+
+
+def test_a_directory_without_configuration_is_its_only_gguf_model(tmp_path: Path) -> None:
+    parts = [tmp_path / f"model-0000{n}-of-00002.gguf" for n in (1, 2)]
+    for part in parts:
+        part.touch()
+    assert hub.resolve(tmp_path) == hub.resolve(parts[1]) == parts[0]
+    (tmp_path / "other.gguf").touch()
+    with pytest.raises(ModelFormatError, match=r"2 GGUF models \(model-00001-of-00002\.gguf, other\.gguf\)"):
+        hub.resolve(tmp_path)
+
+
+def test_a_missing_part_of_a_split_model_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model-00002-of-00003.gguf").touch()
+    with pytest.raises(ModelFormatError, match=r"model-00001-of-00003\.gguf, model-00003-of-00003\.gguf is missing"):
+        hub.resolve(tmp_path / "model-00002-of-00003.gguf")
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from transformers import AutoConfig, PretrainedConfig
 from paceline.errors import ModelFormatError
 from paceline.models.boundary import brief
 from paceline.models.config import ModelConfig, Rotary
-from paceline.models.gguf import GGUFFile, PackedTensor
+from paceline.models.gguf import GGUFFile
+from paceline.models.gguf_tensors import PackedTensor
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
@@ -76,9 +77,6 @@ def check(file: GGUFFile) -> None:
     found = _metadata(file)
     if refused := [key for key in _REFUSED if found.get(key)]:
         raise ModelFormatError(f"{file.path}: the metadata ask for {', '.join(refused)}, which is not supported")
-    parts = file.metadata.get("split.count", 1)
-    if not isinstance(parts, (int, float)) or parts > 1:
-        raise ModelFormatError(f"{file.path} is a part of a split model: join the parts with llama-gguf-split --merge")
 
 
 def _architecture(file: GGUFFile) -> str:

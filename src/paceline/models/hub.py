@@ -28,6 +28,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from paceline.errors import ModelFormatError, ModelNotFoundError
+from paceline.models.gguf_names import gguf_in, parts
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[A-Za-z0-9][\w./-]*)?")  # @: a branch, tag or commit
 HUB_FILES = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
@@ -137,8 +138,12 @@ def pull(name: str, progress: bool = True) -> Path:
 
 
 def _checked_path(path: Path) -> Path:
-    if path.is_dir() or path.suffix == ".gguf":
-        return path
+    """Return a model's directory or .gguf file; of a split model, or a directory with a GGUF model, its first file."""
+    if path.is_dir():
+        gguf = None if (path / "config.json").is_file() else gguf_in(path)
+        return path if gguf is None else gguf
+    if path.suffix == ".gguf":
+        return parts(path)[0]
     raise ModelFormatError(f"{path} is neither a model directory nor a .gguf file")
 
 

@@ -21,6 +21,7 @@ from paceline.models.boundary import ResolvedSource, brief, is_loaded, name_of, 
 from paceline.models.boundary import Source as Source
 from paceline.models.config import NATIVE_FAMILIES, ModelConfig, longest_sequence
 from paceline.models.gguf import GGUFFile
+from paceline.models.gguf_names import parts
 from paceline.models.json_files import FETCH_AGAIN, read_configuration, read_object
 from paceline.models.shares import ModelShard
 from paceline.models.transformer import Transformer
@@ -59,10 +60,18 @@ def load_shard(
     Raises the errors of ``load_model``, and ParameterError if the model cannot be split over the ranks.
     """
     path, config = check_shardable(source, shard)
+    config, placements = placed(path, config)
+    return config, weights.assemble(shares.cut(placements, config, shard), dtype, device)
+
+
+def placed(path: Path, config: ModelConfig) -> tuple[ModelConfig, list[weights.Placement]]:
+    """Return the configuration, with ``tied`` as the files are, and the destination of every stored tensor.
+
+    Raises ModelFormatError if they do not fit.
+    """
     stored, names = _stored_of(path)
     config = _untied_if_stored(config, names, stored)
-    placements = weights.place(config, names, stored, str(path))
-    return config, weights.assemble(shares.cut(placements, config, shard), dtype, device)
+    return config, weights.place(config, names, stored, str(path))
 
 
 @reads_model
@@ -107,7 +116,7 @@ def native_config(path: Path) -> ModelConfig | None:
 def files(path: Path) -> list[Path]:
     """Return the files of the checkpoint at ``path``. Raises the errors of ``load_model``."""
     with reading(path):
-        return [path] if path.is_file() else [path / "config.json", *_weight_files(path)]
+        return parts(path) if path.is_file() else [path / "config.json", *_weight_files(path)]
 
 
 def stored_tensors(path: Path) -> dict[str, _SafeTensor]:
@@ -243,9 +252,7 @@ def _from_directory(path: Path, dtype: torch.dtype, device: torch.device, progre
 
 def _directory_config(path: Path) -> PretrainedConfig:
     if not (path / "config.json").is_file():
-        gguf = next(path.glob("*.gguf"), None)
-        hint = "" if gguf is None else f"; the model may be {gguf}"
-        raise ModelFormatError(f"{path} has no config.json, so it is not a Hugging Face model directory{hint}")
+        raise ModelFormatError(f"{path} has no config.json, so it is not a Hugging Face model directory")
     read_configuration(path / "config.json")
     with reading(path / "config.json"):
         return AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
