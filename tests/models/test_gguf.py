@@ -26,7 +26,10 @@ from paceline.models.native import NativeModel
 
 Kind = GGMLQuantizationType
 CODED = [Kind.Q4_0, Kind.Q4_1, Kind.Q4_K]
-by_name = {"ids": lambda value: getattr(value, "name", None)}
+
+
+def named(value: object) -> str | None:
+    return value.name if isinstance(value, GGMLQuantizationType) else None
 
 
 # Types
@@ -49,7 +52,7 @@ def numbers(tensor: PackedTensor) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("kind", READABLE, **by_name)
+@pytest.mark.parametrize("kind", READABLE, ids=named)
 def test_every_type_gives_the_numbers_of_the_gguf_package(kind: GGMLQuantizationType) -> None:
     tensor = stored(kind)
     if kind in (Kind.F64, Kind.F32, Kind.F16):
@@ -60,7 +63,7 @@ def test_every_type_gives_the_numbers_of_the_gguf_package(kind: GGMLQuantization
     assert torch.equal(numbers(tensor), torch.from_numpy(expected))
 
 
-@pytest.mark.parametrize("kind", sorted(UNREADABLE), **by_name)
+@pytest.mark.parametrize("kind", sorted(UNREADABLE), ids=named)
 def test_types_without_weights_are_refused_by_name(kind: GGMLQuantizationType) -> None:
     block, size = GGML_QUANT_SIZES[kind]
     tensor = PackedTensor(kind, (1, block), np.zeros((1, size), np.uint8))
@@ -69,7 +72,7 @@ def test_types_without_weights_are_refused_by_name(kind: GGMLQuantizationType) -
 
 
 @pytest.mark.parametrize("to", ["bf16", "int8", "int4"])
-@pytest.mark.parametrize("kind", READABLE, **by_name)
+@pytest.mark.parametrize("kind", READABLE, ids=named)
 def test_the_table_of_types_says_what_becomes_of_the_numbers(kind: GGMLQuantizationType, to: Format) -> None:
     tensor = stored(kind)
     exact = numbers(tensor)
@@ -91,7 +94,7 @@ def test_a_scale_beyond_float16_is_rounded_like_any_other_number() -> None:
     assert PackedTensor(Kind.Q4_0, tensor.shape, rows).codes("int4") is None
 
 
-@pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.Q6_K], **by_name)
+@pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.Q6_K], ids=named)
 def test_our_encoders_are_close_to_the_numbers(kind: GGMLQuantizationType) -> None:
     values = np.random.default_rng(1).standard_normal((8, 512)).astype(np.float32)
     error = gguf.dequantize(encode(values, kind), kind) - values
@@ -116,7 +119,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(native.select() is None, reason=f"no native kernels: {native.why_none()}")
-@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1], **by_name)
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1], ids=named)
 def test_int4_runs_on_the_codes_of_the_file(
     kind: GGMLQuantizationType, tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -23,6 +23,7 @@ from paceline.models.config import NATIVE_FAMILIES, ModelConfig, longest_sequenc
 from paceline.models.gguf import GGUFFile
 from paceline.models.gguf_names import parts
 from paceline.models.json_files import FETCH_AGAIN, read_configuration, read_object
+from paceline.models.quantised import Scheme, matrices, scheme_of
 from paceline.models.shares import ModelShard
 from paceline.models.transformer import Transformer
 
@@ -110,7 +111,7 @@ def native_config(path: Path) -> ModelConfig | None:
     with reading(path):
         if path.is_file():
             return gguf_config.native_config(GGUFFile(path))
-        return ModelConfig.from_huggingface(_directory_config(path))
+        return ModelConfig.from_huggingface(_unquantised_config(path)[0])
 
 
 def files(path: Path) -> list[Path]:
@@ -159,8 +160,9 @@ def _stored_of(path: Path) -> tuple[Mapping[str, weights.StoredTensor], weights.
     if path.is_file():
         file = GGUFFile(path)
         return gguf_config.tensors(file, gguf_config.native_config(file)), weights.GGUF
-    kind = _directory_config(path).model_type
-    return stored_tensors(path), weights.HUGGINGFACE.get(kind, weights.HUGGINGFACE["llama"])
+    config, scheme = _unquantised_config(path)
+    names = weights.HUGGINGFACE.get(config.model_type, weights.HUGGINGFACE["llama"])
+    return _read_by(scheme, stored_tensors(path)), names
 
 
 @reads_model
@@ -226,11 +228,13 @@ def _token_ids(value: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _SafeTensor:
-    """A tensor of a memory-mapped safetensors file."""
+    """A tensor of a memory-mapped safetensors file. dtype: its name in the file, such as "BF16"."""
 
+    path: Path
     file: Any  # safetensors' safe_open
     name: str
     shape: tuple[int, ...]
+    dtype: str
 
     def load(self) -> Tensor:
         return cast(Tensor, self.file.get_tensor(self.name))
@@ -240,9 +244,14 @@ class _SafeTensor:
 
 
 def _from_directory(path: Path, dtype: torch.dtype, device: torch.device, progress: bool) -> Model:
-    config = _directory_config(path)
-    stored = _stored(_weight_files(path))
+    config, scheme = _unquantised_config(path)
+    stored = _read_by(scheme, _stored(_weight_files(path)))
     native = ModelConfig.from_huggingface(config)
+    if native is None and scheme is not None:
+        raise ModelFormatError(
+            f"{path} is a quantised model ({scheme.name}) of the type {config.model_type!r}, of which only original "
+            f"weights can be run; quantised ones are read for {', '.join(NATIVE_FAMILIES)}"
+        )
     if native is None:
         from paceline.models.huggingface import HuggingFaceModel  # importing it takes as long as importing torch
 
@@ -324,10 +333,31 @@ def _open_safetensors(path: Path) -> dict[str, _SafeTensor]:
     try:
         file: Any = safe_open(str(path), framework="pt")
         names: list[str] = file.keys()
-        return {name: _SafeTensor(file, name, tuple(file.get_slice(name).get_shape())) for name in names}
+        return {name: _safe_tensor(path, file, name) for name in names}
     except (SafetensorError, OSError) as error:
         broken = f"{path}: broken or truncated safetensors file ({brief(error)}); {FETCH_AGAIN}"
         raise ModelFormatError(broken) from error
+
+
+def _safe_tensor(path: Path, file: Any, name: str) -> _SafeTensor:
+    view = file.get_slice(name)
+    return _SafeTensor(path, file, name, tuple(view.get_shape()), view.get_dtype())
+
+
+def _unquantised_config(path: Path) -> tuple[PretrainedConfig, Scheme | None]:
+    """Return a directory's configuration as of its model before it was quantised, and how it was.
+
+    Raises ModelFormatError for a scheme that is not read.
+    """
+    config = _directory_config(path)
+    scheme = scheme_of(read_configuration(path / "config.json"), path)
+    if scheme is not None:
+        config.quantization_config = None
+    return config, scheme
+
+
+def _read_by(scheme: Scheme | None, stored: Mapping[str, _SafeTensor]) -> Mapping[str, weights.StoredTensor]:
+    return stored if scheme is None else matrices(stored, scheme, lambda tensor: tensor.path)
 
 
 # GGUF files and loaded models
