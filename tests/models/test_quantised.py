@@ -65,7 +65,7 @@ def test_the_logits_are_those_of_the_dequantised_model(name: str, checkpoints: d
 
 def matrix_of(path: Path, to: Format, name: str = "layers.1.down.weight") -> tuple[Tensor, Outcome]:
     """The numbers of a matrix as the kernels get it, in float32."""
-    config = loading.native_config(path)
+    config = loading.description_of(path)
     assert config is not None
     _, placements = loading.placed(path, config)
     outcome = Outcome()

@@ -19,13 +19,16 @@ from paceline.models import gguf_config, shares, weights
 from paceline.models.base import Model
 from paceline.models.boundary import ResolvedSource, brief, is_loaded, name_of, reading, reads_model
 from paceline.models.boundary import Source as Source
-from paceline.models.config import NATIVE_FAMILIES, ModelConfig, longest_sequence
+from paceline.models.description import DecoderSpec
+from paceline.models.families import FAMILIES, USUAL_NAMES, describe
+from paceline.models.families.rotary import longest_sequence
 from paceline.models.gguf import GGUFFile
 from paceline.models.gguf_names import parts
 from paceline.models.json_files import FETCH_AGAIN, read_configuration, read_object
 from paceline.models.quantised import Scheme, matrices, scheme_of
 from paceline.models.shares import ModelShard
 from paceline.models.transformer import Transformer
+from paceline.models.weight_names import WeightNames
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,7 +42,7 @@ def load_model(
 ) -> Model:
     """Load the model of ``source`` in ``dtype`` (float32, bfloat16 or float16).
 
-    Families in ``config.NATIVE_FAMILIES`` run through ``Transformer``, others through transformers' own code. The
+    Families in ``families.FAMILIES`` run through ``Transformer``, others through transformers' own code. The
     weights of a loaded Hugging Face model are shared if dtype and layout allow.
     progress: whether to show a progress bar.
     Raises ModelNotFoundError if there is no such model, ModelFormatError if its files are damaged, incomplete or
@@ -55,41 +58,41 @@ def load_model(
 @reads_model
 def load_shard(
     source: ResolvedSource, shard: ModelShard, *, dtype: torch.dtype, device: torch.device
-) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """Load a rank's shard of a model: the configuration of the whole model, and the shard's weights by name.
+) -> tuple[DecoderSpec, dict[str, Tensor]]:
+    """Load a rank's shard of a model: the description of the whole model, and the shard's weights by name.
 
     Raises the errors of ``load_model``, and ParameterError if the model cannot be split over the ranks.
     """
-    path, config = check_shardable(source, shard)
-    config, placements = placed(path, config)
-    return config, weights.assemble(shares.cut(placements, config, shard), dtype, device)
+    path, spec = check_shardable(source, shard)
+    spec, placements = placed(path, spec)
+    return spec, weights.assemble(shares.cut(placements, spec, shard), dtype, device)
 
 
-def placed(path: Path, config: ModelConfig) -> tuple[ModelConfig, list[weights.Placement]]:
-    """Return the configuration, with ``tied`` as the files are, and the destination of every stored tensor.
+def placed(path: Path, spec: DecoderSpec) -> tuple[DecoderSpec, list[weights.Placement]]:
+    """Return the description, with ``tied`` as the files are, and the destination of every stored tensor.
 
     Raises ModelFormatError if they do not fit.
     """
     stored, names = _stored_of(path)
-    config = _untied_if_stored(config, names, stored)
-    return config, weights.place(config, names, stored, str(path))
+    spec = _untied_if_stored(spec, names, stored)
+    return spec, weights.place(spec, names, stored, str(path))
 
 
 @reads_model
-def check_shardable(source: ResolvedSource, shard: ModelShard) -> tuple[Path, ModelConfig]:
-    """Check that a model can be split over the ranks, without loading it; return its path and configuration.
+def check_shardable(source: ResolvedSource, shard: ModelShard) -> tuple[Path, DecoderSpec]:
+    """Check that a model can be split over the ranks, without loading it; return its path and description.
 
     Raises the errors of ``load_shard``.
     """
     if is_loaded(source):
         allowed = f"1 with {name_of(source)}, which is loaded already: give its directory, from which each rank reads"
         raise ParameterError("tensor_parallel", shard.ranks, f"{allowed} a part")
-    config = native_config(source)
-    if config is None:
-        allowed = f"1 with {source}: only models of the families {', '.join(NATIVE_FAMILIES)} can be split"
+    spec = description_of(source)
+    if spec is None:
+        allowed = f"1 with {source}: only models of the families {', '.join(FAMILIES)} can be split"
         raise ParameterError("tensor_parallel", shard.ranks, allowed)
-    shard.local(config)
-    return source, config
+    shard.local(spec)
+    return source, spec
 
 
 @reads_model
@@ -103,15 +106,15 @@ def load_config(source: ResolvedSource) -> PretrainedConfig:
     return gguf_config.huggingface_config(GGUFFile(source)) if source.is_file() else _directory_config(source)
 
 
-def native_config(path: Path) -> ModelConfig | None:
-    """Return the configuration for ``Transformer`` of the checkpoint at ``path``; None if its family is not native.
+def description_of(path: Path) -> DecoderSpec | None:
+    """Return the description of the checkpoint at ``path``; None if its family is not native.
 
     ``tied`` is that of the configuration file; see ``weights.truly_tied``. Raises the errors of ``load_model``.
     """
     with reading(path):
         if path.is_file():
-            return gguf_config.native_config(GGUFFile(path))
-        return ModelConfig.from_huggingface(_unquantised_config(path)[0])
+            return gguf_config.describe(GGUFFile(path))
+        return describe(_unquantised_config(path)[0])
 
 
 def files(path: Path) -> list[Path]:
@@ -156,13 +159,13 @@ def _first_stored(source: Path, parts: Sequence[str], dtype: torch.dtype, device
     raise ModelFormatError(f"{source} has no token embedding under a known name")
 
 
-def _stored_of(path: Path) -> tuple[Mapping[str, weights.StoredTensor], weights.WeightNames]:
+def _stored_of(path: Path) -> tuple[Mapping[str, weights.StoredTensor], WeightNames]:
     if path.is_file():
         file = GGUFFile(path)
-        return gguf_config.tensors(file, gguf_config.native_config(file)), weights.GGUF
+        return gguf_config.tensors(file, gguf_config.describe(file)), gguf_config.form(file).names
     config, scheme = _unquantised_config(path)
-    names = weights.HUGGINGFACE.get(config.model_type, weights.HUGGINGFACE["llama"])
-    return _read_by(scheme, stored_tensors(path)), names
+    family = FAMILIES.get(config.model_type)
+    return _read_by(scheme, stored_tensors(path)), USUAL_NAMES if family is None else family.safetensors
 
 
 @reads_model
@@ -246,17 +249,17 @@ class _SafeTensor:
 def _from_directory(path: Path, dtype: torch.dtype, device: torch.device, progress: bool) -> Model:
     config, scheme = _unquantised_config(path)
     stored = _read_by(scheme, _stored(_weight_files(path)))
-    native = ModelConfig.from_huggingface(config)
-    if native is None and scheme is not None:
+    spec = describe(config)
+    if spec is None and scheme is not None:
         raise ModelFormatError(
             f"{path} is a quantised model ({scheme.name}) of the type {config.model_type!r}, of which only original "
-            f"weights can be run; quantised ones are read for {', '.join(NATIVE_FAMILIES)}"
+            f"weights can be run; quantised ones are read for {', '.join(FAMILIES)}"
         )
-    if native is None:
+    if spec is None:
         from paceline.models.huggingface import HuggingFaceModel  # importing it takes as long as importing torch
 
         return HuggingFaceModel.from_directory(path, dtype=dtype, device=device)
-    return _transformer(native, weights.HUGGINGFACE[native.family], stored, str(path), dtype, device, progress)
+    return _transformer(spec, FAMILIES[config.model_type].safetensors, stored, str(path), dtype, device, progress)
 
 
 def _directory_config(path: Path) -> PretrainedConfig:
@@ -365,40 +368,39 @@ def _read_by(scheme: Scheme | None, stored: Mapping[str, _SafeTensor]) -> Mappin
 
 def _from_gguf(path: Path, dtype: torch.dtype, device: torch.device, progress: bool) -> Model:
     file = GGUFFile(path)
-    config = gguf_config.native_config(file)
-    stored = gguf_config.tensors(file, config)
-    return _transformer(config, weights.GGUF, stored, str(path), dtype, device, progress)
+    spec = gguf_config.describe(file)
+    stored = gguf_config.tensors(file, spec)
+    return _transformer(spec, gguf_config.form(file).names, stored, str(path), dtype, device, progress)
 
 
 def _from_loaded(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> Model:
-    native = ModelConfig.from_huggingface(model.config)
-    if native is None:
+    spec = describe(model.config)
+    if spec is None:
         from paceline.models.huggingface import HuggingFaceModel
 
         fits = model.dtype == dtype and model.device == device
         return HuggingFaceModel(model if fits else copy.deepcopy(model).to(device=device, dtype=dtype))
     stored = {name: weights.LoadedTensor(tensor.detach()) for name, tensor in model.state_dict().items()}
     where = name_of(model)
-    return _transformer(native, weights.HUGGINGFACE[native.family], stored, where, dtype, device, progress=False)
+    names = FAMILIES[model.config.model_type].safetensors
+    return _transformer(spec, names, stored, where, dtype, device, progress=False)
 
 
 def _transformer(
-    config: ModelConfig,
-    names: weights.WeightNames,
+    spec: DecoderSpec,
+    names: WeightNames,
     stored: Mapping[str, weights.StoredTensor],
     where: str,
     dtype: torch.dtype,
     device: torch.device,
     progress: bool,
 ) -> Transformer:
-    config = _untied_if_stored(config, names, stored)
-    placements = weights.place(config, names, stored, where)
-    return Transformer(config, weights.assemble(placements, dtype, device, progress=progress), where)
+    spec = _untied_if_stored(spec, names, stored)
+    placements = weights.place(spec, names, stored, where)
+    return Transformer(spec, weights.assemble(placements, dtype, device, progress=progress), where)
 
 
-def _untied_if_stored(
-    config: ModelConfig, names: weights.WeightNames, stored: Mapping[str, weights.StoredTensor]
-) -> ModelConfig:
+def _untied_if_stored(spec: DecoderSpec, names: WeightNames, stored: Mapping[str, weights.StoredTensor]) -> DecoderSpec:
     """Set ``tied`` to False if the files have an embedding and a head that differ."""
-    untied = config.tied and not weights.truly_tied(names, stored)
-    return dataclasses.replace(config, tied=False) if untied else config
+    untied = spec.tied and not weights.truly_tied(names, stored)
+    return dataclasses.replace(spec, tied=False) if untied else spec

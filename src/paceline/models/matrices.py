@@ -22,8 +22,8 @@ from paceline.kernels.pack import Format, Weight
 from paceline.kernels.spec import NativeSpec
 from paceline.models import loading
 from paceline.models.boundary import ResolvedSource, is_loaded, reads_model
-from paceline.models.config import ModelConfig
-from paceline.models.native import NativeModel, Quantization, check_config, check_spec, spec_of
+from paceline.models.description import DecoderSpec
+from paceline.models.native import NativeModel, Quantization, check_description, check_spec, spec_of
 from paceline.models.weights import Placement, assemble, shapes
 
 log = logging.getLogger("paceline")
@@ -70,12 +70,11 @@ class StoredMatrix:
 
 def _read(part: Placement, to: Format, outcome: Outcome) -> Weight:
     stored, name = part.stored, part.slot.target
-    coded = isinstance(stored, CodedTensor)
-    codes = stored.codes(to) if isinstance(stored, CodedTensor) and not part.transposed else None
-    if coded:
-        (outcome.rounded if codes is None else outcome.kept)[stored.stored_as] += 1  # type: ignore[attr-defined]
-    if codes is not None:
-        return codes
+    if isinstance(stored, CodedTensor):
+        codes = None if part.transposed else stored.codes(to)
+        (outcome.rounded if codes is None else outcome.kept)[stored.stored_as] += 1
+        if codes is not None:
+            return codes
     numbers = torch.empty(part.slot.shape, dtype=torch.float32)
     stored.unpack_into(numbers.t() if part.transposed else numbers)
     if not bool(numbers.isfinite().all()):
@@ -90,12 +89,12 @@ def load_packed(source: ResolvedSource, dtype: torch.dtype, quantization: Quanti
     dtype: of what is not packed (norms and biases) or also read by token (the embedding).
     Raises the errors of ``load_model``.
     """
-    config = None if is_loaded(source) else loading.native_config(source)
-    if is_loaded(source) or config is None:
+    description = None if is_loaded(source) else loading.description_of(source)
+    if is_loaded(source) or description is None:
         return None
-    config, placements = loading.placed(source, config)
+    description, placements = loading.placed(source, description)
     outcome = Outcome()
-    spec = _spec(config, placements, dtype, outcome)
+    spec = _spec(description, placements, dtype, outcome)
     if spec is None:
         return None
     model = NativeModel(spec, str(source), quantization=quantization)
@@ -105,18 +104,18 @@ def load_packed(source: ResolvedSource, dtype: torch.dtype, quantization: Quanti
 
 
 def _spec(
-    config: ModelConfig, placements: Sequence[Placement], dtype: torch.dtype, outcome: Outcome
+    description: DecoderSpec, placements: Sequence[Placement], dtype: torch.dtype, outcome: Outcome
 ) -> NativeSpec | None:
     """Return the kernels' spec, whose matrices are not read yet; None if the kernels cannot run the model."""
     readers = _readers(placements, outcome)
     others = [placement for placement in placements if placement.slot.target not in readers]
     tensors = {target: _shape(matrix) for target, matrix in readers.items()}
     try:
-        check_config(config)
-        check_spec(spec_of(config, shapes(config)))
+        check_description(description)
+        check_spec(spec_of(description, shapes(description)))
     except ModelFormatError:
         return None
-    return spec_of(config, tensors | assemble(others, dtype, torch.device("cpu")), readers)
+    return spec_of(description, tensors | assemble(others, dtype, torch.device("cpu")), readers)
 
 
 def _readers(placements: Sequence[Placement], outcome: Outcome) -> dict[str, StoredMatrix]:

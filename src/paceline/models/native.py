@@ -22,7 +22,7 @@ from paceline.kernels import abi, native, twin
 from paceline.kernels.pack import Format, Weight
 from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec
 from paceline.models.base import HiddenStates, check_taps
-from paceline.models.config import ModelConfig
+from paceline.models.description import DecoderSpec
 from paceline.models.linear import Dense
 from paceline.models.packing import PackedDecoder, ReadPacked, packed_size
 from paceline.models.transformer import Transformer, _GatedMLP
@@ -77,7 +77,7 @@ class NativeModel:
     @classmethod
     def from_weights(
         cls,
-        config: ModelConfig,
+        spec: DecoderSpec,
         weights: Mapping[str, Tensor],
         name: str,
         *,
@@ -85,16 +85,16 @@ class NativeModel:
         threads: int | None = None,
     ) -> NativeModel:
         """Make the model from the weights that ``Transformer`` takes."""
-        return cls(spec_of(config, weights), name, quantization=quantization, threads=threads)
+        return cls(spec_of(spec, weights), name, quantization=quantization, threads=threads)
 
     @classmethod
     def from_transformer(
         cls, model: Transformer, *, quantization: Quantization | None = None, threads: int | None = None
     ) -> NativeModel:
         """Make the model from a loaded one, which is not changed."""
-        check_config(model.config)
+        check_description(model.spec)
         weights = _weights_of(model)
-        return cls.from_weights(model.config, weights, model.name, quantization=quantization, threads=threads)
+        return cls.from_weights(model.spec, weights, model.name, quantization=quantization, threads=threads)
 
     def forward(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> HiddenStates:
         """Run N nodes -> hidden [N - read, width], features [N - read, taps, width], both float32.
@@ -194,15 +194,16 @@ def _kernel_name(kernels: native.Kernels | None) -> str:
 
 
 def spec_of(
-    config: ModelConfig, weights: Mapping[str, Tensor], readers: Mapping[str, ReadMatrix] | None = None
+    spec: DecoderSpec, weights: Mapping[str, Tensor], readers: Mapping[str, ReadMatrix] | None = None
 ) -> NativeSpec:
     """Return the kernels' spec of a model. weights: by the names of ``models.weights``.
 
     readers: makes matrices while they are packed, by the names of weights, which then only give the shapes.
     Raises ModelFormatError if the kernels cannot run the model.
     """
-    check_config(config)
-    assert config.rotary is not None
+    check_description(spec)
+    attention, rotary = spec.layers[0].attention, spec.layers[0].attention.rotary
+    assert rotary is not None
 
     def linear(name: str) -> LinearWeights:
         weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
@@ -218,26 +219,26 @@ def spec_of(
             post_norm=weights[f"layers.{i}.mlp_norm.weight"],
             q_norm=weights.get(f"layers.{i}.q_norm.weight"),
             k_norm=weights.get(f"layers.{i}.k_norm.weight"),
-            window=window,
+            window=layer.attention.window,
         )
-        for i, window in enumerate(config.windows)
+        for i, layer in enumerate(spec.layers)
     ]
     return NativeSpec(
-        width=config.width,
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        ffn=config.mlp_width,
-        vocab_size=config.vocab_size,
-        max_positions=config.max_positions,
-        inverse_frequencies=config.rotary.inverse_frequencies,
+        width=spec.width,
+        heads=attention.heads,
+        kv_heads=attention.kv_heads,
+        head_dim=attention.head_dim,
+        ffn=spec.layers[0].dense.width,
+        vocab_size=spec.vocab_size,
+        max_positions=spec.max_positions,
+        inverse_frequencies=rotary.inverse_frequencies,
         embedding=weights["embed.weight"],
         final_norm=weights["norm.weight"],
         layers=layers,
         head=linear("head") if "head.weight" in weights else None,
-        epsilon=config.norm_eps,
-        rotary_scaling=config.rotary.scaling,
-        attention_scale=config.scales[0],
+        epsilon=spec.norm.eps,
+        rotary_scaling=rotary.scaling,
+        attention_scale=attention.scale,
     )
 
 
@@ -247,14 +248,13 @@ def _weights_of(model: Transformer) -> dict[str, Tensor]:
         "embed.weight": model._embedding,
         "norm.weight": model._norm.weight if model._norm else None,
     }
-    linears = {} if model.config.tied else {"head": model._head}
+    linears = {} if model.spec.tied else {"head": model._head}
     for i, block in enumerate(model._blocks):
         attention, mlp = block.attention, block.mlp
         assert isinstance(mlp, _GatedMLP)
         linears |= {f"layers.{i}.qkv": attention.qkv, f"layers.{i}.o": attention.output}
         linears |= {f"layers.{i}.gate_up": mlp.gate_up, f"layers.{i}.down": mlp.down}
-        found[f"layers.{i}.attn_norm.weight"] = block.attention_norm.weight
-        found[f"layers.{i}.mlp_norm.weight"] = block.mlp_norm.weight
+        found |= {f"layers.{i}.{name}.weight": norm.weight for name, norm in block.norms.items()}
         if attention.qk_norm is not None:  # one row per head; all rows of q are equal, and all rows of k
             found[f"layers.{i}.q_norm.weight"] = attention.qk_norm[0]
             found[f"layers.{i}.k_norm.weight"] = attention.qk_norm[-1]
@@ -265,18 +265,26 @@ def _weights_of(model: Transformer) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
-def check_config(config: ModelConfig) -> None:
-    """Raise ModelFormatError for an architecture that ``NativeSpec`` cannot express."""
+def check_description(spec: DecoderSpec) -> None:
+    """Raise ModelFormatError for a model that ``NativeSpec`` cannot express."""
+    attentions, one_shape = spec.attentions, {(a.heads, a.kv_heads, a.head_dim) for a in spec.attentions}
     wanted = {
-        "an RMS norm before each part": config.norm == "rms" and config.norm_first and config.final_norm,
-        "SwiGLU": config.gated and config.activation == "silu",
-        "rotary positions": config.rotary is not None,
-        "one attention scale for all layers": len(set(config.scales)) == 1,
-        "an embedding as wide as the model": config.embed_width in (0, config.width),
+        "an RMS norm before each part": spec.norm.kind == "rms"
+        and spec.final_norm
+        and all(layer.norms == "before" for layer in spec.layers),
+        "SwiGLU": all(layer.dense.gated and layer.dense.activation == "silu" for layer in spec.layers),
+        "rotary positions": all(attention.rotary is not None for attention in attentions),
+        "the same rotary positions in all layers": len({attention.rotary for attention in attentions}) == 1,
+        "heads of one shape in all layers": len(one_shape) == 1,
+        "an MLP of one width in all layers": len({layer.dense.width for layer in spec.layers}) == 1,
+        "one attention scale for all layers": len({attention.scale for attention in attentions}) == 1,
+        "norms of queries and keys head by head": all(attention.qk_norm != "all" for attention in attentions),
+        "an embedding as wide as the model": spec.embed_width == spec.width,
+        "unscaled embeddings and logits": (spec.embed_scale, spec.logits_scale, spec.logits_cap) == (1.0, 1.0, None),
     }
     missing = [feature for feature, present in wanted.items() if not present]
     if missing:
-        raise ModelFormatError(f"the CPU kernels cannot run a {config.family} model without {' and '.join(missing)}")
+        raise ModelFormatError(f"the CPU kernels cannot run a {spec.family} model without {' and '.join(missing)}")
 
 
 def check_spec(spec: NativeSpec) -> None:
