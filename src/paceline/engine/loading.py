@@ -21,8 +21,9 @@ from paceline.models.base import AnyModel
 from paceline.models.boundary import Source, is_loaded, name_of
 from paceline.models.hub import resolve_tokenizer
 from paceline.models.loading import load_model
+from paceline.models.matrices import load_packed
 from paceline.models.native import NativeModel
-from paceline.models.packed_file import find_packed
+from paceline.models.packed_file import find_packed, would_pack
 from paceline.models.prepare import prepare
 from paceline.models.shares import ModelShard
 from paceline.models.tokenizer import Tokenizer
@@ -79,13 +80,25 @@ def _load(
     cached_file = find_packed(source, dtype, device, config.attention, quantization)
     if cached_file is not None and (packed := cached_file.load()) is not None:
         return packed
-    loaded = load_model(source, dtype=dtype, device=device)
-    begin(f"packing {name}")
-    model = prepare(loaded, config.attention, quantization, config.deterministic)
-    del loaded  # free its memory before the packed weights are written
+    model = _packed_from_files(source, config, dtype, quantization)
+    if model is None:
+        loaded = load_model(source, dtype=dtype, device=device)
+        begin(f"packing {name}")
+        model = prepare(loaded, config.attention, quantization, config.deterministic)
+        del loaded  # free its memory before the packed weights are written
     if cached_file is not None and isinstance(model, NativeModel):
         cached_file.save(model)
     return model
+
+
+def _packed_from_files(
+    source: Source, config: EngineConfig, dtype: torch.dtype, quantization: QuantizationName | None
+) -> AnyModel | None:
+    """Load a model straight into the CPU kernels' formats; None if it does not run on them."""
+    device = resolve_device(config.device)
+    if quantization == "fp8" or not would_pack(dtype, device, config.attention, quantization):
+        return None
+    return load_packed(source, dtype, quantization)
 
 
 def load_tokenizer(source: Source, tokenizer: TokenizerSource | None) -> Tokenizer | None:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from paceline.kernels.pack import Format, Weight, quantise
+
 
 @dataclass(frozen=True)
 class LinearWeights:
-    """y = x @ weight.T + bias; weight [outputs, inputs]."""
+    """y = x @ weight.T + bias; weight [outputs, inputs].
+
+    read: makes the weight in a format when it is packed; ``weight`` then only gives the shape (device "meta").
+    """
 
     weight: Tensor
     bias: Tensor | None = None
+    read: Callable[[Format], Weight] | None = None
+
+    def rounded(self, to: Format) -> Weight:
+        """Return the weight in a format."""
+        return quantise(self.weight, to) if self.read is None else self.read(to)
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,7 @@ class _TwinLinear:
     """A product of rounded weights and rounded activations in float32."""
 
     def __init__(self, weights: LinearWeights, to: Format) -> None:
-        self._weight = dequantise(quantise(weights.weight, to), weights.weight.shape[1])
+        self._weight = dequantise(weights.rounded(to), weights.weight.shape[1])
         self._bias = None if weights.bias is None else weights.bias.float()
         self._bf16 = to == "bf16"
 

@@ -14,7 +14,8 @@ from paceline.models.boundary import brief
 from paceline.models.description import DecoderSpec, LayerSpec, Rotary
 from paceline.models.families import FAMILIES, GGUF_FAMILIES
 from paceline.models.families.base import Family, GGUFForm
-from paceline.models.gguf import GGUFFile, PackedTensor
+from paceline.models.gguf import GGUFFile
+from paceline.models.gguf_tensors import PackedTensor
 
 # The file's key after "ARCHITECTURE." -> Hugging Face's field. Other fields are defaults or follow from the tensors.
 _FIELDS = {
@@ -76,9 +77,6 @@ def check(file: GGUFFile) -> None:
     found = _metadata(file)
     if refused := [key for key in _REFUSED if found.get(key) and key not in form(file).reads]:
         raise ModelFormatError(f"{file.path}: the metadata ask for {', '.join(refused)}, which is not supported")
-    parts = file.metadata.get("split.count", 1)
-    if not isinstance(parts, (int, float)) or parts > 1:
-        raise ModelFormatError(f"{file.path} is a part of a split model: join the parts with llama-gguf-split --merge")
 
 
 def _family(file: GGUFFile) -> Family:

@@ -23,7 +23,9 @@ from paceline.models.description import DecoderSpec
 from paceline.models.families import FAMILIES, USUAL_NAMES, describe
 from paceline.models.families.rotary import longest_sequence
 from paceline.models.gguf import GGUFFile
+from paceline.models.gguf_names import parts
 from paceline.models.json_files import FETCH_AGAIN, read_configuration, read_object
+from paceline.models.quantised import Scheme, matrices, scheme_of
 from paceline.models.shares import ModelShard
 from paceline.models.transformer import Transformer
 from paceline.models.weight_names import WeightNames
@@ -62,10 +64,18 @@ def load_shard(
     Raises the errors of ``load_model``, and ParameterError if the model cannot be split over the ranks.
     """
     path, spec = check_shardable(source, shard)
+    spec, placements = placed(path, spec)
+    return spec, weights.assemble(shares.cut(placements, spec, shard), dtype, device)
+
+
+def placed(path: Path, spec: DecoderSpec) -> tuple[DecoderSpec, list[weights.Placement]]:
+    """Return the description, with ``tied`` as the files are, and the destination of every stored tensor.
+
+    Raises ModelFormatError if they do not fit.
+    """
     stored, names = _stored_of(path)
     spec = _untied_if_stored(spec, names, stored)
-    placements = weights.place(spec, names, stored, str(path))
-    return spec, weights.assemble(shares.cut(placements, spec, shard), dtype, device)
+    return spec, weights.place(spec, names, stored, str(path))
 
 
 @reads_model
@@ -104,13 +114,13 @@ def description_of(path: Path) -> DecoderSpec | None:
     with reading(path):
         if path.is_file():
             return gguf_config.describe(GGUFFile(path))
-        return describe(_directory_config(path))
+        return describe(_unquantised_config(path)[0])
 
 
 def files(path: Path) -> list[Path]:
     """Return the files of the checkpoint at ``path``. Raises the errors of ``load_model``."""
     with reading(path):
-        return [path] if path.is_file() else [path / "config.json", *_weight_files(path)]
+        return parts(path) if path.is_file() else [path / "config.json", *_weight_files(path)]
 
 
 def stored_tensors(path: Path) -> dict[str, _SafeTensor]:
@@ -153,8 +163,9 @@ def _stored_of(path: Path) -> tuple[Mapping[str, weights.StoredTensor], WeightNa
     if path.is_file():
         file = GGUFFile(path)
         return gguf_config.tensors(file, gguf_config.describe(file)), gguf_config.form(file).names
-    family = FAMILIES.get(_directory_config(path).model_type)
-    return stored_tensors(path), USUAL_NAMES if family is None else family.safetensors
+    config, scheme = _unquantised_config(path)
+    family = FAMILIES.get(config.model_type)
+    return _read_by(scheme, stored_tensors(path)), USUAL_NAMES if family is None else family.safetensors
 
 
 @reads_model
@@ -220,11 +231,13 @@ def _token_ids(value: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _SafeTensor:
-    """A tensor of a memory-mapped safetensors file."""
+    """A tensor of a memory-mapped safetensors file. dtype: its name in the file, such as "BF16"."""
 
+    path: Path
     file: Any  # safetensors' safe_open
     name: str
     shape: tuple[int, ...]
+    dtype: str
 
     def load(self) -> Tensor:
         return cast(Tensor, self.file.get_tensor(self.name))
@@ -234,9 +247,14 @@ class _SafeTensor:
 
 
 def _from_directory(path: Path, dtype: torch.dtype, device: torch.device, progress: bool) -> Model:
-    config = _directory_config(path)
-    stored = _stored(_weight_files(path))
+    config, scheme = _unquantised_config(path)
+    stored = _read_by(scheme, _stored(_weight_files(path)))
     spec = describe(config)
+    if spec is None and scheme is not None:
+        raise ModelFormatError(
+            f"{path} is a quantised model ({scheme.name}) of the type {config.model_type!r}, of which only original "
+            f"weights can be run; quantised ones are read for {', '.join(FAMILIES)}"
+        )
     if spec is None:
         from paceline.models.huggingface import HuggingFaceModel  # importing it takes as long as importing torch
 
@@ -246,9 +264,7 @@ def _from_directory(path: Path, dtype: torch.dtype, device: torch.device, progre
 
 def _directory_config(path: Path) -> PretrainedConfig:
     if not (path / "config.json").is_file():
-        gguf = next(path.glob("*.gguf"), None)
-        hint = "" if gguf is None else f"; the model may be {gguf}"
-        raise ModelFormatError(f"{path} has no config.json, so it is not a Hugging Face model directory{hint}")
+        raise ModelFormatError(f"{path} has no config.json, so it is not a Hugging Face model directory")
     read_configuration(path / "config.json")
     with reading(path / "config.json"):
         return AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
@@ -320,10 +336,31 @@ def _open_safetensors(path: Path) -> dict[str, _SafeTensor]:
     try:
         file: Any = safe_open(str(path), framework="pt")
         names: list[str] = file.keys()
-        return {name: _SafeTensor(file, name, tuple(file.get_slice(name).get_shape())) for name in names}
+        return {name: _safe_tensor(path, file, name) for name in names}
     except (SafetensorError, OSError) as error:
         broken = f"{path}: broken or truncated safetensors file ({brief(error)}); {FETCH_AGAIN}"
         raise ModelFormatError(broken) from error
+
+
+def _safe_tensor(path: Path, file: Any, name: str) -> _SafeTensor:
+    view = file.get_slice(name)
+    return _SafeTensor(path, file, name, tuple(view.get_shape()), view.get_dtype())
+
+
+def _unquantised_config(path: Path) -> tuple[PretrainedConfig, Scheme | None]:
+    """Return a directory's configuration as of its model before it was quantised, and how it was.
+
+    Raises ModelFormatError for a scheme that is not read.
+    """
+    config = _directory_config(path)
+    scheme = scheme_of(read_configuration(path / "config.json"), path)
+    if scheme is not None:
+        config.quantization_config = None
+    return config, scheme
+
+
+def _read_by(scheme: Scheme | None, stored: Mapping[str, _SafeTensor]) -> Mapping[str, weights.StoredTensor]:
+    return stored if scheme is None else matrices(stored, scheme, lambda tensor: tensor.path)
 
 
 # GGUF files and loaded models

@@ -7,8 +7,8 @@ in torch runs instead (``kernels`` names it); its results are not batch-invarian
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,7 +19,7 @@ from paceline.core.cache import KVCache
 from paceline.core.nodes import Nodes
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import abi, native, twin
-from paceline.kernels.pack import Format
+from paceline.kernels.pack import Format, Weight
 from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec
 from paceline.models.base import HiddenStates, check_taps
 from paceline.models.description import DecoderSpec
@@ -28,6 +28,7 @@ from paceline.models.packing import PackedDecoder, ReadPacked, packed_size
 from paceline.models.transformer import Transformer, _GatedMLP
 
 Quantization = Literal["int8", "int4"]
+ReadMatrix: TypeAlias = Callable[[Format], Weight]
 LAYER_FORMAT: dict[str | None, Format] = {None: "bf16", "int8": "int8", "int4": "int4"}
 HEAD_FORMAT: dict[str | None, Format] = {None: "bf16", "int8": "int8", "int4": "int8"}  # int4 costs the head too much
 
@@ -185,9 +186,12 @@ def _multiply_adds(spec: NativeSpec) -> int:
     return sum(linear.weight.numel() for linear in linears) + spec.vocab_size * spec.width
 
 
-def spec_of(spec: DecoderSpec, weights: Mapping[str, Tensor]) -> NativeSpec:
+def spec_of(
+    spec: DecoderSpec, weights: Mapping[str, Tensor], readers: Mapping[str, ReadMatrix] | None = None
+) -> NativeSpec:
     """Return the kernels' spec of a model. weights: by the names of ``models.weights``.
 
+    readers: makes matrices while they are packed, by the names of weights, which then only give the shapes.
     Raises ModelFormatError if the kernels cannot run the model.
     """
     check_description(spec)
@@ -195,7 +199,8 @@ def spec_of(spec: DecoderSpec, weights: Mapping[str, Tensor]) -> NativeSpec:
     assert rotary is not None
 
     def linear(name: str) -> LinearWeights:
-        return LinearWeights(weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+        weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
+        return LinearWeights(weight, bias, (readers or {}).get(f"{name}.weight"))
 
     layers = [
         LayerWeights(

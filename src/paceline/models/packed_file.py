@@ -54,11 +54,18 @@ def find_packed(
     quantization: QuantizationName | None,
 ) -> PackedFile | None:
     """Return the packed file of a model; None if the native kernels would not run it or the cache is off."""
-    if device.type != "cpu" or attention not in ("auto", "native") or quantization == "fp8":
-        return None
-    if native.select() is None or (quantization is None and dtype != torch.bfloat16):
+    if quantization == "fp8" or not would_pack(dtype, device, attention, quantization):
         return None
     return packed_file(source, dtype, quantization)
+
+
+def would_pack(
+    dtype: torch.dtype, device: torch.device, attention: AttentionName, quantization: QuantizationName | None
+) -> bool:
+    """Whether a model that the native kernels cover would run on them with these options."""
+    if device.type != "cpu" or attention not in ("auto", "native") or quantization == "fp8":
+        return False
+    return native.select() is not None and (quantization is not None or dtype == torch.bfloat16)
 
 
 def packed_file(source: loading.Source, dtype: torch.dtype, quantization: Quantization | None) -> PackedFile | None:

@@ -120,7 +120,8 @@ class _Packer:
     def _interleaved(self, gate_up: LinearWeights) -> LinearWeights:
         weight = pack.interleave_gate_up(self._maybe_meta(gate_up.weight))
         bias = None if gate_up.bias is None else pack.interleave_gate_up(self._maybe_meta(gate_up.bias))
-        return LinearWeights(weight, bias)
+        read = gate_up.read
+        return LinearWeights(weight, bias, None if read is None else lambda to: pack.interleave_weight(read(to)))
 
     def _maybe_meta(self, values: Tensor) -> Tensor:
         """Return the tensor, or a meta tensor of its shape if nothing is packed."""
@@ -130,7 +131,7 @@ class _Packer:
         outputs, inputs = linear.weight.shape
         packed = pack.allocate(outputs, inputs, to, linear.bias is not None, self._take)
         if self._fill:
-            pack.fill(packed, pack.quantise(linear.weight, to), linear.bias)
+            pack.fill(packed, linear.rounded(to), linear.bias)
         return abi.CLinear.of(packed)
 
     def _vector(self, values: Tensor, dtype: torch.dtype = torch.float32) -> int:
