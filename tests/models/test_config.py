@@ -23,7 +23,7 @@ def _native(kind: str, **changes: object) -> ModelConfig | None:
     return ModelConfig.from_huggingface({"model_type": kind, **fields, **changes})
 
 
-@pytest.mark.parametrize("kind", NATIVE_FAMILIES)
+@pytest.mark.parametrize("kind", [kind for kind in NATIVE_FAMILIES if not kind.startswith("qwen3_5")])
 def test_a_dictionary_and_a_configuration_object_give_the_same(kind: str) -> None:
     fields = next(fields for family, fields in NATIVE.values() if family == kind)
     assert _native(kind) == ModelConfig.from_huggingface(AutoConfig.for_model(kind, **fields))

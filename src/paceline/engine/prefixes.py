@@ -7,7 +7,7 @@ needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count, takewhile
 
@@ -134,15 +134,19 @@ def reusable_tokens(text: Sequence[int], prompt: Sequence[int]) -> int:
 
 
 def best_source(
-    texts: Iterable[tuple[int, Sequence[int], Scope | None]], prompt: Sequence[int], scope: Scope
+    texts: Iterable[tuple[int, Sequence[int], Scope | None]],
+    prompt: Sequence[int],
+    scope: Scope,
+    cut: Callable[[int, int], int] = lambda _row, tokens: tokens,
 ) -> tuple[int, int]:
     """Return (row, tokens) of the text with the longest reusable prefix; (-1, 0) if there is none.
 
     texts: (row, tokens that its caches hold, scope) of each candidate.
+    cut: returns, for a row and a number of its first tokens, how many of them its caches can be cut to.
     """
     best = -1, 0
     for row, text, other in texts:
-        if scope.may_copy(other) and (tokens := reusable_tokens(text, prompt)) > best[1]:
+        if scope.may_copy(other) and (tokens := cut(row, reusable_tokens(text, prompt))) > best[1]:
             best = row, tokens
             if tokens == len(prompt) - 1:
                 break  # nothing can be longer; there may be hundreds of rows with this prompt

@@ -148,8 +148,9 @@ class Scheduler:
     def _choose_row(self, sequence: Sequence) -> int:
         """Move the best free row to the first free place. Return how many of the prompt's tokens it holds."""
         prompt, scope = sequence.prompt, sequence.scope
-        reusable = self.free.reusable_by(prompt, scope)
-        index = self.free.choose(reusable, best_source(self._texts_in_use(prompt), prompt, scope)[1])
+        cut, live = self.parts.target.reusable, self.num_used_rows
+        reusable = [cut(live + index, tokens) for index, tokens in enumerate(self.free.reusable_by(prompt, scope))]
+        index = self.free.choose(reusable, best_source(self._texts_in_use(prompt), prompt, scope, cut)[1])
         if self.room.is_short:
             index = self._make_way(index, reusable, sequence.reserved_tokens)
         if index > 0:
@@ -242,7 +243,8 @@ class Scheduler:
         """Copy the longest prefix of a prefilling row's prompt that any row holds; wait for a prefix being read."""
         sequence, live = self.prefilling[row - len(self.running)], self.num_used_rows
         free = ((row, prefix.tokens, prefix.scope) for row, prefix in enumerate(self.free.rows, live))
-        source, tokens = best_source(chain(free, self._texts_in_use(sequence.prompt)), sequence.prompt, sequence.scope)
+        texts, cut = chain(free, self._texts_in_use(sequence.prompt)), self.parts.target.reusable
+        source, tokens = best_source(texts, sequence.prompt, sequence.scope, cut)
         if tokens > sequence.num_computed[0]:
             self._copy(source, row, tokens)
         self._wait_for_common_prefix(sequence)
@@ -271,6 +273,8 @@ class Scheduler:
             gain = stop - max(second.num_computed[0], second.prefix_stop)
             min_gain = 1 if stop == second.prefill_stop else WORTH_WAITING
             already_read = second is sequence and first.prefilled >= stop  # just copied, as far as it was worth it
+            if stop < first.prefill_stop and not self.parts.target.cuts_anywhere:
+                continue  # the reader does not stop there, and a recurrent state is kept only where it stops
             if second.scope.may_copy(first.scope) and gain >= min_gain and not already_read:
                 second.prefix_reader, second.prefix_stop = first, stop
 

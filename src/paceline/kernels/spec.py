@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from paceline.core.recurrent_state import StateShape
+
 
 @dataclass(frozen=True)
 class LinearWeights:
@@ -17,8 +19,28 @@ class LinearWeights:
 
 
 @dataclass(frozen=True)
+class DeltaWeights:
+    """What a gated delta net has beside its two large matrices (``models/qwen3_5`` of transformers).
+
+    beta_decay: the rows of beta, then of the decay, one for each value head.
+    conv [channels, taps]: a causal convolution of each channel. rate [value heads]: -exp(A_log). bias [value heads]:
+        added to the decay's input. norm [value_dim]: of each head's output.
+    """
+
+    beta_decay: LinearWeights
+    conv: Tensor
+    rate: Tensor
+    bias: Tensor
+    norm: Tensor
+
+
+@dataclass(frozen=True)
 class LayerWeights:
-    """One layer. qkv: the rows of all q heads, then k, then v; gate_up: the rows of the gate, then of up."""
+    """One layer. qkv: the rows of all q heads, then k, then v; gate_up: the rows of the gate, then of up.
+
+    gated: whether qkv ends with rows of a gate of attention's output, one for each of its inputs.
+    delta: of a gated delta net, whose qkv always ends so and whose heads ``NativeSpec.delta`` tells; None: attention.
+    """
 
     qkv: LinearWeights
     attention_out: LinearWeights
@@ -29,6 +51,8 @@ class LayerWeights:
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     window: int | None = None
+    gated: bool = False
+    delta: DeltaWeights | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +102,12 @@ class NativeSpec:
     rotary_scaling: float = 1.0
     attention_scale: float | None = None
     fusion: FusionWeights | None = None
+    delta: StateShape | None = None
+
+    @property
+    def attention_layers(self) -> int:
+        """Layers with keys and values."""
+        return sum(layer.delta is None for layer in self.layers)
 
     @property
     def scale(self) -> float:

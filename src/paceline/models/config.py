@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from paceline.core.recurrent_state import StateShape
 from paceline.errors import ModelFormatError
 
 # Hugging Face's name of an activation -> the name in kernels.gpu.steps. Models with others run through huggingface.py.
@@ -44,6 +45,10 @@ class ModelConfig:
     max_positions: longest sequence in tokens that the model was trained for.
     embed_width: width of the token embedding, which may differ from ``width`` (OPT-350m).
     position_offset: offset added to the index into learned positions.
+    norm_offset: added to the stored weights of norms (1 where they are stored around 0).
+    output_gate: whether attention's output is multiplied by a gate, stored beside each query head.
+    delta: heads of the gated delta nets, which the layers ``delta_layers`` are instead of attention.
+    mtp_layers: layers of the model's own draft head.
     """
 
     family: str
@@ -71,6 +76,11 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     tied: bool = False
+    norm_offset: float = 0.0
+    output_gate: bool = False
+    delta: StateShape | None = None
+    delta_layers: frozenset[int] = frozenset()
+    mtp_layers: int = 0
 
     @property
     def layers(self) -> int:
@@ -123,6 +133,16 @@ def longest_sequence(config: PretrainedConfig) -> int:
 
 def _head_dim(config: PretrainedConfig) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _partial_rotary(config: PretrainedConfig) -> Rotary | None:
+    """Return the rotary frequencies of a part of each head, its first elements; None if they are scaled."""
+    rope = config.rope_parameters
+    if rope.get("rope_type", "default") != "default":
+        return None
+    dim = int(_head_dim(config) * rope.get("partial_rotary_factor", 1.0))
+    frequencies = 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float) / dim))
+    return Rotary(tuple(frequencies.tolist()))
 
 
 def _rotary(config: PretrainedConfig) -> Rotary | None:
@@ -199,6 +219,43 @@ def _qwen3(config: PretrainedConfig) -> ModelConfig | None:
     return _llama_like(config, qkv_bias=biased, output_bias=biased, qk_norm=True)
 
 
+def _qwen3_5(config: PretrainedConfig) -> ModelConfig | None:
+    """The text part of a Qwen3.5: gated delta nets, and a full attention layer after every few of them."""
+    text = config.get_text_config()
+    rotary, kinds = _partial_rotary(text), text.layer_types
+    if rotary is None or text.attention_bias or set(kinds) != {"full_attention", "linear_attention"}:
+        return None
+    if _ACTIVATION_NAMES.get(text.hidden_act) != "silu":
+        return None
+    recurrent = frozenset(index for index, kind in enumerate(kinds) if kind == "linear_attention")
+    heads = text.linear_num_key_heads, text.linear_num_value_heads
+    shape = StateShape(
+        len(recurrent), *heads, text.linear_key_head_dim, text.linear_value_head_dim, text.linear_conv_kernel_dim
+    )
+    return ModelConfig(
+        family="qwen3_5",
+        vocab_size=text.vocab_size,
+        width=text.hidden_size,
+        heads=text.num_attention_heads,
+        kv_heads=text.num_key_value_heads,
+        head_dim=_head_dim(text),
+        mlp_width=text.intermediate_size,
+        max_positions=text.max_position_embeddings,
+        windows=(None,) * text.num_hidden_layers,
+        scales=(None,) * text.num_hidden_layers,
+        norm_eps=text.rms_norm_eps,
+        rotary=rotary,
+        embed_width=text.hidden_size,
+        qk_norm=True,
+        tied=bool(config.tie_word_embeddings),
+        norm_offset=1.0,
+        output_gate=True,
+        delta=shape,
+        delta_layers=recurrent,
+        mtp_layers=int(getattr(text, "mtp_num_hidden_layers", 0) or 0),
+    )
+
+
 def _opt(config: PretrainedConfig) -> ModelConfig | None:
     activation = _ACTIVATION_NAMES.get(config.activation_function)
     if activation is None:
@@ -270,6 +327,8 @@ _FAMILIES: dict[str, Callable[[PretrainedConfig], ModelConfig | None]] = {
     "mistral": _mistral,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "qwen3_5": _qwen3_5,
+    "qwen3_5_text": _qwen3_5,
     "opt": _opt,
     "gpt2": _gpt2,
 }

@@ -13,10 +13,12 @@ from paceline.core.batch import Batch
 from paceline.core.cache import KVCache
 from paceline.core.draft import Draft, Verdict, real_places
 from paceline.core.nodes import Nodes, Tree
+from paceline.core.recurrent_state import StatefulCache
 from paceline.kernels.attention import AttentionBackend
 from paceline.kernels.attention.base import Plan
 from paceline.kernels.attention.cached import CachedAttend, PackedCachedAttend
 from paceline.models.base import AnyModel, FlatModel, Model, SharedModel
+from paceline.models.recurrent import cache_of
 
 USUAL_LAG = 2  # tokens missing in a draft model's cache if all are accepted: the last draft token and the bonus token
 CATCH_UP_CHUNK = 256  # tokens per pass over all rows when a cache has fallen behind
@@ -74,6 +76,7 @@ class Decoder:
         self.backend = backend
         self._flat = model if isinstance(model, FlatModel) else None  # stored because isinstance takes 20 us here
         self.cache = _cache_for(model, rows, positions)
+        self._states = self.cache.states if isinstance(self.cache, StatefulCache) else None
         # Cache row of each batch row. It differs from the batch row only for a FlatModel, which takes a row per token.
         self._places = list(range(rows))
         self.num_computed_tokens = torch.zeros(rows, dtype=torch.int64, device=model.device)
@@ -468,6 +471,24 @@ class Decoder:
         """Return the number of computed tokens of a row. Synchronises with the device."""
         return int(self.num_computed_tokens[row])
 
+    def reusable(self, row: int, tokens: int) -> int:
+        """Return how many of a row's first ``tokens`` computed tokens another text can start from.
+
+        Keys and values can be cut anywhere; a recurrent state only where it is kept.
+        """
+        return self._states.reusable(self._places[row], tokens) if self._states is not None else tokens
+
+    @property
+    def cuts_anywhere(self) -> bool:
+        """Whether a row can be cut at any token; recurrent states cannot."""
+        return self._states is None
+
+    def pretend(self, rows: int, computed: int) -> None:
+        """Count ``computed`` tokens of the first rows as computed, whatever their caches hold, to measure times."""
+        self.num_computed_tokens[:rows] = computed
+        if self._states is not None:
+            self._states.pretend(self._places[:rows], computed)
+
     def clear(self) -> None:
         """Reset the mapping of rows; called when no row is in use, such as after an interrupt."""
         self._places = list(range(self.cache.rows))
@@ -480,7 +501,7 @@ class Decoder:
 def _cache_for(model: AnyModel, rows: int, positions: int) -> KVCache:
     if isinstance(model, SharedModel):
         return model.new_cache(rows, positions)
-    return KVCache(model.layers, rows, model.kv_heads, positions, model.head_dim, model.dtype, model.device)
+    return cache_of(model, rows, positions)
 
 
 def _tree_of(parents: list[list[int]], draft_tokens: list[list[int]], slots: list[int]) -> list[list[int]]:

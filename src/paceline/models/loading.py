@@ -22,6 +22,7 @@ from paceline.models.boundary import Source as Source
 from paceline.models.config import NATIVE_FAMILIES, ModelConfig, longest_sequence
 from paceline.models.gguf import GGUFFile
 from paceline.models.json_files import FETCH_AGAIN, read_configuration, read_object
+from paceline.models.recurrent import RecurrentModel
 from paceline.models.shares import ModelShard
 from paceline.models.transformer import Transformer
 
@@ -34,7 +35,7 @@ PICKLES = ("*.bin", "*.pt", "*.pth")
 @reads_model
 def load_model(
     source: ResolvedSource, *, dtype: torch.dtype, device: torch.device | str = "cpu", progress: bool = False
-) -> Model:
+) -> Model | RecurrentModel:
     """Load the model of ``source`` in ``dtype`` (float32, bfloat16 or float16).
 
     Families in ``config.NATIVE_FAMILIES`` run through ``Transformer``, others through transformers' own code. The
@@ -77,6 +78,9 @@ def check_shardable(source: ResolvedSource, shard: ModelShard) -> tuple[Path, Mo
     config = native_config(source)
     if config is None:
         allowed = f"1 with {source}: only models of the families {', '.join(NATIVE_FAMILIES)} can be split"
+        raise ParameterError("tensor_parallel", shard.ranks, allowed)
+    if config.delta is not None:
+        allowed = f"1 with {source}: recurrent layers are not split over ranks yet"
         raise ParameterError("tensor_parallel", shard.ranks, allowed)
     shard.local(config)
     return source, config
@@ -230,7 +234,7 @@ class _SafeTensor:
         destination.copy_(self.load())
 
 
-def _from_directory(path: Path, dtype: torch.dtype, device: torch.device, progress: bool) -> Model:
+def _from_directory(path: Path, dtype: torch.dtype, device: torch.device, progress: bool) -> Model | RecurrentModel:
     config = _directory_config(path)
     stored = _stored(_weight_files(path))
     native = ModelConfig.from_huggingface(config)
@@ -326,14 +330,14 @@ def _open_safetensors(path: Path) -> dict[str, _SafeTensor]:
 # GGUF files and loaded models
 
 
-def _from_gguf(path: Path, dtype: torch.dtype, device: torch.device, progress: bool) -> Model:
+def _from_gguf(path: Path, dtype: torch.dtype, device: torch.device, progress: bool) -> Model | RecurrentModel:
     file = GGUFFile(path)
     config = gguf_config.native_config(file)
     stored = gguf_config.tensors(file, config)
     return _transformer(config, weights.GGUF, stored, str(path), dtype, device, progress)
 
 
-def _from_loaded(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> Model:
+def _from_loaded(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> Model | RecurrentModel:
     native = ModelConfig.from_huggingface(model.config)
     if native is None:
         from paceline.models.huggingface import HuggingFaceModel
@@ -353,10 +357,10 @@ def _transformer(
     dtype: torch.dtype,
     device: torch.device,
     progress: bool,
-) -> Transformer:
+) -> Model | RecurrentModel:
     config = _untied_if_stored(config, names, stored)
-    placements = weights.place(config, names, stored, where)
-    return Transformer(config, weights.assemble(placements, dtype, device, progress=progress), where)
+    tensors = weights.assemble(weights.place(config, names, stored, where), dtype, device, progress=progress)
+    return (Transformer if config.delta is None else RecurrentModel)(config, tensors, where)
 
 
 def _untied_if_stored(

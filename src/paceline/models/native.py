@@ -20,7 +20,7 @@ from paceline.core.nodes import Nodes
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import abi, native, twin
 from paceline.kernels.pack import Format
-from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec
+from paceline.kernels.spec import DeltaWeights, LayerWeights, LinearWeights, NativeSpec
 from paceline.models.base import HiddenStates, check_taps
 from paceline.models.config import ModelConfig
 from paceline.models.linear import Dense
@@ -58,11 +58,14 @@ class NativeModel:
         self.name = name
         self.quantization: QuantizationName | None = quantization
         self.vocab_size, self.layers = spec.vocab_size, len(spec.layers)
+        self.state_shape, self.attention_layers = spec.delta, spec.attention_layers
         self.kv_heads, self.head_dim, self.width = spec.kv_heads, spec.head_dim, spec.width
         self.max_positions, self.tied = spec.max_positions, spec.head is None
         self.dtype, self.device = torch.bfloat16, torch.device("cpu")
         self.threads = torch.get_num_threads() if threads is None else threads
         chosen = native.select() if kernels == "choose" else kernels
+        if spec.delta is not None and chosen is not None:
+            raise ModelFormatError("the CPU kernels cannot run recurrent layers yet")
         self.kernels = _kernel_name(chosen)
         self.seconds = torch.zeros(len(native.PHASES), dtype=torch.float64)  # time of each phase, if ``timed``
         self.timed = False
@@ -113,7 +116,7 @@ class NativeModel:
         """
         check_taps(taps, self.layers)
         if self._reference is not None:
-            return self._reference.forward(nodes, cache, taps)[1]
+            return self._reference.forward(nodes, cache, taps, text=True)[1]
         return self._forward(nodes, cache, taps, None)
 
     def _forward(self, nodes: Nodes, cache: KVCache, taps: Sequence[int], hidden: Tensor | None) -> Tensor | None:
@@ -199,21 +202,28 @@ def spec_of(config: ModelConfig, weights: Mapping[str, Tensor]) -> NativeSpec:
     """
     check_config(config)
     assert config.rotary is not None
+    gated = [config.output_gate and i not in config.delta_layers for i in range(config.layers)]
 
     def linear(name: str) -> LinearWeights:
         return LinearWeights(weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
+    def norm(name: str) -> Tensor:
+        weight = weights[f"{name}.weight"]
+        return weight + config.norm_offset if weight.is_meta else weight.float() + config.norm_offset
+
     layers = [
         LayerWeights(
-            qkv=linear(f"layers.{i}.qkv"),
+            qkv=_gate_last(config, linear(f"layers.{i}.qkv")) if gated[i] else linear(f"layers.{i}.qkv"),
             attention_out=linear(f"layers.{i}.o"),
             gate_up=linear(f"layers.{i}.gate_up"),
             down=linear(f"layers.{i}.down"),
-            input_norm=weights[f"layers.{i}.attn_norm.weight"],
-            post_norm=weights[f"layers.{i}.mlp_norm.weight"],
-            q_norm=weights.get(f"layers.{i}.q_norm.weight"),
-            k_norm=weights.get(f"layers.{i}.k_norm.weight"),
+            input_norm=norm(f"layers.{i}.attn_norm"),
+            post_norm=norm(f"layers.{i}.mlp_norm"),
+            q_norm=norm(f"layers.{i}.q_norm") if f"layers.{i}.q_norm.weight" in weights else None,
+            k_norm=norm(f"layers.{i}.k_norm") if f"layers.{i}.k_norm.weight" in weights else None,
             window=window,
+            gated=gated[i],
+            delta=_delta_of(weights, i) if i in config.delta_layers else None,
         )
         for i, window in enumerate(config.windows)
     ]
@@ -227,12 +237,32 @@ def spec_of(config: ModelConfig, weights: Mapping[str, Tensor]) -> NativeSpec:
         max_positions=config.max_positions,
         inverse_frequencies=config.rotary.inverse_frequencies,
         embedding=weights["embed.weight"],
-        final_norm=weights["norm.weight"],
+        final_norm=norm("norm"),
         layers=layers,
         head=linear("head") if "head.weight" in weights else None,
         epsilon=config.norm_eps,
         rotary_scaling=config.rotary.scaling,
         attention_scale=config.scales[0],
+        delta=config.delta,
+    )
+
+
+def _gate_last(config: ModelConfig, qkv: LinearWeights) -> LinearWeights:
+    """Move the gates of the heads, each stored behind its head's query, behind all queries, keys and values."""
+    heads = qkv.weight[: 2 * config.query_width].unflatten(0, (config.heads, 2, config.head_dim))
+    query, gate = (heads[:, part].flatten(0, 1) for part in (0, 1))
+    return LinearWeights(torch.cat([query, qkv.weight[2 * config.query_width :], gate]))
+
+
+def _delta_of(weights: Mapping[str, Tensor], layer: int) -> DeltaWeights:
+    """Return the small weights of a gated delta net."""
+    name = f"layers.{layer}"
+    return DeltaWeights(
+        beta_decay=LinearWeights(weights[f"{name}.beta_decay.weight"]),
+        conv=weights[f"{name}.conv.weight"].squeeze(1),
+        rate=-weights[f"{name}.delta.A_log"].float().exp(),
+        bias=weights[f"{name}.delta.dt_bias"],
+        norm=weights[f"{name}.delta_norm.weight"],
     )
 
 
@@ -284,9 +314,9 @@ def check_spec(spec: NativeSpec) -> None:
 
 def _check_cache(cache: KVCache, model: NativeModel) -> None:
     shape = cache.keys.shape
-    if (shape[0], shape[2], shape[4]) != (model.layers, model.kv_heads, model.head_dim):
+    if (shape[0], shape[2], shape[4]) != (model.attention_layers, model.kv_heads, model.head_dim):
         raise ParameterError(
-            "cache", tuple(shape), f"{model.layers} layers, {model.kv_heads} heads of {model.head_dim}"
+            "cache", tuple(shape), f"{model.attention_layers} layers, {model.kv_heads} heads of {model.head_dim}"
         )
     if cache.keys.dtype not in (torch.float32, torch.bfloat16):
         raise ParameterError("cache", cache.keys.dtype, "float32 or bfloat16")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from paceline.core.recurrent_state import StateShape
 from paceline.errors import ModelFormatError
 from paceline.models.config import ModelConfig
 
@@ -99,6 +100,22 @@ _LLAMA = WeightNames(
     prefixes=("model.",),
 )
 
+_QWEN3_5 = WeightNames(
+    {
+        **_LLAMA.parts,
+        "layers.{}.linear_attn.in_proj_qkv": "layers.{}.qkv",
+        "layers.{}.linear_attn.in_proj_z": "layers.{}.z",
+        "layers.{}.linear_attn.in_proj_b": "layers.{}.beta",
+        "layers.{}.linear_attn.in_proj_a": "layers.{}.decay",
+        "layers.{}.linear_attn.conv1d": "layers.{}.conv",
+        "layers.{}.linear_attn": "layers.{}.delta",
+        "layers.{}.linear_attn.norm": "layers.{}.delta_norm",
+        "layers.{}.linear_attn.out_proj": "layers.{}.o",
+    },
+    prefixes=("model.language_model.", "model."),
+    ignored=re.compile(r"(mtp|model\.visual)\..*|.*rotary_emb\.inv_freq"),
+)
+
 _OPT = WeightNames(
     {
         "embed_tokens": "embed",
@@ -142,6 +159,8 @@ HUGGINGFACE: dict[str, WeightNames] = {
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
+    "qwen3_5": _QWEN3_5,
+    "qwen3_5_text": _QWEN3_5,
     "opt": _OPT,
     "gpt2": _GPT2,
 }
@@ -185,12 +204,40 @@ def _linear_slots(
         first += rows
 
 
-def _layer_slots(config: ModelConfig, layer: str) -> Iterator[tuple[str, Slot]]:
-    q, kv, mlp = config.query_width, config.kv_width, config.mlp_width
+def _attention_slots(config: ModelConfig, layer: str) -> Iterator[tuple[str, Slot]]:
+    q, kv = config.query_width, config.kv_width
     fused = config.family == "gpt2"
-    qkv = {"qkv": q + 2 * kv} if fused else {"q": q, "k": kv, "v": kv}
+    gated = 2 * q if config.output_gate else q  # a head's gate lies behind its query
+    qkv = {"qkv": q + 2 * kv} if fused else {"q": gated, "k": kv, "v": kv}
     yield from _linear_slots("qkv", qkv, config.width, config.qkv_bias, layer)
     yield from _linear_slots("o", {"o": config.width}, q, config.output_bias, layer)
+    for norm in ("q_norm", "k_norm") if config.qk_norm else ():
+        name = f"{layer}{norm}.weight"
+        yield name, Slot(name, (config.head_dim,), total=config.head_dim)
+
+
+def _delta_slots(config: ModelConfig, shape: StateShape, layer: str) -> Iterator[tuple[str, Slot]]:
+    """Yield the slots of a gated delta net."""
+    heads, values = shape.value_heads, shape.value_heads * shape.value_dim
+    yield from _linear_slots("qkv", {"qkv": shape.channels, "z": values}, config.width, False, layer)
+    yield from _linear_slots("beta_decay", {"beta": heads, "decay": heads}, config.width, False, layer)
+    yield from _linear_slots("o", {"o": config.width}, values, False, layer)
+    sizes: dict[str, tuple[int, ...]] = {
+        "conv.weight": (shape.channels, 1, shape.taps),
+        "delta.A_log": (heads,),
+        "delta.dt_bias": (heads,),
+        "delta_norm.weight": (shape.value_dim,),
+    }
+    for name, size in sizes.items():
+        yield f"{layer}{name}", Slot(f"{layer}{name}", size, total=size[0])
+
+
+def _layer_slots(config: ModelConfig, index: int) -> Iterator[tuple[str, Slot]]:
+    layer, mlp = f"layers.{index}.", config.mlp_width
+    if config.delta is not None and index in config.delta_layers:
+        yield from _delta_slots(config, config.delta, layer)
+    else:
+        yield from _attention_slots(config, layer)
     if config.gated:
         yield from _linear_slots("gate_up", {"gate": mlp, "up": mlp}, config.width, config.mlp_bias, layer)
     else:
@@ -198,9 +245,6 @@ def _layer_slots(config: ModelConfig, layer: str) -> Iterator[tuple[str, Slot]]:
     yield from _linear_slots("down", {"down": config.width}, mlp, config.mlp_bias, layer)
     yield from _norm_slots(config, f"{layer}attn_norm")
     yield from _norm_slots(config, f"{layer}mlp_norm")
-    for norm in ("q_norm", "k_norm") if config.qk_norm else ():
-        name = f"{layer}{norm}.weight"
-        yield name, Slot(name, (config.head_dim,), total=config.head_dim)
 
 
 def slots(config: ModelConfig) -> dict[str, Slot]:
@@ -217,7 +261,7 @@ def slots(config: ModelConfig) -> dict[str, Slot]:
     if not config.tied:
         found |= _linear_slots("head", {"head": vocab}, embed, False)
     for layer in range(config.layers):
-        found |= _layer_slots(config, f"layers.{layer}.")
+        found |= _layer_slots(config, layer)
     return found
 
 

@@ -1,0 +1,124 @@
+"""Qwen3.5 against transformers' own code, and its states under speculation."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from transformers import Qwen3_5ForCausalLM
+
+from paceline.config import SamplingParams
+from paceline.core.nodes import Nodes
+from paceline.core.recurrent_state import WINDOW, StatefulCache
+from paceline.models.loading import load_model
+from paceline.models.recurrent import RecurrentModel, cache_of
+from recurrent_support import SIZES, tiny_qwen3_5, tiny_recurrent
+from toy import (
+    SHAPES,
+    VOCAB,
+    RandomCaps,
+    Scripted,
+    ScriptedTrees,
+    answers,
+    make_engine,
+    run,
+    sometimes,
+    truth_of,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+_rng = random.Random(2)
+PROMPTS = [[_rng.randrange(VOCAB) for _ in range(size)] for size in (1, 5, 40, 2, 19, 7)]
+PARAMS = [SamplingParams(temperature=0, max_tokens=18, seed=seed) for seed in range(len(PROMPTS))]
+
+
+def ours(model: Qwen3_5ForCausalLM) -> RecurrentModel:
+    loaded = load_model(model, dtype=torch.float32)
+    assert isinstance(loaded, RecurrentModel)
+    return loaded
+
+
+def chain(tokens: Sequence[int], start: int = 0, row: int = 0) -> Nodes:
+    size = len(tokens)
+    return Nodes(torch.tensor(tokens), torch.full((size,), row), torch.arange(start, start + size))
+
+
+def assert_greedy(model: Qwen3_5ForCausalLM, prompt: list[int], answer: list[int]) -> None:
+    """Check that each token is the most likely one after those before it, by one pass of transformers' model."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + answer])).logits[0]
+    assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == answer
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_logits_equal_those_of_transformers(sizes: str) -> None:
+    for seed in range(3):
+        theirs = tiny_qwen3_5(seed, **SIZES[sizes])
+        model = ours(theirs)
+        tokens = [(7 * place + seed) % VOCAB for place in range(70)]
+        with torch.inference_mode():
+            wanted = theirs(torch.tensor([tokens])).logits[0]
+            found = model.logits(model.forward(chain(tokens), cache_of(model, 1, 80)).hidden)
+        torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("rows", [1, 6])
+def test_greedy_answers_equal_those_of_transformers(sizes: str, rows: int) -> None:
+    theirs = tiny_qwen3_5(1, **SIZES[sizes])
+    engine = make_engine(ours(theirs), drafter="ngram", max_batch_size=rows, prefill_chunk=7)
+    for prompt, (answer,) in zip(PROMPTS, answers(run(engine, PROMPTS, PARAMS)), strict=True):
+        assert_greedy(theirs, prompt, answer)
+
+
+@pytest.mark.parametrize("shape", ["caps", *SHAPES])
+def test_rejected_draft_tokens_and_other_branches_leave_no_trace(shape: str) -> None:
+    plain = answers(run(make_engine(tiny_recurrent(), max_batch_size=1), PROMPTS, PARAMS))
+    engine = make_engine(tiny_recurrent(), drafter="ngram", max_batch_size=4, prefill_chunk=5)
+    truth = truth_of(PROMPTS, PARAMS, plain)
+    if shape == "caps":
+        engine.parts.drafter, engine.parts.policy = Scripted(truth, sometimes, ragged=True), RandomCaps()
+    else:
+        engine.parts.drafter = ScriptedTrees(truth, sometimes, shape=SHAPES[shape])
+    outputs = run(engine, PROMPTS, PARAMS)
+    assert answers(outputs) == plain
+    assert sum(output.outputs[0].metrics.accepted for output in outputs) > 10
+
+
+def test_a_state_does_not_depend_on_how_its_text_was_fed() -> None:
+    model, tokens = tiny_recurrent(), [3 * place % VOCAB for place in range(60)]
+    pieces = {"whole": [60], "chunks": [7, 1, 30, 22], "one by one": [1] * 60}
+    found = {}
+    for name, sizes in pieces.items():
+        cache, start = cache_of(model, 2, 64), 0
+        for number, size in enumerate(sizes):
+            feed = model.fill if number % 2 else model.forward  # text, or tokens that might be rejected
+            feed(chain(tokens[start : start + size], start, row=1), cache)
+            start += size
+        model.fill(chain([5], 60, row=1), cache)
+        assert isinstance(cache, StatefulCache)
+        found[name] = cache.states.state[:, 1]
+    torch.testing.assert_close(found["chunks"], found["whole"], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found["one by one"], found["whole"], atol=1e-5, rtol=1e-5)
+
+
+def test_a_slot_continues_only_where_its_state_is_known() -> None:
+    model = tiny_recurrent()
+    cache = cache_of(model, 2, 64)
+    assert isinstance(cache, StatefulCache)
+    states = cache.states
+    model.fill(chain(range(20)), cache)
+    model.forward(chain(range(4), 20), cache)
+    assert [states.reusable(0, tokens) for tokens in (5, 19, 20, 22, 24, 30)] == [0, 0, 20, 22, 24, 24]
+    cache.copy_row(0, 1, 22)
+    assert states.reusable(1, 30) == 22
+    for start in (19, 25):
+        with pytest.raises(ValueError, match=f"cannot go on at token {start}"):
+            model.forward(chain([1], start), cache)
+    continued = [model.forward(chain([1], 22, row=row), cache).hidden for row in (0, 1)]
+    torch.testing.assert_close(*continued, rtol=0, atol=0)
+    model.forward(chain([1] * (WINDOW + 5), 0), cache)  # more than a window: the first of them are certain
+    assert (int(states.base[0]), int(states.count[0])) == (5, WINDOW)
