@@ -170,7 +170,8 @@ inline void rotate_and_write(const Attention& a, const Rotary& rotary, int token
 struct Query {
   const float* q;
   float* out;
-  int low, high;  // visible keys
+  int low, high;      // visible keys
+  const float* gate;  // of the output, or null
 };
 
 struct Partial {  // running result of one query
@@ -435,6 +436,10 @@ inline void attend_over(const Attention& a, int64_t row, int kv_head, const Quer
   for (int i = 0; i < count; ++i) {
     const F16 inverse = set1(1.0f / partial[i].total);
     const float* from = running + static_cast<size_t>(i) * static_cast<size_t>(a.dim);
+    if (const float* gate = queries[i].gate) {
+      for (int d = 0; d < a.dim; d += 16) store(queries[i].out + d, load(from + d) * inverse * sigmoid(load(gate + d)));
+      continue;
+    }
     for (int d = 0; d < a.dim; d += 16) store(queries[i].out + d, load(from + d) * inverse);
   }
 }
@@ -451,8 +456,9 @@ inline void attend(const Attention& a, int64_t row, int first, int count, int kv
     const int64_t low = a.window > 0 && high > a.window ? high - a.window : 0;
     for (int i = 0; i < shared; ++i) {
       const size_t at = static_cast<size_t>(kv_head * shared + i) * static_cast<size_t>(a.dim);
-      queries[n++] = {a.qkv + a.qkv_stride * static_cast<size_t>(token) + at, a.out + a.out_stride * static_cast<size_t>(token) + at,
-                      static_cast<int>(low), static_cast<int>(high)};
+      const float* row = a.qkv + a.qkv_stride * static_cast<size_t>(token);
+      queries[n++] = {row + at, a.out + a.out_stride * static_cast<size_t>(token) + at, static_cast<int>(low), static_cast<int>(high),
+                      a.gates ? row + a.gates + at : nullptr};
     }
   }
   if (a.bf16) attend_over<uint16_t>(a, row, kv_head, queries, n, group, scratch, then);

@@ -13,7 +13,14 @@
 namespace paceline {
 
 // These structures mirror src/paceline/kernels/abi.py; kAbiVersion changes with them.
-constexpr int kAbiVersion = 18;
+constexpr int kAbiVersion = 19;
+
+// The small weights of a gated delta net, whose qkv ends with the gates of its output.
+struct Delta {
+  Linear gates;       // rows of beta, then of the decay
+  const float* conv;  // [taps][channels]
+  const float *rate, *bias, *norm;
+};
 
 struct Layer {
   Linear qkv, attention_out, gate_up, down;
@@ -21,7 +28,10 @@ struct Layer {
   const float* post_norm;
   const float* q_norm;  // or null
   const float* k_norm;
-  int64_t window;  // 0: unlimited
+  int64_t window;      // 0: unlimited
+  const Delta* delta;  // null: attention
+  int32_t gated;       // whether qkv ends with the gates of attention's output
+  int32_t place;       // among the cache's layers, or among those with states
 };
 
 // The extra parts of a head that reads its target's hidden states (src/paceline/drafters/heads/feature.py). Its first
@@ -53,6 +63,7 @@ struct ModelSpec {
   int32_t layer_count, width, ffn, heads, kv_heads, dim, rotary_half;
   float epsilon, attention_scale;
   const Fusion* fusion;  // or null
+  DeltaShape delta;
 };
 
 // Tokens of every row, row after row: row i has the entries starts[i] .. starts[i + 1] - 1.
@@ -174,6 +185,9 @@ struct Cache {
   int64_t layer_stride, row_stride, head_stride, position_stride;  // in elements
   int64_t rows, capacity;
   int32_t bf16;
+  float *state, *tail, *inputs;  // of recurrent layers: RecurrentStates of src/paceline/core/recurrent_state.py; or null
+  int64_t *base, *count;         // per row
+  int64_t window;
 };
 
 // The input of a forward pass (nodes.Nodes).
@@ -193,7 +207,8 @@ struct PassOutputs {
   float* hidden;        // [tokens][width]
   const int64_t* taps;  // layers
   int tap_count;
-  float* features;  // [tokens][tap_count][width]: input of each of these layers; layer_count stands for the last layer's output
+  float* features;  // [tokens][tap_count][width]: input of each of these layers; layer_count stands for the last layer's output,
+                    // layer_count + 1 for the same after the final norm
 };
 
 enum Phase { kEmbed, kPrepare, kProducts, kRotary, kAttention, kPhases };
@@ -222,7 +237,7 @@ struct Quantised {
 
 struct Scratch {  // per thread
   Quantised rows;
-  Buffer normed, attention;
+  Buffer normed, attention, delta;
 };
 
 class Model {
@@ -248,7 +263,7 @@ class Model {
   void grow(int threads, int tokens);
 
   std::mutex one_call_at_a_time_;
-  Buffer joined_, residual_, qkv_, attended_, activated_, padded_hidden_;
+  Buffer joined_, residual_, qkv_, gates_, attended_, activated_, padded_hidden_;
   Quantised shared_;
   std::vector<std::unique_ptr<Scratch>> scratch_;
   std::vector<std::atomic<int>> next_unit_;
@@ -280,6 +295,8 @@ struct Move {
 };
 
 void move_states(const Model& head, const Kept& kept, const std::vector<Move>& moves);
+
+const char* problem_with_states(const Tokens& tokens, const Cache& cache);  // of recurrent layers; or null
 
 const char* problem_with_trees(const Tokens& tokens, int64_t capacity);  // or null; call it after problem_with
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ from transformers import Qwen3_5ForCausalLM
 from paceline.config import SamplingParams
 from paceline.core.nodes import Nodes
 from paceline.core.recurrent_state import WINDOW, StatefulCache
+from paceline.kernels import native
 from paceline.models.loading import load_model
+from paceline.models.native import NativeModel, Quantization, spec_of
 from paceline.models.recurrent import RecurrentModel, cache_of
-from recurrent_support import SIZES, tiny_qwen3_5, tiny_recurrent
+from recurrent_support import SIZES, tiny_native_recurrent, tiny_qwen3_5, tiny_recurrent
 from toy import (
     SHAPES,
     VOCAB,
@@ -30,6 +33,12 @@ from toy import (
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+MODELS: dict[str, Callable[[], RecurrentModel | NativeModel]] = {
+    "torch": tiny_recurrent,
+    "bf16": lambda: tiny_native_recurrent(quantization=None),
+    "int8": lambda: tiny_native_recurrent(**SIZES["wide"]),
+    "int4": lambda: tiny_native_recurrent(quantization="int4"),
+}
 _rng = random.Random(2)
 PROMPTS = [[_rng.randrange(VOCAB) for _ in range(size)] for size in (1, 5, 40, 2, 19, 7)]
 PARAMS = [SamplingParams(temperature=0, max_tokens=18, seed=seed) for seed in range(len(PROMPTS))]
@@ -74,10 +83,18 @@ def test_greedy_answers_equal_those_of_transformers(sizes: str, rows: int) -> No
         assert_greedy(theirs, prompt, answer)
 
 
+@functools.cache
+def plain_answers(kind: str) -> list[list[list[int]]]:
+    """Answers of plain decoding, one prompt at a time."""
+    return answers(run(make_engine(MODELS[kind](), max_batch_size=1), PROMPTS, PARAMS))
+
+
 @pytest.mark.parametrize("shape", ["caps", *SHAPES])
-def test_rejected_draft_tokens_and_other_branches_leave_no_trace(shape: str) -> None:
-    plain = answers(run(make_engine(tiny_recurrent(), max_batch_size=1), PROMPTS, PARAMS))
-    engine = make_engine(tiny_recurrent(), drafter="ngram", max_batch_size=4, prefill_chunk=5)
+@pytest.mark.parametrize("kind", MODELS)
+def test_rejected_draft_tokens_and_other_branches_leave_no_trace(kind: str, shape: str) -> None:
+    plain = plain_answers(kind)
+    engine = make_engine(MODELS[kind](), drafter="ngram", max_batch_size=4, prefill_chunk=5)
+    assert (engine.parts.native is not None) == (kind != "torch"), "the kernels run whole rounds"
     truth = truth_of(PROMPTS, PARAMS, plain)
     if shape == "caps":
         engine.parts.drafter, engine.parts.policy = Scripted(truth, sometimes, ragged=True), RandomCaps()
@@ -112,13 +129,39 @@ def test_a_slot_continues_only_where_its_state_is_known() -> None:
     states = cache.states
     model.fill(chain(range(20)), cache)
     model.forward(chain(range(4), 20), cache)
-    assert [states.reusable(0, tokens) for tokens in (5, 19, 20, 22, 24, 30)] == [0, 0, 20, 22, 24, 24]
+    assert [states.reusable(0, tokens) for tokens in (5, 20, 21, 22, 24, 30)] == [0, 0, 21, 22, 24, 24]
     cache.copy_row(0, 1, 22)
     assert states.reusable(1, 30) == 22
-    for start in (19, 25):
+    for start in (20, 25):
         with pytest.raises(ValueError, match=f"cannot go on at token {start}"):
             model.forward(chain([1], start), cache)
     continued = [model.forward(chain([1], 22, row=row), cache).hidden for row in (0, 1)]
     torch.testing.assert_close(*continued, rtol=0, atol=0)
     model.forward(chain([1] * (WINDOW + 5), 0), cache)  # more than a window: the first of them are certain
     assert (int(states.base[0]), int(states.count[0])) == (5, WINDOW)
+
+
+@pytest.mark.parametrize("kernels", [*native.available(), *native.emulated()], ids=lambda kernels: kernels.name)
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_kernels_agree_with_their_reference_and_bits_do_not_depend_on_the_pass(
+    sizes: str, quantization: Quantization | None, kernels: native.Kernels
+) -> None:
+    model = tiny_recurrent(**SIZES[sizes])
+    spec, tokens = spec_of(model.config, model.weights), [5 * place % VOCAB for place in range(50)]
+    fast, slow = (
+        NativeModel(spec, "tiny", quantization=quantization, threads=2, kernels=each) for each in (kernels, None)
+    )
+    found = in_pieces(fast, tokens, [50])
+    torch.testing.assert_close(found[:4], in_pieces(slow, tokens, [50])[:4], atol=2e-3, rtol=2e-3)
+    for pieces in ([1] * 50, [3, 30, 1, 16]):
+        torch.testing.assert_close(in_pieces(fast, tokens, pieces), found, rtol=0, atol=0)
+
+
+def in_pieces(model: NativeModel, tokens: list[int], sizes: list[int]) -> torch.Tensor:
+    """Hidden states of a text that is fed in pieces."""
+    cache, start, found = cache_of(model, 1, 64), 0, []
+    for size in sizes:
+        found.append(model.forward(chain(tokens[start : start + size], start), cache).hidden)
+        start += size
+    return torch.cat(found)

@@ -21,7 +21,7 @@ from paceline.config import MAX_SPECULATION_LENGTH
 from paceline.core.cache import KVCache
 from paceline.core.nodes import Nodes
 
-WINDOW = MAX_SPECULATION_LENGTH + 1  # tokens of a slot's last round: the pending token and its draft tokens
+WINDOW = MAX_SPECULATION_LENGTH  # inputs that a slot keeps: those of a round's draft tokens
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class RecurrentStates:
         if not 0 <= applied <= count:
             raise ValueError(f"slot {slot} cannot go on at token {start}: it holds {base} to {base + count}")
         own = range(-1, size - 1) if parents is None else [max(-1, parent - first) for parent in parents[first:stop]]
-        certain = size if text else max(0, size - WINDOW)
+        certain = size if text else max(1, size - WINDOW)  # the first is the row's last token, which is text
         return SlotPass(first, stop, slot, start, applied, certain, tuple(own))
 
     def finish(self, passes: Sequence[SlotPass]) -> None:

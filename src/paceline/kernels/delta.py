@@ -80,7 +80,7 @@ def run_slot(states: RecurrentStates, layer: int, weights: DeltaWeights, part: S
     outputs = []
     for node, (parent, own) in enumerate(zip(part.parents, inputs, strict=True)):
         output, after = _append(shape, weights, reached[parent], own)
-        if parent == node - 1 and part.certain > 0:
+        if node < part.certain:
             del reached[parent]  # a chain: a long text's states would take gigabytes
         reached[node] = after
         outputs.append(output)

@@ -17,6 +17,7 @@ from torch import Tensor
 from paceline.config import QuantizationName
 from paceline.core.cache import KVCache
 from paceline.core.nodes import Nodes
+from paceline.core.recurrent_state import StateShape
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import abi, native, twin
 from paceline.kernels.pack import Format
@@ -28,6 +29,7 @@ from paceline.models.packing import PackedDecoder, ReadPacked, packed_size
 from paceline.models.transformer import Transformer, _GatedMLP
 
 Quantization = Literal["int8", "int4"]
+MAX_TAPS = 8  # kMostTaps in csrc/kernels.h
 LAYER_FORMAT: dict[str | None, Format] = {None: "bf16", "int8": "int8", "int4": "int4"}
 HEAD_FORMAT: dict[str | None, Format] = {None: "bf16", "int8": "int8", "int4": "int8"}  # int4 costs the head too much
 
@@ -64,8 +66,6 @@ class NativeModel:
         self.dtype, self.device = torch.bfloat16, torch.device("cpu")
         self.threads = torch.get_num_threads() if threads is None else threads
         chosen = native.select() if kernels == "choose" else kernels
-        if spec.delta is not None and chosen is not None:
-            raise ModelFormatError("the CPU kernels cannot run recurrent layers yet")
         self.kernels = _kernel_name(chosen)
         self.seconds = torch.zeros(len(native.PHASES), dtype=torch.float64)  # time of each phase, if ``timed``
         self.timed = False
@@ -103,7 +103,7 @@ class NativeModel:
 
         Writes the nodes' keys and values. The first ``nodes.read`` nodes are in the cache already and are not run.
         """
-        check_taps(taps, self.layers)
+        check_taps(taps, self.layers + 1)
         if self._reference is not None:
             return HiddenStates(*self._reference.forward(nodes, cache, taps))
         hidden = torch.empty(nodes.tokens.shape[0] - nodes.read, self.width, dtype=torch.float32)
@@ -114,7 +114,7 @@ class NativeModel:
 
         The last layer is skipped after its keys and values.
         """
-        check_taps(taps, self.layers)
+        check_taps(taps, self.layers + 1)
         if self._reference is not None:
             return self._reference.forward(nodes, cache, taps, text=True)[1]
         return self._forward(nodes, cache, taps, None)
@@ -126,7 +126,8 @@ class NativeModel:
         if count > 0:
             tensors = (None if tensor is None else tensor.contiguous() for tensor in nodes[:-1])
             flat = Nodes(*tensors)._replace(read=nodes.read)  # type: ignore[arg-type]
-            tapped = None if features is None else (taps, features)
+            places = [self.layers + 1 if tap == self.layers else tap for tap in taps]  # of the hidden state, in csrc
+            tapped = None if features is None else (places, features)
             seconds = self.seconds if self.timed else None
             problem = self._packed.decoder.forward(flat, self._c_cache(cache), hidden, tapped, seconds)
             if problem is not None:
@@ -310,6 +311,16 @@ def check_spec(spec: NativeSpec) -> None:
         shape = f"{spec.heads} heads of {spec.head_dim} over {spec.kv_heads}"
         needed = "a head width that is a multiple of 16 and at most 64 query heads per key/value head"
         raise ModelFormatError(f"the CPU kernels need {needed}; not {shape}")
+    if spec.delta is not None:
+        _check_delta(spec.delta)
+
+
+def _check_delta(shape: StateShape) -> None:
+    """Raise ModelFormatError for heads of recurrent layers that the kernels do not support."""
+    shared = shape.key_heads > 0 and shape.value_heads % shape.key_heads == 0
+    if not shared or shape.key_dim % 16 or shape.value_dim % 16 or not 1 < shape.taps <= MAX_TAPS:
+        needed = f"head widths that are multiples of 16, value heads shared evenly, and 2 to {MAX_TAPS} taps"
+        raise ModelFormatError(f"the CPU kernels need recurrent layers of {needed}; not {shape}")
 
 
 def _check_cache(cache: KVCache, model: NativeModel) -> None:

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from paceline.kernels import abi, native, pack, twin
 from paceline.kernels.pack import Format
-from paceline.kernels.spec import FusionWeights, LayerWeights, LinearWeights, NativeSpec
+from paceline.kernels.spec import DeltaWeights, FusionWeights, LayerWeights, LinearWeights, NativeSpec
 
 ReadPacked: TypeAlias = Callable[[Tensor], None]
 """Fills memory, uint8 [packed_size], with weights that were packed before."""
@@ -68,6 +68,9 @@ class _Packer:
     def pack_model(self, spec: NativeSpec, to: Format, head_to: Format) -> abi.CModel:
         """Return the C description of the whole decoder, without its rotary tables."""
         layers = [self._layer(layer, to) for layer in spec.layers]
+        for kind in (True, False):  # layers with states and layers with keys have places of their own
+            for place, layer in enumerate(layer for layer in layers if bool(layer.delta) == kind):
+                layer.place = place
         fusion = None if spec.fusion is None else pointer(self._fusion(spec.fusion, to))
         return abi.CModel(
             layers=(abi.CLayer * len(layers))(*layers),
@@ -85,6 +88,7 @@ class _Packer:
             epsilon=spec.epsilon,
             attention_scale=spec.scale,
             fusion=fusion,
+            delta=_shape_of(spec),
         )
 
     def _fusion(self, fusion: FusionWeights, to: Format) -> abi.CFusion:
@@ -115,6 +119,17 @@ class _Packer:
             q_norm=None if layer.q_norm is None else self._vector(layer.q_norm),
             k_norm=None if layer.k_norm is None else self._vector(layer.k_norm),
             window=layer.window or 0,
+            delta=None if layer.delta is None else pointer(self._delta(layer.delta)),
+            gated=layer.gated,
+        )
+
+    def _delta(self, delta: DeltaWeights) -> abi.CDelta:
+        return abi.CDelta(
+            gates=self._linear(delta.beta_decay, twin.GATES_FORMAT),
+            conv=self._vector(delta.conv.T),
+            rate=self._vector(delta.rate),
+            bias=self._vector(delta.bias),
+            norm=self._vector(delta.norm),
         )
 
     def _interleaved(self, gate_up: LinearWeights) -> LinearWeights:
@@ -146,3 +161,11 @@ class _Packer:
         start = pack.round_up(self.used, _LINE)
         self.used = start + nbytes
         return self._memory[start : self.used]
+
+
+def _shape_of(spec: NativeSpec) -> abi.CDeltaShape:
+    """Return the heads of the recurrent layers, all 0 if there are none."""
+    shape = spec.delta
+    if shape is None:
+        return abi.CDeltaShape()
+    return abi.CDeltaShape(shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim, shape.taps)
