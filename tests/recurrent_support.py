@@ -83,4 +83,4 @@ def tiny_recurrent(seed: int = 0, **sizes: Any) -> RecurrentModel:
 def tiny_native_recurrent(seed: int = 0, quantization: Quantization | None = "int8", **sizes: Any) -> NativeModel:
     """The same model on the CPU kernels."""
     model = tiny_recurrent(seed, **sizes)
-    return NativeModel.from_weights(model.config, model.weights, model.name, quantization=quantization, threads=1)
+    return NativeModel.from_weights(model.spec, model.weights, model.name, quantization=quantization, threads=1)

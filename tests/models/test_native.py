@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from paceline.core.nodes import Nodes
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import native
 from paceline.kernels.spec import NativeSpec
-from paceline.models.config import ModelConfig, Rotary
+from paceline.models.description import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormSpec, Rotary
 from paceline.models.native import NativeModel
 from paceline.models.transformer import Transformer
 
@@ -201,7 +202,7 @@ def test_fill_writes_the_keys_and_values_of_a_forward_pass(kernels, shape, quant
 def test_taps_must_be_layers(kernels):
     spec, one = random_spec(), torch.zeros(1, dtype=torch.int64)
     model, none = model_of(spec, kernels), torch.empty(0, dtype=torch.int64)
-    for taps in ((2,), (0, -1)):
+    for taps in ((3,), (0, -1)):  # 2 layers, and what the output head reads
         with pytest.raises(ParameterError, match="taps"):
             model.forward(Nodes(one, one, one), cache_for(spec), taps)
     assert model.forward(Nodes(none, none, none), cache_for(spec), (0,)).features.shape == (0, 1, spec.width)
@@ -360,22 +361,24 @@ def test_heads_of_odd_width_are_refused():
         model_of(random_spec(head_dim=24), None)
 
 
-def tiny_transformer(**changes) -> Transformer:
+def tiny_transformer(
+    tied: bool = False, qk_norm: str | None = "head", activation: str = "silu", norms: str = "before", scale=None
+) -> Transformer:
+    """Two layers, of which the second has a window and the scale given."""
     torch.manual_seed(0)
-    fields = {
-        "family": "qwen3", "vocab_size": 90, "width": 48, "heads": 4, "kv_heads": 2, "head_dim": 16, "mlp_width": 80,
-        "max_positions": 128, "windows": (None, 12), "scales": (None, None), "qk_norm": True, "tied": False,
-        "rotary": Rotary(tuple(10000 ** (-i / 8) for i in range(8))), "embed_width": 48,
-    }  # fmt: skip
-    config = ModelConfig(**(fields | changes))
+    rotary = Rotary(tuple(10000 ** (-i / 8) for i in range(8)))
+    first = AttentionSpec(4, 2, 16, rotary=rotary, qk_norm=qk_norm, bias=True)
+    second = replace(first, window=12, scale=scale)
+    layers = tuple(LayerSpec(attention, MLPSpec(80, activation), norms) for attention in (first, second))
+    config = DecoderSpec("qwen3", 90, 48, 128, layers, NormSpec(), 48, tied=tied)
     weights = {"embed.weight": torch.randn(90, 48), "norm.weight": torch.rand(48) + 0.5}
-    if not config.tied:
+    if not tied:
         weights["head.weight"] = torch.randn(90, 48) / 7
     for i in range(2):
         shapes = {"qkv": (128, 48), "o": (48, 64), "gate_up": (160, 48), "down": (48, 80)}
         weights |= {f"layers.{i}.{n}.weight": torch.randn(s) / s[1] ** 0.5 for n, s in shapes.items()}
         weights[f"layers.{i}.qkv.bias"] = torch.randn(128) / 5
-        norms = {"attn_norm": 48, "mlp_norm": 48} | ({"q_norm": 16, "k_norm": 16} if config.qk_norm else {})
+        norms = {"attn_norm": 48, "mlp_norm": 48} | ({"q_norm": 16, "k_norm": 16} if qk_norm else {})
         weights |= {f"layers.{i}.{n}.weight": torch.rand(s) + 0.5 for n, s in norms.items()}
     return Transformer(config, weights, "tiny")
 
@@ -393,7 +396,7 @@ def transformers_logits(model, tokens):
 
 
 @on_every_isa
-@pytest.mark.parametrize("changes", [{}, {"tied": True}, {"qk_norm": False}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"tied": True}, {"qk_norm": None}], ids=str)
 def test_a_loaded_transformer_gives_the_same_logits(kernels, changes, monkeypatch):
     monkeypatch.setattr(native, "select", lambda: kernels)
     transformer = tiny_transformer(**changes)
@@ -412,7 +415,7 @@ def cache_for_model(model):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"activation": "gelu"}, {"norm_first": False}, {"scales": (1.0, 2.0)}],
+    [{"activation": "gelu"}, {"norms": "after_sum"}, {"scale": 2.0}],
     ids=["gelu", "norms last", "scales by layer"],
 )
 def test_unsupported_architectures_are_refused_with_the_reason(changes):

@@ -148,7 +148,7 @@ def test_kernels_agree_with_their_reference_and_bits_do_not_depend_on_the_pass(
     sizes: str, quantization: Quantization | None, kernels: native.Kernels
 ) -> None:
     model = tiny_recurrent(**SIZES[sizes])
-    spec, tokens = spec_of(model.config, model.weights), [5 * place % VOCAB for place in range(50)]
+    spec, tokens = spec_of(model.spec, model.weights), [5 * place % VOCAB for place in range(50)]
     fast, slow = (
         NativeModel(spec, "tiny", quantization=quantization, threads=2, kernels=each) for each in (kernels, None)
     )

@@ -76,7 +76,7 @@ class Decoder:
         self.backend = backend
         self._flat = model if isinstance(model, FlatModel) else None  # stored because isinstance takes 20 us here
         self.cache = _cache_for(model, rows, positions)
-        self._states = self.cache.states if isinstance(self.cache, StatefulCache) else None
+        self._recurrent = self.cache.states if isinstance(self.cache, StatefulCache) else None
         # Cache row of each batch row. It differs from the batch row only for a FlatModel, which takes a row per token.
         self._places = list(range(rows))
         self.num_computed_tokens = torch.zeros(rows, dtype=torch.int64, device=model.device)
@@ -476,18 +476,18 @@ class Decoder:
 
         Keys and values can be cut anywhere; a recurrent state only where it is kept.
         """
-        return self._states.reusable(self._places[row], tokens) if self._states is not None else tokens
+        return self._recurrent.reusable(self._places[row], tokens) if self._recurrent is not None else tokens
 
     @property
     def cuts_anywhere(self) -> bool:
         """Whether a row can be cut at any token; recurrent states cannot."""
-        return self._states is None
+        return self._recurrent is None
 
     def pretend(self, rows: int, computed: int) -> None:
         """Count ``computed`` tokens of the first rows as computed, whatever their caches hold, to measure times."""
         self.num_computed_tokens[:rows] = computed
-        if self._states is not None:
-            self._states.pretend(self._places[:rows], computed)
+        if self._recurrent is not None:
+            self._recurrent.pretend(self._places[:rows], computed)
 
     def clear(self) -> None:
         """Reset the mapping of rows; called when no row is in use, such as after an interrupt."""

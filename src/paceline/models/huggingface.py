@@ -34,7 +34,7 @@ from paceline.kernels.attention.base import Attend
 from paceline.kernels.attention.reference import ReferenceAttention
 from paceline.models.base import HiddenStates, check_taps
 from paceline.models.boundary import brief, name_of, reading
-from paceline.models.config import longest_sequence
+from paceline.models.families.rotary import longest_sequence
 
 ATTENTION = "paceline"  # there is no mask function of this name, so transformers builds no masks
 CHECK_LENGTH = 12  # tokens per row of the checks

@@ -19,12 +19,15 @@ from paceline.models import gguf_config, shares, weights
 from paceline.models.base import Model
 from paceline.models.boundary import ResolvedSource, brief, is_loaded, name_of, reading, reads_model
 from paceline.models.boundary import Source as Source
-from paceline.models.config import NATIVE_FAMILIES, ModelConfig, longest_sequence
+from paceline.models.description import DecoderSpec
+from paceline.models.families import FAMILIES, USUAL_NAMES, describe
+from paceline.models.families.rotary import longest_sequence
 from paceline.models.gguf import GGUFFile
 from paceline.models.json_files import FETCH_AGAIN, read_configuration, read_object
-from paceline.models.recurrent import RecurrentModel
+from paceline.models.recurrent import RecurrentModel, is_recurrent
 from paceline.models.shares import ModelShard
 from paceline.models.transformer import Transformer
+from paceline.models.weight_names import WeightNames
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,7 +41,7 @@ def load_model(
 ) -> Model | RecurrentModel:
     """Load the model of ``source`` in ``dtype`` (float32, bfloat16 or float16).
 
-    Families in ``config.NATIVE_FAMILIES`` run through ``Transformer``, others through transformers' own code. The
+    Families in ``families.FAMILIES`` run through ``Transformer``, others through transformers' own code. The
     weights of a loaded Hugging Face model are shared if dtype and layout allow.
     progress: whether to show a progress bar.
     Raises ModelNotFoundError if there is no such model, ModelFormatError if its files are damaged, incomplete or
@@ -54,36 +57,36 @@ def load_model(
 @reads_model
 def load_shard(
     source: ResolvedSource, shard: ModelShard, *, dtype: torch.dtype, device: torch.device
-) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """Load a rank's shard of a model: the configuration of the whole model, and the shard's weights by name.
+) -> tuple[DecoderSpec, dict[str, Tensor]]:
+    """Load a rank's shard of a model: the description of the whole model, and the shard's weights by name.
 
     Raises the errors of ``load_model``, and ParameterError if the model cannot be split over the ranks.
     """
-    path, config = check_shardable(source, shard)
+    path, spec = check_shardable(source, shard)
     stored, names = _stored_of(path)
-    config = _untied_if_stored(config, names, stored)
-    placements = weights.place(config, names, stored, str(path))
-    return config, weights.assemble(shares.cut(placements, config, shard), dtype, device)
+    spec = _untied_if_stored(spec, names, stored)
+    placements = weights.place(spec, names, stored, str(path))
+    return spec, weights.assemble(shares.cut(placements, spec, shard), dtype, device)
 
 
 @reads_model
-def check_shardable(source: ResolvedSource, shard: ModelShard) -> tuple[Path, ModelConfig]:
-    """Check that a model can be split over the ranks, without loading it; return its path and configuration.
+def check_shardable(source: ResolvedSource, shard: ModelShard) -> tuple[Path, DecoderSpec]:
+    """Check that a model can be split over the ranks, without loading it; return its path and description.
 
     Raises the errors of ``load_shard``.
     """
     if is_loaded(source):
         allowed = f"1 with {name_of(source)}, which is loaded already: give its directory, from which each rank reads"
         raise ParameterError("tensor_parallel", shard.ranks, f"{allowed} a part")
-    config = native_config(source)
-    if config is None:
-        allowed = f"1 with {source}: only models of the families {', '.join(NATIVE_FAMILIES)} can be split"
+    spec = description_of(source)
+    if spec is None:
+        allowed = f"1 with {source}: only models of the families {', '.join(FAMILIES)} can be split"
         raise ParameterError("tensor_parallel", shard.ranks, allowed)
-    if config.delta is not None:
+    if is_recurrent(spec):
         allowed = f"1 with {source}: recurrent layers are not split over ranks yet"
         raise ParameterError("tensor_parallel", shard.ranks, allowed)
-    shard.local(config)
-    return source, config
+    shard.local(spec)
+    return source, spec
 
 
 @reads_model
@@ -97,15 +100,15 @@ def load_config(source: ResolvedSource) -> PretrainedConfig:
     return gguf_config.huggingface_config(GGUFFile(source)) if source.is_file() else _directory_config(source)
 
 
-def native_config(path: Path) -> ModelConfig | None:
-    """Return the configuration for ``Transformer`` of the checkpoint at ``path``; None if its family is not native.
+def description_of(path: Path) -> DecoderSpec | None:
+    """Return the description of the checkpoint at ``path``; None if its family is not native.
 
     ``tied`` is that of the configuration file; see ``weights.truly_tied``. Raises the errors of ``load_model``.
     """
     with reading(path):
         if path.is_file():
-            return gguf_config.native_config(GGUFFile(path))
-        return ModelConfig.from_huggingface(_directory_config(path))
+            return gguf_config.describe(GGUFFile(path))
+        return describe(_directory_config(path))
 
 
 def files(path: Path) -> list[Path]:
@@ -150,12 +153,12 @@ def _first_stored(source: Path, parts: Sequence[str], dtype: torch.dtype, device
     raise ModelFormatError(f"{source} has no token embedding under a known name")
 
 
-def _stored_of(path: Path) -> tuple[Mapping[str, weights.StoredTensor], weights.WeightNames]:
+def _stored_of(path: Path) -> tuple[Mapping[str, weights.StoredTensor], WeightNames]:
     if path.is_file():
         file = GGUFFile(path)
-        return gguf_config.tensors(file, gguf_config.native_config(file)), weights.GGUF
-    kind = _directory_config(path).model_type
-    return stored_tensors(path), weights.HUGGINGFACE.get(kind, weights.HUGGINGFACE["llama"])
+        return gguf_config.tensors(file, gguf_config.describe(file)), gguf_config.form(file).names
+    family = FAMILIES.get(_directory_config(path).model_type)
+    return stored_tensors(path), USUAL_NAMES if family is None else family.safetensors
 
 
 @reads_model
@@ -237,12 +240,12 @@ class _SafeTensor:
 def _from_directory(path: Path, dtype: torch.dtype, device: torch.device, progress: bool) -> Model | RecurrentModel:
     config = _directory_config(path)
     stored = _stored(_weight_files(path))
-    native = ModelConfig.from_huggingface(config)
-    if native is None:
+    spec = describe(config)
+    if spec is None:
         from paceline.models.huggingface import HuggingFaceModel  # importing it takes as long as importing torch
 
         return HuggingFaceModel.from_directory(path, dtype=dtype, device=device)
-    return _transformer(native, weights.HUGGINGFACE[native.family], stored, str(path), dtype, device, progress)
+    return _transformer(spec, FAMILIES[config.model_type].safetensors, stored, str(path), dtype, device, progress)
 
 
 def _directory_config(path: Path) -> PretrainedConfig:
@@ -332,40 +335,39 @@ def _open_safetensors(path: Path) -> dict[str, _SafeTensor]:
 
 def _from_gguf(path: Path, dtype: torch.dtype, device: torch.device, progress: bool) -> Model | RecurrentModel:
     file = GGUFFile(path)
-    config = gguf_config.native_config(file)
-    stored = gguf_config.tensors(file, config)
-    return _transformer(config, weights.GGUF, stored, str(path), dtype, device, progress)
+    spec = gguf_config.describe(file)
+    stored = gguf_config.tensors(file, spec)
+    return _transformer(spec, gguf_config.form(file).names, stored, str(path), dtype, device, progress)
 
 
 def _from_loaded(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> Model | RecurrentModel:
-    native = ModelConfig.from_huggingface(model.config)
-    if native is None:
+    spec = describe(model.config)
+    if spec is None:
         from paceline.models.huggingface import HuggingFaceModel
 
         fits = model.dtype == dtype and model.device == device
         return HuggingFaceModel(model if fits else copy.deepcopy(model).to(device=device, dtype=dtype))
     stored = {name: weights.LoadedTensor(tensor.detach()) for name, tensor in model.state_dict().items()}
     where = name_of(model)
-    return _transformer(native, weights.HUGGINGFACE[native.family], stored, where, dtype, device, progress=False)
+    names = FAMILIES[model.config.model_type].safetensors
+    return _transformer(spec, names, stored, where, dtype, device, progress=False)
 
 
 def _transformer(
-    config: ModelConfig,
-    names: weights.WeightNames,
+    spec: DecoderSpec,
+    names: WeightNames,
     stored: Mapping[str, weights.StoredTensor],
     where: str,
     dtype: torch.dtype,
     device: torch.device,
     progress: bool,
 ) -> Model | RecurrentModel:
-    config = _untied_if_stored(config, names, stored)
-    tensors = weights.assemble(weights.place(config, names, stored, where), dtype, device, progress=progress)
-    return (Transformer if config.delta is None else RecurrentModel)(config, tensors, where)
+    spec = _untied_if_stored(spec, names, stored)
+    tensors = weights.assemble(weights.place(spec, names, stored, where), dtype, device, progress=progress)
+    return (RecurrentModel if is_recurrent(spec) else Transformer)(spec, tensors, where)
 
 
-def _untied_if_stored(
-    config: ModelConfig, names: weights.WeightNames, stored: Mapping[str, weights.StoredTensor]
-) -> ModelConfig:
+def _untied_if_stored(spec: DecoderSpec, names: WeightNames, stored: Mapping[str, weights.StoredTensor]) -> DecoderSpec:
     """Set ``tied`` to False if the files have an embedding and a head that differ."""
-    untied = config.tied and not weights.truly_tied(names, stored)
-    return dataclasses.replace(config, tied=False) if untied else config
+    untied = spec.tied and not weights.truly_tied(names, stored)
+    return dataclasses.replace(spec, tied=False) if untied else spec

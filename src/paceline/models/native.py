@@ -8,6 +8,7 @@ in torch runs instead (``kernels`` names it); its results are not batch-invarian
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 from weakref import WeakKeyDictionary
 
@@ -23,7 +24,7 @@ from paceline.kernels import abi, native, twin
 from paceline.kernels.pack import Format
 from paceline.kernels.spec import DeltaWeights, LayerWeights, LinearWeights, NativeSpec
 from paceline.models.base import HiddenStates, check_taps
-from paceline.models.config import ModelConfig
+from paceline.models.description import AttentionSpec, DecoderSpec, DeltaNetSpec, MixerSpec
 from paceline.models.linear import Dense
 from paceline.models.packing import PackedDecoder, ReadPacked, packed_size
 from paceline.models.transformer import Transformer, _GatedMLP
@@ -79,7 +80,7 @@ class NativeModel:
     @classmethod
     def from_weights(
         cls,
-        config: ModelConfig,
+        spec: DecoderSpec,
         weights: Mapping[str, Tensor],
         name: str,
         *,
@@ -87,16 +88,16 @@ class NativeModel:
         threads: int | None = None,
     ) -> NativeModel:
         """Make the model from the weights that ``Transformer`` takes."""
-        return cls(spec_of(config, weights), name, quantization=quantization, threads=threads)
+        return cls(spec_of(spec, weights), name, quantization=quantization, threads=threads)
 
     @classmethod
     def from_transformer(
         cls, model: Transformer, *, quantization: Quantization | None = None, threads: int | None = None
     ) -> NativeModel:
         """Make the model from a loaded one, which is not changed."""
-        check_config(model.config)
+        check_description(model.spec)
         weights = _weights_of(model)
-        return cls.from_weights(model.config, weights, model.name, quantization=quantization, threads=threads)
+        return cls.from_weights(model.spec, weights, model.name, quantization=quantization, threads=threads)
 
     def forward(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> HiddenStates:
         """Run N nodes -> hidden [N - read, width], features [N - read, taps, width], both float32.
@@ -196,63 +197,71 @@ def _kernel_name(kernels: native.Kernels | None) -> str:
     return f"{name} (not AMX: {obstacle})" if obstacle else name
 
 
-def spec_of(config: ModelConfig, weights: Mapping[str, Tensor]) -> NativeSpec:
+def spec_of(spec: DecoderSpec, weights: Mapping[str, Tensor]) -> NativeSpec:
     """Return the kernels' spec of a model. weights: by the names of ``models.weights``.
 
     Raises ModelFormatError if the kernels cannot run the model.
     """
-    check_config(config)
-    assert config.rotary is not None
-    gated = [config.output_gate and i not in config.delta_layers for i in range(config.layers)]
+    check_description(spec)
+    attention, rotary = spec.attentions[0], spec.attentions[0].rotary
+    assert rotary is not None
 
     def linear(name: str) -> LinearWeights:
         return LinearWeights(weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
-    def norm(name: str) -> Tensor:
-        weight = weights[f"{name}.weight"]
-        return weight + config.norm_offset if weight.is_meta else weight.float() + config.norm_offset
-
     layers = [
         LayerWeights(
-            qkv=_gate_last(config, linear(f"layers.{i}.qkv")) if gated[i] else linear(f"layers.{i}.qkv"),
+            qkv=_gate_last(linear(f"layers.{i}.qkv"), layer.mixer),
             attention_out=linear(f"layers.{i}.o"),
             gate_up=linear(f"layers.{i}.gate_up"),
             down=linear(f"layers.{i}.down"),
-            input_norm=norm(f"layers.{i}.attn_norm"),
-            post_norm=norm(f"layers.{i}.mlp_norm"),
-            q_norm=norm(f"layers.{i}.q_norm") if f"layers.{i}.q_norm.weight" in weights else None,
-            k_norm=norm(f"layers.{i}.k_norm") if f"layers.{i}.k_norm.weight" in weights else None,
-            window=window,
-            gated=gated[i],
-            delta=_delta_of(weights, i) if i in config.delta_layers else None,
+            input_norm=weights[f"layers.{i}.attn_norm.weight"],
+            post_norm=weights[f"layers.{i}.mlp_norm.weight"],
+            q_norm=weights.get(f"layers.{i}.q_norm.weight"),
+            k_norm=weights.get(f"layers.{i}.k_norm.weight"),
+            window=None if isinstance(layer.mixer, DeltaNetSpec) else layer.mixer.window,
+            gated=isinstance(layer.mixer, AttentionSpec) and layer.mixer.gated,
+            delta=_delta_of(weights, i) if isinstance(layer.mixer, DeltaNetSpec) else None,
         )
-        for i, window in enumerate(config.windows)
+        for i, layer in enumerate(spec.layers)
     ]
     return NativeSpec(
-        width=config.width,
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        ffn=config.mlp_width,
-        vocab_size=config.vocab_size,
-        max_positions=config.max_positions,
-        inverse_frequencies=config.rotary.inverse_frequencies,
+        width=spec.width,
+        heads=attention.heads,
+        kv_heads=attention.kv_heads,
+        head_dim=attention.head_dim,
+        ffn=spec.layers[0].dense.width,
+        vocab_size=spec.vocab_size,
+        max_positions=spec.max_positions,
+        inverse_frequencies=rotary.inverse_frequencies,
         embedding=weights["embed.weight"],
-        final_norm=norm("norm"),
+        final_norm=weights["norm.weight"],
         layers=layers,
         head=linear("head") if "head.weight" in weights else None,
-        epsilon=config.norm_eps,
-        rotary_scaling=config.rotary.scaling,
-        attention_scale=config.scales[0],
-        delta=config.delta,
+        epsilon=spec.norm.eps,
+        rotary_scaling=rotary.scaling,
+        attention_scale=attention.scale,
+        delta=state_shape(spec),
     )
 
 
-def _gate_last(config: ModelConfig, qkv: LinearWeights) -> LinearWeights:
+def state_shape(spec: DecoderSpec) -> StateShape | None:
+    """Return the shape of a model's recurrent states; None if all of its layers are attention."""
+    deltas = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, DeltaNetSpec)]
+    if not deltas:
+        return None
+    first = deltas[0]
+    heads = first.key_heads, first.value_heads, first.key_dim, first.value_dim
+    return StateShape(len(deltas), *heads, first.taps)
+
+
+def _gate_last(qkv: LinearWeights, spec: MixerSpec) -> LinearWeights:
     """Move the gates of the heads, each stored behind its head's query, behind all queries, keys and values."""
-    heads = qkv.weight[: 2 * config.query_width].unflatten(0, (config.heads, 2, config.head_dim))
+    if isinstance(spec, DeltaNetSpec) or not spec.gated:
+        return qkv
+    heads = qkv.weight[: 2 * spec.query_width].view(spec.heads, 2, spec.head_dim, -1)
     query, gate = (heads[:, part].flatten(0, 1) for part in (0, 1))
-    return LinearWeights(torch.cat([query, qkv.weight[2 * config.query_width :], gate]))
+    return LinearWeights(torch.cat([query, qkv.weight[2 * spec.query_width :], gate]))
 
 
 def _delta_of(weights: Mapping[str, Tensor], layer: int) -> DeltaWeights:
@@ -261,8 +270,8 @@ def _delta_of(weights: Mapping[str, Tensor], layer: int) -> DeltaWeights:
     return DeltaWeights(
         beta_decay=LinearWeights(weights[f"{name}.beta_decay.weight"]),
         conv=weights[f"{name}.conv.weight"].squeeze(1),
-        rate=-weights[f"{name}.delta.A_log"].float().exp(),
-        bias=weights[f"{name}.delta.dt_bias"],
+        rate=-weights[f"{name}.decay_rate.weight"].float().exp(),
+        bias=weights[f"{name}.decay_bias.weight"],
         norm=weights[f"{name}.delta_norm.weight"],
     )
 
@@ -273,14 +282,13 @@ def _weights_of(model: Transformer) -> dict[str, Tensor]:
         "embed.weight": model._embedding,
         "norm.weight": model._norm.weight if model._norm else None,
     }
-    linears = {} if model.config.tied else {"head": model._head}
+    linears = {} if model.spec.tied else {"head": model._head}
     for i, block in enumerate(model._blocks):
         attention, mlp = block.attention, block.mlp
         assert isinstance(mlp, _GatedMLP)
         linears |= {f"layers.{i}.qkv": attention.qkv, f"layers.{i}.o": attention.output}
         linears |= {f"layers.{i}.gate_up": mlp.gate_up, f"layers.{i}.down": mlp.down}
-        found[f"layers.{i}.attn_norm.weight"] = block.attention_norm.weight
-        found[f"layers.{i}.mlp_norm.weight"] = block.mlp_norm.weight
+        found |= {f"layers.{i}.{name}.weight": norm.weight for name, norm in block.norms.items()}
         if attention.qk_norm is not None:  # one row per head; all rows of q are equal, and all rows of k
             found[f"layers.{i}.q_norm.weight"] = attention.qk_norm[0]
             found[f"layers.{i}.k_norm.weight"] = attention.qk_norm[-1]
@@ -291,18 +299,32 @@ def _weights_of(model: Transformer) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
-def check_config(config: ModelConfig) -> None:
-    """Raise ModelFormatError for an architecture that ``NativeSpec`` cannot express."""
+def check_description(spec: DecoderSpec) -> None:
+    """Raise ModelFormatError for a model that ``NativeSpec`` cannot express."""
+    eps, deltas = spec.norm.eps, {layer.mixer for layer in spec.layers if isinstance(layer.mixer, DeltaNetSpec)}
+    attentions, one_shape = spec.attentions, {(a.heads, a.kv_heads, a.head_dim) for a in spec.attentions}
     wanted = {
-        "an RMS norm before each part": config.norm == "rms" and config.norm_first and config.final_norm,
-        "SwiGLU": config.gated and config.activation == "silu",
-        "rotary positions": config.rotary is not None,
-        "one attention scale for all layers": len(set(config.scales)) == 1,
-        "an embedding as wide as the model": config.embed_width in (0, config.width),
+        "an RMS norm before each part": spec.norm.kind == "rms"
+        and spec.final_norm
+        and all(layer.norms == "before" for layer in spec.layers),
+        "SwiGLU": all(layer.dense.gated and layer.dense.activation == "silu" for layer in spec.layers),
+        "rotary positions": all(attention.rotary is not None for attention in attentions),
+        "the same rotary positions in all layers": len({attention.rotary for attention in attentions}) == 1,
+        "heads of one shape in all layers": len(one_shape) == 1,
+        "recurrent layers of one shape, with the norms' epsilon": len(
+            deltas | {replace(d, norm_eps=eps) for d in deltas}
+        )
+        <= 1,
+        "attention in some layer": bool(attentions),
+        "an MLP of one width in all layers": len({layer.dense.width for layer in spec.layers}) == 1,
+        "one attention scale for all layers": len({attention.scale for attention in attentions}) == 1,
+        "norms of queries and keys head by head": all(attention.qk_norm != "all" for attention in attentions),
+        "an embedding as wide as the model": spec.embed_width == spec.width,
+        "unscaled embeddings and logits": (spec.embed_scale, spec.logits_scale, spec.logits_cap) == (1.0, 1.0, None),
     }
     missing = [feature for feature, present in wanted.items() if not present]
     if missing:
-        raise ModelFormatError(f"the CPU kernels cannot run a {config.family} model without {' and '.join(missing)}")
+        raise ModelFormatError(f"the CPU kernels cannot run a {spec.family} model without {' and '.join(missing)}")
 
 
 def check_spec(spec: NativeSpec) -> None:

@@ -143,17 +143,17 @@ class PackedFile:
             metadata = file.metadata() or {}
         if metadata.get("origin") != self._origin:
             raise ModelFormatError("it was made from another checkpoint or by another version")
-        config = loading.native_config(self.source)
-        if config is None:
+        spec = loading.description_of(self.source)
+        if spec is None:
             raise ModelFormatError("the model is not of a native family")
         tied, checksums = _header(metadata)
-        config = dataclasses.replace(config, tied=tied)
+        spec = dataclasses.replace(spec, tied=tied)
 
         def read_packed(memory: Tensor) -> None:
             _read_into(memory, self.path, checksums)
 
-        spec = spec_of(config, shapes(config))
-        return NativeModel(spec, str(self.source), quantization=self.quantization, read_packed=read_packed)
+        native_spec = spec_of(spec, shapes(spec))
+        return NativeModel(native_spec, str(self.source), quantization=self.quantization, read_packed=read_packed)
 
 
 def _header(metadata: Mapping[str, str]) -> tuple[bool, list[int]]:

@@ -48,7 +48,7 @@ def prepare(
         try:
             assert quantization != "fp8"
             if isinstance(model, RecurrentModel):
-                weights = model.config, model.weights, model.name
+                weights = model.spec, model.weights, model.name
                 return NativeModel.from_weights(*weights, quantization=quantization)
             assert isinstance(model, Transformer)
             return NativeModel.from_transformer(model, quantization=quantization)

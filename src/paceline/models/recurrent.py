@@ -15,7 +15,7 @@ from paceline.core.recurrent_state import StatefulCache, StateShape
 from paceline.errors import ModelFormatError
 from paceline.kernels import twin
 from paceline.models.base import AnyModel, HiddenStates, check_taps
-from paceline.models.config import ModelConfig
+from paceline.models.description import AttentionSpec, DecoderSpec
 from paceline.models.native import spec_of
 
 
@@ -44,6 +44,11 @@ def cache_of(model: AnyModel, rows: int, positions: int) -> KVCache:
     return KVCache(*sizes) if shape is None else StatefulCache(shape, *sizes)
 
 
+def is_recurrent(spec: DecoderSpec) -> bool:
+    """Whether ``RecurrentModel`` runs a model: one with recurrent layers."""
+    return not all(isinstance(layer.mixer, AttentionSpec) for layer in spec.layers)
+
+
 class RecurrentModel:
     """A decoder with recurrent layers, unrounded in torch; implements ``FlatModel`` and ``Recurrent``.
 
@@ -54,26 +59,25 @@ class RecurrentModel:
     kernels = "torch reference"
     quantization: QuantizationName | None = None
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], name: str) -> None:
+    def __init__(self, spec: DecoderSpec, weights: Mapping[str, Tensor], name: str) -> None:
         embedding = weights["embed.weight"]
         if embedding.device.type != "cpu":
-            raise ModelFormatError(f"{name}: {config.family} models run on CPUs only; use device='cpu'")
-        self.config, self.weights, self.name = config, weights, name
-        self.vocab_size, self.layers, self.width = config.vocab_size, config.layers, config.width
-        self.kv_heads, self.head_dim = config.kv_heads, config.head_dim
-        self.max_positions, self.tied = config.max_positions, config.tied
+            raise ModelFormatError(f"{name}: {spec.family} models run on CPUs only; use device='cpu'")
+        self.spec, self.weights, self.name = spec, weights, name
+        self._packable = packable = spec_of(spec, weights)
+        self.vocab_size, self.layers, self.width = spec.vocab_size, len(spec.layers), spec.width
+        self.kv_heads, self.head_dim = packable.kv_heads, packable.head_dim
+        self.max_positions, self.tied = spec.max_positions, spec.tied
         self.weights_dtype = embedding.dtype
         self.dtype, self.device = torch.float32, embedding.device
-        spec = spec_of(config, weights)
-        self.state_shape, self.attention_layers = spec.delta, spec.attention_layers
+        self.state_shape, self.attention_layers = packable.delta, packable.attention_layers
         self._twin: twin.TwinDecoder | None = None
-        self._spec = spec
 
     @property
     def _decoder(self) -> twin.TwinDecoder:
         """Made when first used: most models are only loaded to be packed."""
         if self._twin is None:
-            self._twin = twin.TwinDecoder(self._spec, "fp32", "fp32")
+            self._twin = twin.TwinDecoder(self._packable, "fp32", "fp32")
         return self._twin
 
     def forward(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> HiddenStates:

@@ -25,7 +25,7 @@ from paceline.kernels.attention.reference import ReferenceAttention
 from paceline.kernels.gpu import rotary, twin
 from paceline.kernels.gpu.linear import Linears
 from paceline.kernels.gpu.state import PackedHeads
-from paceline.models.config import ModelConfig, Rotary
+from paceline.models.description import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormSpec, Rotary
 from paceline.models.linear import Dense, LinearFactory
 from paceline.models.transformer import Transformer
 from paceline.models.weights import slots
@@ -42,25 +42,22 @@ _rng = random.Random(4)
 PROMPTS = [[_rng.randrange(1, VOCAB) for _ in range(_rng.randrange(1, 60))] for _ in range(64)]
 
 
-def small_llama(layers: int) -> ModelConfig:
-    return ModelConfig(
+def small_llama(layers: int) -> DecoderSpec:
+    rotary = Rotary(tuple(10_000.0 ** (-pair / (DIM // 2)) for pair in range(DIM // 2)))
+    layer = LayerSpec(AttentionSpec(HEADS, GROUPS, DIM, rotary=rotary), MLPSpec(3 * DIM * HEADS))
+    return DecoderSpec(
         family="llama",
         vocab_size=VOCAB,
         width=DIM * HEADS,
-        heads=HEADS,
-        kv_heads=GROUPS,
-        head_dim=DIM,
-        mlp_width=3 * DIM * HEADS,
         max_positions=POSITIONS,
-        windows=(None,) * layers,
-        scales=(None,) * layers,
-        rotary=Rotary(tuple(10_000.0 ** (-pair / (DIM // 2)) for pair in range(DIM // 2))),
+        layers=(layer,) * layers,
+        norm=NormSpec(),
         embed_width=DIM * HEADS,
         tied=True,
     )
 
 
-def weights_of(config: ModelConfig, dtype: torch.dtype) -> dict[str, Tensor]:
+def weights_of(config: DecoderSpec, dtype: torch.dtype) -> dict[str, Tensor]:
     """The same on every machine: drawn on the CPU."""
     made = {}
     for slot in slots(config).values():

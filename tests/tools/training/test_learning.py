@@ -40,7 +40,7 @@ def trainer(whole: Path, target: str) -> Trainer:
 def make_trainer(whole: Path, target: str, options: DraftTraining) -> Trainer:
     shards, held = shards_of(whole)
     source = Target.load(target, options.kind, options.layers)
-    vocabulary = most_frequent(shards, source.config.vocab_size, options.vocab)
+    vocabulary = most_frequent(shards, source.spec.vocab_size, options.vocab)
     head = source.make_learner(options, TAPS, vocabulary, seed=0)
     dataset = ExampleDataset(shards)
     return Trainer(head, dataset, ExampleDataset([held]), scale_for(head, dataset), options, seed=0)

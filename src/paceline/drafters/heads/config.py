@@ -15,7 +15,8 @@ from typing import Any, Literal, TypeVar
 from paceline.config import MAX_SPECULATION_LENGTH
 from paceline.errors import ModelFormatError
 from paceline.models.boundary import brief
-from paceline.models.config import ModelConfig
+from paceline.models.description import DecoderSpec
+from paceline.models.families import describe
 
 Layout = Literal["speculators", "flat"]
 T = TypeVar("T")
@@ -76,11 +77,15 @@ class HeadConfig:
 
     def __post_init__(self) -> None:
         decoder = self.decoder
-        sizes = (decoder.width, decoder.mlp_width, decoder.heads, decoder.kv_heads, decoder.head_dim, decoder.layers)
+        if not decoder.layers:
+            raise ModelFormatError("the head's configuration has no layers")
+        attention, inner = decoder.layers[0].attention, decoder.layers[0].dense.width
+        sizes = (decoder.width, inner, attention.heads, attention.kv_heads, attention.head_dim)
         wrong = {
             "a size that is not positive": min(*sizes, self.target_width, self.draft_vocab_size) < 1,
-            f"{decoder.heads} heads over {decoder.kv_heads} key heads": decoder.heads % max(1, decoder.kv_heads) != 0,
-            "an odd head_dim": decoder.head_dim % 2 != 0,
+            f"{attention.heads} heads over {attention.kv_heads} key heads": attention.heads % max(1, attention.kv_heads)
+            != 0,
+            "an odd head_dim": attention.head_dim % 2 != 0,
             f"draft_vocab_size {self.draft_vocab_size} beyond vocab_size": self.draft_vocab_size > decoder.vocab_size,
             "both norm_before_fc and fc_norm": self.norm_before_fc and self.fc_norm,
             f"hidden states of layers {self.taps}": self.taps is not None and not _are_layers(self.taps),
@@ -94,7 +99,7 @@ class HeadConfig:
             raise ModelFormatError(f"the head's configuration has {' and '.join(found)}")
 
     @cached_property
-    def decoder(self) -> ModelConfig:
+    def decoder(self) -> DecoderSpec:
         """Shape of the layers; the vocabulary is the target's."""
         kind = self.transformer.get("model_type")
         families = _COPIED if self.transfers else _FAMILIES
@@ -102,7 +107,7 @@ class HeadConfig:
             raise ModelFormatError(
                 f"the head's layers are of model_type {brief(repr(kind))}; only {' and '.join(families)} can be run"
             )
-        decoder = ModelConfig.from_huggingface(self.transformer)
+        decoder = describe(self.transformer)
         if decoder is None:
             raise ModelFormatError("the head's layers have an activation, a rope or windows that cannot be run")
         return decoder
@@ -114,7 +119,8 @@ class HeadConfig:
     def _only_transfers(self) -> bool:
         """Whether it has no settings of other kinds, one hidden state as wide as its layers, and no sliding window."""
         plain = not any(getattr(self, name) for name in _SWITCHES) and self.mask_token is None
-        return plain and self.target_width == self.width and self.streams == 1 and set(self.decoder.windows) == {None}
+        windows = {attention.window for attention in self.decoder.attentions}
+        return plain and self.target_width == self.width and self.streams == 1 and windows == {None}
 
     @property
     def kind(self) -> str:

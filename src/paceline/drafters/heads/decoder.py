@@ -38,8 +38,9 @@ class HeadModel:
     def __init__(self, head: Head, name: str, taps: Sequence[int], max_positions: int) -> None:
         shape = head.config.decoder
         self.name, self.taps, self.max_positions = name, tuple(taps), max_positions
-        self.vocab_size, self.layers = shape.vocab_size, shape.layers
-        self.kv_heads, self.head_dim, self.width = shape.kv_heads, shape.head_dim, shape.width
+        self.vocab_size, self.layers = shape.vocab_size, len(shape.layers)
+        attention, self.width = shape.layers[0].attention, shape.width
+        self.kv_heads, self.head_dim = attention.kv_heads, attention.head_dim
         self.dtype, self.device = head.dtype, head.device
         self.kind, self.max_draft_tokens = head.config.kind, head.config.transfers or None
         self.one_pass = self.kind != "feature"

@@ -27,7 +27,7 @@ from paceline.kernels.attention import AttentionBackend
 from paceline.kernels.cpu import described
 from paceline.kernels.pack import INPUT_MULTIPLE
 from paceline.kernels.spec import FusionWeights, LayerWeights, LinearWeights, NativeSpec
-from paceline.models.native import HEAD_FORMAT, LAYER_FORMAT, Quantization, check_config, check_spec
+from paceline.models.native import HEAD_FORMAT, LAYER_FORMAT, Quantization, check_description, check_spec
 from paceline.models.packing import PackedDecoder, packed_size
 
 T = TypeVar("T")
@@ -81,8 +81,9 @@ def spec_of_head(head: Head, max_positions: int) -> NativeSpec:
     shape, config, state = head.config.decoder, head.config, head.state_dict()
     if not isinstance(head, FeatureHead):
         raise ModelFormatError("hidden transfer heads run in torch only")
-    check_config(shape)
-    assert shape.rotary is not None
+    check_description(shape)
+    first, inner = shape.layers[0].attention, shape.layers[0].dense.width
+    assert first.rotary is not None
     order = head.targets.argsort()  # ties are broken by token id, which must be the target's
 
     def linear(*names: str) -> LinearWeights:
@@ -102,25 +103,25 @@ def spec_of_head(head: Head, max_positions: int) -> NativeSpec:
             post_norm=state[f"{name}.post_attention_layernorm.weight"],
             q_norm=state.get(f"{name}.self_attn.q_norm.weight"),
             k_norm=state.get(f"{name}.self_attn.k_norm.weight"),
-            window=shape.windows[index],
+            window=shape.layers[index].attention.window,
         )
 
     norms = [state[f"fc_norm.{stream}.weight"] for stream in range(config.streams)] if config.fc_norm else None
     spec = NativeSpec(
         width=shape.width,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        ffn=shape.mlp_width,
+        heads=first.heads,
+        kv_heads=first.kv_heads,
+        head_dim=first.head_dim,
+        ffn=inner,
         vocab_size=config.draft_vocab_size,
         max_positions=max_positions,
-        inverse_frequencies=shape.rotary.inverse_frequencies,
+        inverse_frequencies=first.rotary.inverse_frequencies,
         embedding=state["embed_tokens.weight"],
         final_norm=state["norm.weight"],
-        layers=[layer(index) for index in range(shape.layers)],
+        layers=[layer(index) for index in range(len(shape.layers))],
         head=LinearWeights(state["lm_head.weight"][order]),
-        epsilon=shape.norm_eps,
-        rotary_scaling=shape.rotary.scaling,
+        epsilon=shape.norm.eps,
+        rotary_scaling=first.rotary.scaling,
         fusion=FusionWeights(
             fuse=linear("fc"),
             hidden_norm=state["layers.0.hidden_norm.weight"],

@@ -46,6 +46,7 @@ def rotary_kernel(
     HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     DIM: tl.constexpr,
+    ROTATED: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_H: tl.constexpr,
     TURNED: tl.constexpr,
@@ -62,7 +63,7 @@ def rotary_kernel(
     value = x.to(tl.float32)
     turned = (head < HEADS + GROUPS)[:, None] & inside
     if TURNED:
-        partner = (column + DIM // 2) % DIM
+        partner = tl.where(column < ROTATED, (column + ROTATED // 2) % ROTATED, column)
         other = tl.load(line + partner[None, :], mask=turned, other=0.0).to(tl.float32)
         if NORMED:
             square = tl.sum(value * value, 1) / DIM
@@ -70,8 +71,8 @@ def rotary_kernel(
             partner_weight = tl.load(norm + head[:, None] * DIM + partner[None, :], mask=turned, other=0.0)
             value = tl.where(turned, normed(value, x, square, weight, epsilon), value)
             other = normed(other, x, square, partner_weight, epsilon)
-        cos = tl.load(cosine + token * DIM + column, mask=column < DIM, other=0.0).to(tl.float32)
-        sin = tl.load(sine + token * DIM + column, mask=column < DIM, other=0.0).to(tl.float32)
+        cos = tl.load(cosine + token * ROTATED + column, mask=column < ROTATED, other=1.0).to(tl.float32)
+        sin = tl.load(sine + token * ROTATED + column, mask=column < ROTATED, other=0.0).to(tl.float32)
         kept = (value * cos[None, :]).to(x.dtype).to(tl.float32)
         value = tl.where(turned, kept + other * sin[None, :], value)
     found = value.to(x.dtype)
@@ -117,6 +118,7 @@ def turn_and_store(packed: PackedHeads, slots: Tensor, keys: Tensor, values: Ten
         HEADS=packed.heads,
         GROUPS=packed.kv_heads,
         DIM=dim,
+        ROTATED=cos.shape[-1],
         BLOCK_D=triton.next_power_of_2(dim),
         BLOCK_H=_HEADS_AT_ONCE,
         TURNED=packed.rotation is not None,

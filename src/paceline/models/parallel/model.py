@@ -22,7 +22,7 @@ from paceline.kernels.attention import BACKENDS
 from paceline.kernels.attention.base import Attend
 from paceline.kernels.attention.cached import CachedAttend
 from paceline.models.base import HiddenStates
-from paceline.models.config import ModelConfig
+from paceline.models.description import DecoderSpec
 from paceline.models.linear import Linear
 from paceline.models.parallel.group import Ranks
 from paceline.models.parallel.plan import Op, Step, as_numbers, packed_pass
@@ -63,17 +63,17 @@ class EmbeddingShard:
 class PartOfModel(Transformer):
     """A rank's part: its forward pass gives the whole model's result, if all ranks run it together.
 
-    config: of the whole model; weights: of this part (``models.loading.load_shard``).
+    spec: of the whole model; weights: of this part (``models.loading.load_shard``).
     """
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], name: str, ranks: Ranks) -> None:
-        super().__init__(ranks.share.local(config), weights, name)
-        self.ranks, self.hidden_width = ranks, config.embed_width or config.width
+    def __init__(self, spec: DecoderSpec, weights: Mapping[str, Tensor], name: str, ranks: Ranks) -> None:
+        super().__init__(ranks.share.local(spec), weights, name)
+        self.ranks, self.hidden_width = ranks, spec.embed_width
         for block in self._blocks:
             block.attention.output = SummedLinear(block.attention.output, ranks)
             block.mlp.down = SummedLinear(block.mlp.down, ranks)
-        if config.tied:
-            self._head = EmbeddingShard(self._embedding, ranks.share.of(config.vocab_size))
+        if spec.tied:
+            self._head = EmbeddingShard(self._embedding, ranks.share.of(spec.vocab_size))
         self.precision += f", cut into {ranks.share.ranks} ranks ({ranks.name})"
 
     def cache_shape(self, rows: int, positions: int) -> CacheShape:
@@ -110,9 +110,9 @@ class LeadingPart(PartOfModel):
     """
 
     def __init__(
-        self, config: ModelConfig, weights: Mapping[str, Tensor], name: str, ranks: Ranks, fellows: Fellows
+        self, spec: DecoderSpec, weights: Mapping[str, Tensor], name: str, ranks: Ranks, fellows: Fellows
     ) -> None:
-        super().__init__(config, weights, name, ranks)
+        super().__init__(spec, weights, name, ranks)
         self._fellows, self._turn, self._numbers = fellows, threading.Lock(), count()
         self._pending: deque[Step] = deque()
         self._failure: str | None = None

@@ -5,7 +5,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from model_support import LLAMA3_ROPE, NATIVE, YARN_ROPE, rope
 from paceline.errors import ModelFormatError
-from paceline.models.config import NATIVE_FAMILIES, ModelConfig, longest_sequence
+from paceline.models.description import DecoderSpec
+from paceline.models.families import FAMILIES, describe
+from paceline.models.families.rotary import longest_sequence
 
 _SHORT_LONG = {"short_factor": [1.0] * 3, "long_factor": [4.0] * 3, "original_max_position_embeddings": 16}
 _ROPES = {
@@ -18,15 +20,15 @@ _ROPES = {
 }
 
 
-def _native(kind: str, **changes: object) -> ModelConfig | None:
+def _native(kind: str, **changes: object) -> DecoderSpec | None:
     fields = next(fields for family, fields in NATIVE.values() if family == kind)
-    return ModelConfig.from_huggingface({"model_type": kind, **fields, **changes})
+    return describe({"model_type": kind, **fields, **changes})
 
 
-@pytest.mark.parametrize("kind", [kind for kind in NATIVE_FAMILIES if not kind.startswith("qwen3_5")])
+@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if not kind.startswith("qwen3_5")])
 def test_a_dictionary_and_a_configuration_object_give_the_same(kind: str) -> None:
     fields = next(fields for family, fields in NATIVE.values() if family == kind)
-    assert _native(kind) == ModelConfig.from_huggingface(AutoConfig.for_model(kind, **fields))
+    assert _native(kind) == describe(AutoConfig.for_model(kind, **fields))
     assert _native(kind).family == kind
 
 
@@ -34,7 +36,7 @@ def test_a_dictionary_and_a_configuration_object_give_the_same(kind: str) -> Non
 def test_rotary_frequencies_are_those_of_transformers(kind: str) -> None:
     config = LlamaConfig(**NATIVE["llama"][1] | _ROPES[kind])
     theirs = LlamaRotaryEmbedding(config)
-    ours = ModelConfig.from_huggingface(config).rotary
+    ours = describe(config).layers[0].attention.rotary
     torch.testing.assert_close(torch.tensor(ours.inverse_frequencies), theirs.inv_freq, rtol=0, atol=0)
     assert ours.scaling == theirs.attention_scaling
 
@@ -42,13 +44,16 @@ def test_rotary_frequencies_are_those_of_transformers(kind: str) -> None:
 def test_longrope_models_end_before_their_frequencies_change() -> None:
     config = LlamaConfig(**NATIVE["llama"][1] | _ROPES["longrope"])
     assert longest_sequence(config) == 16
-    assert ModelConfig.from_huggingface(config).max_positions == 16
+    assert describe(config).max_positions == 16
 
 
 def test_windows_are_each_layers_own() -> None:
-    assert _native("mistral", sliding_window=4).windows == (4, 4, 4)
-    assert _native("qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=1).windows == (None, 4, 4)
-    assert _native("qwen3", layer_types=["full_attention"] * 3).windows == (None,) * 3
+    def windows(kind: str, **changes: object) -> list[int | None]:
+        return [attention.window for attention in _native(kind, **changes).attentions]
+
+    assert windows("mistral", sliding_window=4) == [4, 4, 4]
+    assert windows("qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=1) == [None, 4, 4]
+    assert windows("qwen3", layer_types=["full_attention"] * 3) == [None] * 3
 
 
 @pytest.mark.parametrize(
@@ -66,10 +71,10 @@ def test_unsupported_architectures_run_through_transformers(kind: str, changes: 
 
 
 def test_another_family_runs_through_transformers() -> None:
-    assert ModelConfig.from_huggingface({"model_type": "gpt_neox"}) is None
+    assert describe({"model_type": "gpt_neox"}) is None
 
 
 @pytest.mark.parametrize("fields", [{}, {"model_type": "no such thing"}, {"model_type": "llama", "hidden_size": "x"}])
 def test_an_invalid_configuration_is_refused(fields: dict[str, object]) -> None:
     with pytest.raises(ModelFormatError, match="cannot be used"):
-        ModelConfig.from_huggingface(fields)
+        describe(fields)

@@ -1,0 +1,48 @@
+"""Families of models that paceline runs itself, one module each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+
+from paceline.errors import ModelFormatError
+from paceline.models.description import DecoderSpec
+from paceline.models.families import gpt2, llama, mistral, opt, qwen2, qwen3, qwen3_5
+from paceline.models.families.base import LLAMA_NAMES, Family
+from paceline.models.weight_names import WeightNames
+
+FAMILIES: dict[str, Family] = {
+    module.FAMILY.model_type: module.FAMILY for module in (llama, mistral, qwen2, qwen3, qwen3_5, opt, gpt2)
+} | {qwen3_5.TEXT_FAMILY.model_type: qwen3_5.TEXT_FAMILY}
+"""By Hugging Face's model_type."""
+
+GGUF_FAMILIES: dict[str, Family] = {
+    family.gguf.architecture: family for family in FAMILIES.values() if family.gguf is not None
+}
+"""By the architecture that GGUF files name."""
+
+USUAL_NAMES = WeightNames(LLAMA_NAMES, prefixes=("model.",))
+"""Names that models outside of ``FAMILIES`` have most often."""
+
+
+def describe(config: PretrainedConfig | Mapping[str, Any]) -> DecoderSpec | None:
+    """Describe the model of a Hugging Face configuration; None if only transformers' own code can run it.
+
+    Raises ModelFormatError if a dictionary has an unknown ``model_type`` or values of a wrong type.
+    """
+    config = config if isinstance(config, PretrainedConfig) else _parse(config)
+    family = FAMILIES.get(config.model_type)
+    if family is None or getattr(config, "quantization_config", None):
+        return None
+    return family.describe(config)
+
+
+def _parse(config: Mapping[str, Any]) -> PretrainedConfig:
+    fields = dict(config)
+    kind = fields.pop("model_type", None)
+    try:
+        return AutoConfig.for_model(kind, **fields)
+    except Exception as error:  # transformers raises many kinds for a bad field
+        raise ModelFormatError(f"the model's configuration (model_type {kind!r}) cannot be used: {error}") from error
