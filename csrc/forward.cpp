@@ -249,7 +249,7 @@ class Pass {
     const Attention attention = describe(layer);
     const Norm first = norm(layer.input_norm);
     float* residual = m_.residual_.as<float>();
-    const bool joined = s_.fusion && index == 0;
+    const bool joined = s_.fusion && !projects() && index == 0;
     const auto input = joined ? prepare(m_.joined_.as<float>(), 2 * m_.padded_width, nullptr, layer.qkv, thread)
                               : prepare(residual, m_.padded_width, &first, layer.qkv, thread);
     watch.lap(kPrepare);
@@ -269,7 +269,14 @@ class Pass {
       else join(i);
     }
     pool_.meet();
+    if (!projects()) return;
+    const Linear& fuse = s_.fusion->fuse;
+    const auto input = prepare(m_.joined_.as<float>(), 2 * m_.padded_width, nullptr, fuse, thread);
+    multiply(fuse, input, Epilogue::kStore, m_.residual_.as<float>(), static_cast<size_t>(m_.padded_width), thread);
   }
+
+  // Whether a head maps what it reads to its first layer's input.
+  bool projects() const { return s_.fusion && s_.fusion->embedding_norm; }
 
   void embed_token(int i, float* out) const {
     if (!s_.embedding) return k_.embed(s_.head, tokens_.tokens[i], out);
@@ -286,7 +293,7 @@ class Pass {
     float* embedded = m_.joined_.as<float>() + 2 * stride * static_cast<size_t>(i);
     float* hidden = embedded + stride;
     embed_token(i, embedded);
-    k_.rms_norm(embedded, norm(m_.layers[0].input_norm), m_.padded_width, embedded);
+    k_.rms_norm(embedded, norm(projects() ? s_.fusion->embedding_norm : m_.layers[0].input_norm), m_.padded_width, embedded);
     std::memcpy(residual(i), tokens_.entering + width * static_cast<size_t>(i), sizeof(float) * width);
     std::memset(residual(i) + width, 0, sizeof(float) * (stride - width));
     k_.rms_norm(residual(i), norm(s_.fusion->hidden_norm), m_.padded_width, hidden);

@@ -50,6 +50,9 @@ struct Fusion {
   int32_t streams, stream_width;
   int32_t normed_residual;  // whether the first layer adds to the normed state
   int32_t normed_state;     // whether the next step reads the output of the last norm
+  // A model's own head (MTP): `fuse` maps the normed embedding and the normed state behind it to the first layer's input,
+  // and the target's hidden state is kept as it is. Null: the heads above.
+  const float* embedding_norm;
 };
 
 struct ModelSpec {

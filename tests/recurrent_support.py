@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers.modeling_layers import MtpModel
 
 from paceline.models.loading import load_model
 from paceline.models.native import NativeModel, Quantization
@@ -84,3 +89,38 @@ def tiny_native_recurrent(seed: int = 0, quantization: Quantization | None = "in
     """The same model on the CPU kernels."""
     model = tiny_recurrent(seed, **sizes)
     return NativeModel.from_weights(model.spec, model.weights, model.name, quantization=quantization, threads=1)
+
+
+def theirs_with_head(seed: int = 0) -> tuple[Qwen3_5ForCausalLM, MtpModel]:
+    """A random model of transformers, and a draft head for it."""
+    model = tiny_qwen3_5(seed)
+    model.config.num_mtp_layers, model.config.mtp_layer_types = 1, ["full_attention"]
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        head = MtpModel(model, 1).eval()
+        for name, weight in head.layers.named_parameters():
+            randomise(name, weight)
+    return model, head
+
+
+_MTP_NAMES = {
+    "0.mtp_block.": "mtp.layers.0.",
+    "0.eh_proj.": "mtp.fc.",
+    "0.enorm.": "mtp.pre_fc_norm_embedding.",
+    "0.hnorm.": "mtp.pre_fc_norm_hidden.",
+    "0.post_norm.": "mtp.norm.",
+}
+
+
+def save_with_head(path: Path, seed: int = 0) -> tuple[Qwen3_5ForCausalLM, MtpModel]:
+    """Save ``theirs_with_head`` as checkpoints are published, with a tokenizer whose tokens are numbers."""
+    model, head = theirs_with_head(seed)
+    model.save_pretrained(path)
+    tensors = load_file(path / "model.safetensors")
+    for name, weight in head.layers.state_dict().items():
+        theirs = next(theirs for theirs in _MTP_NAMES if name.startswith(theirs))
+        tensors[_MTP_NAMES[theirs] + name.removeprefix(theirs)] = weight.contiguous()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    words = Tokenizer(WordLevel({str(token): token for token in range(VOCAB)}, unk_token="0"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
+    return model, head

@@ -100,6 +100,7 @@ class CFusion(Structure):
         ("mask_token", c_int64),
         ("vocabulary", c_int64),
         *((name, c_int32) for name in ("streams", "stream_width", "normed_residual", "normed_state")),
+        ("embedding_norm", c_void_p),
     )
 
 

@@ -64,6 +64,8 @@ class FusionWeights:
     hidden_norm: [width], norm of the fused input beside the embedding.
     targets: [outputs of the head] int64, ascending: the target's token id of each of the head's tokens.
     vocabulary: size of the target's vocabulary, all of which the head reads.
+    embedding_norm: [width], of a model's own head (MTP): ``fuse`` then maps the normed embedding, and the normed state
+        behind it, to the first layer's input, and hidden states are kept as they are.
     mask: [width], with mask_token: stand for draft tokens that do not exist yet; None: the head reads its own draft
         tokens.
     """
@@ -80,6 +82,7 @@ class FusionWeights:
     mask_token: int = 0
     normed_residual: bool = False
     normed_state: bool = False
+    embedding_norm: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -125,6 +125,19 @@ def stored_tensors(path: Path) -> dict[str, _SafeTensor]:
     return _stored(_weight_files(path))
 
 
+def head_tensors(path: Path) -> Mapping[str, weights.StoredTensor]:
+    """Return the tensors of a checkpoint's own draft head, named ``mtp.*``, not read yet; none if it has no head.
+
+    Raises the errors of ``load_model``.
+    """
+    if path.is_file() or not (path / "config.json").is_file():
+        return {}
+    family = FAMILIES.get(_directory_config(path).model_type)
+    if family is None or not family.has_head:
+        return {}
+    return {name: tensor for name, tensor in stored_tensors(path).items() if name.startswith("mtp.")}
+
+
 @reads_model
 def load_embedding(source: ResolvedSource, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
     """Load only the token embedding [vocab_size, width] of a model. Raises the errors of ``load_model``."""

@@ -127,13 +127,22 @@ class NativeModel:
         if count > 0:
             tensors = (None if tensor is None else tensor.contiguous() for tensor in nodes[:-1])
             flat = Nodes(*tensors)._replace(read=nodes.read)  # type: ignore[arg-type]
-            places = [self.layers + 1 if tap == self.layers else tap for tap in taps]  # of the hidden state, in csrc
-            tapped = None if features is None else (places, features)
+            tapped = None if features is None else (self.tap_places(taps), features)
             seconds = self.seconds if self.timed else None
             problem = self._packed.decoder.forward(flat, self._c_cache(cache), hidden, tapped, seconds)
             if problem is not None:
                 raise ParameterError("tokens", f"[{count} tokens]", problem)
         return features
+
+    def tap_places(self, taps: Sequence[int]) -> list[int]:
+        """Return the kernels' numbers of tapped layers: theirs for the hidden state is one higher."""
+        return [self.layers + 1 if tap == self.layers else tap for tap in taps]
+
+    @property
+    def packed_decoder(self) -> PackedDecoder:
+        """The weights and the library's decoder. There are none without the CPU kernels."""
+        assert self._packed is not None
+        return self._packed
 
     @property
     def runs_rounds(self) -> bool:
@@ -211,7 +220,7 @@ def spec_of(spec: DecoderSpec, weights: Mapping[str, Tensor]) -> NativeSpec:
 
     layers = [
         LayerWeights(
-            qkv=_gate_last(linear(f"layers.{i}.qkv"), layer.mixer),
+            qkv=gate_last(linear(f"layers.{i}.qkv"), layer.mixer),
             attention_out=linear(f"layers.{i}.o"),
             gate_up=linear(f"layers.{i}.gate_up"),
             down=linear(f"layers.{i}.down"),
@@ -255,7 +264,7 @@ def state_shape(spec: DecoderSpec) -> StateShape | None:
     return StateShape(len(deltas), *heads, first.taps)
 
 
-def _gate_last(qkv: LinearWeights, spec: MixerSpec) -> LinearWeights:
+def gate_last(qkv: LinearWeights, spec: MixerSpec) -> LinearWeights:
     """Move the gates of the heads, each stored behind its head's query, behind all queries, keys and values."""
     if isinstance(spec, DeltaNetSpec) or not spec.gated:
         return qkv

@@ -25,10 +25,13 @@ _LINE = 64  # bytes: every weight begins on a cache line
 _UNBOUNDED = 1 << 62  # bytes of a meta tensor that is larger than any model
 
 
-def packed_size(spec: NativeSpec, layers: Format, head: Format) -> int:
-    """Return the bytes of all weights once packed; tied weights are counted once. spec: meta tensors suffice."""
+def packed_size(spec: NativeSpec, layers: Format, head: Format, *, shares_ends: bool = False) -> int:
+    """Return the bytes of all weights once packed; tied weights are counted once. spec: meta tensors suffice.
+
+    shares_ends: whether embedding and output head are another decoder's.
+    """
     packer = _Packer(torch.empty(_UNBOUNDED, dtype=torch.uint8, device="meta"), fill=False)
-    packer.pack_model(spec, layers, head)
+    packer.pack_model(spec, layers, head, ends=abi.CModel() if shares_ends else None)
     return packer.used
 
 
@@ -36,6 +39,7 @@ class PackedDecoder:
     """The kernel library's decoder on packed weights. memory: the packed weights, uint8 [packed_size].
 
     formats: formats of the layers and of the head.
+    ends_of: a decoder whose embedding and output head this one uses; the spec's then only give the shapes.
     read_packed: fills the memory with weights that were packed before; the spec's tensors then only give the shapes.
         None: the spec's tensors are packed now.
     """
@@ -47,16 +51,20 @@ class PackedDecoder:
         kernels: native.Kernels,
         threads: int,
         read_packed: ReadPacked | None = None,
+        ends_of: PackedDecoder | None = None,
     ) -> None:
-        size = packed_size(spec, *formats)
+        self.model: abi.CModel
+        size = packed_size(spec, *formats, shares_ends=ends_of is not None)
         arena = native.Arena(kernels.library, size)
         self.memory = arena.take(size)
         if read_packed is not None:
             read_packed(self.memory)
-        model = _Packer(self.memory, fill=read_packed is None).pack_model(spec, *formats)
+        packer = _Packer(self.memory, fill=read_packed is None)
+        model = packer.pack_model(spec, *formats, ends=None if ends_of is None else ends_of.model)
         tables = twin.rotary_table(spec)
         model.cosine, model.sine = (table.data_ptr() for table in tables)
-        self.decoder = native.NativeDecoder(kernels, model, (arena, tables), threads)
+        self.model = model
+        self.decoder = native.NativeDecoder(kernels, model, (arena, tables, ends_of), threads)
 
 
 class _Packer:
@@ -65,17 +73,21 @@ class _Packer:
     def __init__(self, memory: Tensor, *, fill: bool) -> None:
         self._memory, self._fill, self.used = memory, fill, 0
 
-    def pack_model(self, spec: NativeSpec, to: Format, head_to: Format) -> abi.CModel:
-        """Return the C description of the whole decoder, without its rotary tables."""
+    def pack_model(self, spec: NativeSpec, to: Format, head_to: Format, ends: abi.CModel | None = None) -> abi.CModel:
+        """Return the C description of the whole decoder, without its rotary tables.
+
+        ends: the decoder whose embedding and output head are used; None: the spec's are packed.
+        """
         layers = [self._layer(layer, to) for layer in spec.layers]
         for kind in (True, False):  # layers with states and layers with keys have places of their own
             for place, layer in enumerate(layer for layer in layers if bool(layer.delta) == kind):
                 layer.place = place
         fusion = None if spec.fusion is None else pointer(self._fusion(spec.fusion, to))
+        head, embedding = self._ends(spec, head_to) if ends is None else (ends.head, ends.embedding)
         return abi.CModel(
             layers=(abi.CLayer * len(layers))(*layers),
-            head=self._linear(spec.head or LinearWeights(spec.embedding), head_to),
-            embedding=None if spec.head is None else self._vector(self._padded(spec.embedding), torch.bfloat16),
+            head=head,
+            embedding=embedding,
             final_norm=self._vector(self._padded(spec.final_norm)),
             positions=spec.max_positions,
             layer_count=len(layers),
@@ -90,6 +102,11 @@ class _Packer:
             fusion=fusion,
             delta=_shape_of(spec),
         )
+
+    def _ends(self, spec: NativeSpec, to: Format) -> tuple[abi.CLinear, int | None]:
+        """Pack the output head and, unless it is tied to it, the embedding."""
+        head = self._linear(spec.head or LinearWeights(spec.embedding), to)
+        return head, None if spec.head is None else self._vector(self._padded(spec.embedding), torch.bfloat16)
 
     def _fusion(self, fusion: FusionWeights, to: Format) -> abi.CFusion:
         norms, joint = fusion.stream_norms, fusion.joint_norm
@@ -106,6 +123,7 @@ class _Packer:
             stream_width=fusion.stream_width,
             normed_residual=fusion.normed_residual,
             normed_state=fusion.normed_state,
+            embedding_norm=None if fusion.embedding_norm is None else self._vector(self._padded(fusion.embedding_norm)),
         )
 
     def _layer(self, layer: LayerWeights, to: Format) -> abi.CLayer:

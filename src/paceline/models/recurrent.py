@@ -45,8 +45,8 @@ def cache_of(model: AnyModel, rows: int, positions: int) -> KVCache:
 
 
 def is_recurrent(spec: DecoderSpec) -> bool:
-    """Whether ``RecurrentModel`` runs a model: one with recurrent layers."""
-    return not all(isinstance(layer.mixer, AttentionSpec) for layer in spec.layers)
+    """Whether ``RecurrentModel`` runs a model: one with recurrent layers or gated attention."""
+    return not all(isinstance(layer.mixer, AttentionSpec) and not layer.mixer.gated for layer in spec.layers)
 
 
 class RecurrentModel:

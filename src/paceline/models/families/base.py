@@ -51,12 +51,14 @@ class Family:
 
     describe: configuration -> description; None if only transformers' own code can run that model.
     gguf: None if GGUF files of this family are not read.
+    has_head: whether checkpoints may have a draft head of their own (``drafters.heads.mtp``).
     """
 
     model_type: str
     describe: Callable[[PretrainedConfig], DecoderSpec | None]
     safetensors: WeightNames
     gguf: GGUFForm | None = None
+    has_head: bool = False
 
 
 LLAMA_NAMES: Mapping[str, str] = {

@@ -18,7 +18,7 @@ _NORMS = frozenset({"attn_norm", "mlp_norm", "q_norm", "k_norm", "norm"})  # sto
 def _describe(config: PretrainedConfig) -> DecoderSpec | None:
     text = config.get_text_config()
     rotary = rotary_of(text)
-    if rotary is None or text.attention_bias or set(text.layer_types) != _KINDS:
+    if rotary is None or text.attention_bias or not {"full_attention"} <= set(text.layer_types) <= _KINDS:
         return None
     if ACTIVATION_NAMES.get(text.hidden_act) != "silu":
         return None
@@ -65,5 +65,5 @@ NAMES = WeightNames(
     plus_one=_NORMS,
 )
 
-TEXT_FAMILY = Family("qwen3_5_text", _describe, NAMES)
-FAMILY = Family("qwen3_5", _describe, NAMES)
+TEXT_FAMILY = Family("qwen3_5_text", _describe, NAMES, has_head=True)
+FAMILY = Family("qwen3_5", _describe, NAMES, has_head=True)
