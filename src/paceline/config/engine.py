@@ -46,7 +46,8 @@ class EngineConfig:
         Help(
             "Source of draft tokens: model, feature (a trained head), mtp (the head in the model's own files), ngram "
             "(prompt lookup), hybrid (ngram, else model or head), none (plain decoding), or a name that a package "
-            "adds. auto is hybrid with a draft model or a head in the model's files, else ngram; on CUDA model, else none.",
+            "adds. auto is hybrid with a draft model or a head in the model's files, else ngram; on CUDA model, else "
+            "none.",
             more='"model", "hybrid" and "feature" need ``draft_model``. "auto" leaves n-gram lookup out where the '
             "device runs rounds alone, because lookup runs on the host; other options that ask for draft tokens bring "
             'it back. None is "none". An object is a ``paceline.drafters.Drafter``: a class, or a pattern of which '
