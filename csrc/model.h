@@ -13,7 +13,7 @@
 namespace paceline {
 
 // These structures mirror src/paceline/kernels/abi.py; kAbiVersion changes with them.
-constexpr int kAbiVersion = 19;
+constexpr int kAbiVersion = 21;
 
 // The small weights of a gated delta net, whose qkv ends with the gates of its output.
 struct Delta {
@@ -22,13 +22,23 @@ struct Delta {
   const float *rate, *bias, *norm;
 };
 
+enum Activation : int32_t { kSilu = 0, kGeluTanh = 1 };
+
 struct Layer {
   Linear qkv, attention_out, gate_up, down;
-  const float* input_norm;
-  const float* post_norm;
-  const float* q_norm;  // or null
+  const float* input_norm;  // before attention, or null
+  const float* post_norm;   // before the MLP, or null
+  const float* q_norm;      // or null
   const float* k_norm;
-  int64_t window;      // 0: unlimited
+  int64_t window;  // 0: unlimited
+  const float* attention_out_norm;  // after attention and before its output is added, or null
+  const float* mlp_out_norm;        // likewise after the MLP
+  const float* cosine;              // [positions][rotary_half]
+  const float* sine;
+  int32_t rotary_half;
+  float scale;          // of attention
+  int32_t norm_all;     // whether q_norm and k_norm are over all heads together
+  int32_t activation;   // Activation
   const Delta* delta;  // null: attention
   int32_t gated;       // whether qkv ends with the gates of attention's output
   int32_t place;       // among the cache's layers, or among those with states
@@ -60,11 +70,11 @@ struct ModelSpec {
   Linear head;                // its packed columns are the embedding too, unless `embedding` is given
   const uint16_t* embedding;  // bf16 [vocabulary][padded width], or null
   const float* final_norm;
-  const float* cosine;  // [positions][rotary_half]
-  const float* sine;
   int64_t positions;
-  int32_t layer_count, width, ffn, heads, kv_heads, dim, rotary_half;
-  float epsilon, attention_scale;
+  int32_t layer_count, width, ffn, heads, kv_heads, dim;
+  float epsilon;
+  float embed_scale;  // of the token embedding
+  float tap_scale;    // of the hidden states that heads read
   const Fusion* fusion;  // or null
   DeltaShape delta;
 };
@@ -266,7 +276,7 @@ class Model {
   void grow(int threads, int tokens);
 
   std::mutex one_call_at_a_time_;
-  Buffer joined_, residual_, qkv_, gates_, attended_, activated_, padded_hidden_;
+  Buffer joined_, residual_, branch_, qkv_, gates_, attended_, activated_, padded_hidden_;
   Quantised shared_;
   std::vector<std::unique_ptr<Scratch>> scratch_;
   std::vector<std::atomic<int>> next_unit_;

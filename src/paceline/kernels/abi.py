@@ -25,7 +25,7 @@ from paceline.core.cache import KVCache
 from paceline.core.recurrent_state import WINDOW, StatefulCache
 from paceline.kernels.pack import Packed
 
-ABI_VERSION = 19  # must equal csrc/model.h's; raise both when a struct or a function changes
+ABI_VERSION = 21  # must equal csrc/model.h's; raise both when a struct or a function changes
 _FORMATS = {"int8": 0, "bf16": 1, "int4": 2}
 
 
@@ -85,6 +85,11 @@ class CLayer(Structure):
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
         ("window", c_int64),
+        *((name, c_void_p) for name in ("attention_out_norm", "mlp_out_norm", "cosine", "sine")),
+        ("rotary_half", c_int32),
+        ("scale", c_float),
+        ("norm_all", c_int32),
+        ("activation", c_int32),
         ("delta", POINTER(CDelta)),
         ("gated", c_int32),
         ("place", c_int32),
@@ -112,8 +117,6 @@ class CModel(Structure):
         ("head", CLinear),
         ("embedding", c_void_p),
         ("final_norm", c_void_p),
-        ("cosine", c_void_p),
-        ("sine", c_void_p),
         ("positions", c_int64),
         ("layer_count", c_int32),
         ("width", c_int32),
@@ -121,9 +124,9 @@ class CModel(Structure):
         ("heads", c_int32),
         ("kv_heads", c_int32),
         ("dim", c_int32),
-        ("rotary_half", c_int32),
         ("epsilon", c_float),
-        ("attention_scale", c_float),
+        ("embed_scale", c_float),
+        ("tap_scale", c_float),
         ("fusion", POINTER(CFusion)),
         ("delta", CDeltaShape),
     )
@@ -298,6 +301,7 @@ class CAttention(Structure):
         ("k_norm", c_void_p),
         ("epsilon", c_float),
         ("gates", c_size_t),
+        ("norm_all", c_bool),
     )
 
 

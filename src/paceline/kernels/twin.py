@@ -16,8 +16,9 @@ from paceline.core.cache import KVCache
 from paceline.core.nodes import Nodes, Seen, seen_by
 from paceline.core.recurrent_state import RecurrentStates, SlotPass, StatefulCache
 from paceline.kernels.delta import gates_of, run_slot
+from paceline.kernels.gpu.steps import ACTIVATIONS
 from paceline.kernels.pack import Bf16Weight, Format, Int4Weight, Int8Weight, Weight, dequantise, quantise
-from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec
+from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec, Rotary
 
 TwinFormat = Format | Literal["fp32"]
 """Formats of the reference: fp32 rounds neither weights nor inputs."""
@@ -71,11 +72,11 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return functional.rms_norm(x, (x.shape[-1],), weight.float(), epsilon)
 
 
-def rotary_table(spec: NativeSpec) -> tuple[Tensor, Tensor]:
+def rotary_table(rotary: Rotary, positions: int) -> tuple[Tensor, Tensor]:
     """cos and sin [positions, half] for every position."""
-    frequencies = torch.tensor(list(spec.inverse_frequencies), dtype=torch.float32)
-    angles = torch.arange(spec.max_positions)[:, None] * frequencies
-    return angles.cos() * spec.rotary_scaling, angles.sin() * spec.rotary_scaling
+    frequencies = torch.tensor(rotary.inverse_frequencies, dtype=torch.float32)
+    angles = torch.arange(positions)[:, None] * frequencies
+    return angles.cos() * rotary.scaling, angles.sin() * rotary.scaling
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -108,13 +109,18 @@ def attend(
     return out
 
 
+def norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
+    """``rms_norm``, or x without a weight."""
+    return x if weight is None else rms_norm(x, weight, epsilon)
+
+
 class TwinDecoder:
     """A whole decoder in plain torch. Weights are quantised like the kernels' and kept as float32."""
 
     def __init__(self, spec: NativeSpec, layer_format: TwinFormat, head_format: TwinFormat) -> None:
         self._spec = spec
         self._layer_format = layer_format
-        self._cos, self._sin = rotary_table(spec)
+        self._tables = [rotary_table(layer.rotary or spec.rotary, spec.max_positions) for layer in spec.layers]
         self._layers = [_TwinLayer(layer, self._make(layer_format)) for layer in spec.layers]
         head = spec.head or LinearWeights(spec.embedding)
         self._head = self._make(head_format)(head)
@@ -142,15 +148,16 @@ class TwinDecoder:
         if len(new) == 0:
             empty = torch.empty(0, spec.width, dtype=torch.float32)
             return empty, empty.new_empty(0, len(taps), spec.width) if taps else None
-        context = _TwinPass(spec, nodes, cache, (self._cos, self._sin), text=text)
-        x = self._embedding[new]
+        context = _TwinPass(spec, nodes, cache, self._tables, text=text)
+        x = self._embedding[new] * spec.embed_scale
         entering = []
-        for layer in self._layers:
-            entering.append(x)
-            mixer = context.attention if layer.weights.delta is None else context.delta
-            x = x + mixer(layer, rms_norm(x, layer.weights.input_norm, spec.epsilon))
-            gate, up = layer.gate_up(rms_norm(x, layer.weights.post_norm, spec.epsilon)).chunk(2, dim=1)
-            x = x + layer.down(functional.silu(gate) * up)
+        for index, layer in enumerate(self._layers):
+            entering.append(x * spec.tap_scale)
+            weights, normed = layer.weights, norm(x, layer.weights.input_norm, spec.epsilon)
+            mixed = context.attention(index, layer, normed) if weights.delta is None else context.delta(layer, normed)
+            x = x + norm(mixed, weights.attention_out_norm, spec.epsilon)
+            gate, up = layer.gate_up(norm(x, weights.post_norm, spec.epsilon)).chunk(2, dim=1)
+            x = x + norm(layer.down(ACTIVATIONS[weights.activation](gate) * up), weights.mlp_out_norm, spec.epsilon)
         context.finish()
         entering.append(rms_norm(x, spec.final_norm, spec.epsilon))
         features = torch.stack([entering[tap] for tap in taps], 1) if taps else None
@@ -165,14 +172,13 @@ class _TwinPass:
     """The mixers of one forward pass of the reference."""
 
     def __init__(
-        self, spec: NativeSpec, nodes: Nodes, cache: KVCache, tables: tuple[Tensor, Tensor], *, text: bool
+        self, spec: NativeSpec, nodes: Nodes, cache: KVCache, tables: Sequence[tuple[Tensor, Tensor]], *, text: bool
     ) -> None:
         self._spec, self._cache = spec, cache
         self._seen = seen_by(nodes)[nodes.read :]
         self._rows, positions = nodes.rows[nodes.read :], nodes.positions[nodes.read :]
         self._slots = positions if nodes.slots is None else nodes.slots[nodes.read :]
-        at = positions.clamp(max=spec.max_positions - 1)
-        self._cos, self._sin = (table[at] for table in tables)
+        self._tables, self._at = tables, positions.clamp(max=spec.max_positions - 1)
         self._attention_layer = self._delta_layer = 0
         self._states: RecurrentStates | None = None
         self._passes: list[SlotPass] = []
@@ -181,21 +187,27 @@ class _TwinPass:
             self._states = cast(StatefulCache, cache).states
             self._passes = self._states.plan(nodes, text=text)
 
-    def attention(self, layer: _TwinLayer, normed: Tensor) -> Tensor:
+    def attention(self, layer_index: int, layer: _TwinLayer, normed: Tensor) -> Tensor:
         """The output of an attention layer [N, width], from its normed input."""
         spec, weights, index = self._spec, layer.weights, self._attention_layer
         self._attention_layer += 1
         heads = [spec.heads, spec.kv_heads, spec.kv_heads, spec.heads if weights.gated else 0]
         qkv = layer.qkv(normed).view(normed.shape[0], -1, spec.head_dim)
         q, k, v, gate = qkv.split_with_sizes(heads, dim=1)
-        if weights.q_norm is not None and weights.k_norm is not None:
-            q, k = rms_norm(q, weights.q_norm, spec.epsilon), rms_norm(k, weights.k_norm, spec.epsilon)
-        q, k = rotate(q, self._cos, self._sin), rotate(k, self._cos, self._sin)
-        write(index, self._cache, self._rows, self._slots, k, v)
-        attended = attend(index, self._cache, q, self._rows, self._seen, spec.scale, weights.window)
+        q, k = self._normed_heads(q, weights.q_norm), self._normed_heads(k, weights.k_norm)
+        cos, sin = (table[self._at] for table in self._tables[layer_index])
+        write(index, self._cache, self._rows, self._slots, rotate(k, cos, sin), v)
+        scale = spec.scale_of(weights)
+        attended = attend(index, self._cache, rotate(q, cos, sin), self._rows, self._seen, scale, weights.window)
         if weights.gated:
             attended = attended * gate.sigmoid()
         return layer.attention_out(attended.flatten(1))
+
+    def _normed_heads(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """Norm queries or keys [N, heads, D], each head or all together."""
+        if weight is None or weight.numel() == self._spec.head_dim:
+            return norm(x, weight, self._spec.epsilon)
+        return norm(x.flatten(1), weight, self._spec.epsilon).view_as(x)
 
     def delta(self, layer: _TwinLayer, normed: Tensor) -> Tensor:
         """The output of a gated delta net [N, width], from its normed input."""

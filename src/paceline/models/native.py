@@ -1,4 +1,4 @@
-"""Llama-like decoders on the native CPU kernels: one call per forward pass, packed weights, batch-invariant results.
+"""Decoders on the native CPU kernels: one call per forward pass, packed weights, batch-invariant results.
 
 The hidden state and the logits of a token are bitwise the same whatever else is in the call: alone, among other rows,
 verified with its draft tokens, or prefilled in any chunks. Without the compiled extension the reference implementation
@@ -7,7 +7,7 @@ in torch runs instead (``kernels`` names it); its results are not batch-invarian
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 from weakref import WeakKeyDictionary
@@ -22,9 +22,9 @@ from paceline.core.recurrent_state import StateShape
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import abi, native, twin
 from paceline.kernels.pack import Format
-from paceline.kernels.spec import DeltaWeights, LayerWeights, LinearWeights, NativeSpec
+from paceline.kernels.spec import DeltaWeights, GatedActivation, LayerWeights, LinearWeights, NativeSpec
 from paceline.models.base import HiddenStates, check_taps
-from paceline.models.description import AttentionSpec, DecoderSpec, DeltaNetSpec, MixerSpec
+from paceline.models.description import AttentionSpec, DecoderSpec, DeltaNetSpec, LayerSpec, MixerSpec, MLPSpec
 from paceline.models.linear import Dense
 from paceline.models.packing import PackedDecoder, ReadPacked, packed_size
 from paceline.models.transformer import Transformer, _GatedMLP
@@ -33,6 +33,7 @@ Quantization = Literal["int8", "int4"]
 MAX_TAPS = 8  # kMostTaps in csrc/kernels.h
 LAYER_FORMAT: dict[str | None, Format] = {None: "bf16", "int8": "int8", "int4": "int4"}
 HEAD_FORMAT: dict[str | None, Format] = {None: "bf16", "int8": "int8", "int4": "int8"}  # int4 costs the head too much
+ACTIVATIONS: dict[str, GatedActivation] = {"silu": "silu", "gelu_tanh": "gelu_tanh"}  # those that the kernels have
 
 
 class NativeModel:
@@ -212,28 +213,12 @@ def spec_of(spec: DecoderSpec, weights: Mapping[str, Tensor]) -> NativeSpec:
     Raises ModelFormatError if the kernels cannot run the model.
     """
     check_description(spec)
-    attention, rotary = spec.attentions[0], spec.attentions[0].rotary
-    assert rotary is not None
+    attention = spec.attentions[0]
+    assert attention.rotary is not None
 
     def linear(name: str) -> LinearWeights:
         return LinearWeights(weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
-    layers = [
-        LayerWeights(
-            qkv=gate_last(linear(f"layers.{i}.qkv"), layer.mixer),
-            attention_out=linear(f"layers.{i}.o"),
-            gate_up=linear(f"layers.{i}.gate_up"),
-            down=linear(f"layers.{i}.down"),
-            input_norm=weights[f"layers.{i}.attn_norm.weight"],
-            post_norm=weights[f"layers.{i}.mlp_norm.weight"],
-            q_norm=weights.get(f"layers.{i}.q_norm.weight"),
-            k_norm=weights.get(f"layers.{i}.k_norm.weight"),
-            window=None if isinstance(layer.mixer, DeltaNetSpec) else layer.mixer.window,
-            gated=isinstance(layer.mixer, AttentionSpec) and layer.mixer.gated,
-            delta=_delta_of(weights, i) if isinstance(layer.mixer, DeltaNetSpec) else None,
-        )
-        for i, layer in enumerate(spec.layers)
-    ]
     return NativeSpec(
         width=spec.width,
         heads=attention.heads,
@@ -242,14 +227,14 @@ def spec_of(spec: DecoderSpec, weights: Mapping[str, Tensor]) -> NativeSpec:
         ffn=spec.layers[0].dense.width,
         vocab_size=spec.vocab_size,
         max_positions=spec.max_positions,
-        inverse_frequencies=rotary.inverse_frequencies,
+        rotary=attention.rotary,
         embedding=weights["embed.weight"],
-        final_norm=weights["norm.weight"],
-        layers=layers,
+        final_norm=weights["norm.weight"] * spec.logits_scale,
+        layers=[_layer_of(layer, f"layers.{i}.", weights, linear) for i, layer in enumerate(spec.layers)],
         head=linear("head") if "head.weight" in weights else None,
         epsilon=spec.norm.eps,
-        rotary_scaling=rotary.scaling,
-        attention_scale=attention.scale,
+        embed_scale=spec.embed_scale,
+        tap_scale=spec.residual_scale,
         delta=state_shape(spec),
     )
 
@@ -273,15 +258,39 @@ def gate_last(qkv: LinearWeights, spec: MixerSpec) -> LinearWeights:
     return LinearWeights(torch.cat([query, qkv.weight[2 * spec.query_width :], gate]))
 
 
-def _delta_of(weights: Mapping[str, Tensor], layer: int) -> DeltaWeights:
-    """Return the small weights of a gated delta net."""
-    name = f"layers.{layer}"
+def _delta_of(name: str, weights: Mapping[str, Tensor]) -> DeltaWeights:
+    """Return the small weights of a gated delta net. name: of its layer, with a point."""
     return DeltaWeights(
-        beta_decay=LinearWeights(weights[f"{name}.beta_decay.weight"]),
-        conv=weights[f"{name}.conv.weight"].squeeze(1),
-        rate=-weights[f"{name}.decay_rate.weight"].float().exp(),
-        bias=weights[f"{name}.decay_bias.weight"],
-        norm=weights[f"{name}.delta_norm.weight"],
+        beta_decay=LinearWeights(weights[f"{name}beta_decay.weight"]),
+        conv=weights[f"{name}conv.weight"].squeeze(1),
+        rate=-weights[f"{name}decay_rate.weight"].float().exp(),
+        bias=weights[f"{name}decay_bias.weight"],
+        norm=weights[f"{name}delta_norm.weight"],
+    )
+
+
+def _layer_of(
+    layer: LayerSpec, name: str, weights: Mapping[str, Tensor], linear: Callable[[str], LinearWeights]
+) -> LayerWeights:
+    mixer = layer.mixer
+    attention = mixer if isinstance(mixer, AttentionSpec) else None
+    return LayerWeights(
+        qkv=gate_last(linear(f"{name}qkv"), mixer),
+        attention_out=linear(f"{name}o"),
+        gate_up=linear(f"{name}gate_up"),
+        down=linear(f"{name}down"),
+        input_norm=weights.get(f"{name}attn_norm.weight"),
+        post_norm=weights.get(f"{name}mlp_norm.weight"),
+        attention_out_norm=weights.get(f"{name}attn_out_norm.weight"),
+        mlp_out_norm=weights.get(f"{name}mlp_out_norm.weight"),
+        q_norm=weights.get(f"{name}q_norm.weight"),
+        k_norm=weights.get(f"{name}k_norm.weight"),
+        window=None if attention is None else attention.window,
+        rotary=None if attention is None else attention.rotary,
+        scale=None if attention is None else attention.scale,
+        gated=attention is not None and attention.gated,
+        delta=_delta_of(name, weights) if attention is None else None,
+        activation=ACTIVATIONS[layer.dense.activation],
     )
 
 
@@ -312,24 +321,28 @@ def check_description(spec: DecoderSpec) -> None:
     """Raise ModelFormatError for a model that ``NativeSpec`` cannot express."""
     eps, deltas = spec.norm.eps, {layer.mixer for layer in spec.layers if isinstance(layer.mixer, DeltaNetSpec)}
     attentions, one_shape = spec.attentions, {(a.heads, a.kv_heads, a.head_dim) for a in spec.attentions}
+    mlps = [layer.mlp for layer in spec.layers]
+    dense = [mlp for mlp in mlps if isinstance(mlp, MLPSpec)]
     wanted = {
-        "an RMS norm before each part": spec.norm.kind == "rms"
+        "a dense MLP in every layer": len(dense) == len(spec.layers),
+        "RMS norms before or after each part": spec.norm.kind == "rms"
         and spec.final_norm
-        and all(layer.norms == "before" for layer in spec.layers),
-        "SwiGLU": all(layer.dense.gated and layer.dense.activation == "silu" for layer in spec.layers),
+        and all(layer.norms != "after_sum" for layer in spec.layers),
+        f"a gated MLP with {' or '.join(ACTIVATIONS)}": all(
+            mlp.gated and mlp.activation in ACTIVATIONS for mlp in dense
+        ),
         "rotary positions": all(attention.rotary is not None for attention in attentions),
-        "the same rotary positions in all layers": len({attention.rotary for attention in attentions}) == 1,
         "heads of one shape in all layers": len(one_shape) == 1,
         "recurrent layers of one shape, with the norms' epsilon": len(
             deltas | {replace(d, norm_eps=eps) for d in deltas}
         )
         <= 1,
         "attention in some layer": bool(attentions),
-        "an MLP of one width in all layers": len({layer.dense.width for layer in spec.layers}) == 1,
-        "one attention scale for all layers": len({attention.scale for attention in attentions}) == 1,
-        "norms of queries and keys head by head": all(attention.qk_norm != "all" for attention in attentions),
+        "an MLP of one width in all layers": len({mlp.width for mlp in dense}) == 1,
+        "the same epsilon in all norms": all(a.qk_norm is None or a.qk_norm_eps == spec.norm.eps for a in attentions),
+        "attention without sinks": not any(a.sinks for a in attentions),
         "an embedding as wide as the model": spec.embed_width == spec.width,
-        "unscaled embeddings and logits": (spec.embed_scale, spec.logits_scale, spec.logits_cap) == (1.0, 1.0, None),
+        "logits without a cap": spec.logits_cap is None,
     }
     missing = [feature for feature, present in wanted.items() if not present]
     if missing:
