@@ -245,7 +245,7 @@ def candidates_of(llm: LLM, answer: Answer) -> Candidates:
     batch = Batch(1, len(text) + 1, decoder.vocab_size)
     params = SamplingParams(temperature=answer.temperature)
     batch.set_row(0, RowStart(text[:size], params, sequence_seed(SEED, 0)))
-    batch.set_rows(1)
+    batch.set_live(range(1))
     places = batch.after([(0, answer.answer[:place]) for place in range(len(answer.answer))])
     found = Candidates([[] for _ in answer.answer], [[] for _ in answer.answer])
     for tokens, chances in candidates(logits, places, max(WIDTHS)):
@@ -464,7 +464,7 @@ def _grown(options: argparse.Namespace, answers: Sequence[Answer]) -> list[Draft
         noisy = Grown(drafter, batch, row, answer, noise=True)
         plain = Grown(drafter, batch, row, answer, noise=False) if answer.temperature else noisy
         drafts.append(Drafts(answer.answer, noisy.chain, noisy.tree, plain.tree))
-    batch.set_rows(len(answers))
+    batch.set_live(range(len(answers)))
     return drafts
 
 

@@ -13,7 +13,7 @@
 namespace paceline {
 
 // These structures mirror src/paceline/kernels/abi.py; kAbiVersion changes with them.
-constexpr int kAbiVersion = 21;
+constexpr int kAbiVersion = 22;
 
 // The small weights of a gated delta net, whose qkv ends with the gates of its output.
 struct Delta {
@@ -86,7 +86,7 @@ struct Entries {
   const float* values;
 };
 
-// Sampling settings of rows; SamplingRows of src/paceline/core/rows.py defines each. All but the first three may be
+// Sampling settings by slot; SamplingRows of src/paceline/core/rows.py defines each. All but the first three may be
 // null, if no row uses them.
 struct DrawRows {
   const float* temperature;
@@ -96,11 +96,14 @@ struct DrawRows {
   const int64_t* top_k;
   const float* top_p;
   const float *presence, *frequency, *repetition;  // all or none of these
-  const int64_t* text;                             // [rows][text_stride]
+  const int64_t* text;                             // [slots][text_stride]
   int64_t text_stride;
   const int64_t* prompt_length;
   const int64_t* min_length;
-  Entries bias, stops;
+  Entries bias, stops;   // by row
+  const int64_t* slots;  // of the rows; null: row i is in slot i
+
+  int64_t slot(int64_t row) const { return slots ? slots[row] : row; }
 };
 
 // Logits at places: place j of a row follows the first `first` + j of its draft tokens.
@@ -134,7 +137,7 @@ class Model;
 
 // The fused hidden states of the target at every position of every row: a head's input.
 struct Kept {
-  uint8_t* states;  // [row][capacity + 1][head's width]; the last place takes writes beyond the capacity
+  uint8_t* states;  // [slot][capacity + 1][head's width]; the last place takes writes beyond the capacity
   int64_t capacity;
   int32_t bf16;
 };
@@ -143,11 +146,11 @@ struct Kept {
 // start .. stop - 1, each at the place before its own, with the states that are kept there.
 struct DraftCall {
   DrawRows by;          // sampling settings of the draft tokens
-  const int64_t* text;  // [place][text_stride]
+  const int64_t* text;  // [slot][text_stride]
   int64_t text_stride;
   Kept kept;
   int64_t rows;
-  const int64_t* places;  // the rows' numbers in the text, in `kept` and in the cache
+  const int64_t* slots;  // of the rows, in the text, in `kept` and in the cache
   const int64_t *start, *stop;
   const int64_t* counts;  // draft tokens wanted per row, at most `draft_stride`; a row that wants none reads nothing.
                           // Null: all rows read, and no row drafts
@@ -172,7 +175,7 @@ struct DraftCall {
 struct RoundCall {
   DrawRows by;
   TextRows text;
-  const int64_t* places;        // the rows' numbers in the cache
+  const int64_t* slots;         // of the rows, in the text, in `kept` and in the cache
   const int64_t* draft_tokens;  // [rows][draft_stride]
   const int64_t* counts;        // less than `block`
   const int64_t* parents;       // [rows][draft_stride]: each draft token's parent, an earlier one, -1: the row's last token; null: chains

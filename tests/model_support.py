@@ -134,7 +134,8 @@ class Runner:
     ) -> HiddenStates:
         backend, rows = ReferenceAttention(), slice(first_row, first_row + len(tokens))
         longest = min(int(positions.max()) + 1, self.cache.positions)
-        plan, index = backend.plan(positions, longest), self.cache.write_index(first_row, positions)
+        places = torch.arange(first_row, first_row + len(tokens))
+        plan, index = backend.plan(positions, longest), self.cache.write_index(places, positions)
 
         def attend(
             layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: int | None = None

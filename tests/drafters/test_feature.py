@@ -73,7 +73,7 @@ class Recorder:
     def keep_paths(self, rows: Tensor, text: Tensor, paths: Tensor) -> None:
         raise AssertionError("there are no trees here")
 
-    copy_row = swap_rows = keep_paths
+    copy_row = keep_paths
 
 
 def features_of(target: AnyModel, text: list[int], taps: Sequence[int]) -> list[Tensor]:
@@ -107,7 +107,7 @@ class Watched:
     def check(self, batch: Batch, wish: SpeculationPlan) -> Draft:
         draft = self.propose(batch, wish).capped(wish.caps)
         for row, draft_tokens in enumerate(draft.draft_tokens):
-            text = batch.tokens[row, : batch.lengths[row]].tolist()
+            text = batch.text[row, : batch.lengths[row]].tolist()
             if len(text) < 2:
                 assert draft_tokens == []
                 self.compared["short"] += 1
@@ -175,7 +175,7 @@ def test_siblings_in_a_tree_are_the_best_tokens_after_their_path(kind: str) -> N
     def check(batch: Batch, wish: SpeculationPlan) -> Draft:
         draft = propose(batch, wish).capped(wish.caps)
         for row, count in enumerate(draft.drafted):
-            text = batch.tokens[row, : batch.lengths[row]].tolist()
+            text = batch.text[row, : batch.lengths[row]].tolist()
             assert count == 0 or len(text) > 1, "without hidden states there are no draft tokens"
             if count == 0:
                 continue

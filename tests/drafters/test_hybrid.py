@@ -35,8 +35,8 @@ def setup(*prompts: list[int]) -> tuple[HybridDrafter, Batch]:
     batch = new_batch(len(prompts), 120, VOCAB)
     for row, prompt in enumerate(prompts):
         batch.set_row(row, RowStart(prompt, PARAMS[row % 3], 100 + row))
-    batch.set_rows(len(prompts))
-    decoder.prefill(batch, 0, [0] * len(prompts), [len(prompt) - 1 for prompt in prompts])
+    batch.set_live(range(len(prompts)))
+    decoder.prefill(batch, range(len(prompts)), [0] * len(prompts), [len(prompt) - 1 for prompt in prompts])
     return HybridDrafter(NgramDrafter(), ModelDrafter(decoder, "coupled")), batch
 
 
@@ -44,7 +44,7 @@ def models_own(batch: Batch, prompts: list[list[int]], k: int) -> list[list[int]
     """The draft model's own continuation, token by token from the whole text."""
     draft_tokens = []
     for row, prompt in enumerate(prompts):
-        text = batch.tokens[row, : batch.lengths[row]].tolist()
+        text = batch.text[row, : batch.lengths[row]].tolist()
         for _ in range(k):
             logits = logits_after(ToyModel(), text)
             adjusted = slow_adjust(logits, PARAMS[row % 3], prompt, text[len(prompt) :], frozenset())

@@ -418,9 +418,9 @@ def runner(ops: RoundOps, rule: DeviceAcceptance, model: str = "llama", rows: in
     for row in range(rows):
         params = SamplingParams(temperature=row / 2, max_tokens=40)
         batch.set_row(row, RowStart(PROMPTS[3 - row], params, sequence_seed(1, row), stop_tokens=(22,)))
-    batch.set_rows(rows)
+    batch.set_live(range(rows))
     for decoder in decoders:
-        decoder.prefill(batch, 0, [0] * rows, [length - 1 for length in batch.lengths[:rows]])
+        decoder.prefill(batch, range(rows), [0] * rows, [length - 1 for length in batch.lengths[:rows]])
     return DeviceRound(*decoders, batch, rule, ops=ops, width=width)
 
 
@@ -534,10 +534,10 @@ def test_kernels_and_reference_run_equal_tree_rounds() -> None:
 def test_idle_rows_keep_their_text_and_caches() -> None:
     rounds = runner(TwinOps(), DeviceAcceptance())
     batch = rounds.batch
-    batch.set_rows(2)  # row 2 is not live
+    batch.set_live(range(2))  # row 2 is not live
     batch.limit[1] = batch.lengths[1]  # row 1 has no room
     text, seen = (
-        batch.tokens.clone(),
+        batch.text.clone(),
         [decoder.num_computed_tokens.clone() for decoder in (rounds.target, rounds.draft) if decoder],
     )
     with torch.inference_mode():
@@ -545,17 +545,17 @@ def test_idle_rows_keep_their_text_and_caches() -> None:
     assert gains[0] > 0
     assert gains[1:] == [0] * (len(gains) - 1)
     assert batch.length.tolist() == [batch.lengths[0] + gains[0], *batch.lengths[1:]]
-    assert torch.equal(batch.tokens[1:], text[1:])
+    assert torch.equal(batch.text[1:], text[1:])
     assert rounds.draft is not None
     assert rounds.draft.num_computed_tokens[2] == seen[1][2]
 
 
 def test_a_round_with_all_rows_idle_changes_nothing() -> None:
     rounds = runner(TwinOps(), DeviceAcceptance())
-    before = rounds.batch.tokens.clone(), rounds.batch.length.clone(), rounds.draft.num_computed_tokens.clone()  # type: ignore[union-attr]
+    before = rounds.batch.text.clone(), rounds.batch.length.clone(), rounds.draft.num_computed_tokens.clone()  # type: ignore[union-attr]
     with torch.inference_mode(), rounds._all_rows_idle():
         rounds.program(3, 3, 64)
-    after = rounds.batch.tokens, rounds.batch.length, rounds.draft.num_computed_tokens  # type: ignore[union-attr]
+    after = rounds.batch.text, rounds.batch.length, rounds.draft.num_computed_tokens  # type: ignore[union-attr]
     assert all(torch.equal(b, a) for b, a in zip(before, after, strict=True))
     assert rounds.batch.live.item() == 3
 

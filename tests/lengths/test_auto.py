@@ -403,7 +403,7 @@ def batch_of(rows: int, tokens: int = 100) -> Batch:
     batch = Batch(rows, 400, 4)
     for row in range(rows):
         batch.set_row(row, RowStart([1] * 10, SamplingParams(temperature=0, max_tokens=tokens), row))
-    batch.set_rows(rows)
+    batch.set_live(range(rows))
     return batch
 
 
@@ -812,7 +812,7 @@ def test_drafting_goes_on_while_any_row_pays_for_it() -> None:
     assert enough(batch, [[0.1], [0.1]])
 
 
-def test_row_calibrations_move_and_end_with_their_rows() -> None:
+def test_row_calibrations_stay_with_their_slots_and_end_with_their_sequences() -> None:
     policy, batch = AutoLength(CostModel(PAIR), decoders(Behind([0] * 3)), False), batch_of(3)
     (sure,) = bins_of(1, [0.95])
     for _ in range(30):  # the last row's are always wrong
@@ -827,11 +827,12 @@ def test_row_calibrations_move_and_end_with_their_rows() -> None:
     assert not asks_again(2, 3)
     chances = [policy.model_drafts.calibration.chance(row, sure) for row in range(3)]
     policy.leave(0)
-    policy.move(2, 0)
-    assert policy.model_drafts.calibration.chance(0, sure) == chances[2]
-    assert not asks_again(0, 1)
-    policy.join(0)
-    assert chances[2] < policy.model_drafts.calibration.chance(0, sure) < chances[1]
+    batch.set_live([1, 2])
+    assert policy.model_drafts.calibration.chance(2, sure) == chances[2]
+    assert asks_again(0, 1)
+    assert not asks_again(1, 2)
+    policy.join(2)
+    assert chances[2] < policy.model_drafts.calibration.chance(2, sure) < chances[1]
 
 
 # --- n-gram drafts beside a draft model -----------------------------------------------------------------

@@ -110,13 +110,6 @@ class RecurrentStates:
         """Let slots continue at ``position`` from whatever state they hold, to measure times."""
         self.base[list(slots)], self.count[list(slots)] = position, 0
 
-    def swap(self, one: int, other: int) -> None:
-        """Exchange two slots."""
-        for table in (self.state, self.tail, self.inputs):
-            table[:, [one, other]] = table[:, [other, one]]
-        for numbers in (self.base, self.count):
-            numbers[[one, other]] = numbers[[other, one]]
-
     def keep(self, slots: Tensor, text: Tensor, paths: Tensor) -> None:
         """Move the inputs of accepted tree nodes behind the text; arguments as for ``RowTables.keep``."""
         for slot, start, path in zip(slots.tolist(), text.tolist(), paths.tolist(), strict=True):
@@ -183,7 +176,3 @@ class StatefulCache(KVCache):
     def copy_row(self, source: int, destination: int, length: int) -> None:
         super().copy_row(source, destination, length)
         self.states.copy(source, destination, length)
-
-    def swap_rows(self, one: int, other: int, length: int) -> None:
-        super().swap_rows(one, other, length)
-        self.states.swap(one, other)

@@ -76,8 +76,8 @@ class FeatureDrafter(ModelDrafter):
         if self._model.max_draft_tokens is not None:
             wish = replace(wish, k=min(wish.k, self._model.max_draft_tokens))
         draft = super()._propose(batch, wish)
-        if min(batch.lengths[: batch.rows]) < 2:
-            return draft.capped([draft.k if length > 1 else 0 for length in batch.lengths[: batch.rows]])
+        if min(batch.lengths) < 2:
+            return draft.capped([draft.k if length > 1 else 0 for length in batch.lengths])
         return draft
 
     def _reading(self, batch: Batch, k: int) -> ComputeLogits:

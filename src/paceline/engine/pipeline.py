@@ -103,7 +103,7 @@ class Pipeline:
         features = sampling.step_features
         if self.runner.width > 1 and (features.adjusts or features.logprobs is not None):
             return "trees with penalties, min_tokens or log-probabilities"
-        if drafter.copies and any(self.batch.samples[: self.batch.rows]):
+        if drafter.copies and any(self.batch.samples):
             return "n-gram drafts from references or parallel samples"
         if sampling.needs_host:
             return _why_sampling_on_host(sampling)
@@ -138,14 +138,14 @@ class Pipeline:
         """Whether some row can gain more tokens than the rounds in flight add at least: one per round."""
         batch = self.batch
         certain_gain = len(self._in_flight)
-        return any(batch.limits[row] - batch.lengths[row] > certain_gain for row in range(batch.rows))
+        return any(limit - length > certain_gain for limit, length in zip(batch.limits, batch.lengths, strict=True))
 
     def _launch(self) -> None:
         batch, runner = self.batch, self.runner
         plan = self.parts.policy.choose(batch).within(batch)
         k = plan.k if runner.can_draft else 0
         longest = min(batch.longest + self.scheduler.in_flight, batch.positions)
-        runner.cap_draft_tokens(batch.max_draft_tokens[: batch.rows] if plan.caps is None else plan.caps)
+        runner.cap_draft_tokens(batch.max_draft_tokens if plan.caps is None else plan.caps)
         features = batch.sampling.step_features
         ticket = runner.run(batch.rows, k, longest, features, self._missing_tokens(k))
         self._in_flight.append(_InFlightRound(ticket, list(self.scheduler.running), k, features, runner.width))
@@ -178,13 +178,12 @@ class Pipeline:
         return gained
 
     def _process(self, launched: _InFlightRound) -> list[Sequence]:
-        """Give the running sequences their tokens. Rows may have left, moved or joined since the launch."""
+        """Give the running sequences their tokens. Rows may have left or joined since the launch."""
         verdict, logprobs = launched.read()
         lines = {id(sequence): line for line, sequence in enumerate(launched.sequences) if not sequence.output.finished}
         running = self.scheduler.running
         rows_and_lines = [(row, lines[id(s)]) for row, s in enumerate(running) if id(s) in lines]
-        for row, line in rows_and_lines:
-            self.batch.lengths[row] += verdict.gained[line]
+        self.batch.note_gains([verdict.gained[lines[id(s)]] if id(s) in lines else 0 for s in running])
         self._count_in_flight()
         if not rows_and_lines:
             self.parts.policy.lost()

@@ -25,7 +25,7 @@ from paceline.core.cache import KVCache
 from paceline.core.recurrent_state import WINDOW, StatefulCache
 from paceline.kernels.pack import Packed
 
-ABI_VERSION = 21  # must equal csrc/model.h's; raise both when a struct or a function changes
+ABI_VERSION = 22  # must equal csrc/model.h's; raise both when a struct or a function changes
 _FORMATS = {"int8": 0, "bf16": 1, "int4": 2}
 
 
@@ -177,6 +177,7 @@ class CDrawRows(Structure):
         *((name, c_void_p) for name in ("prompt_length", "min_length")),
         ("bias", CEntries),
         ("stops", CEntries),
+        ("slots", c_void_p),
     )
 
 
@@ -237,7 +238,7 @@ class CDraft(Structure):
         ("text_stride", c_int64),
         ("kept", CKept),
         ("rows", c_int64),
-        *((name, c_void_p) for name in ("places", "start", "stop", "counts")),
+        *((name, c_void_p) for name in ("slots", "start", "stop", "counts")),
         ("draft_stride", c_int64),
         *((name, c_void_p) for name in ("draft_tokens", "drawn", "chances", "probabilities", "logits", "instead")),
         ("before_draw", Callback),
@@ -255,7 +256,7 @@ class CRound(Structure):
     _fields_ = (
         ("by", CDrawRows),
         ("text", CTextRows),
-        *((name, c_void_p) for name in ("places", "draft_tokens", "counts", "parents")),
+        *((name, c_void_p) for name in ("slots", "draft_tokens", "counts", "parents")),
         *((name, c_int64) for name in ("draft_stride", "rows", "block")),
         *((name, c_void_p) for name in ("tokens", "accepted", "gained", "path", "hidden", "logits")),
         ("room", c_int64),
@@ -324,13 +325,13 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_texts_new": (c_void_p, ()),
     "pl_texts_free": (None, (c_void_p,)),
     "pl_texts_append": (None, (c_void_p, c_int64, c_void_p, c_int64)),
-    "pl_lookup": (c_int64, (*(c_void_p,) * 3, *(c_int64,) * 2, c_void_p, *(c_int64,) * 2, *(c_void_p,) * 4)),
-    "pl_lookup_all": (c_int64, (*(c_void_p,) * 3, *(c_int64,) * 2, c_void_p, *(c_int64,) * 3, *(c_void_p,) * 5)),
+    "pl_lookup": (c_int64, (*(c_void_p,) * 4, *(c_int64,) * 2, c_void_p, *(c_int64,) * 2, *(c_void_p,) * 4)),
+    "pl_lookup_all": (c_int64, (*(c_void_p,) * 4, *(c_int64,) * 2, c_void_p, *(c_int64,) * 3, *(c_void_p,) * 5)),
     "pl_draw": (None, (c_void_p,) * 4),
     "pl_accept": (None, (c_void_p,) * 8),
     "pl_law": (None, (c_void_p,) * 4),
     "pl_round": (c_char_p, (c_void_p,) * 5),
-    "pl_gain": (None, (*(c_void_p,) * 2, c_int64, c_void_p, c_int64, c_void_p)),
+    "pl_gain": (None, (*(c_void_p,) * 3, c_int64, c_void_p, c_int64, c_void_p)),
     "pl_likelihood": (None, (c_void_p,) * 5),
     "pl_logprobs": (None, (c_void_p,) * 3),
     "pl_linear": (None, (*(c_void_p,) * 4, c_int, c_int, c_void_p, c_size_t)),

@@ -106,17 +106,17 @@ class DraftSource:
         """Probability that a draft token is right, without its score or position."""
         return (self.right + PRIOR_TOKENS * PRIOR_ACCEPTANCE) / (self.judged + PRIOR_TOKENS)
 
-    def learn(self, judged: Sequence[Sequence[JudgedToken]]) -> None:
+    def learn(self, judged: Sequence[Sequence[JudgedToken]], slots: Sequence[int] | None = None) -> None:
         """Learn from a round, as ``ScoreCalibration.learn`` does."""
-        self.calibration.learn(judged)
+        self.calibration.learn(judged, slots)
         self.judged = self.judged * ACCEPTANCE_FADE + sum(map(len, judged))
         self.right = self.right * ACCEPTANCE_FADE + sum(right for line in judged for _, right in line)
 
-    def learn_draft(self, draft: Draft, verdict: Verdict) -> None:
+    def learn_draft(self, draft: Draft, verdict: Verdict, slots: Sequence[int]) -> None:
         """Learn what the verdict says about a draft of the same round, even if none of its tokens was verified."""
         bins = bins_of_draft(draft)
         judged = zip(bins, judge(draft, verdict), strict=True)
-        self.learn([[(line[place], right) for place, right in known] for line, known in judged])
+        self.learn([[(line[place], right) for place, right in known] for line, known in judged], slots)
 
 
 @dataclass
@@ -247,7 +247,8 @@ class AutoLength(RowKeepers, LengthPolicy):
             (*self._backlog(), DRAFT_MODEL_ALLOWANCE) if is_model else ([0], 0, NGRAM_ALLOWANCE)
         )
         current.feed_ms = self.costs.feed_ms(sum(backlog) - shared)
-        rounds_left = max(current.batch.limits[row] - current.batch.lengths[row] for row in range(current.rows))
+        batch = current.batch
+        rounds_left = max(limit - length for limit, length in zip(batch.limits, batch.lengths, strict=True))
         if self.costs.includes_drafting:
             value = self._best_length()[0]
         else:
@@ -266,10 +267,8 @@ class AutoLength(RowKeepers, LengthPolicy):
 
     def _is_behind_plain(self) -> bool:
         """Whether drafts have cost a draining batch more than they gained. No later round would make up for it."""
-        current = self._current
-        return (
-            current.batch.draining and current.rows > 1 and fmean(self._progress.leads(current.rows)) < -DRAIN_DEFICIT
-        )
+        batch = self._current.batch
+        return batch.draining and batch.rows > 1 and fmean(self._progress.leads(batch.slots)) < -DRAIN_DEFICIT
 
     def _checks_plain(self, loss_ms: float) -> bool:
         """Whether to run a plain round, which loses ``loss_ms``, to measure its time.
@@ -350,7 +349,7 @@ class AutoLength(RowKeepers, LengthPolicy):
         The value includes one standard error of the acceptance, at most doubling the tokens.
         """
         current = self._current
-        allowed = [min(LONGEST_AUTO, most) for most in current.batch.max_draft_tokens[: current.rows]]
+        allowed = [min(LONGEST_AUTO, most) for most in current.batch.max_draft_tokens]
         lines = self._lines(self.model_drafts, [bins_of(count) for count in allowed], [self._shape] * current.rows)
         gains = map(sum, zip_longest(*lines, fillvalue=0.0))
         value, tokens, k = self._best_depth(gains, current.rows, current.times, current.rate)
@@ -404,10 +403,11 @@ class AutoLength(RowKeepers, LengthPolicy):
         self, source: DraftSource, bins: Sequence[Sequence[int]], trees: Sequence[Parents], first: int = 0
     ) -> list[list[float]]:
         """Expected gain w s of each draft token, row by row. first: row of the batch that ``bins`` start at."""
-        weights, lines = self._current.token_weights, []
-        for row, (line, parents) in enumerate(zip(bins, trees, strict=True), first):
-            survivals = source.calibration.survivals(row, line, parents)
-            lines.append(survivals if weights[row] == 1 else [weights[row] * survival for survival in survivals])
+        current, lines = self._current, []
+        rows = zip(current.batch.slots[first:], current.token_weights[first:], bins, trees, strict=False)
+        for slot, weight, line, parents in rows:
+            survivals = source.calibration.survivals(slot, line, parents)
+            lines.append(survivals if weight == 1 else [weight * survival for survival in survivals])
         return lines
 
     def _ranked(self, source: DraftSource, draft: Draft) -> tuple[Draft, list[list[float]]]:
@@ -434,7 +434,7 @@ class AutoLength(RowKeepers, LengthPolicy):
             max_ms = plain * (1 + NGRAM_TIME_CAP * (1 + source.judged / current.rows))
         value, counts = current.times.best(lines, rate, current.batch.deadlines, max_ms)
         if current.batch.draining and len(lines) == current.rows > 1:
-            leads = self._progress.leads(current.rows)
+            leads = self._progress.leads(current.batch.slots)
             row = leads.index(min(leads))
             gain = max(0.0, leads[row]) + sum(lines[row][: counts[row]]) / current.token_weights[row]
             value, counts = current.times.best(lines, rate, current.batch.deadlines, min(max_ms, plain * (1 + gain)))
@@ -518,10 +518,10 @@ class AutoLength(RowKeepers, LengthPolicy):
             self._learn_costs(ms - current.feed_ms if self.costs.includes_drafting else ms - drafting_ms)
         self._had_drafts = current.draft_tokens > 0
         spent = self._spent_ms(drafting_ms)
-        self._progress.learn(accepted, 1 + (0.0 if current.trial else spent / current.times.plain))
+        self._progress.learn(batch.slots, accepted, 1 + (0.0 if current.trial else spent / current.times.plain))
         if current.source is not None:
             self._learn_gain(current.source, verdict, ms, spent)
-            self._learn_calibration(current.source, verdict)
+            self._learn_calibration(current.source, verdict, batch.slots)
         self._accrue_budgets(ms)
         if current.passes:
             overhead = drafting_ms - current.feed_ms - sum(current.passes) + 1000 * (self.clock() - ended)
@@ -576,23 +576,24 @@ class AutoLength(RowKeepers, LengthPolicy):
             rate.learn(sum(current.token_weights) + kept, ms - current.feed_ms)
         self._gain_of(source).learn((current.scale * kept - current.rate * spent) / current.rows)
 
-    def _learn_calibration(self, source: DraftSource, verdict: Verdict) -> None:
+    def _learn_calibration(self, source: DraftSource, verdict: Verdict, slots: Sequence[int]) -> None:
         """Learn from all drafts that were seen. Without any, planned draft tokens that never came count as wrong."""
         current, accepted = self._current, verdict.host.accepted
         for seen, draft in current.drafts:
-            seen.learn_draft(draft, verdict)
+            seen.learn_draft(draft, verdict, slots)
         if self.costs.includes_drafting and not current.drafts:
             planned = verdict.host.depths if not self.times else self._planned_counts()
             source.learn(
                 [
                     [(bin_, place < kept) for place, bin_ in enumerate(bins_of(min(kept + 1, count)))]
                     for kept, count in zip(accepted, planned, strict=True)
-                ]
+                ],
+                slots,
             )
 
     def _planned_counts(self) -> list[int]:
         current = self._current
-        rows, allowed = current.trial_rows or range(current.rows), current.batch.max_draft_tokens[: current.rows]
+        rows, allowed = current.trial_rows or range(current.rows), current.batch.max_draft_tokens
         return [min(current.k, most) if row in rows else 0 for row, most in enumerate(allowed)]
 
     # --- rows ----------------------------------------------------------------------------

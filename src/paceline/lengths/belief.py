@@ -79,17 +79,17 @@ class ScoreCalibration:
         self._neutral = _RowCalibration()
         self._misses: dict[int, float] = {}  # results of ``_miss`` since the last observation
 
-    def chance(self, row: int, bin_: int) -> float:
-        """Probability that a draft token in this bin and row is right if its ancestors are."""
+    def chance(self, slot: int, bin_: int) -> float:
+        """Probability that a draft token in this bin and slot is right if its ancestors are."""
         miss = self._miss(bin_)
-        return (1 - miss) / (1 - miss + miss * self.rows.get(row, self._neutral).odds_ratio)
+        return (1 - miss) / (1 - miss + miss * self.rows.get(slot, self._neutral).odds_ratio)
 
     def error(self) -> float:
         """Relative standard error of the probability at the first position, without scores; 0 before any trial."""
         chance, tried = 1 - self._miss(POSITION_BINS), self.tried[POSITION_BINS]
         return math.sqrt((1 - chance) / chance / (tried + 1)) if tried else 0.0
 
-    def survivals(self, row: int, bins: Sequence[int], parents: Sequence[int] | None = None) -> list[float]:
+    def survivals(self, slot: int, bins: Sequence[int], parents: Sequence[int] | None = None) -> list[float]:
         """Probability of each draft token of a row that it and all its ancestors are right.
 
         bins: one per draft token. parents: index of each one's parent, -1 for none; None: a chain.
@@ -97,18 +97,21 @@ class ScoreCalibration:
         survivals: list[float] = []
         for place, bin_ in enumerate(bins):
             parent = place - 1 if parents is None else parents[place]
-            survivals.append(self.chance(row, bin_) * (survivals[parent] if parent >= 0 else 1.0))
+            survivals.append(self.chance(slot, bin_) * (survivals[parent] if parent >= 0 else 1.0))
         return survivals
 
-    def learn(self, judged: Sequence[Sequence[JudgedToken]]) -> None:
-        """Learn from a round. judged: for each row, its draft tokens whose correctness is known, with their bins."""
+    def learn(self, judged: Sequence[Sequence[JudgedToken]], slots: Sequence[int] | None = None) -> None:
+        """Learn from a round of the rows in ``slots``; None: row i is in slot i.
+
+        judged: for each row, its draft tokens whose correctness is known, with their bins.
+        """
         if not any(judged):
             return
         if self._has_changed(judged):
             self.doubt()
-        for row, line in enumerate(judged):
+        for slot, line in zip(range(len(judged)) if slots is None else slots, judged, strict=True):
             if line:
-                self._learn_row(row, line)
+                self._learn_row(slot, line)
         self._learn_bins(judged)
         self._misses.clear()
 
@@ -142,8 +145,8 @@ class ScoreCalibration:
         self.rows.clear()
         self._misses.clear()
 
-    def _learn_row(self, row: int, judged: Sequence[JudgedToken]) -> None:
-        record = self.rows.setdefault(row, _RowCalibration())
+    def _learn_row(self, slot: int, judged: Sequence[JudgedToken]) -> None:
+        record = self.rows.setdefault(slot, _RowCalibration())
         record.judged = record.judged * ROW_FADE + len(judged)
         record.missed = record.missed * ROW_FADE + sum(not right for _, right in judged)
         record.expected = record.expected * ROW_FADE + sum(self._miss(bin_) for bin_, _ in judged)
@@ -309,10 +312,13 @@ class RowProgress:
     def __init__(self) -> None:
         self.rows: PerRow[_Progress] = PerRow()
 
-    def learn(self, accepted: Sequence[int], took: float) -> None:
-        """Add a round. accepted: draft tokens accepted per row. took: the round's time over a plain round's."""
-        for row, kept in enumerate(accepted):
-            progress = self.rows.setdefault(row, _Progress())
+    def learn(self, slots: Sequence[int], accepted: Sequence[int], took: float) -> None:
+        """Add a round of the rows in ``slots``.
+
+        accepted: draft tokens accepted per row. took: the round's time over a plain round's.
+        """
+        for slot, kept in zip(slots, accepted, strict=True):
+            progress = self.rows.setdefault(slot, _Progress())
             progress.tokens = PRIOR_ROUNDS + (progress.tokens - PRIOR_ROUNDS) * ROW_FADE + kept + 1
             progress.lead += kept + 1 - took
             progress.rounds = PRIOR_ROUNDS + (progress.rounds - PRIOR_ROUNDS) * ROW_FADE + 1
@@ -324,16 +330,15 @@ class RowProgress:
         """
         if not batch.draining or batch.rows == 1:
             return [1.0] * batch.rows
-        weights = [
-            (batch.limits[row] - batch.lengths[row]) * self._rounds_per_token(row) ** 2 for row in range(batch.rows)
-        ]
+        rows = zip(batch.slots, batch.limits, batch.lengths, strict=True)
+        weights = [(limit - length) * self._rounds_per_token(slot) ** 2 for slot, limit, length in rows]
         total = sum(weights)
         return [batch.rows * weight / total for weight in weights]
 
-    def leads(self, rows: int) -> list[float]:
+    def leads(self, slots: Sequence[int]) -> list[float]:
         """Lead of each row over plain decoding, in plain rounds: tokens gained minus time spent."""
-        return [progress.lead if (progress := self.rows.get(row)) else 0.0 for row in range(rows)]
+        return [progress.lead if (progress := self.rows.get(slot)) else 0.0 for slot in slots]
 
-    def _rounds_per_token(self, row: int) -> float:
-        progress = self.rows.get(row)
+    def _rounds_per_token(self, slot: int) -> float:
+        progress = self.rows.get(slot)
         return 1.0 if progress is None else progress.rounds / progress.tokens

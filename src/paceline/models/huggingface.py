@@ -303,7 +303,8 @@ class HuggingFaceModel:
 
     def _compare(self, tokens: Tensor, positions: Tensor, cache: KVCache, expected: Tensor) -> None:
         backend = ReferenceAttention()
-        plan, index = backend.plan(positions, CHECK_LENGTH), cache.write_index(0, positions)
+        rows = torch.arange(len(positions), device=self.device)
+        plan, index = backend.plan(positions, CHECK_LENGTH), cache.write_index(rows, positions)
 
         def attend(
             layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: int | None = None

@@ -199,9 +199,10 @@ class NativeHeadDecoder(HeadDecoder):
         """Nothing to rewind: draft tokens never count as read, and the last token is read again when needed."""
 
     def lags(self, batch: Batch) -> list[int]:
-        return [batch.lengths[row] - max(1, self._seen[batch.first + row]) for row in range(batch.rows)]
+        rows = zip(batch.slots, batch.lengths, strict=True)
+        return [length - max(1, self._seen[slot]) for slot, length in rows]
 
-    def prefill_rows(self, batch: Batch, rows: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> None:
+    def prefill(self, batch: Batch, rows: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> None:
         parts = [(row, max(1, start), stop) for row, start, stop in zip(rows, starts, stops, strict=True)]
         lines = [part for part in parts if part[1] < part[2]]
         if lines:
@@ -230,9 +231,8 @@ class NativeHeadDecoder(HeadDecoder):
         """
         rows, deepest = batch.rows, max(counts)
         most = deepest if width == 1 else min(MAX_SPECULATION_LENGTH, deepest * width)
-        lengths, first = batch.lengths[:rows], batch.first
-        places = range(first, first + rows)
-        columns = [*places, *(max(1, self._seen[place]) for place in places), *lengths, *counts]
+        slots, lengths = batch.slots, batch.lengths
+        columns = [*slots, *(max(1, self._seen[slot]) for slot in slots), *lengths, *counts]
         tables = 1 if width == 1 else 3
         numbers = array("q", [*columns, *bytes(rows * (1 + tables * most))])
         chances = None if stop_drafting is None and width == 1 else array("f", bytes(4 * rows * most))
@@ -252,22 +252,21 @@ class NativeHeadDecoder(HeadDecoder):
             call.before_draw, call.instead = callbacks.callback(masked.mask_next), masked.addresses.buffer_info()[0]
         self._run(call, rows)
         callbacks.raise_failure()
-        for place, length, count in zip(places, lengths, counts, strict=True):
+        for slot, length, count in zip(slots, lengths, counts, strict=True):
             if count > 0 and length > 1:
-                self._seen[place] = length
+                self._seen[slot] = length
         return found.draft(batch, probabilities)
 
     def _call(self, batch: Batch, rows: int, numbers: array[int]) -> abi.CDraft:
-        """The call's arguments. numbers: rows, starts, stops; for a draft also counts, tokens drawn, draft tokens."""
+        """The call's arguments. numbers: slots, starts, stops; for a draft also counts, tokens drawn, draft tokens."""
         start, size = numbers.buffer_info()[0], 8 * rows
-        stride = batch.tokens.stride(0)
         more = [start + size * column for column in (3, 4, 5)] if len(numbers) > 3 * rows else [None] * 3
         return abi.CDraft(
-            text=batch.tokens.data_ptr() - 8 * stride * batch.first,
-            text_stride=stride,
+            text=batch.text.data_ptr(),
+            text_stride=batch.text.stride(0),
             kept=self.streams.described,
             rows=rows,
-            places=start,
+            slots=start,
             start=start + size,
             stop=start + 2 * size,
             counts=more[0],
@@ -284,7 +283,7 @@ class NativeHeadDecoder(HeadDecoder):
             self._logits = self._empty_logits(rows * width)
 
     def _set_sampling(self, call: abi.CDraft, batch: Batch, purpose: Purpose) -> None:
-        call.by = described(batch.sampling.drawing(batch.tokens, batch.length))
+        call.by = described(batch.sampling.drawing(batch.text, batch.length))
         call.logits, call.purpose = self._logits.data_ptr(), purpose
 
     def _run(self, call: abi.CDraft, rows: int) -> None:
@@ -361,7 +360,7 @@ class _MaskedLogits:
     """
 
     def __init__(self, batch: Batch, counts: Sequence[int], found: _DraftTable, logits: Tensor, width: int) -> None:
-        self._constraints, self._counts = batch.sampling.constraints[: batch.rows], counts
+        self._constraints, self._counts = batch.sampling.constraints, counts
         self._found, self._logits, self._width, self._step = found, logits, width, 0
         self._known = [0] * batch.rows  # draft tokens of each row at the last call
         self._copies: dict[int, Tensor] = {}

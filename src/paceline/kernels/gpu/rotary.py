@@ -1,7 +1,7 @@
 """Norms of query and key, rotary embedding and cache write in one launch, at ragged slots.
 
-Shapes: B rows, L new tokens per row, H heads, G key/value heads, D head width, P positions of the cache. Values are
-    rounded where the model's own torch operations (``models/transformer.py``) round, in the same order.
+Shapes: B rows, L new tokens per row, H heads, G key/value heads, D head width; R rows and P positions of the cache.
+    Values are rounded where the model's own torch operations (``models/transformer.py``) round, in the same order.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ def rotary_kernel(
     sine: tl.tensor,
     norm: tl.tensor,
     slots: tl.tensor,
+    cache_rows: tl.tensor,
     out: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
@@ -52,7 +53,7 @@ def rotary_kernel(
     TURNED: tl.constexpr,
     NORMED: tl.constexpr,
 ) -> None:
-    """Grid (B * L, head tiles): queries -> out [B, L, H, D], keys and values -> the cache [B, G, P, D]."""
+    """Grid (B * L, head tiles): queries -> out [B, L, H, D], keys and values -> the cache [R, G, P, D]."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     column = tl.arange(0, BLOCK_D)
@@ -77,7 +78,7 @@ def rotary_kernel(
         value = tl.where(turned, kept + other * sin[None, :], value)
     found = value.to(x.dtype)
 
-    row = token // new_tokens
+    row = tl.load(cache_rows + token // new_tokens)
     slot = tl.minimum(tl.load(slots + token), last)
     to_query = (head < HEADS)[:, None] & inside
     tl.store(out + (token * HEADS + head[:, None]) * DIM + column[None, :], found, mask=to_query)
@@ -91,8 +92,10 @@ def rotary_kernel(
     tl.store(place, found.to(values.dtype.element_ty), mask=to_value)
 
 
-def turn_and_store(packed: PackedHeads, slots: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Write the new keys and values into the cache [B, G, P, D] at the slots [B, L] -> queries [B, H, L, D].
+def turn_and_store(packed: PackedHeads, slots: Tensor, keys: Tensor, values: Tensor, cache_rows: Tensor) -> Tensor:
+    """Write the new keys and values into the cache [R, G, P, D] at the slots [B, L] -> queries [B, H, L, D].
+
+    cache_rows: [B] int64, each row's place in the cache.
 
     Slots at or beyond the cache's last position are written there: it is never read.
     """
@@ -106,6 +109,7 @@ def turn_and_store(packed: PackedHeads, slots: Tensor, keys: Tensor, values: Ten
         sin,
         out if packed.norm is None else packed.norm,
         slots,
+        cache_rows,
         out,
         keys,
         values,

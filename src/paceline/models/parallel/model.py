@@ -144,8 +144,10 @@ class LeadingPart(PartOfModel):
         assert isinstance(attend, CachedAttend)
         assert isinstance(attend.cache, MirroredCache)
         plan, backend = attend.plan, BACKEND_NAMES.index(attend.backend.name)
-        numbers = attend.cache.number, backend, attend.first_row, plan.longest
-        with self._on_all_ranks(Step(Op.FORWARD, numbers, packed_pass(tokens, positions, plan.ancestors))):
+        first = attend.rows.first
+        numbers = attend.cache.number, backend, -1 if first is None else first, plan.longest
+        packed = packed_pass(attend.rows.index, tokens, positions, plan.ancestors)
+        with self._on_all_ranks(Step(Op.FORWARD, numbers, packed)):
             return super().hidden_states(tokens, positions, attend, taps)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -225,10 +227,6 @@ class MirroredCache(KVCache):
     def copy_row(self, source: int, destination: int, length: int) -> None:
         super().copy_row(source, destination, length)
         self._pending.append(Step(Op.COPY_ROW, (self.number, source, destination, length)))
-
-    def swap_rows(self, one: int, other: int, length: int) -> None:
-        super().swap_rows(one, other, length)
-        self._pending.append(Step(Op.SWAP_ROWS, (self.number, one, other, length)))
 
 
 @contextmanager
