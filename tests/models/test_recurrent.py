@@ -165,3 +165,57 @@ def in_pieces(model: NativeModel, tokens: list[int], sizes: list[int]) -> torch.
         found.append(model.forward(chain(tokens[start : start + size], start), cache).hidden)
         start += size
     return torch.cat(found)
+
+
+def test_saved_states_let_another_text_begin_with_a_part_of_this_one() -> None:
+    model = tiny_recurrent()
+    cache = cache_of(model, 2, 64)
+    assert isinstance(cache, StatefulCache)
+    states, tokens = cache.states, [7 * place % VOCAB for place in range(40)]
+    for start, stop in ((0, 20), (20, 25), (25, 40)):
+        model.fill(chain(tokens[start:stop], start), cache)
+        states.save(0, apart=10)
+    model.forward(chain([1, 2, 3], 40), cache)
+    assert [states.reusable(0, size) for size in (19, 24, 30, 40, 42)] == [0, 20, 20, 40, 42], "the oldest stays of 2"
+    cache.copy_row(0, 1, 20)
+    copied = model.forward(chain(tokens[20:40], 20, row=1), cache).hidden[-1]
+    fresh = model.forward(chain(tokens), cache_of(model, 1, 64)).hidden[-1]
+    torch.testing.assert_close(copied, fresh, atol=1e-5, rtol=1e-5)
+    states.cut(0, 20)
+    assert [states.reusable(0, size) for size in (19, 40)] == [0, 20]
+
+
+@pytest.mark.parametrize("kind", ["torch", "int8"])
+def test_prompts_with_a_common_beginning_reuse_states_and_answers_stay_the_same(kind: str) -> None:
+    rng = random.Random(3)
+    document = [rng.randrange(VOCAB) for _ in range(40)]
+    prompts = [document, *([*document, *(rng.randrange(VOCAB) for _ in range(9))] for _ in range(5))]
+    params = [SamplingParams(temperature=0, max_tokens=8, seed=seed) for seed in range(len(prompts))]
+    alone = answers(run(make_engine(MODELS[kind](), max_batch_size=1, prefix_cache=False), prompts, params))
+    engine = make_engine(MODELS[kind](), drafter="ngram", max_batch_size=2, prefill_chunk=16)
+    outputs = [run(engine, [prompt], [each])[0] for prompt, each in zip(prompts, params, strict=True)]
+    assert answers(outputs) == alone
+    cached = [output.outputs[0].metrics.cached_tokens for output in outputs]
+    assert cached[0] == 0
+    assert all(count == len(document) - 1 for count in cached[1:])
+
+
+def test_a_chat_goes_on_from_the_state_in_its_slot() -> None:
+    engine, text, cached = make_engine(tiny_recurrent(), max_batch_size=2), [5, 6, 7] * 7, []
+    for turn in range(4):
+        (output,) = run(engine, [text], [SamplingParams(temperature=0, max_tokens=6, seed=turn)])
+        cached.append(output.outputs[0].metrics.cached_tokens)
+        (plain,) = run(make_engine(tiny_recurrent()), [text], [SamplingParams(temperature=0, max_tokens=6, seed=turn)])
+        assert answers([output]) == answers([plain])
+        text = [*text, *output.outputs[0].token_ids, 3, 4, turn]
+    assert cached == [0, 26, 35, 44], "all but the last token of each answer"
+
+
+@pytest.mark.parametrize("kind", ["torch", "int8"])
+def test_parallel_samples_read_their_prompt_once(kind: str) -> None:
+    params = [SamplingParams(temperature=1, max_tokens=12, seed=1, n=4)]
+    prompt = [PROMPTS[2]]
+    alone = answers(run(make_engine(MODELS[kind](), max_batch_size=1, prefix_cache=False), prompt, params))
+    outputs = run(make_engine(MODELS[kind](), drafter="ngram", max_batch_size=4, prefill_chunk=9), prompt, params)
+    assert answers(outputs) == alone
+    assert [one.metrics.cached_tokens for one in outputs[0].outputs] == [0, 39, 39, 39]

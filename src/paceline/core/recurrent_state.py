@@ -11,6 +11,7 @@ prefilled, decoded or verified.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,10 +46,14 @@ class StateShape:
         """Numbers that a token gives to a layer's state: its channels, then decay and beta of each value head."""
         return self.channels + 2 * self.value_heads
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one state after some token, of all layers."""
+        return 4 * self.layers * (self.value_heads * self.key_dim * self.value_dim + (self.taps - 1) * self.channels)
+
     def slot_bytes(self, window: int = WINDOW) -> int:
-        """Bytes of one slot whose rounds have at most ``window`` tokens."""
-        state = self.value_heads * self.key_dim * self.value_dim + (self.taps - 1) * self.channels
-        return 4 * self.layers * (state + window * self.input_width)
+        """Bytes of one slot whose rounds have at most ``window`` draft tokens, and of one saved state."""
+        return 2 * self.state_bytes + 4 * self.layers * window * self.input_width
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,9 @@ class RecurrentStates:
     inputs [L, R, WINDOW, input_width]: of the tokens from position ``base`` on, ``count[slot]`` of them, by slot of the
         KV cache: the input at index i belongs to the token in cache slot base + i.
     base, count: [R] int64, on the host.
+
+    Besides, states at some lengths of the slots' texts can be saved, as many as there are slots: they let another text
+    begin with a part of this one.
     """
 
     def __init__(self, shape: StateShape, slots: int, device: torch.device | str = "cpu") -> None:
@@ -92,19 +100,50 @@ class RecurrentStates:
         self.inputs = zeros(WINDOW, shape.input_width)
         self.base = torch.zeros(slots, dtype=torch.int64)
         self.count = torch.zeros(slots, dtype=torch.int64)
+        # (slot, tokens of its text) -> state and tail after them; the least recently used first, at most one a slot
+        self._saved: OrderedDict[tuple[int, int], tuple[Tensor, Tensor]] = OrderedDict()
 
     def reusable(self, slot: int, tokens: int) -> int:
         """Return how many of the slot's first ``tokens`` tokens a text can go on from, at most ``tokens``."""
         base, count = int(self.base[slot]), int(self.count[slot])
-        return min(tokens, base + count) if tokens >= base else 0
+        if tokens >= base:
+            return min(tokens, base + count)
+        return max((at for owner, at in self._saved if owner == slot and at <= tokens), default=0)
+
+    def save(self, slot: int, *, apart: int = 0) -> None:
+        """Save the slot's state, which has no inputs behind it, for texts that begin in the same way.
+
+        apart: tokens that must lie between saved states. The least recently used one gives way where there are many.
+        """
+        tokens = int(self.base[slot])
+        if tokens - self.reusable(slot, tokens - 1) < apart:
+            return
+        self._saved[slot, tokens] = self.state[:, slot].clone(), self.tail[:, slot].clone()
+        self._saved.move_to_end((slot, tokens))
+        while len(self._saved) > self.slots:
+            self._saved.popitem(last=False)
+
+    def cut(self, slot: int, tokens: int) -> None:
+        """Begin a new text in a slot, of which its first ``tokens`` tokens are a part. They must be ``reusable``."""
+        for owner, at in list(self._saved):
+            if owner == slot and at > tokens:
+                del self._saved[owner, at]
+        if tokens > 0:
+            self.copy(slot, slot, tokens)
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Give ``target`` the state of ``source`` after ``tokens`` tokens, which must be ``reusable``."""
         assert self.reusable(source, tokens) == tokens
-        for table in (self.state, self.tail, self.inputs):
+        base = int(self.base[source])
+        if tokens < base:
+            saved = self._saved[source, tokens]
+            self._saved.move_to_end((source, tokens))
+            self.state[:, target], self.tail[:, target] = saved
+            self.base[target], self.count[target] = tokens, 0
+            return
+        for table in (self.state, self.tail, self.inputs) if source != target else ():
             table[:, target] = table[:, source]
-        self.base[target] = self.base[source]
-        self.count[target] = tokens - self.base[source]
+        self.base[target], self.count[target] = base, tokens - base
 
     def pretend(self, slots: Sequence[int], position: int) -> None:
         """Let slots continue at ``position`` from whatever state they hold, to measure times."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import count, takewhile
 
 LEAST = 16  # tokens: copying fewer is not faster than reading them
+STATES_APART = 512  # tokens between the saved states of a prompt with recurrent layers, besides one at its end
 WORTH_WAITING = 64  # tokens: a prompt waits for another that is about to read as many of its first ones
 _STEP = 64  # tokens per comparison of list slices
 

@@ -15,6 +15,7 @@ from paceline.core.hardware import Stopwatch
 from paceline.core.outputs import FinishReason
 from paceline.engine.chunks import PrefillChunker, PromptSlice
 from paceline.engine.prefixes import (
+    STATES_APART,
     WORTH_WAITING,
     CachedPrefix,
     FreeSlotPool,
@@ -334,6 +335,8 @@ class Scheduler:
         self.decoders[index].prefill(self.batch, slots, starts, [part.stop for _, part in read])
         for sequence, part in read:
             sequence.num_computed[index] = part.stop
+            if index == 0 and sequence.scope.kept is not None:
+                self.parts.target.save_state(sequence.slot, apart=0 if sequence.is_prefilled else STATES_APART)
 
     def _join(self) -> None:
         """Let prefilled sequences start to decode, also those that waited for the prefix of another prompt."""

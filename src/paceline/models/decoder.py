@@ -442,6 +442,16 @@ class Decoder:
     def cut_row(self, row: int, length: int) -> None:
         """Begin a new text in a row, of which at most ``length`` tokens are in the cache already."""
         self.num_computed_tokens[row].clamp_(max=length)
+        if self._recurrent is not None:
+            self._recurrent.cut(row, length)
+
+    def save_state(self, slot: int, *, apart: int) -> None:
+        """Save the recurrent state after a slot's prefilled tokens, unless one was saved less than ``apart`` before.
+
+        Models without recurrent layers need none: their caches can be cut anywhere.
+        """
+        if self._recurrent is not None:
+            self._recurrent.save(slot, apart=apart)
 
     def num_computed(self, row: int) -> int:
         """Return the number of computed tokens of a row. Synchronises with the device."""
