@@ -141,6 +141,10 @@ class Drafting {
   void scatter_logits(size_t i, float* to) const {
     const size_t vocabulary = static_cast<size_t>(head_.vocabulary());
     const float* from = logits_.data() + i * vocabulary;
+    if (head_.spec.fusion->vocabulary == head_.vocabulary()) {  // ascending, so every token is its own
+      std::memcpy(to, from, sizeof(float) * vocabulary);
+      return;
+    }
     for (size_t token = 0; token < vocabulary; ++token) to[head_.spec.fusion->targets[token]] = from[token];
   }
 
@@ -430,9 +434,11 @@ class Trees : public Drafting {
 
 void keep_states(Model& head, Pool& pool, const Kept& kept, const int64_t* rows, const int64_t* slots, const float* features, int count) {
   const size_t width = static_cast<size_t>(head.spec.width);
-  std::vector<float> fused(static_cast<size_t>(count) * width);
-  head.fuse(pool, features, count, fused.data());
-  for (int i = 0; i < count; ++i) store_state(kept, state_offset(kept, rows[i], slots[i], width), fused.data() + static_cast<size_t>(i) * width, width);
+  const bool fuses = head.spec.fusion->embedding_norm == nullptr;
+  std::vector<float> fused(fuses ? static_cast<size_t>(count) * width : 0);
+  if (fuses) head.fuse(pool, features, count, fused.data());
+  const float* states = fuses ? fused.data() : features;
+  for (int i = 0; i < count; ++i) store_state(kept, state_offset(kept, rows[i], slots[i], width), states + static_cast<size_t>(i) * width, width);
 }
 
 void move_states(const Model& head, const Kept& kept, const std::vector<Move>& moves) {

@@ -2,12 +2,13 @@
 #define PL_FP32_ACTIVATIONS
 #define PL_DOTS
 #include "draw.h"
+#include "recurrent.h"
 #include "linear_avx.h"
 
 namespace paceline {
 
 const Kernels* avxvnni_kernels() {
-  static const Kernels kernels = {"avx-vnni", true, 64, linear, quantise, rms_norm, rotate_and_write, attend, embed, draw, likelihood, probabilities, logprobs};
+  static const Kernels kernels = {"avx-vnni", true, 64, linear, quantise, rms_norm, rotate_and_write, attend, delta, embed, draw, likelihood, probabilities, logprobs};
   return &kernels;
 }
 

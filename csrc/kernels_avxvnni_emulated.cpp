@@ -4,12 +4,13 @@
 #define PL_EMULATE_DOTS
 #define PL_HALF_VECTORS
 #include "draw.h"
+#include "recurrent.h"
 #include "linear_avx.h"
 
 namespace paceline {
 
 const Kernels* emulated_avxvnni_kernels() {
-  static const Kernels kernels = {"avx-vnni-emulated", true, 64, linear, quantise, rms_norm, rotate_and_write, attend, embed, draw, likelihood, probabilities, logprobs};
+  static const Kernels kernels = {"avx-vnni-emulated", true, 64, linear, quantise, rms_norm, rotate_and_write, attend, delta, embed, draw, likelihood, probabilities, logprobs};
   return &kernels;
 }
 

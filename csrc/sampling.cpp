@@ -450,7 +450,9 @@ std::vector<Move> moves_of(const RoundCall& call) {
 void move_keys_and_values(const Model& model, Pool& pool, const Cache& cache, const std::vector<Move>& moves) {
   const int64_t item = cache.bf16 ? 2 : 4;
   in_parallel(pool, [&](int thread) {
-    const Share share(model.spec.layer_count, thread, pool.threads());
+    int attention_layers = 0;
+    for (const Layer& layer : model.layers) attention_layers += layer.delta == nullptr;
+    const Share share(attention_layers, thread, pool.threads());
     for (int64_t layer = share.first; layer < share.last; ++layer) {
       for (int64_t head = 0; head < model.spec.kv_heads; ++head) {
         for (const Move& move : moves) {
@@ -463,6 +465,19 @@ void move_keys_and_values(const Model& model, Pool& pool, const Cache& cache, co
       }
     }
   });
+}
+
+// The same for the inputs of recurrent layers.
+void move_inputs(const Model& model, const Cache& cache, const std::vector<Move>& moves) {
+  const size_t width = static_cast<size_t>(model.spec.delta.input_width());
+  for (const Layer& layer : model.layers) {
+    if (!layer.delta) continue;
+    for (const Move& move : moves) {
+      const int64_t slot = move.row, base = cache.base[slot];
+      float* inputs = cache.inputs + static_cast<size_t>((layer.place * cache.rows + slot) * cache.window) * width;
+      std::memcpy(inputs + static_cast<size_t>(move.to - base) * width, inputs + static_cast<size_t>(move.from - base) * width, sizeof(float) * width);
+    }
+  }
 }
 
 }  // namespace
@@ -495,6 +510,7 @@ PL_EXPORT const char* pl_round(Model* model, Pool* pool, const RoundCall* call, 
   pl_accept(&model->kernels, pool, &draw, call->tokens, call->accepted, call->parents ? call->path : nullptr, nullptr, nullptr);
   const std::vector<Move> moves = moves_of(*call);
   if (!moves.empty()) move_keys_and_values(*model, *pool, *cache, moves);
+  if (cache->state) move_inputs(*model, *cache, moves);
   if (call->head) move_states(*call->head, call->kept, moves);
   pl_gain(&call->text, call->slots, call->tokens, call->block, call->accepted, call->rows, call->gained);
   return nullptr;

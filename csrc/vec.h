@@ -329,6 +329,7 @@ inline F16 exponential(F16 x) {
   return scale_by_power_of_two(fma(p, r * r, r) + set1(1.0f), n);
 }
 
+inline F16 sigmoid(F16 x) { return set1(1.0f) / (set1(1.0f) + exponential(zero() - x)); }
 inline F16 silu(F16 x) { return x / (set1(1.0f) + exponential(zero() - x)); }
 
 }  // namespace

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from paceline.chat.options import ChatFields, ChatOptions
 from paceline.config import (
     DEFAULT_MODEL,
+    OWN_HEAD,
     EngineConfig,
     EngineOptions,
     PoolingName,
@@ -24,6 +25,7 @@ from paceline.config import (
     StructuredOutputs,
     check_used,
     engine_config,
+    uses_own_head,
 )
 from paceline.config.inputs import (
     Message,
@@ -44,7 +46,7 @@ from paceline.core.hardware import (
 from paceline.core.outputs import RequestOutput, Score, TokenLogprob
 from paceline.core.processors import processed_row
 from paceline.core.rows import Constraint
-from paceline.drafters.heads.loading import find_head
+from paceline.drafters.heads.loading import find_head, has_own_head, load_own_head
 from paceline.engine.calls import CallArguments, Made, OnError, check_params
 from paceline.engine.chat import ChatPrompt, ChatRules, chat_prompt, check_beside_rules
 from paceline.engine.engine import Engine, Models, Request
@@ -117,7 +119,8 @@ class LLM:
         if draft_model is not None:
             check_model_source("draft_model", draft_model)
         documents = as_sources("reference_documents", reference_documents)
-        config = engine_config(options, draft_model, documents)
+        own_head = draft_model is None and uses_own_head(options) and has_own_head(model)
+        config = engine_config(options, OWN_HEAD if own_head else draft_model, documents)
         if find_head(model) is not None:
             raise ParameterError(
                 "model", model, "a model; this is a trained head, which is passed as draft_model of its target"
@@ -136,6 +139,8 @@ class LLM:
                 draft = None if draft_model is None or head is not None else load_draft(draft_model, config, begin)
                 target = load_target(model, config, begin)
                 draft = draft if head is None else load_head(head, model, target, config)
+                if own_head:
+                    draft = load_own_head(target, model, quantization=config.draft_quantization)
             self._models = Models(target, draft, self._eos_token_ids(model), references)
             self._models.users.add(self)
             begin("measuring what rounds cost")

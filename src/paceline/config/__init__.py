@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from paceline.config.engine import LOOKS_UP, EngineConfig, EngineOptions, check_used, engine_config
+from paceline.config.engine import (
+    LOOKS_UP,
+    OWN_HEAD,
+    EngineConfig,
+    EngineOptions,
+    check_used,
+    engine_config,
+    uses_own_head,
+)
 from paceline.config.limits import (
     COMPLETION_MAX_TOKENS,
     DEFAULT_ACCEPTANCE,
@@ -70,6 +78,7 @@ __all__ = [
     "MIN_TEMPERATURE",
     "MIN_TIME_BUDGET",
     "MIN_TOP_P",
+    "OWN_HEAD",
     "SYNTHETIC",
     "AcceptanceName",
     "AttentionName",
@@ -93,4 +102,5 @@ __all__ = [
     "StructuredOutputs",
     "check_used",
     "engine_config",
+    "uses_own_head",
 ]

@@ -58,7 +58,12 @@ class FeatureDrafter(ModelDrafter):
         return self.head.streams
 
     def describe(self, draft: str | None) -> str:
-        kind = {"feature": "head", "parallel": "parallel head", "hidden_transfer": "hidden-transfer head"}
+        kind = {
+            "mtp": "the model's own head",
+            "feature": "head",
+            "parallel": "parallel head",
+            "hidden_transfer": "hidden-transfer head",
+        }
         return f"{kind[self._model.kind]} {draft}"
 
     def _propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
@@ -86,6 +91,23 @@ class FeatureDrafter(ModelDrafter):
             return super()._branching(batch, k, grown)
         hidden = cast(TorchHeadDecoder, self.head).read_ahead(batch, self._lag(batch), k)
         return lambda depth: self.head.logits(hidden[[row for row, _ in grown.new], depth])
+
+
+class MtpDrafter(FeatureDrafter):
+    """Drafts with the head that the target's own checkpoint has (multi-token prediction).
+
+    It reads a token's embedding beside the target's last hidden state before it, and then its own.
+    """
+
+    name = "mtp"
+    sources = ("mtp",)
+
+    @classmethod
+    def build(cls, equipment: Equipment, /) -> FeatureDrafter:
+        draft = equipment.draft
+        if not isinstance(draft, HeadModel) or draft.kind != "mtp":
+            raise ParameterError("drafter", cls.name, "'model', 'feature' or 'hybrid' with this draft_model")
+        return super().build(equipment)
 
 
 def drafting_model(equipment: Equipment) -> ModelDrafter:

@@ -61,7 +61,7 @@ class NativeRound:
 
     def _describe_head(self, streams: NativeFusedStates) -> None:
         """Describe the draft head: the call fuses and stores the hidden states that the head reads."""
-        call, self._taps = self._call, torch.tensor(streams.taps)
+        call, self._taps = self._call, torch.tensor(self._model.tap_places(streams.taps))
         call.head, call.kept = streams.model.decoder.handle, streams.described
         call.taps, call.tap_count = address(self._taps), len(streams.taps)
 

@@ -7,11 +7,12 @@ they are needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, takewhile
 
 LEAST = 16  # tokens: copying fewer is not faster than reading them
+STATES_APART = 512  # tokens between the saved states of a prompt with recurrent layers, besides one at its end
 WORTH_WAITING = 64  # tokens: a prompt waits for another that is about to read as many of its first ones
 TOKENS_PER_USE = 256  # a prefix counts as used one request later per so many of its tokens
 _STEP = 64  # tokens per comparison of list slices
@@ -146,15 +147,19 @@ def reusable_tokens(text: Sequence[int], prompt: Sequence[int]) -> int:
 
 
 def best_source(
-    texts: Iterable[tuple[int, Sequence[int], Scope | None]], prompt: Sequence[int], scope: Scope
+    texts: Iterable[tuple[int, Sequence[int], Scope | None]],
+    prompt: Sequence[int],
+    scope: Scope,
+    cut: Callable[[int, int], int] = lambda _slot, tokens: tokens,
 ) -> tuple[int, int]:
     """Return (slot, tokens) of the text with the longest reusable prefix; (-1, 0) if there is none.
 
     texts: (slot, tokens that its caches hold, scope) of each candidate.
+    cut: returns, for a slot and a number of its first tokens, how many of them its caches can be cut to.
     """
     best = -1, 0
     for slot, text, other in texts:
-        if scope.may_copy(other) and (tokens := reusable_tokens(text, prompt)) > best[1]:
+        if scope.may_copy(other) and (tokens := cut(slot, reusable_tokens(text, prompt))) > best[1]:
             best = slot, tokens
             if tokens == len(prompt) - 1:
                 break  # nothing can be longer; there may be hundreds of slots with this prompt

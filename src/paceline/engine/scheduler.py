@@ -15,6 +15,7 @@ from paceline.core.hardware import Stopwatch
 from paceline.core.outputs import FinishReason
 from paceline.engine.chunks import PrefillChunker, PromptSlice
 from paceline.engine.prefixes import (
+    STATES_APART,
     WORTH_WAITING,
     CachedPrefix,
     FreeSlotPool,
@@ -154,8 +155,9 @@ class Scheduler:
     def _choose_slot(self, sequence: Sequence) -> tuple[int, int]:
         """Choose a free slot. Return it, and how many of the prompt's tokens it holds."""
         prompt, scope = sequence.prompt, sequence.scope
-        reusable = self.free.reusable_by(prompt, scope)
-        slot = self.free.choose(reusable, best_source(self._texts_in_use(prompt), prompt, scope)[1])
+        cut = self.parts.target.reusable
+        reusable = {slot: cut(slot, tokens) for slot, tokens in self.free.reusable_by(prompt, scope).items()}
+        slot = self.free.choose(reusable, best_source(self._texts_in_use(prompt), prompt, scope, cut)[1])
         if self.room.is_short:
             slot = self._make_way(slot, reusable, sequence.reserved_tokens)
         return slot, reusable[slot]
@@ -235,7 +237,8 @@ class Scheduler:
     def _reuse_prefix(self, sequence: Sequence) -> None:
         """Copy the longest prefix of a prefilling prompt that any slot holds; wait for a prefix being read."""
         free = ((slot, prefix.tokens, prefix.scope) for slot, prefix in self.free.prefixes.items())
-        source, tokens = best_source(chain(free, self._texts_in_use(sequence.prompt)), sequence.prompt, sequence.scope)
+        texts, cut = chain(free, self._texts_in_use(sequence.prompt)), self.parts.target.reusable
+        source, tokens = best_source(texts, sequence.prompt, sequence.scope, cut)
         if tokens > sequence.num_computed[0]:
             self._copy(source, sequence, tokens)
         self._wait_for_common_prefix(sequence)
@@ -263,6 +266,8 @@ class Scheduler:
             gain = stop - max(second.num_computed[0], second.prefix_stop)
             min_gain = 1 if stop == second.prefill_stop else WORTH_WAITING
             already_read = second is sequence and first.prefilled >= stop  # just copied, as far as it was worth it
+            if stop < first.prefill_stop and not self.parts.target.cuts_anywhere:
+                continue  # the reader does not stop there, and a recurrent state is kept only where it stops
             if second.scope.may_copy(first.scope) and gain >= min_gain and not already_read:
                 second.prefix_reader, second.prefix_stop = first, stop
 
@@ -330,6 +335,8 @@ class Scheduler:
         self.decoders[index].prefill(self.batch, slots, starts, [part.stop for _, part in read])
         for sequence, part in read:
             sequence.num_computed[index] = part.stop
+            if index == 0 and sequence.scope.kept is not None:
+                self.parts.target.save_state(sequence.slot, apart=0 if sequence.is_prefilled else STATES_APART)
 
     def _join(self) -> None:
         """Let prefilled sequences start to decode, also those that waited for the prefix of another prompt."""

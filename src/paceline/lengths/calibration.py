@@ -263,7 +263,7 @@ class Calibration:
             self.batch.set_row(row, RowStart(tokens, params, seed=row))
         self.batch.set_live(range(rows))
         for decoder in (self.target, *self.drafter.decoders):
-            decoder.num_computed_tokens[:rows] = context - 1
+            decoder.pretend(rows, context - 1)
 
     def _verify(self, rows: int, k: int, context: int) -> TimedRun:
         if self.runner is not None:
@@ -306,6 +306,6 @@ class Calibration:
         def prepare() -> None:
             self._rows(1, self.context)
             for decoder in self.drafter.decoders:
-                decoder.num_computed_tokens[:1] = start
+                decoder.pretend(1, start)
 
         return TimedRun(run, prepare)

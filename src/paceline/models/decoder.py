@@ -13,11 +13,13 @@ from paceline.core.batch import Batch
 from paceline.core.cache import KVCache
 from paceline.core.draft import Draft, Verdict, real_places
 from paceline.core.nodes import Nodes, Tree
+from paceline.core.recurrent_state import StatefulCache
 from paceline.core.slots import Slots
 from paceline.kernels.attention import AttentionBackend
 from paceline.kernels.attention.base import Plan
 from paceline.kernels.attention.cached import CachedAttend, PackedCachedAttend
 from paceline.models.base import AnyModel, FlatModel, Model, SharedModel
+from paceline.models.recurrent import cache_of
 
 USUAL_LAG = 2  # tokens missing in a draft model's cache if all are accepted: the last draft token and the bonus token
 CATCH_UP_CHUNK = 256  # tokens per pass over all rows when a cache has fallen behind
@@ -73,6 +75,7 @@ class Decoder:
         self.backend = backend
         self._flat = model if isinstance(model, FlatModel) else None  # stored because isinstance takes 20 us here
         self.cache = _cache_for(model, rows, positions)
+        self._recurrent = self.cache.states if isinstance(self.cache, StatefulCache) else None
         self.num_computed_tokens = torch.zeros(rows, dtype=torch.int64, device=model.device)
         self.reader: FeatureReader | None = None
         self._taps: tuple[int, ...] = ()
@@ -439,16 +442,44 @@ class Decoder:
     def cut_row(self, row: int, length: int) -> None:
         """Begin a new text in a row, of which at most ``length`` tokens are in the cache already."""
         self.num_computed_tokens[row].clamp_(max=length)
+        if self._recurrent is not None:
+            self._recurrent.cut(row, length)
+
+    def save_state(self, slot: int, *, apart: int) -> None:
+        """Save the recurrent state after a slot's prefilled tokens, unless one was saved less than ``apart`` before.
+
+        Models without recurrent layers need none: their caches can be cut anywhere.
+        """
+        if self._recurrent is not None:
+            self._recurrent.save(slot, apart=apart)
 
     def num_computed(self, row: int) -> int:
         """Return the number of computed tokens of a row. Synchronises with the device."""
         return int(self.num_computed_tokens[row])
 
+    def reusable(self, slot: int, tokens: int) -> int:
+        """Return how many of a slot's first ``tokens`` computed tokens another text can start from.
+
+        Keys and values can be cut anywhere; a recurrent state only where it is kept.
+        """
+        return tokens if self._recurrent is None else self._recurrent.reusable(slot, tokens)
+
+    @property
+    def cuts_anywhere(self) -> bool:
+        """Whether a slot can be cut at any token; recurrent states cannot."""
+        return self._recurrent is None
+
+    def pretend(self, rows: int, computed: int) -> None:
+        """Count ``computed`` tokens of the first slots as computed, whatever their caches hold, to measure times."""
+        self.num_computed_tokens[:rows] = computed
+        if self._recurrent is not None:
+            self._recurrent.pretend(range(rows), computed)
+
 
 def _cache_for(model: AnyModel, rows: int, positions: int) -> KVCache:
     if isinstance(model, SharedModel):
         return model.new_cache(rows, positions)
-    return KVCache(model.layers, rows, model.kv_heads, positions, model.head_dim, model.dtype, model.device)
+    return cache_of(model, rows, positions)
 
 
 def _tree_of(parents: list[list[int]], draft_tokens: list[list[int]], slots: list[int]) -> list[list[int]]:

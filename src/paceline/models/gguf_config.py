@@ -155,7 +155,8 @@ def _translated(file: GGUFFile, found: Mapping[str, Any]) -> PretrainedConfig:
     fields = {ours: found[theirs] for theirs, ours in _FIELDS.items() if theirs in found}
     fields.setdefault("num_key_value_heads", found["attention.head_count"])
     fields.setdefault("head_dim", found["embedding_length"] // found["attention.head_count"])
-    fields = {"rope_parameters": _rope(found)} | fields | form(file).fields(found)
+    rope = _rope(found)
+    fields = {"rope_parameters": rope} | fields | form(file).fields(found, rope)
     return AutoConfig.for_model(
         _family(file).model_type,
         **fields,

@@ -20,12 +20,13 @@ from paceline.models.base import Model
 from paceline.models.boundary import ResolvedSource, brief, is_loaded, name_of, reading, reads_model
 from paceline.models.boundary import Source as Source
 from paceline.models.description import DecoderSpec
-from paceline.models.families import FAMILIES, USUAL_NAMES, describe
+from paceline.models.families import FAMILIES, USUAL_NAMES, describe, family_of
 from paceline.models.families.rotary import longest_sequence
 from paceline.models.gguf import GGUFFile
 from paceline.models.gguf_names import parts
 from paceline.models.json_files import FETCH_AGAIN, read_configuration, read_object
 from paceline.models.quantised import Scheme, matrices, scheme_of
+from paceline.models.recurrent import RecurrentModel, is_recurrent
 from paceline.models.shares import ModelShard
 from paceline.models.transformer import Transformer
 from paceline.models.weight_names import WeightNames
@@ -39,7 +40,7 @@ PICKLES = ("*.bin", "*.pt", "*.pth")
 @reads_model
 def load_model(
     source: ResolvedSource, *, dtype: torch.dtype, device: torch.device | str = "cpu", progress: bool = False
-) -> Model:
+) -> Model | RecurrentModel:
     """Load the model of ``source`` in ``dtype`` (float32, bfloat16 or float16).
 
     Families in ``families.FAMILIES`` run through ``Transformer``, others through transformers' own code. The
@@ -91,6 +92,9 @@ def check_shardable(source: ResolvedSource, shard: ModelShard) -> tuple[Path, De
     if spec is None:
         allowed = f"1 with {source}: only models of the families {', '.join(FAMILIES)} can be split"
         raise ParameterError("tensor_parallel", shard.ranks, allowed)
+    if is_recurrent(spec):
+        allowed = f"1 with {source}: recurrent layers are not split over ranks yet"
+        raise ParameterError("tensor_parallel", shard.ranks, allowed)
     shard.local(spec)
     return source, spec
 
@@ -131,6 +135,19 @@ def stored_tensors(path: Path) -> dict[str, _SafeTensor]:
     return _stored(_weight_files(path))
 
 
+def head_tensors(path: Path) -> Mapping[str, weights.StoredTensor]:
+    """Return the tensors of a checkpoint's own draft head, named ``mtp.*``, not read yet; none if it has no head.
+
+    Raises the errors of ``load_model``.
+    """
+    if path.is_file() or not (path / "config.json").is_file():
+        return {}
+    family = FAMILIES.get(_directory_config(path).model_type)
+    if family is None or not family.has_head:
+        return {}
+    return {name: tensor for name, tensor in stored_tensors(path).items() if name.startswith("mtp.")}
+
+
 @reads_model
 def load_embedding(source: ResolvedSource, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
     """Load only the token embedding [vocab_size, width] of a model. Raises the errors of ``load_model``."""
@@ -164,8 +181,12 @@ def _stored_of(path: Path) -> tuple[Mapping[str, weights.StoredTensor], WeightNa
         file = GGUFFile(path)
         return gguf_config.tensors(file, gguf_config.describe(file)), gguf_config.form(file).names
     config, scheme = _unquantised_config(path)
-    family = FAMILIES.get(config.model_type)
-    return _read_by(scheme, stored_tensors(path)), USUAL_NAMES if family is None else family.safetensors
+    return _read_by(scheme, stored_tensors(path)), _names(config)
+
+
+def _names(config: PretrainedConfig) -> WeightNames:
+    family = family_of(config)
+    return USUAL_NAMES if family is None else family.safetensors
 
 
 @reads_model
@@ -246,7 +267,7 @@ class _SafeTensor:
         destination.copy_(self.load())
 
 
-def _from_directory(path: Path, dtype: torch.dtype, device: torch.device, progress: bool) -> Model:
+def _from_directory(path: Path, dtype: torch.dtype, device: torch.device, progress: bool) -> Model | RecurrentModel:
     config, scheme = _unquantised_config(path)
     stored = _read_by(scheme, _stored(_weight_files(path)))
     spec = describe(config)
@@ -259,7 +280,7 @@ def _from_directory(path: Path, dtype: torch.dtype, device: torch.device, progre
         from paceline.models.huggingface import HuggingFaceModel  # importing it takes as long as importing torch
 
         return HuggingFaceModel.from_directory(path, dtype=dtype, device=device)
-    return _transformer(spec, FAMILIES[config.model_type].safetensors, stored, str(path), dtype, device, progress)
+    return _transformer(spec, _names(config), stored, str(path), dtype, device, progress)
 
 
 def _directory_config(path: Path) -> PretrainedConfig:
@@ -366,14 +387,14 @@ def _read_by(scheme: Scheme | None, stored: Mapping[str, _SafeTensor]) -> Mappin
 # GGUF files and loaded models
 
 
-def _from_gguf(path: Path, dtype: torch.dtype, device: torch.device, progress: bool) -> Model:
+def _from_gguf(path: Path, dtype: torch.dtype, device: torch.device, progress: bool) -> Model | RecurrentModel:
     file = GGUFFile(path)
     spec = gguf_config.describe(file)
     stored = gguf_config.tensors(file, spec)
     return _transformer(spec, gguf_config.form(file).names, stored, str(path), dtype, device, progress)
 
 
-def _from_loaded(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> Model:
+def _from_loaded(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> Model | RecurrentModel:
     spec = describe(model.config)
     if spec is None:
         from paceline.models.huggingface import HuggingFaceModel
@@ -382,8 +403,7 @@ def _from_loaded(model: PreTrainedModel, dtype: torch.dtype, device: torch.devic
         return HuggingFaceModel(model if fits else copy.deepcopy(model).to(device=device, dtype=dtype))
     stored = {name: weights.LoadedTensor(tensor.detach()) for name, tensor in model.state_dict().items()}
     where = name_of(model)
-    names = FAMILIES[model.config.model_type].safetensors
-    return _transformer(spec, names, stored, where, dtype, device, progress=False)
+    return _transformer(spec, _names(model.config), stored, where, dtype, device, progress=False)
 
 
 def _transformer(
@@ -394,10 +414,10 @@ def _transformer(
     dtype: torch.dtype,
     device: torch.device,
     progress: bool,
-) -> Transformer:
+) -> Model | RecurrentModel:
     spec = _untied_if_stored(spec, names, stored)
-    placements = weights.place(spec, names, stored, where)
-    return Transformer(spec, weights.assemble(placements, dtype, device, progress=progress), where)
+    tensors = weights.assemble(weights.place(spec, names, stored, where), dtype, device, progress=progress)
+    return (RecurrentModel if is_recurrent(spec) else Transformer)(spec, tensors, where)
 
 
 def _untied_if_stored(spec: DecoderSpec, names: WeightNames, stored: Mapping[str, weights.StoredTensor]) -> DecoderSpec:

@@ -1,4 +1,4 @@
-"""Llama-like decoders on the native CPU kernels: one call per forward pass, packed weights, batch-invariant results.
+"""Decoders on the native CPU kernels: one call per forward pass, packed weights, batch-invariant results.
 
 The hidden state and the logits of a token are bitwise the same whatever else is in the call: alone, among other rows,
 verified with its draft tokens, or prefilled in any chunks. Without the compiled extension the reference implementation
@@ -8,6 +8,7 @@ in torch runs instead (``kernels`` names it); its results are not batch-invarian
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -17,20 +18,23 @@ from torch import Tensor
 from paceline.config import QuantizationName
 from paceline.core.cache import KVCache
 from paceline.core.nodes import Nodes
+from paceline.core.recurrent_state import StateShape
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import abi, native, twin
 from paceline.kernels.pack import Format, Weight
-from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec
+from paceline.kernels.spec import DeltaWeights, GatedActivation, LayerWeights, LinearWeights, NativeSpec
 from paceline.models.base import HiddenStates, check_taps
-from paceline.models.description import DecoderSpec
+from paceline.models.description import AttentionSpec, DecoderSpec, DeltaNetSpec, LayerSpec, MixerSpec, MLPSpec
 from paceline.models.linear import Dense
 from paceline.models.packing import PackedDecoder, ReadPacked, packed_size
 from paceline.models.transformer import Transformer, _GatedMLP
 
 Quantization = Literal["int8", "int4"]
 ReadMatrix: TypeAlias = Callable[[Format], Weight]
+MAX_TAPS = 8  # kMostTaps in csrc/kernels.h
 LAYER_FORMAT: dict[str | None, Format] = {None: "bf16", "int8": "int8", "int4": "int4"}
 HEAD_FORMAT: dict[str | None, Format] = {None: "bf16", "int8": "int8", "int4": "int8"}  # int4 costs the head too much
+ACTIVATIONS: dict[str, GatedActivation] = {"silu": "silu", "gelu_tanh": "gelu_tanh"}  # those that the kernels have
 
 
 class NativeModel:
@@ -59,6 +63,7 @@ class NativeModel:
         self.name = name
         self.quantization: QuantizationName | None = quantization
         self.vocab_size, self.layers = spec.vocab_size, len(spec.layers)
+        self.state_shape, self.attention_layers = spec.delta, spec.attention_layers
         self.kv_heads, self.head_dim, self.width = spec.kv_heads, spec.head_dim, spec.width
         self.max_positions, self.tied = spec.max_positions, spec.head is None
         self.dtype, self.device = torch.bfloat16, torch.device("cpu")
@@ -101,7 +106,7 @@ class NativeModel:
 
         Writes the nodes' keys and values. The first ``nodes.read`` nodes are in the cache already and are not run.
         """
-        check_taps(taps, self.layers)
+        check_taps(taps, self.layers + 1)
         if self._reference is not None:
             return HiddenStates(*self._reference.forward(nodes, cache, taps))
         hidden = torch.empty(nodes.tokens.shape[0] - nodes.read, self.width, dtype=torch.float32)
@@ -112,9 +117,9 @@ class NativeModel:
 
         The last layer is skipped after its keys and values.
         """
-        check_taps(taps, self.layers)
+        check_taps(taps, self.layers + 1)
         if self._reference is not None:
-            return self._reference.forward(nodes, cache, taps)[1]
+            return self._reference.forward(nodes, cache, taps, text=True)[1]
         return self._forward(nodes, cache, taps, None)
 
     def _forward(self, nodes: Nodes, cache: KVCache, taps: Sequence[int], hidden: Tensor | None) -> Tensor | None:
@@ -124,12 +129,22 @@ class NativeModel:
         if count > 0:
             tensors = (None if tensor is None else tensor.contiguous() for tensor in nodes[:-1])
             flat = Nodes(*tensors)._replace(read=nodes.read)  # type: ignore[arg-type]
-            tapped = None if features is None else (taps, features)
+            tapped = None if features is None else (self.tap_places(taps), features)
             seconds = self.seconds if self.timed else None
             problem = self._packed.decoder.forward(flat, self._c_cache(cache), hidden, tapped, seconds)
             if problem is not None:
                 raise ParameterError("tokens", f"[{count} tokens]", problem)
         return features
+
+    def tap_places(self, taps: Sequence[int]) -> list[int]:
+        """Return the kernels' numbers of tapped layers: theirs for the hidden state is one higher."""
+        return [self.layers + 1 if tap == self.layers else tap for tap in taps]
+
+    @property
+    def packed_decoder(self) -> PackedDecoder:
+        """The weights and the library's decoder. There are none without the CPU kernels."""
+        assert self._packed is not None
+        return self._packed
 
     @property
     def runs_rounds(self) -> bool:
@@ -195,27 +210,13 @@ def spec_of(
     Raises ModelFormatError if the kernels cannot run the model.
     """
     check_description(spec)
-    attention, rotary = spec.layers[0].attention, spec.layers[0].attention.rotary
-    assert rotary is not None
+    attention = spec.attentions[0]
+    assert attention.rotary is not None
 
     def linear(name: str) -> LinearWeights:
         weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
         return LinearWeights(weight, bias, (readers or {}).get(f"{name}.weight"))
 
-    layers = [
-        LayerWeights(
-            qkv=linear(f"layers.{i}.qkv"),
-            attention_out=linear(f"layers.{i}.o"),
-            gate_up=linear(f"layers.{i}.gate_up"),
-            down=linear(f"layers.{i}.down"),
-            input_norm=weights[f"layers.{i}.attn_norm.weight"],
-            post_norm=weights[f"layers.{i}.mlp_norm.weight"],
-            q_norm=weights.get(f"layers.{i}.q_norm.weight"),
-            k_norm=weights.get(f"layers.{i}.k_norm.weight"),
-            window=layer.attention.window,
-        )
-        for i, layer in enumerate(spec.layers)
-    ]
     return NativeSpec(
         width=spec.width,
         heads=attention.heads,
@@ -224,14 +225,70 @@ def spec_of(
         ffn=spec.layers[0].dense.width,
         vocab_size=spec.vocab_size,
         max_positions=spec.max_positions,
-        inverse_frequencies=rotary.inverse_frequencies,
+        rotary=attention.rotary,
         embedding=weights["embed.weight"],
-        final_norm=weights["norm.weight"],
-        layers=layers,
+        final_norm=weights["norm.weight"] * spec.logits_scale,
+        layers=[_layer_of(layer, f"layers.{i}.", weights, linear) for i, layer in enumerate(spec.layers)],
         head=linear("head") if "head.weight" in weights else None,
         epsilon=spec.norm.eps,
-        rotary_scaling=rotary.scaling,
-        attention_scale=attention.scale,
+        embed_scale=spec.embed_scale,
+        tap_scale=spec.residual_scale,
+        delta=state_shape(spec),
+    )
+
+
+def state_shape(spec: DecoderSpec) -> StateShape | None:
+    """Return the shape of a model's recurrent states; None if all of its layers are attention."""
+    deltas = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, DeltaNetSpec)]
+    if not deltas:
+        return None
+    first = deltas[0]
+    heads = first.key_heads, first.value_heads, first.key_dim, first.value_dim
+    return StateShape(len(deltas), *heads, first.taps)
+
+
+def gate_last(qkv: LinearWeights, spec: MixerSpec) -> LinearWeights:
+    """Move the gates of the heads, each stored behind its head's query, behind all queries, keys and values."""
+    if isinstance(spec, DeltaNetSpec) or not spec.gated:
+        return qkv
+    heads = qkv.weight[: 2 * spec.query_width].view(spec.heads, 2, spec.head_dim, -1)
+    query, gate = (heads[:, part].flatten(0, 1) for part in (0, 1))
+    return LinearWeights(torch.cat([query, qkv.weight[2 * spec.query_width :], gate]))
+
+
+def _delta_of(name: str, weights: Mapping[str, Tensor]) -> DeltaWeights:
+    """Return the small weights of a gated delta net. name: of its layer, with a point."""
+    return DeltaWeights(
+        beta_decay=LinearWeights(weights[f"{name}beta_decay.weight"]),
+        conv=weights[f"{name}conv.weight"].squeeze(1),
+        rate=-weights[f"{name}decay_rate.weight"].float().exp(),
+        bias=weights[f"{name}decay_bias.weight"],
+        norm=weights[f"{name}delta_norm.weight"],
+    )
+
+
+def _layer_of(
+    layer: LayerSpec, name: str, weights: Mapping[str, Tensor], linear: Callable[[str], LinearWeights]
+) -> LayerWeights:
+    mixer = layer.mixer
+    attention = mixer if isinstance(mixer, AttentionSpec) else None
+    return LayerWeights(
+        qkv=gate_last(linear(f"{name}qkv"), mixer),
+        attention_out=linear(f"{name}o"),
+        gate_up=linear(f"{name}gate_up"),
+        down=linear(f"{name}down"),
+        input_norm=weights.get(f"{name}attn_norm.weight"),
+        post_norm=weights.get(f"{name}mlp_norm.weight"),
+        attention_out_norm=weights.get(f"{name}attn_out_norm.weight"),
+        mlp_out_norm=weights.get(f"{name}mlp_out_norm.weight"),
+        q_norm=weights.get(f"{name}q_norm.weight"),
+        k_norm=weights.get(f"{name}k_norm.weight"),
+        window=None if attention is None else attention.window,
+        rotary=None if attention is None else attention.rotary,
+        scale=None if attention is None else attention.scale,
+        gated=attention is not None and attention.gated,
+        delta=_delta_of(name, weights) if attention is None else None,
+        activation=ACTIVATIONS[layer.dense.activation],
     )
 
 
@@ -260,20 +317,30 @@ def _weights_of(model: Transformer) -> dict[str, Tensor]:
 
 def check_description(spec: DecoderSpec) -> None:
     """Raise ModelFormatError for a model that ``NativeSpec`` cannot express."""
+    eps, deltas = spec.norm.eps, {layer.mixer for layer in spec.layers if isinstance(layer.mixer, DeltaNetSpec)}
     attentions, one_shape = spec.attentions, {(a.heads, a.kv_heads, a.head_dim) for a in spec.attentions}
+    mlps = [layer.mlp for layer in spec.layers]
+    dense = [mlp for mlp in mlps if isinstance(mlp, MLPSpec)]
     wanted = {
-        "an RMS norm before each part": spec.norm.kind == "rms"
+        "a dense MLP in every layer": len(dense) == len(spec.layers),
+        "RMS norms before or after each part": spec.norm.kind == "rms"
         and spec.final_norm
-        and all(layer.norms == "before" for layer in spec.layers),
-        "SwiGLU": all(layer.dense.gated and layer.dense.activation == "silu" for layer in spec.layers),
+        and all(layer.norms != "after_sum" for layer in spec.layers),
+        f"a gated MLP with {' or '.join(ACTIVATIONS)}": all(
+            mlp.gated and mlp.activation in ACTIVATIONS for mlp in dense
+        ),
         "rotary positions": all(attention.rotary is not None for attention in attentions),
-        "the same rotary positions in all layers": len({attention.rotary for attention in attentions}) == 1,
         "heads of one shape in all layers": len(one_shape) == 1,
-        "an MLP of one width in all layers": len({layer.dense.width for layer in spec.layers}) == 1,
-        "one attention scale for all layers": len({attention.scale for attention in attentions}) == 1,
-        "norms of queries and keys head by head": all(attention.qk_norm != "all" for attention in attentions),
+        "recurrent layers of one shape, with the norms' epsilon": len(
+            deltas | {replace(d, norm_eps=eps) for d in deltas}
+        )
+        <= 1,
+        "attention in some layer": bool(attentions),
+        "an MLP of one width in all layers": len({mlp.width for mlp in dense}) == 1,
+        "the same epsilon in all norms": all(a.qk_norm is None or a.qk_norm_eps == spec.norm.eps for a in attentions),
+        "attention without sinks": not any(a.sinks for a in attentions),
         "an embedding as wide as the model": spec.embed_width == spec.width,
-        "unscaled embeddings and logits": (spec.embed_scale, spec.logits_scale, spec.logits_cap) == (1.0, 1.0, None),
+        "logits without a cap": spec.logits_cap is None,
     }
     missing = [feature for feature, present in wanted.items() if not present]
     if missing:
@@ -286,13 +353,23 @@ def check_spec(spec: NativeSpec) -> None:
         shape = f"{spec.heads} heads of {spec.head_dim} over {spec.kv_heads}"
         needed = "a head width that is a multiple of 16 and at most 64 query heads per key/value head"
         raise ModelFormatError(f"the CPU kernels need {needed}; not {shape}")
+    if spec.delta is not None:
+        _check_delta(spec.delta)
+
+
+def _check_delta(shape: StateShape) -> None:
+    """Raise ModelFormatError for heads of recurrent layers that the kernels do not support."""
+    shared = shape.key_heads > 0 and shape.value_heads % shape.key_heads == 0
+    if not shared or shape.key_dim % 16 or shape.value_dim % 16 or not 1 < shape.taps <= MAX_TAPS:
+        needed = f"head widths that are multiples of 16, value heads shared evenly, and 2 to {MAX_TAPS} taps"
+        raise ModelFormatError(f"the CPU kernels need recurrent layers of {needed}; not {shape}")
 
 
 def _check_cache(cache: KVCache, model: NativeModel) -> None:
     shape = cache.keys.shape
-    if (shape[0], shape[2], shape[4]) != (model.layers, model.kv_heads, model.head_dim):
+    if (shape[0], shape[2], shape[4]) != (model.attention_layers, model.kv_heads, model.head_dim):
         raise ParameterError(
-            "cache", tuple(shape), f"{model.layers} layers, {model.kv_heads} heads of {model.head_dim}"
+            "cache", tuple(shape), f"{model.attention_layers} layers, {model.kv_heads} heads of {model.head_dim}"
         )
     if cache.keys.dtype not in (torch.float32, torch.bfloat16):
         raise ParameterError("cache", cache.keys.dtype, "float32 or bfloat16")

@@ -13,7 +13,15 @@ from torch import Tensor
 from tqdm import tqdm
 
 from paceline.errors import ModelFormatError
-from paceline.models.description import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormPlaces
+from paceline.models.description import (
+    AttentionSpec,
+    DecoderSpec,
+    DeltaNetSpec,
+    LayerSpec,
+    MixerSpec,
+    MLPSpec,
+    NormPlaces,
+)
 from paceline.models.weight_names import FUSED, WeightNames
 
 
@@ -81,13 +89,31 @@ def _stacked(target: str, rows: Sequence[int], fused: frozenset[str]) -> dict[st
 
 
 def _attention_slots(spec: AttentionSpec, width: int, layer: str, fused: frozenset[str]) -> Slots:
-    qkv = _stacked("qkv", (spec.query_width, spec.kv_width, spec.kv_width), fused)
+    queries = spec.query_width * (2 if spec.gated else 1)  # a head's gate lies behind its query
+    qkv = _stacked("qkv", (queries, spec.kv_width, spec.kv_width), fused)
     yield from _linear_slots("qkv", qkv, width, spec.bias, layer)
     yield from _linear_slots("o", {"o": width}, spec.query_width, spec.output_bias, layer)
     if spec.qk_norm is not None:
         whole = spec.qk_norm == "all"
         yield from _vector(f"{layer}q_norm.weight", spec.query_width if whole else spec.head_dim)
         yield from _vector(f"{layer}k_norm.weight", spec.kv_width if whole else spec.head_dim)
+
+
+def _delta_slots(spec: DeltaNetSpec, width: int, layer: str) -> Slots:
+    heads, values = spec.value_heads, spec.value_heads * spec.value_dim
+    channels = 2 * spec.key_heads * spec.key_dim + values
+    yield from _linear_slots("qkv", {"in_qkv": channels, "out_gate": values}, width, False, layer)
+    yield from _linear_slots("beta_decay", {"beta": heads, "decay": heads}, width, False, layer)
+    yield from _linear_slots("o", {"o": width}, values, False, layer)
+    yield f"{layer}conv.weight", Slot(f"{layer}conv.weight", (channels, 1, spec.taps), total=channels)
+    for name, size in {"decay_rate": heads, "decay_bias": heads, "delta_norm": spec.value_dim}.items():
+        yield from _vector(f"{layer}{name}.weight", size)
+
+
+def _mixer_slots(spec: MixerSpec, width: int, layer: str, fused: frozenset[str]) -> Slots:
+    if isinstance(spec, DeltaNetSpec):
+        return _delta_slots(spec, width, layer)
+    return _attention_slots(spec, width, layer, fused)
 
 
 def _mlp_slots(spec: MLPSpec, width: int, layer: str, fused: frozenset[str]) -> Slots:
@@ -108,7 +134,7 @@ NORMS: dict[NormPlaces, tuple[str, ...]] = {
 
 
 def _layer_slots(spec: DecoderSpec, layer: LayerSpec, name: str, fused: frozenset[str]) -> Slots:
-    yield from _attention_slots(layer.attention, spec.width, name, fused)
+    yield from _mixer_slots(layer.mixer, spec.width, name, fused)
     yield from _mlp_slots(layer.dense, spec.width, name, fused)
     for norm in NORMS[layer.norms]:
         yield from _norm_slots(spec, f"{name}{norm}")

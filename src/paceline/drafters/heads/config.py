@@ -23,6 +23,7 @@ T = TypeVar("T")
 
 _FAMILIES = ("llama", "qwen3")  # model_type of a head's own layers; the target's may differ
 _COPIED = (*_FAMILIES, "qwen2")  # model_type of layers copied from the target
+_OWN = ("qwen3_5_text",)  # model_type of targets whose checkpoints have a head of their own
 _FLAT_ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle3")
 _KINDS = {  # from speculators_model_type to the class name in speculators; the last is paceline's own
     "eagle3": "Eagle3Speculator",
@@ -53,6 +54,7 @@ class HeadConfig:
     norm_output: whether the next step reads the output of the last norm instead of its input (EAGLE-3.1).
     mask_token: the target's token whose embedding is part of the mask; None: a head without a mask.
     transfers: largest number of draft tokens of a hidden transfer head; 0: another kind.
+    own: whether it is the target's own head (MTP), from the target's checkpoint.
     verifier, architectures: name and classes of the target, from the checkpoint.
     paying_rows: by device ("cpu", "cuda"), the largest batch for which it was measured to pay; empty: not measured.
     speculative_tokens: draft tokens that the checkpoint suggests. paceline's length policies ignore it.
@@ -70,6 +72,7 @@ class HeadConfig:
     norm_output: bool = False
     mask_token: int | None = None
     transfers: int = 0
+    own: bool = False
     verifier: str = ""
     architectures: tuple[str, ...] = ()
     paying_rows: Mapping[str, int] = field(default_factory=dict, compare=False)
@@ -102,7 +105,7 @@ class HeadConfig:
     def decoder(self) -> DecoderSpec:
         """Shape of the layers; the vocabulary is the target's."""
         kind = self.transformer.get("model_type")
-        families = _COPIED if self.transfers else _FAMILIES
+        families = _OWN if self.own else _COPIED if self.transfers else _FAMILIES
         if kind not in families:
             raise ModelFormatError(
                 f"the head's layers are of model_type {brief(repr(kind))}; only {' and '.join(families)} can be run"
@@ -125,6 +128,8 @@ class HeadConfig:
     @property
     def kind(self) -> str:
         """Kind of the head, as ``paceline train-draft`` names it."""
+        if self.own:
+            return "mtp"
         return "hidden_transfer" if self.transfers else "parallel" if self.parallel else "feature"
 
     @property

@@ -44,7 +44,7 @@ class HeadModel:
         self.kv_heads, self.head_dim = attention.kv_heads, attention.head_dim
         self.dtype, self.device = head.dtype, head.device
         self.kind, self.max_draft_tokens = head.config.kind, head.config.transfers or None
-        self.one_pass = self.kind != "feature"
+        self.one_pass = self.kind not in ("feature", "mtp")
         self.paying_rows = head.config.paying_rows.get(self.device.type)
 
     def logits(self, hidden: Tensor) -> Tensor:

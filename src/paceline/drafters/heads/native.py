@@ -21,13 +21,22 @@ from paceline.core.sampling import Purpose
 from paceline.drafters.heads.decoder import NEVER, FusedStates, HeadDecoder, HeadModel
 from paceline.drafters.heads.feature import FeatureHead
 from paceline.drafters.heads.head import Head
+from paceline.drafters.heads.mtp import MtpHead
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import abi, native
 from paceline.kernels.attention import AttentionBackend
 from paceline.kernels.cpu import described
 from paceline.kernels.pack import INPUT_MULTIPLE
 from paceline.kernels.spec import FusionWeights, LayerWeights, LinearWeights, NativeSpec
-from paceline.models.native import HEAD_FORMAT, LAYER_FORMAT, Quantization, check_description, check_spec
+from paceline.models.native import (
+    HEAD_FORMAT,
+    LAYER_FORMAT,
+    NativeModel,
+    Quantization,
+    check_description,
+    check_spec,
+    gate_last,
+)
 from paceline.models.packing import PackedDecoder, packed_size
 
 T = TypeVar("T")
@@ -35,6 +44,8 @@ T = TypeVar("T")
 
 class NativeHead(HeadModel):
     """A head with packed weights: bf16 (quantization None), int8 or int4. It keeps no reference to the torch head.
+
+    target: a target on the CPU kernels whose embedding and output head it uses; None: it has its own.
 
     Raises ModelFormatError if the kernels cannot run it.
     """
@@ -48,15 +59,17 @@ class NativeHead(HeadModel):
         *,
         quantization: Quantization | None = None,
         kernels: native.Kernels | None = None,
+        target: NativeModel | None = None,
     ) -> None:
         super().__init__(head, name, taps, max_positions)
         spec = spec_of_head(head, max_positions)
+        ends = None if target is None else target.packed_decoder
         kernels = kernels or native.select()
         if kernels is None:
             raise ModelFormatError(f"the CPU kernels are not available: {native.why_none()}")
         formats = LAYER_FORMAT[quantization], HEAD_FORMAT[quantization]
-        self._packed = PackedDecoder(spec, formats, kernels, torch.get_num_threads())
-        self._bytes = packed_size(spec, *formats)
+        self._packed = PackedDecoder(spec, formats, kernels, torch.get_num_threads(), ends_of=ends)
+        self._bytes = packed_size(spec, *formats, shares_ends=ends is not None)
         self.drafted = len(head.targets)  # size of its vocabulary
         self._targets = head.targets.sort().values
         self.precision = f"{quantization or 'bfloat16'} on the CPU kernels {kernels.name}"
@@ -79,9 +92,10 @@ class NativeHead(HeadModel):
 def spec_of_head(head: Head, max_positions: int) -> NativeSpec:
     """Weights and sizes of a head for the kernels. Raises ModelFormatError if they cannot run it."""
     shape, config, state = head.config.decoder, head.config, head.state_dict()
-    if not isinstance(head, FeatureHead):
+    if not isinstance(head, FeatureHead | MtpHead):
         raise ModelFormatError("hidden transfer heads run in torch only")
     check_description(shape)
+    own = isinstance(head, MtpHead)
     first, inner = shape.layers[0].attention, shape.layers[0].dense.width
     assert first.rotary is not None
     order = head.targets.argsort()  # ties are broken by token id, which must be the target's
@@ -95,7 +109,8 @@ def spec_of_head(head: Head, max_positions: int) -> NativeSpec:
         name = f"layers.{index}"
         qkv = linear(*(f"{name}.self_attn.{part}_proj" for part in "qkv"))
         return LayerWeights(
-            qkv=_halves_padded(qkv) if index == 0 else qkv,
+            qkv=gate_last(_halves_padded(qkv) if index == 0 and not own else qkv, shape.layers[index].mixer),
+            gated=shape.layers[index].attention.gated,
             attention_out=linear(f"{name}.self_attn.o_proj"),
             gate_up=linear(f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"),
             down=linear(f"{name}.mlp.down_proj"),
@@ -115,23 +130,23 @@ def spec_of_head(head: Head, max_positions: int) -> NativeSpec:
         ffn=inner,
         vocab_size=config.draft_vocab_size,
         max_positions=max_positions,
-        inverse_frequencies=first.rotary.inverse_frequencies,
+        rotary=first.rotary,
         embedding=state["embed_tokens.weight"],
         final_norm=state["norm.weight"],
         layers=[layer(index) for index in range(len(shape.layers))],
         head=LinearWeights(state["lm_head.weight"][order]),
         epsilon=shape.norm.eps,
-        rotary_scaling=first.rotary.scaling,
         fusion=FusionWeights(
-            fuse=linear("fc"),
-            hidden_norm=state["layers.0.hidden_norm.weight"],
+            fuse=_halves_padded(linear("fc")) if own else linear("fc"),
+            hidden_norm=state["pre_fc_norm_hidden.weight" if own else "layers.0.hidden_norm.weight"],
+            embedding_norm=state["pre_fc_norm_embedding.weight"] if own else None,
             targets=head.targets[order],
             vocabulary=shape.vocab_size,
             streams=config.streams,
             stream_width=config.target_width,
             stream_norms=None if norms is None else torch.stack(norms),
             joint_norm=state["input_norm.weight"] if config.norm_before_fc else None,
-            mask=head.mask(),
+            mask=None if isinstance(head, MtpHead) else head.mask(),
             mask_token=config.mask_token or 0,
             normed_residual=config.norm_before_residual,
             normed_state=config.norm_output,

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from paceline.models.description import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormSpec
+from paceline.models.description import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormPlaces, NormSpec
 from paceline.models.families.rotary import head_dim, longest_sequence, rotary_of
 from paceline.models.weight_names import WeightNames
 
@@ -24,7 +24,7 @@ ACTIVATION_NAMES = {
 }
 
 
-def _no_fields(_: Mapping[str, Any]) -> dict[str, Any]:
+def _no_fields(_: Mapping[str, Any], __: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
@@ -33,14 +33,15 @@ class GGUFForm:
     """How llama.cpp stores a family in a GGUF file.
 
     architecture: value of general.architecture; prefix of the family's metadata.
-    fields: metadata without that prefix -> fields of the Hugging Face configuration that ``gguf_config`` does not know.
+    fields: metadata without that prefix, and rope_parameters -> fields of the Hugging Face configuration that
+        ``gguf_config`` does not know or that differ.
     reads: metadata keys that change the computation and that ``fields`` takes into account.
     paired: whether rows of queries and keys are stored in the order of rotary pairs (i, i + 1).
     """
 
     architecture: str
     names: WeightNames
-    fields: Callable[[Mapping[str, Any]], dict[str, Any]] = _no_fields
+    fields: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]] = _no_fields
     reads: frozenset[str] = frozenset()
     paired: bool = False
 
@@ -49,14 +50,18 @@ class GGUFForm:
 class Family:
     """One family. model_type: Hugging Face's name of its configuration.
 
+    wrapped_by: model_type of multimodal configurations whose text model, alone, is of this family.
     describe: configuration -> description; None if only transformers' own code can run that model.
     gguf: None if GGUF files of this family are not read.
+    has_head: whether checkpoints may have a draft head of their own (``drafters.heads.mtp``).
     """
 
     model_type: str
     describe: Callable[[PretrainedConfig], DecoderSpec | None]
     safetensors: WeightNames
     gguf: GGUFForm | None = None
+    has_head: bool = False
+    wrapped_by: tuple[str, ...] = ()
 
 
 LLAMA_NAMES: Mapping[str, str] = {
@@ -106,8 +111,8 @@ def windows_of(config: PretrainedConfig) -> tuple[int | None, ...] | None:
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def llama_like(config: PretrainedConfig, **attention: Any) -> DecoderSpec | None:
-    """Describe a decoder with RMS norms before attention and a gated MLP, rotary positions, and no experts.
+def llama_like(config: PretrainedConfig, norms: NormPlaces = "before", **attention: Any) -> DecoderSpec | None:
+    """Describe a decoder with RMS norms, one kind of rotary positions, a gated MLP, and no experts.
 
     attention: fields of every layer's ``AttentionSpec`` besides heads, rotary positions and window.
     """
@@ -128,6 +133,7 @@ def llama_like(config: PretrainedConfig, **attention: Any) -> DecoderSpec | None
                 **attention,
             ),
             mlp,
+            norms,
         )
         for window in windows
     )

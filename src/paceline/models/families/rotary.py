@@ -30,16 +30,21 @@ def head_dim(config: PretrainedConfig) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def rotary_of(config: PretrainedConfig) -> Rotary | None:
-    """Return the rotary positions of all layers; None if their kind is unknown or layers differ."""
-    rope: Mapping[str, Any] = config.rope_parameters
+def rotary_of(config: PretrainedConfig, layers: str | None = None) -> Rotary | None:
+    """Return the rotary positions of the layers of a kind ("sliding_attention"), or of all layers.
+
+    None if the type of rotary positions is unknown or layers differ where one kind is asked for.
+    """
+    rope: Mapping[str, Any] = config.rope_parameters if layers is None else config.rope_parameters[layers]
     kind = rope.get("rope_type", "default")
     if any(isinstance(value, dict) for value in rope.values()) or kind not in ("default", *ROPE_INIT_FUNCTIONS):
         return None
     rotated = int(head_dim(config) * rope.get("partial_rotary_factor", 1.0))
     if kind == "default":
         return plain_rotary(rope["rope_theta"], rotated)
-    frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](
+        config, torch.device("cpu"), **({} if layers is None else {"layer_type": layers})
+    )
     return Rotary(tuple(frequencies.tolist()), float(scaling)) if 2 * len(frequencies) <= head_dim(config) else None
 
 
