@@ -258,9 +258,11 @@ def _weights_of(model: Transformer) -> dict[str, Tensor]:
         linears |= {f"layers.{i}.qkv": attention.qkv, f"layers.{i}.o": attention.output}
         linears |= {f"layers.{i}.gate_up": mlp.gate_up, f"layers.{i}.down": mlp.down}
         found |= {f"layers.{i}.{name}.weight": norm.weight for name, norm in block.norms.items()}
-        if attention.qk_norm is not None:  # one row per head; all rows of q are equal, and all rows of k
-            found[f"layers.{i}.q_norm.weight"] = attention.qk_norm[0]
-            found[f"layers.{i}.k_norm.weight"] = attention.qk_norm[-1]
+        if attention.qk_norm is not None:
+            norms = attention.qk_norm.split(attention.split[:2])  # [heads, head_dim] each
+            for part, norm in zip("qk", norms, strict=True):
+                whole = attention.spec.qk_norm == "all"  # else all rows are equal
+                found[f"layers.{i}.{part}_norm.weight"] = norm.flatten() if whole else norm[0]
     for name, linear in linears.items():
         if not isinstance(linear, Dense):
             raise ModelFormatError(f"{model.name}: weights of kind {type(linear).__name__} cannot be packed")

@@ -9,13 +9,31 @@ from transformers import AutoConfig, PretrainedConfig
 
 from paceline.errors import ModelFormatError
 from paceline.models.description import DecoderSpec
-from paceline.models.families import gemma3, gpt2, llama, mistral, opt, qwen2, qwen3
+from paceline.models.families import (
+    exaone4,
+    gemma3,
+    gpt2,
+    granite,
+    llama,
+    ministral3,
+    mistral,
+    olmo2,
+    olmo3,
+    opt,
+    phi3,
+    qwen2,
+    qwen3,
+    smollm3,
+)
 from paceline.models.families.base import LLAMA_NAMES, Family
 from paceline.models.weight_names import WeightNames
 
-FAMILIES: dict[str, Family] = {
-    module.FAMILY.model_type: module.FAMILY for module in (llama, mistral, qwen2, qwen3, gemma3, opt, gpt2)
-}
+_MODULES = (
+    *(llama, mistral, ministral3, qwen2, qwen3, gemma3, phi3, granite),
+    *(olmo2, olmo3, smollm3, exaone4, opt, gpt2),
+)
+
+FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 """By Hugging Face's model_type."""
 
 GGUF_FAMILIES: dict[str, Family] = {

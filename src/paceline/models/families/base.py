@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +80,17 @@ LLAMA_NAMES: Mapping[str, str] = {
 }
 """Names that most families share."""
 
+NORMS_AFTER: Mapping[str, str] = {
+    "layers.{}.post_attention_layernorm": "layers.{}.attn_out_norm",
+    "layers.{}.post_feedforward_layernorm": "layers.{}.mlp_out_norm",
+}
+"""Names of norms after each part, where they replace ``LLAMA_NAMES``."""
+
+GGUF_NORMS_AFTER: Mapping[str, str] = {
+    "blk.{}.post_attention_norm": "layers.{}.attn_out_norm",
+    "blk.{}.post_ffw_norm": "layers.{}.mlp_out_norm",
+}
+
 LLAMA_GGUF_NAMES: Mapping[str, str] = {
     "token_embd": "embed",
     "output_norm": "norm",
@@ -115,32 +126,32 @@ def llama_like(config: PretrainedConfig, norms: NormPlaces = "before", **attenti
     attention: fields of every layer's ``AttentionSpec`` besides heads, rotary positions and window.
     """
     rotary, windows = rotary_of(config), windows_of(config)
+    if rotary is None or windows is None:
+        return None
+    attentions = [attention_of(config, rotary=rotary, window=window, **attention) for window in windows]
+    return decoder_of(config, attentions, norms)
+
+
+def attention_of(config: PretrainedConfig, **fields: Any) -> AttentionSpec:
+    """Describe the attention of a layer. fields: of ``AttentionSpec``, besides heads and epsilon."""
+    heads = config.num_attention_heads, config.num_key_value_heads, head_dim(config)
+    return AttentionSpec(*heads, qk_norm_eps=config.rms_norm_eps, **fields)
+
+
+def decoder_of(
+    config: PretrainedConfig, attentions: Sequence[AttentionSpec], norms: NormPlaces = "before"
+) -> DecoderSpec | None:
+    """Describe a decoder with RMS norms and a gated MLP in every layer; None if its activation is unknown."""
     activation = ACTIVATION_NAMES.get(config.hidden_act)
-    if rotary is None or windows is None or activation is None:
+    if activation is None:
         return None
     mlp = MLPSpec(config.intermediate_size, activation, bias=bool(getattr(config, "mlp_bias", False)))
-    layers = (
-        LayerSpec(
-            AttentionSpec(
-                config.num_attention_heads,
-                config.num_key_value_heads,
-                head_dim(config),
-                rotary=rotary,
-                window=window,
-                qk_norm_eps=config.rms_norm_eps,
-                **attention,
-            ),
-            mlp,
-            norms,
-        )
-        for window in windows
-    )
     return DecoderSpec(
         family=config.model_type,
         vocab_size=config.vocab_size,
         width=config.hidden_size,
         max_positions=longest_sequence(config),
-        layers=tuple(layers),
+        layers=tuple(LayerSpec(attention, mlp, norms) for attention in attentions),
         norm=NormSpec("rms", config.rms_norm_eps),
         embed_width=config.hidden_size,
         tied=bool(config.tie_word_embeddings),
