@@ -85,6 +85,7 @@ _GEMMA3 = _LLAMA | {
 _GRANITE = {
     "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 8.0,
 }  # fmt: skip
+_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 NATIVE |= {
     "gemma3": ("gemma3_text", _GEMMA3),
     "gemma3 with capped logits": ("gemma3_text", _GEMMA3 | {"final_logit_softcapping": 0.5}),
@@ -95,6 +96,9 @@ NATIVE |= {
     "olmo3": ("olmo3", _LLAMA | _BOTH_ROPES | {"sliding_window": 4, "layer_types": _MIXED}),
     "smollm3": ("smollm3", _LLAMA | {"no_rope_layer_interval": 2}),
     "ministral3": ("ministral3", _LLAMA | {"head_dim": 8}),
+    "qwen3_moe": ("qwen3_moe", _LLAMA | _EXPERTS | {"head_dim": 8, "norm_topk_prob": True}),
+    "olmoe": ("olmoe", _LLAMA | _EXPERTS),
+    "granitemoe": ("granitemoe", _LLAMA | _GRANITE | {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "exaone4": ("exaone4", _LLAMA | {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "exaone4 with windows": ("exaone4", _LLAMA | {"sliding_window": 4, "layer_types": _MIXED}),
 }

@@ -101,6 +101,7 @@ _NEW = [
     "gemma3", "phi3", "phi3 with a partial rotation", "granite", "olmo2", "olmo3", "smollm3", "ministral3",
     "exaone4 with windows",
 ]  # fmt: skip
+_EXPERTS = ["qwen3_moe", "olmoe", "granitemoe"]
 _HEADS = {"head_dim": 16, "num_hidden_layers": 2, "tie_word_embeddings": False}  # the kernels' narrowest heads
 
 
@@ -119,7 +120,7 @@ def _greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("name", _NEW)
+@pytest.mark.parametrize("name", [*_NEW, *_EXPERTS])
 def test_greedy_text_is_that_of_transformers_with_every_drafter(name: str) -> None:
     """In float32, for one row and for eight; the draft model is another random model of the family."""
     theirs, prompts = _model(name), [random_tokens(1, 3 + row, seed=row)[0].tolist() for row in range(8)]
@@ -175,6 +176,10 @@ def _written(path: Path, theirs: PreTrainedModel) -> Path:
     writer.add_rope_dimension_count(int(dim * rope.get("partial_rotary_factor", 1.0)))
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
+    if hasattr(config, "num_experts"):
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
     for key, field in (
         ("attention.scale", "attention_multiplier"), ("embedding_scale", "embedding_multiplier"),
         ("residual_scale", "residual_multiplier"), ("logit_scale", "logits_scaling"),
@@ -193,8 +198,12 @@ def _written(path: Path, theirs: PreTrainedModel) -> Path:
         if form.paired and part in ("q", "k"):
             heads = config.num_attention_heads if part == "q" else config.num_key_value_heads
             stored = stored.view(heads, 2, -1, *stored.shape[1:]).transpose(1, 2).reshape(stored.shape)
-        place = theirs_of[f"layers.{{}}.{part}" if index else part].format(index)
-        writer.add_tensor(f"{place}.{suffix}", stored.contiguous().numpy())
+        halves = {part: stored}
+        if part == "experts_gate_up":
+            halves = dict(zip(("experts_gate", "experts_up"), stored.chunk(2, 1), strict=True))
+        for half, values in halves.items():
+            place = theirs_of[f"layers.{{}}.{half}" if index else half].format(index)
+            writer.add_tensor(f"{place}.{suffix}", values.contiguous().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -202,7 +211,16 @@ def _written(path: Path, theirs: PreTrainedModel) -> Path:
     return path
 
 
-_IN_GGUF = ["gemma3", "phi3 with a partial rotation", "granite", "olmo2", "smollm3", "exaone4 with windows"]
+_IN_GGUF = [
+    "qwen3_moe",
+    "olmoe",
+    "gemma3",
+    "phi3 with a partial rotation",
+    "granite",
+    "olmo2",
+    "smollm3",
+    "exaone4 with windows",
+]
 
 
 @pytest.mark.parametrize("name", _IN_GGUF)

@@ -401,7 +401,8 @@ def test_end_tokens_of_a_gguf_file(tmp_path: Path) -> None:
     ("metadata", "message"),
     [
         ({"ARCH__attention__sliding_window": 4.0}, "sliding_window"),
-        ({"ARCH__rope__dimension_count": 4.0}, "part of each head"),
+        ({"ARCH__rope__dimension_count": 12.0}, "no part of a head of 8"),
+        ({"ARCH__rope__dimension_count": 3.0}, "no part of a head of 8"),
         ({"ARCH__rope__scaling__type": "su"}, "metadata cannot be used|rotary"),
         ({"split__count": 2.0}, "llama-gguf-split"),
     ],

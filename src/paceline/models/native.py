@@ -259,7 +259,7 @@ def _weights_of(model: Transformer) -> dict[str, Tensor]:
         linears |= {f"layers.{i}.gate_up": mlp.gate_up, f"layers.{i}.down": mlp.down}
         found |= {f"layers.{i}.{name}.weight": norm.weight for name, norm in block.norms.items()}
         if attention.qk_norm is not None:
-            norms = attention.qk_norm.split(attention.split[:2])  # [heads, head_dim] each
+            norms = torch.split(attention.qk_norm, attention.split[:2])  # [heads, head_dim] each
             for part, norm in zip("qk", norms, strict=True):
                 whole = attention.spec.qk_norm == "all"  # else all rows are equal
                 found[f"layers.{i}.{part}_norm.weight"] = norm.flatten() if whole else norm[0]

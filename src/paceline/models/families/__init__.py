@@ -14,15 +14,18 @@ from paceline.models.families import (
     gemma3,
     gpt2,
     granite,
+    granitemoe,
     llama,
     ministral3,
     mistral,
     olmo2,
     olmo3,
+    olmoe,
     opt,
     phi3,
     qwen2,
     qwen3,
+    qwen3_moe,
     smollm3,
 )
 from paceline.models.families.base import LLAMA_NAMES, Family
@@ -31,6 +34,7 @@ from paceline.models.weight_names import WeightNames
 _MODULES = (
     *(llama, mistral, ministral3, qwen2, qwen3, gemma3, phi3, granite),
     *(olmo2, olmo3, smollm3, exaone4, opt, gpt2),
+    *(qwen3_moe, olmoe, granitemoe),
 )
 
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PretrainedConfig
 
-from paceline.models.description import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormPlaces, NormSpec
+from paceline.models.description import (
+    AttentionSpec,
+    DecoderSpec,
+    ExpertsSpec,
+    LayerSpec,
+    MLPSpec,
+    NormPlaces,
+    NormSpec,
+)
 from paceline.models.families.rotary import head_dim, longest_sequence, rotary_of
 from paceline.models.weight_names import WeightNames
 
@@ -80,6 +88,23 @@ LLAMA_NAMES: Mapping[str, str] = {
 }
 """Names that most families share."""
 
+EXPERTS: Mapping[str, str] = {
+    "layers.{}.mlp.gate": "layers.{}.router",
+    "layers.{}.mlp.experts.{}.gate_proj": "layers.{}.expert.{}.gate",
+    "layers.{}.mlp.experts.{}.up_proj": "layers.{}.expert.{}.up",
+    "layers.{}.mlp.experts.{}.down_proj": "layers.{}.expert.{}.down",
+    "layers.{}.mlp.experts.gate_up_proj": "layers.{}.experts_gate_up.weight",
+    "layers.{}.mlp.experts.down_proj": "layers.{}.experts_down.weight",
+}
+"""Names of experts, one by one as files have them and together as loaded models have them."""
+
+GGUF_EXPERTS: Mapping[str, str] = {
+    "blk.{}.ffn_gate_inp": "layers.{}.router",
+    "blk.{}.ffn_gate_exps": "layers.{}.experts_gate",
+    "blk.{}.ffn_up_exps": "layers.{}.experts_up",
+    "blk.{}.ffn_down_exps": "layers.{}.experts_down",
+}
+
 NORMS_AFTER: Mapping[str, str] = {
     "layers.{}.post_attention_layernorm": "layers.{}.attn_out_norm",
     "layers.{}.post_feedforward_layernorm": "layers.{}.mlp_out_norm",
@@ -136,6 +161,18 @@ def attention_of(config: PretrainedConfig, **fields: Any) -> AttentionSpec:
     """Describe the attention of a layer. fields: of ``AttentionSpec``, besides heads and epsilon."""
     heads = config.num_attention_heads, config.num_key_value_heads, head_dim(config)
     return AttentionSpec(*heads, qk_norm_eps=config.rms_norm_eps, **fields)
+
+
+def with_experts(spec: DecoderSpec, count: int, used: int, width: int, **routing: Any) -> DecoderSpec:
+    """Return the decoder with a mixture of experts in place of every MLP.
+
+    width: inner width of an expert. routing: other fields of ``ExpertsSpec``.
+    """
+    layers = (
+        replace(layer, mlp=ExpertsSpec(count, used, replace(layer.dense, width=width), **routing))
+        for layer in spec.layers
+    )
+    return replace(spec, layers=tuple(layers))
 
 
 def decoder_of(

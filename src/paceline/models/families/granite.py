@@ -14,7 +14,8 @@ from paceline.models.families.base import LLAMA_GGUF_NAMES, LLAMA_NAMES, Family,
 from paceline.models.weight_names import WeightNames
 
 
-def _describe(config: PretrainedConfig) -> DecoderSpec | None:
+def describe(config: PretrainedConfig) -> DecoderSpec | None:
+    """Describe a dense Granite; also the part that a Granite with experts shares with it."""
     biased = bool(config.attention_bias)
     spec = llama_like(config, scale=float(config.attention_multiplier), bias=biased, output_bias=biased)
     if spec is None:
@@ -39,7 +40,7 @@ def _fields(metadata: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, Any]
 
 FAMILY = Family(
     "granite",
-    _describe,
+    describe,
     WeightNames(LLAMA_NAMES, prefixes=("model.",)),
     GGUFForm(
         "granite",
