@@ -286,7 +286,7 @@ def check_description(spec: DecoderSpec) -> None:
         ),
         "rotary positions": all(attention.rotary is not None for attention in attentions),
         "heads of one shape in all layers": len(one_shape) == 1,
-        "an MLP of one width in all layers": len({mlp.width for mlp in dense}) == 1,
+        "an MLP of one width in all layers": len({mlp.width for mlp in dense}) <= 1,
         "the same epsilon in all norms": all(a.qk_norm is None or a.qk_norm_eps == spec.norm.eps for a in attentions),
         "attention without sinks and gates": not any(a.sinks or a.gated for a in attentions),
         "an embedding as wide as the model": spec.embed_width == spec.width,

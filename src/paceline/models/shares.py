@@ -64,6 +64,8 @@ class ModelShard:
         """
         if not all(isinstance(layer.mlp, MLPSpec) for layer in spec.layers):
             raise ParameterError("tensor_parallel", self.ranks, "1 with a mixture of experts, which is not split yet")
+        if any(attention.qk_norm == "all" for attention in spec.attentions):
+            raise ParameterError("tensor_parallel", self.ranks, "1 with norms of queries and keys over all heads")
         sizes = (size for layer in spec.layers for size in (layer.attention.heads, layer.dense.width))
         narrowest = min(spec.vocab_size, *sizes)
         if self.ranks > narrowest:

@@ -347,7 +347,10 @@ class Transformer:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., vocab_size], float32, of hidden states [..., embed_width]."""
-        logits = self._head(hidden).float()
+        return self.scaled(self._head(hidden).float())
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        """Return the head's outputs, float32, with the model's factor and cap."""
         if self.spec.logits_scale != 1.0:
             logits *= self.spec.logits_scale
         return logits if self.spec.logits_cap is None else cap(logits, self.spec.logits_cap)

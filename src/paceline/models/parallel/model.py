@@ -89,7 +89,7 @@ class PartOfModel(Transformer):
         parts = self.ranks.collect(functional.pad(own, (0, max(sizes) - own.shape[-1])))
         if not parts:
             return None
-        return torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], 1).float()
+        return self.scaled(torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], 1).float())
 
 
 class Fellows(Protocol):
