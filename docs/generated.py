@@ -1,16 +1,28 @@
-"""Reference pages made from the code: every command's --help, and the server's OpenAPI as tables."""
+"""Reference pages made from the code: every command's --help, the server's OpenAPI as tables, the model families.
+
+``python docs/generated.py`` writes the table of families into ``docs/models.md``, which a test compares.
+"""
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig
 from typer.main import get_command
 from typer.testing import CliRunner
 
 from paceline.cli.main import app as cli
 from paceline.config import ServerConfig
+from paceline.errors import ModelFormatError, ParameterError
+from paceline.models.description import MLPSpec
+from paceline.models.families import FAMILIES
+from paceline.models.families.base import Family
+from paceline.models.native import check_description
+from paceline.models.shares import ModelShard
 
 WIDTH = 100  # characters of a terminal
 
@@ -113,6 +125,47 @@ def _kind(schema: dict[str, Any]) -> str:
 PAGES: dict[str, Callable[[], Iterator[str]]] = {"reference-cli": command_line, "reference-http": http}
 
 
+# Families of models
+
+
+def families() -> Iterator[str]:
+    """Lines of a Markdown table: one row per family, as the code describes its usual configuration."""
+    yield "| family | `model_type` | GGUF architecture | CPU kernels | GPU | several processes |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    for family in sorted(FAMILIES.values(), key=lambda family: family.model_type):
+        yield f"| {' | '.join(_columns(family))} |"
+
+
+def _columns(family: Family) -> Iterator[str]:
+    spec = family.describe(AutoConfig.for_model(family.model_type))
+    assert spec is not None, "the usual configuration of a family runs"
+    dense = all(isinstance(layer.mlp, MLPSpec) for layer in spec.layers)
+    about = sys.modules[family.describe.__module__].__doc__ or ""
+    yield about.splitlines()[0].removesuffix(".")
+    yield ", ".join(f"`{name}`" for name in (family.model_type, *family.wrapped_by))
+    yield "-" if family.gguf is None else f"`{family.gguf.architecture}`"
+    try:
+        check_description(spec)
+    except ModelFormatError as error:
+        yield "no: needs " + str(error).partition(" without ")[2]
+    else:
+        yield "bf16, int8, int4"
+    yield "bf16, int8, fp8; graphs" if dense else "bf16; no graphs"
+    try:
+        ModelShard(0, 2).local(spec)
+    except ParameterError:
+        yield "no"
+    else:
+        yield "yes"
+
+
+def write_families(page: Path) -> None:
+    """Replace the table of the page."""
+    before, _, rest = page.read_text().partition("| family |")
+    after = rest.partition("\n\n")[2]
+    page.write_text(before + "\n".join(families()) + "\n\n" + after)
+
+
 # Docstrings
 
 _FIELD = re.compile(r"([a-z]\w*(?:, [a-z]\w*)*): ")
@@ -135,3 +188,7 @@ def readable(_app: object, _what: str, _name: str, _object: object, _options: ob
 
 def _in_list(made: list[str]) -> bool:
     return made[-1].startswith(("* **", "  "))
+
+
+if __name__ == "__main__":
+    write_families(Path(__file__).parent / "models.md")

@@ -11,7 +11,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from paceline.errors import ModelFormatError
 from paceline.models.boundary import brief
-from paceline.models.description import DecoderSpec, LayerSpec, Rotary
+from paceline.models.description import DecoderSpec, LayerSpec, MLPSpec, Rotary
 from paceline.models.families import FAMILIES, GGUF_FAMILIES
 from paceline.models.families.base import Family, GGUFForm
 from paceline.models.gguf import GGUFFile
@@ -146,8 +146,6 @@ def huggingface_config(file: GGUFFile) -> PretrainedConfig:
         config = _translated(file, found)
     except Exception as error:  # values of a wrong type, for which transformers raises errors of any kind
         raise ModelFormatError(f"{file.path}: the metadata cannot be used: {brief(repr(error))}") from error
-    if found.get("rope.dimension_count", config.head_dim) != config.head_dim:
-        raise ModelFormatError(f"{file.path}: rotary positions on a part of each head are not supported")
     return config
 
 
@@ -156,6 +154,10 @@ def _translated(file: GGUFFile, found: Mapping[str, Any]) -> PretrainedConfig:
     fields.setdefault("num_key_value_heads", found["attention.head_count"])
     fields.setdefault("head_dim", found["embedding_length"] // found["attention.head_count"])
     rope = _rope(found)
+    if (rotated := found.get("rope.dimension_count", fields["head_dim"])) != fields["head_dim"]:
+        if not 0 < rotated < fields["head_dim"] or rotated % 2:
+            raise ModelFormatError(f"rope.dimension_count={rotated} is no part of a head of {fields['head_dim']}")
+        rope["partial_rotary_factor"] = rotated / fields["head_dim"]
     fields = {"rope_parameters": rope} | fields | form(file).fields(found, rope)
     return AutoConfig.for_model(
         _family(file).model_type,
@@ -191,7 +193,9 @@ def _with_tensors(file: GGUFFile, layer: LayerSpec) -> LayerSpec:
         bias=any(f"blk.0.attn_{part}.bias" in file.tensors for part in ("q", "qkv")),
         output_bias="blk.0.attn_output.bias" in file.tensors,
     )
-    mlp = dataclasses.replace(layer.dense, bias="blk.0.ffn_down.bias" in file.tensors)
+    mlp = layer.mlp
+    if isinstance(mlp, MLPSpec):
+        mlp = dataclasses.replace(mlp, bias="blk.0.ffn_down.bias" in file.tensors)
     return dataclasses.replace(layer, mixer=attention, mlp=mlp)
 
 

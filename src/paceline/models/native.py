@@ -305,9 +305,11 @@ def _weights_of(model: Transformer) -> dict[str, Tensor]:
         linears |= {f"layers.{i}.qkv": attention.qkv, f"layers.{i}.o": attention.output}
         linears |= {f"layers.{i}.gate_up": mlp.gate_up, f"layers.{i}.down": mlp.down}
         found |= {f"layers.{i}.{name}.weight": norm.weight for name, norm in block.norms.items()}
-        if attention.qk_norm is not None:  # one row per head; all rows of q are equal, and all rows of k
-            found[f"layers.{i}.q_norm.weight"] = attention.qk_norm[0]
-            found[f"layers.{i}.k_norm.weight"] = attention.qk_norm[-1]
+        if attention.qk_norm is not None:
+            norms = torch.split(attention.qk_norm, attention.split[:2])  # [heads, head_dim] each
+            for part, norm in zip("qk", norms, strict=True):
+                whole = attention.spec.qk_norm == "all"  # else all rows are equal
+                found[f"layers.{i}.{part}_norm.weight"] = norm.flatten() if whole else norm[0]
     for name, linear in linears.items():
         if not isinstance(linear, Dense):
             raise ModelFormatError(f"{model.name}: weights of kind {type(linear).__name__} cannot be packed")
@@ -336,7 +338,7 @@ def check_description(spec: DecoderSpec) -> None:
         )
         <= 1,
         "attention in some layer": bool(attentions),
-        "an MLP of one width in all layers": len({mlp.width for mlp in dense}) == 1,
+        "an MLP of one width in all layers": len({mlp.width for mlp in dense}) <= 1,
         "the same epsilon in all norms": all(a.qk_norm is None or a.qk_norm_eps == spec.norm.eps for a in attentions),
         "attention without sinks": not any(a.sinks for a in attentions),
         "an embedding as wide as the model": spec.embed_width == spec.width,

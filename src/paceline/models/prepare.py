@@ -11,7 +11,7 @@ from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import native
 from paceline.kernels.gpu.launch import has_fp8, require_triton
 from paceline.models.base import AnyModel, Model, SharedModel
-from paceline.models.native import NativeModel
+from paceline.models.native import NativeModel, check_description
 from paceline.models.recurrent import RecurrentModel
 from paceline.models.transformer import Transformer
 
@@ -66,6 +66,8 @@ def _with_triton(model: AnyModel, quantization: QuantizationName | None, determi
     require_triton(model.device, field, value)
     if not isinstance(model, Transformer):
         raise ParameterError(field, value, f"not possible here: {model.name} is not of a native family")
+    if model.reads_device:
+        raise ParameterError(field, value, f"not possible yet: {model.name} is a mixture of experts")
     if quantization == "int4":
         raise ParameterError(field, value, "'int8' or 'fp8' on CUDA devices")
     if quantization == "fp8" and not has_fp8(model.device):
@@ -105,6 +107,10 @@ def _obstacle(model: AnyModel, quantization: QuantizationName | None) -> str | N
     dtype = model.weights_dtype if isinstance(model, RecurrentModel) else model.dtype
     if quantization is None and dtype != torch.bfloat16:
         return "the native kernels run bfloat16 or quantized weights; set dtype='bfloat16'"
+    try:
+        check_description(model.spec)
+    except ModelFormatError as error:
+        return str(error)
     return None
 
 

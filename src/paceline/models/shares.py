@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ParameterError
-from paceline.models.description import AttentionSpec, DecoderSpec, LayerSpec
+from paceline.models.description import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec
 from paceline.models.weights import Placement, Slot, StoredTensor
 
 _UNIT = 64  # columns: matrix products are faster with widths that are multiples of it
@@ -62,6 +62,10 @@ class ModelShard:
 
         Raises ParameterError if there are more ranks than heads, MLP columns or tokens.
         """
+        if not all(isinstance(layer.mlp, MLPSpec) for layer in spec.layers):
+            raise ParameterError("tensor_parallel", self.ranks, "1 with a mixture of experts, which is not split yet")
+        if any(attention.qk_norm == "all" for attention in spec.attentions):
+            raise ParameterError("tensor_parallel", self.ranks, "1 with norms of queries and keys over all heads")
         sizes = (size for layer in spec.layers for size in (layer.attention.heads, layer.dense.width))
         narrowest = min(spec.vocab_size, *sizes)
         if self.ranks > narrowest:

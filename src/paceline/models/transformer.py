@@ -17,7 +17,8 @@ from paceline.kernels.attention.base import Attend, AttendPacked
 from paceline.kernels.gpu.state import Norm, PackedHeads
 from paceline.kernels.gpu.steps import ACTIVATIONS, LayerSteps, steps_for
 from paceline.models.base import HiddenStates, check_taps
-from paceline.models.description import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, Rotary
+from paceline.models.description import AttentionSpec, DecoderSpec, ExpertsSpec, LayerSpec, MLPSpec, Rotary
+from paceline.models.experts import Experts
 from paceline.models.linear import Dense, Linear, LinearFactory
 from paceline.models.weights import NORMS
 
@@ -160,6 +161,15 @@ class _PlainMLP:
         return self.down(self.activation(self.up(x)))
 
 
+def _mlp(spec: LayerSpec, parts: _WeightSource, layer: str) -> _GatedMLP | _PlainMLP | Experts:
+    if isinstance(spec.mlp, ExpertsSpec):
+        gate_up, down = (parts.find(f"{layer}.experts_{part}.weight") for part in ("gate_up", "down"))
+        assert gate_up is not None
+        assert down is not None
+        return Experts(spec.mlp, parts.linear(f"{layer}.router"), gate_up, down)
+    return (_GatedMLP if spec.mlp.gated else _PlainMLP)(spec.mlp, parts, layer)
+
+
 class _Layer:
     def __init__(self, spec: LayerSpec, parts: _WeightSource, index: int, rotary: int | None) -> None:
         name = f"layers.{index}"
@@ -167,7 +177,7 @@ class _Layer:
         self.attention = _Attention(spec.attention, parts, index, rotary)
         self.norms = {norm: parts.norm(f"{name}.{norm}") for norm in NORMS[spec.norms]}
         self.attention_out_norm, self.mlp_out_norm = self.norms.get("attn_out_norm"), self.norms.get("mlp_out_norm")
-        self.mlp = (_GatedMLP if spec.dense.gated else _PlainMLP)(spec.dense, parts, name)
+        self.mlp = _mlp(spec, parts, name)
 
     @property
     def entry(self) -> Norm | None:
@@ -285,6 +295,11 @@ class Transformer:
         """Return the linear layers of attention, MLP and head."""
         return [getattr(owner, name) for owner, name in self._linears()]
 
+    @property
+    def reads_device(self) -> bool:
+        """Whether a forward pass waits for the device, so that it cannot be captured in a graph."""
+        return any(isinstance(layer.mlp, ExpertsSpec) for layer in self.spec.layers)
+
     def hidden_states(
         self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int] = ()
     ) -> HiddenStates:
@@ -332,7 +347,10 @@ class Transformer:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., vocab_size], float32, of hidden states [..., embed_width]."""
-        logits = self._head(hidden).float()
+        return self.scaled(self._head(hidden).float())
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        """Return the head's outputs, float32, with the model's factor and cap."""
         if self.spec.logits_scale != 1.0:
             logits *= self.spec.logits_scale
         return logits if self.spec.logits_cap is None else cap(logits, self.spec.logits_cap)
@@ -375,4 +393,6 @@ class Transformer:
     def multiply_adds(self) -> int:
         """Return the multiply-adds of all weight matrices for one token; see ``Counted``."""
         others = [matrix for matrix in (self._project_in, self._project_out) if matrix is not None]
-        return sum(linear.tensors()[0].numel() for linear in self.linears()) + sum(matrix.numel() for matrix in others)
+        experts = (block.mlp.used_multiply_adds() for block in self._blocks if isinstance(block.mlp, Experts))
+        matrices = (linear.tensors()[0].numel() for linear in self.linears())
+        return sum(matrices) + sum(matrix.numel() for matrix in others) + sum(experts)

@@ -2,7 +2,9 @@
 
 Paceline's names: ``embed``, ``positions``, ``norm``, ``head``, ``project_in``, ``project_out``, and per layer
 ``layers.N.`` followed by ``q``, ``k``, ``v`` (or ``qkv``), ``o``, ``gate``, ``up`` (or ``gate_up``), ``down`` and the
-norms ``attn_norm``, ``mlp_norm`` (before), ``attn_out_norm``, ``mlp_out_norm`` (after), ``q_norm``, ``k_norm``.
+norms ``attn_norm``, ``mlp_norm`` (before), ``attn_out_norm``, ``mlp_out_norm`` (after), ``q_norm``, ``k_norm``. A
+mixture of experts has ``router``, and for all experts together ``experts_gate``, ``experts_up`` (or
+``experts_gate_up``) and ``experts_down``, or for each one ``expert.E.gate`` and so on.
 """
 
 from __future__ import annotations
@@ -11,13 +13,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
-"""Matrices that paceline keeps stacked by rows, and their parts in order."""
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True)
 class WeightNames:
-    """Names of the weights in one kind of checkpoint. ``{}`` stands for the layer index.
+    """Names of the weights in one kind of checkpoint. ``{}`` stands for the layer index, then for an expert's.
 
     parts: the checkpoint's name without ".weight" or ".bias" -> paceline's name. A checkpoint's name that has neither
         is translated whole, into a name that has one.
@@ -36,17 +37,10 @@ class WeightNames:
     def ours(self, name: str) -> str | None:
         """Translate a checkpoint's name into paceline's, such as "layers.3.q.weight"; None if it is unknown."""
         name = next((name.removeprefix(prefix) for prefix in self.prefixes if name.startswith(prefix)), name)
-        layer = re.search(r"(?<=\.)\d+(?=\.)|(?<=^h\.)\d+", name)
-        if layer is not None:
-            name = f"{name[: layer.start()]}{{}}{name[layer.end() :]}"
-        index = layer[0] if layer else ""
+        numbers = _NUMBER.findall(name)
+        name = _NUMBER.sub("{}", name)
         if name in self.parts:
-            return self.parts[name].format(index)
+            return self.parts[name].format(*numbers)
         stem, _, suffix = name.rpartition(".")
         part = self.parts.get(stem)
-        return None if part is None else f"{part.format(index)}.{suffix}"
-
-    @property
-    def fused(self) -> frozenset[str]:
-        """Those of ``FUSED`` that the checkpoint stores as one tensor."""
-        return frozenset(part.rpartition(".")[2] for part in self.parts.values()) & FUSED.keys()
+        return None if part is None else f"{part.format(*numbers)}.{suffix}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -17,12 +17,13 @@ from paceline.models.description import (
     AttentionSpec,
     DecoderSpec,
     DeltaNetSpec,
+    ExpertsSpec,
     LayerSpec,
     MixerSpec,
     MLPSpec,
     NormPlaces,
 )
-from paceline.models.weight_names import FUSED, WeightNames
+from paceline.models.weight_names import WeightNames
 
 
 class StoredTensor(Protocol):
@@ -52,12 +53,33 @@ class LoadedTensor:
 
 @dataclass(frozen=True)
 class Slot:
-    """Destination of a weight: rows ``first`` ... of the fused tensor ``target``."""
+    """Destination of a weight: rows ``first`` ... of the fused tensor ``target``.
+
+    shape: of the weight. total: rows of the whole target.
+    experts: number of matrices that the target has side by side; 0: it is one matrix. expert: the one that the weight
+        belongs to; None: it has rows of all.
+    """
 
     target: str
-    shape: tuple[int, ...]  # of the weight
+    shape: tuple[int, ...]
     first: int = 0
-    total: int = 0  # rows of the whole target
+    total: int = 0
+    experts: int = 0
+    expert: int | None = None
+
+    @property
+    def target_shape(self) -> tuple[int, ...]:
+        """Shape of the whole target."""
+        if not self.experts:
+            return self.total, *self.shape[1:]
+        return (self.experts, self.total, self.shape[-1]) if len(self.shape) > 1 else (self.experts, self.total)
+
+    def within(self, target: Tensor) -> Tensor:
+        """Return the weight's place in its target."""
+        if not self.experts:
+            return target[self.first : self.first + self.shape[0]]
+        rows = target[:, self.first : self.first + self.shape[-2]]
+        return rows if self.expert is None else rows[self.expert]
 
 
 Slots: TypeAlias = Iterator[tuple[str, Slot]]
@@ -83,15 +105,15 @@ def _linear_slots(target: str, parts: Mapping[str, int], width: int, bias: bool,
         first += rows
 
 
-def _stacked(target: str, rows: Sequence[int], fused: frozenset[str]) -> dict[str, int]:
+def _stacked(target: str, parts: Mapping[str, int], stored: Collection[str], layer: str) -> Mapping[str, int]:
     """Return the stored parts of a stacked matrix: the whole if the checkpoint has it so, else each part."""
-    return {target: sum(rows)} if target in fused else dict(zip(FUSED[target], rows, strict=True))
+    return {target: sum(parts.values())} if f"{layer}{target}.weight" in stored else parts
 
 
-def _attention_slots(spec: AttentionSpec, width: int, layer: str, fused: frozenset[str]) -> Slots:
+def _attention_slots(spec: AttentionSpec, width: int, layer: str, stored: Collection[str]) -> Slots:
     queries = spec.query_width * (2 if spec.gated else 1)  # a head's gate lies behind its query
-    qkv = _stacked("qkv", (queries, spec.kv_width, spec.kv_width), fused)
-    yield from _linear_slots("qkv", qkv, width, spec.bias, layer)
+    rows = {"q": queries, "k": spec.kv_width, "v": spec.kv_width}
+    yield from _linear_slots("qkv", _stacked("qkv", rows, stored, layer), width, spec.bias, layer)
     yield from _linear_slots("o", {"o": width}, spec.query_width, spec.output_bias, layer)
     if spec.qk_norm is not None:
         whole = spec.qk_norm == "all"
@@ -110,19 +132,42 @@ def _delta_slots(spec: DeltaNetSpec, width: int, layer: str) -> Slots:
         yield from _vector(f"{layer}{name}.weight", size)
 
 
-def _mixer_slots(spec: MixerSpec, width: int, layer: str, fused: frozenset[str]) -> Slots:
+def _mixer_slots(spec: MixerSpec, width: int, layer: str, stored: Collection[str]) -> Slots:
     if isinstance(spec, DeltaNetSpec):
         return _delta_slots(spec, width, layer)
-    return _attention_slots(spec, width, layer, fused)
+    return _attention_slots(spec, width, layer, stored)
 
 
-def _mlp_slots(spec: MLPSpec, width: int, layer: str, fused: frozenset[str]) -> Slots:
+def _mlp_slots(spec: MLPSpec, width: int, layer: str, stored: Collection[str]) -> Slots:
     if spec.gated:
-        gate_up = _stacked("gate_up", (spec.width, spec.width), fused)
-        yield from _linear_slots("gate_up", gate_up, width, spec.bias, layer)
+        parts = _stacked("gate_up", {"gate": spec.width, "up": spec.width}, stored, layer)
+        yield from _linear_slots("gate_up", parts, width, spec.bias, layer)
     else:
         yield from _linear_slots("up", {"up": spec.width}, width, spec.bias, layer)
     yield from _linear_slots("down", {"down": width}, spec.width, spec.bias, layer)
+
+
+def _experts_slots(spec: ExpertsSpec, width: int, layer: str, stored: Collection[str]) -> Slots:
+    inner = spec.expert.width
+    yield from _linear_slots("router", {"router": spec.count}, width, False, layer)
+    gate_up = _stacked("experts_gate_up", {"experts_gate": inner, "experts_up": inner}, stored, layer)
+    yield from _of_all_experts(spec.count, "experts_gate_up", gate_up, width, layer, stored)
+    yield from _of_all_experts(spec.count, "experts_down", {"experts_down": width}, inner, layer, stored)
+
+
+def _of_all_experts(
+    count: int, target: str, parts: Mapping[str, int], width: int, layer: str, stored: Collection[str]
+) -> Slots:
+    """Yield the slots of a matrix of all experts: of whole parts, or of each expert's where they are stored apart."""
+    first, total = 0, sum(parts.values())
+    for name, rows in parts.items():
+        own = [f"{layer}expert.{expert}.{name.removeprefix('experts_')}.weight" for expert in range(count)]
+        if own[0] in stored:
+            for expert, part in enumerate(own):
+                yield part, Slot(f"{layer}{target}.weight", (rows, width), first, total, count, expert)
+        else:
+            yield f"{layer}{name}.weight", Slot(f"{layer}{target}.weight", (count, rows, width), first, total, count)
+        first += rows
 
 
 NORMS: dict[NormPlaces, tuple[str, ...]] = {
@@ -133,17 +178,20 @@ NORMS: dict[NormPlaces, tuple[str, ...]] = {
 }
 
 
-def _layer_slots(spec: DecoderSpec, layer: LayerSpec, name: str, fused: frozenset[str]) -> Slots:
-    yield from _mixer_slots(layer.mixer, spec.width, name, fused)
-    yield from _mlp_slots(layer.dense, spec.width, name, fused)
+def _layer_slots(spec: DecoderSpec, layer: LayerSpec, name: str, stored: Collection[str]) -> Slots:
+    yield from _mixer_slots(layer.mixer, spec.width, name, stored)
+    if isinstance(layer.mlp, ExpertsSpec):
+        yield from _experts_slots(layer.mlp, spec.width, name, stored)
+    else:
+        yield from _mlp_slots(layer.mlp, spec.width, name, stored)
     for norm in NORMS[layer.norms]:
         yield from _norm_slots(spec, f"{name}{norm}")
 
 
-def slots(spec: DecoderSpec, fused: frozenset[str] = frozenset()) -> dict[str, Slot]:
+def slots(spec: DecoderSpec, stored: Collection[str] = ()) -> dict[str, Slot]:
     """Return the slot of every weight that a model has, by paceline's name.
 
-    fused: stacked matrices that the checkpoint stores as one tensor (``WeightNames.fused``).
+    stored: names that a checkpoint has; they tell which stacked matrices it has whole and which in parts.
     """
     vocab, embed, width = spec.vocab_size, spec.embed_width, spec.width
     found = dict(_linear_slots("embed", {"embed": vocab}, embed, False))
@@ -157,13 +205,13 @@ def slots(spec: DecoderSpec, fused: frozenset[str] = frozenset()) -> dict[str, S
     if not spec.tied:
         found |= _linear_slots("head", {"head": vocab}, embed, False)
     for index, layer in enumerate(spec.layers):
-        found |= _layer_slots(spec, layer, f"layers.{index}.", fused)
+        found |= _layer_slots(spec, layer, f"layers.{index}.", stored)
     return found
 
 
 def shapes(spec: DecoderSpec) -> dict[str, Tensor]:
     """Return the tensors that ``assemble`` would make for this description, on device "meta"."""
-    return {slot.target: torch.empty((slot.total, *slot.shape[1:]), device="meta") for slot in slots(spec).values()}
+    return {slot.target: torch.empty(slot.target_shape, device="meta") for slot in slots(spec).values()}
 
 
 @dataclass(frozen=True)
@@ -187,7 +235,7 @@ def place(spec: DecoderSpec, names: WeightNames, stored: Mapping[str, StoredTens
     ours = {name: names.ours(name) for name in stored if not names.ignored.fullmatch(name)}
     if spec.tied:
         ours = _tie(ours)
-    free = slots(spec, names.fused)
+    free = slots(spec, {our for our in ours.values() if our is not None})
     _refuse(spec, where, "has no use for", [name for name, our in ours.items() if our not in free])
     _refuse(spec, where, "misses", sorted(free.keys() - ours.values()))
     return [_place(free[our], names, stored[name], f"{where}: {name}") for name, our in ours.items() if our]
@@ -239,8 +287,7 @@ def assemble(
     copied = [p for p in placements if p.slot.target not in tensors]
     for p in copied:
         if p.slot.target not in tensors:
-            shape = (p.slot.total, *p.slot.shape[1:])
-            tensors[p.slot.target] = torch.empty(shape, dtype=dtype, device=device)
+            tensors[p.slot.target] = torch.empty(p.slot.target_shape, dtype=dtype, device=device)
     with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
         jobs = pool.map(lambda p: _fill(p, tensors[p.slot.target]), copied)
         deque(tqdm(jobs, "loading", len(copied), unit=" tensors", disable=not progress), maxlen=0)
@@ -250,7 +297,7 @@ def assemble(
 def _shareable(placement: Placement, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     """Return a loaded tensor that the model can use without a copy; None if there is none."""
     stored, slot = placement.stored, placement.slot
-    changed = placement.transposed or placement.plus_one or slot.total != slot.shape[0]
+    changed = placement.transposed or placement.plus_one or slot.target_shape != slot.shape
     if not isinstance(stored, LoadedTensor) or changed:
         return None
     return stored.tensor if stored.tensor.dtype == dtype and stored.tensor.device == device else None
@@ -258,13 +305,13 @@ def _shareable(placement: Placement, dtype: torch.dtype, device: torch.device) -
 
 def _fill(placement: Placement, target: Tensor) -> None:
     slot = placement.slot
-    rows = target[slot.first : slot.first + slot.shape[0]]
-    if placement.plus_one:
-        exact = torch.empty(rows.shape, dtype=torch.float32)
+    place = slot.within(target)
+    if placement.plus_one or not place.is_contiguous():  # a file's tensor is unpacked into whole memory
+        exact = torch.empty(place.shape, dtype=torch.float32 if placement.plus_one else place.dtype)
         placement.stored.unpack_into(exact)
-        rows.copy_(exact + 1.0)  # rounded once, after the sum
+        place.copy_(exact + 1.0 if placement.plus_one else exact)  # rounded once, after the sum
     else:
-        placement.stored.unpack_into(rows.t() if placement.transposed else rows)
-    if rows.dtype == torch.float16 and not bool(rows.isfinite().all()):
+        placement.stored.unpack_into(place.t() if placement.transposed else place)
+    if place.dtype == torch.float16 and not bool(place.isfinite().all()):
         problem = "has values beyond float16's largest, 65504"
         raise ModelFormatError(f"{slot.target} {problem}: use dtype='float32' or 'bfloat16'")

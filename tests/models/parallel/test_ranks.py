@@ -99,9 +99,19 @@ def test_families_give_the_logits_of_the_whole_model(tmp_path: Path, name: str) 
     check_logits(tmp_path, name, 2)
 
 
+_WHOLE = ("olmo2", "olmo3", "olmoe", "qwen3_moe", "granitemoe")  # norms over all heads, experts
+
+
+@pytest.mark.parametrize("name", _WHOLE)
+def test_what_cannot_be_divided_is_refused(name: str, tmp_path: Path) -> None:
+    tiny(*NATIVE[name]).save_pretrained(tmp_path)
+    with pytest.raises(ParameterError, match=r"tensor_parallel=2.* 1 with"):
+        check_shardable(tmp_path, ModelShard(0, 2))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("name", sorted(NATIVE.keys() - {*_WHOLE}))
 def test_every_family_gives_the_logits_of_the_whole_model(tmp_path: Path, name: str, ranks: int) -> None:
     check_logits(tmp_path, name, ranks)
 

@@ -9,13 +9,38 @@ from transformers import AutoConfig, PretrainedConfig
 
 from paceline.errors import ModelFormatError
 from paceline.models.description import DecoderSpec
-from paceline.models.families import gemma3, gpt2, llama, mistral, opt, qwen2, qwen3, qwen3_5
+from paceline.models.families import (
+    exaone4,
+    gemma3,
+    gpt2,
+    granite,
+    granitemoe,
+    llama,
+    ministral3,
+    mistral,
+    olmo2,
+    olmo3,
+    olmoe,
+    opt,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_5,
+    qwen3_moe,
+    smollm3,
+)
 from paceline.models.families.base import LLAMA_NAMES, Family
 from paceline.models.weight_names import WeightNames
 
+_MODULES = (
+    *(llama, mistral, ministral3, qwen2, qwen3, qwen3_5, gemma3, phi3, granite),
+    *(olmo2, olmo3, smollm3, exaone4, opt, gpt2),
+    *(qwen3_moe, olmoe, granitemoe),
+)
+
 FAMILIES: dict[str, Family] = {
-    module.FAMILY.model_type: module.FAMILY for module in (llama, mistral, qwen2, qwen3, qwen3_5, gemma3, opt, gpt2)
-} | {qwen3_5.TEXT_FAMILY.model_type: qwen3_5.TEXT_FAMILY}
+    family.model_type: family for family in (*(module.FAMILY for module in _MODULES), qwen3_5.TEXT_FAMILY)
+}
 """By Hugging Face's model_type."""
 
 GGUF_FAMILIES: dict[str, Family] = {

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PretrainedConfig
 
-from paceline.models.description import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormPlaces, NormSpec
+from paceline.models.description import (
+    AttentionSpec,
+    DecoderSpec,
+    ExpertsSpec,
+    LayerSpec,
+    MLPSpec,
+    NormPlaces,
+    NormSpec,
+)
 from paceline.models.families.rotary import head_dim, longest_sequence, rotary_of
 from paceline.models.weight_names import WeightNames
 
@@ -82,6 +90,34 @@ LLAMA_NAMES: Mapping[str, str] = {
 }
 """Names that most families share."""
 
+EXPERTS: Mapping[str, str] = {
+    "layers.{}.mlp.gate": "layers.{}.router",
+    "layers.{}.mlp.experts.{}.gate_proj": "layers.{}.expert.{}.gate",
+    "layers.{}.mlp.experts.{}.up_proj": "layers.{}.expert.{}.up",
+    "layers.{}.mlp.experts.{}.down_proj": "layers.{}.expert.{}.down",
+    "layers.{}.mlp.experts.gate_up_proj": "layers.{}.experts_gate_up.weight",
+    "layers.{}.mlp.experts.down_proj": "layers.{}.experts_down.weight",
+}
+"""Names of experts, one by one as files have them and together as loaded models have them."""
+
+GGUF_EXPERTS: Mapping[str, str] = {
+    "blk.{}.ffn_gate_inp": "layers.{}.router",
+    "blk.{}.ffn_gate_exps": "layers.{}.experts_gate",
+    "blk.{}.ffn_up_exps": "layers.{}.experts_up",
+    "blk.{}.ffn_down_exps": "layers.{}.experts_down",
+}
+
+NORMS_AFTER: Mapping[str, str] = {
+    "layers.{}.post_attention_layernorm": "layers.{}.attn_out_norm",
+    "layers.{}.post_feedforward_layernorm": "layers.{}.mlp_out_norm",
+}
+"""Names of norms after each part, where they replace ``LLAMA_NAMES``."""
+
+GGUF_NORMS_AFTER: Mapping[str, str] = {
+    "blk.{}.post_attention_norm": "layers.{}.attn_out_norm",
+    "blk.{}.post_ffw_norm": "layers.{}.mlp_out_norm",
+}
+
 LLAMA_GGUF_NAMES: Mapping[str, str] = {
     "token_embd": "embed",
     "output_norm": "norm",
@@ -117,32 +153,44 @@ def llama_like(config: PretrainedConfig, norms: NormPlaces = "before", **attenti
     attention: fields of every layer's ``AttentionSpec`` besides heads, rotary positions and window.
     """
     rotary, windows = rotary_of(config), windows_of(config)
+    if rotary is None or windows is None:
+        return None
+    attentions = [attention_of(config, rotary=rotary, window=window, **attention) for window in windows]
+    return decoder_of(config, attentions, norms)
+
+
+def attention_of(config: PretrainedConfig, **fields: Any) -> AttentionSpec:
+    """Describe the attention of a layer. fields: of ``AttentionSpec``, besides heads and epsilon."""
+    heads = config.num_attention_heads, config.num_key_value_heads, head_dim(config)
+    return AttentionSpec(*heads, qk_norm_eps=config.rms_norm_eps, **fields)
+
+
+def with_experts(spec: DecoderSpec, count: int, used: int, width: int, **routing: Any) -> DecoderSpec:
+    """Return the decoder with a mixture of experts in place of every MLP.
+
+    width: inner width of an expert. routing: other fields of ``ExpertsSpec``.
+    """
+    layers = (
+        replace(layer, mlp=ExpertsSpec(count, used, replace(layer.dense, width=width), **routing))
+        for layer in spec.layers
+    )
+    return replace(spec, layers=tuple(layers))
+
+
+def decoder_of(
+    config: PretrainedConfig, attentions: Sequence[AttentionSpec], norms: NormPlaces = "before"
+) -> DecoderSpec | None:
+    """Describe a decoder with RMS norms and a gated MLP in every layer; None if its activation is unknown."""
     activation = ACTIVATION_NAMES.get(config.hidden_act)
-    if rotary is None or windows is None or activation is None:
+    if activation is None:
         return None
     mlp = MLPSpec(config.intermediate_size, activation, bias=bool(getattr(config, "mlp_bias", False)))
-    layers = (
-        LayerSpec(
-            AttentionSpec(
-                config.num_attention_heads,
-                config.num_key_value_heads,
-                head_dim(config),
-                rotary=rotary,
-                window=window,
-                qk_norm_eps=config.rms_norm_eps,
-                **attention,
-            ),
-            mlp,
-            norms,
-        )
-        for window in windows
-    )
     return DecoderSpec(
         family=config.model_type,
         vocab_size=config.vocab_size,
         width=config.hidden_size,
         max_positions=longest_sequence(config),
-        layers=tuple(layers),
+        layers=tuple(LayerSpec(attention, mlp, norms) for attention in attentions),
         norm=NormSpec("rms", config.rms_norm_eps),
         embed_width=config.hidden_size,
         tied=bool(config.tie_word_embeddings),

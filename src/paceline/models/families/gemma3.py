@@ -9,16 +9,19 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from paceline.models.description import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormSpec
+from paceline.models.description import DecoderSpec, LayerSpec, MLPSpec, NormSpec
 from paceline.models.families.base import (
     ACTIVATION_NAMES,
+    GGUF_NORMS_AFTER,
     LLAMA_GGUF_NAMES,
     LLAMA_NAMES,
+    NORMS_AFTER,
     Family,
     GGUFForm,
+    attention_of,
     windows_of,
 )
-from paceline.models.families.rotary import head_dim, longest_sequence, rotary_of
+from paceline.models.families.rotary import longest_sequence, rotary_of
 from paceline.models.weight_names import WeightNames
 
 _LAYERS_OF_27B = 62  # this size alone scales scores by width / heads instead of the head's width
@@ -30,22 +33,19 @@ def _describe(config: PretrainedConfig) -> DecoderSpec | None:
     if windows is None or activation is None or None in both or _asks_for_more(config):
         return None
     near, far = (
-        AttentionSpec(
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            head_dim(config),
+        attention_of(
+            config,
             rotary=rotary,
             scale=config.query_pre_attn_scalar**-0.5,
             bias=config.attention_bias,
             output_bias=config.attention_bias,
             qk_norm="head",
-            qk_norm_eps=config.rms_norm_eps,
         )
         for rotary in both
     )
     near, mlp = replace(near, window=config.sliding_window), MLPSpec(config.intermediate_size, activation)
     return DecoderSpec(
-        family="gemma3",
+        family=config.model_type,
         vocab_size=config.vocab_size,
         width=config.hidden_size,
         max_positions=longest_sequence(config),
@@ -77,15 +77,7 @@ def _fields(metadata: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, A
     }
 
 
-_NORMS = {
-    "layers.{}.post_attention_layernorm": "layers.{}.attn_out_norm",
-    "layers.{}.pre_feedforward_layernorm": "layers.{}.mlp_norm",
-    "layers.{}.post_feedforward_layernorm": "layers.{}.mlp_out_norm",
-}
-_GGUF_NORMS = {
-    "blk.{}.post_attention_norm": "layers.{}.attn_out_norm",
-    "blk.{}.post_ffw_norm": "layers.{}.mlp_out_norm",
-}
+_NORMS = {**NORMS_AFTER, "layers.{}.pre_feedforward_layernorm": "layers.{}.mlp_norm"}
 _PLUS_ONE = frozenset({"norm", "attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm", "q_norm", "k_norm"})
 
 FAMILY = Family(
@@ -99,7 +91,7 @@ FAMILY = Family(
     ),
     GGUFForm(
         "gemma3",
-        WeightNames({**LLAMA_GGUF_NAMES, **_GGUF_NORMS}),
+        WeightNames({**LLAMA_GGUF_NAMES, **GGUF_NORMS_AFTER}),
         fields=_fields,
         reads=frozenset({"attention.sliding_window", "final_logit_softcapping"}),
     ),

@@ -16,11 +16,12 @@ def longest_sequence(config: PretrainedConfig) -> int:
     """Return the longest sequence, in tokens, for which the rotary frequencies do not depend on its length.
 
     With longrope they change beyond the original length. The result of a row would then depend on the other rows of
-    its batch, so longer sequences are not allowed.
+    its batch, so longer sequences are not allowed. Nor are they where queries grow with the position (Llama 4's
+    scaling), which begins at the original length.
     """
     longest = int(config.max_position_embeddings)
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
+    if rope.get("rope_type") == "longrope" or rope.get("llama_4_scaling_beta"):
         return min(longest, int(rope["original_max_position_embeddings"]))
     return longest
 

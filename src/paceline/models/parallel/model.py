@@ -23,6 +23,7 @@ from paceline.kernels.attention.base import Attend
 from paceline.kernels.attention.cached import CachedAttend
 from paceline.models.base import HiddenStates
 from paceline.models.description import DecoderSpec
+from paceline.models.experts import Experts
 from paceline.models.linear import Linear
 from paceline.models.parallel.group import Ranks
 from paceline.models.parallel.plan import Op, Step, as_numbers, packed_pass
@@ -71,6 +72,7 @@ class PartOfModel(Transformer):
         self.ranks, self.hidden_width = ranks, spec.embed_width
         for block in self._blocks:
             block.attention.output = SummedLinear(block.attention.output, ranks)
+            assert not isinstance(block.mlp, Experts), "check_shardable refuses them"
             block.mlp.down = SummedLinear(block.mlp.down, ranks)
         if spec.tied:
             self._head = EmbeddingShard(self._embedding, ranks.share.of(spec.vocab_size))
@@ -87,7 +89,7 @@ class PartOfModel(Transformer):
         parts = self.ranks.collect(functional.pad(own, (0, max(sizes) - own.shape[-1])))
         if not parts:
             return None
-        return torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], 1).float()
+        return self.scaled(torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], 1).float())
 
 
 class Fellows(Protocol):

@@ -26,7 +26,7 @@ from paceline.tools.training.shards import Shard
 from paceline.tools.training.student import FAMILIES, Student, spread, student_config, usual_layers
 
 _LEFT_OUT = "left out with --kind {kind}, whose layers are the target's"
-_NATIVE = "a target of a family that paceline runs itself, whose embedding is as wide as its layers"
+_NATIVE = "a target that paceline runs itself, without experts, whose embedding is unscaled and as wide as its layers"
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Target:
         Raises ParameterError for a model that this kind of drafter cannot be made for, and what ``load_model`` raises.
         """
         model, published = load_model(source, dtype=torch.bfloat16), load_config(source)
-        if not isinstance(model, Transformer) or model.spec.embed_width != model.spec.width:
+        if not isinstance(model, Transformer) or not _can_teach(model.spec):
             raise ParameterError("MODEL", source, _NATIVE)
         embedding, head, norm = model.ends()
         assert isinstance(head, Dense), "weights are not quantized here"
@@ -177,6 +177,11 @@ class Target:
         head.lm_head.requires_grad_(False)
         head.set_vocabulary(vocabulary)
         return head
+
+
+def _can_teach(spec: DecoderSpec) -> bool:
+    plain = (spec.embed_width, spec.embed_scale, spec.logits_scale, spec.logits_cap) == (spec.width, 1.0, 1.0, None)
+    return plain and all(isinstance(layer.mlp, MLPSpec) for layer in spec.layers)
 
 
 def _taken(
