@@ -386,10 +386,9 @@ def test_on_the_kernels_a_copied_prefix_has_a_cold_prefills_bits_at_any_split(da
 def test_a_long_prefix_outlives_short_ones_used_later_but_not_for_ever() -> None:
     pool = pool_of(20 * TOKENS_PER_USE, 50, 50)
     pool.use(pool.rows[1])
-    for uses in range(60):
-        victim = pool.by_use[0]
-        if victim == 0:
-            break
+    uses = 0
+    while (victim := pool.by_use[0]) != 0:
         pool.rows[victim] = CachedPrefix([2] * 50, Scope("", ""))
         pool.use(pool.rows[victim])
+        uses += 1
     assert 15 < uses < 25
