@@ -9,8 +9,22 @@ import pytest
 from paceline.chat.families import parser_for
 from paceline.chat.values import AssistantMessage, ToolDefinition, message_of
 
-TOOLS = [ToolDefinition("get_weather"), ToolDefinition("add")]
-TEMPLATES = {"hermes": "<tool_call>", "thinking": "<think></think><tool_call>", "json": ""}
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "array"}, "n": {"type": "integer"}},
+}
+TOOLS = [ToolDefinition("get_weather", parameters=WEATHER), ToolDefinition("add")]
+TEMPLATES = {
+    "hermes": "<tool_call>",
+    "thinking": "<think></think><tool_call>",
+    "json": "",
+    "qwen_xml": "<tool_call><function=",
+    "mistral": "[TOOL_CALLS] [ARGS] [THINK] [/THINK]",
+    "gemma": "<|tool_call> <|channel>thought\n <channel|>",
+    "function_gemma": "<start_function_call>",
+    "harmony": "<|channel|>analysis<|message|>",
+    "llama3": "<|python_tag|>",
+}
 
 
 def parsed(kind: str, text: str, cuts: tuple[int, ...] = (), inside: bool = False) -> AssistantMessage:
@@ -68,6 +82,94 @@ RECORDED = [
         '<tool_call>{"name": "add", "arguments": {"a": <b>}}</tool_call>',
         (None, "<b>}}</tool_call>", [("add", '{"a": ', False)]),
     ),
+]
+
+
+RECORDED += [
+    (
+        "qwen_xml",
+        (
+            'I look.\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n"N"\n</parameter>\n'
+            "<parameter=days>\n[1, 2]\n</parameter>\n<parameter=n>\nmany\n</parameter>\n</function>\n</tool_call>\n"
+            "<tool_call>\n<function=add>\n</function>\n</tool_call>"
+        ),
+        (
+            None,
+            "I look.",
+            [("get_weather", '{"city": "Oslo\\n\\"N\\"", "days": [1, 2], "n": "many"}', True), ("add", "{}", True)],
+        ),
+    ),
+    (
+        "qwen_xml",
+        "<function=add><parameter=a>1</parameter></function> ok",
+        (None, "ok", [("add", '{"a": "1"}', True)]),
+    ),
+    ("qwen_xml", "<tool_call>\n<function=add", (None, "<tool_call>\n<function=add", [])),
+    ("qwen_xml", "<tool_call><function=a b>", (None, "<tool_call><function=a b>", [])),
+    ("qwen_xml", "<function=add>\nstray", (None, "stray", [("add", "{}", False)])),
+    ("qwen_xml", "<function=add><parameter=a>\n12\n", (None, "", [("add", '{"a": "12', False)])),
+    (
+        "mistral",
+        '[THINK]so[/THINK]Ok.[TOOL_CALLS]add[ARGS]{"a": "[TOOL_CALLS]"}[TOOL_CALLS]get_weather[CALL_ID]abc[ARGS]{}',
+        ("so", "Ok.", [("add", '{"a": "[TOOL_CALLS]"}', True), ("get_weather", "{}", True)]),
+    ),
+    (
+        "mistral",
+        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}, {"name": "add", "arguments": {}}]',
+        (None, "", [("add", '{"a": 1}', True), ("add", "{}", True)]),
+    ),
+    ("mistral", "[TOOL_CALLS]not a call", (None, "[TOOL_CALLS]not a call", [])),
+    ("mistral", "[TOOL_CALLS] [1]", (None, "[TOOL_CALLS] [1]", [])),
+    ("mistral", '[TOOL_CALLS]add[ARGS]{"a": "', (None, "", [("add", '{"a": "', False)])),
+    (
+        "gemma",
+        (
+            '<|channel>thought\nhm\n<channel|>Sure.<|tool_call>call:get_weather{city:<|"|>O{s}"lo<|"|>,days:[1,{k:true}],n:-2.5}'
+            "<tool_call|><|tool_call>call:add{}<tool_call|>"
+        ),
+        (
+            "hm",
+            "Sure.",
+            [("get_weather", '{"city":"O{s}\\"lo","days":[1,{"k":true}],"n":-2.5}', True), ("add", "{}", True)],
+        ),
+    ),
+    ("gemma", '<|tool_call>call:add{"a":"b",c:word', (None, "", [("add", '{"a":"b","c":"word"', False)])),
+    ("gemma", "<|tool_call>call add{}", (None, "<|tool_call>call add{}", [])),
+    ("gemma", "<|tool_call>call:add{a:<x>}", (None, "<x>}", [("add", '{"a":', False)])),
+    (
+        "function_gemma",
+        "<start_function_call>call:add{a:<escape>x<escape>}<end_function_call>",
+        (None, "", [("add", '{"a":"x"}', True)]),
+    ),
+    (
+        "harmony",
+        (
+            "<|channel|>analysis<|message|>Think.<|end|><|start|>assistant<|channel|>commentary<|message|>"
+            "Let me.<|end|>"
+            '<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}'
+        ),
+        ("Think.", "Let me.", [("add", '{"a": 1}', True)]),
+    ),
+    (
+        "harmony",
+        '<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{"a": <|call|>',
+        (None, "", [("add", '{"a": ', True)]),
+    ),
+    ("harmony", "<|channel|>final<|message|>Hello <|x|>", (None, "Hello <|x|>", [])),
+    ("harmony", "Plain text <|chan", (None, "Plain text <|chan", [])),
+    ("harmony", "<|channel|>final", (None, "<|channel|>final", [])),
+    (
+        "harmony",
+        '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": ',
+        (None, "", [("add", '{"a": ', False)]),
+    ),
+    (
+        "llama3",
+        '<|python_tag|>{"name": "add", "parameters": {"a": "1"}}; {"name": "add", "parameters": {}}',
+        (None, "", [("add", '{"a": "1"}', True), ("add", "{}", True)]),
+    ),
+    ("llama3", "<|python_tag|>print(1)", (None, "<|python_tag|>print(1)", [])),
+    ("llama3", '{"name": "add", "parameters": {"a": 1}} done', (None, "done", [("add", '{"a": 1}', True)])),
 ]
 
 

@@ -6,10 +6,15 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from paceline.chat import harmony, hermes, mistral, qwen_xml
+from paceline.chat.gemma import FUNCTION_GEMMA, GEMMA4, GemmaMarkers, reads_gemma, value_rules, writes_gemma
 from paceline.chat.grammars import CallSyntax, json_call
-from paceline.chat.hermes import BEGIN, END, reads_hermes
+from paceline.chat.harmony import reads_harmony
+from paceline.chat.hermes import reads_hermes
+from paceline.chat.mistral import mistral_call_id, read_mistral
 from paceline.chat.parser import GeneratorParser, OutputParser, Reader, openai_call_id, read_text
 from paceline.chat.plain_json import reads_json
+from paceline.chat.qwen_xml import reads_qwen_xml
 from paceline.chat.thinking import ThinkingMarkers, markers_in, reads_thinking
 from paceline.chat.values import ToolDefinition
 from paceline.errors import RequestError
@@ -22,7 +27,8 @@ class ToolFormat:
     reads: makes the reader of an answer, given the tools. syntax: how a grammar writes calls. marker: text in chat
     templates of this family; "" if the family is chosen by name alone. special: special tokens of the syntax, which
     stay in the text that is parsed. new_id: makes the id of a call. instructions: the system text that tells a model
-    of tools if its chat template has none; None if the family's templates always have.
+    of tools if its chat template has none; None if the family's templates always have. reads_all: whether ``reads``
+    reads thoughts, and answers without tools, too.
     """
 
     name: str
@@ -32,11 +38,12 @@ class ToolFormat:
     special: tuple[str, ...] = ()
     new_id: Callable[[], str] = openai_call_id
     instructions: Callable[[Sequence[ToolDefinition]], str] | None = None
+    reads_all: bool = False
 
     def writes(self, name: str, arguments: str) -> str:
         """A call as text, for chat templates without tools. arguments: JSON text."""
         call = f'{{"name": {json.dumps(name)}, "arguments": {arguments}}}'
-        return f"{BEGIN}\n{call}\n{END}" if self.name == "hermes" else call
+        return f"{hermes.BEGIN}\n{call}\n{hermes.END}" if self.name == "hermes" else call
 
 
 def _instructions(example: str) -> Callable[[Sequence[ToolDefinition]], str]:
@@ -53,18 +60,78 @@ def _instructions(example: str) -> Callable[[Sequence[ToolDefinition]], str]:
 
 
 _CALL = '{"name": "<function>", "arguments": {<arguments>}}'
+_PYTHON_TAG = "<|python_tag|>"
+_MISTRAL = (mistral.BEGIN, mistral.ARGS, mistral.CALL_ID)
+
+
+def _names(tools: Sequence[ToolDefinition]) -> set[str]:
+    return {tool.name for tool in tools}
+
+
+def _gemma(name: str, markers: GemmaMarkers) -> ToolFormat:
+    syntax = CallSyntax(markers.begin, writes_gemma(markers), rules=value_rules(markers.quote))
+    special = (markers.begin, markers.end, markers.quote)
+    return ToolFormat(name, lambda _: reads_gemma(markers), syntax, markers.begin, special)
+
+
 _FORMATS = (  # the first whose marker is in the template
     ToolFormat(
+        "harmony",
+        lambda tools: reads_harmony(_names(tools)),
+        CallSyntax(
+            harmony.BEGIN_CALL,
+            harmony.write_call,
+            single=True,
+            begin_rule=harmony.BEGIN_RULE,
+            before=harmony.THOUGHTS,
+        ),
+        harmony.CHANNEL + "analysis",
+        harmony.SPECIAL,
+        reads_all=True,
+    ),
+    ToolFormat(
+        "qwen_xml",
+        reads_qwen_xml,
+        CallSyntax(hermes.BEGIN, qwen_xml.write_call, "\n", rules=qwen_xml.TEXT_RULE),
+        "<function=",
+        (hermes.BEGIN, hermes.END),
+    ),
+    ToolFormat(
         "hermes",
-        lambda tools: reads_hermes({tool.name for tool in tools}),
-        CallSyntax(BEGIN, json_call("arguments", '\n{"name": "', f"\n{END}"), "\n"),
-        BEGIN,
-        (BEGIN, END),
-        instructions=_instructions(f"{BEGIN}\n{_CALL}\n{END}"),
+        lambda tools: reads_hermes(_names(tools)),
+        CallSyntax(hermes.BEGIN, json_call("arguments", '\n{"name": "', f"\n{hermes.END}"), "\n"),
+        hermes.BEGIN,
+        (hermes.BEGIN, hermes.END),
+        instructions=_instructions(f"{hermes.BEGIN}\n{_CALL}\n{hermes.END}"),
+    ),
+    ToolFormat(
+        "mistral",
+        lambda _: read_mistral,
+        CallSyntax(mistral.BEGIN, mistral.write_named_call),
+        mistral.ARGS,
+        _MISTRAL,
+        mistral_call_id,
+    ),
+    ToolFormat(
+        "mistral_json",
+        lambda _: read_mistral,
+        CallSyntax(mistral.BEGIN, mistral.write_call, single=True),
+        mistral.BEGIN,
+        _MISTRAL,
+        mistral_call_id,
+    ),
+    _gemma("gemma", GEMMA4),
+    _gemma("function_gemma", FUNCTION_GEMMA),
+    ToolFormat(
+        "llama3",
+        lambda tools: reads_json(_names(tools), _PYTHON_TAG),
+        CallSyntax('{"name": "', json_call("parameters", "", ""), "; ", at_start=True),
+        _PYTHON_TAG,
+        (_PYTHON_TAG,),
     ),
     ToolFormat(
         "json",
-        lambda tools: reads_json({tool.name for tool in tools}),
+        lambda tools: reads_json(_names(tools)),
         CallSyntax('{"name": "', json_call("arguments", "", ""), "\n", at_start=True),
         instructions=_instructions(_CALL),
     ),
@@ -86,6 +153,8 @@ class ChatFormat:
         in an open block of thoughts (``thinking.begins_inside``).
         Raises RequestError if tools are given and their format is not known.
         """
+        if self.tools is not None and self.tools.reads_all:
+            return GeneratorParser(self.tools.reads(tools), self.tools.new_id)
         read = self.tool_format().reads(tools) if tools else read_text
         if self.thinking is not None:
             read = reads_thinking(self.thinking, inside_thoughts, read)
@@ -101,7 +170,8 @@ class ChatFormat:
     def special_tokens(self, tools: Sequence[ToolDefinition] = ()) -> tuple[str, ...]:
         """Special tokens that must stay in the text of an answer, because the parser reads them."""
         thinking = () if self.thinking is None else (self.thinking.begin.strip(), self.thinking.end)
-        return (*thinking, *(self.tool_format().special if tools else ()))
+        read = tools or (self.tools is not None and self.tools.reads_all)
+        return (*thinking, *(self.tool_format().special if read else ()))
 
 
 def chat_format(chat_template: str, tool_parser: str | None = None) -> ChatFormat:

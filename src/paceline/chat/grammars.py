@@ -14,7 +14,7 @@ from paceline.chat.values import ToolDefinition
 
 def literal(text: str) -> str:
     """A text in a grammar."""
-    return json.dumps(text)
+    return json.dumps(text, ensure_ascii=False)
 
 
 def special(name: str) -> str:
@@ -36,31 +36,42 @@ def any_of(expressions: Sequence[str]) -> str:
 class CallSyntax:
     """How a family's calls are written.
 
-    begin: the text or special token that calls begin with. one: the rest of a call. separator: what comes before the
-    next call's ``begin``. at_start: whether calls are the whole answer, so that ``begin`` means something only there.
+    begin: the text, names of special tokens included, that calls begin with. one: the rest of a call. separator: what
+    comes before the next call's ``begin``. at_start: whether calls are the whole answer, so that ``begin`` means
+    something only there. single: whether an answer has one call at most. begin_rule: ``begin`` as a grammar, if it is
+    not one text or token. before: what a forced answer may have before its calls. rules: rules that ``one`` uses.
     """
 
     begin: str
     one: Callable[[ToolDefinition], str]
     separator: str = ""
     at_start: bool = False
+    single: bool = False
+    begin_rule: str = ""
+    before: str = ""
+    rules: str = ""
 
     def forced(self, tools: Sequence[ToolDefinition], one_call: bool) -> str:
         """The grammar of an answer that is one call or, unless ``one_call``, several."""
-        return f"start: {self._begin} rest\n{self._rest(tools, one_call)}"
+        return f"start: {self.before} {self._begin} rest\n{self._rest(tools, one_call or self.single)}"
 
     def triggered(self, tools: Sequence[ToolDefinition], one_call: bool) -> str:
         """The grammar of what follows ``begin``."""
-        return f"start: rest\n{self._rest(tools, one_call or not self.at_start)}"
+        return f"start: rest\n{self._rest(tools, one_call or self.single or not self.at_start)}"
+
+    def repeats(self, one_call: bool) -> bool:
+        """Whether text and further calls may follow a call that ``triggered`` describes."""
+        return not (one_call or self.single or self.at_start)
 
     def _rest(self, tools: Sequence[ToolDefinition], one_call: bool) -> str:
         more = "" if one_call else f" ({self._separator}{self._begin} call)*"
         calls = "".join(f"\ncall_{n}: {self.one(tool)}" for n, tool in enumerate(tools))
-        return f"rest: call{more}\ncall: {any_of([f'call_{n}' for n in range(len(tools))])}{calls}\n"
+        names = [f"call_{n}" for n in range(len(tools))]
+        return f"rest: call{more}\ncall: {any_of(names)}{calls}\n{self.rules}\n"
 
     @property
     def _begin(self) -> str:
-        return special(self.begin)
+        return self.begin_rule or special(self.begin)
 
     @property
     def _separator(self) -> str:

@@ -11,12 +11,18 @@ from paceline.chat.reading import Reading, Source
 _FENCES = ("```json\n", "```\n")
 
 
-def reads_json(names: Collection[str]) -> Reader:
-    """Return a reader of answers that begin with a call of one of these functions; other answers are text."""
+def reads_json(names: Collection[str], prefix: str = "") -> Reader:
+    """Return a reader of answers that begin with a call of one of these functions; other answers are text.
+
+    prefix: what may come before the call.
+    """
 
     def read(source: Source, writer: MessageWriter) -> Reading[None]:
         source.record()
         yield from source.skip_space()
+        if prefix:
+            yield from source.accept(prefix)
+            yield from source.skip_space()
         fenced = yield from _accept_any(source, _FENCES)
         yield from source.skip_space()
         in_array = yield from source.accept("[")

@@ -52,6 +52,10 @@ class Source:
             self._recorded.append(text)
         return text
 
+    def put_back(self, size: int) -> None:
+        """Undo reading of the last ``size`` characters. No text may have been added since."""
+        self._start -= size
+
     def find(self, pattern: re.Pattern[str]) -> int:
         """Return the number of characters before the first match; -1 if there is none."""
         found = pattern.search(self._text, self._start)

@@ -11,24 +11,29 @@ from paceline.chat.reading import Markers, Reading, Source
 
 @dataclass(frozen=True)
 class ThinkingMarkers:
-    """What begins and ends the block of thoughts in a model's answers. closing: text that ends it at any place."""
+    """What begins and ends the block of thoughts in a model's answers.
+
+    closing: text that ends it at any place. sign: text in the chat templates of models that think so.
+    """
 
     begin: str
     end: str
     closing: str
+    sign: str
 
 
 KNOWN = (
-    ThinkingMarkers("<think>", "</think>", "\n</think>\n\n"),
-    ThinkingMarkers("[THINK]", "[/THINK]", "[/THINK]"),
-    ThinkingMarkers("<|channel>thought\n", "<channel|>", "<channel|>"),
-    ThinkingMarkers("<seed:think>", "</seed:think>", "</seed:think>"),
+    ThinkingMarkers("<think>", "</think>", "\n</think>\n\n", "</think>"),
+    ThinkingMarkers("[THINK]", "[/THINK]", "[/THINK]", "[/THINK]"),
+    ThinkingMarkers("<|channel>thought\n", "<channel|>", "<channel|>", "<channel|>"),
+    ThinkingMarkers("<|channel|>analysis<|message|>", "<|end|>", "<|end|>", "<|channel|>analysis"),
+    ThinkingMarkers("<seed:think>", "</seed:think>", "</seed:think>", "</seed:think>"),
 )
 
 
 def markers_in(chat_template: str) -> ThinkingMarkers | None:
     """The markers of thoughts that a chat template names; None if it has none."""
-    return next((markers for markers in KNOWN if markers.end in chat_template), None)
+    return next((markers for markers in KNOWN if markers.sign in chat_template), None)
 
 
 def begins_inside(markers: ThinkingMarkers | None, prompt_end: str) -> bool:

@@ -63,6 +63,8 @@ Penalty = Annotated[float, Number(-2, 2)]
 Seconds = Annotated[float, Number(MIN_SECONDS, MAX_SECONDS)]
 Guesses = Annotated[int, Whole(0, MAX_SPECULATION_LENGTH)]
 Width = Annotated[int, Whole(1, MAX_SPECULATION_WIDTH)]
-ToolParserName = Literal["hermes", "json"]
+ToolParserName = Literal[
+    "harmony", "qwen_xml", "hermes", "mistral", "mistral_json", "gemma", "function_gemma", "llama3", "json"
+]
 Name = Annotated[str, Text(filled=True)]
 COMPLETION_MAX_TOKENS = 16  # of /v1/completions, as OpenAI's; a chat's answer may fill what the prompt leaves

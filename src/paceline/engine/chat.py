@@ -149,7 +149,7 @@ class ChatRules:
         grammar = self._of_calls(lambda tools: make(tools, options.one_call), options.offered, stopped)
         if options.tool_choice.forces_call:
             return grammar, None
-        return grammar, Trigger(syntax.begin.encode(), syntax.at_start, not (options.one_call or syntax.at_start))
+        return grammar, Trigger(syntax.begin.encode(), syntax.at_start, syntax.repeats(options.one_call))
 
     def _of_calls(
         self,
