@@ -54,7 +54,7 @@ SCHEMAS: list[Schema] = [
     of({"old": SHORT, "new": SHORT}, file=SHORT),
     of(quotes={"enum": ['say "hi"', "it's", "back\\slash", "line\nbreak"]}),
     of(braces={"enum": ["{}", "</tool_call>", "[1, 2]", '{"name": "x"}']}),
-    of(step={"type": "integer", "multipleOf": 1, "minimum": -5, "maximum": 5}),
+    of(step={"type": "integer", "minimum": -5, "maximum": 5}),
     of(id={"type": "string", "format": "uuid"}),
     of(address={"type": "string", "format": "ipv4"}),
     {

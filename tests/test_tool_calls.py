@@ -1,6 +1,6 @@
 """Forced calls of real models: valid, and the same bytes with and without speculation, streamed and not.
 
-``python tests/test_tool_calls.py smollm2-135m 25`` runs 40 schemas with as many samples each and prints the counts.
+``python tests/test_tool_calls.py smollm2-135m 25 [FIRST]`` makes 25 calls of each tool from FIRST on and prints counts.
 """
 
 from __future__ import annotations
@@ -78,6 +78,8 @@ def run(name: str, tools: Sequence[ToolDefinition], samples: int, drafter: str =
             counts["tokens"] += len(answer.token_ids)
             counts["accepted"] += answer.metrics.accepted
         check_streamed(llm, found[0], tool, name)
+        if __name__ == "__main__":
+            print(tool.name, counts, flush=True)
     return counts
 
 
@@ -93,4 +95,4 @@ def test_a_thousand_forced_calls_are_valid_and_lossless(name: str, samples: int)
 
 
 if __name__ == "__main__":
-    print(run(sys.argv[1], TOOLS, int(sys.argv[2])))
+    run(sys.argv[1], TOOLS[int(sys.argv[3]) if len(sys.argv) > 3 else 0 :], int(sys.argv[2]))

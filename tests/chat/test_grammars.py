@@ -83,6 +83,20 @@ def check(message: AssistantMessage) -> None:
             assert isinstance(arguments["on"], bool)
 
 
+@pytest.mark.parametrize("kind", ["qwen_xml", "gemma", "hermes"])
+def test_a_tool_without_a_schema_may_get_any_arguments(kind: str, grammars: Grammars, tokenizer: Tokenizer) -> None:
+    syntax, tool = FORMATS[kind].syntax, ToolDefinition("ping", parameters={"type": "object"})
+    grammar = grammars.grammar(StructuredOutputs(grammar=syntax.forced([tool], one_call=True)))
+    written = {
+        "qwen_xml": "<tool_call>\n<function=ping>\n<parameter=a>\nb\n</parameter>\n</function>\n</tool_call>",
+        "gemma": '<|tool_call>call:ping{a:<|"|>b<|"|>}<tool_call|>',
+        "hermes": '<tool_call>\n{"name": "ping", "arguments": {"a": "b"}}\n</tool_call>',
+    }[kind]
+    assert GrammarCursor.at_start(grammar).after_all(tokenizer.encode(written)).ended
+    (call,) = read(kind, written).tool_calls
+    assert json.loads(call.arguments) == {"a": "b"}
+
+
 def test_every_format_has_its_name_in_the_configuration() -> None:
     assert set(FORMATS) == set(ToolParserName.__args__)  # type: ignore[attr-defined]
 

@@ -5,45 +5,23 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from transformers import AutoTokenizer
 
+from chat_support import ADD, PING, save_chat_model
 from paceline.config import ServerConfig
-from server_support import Live, save_model, start
+from server_support import Live, start
 
 pytest.importorskip("llguidance", reason="structured outputs need the extra 'structured'")
 
-TEMPLATE = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments.a }}</tool_call>{% endfor %}{% endfor %}[bot]"
-    "{% if enable_thinking %}<think>{% else %}<think></think>{% endif %}"
-)
-ADD = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": ["x", "y\n"]}},
-            "required": ["a", "b"],
-        },
-    },
-}
-PING = {"type": "function", "function": {"name": "ping"}}
 SAID: list[Any] = [{"role": "user", "content": "go"}]
 
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    path = save_model(tmp_path_factory.mktemp("tools") / "tiny")
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(path)
-    assert Path(path).is_dir()
+    path = save_chat_model(tmp_path_factory.mktemp("tools") / "tiny")
     yield from start(ServerConfig(port=0, served_model_name="tiny"), path)
 
 

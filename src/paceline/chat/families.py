@@ -92,14 +92,14 @@ _FORMATS = (  # the first whose marker is in the template
     ToolFormat(
         "qwen_xml",
         reads_qwen_xml,
-        CallSyntax(hermes.BEGIN, qwen_xml.write_call, "\n", rules=qwen_xml.TEXT_RULE),
+        CallSyntax(hermes.BEGIN, qwen_xml.write_call, "\n", rules=qwen_xml.RULES),
         "<function=",
         (hermes.BEGIN, hermes.END),
     ),
     ToolFormat(
         "hermes",
         lambda tools: reads_hermes(_names(tools)),
-        CallSyntax(hermes.BEGIN, json_call("arguments", '\n{"name": "', f"\n{hermes.END}"), "\n"),
+        CallSyntax(hermes.BEGIN, json_call("arguments", '\n{"name": "', hermes.END), "\n"),
         hermes.BEGIN,
         (hermes.BEGIN, hermes.END),
         instructions=_instructions(f"{hermes.BEGIN}\n{_CALL}\n{hermes.END}"),
@@ -125,14 +125,14 @@ _FORMATS = (  # the first whose marker is in the template
     ToolFormat(
         "llama3",
         lambda tools: reads_json(_names(tools), _PYTHON_TAG),
-        CallSyntax('{"name": "', json_call("parameters", "", ""), "; ", at_start=True),
+        CallSyntax('{"name": "', json_call("parameters"), "; ", at_start=True),
         _PYTHON_TAG,
         (_PYTHON_TAG,),
     ),
     ToolFormat(
         "json",
         lambda tools: reads_json(_names(tools)),
-        CallSyntax('{"name": "', json_call("arguments", "", ""), "\n", at_start=True),
+        CallSyntax('{"name": "', json_call("arguments"), "\n", at_start=True),
         instructions=_instructions(_CALL),
     ),
 )

@@ -129,7 +129,9 @@ def writes_gemma(markers: GemmaMarkers) -> Callable[[ToolDefinition], str]:
     """
 
     def one(tool: ToolDefinition) -> str:
-        properties = tool.parameters.get("properties", {})
+        properties = tool.properties
+        if properties is None:
+            return f"{literal(f'call:{tool.name}')} object {special(markers.end)}"
         required = [name for name in tool.parameters.get("required", ()) if name in properties]
         keys = [*required, *(name for name in properties if name not in required)]
         parts, first = [], True

@@ -78,11 +78,15 @@ class CallSyntax:
         return f"{literal(self.separator)} " if self.separator else ""
 
 
-def json_call(arguments: str, before: str, after: str) -> Callable[[ToolDefinition], str]:
-    """The rest of a call that is a JSON object. arguments: name of their member. before, after: text around it."""
+def json_call(arguments: str, before: str = "", end: str = "") -> Callable[[ToolDefinition], str]:
+    """The rest of a call that is a JSON object. arguments: name of their member. before: text before the call's name.
+
+    end: text or special token in the line after the object.
+    """
 
     def one(tool: ToolDefinition) -> str:
         head = f'{before}{tool.name}", "{arguments}": '
-        return f"{literal(head)} {json_schema(dict(tool.parameters))} {literal('}' + after)}"
+        closing = f'"}}\\n" {special(end)}' if end else '"}"'
+        return f"{literal(head)} {json_schema(dict(tool.parameters))} {closing}"
 
     return one

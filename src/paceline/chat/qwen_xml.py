@@ -10,21 +10,22 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.chat.grammars import any_of, json_schema, literal
+from paceline.chat.grammars import any_of, json_schema, literal, special
 from paceline.chat.parser import MessageWriter, Reader
 from paceline.chat.reading import MalformedError, Markers, Reading, Source
 from paceline.chat.values import ToolDefinition
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 _FUNCTION, _PARAMETER, _END_FUNCTION, _END_PARAMETER = "<function=", "<parameter=", "</function>", "</parameter>"
+_KEY_END, _VALUE_END_LINE = ">\n", f"\n{_END_PARAMETER}\n"
 _BEGINS = Markers(BEGIN, _FUNCTION)
-_NAME_STOP = re.compile(r"[>\s<]")
+_NAME_STOP, _KEY_STOP = re.compile(r"[>\s<]"), re.compile(r"[>\n]")
 _VALUE_END = Markers(_END_PARAMETER)
 
 
 def reads_qwen_xml(tools: Sequence[ToolDefinition]) -> Reader:
     """Return a reader of answers with such calls."""
-    schemas = {tool.name: tool.parameters.get("properties", {}) for tool in tools}
+    schemas = {tool.name: tool.properties or {} for tool in tools}
 
     def read(source: Source, writer: MessageWriter) -> Reading[None]:
         while (marker := (yield from _BEGINS.read(source, writer.text))) is not None:
@@ -45,8 +46,8 @@ def reads_qwen_xml(tools: Sequence[ToolDefinition]) -> Reader:
     return read
 
 
-def _name(source: Source) -> Reading[str]:
-    name = yield from source.take_while(_NAME_STOP)
+def _name(source: Source, stop: re.Pattern[str] = _NAME_STOP) -> Reading[str]:
+    name = yield from source.take_while(stop)
     yield from source.expect(">")
     if not name:
         raise MalformedError
@@ -62,7 +63,7 @@ def _call(source: Source, writer: MessageWriter, schemas: Mapping[str, Any]) -> 
         if not (yield from source.accept(_PARAMETER)):
             break
         try:
-            key = yield from _name(source)
+            key = yield from _name(source, _KEY_STOP)
         except MalformedError:
             break
         source.recorded()
@@ -139,22 +140,26 @@ def _as_json(text: str) -> str:
 
 def write_call(tool: ToolDefinition) -> str:
     """The rest of a call after its begin marker, as a grammar: parameters in the schema's order, optional ones too."""
-    properties = tool.parameters.get("properties", {})
     required = set(tool.parameters.get("required", ()))
     parts = [literal(f"\n{_FUNCTION}{tool.name}>\n")]
-    for key, schema in properties.items():
-        before, after = literal(f"{_PARAMETER}{key}>\n"), literal(f"\n{_END_PARAMETER}\n")
-        value = f"{before} {_value_rule(schema)} {after}"
+    for key, schema in (tool.properties or {}).items():
+        value = f"{literal(_PARAMETER + key + _KEY_END)} {_value_rule(schema)}"
         parts.append(f"({value})" if key in required else f"({value})?")
-    return " ".join([*parts, literal(f"{_END_FUNCTION}\n{END}")])
+    if tool.properties is None:
+        parts.append("any_parameter*")
+    return " ".join([*parts, literal(f"{_END_FUNCTION}\n"), special(END)])
 
 
 def _value_rule(schema: object) -> str:
-    """A value as a grammar. Strings are free unless they are enumerated; they do not contain the end marker."""
+    """A value and its end marker as a grammar. Strings are free unless they are enumerated."""
+    end = literal(_VALUE_END_LINE)
     if not _is_text(schema):
-        return json_schema(schema)
+        return f"{json_schema(schema)} {end}"
     values = schema.get("enum") if isinstance(schema, Mapping) else None
-    return any_of([literal(str(value)) for value in values]) if values else "TEXT"
+    return f"{any_of([literal(str(value)) for value in values])} {end}" if values else "text"
 
 
-TEXT_RULE = "TEXT: /(.|\\n)*/ & ~/(.|\\n)*<\\/parameter(.|\\n)*/"
+RULES = (
+    f"text[suffix={literal(_VALUE_END_LINE)}]: /(.|\\n)*/\n"
+    f'any_parameter: "{_PARAMETER}" /[a-zA-Z_][a-zA-Z0-9_]{{0,63}}/ ">\\n" text'
+)

@@ -22,6 +22,12 @@ class ToolDefinition:
     parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
     strict: bool = False
 
+    @property
+    def properties(self) -> Mapping[str, Any] | None:
+        """Schemas of the arguments by name; None if any may be given."""
+        found = self.parameters.get("properties")
+        return found if isinstance(found, Mapping) else None
+
     def as_openai(self) -> dict[str, Any]:
         """The definition in OpenAI's form, which chat templates expect."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}

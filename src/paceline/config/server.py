@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -22,6 +23,7 @@ from paceline.config.limits import (
     ToolParserName,
 )
 from paceline.config.ranges import FileName, Number, Texts, Whole, check, check_fields
+from paceline.errors import ParameterError
 
 
 @dataclass(frozen=True)
@@ -38,16 +40,23 @@ class Hosts:
         return hosts
 
 
+_FIXED_VARIABLES = {"messages", "tools", "add_generation_prompt"}
+
+
 @dataclass(frozen=True)
 class Variables:
     """Rule: variables of a chat template, as an object; kept as a copy."""
 
-    allowed: str = "an object from names to values"
+    allowed: str = "a JSON object from names to values, without messages, tools and add_generation_prompt"
 
     def take(self, name: str, value: Any) -> Mapping[str, Any]:
-        ok = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
-        check(ok and not value.keys() & {"messages", "tools", "add_generation_prompt"}, name, value, self.allowed)
-        return dict(value)
+        try:
+            kept: object = json.loads(json.dumps(value))
+        except (TypeError, ValueError, RecursionError):
+            kept = None
+        if not isinstance(kept, dict) or kept != value or kept.keys() & _FIXED_VARIABLES:
+            raise ParameterError(name, value, self.allowed)
+        return kept
 
 
 def _is_host(name: str) -> bool:
