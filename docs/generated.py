@@ -70,9 +70,9 @@ def http() -> Iterator[str]:
 def _fields_without_effect() -> Iterator[str]:
     """Markdown lines: per API, fields that are accepted without an effect, and those that are refused by name."""
     from paceline.server.chat_protocol import ChatRequest
-    from paceline.server.completions import CompletionRequest
     from paceline.server.embeddings import EmbeddingRequest
     from paceline.server.messages.protocol import MessagesRequest
+    from paceline.server.protocol import CompletionRequest
     from paceline.server.responses.protocol import ResponsesRequest
 
     yield from ("## Fields without effect", "")
