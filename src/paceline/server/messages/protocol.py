@@ -40,11 +40,11 @@ class _Block(Strict):
 
 
 class TextBlock(_Block):
-    """A text."""
+    """A text. citations: of an earlier answer, which change no prompt."""
 
     type: Literal["text"]
     text: str
-    citations: Annotated[list[JsonValue], Field(max_length=0)] | None = None
+    citations: JsonValue = None
 
 
 class ToolUseBlock(_Block):
