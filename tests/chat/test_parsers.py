@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 
 import pytest
 
@@ -191,3 +192,37 @@ def test_ten_thousand_calls_take_linear_time() -> None:
     assert len(message.tool_calls) == 10_000
     assert {json.loads(call.arguments)["a"] for call in message.tool_calls} == {1}
     assert len({call.id for call in message.tool_calls}) == 10_000
+
+
+FRAGMENTS = [
+    *("<tool_call>", "</tool_call>", "<function=add>", "<parameter=a>", "</parameter>", "</function>", "<think>"),
+    *("</think>", "[TOOL_CALLS]", "[ARGS]", "add", '{"name": "add", "arguments": ', '{"a": "', '"}', "}", "{}", "["),
+    *("]", ", ", "\n", '\\"', "<|tool_call>", "call:add{a:", '<|"|>', "}<tool_call|>", "<|python_tag|>", "<|call|>"),
+    *("<|start|>assistant", "<"),
+]
+
+
+def fragments(chance: random.Random) -> tuple[str, list[str]]:
+    """An answer of random fragments, and the words in it that no syntax contains."""
+    pieces, words = [], []
+    for n in range(chance.randrange(1, 14)):
+        pieces.append(chance.choice(FRAGMENTS))
+        if chance.random() < 0.4:
+            words.append(f"w{n}w")
+            pieces.append(words[-1])
+    return "".join(pieces), words
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_no_answer_is_lost_or_breaks_a_parser(kind: str) -> None:
+    chance = random.Random(11)
+    for _ in range(400):
+        text, words = fragments(chance)
+        expected = shape(parsed(kind, text))
+        cuts = tuple(sorted(chance.sample(range(len(text) + 1), min(len(text), 5))))
+        assert shape(parsed(kind, text, cuts)) == expected, text
+        read = parsed(kind, text)
+        found = "".join(
+            [read.reasoning or "", read.text, *(f"{call.name}{call.arguments}" for call in read.tool_calls)]
+        )
+        assert [word for word in words if word not in found] == [], text

@@ -66,6 +66,13 @@ def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], opt
     return ChatPrompt(tokens, options, form, kept, tokenizer.spell(tokens[-_TAIL:]))
 
 
+def _check_budget(thinking: Thinking | None) -> None:
+    """Raise ParameterError for a budget of thoughts that a forced answer's grammar contains, which counts no tokens."""
+    if thinking is not None and thinking.budget is not None and not thinking.inside and thinking.begin_token is None:
+        allowed = "left out beside a forced call or a structure: this model's thoughts begin with several tokens"
+        raise ParameterError("max_thinking_tokens", thinking.budget, allowed)
+
+
 def check_beside_rules(params: SamplingParams) -> None:
     """Raise ParameterError for parameters that cannot be combined with rules for an answer."""
     free = "left out with tools, structured outputs and max_thinking_tokens, which decide which tokens may come"
@@ -101,6 +108,8 @@ class ChatRules:
         grammar, trigger = self._grammar(prompt, structure, stopped)
         if grammar is None and (thinking is None or thinking.budget is None):
             return None
+        if grammar is not None and trigger is None:
+            _check_budget(thinking)
         rules = AnswerRules(
             thinking,
             None if grammar is None else lambda: GrammarCursor.at_start(grammar),
