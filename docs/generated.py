@@ -73,9 +73,37 @@ def http() -> Iterator[str]:
     for name, schema in document["components"]["schemas"].items():
         yield from (f"### {name}", "", " ".join(schema.get("description", "").split()), "")
         yield from _fields(schema)
+    yield from _fields_without_effect()
     yield from ("## Refusals", "", "| status | meaning |", "| --- | --- |")
     refusals = next(iter(document["paths"].values()))["post"]["responses"]
     yield from (f"| {status} | {said['description']} |" for status, said in refusals.items() if status != "200")
+
+
+def _fields_without_effect() -> Iterator[str]:
+    """Markdown lines: per API, fields that are accepted without an effect, and those that are refused by name."""
+    from paceline.server.chat_protocol import ChatRequest
+    from paceline.server.embeddings import EmbeddingRequest
+    from paceline.server.messages.protocol import MessagesRequest
+    from paceline.server.protocol import CompletionRequest
+    from paceline.server.responses.protocol import ResponsesRequest
+
+    yield from ("## Fields without effect", "")
+    yield from ("Other values of these fields, and all other fields, are refused by name.", "")
+    for path, body in (
+        ("/v1/completions", CompletionRequest),
+        ("/v1/chat/completions", ChatRequest),
+        ("/v1/embeddings", EmbeddingRequest),
+        ("/v1/messages", MessagesRequest),
+        ("/v1/responses", ResponsesRequest),
+    ):
+        yield from (f"### Without effect in {path}", "", "| field | accepted | otherwise |", "| --- | --- | --- |")
+        for name in sorted(body.labels - body.model_fields.keys()):
+            yield f"| `{name}` | any value | |"
+        for name, (why, harmless) in sorted(body.unsupported.items()):
+            if name not in body.model_fields:
+                values = ", ".join(f"`{value!r}`" for value in harmless) or "null"
+                yield f"| `{name}` | {values} | refused: {why} |"
+        yield ""
 
 
 def _bodies(said: dict[str, Any]) -> Iterator[str]:

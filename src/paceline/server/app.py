@@ -242,6 +242,7 @@ def _card(context: Context) -> replies.ModelCard:
 
 
 def _add_operations(app: FastAPI, context: Context) -> None:
+    @app.head("/", include_in_schema=False)  # agents ask whether the server is there
     @app.head("/ping", include_in_schema=False)
     @app.head("/health", include_in_schema=False)
     @app.get("/ping", response_model=replies.Health, responses={503: {"model": replies.Health}})

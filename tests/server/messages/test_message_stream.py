@@ -18,7 +18,7 @@ from paceline.chat.values import (
     message_of,
 )
 from paceline.core.outputs import CompletionOutput
-from paceline.server.messages.replies import Message, MessageStream, Usage, content_of, stop_of
+from paceline.server.messages.replies import Message, MessageStream, MessageUsage, content_of, stop_of
 
 CALL = [ToolCallStart(0, "a", "read"), ToolCallArgumentsDelta(0, '{"p": '), ToolCallArgumentsDelta(0, "1}")]
 SECOND = [ToolCallStart(1, "b", "ls"), ToolCallEnd(1)]
@@ -28,7 +28,7 @@ ANSWERS: dict[str, Sequence[MessageEvent]] = {
     "thoughts": [ReasoningDelta("hm"), ReasoningDelta("m"), TextDelta("yes")],
     "calls": [ReasoningDelta("hm"), TextDelta("I look."), *CALL, ToolCallEnd(0), *SECOND],
 }
-USAGE = Usage(input_tokens=1, cache_creation_input_tokens=0, cache_read_input_tokens=2, output_tokens=3)
+USAGE = MessageUsage(input_tokens=1, cache_creation_input_tokens=0, cache_read_input_tokens=2, output_tokens=3)
 
 
 def stream(events: Sequence[MessageEvent]) -> list[dict[str, Any]]:

@@ -18,9 +18,9 @@ from paceline.server.messages.protocol import MessagesRequest, PromptRequest
 from paceline.server.messages.replies import (
     Message,
     MessageStream,
+    MessageUsage,
     StreamEvent,
     TokenCount,
-    Usage,
     content_of,
     stop_of,
 )
@@ -66,7 +66,7 @@ class MessagesJob:
             content=content_of(message),
             stop_reason=stop,
             stop_sequence=sequence,
-            usage=Usage.of(output),
+            usage=MessageUsage.of(output),
         )
 
     async def stream(self) -> Events:
@@ -79,7 +79,7 @@ class MessagesJob:
             output = generation.outputs[0]
         log_request(self.id, [output], None)
         stop, sequence = stop_of(output.outputs[0], stream.calls)
-        yield _events(stream.end(stop, sequence, Usage.of(output)))
+        yield _events(stream.end(stop, sequence, MessageUsage.of(output)))
 
     def _begun(self) -> Message:
         """The message before its first token. How many tokens come from the cache is known at its end."""
@@ -92,7 +92,9 @@ class MessagesJob:
             content=[],
             stop_reason=None,
             stop_sequence=None,
-            usage=Usage(input_tokens=tokens, cache_creation_input_tokens=0, cache_read_input_tokens=0, output_tokens=0),
+            usage=MessageUsage(
+                input_tokens=tokens, cache_creation_input_tokens=0, cache_read_input_tokens=0, output_tokens=0
+            ),
         )
 
 

@@ -40,11 +40,11 @@ class _Block(Strict):
 
 
 class TextBlock(_Block):
-    """A text."""
+    """A text. citations: of an earlier answer, which change no prompt."""
 
     type: Literal["text"]
     text: str
-    citations: Annotated[list[JsonValue], Field(max_length=0)] | None = None
+    citations: JsonValue = None
 
 
 class ToolUseBlock(_Block):
@@ -126,7 +126,7 @@ _BLOCKS_OF: Mapping[str, tuple[type[Block], ...]] = {
 }
 
 
-class Tool(_Block):
+class ClientTool(_Block):
     """A function that the model may call. Tools that run on Anthropic's own service are refused by their type."""
 
     type: Literal["custom"] | None = None
@@ -191,7 +191,7 @@ class PromptRequest(ApiRequest):
     model: Label
     messages: Annotated[list[InputMessage], some(limits.MAX_MESSAGES, least=1)]
     system: str | _Texts | None = None
-    tools: Annotated[list[Tool], some(limits.MAX_TOOLS)] | None = None
+    tools: Annotated[list[ClientTool], some(limits.MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

@@ -23,7 +23,7 @@ StopReason: TypeAlias = Literal["end_turn", "max_tokens", "stop_sequence", "tool
 StreamEvent: TypeAlias = dict[str, Any]  # its name is the value of "type"
 
 
-class Usage(BaseModel):
+class MessageUsage(BaseModel):
     """Token counts. input_tokens: prompt tokens that were not copied from cached prefixes."""
 
     input_tokens: int
@@ -32,10 +32,10 @@ class Usage(BaseModel):
     output_tokens: int
 
     @staticmethod
-    def of(output: RequestOutput) -> Usage:
+    def of(output: RequestOutput) -> MessageUsage:
         cached, prompt = output.cached_tokens, len(output.prompt_token_ids)
         made = sum(answer.metrics.output_tokens for answer in output.candidates)
-        return Usage(
+        return MessageUsage(
             input_tokens=prompt - cached,
             cache_creation_input_tokens=0,
             cache_read_input_tokens=cached,
@@ -65,7 +65,7 @@ class Message(BaseModel):
     content: list[ContentBlock]
     stop_reason: StopReason | None
     stop_sequence: str | None
-    usage: Usage
+    usage: MessageUsage
 
 
 class TokenCount(BaseModel):
@@ -125,7 +125,7 @@ class MessageStream:
         """Events of more of the answer."""
         return [found for event in events for found in self._of(event)]
 
-    def end(self, stop_reason: StopReason, stop_sequence: str | None, usage: Usage) -> list[StreamEvent]:
+    def end(self, stop_reason: StopReason, stop_sequence: str | None, usage: MessageUsage) -> list[StreamEvent]:
         """Events of the answer's end."""
         delta = {"stop_reason": stop_reason, "stop_sequence": stop_sequence}
         empty = [] if self._index >= 0 else list(self._within("text", {"type": "text", "text": ""}))

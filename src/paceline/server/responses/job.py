@@ -17,7 +17,7 @@ from paceline.server.documents import named_event
 from paceline.server.responses.events import ResponseStream, StreamEvent
 from paceline.server.responses.prompt import messages_of, options_of
 from paceline.server.responses.protocol import ResponsesRequest
-from paceline.server.responses.replies import Response, Usage, status_of
+from paceline.server.responses.replies import Response, ResponseUsage, status_of
 from paceline.server.streaming import Events
 from paceline.server.turns import AnswerReader, Conversation, Turn
 
@@ -84,7 +84,7 @@ class ResponsesJob:
         if response.status == "incomplete":
             response.incomplete_details = {"reason": "max_output_tokens"}
         response.output = self._stream.items
-        response.usage = Usage.of(output, reader.reasoning_tokens)
+        response.usage = ResponseUsage.of(output, reader.reasoning_tokens)
         return response
 
     def _response(self) -> Response:

@@ -40,7 +40,7 @@ def _refuser(kinds: Mapping[str, str], noun: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-class TextPart(Strict):
+class ItemText(Strict):
     """A piece of a message's text."""
 
     type: Literal["input_text", "output_text", "text"]
@@ -62,7 +62,7 @@ class RefusalPart(Strict):
 
 _REFUSED_PARTS = dict.fromkeys(("input_image", "input_file", "input_audio"), _TEXT_ONLY)
 _Part: TypeAlias = Annotated[
-    Annotated[TextPart | RefusalPart, Field(discriminator="type")], _refuser(_REFUSED_PARTS, "parts")
+    Annotated[ItemText | RefusalPart, Field(discriminator="type")], _refuser(_REFUSED_PARTS, "parts")
 ]
 Content: TypeAlias = str | Annotated[list[_Part], some(limits.MAX_CONTENT_PARTS)]
 
@@ -192,13 +192,13 @@ class PlainText(Strict):
     type: Literal["text"]
 
 
-class JsonObject(Strict):
+class TextObject(Strict):
     """Any JSON object."""
 
     type: Literal["json_object"]
 
 
-class JsonSchema(Strict):
+class TextSchema(Strict):
     """JSON that follows a schema. name, description, strict: labels, as the schema always holds."""
 
     type: Literal["json_schema"]
@@ -211,11 +211,11 @@ class JsonSchema(Strict):
 class TextOptions(Strict):
     """The form of the answer's text."""
 
-    format: Annotated[PlainText | JsonObject | JsonSchema, Field(discriminator="type")] | None = None
+    format: Annotated[PlainText | TextObject | TextSchema, Field(discriminator="type")] | None = None
     verbosity: Label | None = None
 
 
-class StreamOptions(Strict):
+class ResponseStreamOptions(Strict):
     """Only false: events are not padded here."""
 
     include_obfuscation: Literal[False] | None = None
@@ -245,7 +245,7 @@ class ResponsesRequest(ApiRequest):
     input: str | Annotated[list[_AnyItem], some(limits.MAX_MESSAGES)]
     instructions: str | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: ResponseStreamOptions | None = None
     tools: Annotated[list[FunctionTool], some(limits.MAX_TOOLS), BeforeValidator(_functions)] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
@@ -278,6 +278,6 @@ class ResponsesRequest(ApiRequest):
     def structure(self) -> StructuredOutputs | None:
         """The required form of the answer's text. Raises ParameterError."""
         wanted = None if self.text is None else self.text.format
-        if isinstance(wanted, JsonSchema):
+        if isinstance(wanted, TextSchema):
             return StructuredOutputs(json=wanted.schema_)
-        return StructuredOutputs(json_object=True) if isinstance(wanted, JsonObject) else None
+        return StructuredOutputs(json_object=True) if isinstance(wanted, TextObject) else None

@@ -24,7 +24,7 @@ class OutputTokensDetails(BaseModel):
     reasoning_tokens: int
 
 
-class Usage(BaseModel):
+class ResponseUsage(BaseModel):
     """Token counts."""
 
     input_tokens: int
@@ -34,10 +34,10 @@ class Usage(BaseModel):
     total_tokens: int
 
     @staticmethod
-    def of(output: RequestOutput, reasoning_tokens: int) -> Usage:
+    def of(output: RequestOutput, reasoning_tokens: int) -> ResponseUsage:
         prompt = len(output.prompt_token_ids)
         made = sum(answer.metrics.output_tokens for answer in output.candidates)
-        return Usage(
+        return ResponseUsage(
             input_tokens=prompt,
             input_tokens_details=InputTokensDetails(cached_tokens=output.cached_tokens),
             output_tokens=made,
@@ -73,7 +73,7 @@ class Response(BaseModel):
     top_logprobs: Literal[0] = 0
     top_p: float
     truncation: Literal["disabled"] = "disabled"
-    usage: Usage | None = None
+    usage: ResponseUsage | None = None
     user: str | None
     metadata: dict[str, Any] | None = None
 
