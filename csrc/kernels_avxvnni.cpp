@@ -1,14 +1,13 @@
 // For CPUs with VNNI on 256 bits (Alder Lake and later client processors).
 #define PL_FP32_ACTIVATIONS
 #define PL_DOTS
-#include "draw.h"
-#include "recurrent.h"
 #include "linear_avx.h"
+#include "table.h"
 
 namespace paceline {
 
 const Kernels* avxvnni_kernels() {
-  static const Kernels kernels = {"avx-vnni", true, 64, linear, quantise, rms_norm, rotate_and_write, attend, delta, embed, draw, likelihood, probabilities, logprobs};
+  static const Kernels kernels = table_of("avx-vnni", linear);
   return &kernels;
 }
 

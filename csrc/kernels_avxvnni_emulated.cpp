@@ -3,14 +3,13 @@
 #define PL_DOTS
 #define PL_EMULATE_DOTS
 #define PL_HALF_VECTORS
-#include "draw.h"
-#include "recurrent.h"
 #include "linear_avx.h"
+#include "table.h"
 
 namespace paceline {
 
 const Kernels* emulated_avxvnni_kernels() {
-  static const Kernels kernels = {"avx-vnni-emulated", true, 64, linear, quantise, rms_norm, rotate_and_write, attend, delta, embed, draw, likelihood, probabilities, logprobs};
+  static const Kernels kernels = table_of("avx-vnni-emulated", linear);
   return &kernels;
 }
 

@@ -58,7 +58,7 @@ struct Weights {
   Weights(Format format, int inputs, int outputs, int group, bool with_bias) {
     Random random{static_cast<uint32_t>(inputs * 131 + outputs * 7 + format)};
     linear = {nullptr, nullptr, nullptr, inputs, outputs, format, format == kInt4 ? group : 0};
-    packed.resize(panel_bytes(linear) * static_cast<size_t>(panels(outputs)) + 64);
+    packed.resize(panel_bytes(linear) * static_cast<size_t>(panels(outputs)));
     for (uint8_t& byte : packed) byte = static_cast<uint8_t>(random.next());
     const size_t columns = static_cast<size_t>(padded(outputs, kPanel));
     for (size_t i = 0; i < columns; ++i) scales.push_back(0.01f + std::fabs(random.uniform())), bias.push_back(random.uniform());
@@ -226,7 +226,7 @@ uint64_t attend(const Kernels& kernels, bool bf16, int64_t window) {
   constexpr size_t kQkv = (kHeads + 2 * kKvHeads) * kDim, kElements = size_t{kKvHeads} * (kPositions + 1) * kDim;
   Random random{77};
   std::vector<float> qkv(kQkv * kCount), out(size_t{kHeads} * kDim * kCount), cosine(kPositions * kDim / 2), sine(cosine), norm(kDim);
-  std::vector<uint8_t> keys(kElements * 4 + 64), values(keys);
+  std::vector<uint8_t> keys(kElements * (bf16 ? 2 : 4)), values(keys);
   for (float& x : qkv) x = random.uniform();
   for (float& x : norm) x = random.uniform();
   for (size_t i = 0; i < cosine.size(); ++i) cosine[i] = random.uniform(), sine[i] = random.uniform();

@@ -113,6 +113,16 @@ def test_the_forward_pass_agrees_with_plain_torch(kernels, shape, quantization):
     assert error(model.logits(hidden), hidden @ head.float().T) < 0.02
 
 
+@pytest.mark.skipif(len(EVERY) < 2, reason="needs two instruction sets")
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_all_instruction_sets_give_the_same_logits_to_the_bit(quantization):
+    spec = random_spec(**SHAPES["qwen2"])
+    tokens, (rows, positions) = some_tokens(spec, 70), ragged({2: 50, 0: 20})
+    models = [model_of(spec, kernels, quantization) for kernels in EVERY]
+    logits = [model.logits(forward(model, tokens, rows, positions, cache_for(spec))) for model in models]
+    assert all(torch.equal(logits[0], other) for other in logits[1:])
+
+
 @on_every_isa
 def test_bf16_agrees_closely_with_the_reference_with_a_float32_cache(kernels):
     spec = random_spec(bias=True, qk_norm=True)
