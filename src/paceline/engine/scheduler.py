@@ -233,6 +233,7 @@ class Scheduler:
         start = sequence.prompt, sequence.params, sequence.seed, stop_tokens, sequence.constraint, sequence.member
         deadline = math.inf if sequence.deadline is None else sequence.deadline
         self.batch.set_row(row, RowStart(*start, deadline))
+        self.parts.target.set_adapter(row, sequence.params.adapter)
 
     def _rows_soon(self, begun_now: int) -> int:
         """Number of rows decoding once the sequences being started and all waiting sequences have been admitted."""
@@ -408,6 +409,7 @@ class Scheduler:
         self.prefilling[index] = self.prefilling[-1]
         self.prefilling.pop()
         self.batch.free_slot(last, len(prefix.tokens))
+        self.parts.target.set_adapter(last, None)
         self._resize(last, len(prefix.tokens))
         self.free.put(prefix)
         self.batch.set_rows(len(self.running))

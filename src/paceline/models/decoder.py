@@ -16,7 +16,7 @@ from paceline.core.nodes import Nodes, Tree
 from paceline.kernels.attention import AttentionBackend
 from paceline.kernels.attention.base import Plan
 from paceline.kernels.attention.cached import CachedAttend, PackedCachedAttend
-from paceline.models.base import AnyModel, FlatModel, Model, SharedModel
+from paceline.models.base import AnyModel, FlatModel, Model, RowAdapters, SharedModel
 
 USUAL_LAG = 2  # tokens missing in a draft model's cache if all are accepted: the last draft token and the bonus token
 CATCH_UP_CHUNK = 256  # tokens per pass over all rows when a cache has fallen behind
@@ -79,6 +79,8 @@ class Decoder:
         self.num_computed_tokens = torch.zeros(rows, dtype=torch.int64, device=model.device)
         self.reader: FeatureReader | None = None
         self._taps: tuple[int, ...] = ()
+        self.adapters: RowAdapters | None = getattr(model, "adapters", None)
+        self._adapter_of = [0] * rows  # number of each row's adapter
         self.packs = backend.name == "ragged" and model.device.type == "cuda"  # Triton also writes the cache
 
     def forward(
@@ -109,6 +111,8 @@ class Decoder:
     def _forward_padded(self, tokens: Tensor, plan: Plan, first_row: int) -> Tensor:
         model, positions = cast(Model, self.model), plan.positions
         attend = (PackedCachedAttend if self.packs else CachedAttend)(self.cache, self.backend, plan, first_row)
+        if self.adapters is not None:
+            self.adapters.use(self._adapter_of[first_row : first_row + len(tokens)])
         states = model.hidden_states(tokens, positions, attend, self._taps)
         if self.reader is not None and states.features is not None:
             rows = torch.arange(first_row, first_row + len(tokens), device=tokens.device)
@@ -445,7 +449,13 @@ class Decoder:
             self._places[one], self._places[other] = self._places[other], self._places[one]
         if self.reader is not None:
             self.reader.swap_rows(one, other, length)
+        self._adapter_of[one], self._adapter_of[other] = self._adapter_of[other], self._adapter_of[one]
         self.num_computed_tokens[[one, other]] = self.num_computed_tokens[[other, one]]
+
+    def set_adapter(self, row: int, name: str | None) -> None:
+        """Set the adapter of a row; None for the model itself."""
+        if self.adapters is not None:
+            self._adapter_of[row] = self.adapters.number(name)
 
     def resize_row(self, row: int, positions: int) -> None:
         """Set the capacity of a row in tokens; memory beyond it is freed. See ``RowTables``."""
@@ -471,6 +481,7 @@ class Decoder:
     def clear(self) -> None:
         """Reset the mapping of rows; called when no row is in use, such as after an interrupt."""
         self._places = list(range(self.cache.rows))
+        self._adapter_of = [0] * len(self._adapter_of)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every batch row has a cache row of its own."""

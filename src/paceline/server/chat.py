@@ -54,6 +54,7 @@ class ChatJob:
         options = RequestOptions.of(body, client)
         tokens = await context.encode_chat(body.conversation)
         params = body.sampling(_max_tokens(context, body, tokens), (body.top_logprobs or 0) if body.logprobs else None)
+        params = context.for_model(body.model, params)
         response_format = await context.in_thread(lambda: body.structure)
         # replace() checks that the structure fits the other parameters
         structure = replace(params, structured_outputs=response_format).structured_outputs
@@ -83,7 +84,7 @@ class ChatJob:
             id=self.id,
             object="chat.completion",
             created=self.created,
-            model=self.context.model_name,
+            model=self.body.model or self.context.model_name,
             choices=[self._whole(place, answer) for place, answer in enumerate(output.outputs)],
             usage=usage,
         )
@@ -158,7 +159,7 @@ class ChatJob:
             id=self.id,
             object="chat.completion.chunk",
             created=self.created,
-            model=self.context.model_name,
+            model=self.body.model or self.context.model_name,
             choices=choices,
         )
         if usage is not None or self.body.include_usage:  # null in all chunks but the last

@@ -70,6 +70,7 @@ class CompletionJob:
         context.check_answers(len(body.prompts) * body.answers)
         options = RequestOptions.of(body, client)
         params = body.sampling(_max_tokens(body) or 1, body.logprobs)
+        params = context.for_model(body.model, params)
         tokens = [await _encode(context, prompt) for prompt in body.prompts]
         requests = await context.requests(tokens, params, options)
         context.check_logprobs(requests, body.logprobs, read=bool(body.echo), made=_max_tokens(body) > 0)
@@ -200,7 +201,7 @@ class CompletionJob:
         return number * (self.body.n or 1) + place
 
     def _document(self, choices: list[CompletionChoice], usage: Usage | None = None) -> Completion:
-        model = self.context.model_name
+        model = self.body.model or self.context.model_name
         document = Completion(id=self.id, object="text_completion", created=self.created, model=model, choices=choices)
         if usage is not None or self.body.include_usage:  # null in all chunks but the last
             document.usage = usage
