@@ -39,12 +39,6 @@ class EngineFlags(EngineConfig):
         Sequence[str], Texts(MAX_COUNT, MAX_BYTES), Help("Text files from which n-gram lookup may copy.")
     ] = ()
 
-    adapters: Annotated[
-        Sequence[str],
-        Texts(MAX_ADAPTERS, MAX_BYTES),
-        Help("A LoRA adapter as NAME=DIRECTORY; may be given several times.", "--adapter"),
-    ] = ()
-
     def options(self) -> EngineOptions:
         """The keyword arguments of ``LLM``."""
         return cast(EngineOptions, {name: getattr(self, name) for name in names_of(EngineConfig)})
@@ -57,22 +51,15 @@ class EngineFlags(EngineConfig):
         return [read_text("--reference-document", path) for path in self.reference_document]
 
     def _adapters(self) -> dict[str, str]:
-        """The adapters' directories by name. Raises ParameterError."""
-        pairs = [text.partition("=") for text in self.adapters]
-        for name, _, path in pairs:
-            if not name or not path:
-                raise ParameterError("--adapter", f"{name}{path}", "NAME=DIRECTORY")
-        names = [name for name, *_ in pairs]
-        if repeated := next((name for name in names if names.count(name) > 1), None):
-            raise ParameterError("--adapter", repeated, "a name that is given once")
-        return {name: path for name, _, path in pairs}
+        """The adapters' directories by name; commands that use none have no option for them."""
+        return {}
 
     def recipe(self, model: str) -> Recipe:
         """The models and options for engines in other processes. Raises ParameterError."""
         from paceline.integrations.ray.cluster import Recipe
 
-        if self.adapters:
-            raise ParameterError("--adapter", self.adapters[0], "left out with --replicas")
+        if adapters := self._adapters():
+            raise ParameterError("--adapter", min(adapters), "left out with --replicas")
         return Recipe(model, self.draft_model, self._documents(), self.options())
 
     def load(self, model: str, quiet: bool = False) -> LLM:
@@ -93,6 +80,29 @@ class EngineFlags(EngineConfig):
         if not quiet:
             note(llm.engine.describe())
         return llm
+
+
+@described
+@dataclass(frozen=True)
+class AdaptedEngineFlags(EngineFlags):
+    """An engine whose target may have adapters, which requests name."""
+
+    adapters: Annotated[
+        Sequence[str],
+        Texts(MAX_ADAPTERS, MAX_BYTES),
+        Help("A LoRA adapter as NAME=DIRECTORY; may be given several times.", "--adapter"),
+    ] = ()
+
+    def _adapters(self) -> dict[str, str]:
+        """The adapters' directories by name. Raises ParameterError."""
+        pairs = [text.partition("=") for text in self.adapters]
+        for name, _, path in pairs:
+            if not name or not path:
+                raise ParameterError("--adapter", f"{name}{path}", "NAME=DIRECTORY")
+        names = [name for name, *_ in pairs]
+        if repeated := next((name for name in names if names.count(name) > 1), None):
+            raise ParameterError("--adapter", repeated, "a name that is given once")
+        return {name: path for name, _, path in pairs}
 
 
 def speculation_length(text: str) -> int | str:
@@ -131,4 +141,4 @@ def check_draft_tokens(llm: LLM, drafter: object) -> None:
         raise ParameterError("--drafter", drafter, allowed)
 
 
-__all__ = ["DEFAULT_MODEL", "EngineFlags", "Model", "Quiet", "whole_numbers"]
+__all__ = ["DEFAULT_MODEL", "AdaptedEngineFlags", "EngineFlags", "Model", "Quiet", "whole_numbers"]
