@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from paceline.cli.main import app as cli
 from paceline.config import ServerConfig
+from paceline.models.gguf_tensors import READABLE, UNREADABLE, fate
 
 WIDTH = 100  # characters of a terminal
 
@@ -110,7 +111,27 @@ def _kind(schema: dict[str, Any]) -> str:
     return ", ".join([kind, *(text.format(schema[name]) for name, text in _LIMITS.items() if name in schema)])
 
 
-PAGES: dict[str, Callable[[], Iterator[str]]] = {"reference-cli": command_line, "reference-http": http}
+# Types of GGUF files
+
+
+def gguf_types() -> Iterator[str]:
+    """Markdown lines: a table of the types, their size, and what becomes of their numbers in each precision."""
+    from gguf import GGML_QUANT_SIZES
+
+    yield from ("| type | bits a weight | in bfloat16 | in int8 | in int4 |", "| --- | --- | --- | --- | --- |")
+    for kind in READABLE:
+        block, size = GGML_QUANT_SIZES[kind]
+        fates = " | ".join(fate(kind, to) for to in ("bf16", "int8", "int4"))
+        yield f"| {kind.name} | {8 * size / block:.4g} | {fates} |"
+    refused = ", ".join(sorted(kind.name for kind in UNREADABLE))
+    yield from ("", f"Not weights, or not read by the `gguf` package: {refused}.", "")
+
+
+PAGES: dict[str, Callable[[], Iterator[str]]] = {
+    "reference-cli": command_line,
+    "reference-http": http,
+    "files": gguf_types,
+}
 
 
 # Docstrings
