@@ -143,15 +143,17 @@ inline void rotate_and_write(const Attention& a, const Rotary& rotary, int token
   const float* cosine = rotary.cosine + angle * rotary.half;
   const float* sine = rotary.sine + angle * rotary.half;
   const F16 scale = set1(a.scale);
+  if (a.norm_all && a.q_norm) rms_norm(q, Norm{a.q_norm, a.heads * a.dim, a.epsilon}, a.heads * a.dim, q);
+  if (a.norm_all && a.k_norm) rms_norm(k, Norm{a.k_norm, a.kv_heads * a.dim, a.epsilon}, a.kv_heads * a.dim, k);
   for (int head = 0; head < a.heads; ++head, q += a.dim) {
-    if (a.q_norm) rms_norm(q, Norm{a.q_norm, a.dim, a.epsilon}, a.dim, q);
+    if (a.q_norm && !a.norm_all) rms_norm(q, Norm{a.q_norm, a.dim, a.epsilon}, a.dim, q);
     rotate(q, cosine, sine, rotary.half);
     for (int i = 0; i < a.dim; i += 16) store(q + i, load(q + i) * scale);
   }
   const int64_t wanted = a.slots ? a.slots[token] : position;
   const int64_t slot = wanted < a.capacity ? wanted : a.capacity;
   for (int head = 0; head < a.kv_heads; ++head, k += a.dim, v += a.dim) {
-    if (a.k_norm) rms_norm(k, Norm{a.k_norm, a.dim, a.epsilon}, a.dim, k);
+    if (a.k_norm && !a.norm_all) rms_norm(k, Norm{a.k_norm, a.dim, a.epsilon}, a.dim, k);
     rotate(k, cosine, sine, rotary.half);
     const size_t offset = cache_offset(a, row, head, slot);
     write_cache(a, a.keys, offset, k);
@@ -483,6 +485,12 @@ inline void embed(const Linear& table, int64_t token, float* out) {
 // --- end of a matrix product
 // -------------------------------------------------------------------------------------------
 
+// The tanh form of GELU: x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x^3)).
+inline F16 gelu_tanh(F16 x) {
+  const F16 cubic = fma(x * x * x, set1(0.044715f), x);
+  return x / (set1(1.0f) + exponential(cubic * set1(-1.5957691216057308f)));
+}
+
 // y: the 32 sums of one row and panel.
 inline void finish(const LinearCall& call, int panel, int row, F16 y0, F16 y1) {
   const Linear& linear = *call.linear;
@@ -493,6 +501,7 @@ inline void finish(const LinearCall& call, int panel, int row, F16 y0, F16 y1) {
     y1 = y1 + load(linear.bias + column + 16);
   }
   if (call.epilogue == Epilogue::kSwiglu) return store(out + column / 2, silu(y0) * y1);
+  if (call.epilogue == Epilogue::kGeglu) return store(out + column / 2, gelu_tanh(y0) * y1);
   if (call.epilogue == Epilogue::kAdd) {
     y0 = load(out + column) + y0;
     y1 = load(out + column + 16) + y1;

@@ -127,7 +127,9 @@ class Pass {
       const Share share(tokens_.count, thread, pool_.threads());
       for (int i = share.first; i < share.last; ++i) {
         const size_t place = static_cast<size_t>(i) * static_cast<size_t>(out_.tap_count) + static_cast<size_t>(t);
-        std::memcpy(out_.features + place * width, residual(i), sizeof(float) * width);
+        float* to = out_.features + place * width;
+        std::memcpy(to, residual(i), sizeof(float) * width);
+        if (s_.tap_scale != 1.0f) for (size_t j = 0; j < width; ++j) to[j] *= s_.tap_scale;
       }
     }
   }
@@ -137,30 +139,48 @@ class Pass {
     const Attention attention = describe(layer, index);
     const Norm first = norm(layer.input_norm), second = norm(layer.post_norm);
     float* residual = m_.residual_.as<float>();
+    const Epilogue gated = layer.activation == kGeluTanh ? Epilogue::kGeglu : Epilogue::kSwiglu;
 
     const bool joined = s_.fusion && index == 0;
     auto input = joined ? prepare(m_.joined_.as<float>(), 2 * m_.padded_width, nullptr, layer.qkv, thread)
-                        : prepare(residual, m_.padded_width, &first, layer.qkv, thread);
+                        : prepare(residual, m_.padded_width, layer.input_norm ? &first : nullptr, layer.qkv, thread);
     watch.lap(kPrepare);
     multiply(layer.qkv, input, Epilogue::kStore, attention.qkv, attention.qkv_stride, thread);
     watch.lap(kProducts);
-    rotate(attention, thread);
+    rotate(layer, attention, thread);
     watch.lap(kRotary);
     if (keys_alone() && index + 1 == m_.layers.size()) return;
     attend(attention, index, thread);
     watch.lap(kAttention);
     input = prepare(attention.out, m_.padded_attention, nullptr, layer.attention_out, thread);
     watch.lap(kPrepare);
-    multiply(layer.attention_out, input, Epilogue::kAdd, residual, static_cast<size_t>(m_.padded_width), thread);
-    watch.lap(kProducts);
-    input = prepare(residual, m_.padded_width, &second, layer.gate_up, thread);
+    add(layer.attention_out, input, layer.attention_out_norm, thread, watch);
+    input = prepare(residual, m_.padded_width, layer.post_norm ? &second : nullptr, layer.gate_up, thread);
     watch.lap(kPrepare);
-    multiply(layer.gate_up, input, Epilogue::kSwiglu, m_.activated_.as<float>(), static_cast<size_t>(m_.padded_ffn), thread);
+    multiply(layer.gate_up, input, gated, m_.activated_.as<float>(), static_cast<size_t>(m_.padded_ffn), thread);
     watch.lap(kProducts);
     input = prepare(m_.activated_.as<float>(), m_.padded_ffn, nullptr, layer.down, thread);
     watch.lap(kPrepare);
-    multiply(layer.down, input, Epilogue::kAdd, residual, static_cast<size_t>(m_.padded_width), thread);
+    add(layer.down, input, layer.mlp_out_norm, thread, watch);
+  }
+
+  // Adds the product of a layer's part to the hidden states, after a norm (if any) of its own.
+  void add(const Linear& linear, const Activations& input, const float* after, int thread, Stopwatch& watch) const {
+    const size_t stride = static_cast<size_t>(m_.padded_width);
+    if (!after) {
+      multiply(linear, input, Epilogue::kAdd, m_.residual_.as<float>(), stride, thread);
+      return watch.lap(kProducts);
+    }
+    multiply(linear, input, Epilogue::kStore, m_.branch_.as<float>(), stride, thread);
     watch.lap(kProducts);
+    const Share share(tokens_.count, thread, pool_.threads());
+    for (int i = share.first; i < share.last; ++i) {
+      float* branch = m_.branch_.as<float>() + static_cast<size_t>(i) * stride;
+      k_.rms_norm(branch, norm(after), m_.padded_width, branch);
+      for (size_t j = 0; j < stride; ++j) residual(i)[j] += branch[j];
+    }
+    pool_.meet();
+    watch.lap(kPrepare);
   }
 
   void embed(int thread) const {
@@ -173,6 +193,11 @@ class Pass {
   }
 
   void embed_token(int i, float* out) const {
+    read_embedding(i, out);
+    if (s_.embed_scale != 1.0f) for (int j = 0; j < m_.padded_width; ++j) out[j] *= s_.embed_scale;
+  }
+
+  void read_embedding(int i, float* out) const {
     if (!s_.embedding) return k_.embed(s_.head, tokens_.tokens[i], out);
     const uint16_t* from = s_.embedding + static_cast<size_t>(tokens_.tokens[i]) * static_cast<size_t>(m_.padded_width);
     for (int j = 0; j < m_.padded_width; ++j) {
@@ -211,8 +236,8 @@ class Pass {
     pool_.meet();
   }
 
-  void rotate(const Attention& attention, int thread) const {
-    const Rotary rotary = {s_.cosine, s_.sine, s_.rotary_half, s_.positions};
+  void rotate(const Layer& layer, const Attention& attention, int thread) const {
+    const Rotary rotary = {layer.cosine, layer.sine, layer.rotary_half, s_.positions};
     const Share share(tokens_.count, thread, pool_.threads());
     for (int i = share.first; i < share.last; ++i) k_.rotate_and_write(attention, rotary, i, tokens_.rows[i]);
     pool_.meet();
@@ -255,10 +280,11 @@ class Pass {
     a.dim = s_.dim;
     a.capacity = cache_.capacity;
     a.window = layer.window;
-    a.scale = s_.attention_scale;
+    a.scale = layer.scale;
     a.q_norm = layer.q_norm;
     a.k_norm = layer.k_norm;
     a.epsilon = s_.epsilon;
+    a.norm_all = layer.norm_all != 0;
     return a;
   }
 
@@ -283,6 +309,7 @@ void Model::grow(int threads, int tokens) {
                                spec.fusion ? spec.fusion->fuse.inputs : 0});
   if (spec.fusion) joined_.grow(n * static_cast<size_t>(std::max(2 * padded_width, spec.fusion->fuse.inputs)));
   residual_.grow(n * static_cast<size_t>(padded_width));
+  branch_.grow(n * static_cast<size_t>(padded_width));
   qkv_.grow(n * static_cast<size_t>(padded_qkv));
   attended_.grow(n * static_cast<size_t>(padded_attention));
   activated_.grow(n * static_cast<size_t>(padded_ffn));

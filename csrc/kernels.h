@@ -8,7 +8,7 @@
 namespace paceline {
 
 enum Format : int32_t { kInt8 = 0, kBf16 = 1, kInt4 = 2 };
-enum class Epilogue { kStore, kAdd, kSwiglu };
+enum class Epilogue { kStore, kAdd, kSwiglu, kGeglu };  // the last two: silu or gelu (tanh) of the gate, times up
 
 constexpr int kPanel = 32;            // output columns that are packed and computed together
 constexpr int kInputMultiple = 64;    // inputs are padded to it: the depth of an AMX tile of bytes
@@ -22,7 +22,7 @@ constexpr int kInt8Zero = 128;        // int8 weights are stored as w + 128: the
 // bf16  [inputs / 2][32][2] bf16
 // int4  per group of inputs: 32 fp16 scales, 32 fp16 lows (the value of code 0), then [group / 8][32][4] bytes; a byte
 // holds the values of input i (low bits) and of input i + 4 (high bits)
-// SwiGLU panels hold 16 columns of the gate, then the same 16 of up.
+// Panels of a gated MLP hold 16 columns of the gate, then the same 16 of up.
 struct Linear {
   const uint8_t* weights;
   const float* scales;  // int8: one per column
@@ -92,9 +92,10 @@ struct Attention {
   int64_t capacity;  // usable positions; writes beyond it go to this one, which is never read
   int64_t window;    // 0: unlimited
   float scale;
-  const float* q_norm;  // [dim] or null
+  const float* q_norm;  // [dim], or [heads * dim] if `norm_all`; or null
   const float* k_norm;
   float epsilon;
+  bool norm_all;  // whether the norms are over all heads together instead of each head
 };
 
 // A thread's memory for lists of tokens: each of draw_scratch_items() items.

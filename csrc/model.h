@@ -13,15 +13,25 @@
 namespace paceline {
 
 // These structures mirror src/paceline/kernels/abi.py; kAbiVersion changes with them.
-constexpr int kAbiVersion = 18;
+constexpr int kAbiVersion = 20;
+
+enum Activation : int32_t { kSilu = 0, kGeluTanh = 1 };
 
 struct Layer {
   Linear qkv, attention_out, gate_up, down;
-  const float* input_norm;
-  const float* post_norm;
-  const float* q_norm;  // or null
+  const float* input_norm;  // before attention, or null
+  const float* post_norm;   // before the MLP, or null
+  const float* q_norm;      // or null
   const float* k_norm;
   int64_t window;  // 0: unlimited
+  const float* attention_out_norm;  // after attention and before its output is added, or null
+  const float* mlp_out_norm;        // likewise after the MLP
+  const float* cosine;              // [positions][rotary_half]
+  const float* sine;
+  int32_t rotary_half;
+  float scale;          // of attention
+  int32_t norm_all;     // whether q_norm and k_norm are over all heads together
+  int32_t activation;   // Activation
 };
 
 // The extra parts of a head that reads its target's hidden states (src/paceline/drafters/heads/feature.py). Its first
@@ -47,11 +57,11 @@ struct ModelSpec {
   Linear head;                // its packed columns are the embedding too, unless `embedding` is given
   const uint16_t* embedding;  // bf16 [vocabulary][padded width], or null
   const float* final_norm;
-  const float* cosine;  // [positions][rotary_half]
-  const float* sine;
   int64_t positions;
-  int32_t layer_count, width, ffn, heads, kv_heads, dim, rotary_half;
-  float epsilon, attention_scale;
+  int32_t layer_count, width, ffn, heads, kv_heads, dim;
+  float epsilon;
+  float embed_scale;  // of the token embedding
+  float tap_scale;    // of the hidden states that heads read
   const Fusion* fusion;  // or null
 };
 
@@ -248,7 +258,7 @@ class Model {
   void grow(int threads, int tokens);
 
   std::mutex one_call_at_a_time_;
-  Buffer joined_, residual_, qkv_, attended_, activated_, padded_hidden_;
+  Buffer joined_, residual_, branch_, qkv_, attended_, activated_, padded_hidden_;
   Quantised shared_;
   std::vector<std::unique_ptr<Scratch>> scratch_;
   std::vector<std::atomic<int>> next_unit_;

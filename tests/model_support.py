@@ -71,18 +71,35 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2 without scale": ("gpt2", _GPT2 | {"scale_attn_weights": False, "tie_word_embeddings": False}),
 }
 
+_BOTH_ROPES = {
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0,
+                           "original_max_position_embeddings": 32},
+    }
+}  # fmt: skip
+_MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+_GEMMA3 = _LLAMA | {
+    "head_dim": 8, "sliding_window": 4, "layer_types": _MIXED, "query_pre_attn_scalar": 10,
+}  # fmt: skip
+_GRANITE = {
+    "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 8.0,
+}  # fmt: skip
+NATIVE |= {
+    "gemma3": ("gemma3_text", _GEMMA3),
+    "gemma3 with capped logits": ("gemma3_text", _GEMMA3 | {"final_logit_softcapping": 0.5}),
+    "phi3": ("phi3", _LLAMA | {"sliding_window": 4}),
+    "phi3 with a partial rotation": ("phi3", _LLAMA | {"head_dim": 8} | rope("default", partial_rotary_factor=0.5)),
+    "granite": ("granite", _LLAMA | _GRANITE),
+    "olmo2": ("olmo2", _LLAMA),
+    "olmo3": ("olmo3", _LLAMA | _BOTH_ROPES | {"sliding_window": 4, "layer_types": _MIXED}),
+    "smollm3": ("smollm3", _LLAMA | {"no_rope_layer_interval": 2}),
+    "ministral3": ("ministral3", _LLAMA | {"head_dim": 8}),
+    "exaone4": ("exaone4", _LLAMA | {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "exaone4 with windows": ("exaone4", _LLAMA | {"sliding_window": 4, "layer_types": _MIXED}),
+}
+
 FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma3": (
-        "gemma3_text",
-        _LLAMA
-        | {
-            "head_dim": 8,
-            "sliding_window": 4,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "query_pre_attn_scalar": 10,
-            "final_logit_softcapping": 0.5,
-        },
-    ),
     "gpt_neox": ("gpt_neox", {key: value for key, value in _LLAMA.items() if key != "num_key_value_heads"}),
     "cohere": ("cohere", _LLAMA | {"logit_scale": 0.2}),
     "afmoe": (

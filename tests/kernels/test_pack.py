@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.kernels import native, pack
 from paceline.kernels.pack import Format
-from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec
+from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec, Rotary
 from paceline.models.native import NativeModel
 
 # A change of these bytes requires a new pack.LAYOUT_VERSION; otherwise old files would be misread.
@@ -54,7 +54,7 @@ def some_decoder() -> NativeSpec:
         ffn=20,
         vocab_size=37,
         max_positions=8,
-        inverse_frequencies=[1.0] * 8,
+        rotary=Rotary((1.0,) * 8),
         embedding=some_weight(37, 24),
         final_norm=norm,
         layers=[layer] * 2,

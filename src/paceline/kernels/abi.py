@@ -24,7 +24,7 @@ from torch import Tensor
 from paceline.core.cache import KVCache
 from paceline.kernels.pack import Packed
 
-ABI_VERSION = 18  # must equal csrc/model.h's; raise both when a struct or a function changes
+ABI_VERSION = 20  # must equal csrc/model.h's; raise both when a struct or a function changes
 _FORMATS = {"int8": 0, "bf16": 1, "int4": 2}
 
 
@@ -72,6 +72,11 @@ class CLayer(Structure):
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
         ("window", c_int64),
+        *((name, c_void_p) for name in ("attention_out_norm", "mlp_out_norm", "cosine", "sine")),
+        ("rotary_half", c_int32),
+        ("scale", c_float),
+        ("norm_all", c_int32),
+        ("activation", c_int32),
     )
 
 
@@ -95,8 +100,6 @@ class CModel(Structure):
         ("head", CLinear),
         ("embedding", c_void_p),
         ("final_norm", c_void_p),
-        ("cosine", c_void_p),
-        ("sine", c_void_p),
         ("positions", c_int64),
         ("layer_count", c_int32),
         ("width", c_int32),
@@ -104,9 +107,9 @@ class CModel(Structure):
         ("heads", c_int32),
         ("kv_heads", c_int32),
         ("dim", c_int32),
-        ("rotary_half", c_int32),
         ("epsilon", c_float),
-        ("attention_scale", c_float),
+        ("embed_scale", c_float),
+        ("tap_scale", c_float),
         ("fusion", POINTER(CFusion)),
     )
 
@@ -272,6 +275,7 @@ class CAttention(Structure):
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
         ("epsilon", c_float),
+        ("norm_all", c_bool),
     )
 
 

@@ -13,8 +13,9 @@ from torch.nn import functional
 
 from paceline.core.cache import KVCache
 from paceline.core.nodes import Nodes, Seen, seen_by
+from paceline.kernels.gpu.steps import ACTIVATIONS
 from paceline.kernels.pack import Bf16Weight, Format, Int4Weight, Int8Weight, Weight, dequantise, quantise
-from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec
+from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec, Rotary
 
 ACTIVATION_GROUP = 64  # inputs of a row that share a scale, so that an outlier costs accuracy only within its group
 _SILENT = 1e-30  # rows whose largest amplitude is at most this count as zero
@@ -64,11 +65,11 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return functional.rms_norm(x, (x.shape[-1],), weight.float(), epsilon)
 
 
-def rotary_table(spec: NativeSpec) -> tuple[Tensor, Tensor]:
+def rotary_table(rotary: Rotary, positions: int) -> tuple[Tensor, Tensor]:
     """cos and sin [positions, half] for every position."""
-    frequencies = torch.tensor(list(spec.inverse_frequencies), dtype=torch.float32)
-    angles = torch.arange(spec.max_positions)[:, None] * frequencies
-    return angles.cos() * spec.rotary_scaling, angles.sin() * spec.rotary_scaling
+    frequencies = torch.tensor(rotary.inverse_frequencies, dtype=torch.float32)
+    angles = torch.arange(positions)[:, None] * frequencies
+    return angles.cos() * rotary.scaling, angles.sin() * rotary.scaling
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -107,7 +108,7 @@ class TwinDecoder:
     def __init__(self, spec: NativeSpec, layer_format: Format, head_format: Format) -> None:
         self._spec = spec
         self._layer_format = layer_format
-        self._cos, self._sin = rotary_table(spec)
+        self._tables = [rotary_table(layer.rotary or spec.rotary, spec.max_positions) for layer in spec.layers]
         self._layers = [_TwinLayer(layer, self._make(layer_format)) for layer in spec.layers]
         head = spec.head or LinearWeights(spec.embedding)
         self._head = self._make(head_format)(head)
@@ -127,23 +128,32 @@ class TwinDecoder:
             empty = torch.empty(0, spec.width, dtype=torch.float32)
             return empty, empty.new_empty(0, len(taps), spec.width) if taps else None
         at = positions.clamp(max=spec.max_positions - 1)
-        cos, sin = self._cos[at], self._sin[at]
-        x = self._embedding[tokens]
+        x = self._embedding[tokens] * spec.embed_scale
         entering = []
         for index, layer in enumerate(self._layers):
-            entering.append(x)
+            entering.append(x * spec.tap_scale)
             weights = layer.weights
-            qkv = layer.qkv(rms_norm(x, weights.input_norm, spec.epsilon)).view(x.shape[0], -1, spec.head_dim)
+            qkv = layer.qkv(self._norm(x, weights.input_norm)).view(x.shape[0], -1, spec.head_dim)
             q, k, v = qkv.split_with_sizes([spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
-            if weights.q_norm is not None and weights.k_norm is not None:
-                q, k = rms_norm(q, weights.q_norm, spec.epsilon), rms_norm(k, weights.k_norm, spec.epsilon)
+            q, k = self._normed_heads(q, weights.q_norm), self._normed_heads(k, weights.k_norm)
+            cos, sin = (table[at] for table in self._tables[index])
             write(index, cache, rows, slots, rotate(k, cos, sin), v)
-            attended = attend(index, cache, rotate(q, cos, sin), rows, seen, spec.scale, weights.window)
-            x = x + layer.attention_out(attended.flatten(1))
-            gate, up = layer.gate_up(rms_norm(x, weights.post_norm, spec.epsilon)).chunk(2, dim=1)
-            x = x + layer.down(functional.silu(gate) * up)
+            scale = spec.scale_of(weights)
+            attended = attend(index, cache, rotate(q, cos, sin), rows, seen, scale, weights.window)
+            x = x + self._norm(layer.attention_out(attended.flatten(1)), weights.attention_out_norm)
+            gate, up = layer.gate_up(self._norm(x, weights.post_norm)).chunk(2, dim=1)
+            x = x + self._norm(layer.down(ACTIVATIONS[weights.activation](gate) * up), weights.mlp_out_norm)
         features = torch.stack([entering[tap] for tap in taps], 1) if taps else None
         return rms_norm(x, spec.final_norm, spec.epsilon), features
+
+    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        return x if weight is None else rms_norm(x, weight, self._spec.epsilon)
+
+    def _normed_heads(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """Norm queries or keys [N, heads, D], each head or all together."""
+        if weight is None or weight.numel() == self._spec.head_dim:
+            return self._norm(x, weight)
+        return self._norm(x.flatten(1), weight).view_as(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden [M, width] -> [M, vocab]."""

@@ -11,18 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-
-@dataclass(frozen=True)
-class Rotary:
-    """Rotary positions (RoPE): the angle of pair i at position p is p * inverse_frequencies[i].
-
-    With n frequencies, pair i of a head is its elements i and n + i; the elements from 2 n on are not rotated.
-    Frequencies of zero leave a head as it is (layers without positions).
-    scaling: factor of cos and sin.
-    """
-
-    inverse_frequencies: tuple[float, ...]
-    scaling: float = 1.0
+from paceline.kernels.spec import Rotary as Rotary
 
 
 @dataclass(frozen=True)

@@ -146,8 +146,6 @@ def huggingface_config(file: GGUFFile) -> PretrainedConfig:
         config = _translated(file, found)
     except Exception as error:  # values of a wrong type, for which transformers raises errors of any kind
         raise ModelFormatError(f"{file.path}: the metadata cannot be used: {brief(repr(error))}") from error
-    if found.get("rope.dimension_count", config.head_dim) != config.head_dim:
-        raise ModelFormatError(f"{file.path}: rotary positions on a part of each head are not supported")
     return config
 
 
@@ -155,7 +153,10 @@ def _translated(file: GGUFFile, found: Mapping[str, Any]) -> PretrainedConfig:
     fields = {ours: found[theirs] for theirs, ours in _FIELDS.items() if theirs in found}
     fields.setdefault("num_key_value_heads", found["attention.head_count"])
     fields.setdefault("head_dim", found["embedding_length"] // found["attention.head_count"])
-    fields = {"rope_parameters": _rope(found)} | fields | form(file).fields(found)
+    rope = _rope(found)
+    if (rotated := found.get("rope.dimension_count", fields["head_dim"])) != fields["head_dim"]:
+        rope["partial_rotary_factor"] = rotated / fields["head_dim"]
+    fields = {"rope_parameters": rope} | fields | form(file).fields(found, rope)
     return AutoConfig.for_model(
         _family(file).model_type,
         **fields,

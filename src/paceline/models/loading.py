@@ -20,7 +20,7 @@ from paceline.models.base import Model
 from paceline.models.boundary import ResolvedSource, brief, is_loaded, name_of, reading, reads_model
 from paceline.models.boundary import Source as Source
 from paceline.models.description import DecoderSpec
-from paceline.models.families import FAMILIES, USUAL_NAMES, describe
+from paceline.models.families import FAMILIES, USUAL_NAMES, describe, family_of
 from paceline.models.families.rotary import longest_sequence
 from paceline.models.gguf import GGUFFile
 from paceline.models.gguf_names import parts
@@ -164,8 +164,12 @@ def _stored_of(path: Path) -> tuple[Mapping[str, weights.StoredTensor], WeightNa
         file = GGUFFile(path)
         return gguf_config.tensors(file, gguf_config.describe(file)), gguf_config.form(file).names
     config, scheme = _unquantised_config(path)
-    family = FAMILIES.get(config.model_type)
-    return _read_by(scheme, stored_tensors(path)), USUAL_NAMES if family is None else family.safetensors
+    return _read_by(scheme, stored_tensors(path)), _names(config)
+
+
+def _names(config: PretrainedConfig) -> WeightNames:
+    family = family_of(config)
+    return USUAL_NAMES if family is None else family.safetensors
 
 
 @reads_model
@@ -259,7 +263,7 @@ def _from_directory(path: Path, dtype: torch.dtype, device: torch.device, progre
         from paceline.models.huggingface import HuggingFaceModel  # importing it takes as long as importing torch
 
         return HuggingFaceModel.from_directory(path, dtype=dtype, device=device)
-    return _transformer(spec, FAMILIES[config.model_type].safetensors, stored, str(path), dtype, device, progress)
+    return _transformer(spec, _names(config), stored, str(path), dtype, device, progress)
 
 
 def _directory_config(path: Path) -> PretrainedConfig:
@@ -383,8 +387,7 @@ def _from_loaded(model: PreTrainedModel, dtype: torch.dtype, device: torch.devic
         return HuggingFaceModel(model if fits else copy.deepcopy(model).to(device=device, dtype=dtype))
     stored = {name: weights.LoadedTensor(tensor.detach()) for name, tensor in model.state_dict().items()}
     where = name_of(model)
-    names = FAMILIES[model.config.model_type].safetensors
-    return _transformer(spec, names, stored, where, dtype, device, progress=False)
+    return _transformer(spec, _names(model.config), stored, where, dtype, device, progress=False)
 
 
 def _transformer(

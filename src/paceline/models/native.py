@@ -1,4 +1,4 @@
-"""Llama-like decoders on the native CPU kernels: one call per forward pass, packed weights, batch-invariant results.
+"""Decoders on the native CPU kernels: one call per forward pass, packed weights, batch-invariant results.
 
 The hidden state and the logits of a token are bitwise the same whatever else is in the call: alone, among other rows,
 verified with its draft tokens, or prefilled in any chunks. Without the compiled extension the reference implementation
@@ -20,9 +20,9 @@ from paceline.core.nodes import Nodes
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import abi, native, twin
 from paceline.kernels.pack import Format, Weight
-from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec
+from paceline.kernels.spec import GatedActivation, LayerWeights, LinearWeights, NativeSpec
 from paceline.models.base import HiddenStates, check_taps
-from paceline.models.description import DecoderSpec
+from paceline.models.description import DecoderSpec, LayerSpec, MLPSpec
 from paceline.models.linear import Dense
 from paceline.models.packing import PackedDecoder, ReadPacked, packed_size
 from paceline.models.transformer import Transformer, _GatedMLP
@@ -31,6 +31,7 @@ Quantization = Literal["int8", "int4"]
 ReadMatrix: TypeAlias = Callable[[Format], Weight]
 LAYER_FORMAT: dict[str | None, Format] = {None: "bf16", "int8": "int8", "int4": "int4"}
 HEAD_FORMAT: dict[str | None, Format] = {None: "bf16", "int8": "int8", "int4": "int8"}  # int4 costs the head too much
+ACTIVATIONS: dict[str, GatedActivation] = {"silu": "silu", "gelu_tanh": "gelu_tanh"}  # those that the kernels have
 
 
 class NativeModel:
@@ -202,27 +203,13 @@ def spec_of(
     Raises ModelFormatError if the kernels cannot run the model.
     """
     check_description(spec)
-    attention, rotary = spec.layers[0].attention, spec.layers[0].attention.rotary
-    assert rotary is not None
+    attention = spec.layers[0].attention
+    assert attention.rotary is not None
 
     def linear(name: str) -> LinearWeights:
         weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
         return LinearWeights(weight, bias, (readers or {}).get(f"{name}.weight"))
 
-    layers = [
-        LayerWeights(
-            qkv=linear(f"layers.{i}.qkv"),
-            attention_out=linear(f"layers.{i}.o"),
-            gate_up=linear(f"layers.{i}.gate_up"),
-            down=linear(f"layers.{i}.down"),
-            input_norm=weights[f"layers.{i}.attn_norm.weight"],
-            post_norm=weights[f"layers.{i}.mlp_norm.weight"],
-            q_norm=weights.get(f"layers.{i}.q_norm.weight"),
-            k_norm=weights.get(f"layers.{i}.k_norm.weight"),
-            window=layer.attention.window,
-        )
-        for i, layer in enumerate(spec.layers)
-    ]
     return NativeSpec(
         width=spec.width,
         heads=attention.heads,
@@ -231,14 +218,35 @@ def spec_of(
         ffn=spec.layers[0].dense.width,
         vocab_size=spec.vocab_size,
         max_positions=spec.max_positions,
-        inverse_frequencies=rotary.inverse_frequencies,
+        rotary=attention.rotary,
         embedding=weights["embed.weight"],
-        final_norm=weights["norm.weight"],
-        layers=layers,
+        final_norm=weights["norm.weight"] * spec.logits_scale,
+        layers=[_layer_of(layer, f"layers.{i}.", weights, linear) for i, layer in enumerate(spec.layers)],
         head=linear("head") if "head.weight" in weights else None,
         epsilon=spec.norm.eps,
-        rotary_scaling=rotary.scaling,
-        attention_scale=attention.scale,
+        embed_scale=spec.embed_scale,
+        tap_scale=spec.residual_scale,
+    )
+
+
+def _layer_of(
+    layer: LayerSpec, name: str, weights: Mapping[str, Tensor], linear: Callable[[str], LinearWeights]
+) -> LayerWeights:
+    return LayerWeights(
+        qkv=linear(f"{name}qkv"),
+        attention_out=linear(f"{name}o"),
+        gate_up=linear(f"{name}gate_up"),
+        down=linear(f"{name}down"),
+        input_norm=weights.get(f"{name}attn_norm.weight"),
+        post_norm=weights.get(f"{name}mlp_norm.weight"),
+        attention_out_norm=weights.get(f"{name}attn_out_norm.weight"),
+        mlp_out_norm=weights.get(f"{name}mlp_out_norm.weight"),
+        q_norm=weights.get(f"{name}q_norm.weight"),
+        k_norm=weights.get(f"{name}k_norm.weight"),
+        window=layer.attention.window,
+        rotary=layer.attention.rotary,
+        scale=layer.attention.scale,
+        activation=ACTIVATIONS[layer.dense.activation],
     )
 
 
@@ -255,9 +263,11 @@ def _weights_of(model: Transformer) -> dict[str, Tensor]:
         linears |= {f"layers.{i}.qkv": attention.qkv, f"layers.{i}.o": attention.output}
         linears |= {f"layers.{i}.gate_up": mlp.gate_up, f"layers.{i}.down": mlp.down}
         found |= {f"layers.{i}.{name}.weight": norm.weight for name, norm in block.norms.items()}
-        if attention.qk_norm is not None:  # one row per head; all rows of q are equal, and all rows of k
-            found[f"layers.{i}.q_norm.weight"] = attention.qk_norm[0]
-            found[f"layers.{i}.k_norm.weight"] = attention.qk_norm[-1]
+        if attention.qk_norm is not None:
+            norms = attention.qk_norm.split(attention.split[:2])  # [heads, head_dim] each
+            for part, norm in zip("qk", norms, strict=True):
+                whole = attention.spec.qk_norm == "all"  # else all rows are equal
+                found[f"layers.{i}.{part}_norm.weight"] = norm.flatten() if whole else norm[0]
     for name, linear in linears.items():
         if not isinstance(linear, Dense):
             raise ModelFormatError(f"{model.name}: weights of kind {type(linear).__name__} cannot be packed")
@@ -268,19 +278,24 @@ def _weights_of(model: Transformer) -> dict[str, Tensor]:
 def check_description(spec: DecoderSpec) -> None:
     """Raise ModelFormatError for a model that ``NativeSpec`` cannot express."""
     attentions, one_shape = spec.attentions, {(a.heads, a.kv_heads, a.head_dim) for a in spec.attentions}
+    mlps = [layer.mlp for layer in spec.layers]
+    dense = [mlp for mlp in mlps if isinstance(mlp, MLPSpec)]
     wanted = {
-        "an RMS norm before each part": spec.norm.kind == "rms"
+        "attention in every layer": len(attentions) == len(spec.layers),
+        "a dense MLP in every layer": len(dense) == len(spec.layers),
+        "RMS norms before or after each part": spec.norm.kind == "rms"
         and spec.final_norm
-        and all(layer.norms == "before" for layer in spec.layers),
-        "SwiGLU": all(layer.dense.gated and layer.dense.activation == "silu" for layer in spec.layers),
+        and all(layer.norms != "after_sum" for layer in spec.layers),
+        f"a gated MLP with {' or '.join(ACTIVATIONS)}": all(
+            mlp.gated and mlp.activation in ACTIVATIONS for mlp in dense
+        ),
         "rotary positions": all(attention.rotary is not None for attention in attentions),
-        "the same rotary positions in all layers": len({attention.rotary for attention in attentions}) == 1,
         "heads of one shape in all layers": len(one_shape) == 1,
-        "an MLP of one width in all layers": len({layer.dense.width for layer in spec.layers}) == 1,
-        "one attention scale for all layers": len({attention.scale for attention in attentions}) == 1,
-        "norms of queries and keys head by head": all(attention.qk_norm != "all" for attention in attentions),
+        "an MLP of one width in all layers": len({mlp.width for mlp in dense}) == 1,
+        "the same epsilon in all norms": all(a.qk_norm is None or a.qk_norm_eps == spec.norm.eps for a in attentions),
+        "attention without sinks and gates": not any(a.sinks or a.gated for a in attentions),
         "an embedding as wide as the model": spec.embed_width == spec.width,
-        "unscaled embeddings and logits": (spec.embed_scale, spec.logits_scale, spec.logits_cap) == (1.0, 1.0, None),
+        "logits without a cap": spec.logits_cap is None,
     }
     missing = [feature for feature, present in wanted.items() if not present]
     if missing:

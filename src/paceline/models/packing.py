@@ -16,11 +16,12 @@ from torch.nn.functional import pad
 
 from paceline.kernels import abi, native, pack, twin
 from paceline.kernels.pack import Format
-from paceline.kernels.spec import FusionWeights, LayerWeights, LinearWeights, NativeSpec
+from paceline.kernels.spec import FusionWeights, GatedActivation, LayerWeights, LinearWeights, NativeSpec, Rotary
 
 ReadPacked: TypeAlias = Callable[[Tensor], None]
 """Fills memory, uint8 [packed_size], with weights that were packed before."""
 
+_ACTIVATIONS: dict[GatedActivation, int] = {"silu": 0, "gelu_tanh": 1}  # csrc: Activation
 _LINE = 64  # bytes: every weight begins on a cache line
 _UNBOUNDED = 1 << 62  # bytes of a meta tensor that is larger than any model
 
@@ -54,9 +55,21 @@ class PackedDecoder:
         if read_packed is not None:
             read_packed(self.memory)
         model = _Packer(self.memory, fill=read_packed is None).pack_model(spec, *formats)
-        tables = twin.rotary_table(spec)
-        model.cosine, model.sine = (table.data_ptr() for table in tables)
+        tables = _rotate_by_tables(spec, model)
         self.decoder = native.NativeDecoder(kernels, model, (arena, tables), threads)
+
+
+def _rotate_by_tables(spec: NativeSpec, model: abi.CModel) -> object:
+    """Give every layer its rotary table -> the tables, which must outlive the model. Equal ones are made once."""
+    tables: dict[Rotary, tuple[Tensor, Tensor]] = {}
+    for index, layer in enumerate(spec.layers):
+        rotary = layer.rotary or spec.rotary
+        if rotary not in tables:
+            tables[rotary] = twin.rotary_table(rotary, spec.max_positions)
+        into = model.layers[index]
+        into.cosine, into.sine = (table.data_ptr() for table in tables[rotary])
+        into.rotary_half = len(rotary.inverse_frequencies)
+    return tables
 
 
 class _Packer:
@@ -67,7 +80,7 @@ class _Packer:
 
     def pack_model(self, spec: NativeSpec, to: Format, head_to: Format) -> abi.CModel:
         """Return the C description of the whole decoder, without its rotary tables."""
-        layers = [self._layer(layer, to) for layer in spec.layers]
+        layers = [self._layer(spec, layer, to) for layer in spec.layers]
         fusion = None if spec.fusion is None else pointer(self._fusion(spec.fusion, to))
         return abi.CModel(
             layers=(abi.CLayer * len(layers))(*layers),
@@ -81,9 +94,9 @@ class _Packer:
             heads=spec.heads,
             kv_heads=spec.kv_heads,
             dim=spec.head_dim,
-            rotary_half=len(spec.inverse_frequencies),
             epsilon=spec.epsilon,
-            attention_scale=spec.scale,
+            embed_scale=spec.embed_scale,
+            tap_scale=spec.tap_scale,
             fusion=fusion,
         )
 
@@ -104,18 +117,26 @@ class _Packer:
             normed_state=fusion.normed_state,
         )
 
-    def _layer(self, layer: LayerWeights, to: Format) -> abi.CLayer:
+    def _layer(self, spec: NativeSpec, layer: LayerWeights, to: Format) -> abi.CLayer:
         return abi.CLayer(
             qkv=self._linear(layer.qkv, to),
             attention_out=self._linear(layer.attention_out, to),
             gate_up=self._linear(self._interleaved(layer.gate_up), to),
             down=self._linear(layer.down, to),
-            input_norm=self._vector(self._padded(layer.input_norm)),
-            post_norm=self._vector(self._padded(layer.post_norm)),
+            input_norm=self._norm(layer.input_norm),
+            post_norm=self._norm(layer.post_norm),
             q_norm=None if layer.q_norm is None else self._vector(layer.q_norm),
             k_norm=None if layer.k_norm is None else self._vector(layer.k_norm),
             window=layer.window or 0,
+            attention_out_norm=self._norm(layer.attention_out_norm),
+            mlp_out_norm=self._norm(layer.mlp_out_norm),
+            scale=spec.scale_of(layer),
+            norm_all=spec.norm_all(layer),
+            activation=_ACTIVATIONS[layer.activation],
         )
+
+    def _norm(self, weight: Tensor | None) -> int | None:
+        return None if weight is None else self._vector(self._padded(weight))
 
     def _interleaved(self, gate_up: LinearWeights) -> LinearWeights:
         weight = pack.interleave_gate_up(self._maybe_meta(gate_up.weight))

@@ -9,19 +9,39 @@ from transformers import AutoConfig, PretrainedConfig
 
 from paceline.errors import ModelFormatError
 from paceline.models.description import DecoderSpec
-from paceline.models.families import gpt2, llama, mistral, opt, qwen2, qwen3
+from paceline.models.families import (
+    exaone4,
+    gemma3,
+    gpt2,
+    granite,
+    llama,
+    ministral3,
+    mistral,
+    olmo2,
+    olmo3,
+    opt,
+    phi3,
+    qwen2,
+    qwen3,
+    smollm3,
+)
 from paceline.models.families.base import LLAMA_NAMES, Family
 from paceline.models.weight_names import WeightNames
 
-FAMILIES: dict[str, Family] = {
-    module.FAMILY.model_type: module.FAMILY for module in (llama, mistral, qwen2, qwen3, opt, gpt2)
-}
+_MODULES = (
+    *(llama, mistral, ministral3, qwen2, qwen3, gemma3, phi3, granite),
+    *(olmo2, olmo3, smollm3, exaone4, opt, gpt2),
+)
+
+FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 """By Hugging Face's model_type."""
 
 GGUF_FAMILIES: dict[str, Family] = {
     family.gguf.architecture: family for family in FAMILIES.values() if family.gguf is not None
 }
 """By the architecture that GGUF files name."""
+
+_WRAPPED = {kind: family for family in FAMILIES.values() for kind in family.wrapped_by}
 
 USUAL_NAMES = WeightNames(LLAMA_NAMES, prefixes=("model.",))
 """Names that models outside of ``FAMILIES`` have most often."""
@@ -33,10 +53,15 @@ def describe(config: PretrainedConfig | Mapping[str, Any]) -> DecoderSpec | None
     Raises ModelFormatError if a dictionary has an unknown ``model_type`` or values of a wrong type.
     """
     config = config if isinstance(config, PretrainedConfig) else _parse(config)
-    family = FAMILIES.get(config.model_type)
+    family = family_of(config)
     if family is None or getattr(config, "quantization_config", None):
         return None
-    return family.describe(config)
+    return family.describe(config.get_text_config())
+
+
+def family_of(config: PretrainedConfig) -> Family | None:
+    """Return the family of a configuration, or of the text model of a multimodal one; None if it has none here."""
+    return FAMILIES.get(config.model_type) or _WRAPPED.get(config.model_type)
 
 
 def _parse(config: Mapping[str, Any]) -> PretrainedConfig:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PretrainedConfig
 
-from paceline.models.description import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormSpec
+from paceline.models.description import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormPlaces, NormSpec
 from paceline.models.families.rotary import head_dim, longest_sequence, rotary_of
 from paceline.models.weight_names import WeightNames
 
@@ -24,7 +24,7 @@ ACTIVATION_NAMES = {
 }
 
 
-def _no_fields(_: Mapping[str, Any]) -> dict[str, Any]:
+def _no_fields(_: Mapping[str, Any], __: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
@@ -33,14 +33,15 @@ class GGUFForm:
     """How llama.cpp stores a family in a GGUF file.
 
     architecture: value of general.architecture; prefix of the family's metadata.
-    fields: metadata without that prefix -> fields of the Hugging Face configuration that ``gguf_config`` does not know.
+    fields: metadata without that prefix, and rope_parameters -> fields of the Hugging Face configuration that
+        ``gguf_config`` does not know or that differ.
     reads: metadata keys that change the computation and that ``fields`` takes into account.
     paired: whether rows of queries and keys are stored in the order of rotary pairs (i, i + 1).
     """
 
     architecture: str
     names: WeightNames
-    fields: Callable[[Mapping[str, Any]], dict[str, Any]] = _no_fields
+    fields: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]] = _no_fields
     reads: frozenset[str] = frozenset()
     paired: bool = False
 
@@ -49,6 +50,7 @@ class GGUFForm:
 class Family:
     """One family. model_type: Hugging Face's name of its configuration.
 
+    wrapped_by: model_type of multimodal configurations whose text model, alone, is of this family.
     describe: configuration -> description; None if only transformers' own code can run that model.
     gguf: None if GGUF files of this family are not read.
     """
@@ -57,6 +59,7 @@ class Family:
     describe: Callable[[PretrainedConfig], DecoderSpec | None]
     safetensors: WeightNames
     gguf: GGUFForm | None = None
+    wrapped_by: tuple[str, ...] = ()
 
 
 LLAMA_NAMES: Mapping[str, str] = {
@@ -76,6 +79,17 @@ LLAMA_NAMES: Mapping[str, str] = {
     "layers.{}.mlp.down_proj": "layers.{}.down",
 }
 """Names that most families share."""
+
+NORMS_AFTER: Mapping[str, str] = {
+    "layers.{}.post_attention_layernorm": "layers.{}.attn_out_norm",
+    "layers.{}.post_feedforward_layernorm": "layers.{}.mlp_out_norm",
+}
+"""Names of norms after each part, where they replace ``LLAMA_NAMES``."""
+
+GGUF_NORMS_AFTER: Mapping[str, str] = {
+    "blk.{}.post_attention_norm": "layers.{}.attn_out_norm",
+    "blk.{}.post_ffw_norm": "layers.{}.mlp_out_norm",
+}
 
 LLAMA_GGUF_NAMES: Mapping[str, str] = {
     "token_embd": "embed",
@@ -106,37 +120,38 @@ def windows_of(config: PretrainedConfig) -> tuple[int | None, ...] | None:
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def llama_like(config: PretrainedConfig, **attention: Any) -> DecoderSpec | None:
-    """Describe a decoder with RMS norms before attention and a gated MLP, rotary positions, and no experts.
+def llama_like(config: PretrainedConfig, norms: NormPlaces = "before", **attention: Any) -> DecoderSpec | None:
+    """Describe a decoder with RMS norms, one kind of rotary positions, a gated MLP, and no experts.
 
     attention: fields of every layer's ``AttentionSpec`` besides heads, rotary positions and window.
     """
     rotary, windows = rotary_of(config), windows_of(config)
+    if rotary is None or windows is None:
+        return None
+    attentions = [attention_of(config, rotary=rotary, window=window, **attention) for window in windows]
+    return decoder_of(config, attentions, norms)
+
+
+def attention_of(config: PretrainedConfig, **fields: Any) -> AttentionSpec:
+    """Describe the attention of a layer. fields: of ``AttentionSpec``, besides heads and epsilon."""
+    heads = config.num_attention_heads, config.num_key_value_heads, head_dim(config)
+    return AttentionSpec(*heads, qk_norm_eps=config.rms_norm_eps, **fields)
+
+
+def decoder_of(
+    config: PretrainedConfig, attentions: Sequence[AttentionSpec], norms: NormPlaces = "before"
+) -> DecoderSpec | None:
+    """Describe a decoder with RMS norms and a gated MLP in every layer; None if its activation is unknown."""
     activation = ACTIVATION_NAMES.get(config.hidden_act)
-    if rotary is None or windows is None or activation is None:
+    if activation is None:
         return None
     mlp = MLPSpec(config.intermediate_size, activation, bias=bool(getattr(config, "mlp_bias", False)))
-    layers = (
-        LayerSpec(
-            AttentionSpec(
-                config.num_attention_heads,
-                config.num_key_value_heads,
-                head_dim(config),
-                rotary=rotary,
-                window=window,
-                qk_norm_eps=config.rms_norm_eps,
-                **attention,
-            ),
-            mlp,
-        )
-        for window in windows
-    )
     return DecoderSpec(
         family=config.model_type,
         vocab_size=config.vocab_size,
         width=config.hidden_size,
         max_positions=longest_sequence(config),
-        layers=tuple(layers),
+        layers=tuple(LayerSpec(attention, mlp, norms) for attention in attentions),
         norm=NormSpec("rms", config.rms_norm_eps),
         embed_width=config.hidden_size,
         tied=bool(config.tie_word_embeddings),
