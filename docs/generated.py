@@ -21,6 +21,7 @@ from paceline.errors import ModelFormatError, ParameterError
 from paceline.models.description import MLPSpec
 from paceline.models.families import FAMILIES
 from paceline.models.families.base import Family
+from paceline.models.gguf_tensors import READABLE, UNREADABLE, fate
 from paceline.models.native import check_description
 from paceline.models.shares import ModelShard
 
@@ -150,7 +151,27 @@ def _kind(schema: dict[str, Any]) -> str:
     return ", ".join([kind, *(text.format(schema[name]) for name, text in _LIMITS.items() if name in schema)])
 
 
-PAGES: dict[str, Callable[[], Iterator[str]]] = {"reference-cli": command_line, "reference-http": http}
+# Types of GGUF files
+
+
+def gguf_types() -> Iterator[str]:
+    """Markdown lines: a table of the types, their size, and what becomes of their numbers in each precision."""
+    from gguf import GGML_QUANT_SIZES
+
+    yield from ("| type | bits a weight | in bfloat16 | in int8 | in int4 |", "| --- | --- | --- | --- | --- |")
+    for kind in READABLE:
+        block, size = GGML_QUANT_SIZES[kind]
+        fates = " | ".join(fate(kind, to) for to in ("bf16", "int8", "int4"))
+        yield f"| {kind.name} | {8 * size / block:.4g} | {fates} |"
+    refused = ", ".join(sorted(kind.name for kind in UNREADABLE))
+    yield from ("", f"Not weights, or not read by the `gguf` package: {refused}.", "")
+
+
+PAGES: dict[str, Callable[[], Iterator[str]]] = {
+    "reference-cli": command_line,
+    "reference-http": http,
+    "files": gguf_types,
+}
 
 
 # Families of models

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -30,6 +31,7 @@ from paceline.config import (
 from paceline.config.inputs import (
     Message,
     Prompt,
+    as_adapters,
     as_conversations,
     as_documents,
     as_prompt,
@@ -97,6 +99,8 @@ class LLM:
     tokenizer: a loaded tokenizer, or the directory, file or name of one, which replaces the model's own. A loaded
         PreTrainedModel has no tokenizer: without one, prompts and answers are token ids.
     reference_documents: texts or token ids that the n-gram drafter may copy from, beside each row's own tokens.
+    adapters: directories of LoRA adapters (peft's files) by the names under which ``SamplingParams.adapter`` finds
+        them. Drafters draft for the model itself, which changes the speed only.
     use_tqdm: whether to show the stages of start-up on a terminal: loading, packing, measuring costs.
     options: see EngineConfig.
 
@@ -112,6 +116,7 @@ class LLM:
         *,
         tokenizer: TokenizerSource | None = None,
         reference_documents: Sequence[Prompt] = (),
+        adapters: Mapping[str, str | os.PathLike[str]] | None = None,
         use_tqdm: bool = True,
         **options: Unpack[EngineOptions],
     ) -> None:
@@ -120,6 +125,7 @@ class LLM:
             check_model_source("draft_model", draft_model)
         documents = as_sources("reference_documents", reference_documents)
         own_head = draft_model is None and uses_own_head(options) and has_own_head(model)
+        adapter_paths = as_adapters(adapters or {})
         config = engine_config(options, OWN_HEAD if own_head else draft_model, documents)
         if find_head(model) is not None:
             raise ParameterError(
@@ -137,7 +143,7 @@ class LLM:
         with loading_progress(use_tqdm) as begin:
             with torch_threads(config.threads or default_threads()):  # other engines have their own number
                 draft = None if draft_model is None or head is not None else load_draft(draft_model, config, begin)
-                target = load_target(model, config, begin)
+                target = load_target(model, config, begin, adapter_paths)
                 draft = draft if head is None else load_head(head, model, target, config)
                 if own_head:
                     draft = load_own_head(target, model, quantization=config.draft_quantization)

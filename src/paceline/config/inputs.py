@@ -9,14 +9,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from numbers import Integral
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from paceline.config import MAX_REFERENCE_CHARACTERS, MAX_REFERENCES
-from paceline.config.ranges import check_text
+from paceline.config.ranges import FileName, check, check_text
 from paceline.errors import ParameterError, RequestError, shown
+
+MAX_ADAPTER_NAME = 128  # characters
 
 Prompt: TypeAlias = str | Sequence[int]
 Message: TypeAlias = Mapping[str, Any]  # role and content, which is a text or a list of text parts
@@ -164,3 +167,14 @@ def _is_whole(token: object) -> bool:
     if isinstance(token, torch.Tensor):
         return token.dim() == 0 and _whole_dtype(token.dtype)
     return isinstance(token, Integral) and not isinstance(token, bool)
+
+
+def as_adapters(value: object) -> dict[str, Path]:
+    """Return the directories of adapters by name. Raises ParameterError."""
+    check(isinstance(value, Mapping), "adapters", value, "a mapping of names to directories")
+    assert isinstance(value, Mapping)
+    for name in value:
+        good = isinstance(name, str) and 0 < len(name) <= MAX_ADAPTER_NAME and name.isprintable()
+        check(good, "adapters", name, f"names of 1 to {MAX_ADAPTER_NAME} printable characters")
+    paths = FileName("the directory of an adapter")
+    return {name: Path(paths.take(f"adapters[{name!r}]", path)).expanduser() for name, path in value.items()}

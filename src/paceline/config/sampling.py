@@ -235,6 +235,14 @@ class SamplingParams:
             more="So the time of an answer does not reveal whether another client has sent the same words.",
         ),
     ] = None
+    adapter: Annotated[
+        Name | None,
+        Help(
+            "Name of the LoRA adapter that answers. Default: the model itself.",
+            "--use-adapter",
+            more="It must be one of those that the engine was loaded with.",
+        ),
+    ] = None
     structured_outputs: Annotated[
         StructuredOutputs | None,
         Part(StructuredOutputs),

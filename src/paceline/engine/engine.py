@@ -79,8 +79,9 @@ class Engine:
         self._step_seconds = 0.0  # duration of the last step
         self._host_reasons: dict[str, None] = {}  # why rounds ran on the host instead of the device, in order
         self._assembly = Assembly(models, config, self.max_model_len)
-        self._intake = Intake(config, models.target.vocab_size, self.max_model_len, models.eos_token_ids)
         target = self._assembly.decoder(models.target)
+        adapters = () if target.adapters is None else target.adapters.names
+        self._intake = Intake(config, models.target.vocab_size, self.max_model_len, models.eos_token_ids, adapters)
         drafter = self._assembly.drafter(target)
         if drafter.reader is not None:
             target.attach_reader(drafter.reader)

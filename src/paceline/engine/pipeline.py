@@ -32,6 +32,8 @@ def why_not_device(parts: Speculation) -> str | None:
         return "the CPU kernels are called from the host"
     if any(getattr(model, "reads_device", False) for model in models):
         return "a model runs through transformers' own code"
+    if parts.target.adapters is not None:
+        return "adapters differ from row to row"
     if any(decoder.backend.name == "split" for decoder in decoders):
         return "attention 'split' needs the lengths on the host"
     return None

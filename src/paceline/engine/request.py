@@ -65,12 +65,16 @@ class _SharedFields:
 
 @dataclass(frozen=True)
 class Intake:
-    """Turns requests into sequences. max_model_len: the engine's, in tokens. eos_token_ids: tokens that end a text."""
+    """Turns requests into sequences.
+
+    max_model_len: the engine's, in tokens. eos_token_ids: tokens that end a text. adapters: names of the target's.
+    """
 
     config: EngineConfig
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
+    adapters: tuple[str, ...] = ()
 
     def begin(self, request: Request, request_id: str) -> tuple[RequestOutput, list[Row]]:
         """Return the result, which fills up, and its sequences, which may wait for rows."""
@@ -93,7 +97,8 @@ class Intake:
 
     def scope_of(self, params: SamplingParams) -> Scope:
         """Return which cached prefixes a prompt may reuse, and which requests may reuse its own."""
-        name = (params.cache_salt or "") if self.config.prefix_cache else None
+        # Keys and values depend on the adapter. Its name has no NUL, so different pairs have different names.
+        name = f"{params.adapter or ''}\0{params.cache_salt or ''}" if self.config.prefix_cache else None
         return Scope(copies=name, kept=name if params.keep_prefix else None)
 
     def _sequence(self, common: _SharedFields, index: int) -> Row:
@@ -123,6 +128,15 @@ class Intake:
             member=self._parallel_sample(common, index),
         )
 
+    def _check_adapter(self, params: SamplingParams) -> None:
+        if params.adapter is None:
+            return
+        if params.adapter not in self.adapters:
+            allowed = f"one of {', '.join(self.adapters)}" if self.adapters else "None: no adapters were loaded"
+            raise ParameterError("adapter", params.adapter, allowed)
+        if params.prompt_logprobs is not None:
+            raise ParameterError("prompt_logprobs", params.prompt_logprobs, "None with an adapter")
+
     @staticmethod
     def _parallel_sample(common: _SharedFields, index: int) -> ParallelSample | None:
         """Return what lookup needs to draft from other samples and references; None if there are none."""
@@ -141,6 +155,7 @@ class Intake:
                 f"the prompt has {size} tokens, and max_model_len={self.max_model_len} leaves no room for an answer; "
                 "shorten the prompt or raise max_model_len"
             )
+        self._check_adapter(request.params)
         if request.params.stop and request.make_stream is None:
             raise ParameterError("stop", request.params.stop, "stop strings need a tokenizer; use stop_token_ids")
         restriction = request.params.restriction

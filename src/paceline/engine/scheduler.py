@@ -229,6 +229,7 @@ class Scheduler:
         start = sequence.prompt, sequence.params, sequence.seed, stop_tokens, sequence.constraint, sequence.member
         deadline = math.inf if sequence.deadline is None else sequence.deadline
         self.batch.set_row(slot, RowStart(*start, deadline))
+        self.parts.target.set_adapter(slot, sequence.params.adapter)
 
     def _rows_soon(self, begun_now: int) -> int:
         """Number of rows decoding once the sequences being started and all waiting sequences have been admitted."""
@@ -381,6 +382,7 @@ class Scheduler:
             prefix, slot = CachedPrefix(self._text(sequence), sequence.scope), sequence.slot
             self.parts.leave(slot)
             self.batch.free_slot(slot, len(prefix.tokens))
+            self.parts.target.set_adapter(slot, None)
             self._resize(slot, len(prefix.tokens))
             self.free.put(slot, prefix)
         if ended:

@@ -18,7 +18,7 @@ from paceline.core.slots import Slots
 from paceline.kernels.attention import AttentionBackend
 from paceline.kernels.attention.base import Plan
 from paceline.kernels.attention.cached import CachedAttend, PackedCachedAttend
-from paceline.models.base import AnyModel, FlatModel, Model, SharedModel
+from paceline.models.base import AnyModel, FlatModel, Model, RowAdapters, SharedModel
 from paceline.models.recurrent import cache_of
 
 USUAL_LAG = 2  # tokens missing in a draft model's cache if all are accepted: the last draft token and the bonus token
@@ -79,6 +79,8 @@ class Decoder:
         self.num_computed_tokens = torch.zeros(rows, dtype=torch.int64, device=model.device)
         self.reader: FeatureReader | None = None
         self._taps: tuple[int, ...] = ()
+        self.adapters: RowAdapters | None = getattr(model, "adapters", None)
+        self._adapter_of = [0] * rows  # number of each row's adapter
         self.packs = backend.name == "ragged" and model.device.type == "cuda"  # Triton also writes the cache
 
     def forward(
@@ -111,6 +113,9 @@ class Decoder:
     def _forward_padded(self, tokens: Tensor, plan: Plan, rows: Slots) -> Tensor:
         model, positions = cast(Model, self.model), plan.positions
         attend = (PackedCachedAttend if self.packs else CachedAttend)(self.cache, self.backend, plan, rows)
+        if self.adapters is not None:
+            assert rows.numbers is not None, "captured programs know no adapters"
+            self.adapters.use([self._adapter_of[slot] for slot in rows.numbers])
         states = model.hidden_states(tokens, positions, attend, self._taps)
         if self.reader is not None and states.features is not None:
             of_tokens = rows.index[:, None].expand_as(tokens).flatten()
@@ -425,6 +430,11 @@ class Decoder:
         if self.reader is not None:
             self.reader.copy_row(source, destination, length)
         self.num_computed_tokens[destination] = self.num_computed_tokens[source].clamp(max=length)
+
+    def set_adapter(self, slot: int, name: str | None) -> None:
+        """Set the adapter of a slot; None for the model itself."""
+        if self.adapters is not None:
+            self._adapter_of[slot] = self.adapters.number(name)
 
     def resize_row(self, row: int, positions: int) -> None:
         """Set the capacity of a row in tokens; memory beyond it is freed. See ``RowTables``."""

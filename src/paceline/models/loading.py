@@ -337,7 +337,7 @@ def _stored(files: Sequence[Path]) -> dict[str, _SafeTensor]:
     """Return the tensors of all files, not read yet. Raises ModelFormatError for a name that is in two files."""
     found: dict[str, _SafeTensor] = {}
     for file in files:
-        tensors = _open_safetensors(file)
+        tensors = open_safetensors(file)
         if duplicates := found.keys() & tensors.keys():
             raise ModelFormatError(f"{file}: the tensor {brief(min(duplicates))} is also in another file of the model")
         found |= tensors
@@ -353,7 +353,8 @@ def _no_weights(path: Path) -> str:
     return f"{path} has no *.safetensors file"
 
 
-def _open_safetensors(path: Path) -> dict[str, _SafeTensor]:
+def open_safetensors(path: Path) -> dict[str, _SafeTensor]:
+    """Return the tensors of one file, not read yet. Raises ModelFormatError."""
     try:
         file: Any = safe_open(str(path), framework="pt")
         names: list[str] = file.keys()

@@ -16,7 +16,7 @@ from torch.nn import functional
 from paceline.kernels.attention.base import Attend, AttendPacked
 from paceline.kernels.gpu.state import Norm, PackedHeads
 from paceline.kernels.gpu.steps import ACTIVATIONS, LayerSteps, steps_for
-from paceline.models.base import HiddenStates, check_taps
+from paceline.models.base import HiddenStates, RowAdapters, check_taps
 from paceline.models.description import AttentionSpec, DecoderSpec, ExpertsSpec, LayerSpec, MLPSpec, Rotary
 from paceline.models.experts import Experts
 from paceline.models.linear import Dense, Linear, LinearFactory
@@ -236,6 +236,9 @@ def cap(logits: Tensor, limit: float) -> Tensor:
     return (logits / limit).tanh() * limit
 
 
+_OURS = {"output": "o"}  # attributes of layers whose names in ``weights.slots`` are others
+
+
 class Transformer:
     """A decoder of a native family; implements ``Model``. spec: its description.
 
@@ -255,6 +258,7 @@ class Transformer:
         self.dtype, self.device = self._embedding.dtype, self._embedding.device
         self.precision = str(self.dtype).removeprefix("torch.")  # for the start line
         self.steps = steps_for(self.device)
+        self.adapters: RowAdapters | None = None  # see ``models.adapters``
         parts = _WeightSource(spec, weights, linear)
         self._build(parts)
         self._kept = tuple(parts.kept)
@@ -281,6 +285,12 @@ class Transformer:
         for block in self._blocks:
             for owner in (block.attention, block.mlp):
                 yield from ((owner, name) for name in owner.linears)
+
+    def layer_linears(self) -> Iterator[tuple[object, str, str]]:
+        """Yield owner, attribute and name (of ``weights.slots``, without the suffix) of the layers' linear layers."""
+        for index, block in enumerate(self._blocks):
+            for owner in (block.attention, block.mlp):
+                yield from ((owner, name, f"layers.{index}.{_OURS.get(name, name)}") for name in owner.linears)
 
     def replace_linears(self, make: LinearFactory) -> None:
         """Replace each ``Dense`` layer by ``make`` of its weight and bias, one by one to save memory.

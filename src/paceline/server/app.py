@@ -173,13 +173,14 @@ def _add_texts(app: FastAPI, context: Context) -> None:
     @app.get("/v1/models", response_model=replies.ModelList)
     async def models() -> Response:
         """List the model that this server serves."""
-        return document(replies.ModelList(object="list", data=[_card(context)], models=[_card(context)]))
+        cards = [_card(context, name) for name in (context.model_name, *context.adapters)]
+        return document(replies.ModelList(object="list", data=cards, models=cards))
 
     @app.get("/v1/models/{name:path}", response_model=replies.ModelCard)
     async def model(name: str) -> Response:
         """Describe the model by name."""
         context.check_model(name)
-        return document(_card(context))
+        return document(_card(context, name))
 
     @app.post("/v1/tokenize", response_model=replies.TokenizedText)
     @app.post("/tokenize", response_model=replies.TokenizedText)
@@ -231,9 +232,9 @@ def _add_texts(app: FastAPI, context: Context) -> None:
         return document(replies.DetokenizedText(prompt=await context.in_thread(context.tokenizer.spell, body.tokens)))
 
 
-def _card(context: Context) -> replies.ModelCard:
+def _card(context: Context, name: str) -> replies.ModelCard:
     return replies.ModelCard(
-        id=context.model_name,
+        id=name,
         object="model",
         created=context.created,
         owned_by="paceline",

@@ -58,6 +58,7 @@ class ChatJob:
         prompt = await context.chat_prompt(body.conversation, body.chat_fields)
         tokens = prompt.token_ids
         params = body.sampling(_max_tokens(context, body, tokens), (body.top_logprobs or 0) if body.logprobs else None)
+        params = context.for_model(body.model, params)
         wanted = await context.in_thread(lambda: body.structure)
         # replace() checks that the structure fits the other parameters
         form = AnswerForm(replace(params, structured_outputs=wanted).structured_outputs, prompt)
@@ -87,7 +88,7 @@ class ChatJob:
             id=self.id,
             object="chat.completion",
             created=self.created,
-            model=self.context.model_name,
+            model=self.body.model or self.context.model_name,
             choices=[self._whole(place, answer) for place, answer in enumerate(output.outputs)],
             usage=usage,
         )
@@ -171,7 +172,7 @@ class ChatJob:
             id=self.id,
             object="chat.completion.chunk",
             created=self.created,
-            model=self.context.model_name,
+            model=self.body.model or self.context.model_name,
             choices=choices,
         )
         if usage is not None or self.body.include_usage:  # null in all chunks but the last

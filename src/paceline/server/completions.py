@@ -72,6 +72,7 @@ class CompletionJob:
         context.check_answers(len(body.prompts) * body.answers)
         options = RequestOptions.of(body, client)
         params = body.sampling(_max_tokens(body) or 1, body.logprobs)
+        params = context.for_model(body.model, params)
         tokens = [await _encode(context, prompt, body.suffix) for prompt in body.prompts]
         if body.suffix:
             params = context.infill.ended(params)
@@ -206,7 +207,7 @@ class CompletionJob:
         return number * (self.body.n or 1) + place
 
     def _document(self, choices: list[CompletionChoice], usage: Usage | None = None) -> Completion:
-        model = self.context.model_name
+        model = self.body.model or self.context.model_name
         document = Completion(id=self.id, object="text_completion", created=self.created, model=model, choices=choices)
         if usage is not None or self.body.include_usage:  # null in all chunks but the last
             document.usage = usage

@@ -132,11 +132,22 @@ class Context:
             return ours
         return ours + vllm_names.exposition(self.meter.registry, self.model_name)
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters, which requests may name as models."""
+        found = self.llm.engine.parts.target.adapters
+        return () if found is None else found.names
+
     def check_model(self, name: str | None) -> None:
-        """Raise ApiError (404) if ``name`` is not the served model; None stands for the served one."""
-        if name is not None and name != self.model_name:
-            message = f"the model {name!r} does not exist; this server serves {self.model_name!r}"
+        """Raise ApiError (404) unless ``name`` is the served model or an adapter; None stands for the served model."""
+        if name is not None and name not in (self.model_name, *self.adapters):
+            served = ", ".join(repr(each) for each in (self.model_name, *self.adapters))
+            message = f"the model {name!r} does not exist; this server serves {served}"
             raise errors.not_found(message, "model", "model_not_found")
+
+    def for_model(self, name: str | None, params: SamplingParams) -> SamplingParams:
+        """Return the parameters of a request for the model ``name``, which may be an adapter. See ``check_model``."""
+        return replace(params, adapter=name) if name in self.adapters else params
 
     def new_id(self, kind: str) -> str:
         """Return a unique id such as cmpl-1a2b3c4d-17. It is unique across servers, too."""

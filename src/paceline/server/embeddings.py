@@ -86,6 +86,10 @@ class EmbeddingJob:
     async def prepare(cls, context: Context, body: EmbeddingRequest, client: str) -> EmbeddingJob:
         """Validate and tokenize a request. Raises ApiError."""
         context.check_model(body.model)
+        if body.model in context.adapters:
+            raise errors.invalid(
+                f"embeddings are those of {context.model_name!r}; adapters only generate text", "model"
+            )
         options = RequestOptions(client, body.priority or 0, time.monotonic(), body.timeout, streaming=False)
         tokens = [await context.encode(text) if isinstance(text, str) else text for text in body.inputs]
         for each in tokens:

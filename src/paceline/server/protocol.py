@@ -115,6 +115,7 @@ SPELLED_OTHERWISE: Mapping[str, str] = {
     "time_budget": "deadline_ms",
     "logprobs": "completions and chats have OpenAI's own forms of it",
     "logits_processors": "functions cannot be sent",
+    "adapter": "the model's name says it",
     "prompt_logprobs": "completions have echo with logprobs",
     "structured_outputs": "its members are checked one by one",
 }

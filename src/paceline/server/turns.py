@@ -34,6 +34,9 @@ class TurnBody(Protocol):
     timeout: float | None
     deadline_ms: float | None
 
+    @property
+    def model(self) -> str | None: ...
+
 
 _Growing = TextDelta | ReasoningDelta | ToolCallArgumentsDelta
 _SAMPLED = ("temperature", "top_p", "top_k", "seed", "num_speculative_tokens")
@@ -70,7 +73,7 @@ class Turn:
         options = RequestOptions(client, body.priority or 0, time.monotonic(), body.timeout, bool(body.stream))
         prompt = await prompt_of(context, conversation.messages, conversation.fields)
         rest = max(1, context.llm.engine.max_model_len - len(prompt.token_ids))
-        params = await context.in_thread(_params, body, conversation, rest)
+        params = context.for_model(body.model, await context.in_thread(_params, body, conversation, rest))
         (request,) = await context.requests([prompt.token_ids], params, options)
         request = context.llm.of_chat(request, prompt)
         return cls(context, prompt, request, options, AnswerForm(conversation.structure, prompt))
