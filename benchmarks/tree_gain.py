@@ -199,7 +199,7 @@ def lookup_trees(answer: Answer, width: int) -> MakeTree:
         size = first + place
         if depth == 0:
             return DraftTree()
-        return merged(lookup.find_all(text, torch.tensor([size]), 1, size, depth, width, beside)[0])
+        return merged(lookup.find_all(text, torch.tensor([size]), [0], size, depth, width, beside)[0])
 
     return tree_at
 

@@ -146,7 +146,7 @@ def test_changing_lengths_and_waiting_rows_change_no_output(
 
 
 def test_auto_observes_device_rounds_one_round_late() -> None:
-    """Rows wait, move and end while rounds are in flight. Costs are those of device rounds, so none has to be timed."""
+    """Rows wait, join and end while rounds are in flight. Costs are those of device rounds, so none has to be timed."""
     engine = engine_on("device", num_speculative_tokens="auto", max_batch_size=3)
     policy, late, judged = engine.parts.policy, [], []
     assert isinstance(policy, AutoLength)
@@ -154,7 +154,7 @@ def test_auto_observes_device_rounds_one_round_late() -> None:
     policy.costs = CostModel(linear_costs(token=0.3), includes_drafting=True)
     observe, learn = policy.observe, policy.model_drafts.learn
     policy.observe = lambda *given: (late.append(len(policy._pending)), observe(*given))[1]  # type: ignore[method-assign]
-    policy.model_drafts.learn = lambda lines: (judged.extend(lines), learn(lines))[1]  # type: ignore[method-assign]
+    policy.model_drafts.learn = lambda lines, slots: (judged.extend(lines), learn(lines, slots))[1]  # type: ignore[method-assign]
     plain = make_engine(ToyModel(), eos=EOS)
     outputs = run(engine, PROMPTS, PARAMS)
     assert answers(outputs) == answers(run(plain, PROMPTS, PARAMS))
@@ -376,9 +376,9 @@ def test_a_tree_is_the_chain_and_the_next_best_candidates_beside_it(model: str, 
     def check(state: RowState, before: Tensor, k: int, *rest: Any) -> Draft:
         found = draft_token(state, before, k, *rest)
         for row, draft_tokens in enumerate(found.drafted[: engine.batch.rows]):
-            if state.temperature[row] > 0:
+            if state.values.temperature[row] > 0:
                 continue
-            text = state.text[row, : int(before[row])].tolist()
+            text = state.text[state.slots.index[row], : int(before[row])].tolist()
             for depth in range(draft_tokens // width):
                 logits = logits_of(draft, text)
                 beside = found.draft_tokens[row][depth * width : (depth + 1) * width]
@@ -463,7 +463,7 @@ def test_the_devices_ngram_drafts_equal_the_hosts(vocabulary: int, k: int) -> No
     texts = torch.randint(vocabulary, (64, 90), generator=torch.Generator().manual_seed(k))
     length = torch.arange(64) + 1
     draft_tokens, matched = copied(texts, length, k, LONGEST_SUFFIX)
-    found = HostLookup(()).find(texts, length, 64, 90, k)
+    found = HostLookup(()).find(texts, length, range(64), 90, k)
     assert matched.tolist() == found.matched
     for row, (size, expected) in enumerate(zip(found.matched, found.draft_tokens, strict=True)):
         assert not size or draft_tokens[row].tolist() == expected
@@ -544,7 +544,7 @@ def test_idle_rows_keep_their_text_and_caches() -> None:
         gains = read_record(rounds.run(2, 3, 60).read()).gained
     assert gains[0] > 0
     assert gains[1:] == [0] * (len(gains) - 1)
-    assert batch.length.tolist() == [batch.lengths[0] + gains[0], *batch.lengths[1:]]
+    assert batch.length.tolist() == [batch.lengths[0] + gains[0], batch.lengths[1], batch.length_of(2)]
     assert torch.equal(batch.text[1:], text[1:])
     assert rounds.draft is not None
     assert rounds.draft.num_computed_tokens[2] == seen[1][2]

@@ -241,8 +241,9 @@ def test_rotary_in_bfloat16_equals_the_reference(normed: bool) -> None:
         1e-5,
     )
     where = torch.tensor([[0], [7], [100], [255]], device=DEVICE) + torch.arange(5, device=DEVICE)
-    caches = [torch.zeros(2, 4, 8, 257, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
-    found = rotary.turn_and_store(packed, where, *caches[0])
-    expected = twin.turn_and_store(packed, where, *caches[1])
+    rows = torch.tensor([5, 0, 3, 1], device=DEVICE)
+    caches = [torch.zeros(2, 6, 8, 257, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
+    found = rotary.turn_and_store(packed, where, *caches[0], rows)
+    expected = twin.turn_and_store(packed, where, *caches[1], rows)
     torch.testing.assert_close(found, expected, atol=4e-2, rtol=2e-2)
     torch.testing.assert_close(caches[0][..., :256, :], caches[1][..., :256, :], atol=4e-2, rtol=2e-2)
