@@ -205,8 +205,8 @@ def test_a_device_draws_what_the_reference_does(rounds: str, reads: int, monkeyp
     device = {"rounds": "device", "attention": "padded", "acceptance": "synthetic:0.9", "benchmark": True}
     engine = make_engine(target, head, drafter="feature", prefill_chunk=7, **device)
     engine.parts.policy = FixedLength(4) if rounds == "every round" else RandomLength(seed=3)
-    assert engine._runner is not None
-    draft_token, compared = engine._runner._draft_chain, Counter[str]()
+    assert engine._device_round is not None
+    draft_token, compared = engine._device_round._draft_chain, Counter[str]()
 
     def check(state: RowState, before: Tensor, k: int, *rest: Any) -> Draft:
         found = draft_token(state, before, k, *rest)
@@ -221,7 +221,7 @@ def test_a_device_draws_what_the_reference_does(rounds: str, reads: int, monkeyp
                 compared["draft tokens"] += count
         return found
 
-    engine._runner._draft_chain = check  # type: ignore[method-assign]
+    engine._device_round._draft_chain = check  # type: ignore[method-assign]
     run(engine, PROMPTS, PARAMS)
     assert compared["draft tokens"] > 100
     assert compared["short"] > 0

@@ -240,9 +240,8 @@ def test_the_device_runs_cuts_penalties_and_logprobs(k: int, acceptance: str) ->
     outputs = []
     for rounds in ("device", "host"):
         engine = engine_on(rounds, num_speculative_tokens=k, acceptance=acceptance, max_batch_size=4)
-        with mock.patch.object(Engine, "_run_on_host", autospec=True, side_effect=Engine._run_on_host) as by_host:
-            outputs.append(run(engine, prompts, params))
-        assert by_host.called == (rounds == "host")
+        outputs.append(run(engine, prompts, params))
+        assert (engine.runners.rounds["host"] > 0) == (rounds == "host")
     for found, expected, each in zip(*outputs, params, strict=True):
         if acceptance == "coupled" or each.temperature == 0:
             for one, other in zip(found.outputs, expected.outputs, strict=True):
@@ -370,8 +369,8 @@ def test_the_least_recently_used_graphs_are_evicted(monkeypatch: pytest.MonkeyPa
 def test_a_tree_is_the_chain_and_the_next_best_candidates_beside_it(model: str, width: int) -> None:
     """After every round, whatever was accepted: the draft model's cache must equal the text."""
     engine = engine_on("device", model, speculation_width=width)
-    assert engine._runner is not None
-    draft_token, compared, draft = engine._runner._draft_trees, Counter[str](), MODELS[model][1]()
+    assert engine._device_round is not None
+    draft_token, compared, draft = engine._device_round._draft_trees, Counter[str](), MODELS[model][1]()
 
     def check(state: RowState, before: Tensor, k: int, *rest: Any) -> Draft:
         found = draft_token(state, before, k, *rest)
@@ -387,7 +386,7 @@ def test_a_tree_is_the_chain_and_the_next_best_candidates_beside_it(model: str, 
                 compared["places"] += 1
         return found
 
-    engine._runner._draft_trees = check  # type: ignore[method-assign]
+    engine._device_round._draft_trees = check  # type: ignore[method-assign]
     params = [replace(each, temperature=0) if place % 2 else each for place, each in enumerate(PARAMS)]
     outputs = run(engine, PROMPTS, params)
     plain = run(engine_on("host", model, drafter=None, num_speculative_tokens=0), PROMPTS, params)
@@ -478,10 +477,15 @@ def test_references_and_parallel_samples_move_ngram_rounds_to_the_host(more: dic
     engine = make_engine(ToyModel(), eos=EOS, drafter="ngram", rounds="device", attention="padded")
     references = {name: value for name, value in more.items() if name == "references"}
     params = SamplingParams(temperature=0.5, max_tokens=8, n=more.get("n", 1))
+    assert "by the host for n-gram drafts from references or parallel samples" in engine.describe()
     engine.add(Request([1, 2], params, **references))
-    assert engine._pipeline is not None
+    assert engine._device_runner is not None
     engine.step()
-    assert (engine._pipeline.why_host() is None) == device
+    assert (engine._device_runner.why_not(engine.batch) is None) == device
+    while engine.busy:
+        engine.step()
+    assert (engine.runners.rounds["device"] > 0) == device
+    assert ("rounds by the device" in engine.describe()) == device
 
 
 @pytest.mark.parametrize("read", [lambda t: t.tolist(), lambda t: t[t > 0], lambda t: bool(t.any()), torch.nonzero])
