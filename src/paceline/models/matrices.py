@@ -119,7 +119,7 @@ def _spec(
 
 
 def _readers(description: DecoderSpec, placements: Sequence[Placement], outcome: Outcome) -> dict[str, StoredMatrix]:
-    """Return the matrices to read while they are packed, by their targets. Matrices with gates change their rows' order."""
+    """Return the matrices to read while they are packed, by target. Matrices with gates change the order of rows."""
     gated = {
         f"layers.{i}.qkv.weight"
         for i, layer in enumerate(description.layers)
