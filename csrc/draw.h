@@ -14,6 +14,8 @@
 // library built on a new system load on an old one (manylinux_2_28).
 #if defined(__x86_64__) && defined(__GLIBC__)
 __asm__(".symver log, log@GLIBC_2.2.5");
+#elif defined(__aarch64__) && defined(__GLIBC__)
+__asm__(".symver log, log@GLIBC_2.17");
 #endif
 
 namespace paceline {

@@ -67,6 +67,22 @@ class Paths {
   std::vector<int64_t> slots_;
 };
 
+// The slots of a pass of a model with recurrent layers. text: whether none of its tokens can be rejected.
+std::vector<SlotRun> runs_of(const Tokens& tokens, int offset, const Cache& cache, bool text) {
+  std::vector<SlotRun> runs;
+  for (int i = 0; i < tokens.count; ++i) {
+    if (!runs.empty() && runs.back().slot == tokens.rows[i]) {
+      ++runs.back().count;
+      continue;
+    }
+    const int64_t slot = tokens.rows[i], start = tokens.positions[i];
+    const int applied = start == 0 ? 0 : static_cast<int>(start - cache.base[slot]);
+    runs.push_back({i, 1, slot, applied, 0, start == 0, tokens.parents ? tokens.parents + i : nullptr, offset + i});
+  }
+  for (SlotRun& run : runs) run.certain = text ? run.count : std::max(1, run.count - static_cast<int>(cache.window));
+  return runs;
+}
+
 class Stopwatch {
  public:
   explicit Stopwatch(double* seconds) : seconds_(seconds), last_(seconds ? now() : 0.0) {}
@@ -87,14 +103,24 @@ class Stopwatch {
 
 class Pass {
  public:
-  Pass(Model& model, Pool& pool, const Tokens& tokens, const Path* paths, const Cache& cache, const PassOutputs& out, double* seconds)
+  Pass(Model& model, Pool& pool, const Tokens& tokens, int offset, const Path* paths, const Cache& cache, const PassOutputs& out,
+       double* seconds)
       : m_(model), k_(model.kernels), s_(model.spec), pool_(pool), tokens_(tokens), paths_(paths), cache_(cache), out_(out),
         seconds_(seconds) {
+    if (s_.delta.key_heads) runs_ = runs_of(tokens, offset, cache, !out.hidden);
     units_ = cut_into_units(tokens, std::max(1, std::min(kQueriesPerUnit, k_.max_queries) / (s_.heads / s_.kv_heads)));
     for (auto& next : m_.next_unit_) next.store(0, std::memory_order_relaxed);
   }
 
   static void job(void* self, int thread) { static_cast<Pass*>(self)->run(thread); }
+
+  // Notes what the slots of recurrent layers hold, once all layers have run.
+  void commit() const {
+    for (const SlotRun& run : runs_) {
+      cache_.base[run.slot] = tokens_.positions[run.first] + run.certain;
+      cache_.count[run.slot] = run.count - run.certain;
+    }
+  }
 
  private:
   void run(int thread) const {
@@ -111,56 +137,149 @@ class Pass {
     float* normed = m_.scratch_[static_cast<size_t>(thread)]->normed.as<float>();
     for (int i = share.first; i < share.last; ++i) {
       k_.rms_norm(residual(i), norm(s_.final_norm), m_.padded_width, normed);
+      tap_token(m_.layers.size() + 1, i, normed);
+      if (!out_.hidden) continue;
       std::memcpy(out_.hidden + static_cast<size_t>(i) * static_cast<size_t>(s_.width), normed, sizeof(float) * static_cast<size_t>(s_.width));
     }
     watch.lap(kPrepare);
   }
 
   // Whether no outputs are wanted: then the pass ends with the last layer's keys and values.
-  bool keys_alone() const { return !out_.hidden; }
+  bool keys_alone() const {
+    const auto deepest = std::max_element(out_.taps, out_.taps + out_.tap_count);
+    return !out_.hidden && (out_.tap_count == 0 || *deepest < static_cast<int64_t>(m_.layers.size()));
+  }
 
   // Writes the input of a tapped layer; it does not change before all threads have met within the layer.
   void tap(size_t layer, int thread) const {
+    const Share share(tokens_.count, thread, pool_.threads());
+    for (int i = share.first; i < share.last; ++i) tap_token(layer, i, residual(i));
+  }
+
+  void tap_token(size_t layer, int i, const float* from) const {
     const size_t width = static_cast<size_t>(s_.width);
     for (int t = 0; t < out_.tap_count; ++t) {
       if (out_.taps[t] != static_cast<int64_t>(layer)) continue;
-      const Share share(tokens_.count, thread, pool_.threads());
-      for (int i = share.first; i < share.last; ++i) {
-        const size_t place = static_cast<size_t>(i) * static_cast<size_t>(out_.tap_count) + static_cast<size_t>(t);
-        std::memcpy(out_.features + place * width, residual(i), sizeof(float) * width);
-      }
+      const size_t place = static_cast<size_t>(i) * static_cast<size_t>(out_.tap_count) + static_cast<size_t>(t);
+      float* to = out_.features + place * width;
+      std::memcpy(to, from, sizeof(float) * width);
+      if (s_.tap_scale != 1.0f && layer <= m_.layers.size()) for (size_t j = 0; j < width; ++j) to[j] *= s_.tap_scale;
     }
   }
 
   void run_layer(size_t index, int thread, Stopwatch& watch) const {
     const Layer& layer = m_.layers[index];
-    const Attention attention = describe(layer, index);
-    const Norm first = norm(layer.input_norm), second = norm(layer.post_norm);
+    const Norm second = norm(layer.post_norm);
     float* residual = m_.residual_.as<float>();
-
-    const bool joined = s_.fusion && index == 0;
-    auto input = joined ? prepare(m_.joined_.as<float>(), 2 * m_.padded_width, nullptr, layer.qkv, thread)
-                        : prepare(residual, m_.padded_width, &first, layer.qkv, thread);
+    const Epilogue gated = layer.activation == kGeluTanh ? Epilogue::kGeglu : Epilogue::kSwiglu;
+    const bool last = keys_alone() && index + 1 == m_.layers.size();
+    if (s_.delta.key_heads) clear_padding(layer, thread);
+    if (layer.delta) run_delta(layer, index, thread, watch);
+    else run_attention(layer, index, last, thread, watch);
+    if (last) return;
+    auto input = prepare(m_.attended_.as<float>(), layer.attention_out.inputs, nullptr, layer.attention_out, thread);
     watch.lap(kPrepare);
-    multiply(layer.qkv, input, Epilogue::kStore, attention.qkv, attention.qkv_stride, thread);
-    watch.lap(kProducts);
-    rotate(attention, thread);
-    watch.lap(kRotary);
-    if (keys_alone() && index + 1 == m_.layers.size()) return;
-    attend(attention, index, thread);
-    watch.lap(kAttention);
-    input = prepare(attention.out, m_.padded_attention, nullptr, layer.attention_out, thread);
+    add(layer.attention_out, input, layer.attention_out_norm, thread, watch);
+    input = prepare(residual, m_.padded_width, layer.post_norm ? &second : nullptr, layer.gate_up, thread);
     watch.lap(kPrepare);
-    multiply(layer.attention_out, input, Epilogue::kAdd, residual, static_cast<size_t>(m_.padded_width), thread);
-    watch.lap(kProducts);
-    input = prepare(residual, m_.padded_width, &second, layer.gate_up, thread);
-    watch.lap(kPrepare);
-    multiply(layer.gate_up, input, Epilogue::kSwiglu, m_.activated_.as<float>(), static_cast<size_t>(m_.padded_ffn), thread);
+    multiply(layer.gate_up, input, gated, m_.activated_.as<float>(), static_cast<size_t>(m_.padded_ffn), thread);
     watch.lap(kProducts);
     input = prepare(m_.activated_.as<float>(), m_.padded_ffn, nullptr, layer.down, thread);
     watch.lap(kPrepare);
-    multiply(layer.down, input, Epilogue::kAdd, residual, static_cast<size_t>(m_.padded_width), thread);
+    add(layer.down, input, layer.mlp_out_norm, thread, watch);
+  }
+
+  // Adds the product of a layer's part to the hidden states, after a norm (if any) of its own.
+  void add(const Linear& linear, const Activations& input, const float* after, int thread, Stopwatch& watch) const {
+    const size_t stride = static_cast<size_t>(m_.padded_width);
+    if (!after) {
+      multiply(linear, input, Epilogue::kAdd, m_.residual_.as<float>(), stride, thread);
+      return watch.lap(kProducts);
+    }
+    multiply(linear, input, Epilogue::kStore, m_.branch_.as<float>(), stride, thread);
     watch.lap(kProducts);
+    const Share share(tokens_.count, thread, pool_.threads());
+    for (int i = share.first; i < share.last; ++i) {
+      float* branch = m_.branch_.as<float>() + static_cast<size_t>(i) * stride;
+      k_.rms_norm(branch, norm(after), m_.padded_width, branch);
+      for (size_t j = 0; j < stride; ++j) residual(i)[j] += branch[j];
+    }
+    pool_.meet();
+    watch.lap(kPrepare);
+  }
+
+  // Attention and recurrent layers write rows of different widths into one buffer, and padding is quantised with a row.
+  void clear_padding(const Layer& layer, int thread) const {
+    const int inputs = layer.attention_out.inputs;
+    const int width = layer.delta ? s_.delta.value_heads * s_.delta.value_dim : s_.heads * s_.dim;
+    const Share share(tokens_.count, thread, pool_.threads());
+    for (int i = share.first; i < share.last; ++i) {
+      float* row = m_.attended_.as<float>() + static_cast<size_t>(i) * static_cast<size_t>(inputs);
+      std::memset(row + width, 0, sizeof(float) * static_cast<size_t>(inputs - width));
+    }
+  }
+
+  // The states of the recurrent layers, and their outputs.
+  void run_delta(const Layer& layer, size_t index, int thread, Stopwatch& watch) const {
+    const Norm first = norm(layer.input_norm);
+    const Linear& gates = layer.delta->gates;
+    const DeltaCall call = describe_delta(layer);
+    auto input = prepare(m_.residual_.as<float>(), m_.padded_width, &first, layer.qkv, thread);
+    watch.lap(kPrepare);
+    multiply(layer.qkv, input, Epilogue::kStore, m_.qkv_.as<float>(), call.mixed_stride, thread);
+    watch.lap(kProducts);
+    input = prepare(m_.residual_.as<float>(), m_.padded_width, &first, gates, thread);
+    watch.lap(kPrepare);
+    multiply(gates, input, Epilogue::kStore, m_.gates_.as<float>(), call.gates_stride, thread);
+    watch.lap(kProducts);
+    float* scratch = m_.scratch_[static_cast<size_t>(thread)]->delta.as<float>();
+    const int heads = s_.delta.key_heads, count = static_cast<int>(runs_.size()) * heads;
+    for (int i = m_.next_unit_[index]++; i < count; i = m_.next_unit_[index]++) {
+      k_.delta(call, runs_[static_cast<size_t>(i / heads)], i % heads, scratch);
+    }
+    pool_.meet();
+    watch.lap(kAttention);
+  }
+
+  DeltaCall describe_delta(const Layer& layer) const {
+    const DeltaShape& s = s_.delta;
+    const int64_t slots = layer.place * cache_.rows;
+    DeltaCall call{};
+    call.shape = s;
+    call.conv = layer.delta->conv;
+    call.rate = layer.delta->rate;
+    call.bias = layer.delta->bias;
+    call.norm = layer.delta->norm;
+    call.epsilon = s_.epsilon;
+    call.mixed = m_.qkv_.as<float>();
+    call.mixed_stride = static_cast<size_t>(m_.padded_qkv);
+    call.gates = m_.gates_.as<float>();
+    call.gates_stride = static_cast<size_t>(padded(2 * s.value_heads, kPanel));
+    call.out = m_.attended_.as<float>();
+    call.out_stride = static_cast<size_t>(layer.attention_out.inputs);
+    call.state = cache_.state + slots * s.value_heads * s.key_dim * s.value_dim;
+    call.tail = cache_.tail + slots * (s.taps - 1) * s.channels();
+    call.inputs = cache_.inputs + slots * cache_.window * s.input_width();
+    call.window = cache_.window;
+    return call;
+  }
+
+  // Keys and values of an attention layer and, unless `keys_alone`, its outputs.
+  void run_attention(const Layer& layer, size_t index, bool keys_alone, int thread, Stopwatch& watch) const {
+    const Attention attention = describe(layer);
+    const Norm first = norm(layer.input_norm);
+    float* residual = m_.residual_.as<float>();
+    const bool joined = s_.fusion && !projects() && index == 0;
+    const auto input = joined ? prepare(m_.joined_.as<float>(), 2 * m_.padded_width, nullptr, layer.qkv, thread)
+                              : prepare(residual, m_.padded_width, layer.input_norm ? &first : nullptr, layer.qkv, thread);
+    watch.lap(kPrepare);
+    multiply(layer.qkv, input, Epilogue::kStore, attention.qkv, attention.qkv_stride, thread);
+    watch.lap(kProducts);
+    rotate(layer, attention, thread);
+    watch.lap(kRotary);
+    if (keys_alone) return;
+    attend(attention, index, thread);
+    watch.lap(kAttention);
   }
 
   void embed(int thread) const {
@@ -170,9 +289,21 @@ class Pass {
       else join(i);
     }
     pool_.meet();
+    if (!projects()) return;
+    const Linear& fuse = s_.fusion->fuse;
+    const auto input = prepare(m_.joined_.as<float>(), 2 * m_.padded_width, nullptr, fuse, thread);
+    multiply(fuse, input, Epilogue::kStore, m_.residual_.as<float>(), static_cast<size_t>(m_.padded_width), thread);
   }
 
+  // Whether a head maps what it reads to its first layer's input.
+  bool projects() const { return s_.fusion && s_.fusion->embedding_norm; }
+
   void embed_token(int i, float* out) const {
+    read_embedding(i, out);
+    if (s_.embed_scale != 1.0f) for (int j = 0; j < m_.padded_width; ++j) out[j] *= s_.embed_scale;
+  }
+
+  void read_embedding(int i, float* out) const {
     if (!s_.embedding) return k_.embed(s_.head, tokens_.tokens[i], out);
     const uint16_t* from = s_.embedding + static_cast<size_t>(tokens_.tokens[i]) * static_cast<size_t>(m_.padded_width);
     for (int j = 0; j < m_.padded_width; ++j) {
@@ -187,7 +318,7 @@ class Pass {
     float* embedded = m_.joined_.as<float>() + 2 * stride * static_cast<size_t>(i);
     float* hidden = embedded + stride;
     embed_token(i, embedded);
-    k_.rms_norm(embedded, norm(m_.layers[0].input_norm), m_.padded_width, embedded);
+    k_.rms_norm(embedded, norm(projects() ? s_.fusion->embedding_norm : m_.layers[0].input_norm), m_.padded_width, embedded);
     std::memcpy(residual(i), tokens_.entering + width * static_cast<size_t>(i), sizeof(float) * width);
     std::memset(residual(i) + width, 0, sizeof(float) * (stride - width));
     k_.rms_norm(residual(i), norm(s_.fusion->hidden_norm), m_.padded_width, hidden);
@@ -211,8 +342,8 @@ class Pass {
     pool_.meet();
   }
 
-  void rotate(const Attention& attention, int thread) const {
-    const Rotary rotary = {s_.cosine, s_.sine, s_.rotary_half, s_.positions};
+  void rotate(const Layer& layer, const Attention& attention, int thread) const {
+    const Rotary rotary = {layer.cosine, layer.sine, layer.rotary_half, s_.positions};
     const Share share(tokens_.count, thread, pool_.threads());
     for (int i = share.first; i < share.last; ++i) k_.rotate_and_write(attention, rotary, i, tokens_.rows[i]);
     pool_.meet();
@@ -234,13 +365,13 @@ class Pass {
     return a.keys + (row * a.row_stride + static_cast<size_t>(unit % s_.kv_heads) * a.head_stride) * (a.bf16 ? 2 : 4);
   }
 
-  Attention describe(const Layer& layer, size_t index) const {
-    const size_t offset = index * static_cast<size_t>(cache_.layer_stride) * (cache_.bf16 ? 2 : 4);
+  Attention describe(const Layer& layer) const {
+    const size_t offset = static_cast<size_t>(layer.place) * static_cast<size_t>(cache_.layer_stride) * (cache_.bf16 ? 2 : 4);
     Attention a{};
     a.qkv = m_.qkv_.as<float>();
     a.qkv_stride = static_cast<size_t>(m_.padded_qkv);
     a.out = m_.attended_.as<float>();
-    a.out_stride = static_cast<size_t>(m_.padded_attention);
+    a.out_stride = static_cast<size_t>(layer.attention_out.inputs);
     a.positions = tokens_.positions;
     a.slots = tokens_.slots;
     a.paths = paths_;
@@ -255,10 +386,12 @@ class Pass {
     a.dim = s_.dim;
     a.capacity = cache_.capacity;
     a.window = layer.window;
-    a.scale = s_.attention_scale;
+    a.scale = layer.scale;
     a.q_norm = layer.q_norm;
     a.k_norm = layer.k_norm;
     a.epsilon = s_.epsilon;
+    a.gates = layer.gated ? static_cast<size_t>((s_.heads + 2 * s_.kv_heads) * s_.dim) : 0;
+    a.norm_all = layer.norm_all != 0;
     return a;
   }
 
@@ -275,7 +408,17 @@ class Pass {
   const PassOutputs out_;
   double* seconds_;
   std::vector<Unit> units_;
+  std::vector<SlotRun> runs_;
 };
+
+// The end of the chunk that begins at `start`. A slot's tokens stay together where they can: recurrent layers may have to
+// reject all of them.
+int chunk_end(const Tokens& tokens, int start) {
+  const int limit = std::min(start + kChunk, tokens.count);
+  int end = limit;
+  while (end < tokens.count && end > start && tokens.rows[end] == tokens.rows[end - 1]) --end;
+  return end > start ? end : limit;
+}
 
 void Model::grow(int threads, int tokens) {
   const size_t n = static_cast<size_t>(tokens) * sizeof(float);
@@ -283,17 +426,21 @@ void Model::grow(int threads, int tokens) {
                                spec.fusion ? spec.fusion->fuse.inputs : 0});
   if (spec.fusion) joined_.grow(n * static_cast<size_t>(std::max(2 * padded_width, spec.fusion->fuse.inputs)));
   residual_.grow(n * static_cast<size_t>(padded_width));
+  branch_.grow(n * static_cast<size_t>(padded_width));
   qkv_.grow(n * static_cast<size_t>(padded_qkv));
+  gates_.grow(n * static_cast<size_t>(padded(2 * spec.delta.value_heads, kPanel)));
   attended_.grow(n * static_cast<size_t>(padded_attention));
   activated_.grow(n * static_cast<size_t>(padded_ffn));
   padded_hidden_.grow(n * static_cast<size_t>(padded_width));
   shared_.grow(tokens, widest);
   while (static_cast<int>(scratch_.size()) < threads) scratch_.push_back(std::make_unique<Scratch>());
   for (auto& scratch : scratch_) {
-    const int narrowest = std::min({padded_width, padded_attention, padded_ffn});
+    int narrowest = std::min(padded_width, padded_ffn);
+    for (const Layer& layer : layers) narrowest = std::min(narrowest, layer.attention_out.inputs);
     scratch->rows.grow(std::min(tokens, kRedundant / narrowest + 1), widest);
     scratch->normed.grow(sizeof(float) * static_cast<size_t>(widest));
     scratch->attention.grow(sizeof(float) * attend_scratch_floats(kernels.max_queries, spec.dim));
+    scratch->delta.grow(sizeof(float) * delta_scratch_floats(spec.delta));
   }
 }
 
@@ -301,15 +448,17 @@ void Model::forward(Pool& pool, const Tokens& tokens, const Cache& cache, const 
   std::lock_guard<std::mutex> lock(one_call_at_a_time_);
   const size_t width = static_cast<size_t>(spec.width);
   const Paths paths(tokens);
-  for (int start = tokens.read; start < tokens.count; start += kChunk) {
+  for (int start = tokens.read, stop = 0; start < tokens.count; start = stop) {
+    stop = spec.delta.key_heads ? chunk_end(tokens, start) : std::min(start + kChunk, tokens.count);
     const Tokens chunk = {tokens.tokens + start, tokens.rows + start, tokens.positions + start,
-                          tokens.slots ? tokens.slots + start : nullptr, nullptr, std::min(kChunk, tokens.count - start),
+                          tokens.slots ? tokens.slots + start : nullptr, tokens.parents ? tokens.parents + start : nullptr, stop - start,
                           tokens.entering ? tokens.entering + static_cast<size_t>(start) * width : nullptr};
     grow(pool.threads(), chunk.count);
     const size_t done = static_cast<size_t>(start - tokens.read) * width;
     const PassOutputs here = {out.hidden ? out.hidden + done : nullptr, out.taps, out.tap_count, out.features + done * static_cast<size_t>(out.tap_count)};
-    Pass pass(*this, pool, chunk, paths.of(start), cache, here, seconds);
+    Pass pass(*this, pool, chunk, start, paths.of(start), cache, here, seconds);
     pool.run(Pass::job, &pass);
+    pass.commit();
   }
 }
 

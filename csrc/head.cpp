@@ -141,6 +141,10 @@ class Drafting {
   void scatter_logits(size_t i, float* to) const {
     const size_t vocabulary = static_cast<size_t>(head_.vocabulary());
     const float* from = logits_.data() + i * vocabulary;
+    if (head_.spec.fusion->vocabulary == head_.vocabulary()) {  // ascending, so every token is its own
+      std::memcpy(to, from, sizeof(float) * vocabulary);
+      return;
+    }
     for (size_t token = 0; token < vocabulary; ++token) to[head_.spec.fusion->targets[token]] = from[token];
   }
 
@@ -182,7 +186,7 @@ class Drafting {
     for (int64_t row = 0; row < call_.rows; ++row) {
       if (call_.counts) call_.drawn[row] = 0;
       if (call_.counts && (call_.counts[row] == 0 || call_.stop[row] < 2)) continue;
-      const int64_t place = call_.places[row], stop = call_.stop[row];
+      const int64_t place = call_.slots[row], stop = call_.stop[row];
       const int64_t start = call_.counts ? std::min(call_.start[row], stop - 1) : call_.start[row];
       for (int64_t i = start; i < stop; ++i) {
         float* entering = fed_.add(call_.text[place * call_.text_stride + i], place, i - 1);
@@ -198,7 +202,7 @@ class Drafting {
   void read_masks(int64_t row) {
     const Fusion& fusion = *head_.spec.fusion;
     for (int64_t step = 0; step + 1 < call_.counts[row]; ++step) {
-      float* entering = fed_.add(fusion.mask_token, call_.places[row], call_.stop[row] - 1 + step);
+      float* entering = fed_.add(fusion.mask_token, call_.slots[row], call_.stop[row] - 1 + step);
       std::memcpy(entering, fusion.mask, sizeof(float) * width_);
     }
   }
@@ -265,7 +269,7 @@ class Chains : public Drafting {
     fed_.clear();
     for (size_t i = 0; i < rows_.size(); ++i) {
       const int64_t row = rows_[i];
-      float* entering = fed_.add(call_.draft_tokens[row * call_.draft_stride + step], call_.places[row], call_.stop[row] - 1 + step);
+      float* entering = fed_.add(call_.draft_tokens[row * call_.draft_stride + step], call_.slots[row], call_.stop[row] - 1 + step);
       std::memcpy(entering, states_.data() + i * width_, sizeof(float) * width_);
     }
   }
@@ -406,7 +410,7 @@ class Trees : public Drafting {
       const size_t at = place(node.row, node.draft);
       const int64_t parent = call_.parents[at], base = call_.stop[node.row] - 1;
       fed_index_[at] = fed_.count();
-      float* entering = fed_.branch(call_.draft_tokens[at], call_.places[node.row], base + step, base + node.draft,
+      float* entering = fed_.branch(call_.draft_tokens[at], call_.slots[node.row], base + step, base + node.draft,
                                     parent < 0 ? -1 : fed_index_[place(node.row, parent)]);
       std::memcpy(entering, states_.data() + i * width_, sizeof(float) * width_);
       node.read = static_cast<int>(i);
@@ -430,9 +434,11 @@ class Trees : public Drafting {
 
 void keep_states(Model& head, Pool& pool, const Kept& kept, const int64_t* rows, const int64_t* slots, const float* features, int count) {
   const size_t width = static_cast<size_t>(head.spec.width);
-  std::vector<float> fused(static_cast<size_t>(count) * width);
-  head.fuse(pool, features, count, fused.data());
-  for (int i = 0; i < count; ++i) store_state(kept, state_offset(kept, rows[i], slots[i], width), fused.data() + static_cast<size_t>(i) * width, width);
+  const bool fuses = head.spec.fusion->embedding_norm == nullptr;
+  std::vector<float> fused(fuses ? static_cast<size_t>(count) * width : 0);
+  if (fuses) head.fuse(pool, features, count, fused.data());
+  const float* states = fuses ? fused.data() : features;
+  for (int i = 0; i < count; ++i) store_state(kept, state_offset(kept, rows[i], slots[i], width), states + static_cast<size_t>(i) * width, width);
 }
 
 void move_states(const Model& head, const Kept& kept, const std::vector<Move>& moves) {

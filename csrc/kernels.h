@@ -8,7 +8,7 @@
 namespace paceline {
 
 enum Format : int32_t { kInt8 = 0, kBf16 = 1, kInt4 = 2 };
-enum class Epilogue { kStore, kAdd, kSwiglu };
+enum class Epilogue { kStore, kAdd, kSwiglu, kGeglu };  // the last two: silu or gelu (tanh) of the gate, times up
 
 constexpr int kPanel = 32;            // output columns that are packed and computed together
 constexpr int kInputMultiple = 64;    // inputs are padded to it: the depth of an AMX tile of bytes
@@ -22,7 +22,7 @@ constexpr int kInt8Zero = 128;        // int8 weights are stored as w + 128: the
 // bf16  [inputs / 2][32][2] bf16
 // int4  per group of inputs: 32 fp16 scales, 32 fp16 lows (the value of code 0), then [group / 8][32][4] bytes; a byte
 // holds the values of input i (low bits) and of input i + 4 (high bits)
-// SwiGLU panels hold 16 columns of the gate, then the same 16 of up.
+// Panels of a gated MLP hold 16 columns of the gate, then the same 16 of up.
 struct Linear {
   const uint8_t* weights;
   const float* scales;  // int8: one per column
@@ -35,7 +35,9 @@ struct Linear {
 
 // The input rows of a linear layer, quantised once.
 struct Activations {
-  uint8_t* data;  // int8 or int4 weights: int8; bf16 weights: bf16, or fp32 rounded to bf16 where the ISA lacks bf16
+  // int8 or int4 weights: int8, behind which a set may keep the same in another form; bf16 weights: bf16, or fp32
+  // rounded to bf16 where the ISA lacks bf16.
+  uint8_t* data;
   size_t stride;  // bytes from row to row
   float* scales;  // per row and group of 64
   int32_t* sums;  // int8 weights: -128 times the sum of each group of 64; int4: the sum of each of the weights' groups
@@ -92,10 +94,54 @@ struct Attention {
   int64_t capacity;  // usable positions; writes beyond it go to this one, which is never read
   int64_t window;    // 0: unlimited
   float scale;
-  const float* q_norm;  // [dim] or null
+  const float* q_norm;  // [dim], or [heads * dim] if `norm_all`; or null
   const float* k_norm;
   float epsilon;
+  size_t gates;  // place of the output's gates in a row of qkv, head after head; 0: none
+  bool norm_all;  // whether the norms are over all heads together instead of each head
 };
+
+// Heads of a gated delta net. Value heads value_heads / key_heads * i and following share key head i.
+struct DeltaShape {
+  int32_t key_heads, value_heads, key_dim, value_dim, taps;  // all 0: a model without such layers
+  int channels() const { return 2 * key_heads * key_dim + value_heads * value_dim; }
+  int input_width() const { return channels() + 2 * value_heads; }
+};
+
+constexpr int kMostTaps = 8;
+
+// The nodes of one slot in a pass; see SlotPass of src/paceline/core/recurrent_state.py.
+struct SlotRun {
+  int first, count;        // its nodes among the pass's tokens
+  int64_t slot;
+  int applied, certain;
+  bool fresh;              // whether the nodes begin the text
+  const int64_t* parents;  // of these nodes, less `offset`: their indices among them; below 0: the text; null: chains
+  int64_t offset;
+};
+
+// One gated delta net, over the states of all slots.
+struct DeltaCall {
+  DeltaShape shape;
+  const float* conv;  // [taps][channels]
+  const float *rate, *bias, *norm;
+  float epsilon;
+  const float* mixed;  // [tokens][mixed_stride]: inputs of the convolution, then the output's gates
+  size_t mixed_stride;
+  const float* gates;  // [tokens][gates_stride]: beta of each value head before its sigmoid, then inputs of the decays
+  size_t gates_stride;
+  float* out;  // [tokens][out_stride]: value heads side by side
+  size_t out_stride;
+  float *state, *tail, *inputs;  // of this layer, slot after slot; see RecurrentStates
+  int64_t window;                // inputs of a slot
+};
+
+// One token's inputs, a copy of the states, and of the convolution's last inputs.
+static inline size_t delta_scratch_floats(const DeltaShape& s) {
+  if (!s.key_heads) return 0;
+  const int shared = s.value_heads / s.key_heads;
+  return static_cast<size_t>(2 * s.key_dim + shared * s.value_dim + 2 * s.value_heads + shared * s.key_dim * s.value_dim + s.taps * s.channels()) + 64;
+}
 
 // A thread's memory for lists of tokens: each of draw_scratch_items() items.
 struct DrawScratch {
@@ -132,6 +178,8 @@ struct Kernels {
   // Attention of tokens [first, first + count) of one row over one kv head. Scratch: attend_scratch_floats(). Last: the
   // keys that this thread reads next, to be prefetched, or null.
   void (*attend)(const Attention& attention, int64_t row, int first, int count, int kv_head, float* scratch, const uint8_t* then);
+  // A gated delta net: all nodes of one slot, one key head with its value heads. Scratch: delta_scratch_floats().
+  void (*delta)(const DeltaCall& call, const SlotRun& run, int key_head, float* scratch);
   void (*embed)(const Linear& table, int64_t token, float* out);
   int64_t (*draw)(const Draw& draw);
   // The softmax of the logits (temperature 1) at one token.
@@ -167,9 +215,14 @@ static inline size_t attend_scratch_floats(int queries, int dim) {
 }
 
 const Kernels* avx2_kernels();
-const Kernels* avx512_kernels();  // VNNI, without bf16 instructions
+const Kernels* avxvnni_kernels();           // in builds with PL_WITH_NEWER
+const Kernels* emulated_avxvnni_kernels();  // with AVX-512's instruction, for tests
+const Kernels* avx512bw_kernels();          // without VNNI
+const Kernels* avx512_kernels();            // VNNI, without bf16 instructions
 const Kernels* avx512bf16_kernels();
-const Kernels* amx_kernels();           // in builds with PL_WITH_AMX
+const Kernels* amx_kernels();           // in builds with PL_WITH_NEWER
 const Kernels* emulated_amx_kernels();  // tiles in memory, for tests
+const Kernels* dotprod_kernels();       // 64-bit Arm, like the next
+const Kernels* i8mm_kernels();
 
 }  // namespace paceline

@@ -1,11 +1,11 @@
 // For CPUs with tiles of bytes and bf16 (Sapphire Rapids and later).
-#include "draw.h"
 #include "linear_amx.h"
+#include "table.h"
 
 namespace paceline {
 
 const Kernels* amx_kernels() {
-  static const Kernels kernels = {"amx", false, 64, linear_on_tiles, quantise, rms_norm, rotate_and_write, attend, embed, draw, likelihood, probabilities, logprobs};
+  static const Kernels kernels = table_of("amx", linear_on_tiles);
   return &kernels;
 }
 

@@ -1,12 +1,12 @@
 // The kernels for AMX with tiles in memory: slow, for tests on CPUs without AMX.
 #define PL_EMULATE_TILES
-#include "draw.h"
 #include "linear_amx.h"
+#include "table.h"
 
 namespace paceline {
 
 const Kernels* emulated_amx_kernels() {
-  static const Kernels kernels = {"amx-emulated", false, 64, linear_on_tiles, quantise, rms_norm, rotate_and_write, attend, embed, draw, likelihood, probabilities, logprobs};
+  static const Kernels kernels = table_of("amx-emulated", linear_on_tiles);
   return &kernels;
 }
 

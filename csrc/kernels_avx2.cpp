@@ -1,11 +1,12 @@
+// For CPUs with AVX2 and no more (Haswell to Comet Lake, Zen 1 to 3).
 #define PL_FP32_ACTIVATIONS
-#include "draw.h"
-#include "linear_avx2.h"
+#include "linear_avx.h"
+#include "table.h"
 
 namespace paceline {
 
 const Kernels* avx2_kernels() {
-  static const Kernels kernels = {"avx2", true, 64, linear, quantise, rms_norm, rotate_and_write, attend, embed, draw, likelihood, probabilities, logprobs};
+  static const Kernels kernels = table_of("avx2", linear, quantise_and_widen);
   return &kernels;
 }
 

@@ -1,12 +1,12 @@
 // For CPUs with VNNI but without bf16 instructions (Cascade Lake, Ice Lake).
 #define PL_FP32_ACTIVATIONS
-#include "draw.h"
 #include "linear_avx512.h"
+#include "table.h"
 
 namespace paceline {
 
 const Kernels* avx512_kernels() {
-  static const Kernels kernels = {"avx512-vnni", true, 64, linear, quantise, rms_norm, rotate_and_write, attend, embed, draw, likelihood, probabilities, logprobs};
+  static const Kernels kernels = table_of("avx512-vnni", linear);
   return &kernels;
 }
 

@@ -1,10 +1,10 @@
-#include "draw.h"
 #include "linear_avx512.h"
+#include "table.h"
 
 namespace paceline {
 
 const Kernels* avx512bf16_kernels() {
-  static const Kernels kernels = {"avx512-vnni-bf16", false, 64, linear, quantise, rms_norm, rotate_and_write, attend, embed, draw, likelihood, probabilities, logprobs};
+  static const Kernels kernels = table_of("avx512-vnni-bf16", linear);
   return &kernels;
 }
 

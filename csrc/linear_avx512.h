@@ -1,9 +1,7 @@
 // Matrix products on AVX-512: a few rows by one panel of 32 columns in registers, over all of K.
 #pragma once
 
-#include <utility>
-
-#include "body.h"
+#include "linear.h"
 
 namespace paceline {
 namespace {
@@ -12,23 +10,6 @@ constexpr int kMostRows = 12;        // of bf16: 24 sums, 2 weights, 1 activatio
 constexpr int kMostByteRows = 6;     // half of the registers are the sums over groups: in memory they cost 10 % of the time
 constexpr int kNearRows = 8;         // of bf16: up to these only memory limits, beyond them arithmetic does, too
 constexpr int kNearByteRows = 4;     // the same for bytes and nibbles
-constexpr size_t kAhead = 4096;      // bytes that the only pass over a panel prefetches ahead for few rows
-constexpr size_t kFarAhead = 16384;  // and for more rows
-constexpr size_t kStepBytes = 128;   // of weights: 32 columns of 4 bytes
-
-// A few rows prefetch into the L1 cache. More rows take so long per line that the L1 cache's few outstanding misses
-// would limit them: they prefetch into L2, which allows many.
-struct Prefetch {
-  const uint8_t* at;
-  // Both lines of a step ahead in the panel, or one line of the next panel.
-  template <bool kNear, bool kOnlyPass>
-  void step(size_t step) const {
-    constexpr auto kInto = kOnlyPass && kNear ? _MM_HINT_T0 : _MM_HINT_T1;
-    const uint8_t* p = at + step * (kOnlyPass ? kStepBytes : kStepBytes / 2);
-    _mm_prefetch(reinterpret_cast<const char*>(p), kInto);
-    if (kOnlyPass) _mm_prefetch(reinterpret_cast<const char*>(p + 64), kInto);
-  }
-};
 
 inline __m512i weight_line(const uint8_t* w) { return _mm512_loadu_si512(w); }
 inline __m512i four_bytes(const uint8_t* x) {
@@ -162,36 +143,6 @@ struct Int4Block {
     for (int r = 0; r < R; ++r) finish(call, panel, first + r, totals[r][0], totals[r][1]);
   }
 };
-
-using Block = void (*)(const LinearCall&, const uint8_t*, int, int, Prefetch);
-
-// B<1>, B<2> ... B<kMost>.
-template <template <int, bool> class B, bool kOnlyPass, int... kRowsLessOne>
-inline Block block_among(int rows, std::integer_sequence<int, kRowsLessOne...>) {
-  static constexpr Block table[] = {B<kRowsLessOne + 1, kOnlyPass>::run...};
-  return table[rows - 1];
-}
-
-template <template <int, bool> class B, bool kOnlyPass>
-inline Block block_for(int rows) {
-  return block_among<B, kOnlyPass>(rows, std::make_integer_sequence<int, B<1, true>::kMost>());
-}
-
-// A panel's weights come from memory in the first pass and from the cache in the others. Two of several passes prefetch
-// the next panel meanwhile, so that neither memory nor arithmetic waits for the other.
-template <template <int, bool> class B>
-inline void multiply(const LinearCall& call, int first_panel, int last_panel) {
-  const RowBlocks cut(call.rows, B<1, true>::kMost);
-  const size_t bytes = panel_bytes(*call.linear);
-  for (int panel = first_panel; panel < last_panel; ++panel) {
-    const uint8_t* w = call.linear->weights + bytes * static_cast<size_t>(panel);
-    for (int b = 0; b < cut.blocks; ++b) {
-      const int start = cut.start(b), rows = cut.start(b + 1) - start;
-      if (cut.blocks == 1) block_for<B, true>(rows)(call, w, panel, start, Prefetch{w + (rows <= B<1, true>::kNear ? kAhead : kFarAhead)});
-      else block_for<B, false>(rows)(call, w, panel, start, Prefetch{w + (b == 0 ? bytes : b == 1 ? bytes + bytes / 2 : 0)});
-    }
-  }
-}
 
 inline void linear(const LinearCall& call, int first_panel, int last_panel) {
   if (call.rows == 0) return;

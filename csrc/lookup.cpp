@@ -194,12 +194,14 @@ int64_t look_up_all(const Row& row, const Texts* documents, const RowSources& ro
 }
 
 // Appends the rows' new tokens to their siblings' texts first. Returns whether all lengths lie within the width.
-bool append_to_siblings(const RowSources* row_sources, const int64_t* text, int64_t stride, int64_t width, const int64_t* lengths, int64_t rows) {
+bool append_to_siblings(const RowSources* row_sources, const int64_t* slots, const int64_t* text, int64_t stride, int64_t width,
+                        const int64_t* lengths, int64_t rows) {
   for (int64_t i = 0; i < rows; ++i) {
-    if (lengths[i] < 0 || lengths[i] > width) return false;
+    const int64_t slot = slots[i], length = lengths[slot];
+    if (length < 0 || length > width) return false;
     if (row_sources == nullptr || row_sources[i].siblings == nullptr) continue;
     const int64_t known = row_sources[i].first + row_sources[i].siblings->size(row_sources[i].number);
-    row_sources[i].siblings->append(row_sources[i].number, text + i * stride + known, lengths[i] - known);
+    row_sources[i].siblings->append(row_sources[i].number, text + slot * stride + known, length - known);
   }
   return true;
 }
@@ -215,20 +217,20 @@ PL_EXPORT Texts* pl_texts_new() { return new Texts; }
 PL_EXPORT void pl_texts_free(Texts* texts) { delete texts; }
 PL_EXPORT void pl_texts_append(Texts* texts, int64_t number, const int64_t* tokens, int64_t count) { texts->append(number, tokens, count); }
 
-// text: rows of at most `width` tokens, `stride` apart. row_sources: per row, or null; their siblings' texts are
+// slots: of the rows, in text and lengths. text: at most `width` tokens in each slot, `stride` apart. row_sources: per row, or null; their siblings' texts are
 // brought up to date first. draft_tokens [rows][k], 0 beyond counts[row]; sources: 0 the row's own text, 1 references,
 // 2 siblings, 3 documents. Returns the largest number of draft tokens of a row, or -1 if a length is negative or beyond
 // the width.
-PL_EXPORT int64_t pl_lookup(const Texts* documents, const RowSources* row_sources, const int64_t* text, int64_t stride, int64_t width,
-                            const int64_t* lengths, int64_t rows, int64_t k, int64_t* draft_tokens, int64_t* counts, int64_t* matched,
+PL_EXPORT int64_t pl_lookup(const Texts* documents, const RowSources* row_sources, const int64_t* slots, const int64_t* text,
+                            int64_t stride, int64_t width, const int64_t* lengths, int64_t rows, int64_t k, int64_t* draft_tokens, int64_t* counts, int64_t* matched,
                             int64_t* sources) {
-  if (!append_to_siblings(row_sources, text, stride, width, lengths, rows)) return -1;
+  if (!append_to_siblings(row_sources, slots, text, stride, width, lengths, rows)) return -1;
   int64_t widest = 0;
   std::fill(draft_tokens, draft_tokens + rows * k, 0);
   for (int64_t i = 0; i < rows; ++i) {
     Found found;
-    if (lengths[i] > 0) {
-      const Row row = {text + i * stride, lengths[i]};
+    if (lengths[slots[i]] > 0) {
+      const Row row = {text + slots[i] * stride, lengths[slots[i]]};
       found = look_up(row, documents, row_sources == nullptr ? RowSources{} : row_sources[i], k, draft_tokens + i * k);
     }
     matched[i] = found.matched, counts[i] = found.count, sources[i] = found.source;
@@ -239,16 +241,15 @@ PL_EXPORT int64_t pl_lookup(const Texts* documents, const RowSources* row_source
 
 // The same with up to `ways` different continuations per row: draft_tokens [rows][ways][k]; counts, matched, sources
 // [rows][ways]; made [rows]: their number. Returns 0, or -1 if a length is negative or beyond the width.
-PL_EXPORT int64_t pl_lookup_all(const Texts* documents, const RowSources* row_sources, const int64_t* text, int64_t stride, int64_t width,
-                                const int64_t* lengths, int64_t rows, int64_t ways, int64_t k, int64_t* draft_tokens, int64_t* counts,
+PL_EXPORT int64_t pl_lookup_all(const Texts* documents, const RowSources* row_sources, const int64_t* slots, const int64_t* text,
+                                int64_t stride, int64_t width, const int64_t* lengths, int64_t rows, int64_t ways, int64_t k, int64_t* draft_tokens, int64_t* counts,
                                 int64_t* matched, int64_t* sources, int64_t* made) {
-  if (!append_to_siblings(row_sources, text, stride, width, lengths, rows)) return -1;
+  if (!append_to_siblings(row_sources, slots, text, stride, width, lengths, rows)) return -1;
   for (int64_t i = 0; i < rows; ++i) {
-    const Row row = {text + i * stride, lengths[i]};
+    const Row row = {text + slots[i] * stride, lengths[slots[i]]};
+    const RowSources beside = row_sources == nullptr ? RowSources{} : row_sources[i];
     const int64_t at = i * ways;
-    made[i] = lengths[i] == 0 ? 0
-                              : look_up_all(row, documents, row_sources == nullptr ? RowSources{} : row_sources[i], ways, k, draft_tokens + at * k,
-                                            counts + at, matched + at, sources + at);
+    made[i] = row.length == 0 ? 0 : look_up_all(row, documents, beside, ways, k, draft_tokens + at * k, counts + at, matched + at, sources + at);
   }
   return 0;
 }

@@ -16,6 +16,21 @@ const char* Model::problem_with(const Tokens& fed, const Cache& cache) const {
     if (fed.positions[i] < 0 || fed.positions[i] > INT32_MAX) return "a position is negative or absurdly large";
     if (!fed.parents && i > 0 && fed.rows[i] == fed.rows[i - 1] && fed.positions[i] <= fed.positions[i - 1]) return "positions of a row do not ascend";
   }
+  return spec.delta.key_heads ? problem_with_states(fed, cache) : nullptr;
+}
+
+const char* problem_with_states(const Tokens& fed, const Cache& cache) {
+  if (!cache.state) return "a recurrent model needs a cache with states";
+  if (fed.read > 0) return "a recurrent model reads each token of a tree once";
+  for (int i = 0; i < fed.count; ++i) {
+    if (i > 0 && fed.rows[i] == fed.rows[i - 1]) {
+      if (fed.parents ? fed.parents[i] < 0 : fed.positions[i] != fed.positions[i - 1] + 1) return "tokens of a row do not follow each other";
+      continue;
+    }
+    for (int j = 0; j < i; ++j) if (fed.rows[j] == fed.rows[i]) return "tokens of a row lie apart";
+    const int64_t applied = fed.positions[i] - cache.base[fed.rows[i]];
+    if (fed.positions[i] > 0 && (applied < 0 || applied > cache.count[fed.rows[i]])) return "a row's state is not known where its tokens begin";
+  }
   return nullptr;
 }
 
@@ -58,13 +73,20 @@ void Quantised::grow(int rows, int inputs) {
   view.sums = sums.as<int32_t>();
 }
 
+template <class Measure>
+int widest(const std::vector<Layer>& layers, Measure measure) {
+  int found = 0;
+  for (const Layer& layer : layers) found = std::max(found, measure(layer));
+  return found;
+}
+
 Model::Model(const ModelSpec& s, const Kernels& k)
     : spec(s),
       kernels(k),
       layers(s.layers, s.layers + s.layer_count),
       padded_width(padded(s.width, kInputMultiple)),
-      padded_qkv(padded((s.heads + 2 * s.kv_heads) * s.dim, kPanel)),
-      padded_attention(padded(s.heads * s.dim, kInputMultiple)),
+      padded_qkv(widest(layers, [](const Layer& layer) { return padded(layer.qkv.outputs, kPanel); })),
+      padded_attention(widest(layers, [](const Layer& layer) { return layer.attention_out.inputs; })),
       padded_ffn(padded(s.ffn, kInputMultiple)),
       next_unit_(static_cast<size_t>(s.layer_count)) {}
 

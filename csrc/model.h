@@ -13,15 +13,35 @@
 namespace paceline {
 
 // These structures mirror src/paceline/kernels/abi.py; kAbiVersion changes with them.
-constexpr int kAbiVersion = 18;
+constexpr int kAbiVersion = 22;
+
+// The small weights of a gated delta net, whose qkv ends with the gates of its output.
+struct Delta {
+  Linear gates;       // rows of beta, then of the decay
+  const float* conv;  // [taps][channels]
+  const float *rate, *bias, *norm;
+};
+
+enum Activation : int32_t { kSilu = 0, kGeluTanh = 1 };
 
 struct Layer {
   Linear qkv, attention_out, gate_up, down;
-  const float* input_norm;
-  const float* post_norm;
-  const float* q_norm;  // or null
+  const float* input_norm;  // before attention, or null
+  const float* post_norm;   // before the MLP, or null
+  const float* q_norm;      // or null
   const float* k_norm;
   int64_t window;  // 0: unlimited
+  const float* attention_out_norm;  // after attention and before its output is added, or null
+  const float* mlp_out_norm;        // likewise after the MLP
+  const float* cosine;              // [positions][rotary_half]
+  const float* sine;
+  int32_t rotary_half;
+  float scale;          // of attention
+  int32_t norm_all;     // whether q_norm and k_norm are over all heads together
+  int32_t activation;   // Activation
+  const Delta* delta;  // null: attention
+  int32_t gated;       // whether qkv ends with the gates of attention's output
+  int32_t place;       // among the cache's layers, or among those with states
 };
 
 // The extra parts of a head that reads its target's hidden states (src/paceline/drafters/heads/feature.py). Its first
@@ -40,6 +60,9 @@ struct Fusion {
   int32_t streams, stream_width;
   int32_t normed_residual;  // whether the first layer adds to the normed state
   int32_t normed_state;     // whether the next step reads the output of the last norm
+  // A model's own head (MTP): `fuse` maps the normed embedding and the normed state behind it to the first layer's input,
+  // and the target's hidden state is kept as it is. Null: the heads above.
+  const float* embedding_norm;
 };
 
 struct ModelSpec {
@@ -47,12 +70,13 @@ struct ModelSpec {
   Linear head;                // its packed columns are the embedding too, unless `embedding` is given
   const uint16_t* embedding;  // bf16 [vocabulary][padded width], or null
   const float* final_norm;
-  const float* cosine;  // [positions][rotary_half]
-  const float* sine;
   int64_t positions;
-  int32_t layer_count, width, ffn, heads, kv_heads, dim, rotary_half;
-  float epsilon, attention_scale;
+  int32_t layer_count, width, ffn, heads, kv_heads, dim;
+  float epsilon;
+  float embed_scale;  // of the token embedding
+  float tap_scale;    // of the hidden states that heads read
   const Fusion* fusion;  // or null
+  DeltaShape delta;
 };
 
 // Tokens of every row, row after row: row i has the entries starts[i] .. starts[i + 1] - 1.
@@ -62,7 +86,7 @@ struct Entries {
   const float* values;
 };
 
-// Sampling settings of rows; SamplingRows of src/paceline/core/rows.py defines each. All but the first three may be
+// Sampling settings by slot; SamplingRows of src/paceline/core/rows.py defines each. All but the first three may be
 // null, if no row uses them.
 struct DrawRows {
   const float* temperature;
@@ -72,11 +96,14 @@ struct DrawRows {
   const int64_t* top_k;
   const float* top_p;
   const float *presence, *frequency, *repetition;  // all or none of these
-  const int64_t* text;                             // [rows][text_stride]
+  const int64_t* text;                             // [slots][text_stride]
   int64_t text_stride;
   const int64_t* prompt_length;
   const int64_t* min_length;
-  Entries bias, stops;
+  Entries bias, stops;   // by row
+  const int64_t* slots;  // of the rows; null: row i is in slot i
+
+  int64_t slot(int64_t row) const { return slots ? slots[row] : row; }
 };
 
 // Logits at places: place j of a row follows the first `first` + j of its draft tokens.
@@ -110,7 +137,7 @@ class Model;
 
 // The fused hidden states of the target at every position of every row: a head's input.
 struct Kept {
-  uint8_t* states;  // [row][capacity + 1][head's width]; the last place takes writes beyond the capacity
+  uint8_t* states;  // [slot][capacity + 1][head's width]; the last place takes writes beyond the capacity
   int64_t capacity;
   int32_t bf16;
 };
@@ -119,11 +146,11 @@ struct Kept {
 // start .. stop - 1, each at the place before its own, with the states that are kept there.
 struct DraftCall {
   DrawRows by;          // sampling settings of the draft tokens
-  const int64_t* text;  // [place][text_stride]
+  const int64_t* text;  // [slot][text_stride]
   int64_t text_stride;
   Kept kept;
   int64_t rows;
-  const int64_t* places;  // the rows' numbers in the text, in `kept` and in the cache
+  const int64_t* slots;  // of the rows, in the text, in `kept` and in the cache
   const int64_t *start, *stop;
   const int64_t* counts;  // draft tokens wanted per row, at most `draft_stride`; a row that wants none reads nothing.
                           // Null: all rows read, and no row drafts
@@ -148,7 +175,7 @@ struct DraftCall {
 struct RoundCall {
   DrawRows by;
   TextRows text;
-  const int64_t* places;        // the rows' numbers in the cache
+  const int64_t* slots;         // of the rows, in the text, in `kept` and in the cache
   const int64_t* draft_tokens;  // [rows][draft_stride]
   const int64_t* counts;        // less than `block`
   const int64_t* parents;       // [rows][draft_stride]: each draft token's parent, an earlier one, -1: the row's last token; null: chains
@@ -174,6 +201,9 @@ struct Cache {
   int64_t layer_stride, row_stride, head_stride, position_stride;  // in elements
   int64_t rows, capacity;
   int32_t bf16;
+  float *state, *tail, *inputs;  // of recurrent layers: RecurrentStates of src/paceline/core/recurrent_state.py; or null
+  int64_t *base, *count;         // per row
+  int64_t window;
 };
 
 // The input of a forward pass (nodes.Nodes).
@@ -193,7 +223,8 @@ struct PassOutputs {
   float* hidden;        // [tokens][width]
   const int64_t* taps;  // layers
   int tap_count;
-  float* features;  // [tokens][tap_count][width]: input of each of these layers; layer_count stands for the last layer's output
+  float* features;  // [tokens][tap_count][width]: input of each of these layers; layer_count stands for the last layer's output,
+                    // layer_count + 1 for the same after the final norm
 };
 
 enum Phase { kEmbed, kPrepare, kProducts, kRotary, kAttention, kPhases };
@@ -222,7 +253,7 @@ struct Quantised {
 
 struct Scratch {  // per thread
   Quantised rows;
-  Buffer normed, attention;
+  Buffer normed, attention, delta;
 };
 
 class Model {
@@ -248,7 +279,7 @@ class Model {
   void grow(int threads, int tokens);
 
   std::mutex one_call_at_a_time_;
-  Buffer joined_, residual_, qkv_, attended_, activated_, padded_hidden_;
+  Buffer joined_, residual_, branch_, qkv_, gates_, attended_, activated_, padded_hidden_;
   Quantised shared_;
   std::vector<std::unique_ptr<Scratch>> scratch_;
   std::vector<std::atomic<int>> next_unit_;
@@ -280,6 +311,8 @@ struct Move {
 };
 
 void move_states(const Model& head, const Kept& kept, const std::vector<Move>& moves);
+
+const char* problem_with_states(const Tokens& tokens, const Cache& cache);  // of recurrent layers; or null
 
 const char* problem_with_trees(const Tokens& tokens, int64_t capacity);  // or null; call it after problem_with
 

@@ -1,12 +1,8 @@
 #include "pool.h"
 
-#include <immintrin.h>
-#include <linux/futex.h>
-#include <sched.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <chrono>
+
+#include "system.h"
 
 namespace paceline {
 namespace {
@@ -15,20 +11,11 @@ constexpr int kSpins = 2000;  // about 20 to 80 us, by the CPU's pause: longer t
 constexpr int kSpinsAYield = 64;
 // Waking a thread takes 50 to 90 us in a virtual machine, and Python takes up to 2 ms between a round's calls.
 constexpr auto kBeforeSleep = std::chrono::milliseconds(2);
-constexpr unsigned kDefaultMxcsr = 0x1f80;  // round to nearest even, denormals kept: bits must not depend on the caller
-
-void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
-}
-
-void wake_all(std::atomic<uint32_t>& word) {
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
-}
 
 bool changes(const std::atomic<uint32_t>& word, uint32_t value, int spins) {
   for (int i = 0; i < spins; ++i) {
     if (word.load(std::memory_order_acquire) != value) return true;
-    _mm_pause();
+    pause_spinning();
   }
   return false;
 }
@@ -40,7 +27,7 @@ void wait_while(std::atomic<uint32_t>& word, uint32_t value, std::atomic<int>& s
   const auto began = std::chrono::steady_clock::now();
   do {
     if (changes(word, value, kSpinsAYield)) return;
-    sched_yield();
+    std::this_thread::yield();
   } while (std::chrono::steady_clock::now() - began < kBeforeSleep);
   sleepers.fetch_add(1);
   while (word.load() == value) sleep_while(word, value);
@@ -81,15 +68,15 @@ void Pool::run(Job job, void* context) {
   job_ = job;
   context_ = context;
   if (threads_ > 1) announce();
-  const unsigned callers_mxcsr = _mm_getcsr();
-  _mm_setcsr(kDefaultMxcsr);
-  job(context, 0);
-  _mm_setcsr(callers_mxcsr);
+  {
+    const DefaultFloatMode mode;
+    job(context, 0);
+  }
   barrier_.wait();
 }
 
 void Pool::work(int thread) {
-  _mm_setcsr(kDefaultMxcsr);
+  const DefaultFloatMode mode;
   for (uint32_t seen = 0;; ++seen) {
     wait_while(jobs_, seen, idle_);
     if (stopping_.load()) return;

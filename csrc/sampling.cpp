@@ -12,6 +12,9 @@
 #if defined(__x86_64__) && defined(__GLIBC__)  // draw.h explains why
 __asm__(".symver log, log@GLIBC_2.2.5");
 __asm__(".symver exp, exp@GLIBC_2.2.5");
+#elif defined(__aarch64__) && defined(__GLIBC__)
+__asm__(".symver log, log@GLIBC_2.17");
+__asm__(".symver exp, exp@GLIBC_2.17");
 #endif
 
 namespace paceline {
@@ -65,15 +68,17 @@ class Adjustments {
  public:
   Adjustments(const DrawRows& by, int64_t row, int64_t vocabulary, Workspace& workspace)
       : by_(by), row_(row), vocabulary_(vocabulary), workspace_(workspace), counts_(workspace.counts(vocabulary)) {
+    const int64_t slot = by.slot(row);
     if (by.presence) {
-      presence_ = by.presence[row];
-      frequency_ = by.frequency[row];
-      repetition_ = by.repetition[row];
+      presence_ = by.presence[slot];
+      frequency_ = by.frequency[slot];
+      repetition_ = by.repetition[slot];
     }
     penalises_ = presence_ != 0.0f || frequency_ != 0.0f || repetition_ != 1.0f;
     if (!penalises_) return;
-    const int64_t* text = by.text + row * by.text_stride;
-    for (int64_t i = repetition_ == 1.0f ? by.prompt_length[row] : 0; i < by.length[row]; ++i) count(text[i], i >= by.prompt_length[row]);
+    const int64_t* text = by.text + slot * by.text_stride;
+    const int64_t prompt = by.prompt_length[slot];
+    for (int64_t i = repetition_ == 1.0f ? prompt : 0; i < by.length[slot]; ++i) count(text[i], i >= prompt);
   }
   ~Adjustments() {
     for (const int64_t token : workspace_.seen) counts_[token] = 0;
@@ -90,7 +95,7 @@ class Adjustments {
   void apply(float* logits, int64_t position) {
     each(by_.bias, [&](int64_t i) { change(logits, by_.bias.tokens[i], [&](float x) { return x + by_.bias.values[i]; }); });
     for (const int64_t token : workspace_.seen) change(logits, token, [&](float x) { return penalised(x, counts_[token] / 2); });
-    if (by_.stops.starts && position < by_.min_length[row_]) {
+    if (by_.stops.starts && position < by_.min_length[by_.slot(row_)]) {
       each(by_.stops, [&](int64_t i) { change(logits, by_.stops.tokens[i], [](float) { return -__builtin_inff(); }); });
     }
   }
@@ -137,11 +142,12 @@ class Adjustments {
 
 Draw draw_of(const DrawCall& call, int64_t row, int64_t position, const float* logits, const DrawScratch& scratch) {
   const DrawRows& by = call.by;
-  Draw draw = {logits, call.vocabulary, by.temperature[row], {0, 0}, __builtin_inff(), 0, 1.0f, scratch};
-  noise_key(static_cast<uint64_t>(by.seeds[row]), position, call.purpose, draw.key);
-  if (by.deepest) draw.deepest = by.deepest[row];
-  if (by.top_k) draw.top_k = by.top_k[row];
-  if (by.top_p) draw.top_p = by.top_p[row];
+  const int64_t slot = by.slot(row);
+  Draw draw = {logits, call.vocabulary, by.temperature[slot], {0, 0}, __builtin_inff(), 0, 1.0f, scratch};
+  noise_key(static_cast<uint64_t>(by.seeds[slot]), position, call.purpose, draw.key);
+  if (by.deepest) draw.deepest = by.deepest[slot];
+  if (by.top_k) draw.top_k = by.top_k[slot];
+  if (by.top_p) draw.top_p = by.top_p[slot];
   return draw;
 }
 
@@ -205,7 +211,7 @@ void at_places_of(const DrawCall& call, int64_t row, int64_t first_place, Visit 
   const RowLogits places(call, row, first_place);
   for (int64_t place = 0; place < call.block; ++place) {
     float* logits = places.at(place);
-    const int64_t position = call.by.length[row] + call.first + place;
+    const int64_t position = call.by.length[call.by.slot(row)] + call.first + place;
     adjustments.apply(logits, position);
     visit(draw_of(call, row, position, logits, scratch), row, place);
     adjustments.restore(logits);
@@ -266,7 +272,7 @@ void draw_leaders(const Kernels& kernels, Pool& pool, const DrawCall& call, cons
     const Fork& fork = forks[static_cast<size_t>(i)];
     Workspace& workspace = Workspace::own();
     Adjustments adjustments(call.by, fork.row, call.vocabulary, workspace);
-    int64_t position = call.by.length[fork.row];
+    int64_t position = call.by.length[call.by.slot(fork.row)];
     for (int64_t at = fork.draft; at >= 0; at = call.parents[fork.row * call.draft_stride + at], ++position) {
       adjustments.append(call.draft_tokens[fork.row * call.draft_stride + at]);
     }
@@ -316,7 +322,7 @@ PL_EXPORT void pl_accept(const Kernels* kernels, Pool* pool, const DrawCall* cal
     const RowLogits places(*call, row, starts[static_cast<size_t>(row)]);
     for (int64_t place = 0, depth = 0;; ++depth) {
       float* logits = places.at(place);
-      const int64_t position = call->by.length[row] + depth;
+      const int64_t position = call->by.length[call->by.slot(row)] + depth;
       adjustments.apply(logits, position);
       const int64_t token = kernels->draw(draw_of(*call, row, position, logits, scratch));
       adjustments.restore(logits);
@@ -365,9 +371,10 @@ PL_EXPORT void pl_logprobs(const Kernels* kernels, Pool* pool, const LogprobCall
   });
 }
 
-// Appends accepted[row] + 1 tokens of [rows][block] to the first `rows` rows; gained: tokens appended per row.
-PL_EXPORT void pl_gain(const TextRows* by, const int64_t* tokens, int64_t block, const int64_t* accepted, int64_t rows, int64_t* gained) {
-  for (int64_t row = 0; row < rows; ++row) gained[row] = by->gain(row, tokens + row * block, accepted[row] + 1);
+// Appends accepted[row] + 1 tokens of [rows][block] to the rows in `slots`; gained: tokens appended per row.
+PL_EXPORT void pl_gain(const TextRows* by, const int64_t* slots, const int64_t* tokens, int64_t block, const int64_t* accepted, int64_t rows,
+                       int64_t* gained) {
+  for (int64_t row = 0; row < rows; ++row) gained[row] = by->gain(slots[row], tokens + row * block, accepted[row] + 1);
 }
 
 namespace {
@@ -384,41 +391,39 @@ class RoundTokens {
  public:
   explicit RoundTokens(const RoundCall& call) : is_tree_(call.parents != nullptr) {
     for (int64_t row = 0; row < call.rows; ++row) {
-      const int64_t last = call.text.length[row] - 1, root = static_cast<int64_t>(tokens_.size());
+      const int64_t slot = call.slots[row], last = call.text.length[slot] - 1, root = static_cast<int64_t>(tokens_.size());
       const Parents parent_of(call, row);
-      add(call, row, call.text.text[row * call.text.text_stride + last], last, last, -1);
+      add(slot, call.text.text[slot * call.text.text_stride + last], last, last, -1);
       for (int64_t draft = 0; draft < call.counts[row]; ++draft) {
         const int64_t parent = root + 1 + parent_of[draft], before = positions_[static_cast<size_t>(parent)];
-        add(call, row, call.draft_tokens[row * call.draft_stride + draft], before + 1, last + 1 + draft, parent);
+        add(slot, call.draft_tokens[row * call.draft_stride + draft], before + 1, last + 1 + draft, parent);
       }
     }
   }
   Tokens view() const {
-    return {tokens_.data(), rows_.data(), positions_.data(), is_tree_ ? slots_.data() : nullptr, is_tree_ ? parents_.data() : nullptr,
+    return {tokens_.data(), rows_.data(), positions_.data(), is_tree_ ? places_.data() : nullptr, is_tree_ ? parents_.data() : nullptr,
             static_cast<int>(tokens_.size())};
   }
-  const int64_t* lines() const { return lines_.data(); }  // per token: its row
-  const int64_t* slots() const { return slots_.data(); }  // of chains, too
+  const int64_t* places() const { return places_.data(); }  // per token: its place in the row's cache, of chains, too
 
  private:
-  void add(const RoundCall& call, int64_t row, int64_t token, int64_t position, int64_t slot, int64_t parent) {
+  void add(int64_t slot, int64_t token, int64_t position, int64_t place, int64_t parent) {
     tokens_.push_back(token);
-    rows_.push_back(call.places[row]);
-    lines_.push_back(row);
+    rows_.push_back(slot);
     positions_.push_back(position);
-    slots_.push_back(slot);
+    places_.push_back(place);
     parents_.push_back(parent);
   }
 
   const bool is_tree_;
-  std::vector<int64_t> tokens_, rows_, lines_, positions_, slots_, parents_;
+  std::vector<int64_t> tokens_, rows_, positions_, places_, parents_;
 };
 
 // An error message about the shape of a round's draft tokens, or null.
 const char* problem_with_draft(const RoundCall& call) {
   for (int64_t row = 0; row < call.rows; ++row) {
     const int64_t count = call.counts[row];
-    if (call.text.length[row] < 1) return "a row has no text";
+    if (call.text.length[call.slots[row]] < 1) return "a row has no text";
     if (count < 0 || count >= call.block || count > call.draft_stride) return "a row has more draft tokens than fit";
     const Parents parent_of(call, row);
     for (int64_t draft = 0; draft < count; ++draft) {
@@ -433,23 +438,25 @@ const char* problem_with_draft(const RoundCall& call) {
 std::vector<Move> moves_of(const RoundCall& call) {
   std::vector<Move> moves;
   for (int64_t row = 0; call.parents && row < call.rows; ++row) {
-    const int64_t behind = call.text.length[row], *path = call.path + row * call.draft_stride;
+    const int64_t slot = call.slots[row], behind = call.text.length[slot], *path = call.path + row * call.draft_stride;
     for (int64_t place = 0; place < call.accepted[row]; ++place) {
-      if (path[place] != place) moves.push_back({row, behind + path[place], behind + place});
+      if (path[place] != place) moves.push_back({slot, behind + path[place], behind + place});
     }
   }
   return moves;
 }
 
-// Reference implementation: RowTables.keep in src/paceline/core/row_tables.py. places: the rows' numbers in the cache.
-void move_keys_and_values(const Model& model, Pool& pool, const Cache& cache, const int64_t* places, const std::vector<Move>& moves) {
+// Reference implementation: RowTables.keep in src/paceline/core/row_tables.py.
+void move_keys_and_values(const Model& model, Pool& pool, const Cache& cache, const std::vector<Move>& moves) {
   const int64_t item = cache.bf16 ? 2 : 4;
   in_parallel(pool, [&](int thread) {
-    const Share share(model.spec.layer_count, thread, pool.threads());
+    int attention_layers = 0;
+    for (const Layer& layer : model.layers) attention_layers += layer.delta == nullptr;
+    const Share share(attention_layers, thread, pool.threads());
     for (int64_t layer = share.first; layer < share.last; ++layer) {
       for (int64_t head = 0; head < model.spec.kv_heads; ++head) {
         for (const Move& move : moves) {
-          const int64_t first = layer * cache.layer_stride + places[move.row] * cache.row_stride + head * cache.head_stride;
+          const int64_t first = layer * cache.layer_stride + move.row * cache.row_stride + head * cache.head_stride;
           for (uint8_t* table : {cache.keys, cache.values}) {
             std::memcpy(table + (first + move.to * cache.position_stride) * item, table + (first + move.from * cache.position_stride) * item,
                         static_cast<size_t>(model.spec.dim * item));
@@ -458,6 +465,19 @@ void move_keys_and_values(const Model& model, Pool& pool, const Cache& cache, co
       }
     }
   });
+}
+
+// The same for the inputs of recurrent layers.
+void move_inputs(const Model& model, const Cache& cache, const std::vector<Move>& moves) {
+  const size_t width = static_cast<size_t>(model.spec.delta.input_width());
+  for (const Layer& layer : model.layers) {
+    if (!layer.delta) continue;
+    for (const Move& move : moves) {
+      const int64_t slot = move.row, base = cache.base[slot];
+      float* inputs = cache.inputs + static_cast<size_t>((layer.place * cache.rows + slot) * cache.window) * width;
+      std::memcpy(inputs + static_cast<size_t>(move.to - base) * width, inputs + static_cast<size_t>(move.from - base) * width, sizeof(float) * width);
+    }
+  }
 }
 
 }  // namespace
@@ -473,7 +493,7 @@ PL_EXPORT const char* pl_round(Model* model, Pool* pool, const RoundCall* call, 
   if (const char* problem = call->parents ? problem_with_trees(tokens, cache->capacity) : nullptr) return problem;
   const PassOutputs out = {call->hidden, call->taps, static_cast<int>(call->tap_count), call->features};
   model->forward(*pool, tokens, *cache, out, seconds);
-  if (call->head) keep_states(*call->head, *pool, call->kept, fed.lines(), fed.slots(), call->features, tokens.count);
+  if (call->head) keep_states(*call->head, *pool, call->kept, tokens.rows, fed.places(), call->features, tokens.count);
   model->logits(*pool, call->hidden, tokens.count, call->logits);
   DrawCall draw = {};
   draw.by = call->by;
@@ -489,8 +509,9 @@ PL_EXPORT const char* pl_round(Model* model, Pool* pool, const RoundCall* call, 
   draw.purpose = call->purpose;
   pl_accept(&model->kernels, pool, &draw, call->tokens, call->accepted, call->parents ? call->path : nullptr, nullptr, nullptr);
   const std::vector<Move> moves = moves_of(*call);
-  if (!moves.empty()) move_keys_and_values(*model, *pool, *cache, call->places, moves);
+  if (!moves.empty()) move_keys_and_values(*model, *pool, *cache, moves);
+  if (cache->state) move_inputs(*model, *cache, moves);
   if (call->head) move_states(*call->head, call->kept, moves);
-  pl_gain(&call->text, call->tokens, call->block, call->accepted, call->rows, call->gained);
+  pl_gain(&call->text, call->slots, call->tokens, call->block, call->accepted, call->rows, call->gained);
   return nullptr;
 }

@@ -1,9 +1,12 @@
-// Sixteen floats (F16) and sixteen int32 (I16), as one AVX-512 register or two AVX2 ones: the same operations in the
-// same order, so that all kernels but the matrix products give the same bits on both. Everything is in an unnamed
-// namespace: if the linker merged an inline function across files compiled for different instruction sets, the older
-// CPU would crash.
+// Sixteen floats (F16) and sixteen int32 (I16), as one AVX-512 register, two AVX2 ones or four of NEON (vec_neon.h): the
+// same operations in the same order, so that all kernels but the matrix products give the same bits on all. Everything is
+// in an unnamed namespace: if the linker merged an inline function across files compiled for different instruction sets,
+// the older CPU would crash.
 #pragma once
 
+#if defined(__aarch64__)
+#include "vec_neon.h"
+#else
 #include <immintrin.h>
 
 #include <cstddef>
@@ -13,7 +16,7 @@
 namespace paceline {
 namespace {
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) && !defined(PL_HALF_VECTORS)
 
 constexpr int kQueryBlock = 6;   // queries that share one pass over keys or values, in registers
 constexpr int kVectorBlock = 4;  // times 16 dimensions of the values
@@ -144,7 +147,7 @@ inline void transpose_bf16_pairs(const uint16_t* const* rows, size_t offset, flo
 
 #else  // AVX2
 
-constexpr int kQueryBlock = 4;
+constexpr int kQueryBlock = 3;  // a fourth query's sums would not stay in registers
 constexpr int kVectorBlock = 1;
 
 struct F16 { __m256 a, b; };
@@ -268,18 +271,45 @@ inline __m256 upper(F16 x) { return x.b; }
 inline __m256i lower(I16 x) { return x.a; }
 inline __m256i upper(I16 x) { return x.b; }
 
-inline void transpose_floats(const float* const* rows, size_t offset, float* out, size_t out_stride) {
-  for (int i = 0; i < 16; ++i) {
-    for (size_t d = 0; d < 16; ++d) out[d * out_stride + static_cast<size_t>(i)] = rows[i][offset + d];
+// Eight lines of eight numbers become columns.
+inline void transpose8(__m256 (&r)[8]) {
+  __m256 t[8];
+  for (int i = 0; i < 8; i += 4) {
+    const __m256 a = _mm256_unpacklo_ps(r[i], r[i + 1]), b = _mm256_unpackhi_ps(r[i], r[i + 1]);
+    const __m256 c = _mm256_unpacklo_ps(r[i + 2], r[i + 3]), d = _mm256_unpackhi_ps(r[i + 2], r[i + 3]);
+    t[i] = _mm256_shuffle_ps(a, c, 0x44);
+    t[i + 1] = _mm256_shuffle_ps(a, c, 0xee);
+    t[i + 2] = _mm256_shuffle_ps(b, d, 0x44);
+    t[i + 3] = _mm256_shuffle_ps(b, d, 0xee);
+  }
+  for (int i = 0; i < 4; ++i) {
+    r[i] = _mm256_permute2f128_ps(t[i], t[i + 4], 0x20);
+    r[i + 4] = _mm256_permute2f128_ps(t[i], t[i + 4], 0x31);
   }
 }
-inline void transpose_bf16_pairs(const uint16_t* const* rows, size_t offset, float* out, size_t out_stride) {
-  for (int i = 0; i < 16; ++i) {
-    float values[32];
-    store(values, load_bf16(rows[i] + offset));
-    store(values + 16, load_bf16(rows[i] + offset + 16));
-    for (size_t d = 0; d < 32; ++d) out[d * out_stride + static_cast<size_t>(i)] = values[d];
+// put(d, i, column): numbers d of the rows i to i + 7, for 16 rows of 16 numbers of 32 bits.
+template <class T, class Put>
+inline void transpose16(const T* const* rows, size_t offset, Put put) {
+  for (int i = 0; i < 16; i += 8) {
+    for (size_t d = 0; d < 16; d += 8) {
+      __m256 r[8];
+      for (int j = 0; j < 8; ++j) r[j] = _mm256_loadu_ps(reinterpret_cast<const float*>(rows[i + j] + offset) + d);
+      transpose8(r);
+      for (size_t j = 0; j < 8; ++j) put(d + j, i, r[j]);
+    }
   }
+}
+inline void transpose_floats(const float* const* rows, size_t offset, float* out, size_t out_stride) {
+  transpose16(rows, offset, [=](size_t d, int i, __m256 column) { _mm256_storeu_ps(out + d * out_stride + i, column); });
+}
+// 32 bf16 of 16 rows: pairs are transposed as one word, then split.
+inline void transpose_bf16_pairs(const uint16_t* const* rows, size_t offset, float* out, size_t out_stride) {
+  transpose16(rows, offset, [=](size_t d, int i, __m256 column) {
+    const __m256i pair = _mm256_castps_si256(column);
+    float* even = out + 2 * d * out_stride + i;
+    _mm256_storeu_ps(even, _mm256_castsi256_ps(_mm256_slli_epi32(pair, 16)));
+    _mm256_storeu_ps(even + out_stride, _mm256_castsi256_ps(_mm256_and_si256(pair, _mm256_set1_epi32(static_cast<int>(0xffff0000u)))));
+  });
 }
 
 #endif
@@ -303,6 +333,13 @@ inline int32_t sum(I16 x) {
   return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
 }
 
+}  // namespace
+}  // namespace paceline
+#endif
+
+namespace paceline {
+namespace {
+
 // e^x to about 2 ulp (Cephes); exactly 1 at 0; x is clamped to where the result is a normal number.
 inline F16 exponential(F16 x) {
   x = min(max(x, set1(-87.33654f)), set1(88.0f));
@@ -319,6 +356,7 @@ inline F16 exponential(F16 x) {
   return scale_by_power_of_two(fma(p, r * r, r) + set1(1.0f), n);
 }
 
+inline F16 sigmoid(F16 x) { return set1(1.0f) / (set1(1.0f) + exponential(zero() - x)); }
 inline F16 silu(F16 x) { return x / (set1(1.0f) + exponential(zero() - x)); }
 
 }  // namespace

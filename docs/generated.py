@@ -1,16 +1,29 @@
-"""Reference pages made from the code: every command's --help, and the server's OpenAPI as tables."""
+"""Reference pages made from the code: every command's --help, the server's OpenAPI as tables, the model families.
+
+``python docs/generated.py`` writes the table of families into ``docs/models.md``, which a test compares.
+"""
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig
 from typer.main import get_command
 from typer.testing import CliRunner
 
 from paceline.cli.main import app as cli
 from paceline.config import ServerConfig
+from paceline.errors import ModelFormatError, ParameterError
+from paceline.models.description import MLPSpec
+from paceline.models.families import FAMILIES
+from paceline.models.families.base import Family
+from paceline.models.gguf_tensors import READABLE, UNREADABLE, fate
+from paceline.models.native import check_description
+from paceline.models.shares import ModelShard
 
 WIDTH = 100  # characters of a terminal
 
@@ -61,9 +74,37 @@ def http() -> Iterator[str]:
     for name, schema in document["components"]["schemas"].items():
         yield from (f"### {name}", "", " ".join(schema.get("description", "").split()), "")
         yield from _fields(schema)
+    yield from _fields_without_effect()
     yield from ("## Refusals", "", "| status | meaning |", "| --- | --- |")
     refusals = next(iter(document["paths"].values()))["post"]["responses"]
     yield from (f"| {status} | {said['description']} |" for status, said in refusals.items() if status != "200")
+
+
+def _fields_without_effect() -> Iterator[str]:
+    """Markdown lines: per API, fields that are accepted without an effect, and those that are refused by name."""
+    from paceline.server.chat_protocol import ChatRequest
+    from paceline.server.embeddings import EmbeddingRequest
+    from paceline.server.messages.protocol import MessagesRequest
+    from paceline.server.protocol import CompletionRequest
+    from paceline.server.responses.protocol import ResponsesRequest
+
+    yield from ("## Fields without effect", "")
+    yield from ("Other values of these fields, and all other fields, are refused by name.", "")
+    for path, body in (
+        ("/v1/completions", CompletionRequest),
+        ("/v1/chat/completions", ChatRequest),
+        ("/v1/embeddings", EmbeddingRequest),
+        ("/v1/messages", MessagesRequest),
+        ("/v1/responses", ResponsesRequest),
+    ):
+        yield from (f"### Without effect in {path}", "", "| field | accepted | otherwise |", "| --- | --- | --- |")
+        for name in sorted(body.labels - body.model_fields.keys()):
+            yield f"| `{name}` | any value | |"
+        for name, (why, harmless) in sorted(body.unsupported.items()):
+            if name not in body.model_fields:
+                values = ", ".join(f"`{value!r}`" for value in harmless) or "null"
+                yield f"| `{name}` | {values} | refused: {why} |"
+        yield ""
 
 
 def _bodies(said: dict[str, Any]) -> Iterator[str]:
@@ -110,7 +151,68 @@ def _kind(schema: dict[str, Any]) -> str:
     return ", ".join([kind, *(text.format(schema[name]) for name, text in _LIMITS.items() if name in schema)])
 
 
-PAGES: dict[str, Callable[[], Iterator[str]]] = {"reference-cli": command_line, "reference-http": http}
+# Types of GGUF files
+
+
+def gguf_types() -> Iterator[str]:
+    """Markdown lines: a table of the types, their size, and what becomes of their numbers in each precision."""
+    from gguf import GGML_QUANT_SIZES
+
+    yield from ("| type | bits a weight | in bfloat16 | in int8 | in int4 |", "| --- | --- | --- | --- | --- |")
+    for kind in READABLE:
+        block, size = GGML_QUANT_SIZES[kind]
+        fates = " | ".join(fate(kind, to) for to in ("bf16", "int8", "int4"))
+        yield f"| {kind.name} | {8 * size / block:.4g} | {fates} |"
+    refused = ", ".join(sorted(kind.name for kind in UNREADABLE))
+    yield from ("", f"Not weights, or not read by the `gguf` package: {refused}.", "")
+
+
+PAGES: dict[str, Callable[[], Iterator[str]]] = {
+    "reference-cli": command_line,
+    "reference-http": http,
+    "files": gguf_types,
+}
+
+
+# Families of models
+
+
+def families() -> Iterator[str]:
+    """Lines of a Markdown table: one row per family, as the code describes its usual configuration."""
+    yield "| family | `model_type` | GGUF architecture | CPU kernels | GPU | several processes |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    for family in sorted(FAMILIES.values(), key=lambda family: family.model_type):
+        yield f"| {' | '.join(_columns(family))} |"
+
+
+def _columns(family: Family) -> Iterator[str]:
+    spec = family.describe(AutoConfig.for_model(family.model_type))
+    assert spec is not None, "the usual configuration of a family runs"
+    dense = all(isinstance(layer.mlp, MLPSpec) for layer in spec.layers)
+    about = sys.modules[family.describe.__module__].__doc__ or ""
+    yield about.splitlines()[0].removesuffix(".")
+    yield ", ".join(f"`{name}`" for name in (family.model_type, *family.wrapped_by))
+    yield "-" if family.gguf is None else f"`{family.gguf.architecture}`"
+    try:
+        check_description(spec)
+    except ModelFormatError as error:
+        yield "no: needs " + str(error).partition(" without ")[2]
+    else:
+        yield "bf16, int8, int4"
+    yield "bf16, int8, fp8; graphs" if dense else "bf16; no graphs"
+    try:
+        ModelShard(0, 2).local(spec)
+    except ParameterError:
+        yield "no"
+    else:
+        yield "yes"
+
+
+def write_families(page: Path) -> None:
+    """Replace the table of the page."""
+    before, _, rest = page.read_text().partition("| family |")
+    after = rest.partition("\n\n")[2]
+    page.write_text(before + "\n".join(families()) + "\n\n" + after)
 
 
 # Docstrings
@@ -135,3 +237,7 @@ def readable(_app: object, _what: str, _name: str, _object: object, _options: ob
 
 def _in_list(made: list[str]) -> bool:
     return made[-1].startswith(("* **", "  "))
+
+
+if __name__ == "__main__":
+    write_families(Path(__file__).parent / "models.md")

@@ -1,4 +1,4 @@
-"""``make wheel``: dist/, a wheel for every Linux on 64-bit x86 and the sdist, and whether they work where nothing is.
+"""``make wheel``: dist/, a wheel for every Linux on this machine's kind of CPU, the sdist, and whether they work.
 
 The wheel is built from the sdist and then held to manylinux_2_28 by auditwheel: a symbol of a newer glibc or libstdc++
 ends this. Both are then installed into an empty environment without a compiler, and SmolLM2 answers there.
@@ -7,6 +7,7 @@ ends this. Both are then installed into an empty environment without a compiler,
 from __future__ import annotations
 
 import os
+import platform
 import shlex
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 DIST = ROOT / "dist"
-PLATFORM = "manylinux_2_28_x86_64"
+PLATFORM = f"manylinux_2_28_{platform.machine()}"
 TORCH = os.environ.get("TORCH") or "torch"
 PIP_FLAGS = shlex.split(os.environ.get("PIP_FLAGS") or "")
 # What an environment of one's own, a compiler or an earlier run would leave behind.

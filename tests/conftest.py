@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,19 @@ torch.set_num_threads(1)  # tensors in tests are too small for several threads
 settings.register_profile("paceline", deadline=None, phases=[phase for phase in Phase if phase is not Phase.shrink])
 settings.register_profile("shrink", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "paceline"))
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Mark as ``wide`` all cases but every n-th of a test that is marked ``one_in(n)``."""
+    cases: Counter[str] = Counter()
+    for item in items:
+        marker = item.get_closest_marker("one_in")
+        if marker is not None and item.get_closest_marker("slow") is None:
+            test = item.nodeid.partition("[")[0]
+            if cases[test] % marker.args[0]:
+                item.add_marker(pytest.mark.wide)
+            cases[test] += 1
 
 
 @pytest.fixture(autouse=True)

@@ -27,11 +27,14 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+import gguf_support
 from model_support import FOREIGN, NATIVE, tiny
 from paceline import LLM, SamplingParams
 from paceline.errors import PacelineError
 from paceline.kernels import native
 from paceline.models.tokenizer import Tokenizer
+from quantised_support import awq, compressed, fp8_blocks, gptq
+from quantised_support import write as write_quantised
 
 MEMORY = 1 << 30  # bytes that loading may add to the process
 CPU_SECONDS = 20
@@ -39,6 +42,14 @@ WALL_SECONDS = 120.0
 VOCABULARY = 258
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 SHAPE = {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "head_dim": 16}  # supported by the kernels
+WIDE = {"hidden_size": 64, "intermediate_size": 64}  # whole groups of inputs
+QUANTISED = {
+    "gptq": gptq(4, 32, symmetric=False, ordered=True),
+    "awq": awq(32),
+    "compressed": compressed(4, 32, symmetric=False),
+    "float8": fp8_blocks(32, 32),
+}
+
 Rng = random.Random
 Damage = Callable[[Path, Rng], str]  # changes the model in a directory; returns the name of the file that it changed
 
@@ -107,6 +118,17 @@ def write_models(folder: Path) -> None:
     write_directory(folder / "native", *NATIVE["llama"])
     write_directory(folder / "foreign", *FOREIGN["gpt_neox"])
     write_directory(folder / "shards", *NATIVE["llama"], max_shard_size="20KB")
+    for name, converter in QUANTISED.items():
+        write_directory(folder / name, *NATIVE["llama"])
+        kind, fields = NATIVE["llama"]
+        write_quantised(folder / name, tiny(kind, fields | SHAPE | WIDE), converter)
+    (folder / "split").mkdir()
+    gguf_support.copy(
+        folder / "gguf" / "model.gguf",
+        folder / "split" / "model.gguf",
+        lambda _: gguf.GGMLQuantizationType.Q4_0,
+        tensors_per_part=8,
+    )
 
 
 # Bytes
@@ -238,6 +260,18 @@ def _broken_text(text: str, rng: Rng) -> bytes:
             whole + whole,
         )
     )
+
+
+def damage_scheme(folder: Path, rng: Rng) -> str:
+    """Change the quantization_config, which stays valid JSON, or take another model's."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    if rng.random() < 0.3:
+        config["quantization_config"] = rng.choice([other.config for other in QUANTISED.values()])
+    else:
+        config["quantization_config"] = json.loads(_edit(config["quantization_config"], rng))
+    path.write_text(json.dumps(config))
+    return path.name
 
 
 def damage_json(name: str) -> Damage:
@@ -381,6 +415,10 @@ def _gguf_header(content: bytes) -> int:
     return content.index(b"rope_freqs.weight")
 
 
+def _part_header(content: bytes) -> int:
+    return min(len(content), 1000)
+
+
 # kind of model, damage, number of cases
 CASES: list[tuple[str, str, Damage, int]] = [
     ("gguf", "bytes", damage_bytes("*.gguf", _gguf_header), 40),
@@ -401,6 +439,10 @@ CASES: list[tuple[str, str, Damage, int]] = [
     ("native", "special tokens", damage_json("special_tokens_map.json"), 6),
     ("shards", "index", damage_index, 20),
     ("shards", "index json", damage_json("model.safetensors.index.json"), 8),
+    ("split", "split bytes", damage_bytes("*.gguf", _part_header), 30),
+    *[(kind, "quantised header", damage_safetensors_header, 10) for kind in QUANTISED],
+    *[(kind, "quantised bytes", damage_bytes("*.safetensors", safetensors_header), 6) for kind in QUANTISED],
+    *[(kind, "quantised scheme", damage_scheme, 12) for kind in QUANTISED],
     *[("native", f"template {n}", one_template(n), 1) for n in range(len(BOMBS))],
 ]
 if native.select() is not None:
@@ -418,7 +460,7 @@ def use(folder: Path) -> None:
     source = next(folder.glob("*.gguf"), folder)
     os.environ |= {"PACELINE_CACHE": str(folder / "cache"), "PACELINE_PACKED_CACHE": "on"}
     tokenizer = Tokenizer.load(source)
-    precision: Any = "int8" if (folder / "cache").is_dir() else None
+    precision: Any = "int8" if (folder / "cache").is_dir() else "int4" if folder.name in QUANTISED else None
     llm = LLM(source, quantization=precision, device="cpu", max_model_len=32, max_batch_size=1)
     llm.generate([[1, 2, 3], "the"], SamplingParams(max_tokens=2, temperature=0), use_tqdm=False)
     tokenizer.chat([{"role": "user", "content": "hello"}])

@@ -71,18 +71,39 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2 without scale": ("gpt2", _GPT2 | {"scale_attn_weights": False, "tie_word_embeddings": False}),
 }
 
+_BOTH_ROPES = {
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0,
+                           "original_max_position_embeddings": 32},
+    }
+}  # fmt: skip
+_MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+_GEMMA3 = _LLAMA | {
+    "head_dim": 8, "sliding_window": 4, "layer_types": _MIXED, "query_pre_attn_scalar": 10,
+}  # fmt: skip
+_GRANITE = {
+    "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 8.0,
+}  # fmt: skip
+_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+NATIVE |= {
+    "gemma3": ("gemma3_text", _GEMMA3),
+    "gemma3 with capped logits": ("gemma3_text", _GEMMA3 | {"final_logit_softcapping": 0.5}),
+    "phi3": ("phi3", _LLAMA | {"sliding_window": 4}),
+    "phi3 with a partial rotation": ("phi3", _LLAMA | {"head_dim": 8} | rope("default", partial_rotary_factor=0.5)),
+    "granite": ("granite", _LLAMA | _GRANITE),
+    "olmo2": ("olmo2", _LLAMA),
+    "olmo3": ("olmo3", _LLAMA | _BOTH_ROPES | {"sliding_window": 4, "layer_types": _MIXED}),
+    "smollm3": ("smollm3", _LLAMA | {"no_rope_layer_interval": 2}),
+    "ministral3": ("ministral3", _LLAMA | {"head_dim": 8}),
+    "qwen3_moe": ("qwen3_moe", _LLAMA | _EXPERTS | {"head_dim": 8, "norm_topk_prob": True}),
+    "olmoe": ("olmoe", _LLAMA | _EXPERTS),
+    "granitemoe": ("granitemoe", _LLAMA | _GRANITE | {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "exaone4": ("exaone4", _LLAMA | {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "exaone4 with windows": ("exaone4", _LLAMA | {"sliding_window": 4, "layer_types": _MIXED}),
+}
+
 FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma3": (
-        "gemma3_text",
-        _LLAMA
-        | {
-            "head_dim": 8,
-            "sliding_window": 4,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "query_pre_attn_scalar": 10,
-            "final_logit_softcapping": 0.5,
-        },
-    ),
     "gpt_neox": ("gpt_neox", {key: value for key, value in _LLAMA.items() if key != "num_key_value_heads"}),
     "cohere": ("cohere", _LLAMA | {"logit_scale": 0.2}),
     "afmoe": (
@@ -134,7 +155,8 @@ class Runner:
     ) -> HiddenStates:
         backend, rows = ReferenceAttention(), slice(first_row, first_row + len(tokens))
         longest = min(int(positions.max()) + 1, self.cache.positions)
-        plan, index = backend.plan(positions, longest), self.cache.write_index(first_row, positions)
+        places = torch.arange(first_row, first_row + len(tokens))
+        plan, index = backend.plan(positions, longest), self.cache.write_index(places, positions)
 
         def attend(
             layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: int | None = None

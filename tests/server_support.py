@@ -6,7 +6,7 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,17 +29,18 @@ from web import client
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[bot]"
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
+def byte_tokenizer(special: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken("<eos>")])
+    backend.add_special_tokens([AddedToken(name) for name in ("<eos>", *special)])
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", chat_template=TEMPLATE)
 
 
-def save_model(path: Path) -> str:
-    tokenizer = byte_tokenizer()
+def save_model(path: Path, special: Sequence[str] = ()) -> str:
+    """Save the model. special: spellings of further special tokens."""
+    tokenizer = byte_tokenizer(special)
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=len(tokenizer),

@@ -53,9 +53,9 @@ class Simulation:
 
     def rows(self, count: int) -> None:
         """Set the number of live rows."""
-        for row in range(self.batch.rows, count):
+        for row in range(self.batch.rows, count):  # sequences that stay have the first slots
             self.batch.set_row(row, RowStart([1] * 100, SamplingParams(temperature=0, max_tokens=99_000), row))
-        self.batch.set_rows(count)
+        self.batch.set_live(range(count))
 
     def play(self, policy: LengthPolicy, rounds: int = 1) -> None:
         for _ in range(rounds):
@@ -99,12 +99,12 @@ class Reader:
         self.seen, self.prompt = [0] * rows, prompt
 
     def lags(self, batch: Batch) -> list[int]:
-        return [batch.lengths[row] - self.seen[row] for row in range(batch.rows)]
+        return [length - self.seen[slot] for slot, length in zip(batch.slots, batch.lengths, strict=True)]
 
     def spared(self, batch: Batch) -> int:
         if not self.prompt:
             return 0
-        return sum(sorted(max(0, self.prompt - 1 - seen) for seen in self.seen[: batch.rows])[1:])
+        return sum(sorted(max(0, self.prompt - 1 - seen) for seen in map(self.seen.__getitem__, batch.slots))[1:])
 
 
 @dataclass
@@ -151,23 +151,22 @@ class DraftSimulation:
             params = SamplingParams(temperature=0, max_tokens=self.tokens)
             batch.set_row(row, RowStart([RIGHT] * self.prompt, params, row))
             policy.join(row)
-        batch.set_rows(self.rows)
+        batch.set_live(range(self.rows))
         self._begin(policy)
-        who = list(range(self.rows))
         self.ends: dict[int, float] = {}
         while batch.rows:
             batch.draining = draining
-            self._round(policy, who)
-            for row in reversed(range(batch.rows)):
-                if batch.lengths[row] >= batch.limits[row]:
-                    self.ends[who[row]] = self.now - began
-                    policy.leave(row)
-                    if row < batch.rows - 1:
-                        policy.move(batch.rows - 1, row)
-                    batch.copy_row(batch.rows - 1, row)
-                    self.reader.seen[row] = self.reader.seen[batch.rows - 1]
-                    who[row] = who[batch.rows - 1]
-                    batch.set_rows(batch.rows - 1)
+            self._round(policy)
+            ended = [
+                slot
+                for slot, length, limit in zip(batch.slots, batch.lengths, batch.limits, strict=True)
+                if length >= limit
+            ]
+            for slot in ended:
+                self.ends[slot] = self.now - began
+                policy.leave(slot)
+            if ended:
+                batch.set_live([slot for slot in batch.slots if slot not in ended])
         return self.now - began
 
     def _begin(self, policy: LengthPolicy) -> None:
@@ -181,10 +180,10 @@ class DraftSimulation:
         self.read += tokens
         self.now += self.costs.feed_ms(tokens) / 1000
 
-    def _round(self, policy: LengthPolicy, who: list[int]) -> None:
+    def _round(self, policy: LengthPolicy) -> None:
         batch, began = self.batch, self.now
         wish = policy.choose(batch).within(batch)
-        self._who, self._read = who[: batch.rows], (0, 0)
+        self._who, self._read = batch.slots, (0, 0)
         draft = self._propose(self._who, wish).capped(wish.caps)
         draft = policy.select(batch, draft) if draft.k else draft
         counts = draft.counts.tolist()
@@ -196,7 +195,7 @@ class DraftSimulation:
         verdict = Verdict(torch.full((batch.rows, draft.k + 1), RIGHT), torch.tensor(accepted), draft.counts)
         batch.commit(verdict)
         for row in range(*self._read):
-            self.reader.seen[row] = batch.lengths[row] - 1
+            self.reader.seen[batch.slots[row]] = batch.lengths[row] - 1
         policy.observe(batch, told(verdict, wish, 1000 * (ready - began), 1000 * (self.now - ready)))
         self.rounds += 1
         self.gained += sum(accepted) + len(accepted)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -45,12 +46,20 @@ PLAYED_HERE = [page for page in PAGES[1:] if any("import LLM" in block for block
 
 
 @pytest.mark.parametrize("page", PLAYED_HERE, ids=lambda page: page.name)
+@pytest.mark.one_in(3)
 def test_the_pythons_of_a_page_run_one_after_the_other(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     real_models.find("smollm2-135m")
     names: dict[str, Any] = {}
     for code in blocks(page, "python"):
         exec(compile(code, page.name, "exec"), names)
     assert "Paris" in capsys.readouterr().out
+
+
+def test_the_table_of_families_is_that_of_the_code(tmp_path: Path) -> None:
+    page = tmp_path / "models.md"
+    page.write_text((ROOT / "docs" / "models.md").read_text())
+    runpy.run_path(str(ROOT / "docs" / "generated.py"))["write_families"](page)
+    assert page.read_text() == (ROOT / "docs" / "models.md").read_text(), "python docs/generated.py writes it"
 
 
 def test_every_page_is_in_the_table_of_contents() -> None:

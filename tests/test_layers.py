@@ -14,6 +14,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "paceline"
 FLOORS = (  # from the ground up; units on one floor do not import each other
     ("errors", "version"),
     ("config",),
+    ("chat",),
     ("core",),
     ("kernels",),
     ("models",),

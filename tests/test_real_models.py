@@ -147,6 +147,7 @@ def test_smollm2_equals_transformers_generate_in_float32_with_and_without_specul
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.wide
 def test_smollm2_gives_the_same_seeded_text_with_and_without_speculation() -> None:
     path = real_models.find("smollm2-135m")
     llm = LLM(path, drafter="ngram", num_speculative_tokens=3, dtype="float32", max_batch_size=6, max_model_len=256)

@@ -31,9 +31,14 @@ def test_the_file_is_yaml(path: Path) -> None:
 
 
 def test_the_workflow_calls_what_contributors_call_on_the_oldest_and_the_newest_python() -> None:
-    (job,) = load(YAML[0])["jobs"].values()
+    jobs = load(YAML[0])["jobs"]
+    job = jobs["check"]
     assert [step["run"] for step in job["steps"] if "run" in step] == ["make check"]
-    assert re.search("^check:", MAKEFILE, re.MULTILINE)
+    commands = [step["run"] for each in jobs.values() for step in each["steps"] if "run" in step]
+    for target in re.findall(r"make (\w+)", " ".join(commands)):
+        assert re.search(f"^{target}:", MAKEFILE, re.MULTILINE)
+    for path in re.findall(r"tests/[\w/.]+", " ".join(commands)):
+        assert (ROOT / path).exists()
     promised = re.findall(r"Python :: (3\.\d+)", " ".join(PROJECT["classifiers"]))
     assert job["strategy"]["matrix"]["python"] == [promised[0], promised[-1]]
 

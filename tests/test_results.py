@@ -430,3 +430,17 @@ def test_every_run_is_the_one_whose_json_lies_there() -> None:
             assert written.split(" --output")[0] == command.strip("`"), found[1]
         assert re.fullmatch(r"\d{4}-\d\d-\d\d, `[0-9a-f]{7}`", when)
     assert used == {*HEADLINES, "peers", "edits", "separate"}
+
+
+def test_the_table_of_deadlines_is_the_committed_run() -> None:
+    cells = load("deadlines-smollm2-int8-epyc-zen4")["cells"]
+    rows = [
+        f"| {c['budget']:g} s | {c['rows']} | {c['prompt']} "
+        f"| {c['late_ms_median']:.1f} ms | {c['late_ms_max']:.1f} ms |"
+        for c in cells
+    ]
+    page = (ROOT / "docs" / "serving.md").read_text()
+    head = "| budget | rows | prompt tokens | median | latest |"
+    table_lines = page.split(head)[1].split("\n\n")[0].splitlines()[2:]
+    assert [line.strip() for line in table_lines] == rows
+    assert max(c["late_ms_median"] for c in cells) < 10

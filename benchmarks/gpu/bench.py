@@ -27,7 +27,7 @@ from benchmarks.gpu.stage import ROOM, Effort, Stage
 
 from paceline.core.cache import KVCache
 from paceline.errors import CapacityError, ParameterError
-from paceline.models.config import ModelConfig
+from paceline.models.description import DecoderSpec
 from paceline.models.transformer import Transformer
 
 NOTE = (
@@ -176,10 +176,12 @@ def _model_bytes(pair: Pair, to: WeightFormat) -> int:
     return int(both) + tables + (1 << 30)
 
 
-def cache_bytes(config: ModelConfig, setting: Setting, dtype: torch.dtype) -> int:
+def cache_bytes(config: DecoderSpec, setting: Setting, dtype: torch.dtype) -> int:
     """Bytes of the caches for the setting's rows."""
     positions = setting.context + ROOM
-    return KVCache.bytes_for(config.layers, setting.rows, config.kv_heads, positions, config.head_dim, dtype)
+    attention = config.layers[0].attention
+    shape = len(config.layers), setting.rows, attention.kv_heads, positions, attention.head_dim
+    return KVCache.bytes_for(*shape, dtype)
 
 
 class Bench:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from benchmarks.gpu.models import WEIGHT_BYTES, WeightFormat, matrix_parameters
 
-from paceline.models.config import ModelConfig
+from paceline.models.description import DecoderSpec
 
 _COPY_BYTES, _MATRIX_SIZE = 1 << 30, 8192  # large enough that caches do not help and the GPU is full
 _TINY_BYTES, _TINY_SIZE = 1 << 20, 128
@@ -47,7 +47,7 @@ class Work:
 class Weights:
     """The sizes of a model that its floor depends on. cache_bytes: bytes per number in the cache."""
 
-    config: ModelConfig
+    config: DecoderSpec
     format: WeightFormat
     cache_bytes: int = 2
 
@@ -91,8 +91,8 @@ def _event() -> torch.cuda.Event:
 def pass_work(model: Weights, rows: int, tokens: int, context: float) -> Work:
     """One forward pass of ``tokens`` tokens per row, over ``context`` positions per row."""
     config, parameters = model.config, matrix_parameters(model.config)
-    cached = 2 * config.layers * config.kv_width * model.cache_bytes * rows * context
-    attending = 4 * config.layers * config.query_width * rows * tokens * context
+    cached = 2 * sum(a.kv_width for a in config.attentions) * model.cache_bytes * rows * context
+    attending = 4 * sum(a.query_width for a in config.attentions) * rows * tokens * context
     return Work(parameters * WEIGHT_BYTES[model.format] + cached, 2 * parameters * rows * tokens + attending)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels.gpu.launch import require_triton
-from paceline.models.config import ModelConfig, Rotary
+from paceline.models.description import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormSpec, Rotary
 from paceline.models.linear import Dense, LinearFactory
 from paceline.models.transformer import Transformer
 from paceline.models.weights import slots
@@ -31,49 +31,39 @@ class Pair:
     """A target and its draft model."""
 
     name: str
-    target: ModelConfig
-    draft: ModelConfig
+    target: DecoderSpec
+    draft: DecoderSpec
 
 
-def gpt(layers: int, width: int, vocab_size: int, *, head_dim: int = _HEAD_DIM) -> ModelConfig:
+def gpt(layers: int, width: int, vocab_size: int, *, head_dim: int = _HEAD_DIM) -> DecoderSpec:
     """A GPT-like decoder: learned positions, layer norms, a plain MLP four times as wide, tied embeddings."""
-    return ModelConfig(
+    heads = width // head_dim
+    attention = AttentionSpec(heads, heads, head_dim, bias=True, output_bias=True)
+    mlp = MLPSpec(4 * width, "gelu_tanh", gated=False, bias=True)
+    return DecoderSpec(
         family="gpt2",
         vocab_size=vocab_size,
         width=width,
-        heads=width // head_dim,
-        kv_heads=width // head_dim,
-        head_dim=head_dim,
-        mlp_width=4 * width,
         max_positions=MOST_POSITIONS,
-        windows=(None,) * layers,
-        scales=(None,) * layers,
-        norm="layer",
-        activation="gelu_tanh",
-        gated=False,
+        layers=(LayerSpec(attention, mlp),) * layers,
+        norm=NormSpec("layer"),
         embed_width=width,
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
+        learned_positions=True,
         tied=True,
     )
 
 
-def llama(layers: int, width: int, vocab_size: int, kv_heads: int, mlp_width: int) -> ModelConfig:
+def llama(layers: int, width: int, vocab_size: int, kv_heads: int, mlp_width: int) -> DecoderSpec:
     """A Llama-like decoder: rotary positions, RMS norms, a gated MLP, few key and value heads."""
     frequencies = tuple(500_000.0 ** (-pair / (_HEAD_DIM // 2)) for pair in range(_HEAD_DIM // 2))
-    return ModelConfig(
+    attention = AttentionSpec(width // _HEAD_DIM, kv_heads, _HEAD_DIM, rotary=Rotary(frequencies))
+    return DecoderSpec(
         family="llama",
         vocab_size=vocab_size,
         width=width,
-        heads=width // _HEAD_DIM,
-        kv_heads=kv_heads,
-        head_dim=_HEAD_DIM,
-        mlp_width=mlp_width,
         max_positions=MOST_POSITIONS,
-        windows=(None,) * layers,
-        scales=(None,) * layers,
-        rotary=Rotary(frequencies),
+        layers=(LayerSpec(attention, MLPSpec(mlp_width)),) * layers,
+        norm=NormSpec(),
         embed_width=width,
     )
 
@@ -93,33 +83,26 @@ def tiny(pair: Pair) -> Pair:
     return replace(pair, target=_shrunk(pair.target, layers=2), draft=_shrunk(pair.draft, layers=1))
 
 
-def _shrunk(config: ModelConfig, layers: int) -> ModelConfig:
+def _shrunk(config: DecoderSpec, layers: int) -> DecoderSpec:
     heads, dim = 2, 16
-    rotary = config.rotary and Rotary(config.rotary.inverse_frequencies[: dim // 2])
-    return replace(
-        config,
-        vocab_size=96,
-        width=heads * dim,
-        embed_width=heads * dim,
-        heads=heads,
-        kv_heads=heads if config.kv_heads == config.heads else 1,
-        head_dim=dim,
-        mlp_width=2 * heads * dim,
-        max_positions=512,
-        windows=(None,) * layers,
-        scales=(None,) * layers,
-        rotary=rotary,
+    layer, width = config.layers[0], heads * dim
+    rotary = layer.attention.rotary and Rotary(layer.attention.rotary.inverse_frequencies[: dim // 2])
+    kv_heads = heads if layer.attention.kv_heads == layer.attention.heads else 1
+    small = LayerSpec(
+        replace(layer.attention, heads=heads, kv_heads=kv_heads, head_dim=dim, rotary=rotary),
+        replace(layer.dense, width=2 * width),
     )
+    return replace(config, vocab_size=96, width=width, embed_width=width, max_positions=512, layers=(small,) * layers)
 
 
-def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
+def matrices(config: DecoderSpec) -> dict[str, tuple[int, int]]:
     """[outputs, inputs] of the matrices in a forward pass: the embedding's only if it is the head."""
     found = {slot.target: (slot.total, slot.shape[1]) for slot in slots(config).values() if len(slot.shape) == 2}
     tables = ["positions.weight"] if config.tied else ["positions.weight", "embed.weight"]
     return {name: shape for name, shape in found.items() if name not in tables}
 
 
-def matrix_parameters(config: ModelConfig) -> int:
+def matrix_parameters(config: DecoderSpec) -> int:
     """Number of weights in all its matrices."""
     return sum(outputs * inputs for outputs, inputs in matrices(config).values())
 
@@ -130,7 +113,7 @@ class RandomWeights(Mapping[str, Tensor]):
     Weights outside the layers (embedding, head) are kept, because a model requests them twice.
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: DecoderSpec, dtype: torch.dtype, device: torch.device) -> None:
         self._shapes = {slot.target: (slot.total, *slot.shape[1:]) for slot in slots(config).values()}
         self._dtype, self._device = dtype, device
         self._kept: dict[str, Tensor] = {}
@@ -173,7 +156,7 @@ def linear_factory(to: WeightFormat, device: torch.device) -> LinearFactory:
 
 
 def random_model(
-    config: ModelConfig, name: str, to: WeightFormat, dtype: torch.dtype, device: torch.device
+    config: DecoderSpec, name: str, to: WeightFormat, dtype: torch.dtype, device: torch.device
 ) -> Transformer:
     """A model with this config, its matrices in the format ``to``; raises like ``linear_factory``."""
     weights = RandomWeights(config, dtype, device)

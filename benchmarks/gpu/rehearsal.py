@@ -20,7 +20,7 @@ from benchmarks.gpu.models import Pair, WeightFormat, matrices, random_model
 from benchmarks.gpu.stage import ROOM, Stage
 
 from paceline.core.cache import KVCache
-from paceline.models.config import ModelConfig
+from paceline.models.description import DecoderSpec
 
 Task = Callable[[], None]
 _MOST_WORKERS = 15
@@ -49,7 +49,7 @@ def tasks_for(pair: Pair, cells: Sequence[Cell], place: Place) -> list[Task]:
 def _products(pair: Pair, formats: Sequence[WeightFormat], place: Place) -> Iterator[Task]:
     """The products, the largest matrices first."""
     shapes = {
-        (shape, config.mlp_bias and name.startswith("layers."))
+        (shape, config.layers[0].dense.bias and name.startswith("layers."))
         for config in (pair.target, pair.draft)
         for name, shape in matrices(config).items()
     }
@@ -68,13 +68,15 @@ def rehearse_rounds(pair: Pair, settings: Sequence[Setting], k: int, place: Plac
             Stage(target, draft, setting, capture=False).rounds(k, 1)
 
 
-def _one_layer(config: ModelConfig) -> ModelConfig:
-    return replace(config, windows=config.windows[:1], scales=config.scales[:1])
+def _one_layer(config: DecoderSpec) -> DecoderSpec:
+    return replace(config, layers=config.layers[:1])
 
 
-def _cache_bytes(config: ModelConfig, setting: Setting, dtype: torch.dtype) -> int:
+def _cache_bytes(config: DecoderSpec, setting: Setting, dtype: torch.dtype) -> int:
     positions = setting.context + ROOM
-    return KVCache.bytes_for(config.layers, setting.rows, config.kv_heads, positions, config.head_dim, dtype)
+    attention = config.layers[0].attention
+    shape = len(config.layers), setting.rows, attention.kv_heads, positions, attention.head_dim
+    return KVCache.bytes_for(*shape, dtype)
 
 
 @torch.inference_mode()

@@ -86,7 +86,7 @@ class Stage:
         for row in range(self.setting.rows):
             tokens = torch.randint(vocab_size, (context,), generator=torch.Generator().manual_seed(row))
             self.batch.set_row(row, RowStart(tokens.tolist(), params, row))
-        self.batch.set_rows(self.setting.rows)
+        self.batch.set_live(range(self.setting.rows))
 
     def _begin_anew(self) -> None:
         self.batch.length.fill_(self.setting.context)
@@ -149,7 +149,7 @@ class Stage:
         """
         self._begin_anew()
         rows, graphs = self.setting.rows, Graphs(self.device, capture=self._capture)
-        start, tokens = self.batch.length[:rows] - 1, self.batch.tokens[:rows, : k + 1].clone()
+        start, tokens = self.batch.length[:rows] - 1, self.batch.text[:rows, : k + 1].clone()
 
         def run() -> Tensor:
             return self.target.logits(self.target.forward(tokens, start, self.longest + 1))

@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, NoReturn, Self, TypeAlias, Unpack
+from typing import Any, NoReturn, Self, TypeAlias, Unpack, get_args
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from paceline.chat.options import ChatFields, ChatOptions
 from paceline.config import (
     DEFAULT_MODEL,
+    OWN_HEAD,
     EngineConfig,
     EngineOptions,
+    PoolingName,
     SamplingParams,
     StructuredOutputs,
     check_used,
     engine_config,
+    uses_own_head,
 )
 from paceline.config.inputs import (
     Message,
     Prompt,
+    as_adapters,
     as_conversations,
     as_documents,
     as_prompt,
@@ -32,6 +39,7 @@ from paceline.config.inputs import (
     as_references,
     as_sources,
 )
+from paceline.config.ranges import OneOf
 from paceline.core.hardware import (
     default_threads,
     ignore_torch_context,
@@ -40,8 +48,9 @@ from paceline.core.hardware import (
 from paceline.core.outputs import RequestOutput, Score, TokenLogprob
 from paceline.core.processors import processed_row
 from paceline.core.rows import Constraint
-from paceline.drafters.heads.loading import find_head
-from paceline.engine.calls import CallArguments, Made, OnError, check_params, fields_of
+from paceline.drafters.heads.loading import find_head, has_own_head, load_own_head
+from paceline.engine.calls import CallArguments, Made, OnError, check_params
+from paceline.engine.chat import ChatPrompt, ChatRules, chat_prompt, check_beside_rules
 from paceline.engine.engine import Engine, Models, Request
 from paceline.engine.loading import (
     TokenizerSource,
@@ -54,10 +63,11 @@ from paceline.engine.loading import (
     loading_progress,
     serve_other_rank,
 )
-from paceline.engine.scoring import ScoredText
+from paceline.engine.scoring import EmbeddedText, ScoredText
 from paceline.engine.sharing import SharedCall, SharedEngine
 from paceline.errors import EmptyPromptError, PacelineError, ParameterError
 from paceline.models.boundary import Source
+from paceline.models.infill import InfillMarkers
 from paceline.models.loading import check_source, eos_token_ids
 from paceline.models.tokenizer import Detokenizer, Tokenizer, check_same_vocabulary
 from paceline.structured import Grammars
@@ -89,6 +99,8 @@ class LLM:
     tokenizer: a loaded tokenizer, or the directory, file or name of one, which replaces the model's own. A loaded
         PreTrainedModel has no tokenizer: without one, prompts and answers are token ids.
     reference_documents: texts or token ids that the n-gram drafter may copy from, beside each row's own tokens.
+    adapters: directories of LoRA adapters (peft's files) by the names under which ``SamplingParams.adapter`` finds
+        them. Drafters draft for the model itself, which changes the speed only.
     use_tqdm: whether to show the stages of start-up on a terminal: loading, packing, measuring costs.
     options: see EngineConfig.
 
@@ -104,6 +116,7 @@ class LLM:
         *,
         tokenizer: TokenizerSource | None = None,
         reference_documents: Sequence[Prompt] = (),
+        adapters: Mapping[str, str | os.PathLike[str]] | None = None,
         use_tqdm: bool = True,
         **options: Unpack[EngineOptions],
     ) -> None:
@@ -111,7 +124,9 @@ class LLM:
         if draft_model is not None:
             check_model_source("draft_model", draft_model)
         documents = as_sources("reference_documents", reference_documents)
-        config = engine_config(options, draft_model, documents)
+        own_head = draft_model is None and uses_own_head(options) and has_own_head(model)
+        adapter_paths = as_adapters(adapters or {})
+        config = engine_config(options, OWN_HEAD if own_head else draft_model, documents)
         if find_head(model) is not None:
             raise ParameterError(
                 "model", model, "a model; this is a trained head, which is passed as draft_model of its target"
@@ -128,8 +143,10 @@ class LLM:
         with loading_progress(use_tqdm) as begin:
             with torch_threads(config.threads or default_threads()):  # other engines have their own number
                 draft = None if draft_model is None or head is not None else load_draft(draft_model, config, begin)
-                target = load_target(model, config, begin)
+                target = load_target(model, config, begin, adapter_paths)
                 draft = draft if head is None else load_head(head, model, target, config)
+                if own_head:
+                    draft = load_own_head(target, model, quantization=config.draft_quantization)
             self._models = Models(target, draft, self._eos_token_ids(model), references)
             self._models.users.add(self)
             begin("measuring what rounds cost")
@@ -212,38 +229,44 @@ class LLM:
         use_tqdm: bool = True,
         on_finished: Callable[[RequestOutput], None] | None = None,
         on_error: OnError = "raise",
-        add_generation_prompt: bool = True,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[ChatFields],
     ) -> list[RequestOutput]:
         """Answer one conversation, or several in one batch, with the model's chat template. See ``generate``.
 
         The content of a message is a text, or a list of text parts: {"type": "text", "text": ...}.
-        add_generation_prompt, chat_template_kwargs: see ``tokens_of_chat``.
+        options: tools, thoughts and variables of the chat template; see ``ChatFields``. The ``message`` of each answer
+        has its thoughts, its text and its tool calls; its ``text`` is what the model wrote.
         """
-        call, fields = (
-            CallArguments(params, references, on_error),
-            fields_of(chat_template_kwargs, add_generation_prompt),
-        )
+        call, wanted = CallArguments(params, references, on_error), ChatOptions.of(options)
 
-        def read(conversation: Sequence[Message]) -> list[int]:
-            return self._need_tokenizer("chat").chat(conversation, fields)
+        def read(conversation: Sequence[Message]) -> ChatPrompt:
+            return self.chat_prompt(conversation, wanted)
 
         return self._run(self._make_requests(as_conversations(messages), call, read), use_tqdm, on_finished)
 
-    def tokens_of_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool = True,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """Token ids of a conversation in the format of the model's chat template.
+    def infill(
+        self, gaps: Sequence[tuple[str, str]], params: SamplingParams | None = None, *, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
+        """Fill each gap, given as the texts (before, after), with the model's own fill-in-the-middle tokens.
 
-        add_generation_prompt: whether the prompt ends with the beginning of the assistant's turn.
-        chat_template_kwargs: further variables of the chat template, for example ``enable_thinking``.
+        An answer ends at the tokens by which such models end a gap, too. Raises what ``generate`` raises, and
+        RequestError if the model has no such tokens.
+        """
+        tokenizer = self._need_tokenizer("infill")
+        markers = InfillMarkers.of(tokenizer)
+        prompts = [markers.prompt(tokenizer, before, after) for before, after in gaps]
+        return self.generate(prompts, markers.ended(params or SamplingParams()), use_tqdm=use_tqdm)
+
+    def tokens_of_chat(self, messages: Sequence[Message], **options: Unpack[ChatFields]) -> list[int]:
+        """Token ids of a conversation in the format of the model's chat template. options: see ``ChatFields``.
+
         Raises ParameterError, RequestError.
         """
-        return self._need_tokenizer("chat").chat(messages, fields_of(chat_template_kwargs, add_generation_prompt))
+        return self.chat_prompt(messages, ChatOptions.of(options)).token_ids
+
+    def chat_prompt(self, messages: Sequence[Message], options: ChatOptions) -> ChatPrompt:
+        """Render a conversation as a prompt. Raises ParameterError, RequestError."""
+        return chat_prompt(self._need_tokenizer("chat"), messages, options)
 
     def stream(
         self,
@@ -288,6 +311,19 @@ class LLM:
         if len(prefixes) != len(suffixes):
             raise ParameterError("continuations", f"{len(suffixes)} entries", f"one per prompt ({len(prefixes)})")
         return self._score_pairs([self._encode_pair(*pair) for pair in zip(prefixes, suffixes, strict=True)], use_tqdm)
+
+    def embed(self, prompts: Sequence[Prompt], *, pooling: PoolingName = "mean", use_tqdm: bool = True) -> Tensor:
+        """Embeddings [N, width] of texts (strings or token ids), each of length 1, float32.
+
+        An embedding is the mean of the hidden states of all tokens, or the state of the "last" one, after the model's
+        final norm. Raises ParameterError, EmptyPromptError, PromptTooLongError before anything is computed.
+        """
+        OneOf(get_args(PoolingName)).take("pooling", pooling)
+        scored = [EmbeddedText(self._encode(text), pooling=pooling) for text in as_documents("prompts", prompts)]
+        for text in scored:
+            self.engine.check_embedded(text.token_ids)
+        self._score_texts(scored, "embeddings", use_tqdm)
+        return torch.stack([text.vector for text in scored]) if scored else torch.empty(0, 0)
 
     def _score_pairs(self, texts: Sequence[tuple[list[int], int]], use_tqdm: bool) -> list[Score]:
         """Score texts, given as token ids and the index of the first scored token."""
@@ -395,17 +431,53 @@ class LLM:
             yield call
 
     def _make_requests(
-        self, entries: Sequence[Any], call: CallArguments, read: Callable[[Any], Prompt] = _as_prompt
+        self, entries: Sequence[Any], call: CallArguments, read: Callable[[Any], Prompt | ChatPrompt] = _as_prompt
     ) -> list[Made]:
         """Make a request of each entry, or its result if it is refused. read: converts an entry to a prompt."""
 
         def make(entry: Any, params: SamplingParams, references: Sequence[Prompt]) -> Request:
-            request = self.request(read(entry), params, arrival=call.arrival, references=references)
+            prompt = read(entry)
+            if isinstance(prompt, ChatPrompt):
+                request = self._chat_request(prompt, params, call.arrival, references)
+            else:
+                request = self.request(prompt, params, arrival=call.arrival, references=references)
             request.prompt_logprobs = None if params.prompt_logprobs is None else []
             self.engine.check(request)
             return request
 
         return call.made(entries, make)
+
+    def _chat_request(
+        self, prompt: ChatPrompt, params: SamplingParams, arrival: float, references: Sequence[Prompt]
+    ) -> Request:
+        check_params(params)
+        make_constraint = self.chat_constraint(prompt, params)
+        free = params if make_constraint is None else replace(params, structured_outputs=None)
+        request = self.request(prompt.token_ids, free, arrival=arrival, references=references)
+        request = self.of_chat(request, prompt)
+        return request if make_constraint is None else replace(request, params=params, make_constraint=make_constraint)
+
+    def of_chat(self, request: Request, prompt: ChatPrompt) -> Request:
+        """Return the request with texts and messages as answers to this conversation have them."""
+        make_stream = partial(self._make_detokenizer, kept_special=prompt.kept_special)
+        return replace(request, make_stream=make_stream, read_message=prompt.parsed)
+
+    def chat_constraint(
+        self, prompt: ChatPrompt, params: SamplingParams, stopped: Callable[[], bool] = lambda: False
+    ) -> Callable[[], Constraint] | None:
+        """Compile what tools, thoughts and structure require; returns a factory for the constraint of one answer.
+
+        Returns None if the conversation requires nothing beside what ``params`` do without it. stopped: as in
+        ``structure``. Raises StructureError, ParameterError, MissingPackageError.
+        """
+        factory = self._chat_rules.compile(prompt, params.structured_outputs, stopped)
+        if factory is not None:
+            check_beside_rules(params)
+        return factory
+
+    @cached_property
+    def _chat_rules(self) -> ChatRules:
+        return ChatRules(self._need_tokenizer("chat"), self._models.eos_token_ids, lambda: self._grammars)
 
     def request(
         self,
@@ -464,7 +536,7 @@ class LLM:
         tokenizer, models = self._need_tokenizer("structured_outputs"), self._models
         return Grammars(tokenizer, models.target.vocab_size, models.eos_token_ids)
 
-    def _make_detokenizer(self, params: SamplingParams) -> Detokenizer:
+    def _make_detokenizer(self, params: SamplingParams, kept_special: frozenset[int] = frozenset()) -> Detokenizer:
         assert self.tokenizer is not None
         return Detokenizer(
             self.tokenizer,
@@ -472,6 +544,7 @@ class LLM:
             params.include_stop_str_in_output,
             params.min_tokens,
             params.skip_special_tokens,
+            kept_special,
         )
 
     def _encode(self, prompt: Prompt, plain: bool = False) -> list[int]:

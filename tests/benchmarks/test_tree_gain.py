@@ -47,8 +47,8 @@ def grown(kind: str, *, noise: bool = True) -> tuple[Answer, Grown]:
     for row in range(2):
         batch.set_row(row, RowStart([*PROMPT, *text], SamplingParams(), 0))
         with torch.inference_mode():
-            engine.parts.target.prefill(batch, row, [0], [len(PROMPT) + len(text)])
-    batch.set_rows(2)
+            engine.parts.target.prefill(batch, [row], [0], [len(PROMPT) + len(text)])
+    batch.set_live(range(2))
     return answer, Grown(drafter, batch, 1, answer, noise=noise)
 
 

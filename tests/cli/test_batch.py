@@ -231,6 +231,7 @@ def test_a_line_may_ask_for_a_structure(paceline: Any, tiny: str, tmp_path: Path
 # What the command line refuses
 
 
+@pytest.mark.wide
 def test_other_settings_and_other_lines_are_not_gone_on_with(paceline: Any, tiny: str, tmp_path: Path) -> None:
     source, output = write(tmp_path / "in", [completion("a", "x"), completion("b", "y")]), tmp_path / "out"
     job = ("batch", str(source), str(output), tiny)
@@ -392,6 +393,7 @@ def test_no_answer_breaks_its_line_however_lines_are_told_apart() -> None:
 # Interrupted and killed
 
 
+@pytest.mark.wide
 def test_an_interrupted_job_says_how_many_lines_are_done_and_how_to_go_on(tiny: str, tmp_path: Path) -> None:
     lines = [completion(str(number), f"text {number}", max_tokens=400) for number in range(400)]
     output = tmp_path / "out"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
+from adapter_support import write_adapter
 from paceline.engine.engine import Engine
 
 GREEDY = ("--temperature", "0", "--max-tokens", "12", "--dtype", "float32", "--ignore-eos")
@@ -287,3 +288,21 @@ def test_a_drafter_that_is_none_of_them_is_told_all_choices(paceline: Any) -> No
     assert result.exit_code == 2
     assert "one of 'auto', 'model', 'ngram', 'hybrid', 'feature'" in result.stderr
     assert result.stderr.strip().endswith("or None")
+
+
+def test_an_adapter_answers_where_it_is_named(paceline: Any, tiny: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    write_adapter(tmp_path / "red", AutoModelForCausalLM.from_pretrained(tiny), seed=1)
+    line = ("generate", tiny, "--prompt", "hello", *GREEDY, "--adapter", f"red={tmp_path / 'red'}", "--json")
+    assert texts(paceline(*line, "--use-adapter", "red")) != texts(paceline(*line))
+    refused = paceline(*line, "--use-adapter", "green")
+    assert refused.exit_code != 0
+    assert "one of red" in refused.stderr
+
+
+@pytest.mark.parametrize("adapter", ["red", "=x", "red="])
+def test_an_adapter_is_a_name_with_a_directory(adapter: str, paceline: Any, tiny: str) -> None:
+    result = paceline("generate", tiny, "-p", "x", "--adapter", adapter)
+    assert result.exit_code != 0
+    assert "NAME=DIRECTORY" in result.stderr

@@ -172,8 +172,8 @@ def test_half_a_character_is_no_text() -> None:
 def test_a_structure_is_given_as_an_object_or_as_its_fields() -> None:
     wanted = StructuredOutputs(json={"type": "object"})
     assert SamplingParams(structured_outputs={"json": {"type": "object"}}).structured_outputs == wanted  # type: ignore[arg-type]
-    with pytest.raises(ParameterError, match=r"^structured_outputs\.grammar=.*known are json, json_object, regex"):
-        SamplingParams(structured_outputs={"grammar": "x"})  # type: ignore[arg-type]
+    with pytest.raises(ParameterError, match=r"^structured_outputs\.tag=.*known are json, json_object, regex"):
+        SamplingParams(structured_outputs={"tag": "x"})  # type: ignore[arg-type]
     with pytest.raises(ParameterError, match=r"^structured_outputs\.json="):
         SamplingParams(structured_outputs={"json": '{"const": "\\ud800"}'})  # type: ignore[arg-type]
 

@@ -26,7 +26,7 @@ def make_batch(rows: int, vocab: int = V, **params: object) -> Batch:
     batch = new_batch(rows, 32, vocab)
     for row in range(rows):
         batch.set_row(row, RowStart([row % V, 2], SamplingParams(**params), sequence_seed(row, 0)))  # type: ignore[arg-type]
-    batch.set_rows(rows)
+    batch.set_live(range(rows))
     return batch
 
 
@@ -140,7 +140,7 @@ def test_greedy_rows_beside_sampled_ones_take_the_argmax_under_both_rules(rule: 
     batch = new_batch(2, 32, V)
     batch.set_row(0, RowStart([1], SamplingParams(temperature=0), 1))
     batch.set_row(1, RowStart([1], SamplingParams(temperature=1), 2))
-    batch.set_rows(2)
+    batch.set_live(range(2))
     for seed in range(50):
         logits = torch.randn(2, 4, V, generator=torch.Generator().manual_seed(seed))
         best = logits.argmax(-1)
@@ -176,7 +176,7 @@ def test_a_ranked_rows_logprobs_are_those_of_the_unconstrained_target(
     monkeypatch.setattr(cpu, "chosen", lambda: native.select(kernels))
     batch = make_batch(3, rank_by="mean_logprob", n=2, temperature=0.5, logit_bias={1: 9.0}, top_k=2)
     batch.sampling.constraints[1] = ToyConstraint()
-    batch.set_rows(3)
+    batch.sampling.any_constraint = True
     logits = torch.randn(3, 3, V)
     distribution = logits.log_softmax(-1)
     draft = Draft(torch.zeros(3, 2, dtype=torch.int64), torch.tensor([2, 1, 0]))

@@ -1,4 +1,4 @@
-"""Rows of a batch join, gain tokens, move and leave."""
+"""Sequences join slots of a batch, gain tokens in them and leave."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def make_batch() -> Batch:
     batch.set_row(0, RowStart([1, 2, 3], SamplingParams(max_tokens=5), seed=11))
     batch.set_row(1, RowStart([4], SamplingParams(max_tokens=50, top_k=3, logit_bias={2: 1.5}), seed=12))
     batch.set_row(2, RowStart([5, 6], SamplingParams(min_tokens=3, temperature=0), seed=13, stop_tokens=(7,)))
-    batch.set_rows(3)
+    batch.set_live(range(3))
     return batch
 
 
@@ -25,7 +25,7 @@ def test_a_row_gains_its_accepted_tokens_and_one_more() -> None:
     tokens = torch.tensor([[7, 8, 9], [7, 8, 9], [9, 8, 9]])
     batch.commit(Verdict(tokens, torch.tensor([0, 2, 1]), torch.tensor([2, 2, 2])))
     assert batch.lengths[:3] == batch.live_length.tolist() == [4, 4, 4]
-    assert [batch.tokens[row, :4].tolist() for row in range(3)] == [[1, 2, 3, 7], [4, 7, 8, 9], [5, 6, 9, 8]]
+    assert [batch.text[row, :4].tolist() for row in range(3)] == [[1, 2, 3, 7], [4, 7, 8, 9], [5, 6, 9, 8]]
     assert batch.pending().tolist() == [[7], [9], [8]]
 
 
@@ -43,7 +43,7 @@ def test_a_commit_by_the_kernels_equals_torchs() -> None:
         assert host.lengths == device.lengths
         assert host.length.tolist() == device.length.tolist()
         for row, length in enumerate(host.lengths):
-            assert host.tokens[row, :length].tolist() == device.tokens[row, :length].tolist()
+            assert host.text[row, :length].tolist() == device.text[row, :length].tolist()
 
 
 def test_rows_of_a_part_have_pending_tokens_of_their_own() -> None:
@@ -62,13 +62,13 @@ def test_a_row_gains_nothing_beyond_its_first_stop_token_nor_beyond_its_limit(ke
     batch.ops = batch.ops if kernels else None
     for row, stops in enumerate([(7,), (3, 8), (), ()]):
         batch.set_row(row, RowStart([8, 7], SamplingParams(max_tokens=5), seed=row, stop_tokens=stops))
-    batch.set_rows(3)
+    batch.set_live(range(3))
     block = torch.tensor([[5, 6, 7, 9]] * 3)
     batch.commit(Verdict(block, torch.tensor([3, 3, 1]), torch.tensor([3, 3, 3])))
-    assert batch.lengths == batch.length.tolist() == [5, 6, 4, 2]  # the prompts' own stop tokens end nothing
+    assert batch.length.tolist() == [*batch.lengths, 2] == [5, 6, 4, 2]  # the prompts' own stop tokens end nothing
     batch.commit(Verdict(block, torch.tensor([3, 3, 0]), torch.tensor([3, 3, 3])))
-    assert batch.lengths == batch.length.tolist() == [5, 7, 5, 2]
-    assert batch.tokens[:3, 2:7].tolist() == [[5, 6, 7, 0, 0], [5, 6, 7, 9, 5], [5, 6, 5, 0, 0]]
+    assert batch.length.tolist() == [*batch.lengths, 2] == [5, 7, 5, 2]
+    assert batch.text[:3, 2:7].tolist() == [[5, 6, 7, 0, 0], [5, 6, 7, 9, 5], [5, 6, 5, 0, 0]]
 
 
 @pytest.mark.parametrize("kernels", [True, False])
@@ -76,17 +76,17 @@ def test_the_widest_round_at_the_very_end_of_a_row_stays_inside_it(kernels: bool
     batch = new_batch(1, 20, 10)
     batch.ops = batch.ops if kernels else None
     batch.set_row(0, RowStart([1] * 19, SamplingParams(), seed=1))
-    batch.set_rows(1)
+    batch.set_live(range(1))
     width = MAX_SPECULATION_LENGTH + 1
     batch.commit(Verdict(torch.ones(1, width, dtype=torch.int64), torch.tensor([width - 1]), torch.tensor([width - 1])))
     assert batch.lengths == batch.length.tolist() == [20]
-    assert batch.tokens[0].tolist() == [1] * 20 + [0] * width
+    assert batch.text[0].tolist() == [1] * 20 + [0] * width
 
 
 def test_max_gain_is_that_of_the_row_with_the_most_tokens_left() -> None:
     batch = make_batch()
     assert batch.max_gain == 19  # row 1: 50 tokens wanted, 20 positions
-    batch.set_rows(1)
+    batch.set_live(range(1))
     assert batch.max_gain == 5
 
 
@@ -96,28 +96,50 @@ def test_longest_looks_at_decoding_rows_only() -> None:
     assert batch.longest == 3
 
 
-def test_a_copied_row_is_the_row_in_every_respect() -> None:
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("slots", [[0, 1, 2], [1, 2], [0, 2], [0, 3], [3]])
+def test_rows_are_the_sequences_in_the_live_slots(slots: list[int], kernels: bool) -> None:
+    batch, expected = make_batch(), make_batch()
+    batch.ops = batch.ops if kernels else None
+    batch.set_row(3, RowStart([9, 8, 7, 6], SamplingParams(temperature=0.5, max_tokens=2), seed=14))
+    expected.text[:], expected.length[:] = batch.text, batch.length
+    batch.set_live(slots)
+    assert (batch.slots, batch.rows) == (slots, len(slots))
+    assert batch.slot_order.tolist()[: len(slots)] == slots
+    assert sorted(batch.slot_order.tolist()) == [0, 1, 2, 3]
+    assert batch.tokens.tolist() == batch.text[slots].tolist()
+    assert batch.lengths == batch.live_length.tolist() == [int(batch.length[slot]) for slot in slots]
+    assert batch.limits == [int(batch.limit[slot]) for slot in slots]
+    assert batch.pending_on_host() == batch.pending()[:, 0].tolist()
+    for name, values in batch.state().values._asdict().items():
+        table = getattr(batch, name, None)
+        table = getattr(batch.sampling, name) if table is None else table
+        assert torch.equal(values, table[slots]), name
+    tokens = torch.tensor([[5, 6, 5]] * len(slots))
+    batch.commit(Verdict(tokens, torch.full((len(slots),), 2), torch.full((len(slots),), 2)))
+    for slot in range(4):
+        if slot not in slots:
+            assert torch.equal(batch.text[slot], expected.text[slot])
+            assert batch.length[slot] == batch.length_of(slot) == expected.length[slot]
+    assert batch.lengths == [batch.length_of(slot) for slot in slots] == [int(batch.length[slot]) for slot in slots]
+
+
+def test_a_sequence_keeps_its_state_while_others_join_and_leave() -> None:
     batch = make_batch()
-    for source in range(3):
-        batch.copy_row(source, 3)
-        for name, table in vars(batch).items():
-            if isinstance(table, torch.Tensor) and name != "live":
-                assert torch.equal(table[source], table[3]), name
-            elif isinstance(table, list):
-                assert table[source] == table[3], name
-        for name, table in vars(batch.sampling).items():
-            if isinstance(table, torch.Tensor):
-                assert torch.equal(table[source], table[3]), name
-        for name, held in vars(batch.sampling).items():
-            if isinstance(held, list):
-                assert held[3] == held[source], name
+    batch.commit(Verdict(torch.tensor([[7, 8]] * 3), torch.tensor([1, 0, 0]), torch.tensor([1, 1, 1])))
+    batch.set_live([2])
+    batch.set_row(0, RowStart([3], SamplingParams(), seed=1))
+    batch.set_live([0, 2])
+    assert batch.lengths == [1, 3]
+    assert batch.tokens[1, :3].tolist() == [5, 6, 7]
+    assert [params.min_tokens for params in batch.sampling.params] == [0, 3]
 
 
 def test_a_row_forgets_the_parameters_of_the_one_before_it() -> None:
     batch = make_batch()
     batch.set_row(1, RowStart([3], SamplingParams(logit_bias={5: 1.0}, min_tokens=1), seed=1, stop_tokens=(8,)))
     batch.set_row(2, RowStart([3], SamplingParams(), seed=1, stop_tokens=(8,)))
-    batch.set_rows(3)
+    batch.set_live(range(3))
     assert batch.sampling.bias is not None
     assert [tensor.tolist() for tensor in batch.sampling.bias] == [[0, 0, 1, 1], [5], [1.0]]
     assert batch.sampling.stop_tokens is not None
@@ -128,10 +150,10 @@ def test_parameters_of_a_row_in_prefill_apply_when_it_decodes() -> None:
     batch = new_batch(2, 20, 10)
     batch.set_row(0, RowStart([1], SamplingParams(), seed=1))
     batch.set_row(1, RowStart([1, 2], SamplingParams(logit_bias={3: 2.0}, min_tokens=2), seed=2, stop_tokens=(4,)))
-    batch.set_rows(1)
+    batch.set_live(range(1))
     assert batch.sampling.bias is None
     assert not batch.sampling.adjusts
-    batch.set_rows(2)
+    batch.set_live(range(2))
     assert batch.sampling.bias is not None
     assert [tensor.tolist() for tensor in batch.sampling.bias] == [[0, 0, 1], [3], [2.0]]
     assert batch.sampling.stop_tokens is not None
@@ -143,7 +165,7 @@ def test_features_that_no_live_row_uses_are_off() -> None:
     assert batch.sampling.any_cut
     assert batch.sampling.any_bias
     assert batch.sampling.any_minimum
-    batch.set_rows(1)
+    batch.set_live(range(1))
     rows = batch.sampling
     assert not any((rows.any_cut, rows.any_bias, rows.any_minimum, rows.any_penalty, rows.all_greedy))
     assert rows.logprobs is None

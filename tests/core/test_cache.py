@@ -22,7 +22,7 @@ def test_a_write_changes_the_rows_own_slots_only(data: st.DataObject) -> None:
     cache = KVCache(layers, rows, heads, positions, dim)
     expected = torch.zeros_like(cache.keys)
     places = torch.tensor(start)[:, None] + torch.arange(width)
-    index = cache.write_index(first, places)
+    index = cache.write_index(torch.arange(first, first + live), places)
     for layer in range(layers):
         k = torch.randn(live, heads, width, dim)
         cache.write(layer, index, k, -k)
@@ -37,7 +37,7 @@ def test_a_write_changes_the_rows_own_slots_only(data: st.DataObject) -> None:
 def test_keys_may_be_views_of_any_layout() -> None:
     cache = KVCache(1, 2, 2, 5, 3)
     k = torch.randn(2, 4, 2, 3).transpose(1, 2)
-    cache.write(0, cache.write_index(0, torch.arange(4).expand(2, 4)), k, k)
+    cache.write(0, cache.write_index(torch.arange(2), torch.arange(4).expand(2, 4)), k, k)
     assert torch.equal(cache.keys[0, :, :, :4], k)
 
 

@@ -135,11 +135,11 @@ def test_the_least_recently_used_cached_prefixes_are_freed_first() -> None:
     for seed in (1, 2, 3):
         add(engine, 300, seed=seed)
         finish(engine)
-    lengths = [len(each.tokens) for each in engine.scheduler.free.rows]
+    lengths = [len(each.tokens) for each in engine.scheduler.free.prefixes.values()]
     assert sorted(lengths) == [0, 0, 0, 302, 302, 302]
     add(engine, 700, seed=4)  # one cached prefix fits beside it
     finish(engine)
-    kept = [each.tokens[:300] for each in engine.scheduler.free.rows if each.tokens]
+    kept = [each.tokens[:300] for each in engine.scheduler.free.prefixes.values() if each.tokens]
     assert prompt_of(300, 1) not in kept
     assert prompt_of(300, 3) in kept
     again = add(engine, 300, seed=3)

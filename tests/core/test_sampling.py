@@ -43,16 +43,14 @@ def make_batch(starts: list[RowStart], answers: list[list[int]] | None = None, v
     batch = new_batch(len(starts) + 1, 64, vocab)
     for row, start in enumerate(starts):
         batch.set_row(row, start)
-    batch.set_rows(len(starts))
+    batch.set_live(range(len(starts)))
     for row, answer in enumerate(answers or []):
-        batch.tokens[row, batch.lengths[row] : batch.lengths[row] + len(answer)] = torch.tensor(
-            answer, dtype=torch.int64
-        )
+        batch.text[row, batch.lengths[row] : batch.lengths[row] + len(answer)] = torch.tensor(answer, dtype=torch.int64)
         batch.length[row] += len(answer)
         batch.lengths[row] += len(answer)
-    batch.tokens[len(starts) :] = 3  # free slots and entries beyond a row's end must not matter
+    batch.text[len(starts) :] = 3  # free slots and entries beyond a row's end must not matter
     for row, length in enumerate(batch.lengths[: len(starts)]):
-        batch.tokens[row, length:] = 7
+        batch.text[row, length:] = 7
     return batch
 
 

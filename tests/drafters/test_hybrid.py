@@ -35,8 +35,8 @@ def setup(*prompts: list[int]) -> tuple[HybridDrafter, Batch]:
     batch = new_batch(len(prompts), 120, VOCAB)
     for row, prompt in enumerate(prompts):
         batch.set_row(row, RowStart(prompt, PARAMS[row % 3], 100 + row))
-    batch.set_rows(len(prompts))
-    decoder.prefill(batch, 0, [0] * len(prompts), [len(prompt) - 1 for prompt in prompts])
+    batch.set_live(range(len(prompts)))
+    decoder.prefill(batch, range(len(prompts)), [0] * len(prompts), [len(prompt) - 1 for prompt in prompts])
     return HybridDrafter(NgramDrafter(), ModelDrafter(decoder, "coupled")), batch
 
 

@@ -34,8 +34,8 @@ def setup(rule: AcceptanceName = "coupled", params: Sequence[SamplingParams] = P
     batch = new_batch(len(PROMPTS), 64, VOCAB)
     for row, (prompt, each) in enumerate(zip(PROMPTS, params, strict=True)):
         batch.set_row(row, RowStart(prompt, each, 100 + row, STOPS))
-    batch.set_rows(len(PROMPTS))
-    decoder.prefill(batch, 0, [0] * len(PROMPTS), [len(prompt) - 1 for prompt in PROMPTS])
+    batch.set_live(range(len(PROMPTS)))
+    decoder.prefill(batch, range(len(PROMPTS)), [0] * len(PROMPTS), [len(prompt) - 1 for prompt in PROMPTS])
     return ModelDrafter(decoder, rule), batch
 
 

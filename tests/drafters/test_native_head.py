@@ -76,7 +76,7 @@ def batch_of(rows: Sequence[int], params: SamplingParams = PLAIN) -> Batch:
     batch = new_batch(len(rows), POSITIONS, VOCAB)
     for row, which in enumerate(rows):
         batch.set_row(row, RowStart(TEXTS[which], params, seed=which))
-    batch.set_rows(len(rows))
+    batch.set_live(range(len(rows)))
     return batch
 
 
@@ -156,8 +156,8 @@ def test_a_row_has_the_same_bits_whatever_the_other_rows_and_however_its_text_wa
     rows = [3, 0, 1, 2]
     batch, decoder = batch_of(rows), decoder_of(head, rows)
     for row, (start, stop) in enumerate([(0, 9), (0, 1), (0, 12), (0, 0)]):
-        decoder.prefill_rows(batch, [row], [start], [stop])
-    decoder.prefill_rows(batch, [0, 2], [9, 12], [20, 12])
+        decoder.prefill(batch, [row], [start], [stop])
+    decoder.prefill(batch, [0, 2], [9, 12], [20, 12])
     together = decoder.draft(batch, [4, 2, 1, 3], None, distributions=True)
     assert together.drafted == [4, 0, 1, 3]
     assert decoder.num_computed_tokens.tolist() == [31, 1, 12, 2]
@@ -248,7 +248,7 @@ def test_rows_with_a_constraint_draft_what_it_allows() -> None:
             raise AssertionError("nothing is gained here")
 
     batch.sampling.constraints[:2] = [Even(0), Even(1)]
-    batch.set_rows(3)
+    batch.sampling.any_constraint = True
     held = decoder_of(natively(feature_head()), rows).draft(batch, counts, None, distributions=True)
     assert asked[:4] == [(0, 0, 0, 1), (1, 0, 0, 1), (0, "sent"), (1, "sent")]
     assert asked[-2:] == [(0, 2, 2, 1), (0, "sent")]
@@ -260,7 +260,7 @@ def test_rows_with_a_constraint_draft_what_it_allows() -> None:
 
 def test_a_token_outside_the_vocabulary_is_refused() -> None:
     decoder, batch = decoder_of(natively(feature_head()), [1]), batch_of([1])
-    batch.tokens[0, 3] = VOCAB
+    batch.text[0, 3] = VOCAB
     with pytest.raises(ParameterError, match="outside the vocabulary"):
         decoder.draft(batch, [2], None, distributions=False)
 
@@ -294,10 +294,10 @@ class Anew:
         (decoder,) = engine.parts.drafter.decoders
         text = batch.tokens[row, : batch.lengths[row]].tolist()
         own = new_batch(1, POSITIONS, VOCAB)
-        own.set_row(0, RowStart(text, batch.sampling.params[row], int(batch.sampling.seed[row])))
-        own.set_rows(1)
-        own.sampling.prompt_length[0] = batch.sampling.prompt_length[row]
-        engine.parts.target.prefill(own, 0, [0], [len(text) - 1])
+        own.set_row(0, RowStart(text, batch.sampling.params[row], int(batch.sampling.seed[batch.slots[row]])))
+        own.set_live(range(1))
+        own.sampling.prompt_length[0] = batch.sampling.prompt_length[batch.slots[row]]
+        engine.parts.target.prefill(own, [0], [0], [len(text) - 1])
         assert isinstance(decoder, NativeHeadDecoder)
         return decoder.draft(own, [count], None, distributions=False).draft_tokens[0]
 
@@ -336,13 +336,13 @@ def test_a_prompt_that_was_not_read_is_read_for_one_of_its_answers() -> None:
     head = tiny_native_head(target, STREAM)
     engine = make_engine(target, head, drafter="feature", max_batch_size=4)
     (decoder,), engine.parts.policy, read = engine.parts.drafter.decoders, Late(seed=1), list[int]()
-    prefill = decoder.prefill_rows
+    original = decoder.prefill
 
-    def prefill_rows(batch: Batch, rows: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> None:
+    def prefill(batch: Batch, rows: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> None:
         read.append(sum(stops) - sum(starts))
-        prefill(batch, rows, starts, stops)
+        original(batch, rows, starts, stops)
 
-    decoder.prefill_rows = prefill_rows  # type: ignore[method-assign]
+    decoder.prefill = prefill  # type: ignore[method-assign]
     watched = Anew(engine, target, head)
     run(engine, [TEXTS[3]], [SamplingParams(temperature=1.0, n=4, max_tokens=20, seed=1, ignore_eos=True)])
     assert sum(read) == 29 + 4 * 5, "the prompt but for its first and last token, and what each row gained meanwhile"
@@ -415,6 +415,9 @@ def test_a_head_runs_where_its_target_does() -> None:
     assert isinstance(head, NativeHead)
     engine = make_engine(target, head, drafter="feature")
     assert f"head head (int8 on the CPU kernels {native.available()[0].name})" in engine.describe()
+    obstacle = native.faster_obstacle(target.kernels)
+    assert f"{target.kernels}){f' ({obstacle})' if obstacle else ''}, " in engine.describe()
+    assert target.kernels in engine.identity().precision  # part of the key of measured costs
     assert "rounds by the kernels" in engine.describe()
     assert isinstance(prepare_head(half, "head", TAPS, target, "int4"), NativeHead)
     assert isinstance(prepare_head(half, "head", TAPS, target, None), NativeHead)
@@ -505,7 +508,7 @@ def logits_after(head: NativeHead, which: int, way: list[int], k: int) -> Tensor
     """Logits of a chain that is forced along ``way``. The tests of chains compare these with a reference."""
     along, batch = Along(way), batch_of([which], SamplingParams(temperature=0))
     batch.sampling.constraints[0] = cast(Constraint, along)
-    batch.set_rows(1)
+    batch.sampling.any_constraint = True
     decoder_of(head, [which]).draft(batch, [k], None, distributions=False)
     return along.seen[len(way)]
 
@@ -526,7 +529,7 @@ def grown(head: NativeHead, which: int, params: SamplingParams, width: int, dept
 def test_trees_equal_those_of_growth(kind: str, params: str, width: int) -> None:
     head = natively(feature_head(**KINDS[kind]))
     decoder, batch = decoder_of(head, ROWS_OF_TREES), batch_of(ROWS_OF_TREES, TREE_PARAMS[params])
-    decoder.prefill_rows(batch, [3], [0], [9])  # rows lag by different numbers of tokens
+    decoder.prefill(batch, [3], [0], [9])  # rows lag by different numbers of tokens
     for _ in range(2):  # the second time over what the first has left in the cache
         draft = decoder.draft(batch, COUNTS, None, distributions=False, width=width)
         assert draft.kinds is not None

@@ -46,10 +46,10 @@ def naive(row: Sequence[int], documents: Sequence[Sequence[int]], k: int) -> lis
 
 def propose(rows: Sequence[Sequence[int]], documents: Sequence[Sequence[int]], k: int) -> list[list[int]]:
     batch = new_batch(len(rows) + 1, 40, 10)
-    batch.tokens.fill_(1)  # beyond a row's end lies what looks like text
+    batch.text.fill_(1)  # beyond a row's end lies what looks like text
     for place, row in enumerate(rows):
         batch.set_row(place, RowStart(list(row), SamplingParams(), 0))
-    batch.set_rows(len(rows))
+    batch.set_live(range(len(rows)))
     draft = NgramDrafter(documents).propose(batch, SpeculationPlan(k))
     assert draft.probabilities is None
     assert draft.tokens.shape == (len(rows), draft.k)
@@ -108,7 +108,7 @@ def test_continuations_that_part_ways_are_merged_into_a_tree() -> None:
     row = [1, 2, 5, 6, 7, 9, 1, 2, 5, 8, 9, 1, 2]
     batch = new_batch(1, 40, 10)
     batch.set_row(0, RowStart(row, SamplingParams(), 0))
-    batch.set_rows(1)
+    batch.set_live(range(1))
     draft = NgramDrafter(width=2).propose(batch, SpeculationPlan(3))
     assert draft.draft_tokens == [[5, 8, 9, 6, 7]]
     assert draft.host_parents == [[-1, 0, 1, 0, 3]]
@@ -124,7 +124,7 @@ def test_a_tree_is_no_deeper_and_no_wider_than_asked_and_begins_with_the_chain(
 ) -> None:
     batch = new_batch(1, 40, 10)
     batch.set_row(0, RowStart(row, SamplingParams(), 0))
-    batch.set_rows(1)
+    batch.set_live(range(1))
     draft = NgramDrafter(width=width).propose(batch, SpeculationPlan(k))
     depths = Counter(len(way) for way in draft.token_paths[0][1:])
     assert max(depths, default=0) <= k

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.mark.parametrize("rounds", ["host", "device"])
 @pytest.mark.parametrize("rate", [0.0, 0.5, 1.0])
+@pytest.mark.one_in(3)
 def test_draft_tokens_are_accepted_by_chance_whatever_they_are(rate: float, rounds: str) -> None:
     engine = make_engine(
         ToyModel(), ToyModel(table_seed=9), drafter="model", acceptance=f"synthetic:{rate}", benchmark=True,

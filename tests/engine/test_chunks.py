@@ -250,7 +250,7 @@ def test_a_short_prompt_overtakes_long_ones_and_every_answer_stays_the_same(kind
         assert output.outputs[0].token_ids == slow_answer(ToyModel(), output.prompt_token_ids, wanted)
 
 
-def test_on_the_kernels_rows_change_places_without_a_copy_of_their_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_join_and_leave_without_a_copy_of_their_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_at(4, FlatToy, max_batch_size=4)
     cache, params = engine.parts.target.cache, SamplingParams(max_tokens=4, seed=3)
 
@@ -258,7 +258,6 @@ def test_on_the_kernels_rows_change_places_without_a_copy_of_their_caches(monkey
         raise AssertionError("copied")
 
     monkeypatch.setattr(cache, "copy_row", copied)
-    monkeypatch.setattr(cache, "swap_rows", copied)
     outputs = [engine.add(Request([size] * size, params)) for size in (3, 20, 12, 2, 5, 1)]
     while engine.busy:
         engine.step()
@@ -285,11 +284,11 @@ def passes(llm: LLM, work: Callable[[LLM], object]) -> list[int]:
     """Return the widest slice of each prefill pass."""
     target, widths = llm.engine.parts.target, []
 
-    def prefill_rows(batch: Batch, rows: list[int], starts: list[int], stops: list[int]) -> None:
+    def prefill(batch: Batch, rows: list[int], starts: list[int], stops: list[int]) -> None:
         widths.append(max(stop - start for start, stop in zip(starts, stops, strict=True)))
-        Decoder.prefill_rows(target, batch, rows, starts, stops)
+        Decoder.prefill(target, batch, rows, starts, stops)
 
-    target.prefill_rows = prefill_rows  # type: ignore[method-assign]
+    target.prefill = prefill  # type: ignore[method-assign]
     work(llm)
     return widths
 

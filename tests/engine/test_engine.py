@@ -513,7 +513,7 @@ def test_the_answers_of_one_request_differ_and_come_again_with_the_seed() -> Non
 
 
 @pytest.mark.parametrize(
-    "where", ["propose", "verify", "accept", "commit", "observe", "prefill_rows", "process_outputs", "release"]
+    "where", ["propose", "verify", "accept", "commit", "observe", "prefill", "process_outputs", "_release_finished"]
 )
 def test_an_interrupt_anywhere_in_a_round_leaves_the_engine_usable(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(ToyModel(), ToyModel(blur=0.3), drafter="model", max_batch_size=3, prefill_chunk=3)
@@ -524,9 +524,9 @@ def test_an_interrupt_anywhere_in_a_round_leaves_the_engine_usable(where: str, m
         "accept": parts,
         "commit": engine.batch,
         "observe": parts.drafter,
-        "prefill_rows": parts.target,
+        "prefill": parts.target,
         "process_outputs": scheduler,
-        "release": scheduler,
+        "_release_finished": scheduler,
     }[where]
     original, calls = getattr(owner, where), []
 

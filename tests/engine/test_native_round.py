@@ -228,7 +228,7 @@ class SomeRight:
 
     def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
         draft_tokens, follows, rng = [], [], self._rng
-        for seed, length in zip(batch.sampling.seed[: batch.rows].tolist(), batch.lengths, strict=False):
+        for seed, length in zip(batch.sampling.seed[batch.slots].tolist(), batch.lengths, strict=True):
             right, parents = [*self._truth[seed][length:], *[0] * 32], self._shape(rng, rng.randint(0, wish.k))
             depths = [depth - 1 for depth in depths_of(parents)]
             draft_tokens.append([right[depth] if rng.random() < 0.7 else rng.randrange(VOCAB) for depth in depths])
@@ -271,7 +271,7 @@ def assert_the_same(engine: Engine, other: Engine) -> None:
 def kept_of(engine: Engine) -> list[torch.Tensor]:
     target = engine.parts.target
     streams = [target.reader.fused] if isinstance(target.reader, NativeFusedStates) else []
-    return [engine.batch.tokens, engine.batch.length, target.cache.keys, target.cache.values, *streams]
+    return [engine.batch.text, engine.batch.length, target.cache.keys, target.cache.values, *streams]
 
 
 WEIGHTS_AND_CACHES: list[tuple[Quantization | None, torch.dtype]] = [

@@ -47,8 +47,8 @@ class Spy:
 
     def __init__(self, decoder: Decoder, vocab: int = VOCAB) -> None:
         self.chunks: list[list[int]] = []
-        self._prefill, self.decoder = decoder.prefill_rows, decoder
-        decoder.prefill_rows = self.prefill  # type: ignore[method-assign]
+        self._prefill, self.decoder = decoder.prefill, decoder
+        decoder.prefill = self.prefill  # type: ignore[method-assign]
 
     def prefill(self, batch: Batch, rows: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> None:
         self.chunks.append([stop - start for start, stop in zip(starts, stops, strict=True)])
@@ -87,12 +87,13 @@ def test_a_row_that_ends_leaves_at_once_and_the_next_request_takes_its_place() -
     assert [row.request_id for row in engine.scheduler.running] == ["request-0"]
 
 
-def test_the_last_row_takes_the_place_of_one_that_left() -> None:
+def test_sequences_keep_their_slots_when_another_leaves() -> None:
     engine = engine_of(max_batch_size=4)
     for index, tokens in enumerate((9, 1, 9, 9)):
         add(engine, [index + 1, 2], SamplingParams(temperature=0, max_tokens=tokens), request_id=str(index))
     step(engine)
-    assert [row.request_id for row in engine.scheduler.running] == ["0", "3", "2"]
+    assert [(row.request_id, row.slot) for row in engine.scheduler.running] == [("0", 0), ("2", 2), ("3", 3)]
+    assert engine.batch.slots == [0, 2, 3]
 
 
 def test_prompts_are_prefilled_in_chunks_while_others_decode() -> None:
@@ -238,9 +239,9 @@ def test_the_integrity_check_notices_what_is_wrong() -> None:
     def broken(engine: Engine) -> Any:
         scheduler = engine.scheduler
         yield lambda: scheduler.running.reverse()
-        yield lambda: scheduler.batch.set_rows(1)
+        yield lambda: scheduler.batch.set_live(range(1))
         yield lambda: scheduler.batch.lengths.__setitem__(0, 9)
-        yield lambda: scheduler.batch.tokens[0, 0].fill_(9)
+        yield lambda: scheduler.batch.text[0, 0].fill_(9)
         yield lambda: setattr(scheduler.running[0].output, "finish_reason", "stop")
 
     for number in range(5):
@@ -255,6 +256,7 @@ def test_the_integrity_check_notices_what_is_wrong() -> None:
 
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 10**6))
+@pytest.mark.wide
 def test_random_arrivals_aborts_and_deadlines_affect_no_other_request(seed: int) -> None:
     rng = random.Random(seed)
     kind = rng.choice([ToyModel, FlatToy])

@@ -63,6 +63,38 @@ def test_scores_are_those_of_transformers() -> None:
         assert score.greedy == bool((distribution.argmax(-1) == torch.tensor(continuation)).all())
 
 
+@pytest.mark.parametrize(("attention", "dtype", "near"), [("native", "bfloat16", 0.02), ("padded", "float32", 1e-4)])
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_embeddings_pool_the_hidden_states_of_transformers(
+    monkeypatch: pytest.MonkeyPatch, pooling: Any, attention: str, dtype: str, near: float
+) -> None:
+    monkeypatch.setattr("paceline.engine.engine.WIDEST_PASS", 16)  # long texts take several passes
+    kind, fields = NATIVE["llama"]
+    model = tiny(kind, fields | {"head_dim": 16})
+    prompts = [*texts(6)[0], [3], [3] * 60]
+    llm = LLM(model, **PLAIN | {"attention": attention, "dtype": dtype})  # type: ignore[arg-type]
+    found = llm.embed(prompts, pooling=pooling, use_tqdm=False)
+    for prompt, vector in zip(prompts, found, strict=True):
+        with torch.no_grad():
+            states = model.model(torch.tensor([prompt])).last_hidden_state[0]
+        pooled = states.mean(0) if pooling == "mean" else states[-1]
+        torch.testing.assert_close(vector, pooled / pooled.norm(), rtol=near, atol=near)
+    scores = llm.score(prompts, [[4]] * len(prompts), use_tqdm=False)
+    assert scores == llm.with_options(max_batch_size=2).score(prompts, [[4]] * len(prompts), use_tqdm=False)
+
+
+def test_what_cannot_be_embedded_is_refused() -> None:
+    llm = make(tiny(*NATIVE["llama"]))
+    with pytest.raises(EmptyPromptError, match="to embed"):
+        llm.embed([[]], use_tqdm=False)
+    with pytest.raises(PromptTooLongError, match="shorten it"):
+        llm.embed([[3] * (llm.engine.max_model_len + 1)], use_tqdm=False)
+    with pytest.raises(ParameterError, match="pooling='max'"):
+        llm.embed([[3]], pooling="max", use_tqdm=False)  # type: ignore[arg-type]
+    assert llm.embed([[3] * llm.engine.max_model_len], use_tqdm=False).shape[0] == 1
+    assert llm.embed([], use_tqdm=False).shape[0] == 0
+
+
 @pytest.mark.parametrize("rows", [1, 2, 7])
 def test_a_common_prefix_of_texts_is_read_once(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     llm = LLM(tiny(*NATIVE["llama"]), **PLAIN | {"max_batch_size": rows})  # type: ignore[arg-type]

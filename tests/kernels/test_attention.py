@@ -31,7 +31,7 @@ def case(kv_heads, shared, dim, past, new, positions, dtype):
     spec = random_spec(kv_heads=kv_heads, heads=kv_heads * shared, head_dim=dim)
     cache = filled_cache(kv_heads, positions, dim, dtype)
     qkv = torch.randn(new, (shared + 2) * kv_heads * dim, generator=torch.Generator().manual_seed(1))
-    return cache, qkv, past + torch.arange(new), twin.rotary_table(spec)
+    return cache, qkv, past + torch.arange(new), twin.rotary_table(spec.rotary, spec.max_positions)
 
 
 def by_reference(cache, qkv, positions, table, heads, window):

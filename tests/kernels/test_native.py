@@ -87,22 +87,39 @@ def test_every_instruction_set_passes_the_self_check_that_amx_must_pass_before_i
 
 
 @needs_extension
-def test_emulated_tiles_run_only_if_asked_for(monkeypatch):
-    assert all(kernels.name != native.EMULATED for kernels in native.available())
-    if not native.emulated():
-        pytest.skip("needs AVX-512 with bf16")
-    monkeypatch.setenv(native.VARIABLE, native.EMULATED)
+@pytest.mark.parametrize("name", native.EMULATED)
+def test_emulated_sets_run_only_if_asked_for(monkeypatch, name):
+    assert all(kernels.name != name for kernels in native.available())
+    if not any(kernels.name == name for kernels in native.emulated()):
+        pytest.skip(f"{name}: {native.why_not(name)}")
+    monkeypatch.setenv(native.VARIABLE, name)
     chosen = native.select()
     assert chosen is not None
-    assert chosen.name == native.EMULATED
+    assert chosen.name == name
 
 
-def test_the_reason_for_not_using_amx_is_reported(monkeypatch):
+def test_the_reason_for_not_using_a_faster_set_is_reported(monkeypatch):
     monkeypatch.setattr(native, "available", lambda: ())
-    monkeypatch.setattr(native, "amx_obstacle", lambda: "it is Sunday")
-    with pytest.raises(ParameterError, match="it is Sunday"):
+    monkeypatch.setattr(native, "why_not", lambda name: "it is Sunday" if name == "amx" else native._LACKING)
+    with pytest.raises(ParameterError, match="not amx: it is Sunday"):
         native.select("amx")
-    assert NativeModel(random_spec(), "random", kernels=None).kernels == "torch reference (not AMX: it is Sunday)"
+    reference = NativeModel(random_spec(), "random", kernels=None)
+    assert native.faster_obstacle(reference.kernels) == "not amx: it is Sunday"
+
+
+@needs_extension
+def test_of_the_sets_that_the_processor_lacks_the_next_faster_one_is_named(monkeypatch):
+    monkeypatch.setattr(native, "why_not", lambda name: native._LACKING)
+    assert native.faster_obstacle("avx2").startswith("not avx512-bw: the processor")
+    assert native.faster_obstacle("amx") == ""
+
+
+@needs_extension
+def test_every_set_runs_or_has_an_obstacle():
+    running = {kernels.name for kernels in (*native.available(), *native.emulated())}
+    for name in (*native.SETS, *native.EMULATED):
+        assert (name in running) == (native.why_not(name) == "")
+    assert native.why_not("avx3").startswith("this library has no kernels")
 
 
 @pytest.mark.skipif(build.compiler() is None, reason="needs a compiler")

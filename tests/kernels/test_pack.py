@@ -10,11 +10,11 @@ from torch import Tensor
 
 from paceline.kernels import native, pack
 from paceline.kernels.pack import Format
-from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec
+from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec, Rotary
 from paceline.models.native import NativeModel
 
 # A change of these bytes requires a new pack.LAYOUT_VERSION; otherwise old files would be misread.
-VERSION = 1
+VERSION = 2
 MATRIX = {"int8": "1808ef7f74c25a91", "bf16": "6cea0e60810b8bc4", "int4": "fc91664da045bb74"}
 DECODER = {"int8": "fa637038b64f1571", None: "5d7d0bd639f5cbd8", "int4": "dcc8b35ab1c69134"}
 CHANGED = "packed bytes have changed: raise pack.LAYOUT_VERSION, then put the new ones here"
@@ -54,7 +54,7 @@ def some_decoder() -> NativeSpec:
         ffn=20,
         vocab_size=37,
         max_positions=8,
-        inverse_frequencies=[1.0] * 8,
+        rotary=Rotary((1.0,) * 8),
         embedding=some_weight(37, 24),
         final_norm=norm,
         layers=[layer] * 2,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch.nn.functional import pad
 from paceline.core.cache import KVCache
 from paceline.kernels import abi, native, pack
 from paceline.kernels.pack import Weight
-from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec
+from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec, Rotary
 
 THREADS = 2
 STORE, ADD, SWIGLU = range(3)
@@ -67,12 +68,42 @@ def random_spec(
         ffn=ffn,
         vocab_size=vocab_size,
         max_positions=max_positions,
-        inverse_frequencies=[10000 ** (-2 * i / head_dim) for i in range(head_dim // 2)],
+        rotary=_rotary(10000.0, head_dim),
         embedding=normal(vocab_size, width),
         final_norm=norm(width),
         layers=made,
         head=None if tied else linear(vocab_size, width),
     )
+
+
+def _rotary(base: float, rotated: int) -> Rotary:
+    return Rotary(tuple(base ** (-2 * i / rotated) for i in range(rotated // 2)))
+
+
+def with_every_feature(spec: NativeSpec, norm_all: bool = False) -> NativeSpec:
+    """The spec with norms after each part and, in half of the layers, none before; with GELU, scales, two rotaries.
+
+    norm_all: with norms of queries and keys over all heads together.
+    """
+    random = torch.Generator().manual_seed(9)
+
+    def norm(size: int) -> Tensor:
+        return 1 + 0.1 * torch.randn(size, generator=random)
+
+    def changed(index: int, layer: LayerWeights) -> LayerWeights:
+        after = {"attention_out_norm": norm(spec.width), "mlp_out_norm": norm(spec.width)}
+        all_heads = {
+            "q_norm": norm(spec.heads * spec.head_dim),
+            "k_norm": norm(spec.kv_heads * spec.head_dim),
+        }
+        more: dict[str, object] = {**after, "activation": "gelu_tanh", **(all_heads if norm_all else {})}
+        if index % 2:
+            more |= {"input_norm": None, "post_norm": None, "scale": 0.3, "window": None}
+            more["rotary"] = _rotary(1e6, spec.head_dim // 2)
+        return replace(layer, **more)  # type: ignore[arg-type]
+
+    layers = [changed(index, layer) for index, layer in enumerate(spec.layers)]
+    return replace(spec, layers=layers, embed_scale=3.7, tap_scale=0.25)
 
 
 def cache_for(spec: NativeSpec, rows: int = 4, positions: int = 300, dtype: torch.dtype = torch.bfloat16) -> KVCache:

@@ -32,13 +32,13 @@ def engine_with(kind: type[ToyModel] = ToyModel) -> tuple[Engine, list[int]]:
     """With the target as its own draft model; and how many tokens that read, pass by pass, but for its drafting."""
     engine = make_engine(kind(), kind(), drafter="model", max_batch_size=8, attention="auto")
     (draft,), read = engine.parts.drafter.decoders, []
-    prefill = draft.prefill_rows
+    original = draft.prefill
 
-    def prefill_rows(batch: Batch, rows: list[int], starts: list[int], stops: list[int]) -> None:
+    def prefill(batch: Batch, rows: list[int], starts: list[int], stops: list[int]) -> None:
         read.append(sum(stops) - sum(starts))
-        prefill(batch, rows, starts, stops)
+        original(batch, rows, starts, stops)
 
-    draft.prefill_rows = prefill_rows  # type: ignore[method-assign, assignment]
+    draft.prefill = prefill  # type: ignore[method-assign, assignment]
     return engine, read
 
 

@@ -65,7 +65,7 @@ def batch_of(tokens_left: list[int]) -> Batch:
     batch = Batch(len(tokens_left), 400, 4)
     for row, left in enumerate(tokens_left):
         batch.set_row(row, RowStart([1] * 10, SamplingParams(temperature=0, max_tokens=left), row))
-    batch.set_rows(len(tokens_left))
+    batch.set_live(range(len(tokens_left)))
     return batch
 
 
@@ -77,7 +77,7 @@ def test_in_a_draining_batch_tokens_of_late_rows_weigh_more_and_1_on_average() -
     batch = batch_of([100, 200, 200])
     batch.draining, paces = True, RowProgress()
     for _ in range(30):
-        paces.learn([0, 0, 3], 1.0)  # the last row gains four tokens a round, the others one
+        paces.learn([0, 1, 2], [0, 0, 3], 1.0)  # the last row gains four tokens a round, the others one
     early, late, fast = paces.token_weights(batch)
     assert late > early > fast
     assert early + late + fast == pytest.approx(3)

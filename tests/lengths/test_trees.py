@@ -43,7 +43,7 @@ def batch_of(rows: int) -> Batch:
     batch = Batch(rows, 200, 64)
     for row in range(rows):
         batch.set_row(row, RowStart([1] * 10, SamplingParams(temperature=0, max_tokens=100), row))
-    batch.set_rows(rows)
+    batch.set_live(range(rows))
     return batch
 
 

@@ -30,8 +30,8 @@ def setup(model: Model, backend: str = "padded", positions: int = 16) -> tuple[D
     for row, prompt in enumerate(PROMPTS):
         batch.set_row(row, RowStart(prompt, SamplingParams(temperature=0), row))
         decoder.cut_row(row, 0)
-    batch.set_rows(len(PROMPTS))
-    decoder.prefill(batch, 0, [0, 0, 0], [len(prompt) - 1 for prompt in PROMPTS])
+    batch.set_live(range(len(PROMPTS)))
+    decoder.prefill(batch, range(3), [0, 0, 0], [len(prompt) - 1 for prompt in PROMPTS])
     return decoder, batch
 
 
@@ -57,7 +57,7 @@ def test_chunked_prefill_equals_one_prefill(name: str, chunks: list[tuple[int, i
     decoder.cache.keys.fill_(7)
     decoder.cache.values.fill_(7)
     for start, stop in chunks:  # the other rows are padded beyond their end
-        decoder.prefill(batch, 0, [0, start, min(start, 2)], [0, stop, min(stop, 2)])
+        decoder.prefill(batch, range(3), [0, start, min(start, 2)], [0, stop, min(stop, 2)])
     logits = decoder.verify(batch, batch.empty_draft)
     for row, prompt in enumerate(PROMPTS):
         assert logits[row, 0].tolist() == pytest.approx(logits_after(model, prompt), abs=1e-4)
@@ -68,8 +68,8 @@ def test_prefill_of_later_rows_does_not_change_decoding_rows() -> None:
     model = ToyModel()
     decoder, batch = setup(model)
     batch.set_row(3, RowStart([5] * 9, SamplingParams(), 3))
-    decoder.prefill(batch, 3, [0], [8])
-    batch.set_rows(4)
+    decoder.prefill(batch, [3], [0], [8])
+    batch.set_live(range(4))
     logits = decoder.verify(batch, batch.empty_draft)
     for row, prompt in enumerate([*PROMPTS, [5] * 9]):
         assert logits[row, 0].tolist() == logits_after(model, prompt)
@@ -111,7 +111,8 @@ def test_rewind_drops_rejected_draft_tokens() -> None:
 def test_a_copied_row_continues_like_its_source() -> None:
     model = ToyModel()
     decoder, batch = setup(model)
-    batch.copy_row(1, 0)
+    batch.set_row(0, RowStart(PROMPTS[1], SamplingParams(temperature=0), 1))
+    batch.set_live(range(3))
     decoder.copy_row(1, 0, 5)
     assert decoder.num_computed_tokens[0] == 5
     logits = decoder.verify(batch, batch.empty_draft)

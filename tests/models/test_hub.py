@@ -9,9 +9,13 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
+from model_support import NATIVE, tiny
 from paceline.errors import ModelFormatError, ModelNotFoundError
 from paceline.models import hub
+from paceline.models.loading import load_model
+from quantised_support import awq, write
 
 CONTENT = b"GGUF" + bytes(range(256)) * 40
 
@@ -66,10 +70,28 @@ def fill_hub_cache(cache: Path, files: dict[str, str]) -> Path:
 
 
 def test_a_directory_and_a_gguf_file_resolve_to_themselves(tmp_path: Path) -> None:
+    assert hub.resolve(tmp_path) == tmp_path
     file = tmp_path / "model.gguf"
     file.touch()
-    assert hub.resolve(tmp_path) == tmp_path
     assert hub.resolve(str(file)) == file
+    (tmp_path / "config.json").touch()
+    assert hub.resolve(tmp_path) == tmp_path
+
+
+def test_a_directory_without_configuration_is_its_only_gguf_model(tmp_path: Path) -> None:
+    parts = [tmp_path / f"model-0000{n}-of-00002.gguf" for n in (1, 2)]
+    for part in parts:
+        part.touch()
+    assert hub.resolve(tmp_path) == hub.resolve(parts[1]) == parts[0]
+    (tmp_path / "other.gguf").touch()
+    with pytest.raises(ModelFormatError, match=r"2 GGUF models \(model-00001-of-00002\.gguf, other\.gguf\)"):
+        hub.resolve(tmp_path)
+
+
+def test_a_missing_part_of_a_split_model_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model-00002-of-00003.gguf").touch()
+    with pytest.raises(ModelFormatError, match=r"model-00001-of-00003\.gguf, model-00003-of-00003\.gguf is missing"):
+        hub.resolve(tmp_path / "model-00002-of-00003.gguf")
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:
@@ -273,3 +295,38 @@ def test_a_hub_model_without_network_says_what_to_do(offline_hub: Path) -> None:
     message = str(caught.value)
     assert all(word in message for word in ("acme/absent", "HF_HOME", "HF_ENDPOINT", "local path", "smollm2-135m"))
     assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize("name", ["acme/little:Q4_K_M", "acme/little:q4_k_m@main"])
+def test_a_gguf_file_of_the_hub_is_named_by_its_type(name: str, offline_hub: Path) -> None:
+    others = ("little-Q4_K_S.gguf", "little-UD-IQ4_K_M.gguf", "mmproj-Q4_K_M.gguf", "little-Q8_0.gguf")
+    snapshot = fill_hub_cache(offline_hub, dict.fromkeys(("little-Q4_K_M.gguf", *others), ""))
+    assert hub.resolve(name) == hub.pull(name) == hub.resolve_tokenizer(name) == snapshot / "little-Q4_K_M.gguf"
+
+
+def test_a_split_gguf_model_of_the_hub_is_its_first_file(offline_hub: Path) -> None:
+    parts = [f"little-Q4_K_M-0000{n}-of-00002.gguf" for n in (1, 2)]
+    snapshot = fill_hub_cache(offline_hub, dict.fromkeys(parts, ""))
+    assert hub.resolve("acme/little:Q4_K_M") == snapshot / parts[0]
+    (snapshot / parts[1]).unlink()
+    with pytest.raises(ModelFormatError, match=r"little-Q4_K_M-00002-of-00002\.gguf is missing"):
+        hub.resolve("acme/little:Q4_K_M")
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [(("little-Q8_0.gguf",), "acme/little"), (("a-Q4_K_M.gguf", "b-Q4_K_M.gguf"), "may be any of a-Q4_K_M.gguf, b-Q4")],
+)
+def test_a_type_that_names_no_file_or_several_is_refused(
+    files: tuple[str, ...], message: str, offline_hub: Path
+) -> None:
+    fill_hub_cache(offline_hub, dict.fromkeys(files, ""))
+    with pytest.raises((ModelFormatError, ModelNotFoundError), match=message):
+        hub.resolve("acme/little:Q4_K_M")
+
+
+def test_a_quantised_model_of_the_hub_is_loaded(offline_hub: Path) -> None:
+    snapshot = fill_hub_cache(offline_hub, {})
+    write(snapshot, tiny("llama", NATIVE["llama"][1] | {"hidden_size": 32, "intermediate_size": 32}), awq(32))
+    assert hub.resolve("acme/little") == snapshot
+    assert load_model("acme/little", dtype=torch.float32).name == str(snapshot)

@@ -401,7 +401,8 @@ def test_end_tokens_of_a_gguf_file(tmp_path: Path) -> None:
     ("metadata", "message"),
     [
         ({"ARCH__attention__sliding_window": 4.0}, "sliding_window"),
-        ({"ARCH__rope__dimension_count": 4.0}, "part of each head"),
+        ({"ARCH__rope__dimension_count": 12.0}, "no part of a head of 8"),
+        ({"ARCH__rope__dimension_count": 3.0}, "no part of a head of 8"),
         ({"ARCH__rope__scaling__type": "su"}, "metadata cannot be used|rotary"),
         ({"split__count": 2.0}, "llama-gguf-split"),
     ],
@@ -421,12 +422,13 @@ def test_the_number_of_key_heads_defaults_to_that_of_query_heads(tmp_path: Path,
 
 def test_an_unsupported_gguf_architecture_is_refused_before_its_tokenizer_is_built(tmp_path: Path, monkeypatch) -> None:
     model = _wide("llama")
-    model.config.model_type = "gemma3"
+    model.config.model_type = "mamba"
     path = _write_gguf(tmp_path / "tiny.gguf", model, _F32)
     monkeypatch.setattr(gguf_tokenizer, "_byte_level", None)
+    monkeypatch.setattr(gguf_tokenizer, "_sentencepiece", None)
     monkeypatch.setattr(gguf_tokenizer, "AutoTokenizer", None)
     for load in (LLM, Tokenizer.load, _load):
-        with pytest.raises(ModelFormatError, match=r"tiny\.gguf.*'gemma3'.*llama, qwen2, qwen3"):
+        with pytest.raises(ModelFormatError, match=r"tiny\.gguf.*'mamba'.*llama, qwen2, qwen3"):
             load(path)
 
 
@@ -439,8 +441,8 @@ def test_messages_about_a_file_are_short_even_if_its_metadata_are_long(tmp_path:
 
 def test_other_gguf_architectures_are_refused(tmp_path: Path) -> None:
     model = _wide("llama")
-    model.config.model_type = "phi3"
-    with pytest.raises(ModelFormatError, match=r"phi3.*llama, qwen2, qwen3"):
+    model.config.model_type = "rwkv7"
+    with pytest.raises(ModelFormatError, match=r"rwkv7.*llama, qwen2, qwen3"):
         _load(_write_gguf(tmp_path / "tiny.gguf", model, _F32))
 
 

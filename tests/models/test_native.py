@@ -1,15 +1,16 @@
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.nn import functional
 
-from kernels.tools import cache_for, ragged, random_spec
+from kernels.tools import cache_for, ragged, random_spec, with_every_feature
 from paceline.core.nodes import Nodes
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import native
 from paceline.kernels.spec import NativeSpec
-from paceline.models.config import ModelConfig, Rotary
+from paceline.models.description import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormSpec, Rotary
 from paceline.models.native import NativeModel
 from paceline.models.transformer import Transformer
 
@@ -20,11 +21,18 @@ SHAPES = {
     "mistral": {"window": 20, "head_dim": 64, "heads": 2, "kv_heads": 1, "tied": False},
     "qwen2": {"bias": True, "head_dim": 128, "heads": 4, "kv_heads": 2, "width": 100},
     "qwen3": {"qk_norm": True, "head_dim": 32, "heads": 5, "kv_heads": 5},
+    "every feature": {"qk_norm": True, "window": 20, "width": 100},
+    "every feature, norms of all heads": {"heads": 4, "kv_heads": 2, "bias": True},
 }
 EVERY = (*native.available(), *native.emulated())
 on_every_isa = pytest.mark.parametrize("kernels", EVERY, ids=lambda kernels: kernels.name)
 of_every_shape = pytest.mark.parametrize("shape", SHAPES)
 quantised_every_way = pytest.mark.parametrize("quantization", QUANTIZATIONS)
+
+
+def spec_of_shape(shape):
+    spec = random_spec(**SHAPES[shape])
+    return with_every_feature(spec, norm_all="all heads" in shape) if "every feature" in shape else spec
 
 
 def model_of(spec, kernels, quantization=None, threads=2):
@@ -43,34 +51,43 @@ def plain_forward(spec: NativeSpec, tokens):
     """Run one row from position 0 in plain float32 torch -> final hidden states, inputs of the layers."""
     weights = {"embed": spec.embedding.float()}
     positions = torch.arange(len(tokens))
-    angles = positions[:, None] * torch.tensor(spec.inverse_frequencies)
-    cos, sin = torch.cat([angles.cos()] * 2, 1)[:, None], torch.cat([angles.sin()] * 2, 1)[:, None]
 
     def norm(x, weight):
+        if weight is None:
+            return x
+        if x.dim() == 3 and weight.numel() > x.shape[-1]:
+            return norm(x.flatten(1), weight).view_as(x)
         return x * (x.square().mean(-1, keepdim=True) + spec.epsilon).rsqrt() * weight.float()
 
     def linear(x, layer):
         return functional.linear(x, layer.weight.float(), None if layer.bias is None else layer.bias.float())
 
-    def rotate(x):
+    def rotate(x, rotary):
+        angles = positions[:, None] * torch.tensor(rotary.inverse_frequencies)
+        cos, sin = torch.cat([angles.cos()] * 2, 1)[:, None], torch.cat([angles.sin()] * 2, 1)[:, None]
+        x, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
         a, b = x.chunk(2, dim=-1)
-        return x * cos + torch.cat([-b, a], dim=-1) * sin
+        return torch.cat([x * cos + torch.cat([-b, a], dim=-1) * sin, rest], -1)
 
-    x = weights["embed"][tokens]
+    x = weights["embed"][tokens] * spec.embed_scale
     entering = []
     for layer in spec.layers:
-        entering.append(x)
+        entering.append(x * spec.tap_scale)
+        rotary = layer.rotary or spec.rotary
         heads = linear(norm(x, layer.input_norm), layer.qkv).view(len(tokens), -1, spec.head_dim)
         q, k, v = heads.split([spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
         if layer.q_norm is not None:
             q, k = norm(q, layer.q_norm), norm(k, layer.k_norm)
-        q, k, v = (t.transpose(0, 1) for t in (rotate(q), rotate(k), v))
+        q, k, v = (t.transpose(0, 1) for t in (rotate(q, rotary), rotate(k, rotary), v))
         distance = positions[:, None] - positions[None]
         mask = (distance >= 0) & (distance < (layer.window or 10**9))
-        y = functional.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, enable_gqa=True)[0]
-        x = x + linear(y.transpose(0, 1).flatten(1), layer.attention_out)
+        y = functional.scaled_dot_product_attention(
+            q[None], k[None], v[None], attn_mask=mask, scale=layer.scale, enable_gqa=True
+        )
+        x = x + norm(linear(y[0].transpose(0, 1).flatten(1), layer.attention_out), layer.attention_out_norm)
         gate, up = linear(norm(x, layer.post_norm), layer.gate_up).chunk(2, dim=1)
-        x = x + linear(functional.silu(gate) * up, layer.down)
+        active = functional.silu(gate) if layer.activation == "silu" else functional.gelu(gate, approximate="tanh")
+        x = x + norm(linear(active * up, layer.down), layer.mlp_out_norm)
     return norm(x, spec.final_norm), entering
 
 
@@ -82,7 +99,7 @@ def error(x, expected):
 @quantised_every_way
 @pytest.mark.parametrize("kernels", [*EVERY, None], ids=lambda kernels: kernels.name if kernels else "reference")
 def test_the_forward_pass_agrees_with_plain_torch(kernels, shape, quantization):
-    spec = random_spec(**SHAPES[shape])
+    spec = spec_of_shape(shape)
     model, tokens = model_of(spec, kernels, quantization), some_tokens(spec, 60)
     rows, positions = ragged({2: 60})
     hidden = forward(model, tokens, rows, positions, cache_for(spec))
@@ -94,6 +111,16 @@ def test_the_forward_pass_agrees_with_plain_torch(kernels, shape, quantization):
     assert error(tapped.features, torch.stack([entering[1], entering[0]], 1)) < bound
     head = spec.embedding if spec.head is None else spec.head.weight
     assert error(model.logits(hidden), hidden @ head.float().T) < 0.02
+
+
+@pytest.mark.skipif(len(EVERY) < 2, reason="needs two instruction sets")
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_all_instruction_sets_give_the_same_logits_to_the_bit(quantization):
+    spec = random_spec(**SHAPES["qwen2"])
+    tokens, (rows, positions) = some_tokens(spec, 70), ragged({2: 50, 0: 20})
+    models = [model_of(spec, kernels, quantization) for kernels in EVERY]
+    logits = [model.logits(forward(model, tokens, rows, positions, cache_for(spec))) for model in models]
+    assert all(torch.equal(logits[0], other) for other in logits[1:])
 
 
 @on_every_isa
@@ -122,7 +149,7 @@ IN_COMPANY = [(shape, quantization, dtype) for shape in SHAPES for quantization 
     ],
 )
 def test_results_are_bitwise_independent_of_other_tokens_in_the_call(kernels, shape, quantization, dtype):
-    spec = random_spec(**SHAPES[shape])
+    spec = spec_of_shape(shape)
     model = model_of(spec, kernels, quantization)
     lengths = {3: 150, 0: 33, 1: 1, 2: 7}
     tokens, (rows, positions) = some_tokens(spec, 191), ragged(lengths)
@@ -183,7 +210,7 @@ def test_the_features_of_a_long_prefill_are_those_of_a_chunked_one(kernels):
 @of_every_shape
 def test_fill_writes_the_keys_and_values_of_a_forward_pass(kernels, shape, quantization):
     """``fill`` also returns the same features."""
-    spec = random_spec(**SHAPES[shape])
+    spec = spec_of_shape(shape)
     model, (rows, positions) = model_of(spec, kernels, quantization), ragged({2: 40, 0: 260})
     tokens = some_tokens(spec, 300)
     nodes, whole, alone = Nodes(tokens, rows, positions), cache_for(spec), cache_for(spec)
@@ -201,7 +228,7 @@ def test_fill_writes_the_keys_and_values_of_a_forward_pass(kernels, shape, quant
 def test_taps_must_be_layers(kernels):
     spec, one = random_spec(), torch.zeros(1, dtype=torch.int64)
     model, none = model_of(spec, kernels), torch.empty(0, dtype=torch.int64)
-    for taps in ((2,), (0, -1)):
+    for taps in ((3,), (0, -1)):  # 2 layers, and what the output head reads
         with pytest.raises(ParameterError, match="taps"):
             model.forward(Nodes(one, one, one), cache_for(spec), taps)
     assert model.forward(Nodes(none, none, none), cache_for(spec), (0,)).features.shape == (0, 1, spec.width)
@@ -360,22 +387,24 @@ def test_heads_of_odd_width_are_refused():
         model_of(random_spec(head_dim=24), None)
 
 
-def tiny_transformer(**changes) -> Transformer:
+def tiny_transformer(
+    tied: bool = False, qk_norm: str | None = "head", activation: str = "silu", norms: str = "before", scale=None
+) -> Transformer:
+    """Two layers, of which the second has a window and the scale given."""
     torch.manual_seed(0)
-    fields = {
-        "family": "qwen3", "vocab_size": 90, "width": 48, "heads": 4, "kv_heads": 2, "head_dim": 16, "mlp_width": 80,
-        "max_positions": 128, "windows": (None, 12), "scales": (None, None), "qk_norm": True, "tied": False,
-        "rotary": Rotary(tuple(10000 ** (-i / 8) for i in range(8))), "embed_width": 48,
-    }  # fmt: skip
-    config = ModelConfig(**(fields | changes))
+    rotary = Rotary(tuple(10000 ** (-i / 8) for i in range(8)))
+    first = AttentionSpec(4, 2, 16, rotary=rotary, qk_norm=qk_norm, bias=True)
+    second = replace(first, window=12, scale=scale)
+    layers = tuple(LayerSpec(attention, MLPSpec(80, activation), norms) for attention in (first, second))
+    config = DecoderSpec("qwen3", 90, 48, 128, layers, NormSpec(), 48, tied=tied)
     weights = {"embed.weight": torch.randn(90, 48), "norm.weight": torch.rand(48) + 0.5}
-    if not config.tied:
+    if not tied:
         weights["head.weight"] = torch.randn(90, 48) / 7
     for i in range(2):
         shapes = {"qkv": (128, 48), "o": (48, 64), "gate_up": (160, 48), "down": (48, 80)}
         weights |= {f"layers.{i}.{n}.weight": torch.randn(s) / s[1] ** 0.5 for n, s in shapes.items()}
         weights[f"layers.{i}.qkv.bias"] = torch.randn(128) / 5
-        norms = {"attn_norm": 48, "mlp_norm": 48} | ({"q_norm": 16, "k_norm": 16} if config.qk_norm else {})
+        norms = {"attn_norm": 48, "mlp_norm": 48} | ({"q_norm": 16, "k_norm": 16} if qk_norm else {})
         weights |= {f"layers.{i}.{n}.weight": torch.rand(s) + 0.5 for n, s in norms.items()}
     return Transformer(config, weights, "tiny")
 
@@ -393,7 +422,7 @@ def transformers_logits(model, tokens):
 
 
 @on_every_isa
-@pytest.mark.parametrize("changes", [{}, {"tied": True}, {"qk_norm": False}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"tied": True}, {"qk_norm": None}], ids=str)
 def test_a_loaded_transformer_gives_the_same_logits(kernels, changes, monkeypatch):
     monkeypatch.setattr(native, "select", lambda: kernels)
     transformer = tiny_transformer(**changes)
@@ -412,8 +441,8 @@ def cache_for_model(model):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"activation": "gelu"}, {"norm_first": False}, {"scales": (1.0, 2.0)}],
-    ids=["gelu", "norms last", "scales by layer"],
+    [{"activation": "gelu"}, {"norms": "after_sum"}],
+    ids=["gelu", "norms last"],
 )
 def test_unsupported_architectures_are_refused_with_the_reason(changes):
     with pytest.raises(ModelFormatError, match="without"):

@@ -26,10 +26,10 @@ from paceline.errors import ParameterError
 from paceline.kernels import native
 from paceline.models import packed_file as module
 from paceline.models.loading import load_model
+from paceline.models.matrices import load_packed
 from paceline.models.native import NativeModel, Quantization
 from paceline.models.packed_file import PackedFile, find_packed, packed_file
 from paceline.models.prepare import prepare
-from paceline.models.transformer import Transformer
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -72,9 +72,9 @@ def file_of(source: Path, quantization: Quantization | None = "int8") -> PackedF
 
 
 def packed_now(source: Path, quantization: Quantization | None = "int8") -> NativeModel:
-    loaded = load_model(source, dtype=torch.bfloat16)
-    assert isinstance(loaded, Transformer)
-    return NativeModel.from_transformer(loaded, quantization=quantization)
+    found = load_packed(source, torch.bfloat16, quantization)
+    assert found is not None
+    return found
 
 
 def written(source: Path, quantization: Quantization | None = "int8") -> PackedFile:

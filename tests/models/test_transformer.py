@@ -83,5 +83,5 @@ def test_linear_layers_can_be_of_another_kind() -> None:
     weights |= {f"layers.{i}.gate_up.weight": torch.zeros(1, 1) for i in range(3)}
     weights |= {f"layers.{i}.{norm}.weight": torch.ones(1) for i in range(3) for norm in ("attn_norm", "mlp_norm")}
     weights |= {"embed.weight": torch.zeros(1, 1), "norm.weight": torch.ones(1), "head.weight": torch.zeros(1, 1)}
-    Transformer(ours.config, weights, "made by hand", linear=factory)
+    Transformer(ours.spec, weights, "made by hand", linear=factory)
     assert len(made) == 4 * 3 + 1

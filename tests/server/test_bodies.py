@@ -12,7 +12,8 @@ from pydantic import BaseModel
 from paceline.errors import ParameterError
 from paceline.server import errors, limits
 from paceline.server.bodies import read
-from paceline.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest
+from paceline.server.chat_protocol import ChatRequest
+from paceline.server.protocol import CompletionRequest, DetokenizeRequest
 from server_support import Live
 from web import client
 

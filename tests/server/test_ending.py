@@ -112,6 +112,7 @@ def full_pipe() -> tuple[int, int]:
     return reader, full
 
 
+@pytest.mark.wide
 def test_a_hanging_engine_and_a_blocked_log_do_not_keep_the_process_alive(tiny: str) -> None:
     unread, full = full_pipe()
     with serving(tiny, "engine", full) as (process, url):

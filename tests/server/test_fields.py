@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from paceline.server.protocol import ChatRequest, CompletionRequest
+from paceline.server.chat_protocol import ChatRequest
+from paceline.server.protocol import CompletionRequest
 
 USER: dict[str, Any] = {"role": "user", "content": "hi"}
 
@@ -39,8 +40,8 @@ def test_fields_that_cannot_change_the_answer_are_accepted(extra: dict[str, Any]
 @pytest.mark.parametrize(
     ("extra", "says"),
     [
-        ({"reasoning_effort": "high"}, "reasoning_effort is not supported"),
-        ({"suffix": "end"}, "suffix is not supported"),
+        ({"guided_json": {}}, "guided_json is not supported: use structured_outputs"),
+        ({"suffix": "end"}, "suffix is not supported: only completions fill gaps"),
         ({"store": 0}, "store is not supported"),
         ({"stream": True, "stream_options": {"include_obfuscation": True}}, "include_obfuscation"),
         ({"colour": "red"}, "colour"),

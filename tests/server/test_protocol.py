@@ -11,7 +11,8 @@ from paceline.config import SamplingParams
 from paceline.config.help import helps_of
 from paceline.config.ranges import names_of
 from paceline.server import limits
-from paceline.server.protocol import SPELLED_OTHERWISE, ChatRequest, CompletionRequest, SamplingFields
+from paceline.server.chat_protocol import ChatRequest
+from paceline.server.protocol import SPELLED_OTHERWISE, CompletionRequest, SamplingFields
 
 SENT: dict[str, Any] = {
     "n": 2,

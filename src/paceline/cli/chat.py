@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli.console import note, report_error, stderr
-from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet
+from paceline.cli.options import DEFAULT_MODEL, AdaptedEngineFlags, Model, Quiet
 from paceline.config import SamplingParams
 from paceline.config.ranges import check_text
 from paceline.errors import RequestError
@@ -20,7 +20,7 @@ Messages = list[dict[str, str]]
 
 
 def chat(
-    engine: EngineFlags,
+    engine: AdaptedEngineFlags,
     sampling: SamplingParams,
     model: Model = DEFAULT_MODEL,
     system: Annotated[str | None, typer.Option("--system", help="The system message.")] = None,

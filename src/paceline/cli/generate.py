@@ -11,7 +11,7 @@ from rich.text import Text
 
 from paceline.cli.console import json_is_ascii, note, report_error, stdout
 from paceline.cli.jobs import Failure, Job, JobResult, as_document, parse_lines, run_jobs
-from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, refuse_given
+from paceline.cli.options import DEFAULT_MODEL, AdaptedEngineFlags, Model, Quiet, refuse_given
 from paceline.config import SamplingParams
 from paceline.config.files import read_stdin, read_text
 from paceline.core.outputs import CompletionOutput
@@ -20,7 +20,7 @@ from paceline.errors import ParameterError
 
 def generate(
     context: typer.Context,
-    engine: EngineFlags,
+    engine: AdaptedEngineFlags,
     sampling: SamplingParams,
     model: Model = DEFAULT_MODEL,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt. Repeatable.")] = None,

@@ -17,6 +17,8 @@ from paceline.config.limits import MAX_BYTES, Name
 from paceline.config.ranges import Texts, names_of, rules_of
 from paceline.errors import ParameterError
 
+MAX_ADAPTERS = 1024
+
 if TYPE_CHECKING:
     from paceline.integrations.ray.cluster import Recipe
     from paceline.llm import LLM
@@ -48,10 +50,16 @@ class EngineFlags(EngineConfig):
     def _documents(self) -> list[str]:
         return [read_text("--reference-document", path) for path in self.reference_document]
 
+    def _adapters(self) -> dict[str, str]:
+        """The adapters' directories by name; commands that use none have no option for them."""
+        return {}
+
     def recipe(self, model: str) -> Recipe:
         """The models and options for engines in other processes. Raises ParameterError."""
         from paceline.integrations.ray.cluster import Recipe
 
+        if adapters := self._adapters():
+            raise ParameterError("--adapter", min(adapters), "left out with --replicas")
         return Recipe(model, self.draft_model, self._documents(), self.options())
 
     def load(self, model: str, quiet: bool = False) -> LLM:
@@ -61,10 +69,40 @@ class EngineFlags(EngineConfig):
         with working(f"loading {model}"):
             from paceline.llm import LLM
 
-            llm = LLM(model, self.draft_model, reference_documents=documents, use_tqdm=False, **self.options())
+            llm = LLM(
+                model,
+                self.draft_model,
+                reference_documents=documents,
+                adapters=self._adapters(),
+                use_tqdm=False,
+                **self.options(),
+            )
         if not quiet:
             note(llm.engine.describe())
         return llm
+
+
+@described
+@dataclass(frozen=True)
+class AdaptedEngineFlags(EngineFlags):
+    """An engine whose target may have adapters, which requests name."""
+
+    adapters: Annotated[
+        Sequence[str],
+        Texts(MAX_ADAPTERS, MAX_BYTES),
+        Help("A LoRA adapter as NAME=DIRECTORY; may be given several times.", "--adapter"),
+    ] = ()
+
+    def _adapters(self) -> dict[str, str]:
+        """The adapters' directories by name. Raises ParameterError."""
+        pairs = [text.partition("=") for text in self.adapters]
+        for name, _, path in pairs:
+            if not name or not path:
+                raise ParameterError("--adapter", f"{name}{path}", "NAME=DIRECTORY")
+        names = [name for name, *_ in pairs]
+        if repeated := next((name for name in names if names.count(name) > 1), None):
+            raise ParameterError("--adapter", repeated, "a name that is given once")
+        return {name: path for name, _, path in pairs}
 
 
 def speculation_length(text: str) -> int | str:
@@ -103,4 +141,4 @@ def check_draft_tokens(llm: LLM, drafter: object) -> None:
         raise ParameterError("--drafter", drafter, allowed)
 
 
-__all__ = ["DEFAULT_MODEL", "EngineFlags", "Model", "Quiet", "whole_numbers"]
+__all__ = ["DEFAULT_MODEL", "AdaptedEngineFlags", "EngineFlags", "Model", "Quiet", "whole_numbers"]

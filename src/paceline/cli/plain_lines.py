@@ -19,6 +19,7 @@ from paceline.server.batch.lines import CustomIds, InputLine, seed_of
 from paceline.server.batch.window import LineResult, LineTask
 from paceline.server.context import Context, RequestOptions
 from paceline.server.limits import MAX_LABEL
+from paceline.server.structures import AnswerForm
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class PlainTask:
         options = RequestOptions(self.batch.client, self.batch.priority, time.monotonic(), None, False)
         context.check_answers(job.params.answers)
         async with context.generate(
-            [await self._request(options)], options, structure=job.params.structured_outputs
+            [await self._request(options)], options, form=AnswerForm(job.params.structured_outputs)
         ) as generation:
             (output,) = await generation.finish()
         output.prompt = job.prompt if isinstance(job.prompt, str) else None
@@ -61,7 +62,7 @@ class PlainTask:
 
     async def _prompt(self, context: Context) -> list[int]:
         if self.job.messages is not None:
-            return await context.encode_chat([dict(message) for message in self.job.messages])
+            return (await context.chat_prompt([dict(message) for message in self.job.messages], {})).token_ids
         assert self.job.prompt is not None, "a job has a prompt or messages"
         return await _encoded(context, self.job.prompt)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model
+from paceline.cli.options import DEFAULT_MODEL, AdaptedEngineFlags, EngineFlags, Model
 from paceline.config import EngineConfig, ServerConfig
 from paceline.errors import MissingPackageError, ParameterError
 
@@ -22,7 +22,7 @@ _METHODS: dict[str, Literal["model", "ngram"]] = {"draft_model": "model", "ngram
 
 
 def serve(
-    engine: EngineFlags,
+    engine: AdaptedEngineFlags,
     server: ServerConfig,
     model: Model = DEFAULT_MODEL,
     api_key_file: Annotated[

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from paceline.config.engine import LOOKS_UP, EngineConfig, EngineOptions, check_used, engine_config
+from paceline.config.engine import (
+    LOOKS_UP,
+    OWN_HEAD,
+    EngineConfig,
+    EngineOptions,
+    check_used,
+    engine_config,
+    uses_own_head,
+)
 from paceline.config.limits import (
     COMPLETION_MAX_TOKENS,
     DEFAULT_ACCEPTANCE,
@@ -10,6 +18,8 @@ from paceline.config.limits import (
     DEFAULT_SPECULATION_LENGTH,
     MAX_ANSWERS,
     MAX_BAD_WORDS,
+    MAX_CHOICE_CHARACTERS,
+    MAX_CHOICES,
     MAX_COUNT,
     MAX_LOGPROBS,
     MAX_REFERENCE_CHARACTERS,
@@ -31,7 +41,9 @@ from paceline.config.limits import (
     DtypeName,
     Length,
     LogFormat,
+    LogLevel,
     MetricsNames,
+    PoolingName,
     QuantizationName,
     RankName,
     RoundsName,
@@ -50,6 +62,8 @@ __all__ = [
     "LOOKS_UP",
     "MAX_ANSWERS",
     "MAX_BAD_WORDS",
+    "MAX_CHOICES",
+    "MAX_CHOICE_CHARACTERS",
     "MAX_COUNT",
     "MAX_LOGPROBS",
     "MAX_REFERENCES",
@@ -64,6 +78,7 @@ __all__ = [
     "MIN_TEMPERATURE",
     "MIN_TIME_BUDGET",
     "MIN_TOP_P",
+    "OWN_HEAD",
     "SYNTHETIC",
     "AcceptanceName",
     "AttentionName",
@@ -75,8 +90,10 @@ __all__ = [
     "EngineOptions",
     "Length",
     "LogFormat",
+    "LogLevel",
     "LogitsProcessor",
     "MetricsNames",
+    "PoolingName",
     "QuantizationName",
     "RankName",
     "RoundsName",
@@ -85,4 +102,5 @@ __all__ = [
     "StructuredOutputs",
     "check_used",
     "engine_config",
+    "uses_own_head",
 ]

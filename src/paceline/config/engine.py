@@ -44,9 +44,10 @@ class EngineConfig:
         str | DrafterKind | None,
         DRAFTERS,
         Help(
-            "Source of draft tokens: model, feature (a trained head), ngram (prompt lookup), hybrid (ngram, else model "
-            "or head), none (plain decoding), or a name that a package adds. auto is hybrid with a draft model, "
-            "else ngram; on CUDA model, else none.",
+            "Source of draft tokens: model, feature (a trained head), mtp (the head in the model's own files), ngram "
+            "(prompt lookup), hybrid (ngram, else model or head), none (plain decoding), or a name that a package "
+            "adds. auto is hybrid with a draft model or a head in the model's files, else ngram; on CUDA model, else "
+            "none.",
             more='"model", "hybrid" and "feature" need ``draft_model``. "auto" leaves n-gram lookup out where the '
             "device runs rounds alone, because lookup runs on the host; other options that ask for draft tokens bring "
             'it back. None is "none". An object is a ``paceline.drafters.Drafter``: a class, or a pattern of which '
@@ -371,6 +372,17 @@ def check_used(config: EngineConfig, given: Mapping[str, Any]) -> None:
         check(idle or used(config), name, given[name], f"left out here; it needs {needed}")
 
 
+OWN_HEAD = "the head in the model's checkpoint"
+"""Stands for a draft model where the model has a draft head of its own."""
+
+
+def uses_own_head(options: EngineOptions) -> bool:
+    """Whether an engine with these options drafts with a head in its model's checkpoint, if there is one."""
+    config = EngineConfig(**options)
+    asked = config.drafter == "auto" or config.asks_draft_model
+    return asked and config.draft_tokens and config.tensor_parallel == 1
+
+
 def engine_config(options: EngineOptions, draft_model: Any = None, documents: Sequence[Any] = ()) -> EngineConfig:
     """The configuration of an engine with these models and options.
 
@@ -378,7 +390,8 @@ def engine_config(options: EngineOptions, draft_model: Any = None, documents: Se
     """
     config = EngineConfig(**options)
     if config.asks_draft_model and draft_model is None:
-        raise ParameterError("drafter", config.drafter, "needs a draft_model; or choose 'ngram' or None")
+        needs = "a draft head in the model's own files" if config.drafter == "mtp" else "a draft_model"
+        raise ParameterError("drafter", config.drafter, f"needs {needs}; or choose 'ngram' or None")
     given = {**options, "draft_model": draft_model, "reference_documents": tuple(documents)}
     check_used(config.resolved(draft_model=draft_model is not None), given)
     return config

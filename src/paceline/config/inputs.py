@@ -6,16 +6,20 @@ ParameterError that names the argument: bytes are no text, and a string is one p
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from numbers import Integral
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from paceline.config import MAX_REFERENCE_CHARACTERS, MAX_REFERENCES
-from paceline.config.ranges import check_text
+from paceline.config.ranges import FileName, check, check_text
 from paceline.errors import ParameterError, RequestError, shown
+
+MAX_ADAPTER_NAME = 128  # characters
 
 Prompt: TypeAlias = str | Sequence[int]
 Message: TypeAlias = Mapping[str, Any]  # role and content, which is a text or a list of text parts
@@ -97,17 +101,41 @@ def as_conversations(messages: object) -> list[list[Message]]:
 
 def check_message(message: object) -> Message:
     """The message, its content one text. Raise RequestError unless it is an object whose role and content are strings,
-    and ParameterError for half characters in them. Content may be a list of text parts, as OpenAI's clients send it.
+    and ParameterError for half characters in them. Content may be a list of text parts, as OpenAI's clients send it,
+    and is empty in a message that has tool calls alone.
     """
-    said = {**message, "content": _joined(message.get("content"))} if isinstance(message, Mapping) else {}
+    said: dict[str, Any] = {}
+    if isinstance(message, Mapping):
+        said = {**message, "content": _joined(message.get("content"))}
+    if said.get("tool_calls"):
+        said["tool_calls"], said["content"] = _tool_calls(said["tool_calls"]), said["content"] or ""
     if not all(isinstance(said.get(key), str) for key in ("role", "content")):
         parts = 'content may be a list of parts {"type": "text", "text": ...}, and no other kind of part can be read'
         raise RequestError(
             f"a message is an object with role and content, both strings ({parts}), not {shown(message)}"
         )
     for key, value in said.items():
-        check_text(f"messages.{key}" if isinstance(key, str) and key.isidentifier() else "messages", value)
+        if key != "tool_calls" and value is not None:
+            check_text(f"messages.{key}" if isinstance(key, str) and key.isidentifier() else "messages", value)
     return said
+
+
+def _tool_calls(calls: object) -> list[dict[str, Any]]:
+    """Tool calls of a message. Raises RequestError; ParameterError for half characters."""
+    form = '{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}'
+    found: list[dict[str, Any]] = []
+    call: Any
+    for call in calls if isinstance(calls, (list, tuple)) else [calls]:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        given = function if isinstance(function, Mapping) else {}
+        if not isinstance(given.get("name"), str) or not isinstance(given.get("arguments"), (str, dict)):
+            raise RequestError(f"a tool call in a message is an object {form}, not {shown(call)}")
+        found.append({**call, "type": "function", "function": dict(given)})
+    try:
+        json.dumps(found, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ParameterError("messages.tool_calls", calls, "JSON without half characters") from error
+    return found
 
 
 def _joined(content: object) -> object:
@@ -139,3 +167,14 @@ def _is_whole(token: object) -> bool:
     if isinstance(token, torch.Tensor):
         return token.dim() == 0 and _whole_dtype(token.dtype)
     return isinstance(token, Integral) and not isinstance(token, bool)
+
+
+def as_adapters(value: object) -> dict[str, Path]:
+    """Return the directories of adapters by name. Raises ParameterError."""
+    check(isinstance(value, Mapping), "adapters", value, "a mapping of names to directories")
+    assert isinstance(value, Mapping)
+    for name in value:
+        good = isinstance(name, str) and 0 < len(name) <= MAX_ADAPTER_NAME and name.isprintable()
+        check(good, "adapters", name, f"names of 1 to {MAX_ADAPTER_NAME} printable characters")
+    paths = FileName("the directory of an adapter")
+    return {name: Path(paths.take(f"adapters[{name!r}]", path)).expanduser() for name, path in value.items()}

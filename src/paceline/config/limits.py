@@ -11,11 +11,13 @@ AcceptanceName = Literal["coupled", "rejection"]
 AttentionName = Literal["auto", "native", "padded", "split", "ragged"]
 QuantizationName = Literal["int8", "int4", "fp8"]
 RoundsName = Literal["auto", "host", "device"]
-DrafterName = Literal["auto", "model", "feature", "ngram", "hybrid"]  # ours; other packages may bring more
+DrafterName = Literal["auto", "model", "feature", "mtp", "ngram", "hybrid"]  # ours; other packages may bring more
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LogFormat = Literal["text", "json"]
+LogLevel = Literal["info", "debug"]
 MetricsNames = Literal["paceline", "vllm"]
 RankName = Literal["mean_logprob", "logprob"]
+PoolingName = Literal["mean", "last"]  # how the hidden states of a text become its embedding
 Length: TypeAlias = int | str | LengthKind  # draft tokens a round: a number or a length policy
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -33,6 +35,7 @@ MAX_STOP_STRINGS = 256  # looked for in every token's text: 25 microseconds a to
 MAX_STOP_CHARACTERS = 2**13  # of all stop strings together: text that may be held back
 MAX_STOP_TOKEN_IDS = 2**12
 MAX_BAD_WORDS = 2**8  # compared with the end of the text at every position
+MAX_CHOICES, MAX_CHOICE_CHARACTERS = 2**10, 2**16  # compiled in a tenth of a second
 MAX_VOCABULARY = 2**20  # token ids that are listed: more than any model has
 MAX_LOGIT_BIAS = 2**16  # entries: set one by one when the row starts, 0.2 seconds
 MAX_ROWS = 2**12
@@ -60,5 +63,8 @@ Penalty = Annotated[float, Number(-2, 2)]
 Seconds = Annotated[float, Number(MIN_SECONDS, MAX_SECONDS)]
 Guesses = Annotated[int, Whole(0, MAX_SPECULATION_LENGTH)]
 Width = Annotated[int, Whole(1, MAX_SPECULATION_WIDTH)]
+ToolParserName = Literal[
+    "harmony", "qwen_xml", "hermes", "mistral", "mistral_json", "gemma", "function_gemma", "llama3", "json"
+]
 Name = Annotated[str, Text(filled=True)]
 COMPLETION_MAX_TOKENS = 16  # of /v1/completions, as OpenAI's; a chat's answer may fill what the prompt leaves

@@ -136,6 +136,7 @@ DRAFTERS: Registry[DrafterKind] = Registry(
         "ngram": "paceline.drafters.ngram:NgramDrafter",
         "hybrid": "paceline.drafters.hybrid:HybridDrafter",
         "feature": "paceline.drafters.feature:FeatureDrafter",
+        "mtp": "paceline.drafters.feature:MtpDrafter",
     },
     words=("auto",),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar, TypeAlias
 
 from paceline.config import names
@@ -12,6 +12,8 @@ from paceline.config.help import Help, described
 from paceline.config.limits import (
     MAX_ANSWERS,
     MAX_BAD_WORDS,
+    MAX_CHOICE_CHARACTERS,
+    MAX_CHOICES,
     MAX_COUNT,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
@@ -77,11 +79,17 @@ class StructuredOutputs:
     )
     json_object: Annotated[bool, Help("Any JSON object.")] = False
     regex: Annotated[str | None, Help("A regular expression that the whole answer matches.")] = None
+    choice: Annotated[
+        Sequence[str] | None, Texts(MAX_CHOICES, MAX_CHOICE_CHARACTERS), Help("Texts of which the answer is one.")
+    ] = None
+    grammar: Annotated[str | None, Help("A grammar in llguidance's Lark syntax; its first rule is ``start``.")] = None
 
     def __post_init__(self) -> None:
         check_fields(self, "structured_outputs.")
-        given = [name for name in ("json", "json_object", "regex") if getattr(self, name) not in (None, False)]
-        check(len(given) == 1, "structured_outputs", given, "exactly one of json, json_object, regex")
+        names = tuple(each.name for each in fields(self))
+        given = [name for name in names if getattr(self, name) not in (None, False)]
+        check(len(given) == 1, "structured_outputs", given, f"exactly one of {', '.join(names)}")
+        check(self.choice != (), "structured_outputs.choice", (), "at least one text")
 
 
 @described
@@ -227,11 +235,20 @@ class SamplingParams:
             more="So the time of an answer does not reveal whether another client has sent the same words.",
         ),
     ] = None
+    adapter: Annotated[
+        Name | None,
+        Help(
+            "Name of the LoRA adapter that answers. Default: the model itself.",
+            "--use-adapter",
+            more="It must be one of those that the engine was loaded with.",
+        ),
+    ] = None
     structured_outputs: Annotated[
         StructuredOutputs | None,
         Part(StructuredOutputs),
         Help(
-            'Form of the answer: {"json": SCHEMA}, {"json_object": true} or {"regex": "..."}.',
+            'Form of the answer: {"json": SCHEMA}, {"json_object": true}, {"regex": "..."}, {"choice": ["...", "..."]} '
+            'or {"grammar": "..."}.',
             more="Tokens that cannot lead to a valid answer get no probability; the end-of-text token gets none before "
             "the answer is complete.",
         ),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -15,11 +16,14 @@ from paceline.config.limits import (
     MAX_COUNT,
     MAX_SECONDS,
     LogFormat,
+    LogLevel,
     MetricsNames,
     Name,
     Seconds,
+    ToolParserName,
 )
 from paceline.config.ranges import FileName, Number, Texts, Whole, check, check_fields
+from paceline.errors import ParameterError
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,25 @@ class Hosts:
         hosts = tuple(host for text in value for host in text.split(","))
         check(all(map(_is_host, hosts)), name, value, self.allowed)
         return hosts
+
+
+_FIXED_VARIABLES = {"messages", "tools", "add_generation_prompt"}
+
+
+@dataclass(frozen=True)
+class Variables:
+    """Rule: variables of a chat template, as an object; kept as a copy."""
+
+    allowed: str = "a JSON object from names to values, without messages, tools and add_generation_prompt"
+
+    def take(self, name: str, value: Any) -> Mapping[str, Any]:
+        try:
+            kept: object = json.loads(json.dumps(value))
+        except (TypeError, ValueError, RecursionError):
+            kept = None
+        if not isinstance(kept, dict) or kept != value or kept.keys() & _FIXED_VARIABLES:
+            raise ParameterError(name, value, self.allowed)
+        return kept
 
 
 def _is_host(name: str) -> bool:
@@ -126,10 +149,24 @@ class ServerConfig:
         ),
     ] = 30.0
     log_format: Annotated[LogFormat, Help("text for people; json for machines, one object a line.")] = "text"
+    log_level: Annotated[
+        LogLevel, Help("debug: also log where the prompts of one client first differ; such lines quote prompts.")
+    ] = "info"
     log_interval: Annotated[Seconds, Help("Seconds between log lines about throughput, while there is any.")] = 10.0
     metrics_names: Annotated[
         MetricsNames, Help("vllm: /metrics also has vLLM's names, for dashboards made for it.")
     ] = "paceline"
+    tool_parser: Annotated[
+        ToolParserName | None, Help("Syntax of the model's tool calls. Default: chosen by its chat template.")
+    ] = None
+    chat_template_kwargs: Annotated[
+        Mapping[str, Any],
+        Variables(),
+        Help(
+            'Variables of the chat template for all chats, as JSON: {"enable_thinking": false}.',
+            more="A request's reasoning_effort and chat_template_kwargs override them.",
+        ),
+    ] = field(default_factory=dict)
     playground: Annotated[bool, Help("Serve a page at / to try the model.")] = True
     batch_dir: Annotated[
         str | None,

@@ -63,7 +63,7 @@ def rejection(draft: Draft, logits: Tensor, batch: Batch) -> Verdict:
     if draft.probabilities is None or batch.sampling.all_greedy:
         return coupled(draft, logits, batch)
     distribution = Choices(logits, batch, draft.tokens).distribution()
-    return accept_by_ratio(draft, distribution, draft.probabilities, batch.state(batch.rows))
+    return accept_by_ratio(draft, distribution, draft.probabilities, batch.state())
 
 
 def _refuse_tree(draft: Draft, rule: str) -> None:
@@ -81,7 +81,7 @@ def synthetic(rate: float) -> AcceptanceRule:
 
     def accept(draft: Draft, logits: Tensor, batch: Batch) -> Verdict:
         _refuse_tree(draft, f"{SYNTHETIC}{rate}")
-        return accept_at_rate(draft, _draw(draft, logits, batch), batch.state(batch.rows), rate)
+        return accept_at_rate(draft, _draw(draft, logits, batch), batch.state(), rate)
 
     return accept
 
@@ -104,7 +104,7 @@ def _logprobs(draft: Draft, logits: Tensor, batch: Batch, verdict: Verdict) -> L
     if verdict.path is not None:
         logits = _along_path(draft, logits, verdict.path)
     if batch.ops is not None and logits.dtype == torch.float32:
-        wanted = [-1 if p.scored is None else p.scored for p in batch.sampling.params[: batch.rows]]
+        wanted = [-1 if p.scored is None else p.scored for p in batch.sampling.params]
         gained = Gained(verdict.tokens, verdict.accepted, draft.counts)
         return Logprobs(*batch.ops.logprobs(logits, gained, wanted))
     if logits.dim() == 2:

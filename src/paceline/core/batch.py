@@ -1,6 +1,6 @@
 """The batch of live rows, and the speculation plan of a length policy.
 
-Shapes: R rows (capacity), B live rows, k draft tokens, P positions, V vocabulary.
+Shapes: R slots, B live rows, k draft tokens, P positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from paceline.config import MAX_SPECULATION_LENGTH, SamplingParams
 from paceline.core.draft import Draft, Verdict
 from paceline.core.nodes import Tree
 from paceline.core.ops import HostOps, TextRows
-from paceline.core.rows import MAX_STOP_TOKENS, Constraint, ConstraintAfterDraft, RowState, SamplingRows
+from paceline.core.rows import MAX_STOP_TOKENS, Constraint, ConstraintAfterDraft, RowState, RowValues, SamplingRows
+from paceline.core.slots import Slots
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +47,7 @@ class ParallelSample(NamedTuple):
 
 @dataclass
 class RowStart:
-    """Initial state of a row.
+    """Initial state of a sequence.
 
     tokens: the prompt. seed: noise key of the sequence. stop_tokens: tokens that end the answer. constraint: restricts
     the answer and belongs to this sequence only; None allows any token. sample: the request group whose texts n-gram
@@ -100,7 +101,7 @@ class SpeculationPlan:
         """Reduce the plan to the positions that rows have left and to the maximum of their requests."""
         if self.k == 0:
             return self
-        k, allowed = min(self.k, batch.max_gain - 1), batch.max_draft_tokens[: batch.rows]
+        k, allowed = min(self.k, batch.max_gain - 1), batch.max_draft_tokens
         if min(allowed) >= k:
             return self if k == self.k else replace(self, k=k)
         caps = [k] * batch.rows if self.caps is None else self.caps
@@ -124,16 +125,16 @@ _NO_STOPS = (-1,) * MAX_STOP_TOKENS
 
 
 class _HostView:
-    """Reads tokens [R, P] and length [R] of a batch on the CPU without tensor operators.
+    """Reads text [R, P] and length [R] of a batch on the CPU without tensor operators.
 
     Between two forward passes, which evict the CPU caches, one tensor operator takes 20 to 50 microseconds.
     """
 
-    def __init__(self, tokens: Tensor, length: Tensor) -> None:
-        self._tokens, self._length, self._width = _numbers(tokens), _numbers(length), tokens.shape[1]
+    def __init__(self, text: Tensor, length: Tensor) -> None:
+        self._text, self._length, self._width = _numbers(text), _numbers(length), text.shape[1]
 
-    def last(self, row: int) -> int:
-        return self._tokens[row * self._width + self._length[row] - 1]
+    def last(self, slot: int) -> int:
+        return self._text[slot * self._width + self._length[slot] - 1]
 
 
 def _numbers(tensor: Tensor) -> memoryview:
@@ -141,22 +142,45 @@ def _numbers(tensor: Tensor) -> memoryview:
     return tensor.numpy().reshape(-1).data
 
 
-class Batch:
-    """Texts and sampling parameters of the rows, on the model's device.
+@dataclass
+class _HostRow:
+    """What the host knows of a slot's sequence; see ``Batch``."""
 
-    Rows 0 to ``rows`` - 1 decode; later rows are still in prefill or free.
-    tokens [R, P + slack] int64: text of each row. Entries at or beyond its length are undefined.
-    length [R] int64: tokens of each row. Invariant: the target's cache holds all of them but the last, the pending
-        token.
-    lengths: ``length`` on the host.
-    limit [R] int64, limits: length at which a row must end, on the device and on the host.
-    stops [R, MAX_STOP_TOKENS] int64: tokens that end a row, -1 for none.
-    live [1] int64: ``rows`` on the device.
+    length: int = 0
+    limit: int = 0
+    max_draft_tokens: int = MAX_SPECULATION_LENGTH
+    deadline: float = math.inf
+    sample: ParallelSample | None = None
+
+
+class Batch:
+    """Texts and sampling parameters of the sequences, on the model's device.
+
+    A sequence has a slot from its first token to its last: its place in the tables here, in caches, and in the
+    per-slot state of drafters and length policies. The live rows are those that decode; row i is the sequence in slot
+    ``slots[i]``. The other slots are in prefill or free.
+
+    Tables, by slot (R slots):
+
+    text: [R, P + slack] int64. Entries at or beyond a length are undefined.
+    length: [R] int64, tokens of each sequence. Invariant: the target's cache holds all of them but the last, the
+        pending token.
+    limit: [R] int64, length at which a sequence must end.
+    stops: [R, MAX_STOP_TOKENS] int64, tokens that end it, -1 for none.
+    slot_order: [R] int64, all slots, those of the live rows first.
+    live: [1] int64, number of live rows.
+
+    The live rows (B of them), on the host:
+
+    slots: slot of each row, ascending. live_slots: the same with their tensor.
+    lengths, limits: ``length`` and ``limit``.
     max_draft_tokens: maximum number of draft tokens per round that each row's request allows.
     deadlines: end of each row's time budget in seconds of time.monotonic. An earlier deadline wins between draft tokens
         of equal value.
     samples: the request group of each row, or None.
-    first: index of row 0 in the caches; not 0 in a part of a batch.
+
+    rows: their number, B.
+    first: number of row 0 among all live rows; not 0 in a part of a batch.
     ops: operations that replace torch operators on the host; None uses torch.
     draining: whether these are the last rows: no request waits, and none will come.
     """
@@ -172,24 +196,26 @@ class Batch:
         self.ops = ops
         # A round writes its whole block before the length says how many of its tokens count.
         slack = MAX_SPECULATION_LENGTH + 1
-        self.tokens = torch.zeros((capacity, positions + slack), dtype=torch.int64, device=device)
+        self.text = torch.zeros((capacity, positions + slack), dtype=torch.int64, device=device)
         self.length = torch.zeros(capacity, dtype=torch.int64, device=device)
-        self.lengths = [0] * capacity
-        self.limits = [0] * capacity
         self.limit = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.stops = torch.full((capacity, MAX_STOP_TOKENS), -1, dtype=torch.int64, device=device)
+        self.slot_order = torch.arange(capacity, device=device)
         self.live = torch.zeros(1, dtype=torch.int64, device=device)
-        self.max_draft_tokens = [MAX_SPECULATION_LENGTH] * capacity
-        self.deadlines = [math.inf] * capacity
-        self.samples: list[ParallelSample | None] = [None] * capacity
-        self.rows = 0
+        self._host_rows = [_HostRow() for _ in range(capacity)]
         self.first = 0
-        self._view = _HostView(self.tokens, self.length) if self.tokens.device.type == "cpu" else None
+        self._view = _HostView(self.text, self.length) if self.text.device.type == "cpu" else None
         self.positions = positions
         self.vocab_size = vocab_size
         self.sampling = SamplingRows(capacity, vocab_size, device)
-        self.text_rows = TextRows(self.tokens, self.length, self.sampling.prompt_length, self.limit, self.stops)
+        self.text_rows = TextRows(self.text, self.length, self.sampling.prompt_length, self.limit, self.stops)
         self.draining = False
+        self._list_rows(())
+
+    @property
+    def capacity(self) -> int:
+        """Number of slots, R."""
+        return len(self._host_rows)
 
     @property
     def device(self) -> torch.device:
@@ -198,21 +224,27 @@ class Batch:
     @property
     def live_length(self) -> Tensor:
         """Length of each live row in tokens, [B] int64."""
-        return self.length[: self.rows]
+        return self.length[self.live_slots.where]
+
+    @property
+    def tokens(self) -> Tensor:
+        """Text of each live row, [B, P + slack] int64. Entries at or beyond a row's length are undefined."""
+        return self.live_slots.of(self.text)
 
     @property
     def longest(self) -> int:
         """Length of the longest live row in tokens."""
-        return max(self.lengths[: self.rows])
+        return max(self.lengths)
 
     @property
     def siblings(self) -> list[tuple[list[int], int]]:
         """For each request group with at least two live rows: these rows and their prompt's length in tokens."""
         groups: dict[int, list[int]] = {}
-        for row, sample in enumerate(self.samples[: self.rows]):
+        for row, sample in enumerate(self.samples):
             if sample is not None:
                 groups.setdefault(id(sample.group), []).append(row)
-        return [(rows, int(self.sampling.prompt_length[rows[0]])) for rows in groups.values() if len(rows) > 1]
+        prompt_length = self.sampling.prompt_length
+        return [(rows, int(prompt_length[self.slots[rows[0]]])) for rows in groups.values() if len(rows) > 1]
 
     @property
     def empty_draft(self) -> Draft:
@@ -220,71 +252,77 @@ class Batch:
         return Draft.empty(self.rows, self.device)
 
     def fitting(self, draft: Draft) -> Draft:
-        """Truncate a tree to the draft tokens that have a slot in the cache; every sibling takes one slot."""
+        """Truncate a tree to the draft tokens that have a place in the cache; every sibling takes one."""
         if draft.host_parents is None:
             return draft
-        rows = range(self.rows)
-        free_slots = [max(0, self.slots_for(self.limits[row]) - self.lengths[row]) for row in rows]
-        return draft.first([min(slots, count) for slots, count in zip(free_slots, draft.drafted, strict=True)])
+        ends = zip(self.limits, self.lengths, strict=True)
+        free = [max(0, self.positions_for(limit) - length) for limit, length in ends]
+        return draft.first([min(positions, count) for positions, count in zip(free, draft.drafted, strict=True)])
 
-    def slots_for(self, limit: int) -> int:
-        """Cache slots for a row that must end at ``limit`` tokens, with the draft tokens that are written beyond it."""
+    def positions_for(self, limit: int) -> int:
+        """Cache positions of a row that must end at ``limit`` tokens, with those of draft tokens beyond it."""
         return min(limit + MAX_SPECULATION_LENGTH, self.positions)
 
     @property
     def max_gain(self) -> int:
         """Maximum number of tokens that a live row may gain in one round."""
-        rows = range(self.rows)
-        return max(min(self.limits[row] - self.lengths[row], self.max_draft_tokens[row] + 1) for row in rows)
+        rows = zip(self.limits, self.lengths, self.max_draft_tokens, strict=True)
+        return max(min(limit - length, most + 1) for limit, length, most in rows)
 
-    def set_row(self, row: int, start: RowStart) -> None:
-        """Initialize slot ``row`` with a new sequence."""
-        size = len(start.tokens)
-        self.tokens[row, :size] = torch.tensor(start.tokens, dtype=torch.int64)
-        self.length[row] = self.lengths[row] = size
-        self.limit[row] = self.limits[row] = min(size + start.params.max_tokens, self.positions)
-        self.stops[row] = torch.tensor((*start.stop_tokens, *_NO_STOPS)[:MAX_STOP_TOKENS])
-        self.sampling.set(row, start.params, start.seed, size, start.stop_tokens)
-        self.sampling.constraints[row] = start.constraint
-        allowed = start.params.num_speculative_tokens
-        self.max_draft_tokens[row] = MAX_SPECULATION_LENGTH if allowed is None else allowed
-        self.deadlines[row] = start.deadline
-        self.samples[row] = start.sample
+    def set_row(self, slot: int, start: RowStart) -> None:
+        """Begin a new sequence in ``slot``. It decodes once ``set_live`` has named its slot."""
+        size, allowed = len(start.tokens), start.params.num_speculative_tokens
+        limit = min(size + start.params.max_tokens, self.positions)
+        most = MAX_SPECULATION_LENGTH if allowed is None else allowed
+        self._host_rows[slot] = _HostRow(size, limit, most, start.deadline, start.sample)
+        self.text[slot, :size] = torch.tensor(start.tokens, dtype=torch.int64)
+        self.length[slot], self.limit[slot] = size, limit
+        self.stops[slot] = torch.tensor((*start.stop_tokens, *_NO_STOPS)[:MAX_STOP_TOKENS])
+        self.sampling.set(slot, start.params, start.seed, size, start.stop_tokens, start.constraint)
 
-    def copy_row(self, source: int, destination: int) -> None:
-        """Copy the sequence of slot ``source`` to slot ``destination``."""
-        self.tokens[destination] = self.tokens[source]
-        self.length[destination] = self.length[source]
-        self.lengths[destination] = self.lengths[source]
-        self.limits[destination] = self.limits[source]
-        self.limit[destination] = self.limit[source]
-        self.stops[destination] = self.stops[source]
-        self.max_draft_tokens[destination] = self.max_draft_tokens[source]
-        self.deadlines[destination] = self.deadlines[source]
-        self.samples[destination] = self.samples[source]
-        self.sampling.copy_row(source, destination)
+    def length_of(self, slot: int) -> int:
+        """Tokens of the sequence in ``slot``."""
+        return self._host_rows[slot].length
 
-    def free_slot(self, row: int, cached_tokens: int) -> None:
+    def free_slot(self, slot: int, cached_tokens: int) -> None:
         """Mark a slot as free. Its caches keep the first ``cached_tokens`` tokens; rounds write after them."""
-        self.length[row] = self.lengths[row] = cached_tokens + 1
+        self.length[slot] = self._host_rows[slot].length = cached_tokens + 1
 
-    def set_rows(self, rows: int) -> None:
-        """Set the number of live rows: rows 0 to ``rows`` - 1 decode."""
-        self.rows = rows
-        self.live.fill_(rows)
-        self.sampling.refresh(rows)
+    def set_live(self, slots: Sequence[int]) -> None:
+        """Set the slots whose sequences decode, in ascending order."""
+        idle = sorted(set(range(self.capacity)).difference(slots))
+        self.slot_order.copy_(torch.tensor([*slots, *idle]))
+        self.live.fill_(len(slots))
+        self._list_rows(slots)
+
+    def _list_rows(self, slots: Sequence[int]) -> None:
+        """List what the host knows of the live rows."""
+        rows = [self._host_rows[slot] for slot in slots]
+        self.slots, self.rows = list(slots), len(slots)
+        self.live_slots = Slots(self.slot_order[: len(rows)], self.slots)
+        self.lengths, self.limits = [row.length for row in rows], [row.limit for row in rows]
+        self.max_draft_tokens = [row.max_draft_tokens for row in rows]
+        self.deadlines, self.samples = [row.deadline for row in rows], [row.sample for row in rows]
+        self.sampling.refresh(self.live_slots)
 
     def part(self, first: int, stop: int) -> Batch:
-        """Live rows ``first`` to ``stop`` - 1 as a batch for drafting, with views of the same tensors."""
+        """Live rows ``first`` to ``stop`` - 1 as a batch for drafting, with the same tables."""
         part = copy.copy(self)
-        part.first, part.rows, part._view = self.first + first, stop - first, None
-        part.tokens, part.length = self.tokens[first:stop], self.length[first:stop]
+        part.first, part.slots, part.rows = self.first + first, self.slots[first:stop], stop - first
+        part.live_slots = self.live_slots.part(first, stop)
         part.lengths, part.limits = self.lengths[first:stop], self.limits[first:stop]
-        part.limit, part.stops = self.limit[first:stop], self.stops[first:stop]
         part.max_draft_tokens, part.samples = self.max_draft_tokens[first:stop], self.samples[first:stop]
         part.deadlines = self.deadlines[first:stop]
-        part.sampling = self.sampling.part(first, stop)
+        part.sampling = self.sampling.part(part.live_slots)
         return part
+
+    def _copies(self, rows: Sequence[int], length: Tensor) -> Batch:
+        """Copies of live rows, which may repeat, in slots 0, 1, ..., without texts. length: [N] int64."""
+        copies = copy.copy(self)
+        copies._view, copies.length, copies.sampling = None, length, self.sampling.picked(rows)
+        copies.slots, copies.rows = list(range(len(rows))), len(rows)
+        copies.live_slots = Slots.listed(copies.slots, length.device)
+        return copies
 
     def unrolled(self, draft: Draft) -> Batch:
         """Batch of B * (k + 1) rows, one per position of each row's tree; each text ends at its position.
@@ -293,12 +331,10 @@ class Batch:
         are copies.
         """
         assert draft.tree is not None
-        width = draft.k + 1
-        lines = copy.copy(self)
-        lines.rows, lines._view = self.rows * width, None
-        lines.length = (self.live_length[:, None] + draft.tree.depths).flatten()
-        lines.sampling = self.sampling.repeated(self.rows, width)
-        lines.tokens = self._texts_after(draft, draft.tree) if lines.sampling.any_penalty else self.tokens
+        rows = [row for row in range(self.rows) for _ in range(draft.k + 1)]
+        lines = self._copies(rows, (self.live_length[:, None] + draft.tree.depths).flatten())
+        if lines.sampling.any_penalty:
+            lines.text = self._texts_after(draft, draft.tree)
         if lines.sampling.any_constraint:
             lines.sampling.constraints = self._constraints_after(draft)
         return lines
@@ -306,26 +342,22 @@ class Batch:
     def after(self, places: Sequence[tuple[int, Sequence[int]]]) -> Batch:
         """Batch with one row per (row, draft tokens): a copy of that row, its text followed by the draft tokens."""
         rows = [row for row, _ in places]
-        lines = copy.copy(self)
-        lines.rows, lines._view = len(rows), None
-        lines.length = self.length.new_tensor([self.lengths[row] + len(path) for row, path in places])
-        lines.sampling = self.sampling.picked(rows)
-        lines.tokens = self.tokens
+        lengths = [self.lengths[row] + len(path) for row, path in places]
+        lines = self._copies(rows, self.length.new_tensor(lengths))
         if lines.sampling.any_penalty:
-            lines.tokens = self.tokens[rows]
-            for line, (row, path) in zip(lines.tokens, places, strict=True):
+            lines.text = self.tokens[rows]
+            for line, (row, path) in zip(lines.text, places, strict=True):
                 line[self.lengths[row] : self.lengths[row] + len(path)] = line.new_tensor(path)
         if lines.sampling.any_constraint:
-            own = [self.sampling.constraints[row] for row in rows]
             lines.sampling.constraints = [
                 None if constraint is None else ConstraintAfterDraft(constraint, path)
-                for constraint, (_, path) in zip(own, places, strict=True)
+                for constraint, (_, path) in zip(lines.sampling.constraints, places, strict=True)
             ]
         return lines
 
     def _texts_after(self, draft: Draft, tree: Tree) -> Tensor:
         """Each row's text followed by the draft tokens on the path to each position: [B * (k + 1), P] int64."""
-        text = self.tokens[: self.rows, None].repeat(1, draft.k + 1, 1)
+        text = self.tokens[:, None].repeat(1, draft.k + 1, 1)
         at = (self.live_length[:, None] + tree.depths[:, 1:] - 1)[:, None]
         beyond = text.shape[2] - 1  # undefined entry that takes the tokens of other paths
         at = torch.where(tree.ancestors[:, :, 1:], at, beyond)
@@ -333,7 +365,7 @@ class Batch:
 
     def _constraints_after(self, draft: Draft) -> list[Constraint | None]:
         """Each row's constraint after the draft tokens on the path to each position; None at padding."""
-        counts, own = draft.counts.tolist(), self.sampling.constraints[: self.rows]
+        counts, own = draft.counts.tolist(), self.sampling.constraints
         return [
             None if constraint is None or place > count else ConstraintAfterDraft(constraint, path)
             for constraint, count, paths in zip(own, counts, draft.token_paths, strict=True)
@@ -343,50 +375,49 @@ class Batch:
     def pending_on_host(self) -> list[int]:
         """Pending token of each live row, as a list; on the CPU it is read without tensor operators."""
         view = self._view
-        return self.pending()[:, 0].tolist() if view is None else [view.last(row) for row in range(self.rows)]
+        return self.pending()[:, 0].tolist() if view is None else [view.last(slot) for slot in self.slots]
 
     def pending(self) -> Tensor:
         """Pending token of each live row, which the target has not read yet: [B, 1] int64."""
-        return self.tokens[: self.rows].gather(1, self.live_length[:, None] - 1)
+        return self.text_at(self.live_length[:, None] - 1)
 
-    def state(self, rows: int, *, may_sync: bool = True) -> RowState:
-        """State of the first ``rows`` rows; rows that are not live never gain tokens. may_sync: see ``RowState``."""
-        sampling = self.sampling
-        return RowState(
-            text=self.tokens[:rows],
-            length=self.length[:rows],
-            prompt_length=sampling.prompt_length[:rows],
-            temperature=sampling.temperature[:rows],
-            top_k=sampling.top_k[:rows],
-            top_p=sampling.top_p[:rows],
-            floor=sampling.floor[:rows],
-            presence_penalty=sampling.presence_penalty[:rows],
-            frequency_penalty=sampling.frequency_penalty[:rows],
-            repetition_penalty=sampling.repetition_penalty[:rows],
-            min_length=sampling.min_length[:rows],
-            seed=sampling.seed[:rows],
-            limit=self.limit[:rows],
-            stops=self.stops[:rows],
-            live=self.live,
-            may_sync=may_sync,
-        )
+    def text_at(self, place: Tensor) -> Tensor:
+        """Tokens [B, L] of the live rows at ``place`` [B, L]; positions beyond the memory give its last token."""
+        return self.text[self.live_slots.index[:, None], place.clamp(max=self.text.shape[1] - 1)]
+
+    def state(self, rows: int | None = None) -> RowState:
+        """State of the live rows.
+
+        rows: size of a captured program. Its rows are the live ones and then idle ones, which never gain tokens; the
+        host does not wait for the device. None: exactly the live rows.
+        """
+        if rows is None:
+            return RowState(self.text, self._tables, self.live_slots, self.live)
+        return RowState(self.text, self._tables, Slots(self.slot_order[:rows]), self.live, may_sync=False)
+
+    @property
+    def _tables(self) -> RowValues:
+        own = {"length": self.length, "limit": self.limit, "stops": self.stops}
+        of_sampling = (name for name in RowValues._fields if name not in own)
+        return RowValues(**own, **{name: getattr(self.sampling, name) for name in of_sampling})
 
     def commit(self, verdict: Verdict) -> None:
         """Append each row's accepted + 1 tokens, truncated where the row ends."""
         verdict.host.gained = self._gain(verdict)
         self.note_gains(verdict.host.gained)
-        for row, tokens in enumerate(verdict.host.tokens):
-            if (constraint := self.sampling.constraints[row]) is not None:
+        for constraint, tokens in zip(self.sampling.constraints, verdict.host.tokens, strict=True):
+            if constraint is not None:
                 constraint.advance(tokens)
 
     def note_gains(self, gained: Sequence[int]) -> None:
         """Add the number of tokens that each row gained to the lengths on the host."""
-        for row, count in enumerate(gained):
+        for row, (slot, count) in enumerate(zip(self.slots, gained, strict=True)):
             self.lengths[row] += count
+            self._host_rows[slot].length += count
 
     def _gain(self, verdict: Verdict) -> list[int]:
         """Append the tokens on the device and return how many each row gained."""
         if self.ops is not None:
-            return self.ops.gain(self.text_rows, verdict.tokens, verdict.accepted)
-        gained: list[int] = self.state(self.rows).gain(verdict.tokens, verdict.accepted)[0].tolist()
+            return self.ops.gain(self.text_rows, self.live_slots.index, verdict.tokens, verdict.accepted)
+        gained: list[int] = self.state().gain(verdict.tokens, verdict.accepted)[0].tolist()
         return gained

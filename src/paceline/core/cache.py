@@ -37,17 +37,16 @@ class KVCache(RowTables):
         """Bytes that such a cache takes on devices where all memory is allocated at once."""
         return 2 * layers * rows * heads * (positions + 1) * dim * dtype.itemsize
 
-    def write_index(self, first_row: int, positions: Tensor) -> Tensor:
-        """Flat index of the slots ``positions`` [B, L] of rows first_row, first_row + 1, ...: [B * heads * L] int64.
+    def write_index(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Flat index of the slots ``positions`` [B, L] of ``rows`` [B]: [B * heads * L] int64.
 
         It is the same for every layer, so it is computed once per forward pass. Positions beyond a row's end map to its
         trash slot.
         """
         _, _, heads, width, _ = self.keys.shape
-        row = torch.arange(first_row, first_row + positions.shape[0], device=positions.device)
         head = torch.arange(heads, device=positions.device)
-        line = row[:, None, None] * heads + head[None, :, None]
-        return (line * width + self.within(row[:, None], positions)[:, None, :]).flatten()
+        line = rows[:, None, None] * heads + head[None, :, None]
+        return (line * width + self.within(rows[:, None], positions)[:, None, :]).flatten()
 
     def write(self, layer: int, index: Tensor, k: Tensor, v: Tensor) -> None:
         """Store k and v, [B, heads, L, dim] each, of one layer at ``index`` (from ``write_index``)."""

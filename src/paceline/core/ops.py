@@ -73,10 +73,11 @@ class Minimum(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class DrawRows:
-    """Sampling parameters of R >= B rows, as a draw reads them.
+    """Sampling parameters of R slots, and the slots of B rows, as a draw reads them.
 
-    temperature [R] float32 (0 selects the largest logit), seeds [R] int64, positions [R] int64 of the rows' next
-    tokens. The other fields are None if no row uses them. All tensors are contiguous and on the CPU.
+    temperature [R] float32 (0 selects the largest logit), seeds [R] int64, positions [R] int64 of the next tokens.
+    bias and the stop tokens of ``minimum`` are by row, all others by slot; each is None if no row uses it.
+    slots: [B] int64; None: row i is in slot i. All tensors are contiguous and on the CPU.
     """
 
     temperature: Tensor
@@ -86,6 +87,7 @@ class DrawRows:
     penalties: Penalties | None = None
     minimum: Minimum | None = None
     bias: Entries | None = None
+    slots: Tensor | None = None
 
 
 class DrawInputs:
@@ -193,13 +195,16 @@ class HostOps(Protocol):
         """
         ...
 
-    def gain(self, rows: TextRows, tokens: Tensor, accepted: Tensor) -> list[int]:
-        """Commit tokens [B, k + 1] and accepted [B], both int64; return the number of tokens that each row gained."""
+    def gain(self, rows: TextRows, slots: Tensor, tokens: Tensor, accepted: Tensor) -> list[int]:
+        """Commit tokens [B, k + 1] and accepted [B] to the rows in slots [B], all int64.
+
+        Returns the number of tokens that each row gained.
+        """
         ...
 
 
 class TextRows(NamedTuple):
-    """Tensors that a commit reads and writes: text [R, P], length, prompt_length, limit [R], stops [R, S]; int64."""
+    """Tables that a commit reads and writes: text [R, P], length, prompt_length, limit [R], stops [R, S]; int64."""
 
     text: Tensor
     length: Tensor

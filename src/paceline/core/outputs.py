@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from paceline.chat.values import AssistantMessage
 from paceline.config import RankName
 
 # outranked: one of best_of answers that could no longer become one of the n best. It is never returned.
@@ -115,6 +116,7 @@ class CompletionOutput:
     pieces: text that each token added, "" while a character or a possible stop string is incomplete. They join to
         ``text``.
     error: the exception that ended this answer if finish_reason is "error". Other requests are not affected.
+    read_message: splits the text of a chat's answer; None for other answers.
     """
 
     index: int
@@ -128,6 +130,15 @@ class CompletionOutput:
     metrics: Metrics = field(default_factory=Metrics)
     error: Exception | None = None
     cumulative_logprob: float | None = None
+    read_message: Callable[[str], AssistantMessage] | None = field(default=None, repr=False, compare=False)
+    _message: tuple[str, AssistantMessage] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def message(self) -> AssistantMessage | None:
+        """A chat's answer without its syntax: thoughts, text and tool calls. None for other answers."""
+        if self.read_message is not None and (self._message is None or self._message[0] != self.text):
+            self._message = self.text, self.read_message(self.text)
+        return None if self._message is None else self._message[1]
 
     @property
     def mean_logprob(self) -> float | None:

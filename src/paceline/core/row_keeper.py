@@ -1,4 +1,4 @@
-"""Objects with per-slot state receive the events of rows: join, move and leave."""
+"""Objects with per-slot state, which are told when a sequence joins a slot and when it leaves."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ State = TypeVar("State")
 
 
 class RowKeeper:
-    """Owner of per-slot state. It may be attached while rows run, so rows without state are normal."""
+    """Owner of per-slot state. A sequence keeps its slot for life. Slots without state are normal."""
 
-    def join(self, row: int) -> None:
-        """Handle a new sequence in slot ``row``."""
+    def join(self, slot: int) -> None:
+        """Handle a new sequence in ``slot``."""
 
-    def move(self, source: int, destination: int) -> None:
-        """Handle that the sequence of slot ``source`` continues in slot ``destination``, whose own has ended."""
-
-    def leave(self, row: int) -> None:
-        """Handle that the sequence in slot ``row`` has ended."""
+    def leave(self, slot: int) -> None:
+        """Handle that the sequence in ``slot`` has ended."""
 
 
 class RowKeepers(RowKeeper):
@@ -29,29 +26,20 @@ class RowKeepers(RowKeeper):
         """The row keepers that receive the events."""
         raise NotImplementedError
 
-    def join(self, row: int) -> None:
+    def join(self, slot: int) -> None:
         for keeper in self.keepers:
-            keeper.join(row)
+            keeper.join(slot)
 
-    def move(self, source: int, destination: int) -> None:
+    def leave(self, slot: int) -> None:
         for keeper in self.keepers:
-            keeper.move(source, destination)
-
-    def leave(self, row: int) -> None:
-        for keeper in self.keepers:
-            keeper.leave(row)
+            keeper.leave(slot)
 
 
 class PerRow(RowKeeper, dict[int, State]):
-    """Mapping from slot to the state of its sequence. A new sequence has no entry."""
+    """Mapping from slot (``Batch.slots``) to the state of its sequence. A new sequence has no entry."""
 
-    def join(self, row: int) -> None:
-        self.pop(row, None)
+    def join(self, slot: int) -> None:
+        self.pop(slot, None)
 
-    def move(self, source: int, destination: int) -> None:
-        self.pop(destination, None)
-        if source in self:
-            self[destination] = self.pop(source)
-
-    def leave(self, row: int) -> None:
-        self.pop(row, None)
+    def leave(self, slot: int) -> None:
+        self.pop(slot, None)

@@ -100,19 +100,6 @@ class RowTables:
         for table in self.tables:
             table[:, destination, :, :length] = table[:, source, :, :length]
 
-    def swap_rows(self, one: int, other: int, length: int) -> None:
-        """Exchange the first ``length`` slots of two rows, and their sizes."""
-        sizes = self.sizes
-        length_one, length_other = min(length, sizes[one]), min(length, sizes[other])
-        for table in self.tables:
-            saved = table[:, one, :, :length_one].clone()
-            table[:, one, :, :length_other] = table[:, other, :, :length_other]
-            table[:, other, :, :length_one] = saved
-        if sizes[one] != sizes[other]:
-            sizes[one], sizes[other] = sizes[other], sizes[one]
-            self._ends[[one, other]] = self._ends[[other, one]]
-            self._give_back(one if sizes[one] < sizes[other] else other)
-
 
 class _Pages:
     """One table in reserved address space, in which only written pages take memory."""

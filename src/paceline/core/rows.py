@@ -1,4 +1,4 @@
-"""Sampling parameters of the rows as tensors. Shapes: R rows (capacity), B live rows, V vocabulary."""
+"""Sampling parameters of the rows as tensors. Shapes: R slots, B live rows, V vocabulary."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cached_property
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from paceline.config import MAX_LOGPROBS, SamplingParams
 from paceline.core.ops import Cuts, DrawRows, Entries, Minimum, Penalties
+from paceline.core.slots import Slots
 
 _SCALARS: dict[str, torch.dtype] = {
     "temperature": torch.float32,
@@ -71,18 +73,14 @@ class StepFeatures:
 NOTHING = StepFeatures()
 
 
-@dataclass(frozen=True)
-class RowState:
-    """State of B rows that acceptance rules, commit and stop tests use. Its tensors are views of the batch's own.
+class RowValues(NamedTuple):
+    """Numbers of rows that acceptance rules, commit and stop tests use: [R] each, or [B] for B of the rows.
 
-    text [B, P] int64; length, prompt_length, seed [B] int64; temperature [B] float32. top_k, min_length [B] int64;
-    top_p, floor, presence_penalty, frequency_penalty, repetition_penalty [B] float32: see ``SamplingRows``.
-    limit [B] int64: length at which a row must end. stops [B, S] int64: tokens that end a row, -1 for none.
-    live [1] int64: number of live rows; later rows never gain tokens.
-    may_sync: whether the host may wait for the device. It must be false while a CUDA graph is captured.
+    length, prompt_length, seed, top_k, min_length: int64. temperature, top_p, floor, presence_penalty,
+    frequency_penalty, repetition_penalty: float32. See ``SamplingRows``.
+    limit: int64, length at which a row must end. stops: [R, S] int64, tokens that end a row, -1 for none.
     """
 
-    text: Tensor
     length: Tensor
     prompt_length: Tensor
     temperature: Tensor
@@ -96,12 +94,39 @@ class RowState:
     seed: Tensor
     limit: Tensor
     stops: Tensor
+
+
+@dataclass(frozen=True)
+class RowState:
+    """B rows of a batch: its tables, and the slots of the rows in them.
+
+    text: [R, P] int64. tables: by slot. live: [1] int64, number of live rows; later ones never gain tokens.
+    may_sync: whether the host may wait for the device. It must be false while a CUDA graph is captured.
+    """
+
+    text: Tensor
+    tables: RowValues
+    slots: Slots
     live: Tensor
     may_sync: bool = True
 
     @property
     def rows(self) -> int:
-        return self.length.shape[0]
+        return len(self.slots)
+
+    @property
+    def length(self) -> Tensor:
+        """Length of each row now, [B] int64."""
+        return self.tables.length[self.slots.where]
+
+    @cached_property
+    def values(self) -> RowValues:
+        """The rows' own numbers, [B] each. They are read once: not to be used after a commit."""
+        return RowValues(*map(self.slots.of, self.tables))
+
+    def text_at(self, place: Tensor) -> Tensor:
+        """Tokens [B, L] of the rows at ``place`` [B, L]; positions beyond the memory give its last token."""
+        return self.text[self.slots.index[:, None], place.clamp(max=self.text.shape[1] - 1)]
 
     def gain(self, tokens: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
         """Append each row's first accepted[i] + 1 tokens, truncated after its first stop token and at its limit.
@@ -109,21 +134,24 @@ class RowState:
         tokens: [B, k + 1] int64. accepted: [B] int64. Returns the number of tokens that each row gained, [B] int64, and
         whether the row had ended before, [B] bool.
         """
+        length, limit, stops = (self.slots.of(getattr(self.tables, name)) for name in ("length", "limit", "stops"))
         place = torch.arange(tokens.shape[1], device=tokens.device)
-        room = self.limit - self.length
-        ended = self._stopped() | (room <= 0) | (torch.arange(self.rows, device=tokens.device) >= self.live)
-        stopping = ((tokens[..., None] == self.stops[:, None]) & (self.stops >= 0)[:, None]).any(2)
+        room = limit - length
+        ended = self._stopped(length, stops) | (room <= 0)
+        ended |= torch.arange(self.rows, device=tokens.device) >= self.live
+        stopping = ((tokens[..., None] == stops[:, None]) & (stops >= 0)[:, None]).any(2)
         first_stop = torch.where(stopping, place, tokens.shape[1]).amin(1)
         gained = torch.minimum(torch.minimum(accepted, first_stop) + 1, room).masked_fill(ended, 0)
-        at = self.length[:, None] + place
-        self.text.scatter_(1, at, torch.where(place < gained[:, None], tokens, self.text.gather(1, at)))
-        self.length.add_(gained)
+        at = length[:, None] + place
+        self.text[self.slots.index[:, None], at] = torch.where(place < gained[:, None], tokens, self.text_at(at))
+        self.tables.length[self.slots.where] = length + gained
         return gained, ended
 
-    def _stopped(self) -> Tensor:
+    def _stopped(self, length: Tensor, stops: Tensor) -> Tensor:
         """Whether each row's answer ends with one of its stop tokens, [B] bool."""
-        last = self.text.gather(1, (self.length - 1).clamp(min=0)[:, None])
-        return ((last == self.stops) & (self.stops >= 0)).any(1) & (self.length > self.prompt_length)
+        last = self.text_at((length - 1).clamp(min=0)[:, None])
+        prompt_length = self.slots.of(self.tables.prompt_length)
+        return ((last == stops) & (stops >= 0)).any(1) & (length > prompt_length)
 
 
 @dataclass(frozen=True)
@@ -140,16 +168,27 @@ class ConstraintAfterDraft:
         raise NotImplementedError("draft tokens are not committed here")
 
 
-class SamplingRows:
-    """SamplingParams of each row on the device, and flags for the features that live rows use.
+class _Settings(NamedTuple):
+    """What a slot's sequence asks for. held_back: its stop tokens, if min_tokens forbids them."""
 
-    Tensors [R]: temperature, top_k, top_p, presence_penalty, frequency_penalty, repetition_penalty, seed,
+    params: SamplingParams
+    constraint: Constraint | None = None
+    held_back: tuple[int, ...] = ()
+
+
+class SamplingRows:
+    """SamplingParams of each slot on the device, and what the live rows use of them.
+
+    Tensors [R], by slot: temperature, top_k, top_p, presence_penalty, frequency_penalty, repetition_penalty, seed,
     prompt_length, floor (logarithm of min_p: the lowest logit relative to the largest, after temperature), min_length
     (length of prompt and answer in tokens before which no stop token may come).
-    bias, stop_tokens: entries of the live rows; None if no live row has any.
-    constraints: one per row, None where any token may follow.
-    logprobs: number of most likely tokens whose log-probabilities live rows request beside those of their own tokens;
-        None for no log-probabilities.
+
+    Of the live rows, in their order:
+
+    params, constraints: one per row; a constraint is None where any token may follow.
+    bias, stop_tokens: entries of the rows; None if no row has any.
+    logprobs: number of most likely tokens whose log-probabilities rows request beside those of their own tokens; None
+        for no log-probabilities.
     scored: [B] int64, 1 for rows that request log-probabilities of their own tokens; None unless ``logprobs`` is 0.
     """
 
@@ -160,12 +199,11 @@ class SamplingRows:
     presence_penalty: Tensor
     frequency_penalty: Tensor
     repetition_penalty: Tensor
+    _drawing: DrawRows | None
 
     def __init__(self, capacity: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
         self.vocab_size = vocab_size
-        self.params: list[SamplingParams] = [SamplingParams(temperature=0.0)] * capacity
-        self.constraints: list[Constraint | None] = [None] * capacity
-        self._held_back: list[tuple[int, ...]] = [()] * capacity  # stop tokens of each row that min_tokens forbids
+        self._of_slots = [_Settings(SamplingParams(temperature=0.0))] * capacity
         for name, dtype in _SCALARS.items():
             setattr(self, name, torch.zeros(capacity, dtype=dtype, device=device))
         self.repetition_penalty.fill_(1)  # the device divides free slots by it, too
@@ -173,55 +211,45 @@ class SamplingRows:
         self.seed = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.prompt_length = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.min_length = torch.zeros(capacity, dtype=torch.int64, device=device)
-        self.refresh(0)
+        self.refresh(Slots.listed((), self.seed.device))
 
     def set(
-        self, row: int, params: SamplingParams, seed: int, prompt_length: int, stop_tokens: tuple[int, ...]
+        self,
+        slot: int,
+        params: SamplingParams,
+        seed: int,
+        prompt_length: int,
+        stop_tokens: tuple[int, ...],
+        constraint: Constraint | None = None,
     ) -> None:
-        """Set the parameters of a row. seed: its noise key. stop_tokens: tokens that min_tokens forbids."""
-        self.params[row] = params
+        """Set the parameters of a slot. seed: its noise key. stop_tokens: tokens that min_tokens forbids."""
+        self._of_slots[slot] = _Settings(params, constraint, stop_tokens if params.min_tokens else ())
         for name in _SCALARS:
-            getattr(self, name)[row] = getattr(params, name)
-        self.floor[row] = math.log(params.min_p) if params.min_p > 0 else -math.inf
-        self.seed[row] = seed
-        self.prompt_length[row] = prompt_length
-        self.min_length[row] = prompt_length + params.min_tokens
-        self._held_back[row] = stop_tokens if params.min_tokens else ()
+            getattr(self, name)[slot] = getattr(params, name)
+        self.floor[slot] = math.log(params.min_p) if params.min_p > 0 else -math.inf
+        self.seed[slot] = seed
+        self.prompt_length[slot] = prompt_length
+        self.min_length[slot] = prompt_length + params.min_tokens
 
-    def copy_row(self, source: int, destination: int) -> None:
-        self.params[destination] = self.params[source]
-        self.constraints[destination] = self.constraints[source]
-        self._held_back[destination] = self._held_back[source]
-        for name in _TABLES:
-            table = getattr(self, name)
-            table[destination] = table[source]
-
-    def part(self, first: int, stop: int) -> SamplingRows:
-        """Rows ``first`` to ``stop`` - 1, as views of the same tensors."""
+    def part(self, slots: Slots) -> SamplingRows:
+        """The rows in ``slots``, with the same tensors."""
         part = copy.copy(self)
-        part.params, part.constraints = self.params[first:stop], self.constraints[first:stop]
-        part._held_back = self._held_back[first:stop]
-        for name in _TABLES:
-            setattr(part, name, getattr(self, name)[first:stop])
-        part.refresh(stop - first)
+        part.refresh(slots)
         return part
 
-    def repeated(self, rows: int, times: int) -> SamplingRows:
-        """Copy each of the first ``rows`` rows ``times`` times in succession. The feature flags stay unchanged."""
-        return self.picked([row for row in range(rows) for _ in range(times)])
-
     def picked(self, rows: Sequence[int]) -> SamplingRows:
-        """Copy the named rows, which may repeat. The feature flags stay unchanged."""
+        """Copies of the named live rows, which may repeat, in slots 0, 1, ... The feature flags stay unchanged."""
         chosen, index = copy.copy(self), torch.tensor(rows, device=self.temperature.device)
-        chosen.params, chosen._held_back = [self.params[row] for row in rows], [self._held_back[row] for row in rows]
         for name in _TABLES:
-            setattr(chosen, name, getattr(self, name)[index])
-        chosen._list_tokens(len(rows))
+            setattr(chosen, name, self._slots.of(getattr(self, name))[index])
+        chosen._of_slots = [self._of_rows[row] for row in rows]
+        chosen._list_rows(Slots.listed(range(len(rows)), index.device))
         return chosen
 
-    def refresh(self, rows: int) -> None:
-        """Update the feature flags for rows 0 to ``rows`` - 1. Call it whenever rows join, leave or move."""
-        live = self.params[:rows]
+    def refresh(self, slots: Slots) -> None:
+        """Note the slots of the live rows. Call it whenever rows join or leave."""
+        self._list_rows(slots)
+        live = self.params
         self.all_greedy = all(p.greedy for p in live)
         self.any_cut = any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in live)
         self.largest_top_k = max((p.top_k for p in live), default=0)
@@ -229,26 +257,31 @@ class SamplingRows:
         self.any_penalty = any(
             p.presence_penalty != 0 or p.frequency_penalty != 0 or p.repetition_penalty != 1 for p in live
         )
-        self.any_bias = any(p.logit_bias for p in live)
-        self.any_minimum = any(p.min_tokens > 0 for p in live)
-        self.any_constraint = any(constraint is not None for constraint in self.constraints[:rows])
-        self.any_long = self.any_minimum and max(map(len, self._held_back[:rows])) > MAX_STOP_TOKENS
+        self.any_constraint = any(constraint is not None for constraint in self.constraints)
+        held_back = max((len(settings.held_back) for settings in self._of_rows), default=0)
+        self.any_long = self.any_minimum and held_back > MAX_STOP_TOKENS
         self.logprobs = max((p.scored for p in live if p.scored is not None), default=None)
         self.scored = torch.tensor([int(p.scored is not None) for p in live]) if self.logprobs == 0 else None
-        self._list_tokens(rows)
 
-    def _list_tokens(self, rows: int) -> None:
-        """Collect bias and forbidden stop tokens of rows 0 to ``rows`` - 1."""
+    def _list_rows(self, slots: Slots) -> None:
+        """List parameters, bias and forbidden stop tokens of the rows in ``slots``."""
+        assert slots.numbers is not None
         device = self.seed.device
-        self._drawing: DrawRows | None = None
-        forbidden = [dict.fromkeys(tokens, -math.inf) for tokens in self._held_back[:rows]] if self.any_minimum else []
-        self.bias = Entries.of([dict(p.logit_bias) for p in self.params[:rows]], device) if self.any_bias else None
+        self._slots, self._drawing = slots, None
+        self._of_rows = [self._of_slots[slot] for slot in slots.numbers]
+        self.params = [settings.params for settings in self._of_rows]
+        self.constraints = [settings.constraint for settings in self._of_rows]
+        self.any_bias = any(p.logit_bias for p in self.params)
+        self.any_minimum = any(p.min_tokens > 0 for p in self.params)
+        forbidden = [dict.fromkeys(settings.held_back, -math.inf) for settings in self._of_rows]
+        self.bias = Entries.of([dict(p.logit_bias) for p in self.params], device) if self.any_bias else None
         self.stop_tokens = Entries.of(forbidden, device) if self.any_minimum else None
 
     def drawing(self, text: Tensor, length: Tensor) -> DrawRows:
         """Parameters of the live rows for the kernels. text [R, P] and length [R] are those of the batch."""
         if self._drawing is None or self._drawing.positions is not length:
-            self._drawing = DrawRows(self.temperature, self.seed, length, *self._features(text))
+            slots = self._slots.index
+            self._drawing = DrawRows(self.temperature, self.seed, length, *self._features(text), slots=slots)
         return self._drawing
 
     def _features(self, text: Tensor) -> tuple[Cuts | None, Penalties | None, Minimum | None, Entries | None]:

@@ -84,8 +84,9 @@ def accept_at_rate(draft: Draft, draws: Tensor, rows: RowState, rate: float) -> 
 
 def _coins(draft: Draft, rows: RowState, purpose: Purpose) -> Tensor:
     """Uniform random number for every draft token, [B, k] float64."""
-    position = rows.length[:, None] + torch.arange(draft.k, device=rows.length.device)
-    return uniform(noise_key(rows.seed[:, None], position, purpose))
+    length, seed = rows.values.length, rows.values.seed
+    position = length[:, None] + torch.arange(draft.k, device=length.device)
+    return uniform(noise_key(seed[:, None], position, purpose))
 
 
 def _last_draw(p: Tensor, q: Tensor, accepted: Tensor, counts: Tensor, rows: RowState) -> Tensor:
@@ -96,8 +97,9 @@ def _last_draw(p: Tensor, q: Tensor, accepted: Tensor, counts: Tensor, rows: Row
     residual = (p_here - q_here * (accepted < counts)[:, None]).clamp(min=0)
     # If p equals q to the last bit, the residual is 0, but rounding may still have caused a rejection: draw from p.
     residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_here)
-    key = noise_key(rows.seed, rows.length + accepted, Purpose.RECOVER)
-    return noisy_argmax(residual.log(), key, rows.temperature > 0, may_sync=rows.may_sync)
+    values = rows.values
+    key = noise_key(values.seed, values.length + accepted, Purpose.RECOVER)
+    return noisy_argmax(residual.log(), key, values.temperature > 0, may_sync=rows.may_sync)
 
 
 def _leading(accepted: Tensor, counts: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor
 from paceline.core.batch import Batch
 from paceline.core.draft import Draft
 from paceline.core.ops import DrawInputs, HostOps
-from paceline.core.rows import Constraint, MaskQuery, RowState, StepFeatures
+from paceline.core.rows import Constraint, MaskQuery, RowState, RowValues, StepFeatures
 
 
 class Purpose(IntEnum):
@@ -102,9 +102,9 @@ def adjust(logits: Tensor, batch: Batch, draft_tokens: Tensor, first: int = 0) -
     if rows.bias is not None:
         logits[rows.bias.rows, :, rows.bias.tokens] += rows.bias.values[:, None]
     if rows.any_penalty:
-        _penalise(logits, batch.state(batch.rows), draft_tokens, first)
+        _penalise(logits, batch.state(), draft_tokens, first)
     if rows.stop_tokens is not None:
-        early = _positions(batch, logits.shape[1], first) < rows.min_length[: batch.rows, None]
+        early = _positions(batch, logits.shape[1], first) < batch.live_slots.of(rows.min_length)[:, None]
         row, token = rows.stop_tokens.rows, rows.stop_tokens.tokens
         logits[row, :, token] = logits[row, :, token].masked_fill(early[row], -math.inf)
     return logits
@@ -115,7 +115,7 @@ def _constrain(logits: Tensor, batch: Batch, draft_tokens: Tensor, first: int) -
     tokens, places = draft_tokens.tolist(), logits.shape[1]
     queries = [
         (row, constraint.ask(tokens[row], first, places))
-        for row, constraint in enumerate(batch.sampling.constraints[: batch.rows])
+        for row, constraint in enumerate(batch.sampling.constraints)
         if constraint is not None
     ]
     for _, query in queries:
@@ -131,19 +131,21 @@ def _positions(batch: Batch, count: int, first: int = 0) -> Tensor:
 
 def count_tokens(rows: RowState, vocab_size: int) -> tuple[Tensor, Tensor]:
     """Number of occurrences of each token in a row's answer, and in its whole text: [B, V] float32 each."""
-    column = torch.arange(rows.text.shape[1], device=rows.length.device)
-    text = column < rows.length[:, None]
-    answer = text & (column >= rows.prompt_length[:, None])
-    counts = torch.zeros(rows.rows, vocab_size, dtype=torch.float32, device=rows.length.device)
-    seen = torch.zeros_like(counts).scatter_add_(1, rows.text, text.float())
-    return counts.scatter_add_(1, rows.text, answer.float()), seen
+    tokens, values = rows.slots.of(rows.text), rows.values
+    column = torch.arange(tokens.shape[1], device=tokens.device)
+    text = column < values.length[:, None]
+    answer = text & (column >= values.prompt_length[:, None])
+    counts = torch.zeros(rows.rows, vocab_size, dtype=torch.float32, device=tokens.device)
+    seen = torch.zeros_like(counts).scatter_add_(1, tokens, text.float())
+    return counts.scatter_add_(1, tokens, answer.float()), seen
 
 
 def _penalise(logits: Tensor, rows: RowState, draft_tokens: Tensor, first: int) -> None:
     """Apply presence, frequency and repetition penalties in place; position j counts the draft tokens before it."""
     counts, seen = count_tokens(rows, logits.shape[-1])
-    presence, frequency = rows.presence_penalty[:, None], rows.frequency_penalty[:, None]
-    repetition = rows.repetition_penalty[:, None]
+    values = rows.values
+    presence, frequency = values.presence_penalty[:, None], values.frequency_penalty[:, None]
+    repetition = values.repetition_penalty[:, None]
     one = counts.new_ones(rows.rows, 1)
     for place in range(first + logits.shape[1]):
         if place >= first:
@@ -155,7 +157,7 @@ def _penalise(logits: Tensor, rows: RowState, draft_tokens: Tensor, first: int) 
             seen.scatter_add_(1, draft_tokens[:, place, None], one)
 
 
-def _hold_back(logits: Tensor, rows: RowState, first: int) -> None:
+def _hold_back(logits: Tensor, rows: RowValues, first: int) -> None:
     """Apply the minimum length in place: the first ``MAX_STOP_TOKENS`` stop tokens cannot come before it."""
     position = rows.length[:, None] + torch.arange(first, first + logits.shape[1], device=logits.device)
     early = (position < rows.min_length[:, None])[..., None] & (rows.stops >= 0)[:, None]
@@ -173,9 +175,10 @@ def shaped(logits: Tensor, rows: RowState, features: StepFeatures, draft_tokens:
     if features.adjusts:
         logits = logits.clone()
         _penalise(logits, rows, draft_tokens, first)
-        _hold_back(logits, rows, first)
+        _hold_back(logits, rows.values, first)
     if features.cuts:
-        cut = _cut(_scale(logits, rows.temperature), rows, logits.shape[-1], any_top_p=True)
+        scaled = _scale(logits, rows.values.temperature)
+        cut = _cut(scaled, rows.values, logits.shape[-1], any_top_p=True, may_sync=rows.may_sync)
         logits = logits.masked_fill(cut == -math.inf, -math.inf)
     return logits
 
@@ -185,19 +188,19 @@ def warp(logits: Tensor, batch: Batch) -> Tensor:
 
     Tokens that are cut have -inf. Rows at temperature 0 are not divided; their draw is the argmax.
     """
-    rows, live = batch.sampling, batch.rows
-    scaled = _scale(logits, rows.temperature[:live])
-    return _cut(scaled, batch.state(live), rows.largest_top_k, any_top_p=rows.any_top_p) if rows.any_cut else scaled
+    rows, values = batch.sampling, batch.state().values
+    scaled = _scale(logits, values.temperature)
+    return _cut(scaled, values, rows.largest_top_k, any_top_p=rows.any_top_p) if rows.any_cut else scaled
 
 
-def _cut(scaled: Tensor, rows: RowState, largest_top_k: int, *, any_top_p: bool) -> Tensor:
+def _cut(scaled: Tensor, rows: RowValues, largest_top_k: int, *, any_top_p: bool, may_sync: bool = True) -> Tensor:
     """Apply min-p, top-k and top-p: tokens that are cut become -inf. scaled: [B, L, V], see ``_scale``."""
     floor = rows.floor[:, None, None]  # relative to the largest logit, which is 0; -inf cuts nothing
     if largest_top_k:
         floor = torch.maximum(floor, _top_k_floor(scaled, rows.top_k, largest_top_k))
     scaled = scaled.masked_fill(scaled < floor, -math.inf)
     if any_top_p:
-        scaled = scaled.masked_fill(scaled < _top_p_floor(scaled, rows.top_p, may_sync=rows.may_sync), -math.inf)
+        scaled = scaled.masked_fill(scaled < _top_p_floor(scaled, rows.top_p, may_sync=may_sync), -math.inf)
     return scaled
 
 
@@ -260,12 +263,13 @@ def probabilities(logits: Tensor, batch: Batch) -> Tensor:
 
     It is one-hot at temperature 0.
     """
-    return _distribution(warp(logits, batch), batch.sampling.temperature[: batch.rows])
+    return _distribution(warp(logits, batch), batch.live_slots.of(batch.sampling.temperature))
 
 
 def probabilities_at_temperature(logits: Tensor, rows: RowState) -> Tensor:
     """Distribution of rows that use only a temperature: logits [B, L, V] -> float32 [B, L, V]."""
-    return _distribution(_scale(logits.float(), rows.temperature), rows.temperature)
+    temperature = rows.values.temperature
+    return _distribution(_scale(logits.float(), temperature), temperature)
 
 
 def _distribution(warped: Tensor, temperature: Tensor) -> Tensor:
@@ -294,7 +298,7 @@ class Choices:
         counts: Tensor | None = None,
     ) -> None:
         self._logits, self._batch, self._first, self._counts = logits, batch, first, counts
-        self._draft_tokens = batch.tokens.new_empty(batch.rows, 0) if draft_tokens is None else draft_tokens
+        self._draft_tokens = batch.text.new_empty(batch.rows, 0) if draft_tokens is None else draft_tokens
         self._tree: Draft | None = None
         self.ops: HostOps | None = batch.ops if logits.dtype == torch.float32 else None
 
@@ -309,7 +313,7 @@ class Choices:
     def places(self) -> DrawInputs:
         """Arguments for the kernels."""
         batch = self._batch
-        rows = batch.sampling.drawing(batch.tokens, batch.length)
+        rows = batch.sampling.drawing(batch.text, batch.length)
         masked = self._constrained() if batch.sampling.any_constraint else None
         parents = None if self._tree is None else self._tree.parents
         return DrawInputs(self._logits, rows, self._draft_tokens, self._counts, self._first, masked, parents)
@@ -319,7 +323,7 @@ class Choices:
         rows = self._of_rows()
         queries = [
             None if constraint is None else self._queries(constraint, row, len(logits))
-            for row, (constraint, logits) in enumerate(zip(self._batch.sampling.constraints, rows, strict=False))
+            for row, (constraint, logits) in enumerate(zip(self._batch.sampling.constraints, rows, strict=True))
         ]
         for row_queries in queries:
             for _, query in row_queries or ():
@@ -387,21 +391,22 @@ def draw(
 
 def _draw_adjusted(logits: Tensor, batch: Batch, first: int, purpose: Purpose) -> Tensor:
     """Draw with torch from adjusted logits [B, L, V]: [B, L] int64."""
-    rows, live = batch.sampling, batch.rows
+    rows, slots = batch.sampling, batch.live_slots
     if rows.all_greedy:
         return logits.argmax(-1)
-    temperature = rows.temperature[:live]
+    temperature = slots.of(rows.temperature)
     if rows.any_cut:
         logits, temperature = warp(logits, batch), (temperature > 0).float()
-    key = noise_key(rows.seed[:live, None], _positions(batch, logits.shape[1], first), purpose)
+    key = noise_key(slots.of(rows.seed)[:, None], _positions(batch, logits.shape[1], first), purpose)
     return _draw(logits, temperature, key)
 
 
 def draw_at_temperature(logits: Tensor, rows: RowState, first: int = 0, purpose: Purpose = Purpose.DRAW) -> Tensor:
     """Draw with torch for rows that use only a temperature: logits [B, L, V] -> [B, L] int64."""
-    position = rows.length[:, None] + torch.arange(first, first + logits.shape[1], device=logits.device)
-    key = noise_key(rows.seed[:, None], position, purpose)
-    return _draw(logits.float(), rows.temperature, key, may_sync=rows.may_sync)
+    values = rows.values
+    position = values.length[:, None] + torch.arange(first, first + logits.shape[1], device=logits.device)
+    key = noise_key(values.seed[:, None], position, purpose)
+    return _draw(logits.float(), values.temperature, key, may_sync=rows.may_sync)
 
 
 def _draw(logits: Tensor, temperature: Tensor, key: tuple[Tensor, Tensor], *, may_sync: bool = True) -> Tensor:

@@ -45,9 +45,8 @@ class Equipment:
 class Drafter(RowKeeper):
     """Proposes the next tokens of every row. The output does not depend on the proposals, only the speed does.
 
-    A drafter owns its per-row state: ``join``, ``move`` and ``leave`` say when rows begin, move and end
-    (``RowKeeper``). The models in ``decoders`` have caches, which the scheduler feeds, copies and cuts with the
-    target's.
+    A drafter owns its per-slot state: ``join`` and ``leave`` say when sequences begin and end (``RowKeeper``). The
+    models in ``decoders`` have caches, which the scheduler feeds, copies and cuts with the target's.
 
     Class attributes, read before anything is loaded:
 

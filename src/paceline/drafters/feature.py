@@ -58,7 +58,12 @@ class FeatureDrafter(ModelDrafter):
         return self.head.streams
 
     def describe(self, draft: str | None) -> str:
-        kind = {"feature": "head", "parallel": "parallel head", "hidden_transfer": "hidden-transfer head"}
+        kind = {
+            "mtp": "the model's own head",
+            "feature": "head",
+            "parallel": "parallel head",
+            "hidden_transfer": "hidden-transfer head",
+        }
         return f"{kind[self._model.kind]} {draft}"
 
     def _propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
@@ -71,8 +76,8 @@ class FeatureDrafter(ModelDrafter):
         if self._model.max_draft_tokens is not None:
             wish = replace(wish, k=min(wish.k, self._model.max_draft_tokens))
         draft = super()._propose(batch, wish)
-        if min(batch.lengths[: batch.rows]) < 2:
-            return draft.capped([draft.k if length > 1 else 0 for length in batch.lengths[: batch.rows]])
+        if min(batch.lengths) < 2:
+            return draft.capped([draft.k if length > 1 else 0 for length in batch.lengths])
         return draft
 
     def _reading(self, batch: Batch, k: int) -> ComputeLogits:
@@ -86,6 +91,23 @@ class FeatureDrafter(ModelDrafter):
             return super()._branching(batch, k, grown)
         hidden = cast(TorchHeadDecoder, self.head).read_ahead(batch, self._lag(batch), k)
         return lambda depth: self.head.logits(hidden[[row for row, _ in grown.new], depth])
+
+
+class MtpDrafter(FeatureDrafter):
+    """Drafts with the head that the target's own checkpoint has (multi-token prediction).
+
+    It reads a token's embedding beside the target's last hidden state before it, and then its own.
+    """
+
+    name = "mtp"
+    sources = ("mtp",)
+
+    @classmethod
+    def build(cls, equipment: Equipment, /) -> FeatureDrafter:
+        draft = equipment.draft
+        if not isinstance(draft, HeadModel) or draft.kind != "mtp":
+            raise ParameterError("drafter", cls.name, "'model', 'feature' or 'hybrid' with this draft_model")
+        return super().build(equipment)
 
 
 def drafting_model(equipment: Equipment) -> ModelDrafter:

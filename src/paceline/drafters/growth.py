@@ -60,7 +60,7 @@ def _shares(tokens: Tensor, chances: Tensor, lines: Batch) -> Tensor:
 
     tokens, chances: [N, W].
     """
-    key = noise_key(lines.sampling.seed[:, None], lines.length[:, None], Purpose.DRAW)
+    key = noise_key(lines.sampling.seed[:, None], lines.length[:, None], Purpose.DRAW)  # lines are in slots 0, 1, ...
     noise = -torch.log(-torch.log(uniform(key, tokens)))
     values = chances.double().log() / lines.sampling.temperature[:, None].clamp(min=MIN_TEMPERATURE) + noise
     weights = torch.cat([values, values[:, -1:]], 1).softmax(1)[:, :-1]
@@ -81,7 +81,7 @@ class Growth:
     def __init__(self, decoder: Decoder, batch: Batch, width: int) -> None:
         self.rows = [DraftTree() for _ in range(batch.rows)]
         self._decoder, self._batch, self._width = decoder, batch, width
-        self._text = batch.lengths[: batch.rows]
+        self._text = batch.lengths[:]
         self._read = [0] * batch.rows
         self._chain = [-1] * batch.rows  # end of each row's chain of first candidates
         self._survivals: list[list[float]] = [[] for _ in self.rows]

@@ -77,14 +77,14 @@ class Lookup(Protocol[T]):
         self,
         text: Tensor,
         length: Tensor,
-        rows: int,
+        slots: Sequence[int],
         longest: int,
         k: int,
         beside: Sequence[CopySources[T] | None] | None = None,
     ) -> LookupResult:
-        """Find the best match of the first ``rows`` = B rows.
+        """Find the best match of the rows in ``slots``, [B].
 
-        text: [R, T] int64 on the CPU, with contiguous rows. length: [R] int64, tokens of each row. longest: maximum of
+        text: [R, T] int64 on the CPU, with contiguous rows. length: [R] int64, tokens of each slot. longest: maximum of
         the B lengths. beside: sources of each row; tokens that rows have gained are first added to their siblings.
         """
         ...
@@ -93,7 +93,7 @@ class Lookup(Protocol[T]):
         self,
         text: Tensor,
         length: Tensor,
-        rows: int,
+        slots: Sequence[int],
         longest: int,
         k: int,
         ways: int,
@@ -148,52 +148,58 @@ class NativeLookup:
         self,
         text: Tensor,
         length: Tensor,
-        rows: int,
+        slots: Sequence[int],
         longest: int,
         k: int,
         beside: Sequence[CopySources[NativeTextIndex] | None] | None = None,
     ) -> LookupResult:
         """See ``Lookup``. Raises ValueError if a length exceeds the text."""
-        width, step = min(longest, text.shape[1]), 8 * rows
+        rows, width = len(slots), min(longest, text.shape[1])
         self._reserve(rows * (3 + k))
-        place = self._address  # of counts, tokens matched, sources and draft tokens
-        given = None if beside is None else array("q", chain.from_iterable(map(_numbers, beside)))
+        place, step = self._address, 8 * rows  # of counts, tokens matched, sources and draft tokens
+        given, where = (
+            None if beside is None else array("q", chain.from_iterable(map(_numbers, beside))),
+            array("q", slots),
+        )
         widest = self._search(
             self._documents.handle,
             None if given is None else given.buffer_info()[0],
-            *(text.data_ptr(), text.stride(0), width, length.data_ptr(), rows, k),
+            *(where.buffer_info()[0], text.data_ptr(), text.stride(0), width, length.data_ptr(), rows, k),
             *(place + 3 * step, place, place + step, place + 2 * step),
         )
         if widest < 0:
-            raise _beyond(length[:rows], width)
+            raise _beyond(length[list(slots)], width)
         return self._read(rows, k)
 
     def find_all(
         self,
         text: Tensor,
         length: Tensor,
-        rows: int,
+        slots: Sequence[int],
         longest: int,
         k: int,
         ways: int,
         beside: Sequence[CopySources[NativeTextIndex] | None] | None = None,
     ) -> list[list[Continuation]]:
         """See ``Lookup``. Raises ValueError if a length exceeds the text."""
-        width = min(longest, text.shape[1])
+        rows, width = len(slots), min(longest, text.shape[1])
         draft_tokens, counts, matched, sources = (
             np.zeros((rows, ways, k), np.int64),
             *np.zeros((3, rows, ways), np.int64),
         )
         made = np.zeros(rows, np.int64)
-        given = None if beside is None else array("q", chain.from_iterable(map(_numbers, beside)))
+        given, where = (
+            None if beside is None else array("q", chain.from_iterable(map(_numbers, beside))),
+            array("q", slots),
+        )
         problem = self._search_all(
             self._documents.handle,
             None if given is None else given.buffer_info()[0],
-            *(text.data_ptr(), text.stride(0), width, length.data_ptr(), rows, ways, k),
+            *(where.buffer_info()[0], text.data_ptr(), text.stride(0), width, length.data_ptr(), rows, ways, k),
             *(table.ctypes.data for table in (draft_tokens, counts, matched, sources, made)),
         )
         if problem < 0:
-            raise _beyond(length[:rows], width)
+            raise _beyond(length[list(slots)], width)
         return [
             [
                 Continuation(
@@ -296,12 +302,12 @@ class HostLookup:
         self,
         text: Tensor,
         length: Tensor,
-        rows: int,
+        slots: Sequence[int],
         longest: int,
         k: int,
         beside: Sequence[CopySources[HostTextIndex] | None] | None = None,
     ) -> LookupResult:
-        found = [_longest(self._matches(*row)) for row in _caught_up(text, length, rows, beside)]
+        found = [_longest(self._matches(*row)) for row in _caught_up(text, length, slots, beside)]
         ways = [Continuation([], 0, OWN) if match is None else match.continuation(k) for match in found]
         return LookupResult(
             [way.draft_tokens for way in ways], [way.matched for way in ways], [way.source for way in ways]
@@ -311,13 +317,13 @@ class HostLookup:
         self,
         text: Tensor,
         length: Tensor,
-        rows: int,
+        slots: Sequence[int],
         longest: int,
         k: int,
         ways: int,
         beside: Sequence[CopySources[HostTextIndex] | None] | None = None,
     ) -> list[list[Continuation]]:
-        each = [self._matches(*row, MAX_POSITIONS) for row in _caught_up(text, length, rows, beside)]
+        each = [self._matches(*row, MAX_POSITIONS) for row in _caught_up(text, length, slots, beside)]
         ranked = [sorted(matches, key=lambda match: -match.matched) for matches in each]
         return [_distinct((match.continuation(k) for match in matches), ways) for matches in ranked]
 
@@ -357,11 +363,11 @@ def _distinct(ways: Iterator[Continuation], most: int) -> list[Continuation]:
 
 
 def _caught_up(
-    text: Tensor, length: Tensor, rows: int, beside: Sequence[CopySources[HostTextIndex] | None] | None
+    text: Tensor, length: Tensor, slots: Sequence[int], beside: Sequence[CopySources[HostTextIndex] | None] | None
 ) -> list[tuple[list[int], CopySources[HostTextIndex]]]:
     """Text and other sources of each row, after all rows' new tokens were added to their siblings."""
-    lines = [line[:end].tolist() for line, end in zip(text[:rows], length[:rows].tolist(), strict=True)]
-    each = [CopySources[HostTextIndex]() if one is None else one for one in beside or [None] * rows]
+    lines = [text[slot, : int(length[slot])].tolist() for slot in slots]
+    each = [CopySources[HostTextIndex]() if one is None else one for one in beside or [None] * len(lines)]
     for line, one in zip(lines, each, strict=True):
         if one.siblings is not None:
             known = len(one.siblings.texts[one.number]) if one.number < len(one.siblings.texts) else 0

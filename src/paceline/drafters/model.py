@@ -111,7 +111,7 @@ class ModelDrafter(Drafter):
             )
             return draft_token, goes_on
 
-        draft_tokens = draw_chain(batch.tokens.new_empty((batch.rows, 0)), wish.k, self._reading(batch, wish.k), draw)
+        draft_tokens = draw_chain(batch.text.new_empty((batch.rows, 0)), wish.k, self._reading(batch, wish.k), draw)
         self.decoder.note_draft_tokens(batch, draft_tokens.shape[1])
         counts = draft_tokens.new_full((batch.rows,), draft_tokens.shape[1])
         return Draft(

@@ -16,7 +16,7 @@ from paceline.drafters.lookup import LONGEST_SUFFIX, Continuation, CopySources, 
 __all__ = ["LONGEST_SUFFIX", "STRONG", "NgramDrafter"]
 
 # Score of each draft token, by the number of matched tokens: n^2 / (n^2 + 8), where n grows by one with each draft
-# token that is right. ``lengths.belief`` turns scores into probabilities.
+# token that is right. ``lengths.scores`` turns scores into probabilities.
 _CONFIDENCE = [
     [n**2 / (n**2 + 8) for n in range(matched, matched + MAX_SPECULATION_LENGTH)]
     for matched in range(LONGEST_SUFFIX + 1)
@@ -64,16 +64,17 @@ class NgramDrafter(Drafter):
         return cls(equipment.documents, width=equipment.width(cls))
 
     def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
-        samples = batch.samples[: batch.rows]
+        samples, slots = batch.samples, batch.slots
         sources = None if not any(samples) else [self._sources_of(sample) for sample in samples]
-        rows, longest, device = batch.rows, batch.longest, batch.device
-        text, length = batch.tokens, batch.length
+        longest, device = batch.longest, batch.device
+        text, length = batch.text, batch.length
         if device.type != "cpu":
-            text, length = text[:rows, :longest].cpu(), length[:rows].cpu()
+            text, length = batch.live_slots.of(text[:, :longest]).cpu(), batch.live_length.cpu()
+            slots = list(range(batch.rows))
         if self.width > 1:
-            ways = self._lookup.find_all(text, length, rows, longest, wish.k, self.width, sources)
+            ways = self._lookup.find_all(text, length, slots, longest, wish.k, self.width, sources)
             return draft_of([merged(each) for each in ways], device)
-        found = self._lookup.find(text, length, rows, longest, wish.k, sources)
+        found = self._lookup.find(text, length, slots, longest, wish.k, sources)
         one_source = sources is None and not self._documents
         kinds = None if one_source else [_KINDS[source] for source in found.sources]
         return Draft.of(found.draft_tokens, device, [_CONFIDENCE[size] for size in found.matched], kinds)

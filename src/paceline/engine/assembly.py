@@ -16,6 +16,7 @@ from paceline.kernels.attention import AttentionBackend, make_backend
 from paceline.lengths.cost import CostTable
 from paceline.models.base import AnyModel, FlatModel, SharedModel
 from paceline.models.decoder import Decoder
+from paceline.models.recurrent import state_shape_of
 
 
 @dataclass
@@ -72,6 +73,11 @@ class Assembly:
             return NoDrafter()
         if kind.needs_draft_model and models.draft is None:
             raise ParameterError("drafter", config.drafter, "needs a draft_model; or choose 'ngram' or None")
+        if models.draft is not None and state_shape_of(models.draft) is not None:
+            allowed = (
+                "a model without recurrent layers: their states cannot drop rejected draft tokens while they draft"
+            )
+            raise ParameterError("draft_model", models.draft.name, allowed)
         for document in models.documents if config.looks_up else ():
             check_tokens("reference_documents", document, models.target.vocab_size)
         equipment = Equipment(target, config.acceptance, models.draft, models.documents, self.decoder, config.width_of)

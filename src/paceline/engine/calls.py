@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 from paceline.config import SamplingParams
 from paceline.config.inputs import Prompt, as_references_of_each
@@ -87,13 +87,3 @@ def _at(place: str, error: ParameterError | RequestError) -> Exception:
         field = place if error.field == "prompts" else f"{place}: {error.field}"
         return ParameterError(field, error.value, error.allowed)
     return type(error)(f"{place}: {error}")
-
-
-def fields_of(template: object, add_generation_prompt: bool) -> dict[str, Any]:
-    """Return the fields that a chat template may use beside the messages. Raises ParameterError."""
-    fields = {} if template is None else template
-    fixed = "messages", "add_generation_prompt"
-    allowed = f"a dictionary from names in the chat template to values, without {' and '.join(fixed)}"
-    if not isinstance(fields, dict) or not all(isinstance(name, str) for name in fields) or fields.keys() & set(fixed):
-        raise ParameterError("chat_template_kwargs", template, allowed)
-    return {**fields, "add_generation_prompt": add_generation_prompt}

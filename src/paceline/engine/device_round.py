@@ -54,7 +54,7 @@ class DeviceAcceptance:
 
 
 class DeviceRound:
-    """Runs rounds for the first rows of a batch; ``run`` returns before the device has finished.
+    """Runs rounds for the live rows of a batch; ``run`` returns before the device has finished.
 
     draft: the draft model; None runs rounds without draft tokens, or with n-gram drafts if ``copies``.
     ops: the kernels, or their reference implementation; None chooses by device.
@@ -79,7 +79,7 @@ class DeviceRound:
         self.can_draft = draft is not None or copies
         self.target, self.draft, self.batch, self.rule, self.width = target, draft, batch, rule, width
         self.ops = ops_for(batch.device) if ops is None else ops
-        self.capacity = batch.length.shape[0]
+        self.capacity = batch.capacity
         self._caps = Upload(batch.device, [MAX_SPECULATION_LENGTH] * self.capacity)
         ranks = target.model if isinstance(target.model, SharedModel) else None
         self.graphs = Graphs(batch.device, self._all_rows_idle, capture=capture, fellows=ranks)
@@ -203,8 +203,11 @@ class DeviceRound:
         return list(dict.fromkeys(map(self._span, range(SPAN, limit + SPAN, SPAN))))
 
     def program(self, rows: int, k: int, span: int, features: StepFeatures = NOTHING) -> Tensor:
-        """The round itself, on the first ``rows`` rows. Returns the record; reads nothing back to the host."""
-        state = self.batch.state(rows, may_sync=False)
+        """The round itself, on the first ``rows`` of ``Batch.slot_order``. Returns the record.
+
+        It reads nothing back to the host.
+        """
+        state = self.batch.state(rows)
         before = state.length.clone()
         if self.width > 1 and k > 0:
             return self._tree_program(state, before, k, span, features)
@@ -240,7 +243,7 @@ class DeviceRound:
 
     def _draft_lookup(self, state: RowState, k: int, span: int) -> Draft:
         """Draft k tokens per row from its own text; none if its last tokens do not occur earlier."""
-        tokens, matched = copied(state.text[:, :span], state.length, k, LONGEST_SUFFIX)
+        tokens, matched = copied(state.slots.of(state.text[:, :span]), state.length, k, LONGEST_SUFFIX)
         return Draft(tokens, self._caps.device[: state.rows].clamp(max=k) * (matched > 0))
 
     def _draft_chain(self, state: RowState, before: Tensor, k: int, span: int, features: StepFeatures) -> Draft:
@@ -264,10 +267,9 @@ class DeviceRound:
         logits = self._verify(state, before, draft, span)
         verdict = accept_matching(draft, self._draw_tree(self._shaped(logits, state, features, draft.tokens), state))
         assert verdict.path is not None, "trees have a path"
-        rows = torch.arange(state.rows, device=before.device)
-        self.target.cache.keep(rows, before, verdict.path)
+        self.target.cache.keep(state.slots.index, before, verdict.path)
         if self.target.reader is not None:
-            self.target.reader.keep_paths(rows, before, verdict.path)
+            self.target.reader.keep_paths(state.slots.index, before, verdict.path)
         chain = torch.arange(k, device=before.device) * self.width
         accepted = torch.arange(k, device=before.device) < verdict.accepted[:, None]
         kept = ((verdict.path[:, :k] == chain) & accepted).long().cumprod(1).sum(1)
@@ -315,15 +317,15 @@ class DeviceRound:
         assert self.draft is not None, "there is no draft model"
         step = proposed.shape[1]
         if step > 0:
-            return self.draft.logits(self.draft.continue_draft(proposed[:, -1:], step, before, span))
-        text = _text(state, self.draft.num_computed_tokens[: state.rows], self.draft.reads)
-        return self.draft.logits(self.draft.begin_draft(text, before, span))
+            return self.draft.logits(self.draft.continue_draft(proposed[:, -1:], step, before, span, state.slots))
+        text = _text(state, state.slots.of(self.draft.num_computed_tokens), self.draft.reads)
+        return self.draft.logits(self.draft.begin_draft(text, before, span, state.slots))
 
     def _verify(self, state: RowState, before: Tensor, draft: Draft, span: int) -> Tensor:
         """Return the target's logits [B, k + 1, V] after each row's last token and after each of its draft tokens."""
         start = (before - 1).clamp(min=0)
         tokens = torch.cat([_text(state, start, 1), draft.tokens], dim=1)
-        return self.target.logits(self.target.forward(tokens, start, span, tree=draft.tree))
+        return self.target.logits(self.target.forward(tokens, start, span, state.slots, tree=draft.tree))
 
     def _judge(self, draft: Draft, logits: Tensor, state: RowState) -> Tensor:
         if self.rule.independent:
@@ -337,21 +339,20 @@ class DeviceRound:
 
     def _catch_up(self, rows: int, width: int, span: int) -> Tensor:
         assert self.draft is not None, "there is no draft model"
-        state = self.batch.state(rows, may_sync=False)
-        seen = self.draft.num_computed_tokens[:rows]
-        self.draft.forward(_text(state, seen, width), seen, span)
+        state = self.batch.state(rows)
+        seen = state.slots.of(self.draft.num_computed_tokens)
+        self.draft.forward(_text(state, seen, width), seen, span, state.slots)
         self._set_num_cached(state, torch.minimum(seen + width, state.length - 1))
         return seen
 
     def _set_num_cached(self, state: RowState, seen: Tensor) -> None:
         """Set the number of cached tokens of live rows; idle rows may be in the middle of a prefill."""
         assert self.draft is not None
-        known = self.draft.num_computed_tokens[: state.rows]
+        known = state.slots.of(self.draft.num_computed_tokens)
         is_live = torch.arange(state.rows, device=seen.device) < state.live
-        known.copy_(torch.where(is_live, seen, known))
+        self.draft.num_computed_tokens[state.slots.where] = torch.where(is_live, seen, known)
 
 
 def _text(state: RowState, start: Tensor, count: int) -> Tensor:
     """Return the tokens [B, count] of each row from position start [B] on; undefined beyond its length."""
-    place = start[:, None] + torch.arange(count, device=start.device)
-    return state.text.gather(1, place.clamp(max=state.text.shape[1] - 1))
+    return state.text_at(start[:, None] + torch.arange(count, device=start.device))

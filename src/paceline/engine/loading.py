@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeAlias
@@ -17,16 +18,20 @@ from paceline.config.ranges import FileName
 from paceline.core.hardware import resolve_device, resolve_dtype, threads_per_rank
 from paceline.drafters.heads.decoder import HeadModel
 from paceline.drafters.heads.loading import load_head_for
+from paceline.errors import ParameterError
+from paceline.models.adapters import attach
 from paceline.models.base import AnyModel
 from paceline.models.boundary import Source, is_loaded, name_of
 from paceline.models.hub import resolve_tokenizer
 from paceline.models.loading import load_model
+from paceline.models.matrices import load_packed
 from paceline.models.native import NativeModel
-from paceline.models.packed_file import find_packed
+from paceline.models.packed_file import find_packed, would_pack
 from paceline.models.prepare import prepare
 from paceline.models.shares import ModelShard
 from paceline.models.tokenizer import Tokenizer
 
+log = logging.getLogger("paceline")
 TokenizerSource: TypeAlias = str | os.PathLike[str] | PreTrainedTokenizerBase
 BeginStage: TypeAlias = Callable[[str], None]  # takes the description of the stage that begins
 
@@ -46,8 +51,15 @@ def load_dtype(config: EngineConfig, *, of_draft: bool = False) -> torch.dtype:
     return resolve_dtype(config.dtype, device)
 
 
-def load_target(source: Source, config: EngineConfig, begin: BeginStage) -> AnyModel:
-    """Load the target or, with tensor parallelism, start the other ranks and load the part of rank 0."""
+def load_target(
+    source: Source, config: EngineConfig, begin: BeginStage, adapters: Mapping[str, Path] | None = None
+) -> AnyModel:
+    """Load the target or, with tensor parallelism, start the other ranks and load the part of rank 0.
+
+    adapters: directories of LoRA adapters by name. A model with adapters runs through torch.
+    """
+    if adapters:
+        return _load_adapted(source, config, adapters)
     if config.tensor_parallel == 1:
         return _load(source, config, load_dtype(config), config.quantization, begin)
     from paceline.models.parallel.launch import lead
@@ -55,6 +67,19 @@ def load_target(source: Source, config: EngineConfig, begin: BeginStage) -> AnyM
     device, share = resolve_device(config.device), ModelShard(0, config.tensor_parallel)
     threads = config.threads or threads_per_rank(share.ranks)
     return lead(source, share, load_dtype(config), device, threads)
+
+
+def _load_adapted(source: Source, config: EngineConfig, adapters: Mapping[str, Path]) -> AnyModel:
+    """Load the target with adapters. Raises ParameterError for options that need other linear layers than torch's."""
+    for name, free in (("quantization", None), ("tensor_parallel", 1), ("deterministic", False)):
+        if getattr(config, name) != free:
+            raise ParameterError(name, getattr(config, name), f"{free!r} with adapters")
+    if config.attention == "native":
+        raise ParameterError("attention", config.attention, "another one with adapters, which the CPU kernels lack")
+    model = load_model(source, dtype=load_dtype(config), device=resolve_device(config.device))
+    attach(model, adapters)
+    log.info("%s has adapters, so it runs through torch and not on the CPU kernels", model.name)
+    return model
 
 
 def load_draft(source: Source, config: EngineConfig, begin: BeginStage) -> AnyModel:
@@ -79,13 +104,25 @@ def _load(
     cached_file = find_packed(source, dtype, device, config.attention, quantization)
     if cached_file is not None and (packed := cached_file.load()) is not None:
         return packed
-    loaded = load_model(source, dtype=dtype, device=device)
-    begin(f"packing {name}")
-    model = prepare(loaded, config.attention, quantization, config.deterministic)
-    del loaded  # free its memory before the packed weights are written
+    model = _packed_from_files(source, config, dtype, quantization)
+    if model is None:
+        loaded = load_model(source, dtype=dtype, device=device)
+        begin(f"packing {name}")
+        model = prepare(loaded, config.attention, quantization, config.deterministic)
+        del loaded  # free its memory before the packed weights are written
     if cached_file is not None and isinstance(model, NativeModel):
         cached_file.save(model)
     return model
+
+
+def _packed_from_files(
+    source: Source, config: EngineConfig, dtype: torch.dtype, quantization: QuantizationName | None
+) -> AnyModel | None:
+    """Load a model straight into the CPU kernels' formats; None if it does not run on them."""
+    device = resolve_device(config.device)
+    if quantization == "fp8" or not would_pack(dtype, device, config.attention, quantization):
+        return None
+    return load_packed(source, dtype, quantization)
 
 
 def load_tokenizer(source: Source, tokenizer: TokenizerSource | None) -> Tokenizer | None:

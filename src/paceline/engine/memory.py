@@ -15,6 +15,7 @@ from paceline.drafters.heads.native import NativeHead
 from paceline.engine.native_round import workspace_bytes
 from paceline.errors import CapacityError
 from paceline.models.base import AnyModel
+from paceline.models.recurrent import attention_layers_of, state_shape_of
 
 GIB = 2**30
 LEAST_ROW = 128  # tokens that all rows must be able to hold at once
@@ -29,22 +30,31 @@ class MemoryPlan:
     """Memory in bytes.
 
     weights: of all models; loaded already.
+    states: of recurrent layers, of all rows.
     caches: limit of the KV caches of target and draft model together.
     workspace: temporary tensors of a round and of a prefill chunk.
     scoring: caches of scored texts, allocated when the first one comes.
     """
 
     weights: int
+    states: int
     caches: int
     workspace: int
     scoring: int
 
     @property
     def to_allocate(self) -> int:
-        return self.caches + self.workspace + self.scoring
+        return self.states + self.caches + self.workspace + self.scoring
 
     def __str__(self) -> str:
-        parts = {"weights": self.weights, "caches": self.caches, "workspace": self.workspace, "scoring": self.scoring}
+        states = {"recurrent states": self.states} if self.states else {}
+        parts = {
+            "weights": self.weights,
+            **states,
+            "caches": self.caches,
+            "workspace": self.workspace,
+            "scoring": self.scoring,
+        }
         return ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in parts.items())
 
 
@@ -63,7 +73,16 @@ def plan_memory(
         workspace = logits + activations + workspace_bytes(target, tokens)
     caches = rows * row_bytes(target, draft, config, positions)
     scoring = scoring_room(target, rows, positions).limit
-    return MemoryPlan(sum(m.weight_bytes() for m in models), caches, workspace, scoring)
+    return MemoryPlan(
+        sum(m.weight_bytes() for m in models), state_bytes(target, config, rows), caches, workspace, scoring
+    )
+
+
+def state_bytes(target: AnyModel, config: EngineConfig, rows: int) -> int:
+    """Return the bytes of the recurrent states of all rows, and of those of scored texts."""
+    shape = state_shape_of(target)
+    window = min(config.max_draft_tokens * config.most_width, MAX_SPECULATION_LENGTH) + 1
+    return 0 if shape is None else (rows + 1) * shape.slot_bytes(window)
 
 
 def scoring_room(target: AnyModel, rows: int, positions: int) -> KVCacheBudget:
@@ -82,10 +101,11 @@ def row_bytes(target: AnyModel, draft: AnyModel | None, config: EngineConfig, po
 
 def _cache_bytes(model: AnyModel, positions: int) -> int:
     """Return the bytes of a row's keys and values, and of the hidden states that a draft head stores."""
+    layers = attention_layers_of(model)
     if grows_on(model.device):
-        kept = KVCache.row_bytes(2, (model.layers, model.kv_heads, model.head_dim), positions, model.dtype)
+        kept = KVCache.row_bytes(2, (layers, model.kv_heads, model.head_dim), positions, model.dtype)
     else:
-        kept = KVCache.bytes_for(model.layers, 1, model.kv_heads, positions, model.head_dim, model.dtype)
+        kept = KVCache.bytes_for(layers, 1, model.kv_heads, positions, model.head_dim, model.dtype)
     return kept + (model.stream_bytes(positions) if isinstance(model, HeadModel) else 0)
 
 
@@ -107,7 +127,7 @@ def check_memory(target: AnyModel, draft: AnyModel | None, config: EngineConfig,
     rows_grow = _rows_grow(target, draft, config)
     if rows_grow:
         kept_free = 0 if config.memory_limit is not None else int(_LEFT_ALONE * max(0, free))
-        short_room = replace(room, limit=free - plan.workspace - plan.scoring - kept_free)
+        short_room = replace(room, limit=free - plan.states - plan.workspace - plan.scoring - kept_free)
         least_row = min(LEAST_ROW, positions)
         if short_room.max_rows(positions) >= 1 and short_room.max_rows(least_row) >= rows:
             return short_room

@@ -39,7 +39,7 @@ class NativeRound:
         self, target: Decoder, model: NativeModel, batch: Batch, rule: AcceptanceRule, threads: int | None
     ) -> None:
         self._target, self._model, self._batch, self._rule, self._threads = target, model, batch, rule, threads
-        rows = batch.length.shape[0]
+        rows = batch.capacity
         record = array("q", bytes(8 * rows * (2 * _BLOCK + 2)))
         self._record = memoryview(record)
         self._accepted, self._gained, self._path = rows * _BLOCK, rows * (_BLOCK + 1), rows * (_BLOCK + 2)
@@ -61,7 +61,7 @@ class NativeRound:
 
     def _describe_head(self, streams: NativeFusedStates) -> None:
         """Describe the draft head: the call fuses and stores the hidden states that the head reads."""
-        call, self._taps = self._call, torch.tensor(streams.taps)
+        call, self._taps = self._call, torch.tensor(self._model.tap_places(streams.taps))
         call.head, call.kept = streams.model.decoder.handle, streams.described
         call.taps, call.tap_count = address(self._taps), len(streams.taps)
 
@@ -104,21 +104,21 @@ class NativeRound:
     def _call_kernels(self, draft: Draft) -> None:
         batch, call, drafted = self._batch, self._call, draft.drafted
         rows, width = batch.rows, max(drafted)
-        numbers = [*self._target.places(rows), *drafted]
+        numbers = [*batch.slots, *drafted]
         for table in (draft.draft_tokens, draft.host_parents or ()):
             for line in table:
                 numbers += line if len(line) == width else [*line[:width], *[0] * (width - len(line))]
         arguments = array("q", numbers)
         self._describe_rows()
         self._make_room(rows + sum(drafted))
-        call.places = start = arguments.buffer_info()[0]
+        call.slots = start = arguments.buffer_info()[0]
         call.counts, call.draft_tokens = start + 8 * rows, start + 16 * rows
         call.parents = None if draft.host_parents is None else call.draft_tokens + 8 * rows * width
         call.draft_stride, call.rows = width, rows
         self._model.run_round(call, self._target.cache, self._threads)
 
     def _describe_rows(self) -> None:
-        drawing = self._batch.sampling.drawing(self._batch.tokens, self._batch.length)
+        drawing = self._batch.sampling.drawing(self._batch.text, self._batch.length)
         if drawing is not self._drawing:
             self._drawing, self._call.by = drawing, described(drawing)
 
@@ -126,7 +126,7 @@ class NativeRound:
         """Grow the work tensors to ``tokens`` positions; kept and doubled, because new memory is cleared first."""
         call = self._call
         if tokens > call.room:
-            call.room = min(max(tokens, 2 * call.room), len(self._batch.lengths) * _BLOCK)
+            call.room = min(max(tokens, 2 * call.room), self._batch.capacity * _BLOCK)
             widths = self._model.width, self._model.vocab_size, len(self._taps) * self._model.width
             self._work = tuple(torch.empty(call.room, width, dtype=torch.float32) for width in widths)
             call.hidden, call.logits, call.features = (memory.data_ptr() for memory in self._work)

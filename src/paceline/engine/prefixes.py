@@ -1,18 +1,20 @@
-"""Prefix cache: finds the row whose cache holds the longest prefix of a new prompt.
+"""Prefix cache: finds the slot whose cache holds the longest prefix of a new prompt.
 
 A key and a value depend only on the tokens up to their position. So a prompt can copy the cached keys and values of any
-row with a common prefix. The row may decode, be in prefill, or be free: free rows keep their caches until they are
-needed.
+slot with a common prefix. Its sequence may decode, be in prefill, or have ended: free slots keep their caches until
+they are needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, takewhile
 
 LEAST = 16  # tokens: copying fewer is not faster than reading them
+STATES_APART = 512  # tokens between the saved states of a prompt with recurrent layers, besides one at its end
 WORTH_WAITING = 64  # tokens: a prompt waits for another that is about to read as many of its first ones
+TOKENS_PER_USE = 256  # a prefix counts as used one request later per so many of its tokens
 _STEP = 64  # tokens per comparison of list slices
 
 
@@ -48,9 +50,9 @@ def _equal(pair: tuple[int, int]) -> bool:
 
 @dataclass
 class CachedPrefix:
-    """The tokens whose keys and values a free row's target cache holds; a draft model's cache may hold fewer of them.
+    """The tokens whose keys and values a free slot's target cache holds; a draft model's cache may hold fewer of them.
 
-    last_use: reading of the pool's clock when the row was last useful; -1 for rows that never held a text.
+    last_use: reading of the pool's clock when the slot was last useful; -1 for slots that never held a text.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -62,62 +64,73 @@ class CachedPrefix:
         """Whether later requests may reuse it."""
         return self.scope is not None and self.scope.kept is not None
 
+    @property
+    def keep_until(self) -> int:
+        """Reading of the clock up to which it is worth more than an empty row: a long text costs more to read again."""
+        return self.last_use + len(self.tokens) // TOKENS_PER_USE
+
     def loss(self, kept: int) -> int:
         """Return the reusable tokens that are lost if all but the first ``kept`` are overwritten."""
         return len(self.tokens) - kept if self.is_kept else 0
 
 
 class FreeSlotPool:
-    """The free rows in the order of their indices, with the prefixes that they hold."""
+    """The free slots, and the prefixes that they hold.
 
-    def __init__(self, rows: int) -> None:
+    prefixes: the prefix of each free slot.
+    """
+
+    def __init__(self, slots: int) -> None:
         self._clock = count()
-        self.rows = [CachedPrefix() for _ in range(rows)]
+        self.prefixes = {slot: CachedPrefix() for slot in range(slots)}
 
-    def reusable_by(self, prompt: Sequence[int], scope: Scope) -> list[int]:
-        """Return, for each free row, how many of its first tokens the prompt can reuse."""
-        return [reusable_tokens(row.tokens, prompt) if scope.may_copy(row.scope) else 0 for row in self.rows]
+    def reusable_by(self, prompt: Sequence[int], scope: Scope) -> dict[int, int]:
+        """Return, for each free slot, how many of its first tokens the prompt can reuse."""
+        return {
+            slot: reusable_tokens(prefix.tokens, prompt) if scope.may_copy(prefix.scope) else 0
+            for slot, prefix in self.prefixes.items()
+        }
 
-    def choose(self, reusable: Sequence[int], in_use: int) -> int:
-        """Return the index of the free row to give to a prompt.
+    def choose(self, reusable: Mapping[int, int], in_use: int) -> int:
+        """Return the free slot to give to a prompt.
 
-        reusable: tokens of the prompt that each free row holds.
-        in_use: most tokens of the prompt that a row in use holds.
+        reusable: tokens of the prompt that each free slot holds.
+        in_use: most tokens of the prompt that a slot in use holds.
 
-        The row with the longest prefix is taken, unless more would be lost by overwriting it than by overwriting the
-        least recently used row. Then that one is taken, and the prefix is copied.
+        The slot with the longest prefix is taken, unless more would be lost by overwriting it than by overwriting the
+        least recently used one. Then that one is taken, and the prefix is copied.
         """
-        oldest = self.by_use[0]
-        best = max(range(len(reusable)), key=lambda index: (reusable[index], -self.rows[index].loss(reusable[index])))
+        oldest, losses = self.by_use[0], {slot: self.prefixes[slot].loss(kept) for slot, kept in reusable.items()}
+        best = max(reusable, key=lambda slot: (reusable[slot], -losses[slot]))
         if reusable[best] == 0 or reusable[best] < in_use:
             return oldest
-        return best if self.rows[best].loss(reusable[best]) <= self.rows[oldest].loss(reusable[oldest]) else oldest
+        return best if losses[best] <= losses[oldest] else oldest
 
     @property
     def by_use(self) -> list[int]:
-        """Indices of the free rows, the least recently used first; private prefixes come before all others."""
-        return sorted(range(len(self.rows)), key=lambda index: (self.rows[index].is_kept, self.rows[index].last_use))
+        """The free slots in the order of overwriting: private prefixes, then those used longest ago.
+
+        Long prefixes count as used more recently, so that an agent's transcript outlives other clients' short prompts.
+        """
+
+        def order(slot: int) -> tuple[bool, int, int]:
+            prefix = self.prefixes[slot]
+            return prefix.is_kept, prefix.keep_until, slot
+
+        return sorted(self.prefixes, key=order)
 
     def use(self, prefix: CachedPrefix) -> None:
         """Mark a prefix as used now."""
         prefix.last_use = next(self._clock)
 
-    def put(self, prefix: CachedPrefix) -> None:
-        """Add the row in front of the first free row, with the prefix that it holds."""
+    def put(self, slot: int, prefix: CachedPrefix) -> None:
+        """Add a slot with the prefix that it holds."""
         self.use(prefix)
-        self.rows.insert(0, prefix)
+        self.prefixes[slot] = prefix
 
-    def longest(self, *indices: int) -> int:
-        """Return the number of tokens of the longest of these rows' prefixes."""
-        return max(len(self.rows[index].tokens) for index in indices)
-
-    def swap(self, one: int, other: int) -> None:
-        """Record that two free rows have changed places."""
-        self.rows[one], self.rows[other] = self.rows[other], self.rows[one]
-
-    def forget(self, rows: int) -> None:
-        """Reset the pool to ``rows`` free rows without prefixes."""
-        self.rows = [CachedPrefix() for _ in range(rows)]
+    def forget(self, slots: Iterable[int]) -> None:
+        """Reset the pool to these slots, without prefixes."""
+        self.prefixes = {slot: CachedPrefix() for slot in slots}
 
 
 def may_share_prefix(text: Sequence[int], prompt: Sequence[int]) -> bool:
@@ -134,16 +147,20 @@ def reusable_tokens(text: Sequence[int], prompt: Sequence[int]) -> int:
 
 
 def best_source(
-    texts: Iterable[tuple[int, Sequence[int], Scope | None]], prompt: Sequence[int], scope: Scope
+    texts: Iterable[tuple[int, Sequence[int], Scope | None]],
+    prompt: Sequence[int],
+    scope: Scope,
+    cut: Callable[[int, int], int] = lambda _slot, tokens: tokens,
 ) -> tuple[int, int]:
-    """Return (row, tokens) of the text with the longest reusable prefix; (-1, 0) if there is none.
+    """Return (slot, tokens) of the text with the longest reusable prefix; (-1, 0) if there is none.
 
-    texts: (row, tokens that its caches hold, scope) of each candidate.
+    texts: (slot, tokens that its caches hold, scope) of each candidate.
+    cut: returns, for a slot and a number of its first tokens, how many of them its caches can be cut to.
     """
     best = -1, 0
-    for row, text, other in texts:
-        if scope.may_copy(other) and (tokens := reusable_tokens(text, prompt)) > best[1]:
-            best = row, tokens
+    for slot, text, other in texts:
+        if scope.may_copy(other) and (tokens := cut(slot, reusable_tokens(text, prompt))) > best[1]:
+            best = slot, tokens
             if tokens == len(prompt) - 1:
-                break  # nothing can be longer; there may be hundreds of rows with this prompt
+                break  # nothing can be longer; there may be hundreds of slots with this prompt
     return best

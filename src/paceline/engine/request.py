@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from paceline.chat.values import AssistantMessage
 from paceline.config import LOOKS_UP, MAX_REFERENCE_TOKENS, MAX_REFERENCES, EngineConfig, SamplingParams
 from paceline.core.batch import ParallelSample, RequestGroup
 from paceline.core.outputs import CompletionOutput, Metrics, RequestOutput, TokenLogprob
@@ -33,6 +34,7 @@ class Request:
     prompt_logprobs: list that receives the prompt's log-probabilities, if ``params`` ask for them.
     client: name of the sender; clients take turns when requests wait for a row.
     priority: requests with lower values go first, whatever their client.
+    read_message: splits the text of a chat's answer; see ``CompletionOutput``.
     """
 
     prompt_token_ids: list[int]
@@ -46,6 +48,7 @@ class Request:
     priority: int = 0
     references: Sequence[Sequence[int]] = ()
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    read_message: Callable[[str], AssistantMessage] | None = None
 
 
 @dataclass(frozen=True)
@@ -62,12 +65,16 @@ class _SharedFields:
 
 @dataclass(frozen=True)
 class Intake:
-    """Turns requests into sequences. max_model_len: the engine's, in tokens. eos_token_ids: tokens that end a text."""
+    """Turns requests into sequences.
+
+    max_model_len: the engine's, in tokens. eos_token_ids: tokens that end a text. adapters: names of the target's.
+    """
 
     config: EngineConfig
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
+    adapters: tuple[str, ...] = ()
 
     def begin(self, request: Request, request_id: str) -> tuple[RequestOutput, list[Row]]:
         """Return the result, which fills up, and its sequences, which may wait for rows."""
@@ -90,7 +97,8 @@ class Intake:
 
     def scope_of(self, params: SamplingParams) -> Scope:
         """Return which cached prefixes a prompt may reuse, and which requests may reuse its own."""
-        name = (params.cache_salt or "") if self.config.prefix_cache else None
+        # Keys and values depend on the adapter. Its name has no NUL, so different pairs have different names.
+        name = f"{params.adapter or ''}\0{params.cache_salt or ''}" if self.config.prefix_cache else None
         return Scope(copies=name, kept=name if params.keep_prefix else None)
 
     def _sequence(self, common: _SharedFields, index: int) -> Row:
@@ -109,6 +117,7 @@ class Intake:
                 logprobs=None if params.logprobs is None else [],
                 cumulative_logprob=None if params.scored is None else 0.0,
                 metrics=metrics,
+                read_message=request.read_message,
             ),
             stream=request.make_stream(params) if request.make_stream is not None else None,
             deadline=None if params.time_budget is None else arrival + params.time_budget,
@@ -118,6 +127,15 @@ class Intake:
             scope=common.scope,
             member=self._parallel_sample(common, index),
         )
+
+    def _check_adapter(self, params: SamplingParams) -> None:
+        if params.adapter is None:
+            return
+        if params.adapter not in self.adapters:
+            allowed = f"one of {', '.join(self.adapters)}" if self.adapters else "None: no adapters were loaded"
+            raise ParameterError("adapter", params.adapter, allowed)
+        if params.prompt_logprobs is not None:
+            raise ParameterError("prompt_logprobs", params.prompt_logprobs, "None with an adapter")
 
     @staticmethod
     def _parallel_sample(common: _SharedFields, index: int) -> ParallelSample | None:
@@ -137,6 +155,7 @@ class Intake:
                 f"the prompt has {size} tokens, and max_model_len={self.max_model_len} leaves no room for an answer; "
                 "shorten the prompt or raise max_model_len"
             )
+        self._check_adapter(request.params)
         if request.params.stop and request.make_stream is None:
             raise ParameterError("stop", request.params.stop, "stop strings need a tokenizer; use stop_token_ids")
         restriction = request.params.restriction

@@ -29,7 +29,7 @@ from paceline.models.decoder import Decoder
 class Speculation(RowKeepers):
     """The parts that run a round: target model, drafter, length policy and acceptance rule.
 
-    The drafter and the policy keep per-slot state; ``join``, ``move`` and ``leave`` are passed on to both.
+    The drafter and the policy keep per-slot state; ``join`` and ``leave`` are passed on to both.
 
     native: verifies, accepts and commits in one call of the CPU kernels; None if the target does not run on them.
     learning_seconds: time that the drafter and the policy took to learn from the last round.

@@ -1,4 +1,4 @@
-"""Assigns rows: waiting sequences get rows, prompts are prefilled in chunks, finished sequences leave at once."""
+"""Assigns slots: waiting sequences get slots, prompts are prefilled in chunks, finished sequences leave at once."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from paceline.core.hardware import Stopwatch
 from paceline.core.outputs import FinishReason
 from paceline.engine.chunks import PrefillChunker, PromptSlice
 from paceline.engine.prefixes import (
+    STATES_APART,
     WORTH_WAITING,
     CachedPrefix,
     FreeSlotPool,
@@ -31,21 +32,21 @@ from paceline.models.decoder import Decoder
 
 @dataclass
 class Scheduler:
-    """Assigns rows to sequences and runs their prefill.
+    """Assigns slots to sequences and runs their prefill.
 
-    Rows 0 .. len(running) - 1 decode and the next len(prefilling) are in prefill, in the order of the lists. The other
-    rows are free and keep their cached prefixes. A prefilled row starts to decode by changing places with the first row
-    that does not decode. A row that leaves changes places with the last row of its kind. On the CPU kernels rows change
-    places without a copy of their caches. A new row starts with the longest prefix of its prompt that any row holds.
+    A sequence keeps its slot from its first chunk to its end: the place of its keys and values in all caches, of its
+    tokens and parameters in the batch, and of what drafter and policy know of it. The free slots keep their cached
+    prefixes. A new sequence starts with the longest prefix of its prompt that any slot holds.
 
-    parts: their decoders hold the rows' caches; drafter and policy are told when rows begin, move and end.
+    parts: their decoders hold the caches; drafter and policy are told when sequences begin and end.
+    prefilling: sequences in prefill, in the order in which they began. running: the live rows, in their order.
     chunks: decides what is prefilled next.
     in_flight: upper bound of tokens that a row has gained on the device, but not yet on the host.
     closed: whether no caller reads results before they end, and no requests will come before the present ones have
         ended.
     watched: whether a caller reads results before they end; other requests may come in any case.
-    room: memory of the rows' caches. If it is short, a row starts only if its largest size fits beside the largest
-        sizes of all rows in use, so that every row can finish. Free rows give way, the least recently used first.
+    room: memory of the caches. If it is short, a sequence starts only if its largest size fits beside the largest
+        sizes of all others, so that each can finish. Free slots give way, the least recently used first.
     """
 
     batch: Batch
@@ -63,7 +64,7 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         self.free = FreeSlotPool(self.capacity)
-        self._size_free_rows()
+        self._size_free_slots()
 
     @property
     def draining(self) -> bool:
@@ -81,8 +82,13 @@ class Scheduler:
 
     @property
     def num_used_rows(self) -> int:
-        """Rows that decode or are being prefilled."""
+        """Sequences that decode or are being prefilled."""
         return len(self.running) + len(self.prefilling)
+
+    @property
+    def in_use(self) -> list[Sequence]:
+        """The sequences that have a slot."""
+        return [*self.running, *self.prefilling]
 
     def admit(self) -> list[Sequence]:
         """Give free rows to waiting sequences, feed a chunk of prompts, and let finished prefills start to decode.
@@ -102,7 +108,7 @@ class Scheduler:
 
     @property
     def admissible(self) -> int:
-        """Number of samples of the next request that there are free rows and memory for."""
+        """Number of samples of the next request that there are free slots and memory for."""
         free = self.capacity - self.num_used_rows if self.waiting else 0
         if free == 0 or not self.room.is_short:
             return free
@@ -110,153 +116,143 @@ class Scheduler:
 
     def _max_cache_tokens(self, sequence: Sequence) -> int:
         """Return the cache positions that the sequence's row may need."""
-        return self.batch.slots_for(len(sequence.prompt) + sequence.params.max_tokens)
+        return self.batch.positions_for(len(sequence.prompt) + sequence.params.max_tokens)
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes reserved for the caches of the rows in use."""
-        return sum(self.room.bytes_for(sequence.reserved_tokens) for sequence in (*self.running, *self.prefilling))
+        """Bytes reserved for the caches of the sequences that have a slot."""
+        return sum(self.room.bytes_for(sequence.reserved_tokens) for sequence in self.in_use)
 
     def _begin(self, turn: list[Sequence]) -> list[Sequence]:
-        """Give rows to samples of one request. If one fails to start, only its request ends; return its samples."""
+        """Give slots to samples of one request. If one fails to start, only its request ends; return its samples."""
         for number, sequence in enumerate(turn):
             try:
                 self._start(sequence, self._rows_soon(len(turn) - number))
             except Exception as error:  # noqa: BLE001 (any kind: it ends one request)
                 log_failure(sequence, error)
-                self._size_free_rows()
+                self._size_free_slots()
                 self.waiting.extend(turn[number:])
                 return self.drop(sequence.request_id, "error", error)
         return []
 
     def _start(self, sequence: Sequence, rows_soon: int) -> None:
         sequence.reserved_tokens = self._max_cache_tokens(sequence)
-        row, cached = self.num_used_rows, self._choose_row(sequence)
-        self.free.rows[0] = CachedPrefix()  # the row is overwritten, even if the start fails
-        self._resize(row, sequence.reserved_tokens)
-        self._set_row(row, sequence)
+        slot, cached = self._choose_slot(sequence)
+        self.free.prefixes[slot] = CachedPrefix()  # the slot is overwritten, even if the start fails
+        self._resize(slot, sequence.reserved_tokens)
+        self._set_row(slot, sequence)
         sequence.output.metrics.first_scheduled = time.monotonic()
         sequence.read_by_draft = self.parts.policy.expects_to_draft(rows_soon)
-        self.parts.join(row)
+        self.parts.join(slot)
         for decoder in self.decoders:
-            decoder.cut_row(row, cached)
-        sequence.num_computed, sequence.output.metrics.cached_tokens = self._cached(row, cached), cached
-        self.free.rows.pop(0)
+            decoder.cut_row(slot, cached)
+        sequence.num_computed, sequence.output.metrics.cached_tokens = self._cached(slot, cached), cached
+        del self.free.prefixes[slot]
+        sequence.slot = slot
         self.prefilling.append(sequence)
-        self._reuse_prefix(row)
+        self._reuse_prefix(sequence)
 
-    def _choose_row(self, sequence: Sequence) -> int:
-        """Move the best free row to the first free place. Return how many of the prompt's tokens it holds."""
+    def _choose_slot(self, sequence: Sequence) -> tuple[int, int]:
+        """Choose a free slot. Return it, and how many of the prompt's tokens it holds."""
         prompt, scope = sequence.prompt, sequence.scope
-        reusable = self.free.reusable_by(prompt, scope)
-        index = self.free.choose(reusable, best_source(self._texts_in_use(prompt), prompt, scope)[1])
+        cut = self.parts.target.reusable
+        reusable = {slot: cut(slot, tokens) for slot, tokens in self.free.reusable_by(prompt, scope).items()}
+        slot = self.free.choose(reusable, best_source(self._texts_in_use(prompt), prompt, scope, cut)[1])
         if self.room.is_short:
-            index = self._make_way(index, reusable, sequence.reserved_tokens)
-        if index > 0:
-            first, length = self.num_used_rows, self.free.longest(0, index)
-            for decoder in self.decoders:
-                decoder.swap_rows(first, first + index, length)
-            self.free.swap(0, index)
-            for free in (0, index):
-                self.batch.free_slot(first + free, len(self.free.rows[free].tokens))
-        return reusable[index]
+            slot = self._make_way(slot, reusable, sequence.reserved_tokens)
+        return slot, reusable[slot]
 
-    def _make_way(self, index: int, reusable: list[int], tokens: int) -> int:
-        """Empty free rows until a row of ``tokens`` positions fits. Return the index of the free row to use.
+    def _make_way(self, slot: int, reusable: dict[int, int], tokens: int) -> int:
+        """Empty free slots until a sequence of ``tokens`` positions fits. Return the free slot to use.
 
-        The row that holds most of the prompt goes last. If it cannot stay to be copied from, it is used itself.
+        The slot that holds most of the prompt goes last. If it cannot stay to be copied from, it is used itself.
         """
-        source = max(range(len(reusable)), key=reusable.__getitem__)
-        victims = (other for other in self.free.by_use if other not in (index, source))
-        spare = (
-            self.room.limit
-            - self.reserved_bytes
-            - self.room.bytes_for(tokens)
-            - self._free_row_bytes(except_index=index)
-        )
+        source = max(reusable, key=reusable.__getitem__)
+        victims = (other for other in self.free.by_use if other not in (slot, source))
+        needed = self.reserved_bytes + self.room.bytes_for(tokens) + self._free_slot_bytes(without=slot)
+        spare = self.room.limit - needed
         while spare < 0 and (victim := next(victims, None)) is not None:
             spare += self._empty(victim)
-        if spare < 0 and source != index:
-            index, source = (source, index) if reusable[source] > reusable[index] else (index, source)
+        if spare < 0 and source != slot:
+            slot, source = (source, slot) if reusable[source] > reusable[slot] else (slot, source)
             self._empty(source)
-        return index
+        return slot
 
-    def _free_row_bytes(self, except_index: int = -1) -> int:
-        """Return the bytes that free rows hold, except the one at ``except_index``."""
-        lengths = [len(prefix.tokens) for index, prefix in enumerate(self.free.rows) if index != except_index]
+    def _free_slot_bytes(self, without: int = -1) -> int:
+        """Return the bytes that free slots hold, except the slot ``without``."""
+        lengths = [len(prefix.tokens) for slot, prefix in self.free.prefixes.items() if slot != without]
         return sum(map(self.room.bytes_for, lengths))
 
     def filled(self, scored: int) -> CacheUsage:
         """Return the memory that caches hold now. scored: bytes of texts that are scored."""
-        lengths = [*self.batch.lengths[: len(self.running)], *(sequence.prefilled for sequence in self.prefilling)]
-        return CacheUsage(sum(map(self.room.bytes_for, lengths)), self._free_row_bytes(), scored, self.room.limit)
+        lengths = [*self.batch.lengths, *(sequence.prefilled for sequence in self.prefilling)]
+        return CacheUsage(sum(map(self.room.bytes_for, lengths)), self._free_slot_bytes(), scored, self.room.limit)
 
-    def _empty(self, index: int) -> int:
-        """Drop the prefix of a free row. Return the bytes that this frees."""
-        row, tokens = self.num_used_rows + index, len(self.free.rows[index].tokens)
-        self.free.rows[index] = CachedPrefix()
-        self.batch.free_slot(row, 0)
-        self._resize(row, 0)
+    def _empty(self, slot: int) -> int:
+        """Drop the prefix of a free slot. Return the bytes that this frees."""
+        tokens = len(self.free.prefixes[slot].tokens)
+        self.free.prefixes[slot] = CachedPrefix()
+        self.batch.free_slot(slot, 0)
+        self._resize(slot, 0)
         return self.room.bytes_for(tokens)
 
-    def _resize(self, row: int, positions: int) -> None:
-        """Resize a row in all caches, if memory is short."""
+    def _resize(self, slot: int, positions: int) -> None:
+        """Resize a slot in all caches, if memory is short."""
         for decoder in self.decoders if self.room.is_short else ():
-            decoder.resize_row(row, positions)
+            decoder.resize_row(slot, positions)
 
-    def _size_free_rows(self) -> None:
-        """Resize the free rows to the prefixes that they hold."""
-        for row, prefix in enumerate(self.free.rows, self.num_used_rows):
-            self._resize(row, len(prefix.tokens))
+    def _size_free_slots(self) -> None:
+        """Resize the free slots to the prefixes that they hold."""
+        for slot, prefix in self.free.prefixes.items():
+            self._resize(slot, len(prefix.tokens))
 
     def _texts_in_use(self, prompt: list[int]) -> Iterator[tuple[int, list[int], Scope]]:
-        """Yield (row, tokens in its caches, scope) of rows in use that may have a common prefix with the prompt."""
-        for row, sequence in enumerate([*self.running, *self.prefilling]):
+        """Yield (slot, tokens in its caches, scope) of sequences that may have a common prefix with the prompt."""
+        for sequence in self.in_use:
             if may_share_prefix(sequence.prompt, prompt):
-                yield row, self._text(row), sequence.scope
+                yield sequence.slot, self._text(sequence), sequence.scope
 
-    def _text(self, row: int) -> list[int]:
-        """Return the tokens of a row in use that the target's cache holds, without rejected draft tokens."""
-        if row >= len(self.running):
-            sequence = self.prefilling[row - len(self.running)]
+    def _text(self, sequence: Sequence) -> list[int]:
+        """Return the tokens of a sequence that the target's cache holds, without rejected draft tokens."""
+        if not sequence.is_prefilled:
             return sequence.prompt[: sequence.num_computed[0]]
-        sequence = self.running[row]
-        return [*sequence.prompt, *sequence.output.token_ids][: max(0, self.batch.lengths[row] - 1)]
+        computed = max(0, self.batch.length_of(sequence.slot) - 1)
+        return [*sequence.prompt, *sequence.output.token_ids][:computed]
 
-    def _cached(self, row: int, tokens: int) -> list[int]:
-        """Return how many of a row's first ``tokens`` each decoder's cache holds; the target's holds all of them."""
+    def _cached(self, slot: int, tokens: int) -> list[int]:
+        """Return how many of a slot's first ``tokens`` each decoder's cache holds; the target's holds all of them."""
         drafts = self.decoders[1:]
-        return [tokens, *(min(tokens, decoder.num_computed(row)) if tokens else 0 for decoder in drafts)]
+        return [tokens, *(min(tokens, decoder.num_computed(slot)) if tokens else 0 for decoder in drafts)]
 
-    def _set_row(self, row: int, sequence: Sequence) -> None:
+    def _set_row(self, slot: int, sequence: Sequence) -> None:
         stop_tokens = tuple(sorted(sequence.stop_tokens))
         start = sequence.prompt, sequence.params, sequence.seed, stop_tokens, sequence.constraint, sequence.member
         deadline = math.inf if sequence.deadline is None else sequence.deadline
-        self.batch.set_row(row, RowStart(*start, deadline))
+        self.batch.set_row(slot, RowStart(*start, deadline))
+        self.parts.target.set_adapter(slot, sequence.params.adapter)
 
     def _rows_soon(self, begun_now: int) -> int:
         """Number of rows decoding once the sequences being started and all waiting sequences have been admitted."""
         return min(self.capacity, self.num_used_rows + begun_now + len(self.waiting))
 
-    def _reuse_prefix(self, row: int) -> None:
-        """Copy the longest prefix of a prefilling row's prompt that any row holds; wait for a prefix being read."""
-        sequence, live = self.prefilling[row - len(self.running)], self.num_used_rows
-        free = ((row, prefix.tokens, prefix.scope) for row, prefix in enumerate(self.free.rows, live))
-        source, tokens = best_source(chain(free, self._texts_in_use(sequence.prompt)), sequence.prompt, sequence.scope)
+    def _reuse_prefix(self, sequence: Sequence) -> None:
+        """Copy the longest prefix of a prefilling prompt that any slot holds; wait for a prefix being read."""
+        free = ((slot, prefix.tokens, prefix.scope) for slot, prefix in self.free.prefixes.items())
+        texts, cut = chain(free, self._texts_in_use(sequence.prompt)), self.parts.target.reusable
+        source, tokens = best_source(texts, sequence.prompt, sequence.scope, cut)
         if tokens > sequence.num_computed[0]:
-            self._copy(source, row, tokens)
+            self._copy(source, sequence, tokens)
         self._wait_for_common_prefix(sequence)
 
-    def _copy(self, source: int, row: int, tokens: int) -> None:
-        """Copy the first ``tokens`` of a row to a prefilling row, in all decoders' caches."""
-        sequence, live = self.prefilling[row - len(self.running)], self.num_used_rows
+    def _copy(self, source: int, sequence: Sequence, tokens: int) -> None:
+        """Copy the first ``tokens`` of a slot to a prefilling sequence's, in all decoders' caches."""
         sequence.output.metrics.cached_tokens += tokens - sequence.num_computed[0]
         for index, cached in enumerate(self._cached(source, tokens)):
             if cached > sequence.num_computed[index]:
-                self.decoders[index].copy_row(source, row, cached)
+                self.decoders[index].copy_row(source, sequence.slot, cached)
                 sequence.num_computed[index] = cached
-        if source >= live:
-            self.free.use(self.free.rows[source - live])
+        if source in self.free.prefixes:
+            self.free.use(self.free.prefixes[source])
 
     def _wait_for_common_prefix(self, sequence: Sequence) -> None:
         """If two prompts have a prefix that neither has read, the one that is fed first reads it for both.
@@ -271,6 +267,8 @@ class Scheduler:
             gain = stop - max(second.num_computed[0], second.prefix_stop)
             min_gain = 1 if stop == second.prefill_stop else WORTH_WAITING
             already_read = second is sequence and first.prefilled >= stop  # just copied, as far as it was worth it
+            if stop < first.prefill_stop and not self.parts.target.cuts_anywhere:
+                continue  # the reader does not stop there, and a recurrent state is kept only where it stops
             if second.scope.may_copy(first.scope) and gain >= min_gain and not already_read:
                 second.prefix_reader, second.prefix_stop = first, stop
 
@@ -279,18 +277,17 @@ class Scheduler:
 
         The sequences that waited copy what there is.
         """
-        while ready := self._rows_done_waiting():
-            for row in ready:
-                sequence = self.prefilling[row - len(self.running)]
+        while ready := self._done_waiting():
+            for sequence in ready:
                 sequence.prefix_reader, sequence.prefix_stop = None, 0
-                self._reuse_prefix(row)
+                self._reuse_prefix(sequence)
 
-    def _rows_done_waiting(self) -> list[int]:
-        """Return the rows whose wait has ended."""
+    def _done_waiting(self) -> list[Sequence]:
+        """Return the sequences whose wait has ended."""
         reading = {id(sequence) for sequence in self.prefilling}
         return [
-            row
-            for row, sequence in enumerate(self.prefilling, len(self.running))
+            sequence
+            for sequence in self.prefilling
             if (reader := sequence.prefix_reader) is not None
             and (id(reader) not in reading or reader.prefilled >= sequence.prefix_stop)
         ]
@@ -310,7 +307,7 @@ class Scheduler:
 
     def _seconds_left(self) -> float:
         """Return the seconds until the next round must begin to meet the earliest deadline of a row."""
-        deadlines = [s.deadline for s in (*self.running, *self.prefilling) if s.deadline is not None]
+        deadlines = [s.deadline for s in self.in_use if s.deadline is not None]
         if not deadlines:
             return math.inf
         return min(deadlines) - time.monotonic() - self._round_seconds
@@ -327,7 +324,7 @@ class Scheduler:
         return streamed or any(s.deadline is not None for s in chain(self.waiting, self.prefilling, self.running))
 
     def _feed(self, index: int, parts: list[PromptSlice]) -> None:
-        """Feed the chunk to one decoder, except tokens that it has copied from another row."""
+        """Feed the chunk to one decoder, except tokens that it has copied from another slot."""
         read = [
             (sequence, part)
             for sequence, part in ((self.prefilling[part.index], part) for part in parts)
@@ -335,37 +332,24 @@ class Scheduler:
         ]
         if not read:
             return
-        rows = [len(self.running) + part.index for _, part in read]
-        starts, stops = [sequence.num_computed[index] for sequence, _ in read], [part.stop for _, part in read]
-        self.decoders[index].prefill_rows(self.batch, rows, starts, stops)
+        slots, starts = [s.slot for s, _ in read], [s.num_computed[index] for s, _ in read]
+        self.decoders[index].prefill(self.batch, slots, starts, [part.stop for _, part in read])
         for sequence, part in read:
             sequence.num_computed[index] = part.stop
+            if index == 0 and sequence.scope.kept is not None:
+                self.parts.target.save_state(sequence.slot, apart=0 if sequence.is_prefilled else STATES_APART)
 
     def _join(self) -> None:
-        """Let prefilled rows start to decode, also rows that waited for the prefix of another prompt."""
+        """Let prefilled sequences start to decode, also those that waited for the prefix of another prompt."""
         self._end_waits()
-        ready = 0
-        for index, sequence in enumerate(self.prefilling):
-            if sequence.is_prefilled:
-                self._swap(ready, index)
-                ready += 1
-        self.running += self.prefilling[:ready]
-        del self.prefilling[:ready]
-        self.batch.set_rows(len(self.running))
+        ready = [sequence for sequence in self.prefilling if sequence.is_prefilled]
+        if ready:
+            self.prefilling = [sequence for sequence in self.prefilling if not sequence.is_prefilled]
+            self._set_running([*self.running, *ready])
 
-    def _swap(self, first: int, index: int) -> None:
-        """Exchange two prefilling rows, of which the one at ``first`` holds nothing but its prompt."""
-        if first == index:
-            return
-        start, prefilling = len(self.running), self.prefilling
-        length = max(prefilling[first].num_computed[0], prefilling[index].num_computed[0])
-        for decoder in self.decoders:
-            decoder.swap_rows(start + first, start + index, length)
-        self.batch.copy_row(start + index, start + first)
-        self.parts.move(start + index, start + first)
-        self.parts.join(start + index)
-        prefilling[first], prefilling[index] = prefilling[index], prefilling[first]
-        self._set_row(start + index, prefilling[index])
+    def _set_running(self, sequences: list[Sequence]) -> None:
+        self.running = sorted(sequences, key=lambda sequence: sequence.slot)
+        self.batch.set_live([sequence.slot for sequence in self.running])
 
     def process_outputs(self, verdict: Verdict) -> list[Sequence]:
         """Give each decoding row its new tokens, cut at the sample's end. Finished rows leave.
@@ -379,47 +363,35 @@ class Scheduler:
         return gained + self.leave(gained)
 
     def leave(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Free the rows of finished sequences among ``sequences``. Return the other samples of requests that failed.
+        """Free the slots of finished sequences. Return the other samples of requests that failed.
 
-        Sequences that cannot become one of the returned samples any more are finished, too.
+        sequences: those that have gained tokens. Those among them that cannot become one of the returned samples any
+        more are finished, too.
         """
+        ended = False
         for sequence in sequences:
             if sequence.rivals and not sequence.output.finished:
                 end_if_outranked(sequence, self.batch.positions)
-        for row in range(len(self.running) - 1, -1, -1):
-            if self.running[row].output.finished:
-                self.release(row)
+            ended = ended or sequence.output.finished
+        if not ended:
+            return []
+        self._release_finished()
         failed = [sequence for sequence in sequences if sequence.output.error is not None]
         return [sample for one in failed for sample in self.drop(one.request_id, "error", one.output.error)]
 
-    def release(self, row: int) -> None:
-        """Free a decoding or prefilling row, which keeps its prefix. Other rows change places with it."""
-        self.parts.leave(row)
-        prefix = CachedPrefix(self._text(row), [*self.running, *self.prefilling][row].scope)
-        if row < len(self.running):
-            last = len(self.running) - 1
-            self._move(last, row, max(self.batch.lengths[last] + self.in_flight, len(prefix.tokens)))
-            self.prefilling.insert(0, self.running[row])  # the free slot is now between decoding and prefilling rows
-            self.running[row] = self.running[last]
-            self.running.pop()
-            row = last
-        index, last = row - len(self.running), self.num_used_rows - 1
-        self._move(last, row, max(self.prefilling[-1].num_computed[0], len(prefix.tokens)))
-        self.prefilling[index] = self.prefilling[-1]
-        self.prefilling.pop()
-        self.batch.free_slot(last, len(prefix.tokens))
-        self._resize(last, len(prefix.tokens))
-        self.free.put(prefix)
-        self.batch.set_rows(len(self.running))
-
-    def _move(self, source: int, destination: int, length: int) -> None:
-        """Exchange a row with a free one, ``length`` positions of their caches."""
-        if source == destination:
-            return
-        self.batch.copy_row(source, destination)
-        self.parts.move(source, destination)
-        for decoder in self.decoders:
-            decoder.swap_rows(source, destination, length)
+    def _release_finished(self) -> None:
+        """Free the slots of finished sequences; they keep their prefixes."""
+        ended = [sequence for sequence in self.in_use if sequence.output.finished]
+        for sequence in ended:
+            prefix, slot = CachedPrefix(self._text(sequence), sequence.scope), sequence.slot
+            self.parts.leave(slot)
+            self.batch.free_slot(slot, len(prefix.tokens))
+            self.parts.target.set_adapter(slot, None)
+            self._resize(slot, len(prefix.tokens))
+            self.free.put(slot, prefix)
+        if ended:
+            self.prefilling = [sequence for sequence in self.prefilling if not sequence.output.finished]
+            self._set_running([sequence for sequence in self.running if not sequence.output.finished])
 
     def drop(self, request_id: str, reason: FinishReason, error: Exception | None = None) -> list[Sequence]:
         """Finish every unfinished sequence of a request, in whatever queue. Return them."""
@@ -435,20 +407,18 @@ class Scheduler:
         for sequence in (*self.waiting, *self.prefilling, *self.running):
             if not sequence.output.finished:
                 finish(sequence, "abort", time.monotonic())
-        for row in range(self.num_used_rows):
-            self.parts.leave(row)
+        for sequence in self.in_use:
+            self.parts.leave(sequence.slot)
         self.waiting.clear()
         self.prefilling.clear()
-        self.running.clear()
-        for decoder in self.decoders:
-            decoder.clear()
+        self._set_running([])
         self.forget()
-        self.batch.set_rows(0)
 
     def forget(self) -> None:
-        """Drop the prefixes of free rows, whose caches were overwritten."""
-        self.free.forget(self.capacity - self.num_used_rows)
-        self._size_free_rows()
+        """Drop the prefixes of free slots, whose caches were overwritten."""
+        used = {sequence.slot for sequence in self.in_use}
+        self.free.forget(slot for slot in range(self.capacity) if slot not in used)
+        self._size_free_slots()
 
     def overdue(self, now: float) -> list[Sequence]:
         """Finish the sequences that cannot gain another token before their deadline; they keep their tokens.
@@ -482,42 +452,38 @@ class Scheduler:
             yield sequence, 0.0
 
     def sweep(self) -> None:
-        """Remove finished sequences from every queue and row."""
+        """Remove finished sequences from every queue and slot."""
         self.waiting.keep(s for s in self.waiting if not s.output.finished)
-        rows = [*self.running, *self.prefilling]
-        for row in range(len(rows) - 1, -1, -1):
-            if rows[row].output.finished:
-                self.release(row)
+        self._release_finished()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless queues, rows and caches agree. Cheap: it runs whenever the engine is idle."""
-        for decoder in self.decoders:
-            decoder.check_integrity()
-        assert self.batch.rows == len(self.running), "decoding rows and running sequences differ"
-        live = self.num_used_rows
-        assert live + len(self.free.rows) == self.capacity, "used and free rows do not add up to the capacity"
+        """Raise AssertionError unless queues, slots and caches agree. Cheap: it runs whenever the engine is idle."""
+        slots = [sequence.slot for sequence in self.running]
+        assert self.batch.slots == slots, "live rows and running sequences differ"
+        assert self.batch.lengths == list(map(self.batch.length_of, slots)), "lengths of live rows disagree"
+        every = [*(sequence.slot for sequence in self.in_use), *self.free.prefixes]
+        assert sorted(every) == list(range(self.capacity)), "used and free slots are not all slots"
         self._check_room()
         lengths = self.batch.length.tolist()
-        for row, sequence in enumerate([*self.running, *self.prefilling]):
-            assert not sequence.output.finished, f"row {row} is finished but was not freed"
+        for sequence in self.in_use:
+            slot = sequence.slot
+            assert not sequence.output.finished, f"slot {slot}: its sequence is finished but was not freed"
             size = len(sequence.prompt) + len(sequence.output.token_ids)
-            assert self.batch.lengths[row] == size, f"row {row}: lengths disagree"
-            assert 0 <= lengths[row] - size <= self.in_flight, f"row {row}: the device's length disagrees"
-            text = self.batch.tokens[row, :size].tolist()
-            assert text == sequence.prompt + sequence.output.token_ids, f"row {row}: tokens disagree"
-        for row, prefix in enumerate(self.free.rows, live):
-            assert not prefix.tokens or lengths[row] > len(prefix.tokens), (
-                f"row {row}: a round would overwrite its prefix"
+            assert self.batch.length_of(slot) == size, f"slot {slot}: lengths disagree"
+            assert 0 <= lengths[slot] - size <= self.in_flight, f"slot {slot}: the device's length disagrees"
+            text = self.batch.text[slot, :size].tolist()
+            assert text == sequence.prompt + sequence.output.token_ids, f"slot {slot}: tokens disagree"
+        for slot, prefix in self.free.prefixes.items():
+            assert not prefix.tokens or lengths[slot] > len(prefix.tokens), (
+                f"slot {slot}: a round would overwrite its prefix"
             )
 
     def _check_room(self) -> None:
-        """Check that each row has the size reserved for it, or that of its prefix, and that all fit into memory."""
+        """Check that each slot has the size reserved for it, or that of its prefix, and that all fit into memory."""
         if not self.room.is_short:
             return
-        rows = [sequence.reserved_tokens for sequence in (*self.running, *self.prefilling)]
-        rows += [len(prefix.tokens) for prefix in self.free.rows]
+        sizes = {sequence.slot: sequence.reserved_tokens for sequence in self.in_use}
+        sizes |= {slot: len(prefix.tokens) for slot, prefix in self.free.prefixes.items()}
         for decoder in self.decoders:
-            assert [decoder.capacity_of(row) for row in range(self.capacity)] == rows, (
-                "row sizes and reservations differ"
-            )
-        assert sum(map(self.room.bytes_for, rows)) <= self.room.limit, "reservations exceed the memory limit"
+            assert {slot: decoder.capacity_of(slot) for slot in sizes} == sizes, "slot sizes and reservations differ"
+        assert sum(map(self.room.bytes_for, sizes.values())) <= self.room.limit, "reservations exceed the memory limit"

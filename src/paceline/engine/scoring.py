@@ -1,4 +1,7 @@
-"""Scores texts: log-probabilities of their tokens, for ``LLM.score`` and for ``echo`` with ``logprobs``."""
+"""Scores texts: log-probabilities of their tokens, for ``LLM.score`` and for ``echo`` with ``logprobs``.
+
+Texts to embed are read in the same passes.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,9 @@ from itertools import count, islice
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
+from paceline.config import PoolingName
 from paceline.core.cache_budget import KVCacheBudget
 from paceline.core.hardware import Stopwatch
 from paceline.core.outputs import TokenLogprob
@@ -69,6 +74,45 @@ class ScoredText:
     @property
     def feeding_order(self) -> tuple[int, int]:
         return self.priority, self.prefill_stop - self.prefilled
+
+
+@dataclass(eq=False)
+class EmbeddedText(ScoredText):
+    """A text whose hidden states are pooled into one vector, instead of log-probabilities.
+
+    pooling: "mean" of the states of all tokens, or that of the "last" token.
+    total: sum of the states read so far, or the last state [width], float32; None before the first.
+    It reads every token: the states of a copied prefix would be missing.
+    """
+
+    pooling: PoolingName = "mean"
+    total: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.first = len(self.token_ids) + 1  # no token is scored
+
+    @property
+    def prefill_stop(self) -> int:
+        """Tokens to read: all of them."""
+        return len(self.token_ids)
+
+    @property
+    def finished(self) -> bool:
+        return self.prefilled >= len(self.token_ids)
+
+    def pool(self, states: Tensor) -> None:
+        """Take the states [tokens, width] of the next tokens."""
+        if self.pooling == "last":
+            self.total = states[-1].float().clone()  # not the whole pass
+            return
+        part = states.float().sum(0)
+        self.total = part if self.total is None else self.total + part
+
+    @property
+    def vector(self) -> Tensor:
+        """The pooled vector [width] of a finished text, of length 1, float32."""
+        assert self.total is not None
+        return normalize(self.total, dim=0)
 
 
 class Scorer:
@@ -260,7 +304,9 @@ class Scorer:
                 targets += [(text, position + 1) for position in range(begin, part.stop)]
         if wanted:
             self._note(self._decoder, torch.cat(wanted), targets)
-        for text, part in zip(read, order, strict=True):
+        for text, part, states in zip(read, order, hidden, strict=True):
+            if isinstance(text, EmbeddedText):
+                text.pool(states)
             text.prefilled = part.stop
         timer.stop()
         self.chunks.watch(parts, timer)

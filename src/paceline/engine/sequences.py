@@ -39,7 +39,8 @@ class Sequence:
     num_computed: during prefill, the prompt tokens in each decoder's cache, the target's first.
     read_by_draft: whether draft models read the prompt, too; if not, they catch up before their first draft.
     prefix_reader: another sequence, which is reading the first ``prefix_stop`` tokens of the prompt for both.
-    reserved_tokens: cache positions reserved for its row, once it has one.
+    slot: its place in caches and in the batch; -1 while it waits.
+    reserved_tokens: cache positions reserved for it, once it has a slot.
     """
 
     request_id: str
@@ -60,6 +61,7 @@ class Sequence:
     read_by_draft: bool = True
     prefix_reader: Sequence | None = field(default=None, repr=False)
     prefix_stop: int = 0
+    slot: int = -1
     reserved_tokens: int = 0
 
     @property

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from paceline.core.cache import KVCache
+from paceline.core.recurrent_state import WINDOW, StatefulCache
 from paceline.kernels.pack import Packed
 
-ABI_VERSION = 18  # must equal csrc/model.h's; raise both when a struct or a function changes
+ABI_VERSION = 22  # must equal csrc/model.h's; raise both when a struct or a function changes
 _FORMATS = {"int8": 0, "bf16": 1, "int4": 2}
 
 
@@ -59,6 +60,18 @@ class CLinear(Structure):
         )
 
 
+class CDelta(Structure):
+    """csrc: Delta."""
+
+    _fields_ = (("gates", CLinear), *((name, c_void_p) for name in ("conv", "rate", "bias", "norm")))
+
+
+class CDeltaShape(Structure):
+    """csrc: DeltaShape."""
+
+    _fields_ = tuple((name, c_int32) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "taps"))
+
+
 class CLayer(Structure):
     """csrc: Layer."""
 
@@ -72,6 +85,14 @@ class CLayer(Structure):
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
         ("window", c_int64),
+        *((name, c_void_p) for name in ("attention_out_norm", "mlp_out_norm", "cosine", "sine")),
+        ("rotary_half", c_int32),
+        ("scale", c_float),
+        ("norm_all", c_int32),
+        ("activation", c_int32),
+        ("delta", POINTER(CDelta)),
+        ("gated", c_int32),
+        ("place", c_int32),
     )
 
 
@@ -84,6 +105,7 @@ class CFusion(Structure):
         ("mask_token", c_int64),
         ("vocabulary", c_int64),
         *((name, c_int32) for name in ("streams", "stream_width", "normed_residual", "normed_state")),
+        ("embedding_norm", c_void_p),
     )
 
 
@@ -95,8 +117,6 @@ class CModel(Structure):
         ("head", CLinear),
         ("embedding", c_void_p),
         ("final_norm", c_void_p),
-        ("cosine", c_void_p),
-        ("sine", c_void_p),
         ("positions", c_int64),
         ("layer_count", c_int32),
         ("width", c_int32),
@@ -104,10 +124,11 @@ class CModel(Structure):
         ("heads", c_int32),
         ("kv_heads", c_int32),
         ("dim", c_int32),
-        ("rotary_half", c_int32),
         ("epsilon", c_float),
-        ("attention_scale", c_float),
+        ("embed_scale", c_float),
+        ("tap_scale", c_float),
         ("fusion", POINTER(CFusion)),
+        ("delta", CDeltaShape),
     )
 
 
@@ -124,13 +145,20 @@ class CCache(Structure):
         ("rows", c_int64),
         ("capacity", c_int64),
         ("bf16", c_int32),
+        *((name, c_void_p) for name in ("state", "tail", "inputs", "base", "count")),
+        ("window", c_int64),
     )
 
     @classmethod
     def of(cls, cache: KVCache) -> CCache:
         strides = cache.keys.stride()[:4]
-        bf16 = cache.keys.dtype == torch.bfloat16
-        return cls(cache.keys.data_ptr(), cache.values.data_ptr(), *strides, cache.rows, cache.positions, int(bf16))
+        sizes = *strides, cache.rows, cache.positions, int(cache.keys.dtype == torch.bfloat16)
+        tables = cache.keys.data_ptr(), cache.values.data_ptr()
+        if not isinstance(cache, StatefulCache):
+            return cls(*tables, *sizes)
+        states = cache.states
+        places = [each.data_ptr() for each in (states.state, states.tail, states.inputs, states.base, states.count)]
+        return cls(*tables, *sizes, *places, WINDOW)
 
 
 class CEntries(Structure):
@@ -149,6 +177,7 @@ class CDrawRows(Structure):
         *((name, c_void_p) for name in ("prompt_length", "min_length")),
         ("bias", CEntries),
         ("stops", CEntries),
+        ("slots", c_void_p),
     )
 
 
@@ -209,7 +238,7 @@ class CDraft(Structure):
         ("text_stride", c_int64),
         ("kept", CKept),
         ("rows", c_int64),
-        *((name, c_void_p) for name in ("places", "start", "stop", "counts")),
+        *((name, c_void_p) for name in ("slots", "start", "stop", "counts")),
         ("draft_stride", c_int64),
         *((name, c_void_p) for name in ("draft_tokens", "drawn", "chances", "probabilities", "logits", "instead")),
         ("before_draw", Callback),
@@ -227,7 +256,7 @@ class CRound(Structure):
     _fields_ = (
         ("by", CDrawRows),
         ("text", CTextRows),
-        *((name, c_void_p) for name in ("places", "draft_tokens", "counts", "parents")),
+        *((name, c_void_p) for name in ("slots", "draft_tokens", "counts", "parents")),
         *((name, c_int64) for name in ("draft_stride", "rows", "block")),
         *((name, c_void_p) for name in ("tokens", "accepted", "gained", "path", "hidden", "logits")),
         ("room", c_int64),
@@ -272,6 +301,8 @@ class CAttention(Structure):
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
         ("epsilon", c_float),
+        ("gates", c_size_t),
+        ("norm_all", c_bool),
     )
 
 
@@ -279,7 +310,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_abi_version": (c_int, ()),
     "pl_source_hash": (c_char_p, ()),
     "pl_kernels": (c_void_p, (c_char_p,)),
-    "pl_amx_obstacle": (c_char_p, ()),
+    "pl_obstacle": (c_char_p, (c_char_p,)),
     "pl_multiplies_correctly": (c_int, (c_void_p,)),
     "pl_pool_new": (c_void_p, (c_int,)),
     "pl_pool_free": (None, (c_void_p,)),
@@ -294,13 +325,13 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_texts_new": (c_void_p, ()),
     "pl_texts_free": (None, (c_void_p,)),
     "pl_texts_append": (None, (c_void_p, c_int64, c_void_p, c_int64)),
-    "pl_lookup": (c_int64, (*(c_void_p,) * 3, *(c_int64,) * 2, c_void_p, *(c_int64,) * 2, *(c_void_p,) * 4)),
-    "pl_lookup_all": (c_int64, (*(c_void_p,) * 3, *(c_int64,) * 2, c_void_p, *(c_int64,) * 3, *(c_void_p,) * 5)),
+    "pl_lookup": (c_int64, (*(c_void_p,) * 4, *(c_int64,) * 2, c_void_p, *(c_int64,) * 2, *(c_void_p,) * 4)),
+    "pl_lookup_all": (c_int64, (*(c_void_p,) * 4, *(c_int64,) * 2, c_void_p, *(c_int64,) * 3, *(c_void_p,) * 5)),
     "pl_draw": (None, (c_void_p,) * 4),
     "pl_accept": (None, (c_void_p,) * 8),
     "pl_law": (None, (c_void_p,) * 4),
     "pl_round": (c_char_p, (c_void_p,) * 5),
-    "pl_gain": (None, (*(c_void_p,) * 2, c_int64, c_void_p, c_int64, c_void_p)),
+    "pl_gain": (None, (*(c_void_p,) * 3, c_int64, c_void_p, c_int64, c_void_p)),
     "pl_likelihood": (None, (c_void_p,) * 5),
     "pl_logprobs": (None, (c_void_p,) * 3),
     "pl_linear": (None, (*(c_void_p,) * 4, c_int, c_int, c_void_p, c_size_t)),

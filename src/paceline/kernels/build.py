@@ -19,17 +19,35 @@ LIBRARY = "_native.so"
 PACKAGE = Path(__file__).resolve().parent
 SOURCES = PACKAGE.parents[2] / "csrc"
 
-_AVX512 = ("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni")
-_AMX = ("-mamx-tile", "-mamx-int8", "-mamx-bf16")
-_AMX_SOURCE = "kernels_amx.cpp"  # left out where the compiler does not know AMX
-# Each instruction set has its own file and flags; the rest runs on any x86-64.
-_FLAGS = {
-    "kernels_avx2.cpp": ("-mavx2", "-mfma", "-mf16c"),
-    "kernels_avx512.cpp": _AVX512,
-    "kernels_avx512bf16.cpp": (*_AVX512, "-mavx512bf16"),
-    _AMX_SOURCE: (*_AVX512, "-mavx512bf16", *_AMX),
-    "kernels_amx_emulated.cpp": (*_AVX512, "-mavx512bf16"),
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512_BW = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+_AVX512 = (*_AVX512_BW, "-mavx512vnni")
+_NEWER = ("-mamx-tile", "-mamx-int8", "-mamx-bf16", "-mavxvnni")
+_NEWER_SOURCES = (
+    "kernels_amx.cpp",
+    "kernels_avxvnni.cpp",
+)  # left out where the compiler does not know the instructions
+# Each instruction set has its own file and flags; a kind of CPU has its own files, and the rest is for all.
+_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
+    "x86_64": {
+        "sets_x86.cpp": (),
+        "kernels_avx2.cpp": _AVX2,
+        "kernels_avxvnni.cpp": (*_AVX2, "-mavxvnni"),
+        "kernels_avxvnni_emulated.cpp": _AVX512,
+        "kernels_avx512bw.cpp": _AVX512_BW,
+        "kernels_avx512.cpp": _AVX512,
+        "kernels_avx512bf16.cpp": (*_AVX512, "-mavx512bf16"),
+        "kernels_amx.cpp": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
+        "kernels_amx_emulated.cpp": (*_AVX512, "-mavx512bf16"),
+    },
+    "aarch64": {
+        "sets_arm.cpp": (),
+        "kernels_dotprod.cpp": ("-march=armv8.2-a+dotprod",),
+        "kernels_i8mm.cpp": ("-march=armv8.2-a+dotprod+i8mm+bf16",),
+    },
 }
+# Kinds of CPU by system and by its name for them. macOS: nothing was ever built or run there.
+_MACHINES = {("linux", "x86_64"): "x86_64", ("linux", "aarch64"): "aarch64", ("darwin", "arm64"): "aarch64"}
 # No -ffast-math and no contraction: bits must not depend on the optimiser. GCC 12 warns in its own headers.
 _COMMON = (
     *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread"),
@@ -59,7 +77,7 @@ def what_is_missing() -> str:
     if compiler() is not None:
         return ""
     if not _is_for_this_machine():
-        return f"the kernels are for Linux on 64-bit x86, this is {sys.platform} on {platform.machine()}"
+        return f"the kernels are for 64-bit x86 and Arm, this is {sys.platform} on {platform.machine()}"
     if own := os.environ.get("CXX"):
         return f"there is no program CXX={own} (a name or a path, without flags)"
     return "no C++ compiler found: install g++ (apt-get install g++, dnf install gcc-c++) or set CXX"
@@ -77,7 +95,7 @@ def how_to_build() -> str:
 
 
 def _is_for_this_machine() -> bool:
-    return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
+    return (sys.platform, platform.machine()) in _MACHINES
 
 
 def source_hash(sources: Path = SOURCES) -> str:
@@ -87,26 +105,44 @@ def source_hash(sources: Path = SOURCES) -> str:
     return digest.hexdigest()[:16] if files else ""
 
 
+def files_for(machine: str, newer: bool, sources: Path = SOURCES) -> dict[Path, tuple[str, ...]]:
+    """The C++ files for a kind of CPU, and the flags of each. Raises BuildError if there are none.
+
+    machine: "x86_64" or "aarch64". newer: the compiler knows the instructions of AMX and AVX-VNNI.
+    """
+    flags = _FLAGS[machine]
+    unwanted = {name for other in _FLAGS.values() for name in other} - flags.keys()
+    unwanted.update(() if newer else _NEWER_SOURCES)
+    files = sorted(path for path in sources.glob("*.cpp") if path.name not in unwanted)
+    if not files:
+        raise BuildError(f"no C++ sources in {sources}")
+    return {path: flags.get(path.name, ()) for path in files}
+
+
+def compile_files(cxx: str, files: dict[Path, tuple[str, ...]], scratch: Path, extra: tuple[str, ...]) -> list[str]:
+    """Compile the files with their flags and ``extra`` into ``scratch``; returns the objects. Raises BuildError."""
+
+    def compile_one(source: Path) -> str:
+        target = str(scratch / f"{source.stem}.o")
+        _run([cxx, *_COMMON, *extra, *files[source], "-c", str(source), "-o", target])
+        return target
+
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        return list(pool.map(compile_one, files))
+
+
 def build(destination: Path = PACKAGE, sources: Path = SOURCES, extra: tuple[str, ...] = ()) -> Path:
     """Compile and link into ``destination``; returns the library's path. Raises BuildError."""
     cxx = compiler()
     if cxx is None:
         raise BuildError(what_is_missing())
-    with_amx = _knows(cxx, _AMX)
-    files = sorted(path for path in sources.glob("*.cpp") if with_amx or path.name != _AMX_SOURCE)
-    if not files:
-        raise BuildError(f"no C++ sources in {sources}")
+    machine = _MACHINES[sys.platform, platform.machine()]
+    newer = machine == "x86_64" and _knows(cxx, _NEWER)
+    files = files_for(machine, newer, sources)
     destination.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=destination, prefix=".build-") as scratch:
-        defines = [f'-DPL_SOURCE_HASH="{source_hash(sources)}"', *(["-DPL_WITH_AMX"] if with_amx else [])]
-
-        def compile_one(source: Path) -> str:
-            target = str(Path(scratch, source.stem + ".o"))
-            _run([cxx, *_COMMON, *extra, *_FLAGS.get(source.name, ()), *defines, "-c", str(source), "-o", target])
-            return target
-
-        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            objects = list(pool.map(compile_one, files))
+        defines = (f'-DPL_SOURCE_HASH="{source_hash(sources)}"', *(("-DPL_WITH_NEWER",) if newer else ()))
+        objects = compile_files(cxx, files, Path(scratch), (*extra, *defines))
         made = Path(scratch, LIBRARY)
         # libstdc++ and libgcc are linked dynamically: torch brings them, and the static ones need a newer glibc.
         _run([cxx, "-shared", "-pthread", *extra, *objects, "-o", str(made)])
@@ -115,7 +151,10 @@ def build(destination: Path = PACKAGE, sources: Path = SOURCES, extra: tuple[str
 
 def _knows(cxx: str, flags: tuple[str, ...]) -> bool:
     """Whether the compiler and its assembler take these flags and their instructions."""
-    program = "#include <immintrin.h>\nvoid f() { _tile_dpbf16ps(0, 1, 2); _tile_dpbsud(0, 1, 2); }"
+    program = (
+        "#include <immintrin.h>\nvoid f() { _tile_dpbf16ps(0, 1, 2); _tile_dpbsud(0, 1, 2); }\n"
+        "__m256i g(__m256i a) { return _mm256_dpbusd_avx_epi32(a, a, a); }"
+    )
     command = [cxx, *flags, "-x", "c++", "-c", "-", "-o", os.devnull]
     return subprocess.run(command, input=program, capture_output=True, text=True, check=False).returncode == 0
 

@@ -95,12 +95,12 @@ class CpuOps:
         self._library.pl_logprobs(self._handle, self._pool, ctypes.addressof(call))
         return own, ids, values
 
-    def gain(self, rows: TextRows, tokens: Tensor, accepted: Tensor) -> list[int]:
+    def gain(self, rows: TextRows, slots: Tensor, tokens: Tensor, accepted: Tensor) -> list[int]:
         tokens, accepted, gained = tokens.contiguous(), accepted.contiguous(), torch.empty_like(accepted)
         count, block = tokens.shape
         text = abi.CTextRows.of(*rows)
         given = tokens.data_ptr(), block, accepted.data_ptr(), count, gained.data_ptr()
-        self._library.pl_gain(ctypes.addressof(text), *given)
+        self._library.pl_gain(ctypes.addressof(text), slots.data_ptr(), *given)
         numbers: list[int] = gained.tolist()
         return numbers
 
@@ -154,6 +154,7 @@ def _describe(rows: DrawRows) -> tuple[abi.CDrawRows, Tensor | None]:
         made.min_length, made.stops = rows.minimum.length.data_ptr(), _entries(rows.minimum.stops)
     if rows.bias is not None:
         made.bias = _entries(rows.bias)
+    made.slots = abi.address(rows.slots)
     return made, deepest
 
 

@@ -1,8 +1,9 @@
 """The extension, loaded with ctypes.
 
-``PACELINE_KERNELS`` chooses the instruction set: ``auto`` (the default: the best that this CPU has), ``amx``,
-    ``avx512``, ``avx2``, or ``off`` (the plain torch reference). An unavailable choice is an error, never replaced.
-    ``amx-emulated`` runs the kernels for AMX with tiles in memory: slow, for tests where there is no AMX.
+``PACELINE_KERNELS`` chooses the instruction set: ``auto`` (the default: the best that this CPU has), one of ``SETS``,
+    ``avx512`` (the best with AVX-512), or ``off`` (the plain torch reference). An unavailable choice is an error, never
+    replaced. The sets of ``EMULATED`` run the kernels for AMX with tiles in memory, and those for AVX-VNNI with
+    AVX-512's instruction: for tests where the CPU lacks them.
 """
 
 from __future__ import annotations
@@ -28,14 +29,17 @@ from paceline.kernels.abi import ABI_VERSION, SIGNATURES, CCache, CDraft, CKept,
 _log = logging.getLogger("paceline.kernels")
 
 VARIABLE = "PACELINE_KERNELS"
-EMULATED = "amx-emulated"
+# Instruction sets, best first: of 64-bit x86, then of Arm.
+SETS = (
+    *("amx", "avx512-vnni-bf16", "avx512-vnni", "avx-vnni", "avx512-bw", "avx2"),
+    *("neon-i8mm-bf16", "neon-dotprod"),
+)
+EMULATED = ("amx-emulated", "avx-vnni-emulated")
 # The user's choices -> instruction sets that the library may pick from, best first.
 CHOICES: dict[str, tuple[str, ...]] = {
-    "auto": ("amx", "avx512-vnni-bf16", "avx512-vnni", "avx2"),
-    "amx": ("amx",),
-    "avx512": ("avx512-vnni-bf16", "avx512-vnni"),
-    "avx2": ("avx2",),
-    EMULATED: (EMULATED,),
+    "auto": SETS,
+    "avx512": tuple(name for name in SETS if name.startswith("avx512")),
+    **{name: (name,) for name in (*SETS, *EMULATED)},
     "off": (),
 }
 PHASES = ("embed", "norm and quantise", "matrix products", "rotary and cache write", "attention")
@@ -106,8 +110,8 @@ def _named(names: Sequence[str]) -> tuple[Kernels, ...]:
 
 @cache
 def emulated() -> tuple[Kernels, ...]:
-    """The kernels for AMX with tiles in memory, where there is AVX-512 with bf16: for tests."""
-    return _named(CHOICES[EMULATED])
+    """The emulated sets, where there is the AVX-512 that they need: for tests."""
+    return _named(EMULATED)
 
 
 def select(choice: str | None = None) -> Kernels | None:
@@ -118,7 +122,7 @@ def select(choice: str | None = None) -> Kernels | None:
     choice = choice or os.environ.get(VARIABLE) or "auto"
     if choice not in CHOICES:
         raise ParameterError(VARIABLE, choice, f"one of {', '.join(CHOICES)}")
-    for kernels in emulated() if choice == EMULATED else available():
+    for kernels in emulated() if choice in EMULATED else available():
         if kernels.name in CHOICES[choice]:
             return kernels
     if choice in ("auto", "off"):
@@ -126,10 +130,25 @@ def select(choice: str | None = None) -> Kernels | None:
     raise ParameterError(VARIABLE, choice, f"not available here; available: {_describe_available()}")
 
 
-def amx_obstacle() -> str:
-    """Why a CPU with AMX does not use it; empty if it does, has none, or there is no extension."""
+def why_not(name: str) -> str:
+    """Why the instruction set cannot run here; empty if it can, or there is no extension."""
     library = _load()
-    return "" if isinstance(library, str) else str(library.pl_amx_obstacle().decode())
+    return "" if isinstance(library, str) else str(library.pl_obstacle(name.encode()).decode())
+
+
+def faster_obstacle(running: str) -> str:
+    """A faster instruction set than the ``running`` one and why it does not run; empty without one.
+
+    A set that the processor has is named before those that it lacks, and of those the next faster one.
+    running: any other name than those of ``SETS`` is slower than all of them.
+    """
+    faster = SETS[: SETS.index(running)] if running in SETS else SETS
+    reasons = [f"not {name}: {reason}" for name in faster if (reason := why_not(name)) not in ("", _NO_KERNELS)]
+    return next((reason for reason in reasons if not reason.endswith(_LACKING)), reasons[-1] if reasons else "")
+
+
+_LACKING = "the processor has none"
+_NO_KERNELS = "this library has no kernels of this name"
 
 
 def why_none() -> str:
@@ -137,12 +156,13 @@ def why_none() -> str:
     library = _load()
     if isinstance(library, str):
         return library
-    return "" if available() else "this CPU has neither AVX-512 with VNNI nor AVX2"
+    return "" if available() else f"this CPU has none of {', '.join(SETS)}"
 
 
 def _describe_available() -> str:
-    names = ", ".join(kernels.name for kernels in available()) or f"nothing: {why_none()}"
-    return f"{names} ({amx_obstacle()})" if amx_obstacle() else names
+    names = [kernels.name for kernels in available()]
+    obstacle = faster_obstacle(names[0] if names else "")
+    return (", ".join(names) or f"nothing: {why_none()}") + (f" ({obstacle})" if obstacle else "")
 
 
 class Pool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -15,7 +15,7 @@ Take: TypeAlias = Callable[[int], Tensor]
 """Allocates a number of bytes; returns uint8."""
 
 # Raise it whenever a checkpoint's packed bytes change, by rounding or by order: files of packed weights depend on it.
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 PANEL = 32  # output columns packed together
 INPUT_MULTIPLE = 64
 INT4_GROUP = 32
@@ -134,6 +134,29 @@ def interleave_gate_up(gate_up: Tensor) -> Tensor:
     gate, up = (_pad_rows(half, round_up(half.shape[0], 16)) for half in gate_up.chunk(2))
     blocks = (half.view(-1, 16, *half.shape[1:]) for half in (gate, up))
     return torch.stack(tuple(blocks), dim=1).flatten(0, 2)
+
+
+def interleave_weight(gate_up: Weight) -> Weight:
+    """Interleave the rows of a weight that is already in its format; see ``interleave_gate_up``."""
+    return _by_rows([gate_up], lambda tensors: interleave_gate_up(tensors[0]))
+
+
+def stack(parts: Sequence[Weight]) -> Weight:
+    """Stack the rows of weights in one format and, for int4, of one group size."""
+    return parts[0] if len(parts) == 1 else _by_rows(parts, torch.cat)
+
+
+def _by_rows(parts: Sequence[Weight], join: Callable[[list[Tensor]], Tensor]) -> Weight:
+    """Apply ``join`` to the values, the scales and the lows of all parts, whose first dimension is the rows."""
+    first = parts[0]
+    values = join([part.values for part in parts])
+    if isinstance(first, Bf16Weight):
+        return Bf16Weight(values)
+    scales = join([part.scales for part in parts if not isinstance(part, Bf16Weight)])
+    if isinstance(first, Int8Weight):
+        return Int8Weight(values, scales)
+    lows = join([part.lows for part in parts if isinstance(part, Int4Weight)])
+    return Int4Weight(values, scales, lows, first.group)
 
 
 def packed_bytes(outputs: int, inputs: int, to: Format, group: int = INT4_GROUP) -> int:

@@ -1,34 +1,92 @@
-"""The parts of a llama-like decoder: plain tensors (float32 or bfloat16) and numbers, before packing."""
+"""The parts of a decoder as the kernels run it: plain tensors (float32 or bfloat16) and numbers, before packing."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
+
+from paceline.core.recurrent_state import StateShape
+from paceline.kernels.pack import Format, Weight, quantise
 
 
 @dataclass(frozen=True)
 class LinearWeights:
-    """y = x @ weight.T + bias; weight [outputs, inputs]."""
+    """y = x @ weight.T + bias; weight [outputs, inputs].
+
+    read: makes the weight in a format when it is packed; ``weight`` then only gives the shape (device "meta").
+    """
 
     weight: Tensor
     bias: Tensor | None = None
+    read: Callable[[Format], Weight] | None = None
+
+    def rounded(self, to: Format) -> Weight:
+        """Return the weight in a format."""
+        return quantise(self.weight, to) if self.read is None else self.read(to)
+
+
+@dataclass(frozen=True)
+class DeltaWeights:
+    """What a gated delta net has beside its two large matrices (``models/qwen3_5`` of transformers).
+
+    beta_decay: the rows of beta, then of the decay, one for each value head.
+    conv [channels, taps]: a causal convolution of each channel. rate [value heads]: -exp(A_log). bias [value heads]:
+        added to the decay's input. norm [value_dim]: of each head's output.
+    """
+
+    beta_decay: LinearWeights
+    conv: Tensor
+    rate: Tensor
+    bias: Tensor
+    norm: Tensor
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary positions (RoPE): the angle of pair i at position p is p * inverse_frequencies[i].
+
+    With n frequencies, pair i of a head is its elements i and n + i; the elements from 2 n on are not rotated.
+    Frequencies of zero leave a head as it is (layers without positions).
+    scaling: factor of cos and sin.
+    """
+
+    inverse_frequencies: tuple[float, ...]
+    scaling: float = 1.0
+
+
+GatedActivation = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer. qkv: the rows of all q heads, then k, then v; gate_up: the rows of the gate, then of up."""
+    """One layer. qkv: the rows of all q heads, then k, then v; gate_up: the rows of the gate, then of up.
+
+    gated: whether qkv ends with rows of a gate of attention's output, one for each of its inputs.
+    delta: of a gated delta net, whose qkv always ends so and whose heads ``NativeSpec.delta`` tells; None: attention.
+    input_norm, post_norm: before attention and before the MLP; attention_out_norm, mlp_out_norm: after them.
+    q_norm, k_norm: [head_dim], or [heads * head_dim] and [kv_heads * head_dim] for a norm over all heads together.
+    rotary, scale: of this layer's attention; None: the model's.
+    """
 
     qkv: LinearWeights
     attention_out: LinearWeights
     gate_up: LinearWeights
     down: LinearWeights
-    input_norm: Tensor
-    post_norm: Tensor
+    input_norm: Tensor | None = None
+    post_norm: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     window: int | None = None
+    gated: bool = False
+    delta: DeltaWeights | None = None
+    attention_out_norm: Tensor | None = None
+    mlp_out_norm: Tensor | None = None
+    rotary: Rotary | None = None
+    scale: float | None = None
+    activation: GatedActivation = "silu"
 
 
 @dataclass(frozen=True)
@@ -40,6 +98,8 @@ class FusionWeights:
     hidden_norm: [width], norm of the fused input beside the embedding.
     targets: [outputs of the head] int64, ascending: the target's token id of each of the head's tokens.
     vocabulary: size of the target's vocabulary, all of which the head reads.
+    embedding_norm: [width], of a model's own head (MTP): ``fuse`` then maps the normed embedding, and the normed state
+        behind it, to the first layer's input, and hidden states are kept as they are.
     mask: [width], with mask_token: stand for draft tokens that do not exist yet; None: the head reads its own draft
         tokens.
     """
@@ -56,11 +116,16 @@ class FusionWeights:
     mask_token: int = 0
     normed_residual: bool = False
     normed_state: bool = False
+    embedding_norm: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class NativeSpec:
-    """A whole decoder: RMS norms first, rotary positions, SwiGLU. head None: tied to the embedding [vocab, width]."""
+    """A whole decoder with RMS norms, rotary positions and gated MLPs. head None: tied to the embedding [vocab, width].
+
+    rotary, attention_scale: of the layers that have none of their own; None: head_dim ** -0.5.
+    embed_scale: factor of the token embedding. tap_scale: factor of the hidden states that heads read.
+    """
 
     width: int
     heads: int
@@ -69,16 +134,28 @@ class NativeSpec:
     ffn: int
     vocab_size: int
     max_positions: int
-    inverse_frequencies: Sequence[float]
+    rotary: Rotary
     embedding: Tensor
     final_norm: Tensor
     layers: Sequence[LayerWeights]
     head: LinearWeights | None = None
     epsilon: float = 1e-6
-    rotary_scaling: float = 1.0
+    embed_scale: float = 1.0
+    tap_scale: float = 1.0
     attention_scale: float | None = None
     fusion: FusionWeights | None = None
+    delta: StateShape | None = None
 
     @property
-    def scale(self) -> float:
-        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+    def attention_layers(self) -> int:
+        """Layers with keys and values."""
+        return sum(layer.delta is None for layer in self.layers)
+
+    def scale_of(self, layer: LayerWeights) -> float:
+        """Scale of a layer's attention."""
+        own = self.attention_scale if layer.scale is None else layer.scale
+        return self.head_dim**-0.5 if own is None else own
+
+    def norm_all(self, layer: LayerWeights) -> bool:
+        """Whether a layer's norms of queries and keys are over all heads together."""
+        return layer.q_norm is not None and layer.q_norm.numel() > self.head_dim

@@ -6,6 +6,7 @@ The quantisation arithmetic is the same, so integer sums agree exactly; sums of 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -13,9 +14,16 @@ from torch.nn import functional
 
 from paceline.core.cache import KVCache
 from paceline.core.nodes import Nodes, Seen, seen_by
+from paceline.core.recurrent_state import RecurrentStates, SlotPass, StatefulCache
+from paceline.kernels.delta import gates_of, run_slot
+from paceline.kernels.gpu.steps import ACTIVATIONS
 from paceline.kernels.pack import Bf16Weight, Format, Int4Weight, Int8Weight, Weight, dequantise, quantise
-from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec
+from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec, Rotary
 
+TwinFormat = Format | Literal["fp32"]
+"""Formats of the reference: fp32 rounds neither weights nor inputs."""
+
+GATES_FORMAT: Format = "bf16"  # of beta and decay in every model: a state would carry their rounding on
 ACTIVATION_GROUP = 64  # inputs of a row that share a scale, so that an outlier costs accuracy only within its group
 _SILENT = 1e-30  # rows whose largest amplitude is at most this count as zero
 
@@ -64,11 +72,11 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return functional.rms_norm(x, (x.shape[-1],), weight.float(), epsilon)
 
 
-def rotary_table(spec: NativeSpec) -> tuple[Tensor, Tensor]:
+def rotary_table(rotary: Rotary, positions: int) -> tuple[Tensor, Tensor]:
     """cos and sin [positions, half] for every position."""
-    frequencies = torch.tensor(list(spec.inverse_frequencies), dtype=torch.float32)
-    angles = torch.arange(spec.max_positions)[:, None] * frequencies
-    return angles.cos() * spec.rotary_scaling, angles.sin() * spec.rotary_scaling
+    frequencies = torch.tensor(rotary.inverse_frequencies, dtype=torch.float32)
+    angles = torch.arange(positions)[:, None] * frequencies
+    return angles.cos() * rotary.scaling, angles.sin() * rotary.scaling
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -101,70 +109,144 @@ def attend(
     return out
 
 
+def norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
+    """``rms_norm``, or x without a weight."""
+    return x if weight is None else rms_norm(x, weight, epsilon)
+
+
 class TwinDecoder:
     """A whole decoder in plain torch. Weights are quantised like the kernels' and kept as float32."""
 
-    def __init__(self, spec: NativeSpec, layer_format: Format, head_format: Format) -> None:
+    def __init__(self, spec: NativeSpec, layer_format: TwinFormat, head_format: TwinFormat) -> None:
         self._spec = spec
         self._layer_format = layer_format
-        self._cos, self._sin = rotary_table(spec)
+        self._tables = [rotary_table(layer.rotary or spec.rotary, spec.max_positions) for layer in spec.layers]
         self._layers = [_TwinLayer(layer, self._make(layer_format)) for layer in spec.layers]
         head = spec.head or LinearWeights(spec.embedding)
         self._head = self._make(head_format)(head)
-        tied = dequantise(quantise(spec.embedding, head_format), spec.width)
-        self._embedding = tied if spec.head is None else spec.embedding.bfloat16().float()
+        self._embedding = self._embedding_in(head_format)
+
+    def _embedding_in(self, to: TwinFormat) -> Tensor:
+        spec = self._spec
+        if to == "fp32":
+            return spec.embedding.float()
+        tied = dequantise(quantise(spec.embedding, to), spec.width)
+        return tied if spec.head is None else spec.embedding.bfloat16().float()
 
     @staticmethod
-    def _make(to: Format) -> Callable[[LinearWeights], _TwinLinear]:
+    def _make(to: TwinFormat) -> Callable[[LinearWeights], _TwinLinear]:
         return lambda weights: _TwinLinear(weights, to)
 
-    def forward(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
-        """-> hidden [N - read, width] after the final norm, features [N - read, taps, width]; writes the cache."""
-        spec, seen = self._spec, seen_by(nodes)[nodes.read :]
-        tokens, rows, positions = (given[nodes.read :] for given in nodes[:3])
-        slots = positions if nodes.slots is None else nodes.slots[nodes.read :]
-        if len(tokens) == 0:
+    def forward(
+        self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = (), *, text: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """-> hidden [N - read, width] after the final norm, features [N - read, taps, width]; writes the cache.
+
+        text: whether no node can be rejected later; recurrent layers then store the state after all of them.
+        """
+        spec, new = self._spec, nodes.tokens[nodes.read :]
+        if len(new) == 0:
             empty = torch.empty(0, spec.width, dtype=torch.float32)
             return empty, empty.new_empty(0, len(taps), spec.width) if taps else None
-        at = positions.clamp(max=spec.max_positions - 1)
-        cos, sin = self._cos[at], self._sin[at]
-        x = self._embedding[tokens]
+        context = _TwinPass(spec, nodes, cache, self._tables, text=text)
+        x = self._embedding[new] * spec.embed_scale
         entering = []
         for index, layer in enumerate(self._layers):
-            entering.append(x)
-            weights = layer.weights
-            qkv = layer.qkv(rms_norm(x, weights.input_norm, spec.epsilon)).view(x.shape[0], -1, spec.head_dim)
-            q, k, v = qkv.split_with_sizes([spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
-            if weights.q_norm is not None and weights.k_norm is not None:
-                q, k = rms_norm(q, weights.q_norm, spec.epsilon), rms_norm(k, weights.k_norm, spec.epsilon)
-            write(index, cache, rows, slots, rotate(k, cos, sin), v)
-            attended = attend(index, cache, rotate(q, cos, sin), rows, seen, spec.scale, weights.window)
-            x = x + layer.attention_out(attended.flatten(1))
-            gate, up = layer.gate_up(rms_norm(x, weights.post_norm, spec.epsilon)).chunk(2, dim=1)
-            x = x + layer.down(functional.silu(gate) * up)
+            entering.append(x * spec.tap_scale)
+            weights, normed = layer.weights, norm(x, layer.weights.input_norm, spec.epsilon)
+            mixed = context.attention(index, layer, normed) if weights.delta is None else context.delta(layer, normed)
+            x = x + norm(mixed, weights.attention_out_norm, spec.epsilon)
+            gate, up = layer.gate_up(norm(x, weights.post_norm, spec.epsilon)).chunk(2, dim=1)
+            x = x + norm(layer.down(ACTIVATIONS[weights.activation](gate) * up), weights.mlp_out_norm, spec.epsilon)
+        context.finish()
+        entering.append(rms_norm(x, spec.final_norm, spec.epsilon))
         features = torch.stack([entering[tap] for tap in taps], 1) if taps else None
-        return rms_norm(x, spec.final_norm, spec.epsilon), features
+        return entering[-1], features
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden [M, width] -> [M, vocab]."""
         return self._head(hidden)
 
 
+class _TwinPass:
+    """The mixers of one forward pass of the reference."""
+
+    def __init__(
+        self, spec: NativeSpec, nodes: Nodes, cache: KVCache, tables: Sequence[tuple[Tensor, Tensor]], *, text: bool
+    ) -> None:
+        self._spec, self._cache = spec, cache
+        self._seen = seen_by(nodes)[nodes.read :]
+        self._rows, positions = nodes.rows[nodes.read :], nodes.positions[nodes.read :]
+        self._slots = positions if nodes.slots is None else nodes.slots[nodes.read :]
+        self._tables, self._at = tables, positions.clamp(max=spec.max_positions - 1)
+        self._attention_layer = self._delta_layer = 0
+        self._states: RecurrentStates | None = None
+        self._passes: list[SlotPass] = []
+        if spec.delta is not None:
+            assert nodes.read == 0, "a recurrent model reads each node once"
+            self._states = cast(StatefulCache, cache).states
+            self._passes = self._states.plan(nodes, text=text)
+
+    def attention(self, layer_index: int, layer: _TwinLayer, normed: Tensor) -> Tensor:
+        """The output of an attention layer [N, width], from its normed input."""
+        spec, weights, index = self._spec, layer.weights, self._attention_layer
+        self._attention_layer += 1
+        heads = [spec.heads, spec.kv_heads, spec.kv_heads, spec.heads if weights.gated else 0]
+        qkv = layer.qkv(normed).view(normed.shape[0], -1, spec.head_dim)
+        q, k, v, gate = qkv.split_with_sizes(heads, dim=1)
+        q, k = self._normed_heads(q, weights.q_norm), self._normed_heads(k, weights.k_norm)
+        cos, sin = (table[self._at] for table in self._tables[layer_index])
+        write(index, self._cache, self._rows, self._slots, rotate(k, cos, sin), v)
+        scale = spec.scale_of(weights)
+        attended = attend(index, self._cache, rotate(q, cos, sin), self._rows, self._seen, scale, weights.window)
+        if weights.gated:
+            attended = attended * gate.sigmoid()
+        return layer.attention_out(attended.flatten(1))
+
+    def _normed_heads(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """Norm queries or keys [N, heads, D], each head or all together."""
+        if weight is None or weight.numel() == self._spec.head_dim:
+            return norm(x, weight, self._spec.epsilon)
+        return norm(x.flatten(1), weight, self._spec.epsilon).view_as(x)
+
+    def delta(self, layer: _TwinLayer, normed: Tensor) -> Tensor:
+        """The output of a gated delta net [N, width], from its normed input."""
+        weights, index, states = layer.weights.delta, self._delta_layer, self._states
+        assert weights is not None
+        assert states is not None
+        assert layer.beta_decay is not None
+        self._delta_layer += 1
+        mixed, gate = layer.qkv(normed).tensor_split([states.shape.channels], dim=1)
+        inputs = torch.cat([mixed, gates_of(weights, layer.beta_decay(normed))], 1)
+        parts = [run_slot(states, index, weights, part, inputs[part.first : part.stop]) for part in self._passes]
+        out = rms_norm(torch.cat(parts), weights.norm, self._spec.epsilon)
+        return layer.attention_out(out.flatten(1) * functional.silu(gate))
+
+    def finish(self) -> None:
+        """Note what the slots of recurrent layers hold now."""
+        if self._states is not None:
+            self._states.finish(self._passes)
+
+
 class _TwinLinear:
     """A product of rounded weights and rounded activations in float32."""
 
-    def __init__(self, weights: LinearWeights, to: Format) -> None:
-        self._weight = dequantise(quantise(weights.weight, to), weights.weight.shape[1])
+    def __init__(self, weights: LinearWeights, to: TwinFormat) -> None:
+        self.to = to
         self._bias = None if weights.bias is None else weights.bias.float()
-        self._bf16 = to == "bf16"
+        weight = weights.weight
+        self._weight = weight.float() if to == "fp32" else dequantise(weights.rounded(to), weight.shape[1])
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._bf16:
-            rounded = x.bfloat16().float()
-        else:
-            values, scales = quantise_rows(x)
-            rounded = (values.float() * scales[:, :, None]).flatten(1)[:, : x.shape[1]]
-        return functional.linear(rounded, self._weight, self._bias)
+        return functional.linear(self._rounded(x), self._weight, self._bias)
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        if self.to == "fp32":
+            return x
+        if self.to == "bf16":
+            return x.bfloat16().float()
+        values, scales = quantise_rows(x)
+        return (values.float() * scales[:, :, None]).flatten(1)[:, : x.shape[1]]
 
 
 class _TwinLayer:
@@ -172,3 +254,5 @@ class _TwinLayer:
         self.weights = weights
         self.qkv, self.attention_out = make(weights.qkv), make(weights.attention_out)
         self.gate_up, self.down = make(weights.gate_up), make(weights.down)
+        gates: TwinFormat = "fp32" if self.qkv.to == "fp32" else GATES_FORMAT
+        self.beta_decay = None if weights.delta is None else _TwinLinear(weights.delta.beta_decay, gates)

@@ -148,7 +148,7 @@ class AutoLength(RowKeepers, LengthPolicy):
             self._backoff.use_up()
             return SpeculationPlan(0)
         times, drains = self.costs.times(batch.rows, batch.longest), batch.draining and batch.rows > 1
-        leads = self._progress.leads(batch.rows) if drains else []
+        leads = self._progress.leads(batch.slots) if drains else []
         self._round = AutoRound(batch, times, self._progress.token_weights(batch), leads)
         self._decide(self._round)
         self._backlog.count_round(self._round.source is not None)
@@ -193,7 +193,7 @@ class AutoLength(RowKeepers, LengthPolicy):
     def _pays(self, round_: AutoRound, offer: Offer) -> bool:
         """Whether the gain pays for reading what is missing, and the batch can still make up for a loss."""
         batch = round_.batch
-        rounds_left = max(batch.limits[row] - batch.lengths[row] for row in range(round_.rows))
+        rounds_left = max(limit - length for limit, length in zip(batch.limits, batch.lengths, strict=True))
         is_behind = bool(round_.leads) and fmean(round_.leads) < -DRAIN_DEFICIT
         return offer.value > offer.rate * offer.feed_ms / max(rounds_left, 1) and not is_behind
 
@@ -251,7 +251,7 @@ class AutoLength(RowKeepers, LengthPolicy):
 
         The value includes one standard error of the acceptance, at most doubling the tokens.
         """
-        allowed = [min(LONGEST_AUTO, most) for most in round_.batch.max_draft_tokens[: round_.rows]]
+        allowed = [min(LONGEST_AUTO, most) for most in round_.batch.max_draft_tokens]
         lines = round_.lines(source, [bins_of(count) for count in allowed], [self._shape] * round_.rows)
         gains = map(sum, zip_longest(*lines, fillvalue=0.0))
         value, tokens, k = best_depth(self.costs, gains, round_.times, round_.rows, rate)
@@ -343,11 +343,12 @@ class AutoLength(RowKeepers, LengthPolicy):
         else:
             timing = self._predicted(round_, drafted)
         spent_ms = self._spent_ms(round_, drafted, timing.draft_ms)
-        self._progress.learn(verdict.host.accepted, 1 + (0.0 if round_.trial else spent_ms / round_.times.plain))
+        took = 1 + (0.0 if round_.trial else spent_ms / round_.times.plain)
+        self._progress.learn(batch.slots, verdict.host.accepted, took)
         self._had_drafts = drafted > 0
         if round_.source is not None:
             self._learn_gain(round_, round_.source, verdict, timing.draft_ms + timing.verify_ms, spent_ms)
-            self._learn_calibration(round_, round_.source, verdict)
+            self._learn_calibration(round_, round_.source, verdict, batch.slots)
         self._accrue_budgets(timing.draft_ms + timing.verify_ms)
         if round_.source is self.ngram_drafts:
             self._search_ms = timing.draft_ms
@@ -394,11 +395,13 @@ class AutoLength(RowKeepers, LengthPolicy):
         gain = (round_.scale * kept - round_.rate * spent_ms) / round_.rows
         source.learn_gain(round_.rows, self._prior_gain(source, round_.rows), gain)
 
-    def _learn_calibration(self, round_: AutoRound, source: DraftSource, verdict: Verdict) -> None:
+    def _learn_calibration(
+        self, round_: AutoRound, source: DraftSource, verdict: Verdict, slots: Sequence[int]
+    ) -> None:
         """Learn from all drafts that were seen, or else from the accepted tokens by position."""
         for seen, draft in round_.drafts:
-            seen.learn_draft(draft, verdict)
+            seen.learn_draft(draft, verdict, slots)
         if not (self._ranks or round_.drafts):
             counts = zip(verdict.host.accepted, verdict.host.depths, strict=True)
             bins = [(kept, bins_of(min(kept + 1, depth))) for kept, depth in counts]
-            source.learn([[(bin_, place < kept) for place, bin_ in enumerate(line)] for kept, line in bins])
+            source.learn([[(bin_, place < kept) for place, bin_ in enumerate(line)] for kept, line in bins], slots)

@@ -24,7 +24,7 @@ SHRINK = 10  # other rounds remove ceil(l / SHRINK) draft tokens, and one more i
 class LengthPolicy(RowKeeper):
     """Decides how many tokens to draft. Each round calls ``choose``, ``select`` if draft tokens are seen, ``observe``.
 
-    A policy owns its per-row state: ``join``, ``move`` and ``leave`` say when rows begin, move and end (``RowKeeper``).
+    A policy owns its per-slot state: ``join`` and ``leave`` say when sequences begin and end (``RowKeeper``).
 
     needs_profile: whether it requires a profile. reads_profile: whether it uses one if given.
     max_draft_tokens: the most that it requests per row and round.

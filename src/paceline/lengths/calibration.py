@@ -174,7 +174,7 @@ class Calibration:
         self._measure([*(p for group in (verify, draft, feed, near, far) for p in group.values())], progress)
         self._measure_again({(b, k + 1): point for (b, k), point in verify.items()})
         self._measure_again(draft)
-        self.batch.set_rows(0)
+        self.batch.set_live(())
         steps = [max(0.0, (draft[b, many].ms - draft[b, few].ms) / (many - few)) for b in sizes]
         once, token = self._context_cost(near, far, rows)
         return CostTable(
@@ -261,9 +261,9 @@ class Calibration:
         params = SamplingParams(temperature=0, max_tokens=self.batch.positions)
         for row, tokens in enumerate(draws.tolist()):
             self.batch.set_row(row, RowStart(tokens, params, seed=row))
-        self.batch.set_rows(rows)
+        self.batch.set_live(range(rows))
         for decoder in (self.target, *self.drafter.decoders):
-            decoder.num_computed_tokens[:rows] = context - 1
+            decoder.pretend(rows, context - 1)
 
     def _verify(self, rows: int, k: int, context: int) -> TimedRun:
         if self.runner is not None:
@@ -301,11 +301,11 @@ class Calibration:
                 self.batch.length[:1].tolist()  # waits for the device
                 return
             for decoder in self.drafter.decoders:
-                decoder.prefill(self.batch, 0, [start], [stop])
+                decoder.prefill(self.batch, [0], [start], [stop])
 
         def prepare() -> None:
             self._rows(1, self.context)
             for decoder in self.drafter.decoders:
-                decoder.num_computed_tokens[:1] = start
+                decoder.pretend(1, start)
 
         return TimedRun(run, prepare)

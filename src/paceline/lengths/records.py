@@ -103,10 +103,13 @@ class RowProgress:
     def __init__(self) -> None:
         self.rows: PerRow[_Progress] = PerRow()
 
-    def learn(self, accepted: Sequence[int], took: float) -> None:
-        """Add a round. accepted: draft tokens accepted per row. took: the round's time over a plain round's."""
-        for row, kept in enumerate(accepted):
-            progress = self.rows.setdefault(row, _Progress())
+    def learn(self, slots: Sequence[int], accepted: Sequence[int], took: float) -> None:
+        """Add a round of the rows in ``slots``.
+
+        accepted: draft tokens accepted per row. took: the round's time over a plain round's.
+        """
+        for slot, kept in zip(slots, accepted, strict=True):
+            progress = self.rows.setdefault(slot, _Progress())
             progress.tokens = PRIOR_ROUNDS + (progress.tokens - PRIOR_ROUNDS) * ROW_FADE + kept + 1
             progress.lead += kept + 1 - took
             progress.rounds = PRIOR_ROUNDS + (progress.rounds - PRIOR_ROUNDS) * ROW_FADE + 1
@@ -118,18 +121,17 @@ class RowProgress:
         """
         if not batch.draining or batch.rows == 1:
             return [1.0] * batch.rows
-        weights = [
-            (batch.limits[row] - batch.lengths[row]) * self._rounds_per_token(row) ** 2 for row in range(batch.rows)
-        ]
+        rows = zip(batch.slots, batch.limits, batch.lengths, strict=True)
+        weights = [(limit - length) * self._rounds_per_token(slot) ** 2 for slot, limit, length in rows]
         total = sum(weights)
         return [batch.rows * weight / total for weight in weights]
 
-    def leads(self, rows: int) -> list[float]:
+    def leads(self, slots: Sequence[int]) -> list[float]:
         """Lead of each row over plain decoding, in plain rounds: tokens gained minus time spent."""
-        return [progress.lead if (progress := self.rows.get(row)) else 0.0 for row in range(rows)]
+        return [progress.lead if (progress := self.rows.get(slot)) else 0.0 for slot in slots]
 
-    def _rounds_per_token(self, row: int) -> float:
-        progress = self.rows.get(row)
+    def _rounds_per_token(self, slot: int) -> float:
+        progress = self.rows.get(slot)
         return 1.0 if progress is None else progress.rounds / progress.tokens
 
 

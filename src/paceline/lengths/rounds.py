@@ -61,8 +61,9 @@ class AutoRound:
     ) -> list[list[float]]:
         """Expected gain w s of each draft token, row by row. first: row of the batch that ``bins`` start at."""
         lines = []
-        for row, (line, parents) in enumerate(zip(bins, trees, strict=True), first):
-            survivals, weight = source.calibration.survivals(row, line, parents), self.token_weights[row]
+        rows = zip(self.batch.slots[first:], self.token_weights[first:], bins, trees, strict=False)
+        for slot, weight, line, parents in rows:
+            survivals = source.calibration.survivals(slot, line, parents)
             lines.append(survivals if weight == 1 else [weight * survival for survival in survivals])
         return lines
 

@@ -72,17 +72,17 @@ class ScoreCalibration:
         self._neutral = _RowCalibration()
         self._misses: dict[int, float] = {}  # results of ``_miss`` since the last observation
 
-    def chance(self, row: int, bin_: int) -> float:
-        """Probability that a draft token in this bin and row is right if its ancestors are."""
+    def chance(self, slot: int, bin_: int) -> float:
+        """Probability that a draft token in this bin and slot is right if its ancestors are."""
         miss = self._miss(bin_)
-        return (1 - miss) / (1 - miss + miss * self.rows.get(row, self._neutral).odds_ratio)
+        return (1 - miss) / (1 - miss + miss * self.rows.get(slot, self._neutral).odds_ratio)
 
     def error(self) -> float:
         """Relative standard error of the probability at the first position, without scores; 0 before any trial."""
         chance, tried = 1 - self._miss(POSITION_BINS), self.tried[POSITION_BINS]
         return math.sqrt((1 - chance) / chance / (tried + 1)) if tried else 0.0
 
-    def survivals(self, row: int, bins: Sequence[int], parents: Sequence[int] | None = None) -> list[float]:
+    def survivals(self, slot: int, bins: Sequence[int], parents: Sequence[int] | None = None) -> list[float]:
         """Probability of each draft token of a row that it and all its ancestors are right.
 
         bins: one per draft token. parents: index of each one's parent, -1 for none; None: a chain.
@@ -90,18 +90,21 @@ class ScoreCalibration:
         survivals: list[float] = []
         for place, bin_ in enumerate(bins):
             parent = place - 1 if parents is None else parents[place]
-            survivals.append(self.chance(row, bin_) * (survivals[parent] if parent >= 0 else 1.0))
+            survivals.append(self.chance(slot, bin_) * (survivals[parent] if parent >= 0 else 1.0))
         return survivals
 
-    def learn(self, judged: Sequence[Sequence[JudgedToken]]) -> None:
-        """Learn from a round. judged: for each row, its draft tokens whose correctness is known, with their bins."""
+    def learn(self, judged: Sequence[Sequence[JudgedToken]], slots: Sequence[int] | None = None) -> None:
+        """Learn from a round of the rows in ``slots``; None: row i is in slot i.
+
+        judged: for each row, its draft tokens whose correctness is known, with their bins.
+        """
         if not any(judged):
             return
         if self._has_changed(judged):
             self.doubt()
-        for row, line in enumerate(judged):
+        for slot, line in zip(range(len(judged)) if slots is None else slots, judged, strict=True):
             if line:
-                self._learn_row(row, line)
+                self._learn_row(slot, line)
         self._learn_bins(judged)
         self._misses.clear()
 
@@ -135,8 +138,8 @@ class ScoreCalibration:
         self.rows.clear()
         self._misses.clear()
 
-    def _learn_row(self, row: int, judged: Sequence[JudgedToken]) -> None:
-        record = self.rows.setdefault(row, _RowCalibration())
+    def _learn_row(self, slot: int, judged: Sequence[JudgedToken]) -> None:
+        record = self.rows.setdefault(slot, _RowCalibration())
         record.judged = record.judged * ROW_FADE + len(judged)
         record.missed = record.missed * ROW_FADE + sum(not right for _, right in judged)
         record.expected = record.expected * ROW_FADE + sum(self._miss(bin_) for bin_, _ in judged)

@@ -72,17 +72,17 @@ class DraftSource:
         """Add a round of ``rows`` rows with a net gain of ``gain`` tokens per row."""
         self.gains.setdefault(rows if self.by_rows else 0, RunningMean(prior)).learn(gain)
 
-    def learn(self, judged: Sequence[Sequence[JudgedToken]]) -> None:
+    def learn(self, judged: Sequence[Sequence[JudgedToken]], slots: Sequence[int] | None = None) -> None:
         """Learn from a round, as ``ScoreCalibration.learn`` does."""
-        self.calibration.learn(judged)
+        self.calibration.learn(judged, slots)
         self.judged = self.judged * ACCEPTANCE_FADE + sum(map(len, judged))
         self.right = self.right * ACCEPTANCE_FADE + sum(right for line in judged for _, right in line)
 
-    def learn_draft(self, draft: Draft, verdict: Verdict) -> None:
+    def learn_draft(self, draft: Draft, verdict: Verdict, slots: Sequence[int]) -> None:
         """Learn what the verdict says about a draft of the same round, even if none of its tokens was verified."""
         bins = bins_of_draft(draft)
         judged = zip(bins, judge(draft, verdict), strict=True)
-        self.learn([[(line[place], right) for place, right in known] for line, known in judged])
+        self.learn([[(line[place], right) for place, right in known] for line, known in judged], slots)
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,23 @@ def check_taps(taps: Sequence[int], layers: int) -> None:
         raise ParameterError("taps", tuple(taps), f"layers, from 0 to {layers - 1}")
 
 
+class RowAdapters(Protocol):
+    """The adapters that a model was loaded with, and which of them each row of a forward pass has."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The adapters in the order of their numbers."""
+        ...
+
+    def number(self, name: str | None) -> int:
+        """Return the number of an adapter, from 1 on; 0 for None."""
+        ...
+
+    def use(self, numbers: Sequence[int]) -> None:
+        """Set the adapters of the rows of the forward passes that this thread runs from now on."""
+        ...
+
+
 class AnyModel(Protocol):
     """Attributes common to all models, and the output head."""
 

@@ -12,13 +12,13 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
 from paceline.errors import RequestError
 
-Message = dict[str, Any]
+T = TypeVar("T")
 
 
 class ControlTokens:
@@ -39,28 +39,31 @@ class ControlTokens:
         self._original = backend
         self._renamed: Tokenizer | None = None
 
-    def are_spelled_in(self, messages: Iterable[Message]) -> bool:
-        """Whether any text of the messages spells a control token."""
-        texts = (value for message in messages for value in message.values() if isinstance(value, str))
-        return any(self._spelling_pattern.search(text) for text in texts)
+    def are_spelled_in(self, value: Any) -> bool:
+        """Whether any text in a value of lists and objects, such as messages or tools, spells a control token."""
+        if isinstance(value, str):
+            return self._spelling_pattern.search(value) is not None
+        if isinstance(value, Mapping):
+            return any(map(self.are_spelled_in, value)) or any(map(self.are_spelled_in, value.values()))
+        return isinstance(value, (list, tuple)) and any(map(self.are_spelled_in, value))
 
-    def encode(self, messages: Iterable[Message], render: Callable[[list[Message]], str]) -> list[int]:
-        """Encode the messages. Only the control tokens of the template become control tokens.
+    def encode(self, value: T, render: Callable[[T], str]) -> list[int]:
+        """Encode a conversation. Only the control tokens of the template become control tokens.
 
-        render: applies the chat template to messages. Raises RequestError without a backend.
+        value: messages and tools. render: applies the chat template to them. Raises RequestError without a backend.
         """
-        text = render([self._hide(message) for message in messages])
+        text = render(self._hide(value))
         text = self._spelling_pattern.sub(lambda match: self._names[match[0]], text)
         text = self._placeholder_pattern.sub(lambda match: self._spelling_of[match[0]], text)
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
-    def _hide(self, message: Message) -> Message:
-        def hidden(value: Any) -> Any:
-            if not isinstance(value, str):
-                return value
+    def _hide(self, value: Any) -> Any:
+        """The value with placeholders in place of control tokens in its texts."""
+        if isinstance(value, str):
             return self._spelling_pattern.sub(lambda match: self._placeholders[match[0]], value)
-
-        return {name: hidden(value) for name, value in message.items()}
+        if isinstance(value, Mapping):
+            return {self._hide(name): self._hide(part) for name, part in value.items()}
+        return [self._hide(part) for part in value] if isinstance(value, (list, tuple)) else value
 
     @property
     def _backend(self) -> Tokenizer:

@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 
 from paceline.models.base import AnyModel
+from paceline.models.gguf_names import parts
 
 _SAMPLE = 1 << 20  # bytes hashed at a file's start, in its middle and at its end
 _WEIGHTS = ("*.safetensors", "*.gguf")
@@ -35,4 +36,4 @@ def is_from_files(model: AnyModel) -> bool:
 def _weight_files(path: Path) -> list[Path]:
     if path.is_dir():
         return sorted(file for pattern in _WEIGHTS for file in path.glob(pattern))
-    return [path] if path.is_file() else []
+    return parts(path) if path.is_file() else []

@@ -1,7 +1,7 @@
-"""GGUF files: header, metadata and tensors, memory-mapped.
+"""GGUF files: header, metadata and tensors, memory-mapped. A model may be split into several files.
 
 The header is parsed here because ``gguf.GGUFReader`` takes 7 s for a vocabulary of 150 000 tokens, and this code 0.3 s.
-Tensors are dequantized by the ``gguf`` package.
+What the tensors contain is in ``gguf_tensors``.
 """
 
 from __future__ import annotations
@@ -11,62 +11,32 @@ import mmap
 import os
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
-from torch import Tensor
 
 from paceline.errors import ModelFormatError
+from paceline.models.gguf_names import parts
+from paceline.models.gguf_tensors import PackedTensor
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-_MAX_ARRAY = 1 << 24  # values in one metadata array; a vocabulary has less than a million tokens
-_CHUNK = 1 << 18  # values dequantized at a time: fits the CPU cache and avoids a float32 copy of the whole tensor
 
-
-@dataclass(frozen=True)
-class PackedTensor:
-    """A tensor as stored in the file. shape: in torch's order, rows first."""
-
-    kind: GGMLQuantizationType
-    shape: tuple[int, ...]
-    rows: npt.NDArray[np.uint8]  # [rows, bytes per row]
-
-    def permuted(self, heads: int) -> PackedTensor:
-        """Reorder the rows of each head from llama.cpp's rotary pairs (i, i + 1) to Hugging Face's (i, i + D/2)."""
-        count, width = self.rows.shape
-        pairs = self.rows.reshape(heads, count // heads // 2, 2, width).swapaxes(1, 2)
-        return PackedTensor(self.kind, self.shape, pairs.reshape(count, width))
-
-    def unpack_into(self, destination: Tensor) -> None:
-        """Dequantize into ``destination``, which has ``shape``, a few rows at a time. Raises ModelFormatError."""
-        lines = destination.view(len(self.rows), -1)
-        step = max(1, _CHUNK // lines.shape[1])
-        for first in range(0, len(self.rows), step):
-            lines[first : first + step].copy_(_numbers(self.rows[first : first + step], self.kind))
-
-
-def _numbers(rows: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> Tensor:
-    """Dequantize packed rows -> float32 [rows, width]."""
-    plain = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}.get(kind)
-    try:
-        numbers = dequantize(rows, kind) if plain is None else rows.view(plain).astype(np.float32)
-    except (NotImplementedError, ValueError, IndexError) as error:
-        raise ModelFormatError(f"a tensor of type {kind.name} cannot be dequantized: {error}") from error
-    return torch.from_numpy(numbers)
+# Limits of a header, which bound its memory. Real files are far below them.
+_MAX_KEYS = 1 << 14
+_MAX_TENSORS = 1 << 18
+_MAX_VALUES = 1 << 22  # values in all metadata arrays together; a vocabulary has less than a million tokens
+_MAX_DIMENSIONS = 4  # as in llama.cpp
 
 
 class _Cursor:
     """Reads consecutive little-endian values. at: offset of the next one in bytes."""
 
     def __init__(self, data: mmap.mmap) -> None:
-        self._data, self.at = data, 0
+        self._data, self.at, self._values_left = data, 0, _MAX_VALUES
 
     def number(self, code: str) -> Any:
         (value,) = struct.unpack_from(f"<{code}", self._data, self.at)
@@ -91,8 +61,9 @@ class _Cursor:
     def _array(self, kind: int, count: int) -> list[Any]:
         if kind == _ARRAY:
             raise ValueError("the metadata have an array of arrays")
-        if count > _MAX_ARRAY:
-            raise ValueError(f"the metadata have an array of {count} values")
+        self._values_left -= count
+        if self._values_left < 0:
+            raise ValueError(f"the metadata have an array of {count} values, too many for a header")
         if kind not in _SCALARS:
             return [self.value(kind) for _ in range(count)]
         code = f"<{count}{_SCALARS[kind]}"
@@ -102,51 +73,118 @@ class _Cursor:
 
 
 class GGUFFile:
-    """An open GGUF file.
+    """An open GGUF model: one file, or all parts of a split one, of which ``path`` may be any.
 
     metadata: values by key, strings decoded, arrays as lists. tensors: by name, not dequantized yet.
-    Raises ModelFormatError if the file is no GGUF file, truncated, or of an unknown version or tensor type.
+    Raises ModelFormatError if a file is no GGUF file, truncated, of an unknown version or tensor type, or part of
+    another model.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self.metadata: dict[str, Any] = {}
-        self.tensors: Mapping[str, PackedTensor] = {}
-        try:
-            self._read()
-        except (struct.error, ValueError, TypeError, LookupError, OSError, ArithmeticError) as error:
+        files = parts(Path(path))
+        self.path = files[0]
+        self.metadata, first = _read(files[0])
+        self.tensors: Mapping[str, PackedTensor] = first
+        _check_part(files[0], self.metadata, 0, len(files))
+        for number, file in enumerate(files[1:], 1):
+            metadata, tensors = _read(file)
+            _check_part(file, metadata, number, len(files))
+            if duplicates := self.tensors.keys() & tensors.keys():
+                raise ModelFormatError(f"{file}: the tensor {min(duplicates)} is also in another part of the model")
+            self.tensors = {**self.tensors, **tensors}
+        self._check_count()
+
+    def _check_count(self) -> None:
+        expected = self.metadata.get("split.tensors.count", len(self.tensors))
+        if expected != len(self.tensors):
             raise ModelFormatError(
-                f"{self.path}: broken or truncated GGUF file ({error}); fetch it again and compare its size"
-            ) from error
+                f"{self.path}: its parts have {len(self.tensors)} tensors, the first announces {expected!r}; "
+                "they belong to different models"
+            )
 
-    def _read(self) -> None:
-        with self.path.open("rb") as file:
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        cursor = _Cursor(data)
-        if data[:4] != b"GGUF":
-            raise ValueError("it does not begin with GGUF")
-        cursor.at = 4
-        version, tensor_count, key_count = cursor.number("I"), cursor.number("Q"), cursor.number("Q")
-        if version not in (2, 3):
-            raise ValueError(f"version {version}; versions 2 and 3 little-endian are known")
-        self.metadata = {cursor.text(): cursor.value(cursor.number("I")) for _ in range(key_count)}
-        infos = [self._tensor_info(cursor) for _ in range(tensor_count)]
-        alignment = self.metadata.get("general.alignment", 32)
-        start = -(-cursor.at // alignment) * alignment
-        whole = np.frombuffer(data, dtype=np.uint8)
-        self.tensors = {name: _packed(whole, name, shape, kind, start + at) for name, shape, kind, at in infos}
 
-    @staticmethod
-    def _tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
-        name, dimensions = cursor.text(), cursor.number("I")
-        shape = tuple(cursor.number("Q") for _ in range(dimensions))
-        return name, shape[::-1], cursor.number("I"), cursor.number("Q")
+def _check_part(path: Path, metadata: Mapping[str, Any], number: int, count: int) -> None:
+    """Raise ModelFormatError if the metadata say another number (from 0) or count of parts than the name."""
+    default = 1 if count == 1 else None  # a model in one file need not say so
+    found = metadata.get("split.no", 0 if count == 1 else None), metadata.get("split.count", default)
+    if found == (number, count) or (count == 1 and found[1] == 0):
+        return
+    if count == 1:
+        raise ModelFormatError(
+            f"{path} is a part of a split model (split.count={found[1]!r}): keep the names that end in "
+            "-00001-of-0000N.gguf, or join the parts with llama-gguf-split --merge"
+        )
+    raise ModelFormatError(
+        f"{path}: by its name part {number + 1} of {count}, by its metadata split.no={found[0]!r} of "
+        f"split.count={found[1]!r}; the parts are mixed up"
+    )
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, PackedTensor]]:
+    """Return metadata and tensors of one file. Raises ModelFormatError."""
+    try:
+        return _parsed(path)
+    except (struct.error, ValueError, TypeError, LookupError, OSError, ArithmeticError) as error:
+        raise ModelFormatError(
+            f"{path}: broken or truncated GGUF file ({error}); fetch it again and compare its size"
+        ) from error
+
+
+def _parsed(path: Path) -> tuple[dict[str, Any], dict[str, PackedTensor]]:
+    with path.open("rb") as file:
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    cursor = _Cursor(data)
+    if data[:4] != b"GGUF":
+        raise ValueError("it does not begin with GGUF")
+    cursor.at = 4
+    version, tensor_count, key_count = cursor.number("I"), cursor.number("Q"), cursor.number("Q")
+    if version not in (2, 3):
+        raise ValueError(f"version {version}; versions 2 and 3 little-endian are known")
+    if tensor_count > _MAX_TENSORS or key_count > _MAX_KEYS:
+        raise ValueError(f"the header announces {tensor_count} tensors and {key_count} keys")
+    metadata = {cursor.text(): cursor.value(cursor.number("I")) for _ in range(key_count)}
+    infos = [_tensor_info(cursor) for _ in range(tensor_count)]
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise ValueError(f"general.alignment={alignment!r}")
+    start = -(-cursor.at // alignment) * alignment
+    return metadata, _tensors(np.frombuffer(data, dtype=np.uint8), infos, start)
+
+
+_Info = tuple[str, tuple[int, ...], int, int]  # name, shape, number of the type, offset in bytes
+
+
+def _tensor_info(cursor: _Cursor) -> _Info:
+    name, dimensions = cursor.text(), cursor.number("I")
+    if dimensions > _MAX_DIMENSIONS:
+        raise ValueError(f"tensor {name} has {dimensions} dimensions")
+    shape = tuple(cursor.number("Q") for _ in range(dimensions))
+    return name, shape[::-1], cursor.number("I"), cursor.number("Q")
+
+
+def _tensors(data: npt.NDArray[np.uint8], infos: list[_Info], start: int) -> dict[str, PackedTensor]:
+    """Return the tensors by name. start: offset of the first in bytes. Raises ValueError."""
+    found: dict[str, PackedTensor] = {}
+    end, last = start, "the header"
+    for name, shape, number, offset in sorted(infos, key=lambda info: info[3]):
+        if name in found:
+            raise ValueError(f"tensor {name} is there twice")
+        if start + offset < end:
+            raise ValueError(f"tensor {name} overlaps {last}")
+        found[name] = _packed(data, name, shape, number, start + offset)
+        end, last = start + offset + found[name].rows.size, name
+    return {name: found[name] for name, *_ in infos}
 
 
 def _packed(data: npt.NDArray[np.uint8], name: str, shape: tuple[int, ...], number: int, at: int) -> PackedTensor:
-    kind = GGMLQuantizationType(number)
+    try:
+        kind = GGMLQuantizationType(number)
+    except ValueError as error:
+        raise ValueError(f"tensor {name} is of the unknown type {number}") from error
     block, size = GGML_QUANT_SIZES[kind]
     lines = (*shape, 1) if block == 1 and len(shape) == 1 else shape  # a bias is one column, so that it can be permuted
+    if not lines or lines[-1] % block:
+        raise ValueError(f"tensor {name} of the shape {shape} has no whole number of {kind.name} blocks of {block}")
     width, height = lines[-1] // block * size, math.prod(lines[:-1])
     if at + width * height > len(data):
         raise ValueError(f"tensor {name} runs beyond the end of the file")

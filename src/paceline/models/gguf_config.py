@@ -1,4 +1,4 @@
-"""Configuration of a model from the metadata of its GGUF file."""
+"""Description of a model from the metadata of its GGUF file."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from transformers import AutoConfig, PretrainedConfig
 
 from paceline.errors import ModelFormatError
 from paceline.models.boundary import brief
-from paceline.models.config import ModelConfig, Rotary
-from paceline.models.gguf import GGUFFile, PackedTensor
-
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+from paceline.models.description import DecoderSpec, LayerSpec, MLPSpec, Rotary
+from paceline.models.families import FAMILIES, GGUF_FAMILIES
+from paceline.models.families.base import Family, GGUFForm
+from paceline.models.gguf import GGUFFile
+from paceline.models.gguf_tensors import PackedTensor
 
 # The file's key after "ARCHITECTURE." -> Hugging Face's field. Other fields are defaults or follow from the tensors.
 _FIELDS = {
@@ -41,7 +42,7 @@ _ROPE_FIELDS = {
     "rope.scaling.yarn_beta_slow": "beta_slow",
 }
 
-# Keys that change the computation and that no native family supports: files with them are refused.
+# Keys that change the computation: files with them are refused, unless their family reads them (``GGUFForm.reads``).
 _REFUSED = (
     "expert_count",
     "attention.sliding_window",
@@ -74,26 +75,31 @@ _CONTROL = 3
 def check(file: GGUFFile) -> None:
     """Raise ModelFormatError if the file needs an unsupported feature. Cheap: reads only the metadata."""
     found = _metadata(file)
-    if refused := [key for key in _REFUSED if found.get(key)]:
+    if refused := [key for key in _REFUSED if found.get(key) and key not in form(file).reads]:
         raise ModelFormatError(f"{file.path}: the metadata ask for {', '.join(refused)}, which is not supported")
-    parts = file.metadata.get("split.count", 1)
-    if not isinstance(parts, (int, float)) or parts > 1:
-        raise ModelFormatError(f"{file.path} is a part of a split model: join the parts with llama-gguf-split --merge")
 
 
-def _architecture(file: GGUFFile) -> str:
+def _family(file: GGUFFile) -> Family:
     name = file.metadata.get("general.architecture")
-    if name not in ARCHITECTURES:
+    family = GGUF_FAMILIES.get(name) if isinstance(name, str) else None
+    if family is None:
         raise ModelFormatError(
-            f"{file.path}: GGUF files of architecture {name!r} cannot be run; known are {', '.join(ARCHITECTURES)}. "
+            f"{file.path}: GGUF files of architecture {name!r} cannot be run; known are {', '.join(GGUF_FAMILIES)}. "
             "Use the model's safetensors directory instead"
         )
-    return str(name)
+    return family
+
+
+def form(file: GGUFFile) -> GGUFForm:
+    """Return how the file's family is stored. Raises ModelFormatError for an unknown architecture."""
+    found = _family(file).gguf
+    assert found is not None, "families without a form are not in GGUF_FAMILIES"
+    return found
 
 
 def _metadata(file: GGUFFile) -> dict[str, Any]:
     """Return the metadata of the architecture, without its name in the keys."""
-    prefix = f"{_architecture(file)}."
+    prefix = f"{form(file).architecture}."
     return {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
 
 
@@ -132,16 +138,14 @@ def _rope(found: Mapping[str, Any]) -> dict[str, Any]:
 def huggingface_config(file: GGUFFile) -> PretrainedConfig:
     """Convert a file's metadata to a Hugging Face configuration.
 
-    Rotary scaling that the file stores as a tensor (Llama 3.1) is only in ``native_config``.
-    Raises ModelFormatError for architectures outside ``ARCHITECTURES`` and for unsupported metadata.
+    Rotary scaling that the file stores as a tensor (Llama 3.1) is only in ``describe``.
+    Raises ModelFormatError for architectures outside ``GGUF_FAMILIES`` and for unsupported metadata.
     """
     found = _fields(file)
     try:
         config = _translated(file, found)
     except Exception as error:  # values of a wrong type, for which transformers raises errors of any kind
         raise ModelFormatError(f"{file.path}: the metadata cannot be used: {brief(repr(error))}") from error
-    if found.get("rope.dimension_count", config.head_dim) != config.head_dim:
-        raise ModelFormatError(f"{file.path}: rotary positions on a part of each head are not supported")
     return config
 
 
@@ -149,11 +153,16 @@ def _translated(file: GGUFFile, found: Mapping[str, Any]) -> PretrainedConfig:
     fields = {ours: found[theirs] for theirs, ours in _FIELDS.items() if theirs in found}
     fields.setdefault("num_key_value_heads", found["attention.head_count"])
     fields.setdefault("head_dim", found["embedding_length"] // found["attention.head_count"])
+    rope = _rope(found)
+    if (rotated := found.get("rope.dimension_count", fields["head_dim"])) != fields["head_dim"]:
+        if not 0 < rotated < fields["head_dim"] or rotated % 2:
+            raise ModelFormatError(f"rope.dimension_count={rotated} is no part of a head of {fields['head_dim']}")
+        rope["partial_rotary_factor"] = rotated / fields["head_dim"]
+    fields = {"rope_parameters": rope} | fields | form(file).fields(found, rope)
     return AutoConfig.for_model(
-        _architecture(file),
+        _family(file).model_type,
         **fields,
         vocab_size=file.tensors["token_embd.weight"].shape[0],
-        rope_parameters=_rope(found),
         tie_word_embeddings="output.weight" not in file.tensors,
         attention_bias="blk.0.attn_q.bias" in file.tensors,
         bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
@@ -162,21 +171,32 @@ def _translated(file: GGUFFile, found: Mapping[str, Any]) -> PretrainedConfig:
     )
 
 
-def native_config(file: GGUFFile) -> ModelConfig:
-    """Return the native configuration, with biases and rotary scaling taken from the tensors.
+def describe(file: GGUFFile) -> DecoderSpec:
+    """Return the description of the file's model, with biases and rotary scaling taken from the tensors.
 
     Raises the errors of ``huggingface_config``.
     """
-    config = ModelConfig.from_huggingface(huggingface_config(file))
-    if config is None or config.rotary is None:
-        raise ModelFormatError(f"{file.path}: its type of rotary positions is not supported")
-    return dataclasses.replace(
-        config,
-        rotary=_with_factors(config.rotary, file.tensors.get("rope_freqs.weight")),
-        qkv_bias="blk.0.attn_q.bias" in file.tensors,
+    config = huggingface_config(file)
+    spec = FAMILIES[config.model_type].describe(config)
+    if spec is None:
+        raise ModelFormatError(f"{file.path}: its type of rotary positions or its activation is not supported")
+    changed = {layer: _with_tensors(file, layer) for layer in dict.fromkeys(spec.layers)}
+    return dataclasses.replace(spec, layers=tuple(changed[layer] for layer in spec.layers))
+
+
+def _with_tensors(file: GGUFFile, layer: LayerSpec) -> LayerSpec:
+    """Return the layer with the rotary scaling and the biases that the file has."""
+    rotary, factors = layer.attention.rotary, file.tensors.get("rope_freqs.weight")
+    attention = dataclasses.replace(
+        layer.attention,
+        rotary=None if rotary is None else _with_factors(rotary, factors),
+        bias=any(f"blk.0.attn_{part}.bias" in file.tensors for part in ("q", "qkv")),
         output_bias="blk.0.attn_output.bias" in file.tensors,
-        mlp_bias="blk.0.ffn_down.bias" in file.tensors,
     )
+    mlp = layer.mlp
+    if isinstance(mlp, MLPSpec):
+        mlp = dataclasses.replace(mlp, bias="blk.0.ffn_down.bias" in file.tensors)
+    return dataclasses.replace(layer, mixer=attention, mlp=mlp)
 
 
 def _with_factors(rotary: Rotary, stored: PackedTensor | None) -> Rotary:
@@ -192,12 +212,13 @@ def _with_factors(rotary: Rotary, stored: PackedTensor | None) -> Rotary:
     return dataclasses.replace(rotary, inverse_frequencies=tuple(frequencies.tolist()))
 
 
-def tensors(file: GGUFFile, config: ModelConfig) -> dict[str, PackedTensor]:
+def tensors(file: GGUFFile, spec: DecoderSpec) -> dict[str, PackedTensor]:
     """Return the file's tensors, queries and keys in Hugging Face's order.
 
-    llama.cpp reorders the query and key rows of llama files; see ``PackedTensor.permuted``.
+    llama.cpp reorders the query and key rows of some families; see ``PackedTensor.permuted``.
     """
-    heads = {"attn_q": config.heads, "attn_k": config.kv_heads} if config.family == "llama" else {}
+    attention = spec.attentions[0]
+    heads = {"attn_q": attention.heads, "attn_k": attention.kv_heads} if form(file).paired else {}
     return {name: _ordered(name, stored, heads) for name, stored in file.tensors.items()}
 
 

@@ -1,11 +1,12 @@
 """Tokenizers of GGUF files.
 
 Byte-level tokenizers are built here. The file names its pre-tokenizer (``tokenizer.ggml.pre``), which must split text
-as the original tokenizer does to give the same token ids. SentencePiece tokenizers are loaded by transformers.
+as the original tokenizer does to give the same token ids. SentencePiece tokenizers (``llama``) are built from scores.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ from paceline.models import gguf_config
 from paceline.models.gguf import GGUFFile
 
 _CONTROL, _USER_DEFINED = 3, 4  # token types: special; ordinary, but never split
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # stands for a space in SentencePiece's tokens
+_LONGEST_TOKEN = 128  # characters; longer ones, which no real vocabulary has, are never joined
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,8 @@ def load_gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerBase:
     gguf_config.check(file)
     if file.metadata.get("tokenizer.ggml.model") == "gpt2":
         return _byte_level(file)
+    if file.metadata.get("tokenizer.ggml.model") == "llama" and "tokenizer.ggml.scores" in file.metadata:
+        return _sentencepiece(file)
     return AutoTokenizer.from_pretrained(str(file.path.parent), gguf_file=file.path.name, local_files_only=True)
 
 
@@ -83,7 +88,7 @@ def _splitting(file: GGUFFile) -> Splitting:
 
 
 def _byte_level(file: GGUFFile) -> PreTrainedTokenizerBase:
-    metadata, splitting = file.metadata, _splitting(file)
+    splitting = _splitting(file)
     tokens, merges = _texts(file, "tokens"), [_pair(merge) for merge in _texts(file, "merges")]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=splitting.ignore_merges))
@@ -91,7 +96,49 @@ def _byte_level(file: GGUFFile) -> PreTrainedTokenizerBase:
     tokenizer.decoder = decoders.ByteLevel()
     if splitting.nfc:
         tokenizer.normalizer = normalizers.NFC()
-    types = zip(tokens, gguf_config.listed(file, "token_type"), strict=False)
+    return _with_roles(file, tokenizer, tokens, bos=splitting.bos)
+
+
+def _sentencepiece(file: GGUFFile) -> PreTrainedTokenizerBase:
+    """A BPE over characters: of all neighbours that join to a token, those with the highest score are joined first."""
+    tokens, scores = _texts(file, "tokens"), gguf_config.listed(file, "scores")
+    if len(scores) != len(tokens) or not all(isinstance(score, float) for score in scores):
+        raise ModelFormatError(f"{file.path}: tokenizer.ggml.scores is not one number for each of {len(tokens)} tokens")
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    unknown = gguf_config.token_id(file, "unknown")
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=vocabulary,
+            merges=_joins(vocabulary, scores),
+            unk_token=None if unknown is None else tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    prefixed = bool(file.metadata.get("tokenizer.ggml.add_space_prefix", True))
+    steps = [normalizers.Prepend(_SPACE)] if prefixed else []
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
+    last = [decoders.Strip(" ", 1, 0)] if prefixed else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *last]
+    )
+    return _with_roles(file, tokenizer, tokens, bos=True)
+
+
+def _joins(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """All pairs of tokens that join to a token, in the order in which they are joined."""
+    found: list[tuple[float, int, int, tuple[str, str]]] = []
+    for token, index in vocabulary.items():
+        for at in range(1, min(len(token), _LONGEST_TOKEN)):
+            left, right = vocabulary.get(token[:at]), vocabulary.get(token[at:])
+            if left is not None and right is not None:
+                found.append((-scores[index], left, right, (token[:at], token[at:])))
+    return [pair for *_, pair in sorted(found)]
+
+
+def _with_roles(file: GGUFFile, tokenizer: Tokenizer, tokens: list[str], *, bos: bool) -> PreTrainedTokenizerBase:
+    """Complete a tokenizer with its control tokens and chat template. bos: whether texts begin with one by default."""
+    metadata, types = file.metadata, zip(tokens, gguf_config.listed(file, "token_type"), strict=False)
     kinds = [(token, kind) for token, kind in types if kind in (_CONTROL, _USER_DEFINED)]
     tokenizer.add_tokens([AddedToken(token, special=kind == _CONTROL, normalized=False) for token, kind in kinds])
     roles = {role: gguf_config.token_id(file, role) for role in ("bos", "eos", "unknown", "padding")}
@@ -102,7 +149,7 @@ def _byte_level(file: GGUFFile) -> PreTrainedTokenizerBase:
         eos_token=named["eos"],
         unk_token=named["unknown"],
         pad_token=named["padding"],
-        add_bos_token=bool(metadata.get("tokenizer.ggml.add_bos_token", splitting.bos)),
+        add_bos_token=bool(metadata.get("tokenizer.ggml.add_bos_token", bos)),
         chat_template=metadata.get("tokenizer.chat_template"),
         clean_up_tokenization_spaces=False,  # name_or_path is left out: transformers would look it up on the hub
     )

@@ -28,8 +28,12 @@ from pathlib import Path
 from tqdm import tqdm
 
 from paceline.errors import ModelFormatError, ModelNotFoundError
+from paceline.models.gguf_names import gguf_in, parts
 
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[A-Za-z0-9][\w./-]*)?")  # @: a branch, tag or commit
+# @: a branch, tag or commit. After a colon: the type of a GGUF file, such as Q4_K_M.
+HUB_NAME = re.compile(
+    r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<type>\w[\w-]*))?(@(?P<revision>[A-Za-z0-9][\w./-]*))?"
+)
 HUB_FILES = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
 HUB_TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja")
 _MODEL_FILES = (*HUB_FILES, *HUB_TOKENIZER_FILES)
@@ -86,7 +90,8 @@ def resolve(source: str | os.PathLike[str], *, fetch: bool = False) -> Path:
     """Return the directory or .gguf file of a model.
 
     source: a local path, the name of an embedded model or head, or a hub name. A hub name is ``ORG/NAME`` or
-    ``ORG/NAME@REVISION``, where the revision is a branch, a tag or a commit.
+    ``ORG/NAME@REVISION``, where the revision is a branch, a tag or a commit. Of a repository with GGUF files,
+    ``ORG/NAME:TYPE`` is the model of that type; of a split one, its first file.
     fetch: whether to fetch an embedded model that is not in the cache. Hub models are always fetched.
     Raises ModelNotFoundError if there is no such model, ModelFormatError for a file that is no .gguf.
     """
@@ -99,7 +104,7 @@ def resolve(source: str | os.PathLike[str], *, fetch: bool = False) -> Path:
     if name in EMBEDDED:
         return pull(name) if fetch else _embedded_in_cache(name)
     if HUB_NAME.fullmatch(name) and path.suffix != ".gguf":
-        return _hub_snapshot(name)
+        return _hub_model(name)
     raise ModelNotFoundError(f"no model {name!r}: {_suggestion(name)}")
 
 
@@ -109,7 +114,9 @@ def resolve_tokenizer(source: str | os.PathLike[str]) -> Path:
     Raises ModelNotFoundError, or ModelFormatError if a hub model has no tokenizer files.
     """
     name = os.fspath(source)
-    if Path(source).expanduser().exists() or name in HEADS or not HUB_NAME.fullmatch(name) or name.endswith(".gguf"):
+    hub_name = HUB_NAME.fullmatch(name)
+    local = Path(source).expanduser().exists() or name in HEADS or name.endswith(".gguf")
+    if local or hub_name is None or hub_name["type"]:
         return resolve(source)
     patterns = ("config.json", *HUB_TOKENIZER_FILES)
     for local in (True, False):
@@ -132,13 +139,17 @@ def pull(name: str, progress: bool = True) -> Path:
         target = _embedded_path(name)
         return target if _is_intact(target, EMBEDDED[name]) else _fetch_embedded(name, target, progress)
     if HUB_NAME.fullmatch(name):
-        return _hub_snapshot(name)
+        return _hub_model(name)
     raise ModelNotFoundError(f"cannot pull {name!r}: {_suggestion(name)}")
 
 
 def _checked_path(path: Path) -> Path:
-    if path.is_dir() or path.suffix == ".gguf":
-        return path
+    """Return a model's directory or .gguf file; of a split model, or a directory with a GGUF model, its first file."""
+    if path.is_dir():
+        gguf = None if (path / "config.json").is_file() else gguf_in(path)
+        return path if gguf is None else gguf
+    if path.suffix == ".gguf":
+        return parts(path)[0]
     raise ModelFormatError(f"{path} is neither a model directory nor a .gguf file")
 
 
@@ -147,7 +158,7 @@ def _suggestion(name: str) -> str:
     siblings = _siblings_like(Path(name).expanduser())
     start = f"did you mean {' or '.join(repr(hit) for hit in [*near, *siblings])}? " if near or siblings else ""
     known = ", ".join(sorted([*EMBEDDED, *HEADS]))
-    hub_name = "a hub name ORG/NAME (or ORG/NAME@REVISION)"
+    hub_name = "a hub name ORG/NAME (or ORG/NAME@REVISION, or of GGUF files ORG/NAME:Q4_K_M)"
     return f"{start}A model is a directory, a .gguf file, {hub_name} or an embedded name ({known})"
 
 
@@ -292,6 +303,45 @@ def _extract(package: Path, pattern: str, target: Path) -> None:
 # Hub models
 
 
+def _hub_model(name: str) -> Path:
+    """Return the directory or GGUF file of a hub model. Raises ModelNotFoundError, ModelFormatError."""
+    match = HUB_NAME.fullmatch(name)
+    return _hub_gguf(name, match["type"]) if match is not None and match["type"] else _hub_snapshot(name)
+
+
+def _hub_gguf(name: str, kind: str) -> Path:
+    """Return the GGUF file of a type, the first if it is split, from the cache if it is complete there."""
+    letters = "".join(f"[{letter.lower()}{letter.upper()}]" if letter.isalpha() else letter for letter in kind)
+    patterns = (f"*{letters}.gguf", f"*{letters}-?????-of-?????.gguf")
+    for local in (True, False):
+        found = _try_snapshot(name, local=local, patterns=patterns)
+        if isinstance(found, Path):
+            try:
+                models = _models_of_type(found, kind)
+            except ModelFormatError:  # a part is missing: after an interrupted download the rest is fetched
+                if not local:
+                    raise
+                continue
+            if len(models) == 1:
+                return models[0]
+            if models:
+                names = ", ".join(model.name for model in models)
+                raise ModelFormatError(f"{name} may be any of {names}: pull one and pass the path of its file")
+    if isinstance(found, Exception):
+        raise ModelNotFoundError(_hub_failed(name, found)) from found
+    raise ModelNotFoundError(f"{name.partition(':')[0]} has no GGUF file of the type {kind}; look at its list of files")
+
+
+def _models_of_type(snapshot: Path, kind: str) -> list[Path]:
+    """Return the first files of the models of a type. Raises ModelFormatError if a part is missing.
+
+    Files beside the model (vision projectors, separate draft heads) have a name that begins differently.
+    """
+    ending = re.compile(rf"(.*[-._])?{re.escape(kind)}(-\d{{5}}-of-\d{{5}})?\.gguf", re.IGNORECASE)
+    files = [path for path in snapshot.rglob("*.gguf") if ending.fullmatch(path.name)]
+    return sorted({parts(path)[0] for path in files if not path.name.startswith(("mmproj", "mtp-"))})
+
+
 def _hub_snapshot(name: str) -> Path:
     """Return the snapshot of a hub model, from the cache if it is complete there, else from the hub.
 
@@ -305,7 +355,8 @@ def _hub_snapshot(name: str) -> Path:
         raise ModelNotFoundError(_hub_failed(name, fetched)) from fetched
     if not _is_complete(fetched):
         raise ModelFormatError(
-            f"{name} lacks config.json or (some of) its safetensors weights; other weight files are not loaded"
+            f"{name} lacks config.json or (some of) its safetensors weights; other weight files are not loaded. If it "
+            f"has GGUF files, name the type: {name.partition('@')[0]}:Q4_K_M"
         )
     return fetched
 
@@ -330,11 +381,13 @@ def _try_snapshot(name: str, *, local: bool, patterns: Sequence[str] = _MODEL_FI
     """Return the snapshot, or the error of huggingface_hub. local: only look in the cache."""
     from huggingface_hub import snapshot_download
 
-    repository, _, revision = name.partition("@")
+    match = HUB_NAME.fullmatch(name)
+    assert match is not None, "callers have a hub name"
+    repository, revision = match["repository"], match["revision"]
     try:
         with _NETWORK:
             found = snapshot_download(
-                repository, revision=revision or None, allow_patterns=list(patterns), local_files_only=local
+                repository, revision=revision, allow_patterns=list(patterns), local_files_only=local
             )
             return Path(found)
     except Exception as error:  # noqa: BLE001  (not found, no network, no permission, bad name: callers report it)

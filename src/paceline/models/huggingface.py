@@ -34,7 +34,7 @@ from paceline.kernels.attention.base import Attend
 from paceline.kernels.attention.reference import ReferenceAttention
 from paceline.models.base import HiddenStates, check_taps
 from paceline.models.boundary import brief, name_of, reading
-from paceline.models.config import longest_sequence
+from paceline.models.families.rotary import longest_sequence
 
 ATTENTION = "paceline"  # there is no mask function of this name, so transformers builds no masks
 CHECK_LENGTH = 12  # tokens per row of the checks
@@ -303,7 +303,8 @@ class HuggingFaceModel:
 
     def _compare(self, tokens: Tensor, positions: Tensor, cache: KVCache, expected: Tensor) -> None:
         backend = ReferenceAttention()
-        plan, index = backend.plan(positions, CHECK_LENGTH), cache.write_index(0, positions)
+        rows = torch.arange(len(positions), device=self.device)
+        plan, index = backend.plan(positions, CHECK_LENGTH), cache.write_index(rows, positions)
 
         def attend(
             layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: int | None = None

@@ -19,11 +19,17 @@ from paceline.models import gguf_config, shares, weights
 from paceline.models.base import Model
 from paceline.models.boundary import ResolvedSource, brief, is_loaded, name_of, reading, reads_model
 from paceline.models.boundary import Source as Source
-from paceline.models.config import NATIVE_FAMILIES, ModelConfig, longest_sequence
+from paceline.models.description import DecoderSpec
+from paceline.models.families import FAMILIES, USUAL_NAMES, describe, family_of
+from paceline.models.families.rotary import longest_sequence
 from paceline.models.gguf import GGUFFile
+from paceline.models.gguf_names import parts
 from paceline.models.json_files import FETCH_AGAIN, read_configuration, read_object
+from paceline.models.quantised import Scheme, matrices, scheme_of
+from paceline.models.recurrent import RecurrentModel, is_recurrent
 from paceline.models.shares import ModelShard
 from paceline.models.transformer import Transformer
+from paceline.models.weight_names import WeightNames
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,10 +40,10 @@ PICKLES = ("*.bin", "*.pt", "*.pth")
 @reads_model
 def load_model(
     source: ResolvedSource, *, dtype: torch.dtype, device: torch.device | str = "cpu", progress: bool = False
-) -> Model:
+) -> Model | RecurrentModel:
     """Load the model of ``source`` in ``dtype`` (float32, bfloat16 or float16).
 
-    Families in ``config.NATIVE_FAMILIES`` run through ``Transformer``, others through transformers' own code. The
+    Families in ``families.FAMILIES`` run through ``Transformer``, others through transformers' own code. The
     weights of a loaded Hugging Face model are shared if dtype and layout allow.
     progress: whether to show a progress bar.
     Raises ModelNotFoundError if there is no such model, ModelFormatError if its files are damaged, incomplete or
@@ -53,33 +59,44 @@ def load_model(
 @reads_model
 def load_shard(
     source: ResolvedSource, shard: ModelShard, *, dtype: torch.dtype, device: torch.device
-) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """Load a rank's shard of a model: the configuration of the whole model, and the shard's weights by name.
+) -> tuple[DecoderSpec, dict[str, Tensor]]:
+    """Load a rank's shard of a model: the description of the whole model, and the shard's weights by name.
 
     Raises the errors of ``load_model``, and ParameterError if the model cannot be split over the ranks.
     """
-    path, config = check_shardable(source, shard)
+    path, spec = check_shardable(source, shard)
+    spec, placements = placed(path, spec)
+    return spec, weights.assemble(shares.cut(placements, spec, shard), dtype, device)
+
+
+def placed(path: Path, spec: DecoderSpec) -> tuple[DecoderSpec, list[weights.Placement]]:
+    """Return the description, with ``tied`` as the files are, and the destination of every stored tensor.
+
+    Raises ModelFormatError if they do not fit.
+    """
     stored, names = _stored_of(path)
-    config = _untied_if_stored(config, names, stored)
-    placements = weights.place(config, names, stored, str(path))
-    return config, weights.assemble(shares.cut(placements, config, shard), dtype, device)
+    spec = _untied_if_stored(spec, names, stored)
+    return spec, weights.place(spec, names, stored, str(path))
 
 
 @reads_model
-def check_shardable(source: ResolvedSource, shard: ModelShard) -> tuple[Path, ModelConfig]:
-    """Check that a model can be split over the ranks, without loading it; return its path and configuration.
+def check_shardable(source: ResolvedSource, shard: ModelShard) -> tuple[Path, DecoderSpec]:
+    """Check that a model can be split over the ranks, without loading it; return its path and description.
 
     Raises the errors of ``load_shard``.
     """
     if is_loaded(source):
         allowed = f"1 with {name_of(source)}, which is loaded already: give its directory, from which each rank reads"
         raise ParameterError("tensor_parallel", shard.ranks, f"{allowed} a part")
-    config = native_config(source)
-    if config is None:
-        allowed = f"1 with {source}: only models of the families {', '.join(NATIVE_FAMILIES)} can be split"
+    spec = description_of(source)
+    if spec is None:
+        allowed = f"1 with {source}: only models of the families {', '.join(FAMILIES)} can be split"
         raise ParameterError("tensor_parallel", shard.ranks, allowed)
-    shard.local(config)
-    return source, config
+    if is_recurrent(spec):
+        allowed = f"1 with {source}: recurrent layers are not split over ranks yet"
+        raise ParameterError("tensor_parallel", shard.ranks, allowed)
+    shard.local(spec)
+    return source, spec
 
 
 @reads_model
@@ -93,21 +110,21 @@ def load_config(source: ResolvedSource) -> PretrainedConfig:
     return gguf_config.huggingface_config(GGUFFile(source)) if source.is_file() else _directory_config(source)
 
 
-def native_config(path: Path) -> ModelConfig | None:
-    """Return the configuration for ``Transformer`` of the checkpoint at ``path``; None if its family is not native.
+def description_of(path: Path) -> DecoderSpec | None:
+    """Return the description of the checkpoint at ``path``; None if its family is not native.
 
     ``tied`` is that of the configuration file; see ``weights.truly_tied``. Raises the errors of ``load_model``.
     """
     with reading(path):
         if path.is_file():
-            return gguf_config.native_config(GGUFFile(path))
-        return ModelConfig.from_huggingface(_directory_config(path))
+            return gguf_config.describe(GGUFFile(path))
+        return describe(_unquantised_config(path)[0])
 
 
 def files(path: Path) -> list[Path]:
     """Return the files of the checkpoint at ``path``. Raises the errors of ``load_model``."""
     with reading(path):
-        return [path] if path.is_file() else [path / "config.json", *_weight_files(path)]
+        return parts(path) if path.is_file() else [path / "config.json", *_weight_files(path)]
 
 
 def stored_tensors(path: Path) -> dict[str, _SafeTensor]:
@@ -116,6 +133,19 @@ def stored_tensors(path: Path) -> dict[str, _SafeTensor]:
     Raises the errors of ``load_model``.
     """
     return _stored(_weight_files(path))
+
+
+def head_tensors(path: Path) -> Mapping[str, weights.StoredTensor]:
+    """Return the tensors of a checkpoint's own draft head, named ``mtp.*``, not read yet; none if it has no head.
+
+    Raises the errors of ``load_model``.
+    """
+    if path.is_file() or not (path / "config.json").is_file():
+        return {}
+    family = FAMILIES.get(_directory_config(path).model_type)
+    if family is None or not family.has_head:
+        return {}
+    return {name: tensor for name, tensor in stored_tensors(path).items() if name.startswith("mtp.")}
 
 
 @reads_model
@@ -146,12 +176,17 @@ def _first_stored(source: Path, parts: Sequence[str], dtype: torch.dtype, device
     raise ModelFormatError(f"{source} has no token embedding under a known name")
 
 
-def _stored_of(path: Path) -> tuple[Mapping[str, weights.StoredTensor], weights.WeightNames]:
+def _stored_of(path: Path) -> tuple[Mapping[str, weights.StoredTensor], WeightNames]:
     if path.is_file():
         file = GGUFFile(path)
-        return gguf_config.tensors(file, gguf_config.native_config(file)), weights.GGUF
-    kind = _directory_config(path).model_type
-    return stored_tensors(path), weights.HUGGINGFACE.get(kind, weights.HUGGINGFACE["llama"])
+        return gguf_config.tensors(file, gguf_config.describe(file)), gguf_config.form(file).names
+    config, scheme = _unquantised_config(path)
+    return _read_by(scheme, stored_tensors(path)), _names(config)
+
+
+def _names(config: PretrainedConfig) -> WeightNames:
+    family = family_of(config)
+    return USUAL_NAMES if family is None else family.safetensors
 
 
 @reads_model
@@ -217,11 +252,13 @@ def _token_ids(value: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _SafeTensor:
-    """A tensor of a memory-mapped safetensors file."""
+    """A tensor of a memory-mapped safetensors file. dtype: its name in the file, such as "BF16"."""
 
+    path: Path
     file: Any  # safetensors' safe_open
     name: str
     shape: tuple[int, ...]
+    dtype: str
 
     def load(self) -> Tensor:
         return cast(Tensor, self.file.get_tensor(self.name))
@@ -230,22 +267,25 @@ class _SafeTensor:
         destination.copy_(self.load())
 
 
-def _from_directory(path: Path, dtype: torch.dtype, device: torch.device, progress: bool) -> Model:
-    config = _directory_config(path)
-    stored = _stored(_weight_files(path))
-    native = ModelConfig.from_huggingface(config)
-    if native is None:
+def _from_directory(path: Path, dtype: torch.dtype, device: torch.device, progress: bool) -> Model | RecurrentModel:
+    config, scheme = _unquantised_config(path)
+    stored = _read_by(scheme, _stored(_weight_files(path)))
+    spec = describe(config)
+    if spec is None and scheme is not None:
+        raise ModelFormatError(
+            f"{path} is a quantised model ({scheme.name}) of the type {config.model_type!r}, of which only original "
+            f"weights can be run; quantised ones are read for {', '.join(FAMILIES)}"
+        )
+    if spec is None:
         from paceline.models.huggingface import HuggingFaceModel  # importing it takes as long as importing torch
 
         return HuggingFaceModel.from_directory(path, dtype=dtype, device=device)
-    return _transformer(native, weights.HUGGINGFACE[native.family], stored, str(path), dtype, device, progress)
+    return _transformer(spec, _names(config), stored, str(path), dtype, device, progress)
 
 
 def _directory_config(path: Path) -> PretrainedConfig:
     if not (path / "config.json").is_file():
-        gguf = next(path.glob("*.gguf"), None)
-        hint = "" if gguf is None else f"; the model may be {gguf}"
-        raise ModelFormatError(f"{path} has no config.json, so it is not a Hugging Face model directory{hint}")
+        raise ModelFormatError(f"{path} has no config.json, so it is not a Hugging Face model directory")
     read_configuration(path / "config.json")
     with reading(path / "config.json"):
         return AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
@@ -297,7 +337,7 @@ def _stored(files: Sequence[Path]) -> dict[str, _SafeTensor]:
     """Return the tensors of all files, not read yet. Raises ModelFormatError for a name that is in two files."""
     found: dict[str, _SafeTensor] = {}
     for file in files:
-        tensors = _open_safetensors(file)
+        tensors = open_safetensors(file)
         if duplicates := found.keys() & tensors.keys():
             raise ModelFormatError(f"{file}: the tensor {brief(min(duplicates))} is also in another file of the model")
         found |= tensors
@@ -313,55 +353,75 @@ def _no_weights(path: Path) -> str:
     return f"{path} has no *.safetensors file"
 
 
-def _open_safetensors(path: Path) -> dict[str, _SafeTensor]:
+def open_safetensors(path: Path) -> dict[str, _SafeTensor]:
+    """Return the tensors of one file, not read yet. Raises ModelFormatError."""
     try:
         file: Any = safe_open(str(path), framework="pt")
         names: list[str] = file.keys()
-        return {name: _SafeTensor(file, name, tuple(file.get_slice(name).get_shape())) for name in names}
+        return {name: _safe_tensor(path, file, name) for name in names}
     except (SafetensorError, OSError) as error:
         broken = f"{path}: broken or truncated safetensors file ({brief(error)}); {FETCH_AGAIN}"
         raise ModelFormatError(broken) from error
 
 
+def _safe_tensor(path: Path, file: Any, name: str) -> _SafeTensor:
+    view = file.get_slice(name)
+    return _SafeTensor(path, file, name, tuple(view.get_shape()), view.get_dtype())
+
+
+def _unquantised_config(path: Path) -> tuple[PretrainedConfig, Scheme | None]:
+    """Return a directory's configuration as of its model before it was quantised, and how it was.
+
+    Raises ModelFormatError for a scheme that is not read.
+    """
+    config = _directory_config(path)
+    scheme = scheme_of(read_configuration(path / "config.json"), path)
+    if scheme is not None:
+        config.quantization_config = None
+    return config, scheme
+
+
+def _read_by(scheme: Scheme | None, stored: Mapping[str, _SafeTensor]) -> Mapping[str, weights.StoredTensor]:
+    return stored if scheme is None else matrices(stored, scheme, lambda tensor: tensor.path)
+
+
 # GGUF files and loaded models
 
 
-def _from_gguf(path: Path, dtype: torch.dtype, device: torch.device, progress: bool) -> Model:
+def _from_gguf(path: Path, dtype: torch.dtype, device: torch.device, progress: bool) -> Model | RecurrentModel:
     file = GGUFFile(path)
-    config = gguf_config.native_config(file)
-    stored = gguf_config.tensors(file, config)
-    return _transformer(config, weights.GGUF, stored, str(path), dtype, device, progress)
+    spec = gguf_config.describe(file)
+    stored = gguf_config.tensors(file, spec)
+    return _transformer(spec, gguf_config.form(file).names, stored, str(path), dtype, device, progress)
 
 
-def _from_loaded(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> Model:
-    native = ModelConfig.from_huggingface(model.config)
-    if native is None:
+def _from_loaded(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> Model | RecurrentModel:
+    spec = describe(model.config)
+    if spec is None:
         from paceline.models.huggingface import HuggingFaceModel
 
         fits = model.dtype == dtype and model.device == device
         return HuggingFaceModel(model if fits else copy.deepcopy(model).to(device=device, dtype=dtype))
     stored = {name: weights.LoadedTensor(tensor.detach()) for name, tensor in model.state_dict().items()}
     where = name_of(model)
-    return _transformer(native, weights.HUGGINGFACE[native.family], stored, where, dtype, device, progress=False)
+    return _transformer(spec, _names(model.config), stored, where, dtype, device, progress=False)
 
 
 def _transformer(
-    config: ModelConfig,
-    names: weights.WeightNames,
+    spec: DecoderSpec,
+    names: WeightNames,
     stored: Mapping[str, weights.StoredTensor],
     where: str,
     dtype: torch.dtype,
     device: torch.device,
     progress: bool,
-) -> Transformer:
-    config = _untied_if_stored(config, names, stored)
-    placements = weights.place(config, names, stored, where)
-    return Transformer(config, weights.assemble(placements, dtype, device, progress=progress), where)
+) -> Model | RecurrentModel:
+    spec = _untied_if_stored(spec, names, stored)
+    tensors = weights.assemble(weights.place(spec, names, stored, where), dtype, device, progress=progress)
+    return (RecurrentModel if is_recurrent(spec) else Transformer)(spec, tensors, where)
 
 
-def _untied_if_stored(
-    config: ModelConfig, names: weights.WeightNames, stored: Mapping[str, weights.StoredTensor]
-) -> ModelConfig:
+def _untied_if_stored(spec: DecoderSpec, names: WeightNames, stored: Mapping[str, weights.StoredTensor]) -> DecoderSpec:
     """Set ``tied`` to False if the files have an embedding and a head that differ."""
-    untied = config.tied and not weights.truly_tied(names, stored)
-    return dataclasses.replace(config, tied=False) if untied else config
+    untied = spec.tied and not weights.truly_tied(names, stored)
+    return dataclasses.replace(spec, tied=False) if untied else spec

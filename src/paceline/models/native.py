@@ -1,4 +1,4 @@
-"""Llama-like decoders on the native CPU kernels: one call per forward pass, packed weights, batch-invariant results.
+"""Decoders on the native CPU kernels: one call per forward pass, packed weights, batch-invariant results.
 
 The hidden state and the logits of a token are bitwise the same whatever else is in the call: alone, among other rows,
 verified with its draft tokens, or prefilled in any chunks. Without the compiled extension the reference implementation
@@ -7,8 +7,9 @@ in torch runs instead (``kernels`` names it); its results are not batch-invarian
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,19 +18,23 @@ from torch import Tensor
 from paceline.config import QuantizationName
 from paceline.core.cache import KVCache
 from paceline.core.nodes import Nodes
+from paceline.core.recurrent_state import StateShape
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import abi, native, twin
-from paceline.kernels.pack import Format
-from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec
+from paceline.kernels.pack import Format, Weight
+from paceline.kernels.spec import DeltaWeights, GatedActivation, LayerWeights, LinearWeights, NativeSpec
 from paceline.models.base import HiddenStates, check_taps
-from paceline.models.config import ModelConfig
+from paceline.models.description import AttentionSpec, DecoderSpec, DeltaNetSpec, LayerSpec, MixerSpec, MLPSpec
 from paceline.models.linear import Dense
 from paceline.models.packing import PackedDecoder, ReadPacked, packed_size
 from paceline.models.transformer import Transformer, _GatedMLP
 
 Quantization = Literal["int8", "int4"]
+ReadMatrix: TypeAlias = Callable[[Format], Weight]
+MAX_TAPS = 8  # kMostTaps in csrc/kernels.h
 LAYER_FORMAT: dict[str | None, Format] = {None: "bf16", "int8": "int8", "int4": "int4"}
 HEAD_FORMAT: dict[str | None, Format] = {None: "bf16", "int8": "int8", "int4": "int8"}  # int4 costs the head too much
+ACTIVATIONS: dict[str, GatedActivation] = {"silu": "silu", "gelu_tanh": "gelu_tanh"}  # those that the kernels have
 
 
 class NativeModel:
@@ -58,12 +63,13 @@ class NativeModel:
         self.name = name
         self.quantization: QuantizationName | None = quantization
         self.vocab_size, self.layers = spec.vocab_size, len(spec.layers)
+        self.state_shape, self.attention_layers = spec.delta, spec.attention_layers
         self.kv_heads, self.head_dim, self.width = spec.kv_heads, spec.head_dim, spec.width
         self.max_positions, self.tied = spec.max_positions, spec.head is None
         self.dtype, self.device = torch.bfloat16, torch.device("cpu")
         self.threads = torch.get_num_threads() if threads is None else threads
         chosen = native.select() if kernels == "choose" else kernels
-        self.kernels = _kernel_name(chosen)
+        self.kernels = "torch reference" if chosen is None else chosen.name
         self.seconds = torch.zeros(len(native.PHASES), dtype=torch.float64)  # time of each phase, if ``timed``
         self.timed = False
         formats = LAYER_FORMAT[quantization], HEAD_FORMAT[quantization]
@@ -76,7 +82,7 @@ class NativeModel:
     @classmethod
     def from_weights(
         cls,
-        config: ModelConfig,
+        spec: DecoderSpec,
         weights: Mapping[str, Tensor],
         name: str,
         *,
@@ -84,23 +90,23 @@ class NativeModel:
         threads: int | None = None,
     ) -> NativeModel:
         """Make the model from the weights that ``Transformer`` takes."""
-        return cls(spec_of(config, weights), name, quantization=quantization, threads=threads)
+        return cls(spec_of(spec, weights), name, quantization=quantization, threads=threads)
 
     @classmethod
     def from_transformer(
         cls, model: Transformer, *, quantization: Quantization | None = None, threads: int | None = None
     ) -> NativeModel:
         """Make the model from a loaded one, which is not changed."""
-        check_config(model.config)
+        check_description(model.spec)
         weights = _weights_of(model)
-        return cls.from_weights(model.config, weights, model.name, quantization=quantization, threads=threads)
+        return cls.from_weights(model.spec, weights, model.name, quantization=quantization, threads=threads)
 
     def forward(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> HiddenStates:
         """Run N nodes -> hidden [N - read, width], features [N - read, taps, width], both float32.
 
         Writes the nodes' keys and values. The first ``nodes.read`` nodes are in the cache already and are not run.
         """
-        check_taps(taps, self.layers)
+        check_taps(taps, self.layers + 1)
         if self._reference is not None:
             return HiddenStates(*self._reference.forward(nodes, cache, taps))
         hidden = torch.empty(nodes.tokens.shape[0] - nodes.read, self.width, dtype=torch.float32)
@@ -111,9 +117,9 @@ class NativeModel:
 
         The last layer is skipped after its keys and values.
         """
-        check_taps(taps, self.layers)
+        check_taps(taps, self.layers + 1)
         if self._reference is not None:
-            return self._reference.forward(nodes, cache, taps)[1]
+            return self._reference.forward(nodes, cache, taps, text=True)[1]
         return self._forward(nodes, cache, taps, None)
 
     def _forward(self, nodes: Nodes, cache: KVCache, taps: Sequence[int], hidden: Tensor | None) -> Tensor | None:
@@ -123,12 +129,22 @@ class NativeModel:
         if count > 0:
             tensors = (None if tensor is None else tensor.contiguous() for tensor in nodes[:-1])
             flat = Nodes(*tensors)._replace(read=nodes.read)  # type: ignore[arg-type]
-            tapped = None if features is None else (taps, features)
+            tapped = None if features is None else (self.tap_places(taps), features)
             seconds = self.seconds if self.timed else None
             problem = self._packed.decoder.forward(flat, self._c_cache(cache), hidden, tapped, seconds)
             if problem is not None:
                 raise ParameterError("tokens", f"[{count} tokens]", problem)
         return features
+
+    def tap_places(self, taps: Sequence[int]) -> list[int]:
+        """Return the kernels' numbers of tapped layers: theirs for the hidden state is one higher."""
+        return [self.layers + 1 if tap == self.layers else tap for tap in taps]
+
+    @property
+    def packed_decoder(self) -> PackedDecoder:
+        """The weights and the library's decoder. There are none without the CPU kernels."""
+        assert self._packed is not None
+        return self._packed
 
     @property
     def runs_rounds(self) -> bool:
@@ -185,54 +201,94 @@ def _multiply_adds(spec: NativeSpec) -> int:
     return sum(linear.weight.numel() for linear in linears) + spec.vocab_size * spec.width
 
 
-def _kernel_name(kernels: native.Kernels | None) -> str:
-    """Return the name for the start line, with the reason if the CPU has AMX and it is not used."""
-    name = "torch reference" if kernels is None else kernels.name
-    obstacle = native.amx_obstacle()
-    return f"{name} (not AMX: {obstacle})" if obstacle else name
-
-
-def spec_of(config: ModelConfig, weights: Mapping[str, Tensor]) -> NativeSpec:
+def spec_of(
+    spec: DecoderSpec, weights: Mapping[str, Tensor], readers: Mapping[str, ReadMatrix] | None = None
+) -> NativeSpec:
     """Return the kernels' spec of a model. weights: by the names of ``models.weights``.
 
+    readers: makes matrices while they are packed, by the names of weights, which then only give the shapes.
     Raises ModelFormatError if the kernels cannot run the model.
     """
-    check_config(config)
-    assert config.rotary is not None
+    check_description(spec)
+    attention = spec.attentions[0]
+    assert attention.rotary is not None
 
     def linear(name: str) -> LinearWeights:
-        return LinearWeights(weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+        weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
+        return LinearWeights(weight, bias, (readers or {}).get(f"{name}.weight"))
 
-    layers = [
-        LayerWeights(
-            qkv=linear(f"layers.{i}.qkv"),
-            attention_out=linear(f"layers.{i}.o"),
-            gate_up=linear(f"layers.{i}.gate_up"),
-            down=linear(f"layers.{i}.down"),
-            input_norm=weights[f"layers.{i}.attn_norm.weight"],
-            post_norm=weights[f"layers.{i}.mlp_norm.weight"],
-            q_norm=weights.get(f"layers.{i}.q_norm.weight"),
-            k_norm=weights.get(f"layers.{i}.k_norm.weight"),
-            window=window,
-        )
-        for i, window in enumerate(config.windows)
-    ]
     return NativeSpec(
-        width=config.width,
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        ffn=config.mlp_width,
-        vocab_size=config.vocab_size,
-        max_positions=config.max_positions,
-        inverse_frequencies=config.rotary.inverse_frequencies,
+        width=spec.width,
+        heads=attention.heads,
+        kv_heads=attention.kv_heads,
+        head_dim=attention.head_dim,
+        ffn=spec.layers[0].dense.width,
+        vocab_size=spec.vocab_size,
+        max_positions=spec.max_positions,
+        rotary=attention.rotary,
         embedding=weights["embed.weight"],
-        final_norm=weights["norm.weight"],
-        layers=layers,
+        final_norm=weights["norm.weight"] * spec.logits_scale,
+        layers=[_layer_of(layer, f"layers.{i}.", weights, linear) for i, layer in enumerate(spec.layers)],
         head=linear("head") if "head.weight" in weights else None,
-        epsilon=config.norm_eps,
-        rotary_scaling=config.rotary.scaling,
-        attention_scale=config.scales[0],
+        epsilon=spec.norm.eps,
+        embed_scale=spec.embed_scale,
+        tap_scale=spec.residual_scale,
+        delta=state_shape(spec),
+    )
+
+
+def state_shape(spec: DecoderSpec) -> StateShape | None:
+    """Return the shape of a model's recurrent states; None if all of its layers are attention."""
+    deltas = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, DeltaNetSpec)]
+    if not deltas:
+        return None
+    first = deltas[0]
+    heads = first.key_heads, first.value_heads, first.key_dim, first.value_dim
+    return StateShape(len(deltas), *heads, first.taps)
+
+
+def gate_last(qkv: LinearWeights, spec: MixerSpec) -> LinearWeights:
+    """Move the gates of the heads, each stored behind its head's query, behind all queries, keys and values."""
+    if isinstance(spec, DeltaNetSpec) or not spec.gated:
+        return qkv
+    heads = qkv.weight[: 2 * spec.query_width].view(spec.heads, 2, spec.head_dim, -1)
+    query, gate = (heads[:, part].flatten(0, 1) for part in (0, 1))
+    return LinearWeights(torch.cat([query, qkv.weight[2 * spec.query_width :], gate]))
+
+
+def _delta_of(name: str, weights: Mapping[str, Tensor]) -> DeltaWeights:
+    """Return the small weights of a gated delta net. name: of its layer, with a point."""
+    return DeltaWeights(
+        beta_decay=LinearWeights(weights[f"{name}beta_decay.weight"]),
+        conv=weights[f"{name}conv.weight"].squeeze(1),
+        rate=-weights[f"{name}decay_rate.weight"].float().exp(),
+        bias=weights[f"{name}decay_bias.weight"],
+        norm=weights[f"{name}delta_norm.weight"],
+    )
+
+
+def _layer_of(
+    layer: LayerSpec, name: str, weights: Mapping[str, Tensor], linear: Callable[[str], LinearWeights]
+) -> LayerWeights:
+    mixer = layer.mixer
+    attention = mixer if isinstance(mixer, AttentionSpec) else None
+    return LayerWeights(
+        qkv=gate_last(linear(f"{name}qkv"), mixer),
+        attention_out=linear(f"{name}o"),
+        gate_up=linear(f"{name}gate_up"),
+        down=linear(f"{name}down"),
+        input_norm=weights.get(f"{name}attn_norm.weight"),
+        post_norm=weights.get(f"{name}mlp_norm.weight"),
+        attention_out_norm=weights.get(f"{name}attn_out_norm.weight"),
+        mlp_out_norm=weights.get(f"{name}mlp_out_norm.weight"),
+        q_norm=weights.get(f"{name}q_norm.weight"),
+        k_norm=weights.get(f"{name}k_norm.weight"),
+        window=None if attention is None else attention.window,
+        rotary=None if attention is None else attention.rotary,
+        scale=None if attention is None else attention.scale,
+        gated=attention is not None and attention.gated,
+        delta=_delta_of(name, weights) if attention is None else None,
+        activation=ACTIVATIONS[layer.dense.activation],
     )
 
 
@@ -242,17 +298,18 @@ def _weights_of(model: Transformer) -> dict[str, Tensor]:
         "embed.weight": model._embedding,
         "norm.weight": model._norm.weight if model._norm else None,
     }
-    linears = {} if model.config.tied else {"head": model._head}
+    linears = {} if model.spec.tied else {"head": model._head}
     for i, block in enumerate(model._blocks):
         attention, mlp = block.attention, block.mlp
         assert isinstance(mlp, _GatedMLP)
         linears |= {f"layers.{i}.qkv": attention.qkv, f"layers.{i}.o": attention.output}
         linears |= {f"layers.{i}.gate_up": mlp.gate_up, f"layers.{i}.down": mlp.down}
-        found[f"layers.{i}.attn_norm.weight"] = block.attention_norm.weight
-        found[f"layers.{i}.mlp_norm.weight"] = block.mlp_norm.weight
-        if attention.qk_norm is not None:  # one row per head; all rows of q are equal, and all rows of k
-            found[f"layers.{i}.q_norm.weight"] = attention.qk_norm[0]
-            found[f"layers.{i}.k_norm.weight"] = attention.qk_norm[-1]
+        found |= {f"layers.{i}.{name}.weight": norm.weight for name, norm in block.norms.items()}
+        if attention.qk_norm is not None:
+            norms = torch.split(attention.qk_norm, attention.split[:2])  # [heads, head_dim] each
+            for part, norm in zip("qk", norms, strict=True):
+                whole = attention.spec.qk_norm == "all"  # else all rows are equal
+                found[f"layers.{i}.{part}_norm.weight"] = norm.flatten() if whole else norm[0]
     for name, linear in linears.items():
         if not isinstance(linear, Dense):
             raise ModelFormatError(f"{model.name}: weights of kind {type(linear).__name__} cannot be packed")
@@ -260,18 +317,36 @@ def _weights_of(model: Transformer) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
-def check_config(config: ModelConfig) -> None:
-    """Raise ModelFormatError for an architecture that ``NativeSpec`` cannot express."""
+def check_description(spec: DecoderSpec) -> None:
+    """Raise ModelFormatError for a model that ``NativeSpec`` cannot express."""
+    eps, deltas = spec.norm.eps, {layer.mixer for layer in spec.layers if isinstance(layer.mixer, DeltaNetSpec)}
+    attentions, one_shape = spec.attentions, {(a.heads, a.kv_heads, a.head_dim) for a in spec.attentions}
+    mlps = [layer.mlp for layer in spec.layers]
+    dense = [mlp for mlp in mlps if isinstance(mlp, MLPSpec)]
     wanted = {
-        "an RMS norm before each part": config.norm == "rms" and config.norm_first and config.final_norm,
-        "SwiGLU": config.gated and config.activation == "silu",
-        "rotary positions": config.rotary is not None,
-        "one attention scale for all layers": len(set(config.scales)) == 1,
-        "an embedding as wide as the model": config.embed_width in (0, config.width),
+        "a dense MLP in every layer": len(dense) == len(spec.layers),
+        "RMS norms before or after each part": spec.norm.kind == "rms"
+        and spec.final_norm
+        and all(layer.norms != "after_sum" for layer in spec.layers),
+        f"a gated MLP with {' or '.join(ACTIVATIONS)}": all(
+            mlp.gated and mlp.activation in ACTIVATIONS for mlp in dense
+        ),
+        "rotary positions": all(attention.rotary is not None for attention in attentions),
+        "heads of one shape in all layers": len(one_shape) == 1,
+        "recurrent layers of one shape, with the norms' epsilon": len(
+            deltas | {replace(d, norm_eps=eps) for d in deltas}
+        )
+        <= 1,
+        "attention in some layer": bool(attentions),
+        "an MLP of one width in all layers": len({mlp.width for mlp in dense}) <= 1,
+        "the same epsilon in all norms": all(a.qk_norm is None or a.qk_norm_eps == spec.norm.eps for a in attentions),
+        "attention without sinks": not any(a.sinks for a in attentions),
+        "an embedding as wide as the model": spec.embed_width == spec.width,
+        "logits without a cap": spec.logits_cap is None,
     }
     missing = [feature for feature, present in wanted.items() if not present]
     if missing:
-        raise ModelFormatError(f"the CPU kernels cannot run a {config.family} model without {' and '.join(missing)}")
+        raise ModelFormatError(f"the CPU kernels cannot run a {spec.family} model without {' and '.join(missing)}")
 
 
 def check_spec(spec: NativeSpec) -> None:
@@ -280,13 +355,23 @@ def check_spec(spec: NativeSpec) -> None:
         shape = f"{spec.heads} heads of {spec.head_dim} over {spec.kv_heads}"
         needed = "a head width that is a multiple of 16 and at most 64 query heads per key/value head"
         raise ModelFormatError(f"the CPU kernels need {needed}; not {shape}")
+    if spec.delta is not None:
+        _check_delta(spec.delta)
+
+
+def _check_delta(shape: StateShape) -> None:
+    """Raise ModelFormatError for heads of recurrent layers that the kernels do not support."""
+    shared = shape.key_heads > 0 and shape.value_heads % shape.key_heads == 0
+    if not shared or shape.key_dim % 16 or shape.value_dim % 16 or not 1 < shape.taps <= MAX_TAPS:
+        needed = f"head widths that are multiples of 16, value heads shared evenly, and 2 to {MAX_TAPS} taps"
+        raise ModelFormatError(f"the CPU kernels need recurrent layers of {needed}; not {shape}")
 
 
 def _check_cache(cache: KVCache, model: NativeModel) -> None:
     shape = cache.keys.shape
-    if (shape[0], shape[2], shape[4]) != (model.layers, model.kv_heads, model.head_dim):
+    if (shape[0], shape[2], shape[4]) != (model.attention_layers, model.kv_heads, model.head_dim):
         raise ParameterError(
-            "cache", tuple(shape), f"{model.layers} layers, {model.kv_heads} heads of {model.head_dim}"
+            "cache", tuple(shape), f"{model.attention_layers} layers, {model.kv_heads} heads of {model.head_dim}"
         )
     if cache.keys.dtype not in (torch.float32, torch.bfloat16):
         raise ParameterError("cache", cache.keys.dtype, "float32 or bfloat16")

@@ -54,11 +54,18 @@ def find_packed(
     quantization: QuantizationName | None,
 ) -> PackedFile | None:
     """Return the packed file of a model; None if the native kernels would not run it or the cache is off."""
-    if device.type != "cpu" or attention not in ("auto", "native") or quantization == "fp8":
-        return None
-    if native.select() is None or (quantization is None and dtype != torch.bfloat16):
+    if quantization == "fp8" or not would_pack(dtype, device, attention, quantization):
         return None
     return packed_file(source, dtype, quantization)
+
+
+def would_pack(
+    dtype: torch.dtype, device: torch.device, attention: AttentionName, quantization: QuantizationName | None
+) -> bool:
+    """Whether a model that the native kernels cover would run on them with these options."""
+    if device.type != "cpu" or attention not in ("auto", "native") or quantization == "fp8":
+        return False
+    return native.select() is not None and (quantization is not None or dtype == torch.bfloat16)
 
 
 def packed_file(source: loading.Source, dtype: torch.dtype, quantization: Quantization | None) -> PackedFile | None:
@@ -143,17 +150,17 @@ class PackedFile:
             metadata = file.metadata() or {}
         if metadata.get("origin") != self._origin:
             raise ModelFormatError("it was made from another checkpoint or by another version")
-        config = loading.native_config(self.source)
-        if config is None:
+        spec = loading.description_of(self.source)
+        if spec is None:
             raise ModelFormatError("the model is not of a native family")
         tied, checksums = _header(metadata)
-        config = dataclasses.replace(config, tied=tied)
+        spec = dataclasses.replace(spec, tied=tied)
 
         def read_packed(memory: Tensor) -> None:
             _read_into(memory, self.path, checksums)
 
-        spec = spec_of(config, shapes(config))
-        return NativeModel(spec, str(self.source), quantization=self.quantization, read_packed=read_packed)
+        native_spec = spec_of(spec, shapes(spec))
+        return NativeModel(native_spec, str(self.source), quantization=self.quantization, read_packed=read_packed)
 
 
 def _header(metadata: Mapping[str, str]) -> tuple[bool, list[int]]:

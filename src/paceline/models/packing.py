@@ -16,19 +16,31 @@ from torch.nn.functional import pad
 
 from paceline.kernels import abi, native, pack, twin
 from paceline.kernels.pack import Format
-from paceline.kernels.spec import FusionWeights, LayerWeights, LinearWeights, NativeSpec
+from paceline.kernels.spec import (
+    DeltaWeights,
+    FusionWeights,
+    GatedActivation,
+    LayerWeights,
+    LinearWeights,
+    NativeSpec,
+    Rotary,
+)
 
 ReadPacked: TypeAlias = Callable[[Tensor], None]
 """Fills memory, uint8 [packed_size], with weights that were packed before."""
 
+_ACTIVATIONS: dict[GatedActivation, int] = {"silu": 0, "gelu_tanh": 1}  # csrc: Activation
 _LINE = 64  # bytes: every weight begins on a cache line
 _UNBOUNDED = 1 << 62  # bytes of a meta tensor that is larger than any model
 
 
-def packed_size(spec: NativeSpec, layers: Format, head: Format) -> int:
-    """Return the bytes of all weights once packed; tied weights are counted once. spec: meta tensors suffice."""
+def packed_size(spec: NativeSpec, layers: Format, head: Format, *, shares_ends: bool = False) -> int:
+    """Return the bytes of all weights once packed; tied weights are counted once. spec: meta tensors suffice.
+
+    shares_ends: whether embedding and output head are another decoder's.
+    """
     packer = _Packer(torch.empty(_UNBOUNDED, dtype=torch.uint8, device="meta"), fill=False)
-    packer.pack_model(spec, layers, head)
+    packer.pack_model(spec, layers, head, ends=abi.CModel() if shares_ends else None)
     return packer.used
 
 
@@ -36,6 +48,7 @@ class PackedDecoder:
     """The kernel library's decoder on packed weights. memory: the packed weights, uint8 [packed_size].
 
     formats: formats of the layers and of the head.
+    ends_of: a decoder whose embedding and output head this one uses; the spec's then only give the shapes.
     read_packed: fills the memory with weights that were packed before; the spec's tensors then only give the shapes.
         None: the spec's tensors are packed now.
     """
@@ -47,16 +60,32 @@ class PackedDecoder:
         kernels: native.Kernels,
         threads: int,
         read_packed: ReadPacked | None = None,
+        ends_of: PackedDecoder | None = None,
     ) -> None:
-        size = packed_size(spec, *formats)
+        self.model: abi.CModel
+        size = packed_size(spec, *formats, shares_ends=ends_of is not None)
         arena = native.Arena(kernels.library, size)
         self.memory = arena.take(size)
         if read_packed is not None:
             read_packed(self.memory)
-        model = _Packer(self.memory, fill=read_packed is None).pack_model(spec, *formats)
-        tables = twin.rotary_table(spec)
-        model.cosine, model.sine = (table.data_ptr() for table in tables)
-        self.decoder = native.NativeDecoder(kernels, model, (arena, tables), threads)
+        packer = _Packer(self.memory, fill=read_packed is None)
+        model = packer.pack_model(spec, *formats, ends=None if ends_of is None else ends_of.model)
+        tables = _rotate_by_tables(spec, model)
+        self.model = model
+        self.decoder = native.NativeDecoder(kernels, model, (arena, tables, ends_of), threads)
+
+
+def _rotate_by_tables(spec: NativeSpec, model: abi.CModel) -> object:
+    """Give every layer its rotary table -> the tables, which must outlive the model. Equal ones are made once."""
+    tables: dict[Rotary, tuple[Tensor, Tensor]] = {}
+    for index, layer in enumerate(spec.layers):
+        rotary = layer.rotary or spec.rotary
+        if rotary not in tables:
+            tables[rotary] = twin.rotary_table(rotary, spec.max_positions)
+        into = model.layers[index]
+        into.cosine, into.sine = (table.data_ptr() for table in tables[rotary])
+        into.rotary_half = len(rotary.inverse_frequencies)
+    return tables
 
 
 class _Packer:
@@ -65,14 +94,21 @@ class _Packer:
     def __init__(self, memory: Tensor, *, fill: bool) -> None:
         self._memory, self._fill, self.used = memory, fill, 0
 
-    def pack_model(self, spec: NativeSpec, to: Format, head_to: Format) -> abi.CModel:
-        """Return the C description of the whole decoder, without its rotary tables."""
-        layers = [self._layer(layer, to) for layer in spec.layers]
+    def pack_model(self, spec: NativeSpec, to: Format, head_to: Format, ends: abi.CModel | None = None) -> abi.CModel:
+        """Return the C description of the whole decoder, without its rotary tables.
+
+        ends: the decoder whose embedding and output head are used; None: the spec's are packed.
+        """
+        layers = [self._layer(spec, layer, to) for layer in spec.layers]
+        for kind in (True, False):  # layers with states and layers with keys have places of their own
+            for place, layer in enumerate(layer for layer in layers if bool(layer.delta) == kind):
+                layer.place = place
         fusion = None if spec.fusion is None else pointer(self._fusion(spec.fusion, to))
+        head, embedding = self._ends(spec, head_to) if ends is None else (ends.head, ends.embedding)
         return abi.CModel(
             layers=(abi.CLayer * len(layers))(*layers),
-            head=self._linear(spec.head or LinearWeights(spec.embedding), head_to),
-            embedding=None if spec.head is None else self._vector(self._padded(spec.embedding), torch.bfloat16),
+            head=head,
+            embedding=embedding,
             final_norm=self._vector(self._padded(spec.final_norm)),
             positions=spec.max_positions,
             layer_count=len(layers),
@@ -81,11 +117,17 @@ class _Packer:
             heads=spec.heads,
             kv_heads=spec.kv_heads,
             dim=spec.head_dim,
-            rotary_half=len(spec.inverse_frequencies),
             epsilon=spec.epsilon,
-            attention_scale=spec.scale,
+            embed_scale=spec.embed_scale,
+            tap_scale=spec.tap_scale,
             fusion=fusion,
+            delta=_shape_of(spec),
         )
+
+    def _ends(self, spec: NativeSpec, to: Format) -> tuple[abi.CLinear, int | None]:
+        """Pack the output head and, unless it is tied to it, the embedding."""
+        head = self._linear(spec.head or LinearWeights(spec.embedding), to)
+        return head, None if spec.head is None else self._vector(self._padded(spec.embedding), torch.bfloat16)
 
     def _fusion(self, fusion: FusionWeights, to: Format) -> abi.CFusion:
         norms, joint = fusion.stream_norms, fusion.joint_norm
@@ -102,25 +144,46 @@ class _Packer:
             stream_width=fusion.stream_width,
             normed_residual=fusion.normed_residual,
             normed_state=fusion.normed_state,
+            embedding_norm=None if fusion.embedding_norm is None else self._vector(self._padded(fusion.embedding_norm)),
         )
 
-    def _layer(self, layer: LayerWeights, to: Format) -> abi.CLayer:
+    def _layer(self, spec: NativeSpec, layer: LayerWeights, to: Format) -> abi.CLayer:
         return abi.CLayer(
             qkv=self._linear(layer.qkv, to),
             attention_out=self._linear(layer.attention_out, to),
             gate_up=self._linear(self._interleaved(layer.gate_up), to),
             down=self._linear(layer.down, to),
-            input_norm=self._vector(self._padded(layer.input_norm)),
-            post_norm=self._vector(self._padded(layer.post_norm)),
+            input_norm=self._norm(layer.input_norm),
+            post_norm=self._norm(layer.post_norm),
             q_norm=None if layer.q_norm is None else self._vector(layer.q_norm),
             k_norm=None if layer.k_norm is None else self._vector(layer.k_norm),
             window=layer.window or 0,
+            delta=None if layer.delta is None else pointer(self._delta(layer.delta)),
+            gated=layer.gated,
+            attention_out_norm=self._norm(layer.attention_out_norm),
+            mlp_out_norm=self._norm(layer.mlp_out_norm),
+            scale=spec.scale_of(layer),
+            norm_all=spec.norm_all(layer),
+            activation=_ACTIVATIONS[layer.activation],
         )
+
+    def _delta(self, delta: DeltaWeights) -> abi.CDelta:
+        return abi.CDelta(
+            gates=self._linear(delta.beta_decay, twin.GATES_FORMAT),
+            conv=self._vector(delta.conv.T),
+            rate=self._vector(delta.rate),
+            bias=self._vector(delta.bias),
+            norm=self._vector(delta.norm),
+        )
+
+    def _norm(self, weight: Tensor | None) -> int | None:
+        return None if weight is None else self._vector(self._padded(weight))
 
     def _interleaved(self, gate_up: LinearWeights) -> LinearWeights:
         weight = pack.interleave_gate_up(self._maybe_meta(gate_up.weight))
         bias = None if gate_up.bias is None else pack.interleave_gate_up(self._maybe_meta(gate_up.bias))
-        return LinearWeights(weight, bias)
+        read = gate_up.read
+        return LinearWeights(weight, bias, None if read is None else lambda to: pack.interleave_weight(read(to)))
 
     def _maybe_meta(self, values: Tensor) -> Tensor:
         """Return the tensor, or a meta tensor of its shape if nothing is packed."""
@@ -130,7 +193,7 @@ class _Packer:
         outputs, inputs = linear.weight.shape
         packed = pack.allocate(outputs, inputs, to, linear.bias is not None, self._take)
         if self._fill:
-            pack.fill(packed, pack.quantise(linear.weight, to), linear.bias)
+            pack.fill(packed, linear.rounded(to), linear.bias)
         return abi.CLinear.of(packed)
 
     def _vector(self, values: Tensor, dtype: torch.dtype = torch.float32) -> int:
@@ -146,3 +209,11 @@ class _Packer:
         start = pack.round_up(self.used, _LINE)
         self.used = start + nbytes
         return self._memory[start : self.used]
+
+
+def _shape_of(spec: NativeSpec) -> abi.CDeltaShape:
+    """Return the heads of the recurrent layers, all 0 if there are none."""
+    shape = spec.delta
+    if shape is None:
+        return abi.CDeltaShape()
+    return abi.CDeltaShape(shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim, shape.taps)

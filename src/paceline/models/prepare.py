@@ -11,7 +11,8 @@ from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import native
 from paceline.kernels.gpu.launch import has_fp8, require_triton
 from paceline.models.base import AnyModel, Model, SharedModel
-from paceline.models.native import NativeModel
+from paceline.models.native import NativeModel, check_description
+from paceline.models.recurrent import RecurrentModel
 from paceline.models.transformer import Transformer
 
 if TYPE_CHECKING:
@@ -19,7 +20,10 @@ if TYPE_CHECKING:
 
 
 def prepare(
-    model: Model, attention: AttentionName, quantization: QuantizationName | None, deterministic: bool = False
+    model: Model | RecurrentModel,
+    attention: AttentionName,
+    quantization: QuantizationName | None,
+    deterministic: bool = False,
 ) -> AnyModel:
     """Pack the model for the native kernels if ``attention`` allows it and they support it.
 
@@ -29,6 +33,10 @@ def prepare(
     if model.device.type == "cuda" and (quantization is not None or deterministic):
         return _with_triton(model, quantization, deterministic)
     if attention in ("padded", "split", "ragged"):
+        if isinstance(model, RecurrentModel):
+            raise ParameterError(
+                "attention", attention, f"'native' or 'auto' with {model.name}: it has recurrent layers"
+            )
         if quantization is not None:
             raise ParameterError(
                 "quantization", quantization, f"None with attention={attention!r}; or attention='auto'"
@@ -38,8 +46,11 @@ def prepare(
     obstacle = _obstacle(model, quantization)
     if obstacle is None and (demanded or native.select() is not None):
         try:
-            assert isinstance(model, Transformer)
             assert quantization != "fp8"
+            if isinstance(model, RecurrentModel):
+                weights = model.spec, model.weights, model.name
+                return NativeModel.from_weights(*weights, quantization=quantization)
+            assert isinstance(model, Transformer)
             return NativeModel.from_transformer(model, quantization=quantization)
         except ModelFormatError as error:
             obstacle = str(error)
@@ -49,12 +60,14 @@ def prepare(
     return model
 
 
-def _with_triton(model: Model, quantization: QuantizationName | None, deterministic: bool) -> Transformer:
+def _with_triton(model: AnyModel, quantization: QuantizationName | None, deterministic: bool) -> Transformer:
     """Replace the model's linear layers by Triton's, with 8-bit weights or the model's own."""
     field, value = ("quantization", quantization) if quantization is not None else ("deterministic", deterministic)
     require_triton(model.device, field, value)
     if not isinstance(model, Transformer):
         raise ParameterError(field, value, f"not possible here: {model.name} is not of a native family")
+    if model.reads_device:
+        raise ParameterError(field, value, f"not possible yet: {model.name} is a mixture of experts")
     if quantization == "int4":
         raise ParameterError(field, value, "'int8' or 'fp8' on CUDA devices")
     if quantization == "fp8" and not has_fp8(model.device):
@@ -87,12 +100,17 @@ def _obstacle(model: AnyModel, quantization: QuantizationName | None) -> str | N
         return "the native kernels run whole models, and this one is split over ranks"
     if model.device.type != "cpu":
         return f"the native kernels run on the CPU, the model is on {model.device}"
-    if not isinstance(model, Transformer):
+    if not isinstance(model, Transformer | RecurrentModel):
         return f"{model.name} is not of a native family"
     if quantization == "fp8":
         return "fp8 weights need a CUDA device; on a CPU use 'int8' or 'int4'"
-    if quantization is None and model.dtype != torch.bfloat16:
+    dtype = model.weights_dtype if isinstance(model, RecurrentModel) else model.dtype
+    if quantization is None and dtype != torch.bfloat16:
         return "the native kernels run bfloat16 or quantized weights; set dtype='bfloat16'"
+    try:
+        check_description(model.spec)
+    except ModelFormatError as error:
+        return str(error)
     return None
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ParameterError
-from paceline.models.config import ModelConfig
+from paceline.models.description import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec
 from paceline.models.weights import Placement, Slot, StoredTensor
 
 _UNIT = 64  # columns: matrix products are faster with widths that are multiples of it
@@ -41,13 +41,13 @@ class ModelShard:
         unit = unit if size // unit >= self.ranks else 1
         return range(*(size // unit * edge // self.ranks * unit for edge in (self.rank, self.rank + 1)))
 
-    def heads(self, config: ModelConfig) -> tuple[range, range]:
+    def heads(self, spec: AttentionSpec) -> tuple[range, range]:
         """Return this rank's query heads, and the key/value heads that they read.
 
         Groups that the ranks do not divide are distributed unevenly. If there are fewer groups than ranks, several
         ranks share a group: each of them keeps its key/value head and some of its query heads.
         """
-        groups, queries = config.kv_heads, config.heads // config.kv_heads
+        groups, queries = spec.kv_heads, spec.heads // spec.kv_heads
         if groups >= self.ranks:
             own = range(groups * self.rank // self.ranks, groups * (self.rank + 1) // self.ranks)
             return range(own.start * queries, own.stop * queries), own
@@ -57,18 +57,26 @@ class ModelShard:
         edges = (group * queries + queries * edge // len(sharing) for edge in (index, index + 1))
         return range(*edges), range(group, group + 1)
 
-    def local(self, config: ModelConfig) -> ModelConfig:
-        """Return the configuration of this rank's layers; vocab_size stays that of the whole model.
+    def local(self, spec: DecoderSpec) -> DecoderSpec:
+        """Return the description of this rank's layers; vocab_size stays that of the whole model.
 
         Raises ParameterError if there are more ranks than heads, MLP columns or tokens.
         """
-        narrowest = min(config.heads, config.mlp_width, config.vocab_size)
+        if not all(isinstance(layer.mlp, MLPSpec) for layer in spec.layers):
+            raise ParameterError("tensor_parallel", self.ranks, "1 with a mixture of experts, which is not split yet")
+        if any(attention.qk_norm == "all" for attention in spec.attentions):
+            raise ParameterError("tensor_parallel", self.ranks, "1 with norms of queries and keys over all heads")
+        sizes = (size for layer in spec.layers for size in (layer.attention.heads, layer.dense.width))
+        narrowest = min(spec.vocab_size, *sizes)
         if self.ranks > narrowest:
             allowed = f"at most {narrowest}: each rank needs at least one head, one column of the MLP and one token"
             raise ParameterError("tensor_parallel", self.ranks, allowed)
-        queries, groups = self.heads(config)
-        mlp_width = len(self.of(config.mlp_width))
-        return replace(config, heads=len(queries), kv_heads=len(groups), mlp_width=mlp_width)
+        return replace(spec, layers=tuple(self._local_layer(layer) for layer in spec.layers))
+
+    def _local_layer(self, layer: LayerSpec) -> LayerSpec:
+        queries, groups = self.heads(layer.attention)
+        attention = replace(layer.attention, heads=len(queries), kv_heads=len(groups))
+        return replace(layer, mixer=attention, mlp=replace(layer.dense, width=len(self.of(layer.dense.width))))
 
 
 @dataclass(frozen=True)
@@ -91,14 +99,19 @@ class CutTensor:
         destination.copy_(torch.cat([whole.narrow(self.dim, part.start, len(part)) for part in self.lines], self.dim))
 
 
-def cut(placements: Sequence[Placement], config: ModelConfig, shard: ModelShard) -> list[Placement]:
+def cut(placements: Sequence[Placement], spec: DecoderSpec, shard: ModelShard) -> list[Placement]:
     """Return a rank's parts of a whole model's tensors. Biases of partial sums are kept by rank 0 alone."""
-    return [piece for placement in placements for piece in _cut(placement, config, shard)]
+    return [piece for placement in placements for piece in _cut(placement, spec, shard)]
 
 
-def _cut(placement: Placement, config: ModelConfig, shard: ModelShard) -> Iterator[Placement]:
-    part, suffix = placement.slot.target.rsplit(".", 2)[-2:]
-    columns, rows = _columns(part, config, shard), _rows(part, config, shard)
+def _cut(placement: Placement, spec: DecoderSpec, shard: ModelShard) -> Iterator[Placement]:
+    name = placement.slot.target.split(".")
+    part, suffix = name[-2:]
+    if name[0] == "layers":
+        layer = spec.layers[int(name[1])]
+        columns, rows = _columns(part, layer, shard), _rows(part, layer, shard)
+    else:
+        columns, rows = None, [shard.of(spec.vocab_size)] if part == "head" else None
     if columns is not None and suffix == "weight":
         yield _by_columns(placement, columns)
     elif columns is not None and shard.rank != 0:
@@ -109,22 +122,22 @@ def _cut(placement: Placement, config: ModelConfig, shard: ModelShard) -> Iterat
         yield placement
 
 
-def _columns(part: str, config: ModelConfig, shard: ModelShard) -> range | None:
+def _columns(part: str, layer: LayerSpec, shard: ModelShard) -> range | None:
     """Return the input columns of a matrix whose outputs are summed over the ranks; None for other matrices."""
     if part == "o":
-        return _wide(shard.heads(config)[0], config.head_dim)
-    return shard.of(config.mlp_width) if part == "down" else None
+        return _wide(shard.heads(layer.attention)[0], layer.attention.head_dim)
+    return shard.of(layer.dense.width) if part == "down" else None
 
 
-def _rows(part: str, config: ModelConfig, shard: ModelShard) -> list[range] | None:
+def _rows(part: str, layer: LayerSpec, shard: ModelShard) -> list[range] | None:
     """Return the output rows of a matrix that is split by outputs, part by part; None for other matrices."""
-    queries, groups = (_wide(heads, config.head_dim) for heads in shard.heads(config))
-    inner = shard.of(config.mlp_width)
+    attention, width = layer.attention, layer.dense.width
+    queries, groups = (_wide(heads, attention.head_dim) for heads in shard.heads(attention))
+    inner = shard.of(width)
     kept = {
-        "qkv": [queries, *(_moved(groups, config.query_width + at) for at in (0, config.kv_width))],
-        "gate_up": [inner, _moved(inner, config.mlp_width)],
+        "qkv": [queries, *(_moved(groups, attention.query_width + at) for at in (0, attention.kv_width))],
+        "gate_up": [inner, _moved(inner, width)],
         "up": [inner],
-        "head": [shard.of(config.vocab_size)],
     }
     return kept.get(part)
 

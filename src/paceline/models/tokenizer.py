@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +24,8 @@ from paceline.models.gguf import GGUFFile
 from paceline.models.gguf_tokenizer import load_gguf_tokenizer
 from paceline.models.hub import resolve
 from paceline.models.json_files import read_configuration
+
+Written = tuple[list[dict[str, Any]], list[Mapping[str, Any]]]  # messages and tools
 
 
 class Tokenizer:
@@ -69,6 +71,17 @@ class Tokenizer:
         check_text("prompt", text)
         return list(self.huggingface(text, verbose=False, add_special_tokens=add_special_tokens)["input_ids"])
 
+    def encode_as_text(self, text: str) -> list[int]:
+        """Return the token ids of a text without special tokens: a control token that it spells out is text, too.
+
+        Raises ParameterError for a lone surrogate, RequestError if the tokenizer cannot encode a control token as text.
+        """
+        message = {"content": text}
+        if not self._control_tokens.are_spelled_in([message]):
+            return self.encode(text, add_special_tokens=False)
+        check_text("prompt", text)
+        return self._control_tokens.encode([message], lambda hidden: str(hidden[0]["content"]))
+
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens without special tokens."""
         return str(self.huggingface.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
@@ -77,22 +90,40 @@ class Tokenizer:
         """Return the text of tokens; special tokens appear by their names."""
         return str(self.huggingface.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any] | None = None) -> list[int]:
-        """Return the token ids of a conversation, rendered by the chat template with the generation prompt.
-
-        A control token that a message spells out is encoded as text. Those of the template and of ``fields`` are
-        encoded as control tokens.
-        fields: further template variables; see ``ChatTemplate.render``.
-        Raises RequestError if the messages cannot be rendered, ParameterError for a lone surrogate.
-        """
+    @property
+    def chat_template(self) -> str:
+        """The chat template. Raises RequestError if there is none, or several without a default."""
         if not self.huggingface.chat_template:
             raise RequestError(f"{self.name} has no chat template; give plain prompts instead of messages")
+        try:
+            return str(self.huggingface.get_chat_template())
+        except ValueError as error:  # several templates without a default one
+            raise RequestError(brief(error)) from error
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        fields: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[int]:
+        """Return the token ids of a conversation, rendered by the chat template with the generation prompt.
+
+        A control token that a message or a tool spells out is encoded as text. Those of the template and of ``fields``
+        are encoded as control tokens.
+        fields: further template variables; see ``ChatTemplate.render``. tools: functions in OpenAI's form.
+        Raises RequestError if the messages cannot be rendered, ParameterError for a lone surrogate.
+        """
         checked = [dict(check_message(message)) for message in messages]
         if not checked:
             raise RequestError("a conversation must have at least one message")
-        if not self._control_tokens.are_spelled_in(checked):
-            return self.encode(self.render(checked, fields), add_special_tokens=False)
-        return self._control_tokens.encode(checked, lambda hidden: self.render(hidden, fields))
+
+        def render(written: Written) -> str:
+            return self.render(written[0], {**(fields or {}), **({"tools": written[1]} if tools else {})})
+
+        written = (checked, list(tools))
+        if not self._control_tokens.are_spelled_in(written):
+            return self.encode(render(written), add_special_tokens=False)
+        return self._control_tokens.encode(written, render)
 
     def render(self, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any] | None = None) -> str:
         """Return the conversation as the text that ``chat`` encodes. Raises RequestError."""
@@ -103,11 +134,7 @@ class Tokenizer:
 
     @cached_property
     def _chat_template(self) -> ChatTemplate:
-        try:
-            template = self.huggingface.get_chat_template()
-        except ValueError as error:  # several templates without a default one
-            raise RequestError(brief(error)) from error
-        return ChatTemplate(template, self.huggingface.special_tokens_map)
+        return ChatTemplate(self.chat_template, self.huggingface.special_tokens_map)
 
     @cached_property
     def _control_tokens(self) -> ControlTokens:
@@ -147,6 +174,11 @@ class Tokenizer:
     def tokens(self) -> list[str | None]:
         """Return the spelling of every token of the vocabulary; None for ids without a token."""
         return list(self.huggingface.convert_ids_to_tokens(list(range(self.vocab_size))))
+
+    def special_id(self, name: str) -> int | None:
+        """Return the id of the special token of this name; None if there is none."""
+        token = self.huggingface.convert_tokens_to_ids(name)
+        return token if isinstance(token, int) and token in self._special and self.spelling(token) == name else None
 
     def is_special(self, token_id: int) -> bool:
         """Whether the token is special, so that ``decode`` leaves it out."""
@@ -221,12 +253,16 @@ class TokenDecoder(Protocol):
 class ByteDecoder:
     """Incremental decoder for byte-level vocabularies, exact for any bytes."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special: bool = True, kept_special: Collection[int] = frozenset()
+    ) -> None:
         self._bytes_of = tokenizer.bytes_in_text if skip_special else tokenizer.bytes_spelled
+        self._bytes_spelled, self._kept_special = tokenizer.bytes_spelled, kept_special
         self._pending = b""  # the beginning of a character
 
     def push(self, token_id: int) -> str:
-        encoded = self._pending + self._bytes_of(token_id)
+        bytes_of = self._bytes_spelled if token_id in self._kept_special else self._bytes_of
+        encoded = self._pending + bytes_of(token_id)
         text, decoded = codecs.utf_8_decode(encoded, "replace")
         self._pending = encoded[decoded:]
         return text
@@ -243,13 +279,17 @@ class WindowDecoder:
     is held back until it ends, because single bytes may be parts of a character.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
-        self._tokenizer, self._skip_special = tokenizer, skip_special
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special: bool = True, kept_special: Collection[int] = frozenset()
+    ) -> None:
+        self._tokenizer, self._skip_special, self._kept_special = tokenizer, skip_special, kept_special
         self._decode = tokenizer.decode if skip_special else tokenizer.spell
         self._context: list[int] = []
         self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:
+        if token_id in self._kept_special:
+            return self.finish() + self._tokenizer.token_text(token_id)
         if self._skip_special and self._tokenizer.is_special(token_id):
             return ""
         self._pending.append(token_id)
@@ -281,7 +321,7 @@ class Detokenizer:
     stop: strings that end the text. The one that ends first counts; of two with the same end, the longer one.
     include_stop: whether the text ends after the stop string instead of before it.
     min_tokens: number of first tokens whose text is not searched for stop strings.
-    skip_special: whether special tokens are left out.
+    skip_special: whether special tokens are left out. kept_special: special tokens that are not, even then.
 
     text: the text released so far. stopped: the stop string that was found; no text is released after it.
     """
@@ -293,9 +333,10 @@ class Detokenizer:
         include_stop: bool = False,
         min_tokens: int = 0,
         skip_special: bool = True,
+        kept_special: Collection[int] = frozenset(),
     ) -> None:
         kind = ByteDecoder if tokenizer.is_byte_level() else WindowDecoder
-        self._decoder: TokenDecoder = kind(tokenizer, skip_special)
+        self._decoder: TokenDecoder = kind(tokenizer, skip_special, kept_special)
         self._stop, self._include_stop, self._unsearched_tokens = stop, include_stop, min_tokens
         self._pending = ""  # decoded text that may be the beginning of a stop string
         self.text = ""

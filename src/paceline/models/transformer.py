@@ -1,4 +1,4 @@
-"""One configurable decoder for all native families.
+"""One decoder for all native families, as their description asks for it.
 
 Internally the tokens of all rows form one matrix [N, width], N = B * L, so each linear layer is one matrix product.
 Shapes: B rows, L new tokens per row, H heads, G key/value heads, D head width.
@@ -16,21 +16,26 @@ from torch.nn import functional
 from paceline.kernels.attention.base import Attend, AttendPacked
 from paceline.kernels.gpu.state import Norm, PackedHeads
 from paceline.kernels.gpu.steps import ACTIVATIONS, LayerSteps, steps_for
-from paceline.models.base import HiddenStates, check_taps
-from paceline.models.config import ModelConfig, Rotary
+from paceline.models.base import HiddenStates, RowAdapters, check_taps
+from paceline.models.description import AttentionSpec, DecoderSpec, ExpertsSpec, LayerSpec, MLPSpec, Rotary
+from paceline.models.experts import Experts
 from paceline.models.linear import Dense, Linear, LinearFactory
+from paceline.models.weights import NORMS
 
-Rotation = tuple[Tensor, Tensor]  # cos and signed sin, each [B, L, 1, D]
+Rotation = tuple[Tensor, Tensor]  # cos and signed sin, each [B, L, 1, R]: the first R of a head's D elements turn
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate the pairs (i, i + D/2) of x [B, L, heads, D] -> the same shape. The sine includes the sign."""
+    """Rotate the pairs (i, i + R/2) of x [B, L, heads, D] -> the same shape. The sine includes the sign."""
     cos, sin = rotation
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+    rotated = cos.shape[-1]
+    if rotated < x.shape[-1]:
+        return torch.cat((rotate(x[..., :rotated], rotation), x[..., rotated:]), -1)
+    return torch.addcmul(x * cos, x.roll(rotated // 2, -1), sin)
 
 
 class RotaryAngles:
-    """Computes cos and sin of the rotary angles: positions [B, L] -> two tensors [B, L, 1, D]."""
+    """Computes cos and sin of the rotary angles: positions [B, L] -> two tensors [B, L, 1, R]."""
 
     def __init__(self, rotary: Rotary, dtype: torch.dtype, device: torch.device) -> None:
         frequencies = torch.tensor(rotary.inverse_frequencies, dtype=torch.float32, device=device)
@@ -48,8 +53,8 @@ class RotaryAngles:
 class _WeightSource:
     """Makes the parts of a layer from the named weights, and records the tensors in use, except those of linears."""
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], linear: LinearFactory) -> None:
-        self._config, self._weights, self._linear = config, weights, linear
+    def __init__(self, spec: DecoderSpec, weights: Mapping[str, Tensor], linear: LinearFactory) -> None:
+        self._spec, self._weights, self._linear = spec, weights, linear
         self.kept: list[Tensor] = []
 
     def find(self, name: str) -> Tensor | None:
@@ -62,25 +67,30 @@ class _WeightSource:
         return self._linear(self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias"))
 
     def norm(self, name: str) -> Norm:
-        width, eps, weight = self._config.width, self._config.norm_eps, self.find(f"{name}.weight")
-        if self._config.norm == "rms":
-            return Norm(width, eps, weight)
-        return Norm(width, eps, weight, self.find(f"{name}.bias"), centred=True)
+        norm, weight = self._spec.norm, self.find(f"{name}.weight")
+        if norm.kind == "rms":
+            return Norm(self._spec.width, norm.eps, weight)
+        return Norm(self._spec.width, norm.eps, weight, self.find(f"{name}.bias"), centred=True)
 
-    def qk_norm(self, layer: str) -> Tensor | None:
+    def qk_norm(self, spec: AttentionSpec, layer: str) -> Tensor | None:
         """Return the weights of the query and key norms, one row per head [H + G, D]; None if there are none."""
         q, k = self.find(f"{layer}.q_norm.weight"), self.find(f"{layer}.k_norm.weight")
         if q is None or k is None:
             return None
-        return torch.cat((q.expand(self._config.heads, -1), k.expand(self._config.kv_heads, -1)))
+        if spec.qk_norm == "all":
+            return torch.cat((q, k)).view(-1, spec.head_dim)
+        return torch.cat((q.expand(spec.heads, -1), k.expand(spec.kv_heads, -1)))
 
 
 @dataclass(frozen=True)
 class _ForwardContext:
-    """Arguments common to all layers of a forward pass. rows: B, for N = B * L tokens."""
+    """Arguments common to all layers of a forward pass. rows: B, for N = B * L tokens.
+
+    rotations: by number of the rotary positions, in the order of ``Transformer.rotaries``.
+    """
 
     rows: int
-    rotation: Rotation | None
+    rotations: Sequence[Rotation]
     attend: Attend
     steps: LayerSteps
 
@@ -88,45 +98,52 @@ class _ForwardContext:
 class _Attention:
     linears = ("qkv", "output")
 
-    def __init__(self, config: ModelConfig, parts: _WeightSource, index: int) -> None:
+    def __init__(self, spec: AttentionSpec, parts: _WeightSource, index: int, rotary: int | None) -> None:
+        """rotary: number of the layer's rotary positions; None if it has none."""
         layer = f"layers.{index}"
-        self.index, self.dim = index, config.head_dim
-        self.split = [config.heads, config.kv_heads, config.kv_heads]
-        self.rotated_heads = config.heads + config.kv_heads
-        self.scale, self.window = config.scales[index], config.windows[index]
+        self.spec, self.index, self.rotary = spec, index, rotary
+        self.split = [spec.heads, spec.kv_heads, spec.kv_heads]
         self.qkv, self.output = parts.linear(f"{layer}.qkv"), parts.linear(f"{layer}.o")
-        self.qk_norm, self.eps = parts.qk_norm(layer), config.norm_eps
+        self.qk_norm = parts.qk_norm(spec, layer)
 
     def __call__(self, x: Tensor, forward: _ForwardContext) -> Tensor:
         """Attention over the cache: x [N, width] -> [N, width]."""
-        qkv, attend = self.qkv(x).view(forward.rows, -1, sum(self.split), self.dim), forward.attend
-        if isinstance(attend, AttendPacked):
-            heads, kv_heads, _ = self.split
-            packed = PackedHeads(qkv, heads, kv_heads, forward.rotation, self.qk_norm, self.eps)
-            out = attend.packed(self.index, packed, scale=self.scale, window=self.window)
+        spec, attend = self.spec, forward.attend
+        qkv = self.qkv(x).view(forward.rows, -1, sum(self.split), spec.head_dim)
+        rotation = None if self.rotary is None else forward.rotations[self.rotary]
+        if isinstance(attend, AttendPacked) and spec.qk_norm != "all":
+            packed = PackedHeads(qkv, spec.heads, spec.kv_heads, rotation, self.qk_norm, spec.qk_norm_eps)
+            out = attend.packed(self.index, packed, scale=spec.scale, window=spec.window)
         else:
-            q, k, v = (part.transpose(1, 2) for part in self._heads(qkv, forward.rotation))
-            out = attend(self.index, q, k, v, scale=self.scale, window=self.window)
+            q, k, v = (part.transpose(1, 2) for part in self._heads(qkv, rotation))
+            out = attend(self.index, q, k, v, scale=spec.scale, window=spec.window)
         return self.output(out.transpose(1, 2).reshape(x.shape[0], -1))
 
     def _heads(self, qkv: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         """Split qkv [B, L, H + 2G, D] -> q [B, L, H, D], k, v [B, L, G, D], with norms and rotation applied."""
         heads, kv_heads, _ = self.split
-        if rotation is None:
-            q, k, v = qkv.split_with_sizes(self.split, dim=2)
-            return q, k, v
-        qk, v = qkv.split_with_sizes([self.rotated_heads, kv_heads], dim=2)
+        qk, v = qkv.split_with_sizes([heads + kv_heads, kv_heads], dim=2)
         if self.qk_norm is not None:
-            qk = functional.rms_norm(qk, (self.dim,), None, self.eps) * self.qk_norm
-        q, k = rotate(qk, rotation).split_with_sizes([heads, kv_heads], dim=2)
+            qk = self._normed(qk, self.qk_norm)
+        if rotation is not None:
+            qk = rotate(qk, rotation)
+        q, k = qk.split_with_sizes([heads, kv_heads], dim=2)
         return q, k, v
+
+    def _normed(self, qk: Tensor, weight: Tensor) -> Tensor:
+        """Norm queries and keys [B, L, H + G, D]."""
+        eps = self.spec.qk_norm_eps
+        if self.spec.qk_norm == "head":
+            return functional.rms_norm(qk, qk.shape[-1:], None, eps) * weight
+        parts = qk.split_with_sizes(self.split[:2], dim=2)
+        return torch.cat([functional.rms_norm(part, part.shape[-2:], None, eps) for part in parts], 2) * weight
 
 
 class _GatedMLP:
     linears = ("gate_up", "down")
 
-    def __init__(self, config: ModelConfig, parts: _WeightSource, layer: str) -> None:
-        self.activation = config.activation
+    def __init__(self, spec: MLPSpec, parts: _WeightSource, layer: str) -> None:
+        self.activation = spec.activation
         self.gate_up, self.down = parts.linear(f"{layer}.gate_up"), parts.linear(f"{layer}.down")
 
     def __call__(self, x: Tensor, steps: LayerSteps) -> Tensor:
@@ -136,43 +153,66 @@ class _GatedMLP:
 class _PlainMLP:
     linears = ("up", "down")
 
-    def __init__(self, config: ModelConfig, parts: _WeightSource, layer: str) -> None:
-        self.activation = ACTIVATIONS[config.activation]
+    def __init__(self, spec: MLPSpec, parts: _WeightSource, layer: str) -> None:
+        self.activation = ACTIVATIONS[spec.activation]
         self.up, self.down = parts.linear(f"{layer}.up"), parts.linear(f"{layer}.down")
 
     def __call__(self, x: Tensor, steps: LayerSteps) -> Tensor:
         return self.down(self.activation(self.up(x)))
 
 
+def _mlp(spec: LayerSpec, parts: _WeightSource, layer: str) -> _GatedMLP | _PlainMLP | Experts:
+    if isinstance(spec.mlp, ExpertsSpec):
+        gate_up, down = (parts.find(f"{layer}.experts_{part}.weight") for part in ("gate_up", "down"))
+        assert gate_up is not None
+        assert down is not None
+        return Experts(spec.mlp, parts.linear(f"{layer}.router"), gate_up, down)
+    return (_GatedMLP if spec.mlp.gated else _PlainMLP)(spec.mlp, parts, layer)
+
+
 class _Layer:
-    def __init__(self, config: ModelConfig, parts: _WeightSource, index: int) -> None:
+    def __init__(self, spec: LayerSpec, parts: _WeightSource, index: int, rotary: int | None) -> None:
         name = f"layers.{index}"
-        self.norm_first = config.norm_first
-        self.attention = _Attention(config, parts, index)
-        self.attention_norm, self.mlp_norm = parts.norm(f"{name}.attn_norm"), parts.norm(f"{name}.mlp_norm")
-        self.mlp = (_GatedMLP if config.gated else _PlainMLP)(config, parts, name)
+        self.spec = spec
+        self.attention = _Attention(spec.attention, parts, index, rotary)
+        self.norms = {norm: parts.norm(f"{name}.{norm}") for norm in NORMS[spec.norms]}
+        self.attention_out_norm, self.mlp_out_norm = self.norms.get("attn_out_norm"), self.norms.get("mlp_out_norm")
+        self.mlp = _mlp(spec, parts, name)
 
     @property
     def entry(self) -> Norm | None:
-        """The norm of the layer's input; None if the layer applies its norms after attention and MLP."""
-        return self.attention_norm if self.norm_first else None
+        """The norm of the layer's input; None if the layer reads the hidden states themselves."""
+        return None if self.spec.norms == "after_sum" else self.norms.get("attn_norm")
 
     def __call__(
         self, x: Tensor, normed: Tensor, forward: _ForwardContext, following: Norm | None
     ) -> tuple[Tensor, Tensor]:
-        """Run the layer: residual stream x and its normalised input, both [N, width] -> both for the next layer.
+        """Run the layer: hidden states x and its input, both [N, width] -> both for the next layer.
 
+        The input is the norm ``entry`` of x, or x if there is none.
         following: the norm after this layer, which is the next layer's first or the final one; None if there is none.
         """
-        if not self.norm_first:
-            x = forward.steps.add_norm(x, self.attention(x, forward), self.attention_norm)[1]
-            x = forward.steps.add_norm(x, self.mlp(x, forward.steps), self.mlp_norm)[1]
+        steps = forward.steps
+        if self.spec.norms == "after_sum":
+            x = steps.add_norm(x, self.attention(x, forward), self.norms["attn_norm"])[1]
+            x = steps.add_norm(x, self.mlp(x, steps), self.norms["mlp_norm"])[1]
             return x, x
-        x, normed = forward.steps.add_norm(x, self.attention(normed, forward), self.mlp_norm)
-        out = self.mlp(normed, forward.steps)
-        if following is None:
-            return x + out, x + out
-        return forward.steps.add_norm(x, out, following)
+        out = self.attention(normed, forward)
+        if self.attention_out_norm is not None:
+            out = self.attention_out_norm(out)
+        x, normed = _add(steps, x, out, self.norms.get("mlp_norm"))
+        out = self.mlp(normed, steps)
+        if self.mlp_out_norm is not None:
+            out = self.mlp_out_norm(out)
+        return _add(steps, x, out, following)
+
+
+def _add(steps: LayerSteps, x: Tensor, added: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
+    """Return the sum of x and added [N, width], and its norm, or twice the sum if there is no norm."""
+    if norm is not None:
+        return steps.add_norm(x, added, norm)
+    total = x + added
+    return total, total
 
 
 _KV = "self_attn.k_proj", "self_attn.v_proj"
@@ -186,37 +226,58 @@ def _split(linear: Linear, outputs: Mapping[str, int]) -> dict[str, Tensor]:
     return {f"{name}.{kind}": part for kind, split in parts.items() for name, part in zip(outputs, split, strict=True)}
 
 
+def rotaries_of(spec: DecoderSpec) -> list[Rotary]:
+    """Return the different rotary positions of a model's layers."""
+    return list(dict.fromkeys(attention.rotary for attention in spec.attentions if attention.rotary is not None))
+
+
+def cap(logits: Tensor, limit: float) -> Tensor:
+    """Return limit * tanh(logits / limit): logits between -limit and limit."""
+    return (logits / limit).tanh() * limit
+
+
+_OURS = {"output": "o"}  # attributes of layers whose names in ``weights.slots`` are others
+
+
 class Transformer:
-    """A decoder of a native family; implements ``Model``.
+    """A decoder of a native family; implements ``Model``. spec: its description.
 
     weights: tensors by the names of ``models.weights.slots``, all of one dtype and on one device.
     linear: factory of the linear layers of attention, MLP and head.
     """
 
     def __init__(
-        self, config: ModelConfig, weights: Mapping[str, Tensor], name: str, *, linear: LinearFactory = Dense
+        self, spec: DecoderSpec, weights: Mapping[str, Tensor], name: str, *, linear: LinearFactory = Dense
     ) -> None:
-        self.config, self.name = config, name
-        self.vocab_size, self.layers = config.vocab_size, config.layers
-        self.kv_heads, self.head_dim = config.kv_heads, config.head_dim
-        self.max_positions = config.max_positions
+        self.spec, self.name = spec, name
+        self.vocab_size, self.layers = spec.vocab_size, len(spec.layers)
+        widest = spec.attentions[0]  # all layers share the shape of keys and values
+        self.kv_heads, self.head_dim = widest.kv_heads, widest.head_dim
+        self.max_positions = spec.max_positions
         self._embedding = weights["embed.weight"]
         self.dtype, self.device = self._embedding.dtype, self._embedding.device
         self.precision = str(self.dtype).removeprefix("torch.")  # for the start line
         self.steps = steps_for(self.device)
-        parts = _WeightSource(config, weights, linear)
+        self.adapters: RowAdapters | None = None  # see ``models.adapters``
+        parts = _WeightSource(spec, weights, linear)
         self._build(parts)
         self._kept = tuple(parts.kept)
 
     def _build(self, parts: _WeightSource) -> None:
-        config = self.config
+        spec = self.spec
         parts.find("embed.weight")
+        self._embed_scale = torch.tensor(spec.embed_scale, dtype=self.dtype).item()  # rounded as transformers does
         self._positions = parts.find("positions.weight")
         self._project_in, self._project_out = parts.find("project_in.weight"), parts.find("project_out.weight")
-        self._angles = RotaryAngles(config.rotary, self.dtype, self.device) if config.rotary else None
-        self._blocks = [_Layer(config, parts, index) for index in range(config.layers)]
-        self._norm = parts.norm("norm") if config.final_norm else None
-        self._head = parts.linear("embed" if config.tied else "head")
+        rotaries = rotaries_of(spec)
+        self._angles = [RotaryAngles(rotary, self.dtype, self.device) for rotary in rotaries]
+        numbers = {rotary: number for number, rotary in enumerate(rotaries)}
+        self._blocks = [
+            _Layer(layer, parts, index, numbers.get(layer.attention.rotary))  # type: ignore[arg-type]
+            for index, layer in enumerate(spec.layers)
+        ]
+        self._norm = parts.norm("norm") if spec.final_norm else None
+        self._head = parts.linear("embed" if spec.tied else "head")
 
     def _linears(self) -> Iterator[tuple[object, str]]:
         """Yield the owner and attribute name of each linear layer."""
@@ -224,6 +285,12 @@ class Transformer:
         for block in self._blocks:
             for owner in (block.attention, block.mlp):
                 yield from ((owner, name) for name in owner.linears)
+
+    def layer_linears(self) -> Iterator[tuple[object, str, str]]:
+        """Yield owner, attribute and name (of ``weights.slots``, without the suffix) of the layers' linear layers."""
+        for index, block in enumerate(self._blocks):
+            for owner in (block.attention, block.mlp):
+                yield from ((owner, name, f"layers.{index}.{_OURS.get(name, name)}") for name in owner.linears)
 
     def replace_linears(self, make: LinearFactory) -> None:
         """Replace each ``Dense`` layer by ``make`` of its weight and bias, one by one to save memory.
@@ -238,6 +305,11 @@ class Transformer:
         """Return the linear layers of attention, MLP and head."""
         return [getattr(owner, name) for owner, name in self._linears()]
 
+    @property
+    def reads_device(self) -> bool:
+        """Whether a forward pass waits for the device, so that it cannot be captured in a graph."""
+        return any(isinstance(layer.mlp, ExpertsSpec) for layer in self.spec.layers)
+
     def hidden_states(
         self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int] = ()
     ) -> HiddenStates:
@@ -248,8 +320,8 @@ class Transformer:
         rows, length = tokens.shape
         check_taps(taps, self.layers)
         x = self._embed(tokens, positions)
-        rotation = self._angles(positions) if self._angles else None
-        forward = _ForwardContext(rows, rotation, attend, self.steps)
+        rotations = [angles(positions) for angles in self._angles]
+        forward = _ForwardContext(rows, rotations, attend, self.steps)
         norms = [*(block.entry for block in self._blocks), self._norm]
         normed = x if norms[0] is None else norms[0](x)
         tapped: dict[int, Tensor] = {}
@@ -259,8 +331,14 @@ class Transformer:
             x, normed = block(x, normed, forward, following)
         if self._project_out is not None:
             normed = functional.linear(normed, self._project_out)
-        features = torch.stack([tapped[tap] for tap in taps], 1).view(rows, length, len(taps), -1) if taps else None
-        return HiddenStates(normed.view(rows, length, -1), features)
+        return HiddenStates(normed.view(rows, length, -1), self._features(tapped, taps, rows))
+
+    def _features(self, tapped: Mapping[int, Tensor], taps: Sequence[int], rows: int) -> Tensor | None:
+        """Return the published model's hidden states [B, L, taps, width] of the tapped layers [N, width]."""
+        if not taps:
+            return None
+        features = torch.stack([tapped[tap] for tap in taps], 1).view(rows, -1, len(taps), self.spec.width)
+        return features if self.spec.residual_scale == 1.0 else features * self.spec.residual_scale
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Embed tokens, positions [B, L] -> [N, width].
@@ -268,16 +346,24 @@ class Transformer:
         Padding may lie beyond the last learned position. It uses the last one, since its results are ignored.
         """
         x = functional.embedding(tokens.flatten(), self._embedding)
+        if self.spec.embed_scale != 1.0:
+            x = x * self._embed_scale
         if self._project_in is not None:
             x = functional.linear(x, self._project_in)
         if self._positions is not None:
-            index = positions.flatten().clamp(max=self.max_positions - 1) + self.config.position_offset
+            index = positions.flatten().clamp(max=self.max_positions - 1) + self.spec.position_offset
             x = x + functional.embedding(index, self._positions)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., vocab_size], float32, of hidden states [..., embed_width]."""
-        return self._head(hidden).float()
+        return self.scaled(self._head(hidden).float())
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        """Return the head's outputs, float32, with the model's factor and cap."""
+        if self.spec.logits_scale != 1.0:
+            logits *= self.spec.logits_scale
+        return logits if self.spec.logits_cap is None else cap(logits, self.spec.logits_cap)
 
     def ends(self) -> tuple[Tensor, Linear, Norm | None]:
         """Return the parts that a drafting head shares with its target.
@@ -291,20 +377,21 @@ class Transformer:
 
         The layer must have a gated MLP and RMS norms, and its linear layers must be ``Dense``.
         """
-        block, config = self._blocks[index], self.config
-        attention, mlp, norms = block.attention, block.mlp, (block.attention_norm, block.mlp_norm)
+        block, width = self._blocks[index], self.spec.width
+        attention, mlp, norms = block.attention, block.mlp, block.norms.values()
         assert isinstance(mlp, _GatedMLP), "the caller checks this"
+        heads = attention.spec
         tensors = {
-            **_split(attention.qkv, {"self_attn.q_proj": config.query_width, **dict.fromkeys(_KV, config.kv_width)}),
-            **_split(attention.output, {"self_attn.o_proj": config.width}),
-            **_split(mlp.gate_up, dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), config.mlp_width)),
-            **_split(mlp.down, {"mlp.down_proj": config.width}),
+            **_split(attention.qkv, {"self_attn.q_proj": heads.query_width, **dict.fromkeys(_KV, heads.kv_width)}),
+            **_split(attention.output, {"self_attn.o_proj": width}),
+            **_split(mlp.gate_up, dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), block.spec.dense.width)),
+            **_split(mlp.down, {"mlp.down_proj": width}),
         }
         for name, norm in zip(("input_layernorm", "post_attention_layernorm"), norms, strict=True):
             assert norm.weight is not None
             tensors[f"{name}.weight"] = norm.weight
         if attention.qk_norm is not None:
-            qk_norms = {"q": attention.qk_norm[0], "k": attention.qk_norm[config.heads]}
+            qk_norms = {"q": attention.qk_norm[0], "k": attention.qk_norm[heads.heads]}
             tensors |= {f"self_attn.{part}_norm.weight": weight for part, weight in qk_norms.items()}
         return tensors
 
@@ -316,4 +403,6 @@ class Transformer:
     def multiply_adds(self) -> int:
         """Return the multiply-adds of all weight matrices for one token; see ``Counted``."""
         others = [matrix for matrix in (self._project_in, self._project_out) if matrix is not None]
-        return sum(linear.tensors()[0].numel() for linear in self.linears()) + sum(matrix.numel() for matrix in others)
+        experts = (block.mlp.used_multiply_adds() for block in self._blocks if isinstance(block.mlp, Experts))
+        matrices = (linear.tensors()[0].numel() for linear in self.linears())
+        return sum(matrices) + sum(matrix.numel() for matrix in others) + sum(experts)

@@ -1,20 +1,29 @@
-"""Weights of a model: their names in checkpoint files, and how they are assembled into fused matrices."""
+"""Weights of a model: which ones its description asks for, and how they are assembled into fused matrices."""
 
 from __future__ import annotations
 
-import re
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from paceline.errors import ModelFormatError
-from paceline.models.config import ModelConfig
+from paceline.models.description import (
+    AttentionSpec,
+    DecoderSpec,
+    DeltaNetSpec,
+    ExpertsSpec,
+    LayerSpec,
+    MixerSpec,
+    MLPSpec,
+    NormPlaces,
+)
+from paceline.models.weight_names import WeightNames
 
 
 class StoredTensor(Protocol):
@@ -44,138 +53,49 @@ class LoadedTensor:
 
 @dataclass(frozen=True)
 class Slot:
-    """Destination of a weight: rows ``first`` ... of the fused tensor ``target``."""
+    """Destination of a weight: rows ``first`` ... of the fused tensor ``target``.
 
-    target: str
-    shape: tuple[int, ...]  # of the weight
-    first: int = 0
-    total: int = 0  # rows of the whole target
-
-
-@dataclass(frozen=True)
-class WeightNames:
-    """WeightNames of the weights in one kind of checkpoint. ``{}`` stands for the layer index.
-
-    parts: the checkpoint's name without ".weight" or ".bias" -> paceline's name.
-    prefixes: prefixes of the checkpoint's names; the first that matches is removed.
-    ignored: names of buffers that are no weights.
-    transposed: paceline's names of matrices that are stored [in, out] (gpt2's Conv1D).
+    shape: of the weight. total: rows of the whole target.
+    experts: number of matrices that the target has side by side; 0: it is one matrix. expert: the one that the weight
+        belongs to; None: it has rows of all.
     """
 
-    parts: Mapping[str, str]
-    prefixes: tuple[str, ...] = ()
-    ignored: re.Pattern[str] = field(default=re.compile(r".*rotary_emb\.inv_freq$"))
-    transposed: frozenset[str] = frozenset()
+    target: str
+    shape: tuple[int, ...]
+    first: int = 0
+    total: int = 0
+    experts: int = 0
+    expert: int | None = None
 
-    def ours(self, name: str) -> str | None:
-        """Translate a checkpoint's name into paceline's, such as "layers.3.q.weight"; None if it is unknown."""
-        stem, _, suffix = name.rpartition(".")
-        stem = next((stem.removeprefix(prefix) for prefix in self.prefixes if stem.startswith(prefix)), stem)
-        layer = re.search(r"(?<=\.)\d+(?=\.)|(?<=^h\.)\d+", stem)
-        if layer is None:
-            part = self.parts.get(stem)
-        else:
-            part = self.parts.get(f"{stem[: layer.start()]}{{}}{stem[layer.end() :]}")
-        return None if part is None else f"{part.format(layer[0] if layer else '')}.{suffix}"
+    @property
+    def target_shape(self) -> tuple[int, ...]:
+        """Shape of the whole target."""
+        if not self.experts:
+            return self.total, *self.shape[1:]
+        return (self.experts, self.total, self.shape[-1]) if len(self.shape) > 1 else (self.experts, self.total)
 
-
-_LLAMA = WeightNames(
-    {
-        "embed_tokens": "embed",
-        "norm": "norm",
-        "lm_head": "head",
-        "layers.{}.input_layernorm": "layers.{}.attn_norm",
-        "layers.{}.self_attn.q_proj": "layers.{}.q",
-        "layers.{}.self_attn.k_proj": "layers.{}.k",
-        "layers.{}.self_attn.v_proj": "layers.{}.v",
-        "layers.{}.self_attn.o_proj": "layers.{}.o",
-        "layers.{}.self_attn.q_norm": "layers.{}.q_norm",
-        "layers.{}.self_attn.k_norm": "layers.{}.k_norm",
-        "layers.{}.post_attention_layernorm": "layers.{}.mlp_norm",
-        "layers.{}.mlp.gate_proj": "layers.{}.gate",
-        "layers.{}.mlp.up_proj": "layers.{}.up",
-        "layers.{}.mlp.down_proj": "layers.{}.down",
-    },
-    prefixes=("model.",),
-)
-
-_OPT = WeightNames(
-    {
-        "embed_tokens": "embed",
-        "embed_positions": "positions",
-        "project_in": "project_in",
-        "project_out": "project_out",
-        "final_layer_norm": "norm",
-        "lm_head": "head",
-        "layers.{}.self_attn_layer_norm": "layers.{}.attn_norm",
-        "layers.{}.self_attn.q_proj": "layers.{}.q",
-        "layers.{}.self_attn.k_proj": "layers.{}.k",
-        "layers.{}.self_attn.v_proj": "layers.{}.v",
-        "layers.{}.self_attn.out_proj": "layers.{}.o",
-        "layers.{}.final_layer_norm": "layers.{}.mlp_norm",
-        "layers.{}.fc1": "layers.{}.up",
-        "layers.{}.fc2": "layers.{}.down",
-    },
-    prefixes=("model.decoder.", "decoder."),
-)
-
-_GPT2 = WeightNames(
-    {
-        "wte": "embed",
-        "wpe": "positions",
-        "ln_f": "norm",
-        "lm_head": "head",
-        "h.{}.ln_1": "layers.{}.attn_norm",
-        "h.{}.attn.c_attn": "layers.{}.qkv",
-        "h.{}.attn.c_proj": "layers.{}.o",
-        "h.{}.ln_2": "layers.{}.mlp_norm",
-        "h.{}.mlp.c_fc": "layers.{}.up",
-        "h.{}.mlp.c_proj": "layers.{}.down",
-    },
-    prefixes=("transformer.",),
-    ignored=re.compile(r".*\.attn\.(masked_)?bias$"),
-    transposed=frozenset({"qkv", "o", "up", "down"}),
-)
-
-HUGGINGFACE: dict[str, WeightNames] = {
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "qwen2": _LLAMA,
-    "qwen3": _LLAMA,
-    "opt": _OPT,
-    "gpt2": _GPT2,
-}
-
-GGUF = WeightNames(
-    {
-        "token_embd": "embed",
-        "output_norm": "norm",
-        "output": "head",
-        "blk.{}.attn_norm": "layers.{}.attn_norm",
-        "blk.{}.attn_q": "layers.{}.q",
-        "blk.{}.attn_k": "layers.{}.k",
-        "blk.{}.attn_v": "layers.{}.v",
-        "blk.{}.attn_output": "layers.{}.o",
-        "blk.{}.attn_q_norm": "layers.{}.q_norm",
-        "blk.{}.attn_k_norm": "layers.{}.k_norm",
-        "blk.{}.ffn_norm": "layers.{}.mlp_norm",
-        "blk.{}.ffn_gate": "layers.{}.gate",
-        "blk.{}.ffn_up": "layers.{}.up",
-        "blk.{}.ffn_down": "layers.{}.down",
-    },
-    ignored=re.compile(r"rope_freqs\.weight$"),  # read by loading.py into the configuration
-)
+    def within(self, target: Tensor) -> Tensor:
+        """Return the weight's place in its target."""
+        if not self.experts:
+            return target[self.first : self.first + self.shape[0]]
+        rows = target[:, self.first : self.first + self.shape[-2]]
+        return rows if self.expert is None else rows[self.expert]
 
 
-def _norm_slots(config: ModelConfig, name: str) -> Iterator[tuple[str, Slot]]:
-    suffixes = ("weight", "bias") if config.norm == "layer" else ("weight",)
-    for suffix in suffixes if config.norm_affine else ():
-        yield f"{name}.{suffix}", Slot(f"{name}.{suffix}", (config.width,), total=config.width)
+Slots: TypeAlias = Iterator[tuple[str, Slot]]
 
 
-def _linear_slots(
-    target: str, parts: Mapping[str, int], width: int, bias: bool, layer: str = ""
-) -> Iterator[tuple[str, Slot]]:
+def _vector(name: str, width: int) -> Slots:
+    yield name, Slot(name, (width,), total=width)
+
+
+def _norm_slots(spec: DecoderSpec, name: str) -> Slots:
+    suffixes = ("weight", "bias") if spec.norm.kind == "layer" else ("weight",)
+    for suffix in suffixes if spec.norm.affine else ():
+        yield from _vector(f"{name}.{suffix}", spec.width)
+
+
+def _linear_slots(target: str, parts: Mapping[str, int], width: int, bias: bool, layer: str = "") -> Slots:
     """Yield the slots of ``parts`` (name -> rows), stacked by rows into one matrix."""
     total, first = sum(parts.values()), 0
     for name, rows in parts.items():
@@ -185,67 +105,139 @@ def _linear_slots(
         first += rows
 
 
-def _layer_slots(config: ModelConfig, layer: str) -> Iterator[tuple[str, Slot]]:
-    q, kv, mlp = config.query_width, config.kv_width, config.mlp_width
-    fused = config.family == "gpt2"
-    qkv = {"qkv": q + 2 * kv} if fused else {"q": q, "k": kv, "v": kv}
-    yield from _linear_slots("qkv", qkv, config.width, config.qkv_bias, layer)
-    yield from _linear_slots("o", {"o": config.width}, q, config.output_bias, layer)
-    if config.gated:
-        yield from _linear_slots("gate_up", {"gate": mlp, "up": mlp}, config.width, config.mlp_bias, layer)
+def _stacked(target: str, parts: Mapping[str, int], stored: Collection[str], layer: str) -> Mapping[str, int]:
+    """Return the stored parts of a stacked matrix: the whole if the checkpoint has it so, else each part."""
+    return {target: sum(parts.values())} if f"{layer}{target}.weight" in stored else parts
+
+
+def _attention_slots(spec: AttentionSpec, width: int, layer: str, stored: Collection[str]) -> Slots:
+    queries = spec.query_width * (2 if spec.gated else 1)  # a head's gate lies behind its query
+    rows = {"q": queries, "k": spec.kv_width, "v": spec.kv_width}
+    yield from _linear_slots("qkv", _stacked("qkv", rows, stored, layer), width, spec.bias, layer)
+    yield from _linear_slots("o", {"o": width}, spec.query_width, spec.output_bias, layer)
+    if spec.qk_norm is not None:
+        whole = spec.qk_norm == "all"
+        yield from _vector(f"{layer}q_norm.weight", spec.query_width if whole else spec.head_dim)
+        yield from _vector(f"{layer}k_norm.weight", spec.kv_width if whole else spec.head_dim)
+
+
+def _delta_slots(spec: DeltaNetSpec, width: int, layer: str) -> Slots:
+    heads, values = spec.value_heads, spec.value_heads * spec.value_dim
+    channels = 2 * spec.key_heads * spec.key_dim + values
+    yield from _linear_slots("qkv", {"in_qkv": channels, "out_gate": values}, width, False, layer)
+    yield from _linear_slots("beta_decay", {"beta": heads, "decay": heads}, width, False, layer)
+    yield from _linear_slots("o", {"o": width}, values, False, layer)
+    yield f"{layer}conv.weight", Slot(f"{layer}conv.weight", (channels, 1, spec.taps), total=channels)
+    for name, size in {"decay_rate": heads, "decay_bias": heads, "delta_norm": spec.value_dim}.items():
+        yield from _vector(f"{layer}{name}.weight", size)
+
+
+def _mixer_slots(spec: MixerSpec, width: int, layer: str, stored: Collection[str]) -> Slots:
+    if isinstance(spec, DeltaNetSpec):
+        return _delta_slots(spec, width, layer)
+    return _attention_slots(spec, width, layer, stored)
+
+
+def _mlp_slots(spec: MLPSpec, width: int, layer: str, stored: Collection[str]) -> Slots:
+    if spec.gated:
+        parts = _stacked("gate_up", {"gate": spec.width, "up": spec.width}, stored, layer)
+        yield from _linear_slots("gate_up", parts, width, spec.bias, layer)
     else:
-        yield from _linear_slots("up", {"up": mlp}, config.width, config.mlp_bias, layer)
-    yield from _linear_slots("down", {"down": config.width}, mlp, config.mlp_bias, layer)
-    yield from _norm_slots(config, f"{layer}attn_norm")
-    yield from _norm_slots(config, f"{layer}mlp_norm")
-    for norm in ("q_norm", "k_norm") if config.qk_norm else ():
-        name = f"{layer}{norm}.weight"
-        yield name, Slot(name, (config.head_dim,), total=config.head_dim)
+        yield from _linear_slots("up", {"up": spec.width}, width, spec.bias, layer)
+    yield from _linear_slots("down", {"down": width}, spec.width, spec.bias, layer)
 
 
-def slots(config: ModelConfig) -> dict[str, Slot]:
-    """Return the slot of every weight that a model of this configuration has, by paceline's name."""
-    vocab, embed, width = config.vocab_size, config.embed_width, config.width
+def _experts_slots(spec: ExpertsSpec, width: int, layer: str, stored: Collection[str]) -> Slots:
+    inner = spec.expert.width
+    yield from _linear_slots("router", {"router": spec.count}, width, False, layer)
+    gate_up = _stacked("experts_gate_up", {"experts_gate": inner, "experts_up": inner}, stored, layer)
+    yield from _of_all_experts(spec.count, "experts_gate_up", gate_up, width, layer, stored)
+    yield from _of_all_experts(spec.count, "experts_down", {"experts_down": width}, inner, layer, stored)
+
+
+def _of_all_experts(
+    count: int, target: str, parts: Mapping[str, int], width: int, layer: str, stored: Collection[str]
+) -> Slots:
+    """Yield the slots of a matrix of all experts: of whole parts, or of each expert's where they are stored apart."""
+    first, total = 0, sum(parts.values())
+    for name, rows in parts.items():
+        own = [f"{layer}expert.{expert}.{name.removeprefix('experts_')}.weight" for expert in range(count)]
+        if own[0] in stored:
+            for expert, part in enumerate(own):
+                yield part, Slot(f"{layer}{target}.weight", (rows, width), first, total, count, expert)
+        else:
+            yield f"{layer}{name}.weight", Slot(f"{layer}{target}.weight", (count, rows, width), first, total, count)
+        first += rows
+
+
+NORMS: dict[NormPlaces, tuple[str, ...]] = {
+    "before": ("attn_norm", "mlp_norm"),
+    "after_sum": ("attn_norm", "mlp_norm"),
+    "after": ("attn_out_norm", "mlp_out_norm"),
+    "both": ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm"),
+}
+
+
+def _layer_slots(spec: DecoderSpec, layer: LayerSpec, name: str, stored: Collection[str]) -> Slots:
+    yield from _mixer_slots(layer.mixer, spec.width, name, stored)
+    if isinstance(layer.mlp, ExpertsSpec):
+        yield from _experts_slots(layer.mlp, spec.width, name, stored)
+    else:
+        yield from _mlp_slots(layer.mlp, spec.width, name, stored)
+    for norm in NORMS[layer.norms]:
+        yield from _norm_slots(spec, f"{name}{norm}")
+
+
+def slots(spec: DecoderSpec, stored: Collection[str] = ()) -> dict[str, Slot]:
+    """Return the slot of every weight that a model has, by paceline's name.
+
+    stored: names that a checkpoint has; they tell which stacked matrices it has whole and which in parts.
+    """
+    vocab, embed, width = spec.vocab_size, spec.embed_width, spec.width
     found = dict(_linear_slots("embed", {"embed": vocab}, embed, False))
-    if config.rotary is None:
-        found |= _linear_slots("positions", {"positions": config.max_positions + config.position_offset}, width, False)
+    if spec.learned_positions:
+        found |= _linear_slots("positions", {"positions": spec.max_positions + spec.position_offset}, width, False)
     if embed != width:
         found |= _linear_slots("project_in", {"project_in": width}, embed, False)
         found |= _linear_slots("project_out", {"project_out": embed}, width, False)
-    if config.final_norm:
-        found |= _norm_slots(config, "norm")
-    if not config.tied:
+    if spec.final_norm:
+        found |= _norm_slots(spec, "norm")
+    if not spec.tied:
         found |= _linear_slots("head", {"head": vocab}, embed, False)
-    for layer in range(config.layers):
-        found |= _layer_slots(config, f"layers.{layer}.")
+    for index, layer in enumerate(spec.layers):
+        found |= _layer_slots(spec, layer, f"layers.{index}.", stored)
     return found
 
 
-def shapes(config: ModelConfig) -> dict[str, Tensor]:
-    """Return the tensors that ``assemble`` would make for this configuration, on device "meta"."""
-    return {slot.target: torch.empty((slot.total, *slot.shape[1:]), device="meta") for slot in slots(config).values()}
+def shapes(spec: DecoderSpec) -> dict[str, Tensor]:
+    """Return the tensors that ``assemble`` would make for this description, on device "meta"."""
+    return {slot.target: torch.empty(slot.target_shape, device="meta") for slot in slots(spec).values()}
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A stored tensor and its destination. transposed: whether it is stored [in, out]."""
+    """A stored tensor and its destination.
+
+    transposed: whether it is stored [in, out]. plus_one: whether one is added to the stored values.
+    """
 
     slot: Slot
     stored: StoredTensor
-    transposed: bool
+    transposed: bool = False
+    plus_one: bool = False
 
 
-def place(config: ModelConfig, names: WeightNames, stored: Mapping[str, StoredTensor], where: str) -> list[Placement]:
+def place(spec: DecoderSpec, names: WeightNames, stored: Mapping[str, StoredTensor], where: str) -> list[Placement]:
     """Pair every stored tensor with its slot. where: path of the checkpoint, for messages.
 
     Raises ModelFormatError if a weight is missing, unknown or of a wrong shape.
     """
     ours = {name: names.ours(name) for name in stored if not names.ignored.fullmatch(name)}
-    if config.tied:
+    if spec.tied:
         ours = _tie(ours)
-    free = slots(config)
-    _refuse(config, where, "has no use for", [name for name, our in ours.items() if our not in free])
-    _refuse(config, where, "misses", sorted(free.keys() - ours.values()))
+    free = slots(spec, {our for our in ours.values() if our is not None})
+    _refuse(spec, where, "has no use for", [name for name, our in ours.items() if our not in free])
+    _refuse(spec, where, "misses", sorted(free.keys() - ours.values()))
     return [_place(free[our], names, stored[name], f"{where}: {name}") for name, our in ours.items() if our]
 
 
@@ -267,22 +259,23 @@ def truly_tied(names: WeightNames, stored: Mapping[str, StoredTensor]) -> bool:
     return torch.equal(embed, head)
 
 
-def _refuse(config: ModelConfig, where: str, problem: str, names: list[str]) -> None:
+def _refuse(spec: DecoderSpec, where: str, problem: str, names: list[str]) -> None:
     """Raise ModelFormatError if there are any names. problem: a verb such as "misses"."""
     if names:
         others = f" and {len(names) - 4} more" if len(names) > 4 else ""
         raise ModelFormatError(
-            f"{where}: a {config.family} model {problem} the weights {', '.join(names[:4])}{others}; the files are "
+            f"{where}: a {spec.family} model {problem} the weights {', '.join(names[:4])}{others}; the files are "
             "incomplete or belong to another kind of model"
         )
 
 
 def _place(slot: Slot, names: WeightNames, stored: StoredTensor, where: str) -> Placement:
-    transposed = slot.target.endswith(".weight") and slot.target.split(".")[-2] in names.transposed
+    part, suffix = slot.target.split(".")[-2:]
+    transposed = suffix == "weight" and part in names.transposed
     wanted = slot.shape[::-1] if transposed else slot.shape
     if tuple(stored.shape) != wanted:
         raise ModelFormatError(f"{where} has the shape {tuple(stored.shape)}, the configuration asks for {wanted}")
-    return Placement(slot, stored, transposed)
+    return Placement(slot, stored, transposed, plus_one=part in names.plus_one)
 
 
 def assemble(
@@ -294,8 +287,7 @@ def assemble(
     copied = [p for p in placements if p.slot.target not in tensors]
     for p in copied:
         if p.slot.target not in tensors:
-            shape = (p.slot.total, *p.slot.shape[1:])
-            tensors[p.slot.target] = torch.empty(shape, dtype=dtype, device=device)
+            tensors[p.slot.target] = torch.empty(p.slot.target_shape, dtype=dtype, device=device)
     with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
         jobs = pool.map(lambda p: _fill(p, tensors[p.slot.target]), copied)
         deque(tqdm(jobs, "loading", len(copied), unit=" tensors", disable=not progress), maxlen=0)
@@ -305,15 +297,21 @@ def assemble(
 def _shareable(placement: Placement, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     """Return a loaded tensor that the model can use without a copy; None if there is none."""
     stored, slot = placement.stored, placement.slot
-    if not isinstance(stored, LoadedTensor) or placement.transposed or slot.total != slot.shape[0]:
+    changed = placement.transposed or placement.plus_one or slot.target_shape != slot.shape
+    if not isinstance(stored, LoadedTensor) or changed:
         return None
     return stored.tensor if stored.tensor.dtype == dtype and stored.tensor.device == device else None
 
 
 def _fill(placement: Placement, target: Tensor) -> None:
     slot = placement.slot
-    rows = target[slot.first : slot.first + slot.shape[0]]
-    placement.stored.unpack_into(rows.t() if placement.transposed else rows)
-    if rows.dtype == torch.float16 and not bool(rows.isfinite().all()):
+    place = slot.within(target)
+    if placement.plus_one or not place.is_contiguous():  # a file's tensor is unpacked into whole memory
+        exact = torch.empty(place.shape, dtype=torch.float32 if placement.plus_one else place.dtype)
+        placement.stored.unpack_into(exact)
+        place.copy_(exact + 1.0 if placement.plus_one else exact)  # rounded once, after the sum
+    else:
+        placement.stored.unpack_into(place.t() if placement.transposed else place)
+    if place.dtype == torch.float16 and not bool(place.isfinite().all()):
         problem = "has values beyond float16's largest, 65504"
         raise ModelFormatError(f"{slot.target} {problem}: use dtype='float32' or 'bfloat16'")

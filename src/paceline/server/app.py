@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,13 +22,21 @@ from paceline.server.batch.runner import BatchRunner
 from paceline.server.batch.store import BatchStore
 from paceline.server.bodies import route_class
 from paceline.server.chat import ChatJob
+from paceline.server.chat_protocol import ChatRequest, TokenizeRequest
 from paceline.server.completions import CompletionJob
 from paceline.server.context import Context
 from paceline.server.documents import written
+from paceline.server.embeddings import EmbeddingJob, EmbeddingList, EmbeddingRequest
 from paceline.server.generation import ClientGoneError, while_connected
+from paceline.server.messages.job import MessagesJob, count_tokens
+from paceline.server.messages.protocol import MessagesRequest, PromptRequest
+from paceline.server.messages.replies import Message, TokenCount
 from paceline.server.metrics import Stats
 from paceline.server.playground import add_playground
-from paceline.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from paceline.server.protocol import CompletionRequest, DetokenizeRequest
+from paceline.server.responses import replies as responses_replies
+from paceline.server.responses.job import ResponsesJob
+from paceline.server.responses.protocol import ResponsesRequest
 from paceline.server.security import Gate
 from paceline.server.streaming import EventStream
 from paceline.server.tracing import Tracing
@@ -111,13 +119,45 @@ def _add_generation(app: FastAPI, context: Context) -> None:
         job = await ChatJob.prepare(context, body, context.client_of(request))
         return await _respond(context, request, job, bool(body.stream))
 
+    @app.post("/v1/embeddings", response_model=EmbeddingList)
+    async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
+        """Embed one or several texts."""
+        job = await EmbeddingJob.prepare(context, body, context.client_of(request))
+        return await _respond_whole(request, job.answer())
+
+    @app.post("/v1/messages", response_model=Message)
+    async def messages(body: MessagesRequest, request: Request) -> Response:
+        """Continue a conversation, in Anthropic's format."""
+        job = await MessagesJob.prepare(context, body, context.client_of(request))
+        if body.stream:
+            return EventStream(job.stream(), context.meter, done=b"")
+        return await _respond_whole(request, job.answer())
+
+    @app.post("/v1/messages/count_tokens", response_model=TokenCount)
+    async def tokens(body: PromptRequest) -> Response:
+        """Count the tokens of a conversation, in Anthropic's format."""
+        return document(await count_tokens(context, body))
+
+    @app.post("/v1/responses", response_model=responses_replies.Response)
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        """Continue a conversation, in the format of OpenAI's Responses API. Nothing is stored."""
+        job = await ResponsesJob.prepare(context, body, context.client_of(request))
+        if body.stream:
+            return EventStream(job.stream(), context.meter, done=b"", on_error=job.on_error)
+        return await _respond_whole(request, job.answer())
+
 
 async def _respond(context: Context, request: Request, job: CompletionJob | ChatJob, streaming: bool) -> Response:
     """Respond with a stream of events or with one document. A client that disconnects frees its rows."""
     if streaming:
         return EventStream(job.stream(), context.meter)
+    return await _respond_whole(request, job.answer())
+
+
+async def _respond_whole(request: Request, answer: Coroutine[Any, Any, bytes]) -> Response:
+    """Respond with one JSON document."""
     try:
-        reply = await while_connected(request.receive, job.answer())
+        reply = await while_connected(request.receive, answer)
     except ClientGoneError:
         log.info("the client disconnected")
         return Response(status_code=499)  # not sent: the connection is closed
@@ -133,13 +173,14 @@ def _add_texts(app: FastAPI, context: Context) -> None:
     @app.get("/v1/models", response_model=replies.ModelList)
     async def models() -> Response:
         """List the model that this server serves."""
-        return document(replies.ModelList(object="list", data=[_card(context)]))
+        cards = [_card(context, name) for name in (context.model_name, *context.adapters)]
+        return document(replies.ModelList(object="list", data=cards, models=cards))
 
     @app.get("/v1/models/{name:path}", response_model=replies.ModelCard)
     async def model(name: str) -> Response:
         """Describe the model by name."""
         context.check_model(name)
-        return document(_card(context))
+        return document(_card(context, name))
 
     @app.post("/v1/tokenize", response_model=replies.TokenizedText)
     @app.post("/tokenize", response_model=replies.TokenizedText)
@@ -149,7 +190,8 @@ def _add_texts(app: FastAPI, context: Context) -> None:
         if body.messages is None:
             tokens = await context.encode(body.prompt or "", body.add_special_tokens)
         else:
-            tokens = await context.encode_chat([message.plain() for message in body.messages])
+            prompt = await context.chat_prompt([message.plain() for message in body.messages], {})
+            tokens = prompt.token_ids
 
         def found() -> replies.TokenizedText:
             result = replies.TokenizedText(
@@ -190,9 +232,9 @@ def _add_texts(app: FastAPI, context: Context) -> None:
         return document(replies.DetokenizedText(prompt=await context.in_thread(context.tokenizer.spell, body.tokens)))
 
 
-def _card(context: Context) -> replies.ModelCard:
+def _card(context: Context, name: str) -> replies.ModelCard:
     return replies.ModelCard(
-        id=context.model_name,
+        id=name,
         object="model",
         created=context.created,
         owned_by="paceline",
@@ -201,6 +243,7 @@ def _card(context: Context) -> replies.ModelCard:
 
 
 def _add_operations(app: FastAPI, context: Context) -> None:
+    @app.head("/", include_in_schema=False)  # agents ask whether the server is there
     @app.head("/ping", include_in_schema=False)
     @app.head("/health", include_in_schema=False)
     @app.get("/ping", response_model=replies.Health, responses={503: {"model": replies.Health}})
@@ -238,24 +281,24 @@ def _paths(app: FastAPI) -> str:
 
 
 def _add_error_handlers(app: FastAPI, context: Context) -> None:
-    def answer(error: errors.ApiError) -> JSONResponse:
+    def answer(error: errors.ApiError, request: Request) -> JSONResponse:
         context.meter.refused(error)
-        return error.response()
+        return error.response(request.url.path)
 
     @app.exception_handler(PacelineError)
-    async def on_purpose(_: Request, error: PacelineError) -> Response:
-        return answer(errors.from_paceline(error))
+    async def on_purpose(request: Request, error: PacelineError) -> Response:
+        return answer(errors.from_paceline(error), request)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}"
         if error.status_code == 404:
             message += f"; this server has {_paths(app)}"
-        response = answer(errors.ApiError(error.status_code, errors.INVALID, message))
+        response = answer(errors.ApiError(error.status_code, errors.INVALID, message), request)
         response.headers.update(error.headers or {})
         return response
 
     @app.exception_handler(Exception)
-    async def bug(_: Request, error: Exception) -> Response:
+    async def bug(request: Request, error: Exception) -> Response:
         log.error("a request failed", exc_info=error)
-        return answer(errors.ApiError(500, "server_error", "internal error; see the server's log"))
+        return answer(errors.ApiError(500, "server_error", "internal error; see the server's log"), request)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from paceline.config import StructuredOutputs
 from paceline.core.outputs import CompletionOutput, RequestOutput, TokenLogprob
+from paceline.engine.chat import ChatPrompt
 from paceline.engine.engine import Request
+from paceline.server.chat_deltas import AnswerStream, whole_message
+from paceline.server.chat_protocol import ChatRequest
 from paceline.server.completions import extras_of, note_draft_tokens
 from paceline.server.context import Context, RequestOptions, StreamUsage, log_request, usage_of
 from paceline.server.delta import Delta, Update
 from paceline.server.logprobs import chat_logprobs
 from paceline.server.predictions import check_prediction, details_of
-from paceline.server.protocol import ChatRequest
 from paceline.server.replies import (
     Chat,
     ChatChoice,
@@ -23,23 +25,24 @@ from paceline.server.replies import (
     ChatChunkChoice,
     ChatDelta,
     ChatLogprobs,
-    ChatMessage,
     Usage,
     openai_finish_reason,
     stop_reason,
 )
 from paceline.server.streaming import Events
+from paceline.server.structures import AnswerForm
 
 
 @dataclass
 class ChatJob:
-    """One validated request, ready for the engine. structure: constraint of its answers, not yet compiled."""
+    """One validated request, ready for the engine. form: what its answers must look like, not yet compiled."""
 
     context: Context
     body: ChatRequest
+    prompt: ChatPrompt
     request: Request
     options: RequestOptions
-    structure: StructuredOutputs | None
+    form: AnswerForm
     id: str = field(init=False)
     created: int = field(init=False)
 
@@ -52,19 +55,21 @@ class ChatJob:
         context.check_model(body.model)
         context.check_answers(body.answers)
         options = RequestOptions.of(body, client)
-        tokens = await context.encode_chat(body.conversation)
+        prompt = await context.chat_prompt(body.conversation, body.chat_fields)
+        tokens = prompt.token_ids
         params = body.sampling(_max_tokens(context, body, tokens), (body.top_logprobs or 0) if body.logprobs else None)
-        response_format = await context.in_thread(lambda: body.structure)
+        params = context.for_model(body.model, params)
+        wanted = await context.in_thread(lambda: body.structure)
         # replace() checks that the structure fits the other parameters
-        structure = replace(params, structured_outputs=response_format).structured_outputs
+        form = AnswerForm(replace(params, structured_outputs=wanted).structured_outputs, prompt)
         references = await _prediction(context, body)
-        (request,) = await context.requests([tokens], params, options, references)
+        request = await context.chat_request(prompt, params, options, references)
         context.check_logprobs([request], params.logprobs)
-        return cls(context, body, request, options, structure)
+        return cls(context, body, prompt, request, options, form)
 
     async def answer(self) -> bytes:
         """Generate all answers and return the whole response as JSON. Raises ApiError."""
-        async with self.context.generate([self.request], self.options, structure=self.structure) as generation:
+        async with self.context.generate([self.request], self.options, form=self.form) as generation:
             (output,) = await generation.finish()
         log_request(self.id, [output], self.body.user)
         entries = generation.made * (1 + (self.body.top_logprobs or 0))
@@ -83,7 +88,7 @@ class ChatJob:
             id=self.id,
             object="chat.completion",
             created=self.created,
-            model=self.context.model_name,
+            model=self.body.model or self.context.model_name,
             choices=[self._whole(place, answer) for place, answer in enumerate(output.outputs)],
             usage=usage,
         )
@@ -92,12 +97,12 @@ class ChatJob:
 
     async def stream(self) -> Events:
         """Yield server-sent events as tokens are generated. Raises ApiError."""
-        begun: set[int] = set()
+        answers: defaultdict[int, AnswerStream] = defaultdict(lambda: AnswerStream(self.prompt.parser()))
         stream_usage = StreamUsage(len(self.request.prompt_token_ids))
-        async with self.context.generate([self.request], self.options, structure=self.structure) as generation:
+        async with self.context.generate([self.request], self.options, form=self.form) as generation:
             async for update in generation.updates():
                 yield await self.context.events(
-                    functools.partial(self._chunks, update, begun, stream_usage), update.entries
+                    functools.partial(self._chunks, update, answers, stream_usage), update.entries
                 )
             output = generation.outputs[0]
         log_request(self.id, [output], self.body.user)
@@ -105,49 +110,58 @@ class ChatJob:
             usage = await self._usage(output)
             yield await self.context.events(lambda: [self._chunk([], usage)], 0)
 
-    def _chunks(self, update: Update, begun: set[int], stream_usage: StreamUsage) -> list[ChatChunk]:
-        documents = []
+    def _chunks(
+        self, update: Update, answers: Mapping[int, AnswerStream], stream_usage: StreamUsage
+    ) -> list[ChatChunk]:
+        documents: list[ChatChunk] = []
         for delta in update.deltas:
             usage = stream_usage.add(delta)
-            if self._shows(delta):
-                piece = self._piece(delta, begun)
-                documents.append(self._chunk([piece], usage if self.body.continuous_usage else None))
-                if delta.ended is not None and self.body.answers == 1:
-                    note_draft_tokens(documents[-1], self.body, [delta.ended])
+            answer = answers[delta.index]
+            pieces = answer.deltas(delta)
+            if not pieces and self._shows(delta):
+                pieces = [ChatDelta(content="")]
+            chunks = [self._chunk([self._piece(delta.index, answer, piece)]) for piece in pieces]
+            if chunks:
+                self._complete(chunks[-1], delta, answer, usage)
+            documents += chunks
         return documents
 
     def _shows(self, delta: Delta) -> bool:
-        return bool(delta.text or delta.ended or self.body.metrics or self.body.logprobs)
+        return bool(delta.ended or self.body.metrics or self.body.logprobs)
+
+    def _piece(self, index: int, answer: AnswerStream, chat_delta: ChatDelta) -> ChatChunkChoice:
+        if not answer.begun:
+            answer.begun = True
+            chat_delta.role = "assistant"
+        return ChatChunkChoice(index=index, delta=chat_delta, logprobs=None, finish_reason=None)
+
+    def _complete(self, chunk: ChatChunk, delta: Delta, answer: AnswerStream, usage: Usage) -> None:
+        """Add to the last chunk of new text what tells of all of it."""
+        (choice,) = chunk.choices
+        choice.logprobs = self._logprobs(delta.logprobs)
+        if self.body.continuous_usage:
+            chunk.usage = usage
+        if self.body.metrics:
+            choice.paceline = extras_of(delta)
+        if delta.ended is not None:
+            choice.finish_reason = openai_finish_reason(delta.ended, calls=answer.calls > 0)
+            choice.stop_reason = stop_reason(delta.ended)
+            if self.body.answers == 1:
+                note_draft_tokens(chunk, self.body, [delta.ended])
 
     def _whole(self, place: int, answer: CompletionOutput) -> ChatChoice:
-        word = openai_finish_reason(answer)
+        message = self.prompt.parsed(answer.text)
+        word = openai_finish_reason(answer, calls=bool(message.tool_calls))
         assert word is not None
         choice = ChatChoice(
             index=place,
-            message=ChatMessage(role="assistant", content=answer.text, refusal=None),
+            message=whole_message(message),
             logprobs=self._logprobs(answer.logprobs or []),
             finish_reason=word,
         )
         choice.stop_reason = stop_reason(answer)
         if self.body.metrics:
             choice.paceline = extras_of(Delta.whole(answer))
-        return choice
-
-    def _piece(self, delta: Delta, begun: set[int]) -> ChatChunkChoice:
-        chat_delta = ChatDelta(content=delta.text)
-        if delta.index not in begun:
-            begun.add(delta.index)
-            chat_delta.role = "assistant"
-        choice = ChatChunkChoice(
-            index=delta.index,
-            delta=chat_delta,
-            logprobs=self._logprobs(delta.logprobs),
-            finish_reason=None if delta.ended is None else openai_finish_reason(delta.ended),
-        )
-        if delta.ended is not None:
-            choice.stop_reason = stop_reason(delta.ended)
-        if self.body.metrics:
-            choice.paceline = extras_of(delta)
         return choice
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> ChatLogprobs | None:
@@ -158,7 +172,7 @@ class ChatJob:
             id=self.id,
             object="chat.completion.chunk",
             created=self.created,
-            model=self.context.model_name,
+            model=self.body.model or self.context.model_name,
             choices=choices,
         )
         if usage is not None or self.body.include_usage:  # null in all chunks but the last

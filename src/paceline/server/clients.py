@@ -17,8 +17,15 @@ def client_of(request: Request, has_keys: bool) -> str:
     (FORWARDED_ALLOW_IPS) that is the forwarded address.
     """
     if has_keys:
-        return key_name(request.headers.get("authorization", "").partition(" ")[2].strip())
+        headers = request.headers
+        return key_name(key_in(headers.get("authorization", ""), headers.get("x-api-key", "")))
     return "address " + _network(request.client.host if request.client else "")
+
+
+def key_in(authorization: str, x_api_key: str) -> str:
+    """Return the API key that a request's headers carry: OpenAI's clients send the first, Anthropic's either."""
+    scheme, _, key = authorization.partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else x_api_key.strip()
 
 
 def key_name(key: str) -> str:

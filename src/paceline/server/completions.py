@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import time
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 
-from paceline.config import COMPLETION_MAX_TOKENS
+from paceline.config import COMPLETION_MAX_TOKENS, SamplingParams, StructuredOutputs
 from paceline.core.outputs import CompletionOutput, RequestOutput, TokenLogprob
 from paceline.engine.engine import Request
 from paceline.models.tokenizer import Detokenizer
 from paceline.server import errors
 from paceline.server.context import Context, RequestOptions, StreamUsage, log_request, usage_of
 from paceline.server.delta import Delta, Update
-from paceline.server.generation import Generation
+from paceline.server.generation import Generation, together
 from paceline.server.logprobs import completion_logprobs, joined, prompt_logprobs
 from paceline.server.protocol import CompletionRequest, GenerationRequest
 from paceline.server.replies import (
@@ -34,6 +33,7 @@ from paceline.server.replies import (
     stop_reason,
 )
 from paceline.server.streaming import Events
+from paceline.server.structures import AnswerForm
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ class PromptEcho:
 class CompletionJob:
     """One validated request, ready for the engine.
 
-    tokens: token ids per prompt. echoes: one per prompt if the request has ``echo``, else empty.
+    tokens: token ids per prompt. structure: form of the completions, not yet compiled. echoes: one per prompt if the
+    request has ``echo``, else empty.
     """
 
     context: Context
@@ -56,6 +57,7 @@ class CompletionJob:
     tokens: list[list[int]]
     requests: list[Request]
     options: RequestOptions
+    structure: StructuredOutputs | None
     id: str = field(init=False)
     created: int = field(init=False)
     echoes: list[PromptEcho] = field(default_factory=list)
@@ -70,10 +72,14 @@ class CompletionJob:
         context.check_answers(len(body.prompts) * body.answers)
         options = RequestOptions.of(body, client)
         params = body.sampling(_max_tokens(body) or 1, body.logprobs)
-        tokens = [await _encode(context, prompt) for prompt in body.prompts]
+        params = context.for_model(body.model, params)
+        tokens = [await _encode(context, prompt, body.suffix) for prompt in body.prompts]
+        if body.suffix:
+            params = context.infill.ended(params)
         requests = await context.requests(tokens, params, options)
         context.check_logprobs(requests, body.logprobs, read=bool(body.echo), made=_max_tokens(body) > 0)
-        return cls(context, body, tokens, requests, options)
+        structure = await context.in_thread(lambda: _structure(body, params))
+        return cls(context, body, tokens, requests, options, structure)
 
     # --- one response ------------------------------------------------------------
 
@@ -98,7 +104,8 @@ class CompletionJob:
 
     def _generation(self) -> AbstractAsyncContextManager[Generation]:
         scored = bool(self.body.echo) and self.body.logprobs is not None
-        return self.context.generate(self.requests, self.options, only_read=self._only_read, scored=scored)
+        form = AnswerForm(self.structure)
+        return self.context.generate(self.requests, self.options, only_read=self._only_read, scored=scored, form=form)
 
     @property
     def _only_read(self) -> bool:
@@ -200,7 +207,7 @@ class CompletionJob:
         return number * (self.body.n or 1) + place
 
     def _document(self, choices: list[CompletionChoice], usage: Usage | None = None) -> Completion:
-        model = self.context.model_name
+        model = self.body.model or self.context.model_name
         document = Completion(id=self.id, object="text_completion", created=self.created, model=model, choices=choices)
         if usage is not None or self.body.include_usage:  # null in all chunks but the last
             document.usage = usage
@@ -229,12 +236,7 @@ class CompletionJob:
         if not self.body.echo:
             return
         pairs = zip(self.requests, self.body.prompts, strict=True)
-        try:
-            async with asyncio.TaskGroup() as group:  # all at once: the engine scores several prompts a forward pass
-                echoes = [group.create_task(self._echo_prompt(request, prompt)) for request, prompt in pairs]
-        except BaseExceptionGroup as several:
-            raise several.exceptions[0] from None
-        self.echoes = [echo.result() for echo in echoes]
+        self.echoes = await together([self._echo_prompt(request, prompt) for request, prompt in pairs])
         generation.scored()
 
     async def _echo_prompt(self, request: Request, prompt: str | list[int]) -> PromptEcho:
@@ -268,7 +270,15 @@ def note_draft_tokens(
         document.metrics = RequestMetrics(speculative_decoding=SpeculativeDecoding.of(answers[0]))
 
 
-async def _encode(context: Context, prompt: str | list[int]) -> list[int]:
+def _structure(body: CompletionRequest, params: SamplingParams) -> StructuredOutputs | None:
+    """The form of the completions. Raises ParameterError if it does not fit the other parameters."""
+    wanted = None if body.structured_outputs is None else body.structured_outputs.wanted
+    return replace(params, structured_outputs=wanted).structured_outputs
+
+
+async def _encode(context: Context, prompt: str | list[int], suffix: str | None) -> list[int]:
+    if suffix:
+        return await context.encode_gap(prompt, suffix)
     return await context.encode(prompt) if isinstance(prompt, str) else prompt
 
 

@@ -11,37 +11,43 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from fastapi import Request as HttpRequest
 from pydantic import BaseModel
 
-from paceline.config import SamplingParams, ServerConfig, StructuredOutputs
+from paceline.chat.options import ChatFields, ChatOptions
+from paceline.config import SamplingParams, ServerConfig
 from paceline.core.outputs import Metrics, RequestOutput
+from paceline.engine.chat import ChatPrompt
 from paceline.engine.engine import Request
-from paceline.errors import PacelineError
+from paceline.engine.scoring import EmbeddedText
+from paceline.errors import PacelineError, RequestError
+from paceline.models.infill import InfillMarkers
 from paceline.models.tokenizer import Tokenizer
 from paceline.server import errors, vllm_names
-from paceline.server.admission import Admission, AdmissionLimits, PromptCost
+from paceline.server.admission import Admission, AdmissionLimits, AdmissionTicket, PromptCost
 from paceline.server.clients import client_of
 from paceline.server.delta import Delta
 from paceline.server.documents import event, written, written_in_pieces
-from paceline.server.generation import Generation, time_limit
+from paceline.server.generation import Generation, time_limit, together
 from paceline.server.limits import MAX_LOGPROB_ENTRIES
 from paceline.server.logprobs import Spelling
 from paceline.server.metrics import Meter
 from paceline.server.protocol import GenerationRequest
-from paceline.server.quotas import Quotas
+from paceline.server.quotas import Quotas, TokenUsage
 from paceline.server.replies import CompletionTokensDetails, PromptTokensDetails, Usage
 from paceline.server.service import EngineService
-from paceline.server.structures import structured
+from paceline.server.structures import AnswerForm, structured
+from paceline.server.transcripts import Transcripts
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
 
 log = logging.getLogger("paceline.server")
 _LONG_TEXT = 2**14  # characters; tokenizing them takes a few milliseconds
+_SHOWN = 32  # tokens shown on each side of a difference
 _SHORT_REPLY = 512  # tokens and log-probabilities; serializing them takes a millisecond
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -80,6 +86,8 @@ class Context:
         self.quotas = Quotas(config.api_keys)
         self.admission = Admission(config.max_waiting, config.max_waiting_tokens)
         self.created = int(time.time())
+        self._transcripts = Transcripts()
+        self._embedding_width: int | None = None
         self._start, self._count = secrets.token_hex(4), itertools.count()
         self._texts = ThreadPoolExecutor(1, thread_name_prefix="texts")
         self._long_texts = ThreadPoolExecutor(1, thread_name_prefix="long texts")
@@ -102,6 +110,14 @@ class Context:
     def spelling(self) -> Spelling:
         return Spelling(self.tokenizer)
 
+    @functools.cached_property
+    def infill(self) -> InfillMarkers:
+        """The model's fill-in-the-middle tokens. Raises ApiError (400) if it has none."""
+        try:
+            return InfillMarkers.of(self.tokenizer)
+        except RequestError as error:
+            raise errors.invalid(f"suffix is not supported: {error}", "suffix") from error
+
     @property
     def model_name(self) -> str:
         return self.config.served_model_name or self.llm.engine.models.target.name
@@ -116,11 +132,22 @@ class Context:
             return ours
         return ours + vllm_names.exposition(self.meter.registry, self.model_name)
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters, which requests may name as models."""
+        found = self.llm.engine.parts.target.adapters
+        return () if found is None else found.names
+
     def check_model(self, name: str | None) -> None:
-        """Raise ApiError (404) if ``name`` is not the served model; None stands for the served one."""
-        if name is not None and name != self.model_name:
-            message = f"the model {name!r} does not exist; this server serves {self.model_name!r}"
+        """Raise ApiError (404) unless ``name`` is the served model or an adapter; None stands for the served model."""
+        if name is not None and name not in (self.model_name, *self.adapters):
+            served = ", ".join(repr(each) for each in (self.model_name, *self.adapters))
+            message = f"the model {name!r} does not exist; this server serves {served}"
             raise errors.not_found(message, "model", "model_not_found")
+
+    def for_model(self, name: str | None, params: SamplingParams) -> SamplingParams:
+        """Return the parameters of a request for the model ``name``, which may be an adapter. See ``check_model``."""
+        return replace(params, adapter=name) if name in self.adapters else params
 
     def new_id(self, kind: str) -> str:
         """Return a unique id such as cmpl-1a2b3c4d-17. It is unique across servers, too."""
@@ -134,10 +161,20 @@ class Context:
         """Return a text's token ids. Raises ApiError (400) if it is longer than any prompt can be."""
         return await self._on_text(len(text), self.tokenizer.encode, text, add_special_tokens)
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Return a conversation's token ids. Raises ApiError (400) if it is longer than any prompt can be."""
-        characters = sum(len(message["content"]) for message in messages)
-        return await self._on_text(characters, self.tokenizer.chat, messages)
+    async def encode_gap(self, before: str | list[int], after: str) -> list[int]:
+        """Return the token ids of a fill-in-the-middle prompt. Raises ApiError (400) as ``encode``."""
+        markers = await self.in_thread(lambda: self.infill)
+        return await self._on_text(len(before) + len(after), markers.prompt, self.tokenizer, before, after)
+
+    async def chat_prompt(self, messages: Sequence[Mapping[str, Any]], fields: ChatFields) -> ChatPrompt:
+        """Render a conversation. Raises ApiError (400) if it is longer than any prompt can be.
+
+        messages: in OpenAI's form. fields: of the request; the server's own settings are added.
+        """
+        options = ChatOptions.of({**fields, "tool_parser": self.config.tool_parser})
+        options = replace(options, default_template_kwargs=self.config.chat_template_kwargs)
+        characters = sum(_characters(message) for message in messages) + _characters(fields.get("tools") or ())
+        return await self._on_text(characters, self.llm.chat_prompt, messages, options)
 
     async def _on_text(self, characters: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run ``work`` on a text of ``characters`` characters in the thread for its length."""
@@ -199,6 +236,13 @@ class Context:
         make = functools.partial(self._request, params=params, options=options, references=references)
         return await _run_in(self._texts, lambda: [make(prompt) for prompt in prompts])
 
+    async def chat_request(
+        self, prompt: ChatPrompt, params: SamplingParams, options: RequestOptions, references: Sequence[list[int]] = ()
+    ) -> Request:
+        """Build and check the engine's request for a conversation. See ``requests``."""
+        (request,) = await self.requests([prompt.token_ids], params, options, references)
+        return replace(self.llm.of_chat(request, prompt), read_message=None)  # replies read the message themselves
+
     def _request(
         self, prompt: list[int], params: SamplingParams, options: RequestOptions, references: Sequence[list[int]]
     ) -> Request:
@@ -245,30 +289,74 @@ class Context:
         *,
         only_read: bool = False,
         scored: bool = False,
-        structure: StructuredOutputs | None = None,
+        form: AnswerForm | None = None,
     ) -> AsyncIterator[Generation]:
         """Admit the requests together, submit them to the engine and yield their ``Generation``.
 
         only_read: nothing is generated (max_tokens = 0). scored: the prompts' log-probabilities are computed, too.
-        structure: constraint of the answers, compiled before they are submitted. Raises ApiError.
+        form: what the answers must look like, compiled before they are submitted. Raises ApiError.
         """
         costs = [self._cost(each, only_read, scored) for each in requests]
+        if len(requests) == 1:
+            self._compare(requests[0].prompt_token_ids, options.client)
+        generation = None
+        async with self._admitted(costs, options) as (tickets, key_usage):
+            try:
+                constrained = await structured(self.llm, requests, form or AnswerForm(), options.arrival)
+                generation = Generation(
+                    self.service, [] if only_read else zip(constrained, tickets, strict=True), options.streaming
+                )
+                async with generation:
+                    yield generation
+            finally:
+                key_usage.used += 0 if generation is None else generation.made
+
+    def _compare(self, prompt: Sequence[int], client: str) -> None:
+        """Record where a prompt differs from an earlier one of its client."""
+        found = self._transcripts.note(client, prompt)
+        if found is None:
+            return
+        self.meter.prompt_differed(found.first_difference)
+        if log.isEnabledFor(logging.DEBUG) and not found.extends:
+            at = found.first_difference
+            parts = {
+                "before": prompt[max(0, at - _SHOWN) : at],
+                "was": found.earlier[at:][:_SHOWN],
+                "now": prompt[at:][:_SHOWN],
+            }
+            texts = {name: self.tokenizer.spell(tokens) for name, tokens in parts.items()}
+            fields = {"first_difference": at, "earlier_tokens": found.earlier_tokens, "prompt_tokens": len(prompt)}
+            log.debug("prompt differs", extra={"fields": fields | texts})
+
+    @asynccontextmanager
+    async def _admitted(
+        self, costs: Sequence[PromptCost], options: RequestOptions
+    ) -> AsyncIterator[tuple[list[AdmissionTicket], TokenUsage]]:
+        """Hold the client's quota and an admission ticket per prompt, within the request's time limit.
+
+        Raises ApiError. The prompts' tokens are counted as used; the block adds the tokens that it generates.
+        """
         with self.quotas.hold(options.client, sum(cost.tokens for cost in costs)) as key_usage:
             tickets = self.admission.enter(options.client, costs, self.admission_limits)
-            seconds = self.config.request_timeout if options.timeout is None else options.timeout
-            generation = None
+            key_usage.used = sum(cost.read for cost in costs)
             try:
-                async with time_limit(seconds):
-                    constrained = await structured(self.llm, requests, structure, options.arrival)
-                    generation = Generation(
-                        self.service, [] if only_read else zip(constrained, tickets, strict=True), options.streaming
-                    )
-                    async with generation:
-                        yield generation
+                async with time_limit(self.config.request_timeout if options.timeout is None else options.timeout):
+                    yield tickets, key_usage
             finally:
-                key_usage.used = sum(cost.read for cost in costs) + (0 if generation is None else generation.made)
                 for ticket in tickets:
                     ticket.close()
+
+    async def embedding_width(self) -> int:
+        """Numbers in an embedding of this model."""
+        if self._embedding_width is None:
+            self._embedding_width = len(await self.service.embed(EmbeddedText([0])))
+        return self._embedding_width
+
+    async def embed(self, texts: Sequence[EmbeddedText], options: RequestOptions) -> list[list[float]]:
+        """Return the embeddings of texts; together they count as one answer without tokens. Raises ApiError."""
+        cost = PromptCost(answers=1, made=0, read=sum(len(text.token_ids) for text in texts))
+        async with self._admitted([cost], options):
+            return await together([self.service.embed(text) for text in texts])
 
     def _cost(self, request: Request, only_read: bool, scored: bool) -> PromptCost:
         size, params = len(request.prompt_token_ids), request.params
@@ -279,6 +367,15 @@ class Context:
         """Stop the worker threads. Pending work is cancelled."""
         for pool in (self._texts, self._long_texts, self._replies, self.bodies):
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _characters(value: object) -> int:
+    """Characters in all texts of messages or tools, with the names of their members."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(_characters(name) + _characters(part) for name, part in value.items())
+    return sum(map(_characters, value)) if isinstance(value, (list, tuple)) else 0
 
 
 async def _run_in(pool: Executor, work: Callable[[], T]) -> T:

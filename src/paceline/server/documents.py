@@ -28,6 +28,11 @@ def event(document: bytes) -> bytes:
     return b"data: " + document + b"\n\n"
 
 
+def named_event(name: str, document: bytes) -> bytes:
+    """Format a JSON document as a server-sent event with a name."""
+    return b"event: %s\n%s" % (name.encode(), event(document))
+
+
 def _pieces(value: object, depth: int) -> Iterator[bytes]:
     if isinstance(value, BaseModel) and depth:
         yield b"{"

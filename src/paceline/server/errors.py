@@ -22,6 +22,15 @@ from paceline.server.shares import Full
 INVALID = "invalid_request_error"
 TWO_LENGTHS, BODY_TIMEOUT = "two_lengths", "body_timeout"
 _LAST = frozenset({TWO_LENGTHS, BODY_TIMEOUT})  # the start of the next request is unknown: close the connection
+_ANTHROPIC = "/v1/messages"
+_ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 class ErrorBody(BaseModel):
@@ -60,14 +69,21 @@ class ApiError(PacelineError):
         message = shortened(str(self), MAX_MESSAGE).encode("utf-8", "replace").decode()  # replaces lone surrogates
         return {"error": {"message": message, "type": self.kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        """Build the response. Call it only if none has been started."""
+    def body_for(self, path: str) -> dict[str, Any]:
+        """The body in the form of the API that a path belongs to: OpenAI's, or Anthropic's below /v1/messages."""
+        if not path.startswith(_ANTHROPIC):
+            return self.body
+        kind = _ANTHROPIC_KINDS.get(self.status, "api_error" if self.status >= 500 else INVALID)
+        return {"type": "error", "error": {"type": kind, "message": self.body["error"]["message"]}}
+
+    def response(self, path: str) -> JSONResponse:
+        """Build the response to a request of a path. Call it only if none has been started."""
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         if self.code in _LAST:
             headers["Connection"] = "close"
-        return JSONResponse(self.body, self.status, headers)
+        return JSONResponse(self.body_for(path), self.status, headers)
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -82,7 +98,7 @@ def not_found(message: str, param: str | None = None, code: str | None = None) -
 
 def unauthorized() -> ApiError:
     """401: missing or wrong API key."""
-    message = "this server needs an API key: send the header 'Authorization: Bearer KEY'"
+    message = "this server needs an API key: send the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
     return ApiError(401, "authentication_error", message, code="invalid_api_key")
 
 

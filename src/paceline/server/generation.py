@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -89,6 +89,16 @@ async def time_limit(seconds: float | None) -> AsyncIterator[None]:
         if limit.expired() and seconds is not None:
             raise errors.timed_out(seconds) from None
         raise
+
+
+async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return the results of all coroutines, run at the same time. The first that raises ends the others."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in work]
+    except BaseExceptionGroup as several:
+        raise several.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -12,6 +12,7 @@ MAX_FIELDS = 100  # per object
 MAX_PROMPTS = 2**12
 MAX_MESSAGES = 2**12
 MAX_CONTENT_PARTS = 2**12  # per message
+MAX_TOOLS = 2**9
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 2**12  # over all stop strings
 MAX_STOP_TOKEN_IDS = 2**10
@@ -21,6 +22,9 @@ MAX_LABEL = 512  # characters of a name or label, which the log may repeat
 
 # Replies.
 MAX_LOGPROB_ENTRIES = 2**20  # tokens and top log-probabilities: 100 MB while they are collected
+
+MAX_EMBEDDINGS = 2**11  # texts per request, the same as OpenAI's
+MAX_EMBEDDING_NUMBERS = 2**21  # 40 MB of JSON
 
 # Error responses.
 MAX_FAULTS = 10  # per response

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from paceline.config import LogFormat
+from paceline.config import LogFormat, LogLevel
 
 LOGGERS = ("paceline", "uvicorn")
 REFUSALS = "paceline.server.refusals"
@@ -184,10 +184,10 @@ class StderrStream(io.TextIOBase):
 
 
 @contextmanager
-def to_stderr(log_format: LogFormat) -> Iterator[None]:
+def to_stderr(log_format: LogFormat, log_level: LogLevel = "info") -> Iterator[None]:
     """Send the lines of paceline and uvicorn, and everything printed to stderr, through one writer to stderr."""
     handler, before = LogWriter(), sys.stderr
-    _configure(handler, log_format)
+    _configure(handler, log_format, log_level)
     sys.stderr = StderrStream(handler)
     try:
         yield
@@ -196,12 +196,12 @@ def to_stderr(log_format: LogFormat) -> Iterator[None]:
         flush()
 
 
-def _configure(handler: LogWriter, log_format: LogFormat) -> None:
+def _configure(handler: LogWriter, log_format: LogFormat, log_level: LogLevel) -> None:
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     for name in LOGGERS:
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(logging.INFO)
+        logger.setLevel(log_level.upper() if name == LOGGERS[0] else logging.INFO)
     for name in CLIENT_LOGGERS:
         logging.getLogger(name).filters = [Throttle()]
 

@@ -31,6 +31,7 @@ refusals = logging.getLogger(REFUSALS)
 
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0)
 _GAPS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0, 5.0)
+_TOKENS = (16, 64, 256, 1024, 4096, 16384, 65536)
 _RECENT_ROUNDS = 64
 _RECENT_SECONDS = 10.0
 _MAX_CHARACTERS = 200  # of an error message in the log, which may repeat what the client sent
@@ -108,6 +109,12 @@ class Meter:
             return Counter(f"paceline:{name}", text, labels, registry=self.registry)
 
         self._drafts = counter("spec_decode_num_drafts", "Drafts verified: one per row and round with draft tokens.")
+        self._rounds_by = Counter(
+            "paceline:decode_num_rounds",
+            "Rounds, by where they ran: on the device, or on the host.",
+            ("runner",),
+            registry=self.registry,
+        )
         self._row_rounds = counter("decode_num_row_rounds", "Rounds, counted once per row that they decoded.")
         self._draft_tokens = counter("spec_decode_num_draft_tokens", "Draft tokens verified.")
         self._accepted = counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.")
@@ -179,6 +186,11 @@ class Meter:
             buckets=_GAPS,
             registry=self.registry,
         )
+        self._first_difference = histogram(
+            "prompt_first_difference_tokens",
+            "Tokens before the first difference between a prompt and the most similar earlier one of its client.",
+            _TOKENS,
+        )
         self._queue = histogram("request_queue_time_seconds", "From a request's arrival until a sequence has a row.")
 
     # --- called in the engine's thread -------------------------------------------
@@ -214,6 +226,7 @@ class Meter:
         with self._lock:
             self._recent.append(round_)
             self._rounds += 1
+        self._rounds_by.labels(engine.runners.current).inc()
         self._count(verdict, round_)
         self._since_line.append(round_)
         if now - self._line_at >= self._log_interval:
@@ -293,6 +306,10 @@ class Meter:
         )
 
     # --- for the event loop ------------------------------------------------------
+
+    def prompt_differed(self, tokens: int) -> None:
+        """Record the number of tokens before a prompt's first difference from an earlier one."""
+        self._first_difference.observe(tokens)
 
     def refused(self, error: ApiError) -> None:
         """Count and log an error response."""

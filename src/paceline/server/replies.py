@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from paceline.core.outputs import CompletionOutput, TokenKind
 
-OpenAIFinishReason = Literal["stop", "length"]
+OpenAIFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class CompletionTokensDetails(BaseModel):
@@ -191,12 +191,45 @@ class ChatLogprobs(BaseModel):
     content: list[ChatLogprob]
 
 
+class CalledFunction(BaseModel):
+    """A function and the JSON text of its arguments."""
+
+    name: str
+    arguments: str
+
+
+class ChatToolCall(BaseModel):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class CalledFunctionDelta(BaseModel):
+    """The name, in the first part of a call; more of the arguments' JSON text."""
+
+    name: str | None = None
+    arguments: str
+
+
+class ChatToolCallDelta(BaseModel):
+    """A part of call number ``index``. The first one has id, type and name."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunctionDelta
+
+
 class ChatMessage(BaseModel):
-    """The generated message."""
+    """The generated message. content: null in a message of tool calls alone. reasoning_content: the thoughts."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ChatToolCall] | None = None
 
 
 class ChatDelta(BaseModel):
@@ -204,6 +237,8 @@ class ChatDelta(BaseModel):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ChatToolCallDelta] | None = None
 
 
 class ChatChoice(BaseModel):
@@ -263,10 +298,11 @@ class ModelCard(BaseModel):
 
 
 class ModelList(BaseModel):
-    """Response of ``/v1/models``."""
+    """Response of ``/v1/models``. models: the same list under the name that some clients read."""
 
     object: Literal["list"]
     data: list[ModelCard]
+    models: list[ModelCard]
 
 
 class TokenizedText(BaseModel):
@@ -313,10 +349,15 @@ class Health(BaseModel):
     status: str
 
 
-def openai_finish_reason(answer: CompletionOutput) -> OpenAIFinishReason | None:
-    """Map to OpenAI's two finish reasons. A deadline counts as "length"; ``stop_reason`` tells them apart."""
+def openai_finish_reason(answer: CompletionOutput, calls: bool = False) -> OpenAIFinishReason | None:
+    """Map to OpenAI's finish reasons. A deadline counts as "length"; ``stop_reason`` tells them apart.
+
+    calls: whether the answer has tool calls.
+    """
     if answer.finish_reason is None:
         return None
+    if calls and answer.finish_reason == "stop":
+        return "tool_calls"
     return "stop" if answer.finish_reason == "stop" else "length"
 
 

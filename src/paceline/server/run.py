@@ -82,7 +82,7 @@ class Server(uvicorn.Server):
 def serve(config: ServerConfig, load: Callable[[], LLM]) -> None:
     """Serve until a signal. Raises ParameterError if it cannot listen, and what ``load`` raises."""
     sockets = listen(config)  # a port in use is reported before the model loads
-    with logs.to_stderr(config.log_format):
+    with logs.to_stderr(config.log_format, config.log_level):
         service = _serve(config, load, sockets)
     if service.failure is not None:
         raise service.failure

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from paceline.config import ServerConfig
 from paceline.errors import ParameterError
 from paceline.server import errors
+from paceline.server.clients import key_in
 from paceline.server.connections import max_concurrent_requests
 from paceline.server.generation import ClientGoneError
 from paceline.server.heads import checked_head, header
@@ -34,13 +35,12 @@ class KeyRing:
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = [_digest(read_key(line).secret) for line in keys]
 
-    def admits(self, authorization: bytes) -> bool:
-        """Return whether an Authorization header carries a valid key; always true if there are no keys."""
-        scheme, _, key = authorization.decode("latin-1").partition(" ")
-        digest = _digest(key.strip())
+    def admits(self, authorization: bytes, x_api_key: bytes = b"") -> bool:
+        """Return whether one of these headers carries a valid key; always true if there are no keys."""
+        digest = _digest(key_in(authorization.decode("latin-1"), x_api_key.decode("latin-1")))
         # Compare with all keys, even after a match, to take constant time.
         matches = [hmac.compare_digest(digest, good) for good in self._digests]
-        return not self._digests or (scheme.lower() == "bearer" and any(matches))
+        return not self._digests or any(matches)
 
 
 def _digest(key: str) -> bytes:
@@ -142,7 +142,7 @@ class Gate:
 
     def _check(self, scope: Scope) -> None:
         self._hosts.check(header(scope, b"host"))
-        if not self._keys.admits(header(scope, b"authorization")):
+        if not self._keys.admits(header(scope, b"authorization"), header(scope, b"x-api-key")):
             raise errors.unauthorized()
         if header(scope, b"content-encoding").lower() not in (b"", b"identity"):
             raise errors.encoded()
@@ -186,7 +186,7 @@ class Gate:
 
     async def _refuse(self, error: errors.ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         self._meter.refused(error)
-        await error.response()(scope, receive, send)
+        await error.response(scope["path"])(scope, receive, send)
 
 
 class _Body:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tqdm import tqdm
 
@@ -19,7 +19,7 @@ from paceline.config import SamplingParams, ServerConfig
 from paceline.config.ranges import check
 from paceline.core.outputs import RequestOutput, TokenLogprob
 from paceline.engine.engine import Request
-from paceline.engine.scoring import ScoredText
+from paceline.engine.scoring import EmbeddedText, ScoredText
 from paceline.engine.utilisation import arithmetic_of
 from paceline.errors import PacelineError, RankError
 from paceline.models.base import SharedModel
@@ -119,7 +119,7 @@ class EngineService:
         meter.watch_steps(self.step_seconds)
         self._inbox = _Inbox()
         self._live: dict[str, _LiveRequest] = {}
-        self._scorings: dict[ScoredText, asyncio.Future[list[TokenLogprob]]] = {}
+        self._scorings: dict[ScoredText, asyncio.Future[Any]] = {}
         self._llm: LLM | None = None
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -174,7 +174,6 @@ class EngineService:
         """
         if len(request.prompt_token_ids) < 2:
             return []
-        result: asyncio.Future[list[TokenLogprob]] = self._loop.create_future()
         text = ScoredText(
             request.prompt_token_ids,
             top,
@@ -183,6 +182,16 @@ class EngineService:
             client=request.client,
             priority=request.priority,
         )
+        logprobs: list[TokenLogprob] = await self._read(text)
+        return logprobs
+
+    async def embed(self, text: EmbeddedText) -> list[float]:
+        """Return the embedding of a text. It is read as prompts that are scored are."""
+        vector: list[float] = await self._read(text)
+        return vector
+
+    async def _read(self, text: ScoredText) -> Any:
+        result: asyncio.Future[Any] = self._loop.create_future()
         self._inbox.put(lambda: self._add_scoring(text, result))
         return await result
 
@@ -348,7 +357,7 @@ class EngineService:
         self._fail_all(errors.unavailable("the server is shutting down", "shutting_down"))
         self._stopping = True
 
-    def _add_scoring(self, text: ScoredText, result: asyncio.Future[list[TokenLogprob]]) -> None:
+    def _add_scoring(self, text: ScoredText, result: asyncio.Future[Any]) -> None:
         self._scorings[text] = result
         try:
             self.engine.scorer.add([text])
@@ -366,7 +375,7 @@ class EngineService:
             self._scoring_failed(error)
             return
         for text in ended:
-            self._settle(text, text.logprobs)
+            self._settle(text, text.vector.tolist() if isinstance(text, EmbeddedText) else text.logprobs)
 
     def _scoring_failed(self, error: Exception) -> None:
         """Fail the prompts that the scorer had begun.
@@ -389,7 +398,7 @@ class EngineService:
         for text in texts:
             self._scorings.pop(text, None)
 
-    def _settle(self, text: ScoredText, outcome: list[TokenLogprob] | errors.ApiError) -> None:
+    def _settle(self, text: ScoredText, outcome: list[TokenLogprob] | list[float] | errors.ApiError) -> None:
         result = self._scorings.pop(text)
 
         def settle() -> None:

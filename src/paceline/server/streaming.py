@@ -4,34 +4,50 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from paceline.server import errors
-from paceline.server.documents import event
+from paceline.server.documents import event, named_event
 from paceline.server.generation import ClientGoneError, while_connected
 from paceline.server.metrics import Meter
 
 log = logging.getLogger("paceline.server")
 DONE = b"data: [DONE]\n\n"
+_UNNAMED = ("/v1/completions", "/v1/chat/completions")  # paths whose events have no names
 Events = AsyncGenerator[bytes, None]
+
+
+def last_events(error: errors.ApiError, path: str) -> bytes:
+    """Return what ends a stream of a path after an error: an event, and in OpenAI's older APIs ``DONE``."""
+    body = json.dumps(error.body_for(path)).encode()
+    return event(body) + DONE if path.startswith(_UNNAMED) else named_event("error", body)
 
 
 class EventStream(Response):
     """Streams events as they are produced. The generator is closed as soon as the client disconnects.
 
-    An error before the first event is a response with its own status. A later error is an event {"error": ...}.
+    An error before the first event is a response with its own status. A later error is an event.
+
+    done: what ends a complete stream. on_error: what ends one after an error; None for that of the path.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: Events, meter: Meter) -> None:
+    def __init__(
+        self,
+        events: Events,
+        meter: Meter,
+        *,
+        done: bytes = DONE,
+        on_error: Callable[[errors.ApiError], bytes] | None = None,
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._events, self._meter = events, meter
+        self._events, self._meter, self._done, self._on_error = events, meter, done, on_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -51,12 +67,14 @@ class EventStream(Response):
             except errors.ApiError as error:
                 self._meter.refused(error)
                 if not begun:
-                    await error.response()(scope, receive, send)
+                    await error.response(scope["path"])(scope, receive, send)
                     return
-                await _send(send, event(json.dumps(error.body).encode()))
+                last = last_events(error, scope["path"]) if self._on_error is None else self._on_error(error)
+                await _send(send, last, more=False)
+                return
         if not begun:
             await self._begin(send)
-        await _send(send, DONE, more=False)
+        await _send(send, self._done, more=False)
 
     async def _begin(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

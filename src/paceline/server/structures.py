@@ -7,11 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from paceline.config import StructuredOutputs
+from paceline.config import SamplingParams, StructuredOutputs
 from paceline.core.rows import Constraint
+from paceline.engine.chat import ChatPrompt
 from paceline.engine.engine import Request
 from paceline.errors import PacelineError
 from paceline.server import errors
@@ -22,48 +23,70 @@ if TYPE_CHECKING:
 ConstraintFactory = Callable[[], Constraint]
 
 
-async def structured(
-    llm: LLM, requests: Sequence[Request], structure: StructuredOutputs | None, arrival: float
-) -> Sequence[Request]:
+@dataclass(frozen=True)
+class AnswerForm:
+    """What answers must look like. structure: of their text. chat: the conversation, with tools and thoughts."""
+
+    structure: StructuredOutputs | None = None
+    chat: ChatPrompt | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether any answer is allowed, so that nothing has to be compiled."""
+        options = None if self.chat is None else self.chat.options
+        return self.structure is None and (
+            options is None or (not options.offered and options.max_thinking_tokens is None)
+        )
+
+    def compile(self, llm: LLM, params: SamplingParams, stopped: Callable[[], bool]) -> ConstraintFactory | None:
+        """Return a factory for the constraint of one answer. Raises what ``LLM.chat_constraint`` raises."""
+        wanted = replace(params, structured_outputs=self.structure)
+        factory = None if self.chat is None else llm.chat_constraint(self.chat, wanted, stopped)
+        return llm.structure(self.structure, stopped) if factory is None and self.structure is not None else factory
+
+
+async def structured(llm: LLM, requests: Sequence[Request], form: AnswerForm, arrival: float) -> Sequence[Request]:
     """Return the requests with a compiled constraint for their answers. Raises ApiError.
 
-    structure: the constraint, or None to return them unchanged. arrival: seconds on the clock of ``time.monotonic``.
+    arrival: seconds on the clock of ``time.monotonic``.
     If the requests' time budget ends before the compilation, they are returned unchanged: they get no token anyway.
     """
-    if structure is None:
+    if form.is_free or not requests:
         return requests
     budgets = [budget for each in requests if (budget := each.params.time_budget) is not None]
     try:
         async with asyncio.timeout(arrival + max(budgets) - time.monotonic() if budgets else None):
-            factory = await _compile(llm, structure)
+            factory = await _compile(llm, form, requests[0].params)
     except TimeoutError:
         return requests
+    if factory is None:
+        return requests
     return [
-        replace(each, params=replace(each.params, structured_outputs=structure), make_constraint=factory)
+        replace(each, params=replace(each.params, structured_outputs=form.structure), make_constraint=factory)
         for each in requests
     ]
 
 
-async def _compile(llm: LLM, structure: StructuredOutputs) -> ConstraintFactory:
+async def _compile(llm: LLM, form: AnswerForm, params: SamplingParams) -> ConstraintFactory | None:
     """Compile the constraint. Raises ApiError.
 
     A daemon thread waits for the compiling process. Cancelling this call stops the compilation.
     """
     given_up, loop = threading.Event(), asyncio.get_running_loop()
-    found: asyncio.Future[ConstraintFactory] = loop.create_future()
+    found: asyncio.Future[ConstraintFactory | None] = loop.create_future()
 
     def deliver(factory: ConstraintFactory | None, error: Exception | None) -> None:
         if found.cancelled():
             return
         if error is not None:
             found.set_exception(error)
-        elif factory is not None:
+        else:
             found.set_result(factory)
 
     def wait() -> None:
         factory, error = None, None
         try:
-            factory = llm.structure(structure, given_up.is_set)
+            factory = form.compile(llm, params, given_up.is_set)
         except Exception as caught:  # noqa: BLE001 (re-raised by the awaiting coroutine)
             error = caught
         with suppress(RuntimeError):  # the loop is closed

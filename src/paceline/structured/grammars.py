@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 import threading
 import time
@@ -64,6 +65,9 @@ class Grammars:
         vocabulary = _Vocabulary(tokenizer, vocab_size, eos_token_ids)
         self._unspelled = _unspelled(tokenizer.name, vocabulary.tokens)
         self._tokens = _llguidance_tokenizer(vocabulary, eos_token_ids)
+        token_of = {spelled: token for token, spelled in reversed([*enumerate(vocabulary.tokens)])}
+        self._byte_tokens = [token_of.get(byte, -1) for byte in _BYTES]
+        self._special = {name.decode(): token for token, name in vocabulary.special_names.items()}
         self._lock = threading.Lock()
         # least recently used first
         self._cache: OrderedDict[tuple[str, str], Grammar | GrammarLimitError] = OrderedDict()
@@ -73,7 +77,12 @@ class Grammars:
     def compile(
         self, structure: StructuredOutputs, stopped: Callable[[], bool] = lambda: False
     ) -> Callable[[], Constraint]:
-        """Return a function that makes a constraint for one answer.
+        """Return a function that makes a constraint for one answer. See ``grammar``."""
+        grammar = self.grammar(structure, stopped)
+        return lambda: GrammarConstraint(grammar)
+
+    def grammar(self, structure: StructuredOutputs, stopped: Callable[[], bool] = lambda: False) -> Grammar:
+        """Compile a structure, or return it from the cache.
 
         stopped: returns True once the request has ended. Raises StructureError if the structure cannot be followed, or
         if the request has ended before it was compiled.
@@ -89,7 +98,7 @@ class Grammars:
                 self._store(key, grammar)
         if isinstance(grammar, GrammarLimitError):
             raise StructureError(str(grammar))
-        return lambda: GrammarConstraint(grammar)
+        return grammar
 
     def _cached(self, key: tuple[str, str]) -> Grammar | GrammarLimitError | None:
         with self._lock:
@@ -107,10 +116,11 @@ class Grammars:
                 self._cache.popitem(last=False)
 
     def _compiled(self, key: tuple[str, str], stopped: Callable[[], bool]) -> Grammar | GrammarLimitError:
-        text = grammar_of(*key, self._unspelled)
+        trial = grammar_of(*key, self._unspelled)  # the trial has one token per byte, and no special ones
+        text = grammar_of(*key, self._unspelled, self._special)
         try:
-            try_out(text, self._limits, stopped)
-            return Grammar(text, self._tokens, self._limits)
+            try_out(trial, self._limits, stopped)
+            return Grammar(text, self._tokens, self._limits, self._byte_tokens)
         except GrammarLimitError as error:
             return error
 
@@ -137,7 +147,11 @@ def _acquired(lock: Any, stopped: Callable[[], bool]) -> Iterator[None]:
 def _kind_and_text(structure: StructuredOutputs) -> tuple[str, str]:
     """The kind of a structure, as in ``grammar_of``, and its text. Raises StructureError if it is too long."""
     kind, text, limit = "object", "", 0
-    if structure.regex is not None:
+    if structure.grammar is not None:
+        kind, text, limit = "grammar", structure.grammar, MAX_SCHEMA_CHARACTERS
+    elif structure.choice is not None:
+        kind, text, limit = "choice", json.dumps(structure.choice), MAX_SCHEMA_CHARACTERS
+    elif structure.regex is not None:
         kind, text, limit = "regex", structure.regex, MAX_REGEX_CHARACTERS
     elif structure.json is not None:
         kind, text, limit = "schema", str(structure.json), MAX_SCHEMA_CHARACTERS
@@ -167,7 +181,10 @@ def _llguidance_tokenizer(vocabulary: _Vocabulary, ends: Sequence[int]) -> LLTok
 
 
 class _Vocabulary:
-    """A model's tokens with the interface of llguidance's TokenizerWrapper. Special tokens have no bytes."""
+    """A model's tokens with the interface of llguidance's TokenizerWrapper.
+
+    Special tokens have their names behind a byte that no text has. special_names: those names by token.
+    """
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -177,6 +194,9 @@ class _Vocabulary:
         text = [s is not None and not tokenizer.is_special(t) and t not in ends for t, s in enumerate(spellings)]
         self.special_token_ids = [token for token, is_text in enumerate(text) if not is_text]
         self.tokens = [_bytes_of(tokenizer, t, s or "") if text[t] else b"" for t, s in enumerate(spellings)][:size]
+        self.special_names = {t: s.encode() for t, s in enumerate(spellings[:size]) if s and not text[t]}
+        for token, name in self.special_names.items():
+            self.tokens[token] = b"\xff" + name
         self.tokens += [b""] * (size - len(self.tokens))
         self.eos_token_id = ends[0]
 
@@ -197,12 +217,14 @@ def _bytes_of(tokenizer: Tokenizer, token: int, spelling: str) -> bytes:
 class Grammar:
     """A compiled structure, shared by all answers that follow it.
 
+    byte_tokens: the token of each byte that has one of its own.
     Raises StructureError if it cannot be followed, GrammarLimitError if it exceeds a limit.
     """
 
-    def __init__(self, text: str, tokens: LLTokenizer, limits: GrammarLimits) -> None:
+    def __init__(self, text: str, tokens: LLTokenizer, limits: GrammarLimits, byte_tokens: Sequence[int]) -> None:
         self._text, self._tokens, self._limits = text, tokens, asdict(limits)
         self.ends = frozenset(tokens.eos_tokens)
+        self.byte_tokens = byte_tokens
         started = time.thread_time()
         self._first = self._compiled()
         self._seconds = time.thread_time() - started

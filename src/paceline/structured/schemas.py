@@ -29,6 +29,7 @@ from paceline.structured.keywords import (
     number_bounds,
     whole_bounds,
 )
+from paceline.structured.lark import translated
 from paceline.structured.patterns import Ranges, alphabet, check_spelled, common, rewritten, union
 
 _FORMATS = {
@@ -46,22 +47,34 @@ _OPTIONS = {
 Schema = dict[str, Any]
 
 
-def grammar_of(kind: str, text: str, unspelled: Iterable[int] = ()) -> str:
+def grammar_of(kind: str, text: str, unspelled: Iterable[int] = (), special: Mapping[str, int] | None = None) -> str:
     """The llguidance grammar of a structure.
 
-    kind: "regex" or "schema", with the structure as ``text``, or "object" for any JSON object. unspelled: bytes without
-    a token of their own. Raises StructureError for a structure that cannot be enforced exactly.
+    kind: "regex", "schema", "choice" or "grammar", with the structure as ``text`` (choices as a JSON array), or
+    "object" for any JSON object. unspelled: bytes without a token of their own. special: token ids of special tokens
+    by name. Raises StructureError for a structure that cannot be enforced exactly.
     """
     spelled = alphabet(unspelled)
     try:
-        if kind == "regex":
-            rule = f"/{rewritten(text, spelled)}/"
-        else:
-            schema = {"type": "object"} if kind == "object" else json.loads(text)
-            rule = f"%json {json.dumps({**_Translation(schema, spelled).whole(), 'x-guidance': _OPTIONS})}"
+        rules = _rules(kind, text, spelled, special or {})
     except RecursionError as error:
         raise StructureError(f"the {kind} is nested too deeply to be followed") from error
-    return f'%llguidance {{"no_forcing": true}}\nstart: {rule}\n'  # forced tokens would allow only one spelling
+    return f'%llguidance {{"no_forcing": true}}\n{rules}\n'  # forced tokens would allow only one spelling
+
+
+def _rules(kind: str, text: str, spelled: Ranges, special: Mapping[str, int]) -> str:
+    if kind == "regex":
+        return f"start: /{rewritten(text, spelled)}/"
+    if kind == "choice":
+        return f"start: {' | '.join(json.dumps(choice) for choice in json.loads(text))}"
+    if kind == "grammar":
+        return translated(text, lambda schema: _exact(schema, spelled), special)
+    return f"start: %json {_exact({'type': 'object'} if kind == 'object' else json.loads(text), spelled)}"
+
+
+def _exact(schema: Any, spelled: Ranges) -> str:
+    """JSON of the schema that llguidance follows exactly. Raises StructureError."""
+    return json.dumps({**_Translation(schema, spelled).whole(), "x-guidance": _OPTIONS})
 
 
 class _Translation:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,18 +11,23 @@ from batches import new_batch
 from paceline.config import SamplingParams
 from paceline.core import sampling
 from paceline.core.batch import Batch, RowStart
-from paceline.core.rows import RowState
+from paceline.core.rows import RowState, RowValues
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def make_batch(temperatures: list[float], vocab: int, seed: int = 0, positions: int = 200) -> Batch:
-    """Row i holds 3 + 20 i tokens."""
-    batch = new_batch(len(temperatures), positions, vocab, DEVICE)
-    for row, temperature in enumerate(temperatures):
-        params = SamplingParams(temperature=temperature, max_tokens=positions)
-        batch.set_row(row, RowStart([1 % vocab] * (row * 20 + 3), params, sampling.sequence_seed(seed, row)))
-    batch.set_rows(len(temperatures))
+    """Row i is in slot 2 i + 1 and holds 3 + 20 i tokens; the slots between hold other sequences."""
+    batch = new_batch(2 * len(temperatures) + 1, positions, vocab, DEVICE)
+    for slot in range(2 * len(temperatures) + 1):
+        row = slot // 2
+        temperature = temperatures[row] if slot % 2 else 1.7
+        params = SamplingParams(temperature=temperature, max_tokens=positions if slot % 2 else 1)
+        length = row * 20 + 3 if slot % 2 else 7
+        batch.set_row(
+            slot, RowStart([1 % vocab] * length, params, sampling.sequence_seed(seed, row if slot % 2 else 99))
+        )
+    batch.set_live(range(1, 2 * len(temperatures) + 1, 2))
     return batch
 
 
@@ -30,26 +35,29 @@ def state_of(
     batch: Batch, limit: int | None = None, stops: list[list[int]] | None = None, live: int | None = None
 ) -> RowState:
     """The batch's rows as kernels take them; another ``limit``, other stop tokens or fewer live rows may end some."""
-    state = copied(batch.state(batch.rows, may_sync=False))
+    state = copied(batch.state(batch.rows))
     if limit is not None:
-        state.limit.fill_(limit)
+        state.tables.limit.fill_(limit)
     if live is not None:
         state.live.fill_(live)
-    return state if stops is None else replace(state, stops=torch.tensor(stops, device=DEVICE))
+    if stops is not None:
+        table = state.tables.stops.new_full((len(batch.stops), len(stops[0])), -1)
+        table[state.slots.index] = torch.tensor(stops, device=DEVICE)
+        return replace(state, tables=state.tables._replace(stops=table))
+    return state
 
 
 def copied(state: RowState) -> RowState:
     """The same rows in separate memory: every implementation commits into its copy."""
-    tensors = {f.name: getattr(state, f.name) for f in fields(state) if f.name != "may_sync"}
-    return replace(state, **{name: tensor.clone() for name, tensor in tensors.items()})
+    tables = RowValues(*(table.clone() for table in state.tables))
+    return replace(state, text=state.text.clone(), tables=tables, live=state.live.clone())
 
 
 def same(one: RowState, other: RowState) -> bool:
-    """Equal lengths, and equal text up to them."""
-    assert one.length.tolist() == other.length.tolist()
-    return all(
-        torch.equal(one.text[row, :length], other.text[row, :length]) for row, length in enumerate(one.length.tolist())
-    )
+    """Equal lengths, and equal text up to them, in every slot."""
+    lengths = one.tables.length.tolist()
+    assert lengths == other.tables.length.tolist()
+    return all(torch.equal(one.text[slot, :length], other.text[slot, :length]) for slot, length in enumerate(lengths))
 
 
 def kept(record: Tensor) -> list[tuple[list[int], int, int, int]]:

@@ -45,9 +45,7 @@ def test_coupled_equals_the_rule(data: st.DataObject) -> None:
     temperatures, k, vocab = pick(TEMPERATURES), pick(st.integers(0, 5)), pick(st.integers(2, 90))
     batch = make_batch(temperatures, vocab, pick(st.integers(0, 999)))
     logits = 2 * torch.randn(batch.rows, k + 1, vocab, device=DEVICE)
-    tokens = (
-        likely_draft_tokens(pick, batch, logits[:, :k], Purpose.DRAW) if k else batch.tokens.new_empty(batch.rows, 0)
-    )
+    tokens = likely_draft_tokens(pick, batch, logits[:, :k], Purpose.DRAW) if k else batch.text.new_empty(batch.rows, 0)
     draft = Draft(tokens, counts_of(pick, batch.rows, k))
     verdict = acceptance.coupled(Draft(draft.tokens, draft.counts), logits, batch)
     states = [copied(state_of(batch)) for _ in range(2)]
@@ -156,8 +154,8 @@ def test_a_row_gains_nothing_beyond_its_first_stop_token_nor_beyond_its_limit() 
 def test_ended_rows_and_rows_that_are_not_live_stay_idle() -> None:
     logits, draft = certain([[4, 5]] * 3)
     batch = make_batch([0.0] * 3, 20)
-    batch.tokens[0, 3] = 8  # row 0 has drawn a stop token in the round before; row 1's prompt ends with one
-    batch.length[0] += 1
-    batch.tokens[1, 22] = 8
+    batch.text[batch.slots[0], 3] = 8  # row 0 has drawn a stop token in the round before; row 1's prompt ends with one
+    batch.length[batch.slots[0]] += 1
+    batch.text[batch.slots[1], 22] = 8
     state = state_of(batch, stops=[[8, -1], [8, -1], [8, -1]], live=2)
     assert [line[1:] for line in commit_both(logits, draft, state)] == [(0, 0, 0), (1, 1, 2), (0, 0, 0)]

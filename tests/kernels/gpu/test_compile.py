@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.wide
+
 pytest.importorskip("triton", reason="triton is not installed")
 
 HERE = Path(__file__).parent

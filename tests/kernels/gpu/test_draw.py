@@ -21,19 +21,18 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def make_batch(temperatures: list[float], vocab: int, seed: int = 0) -> Batch:
-    batch = new_batch(len(temperatures), 600, vocab, DEVICE)
+    batch = new_batch(len(temperatures) + 1, 600, vocab, DEVICE)
     for row, temperature in enumerate(temperatures):
         start = RowStart(
             [1] * (row * 50 + 3), SamplingParams(temperature=temperature), sampling.sequence_seed(seed, row)
         )
-        batch.set_row(row, start)
-    batch.set_rows(len(temperatures))
+        batch.set_row(row + (row > 1), start)
+    batch.set_live([row + (row > 1) for row in range(len(temperatures))])
     return batch
 
 
 def noise_of(batch: Batch) -> kernels.Noise:
-    rows = batch.sampling
-    return kernels.Noise(rows.temperature[: batch.rows], rows.seed[: batch.rows], batch.live_length)
+    return kernels.Noise.of(batch.state())
 
 
 @settings(max_examples=30)
@@ -49,7 +48,7 @@ def test_kernel_and_sampling_with_and_without_reading_the_device_draw_the_same_t
     found = kernels.draw(logits, noise, first, purpose, block=64)
     expected = sampling.draw(logits, batch, None, first, purpose)
     assert found.tolist() == expected.tolist()
-    captured = sampling.draw_at_temperature(logits, batch.state(batch.rows, may_sync=False), first, purpose)
+    captured = sampling.draw_at_temperature(logits, batch.state(batch.rows), first, purpose)
     assert captured.tolist() == found.tolist()
 
 
@@ -90,7 +89,8 @@ def test_ties_go_to_the_smaller_token_also_across_blocks(temperature: float) -> 
 def test_nan_logits_give_a_token_of_the_vocabulary() -> None:
     """The token is looked up in the next pass: an index beyond the embedding would end the process on a GPU."""
     logits = torch.full((2, 2, 40), float("nan"), device=DEVICE)
-    noise = kernels.Noise(*(torch.zeros(2, device=DEVICE, dtype=t) for t in (torch.float32, torch.int64, torch.int64)))
+    types = (torch.float32, torch.int64, torch.int64, torch.int64)
+    noise = kernels.Noise(*(torch.zeros(2, device=DEVICE, dtype=type_) for type_ in types))
     for temperature in (0.0, 1.0):
         noise.temperature.fill_(temperature)
         drawn = kernels.draw(logits, noise, 0, Purpose.DRAW, block=16)

@@ -25,8 +25,8 @@ from paceline.errors import ParameterError, RankError
 from paceline.kernels.attention.padded import PaddedAttention
 from paceline.lengths import FixedLength
 from paceline.models.base import Model
-from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
+from paceline.models.description import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormSpec
 from paceline.models.loading import check_shardable, load_model
 from paceline.models.parallel.launch import interface_of
 from paceline.models.parallel.plan import Op
@@ -99,9 +99,19 @@ def test_families_give_the_logits_of_the_whole_model(tmp_path: Path, name: str) 
     check_logits(tmp_path, name, 2)
 
 
+_WHOLE = ("olmo2", "olmo3", "olmoe", "qwen3_moe", "granitemoe")  # norms over all heads, experts
+
+
+@pytest.mark.parametrize("name", _WHOLE)
+def test_what_cannot_be_divided_is_refused(name: str, tmp_path: Path) -> None:
+    tiny(*NATIVE[name]).save_pretrained(tmp_path)
+    with pytest.raises(ParameterError, match=r"tensor_parallel=2.* 1 with"):
+        check_shardable(tmp_path, ModelShard(0, 2))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("name", sorted(NATIVE.keys() - {*_WHOLE}))
 def test_every_family_gives_the_logits_of_the_whole_model(tmp_path: Path, name: str, ranks: int) -> None:
     check_logits(tmp_path, name, ranks)
 
@@ -117,14 +127,15 @@ def check_logits(tmp_path: Path, name: str, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 7])
 @pytest.mark.parametrize(("heads", "groups"), [(8, 8), (12, 3), (8, 2), (7, 1), (9, 3), (32, 8)])
 def test_every_head_and_every_column_has_one_owner(ranks: int, heads: int, groups: int) -> None:
-    config = ModelConfig("llama", 101, 64, heads, groups, 8, 150, 64, (None,), (None,))
+    attention = AttentionSpec(heads, groups, 8)
+    spec = DecoderSpec("llama", 101, 64, 64, (LayerSpec(attention, MLPSpec(150)),), NormSpec(), 64)
     shares = ModelShard(0, ranks).all()
-    assert [head for share in shares for head in share.heads(config)[0]] == list(range(heads))
+    assert [head for share in shares for head in share.heads(attention)[0]] == list(range(heads))
     for share in shares:
-        queries, own = share.heads(config)
+        queries, own = share.heads(attention)
         assert {head * groups // heads for head in queries} == set(own), "it has the key heads that its queries read"
         assert len(queries) % len(own) == 0, "as many queries a key head"
-        assert len(share.local(config).windows) == config.layers
+        assert len(share.local(spec).layers) == len(spec.layers)
     for size in (101, 150, 64 * ranks, 8192):
         assert [column for share in shares for column in share.of(size)] == list(range(size))
         assert all(share.of(size) for share in shares)

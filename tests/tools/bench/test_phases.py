@@ -45,7 +45,7 @@ def test_draft_tokens_are_right_at_the_given_rate_verified_or_not(verified: list
     batch = new_batch(2, 40, 8)
     for row in range(2):
         batch.set_row(row, RowStart([1, 2], SamplingParams(temperature=0, max_tokens=30), row))
-    batch.set_rows(2)
+    batch.set_live(range(2))
     script = Script(Fives([3, 1]), rule)
     script.rate = 0.5
     right = []
@@ -69,7 +69,7 @@ def test_draft_tokens_are_right_at_the_given_rate_verified_or_not(verified: list
 def test_a_round_without_draft_tokens_has_the_real_verdict() -> None:
     batch = new_batch(1, 40, 8)
     batch.set_row(0, RowStart([1, 2], SamplingParams(temperature=0, max_tokens=30), 0))
-    batch.set_rows(1)
+    batch.set_live(range(1))
     script = Script(Fives([3]), all_wrong)
     script.propose(batch, SpeculationPlan(3))
     script.judge(script.propose(batch, SpeculationPlan(3)), torch.zeros(1, 4, 8), batch)

@@ -23,6 +23,8 @@ from paceline.tools.training.objective import Teacher, counted_positions, draft_
 from paceline.tools.training.shards import Example, Shard
 from paceline.tools.training.target import Target, coverage, most_frequent
 
+pytestmark = pytest.mark.wide
+
 TAPS = (2, 4, 5)
 OPTIONS = DraftTraining(epochs=2, vocab=64, batch_tokens=256, evaluate_every=1e4, checkpoint_every=1e4)
 
@@ -40,7 +42,7 @@ def trainer(whole: Path, target: str) -> Trainer:
 def make_trainer(whole: Path, target: str, options: DraftTraining) -> Trainer:
     shards, held = shards_of(whole)
     source = Target.load(target, options.kind, options.layers)
-    vocabulary = most_frequent(shards, source.config.vocab_size, options.vocab)
+    vocabulary = most_frequent(shards, source.spec.vocab_size, options.vocab)
     head = source.make_learner(options, TAPS, vocabulary, seed=0)
     dataset = ExampleDataset(shards)
     return Trainer(head, dataset, ExampleDataset([held]), scale_for(head, dataset), options, seed=0)

@@ -22,6 +22,8 @@ from tools.training.conftest import SIZES
 from tools.training.test_command import call
 from tools.training.test_learning import OPTIONS, TAPS, first_batch, make_trainer
 
+pytestmark = pytest.mark.wide
+
 MODEL = DraftTraining(**{**vars(OPTIONS), "kind": "model", "layers": 3})
 
 

@@ -15,13 +15,15 @@ from typing import Any, Literal, TypeVar
 from paceline.config import MAX_SPECULATION_LENGTH
 from paceline.errors import ModelFormatError
 from paceline.models.boundary import brief
-from paceline.models.config import ModelConfig
+from paceline.models.description import DecoderSpec
+from paceline.models.families import describe
 
 Layout = Literal["speculators", "flat"]
 T = TypeVar("T")
 
 _FAMILIES = ("llama", "qwen3")  # model_type of a head's own layers; the target's may differ
 _COPIED = (*_FAMILIES, "qwen2")  # model_type of layers copied from the target
+_OWN = ("qwen3_5_text",)  # model_type of targets whose checkpoints have a head of their own
 _FLAT_ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle3")
 _KINDS = {  # from speculators_model_type to the class name in speculators; the last is paceline's own
     "eagle3": "Eagle3Speculator",
@@ -52,6 +54,7 @@ class HeadConfig:
     norm_output: whether the next step reads the output of the last norm instead of its input (EAGLE-3.1).
     mask_token: the target's token whose embedding is part of the mask; None: a head without a mask.
     transfers: largest number of draft tokens of a hidden transfer head; 0: another kind.
+    own: whether it is the target's own head (MTP), from the target's checkpoint.
     verifier, architectures: name and classes of the target, from the checkpoint.
     paying_rows: by device ("cpu", "cuda"), the largest batch for which it was measured to pay; empty: not measured.
     speculative_tokens: draft tokens that the checkpoint suggests. paceline's length policies ignore it.
@@ -69,6 +72,7 @@ class HeadConfig:
     norm_output: bool = False
     mask_token: int | None = None
     transfers: int = 0
+    own: bool = False
     verifier: str = ""
     architectures: tuple[str, ...] = ()
     paying_rows: Mapping[str, int] = field(default_factory=dict, compare=False)
@@ -76,11 +80,15 @@ class HeadConfig:
 
     def __post_init__(self) -> None:
         decoder = self.decoder
-        sizes = (decoder.width, decoder.mlp_width, decoder.heads, decoder.kv_heads, decoder.head_dim, decoder.layers)
+        if not decoder.layers:
+            raise ModelFormatError("the head's configuration has no layers")
+        attention, inner = decoder.layers[0].attention, decoder.layers[0].dense.width
+        sizes = (decoder.width, inner, attention.heads, attention.kv_heads, attention.head_dim)
         wrong = {
             "a size that is not positive": min(*sizes, self.target_width, self.draft_vocab_size) < 1,
-            f"{decoder.heads} heads over {decoder.kv_heads} key heads": decoder.heads % max(1, decoder.kv_heads) != 0,
-            "an odd head_dim": decoder.head_dim % 2 != 0,
+            f"{attention.heads} heads over {attention.kv_heads} key heads": attention.heads % max(1, attention.kv_heads)
+            != 0,
+            "an odd head_dim": attention.head_dim % 2 != 0,
             f"draft_vocab_size {self.draft_vocab_size} beyond vocab_size": self.draft_vocab_size > decoder.vocab_size,
             "both norm_before_fc and fc_norm": self.norm_before_fc and self.fc_norm,
             f"hidden states of layers {self.taps}": self.taps is not None and not _are_layers(self.taps),
@@ -94,15 +102,15 @@ class HeadConfig:
             raise ModelFormatError(f"the head's configuration has {' and '.join(found)}")
 
     @cached_property
-    def decoder(self) -> ModelConfig:
+    def decoder(self) -> DecoderSpec:
         """Shape of the layers; the vocabulary is the target's."""
         kind = self.transformer.get("model_type")
-        families = _COPIED if self.transfers else _FAMILIES
+        families = _OWN if self.own else _COPIED if self.transfers else _FAMILIES
         if kind not in families:
             raise ModelFormatError(
                 f"the head's layers are of model_type {brief(repr(kind))}; only {' and '.join(families)} can be run"
             )
-        decoder = ModelConfig.from_huggingface(self.transformer)
+        decoder = describe(self.transformer)
         if decoder is None:
             raise ModelFormatError("the head's layers have an activation, a rope or windows that cannot be run")
         return decoder
@@ -114,11 +122,14 @@ class HeadConfig:
     def _only_transfers(self) -> bool:
         """Whether it has no settings of other kinds, one hidden state as wide as its layers, and no sliding window."""
         plain = not any(getattr(self, name) for name in _SWITCHES) and self.mask_token is None
-        return plain and self.target_width == self.width and self.streams == 1 and set(self.decoder.windows) == {None}
+        windows = {attention.window for attention in self.decoder.attentions}
+        return plain and self.target_width == self.width and self.streams == 1 and windows == {None}
 
     @property
     def kind(self) -> str:
         """Kind of the head, as ``paceline train-draft`` names it."""
+        if self.own:
+            return "mtp"
         return "hidden_transfer" if self.transfers else "parallel" if self.parallel else "feature"
 
     @property

@@ -15,6 +15,7 @@ from paceline.core.batch import Batch
 from paceline.core.draft import Draft
 from paceline.core.nodes import Tree
 from paceline.core.row_tables import RowTables, grows_on
+from paceline.core.slots import Slots
 from paceline.drafters.heads.head import Head
 from paceline.drafters.heads.layers import HeadStep
 from paceline.kernels.attention import AttentionBackend
@@ -38,11 +39,12 @@ class HeadModel:
     def __init__(self, head: Head, name: str, taps: Sequence[int], max_positions: int) -> None:
         shape = head.config.decoder
         self.name, self.taps, self.max_positions = name, tuple(taps), max_positions
-        self.vocab_size, self.layers = shape.vocab_size, shape.layers
-        self.kv_heads, self.head_dim, self.width = shape.kv_heads, shape.head_dim, shape.width
+        self.vocab_size, self.layers = shape.vocab_size, len(shape.layers)
+        attention, self.width = shape.layers[0].attention, shape.width
+        self.kv_heads, self.head_dim = attention.kv_heads, attention.head_dim
         self.dtype, self.device = head.dtype, head.device
         self.kind, self.max_draft_tokens = head.config.kind, head.config.transfers or None
-        self.one_pass = self.kind != "feature"
+        self.one_pass = self.kind not in ("feature", "mtp")
         self.paying_rows = head.config.paying_rows.get(self.device.type)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -77,7 +79,7 @@ class TorchHead(HeadModel):
 
 
 class FusedStates:
-    """The target's hidden states at every position of every row, fused. Rows move with the target's cache.
+    """The target's hidden states at every position of every slot, fused.
 
     fused: [R, P + 1 or a few more, width], for R rows of P positions. Writes beyond a row's end go to the extra ones.
     """
@@ -97,16 +99,12 @@ class FusedStates:
     def copy_row(self, source: int, destination: int, length: int) -> None:
         self._table.copy_row(source, destination, length)
 
-    def swap_rows(self, one: int, other: int, length: int) -> None:
-        self._table.swap_rows(one, other, length)
-
     def resize_row(self, row: int, positions: int) -> None:
         self._table.resize(row, positions)
 
-    def at(self, first_row: int, places: Tensor) -> Tensor:
-        """Fused hidden states [B, L, width] at ``places`` [B, L] of B rows from ``first_row`` on."""
-        index = places.clamp(max=self._table.positions)[..., None].expand(-1, -1, self.fused.shape[-1])
-        return self.fused[first_row : first_row + len(places)].gather(1, index)
+    def at(self, rows: Slots, places: Tensor) -> Tensor:
+        """Fused hidden states [B, L, width] at ``places`` [B, L] of the rows."""
+        return self.fused[rows.index[:, None], places.clamp(max=self._table.positions)]
 
 
 class TorchFusedStates(FusedStates):
@@ -147,9 +145,9 @@ class HeadDecoder(Decoder):
     def keep_draft_tokens(self, batch: Batch, text: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Nothing to keep, see ``note_draft_tokens``."""
 
-    def prefill_rows(self, batch: Batch, rows: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> None:
+    def prefill(self, batch: Batch, rows: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> None:
         """See ``Decoder``. The target must have read these tokens before."""
-        super().prefill_rows(batch, rows, [max(1, start) for start in starts], [max(1, stop) for stop in stops])
+        super().prefill(batch, rows, [max(1, start) for start in starts], [max(1, stop) for stop in stops])
 
     def copy_row(self, source: int, destination: int, length: int) -> None:
         super().copy_row(source, destination, length)
@@ -182,14 +180,15 @@ class TorchHeadDecoder(HeadDecoder):
         tokens: Tensor,
         start: Tensor,
         longest: int,
-        first_row: int = 0,
+        rows: Slots | None = None,
         counts: Tensor | None = None,
         tree: Tree | None = None,
     ) -> Tensor:
         """Read tokens of the text, [B, L], from position ``start``, [B], on. Returns normed states [B, L, width]."""
         assert tree is None, "a head reads trees in _run_tree"
+        rows = Slots.listed(range(len(tokens)), tokens.device) if rows is None else rows
         places = (start[:, None] - 1 + torch.arange(tokens.shape[1], device=tokens.device)).clamp(min=0)
-        return self._run(tokens, self.streams.at(first_row, places), places, longest, first_row)
+        return self._run(tokens, self.streams.at(rows, places), places, longest, rows)
 
     def _run(
         self,
@@ -197,11 +196,11 @@ class TorchHeadDecoder(HeadDecoder):
         hidden: Tensor,
         places: Tensor,
         longest: int,
-        first_row: int,
+        rows: Slots,
         ancestors: Tensor | None = None,
     ) -> Tensor:
         plan = self.backend.plan(places, min(longest, self.cache.positions + 1), ancestors)
-        attend = CachedAttend(self.cache, self.backend, plan, first_row)
+        attend = CachedAttend(self.cache, self.backend, plan, rows)
         self._last = self.head.step(tokens.clamp(max=self.model.vocab_size - 1), hidden, places, attend)
         return self._last.normed
 
@@ -218,28 +217,28 @@ class TorchHeadDecoder(HeadDecoder):
         State i gives the logits of draft token i. k > 1: only for heads that draft in one pass. Positions after the
         text do not count as read.
         """
-        seen, late = self.num_computed_view(batch), self.head.late
+        seen, late = self.num_computed_tokens[batch.live_slots.where], self.head.late
         place = seen[:, None] + torch.arange(max(1, lag) + late + k - 1, device=batch.device)
         before = (place - 1).clamp(min=0)
-        read = self._text_at(batch, place), self.streams.at(batch.first, before)
+        read = batch.text_at(place), self.streams.at(batch.live_slots, before)
         tokens, hidden = read if late + k == 1 else self._with_ahead(batch, place, *read, late + k - 1)
-        self._run(tokens, hidden, before, batch.longest + late + k - 1, batch.first)
+        self._run(tokens, hidden, before, batch.longest + late + k - 1, batch.live_slots)
         ahead = torch.arange(late, late + k, device=batch.device)
         last = (batch.live_length - seen - 1).clamp(min=0)[:, None] + ahead
-        seen.copy_(batch.live_length)
+        self.num_computed_tokens[batch.live_slots.where] = batch.live_length
         last = last[..., None].expand(-1, -1, self.head.config.width)
         state, normed = (part.gather(1, last) for part in self._last)
         self._states = state[:, -1:]
         return normed
 
-    def begin_draft(self, text: Tensor, before: Tensor, span: int) -> Tensor:
-        normed = super().begin_draft(text, before, span)
-        self._states = at(self._last.state, before - self.num_computed_tokens[: len(text)] - 1)
+    def begin_draft(self, text: Tensor, before: Tensor, span: int, rows: Slots) -> Tensor:
+        normed = super().begin_draft(text, before, span, rows)
+        self._states = at(self._last.state, before - rows.of(self.num_computed_tokens) - 1)
         return normed
 
-    def continue_draft(self, draft_token: Tensor, step: int, before: Tensor, span: int) -> Tensor:
+    def continue_draft(self, draft_token: Tensor, step: int, before: Tensor, span: int, rows: Slots) -> Tensor:
         """See ``hidden_after``."""
-        normed = self._run(draft_token, self._states, (before + step - 2).clamp(min=0)[:, None], span, 0)
+        normed = self._run(draft_token, self._states, (before + step - 2).clamp(min=0)[:, None], span, rows)
         self._states = self._last.state
         return normed
 
@@ -251,22 +250,18 @@ class TorchHeadDecoder(HeadDecoder):
         tokens, hidden: those of the text; entries after its end are replaced by ``Head.ahead``'s.
         """
         end = batch.live_length[:, None]
-        last, before = self._text_at(batch, end - 1), self.streams.at(batch.first, (end - 2).clamp(min=0))
+        last, before = batch.text_at(end - 1), self.streams.at(batch.live_slots, (end - 2).clamp(min=0))
         further, behind = self.head.ahead(last[:, 0], before[:, 0], count)
         known, step = place < end, (place - end).clamp(0, count - 1)
         tokens = torch.where(known, tokens, further.gather(1, step))
         step = step[..., None].expand_as(hidden)
         return tokens, torch.where(known[..., None], hidden, behind.gather(1, step))
 
-    def _text_at(self, batch: Batch, place: Tensor) -> Tensor:
-        """Tokens [B, L] at ``place`` [B, L]; positions beyond a row's memory give its last token."""
-        return batch.tokens[: batch.rows].gather(1, place.clamp(max=batch.tokens.shape[1] - 1))
-
     def hidden_after(self, batch: Batch, draft_tokens: Tensor) -> Tensor:
         """See ``Decoder``. Draft tokens are read with the head's own state before them, and never count as read."""
         step = draft_tokens.shape[1]
         places = (batch.live_length + step - 2).clamp(min=0)[:, None]
-        normed = self._run(draft_tokens[:, -1:], self._states, places, batch.longest + step, batch.first)
+        normed = self._run(draft_tokens[:, -1:], self._states, places, batch.longest + step, batch.live_slots)
         self._states = self._last.state
         return normed[:, 0]
 
@@ -279,9 +274,9 @@ class TorchHeadDecoder(HeadDecoder):
         chain = torch.arange(draft.k + 1, device=root.device).expand(batch.rows, -1)
         tree, places = draft.tree, chain[:, :-1] if draft.parents is None else draft.parents + 1
         before = self._states.gather(1, places[..., None].expand(-1, -1, self._states.shape[-1]))
-        hidden = torch.cat([self.streams.at(batch.first, root), before], dim=1)
+        hidden = torch.cat([self.streams.at(batch.live_slots, root), before], dim=1)
         tokens = torch.cat([batch.pending(), draft.tokens], dim=1)
         depths, ancestors = (chain, None) if tree is None else (tree.depths, tree.ancestors)
-        normed = self._run(tokens, hidden, root + depths, batch.longest + draft.k, batch.first, ancestors)
+        normed = self._run(tokens, hidden, root + depths, batch.longest + draft.k, batch.live_slots, ancestors)
         self._states = self._last.state
         return normed

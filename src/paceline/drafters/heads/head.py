@@ -43,7 +43,9 @@ class Head(nn.Module):
         self.config = config
         self.embed_tokens = nn.Embedding(shape.vocab_size, config.width).requires_grad_(False)
         self._add_fusion(config)  # first: random weights and training checkpoints depend on the order
-        self.layers = nn.ModuleList(HeadLayer(config, index, joined=index < joined) for index in range(shape.layers))
+        self.layers = nn.ModuleList(
+            HeadLayer(config, index, joined=index < joined) for index in range(len(shape.layers))
+        )
         self.norm = rms_norm(config.width, config)
         self.lm_head = nn.Linear(config.width, config.draft_vocab_size, bias=False)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
@@ -132,6 +134,7 @@ class Head(nn.Module):
     def _rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         key = (dtype, positions.device)
         if key not in self._angles:
-            assert self.config.decoder.rotary is not None
-            self._angles[key] = RotaryAngles(self.config.decoder.rotary, *key)
+            rotary = self.config.decoder.layers[0].attention.rotary
+            assert rotary is not None, "families of heads have rotary positions"
+            self._angles[key] = RotaryAngles(rotary, *key)
         return self._angles[key](positions)

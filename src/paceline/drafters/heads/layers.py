@@ -14,7 +14,7 @@ from torch.nn import functional
 from paceline.drafters.heads.config import HeadConfig
 from paceline.kernels.attention.base import Attend
 from paceline.kernels.gpu.steps import ACTIVATIONS
-from paceline.models.config import ModelConfig
+from paceline.models.description import MLPSpec
 from paceline.models.transformer import Rotation, rotate
 
 
@@ -30,35 +30,38 @@ class HeadStep(NamedTuple):
 
 def rms_norm(width: int, config: HeadConfig) -> nn.RMSNorm:
     """RMSNorm over ``width`` values, with the head's epsilon."""
-    return nn.RMSNorm(width, eps=config.decoder.norm_eps)
+    return nn.RMSNorm(width, eps=config.decoder.norm.eps)
 
 
 class _Attention(nn.Module):
     def __init__(self, config: HeadConfig, index: int, read: int) -> None:
         super().__init__()
-        shape = config.decoder
-        self.index, self.window, self.dim = index, shape.windows[index], shape.head_dim
-        self.q_proj = nn.Linear(read, shape.query_width, bias=shape.qkv_bias)
-        self.k_proj = nn.Linear(read, shape.kv_width, bias=shape.qkv_bias)
-        self.v_proj = nn.Linear(read, shape.kv_width, bias=shape.qkv_bias)
-        self.o_proj = nn.Linear(shape.query_width, shape.width, bias=shape.output_bias)
+        shape = config.decoder.layers[index].attention
+        self.index, self.window, self.dim = index, shape.window, shape.head_dim
+        self.gated = shape.gated  # each head's gate lies behind its query
+        self.q_proj = nn.Linear(read, shape.query_width * (1 + shape.gated), bias=shape.bias)
+        self.k_proj = nn.Linear(read, shape.kv_width, bias=shape.bias)
+        self.v_proj = nn.Linear(read, shape.kv_width, bias=shape.bias)
+        self.o_proj = nn.Linear(shape.query_width, config.width, bias=shape.output_bias)
         self.q_norm = rms_norm(shape.head_dim, config) if shape.qk_norm else nn.Identity()
         self.k_norm = rms_norm(shape.head_dim, config) if shape.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         q, k, v = (part(x).unflatten(-1, (-1, self.dim)) for part in (self.q_proj, self.k_proj, self.v_proj))
+        q, gate = (q[..., ::2, :], q[..., 1::2, :].flatten(2)) if self.gated else (q, None)
         q, k = rotate(self.q_norm(q), rotation), rotate(self.k_norm(k), rotation)
         out = attend(self.index, *(part.transpose(1, 2) for part in (q, k, v)), window=self.window)
-        return cast(Tensor, self.o_proj(out.transpose(1, 2).flatten(2)))
+        out = out.transpose(1, 2).flatten(2)
+        return cast(Tensor, self.o_proj(out if gate is None else out * gate.sigmoid()))
 
 
 class _MLP(nn.Module):
-    def __init__(self, shape: ModelConfig) -> None:
+    def __init__(self, shape: MLPSpec, width: int) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[shape.activation]
-        self.gate_proj = nn.Linear(shape.width, shape.mlp_width, bias=shape.mlp_bias)
-        self.up_proj = nn.Linear(shape.width, shape.mlp_width, bias=shape.mlp_bias)
-        self.down_proj = nn.Linear(shape.mlp_width, shape.width, bias=shape.mlp_bias)
+        self.gate_proj = nn.Linear(width, shape.width, bias=shape.bias)
+        self.up_proj = nn.Linear(width, shape.width, bias=shape.bias)
+        self.down_proj = nn.Linear(shape.width, width, bias=shape.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return cast(Tensor, self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x)))
@@ -71,7 +74,7 @@ class HeadLayer(nn.Module):
         super().__init__()
         self.normed_residual = config.norm_before_residual
         self.self_attn = _Attention(config, index, config.width * (1 + joined))
-        self.mlp = _MLP(config.decoder)
+        self.mlp = _MLP(config.decoder.layers[index].dense, config.width)
         self.input_layernorm = rms_norm(config.width, config)
         self.post_attention_layernorm = rms_norm(config.width, config)
         if joined:

@@ -14,13 +14,15 @@ from paceline.drafters.heads.checkpoint import is_head, load_head, read_head_con
 from paceline.drafters.heads.config import HeadConfig
 from paceline.drafters.heads.decoder import HeadModel, TorchHead
 from paceline.drafters.heads.head import Head
+from paceline.drafters.heads.mtp import PREFIX, own_head
 from paceline.drafters.heads.native import NativeHead
 from paceline.errors import ModelFormatError, ParameterError, VocabularyMismatchError
 from paceline.models.base import AnyModel
 from paceline.models.boundary import Source, is_loaded, name_of
 from paceline.models.hub import resolve
-from paceline.models.loading import load_config, load_embedding, load_output
+from paceline.models.loading import head_tensors, load_config, load_embedding, load_output
 from paceline.models.native import NativeModel
+from paceline.models.recurrent import RecurrentModel
 
 log = logging.getLogger("paceline")
 
@@ -60,6 +62,33 @@ def load_head_for(
         output=lambda: load_output(source, dtype=dtype, device=target.device),
     )
     return prepare_head(head, str(path), taps, target, quantization)
+
+
+def has_own_head(source: Source) -> bool:
+    """Whether the checkpoint of a model has a draft head of its own, which ``load_own_head`` reads."""
+    return not is_loaded(source) and any(name.startswith(PREFIX) for name in head_tensors(resolve(source)))
+
+
+def load_own_head(
+    target: AnyModel, source: Source, *, quantization: QuantizationName | Literal["same"] | None = "same"
+) -> HeadModel:
+    """Load the head in the checkpoint of ``target``, with the target's embedding and output head.
+
+    quantization: as for ``load_head_for``. Raises ModelFormatError if its tensors are damaged.
+    """
+    config, stored = load_config(source), head_tensors(resolve(source))
+    name, taps = f"{target.name} (mtp)", (target.layers,)
+    if not isinstance(target, NativeModel):
+        assert isinstance(target, RecurrentModel), "only families that it runs have such heads"
+        weights = target.weights
+        ends = weights["embed.weight"].float(), weights.get("head.weight", weights["embed.weight"]).float()
+        return TorchHead(own_head(config, stored, ends, target.name), name, taps, target.max_positions)
+    shape = torch.empty(target.vocab_size, target.width, dtype=torch.bfloat16, device="meta")
+    head = own_head(config, stored, (shape, shape), target.name)
+    wanted = target.quantization if quantization == "same" else quantization
+    if wanted == "fp8":
+        raise ParameterError("draft_quantization", quantization, "None, 'int8' or 'int4' on a CPU")
+    return NativeHead(head, name, taps, target.max_positions, quantization=wanted, target=target)
 
 
 def prepare_head(

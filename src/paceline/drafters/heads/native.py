@@ -21,13 +21,22 @@ from paceline.core.sampling import Purpose
 from paceline.drafters.heads.decoder import NEVER, FusedStates, HeadDecoder, HeadModel
 from paceline.drafters.heads.feature import FeatureHead
 from paceline.drafters.heads.head import Head
+from paceline.drafters.heads.mtp import MtpHead
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import abi, native
 from paceline.kernels.attention import AttentionBackend
 from paceline.kernels.cpu import described
 from paceline.kernels.pack import INPUT_MULTIPLE
 from paceline.kernels.spec import FusionWeights, LayerWeights, LinearWeights, NativeSpec
-from paceline.models.native import HEAD_FORMAT, LAYER_FORMAT, Quantization, check_config, check_spec
+from paceline.models.native import (
+    HEAD_FORMAT,
+    LAYER_FORMAT,
+    NativeModel,
+    Quantization,
+    check_description,
+    check_spec,
+    gate_last,
+)
 from paceline.models.packing import PackedDecoder, packed_size
 
 T = TypeVar("T")
@@ -35,6 +44,8 @@ T = TypeVar("T")
 
 class NativeHead(HeadModel):
     """A head with packed weights: bf16 (quantization None), int8 or int4. It keeps no reference to the torch head.
+
+    target: a target on the CPU kernels whose embedding and output head it uses; None: it has its own.
 
     Raises ModelFormatError if the kernels cannot run it.
     """
@@ -48,15 +59,17 @@ class NativeHead(HeadModel):
         *,
         quantization: Quantization | None = None,
         kernels: native.Kernels | None = None,
+        target: NativeModel | None = None,
     ) -> None:
         super().__init__(head, name, taps, max_positions)
         spec = spec_of_head(head, max_positions)
+        ends = None if target is None else target.packed_decoder
         kernels = kernels or native.select()
         if kernels is None:
             raise ModelFormatError(f"the CPU kernels are not available: {native.why_none()}")
         formats = LAYER_FORMAT[quantization], HEAD_FORMAT[quantization]
-        self._packed = PackedDecoder(spec, formats, kernels, torch.get_num_threads())
-        self._bytes = packed_size(spec, *formats)
+        self._packed = PackedDecoder(spec, formats, kernels, torch.get_num_threads(), ends_of=ends)
+        self._bytes = packed_size(spec, *formats, shares_ends=ends is not None)
         self.drafted = len(head.targets)  # size of its vocabulary
         self._targets = head.targets.sort().values
         self.precision = f"{quantization or 'bfloat16'} on the CPU kernels {kernels.name}"
@@ -79,10 +92,12 @@ class NativeHead(HeadModel):
 def spec_of_head(head: Head, max_positions: int) -> NativeSpec:
     """Weights and sizes of a head for the kernels. Raises ModelFormatError if they cannot run it."""
     shape, config, state = head.config.decoder, head.config, head.state_dict()
-    if not isinstance(head, FeatureHead):
+    if not isinstance(head, FeatureHead | MtpHead):
         raise ModelFormatError("hidden transfer heads run in torch only")
-    check_config(shape)
-    assert shape.rotary is not None
+    check_description(shape)
+    own = isinstance(head, MtpHead)
+    first, inner = shape.layers[0].attention, shape.layers[0].dense.width
+    assert first.rotary is not None
     order = head.targets.argsort()  # ties are broken by token id, which must be the target's
 
     def linear(*names: str) -> LinearWeights:
@@ -94,7 +109,8 @@ def spec_of_head(head: Head, max_positions: int) -> NativeSpec:
         name = f"layers.{index}"
         qkv = linear(*(f"{name}.self_attn.{part}_proj" for part in "qkv"))
         return LayerWeights(
-            qkv=_halves_padded(qkv) if index == 0 else qkv,
+            qkv=gate_last(_halves_padded(qkv) if index == 0 and not own else qkv, shape.layers[index].mixer),
+            gated=shape.layers[index].attention.gated,
             attention_out=linear(f"{name}.self_attn.o_proj"),
             gate_up=linear(f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"),
             down=linear(f"{name}.mlp.down_proj"),
@@ -102,35 +118,35 @@ def spec_of_head(head: Head, max_positions: int) -> NativeSpec:
             post_norm=state[f"{name}.post_attention_layernorm.weight"],
             q_norm=state.get(f"{name}.self_attn.q_norm.weight"),
             k_norm=state.get(f"{name}.self_attn.k_norm.weight"),
-            window=shape.windows[index],
+            window=shape.layers[index].attention.window,
         )
 
     norms = [state[f"fc_norm.{stream}.weight"] for stream in range(config.streams)] if config.fc_norm else None
     spec = NativeSpec(
         width=shape.width,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        ffn=shape.mlp_width,
+        heads=first.heads,
+        kv_heads=first.kv_heads,
+        head_dim=first.head_dim,
+        ffn=inner,
         vocab_size=config.draft_vocab_size,
         max_positions=max_positions,
-        inverse_frequencies=shape.rotary.inverse_frequencies,
+        rotary=first.rotary,
         embedding=state["embed_tokens.weight"],
         final_norm=state["norm.weight"],
-        layers=[layer(index) for index in range(shape.layers)],
+        layers=[layer(index) for index in range(len(shape.layers))],
         head=LinearWeights(state["lm_head.weight"][order]),
-        epsilon=shape.norm_eps,
-        rotary_scaling=shape.rotary.scaling,
+        epsilon=shape.norm.eps,
         fusion=FusionWeights(
-            fuse=linear("fc"),
-            hidden_norm=state["layers.0.hidden_norm.weight"],
+            fuse=_halves_padded(linear("fc")) if own else linear("fc"),
+            hidden_norm=state["pre_fc_norm_hidden.weight" if own else "layers.0.hidden_norm.weight"],
+            embedding_norm=state["pre_fc_norm_embedding.weight"] if own else None,
             targets=head.targets[order],
             vocabulary=shape.vocab_size,
             streams=config.streams,
             stream_width=config.target_width,
             stream_norms=None if norms is None else torch.stack(norms),
             joint_norm=state["input_norm.weight"] if config.norm_before_fc else None,
-            mask=head.mask(),
+            mask=None if isinstance(head, MtpHead) else head.mask(),
             mask_token=config.mask_token or 0,
             normed_residual=config.norm_before_residual,
             normed_state=config.norm_output,
@@ -183,9 +199,10 @@ class NativeHeadDecoder(HeadDecoder):
         """Nothing to rewind: draft tokens never count as read, and the last token is read again when needed."""
 
     def lags(self, batch: Batch) -> list[int]:
-        return [batch.lengths[row] - max(1, self._seen[batch.first + row]) for row in range(batch.rows)]
+        rows = zip(batch.slots, batch.lengths, strict=True)
+        return [length - max(1, self._seen[slot]) for slot, length in rows]
 
-    def prefill_rows(self, batch: Batch, rows: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> None:
+    def prefill(self, batch: Batch, rows: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> None:
         parts = [(row, max(1, start), stop) for row, start, stop in zip(rows, starts, stops, strict=True)]
         lines = [part for part in parts if part[1] < part[2]]
         if lines:
@@ -214,9 +231,8 @@ class NativeHeadDecoder(HeadDecoder):
         """
         rows, deepest = batch.rows, max(counts)
         most = deepest if width == 1 else min(MAX_SPECULATION_LENGTH, deepest * width)
-        lengths, first = batch.lengths[:rows], batch.first
-        places = range(first, first + rows)
-        columns = [*places, *(max(1, self._seen[place]) for place in places), *lengths, *counts]
+        slots, lengths = batch.slots, batch.lengths
+        columns = [*slots, *(max(1, self._seen[slot]) for slot in slots), *lengths, *counts]
         tables = 1 if width == 1 else 3
         numbers = array("q", [*columns, *bytes(rows * (1 + tables * most))])
         chances = None if stop_drafting is None and width == 1 else array("f", bytes(4 * rows * most))
@@ -236,22 +252,21 @@ class NativeHeadDecoder(HeadDecoder):
             call.before_draw, call.instead = callbacks.callback(masked.mask_next), masked.addresses.buffer_info()[0]
         self._run(call, rows)
         callbacks.raise_failure()
-        for place, length, count in zip(places, lengths, counts, strict=True):
+        for slot, length, count in zip(slots, lengths, counts, strict=True):
             if count > 0 and length > 1:
-                self._seen[place] = length
+                self._seen[slot] = length
         return found.draft(batch, probabilities)
 
     def _call(self, batch: Batch, rows: int, numbers: array[int]) -> abi.CDraft:
-        """The call's arguments. numbers: rows, starts, stops; for a draft also counts, tokens drawn, draft tokens."""
+        """The call's arguments. numbers: slots, starts, stops; for a draft also counts, tokens drawn, draft tokens."""
         start, size = numbers.buffer_info()[0], 8 * rows
-        stride = batch.tokens.stride(0)
         more = [start + size * column for column in (3, 4, 5)] if len(numbers) > 3 * rows else [None] * 3
         return abi.CDraft(
-            text=batch.tokens.data_ptr() - 8 * stride * batch.first,
-            text_stride=stride,
+            text=batch.text.data_ptr(),
+            text_stride=batch.text.stride(0),
             kept=self.streams.described,
             rows=rows,
-            places=start,
+            slots=start,
             start=start + size,
             stop=start + 2 * size,
             counts=more[0],
@@ -268,7 +283,7 @@ class NativeHeadDecoder(HeadDecoder):
             self._logits = self._empty_logits(rows * width)
 
     def _set_sampling(self, call: abi.CDraft, batch: Batch, purpose: Purpose) -> None:
-        call.by = described(batch.sampling.drawing(batch.tokens, batch.length))
+        call.by = described(batch.sampling.drawing(batch.text, batch.length))
         call.logits, call.purpose = self._logits.data_ptr(), purpose
 
     def _run(self, call: abi.CDraft, rows: int) -> None:
@@ -345,7 +360,7 @@ class _MaskedLogits:
     """
 
     def __init__(self, batch: Batch, counts: Sequence[int], found: _DraftTable, logits: Tensor, width: int) -> None:
-        self._constraints, self._counts = batch.sampling.constraints[: batch.rows], counts
+        self._constraints, self._counts = batch.sampling.constraints, counts
         self._found, self._logits, self._width, self._step = found, logits, width, 0
         self._known = [0] * batch.rows  # draft tokens of each row at the last call
         self._copies: dict[int, Tensor] = {}

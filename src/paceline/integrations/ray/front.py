@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import secrets
 import threading
@@ -26,12 +25,11 @@ from paceline.integrations.ray.sums import labelled, together
 from paceline.server import errors
 from paceline.server.app import PROMETHEUS
 from paceline.server.bodies import parsed
-from paceline.server.documents import event
 from paceline.server.generation import ClientGoneError, while_connected
 from paceline.server.logs import request_id
 from paceline.server.metrics import Meter
 from paceline.server.security import Gate
-from paceline.server.streaming import DONE
+from paceline.server.streaming import last_events
 from paceline.server.tracing import HEADER, Tracing
 
 log = logging.getLogger("paceline.server")
@@ -199,7 +197,7 @@ async def _refused(request: Request, error: Exception) -> Response:
     """An HTTP error of the front's own routes, in the API's format."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
-    return errors.ApiError(error.status_code, errors.INVALID, message).response()
+    return errors.ApiError(error.status_code, errors.INVALID, message).response(request.url.path)
 
 
 async def _outcome(task: asyncio.Task[None]) -> None:
@@ -211,6 +209,7 @@ class Relay:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._asgi = (scope, receive)
+        self._path: str = scope["path"]
         self._send = send
         self._start: Message | None = None
         self.replica = ""
@@ -234,11 +233,11 @@ class Relay:
         if self.ended:
             return
         if not self.begun:
-            await error.response()(*self._asgi, self._send)
+            await error.response(self._path)(*self._asgi, self._send)
             return
         assert self._start is not None
         if (b"content-type", b"text/event-stream; charset=utf-8") in self._start["headers"]:
-            last = event(json.dumps(error.body).encode()) + DONE
+            last = last_events(error, self._path)
             await self._send({"type": "http.response.body", "body": last, "more_body": False})
 
 

@@ -33,7 +33,7 @@ def serve(config: ServerConfig, recipe: Recipe, replicas: int, address: str) -> 
     check(config, recipe, replicas)
     sockets = listen(config)
     cores = max(default_threads(), replicas * (recipe.options.get("threads") or 0))
-    with logs.to_stderr(config.log_format), joined(address, cores) as ray:
+    with logs.to_stderr(config.log_format, config.log_level), joined(address, cores) as ray:
         recipe, share = shared(ray, recipe, replicas)
         log.info("%d replicas on Ray (%s): %s; prefix-affine routing", replicas, address, share)
         failure = _serve(config, deployment(ray, config, recipe, replicas, share), sockets, local=address == LOCAL)

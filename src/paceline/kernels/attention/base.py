@@ -1,6 +1,6 @@
 """The protocol of attention backends.
 
-Shapes: B rows, L new tokens per row, H heads, G key/value heads, P positions, D head width.
+Shapes: B rows, L new tokens per row, R rows of the cache, H heads, G key/value heads, P positions, D head width.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from paceline.core.slots import Slots
 from paceline.kernels.gpu.state import PackedHeads
 
 
@@ -25,11 +26,13 @@ class Plan:
     ancestors: [B, L, L] bool, for trees: whether a query (second dimension) sees a new token (third), itself included.
         The new keys lie side by side from the root's slot ``positions[:, 0]`` on; every query of the row sees all keys
         before it. None: the new tokens are a chain, and every key's slot is its position.
+    cache_rows: the rows' places in the cache; None: row i of the cache for row i.
     """
 
     positions: Tensor
     longest: int
     ancestors: Tensor | None = None
+    cache_rows: Slots | None = None
     masks: dict[int | None, Tensor] = field(default_factory=dict)  # by sliding window
     rows: list[Plan] = field(default_factory=list)  # one plan per row, for backends that go row by row
 
@@ -48,6 +51,10 @@ class Plan:
         assert self.ancestors is not None
         order = torch.arange(self.ancestors.shape[2], dtype=torch.int32, device=self.ancestors.device)
         return torch.where(self.ancestors, order, len(order)).sort(2).values
+
+    def of_rows(self, table: Tensor) -> Tensor:
+        """The rows' part [B, ...] of a table [R, ...] of the cache."""
+        return table if self.cache_rows is None else self.cache_rows.of(table)
 
     def hidden(self, window: int | None) -> Tensor:
         """[B, L, longest] bool: True where a query must not see a key."""
@@ -83,7 +90,7 @@ class AttentionBackend(Protocol):
     def attend(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, *, scale: float | None, window: int | None
     ) -> Tensor:
-        """q [B, H, L, D] over k_cache, v_cache [B, G, P, D] (this layer's rows, new keys written) -> [B, H, L, D].
+        """q [B, H, L, D] over k_cache, v_cache [R, G, P, D] (this layer, new keys written) -> [B, H, L, D].
 
         ``scale`` defaults to D ** -0.5; ``window`` is a sliding window in positions, or None.
         """

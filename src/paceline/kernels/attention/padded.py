@@ -23,7 +23,8 @@ class PaddedAttention:
     def attend(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, *, scale: float | None, window: int | None
     ) -> Tensor:
-        q_BHLD, k_BGPD, v_BGPD = q, k_cache[:, :, : plan.longest], v_cache[:, :, : plan.longest]
+        q_BHLD = q
+        k_BGPD, v_BGPD = (plan.of_rows(table[:, :, : plan.longest]) for table in (k_cache, v_cache))
         rows, heads, length, dim = q_BHLD.shape
         shared = heads // k_BGPD.shape[1]
         packed = q_BHLD.reshape(rows, -1, shared * length, dim)

@@ -31,6 +31,7 @@ def attend_kernel(
     k: tl.tensor,
     v: tl.tensor,
     positions: tl.tensor,
+    cache_rows: tl.tensor,
     tree: tl.tensor,
     partial: tl.tensor,
     levels: tl.tensor,
@@ -70,6 +71,8 @@ def attend_kernel(
         positions: tree [B, L, L] int32 holds the indices of the new tokens on its path. Each token then loads its own
         keys, and gets the bits of plain decoding.
 
+    cache_rows: [B] int64, each row's place in k and v.
+
     levels: base-2 logarithm of the sum of the split's weights, -inf where it holds no visible key.
 
     SPLIT_SIZE: positions per split, counted from position 0; 0 shares each row's blocks evenly among the splits.
@@ -77,6 +80,7 @@ def attend_kernel(
     split = tl.program_id(0)
     row = (tl.program_id(1) // GROUPS).to(tl.int64)
     group = (tl.program_id(1) % GROUPS).to(tl.int64)
+    cache_row = tl.load(cache_rows + row)
     place = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     real = place < SHARED * new_tokens
     head, token = group * SHARED + place // new_tokens, place % new_tokens
@@ -120,7 +124,7 @@ def attend_kernel(
             way = tree + (row * new_tokens + alone) * new_tokens
             among = there & (key_at >= base)
             slot = tl.where(among, base + tl.load(way + key_at - base, mask=among, other=0), key_at)
-        k_place = k + row * k_row + group * k_head + slot[None, :].to(tl.int64) * k_position + column[:, None]
+        k_place = k + cache_row * k_row + group * k_head + slot[None, :].to(tl.int64) * k_position + column[:, None]
         keys = tl.load(k_place, mask=there[None, :] & inside[:, None], other=0.0)
         scores = tl.dot(queries, keys, input_precision="ieee") * scale
         if TREE == "ancestors":
@@ -141,7 +145,7 @@ def attend_kernel(
         weights = tl.exp2(scores - level[:, None])
         fade = tl.exp2(top - level)
         total = total * fade + tl.sum(weights, 1)
-        v_place = v + row * v_row + group * v_head + slot[:, None].to(tl.int64) * v_position + column[None, :]
+        v_place = v + cache_row * v_row + group * v_head + slot[:, None].to(tl.int64) * v_position + column[None, :]
         values = tl.load(v_place, mask=there[:, None] & inside[None, :], other=0.0)
         mixed = mixed * fade[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
         top = higher
@@ -256,6 +260,7 @@ class RaggedAttention:
             k_cache,
             v_cache,
             plan.positions,
+            torch.arange(rows, device=q.device) if plan.cache_rows is None else plan.cache_rows.index,
             tree,
             partial,
             levels,

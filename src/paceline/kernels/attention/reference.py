@@ -20,7 +20,8 @@ class ReferenceAttention:
     def attend(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, *, scale: float | None, window: int | None
     ) -> Tensor:
-        """Attend from q [B, H, L, D] over k_cache, v_cache [B, G, P, D] -> [B, H, L, D]."""
+        """Attend from q [B, H, L, D] over k_cache, v_cache [R, G, P, D] -> [B, H, L, D]."""
+        k_cache, v_cache = plan.of_rows(k_cache), plan.of_rows(v_cache)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         group = q.shape[1] // k_cache.shape[1]
         out = torch.empty_like(q)

@@ -35,6 +35,9 @@ class SplitAttention:
     def attend(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, *, scale: float | None, window: int | None
     ) -> Tensor:
+        longest = max(row.longest for row in plan.rows)
+        k_cache, v_cache = (plan.of_rows(table[:, :, :longest]) for table in (k_cache, v_cache))
+
         def one(row: int) -> Tensor:
             keys, values = k_cache[row : row + 1], v_cache[row : row + 1]
             return self._one_row.attend(q[row : row + 1], keys, values, plan.rows[row], scale=scale, window=window)

@@ -37,6 +37,7 @@ _WARPS = 8
 @triton.jit
 def commit(
     row: tl.tensor,
+    slot: tl.tensor,
     tokens: tl.tensor,
     accepted: tl.tensor,
     drafted: tl.tensor,
@@ -55,20 +56,20 @@ def commit(
 ) -> None:
     """Append ``accepted + 1`` of the tokens [LENGTH_UP] int64 to a row, up to its first stop token and its limit."""
     place = tl.arange(0, LENGTH_UP)
-    before = tl.load(length + row)
-    room = tl.load(limit + row) - before
+    before = tl.load(length + slot)
+    room = tl.load(limit + slot) - before
     stop_place = tl.arange(0, STOPS_UP)
-    stop = tl.load(stops + row * STOPS + stop_place, mask=stop_place < STOPS, other=-1)
-    last = tl.load(text + row * text_stride + tl.maximum(before - 1, 0))
+    stop = tl.load(stops + slot * STOPS + stop_place, mask=stop_place < STOPS, other=-1)
+    last = tl.load(text + slot * text_stride + tl.maximum(before - 1, 0))
     ended = tl.max(((stop == last) & (stop >= 0)).to(tl.int32), 0) > 0
-    ended = (ended & (before > tl.load(prompt_length + row))) | (room <= 0) | (row >= tl.load(live))
+    ended = (ended & (before > tl.load(prompt_length + slot))) | (room <= 0) | (row >= tl.load(live))
 
     stopping = tl.max(((tokens[:, None] == stop[None, :]) & (stop >= 0)[None, :]).to(tl.int32), 1) > 0
     first_stop = tl.min(tl.where(stopping, place, LENGTH_UP), 0)
     gained = tl.minimum(tl.minimum(accepted, first_stop) + 1, room).to(tl.int64)
     gained = tl.where(ended, 0, gained)
-    tl.store(text + row * text_stride + before + place, tokens, mask=place < gained)
-    tl.store(length + row, before + gained)
+    tl.store(text + slot * text_stride + before + place, tokens, mask=place < gained)
+    tl.store(length + slot, before + gained)
     line = record + row * (LENGTH + 3)
     tl.store(line + place, tokens, mask=place < LENGTH)
     tl.store(line + LENGTH, tl.where(ended, 0, accepted).to(tl.int64))
@@ -92,6 +93,7 @@ def coupled_kernel(
     seed: tl.tensor,
     rate: tl.tensor,
     synthetic_salt: tl.tensor,
+    slots: tl.tensor,
     text: tl.tensor,
     text_stride: tl.tensor,
     length: tl.tensor,
@@ -112,6 +114,7 @@ def coupled_kernel(
     blocks]).
     """
     row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
     place, block = tl.arange(0, LENGTH_UP), tl.arange(0, BLOCKS_UP)
     at = (row * LENGTH + place)[:, None] * BLOCKS + block[None, :]
     there = (place < LENGTH)[:, None] & (block < BLOCKS)[None, :]
@@ -123,13 +126,13 @@ def coupled_kernel(
     draft_token = tl.load(draft_tokens + row * (LENGTH - 1) + place, mask=place < LENGTH - 1, other=-1)
     drafted = tl.load(counts + row)
     if SYNTHETIC:
-        a, b = noise_key(tl.load(seed + row), tl.load(length + row) + place, synthetic_salt)
+        a, b = noise_key(tl.load(seed + slot), tl.load(length + slot) + place, synthetic_salt)
         accepted = leading(uniform(a, b, tl.zeros_like(place)) < rate, drafted, LENGTH_UP)
         draws = tl.where(place < accepted, draft_token, draws)
     else:
         accepted = leading(draft_token == draws, drafted, LENGTH_UP)
     commit(
-        row, draws, accepted, drafted, text, text_stride, length, prompt_length, limit, stops, live, record,
+        row, slot, draws, accepted, drafted, text, text_stride, length, prompt_length, limit, stops, live, record,
         LENGTH, LENGTH_UP, STOPS, STOPS_UP,
     )  # fmt: skip
 
@@ -139,6 +142,7 @@ def mass_kernel(
     logits: tl.tensor,
     maxima: tl.tensor,
     temperature: tl.tensor,
+    slots: tl.tensor,
     masses: tl.tensor,
     line_stride: tl.tensor,
     vocab: tl.tensor,
@@ -151,7 +155,7 @@ def mass_kernel(
     line, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + line * line_stride + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
-    heat = tl.load(temperature + line // LENGTH)
+    heat = tl.load(temperature + tl.load(slots + line // LENGTH))
     score = scaled_logits(x, line_max(maxima, line, BLOCKS, BLOCKS_UP), heat)
     tl.store(masses + line * BLOCKS + block, tl.sum(tl.exp(score), 0))
 
@@ -201,6 +205,7 @@ def rejection_kernel(
     temperature: tl.tensor,
     seed: tl.tensor,
     length: tl.tensor,
+    slots: tl.tensor,
     salt: tl.tensor,
     accepted: tl.tensor,
     LENGTH: tl.constexpr,
@@ -210,10 +215,11 @@ def rejection_kernel(
 ) -> None:
     """Grid (B): accept draft token x where coin * q(x) < p(x) -> accepted [B] int64."""
     row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
     place = tl.arange(0, LENGTH_UP)
     real = place < LENGTH - 1
     draft_token = tl.load(draft_tokens + row * (LENGTH - 1) + place, mask=real, other=0)
-    heat = tl.load(temperature + row)
+    heat = tl.load(temperature + slot)
     p = draft_probabilities(
         p_logits,
         p_maxima,
@@ -231,7 +237,7 @@ def rejection_kernel(
         q_logits, q_maxima, q_leaders, q_masses, row * (LENGTH - 1) + place, draft_token, real, heat, q_stride,
         BLOCKS, BLOCKS_UP,
     )  # fmt: skip
-    a, b = noise_key(tl.load(seed + row), tl.load(length + row) + place, salt)
+    a, b = noise_key(tl.load(seed + slot), tl.load(length + slot) + place, salt)
     coin = uniform(a, b, tl.zeros_like(place))
     kept = coin * q.to(tl.float64) < p.to(tl.float64)
     tl.store(accepted + row, leading(kept, tl.load(counts + row), LENGTH_UP).to(tl.int64))
@@ -277,6 +283,7 @@ def recover_kernel(
     temperature: tl.tensor,
     seed: tl.tensor,
     length: tl.tensor,
+    slots: tl.tensor,
     vocab: tl.tensor,
     salt: tl.tensor,
     values: tl.tensor,
@@ -291,7 +298,8 @@ def recover_kernel(
     rows = tl.num_programs(0)
     column = block * BLOCK + tl.arange(0, BLOCK)
     inside = column < vocab
-    heat = tl.load(temperature + row)
+    slot = tl.load(slots + row)
+    heat = tl.load(temperature + slot)
     kept = tl.load(accepted + row)
     p = probabilities(
         p_logits, p_maxima, p_leaders, p_masses, row * LENGTH + kept, column, inside, heat, p_stride, BLOCKS, BLOCKS_UP
@@ -303,7 +311,7 @@ def recover_kernel(
             BLOCKS, BLOCKS_UP,
         )  # fmt: skip
         rest = tl.maximum(p - q, 0.0)
-    a, b = noise_key(tl.load(seed + row), tl.load(length + row) + kept, salt)
+    a, b = noise_key(tl.load(seed + slot), tl.load(length + slot) + kept, salt)
     noise = tl.zeros([BLOCK], tl.float32)
     if heat > 0.0:
         noise = near_gumbel(bits24(a, b, column))
@@ -327,6 +335,7 @@ def finish_kernel(
     draft_tokens: tl.tensor,
     accepted: tl.tensor,
     counts: tl.tensor,
+    slots: tl.tensor,
     text: tl.tensor,
     text_stride: tl.tensor,
     length: tl.tensor,
@@ -354,8 +363,8 @@ def finish_kernel(
     draft_token = tl.load(draft_tokens + row * (LENGTH - 1) + place, mask=place < LENGTH - 1, other=0)
     tokens = tl.where(place < kept, draft_token, tl.where(place == kept, token, 0))
     commit(
-        row, tokens, kept, tl.load(counts + row), text, text_stride, length, prompt_length, limit, stops, live, record,
-        LENGTH, LENGTH_UP, STOPS, STOPS_UP,
+        row, tl.load(slots + row), tokens, kept, tl.load(counts + row), text, text_stride, length, prompt_length, limit,
+        stops, live, record, LENGTH, LENGTH_UP, STOPS, STOPS_UP,
     )  # fmt: skip
 
 
@@ -389,12 +398,13 @@ def logprob_kernel(
 
 def _row_arguments(rows: RowState, record: Tensor) -> tuple[Tensor | int, ...]:
     """``commit``'s arguments that describe the rows."""
-    state = rows.length, rows.prompt_length, rows.limit, rows.stops, rows.live
-    return (rows.text, rows.text.stride(0), *state, record)
+    of = rows.tables
+    tables = of.length, of.prompt_length, of.limit, of.stops
+    return (rows.slots.index, rows.text, rows.text.stride(0), *tables, rows.live, record)
 
 
 def _shape(k: int, rows: RowState) -> dict[str, int]:
-    stops = rows.stops.shape[1]
+    stops = rows.tables.stops.shape[1]
     up = triton.next_power_of_2
     return {"LENGTH": k + 1, "LENGTH_UP": up(k + 1), "STOPS": stops, "STOPS_UP": up(stops)}
 
@@ -405,15 +415,15 @@ def coupled(draft: Draft, logits: Tensor, rows: RowState, synthetic: float | Non
     synthetic: accept each draft token with this probability instead, for benchmarks.
     """
     blocks = Blocks(logits.shape[-1], block)
-    noise = Noise(rows.temperature, rows.seed, rows.length)
-    values, tokens = noisy_blocks(logits.reshape(-1, blocks.vocab), noise, 0, Purpose.DRAW, blocks)
-    record = rows.length.new_empty(rows.rows, draft.k + 1 + RECORD_TAIL)
+    lines = logits.reshape(-1, blocks.vocab)
+    values, tokens = noisy_blocks(lines, Noise.of(rows), 0, Purpose.DRAW, blocks)
+    record = rows.text.new_empty(rows.rows, draft.k + 1 + RECORD_TAIL)
     coupled_kernel[(rows.rows,)](
         values,
         tokens,
         draft.tokens,
         draft.counts,
-        rows.seed,
+        rows.tables.seed,
         0.0 if synthetic is None else synthetic,
         salt(Purpose.SYNTHETIC),
         *_row_arguments(rows, record),
@@ -425,8 +435,11 @@ def coupled(draft: Draft, logits: Tensor, rows: RowState, synthetic: float | Non
     return record
 
 
-def _softmax_tables(logits: Tensor, temperature: Tensor, blocks: Blocks) -> tuple[Tensor | int, ...]:
-    """logits [B, L, V] -> the softmax's arguments for kernels: lines, maxima, leaders, masses, stride."""
+def _softmax_tables(logits: Tensor, temperature: Tensor, slots: Tensor, blocks: Blocks) -> tuple[Tensor | int, ...]:
+    """logits [B, L, V] -> the softmax's arguments for kernels: lines, maxima, leaders, masses, stride.
+
+    temperature: [R] float32, of the rows in slots [B].
+    """
     lines = logits.reshape(-1, blocks.vocab)
     maxima, tokens = leaders(lines, blocks)
     masses = torch.empty_like(maxima)
@@ -434,6 +447,7 @@ def _softmax_tables(logits: Tensor, temperature: Tensor, blocks: Blocks) -> tupl
         lines,
         maxima,
         temperature,
+        slots,
         masses,
         lines.stride(0),
         blocks.vocab,
@@ -449,8 +463,9 @@ def own_logprobs(logits: Tensor, record: Tensor, block: int = BLOCK) -> Tensor:
     """Log-probabilities of a record's tokens at temperature 1: logits [B, L, V] -> [B, L] float32."""
     rows, length, vocab = logits.shape
     blocks = Blocks(vocab, block)
-    one = torch.ones(rows, dtype=torch.float32, device=logits.device)
-    lines, maxima, _, masses, stride = _softmax_tables(logits, one, blocks)
+    one = torch.ones(1, dtype=torch.float32, device=logits.device)
+    all_at_one = torch.zeros(rows, dtype=torch.int64, device=logits.device)
+    lines, maxima, _, masses, stride = _softmax_tables(logits, one, all_at_one, blocks)
     own = torch.empty((rows, length), dtype=torch.float32, device=logits.device)
     logprob_kernel[(rows,)](
         lines, maxima, masses, record, own, stride, RECORD=record.shape[1],
@@ -467,11 +482,12 @@ def rejection(draft: Draft, logits: Tensor, rows: RowState, block: int = BLOCK) 
     if draft.logits is None:
         return coupled(draft, logits, rows, block=block)
     blocks = Blocks(logits.shape[-1], block)
-    p, q = (_softmax_tables(table, rows.temperature, blocks) for table in (logits, draft.logits))
-    record = rows.length.new_empty(rows.rows, draft.k + 1 + RECORD_TAIL)
-    accepted = torch.empty_like(rows.length)
+    of, slots = rows.tables, rows.slots.index
+    p, q = (_softmax_tables(table, of.temperature, slots, blocks) for table in (logits, draft.logits))
+    record = rows.text.new_empty(rows.rows, draft.k + 1 + RECORD_TAIL)
+    accepted = torch.empty_like(draft.counts)
     shape = _shape(draft.k, rows)
-    own = rows.temperature, rows.seed, rows.length
+    own = of.temperature, of.seed, of.length, slots
     rejection_kernel[(rows.rows,)](
         *p, *q, draft.tokens, draft.counts, *own, salt(Purpose.ACCEPT), accepted,
         LENGTH=shape["LENGTH"], LENGTH_UP=shape["LENGTH_UP"], num_warps=4, **blocks.shape,

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.core.rows import RowState
 from paceline.kernels.gpu.noise import GUMBEL_ERROR, bits24, gumbel, near_gumbel, noise_key, salt
 
 BLOCK = 4096
@@ -106,6 +107,7 @@ def draw_kernel(
     temperature: tl.tensor,
     seed: tl.tensor,
     length: tl.tensor,
+    slots: tl.tensor,
     values: tl.tensor,
     tokens: tl.tensor,
     line_stride: tl.tensor,
@@ -120,21 +122,21 @@ def draw_kernel(
 ) -> None:
     """Grid (N, blocks): each block's best noisy score -> values [N, blocks] float64, its token -> tokens, int32.
 
-    Line b * LENGTH + j stands at position length[b] + first + j. CUT: column c is token ids[c] (ascending).
+    Line b * LENGTH + j stands at position length[slots[b]] + first + j. CUT: column c is token ids[c] (ascending).
     """
     line, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row = line // LENGTH
+    slot = tl.load(slots + line // LENGTH)
     column = block * BLOCK + tl.arange(0, BLOCK)
     inside = column < vocab
     x = tl.load(logits + line * line_stride + column, mask=inside, other=float("-inf")).to(tl.float32)
-    heat = tl.load(temperature + row)
+    heat = tl.load(temperature + slot)
     score = scaled_logits(x, line_max(maxima, line, BLOCKS, BLOCKS_UP), heat)
     token = column
     if CUT:
         token = tl.load(ids + column, mask=inside, other=0).to(tl.int32)
     if heat > 0.0:
-        position = tl.load(length + row) + first + line % LENGTH
-        a, b = noise_key(tl.load(seed + row), position, salt)
+        position = tl.load(length + slot) + first + line % LENGTH
+        a, b = noise_key(tl.load(seed + slot), position, salt)
         best, found = noisy_best(score, near_gumbel(bits24(a, b, token)), a, b, token, inside)
     else:
         best, found = plain_best(score, token, inside)
@@ -170,11 +172,20 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Noise:
-    """The inputs of a row's draw besides its logits: temperature [B] float32, seed and length [B] int64."""
+    """The inputs of B rows' draws besides their logits: temperature [R] float32, seed and length [R] int64, by slot.
+
+    slots: [B] int64.
+    """
 
     temperature: Tensor
     seed: Tensor
     length: Tensor
+    slots: Tensor
+
+    @staticmethod
+    def of(rows: RowState) -> Noise:
+        """The noise of the batch's rows."""
+        return Noise(rows.tables.temperature, rows.tables.seed, rows.tables.length, rows.slots.index)
 
 
 def leaders(logits: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
@@ -192,7 +203,7 @@ def noisy_blocks(
     logits: Tensor, noise: Noise, first: int, purpose: int, blocks: Blocks, ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """logits [B * L, V] -> each block's best noisy score [B * L, blocks] float64 and its token, int32."""
-    lines, rows = logits.shape[0], noise.length.shape[0]
+    lines, rows = logits.shape[0], noise.slots.shape[0]
     maxima, _ = leaders(logits, blocks)
     values = torch.empty((lines, blocks.count), dtype=torch.float64, device=logits.device)
     tokens = torch.empty((lines, blocks.count), dtype=torch.int32, device=logits.device)
@@ -203,6 +214,7 @@ def noisy_blocks(
         noise.temperature,
         noise.seed,
         noise.length,
+        noise.slots,
         values,
         tokens,
         logits.stride(0),

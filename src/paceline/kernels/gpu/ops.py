@@ -88,7 +88,7 @@ class TritonOps:
     def draw(self, logits: Tensor, rows: RowState, first: int, purpose: Purpose) -> Tensor:
         from paceline.kernels.gpu.draw import Noise, draw  # needs triton
 
-        return draw(logits, Noise(rows.temperature, rows.seed, rows.length), first, purpose)
+        return draw(logits, Noise.of(rows), first, purpose)
 
     def coupled(self, draft: Draft, logits: Tensor, rows: RowState, synthetic: float | None) -> Tensor:
         from paceline.kernels.gpu.accept import coupled

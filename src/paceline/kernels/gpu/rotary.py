@@ -1,7 +1,7 @@
 """Norms of query and key, rotary embedding and cache write in one launch, at ragged slots.
 
-Shapes: B rows, L new tokens per row, H heads, G key/value heads, D head width, P positions of the cache. Values are
-    rounded where the model's own torch operations (``models/transformer.py``) round, in the same order.
+Shapes: B rows, L new tokens per row, H heads, G key/value heads, D head width; R rows and P positions of the cache.
+    Values are rounded where the model's own torch operations (``models/transformer.py``) round, in the same order.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ def rotary_kernel(
     sine: tl.tensor,
     norm: tl.tensor,
     slots: tl.tensor,
+    cache_rows: tl.tensor,
     out: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
@@ -46,12 +47,13 @@ def rotary_kernel(
     HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     DIM: tl.constexpr,
+    ROTATED: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_H: tl.constexpr,
     TURNED: tl.constexpr,
     NORMED: tl.constexpr,
 ) -> None:
-    """Grid (B * L, head tiles): queries -> out [B, L, H, D], keys and values -> the cache [B, G, P, D]."""
+    """Grid (B * L, head tiles): queries -> out [B, L, H, D], keys and values -> the cache [R, G, P, D]."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     column = tl.arange(0, BLOCK_D)
@@ -62,7 +64,7 @@ def rotary_kernel(
     value = x.to(tl.float32)
     turned = (head < HEADS + GROUPS)[:, None] & inside
     if TURNED:
-        partner = (column + DIM // 2) % DIM
+        partner = tl.where(column < ROTATED, (column + ROTATED // 2) % ROTATED, column)
         other = tl.load(line + partner[None, :], mask=turned, other=0.0).to(tl.float32)
         if NORMED:
             square = tl.sum(value * value, 1) / DIM
@@ -70,13 +72,13 @@ def rotary_kernel(
             partner_weight = tl.load(norm + head[:, None] * DIM + partner[None, :], mask=turned, other=0.0)
             value = tl.where(turned, normed(value, x, square, weight, epsilon), value)
             other = normed(other, x, square, partner_weight, epsilon)
-        cos = tl.load(cosine + token * DIM + column, mask=column < DIM, other=0.0).to(tl.float32)
-        sin = tl.load(sine + token * DIM + column, mask=column < DIM, other=0.0).to(tl.float32)
+        cos = tl.load(cosine + token * ROTATED + column, mask=column < ROTATED, other=1.0).to(tl.float32)
+        sin = tl.load(sine + token * ROTATED + column, mask=column < ROTATED, other=0.0).to(tl.float32)
         kept = (value * cos[None, :]).to(x.dtype).to(tl.float32)
         value = tl.where(turned, kept + other * sin[None, :], value)
     found = value.to(x.dtype)
 
-    row = token // new_tokens
+    row = tl.load(cache_rows + token // new_tokens)
     slot = tl.minimum(tl.load(slots + token), last)
     to_query = (head < HEADS)[:, None] & inside
     tl.store(out + (token * HEADS + head[:, None]) * DIM + column[None, :], found, mask=to_query)
@@ -90,8 +92,10 @@ def rotary_kernel(
     tl.store(place, found.to(values.dtype.element_ty), mask=to_value)
 
 
-def turn_and_store(packed: PackedHeads, slots: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Write the new keys and values into the cache [B, G, P, D] at the slots [B, L] -> queries [B, H, L, D].
+def turn_and_store(packed: PackedHeads, slots: Tensor, keys: Tensor, values: Tensor, cache_rows: Tensor) -> Tensor:
+    """Write the new keys and values into the cache [R, G, P, D] at the slots [B, L] -> queries [B, H, L, D].
+
+    cache_rows: [B] int64, each row's place in the cache.
 
     Slots at or beyond the cache's last position are written there: it is never read.
     """
@@ -105,6 +109,7 @@ def turn_and_store(packed: PackedHeads, slots: Tensor, keys: Tensor, values: Ten
         sin,
         out if packed.norm is None else packed.norm,
         slots,
+        cache_rows,
         out,
         keys,
         values,
@@ -117,6 +122,7 @@ def turn_and_store(packed: PackedHeads, slots: Tensor, keys: Tensor, values: Ten
         HEADS=packed.heads,
         GROUPS=packed.kv_heads,
         DIM=dim,
+        ROTATED=cos.shape[-1],
         BLOCK_D=triton.next_power_of_2(dim),
         BLOCK_H=_HEADS_AT_ONCE,
         TURNED=packed.rotation is not None,

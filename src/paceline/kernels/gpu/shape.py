@@ -37,6 +37,7 @@ def adjust_kernel(
     length: tl.tensor,
     min_length: tl.tensor,
     stops: tl.tensor,
+    slots: tl.tensor,
     out: tl.tensor,
     line_stride: tl.tensor,
     vocab: tl.tensor,
@@ -48,7 +49,7 @@ def adjust_kernel(
     """Grid (N, blocks): penalties and minimum length -> out [N, V] float32.
 
     Line b * LENGTH + j follows row b's first ``first + j`` draft tokens, which are counted; counts, seen [B, V]
-    describe its text.
+    describe its text. slots: [B] int64, the rows' places in presence, ..., stops.
     """
     line, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, before = line // LENGTH, first + (line % LENGTH).to(tl.int32)
@@ -61,13 +62,14 @@ def adjust_kernel(
         same = (column == tl.load(draft_tokens + row * draft_stride + place)).to(tl.float32)
         count += same
         known += same
-    factor = tl.load(repetition + row)
+    slot = tl.load(slots + row)
+    factor = tl.load(repetition + slot)
     repeated = tl.where(x > 0, tl.div_rn(x, factor + tl.zeros_like(x)), x * factor)
     x = tl.where(known > 0, repeated, x)
-    x = x - tl.load(presence + row) * (count > 0).to(tl.float32) - tl.load(frequency + row) * count
-    if tl.load(length + row) + before < tl.load(min_length + row):
+    x = x - tl.load(presence + slot) * (count > 0).to(tl.float32) - tl.load(frequency + slot) * count
+    if tl.load(length + slot) + before < tl.load(min_length + slot):
         for stop in tl.static_range(STOPS):
-            x = tl.where(column == tl.load(stops + row * STOPS + stop), float("-inf"), x)
+            x = tl.where(column == tl.load(stops + slot * STOPS + stop), float("-inf"), x)
     tl.store(out + line * vocab + column, x, mask=inside)
 
 
@@ -151,6 +153,7 @@ def cut_kernel(
     floors: tl.tensor,
     top_k: tl.tensor,
     top_p: tl.tensor,
+    slots: tl.tensor,
     out: tl.tensor,
     line_stride: tl.tensor,
     vocab: tl.tensor,
@@ -161,11 +164,11 @@ def cut_kernel(
 ) -> None:
     """Grid (N): min-p, top-k, then top-p of the remaining tokens -> out [N, V] float32, -inf for removed tokens."""
     line = tl.program_id(0).to(tl.int64)
-    row = line // LENGTH
-    heat, floor = tl.load(temperature + row), tl.load(floors + row)
+    slot = tl.load(slots + line // LENGTH)
+    heat, floor = tl.load(temperature + slot), tl.load(floors + slot)
     top = line_max(maxima, line, BLOCKS, BLOCKS_UP)
     least = tl.full([], _LOWEST, tl.int64)
-    most, share = tl.load(top_k + row), tl.load(top_p + row)
+    most, share = tl.load(top_k + slot), tl.load(top_p + slot)
     nothing = float("-inf")
     if most > 0:
         least = lowest_kept(
@@ -206,11 +209,12 @@ def shaped(
 
 def _adjusted(lines: Tensor, rows: RowState, draft_tokens: Tensor, first: int, blocks: Blocks) -> Tensor:
     counts, seen = count_tokens(rows, blocks.vocab)
+    of = rows.tables
     out = torch.empty(lines.shape, dtype=torch.float32, device=lines.device)
     adjust_kernel[(lines.shape[0], blocks.count)](
-        lines, counts, seen, draft_tokens, draft_tokens.stride(0), rows.presence_penalty, rows.frequency_penalty,
-        rows.repetition_penalty, rows.length, rows.min_length, rows.stops, out, lines.stride(0), blocks.vocab, first,
-        LENGTH=lines.shape[0] // rows.rows, STOPS=rows.stops.shape[1], BLOCK=blocks.size, num_warps=_WARPS,
+        lines, counts, seen, draft_tokens, draft_tokens.stride(0), of.presence_penalty, of.frequency_penalty,
+        of.repetition_penalty, of.length, of.min_length, of.stops, rows.slots.index, out, lines.stride(0), blocks.vocab,
+        first, LENGTH=lines.shape[0] // rows.rows, STOPS=of.stops.shape[1], BLOCK=blocks.size, num_warps=_WARPS,
         enable_fp_fusion=False,
     )  # fmt: skip
     return out
@@ -218,10 +222,11 @@ def _adjusted(lines: Tensor, rows: RowState, draft_tokens: Tensor, first: int, b
 
 def _cut(lines: Tensor, rows: RowState, blocks: Blocks) -> Tensor:
     maxima, _ = leaders(lines, blocks)
+    of = rows.tables
     out = torch.empty(lines.shape, dtype=torch.float32, device=lines.device)
     cut_kernel[(lines.shape[0],)](
-        lines, maxima, rows.temperature, rows.floor, rows.top_k, rows.top_p, out, lines.stride(0), blocks.vocab,
-        LENGTH=lines.shape[0] // rows.rows, BLOCK=blocks.size, num_warps=_WARPS, enable_fp_fusion=False,
+        lines, maxima, of.temperature, of.floor, of.top_k, of.top_p, rows.slots.index, out, lines.stride(0),
+        blocks.vocab, LENGTH=lines.shape[0] // rows.rows, BLOCK=blocks.size, num_warps=_WARPS, enable_fp_fusion=False,
         maxnreg=MOST_REGISTERS, **blocks.shape,
     )  # fmt: skip
     return out

@@ -39,7 +39,7 @@ class Norm:
 class PackedHeads:
     """A layer's queries, keys and values as its matrix product gave them: table [B, L, H + 2G, D], whole lines.
 
-    rotation: cosine and signed sine [B, L, 1, D]; None applies no rotation.
+    rotation: cosine and signed sine [B, L, 1, R], for the first R of a head's elements; None applies no rotation.
     norm: [H + G, D], weights of the norms of query and key; None for none. Applied only with a rotation.
     """
 

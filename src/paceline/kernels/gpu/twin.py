@@ -9,7 +9,7 @@ from torch.nn import functional
 from paceline.kernels.gpu.state import PackedHeads
 
 
-def turn_and_store(packed: PackedHeads, slots: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def turn_and_store(packed: PackedHeads, slots: Tensor, keys: Tensor, values: Tensor, cache_rows: Tensor) -> Tensor:
     """Reference implementation of ``gpu.rotary.turn_and_store``."""
     turned = packed.heads + packed.kv_heads
     qk, v = packed.table.split_with_sizes([turned, packed.kv_heads], dim=2)
@@ -19,7 +19,7 @@ def turn_and_store(packed: PackedHeads, slots: Tensor, keys: Tensor, values: Ten
             qk = functional.rms_norm(qk, (qk.shape[-1],), None, packed.eps) * packed.norm
         qk = torch.addcmul(qk * cos, qk.roll(qk.shape[-1] // 2, -1), sin)
     q, k = qk.split_with_sizes([packed.heads, packed.kv_heads], dim=2)
-    row = torch.arange(slots.shape[0], device=slots.device)[:, None]
+    row = cache_rows[:, None]
     place = slots.clamp(max=keys.shape[2] - 1)
     keys[row, :, place] = k.to(keys.dtype)
     values[row, :, place] = v.to(values.dtype)

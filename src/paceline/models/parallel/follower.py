@@ -9,6 +9,7 @@ from torch import Tensor
 
 from paceline.config import AttentionName
 from paceline.core.cache import KVCache
+from paceline.core.slots import Slots
 from paceline.kernels.attention import AttentionBackend, make_backend
 from paceline.kernels.attention.cached import CachedAttend, PackedCachedAttend
 from paceline.models.parallel.model import BACKEND_NAMES, PartOfModel
@@ -40,14 +41,12 @@ class Follower:
     def _do(self, op: Op, numbers: tuple[int, ...], tensor: Tensor | None) -> None:
         """Run one operation; numbers and tensor as ``Op`` defines them."""
         match op, numbers, tensor:
-            case Op.FORWARD, (cache, backend, first_row, longest), Tensor():
-                self._forward(self._caches[cache], BACKEND_NAMES[backend], first_row, longest, tensor)
+            case Op.FORWARD, (cache, backend, first, longest), Tensor():
+                self._forward(self._caches[cache], BACKEND_NAMES[backend], first, longest, tensor)
             case Op.HEAD, (tokens,), None:
                 self._head(tokens)
             case Op.COPY_ROW, (cache, source, destination, length), None:
                 self._caches[cache].copy_row(source, destination, length)
-            case Op.SWAP_ROWS, (cache, one, other, length), None:
-                self._caches[cache].swap_rows(one, other, length)
             case Op.KEEP, (cache,), Tensor():
                 self._caches[cache].keep(tensor[:, 0], tensor[:, 1], tensor[:, 2:])
             case Op.NEW_CACHE, (cache, rows, positions), None:
@@ -73,13 +72,14 @@ class Follower:
         self._pool = self._pool or graph.pool()
         self._graphs[number] = graph
 
-    def _forward(self, cache: KVCache, name: AttentionName, first_row: int, longest: int, packed: Tensor) -> None:
+    def _forward(self, cache: KVCache, name: AttentionName, first: int, longest: int, packed: Tensor) -> None:
         """Run the pass like ``Decoder``; the result is the same as on rank 0."""
-        tokens, positions, ancestors = unpacked_pass(packed)
+        index, tokens, positions, ancestors = unpacked_pass(packed)
+        rows = Slots(index, None if first < 0 else range(first, first + len(index)))
         backend = _backend(name, self.model.device)
         plan = backend.plan(positions, longest, ancestors)
         packs = name == "ragged" and self.model.device.type == "cuda"
-        attend = (PackedCachedAttend if packs else CachedAttend)(cache, backend, plan, first_row)
+        attend = (PackedCachedAttend if packs else CachedAttend)(cache, backend, plan, rows)
         self.model.hidden_states(tokens, positions, attend)
 
     def _head(self, tokens: int) -> None:

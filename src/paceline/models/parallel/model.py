@@ -22,7 +22,8 @@ from paceline.kernels.attention import BACKENDS
 from paceline.kernels.attention.base import Attend
 from paceline.kernels.attention.cached import CachedAttend
 from paceline.models.base import HiddenStates
-from paceline.models.config import ModelConfig
+from paceline.models.description import DecoderSpec
+from paceline.models.experts import Experts
 from paceline.models.linear import Linear
 from paceline.models.parallel.group import Ranks
 from paceline.models.parallel.plan import Op, Step, as_numbers, packed_pass
@@ -63,17 +64,18 @@ class EmbeddingShard:
 class PartOfModel(Transformer):
     """A rank's part: its forward pass gives the whole model's result, if all ranks run it together.
 
-    config: of the whole model; weights: of this part (``models.loading.load_shard``).
+    spec: of the whole model; weights: of this part (``models.loading.load_shard``).
     """
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], name: str, ranks: Ranks) -> None:
-        super().__init__(ranks.share.local(config), weights, name)
-        self.ranks, self.hidden_width = ranks, config.embed_width or config.width
+    def __init__(self, spec: DecoderSpec, weights: Mapping[str, Tensor], name: str, ranks: Ranks) -> None:
+        super().__init__(ranks.share.local(spec), weights, name)
+        self.ranks, self.hidden_width = ranks, spec.embed_width
         for block in self._blocks:
             block.attention.output = SummedLinear(block.attention.output, ranks)
+            assert not isinstance(block.mlp, Experts), "check_shardable refuses them"
             block.mlp.down = SummedLinear(block.mlp.down, ranks)
-        if config.tied:
-            self._head = EmbeddingShard(self._embedding, ranks.share.of(config.vocab_size))
+        if spec.tied:
+            self._head = EmbeddingShard(self._embedding, ranks.share.of(spec.vocab_size))
         self.precision += f", cut into {ranks.share.ranks} ranks ({ranks.name})"
 
     def cache_shape(self, rows: int, positions: int) -> CacheShape:
@@ -87,7 +89,7 @@ class PartOfModel(Transformer):
         parts = self.ranks.collect(functional.pad(own, (0, max(sizes) - own.shape[-1])))
         if not parts:
             return None
-        return torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], 1).float()
+        return self.scaled(torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], 1).float())
 
 
 class Fellows(Protocol):
@@ -110,9 +112,9 @@ class LeadingPart(PartOfModel):
     """
 
     def __init__(
-        self, config: ModelConfig, weights: Mapping[str, Tensor], name: str, ranks: Ranks, fellows: Fellows
+        self, spec: DecoderSpec, weights: Mapping[str, Tensor], name: str, ranks: Ranks, fellows: Fellows
     ) -> None:
-        super().__init__(config, weights, name, ranks)
+        super().__init__(spec, weights, name, ranks)
         self._fellows, self._turn, self._numbers = fellows, threading.Lock(), count()
         self._pending: deque[Step] = deque()
         self._failure: str | None = None
@@ -144,8 +146,10 @@ class LeadingPart(PartOfModel):
         assert isinstance(attend, CachedAttend)
         assert isinstance(attend.cache, MirroredCache)
         plan, backend = attend.plan, BACKEND_NAMES.index(attend.backend.name)
-        numbers = attend.cache.number, backend, attend.first_row, plan.longest
-        with self._on_all_ranks(Step(Op.FORWARD, numbers, packed_pass(tokens, positions, plan.ancestors))):
+        first = attend.rows.first
+        numbers = attend.cache.number, backend, -1 if first is None else first, plan.longest
+        packed = packed_pass(attend.rows.index, tokens, positions, plan.ancestors)
+        with self._on_all_ranks(Step(Op.FORWARD, numbers, packed)):
             return super().hidden_states(tokens, positions, attend, taps)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -225,10 +229,6 @@ class MirroredCache(KVCache):
     def copy_row(self, source: int, destination: int, length: int) -> None:
         super().copy_row(source, destination, length)
         self._pending.append(Step(Op.COPY_ROW, (self.number, source, destination, length)))
-
-    def swap_rows(self, one: int, other: int, length: int) -> None:
-        super().swap_rows(one, other, length)
-        self._pending.append(Step(Op.SWAP_ROWS, (self.number, one, other, length)))
 
 
 @contextmanager

@@ -20,14 +20,13 @@ class Op(IntEnum):
     NEW_CACHE = 1  # cache, rows, positions
     DROP_CACHE = 2  # cache
     COPY_ROW = 3  # cache, source, destination, length
-    SWAP_ROWS = 4  # cache, one, other, length
-    KEEP = 5  # cache; [B, 2 + k]: rows, text, paths
-    FORWARD = 6  # cache, backend, first row, longest; [B, L, 2 or 2 + L]: tokens, positions, for trees ancestors
-    HEAD = 7  # tokens; their hidden states follow
-    CAPTURE = 8  # graph: what follows until CAPTURED is captured, not run (CUDA)
-    CAPTURED = 9
-    REPLAY = 10  # graph
-    DROP_GRAPH = 11  # graph
+    KEEP = 4  # cache; [B, 2 + k]: rows, text, paths
+    FORWARD = 5  # cache, backend, first of consecutive rows or -1, longest; [B, L, 3 or 3 + L]: see ``packed_pass``
+    HEAD = 6  # tokens; their hidden states follow
+    CAPTURE = 7  # graph: what follows until CAPTURED is captured, not run (CUDA)
+    CAPTURED = 8
+    REPLAY = 9  # graph
+    DROP_GRAPH = 10  # graph
 
 
 @dataclass(frozen=True)
@@ -59,13 +58,14 @@ def as_steps(numbers: Sequence[int]) -> Iterator[tuple[Op, tuple[int, ...], tupl
         yield Op(op), tuple(numbers[middle - count : middle]), tuple(numbers[middle:at])
 
 
-def packed_pass(tokens: Tensor, positions: Tensor, ancestors: Tensor | None) -> Tensor:
-    """tokens, positions [B, L], for trees ancestors [B, L, L] -> [B, L, 2 or 2 + L] int64."""
-    parts = [tokens[..., None], positions[..., None], *([] if ancestors is None else [ancestors.long()])]
-    return torch.cat(parts, 2)
+def packed_pass(rows: Tensor, tokens: Tensor, positions: Tensor, ancestors: Tensor | None) -> Tensor:
+    """rows [B] of the cache, tokens, positions [B, L], for trees ancestors [B, L, L] -> [B, L, 3 or 3 + L] int64."""
+    of_tokens = rows[:, None].expand_as(tokens)
+    trees = [] if ancestors is None else [ancestors.long()]
+    return torch.cat([of_tokens[..., None], tokens[..., None], positions[..., None], *trees], 2)
 
 
-def unpacked_pass(packed: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """tokens, positions, ancestors."""
-    ancestors = packed[..., 2:].bool() if packed.shape[2] > 2 else None
-    return packed[..., 0].contiguous(), packed[..., 1].contiguous(), ancestors
+def unpacked_pass(packed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """rows, tokens, positions, ancestors."""
+    ancestors = packed[..., 3:].bool() if packed.shape[2] > 3 else None
+    return packed[:, 0, 0].contiguous(), packed[..., 1].contiguous(), packed[..., 2].contiguous(), ancestors

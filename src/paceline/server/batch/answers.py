@@ -17,10 +17,11 @@ from paceline.server.batch.output import OutputFile
 from paceline.server.batch.window import LineResult, LineTask
 from paceline.server.bodies import checked, parsed
 from paceline.server.chat import ChatJob
+from paceline.server.chat_protocol import ChatRequest
 from paceline.server.completions import CompletionJob
 from paceline.server.context import Context
 from paceline.server.limits import MAX_LABEL
-from paceline.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from paceline.server.protocol import CompletionRequest, GenerationRequest
 
 log = logging.getLogger("paceline.server")
 T = TypeVar("T")

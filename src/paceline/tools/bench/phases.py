@@ -93,7 +93,7 @@ class FreeDrafter(Drafter):
     name = "free"
 
     def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
-        tokens = batch.tokens.new_zeros(batch.rows, wish.k)
+        tokens = batch.text.new_zeros(batch.rows, wish.k)
         return Draft(tokens, tokens.new_full((batch.rows,), wish.k))
 
 

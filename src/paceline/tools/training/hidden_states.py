@@ -16,6 +16,7 @@ from torch import Tensor
 from paceline.core.cache import KVCache
 from paceline.core.hardware import torch_threads
 from paceline.core.nodes import Nodes
+from paceline.core.slots import Slots
 from paceline.errors import ParameterError
 from paceline.kernels.attention import make_backend
 from paceline.kernels.attention.cached import CachedAttend
@@ -92,7 +93,8 @@ class HiddenStateReader:
         real = torch.tensor([[True] * len(text) + [False] * (width - len(text)) for text in texts])
         tokens = torch.zeros(real.shape, dtype=torch.int64).masked_scatter_(real, _chain(texts)).to(model.device)
         positions = torch.arange(width, device=model.device).expand_as(tokens)
-        attend = CachedAttend(self._cache, self._backend, self._backend.plan(positions, width, None), 0)
+        rows = Slots.listed(range(len(texts)), model.device)
+        attend = CachedAttend(self._cache, self._backend, self._backend.plan(positions, width, None), rows)
         states, real = model.hidden_states(tokens, positions, attend, self.taps), real.to(model.device)
         assert states.features is not None
         return HiddenStates(states.hidden[real], states.features[real])

@@ -65,7 +65,7 @@ def check_resources(plan: TrainingRun, target: Target, device: torch.device) -> 
 
     Raises CapacityError if the memory is too small, ParameterError if the disk is.
     """
-    taps, training = taps_of(target.config.layers), plan.training
+    taps, training = taps_of(len(target.spec.layers)), plan.training
     head = target.meta_learner(training, taps)
     needed, free = training_bytes(head, training), available_memory(device)
     if needed > free:
@@ -73,7 +73,7 @@ def check_resources(plan: TrainingRun, target: Target, device: torch.device) -> 
             f"training takes {needed / _GIB:.2f} GiB and {free / _GIB:.2f} GiB are free: lower --batch-tokens, "
             "--vocab, --mlp-width or --layers"
         )
-    check_disk(plan.output, plan.data, target.config.width, len(taps), checkpoint_bytes(head))
+    check_disk(plan.output, plan.data, target.spec.width, len(taps), checkpoint_bytes(head))
 
 
 def collect(plan: TrainingRun, llm: LLM, callbacks: TrainingCallbacks) -> tuple[Shard, list[Shard]]:
@@ -138,9 +138,9 @@ def _trainer(
     device: torch.device,
     ranks: TrainingRanks,
 ) -> Trainer:
-    vocab_size = target.config.vocab_size
+    vocab_size = target.spec.vocab_size
     vocabulary = most_frequent(shards, vocab_size, min(plan.training.vocab, vocab_size))
-    head = target.make_learner(plan.training, taps_of(target.config.layers), vocabulary, plan.data.seed).to(device)
+    head = target.make_learner(plan.training, taps_of(len(target.spec.layers)), vocabulary, plan.data.seed).to(device)
     dataset = ExampleDataset(shards)
     scale = scale_for(head, dataset).to(device)
     return Trainer(head, dataset, ExampleDataset([held_out]), scale, plan.training, plan.data.seed, ranks)

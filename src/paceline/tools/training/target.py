@@ -16,7 +16,7 @@ from paceline.drafters.heads.config import HeadConfig
 from paceline.drafters.heads.head import Head
 from paceline.drafters.heads.kinds import make_head
 from paceline.errors import ParameterError
-from paceline.models.config import ModelConfig
+from paceline.models.description import DecoderSpec, MLPSpec
 from paceline.models.linear import Dense
 from paceline.models.loading import load_config, load_model
 from paceline.models.transformer import Transformer
@@ -26,7 +26,7 @@ from paceline.tools.training.shards import Shard
 from paceline.tools.training.student import FAMILIES, Student, spread, student_config, usual_layers
 
 _LEFT_OUT = "left out with --kind {kind}, whose layers are the target's"
-_NATIVE = "a target of a family that paceline runs itself, whose embedding is as wide as its layers"
+_NATIVE = "a target that paceline runs itself, without experts, whose embedding is unscaled and as wide as its layers"
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Target:
 
     name: str
     published: PreTrainedConfig
-    config: ModelConfig
+    spec: DecoderSpec
     rope: dict[str, Any]
     embedding: Tensor
     output: Tensor
@@ -54,14 +54,14 @@ class Target:
         Raises ParameterError for a model that this kind of drafter cannot be made for, and what ``load_model`` raises.
         """
         model, published = load_model(source, dtype=torch.bfloat16), load_config(source)
-        if not isinstance(model, Transformer) or model.config.embed_width not in (0, model.config.width):
+        if not isinstance(model, Transformer) or not _can_teach(model.spec):
             raise ParameterError("MODEL", source, _NATIVE)
         embedding, head, norm = model.ends()
         assert isinstance(head, Dense), "weights are not quantized here"
         taken = _taken(source, kind, model, published, layers)
         rope = getattr(published, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0}
         return Target(
-            source, published, model.config, dict(rope), embedding, head.weight, _weight(norm),
+            source, published, model.spec, dict(rope), embedding, head.weight, _weight(norm),
             tuple(model.layer(index) for index in taken), taken,
         )  # fmt: skip
 
@@ -82,7 +82,7 @@ class Target:
         if options.kind == "model":
             config = self._student(options)
             with torch.device("meta"):
-                return Student(config, min(options.vocab, self.config.vocab_size))
+                return Student(config, min(options.vocab, self.spec.vocab_size))
         shape = self.shape(taps, options)
         with torch.device("meta"):
             return make_head(shape)
@@ -105,20 +105,20 @@ class Target:
         if options.kind == "hidden_transfer":
             return self._transfer(taps[-1], options)
         layer = self._layer(options.mlp_width)
-        mask = self.config.vocab_size - 1 if options.kind == "parallel" else None  # any token will do
+        mask = self.spec.vocab_size - 1 if options.kind == "parallel" else None  # any token will do
         return self._config(layer, taps, options, mask_token=mask)
 
     def _transfer(self, tap: int, options: DraftTraining) -> HeadConfig:
         """The configuration of a hidden transfer head. Raises ParameterError if it cannot use the target's layers."""
         if options.mlp_width is not None:
             raise ParameterError("--mlp-width", options.mlp_width, _LEFT_OUT.format(kind=options.kind))
-        config, count = self.config, self.config.layers - tap
-        biased = {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
-        family = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias and not config.output_bias else "llama"
-        layer = self._layer(None) | {"model_type": family, "num_hidden_layers": count, **biased}
+        attention, mlp = self.spec.layers[tap].attention, self.spec.layers[tap].mlp
+        biased = {"attention_bias": attention.bias, "mlp_bias": isinstance(mlp, MLPSpec) and mlp.bias}
+        family = "qwen3" if attention.qk_norm else "qwen2" if attention.bias and not attention.output_bias else "llama"
+        layer = self._layer(None) | {"model_type": family, "num_hidden_layers": len(self.spec.layers) - tap, **biased}
         head = self._config(layer, (tap,), options, transfers=options.unroll)
         ours = replace(
-            config, family=family, tied=head.decoder.tied, windows=config.windows[tap:], scales=config.scales[tap:],
+            self.spec, family=family, tied=head.decoder.tied, layers=self.spec.layers[tap:],
             embed_width=head.decoder.embed_width,
         )  # fmt: skip
         if ours != head.decoder:
@@ -126,31 +126,31 @@ class Target:
         return head
 
     def _layer(self, mlp_width: int | None) -> dict[str, Any]:
-        config = self.config
+        spec, attention = self.spec, self.spec.layers[-1].attention
         return {
             "model_type": "llama",
-            "hidden_size": config.width,
-            "intermediate_size": config.mlp_width if mlp_width is None else mlp_width,
-            "num_attention_heads": config.heads,
-            "num_key_value_heads": config.kv_heads,
-            "head_dim": config.head_dim,
+            "hidden_size": spec.width,
+            "intermediate_size": spec.layers[-1].dense.width if mlp_width is None else mlp_width,
+            "num_attention_heads": attention.heads,
+            "num_key_value_heads": attention.kv_heads,
+            "head_dim": attention.head_dim,
             "num_hidden_layers": 1,
             "hidden_act": "silu",
-            "vocab_size": config.vocab_size,
-            "max_position_embeddings": config.max_positions,
-            "rms_norm_eps": config.norm_eps,
+            "vocab_size": spec.vocab_size,
+            "max_position_embeddings": spec.max_positions,
+            "rms_norm_eps": spec.norm.eps,
             "rope_parameters": self.rope,
             "attention_bias": False,
             "mlp_bias": False,
         }
 
     def _config(self, layer: dict[str, Any], taps: Sequence[int], options: DraftTraining, **kind: Any) -> HeadConfig:
-        config = self.config
+        spec = self.spec
         name = Path(self.name).name if Path(self.name).exists() else self.name
-        size = min(options.vocab, config.vocab_size)
+        size = min(options.vocab, spec.vocab_size)
         return HeadConfig(
             layer,
-            config.width,
+            spec.width,
             size,
             taps=tuple(taps),
             verifier=name,
@@ -179,11 +179,16 @@ class Target:
         return head
 
 
+def _can_teach(spec: DecoderSpec) -> bool:
+    plain = (spec.embed_width, spec.embed_scale, spec.logits_scale, spec.logits_cap) == (spec.width, 1.0, 1.0, None)
+    return plain and all(isinstance(layer.mlp, MLPSpec) for layer in spec.layers)
+
+
 def _taken(
     source: str, kind: str, model: Transformer, published: PreTrainedConfig, layers: int | None
 ) -> tuple[int, ...]:
     """Indices of the target's layers that the drafter starts from."""
-    count, config = model.layers, model.config
+    count, spec = model.layers, model.spec
     if kind == "model":
         if published.model_type not in FAMILIES:
             raise ParameterError("MODEL", source, f"a target of the families {', '.join(FAMILIES)} with --kind model")
@@ -191,7 +196,8 @@ def _taken(
         if wanted > count:
             raise ParameterError("--layers", wanted, f"at most the target's {count}")
         return tuple(spread(count, wanted))
-    plain = config.gated and config.norm == "rms" and config.norm_affine
+    usual = all(layer.norms == "before" and layer.dense.gated for layer in spec.layers)
+    plain = usual and spec.norm.kind == "rms" and spec.norm.affine
     return tuple(range(taps_of(count)[-1], count)) if kind == "hidden_transfer" and plain else ()
 
 

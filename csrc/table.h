@@ -1,0 +1,26 @@
+// The table of an instruction set's functions. Included last, after the set's matrix products.
+#pragma once
+
+#include "draw.h"
+#include "recurrent.h"
+
+namespace paceline {
+namespace {
+
+#ifdef PL_FP32_ACTIVATIONS
+constexpr bool kFp32Activations = true;
+#else
+constexpr bool kFp32Activations = false;
+#endif
+
+using Multiply = decltype(Kernels::linear);
+using Quantise = decltype(Kernels::quantise);
+
+// What a set brings of its own; the rest is the same source for all.
+inline Kernels table_of(const char* name, Multiply multiply, Quantise quantise_rows = quantise) {
+  return {name,   kFp32Activations, 64,   multiply,   quantise_rows, rms_norm, rotate_and_write,
+          attend, delta, embed,            draw, likelihood, probabilities, logprobs};
+}
+
+}  // namespace
+}  // namespace paceline

@@ -1,0 +1,1 @@
+"""What chat models write beside text: thoughts and tool calls, in the syntax of each model family."""

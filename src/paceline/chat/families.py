@@ -1,0 +1,195 @@
+"""Model families: how a model's answers are read, chosen from its chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from paceline.chat import harmony, hermes, mistral, qwen_xml
+from paceline.chat.gemma import FUNCTION_GEMMA, GEMMA4, GemmaMarkers, reads_gemma, value_rules, writes_gemma
+from paceline.chat.grammars import CallSyntax, json_call
+from paceline.chat.harmony import reads_harmony
+from paceline.chat.hermes import reads_hermes
+from paceline.chat.mistral import mistral_call_id, read_mistral
+from paceline.chat.parser import GeneratorParser, OutputParser, Reader, openai_call_id, read_text
+from paceline.chat.plain_json import reads_json
+from paceline.chat.qwen_xml import reads_qwen_xml
+from paceline.chat.thinking import ThinkingMarkers, markers_in, reads_thinking
+from paceline.chat.values import ToolDefinition
+from paceline.errors import RequestError
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """Syntax of a family's tool calls.
+
+    reads: makes the reader of an answer, given the tools. syntax: how a grammar writes calls. marker: text in chat
+    templates of this family; "" if the family is chosen by name alone. special: special tokens of the syntax, which
+    stay in the text that is parsed. new_id: makes the id of a call. instructions: the system text that tells a model
+    of tools if its chat template has none; None if the family's templates always have. reads_all: whether ``reads``
+    reads thoughts, and answers without tools, too.
+    """
+
+    name: str
+    reads: Callable[[Sequence[ToolDefinition]], Reader]
+    syntax: CallSyntax
+    marker: str = ""
+    special: tuple[str, ...] = ()
+    new_id: Callable[[], str] = openai_call_id
+    instructions: Callable[[Sequence[ToolDefinition]], str] | None = None
+    reads_all: bool = False
+
+    def writes(self, name: str, arguments: str) -> str:
+        """A call as text, for chat templates without tools. arguments: JSON text."""
+        call = f'{{"name": {json.dumps(name)}, "arguments": {arguments}}}'
+        return f"{hermes.BEGIN}\n{call}\n{hermes.END}" if self.name == "hermes" else call
+
+
+def _instructions(example: str) -> Callable[[Sequence[ToolDefinition]], str]:
+    """System text for chat templates without tools. example: how a call is written."""
+
+    def text(tools: Sequence[ToolDefinition]) -> str:
+        listed = "\n".join(json.dumps(tool.as_openai(), ensure_ascii=False) for tool in tools)
+        return (
+            f"You may call these functions, given as JSON with a schema of their arguments:\n{listed}\n\n"
+            f"To call one, answer with a JSON object and nothing else:\n{example}"
+        )
+
+    return text
+
+
+_CALL = '{"name": "<function>", "arguments": {<arguments>}}'
+_PYTHON_TAG = "<|python_tag|>"
+_MISTRAL = (mistral.BEGIN, mistral.ARGS, mistral.CALL_ID)
+
+
+def _names(tools: Sequence[ToolDefinition]) -> set[str]:
+    return {tool.name for tool in tools}
+
+
+def _gemma(name: str, markers: GemmaMarkers) -> ToolFormat:
+    syntax = CallSyntax(markers.begin, writes_gemma(markers), rules=value_rules(markers.quote))
+    special = (markers.begin, markers.end, markers.quote)
+    return ToolFormat(name, lambda _: reads_gemma(markers), syntax, markers.begin, special)
+
+
+_FORMATS = (  # the first whose marker is in the template
+    ToolFormat(
+        "harmony",
+        lambda tools: reads_harmony(_names(tools)),
+        CallSyntax(
+            harmony.BEGIN_CALL,
+            harmony.write_call,
+            single=True,
+            begin_rule=harmony.BEGIN_RULE,
+            before=harmony.THOUGHTS,
+        ),
+        harmony.CHANNEL + "analysis",
+        harmony.SPECIAL,
+        reads_all=True,
+    ),
+    ToolFormat(
+        "qwen_xml",
+        reads_qwen_xml,
+        CallSyntax(hermes.BEGIN, qwen_xml.write_call, "\n", rules=qwen_xml.RULES),
+        "<function=",
+        (hermes.BEGIN, hermes.END),
+    ),
+    ToolFormat(
+        "hermes",
+        lambda tools: reads_hermes(_names(tools)),
+        CallSyntax(hermes.BEGIN, json_call("arguments", '\n{"name": "', hermes.END), "\n"),
+        hermes.BEGIN,
+        (hermes.BEGIN, hermes.END),
+        instructions=_instructions(f"{hermes.BEGIN}\n{_CALL}\n{hermes.END}"),
+    ),
+    ToolFormat(
+        "mistral",
+        lambda _: read_mistral,
+        CallSyntax(mistral.BEGIN, mistral.write_named_call),
+        mistral.ARGS,
+        _MISTRAL,
+        mistral_call_id,
+    ),
+    ToolFormat(
+        "mistral_json",
+        lambda _: read_mistral,
+        CallSyntax(mistral.BEGIN, mistral.write_call, single=True),
+        mistral.BEGIN,
+        _MISTRAL,
+        mistral_call_id,
+    ),
+    _gemma("gemma", GEMMA4),
+    _gemma("function_gemma", FUNCTION_GEMMA),
+    ToolFormat(
+        "llama3",
+        lambda tools: reads_json(_names(tools), _PYTHON_TAG),
+        CallSyntax('{"name": "', json_call("parameters"), "; ", at_start=True),
+        _PYTHON_TAG,
+        (_PYTHON_TAG,),
+    ),
+    ToolFormat(
+        "json",
+        lambda tools: reads_json(_names(tools)),
+        CallSyntax('{"name": "', json_call("arguments"), "\n", at_start=True),
+        instructions=_instructions(_CALL),
+    ),
+)
+FORMATS: Mapping[str, ToolFormat] = {form.name: form for form in _FORMATS}
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """How a model writes thoughts and tool calls. tools: None if its format is not known."""
+
+    thinking: ThinkingMarkers | None
+    tools: ToolFormat | None
+
+    def parser(self, tools: Sequence[ToolDefinition] = (), inside_thoughts: bool = False) -> OutputParser:
+        """Return a parser of one answer.
+
+        tools: functions that the request offers; without any, calls are text. inside_thoughts: whether the prompt ends
+        in an open block of thoughts (``thinking.begins_inside``).
+        Raises RequestError if tools are given and their format is not known.
+        """
+        if self.tools is not None and self.tools.reads_all:
+            return GeneratorParser(self.tools.reads(tools), self.tools.new_id)
+        read = self.tool_format().reads(tools) if tools else read_text
+        if self.thinking is not None:
+            read = reads_thinking(self.thinking, inside_thoughts, read)
+        return GeneratorParser(read, self.tools.new_id if self.tools is not None else openai_call_id)
+
+    def tool_format(self) -> ToolFormat:
+        """The syntax of tool calls. Raises RequestError if it is not known."""
+        if self.tools is None:
+            names = ", ".join(FORMATS)
+            raise RequestError(f"the chat template names no known syntax of tool calls; choose a tool parser: {names}")
+        return self.tools
+
+    def special_tokens(self, tools: Sequence[ToolDefinition] = ()) -> tuple[str, ...]:
+        """Special tokens that must stay in the text of an answer, because the parser reads them."""
+        thinking = () if self.thinking is None else (self.thinking.begin.strip(), self.thinking.end)
+        read = tools or (self.tools is not None and self.tools.reads_all)
+        return (*thinking, *(self.tool_format().special if read else ()))
+
+
+def chat_format(chat_template: str, tool_parser: str | None = None) -> ChatFormat:
+    """Return the format of a model's answers.
+
+    tool_parser: name of the syntax of tool calls, one of ``FORMATS``; None chooses it by the template.
+    """
+    if tool_parser is not None:
+        return ChatFormat(markers_in(chat_template), FORMATS[tool_parser])
+    found = next((form for form in _FORMATS if form.marker and form.marker in chat_template), None)
+    return ChatFormat(markers_in(chat_template), found)
+
+
+def parser_for(
+    chat_template: str,
+    override: str | None = None,
+    tools: Sequence[ToolDefinition] = (),
+    inside_thoughts: bool = False,
+) -> OutputParser:
+    """Return the parser of one answer of a model with this chat template. See ``ChatFormat.parser``."""
+    return chat_format(chat_template, override).parser(tools, inside_thoughts)

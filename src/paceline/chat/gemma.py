@@ -1,0 +1,169 @@
+"""Tool calls of Gemma 4 and FunctionGemma: call:NAME{key:<|"|>text<|"|>,other:3} between markers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from paceline.chat.grammars import any_of, json_schema, literal, special
+from paceline.chat.parser import MessageWriter, Reader
+from paceline.chat.reading import MalformedError, Markers, Reading, Source, json_string
+from paceline.chat.values import ToolDefinition
+
+_NAME_STOP = re.compile(r"[^a-zA-Z0-9_.:/-]")
+_WORD_STOP = re.compile(r"[,:{}\[\]<\"\s]")
+
+
+@dataclass(frozen=True)
+class GemmaMarkers:
+    """What is around calls and around strings."""
+
+    begin: str
+    end: str
+    quote: str
+
+
+GEMMA4 = GemmaMarkers("<|tool_call>", "<tool_call|>", '<|"|>')
+FUNCTION_GEMMA = GemmaMarkers("<start_function_call>", "<end_function_call>", "<escape>")
+
+
+def reads_gemma(markers: GemmaMarkers) -> Reader:
+    """Return a reader of answers with calls between these markers."""
+    begin = Markers(markers.begin)
+
+    def read(source: Source, writer: MessageWriter) -> Reading[None]:
+        while (yield from begin.read(source, writer.text)) is not None:
+            source.record()
+            try:
+                yield from source.expect("call:")
+                name = yield from source.take_while(_NAME_STOP)
+                if not name or not (yield from source.is_at("{")):
+                    raise MalformedError
+            except MalformedError:
+                writer.text(markers.begin + source.recorded())
+                continue
+            source.recorded()
+            writer.begin_call(name)
+            writer.end_call((yield from _Translation(source, writer.arguments, markers.quote).read()))
+            yield from source.accept(markers.end)
+
+    return read
+
+
+class _Translation:
+    """Reads an object in Gemma's form and passes it on as JSON, as it arrives."""
+
+    def __init__(self, source: Source, emit: Callable[[str], None], quote: str) -> None:
+        self._source, self._emit, self._quote = source, emit, quote
+        self._end_of_string = Markers(quote)
+        self._open: list[str] = []
+        self._at_key = False
+
+    def read(self) -> Reading[bool]:
+        """Read the object. Returns whether it was complete."""
+        while (yield from self._source.available()):
+            if not (yield from self._part()):
+                return False
+            if not self._open:
+                return True
+        return False
+
+    def _part(self) -> Reading[bool]:
+        """Read a bracket, a separator, a string or a word. Returns False if it is none of them."""
+        source, character = self._source, self._source.peek(1)
+        if character in "{[}],: \t\r\n":
+            self._punctuation(source.take(1))
+        elif character == '"':
+            try:
+                self._emit(json.dumps((yield from json_string(source)), ensure_ascii=False))
+            except MalformedError:
+                return False
+        elif (yield from source.accept(self._quote)):
+            return (yield from self._string())
+        elif character == "<":
+            return False
+        else:
+            self._word((yield from source.take_while(_WORD_STOP)))
+        return True
+
+    def _punctuation(self, character: str) -> None:
+        if character in "{[":
+            self._open.append(character)
+        elif character in "}]":
+            self._open.pop()
+        if character in "{[,:":
+            self._at_key = character in "{," and self._open[-1] == "{"
+        self._emit(character)
+
+    def _string(self) -> Reading[bool]:
+        self._emit('"')
+        ended = yield from self._end_of_string.read(
+            self._source, lambda text: self._emit(json.dumps(text, ensure_ascii=False)[1:-1])
+        )
+        if ended is None:
+            return False
+        self._emit('"')
+        return True
+
+    def _word(self, word: str) -> None:
+        """Write a bare word: a key, a number, true, false or null; anything else as a string."""
+        self._emit(json.dumps(word, ensure_ascii=False) if self._at_key or not _is_scalar(word) else word)
+
+
+def _is_scalar(word: str) -> bool:
+    try:
+        return not isinstance(json.loads(word), str)
+    except ValueError:
+        return False
+
+
+# --- grammar ---
+
+
+def writes_gemma(markers: GemmaMarkers) -> Callable[[ToolDefinition], str]:
+    """Return the grammar of a call after its begin marker.
+
+    It enforces names of arguments, numbers and enumerated strings, but not what arrays and objects contain.
+    """
+
+    def one(tool: ToolDefinition) -> str:
+        properties = tool.properties
+        if properties is None:
+            return f"{literal(f'call:{tool.name}')} object {special(markers.end)}"
+        required = [name for name in tool.parameters.get("required", ()) if name in properties]
+        keys = [*required, *(name for name in properties if name not in required)]
+        parts, first = [], True
+        for key in keys:
+            pair = f"{literal(('' if first else ',') + key + ':')} {_value_rule(properties[key], markers.quote)}"
+            parts.append(pair if key in required else f"({pair}")
+            first = False
+        closing = ")?" * (len(keys) - len(required))
+        return " ".join([literal(f"call:{tool.name}{{"), *parts, closing, literal("}"), special(markers.end)])
+
+    return one
+
+
+def _value_rule(schema: object, quote: str) -> str:
+    kind = schema.get("type") if isinstance(schema, dict) else None
+    values = schema.get("enum") if isinstance(schema, dict) else None
+    if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
+        mark = special(quote)
+        return any_of([f"{mark} {literal(value)} {mark}" for value in values])
+    if kind in ("integer", "number", "boolean", "null"):
+        return json_schema(schema)
+    return kind if kind in ("string", "array", "object") else "value"
+
+
+def value_rules(quote: str) -> str:
+    """Rules of values in Gemma's form."""
+    return (
+        f'value: string | NUMBER | BOOLEAN | "null" | array | object\n'
+        f"string: {special(quote)} STRING_TEXT {special(quote)}\n"
+        'array: "[" (value ("," value)*)? "]"\n'
+        'object: "{" (KEY ":" value ("," KEY ":" value)*)? "}"\n'
+        "STRING_TEXT: /[^<]*/\nKEY: /[a-zA-Z_][a-zA-Z0-9_]{0,63}/\n"
+        'BOOLEAN: "true" | "false"\n'
+        "NUMBER: /-?(0|[1-9][0-9]{0,17})(\\.[0-9]{1,17})?/\n"
+    )

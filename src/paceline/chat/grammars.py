@@ -1,0 +1,92 @@
+"""Grammars of tool calls in the syntax of each family, in Lark (see ``structured.lark``).
+
+What these grammars allow, the family's reader reads as calls.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from paceline.chat.values import ToolDefinition
+
+
+def literal(text: str) -> str:
+    """A text in a grammar."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def special(name: str) -> str:
+    """A special token in a grammar; its letters in vocabularies without it."""
+    return f"%special {json.dumps(name)}"
+
+
+def json_schema(schema: object) -> str:
+    """JSON that follows a schema."""
+    return f"%json {json.dumps(schema)}"
+
+
+def any_of(expressions: Sequence[str]) -> str:
+    """One of several expressions."""
+    return f"({' | '.join(expressions)})"
+
+
+@dataclass(frozen=True)
+class CallSyntax:
+    """How a family's calls are written.
+
+    begin: the text, names of special tokens included, that calls begin with. one: the rest of a call. separator: what
+    comes before the next call's ``begin``. at_start: whether calls are the whole answer, so that ``begin`` means
+    something only there. single: whether an answer has one call at most. begin_rule: ``begin`` as a grammar, if it is
+    not one text or token. before: what a forced answer may have before its calls. rules: rules that ``one`` uses.
+    """
+
+    begin: str
+    one: Callable[[ToolDefinition], str]
+    separator: str = ""
+    at_start: bool = False
+    single: bool = False
+    begin_rule: str = ""
+    before: str = ""
+    rules: str = ""
+
+    def forced(self, tools: Sequence[ToolDefinition], one_call: bool) -> str:
+        """The grammar of an answer that is one call or, unless ``one_call``, several."""
+        return f"start: {self.before} {self._begin} rest\n{self._rest(tools, one_call or self.single)}"
+
+    def triggered(self, tools: Sequence[ToolDefinition], one_call: bool) -> str:
+        """The grammar of what follows ``begin``."""
+        return f"start: rest\n{self._rest(tools, one_call or self.single or not self.at_start)}"
+
+    def repeats(self, one_call: bool) -> bool:
+        """Whether text and further calls may follow a call that ``triggered`` describes."""
+        return not (one_call or self.single or self.at_start)
+
+    def _rest(self, tools: Sequence[ToolDefinition], one_call: bool) -> str:
+        more = "" if one_call else f" ({self._separator}{self._begin} call)*"
+        calls = "".join(f"\ncall_{n}: {self.one(tool)}" for n, tool in enumerate(tools))
+        names = [f"call_{n}" for n in range(len(tools))]
+        return f"rest: call{more}\ncall: {any_of(names)}{calls}\n{self.rules}\n"
+
+    @property
+    def _begin(self) -> str:
+        return self.begin_rule or special(self.begin)
+
+    @property
+    def _separator(self) -> str:
+        return f"{literal(self.separator)} " if self.separator else ""
+
+
+def json_call(arguments: str, before: str = "", end: str = "") -> Callable[[ToolDefinition], str]:
+    """The rest of a call that is a JSON object. arguments: name of their member. before: text before the call's name.
+
+    end: text or special token in the line after the object.
+    """
+
+    def one(tool: ToolDefinition) -> str:
+        head = f'{before}{tool.name}", "{arguments}": '
+        closing = f'"}}\\n" {special(end)}' if end else '"}"'
+        return f"{literal(head)} {json_schema(dict(tool.parameters))} {closing}"
+
+    return one

@@ -1,0 +1,98 @@
+"""Answers of gpt-oss: messages in channels, <|channel|>NAME<|message|>TEXT<|end|>, of which some are calls."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection
+
+from paceline.chat.grammars import json_schema, literal, special
+from paceline.chat.parser import MessageWriter, Reader
+from paceline.chat.reading import Markers, Reading, Source
+from paceline.chat.values import ToolDefinition
+
+START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
+ENDS = ("<|end|>", "<|call|>", "<|return|>")
+SPECIAL = (START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS)
+BEGIN_CALL = f"{CHANNEL}commentary to=functions."
+_HEADER_END = Markers(MESSAGE)
+_BODY_END = Markers(*ENDS, START)
+_RECIPIENT = re.compile(r"to=functions\.([a-zA-Z0-9_.:/-]+)")
+
+
+def reads_harmony(names: Collection[str]) -> Reader:
+    """Return a reader of answers in channels. names: functions that may be called; calls of others are text."""
+
+    def read(source: Source, writer: MessageWriter) -> Reading[None]:
+        while (yield from source.available()):
+            yield from source.skip_space()
+            if not (yield from _is_header(source)):
+                yield from _body(source, writer.text)
+                continue
+            pieces: list[str] = []
+            if (yield from _HEADER_END.read(source, pieces.append)) is None:
+                writer.text("".join(pieces))
+                return
+            yield from _message(source, writer, "".join(pieces), names)
+
+    return read
+
+
+def _is_header(source: Source) -> Reading[bool]:
+    return (yield from source.is_at(CHANNEL)) or (yield from source.is_at(START))
+
+
+def _message(source: Source, writer: MessageWriter, header: str, names: Collection[str]) -> Reading[None]:
+    """Read the text of a message with this header."""
+    recipient = _RECIPIENT.search(header)
+    channel = header.partition(CHANNEL)[2].split(maxsplit=1)[:1]
+    if recipient is not None and recipient[1] in names:
+        yield from _call(source, writer, recipient[1])
+    elif channel == ["analysis"]:
+        yield from _body(source, writer.reasoning)
+    elif recipient is not None:
+        writer.text(header + MESSAGE)
+        yield from _body(source, writer.text)
+    else:
+        yield from _body(source, writer.text)
+
+
+def _call(source: Source, writer: MessageWriter, name: str) -> Reading[None]:
+    pieces: list[str] = []
+
+    def add(text: str) -> None:
+        pieces.append(text)
+        writer.arguments(text)
+
+    writer.begin_call(name)
+    ended = yield from _body(source, add)
+    writer.end_call(ended or _is_json("".join(pieces)))  # the last end marker is a stop token, which is no text
+
+
+def _body(source: Source, emit: Callable[[str], None]) -> Reading[bool]:
+    """Read a message's text. Returns whether a marker ended it. A new message's start is read later."""
+    marker = yield from _BODY_END.read(source, emit)
+    if marker == START:
+        source.put_back(len(START))
+    return marker is not None
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+# --- grammar ---
+
+_TO_NEXT = f'{special(ENDS[0])} {special(START)} "assistant"'
+THOUGHTS = f'({special(CHANNEL)} "analysis" {special(MESSAGE)} /(.|\\n)*/ {_TO_NEXT})?'
+BEGIN_RULE = f"{special(CHANNEL)} {literal('commentary to=functions.')}"
+
+
+def write_call(tool: ToolDefinition) -> str:
+    """The rest of a call, as a grammar. The answer's end is the call's."""
+    schema = json_schema(dict(tool.parameters))
+    return f'{literal(tool.name + " ")} {special(CONSTRAIN)} "json" {special(MESSAGE)} {schema}'

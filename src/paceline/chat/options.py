@@ -1,0 +1,181 @@
+"""``ChatOptions``: what a conversation asks for beside its messages."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypedDict, get_args
+
+from paceline.chat.families import FORMATS
+from paceline.chat.values import ToolChoice, ToolDefinition, ToolMode
+from paceline.config.ranges import check, is_text, is_whole
+from paceline.errors import ParameterError
+
+MAX_TOOLS = 512
+_NAME = re.compile(r"[a-zA-Z0-9_.:/-]{1,128}")  # free of the characters that any family's syntax gives a meaning
+_FIXED = ("messages", "tools", "add_generation_prompt")
+_THINKING_SWITCHES = ("enable_thinking", "thinking")  # template variables that switch thoughts on and off
+
+
+class ChatFields(TypedDict, total=False):
+    """``ChatOptions`` as keyword arguments.
+
+    tools: in OpenAI's form, {"type": "function", "function": {"name": ..., "parameters": {...}}}. tool_choice: "auto",
+    "none", "required" or {"type": "function", "function": {"name": ...}}. The others: see ``ChatOptions``.
+    """
+
+    tools: Sequence[Mapping[str, Any] | ToolDefinition]
+    tool_choice: str | Mapping[str, Any] | ToolChoice
+    parallel_tool_calls: bool
+    tool_parser: str | None
+    reasoning_effort: str | None
+    max_thinking_tokens: int | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    add_generation_prompt: bool
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """Options of a conversation. Raises ParameterError for a value that is not allowed.
+
+    tools: functions that the model may call. tool_choice: which of them it may or has to call. parallel_tool_calls:
+    whether an answer may have several calls. tool_parser: the syntax of calls; None chooses it by the chat template.
+    reasoning_effort: for chat templates that know it; "none" switches thoughts off. max_thinking_tokens: tokens after
+    which thoughts are ended. chat_template_kwargs: further variables of the chat template. add_generation_prompt:
+    whether the prompt ends with the beginning of the assistant's turn. default_template_kwargs: variables that those
+    and ``reasoning_effort`` override.
+    """
+
+    tools: Sequence[ToolDefinition] = ()
+    tool_choice: ToolChoice = field(default_factory=ToolChoice)
+    parallel_tool_calls: bool = True
+    tool_parser: str | None = None
+    reasoning_effort: str | None = None
+    max_thinking_tokens: int | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    default_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("parallel_tool_calls", "add_generation_prompt"):
+            check(isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false")
+        known = ", ".join(FORMATS)
+        check(self.tool_parser is None or self.tool_parser in FORMATS, "tool_parser", self.tool_parser, known)
+        effort, limit = self.reasoning_effort, self.max_thinking_tokens
+        allowed = "a word, such as none, low, medium or high"
+        check(effort is None or (is_text(effort) and effort.isalpha()), "reasoning_effort", effort, allowed)
+        allowed = "a whole number of at least 0"
+        check(limit is None or (is_whole(limit) and limit >= 0), "max_thinking_tokens", limit, allowed)
+        self._check_choice()
+
+    @staticmethod
+    def of(given: ChatFields) -> ChatOptions:
+        """Options from OpenAI's forms of tools and of their choice. Raises ParameterError."""
+        read: dict[str, Any] = {
+            "tools": tools_of(given.get("tools") or ()),
+            "tool_choice": choice_of(given.get("tool_choice", "auto")),
+            "chat_template_kwargs": template_variables(given.get("chat_template_kwargs")),
+        }
+        return ChatOptions(**{**given, **read})
+
+    def _check_choice(self) -> None:
+        choice, names = self.tool_choice, [tool.name for tool in self.tools]
+        if choice.name is not None:
+            check(choice.name in names, "tool_choice", choice.name, "the name of one of the tools")
+        check(bool(names) or not choice.forces_call, "tool_choice", choice.mode, "auto or none without tools")
+
+    @property
+    def offered(self) -> Sequence[ToolDefinition]:
+        """The tools that the answer may call."""
+        if self.tool_choice.name is not None:
+            return [tool for tool in self.tools if tool.name == self.tool_choice.name]
+        return () if self.tool_choice.mode == "none" else self.tools
+
+    @property
+    def one_call(self) -> bool:
+        """Whether the answer may have one call at most."""
+        return self.tool_choice.name is not None or not self.parallel_tool_calls
+
+    def variables(self, chat_template: str) -> dict[str, Any]:
+        """Variables for the chat template. Raises ParameterError for those that it has no use for."""
+        given = dict(self.chat_template_kwargs)
+        for name in given:
+            allowed = "a variable that the model's chat template names"
+            check(_names(chat_template, name), "chat_template_kwargs", name, allowed)
+        known = {**self.default_template_kwargs, **self._effort(chat_template), **given}
+        return {**known, "add_generation_prompt": self.add_generation_prompt}
+
+    def _effort(self, chat_template: str) -> dict[str, Any]:
+        effort = self.reasoning_effort
+        if effort is None:
+            return {}
+        found: dict[str, Any] = {name: effort != "none" for name in _THINKING_SWITCHES if _names(chat_template, name)}
+        if _names(chat_template, "reasoning_effort"):
+            found["reasoning_effort"] = effort
+        allowed = "left out or none: the model's chat template knows no such setting"
+        check(bool(found) or effort == "none", "reasoning_effort", effort, allowed)
+        return found
+
+
+def _names(chat_template: str, variable: str) -> bool:
+    return re.search(rf"(?<!\w){re.escape(variable)}(?!\w)", chat_template) is not None
+
+
+def template_variables(given: object) -> dict[str, Any]:
+    """Variables of a chat template, checked. Raises ParameterError."""
+    allowed = f"a dictionary from names in the chat template to values, without {', '.join(_FIXED)}"
+    fields = {} if given is None else given
+    ok = isinstance(fields, dict) and all(isinstance(name, str) for name in fields) and not fields.keys() & {*_FIXED}
+    check(ok, "chat_template_kwargs", given, allowed)
+    return dict(fields)  # type: ignore[call-overload, no-any-return]
+
+
+def tools_of(given: object) -> tuple[ToolDefinition, ...]:
+    """Tools in OpenAI's form, or already read. Raises ParameterError."""
+    allowed = f"a list of at most {MAX_TOOLS} functions, each with a name of its own"
+    if not isinstance(given, Sequence) or isinstance(given, (str, bytes)) or len(given) > MAX_TOOLS:
+        raise ParameterError("tools", given, allowed)
+    found = tuple(tool if isinstance(tool, ToolDefinition) else _tool(tool) for tool in given)
+    for tool in found:
+        check(_NAME.fullmatch(tool.name) is not None, "tools", tool.name, f"names of the form {_NAME.pattern}")
+    check(len({tool.name for tool in found}) == len(found), "tools", [tool.name for tool in found], allowed)
+    return found
+
+
+def _tool(given: object) -> ToolDefinition:
+    function = given.get("function") if isinstance(given, Mapping) and given.get("type") == "function" else None
+    allowed = 'objects of the form {"type": "function", "function": {"name": ..., "parameters": {...}}}'
+    if not isinstance(function, Mapping):
+        raise ParameterError("tools", given, allowed)
+    name, description = function.get("name"), function.get("description") or ""
+    parameters, strict = function.get("parameters"), function.get("strict") or False
+    parameters = {"properties": {}} if parameters is None else parameters
+    ok = is_text(name) and is_text(description) and isinstance(strict, bool) and _is_schema(parameters)
+    check(ok, "tools", given, allowed)
+    parameters = dict(parameters)
+    kind = parameters.setdefault("type", "object")
+    check(kind == "object", "tools", kind, "functions whose parameters are an object")
+    return ToolDefinition(str(name), str(description), parameters, strict)
+
+
+def _is_schema(value: object) -> bool:
+    try:
+        return isinstance(value, dict) and is_text(json.dumps(value, ensure_ascii=False))
+    except (TypeError, ValueError, RecursionError):
+        return False
+
+
+def choice_of(given: object) -> ToolChoice:
+    """A tool choice in OpenAI's form, or already read. Raises ParameterError."""
+    if isinstance(given, ToolChoice):
+        return given
+    if isinstance(given, str) and given in get_args(ToolMode):
+        return ToolChoice(given)  # type: ignore[arg-type]
+    function = given.get("function") if isinstance(given, Mapping) and given.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    allowed = 'auto, none, required or {"type": "function", "function": {"name": ...}}'
+    if not isinstance(name, str):
+        raise ParameterError("tool_choice", given, allowed)
+    return ToolChoice("required", name)

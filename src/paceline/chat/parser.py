@@ -1,0 +1,131 @@
+"""The parser of one answer, and the writer of its events."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
+
+from paceline.chat.reading import Reading, Source
+from paceline.chat.values import (
+    MessageEvent,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArgumentsDelta,
+    ToolCallEnd,
+    ToolCallStart,
+)
+
+
+class OutputParser(Protocol):
+    """Splits the text of one answer into the events of a message."""
+
+    def feed(self, text: str) -> list[MessageEvent]:
+        """Take more of the answer; return the events that are certain now."""
+        ...
+
+    def finish(self) -> list[MessageEvent]:
+        """End the answer; return the remaining events."""
+        ...
+
+
+def openai_call_id() -> str:
+    """An id of a tool call as OpenAI's."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+class MessageWriter:
+    """Collects events. Newlines between text, thoughts and calls belong to the syntax and are left out.
+
+    new_id: makes the id of a call.
+    """
+
+    def __init__(self, new_id: Callable[[], str] = openai_call_id) -> None:
+        self._new_id = new_id
+        self._events: list[MessageEvent] = []
+        self._space = ""  # white space at the end of the text, which is dropped if a call follows
+        self._trims = False  # whether leading newlines of text are part of the syntax before
+        self._calls = 0
+
+    def text(self, text: str) -> None:
+        """Add text of the message."""
+        if self._trims:
+            text = text.lstrip("\n")
+            self._trims = not text
+        whole = self._space + text
+        kept = whole.rstrip()
+        self._space = whole[len(kept) :]
+        if kept:
+            self._events.append(TextDelta(kept))
+
+    def reasoning(self, text: str) -> None:
+        """Add text of the model's thoughts."""
+        if text:
+            self._events.append(ReasoningDelta(text))
+
+    def end_reasoning(self) -> None:
+        """End the thoughts: newlines before the text that follows are left out."""
+        self._trims = True
+
+    def begin_call(self, name: str) -> None:
+        """Begin a call. Every call is ended before something else is added."""
+        self._space = ""
+        self._events.append(ToolCallStart(self._calls, self._new_id(), name))
+
+    def arguments(self, text: str) -> None:
+        """Add to the arguments of the call that is open."""
+        if text:
+            self._events.append(ToolCallArgumentsDelta(self._calls, text))
+
+    def end_call(self, complete: bool = True) -> None:
+        """End the call that is open."""
+        self._events.append(ToolCallEnd(self._calls, complete))
+        self._calls += 1
+
+    def close(self) -> None:
+        """End the message: white space at its end is text, unless a call was the last."""
+        if self._space and not self._calls:
+            self._events.append(TextDelta(self._space))
+        self._space = ""
+
+    def take(self) -> list[MessageEvent]:
+        """Return the events since the last call of this method."""
+        events, self._events = self._events, []
+        return events
+
+
+Reader: TypeAlias = Callable[[Source, MessageWriter], Reading[None]]
+"""Reads an answer to its end and writes its events."""
+
+
+class GeneratorParser:
+    """An ``OutputParser`` that runs a reader as text arrives."""
+
+    def __init__(self, read: Reader, new_id: Callable[[], str] = openai_call_id) -> None:
+        self._source, self._writer = Source(), MessageWriter(new_id)
+        self._reading = self._read(read)
+
+    def _read(self, read: Reader) -> Reading[None]:
+        yield from read(self._source, self._writer)
+        yield from read_text(self._source, self._writer)
+
+    def feed(self, text: str) -> list[MessageEvent]:
+        """See ``OutputParser``."""
+        if text:
+            self._source.add(text)
+            next(self._reading, None)
+        return self._writer.take()
+
+    def finish(self) -> list[MessageEvent]:
+        """See ``OutputParser``."""
+        self._source.ended = True
+        for _ in self._reading:
+            raise AssertionError("a reader waits for text after the answer's end")
+        self._writer.close()
+        return self._writer.take()
+
+
+def read_text(source: Source, writer: MessageWriter) -> Reading[None]:
+    """Read an answer that is text alone."""
+    while (yield from source.available()):
+        writer.text(source.take(source.left))

@@ -1,0 +1,165 @@
+"""Tool calls of Qwen3-Coder and Qwen3.5: <tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function>.
+
+Values are plain text. Which of them are JSON strings, and which are numbers or objects, is known from the schemas.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from paceline.chat.grammars import any_of, json_schema, literal, special
+from paceline.chat.parser import MessageWriter, Reader
+from paceline.chat.reading import MalformedError, Markers, Reading, Source
+from paceline.chat.values import ToolDefinition
+
+BEGIN, END = "<tool_call>", "</tool_call>"
+_FUNCTION, _PARAMETER, _END_FUNCTION, _END_PARAMETER = "<function=", "<parameter=", "</function>", "</parameter>"
+_KEY_END, _VALUE_END_LINE = ">\n", f"\n{_END_PARAMETER}\n"
+_BEGINS = Markers(BEGIN, _FUNCTION)
+_NAME_STOP, _KEY_STOP = re.compile(r"[>\s<]"), re.compile(r"[>\n]")
+_VALUE_END = Markers(_END_PARAMETER)
+
+
+def reads_qwen_xml(tools: Sequence[ToolDefinition]) -> Reader:
+    """Return a reader of answers with such calls."""
+    schemas = {tool.name: tool.properties or {} for tool in tools}
+
+    def read(source: Source, writer: MessageWriter) -> Reading[None]:
+        while (marker := (yield from _BEGINS.read(source, writer.text))) is not None:
+            source.record()
+            if marker == BEGIN:
+                yield from source.skip_space()
+            try:
+                if marker == BEGIN:
+                    yield from source.expect(_FUNCTION)
+                name = yield from _name(source)
+            except MalformedError:
+                writer.text(marker + source.recorded())
+                continue
+            source.recorded()
+            writer.begin_call(name)
+            yield from _call(source, writer, schemas.get(name, {}))
+
+    return read
+
+
+def _name(source: Source, stop: re.Pattern[str] = _NAME_STOP) -> Reading[str]:
+    name = yield from source.take_while(stop)
+    yield from source.expect(">")
+    if not name:
+        raise MalformedError
+    return name
+
+
+def _call(source: Source, writer: MessageWriter, schemas: Mapping[str, Any]) -> Reading[None]:
+    """Read the parameters of a call that was begun, and end it."""
+    before = "{"
+    while True:
+        source.record()
+        yield from source.skip_space()
+        if not (yield from source.accept(_PARAMETER)):
+            break
+        try:
+            key = yield from _name(source, _KEY_STOP)
+        except MalformedError:
+            break
+        source.recorded()
+        writer.arguments(f"{before}{json.dumps(key)}: ")
+        before = ", "
+        if not (yield from _value(source, writer, schemas.get(key))):
+            writer.end_call(complete=False)
+            return
+    ended = yield from source.accept(_END_FUNCTION)
+    rest = source.recorded()
+    writer.arguments("{}" if before == "{" else "}")
+    writer.end_call(complete=ended)
+    if not ended:
+        writer.text(rest.lstrip())
+        return
+    yield from source.skip_space()
+    yield from source.accept(END)
+
+
+def _value(source: Source, writer: MessageWriter, schema: object) -> Reading[bool]:
+    """Read a value and write it as JSON. Returns False if the answer ends within it."""
+    yield from source.accept("\n")
+    if _is_text(schema):
+        return (yield from _text_value(source, writer))
+    pieces: list[str] = []
+    marker = yield from _VALUE_END.read(source, pieces.append)
+    text = "".join(pieces).removesuffix("\n")
+    writer.arguments(_as_json(text) if marker is not None else text)
+    return marker is not None
+
+
+def _text_value(source: Source, writer: MessageWriter) -> Reading[bool]:
+    """Write a string as it arrives; the newline before the end marker is no part of it."""
+    held = ""
+
+    def add(text: str) -> None:
+        nonlocal held
+        whole = held + text
+        held = "\n" if whole.endswith("\n") else ""
+        writer.arguments(json.dumps(whole.removesuffix("\n"), ensure_ascii=False)[1:-1])
+
+    writer.arguments('"')
+    marker = yield from _VALUE_END.read(source, add)
+    if marker is None:
+        return False
+    writer.arguments('"')
+    return True
+
+
+def _is_text(schema: object) -> bool:
+    """Whether values of a schema are strings. Those of parameters without a schema are, too."""
+    if not isinstance(schema, Mapping):
+        return True
+    kinds = schema.get("type")
+    if kinds is not None:
+        return kinds == "string" or (isinstance(kinds, list) and "string" in kinds)
+    values = schema.get("enum")
+    if values is None:
+        return not schema.keys() & {"anyOf", "allOf", "oneOf", "$ref", "const"}
+    return isinstance(values, list) and all(isinstance(value, str) for value in values)
+
+
+def _as_json(text: str) -> str:
+    """The text if it is JSON, else a JSON string of it."""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    return text
+
+
+# --- grammar ---
+
+
+def write_call(tool: ToolDefinition) -> str:
+    """The rest of a call after its begin marker, as a grammar: parameters in the schema's order, optional ones too."""
+    required = set(tool.parameters.get("required", ()))
+    parts = [literal(f"\n{_FUNCTION}{tool.name}>\n")]
+    for key, schema in (tool.properties or {}).items():
+        value = f"{literal(_PARAMETER + key + _KEY_END)} {_value_rule(schema)}"
+        parts.append(f"({value})" if key in required else f"({value})?")
+    if tool.properties is None:
+        parts.append("any_parameter*")
+    return " ".join([*parts, literal(f"{_END_FUNCTION}\n"), special(END)])
+
+
+def _value_rule(schema: object) -> str:
+    """A value and its end marker as a grammar. Strings are free unless they are enumerated."""
+    end = literal(_VALUE_END_LINE)
+    if not _is_text(schema):
+        return f"{json_schema(schema)} {end}"
+    values = schema.get("enum") if isinstance(schema, Mapping) else None
+    return f"{any_of([literal(str(value)) for value in values])} {end}" if values else "text"
+
+
+RULES = (
+    f"text[suffix={literal(_VALUE_END_LINE)}]: /(.|\\n)*/\n"
+    f'any_parameter: "{_PARAMETER}" /[a-zA-Z_][a-zA-Z0-9_]{{0,63}}/ ">\\n" text'
+)

@@ -1,0 +1,217 @@
+"""Per-slot state of recurrent layers, beside a KV cache.
+
+A KV cache is cut by a length; a recurrent state is not. So a slot keeps its state as of its last certain token, and of
+the tokens after it only their inputs. The next forward pass begins at some position: it applies the inputs before that
+position, token by token, while it reads the state, and then goes on with its own tokens without storing the state.
+A rejected draft token is an input that is never applied. There are no snapshots of draft positions and no rollback.
+
+Token by token is the only order in which a state is ever computed. So a token's bits do not depend on whether it was
+prefilled, decoded or verified.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.config import MAX_SPECULATION_LENGTH
+from paceline.core.cache import KVCache
+from paceline.core.nodes import Nodes
+
+WINDOW = MAX_SPECULATION_LENGTH  # inputs that a slot keeps: those of a round's draft tokens
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """Sizes of the recurrent (gated delta net) layers of a model. taps: inputs of its causal convolution."""
+
+    layers: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: all heads of q, k and v."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def input_width(self) -> int:
+        """Numbers that a token gives to a layer's state: its channels, then decay and beta of each value head."""
+        return self.channels + 2 * self.value_heads
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one state after some token, of all layers."""
+        return 4 * self.layers * (self.value_heads * self.key_dim * self.value_dim + (self.taps - 1) * self.channels)
+
+    def slot_bytes(self, window: int = WINDOW) -> int:
+        """Bytes of one slot whose rounds have at most ``window`` draft tokens, and of one saved state."""
+        return 2 * self.state_bytes + 4 * self.layers * window * self.input_width
+
+
+@dataclass(frozen=True)
+class SlotPass:
+    """The nodes of one slot in a forward pass.
+
+    first, stop: its nodes' indices in the pass. slot: its place in the cache.
+    start: position of its first node. applied: inputs of the slot's last pass that lie before ``start``.
+    certain: leading nodes whose inputs become part of the stored state in this pass.
+    parents: parent of each node among the slot's nodes, -1: the text.
+    """
+
+    first: int
+    stop: int
+    slot: int
+    start: int
+    applied: int
+    certain: int
+    parents: tuple[int, ...]
+
+
+class RecurrentStates:
+    """States of all slots, float32. L recurrent layers, R slots, H value heads.
+
+    state [L, R, H, key_dim, value_dim]: after the first ``base[slot]`` tokens.
+    tail [L, R, taps - 1, channels]: convolution inputs of the last of these tokens; zeros before the text.
+    inputs [L, R, WINDOW, input_width]: of the tokens from position ``base`` on, ``count[slot]`` of them, by slot of the
+        KV cache: the input at index i belongs to the token in cache slot base + i.
+    base, count: [R] int64, on the host.
+
+    Besides, states at some lengths of the slots' texts can be saved, as many as there are slots: they let another text
+    begin with a part of this one.
+    """
+
+    def __init__(self, shape: StateShape, slots: int, device: torch.device | str = "cpu") -> None:
+        layers, heads = shape.layers, shape.value_heads
+        self.shape, self.slots = shape, slots
+
+        def zeros(*sizes: int) -> Tensor:
+            return torch.zeros(layers, slots, *sizes, dtype=torch.float32, device=device)
+
+        self.state = zeros(heads, shape.key_dim, shape.value_dim)
+        self.tail = zeros(shape.taps - 1, shape.channels)
+        self.inputs = zeros(WINDOW, shape.input_width)
+        self.base = torch.zeros(slots, dtype=torch.int64)
+        self.count = torch.zeros(slots, dtype=torch.int64)
+        # (slot, tokens of its text) -> state and tail after them; the least recently used first, at most one a slot
+        self._saved: OrderedDict[tuple[int, int], tuple[Tensor, Tensor]] = OrderedDict()
+
+    def reusable(self, slot: int, tokens: int) -> int:
+        """Return how many of the slot's first ``tokens`` tokens a text can go on from, at most ``tokens``."""
+        base, count = int(self.base[slot]), int(self.count[slot])
+        if tokens >= base:
+            return min(tokens, base + count)
+        return max((at for owner, at in self._saved if owner == slot and at <= tokens), default=0)
+
+    def save(self, slot: int, *, apart: int = 0) -> None:
+        """Save the slot's state, which has no inputs behind it, for texts that begin in the same way.
+
+        apart: tokens that must lie between saved states. The least recently used one gives way where there are many.
+        """
+        tokens = int(self.base[slot])
+        if tokens - self.reusable(slot, tokens - 1) < apart:
+            return
+        self._saved[slot, tokens] = self.state[:, slot].clone(), self.tail[:, slot].clone()
+        self._saved.move_to_end((slot, tokens))
+        while len(self._saved) > self.slots:
+            self._saved.popitem(last=False)
+
+    def cut(self, slot: int, tokens: int) -> None:
+        """Begin a new text in a slot, of which its first ``tokens`` tokens are a part. They must be ``reusable``."""
+        for owner, at in list(self._saved):
+            if owner == slot and at > tokens:
+                del self._saved[owner, at]
+        if tokens > 0:
+            self.copy(slot, slot, tokens)
+
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        """Give ``target`` the state of ``source`` after ``tokens`` tokens, which must be ``reusable``."""
+        assert self.reusable(source, tokens) == tokens
+        base = int(self.base[source])
+        if tokens < base:
+            saved = self._saved[source, tokens]
+            self._saved.move_to_end((source, tokens))
+            self.state[:, target], self.tail[:, target] = saved
+            self.base[target], self.count[target] = tokens, 0
+            return
+        for table in (self.state, self.tail, self.inputs) if source != target else ():
+            table[:, target] = table[:, source]
+        self.base[target], self.count[target] = base, tokens - base
+
+    def pretend(self, slots: Sequence[int], position: int) -> None:
+        """Let slots continue at ``position`` from whatever state they hold, to measure times."""
+        self.base[list(slots)], self.count[list(slots)] = position, 0
+
+    def keep(self, slots: Tensor, text: Tensor, paths: Tensor) -> None:
+        """Move the inputs of accepted tree nodes behind the text; arguments as for ``RowTables.keep``."""
+        for slot, start, path in zip(slots.tolist(), text.tolist(), paths.tolist(), strict=True):
+            first = start - int(self.base[slot])
+            kept = self.inputs[:, slot, [first + node for node in path]]
+            self.inputs[:, slot, first : first + len(path)] = kept
+
+    def plan(self, nodes: Nodes, *, text: bool) -> list[SlotPass]:
+        """Split a forward pass by slots, and check that each can go on where its nodes begin.
+
+        text: whether all nodes are text, as in prefill, so that none can be rejected.
+        """
+        passes: list[SlotPass] = []
+        rows, positions = nodes.rows.tolist(), nodes.positions.tolist()
+        parents = None if nodes.parents is None else nodes.parents.tolist()
+        first = 0
+        while first < len(rows):
+            stop = first + 1
+            while stop < len(rows) and rows[stop] == rows[first]:
+                stop += 1
+            passes.append(self._slot_pass(first, stop, rows[first], positions[first], parents, text=text))
+            first = stop
+        return passes
+
+    def _slot_pass(
+        self, first: int, stop: int, slot: int, start: int, parents: list[int] | None, *, text: bool
+    ) -> SlotPass:
+        base, count, size = int(self.base[slot]), int(self.count[slot]), stop - first
+        applied = 0 if start == 0 else start - base
+        if not 0 <= applied <= count:
+            raise ValueError(f"slot {slot} cannot go on at token {start}: it holds {base} to {base + count}")
+        own = range(-1, size - 1) if parents is None else [max(-1, parent - first) for parent in parents[first:stop]]
+        certain = size if text else max(1, size - WINDOW)  # the first is the row's last token, which is text
+        return SlotPass(first, stop, slot, start, applied, certain, tuple(own))
+
+    def finish(self, passes: Sequence[SlotPass]) -> None:
+        """Note what the slots hold after a forward pass, once all layers have run."""
+        for each in passes:
+            self.base[each.slot] = each.start + each.certain
+            self.count[each.slot] = each.stop - each.first - each.certain
+
+
+class StatefulCache(KVCache):
+    """A KV cache of the attention layers, with the states of the recurrent layers between them."""
+
+    def __init__(
+        self,
+        shape: StateShape,
+        layers: int,
+        rows: int,
+        heads: int,
+        positions: int,
+        dim: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__(layers, rows, heads, positions, dim, dtype, device)
+        self.states = RecurrentStates(shape, rows, device)
+
+    def keep(self, rows: Tensor, text: Tensor, paths: Tensor) -> None:
+        super().keep(rows, text, paths)
+        self.states.keep(rows, text, paths)
+
+    def copy_row(self, source: int, destination: int, length: int) -> None:
+        super().copy_row(source, destination, length)
+        self.states.copy(source, destination, length)

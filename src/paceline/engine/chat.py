@@ -1,0 +1,190 @@
+"""Conversations: from messages and tools to a prompt, a parser of its answers and the rules that they follow."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from paceline.chat.families import ChatFormat, chat_format
+from paceline.chat.messages import for_template
+from paceline.chat.options import ChatOptions
+from paceline.chat.parser import OutputParser
+from paceline.chat.thinking import begins_inside, is_over
+from paceline.chat.values import AssistantMessage, ToolDefinition, message_of
+from paceline.config import SamplingParams, StructuredOutputs
+from paceline.config.inputs import check_message
+from paceline.core.rows import Constraint
+from paceline.errors import ParameterError, RequestError, StructureError
+from paceline.models.tokenizer import Tokenizer
+from paceline.structured.cursor import GrammarCursor
+from paceline.structured.grammars import Grammar, Grammars
+from paceline.structured.phases import AnswerRules, PhasedConstraint, Thinking, Trigger
+from paceline.structured.schemas import grammar_of
+
+log = logging.getLogger("paceline")
+_TAIL = 16  # last tokens of a prompt that show whether it begins the thoughts
+_ANY_OBJECT = {"type": "object"}
+ConstraintFactory = Callable[[], Constraint]
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A conversation as a prompt. kept_special: special tokens that stay in the text of answers, for the parser.
+
+    prompt_end: the rendered prompt's last characters.
+    """
+
+    token_ids: list[int]
+    options: ChatOptions
+    format: ChatFormat
+    kept_special: frozenset[int]
+    prompt_end: str
+
+    def parser(self) -> OutputParser:
+        """Return a parser of one answer."""
+        return self.format.parser(self.options.offered, begins_inside(self.format.thinking, self.prompt_end))
+
+    def parsed(self, text: str) -> AssistantMessage:
+        """Return the message of a complete answer."""
+        parser = self.parser()
+        return message_of([*parser.feed(text), *parser.finish()])
+
+
+def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> ChatPrompt:
+    """Render a conversation. Raises RequestError, ParameterError."""
+    template = tokenizer.chat_template
+    form = chat_format(template, options.tool_parser)
+    offered = options.offered
+    told, tools = for_template([*map(check_message, messages)], options.tools, form.tools, template)
+    special = form.special_tokens(offered)  # raises if the syntax of calls is not known
+    tokens = tokenizer.chat(told, options.variables(template), tools)
+    kept = frozenset(token for token in map(tokenizer.special_id, special) if token is not None)
+    return ChatPrompt(tokens, options, form, kept, tokenizer.spell(tokens[-_TAIL:]))
+
+
+def _check_budget(thinking: Thinking | None) -> None:
+    """Raise ParameterError for a budget of thoughts that a forced answer's grammar contains, which counts no tokens."""
+    if thinking is not None and thinking.budget is not None and not thinking.inside and thinking.begin_token is None:
+        allowed = "left out beside a forced call or a structure: this model's thoughts begin with several tokens"
+        raise ParameterError("max_thinking_tokens", thinking.budget, allowed)
+
+
+def check_beside_rules(params: SamplingParams) -> None:
+    """Raise ParameterError for parameters that cannot be combined with rules for an answer."""
+    free = "left out with tools, structured outputs and max_thinking_tokens, which decide which tokens may come"
+    if params.restriction not in ("", "structured_outputs"):
+        raise ParameterError(params.restriction, getattr(params, params.restriction), free)
+    if params.min_tokens:
+        raise ParameterError("min_tokens", params.min_tokens, free)
+    if params.ignore_eos:
+        raise ParameterError("ignore_eos", True, free)
+
+
+class ChatRules:
+    """Makes the constraints of answers to conversations. Thread-safe.
+
+    grammars: makes the compiler of grammars, which needs an optional package.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, ends: Sequence[int], grammars: Callable[[], Grammars]) -> None:
+        self._tokenizer, self._ends, self._grammars = tokenizer, frozenset(ends), grammars
+        self._bytes_of = cache(tokenizer.token_bytes)
+
+    def compile(
+        self, prompt: ChatPrompt, structure: StructuredOutputs | None, stopped: Callable[[], bool] = lambda: False
+    ) -> ConstraintFactory | None:
+        """Return a factory for the constraint of one answer; None if ``structure`` alone says what is allowed.
+
+        structure: form of the text of answers. stopped: see ``Grammars.grammar``.
+        Raises StructureError, ParameterError, MissingPackageError.
+        """
+        thinking = self._thinking(prompt)
+        if thinking is None and not prompt.options.offered:
+            return None
+        grammar, trigger = self._grammar(prompt, structure, stopped)
+        if grammar is None and (thinking is None or thinking.budget is None):
+            return None
+        if grammar is not None and trigger is None:
+            _check_budget(thinking)
+        rules = AnswerRules(
+            thinking,
+            None if grammar is None else lambda: GrammarCursor.at_start(grammar),
+            trigger,
+            self._ends,
+            self._newlines if grammar is not None else (),
+            self._bytes_of,
+        )
+        return lambda: PhasedConstraint(rules)
+
+    @property
+    def _newlines(self) -> tuple[int, ...]:
+        found = (self._tokenizer.encode(text, add_special_tokens=False) for text in ("\n", "\n\n"))
+        return tuple(dict.fromkeys(tokens[0] for tokens in found if len(tokens) == 1))
+
+    def _thinking(self, prompt: ChatPrompt) -> Thinking | None:
+        markers, budget = prompt.format.thinking, prompt.options.max_thinking_tokens
+        if markers is None and budget is not None:
+            raise ParameterError("max_thinking_tokens", budget, "left out: the model's chat template has no thoughts")
+        if markers is None or is_over(markers, prompt.prompt_end):
+            return None
+        begin = self._encode(markers.begin)
+        return Thinking(
+            markers.begin.encode(),
+            markers.end.encode(),
+            begin[0] if len(begin) == 1 else None,
+            begins_inside(markers, prompt.prompt_end),
+            budget,
+            tuple(self._encode(markers.closing)),
+        )
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _grammar(
+        self, prompt: ChatPrompt, structure: StructuredOutputs | None, stopped: Callable[[], bool]
+    ) -> tuple[Grammar | None, Trigger | None]:
+        """The grammar that answers follow, and what it begins after; None: at the beginning."""
+        options = prompt.options
+        if not options.offered:
+            return (None if structure is None else self._grammars().grammar(structure, stopped)), None
+        if structure is not None:
+            raise RequestError("tools and a structure of the answer cannot be combined; leave out one of them")
+        syntax = prompt.format.tool_format().syntax
+        make = syntax.forced if options.tool_choice.forces_call else syntax.triggered
+        grammar = self._of_calls(lambda tools: make(tools, options.one_call), options.offered, stopped)
+        if options.tool_choice.forces_call:
+            return grammar, None
+        return grammar, Trigger(syntax.begin.encode(), syntax.at_start, syntax.repeats(options.one_call))
+
+    def _of_calls(
+        self,
+        make: Callable[[Sequence[ToolDefinition]], str],
+        tools: Sequence[ToolDefinition],
+        stopped: Callable[[], bool],
+    ) -> Grammar:
+        """The grammar of calls. Schemas that cannot be enforced allow any object, unless their tool is strict."""
+        known = [_enforceable(tool) for tool in tools]
+        try:
+            return self._grammars().grammar(StructuredOutputs(grammar=make(known)), stopped)
+        except StructureError:
+            if stopped() or any(tool.strict for tool in tools):
+                raise
+            log.debug("the tools' schemas are too much to follow together; their arguments may be any objects")
+            free = [replace(tool, parameters=_ANY_OBJECT) for tool in tools]
+            return self._grammars().grammar(StructuredOutputs(grammar=make(free)), stopped)
+
+
+def _enforceable(tool: ToolDefinition) -> ToolDefinition:
+    """The tool; with any object as its arguments if its schema cannot be enforced. Raises StructureError if strict."""
+    try:
+        grammar_of("schema", json.dumps(tool.parameters))
+    except StructureError as error:
+        if tool.strict:
+            raise StructureError(f"tool {tool.name}: {error}") from error
+        log.debug("the schema of tool %s is not enforced: %s", tool.name, error)
+        return replace(tool, parameters=_ANY_OBJECT)
+    return tool

@@ -1,0 +1,187 @@
+"""LoRA adapters of a model (2106.09685): low-rank products that are added to its linear layers, by row of a batch.
+
+Files are those of peft: a directory with ``adapter_config.json`` and ``adapter_model.safetensors``.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from paceline.errors import ModelFormatError, ParameterError
+from paceline.models.base import AnyModel
+from paceline.models.boundary import brief, reading
+from paceline.models.families import FAMILIES
+from paceline.models.json_files import read_configuration
+from paceline.models.linear import Linear
+from paceline.models.loading import open_safetensors
+from paceline.models.quantised_tensors import SafeTensor
+from paceline.models.transformer import Transformer
+from paceline.models.weights import slots
+
+_CONFIGURATION, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_LINEAR = re.compile(r"layers\.\d+\.(q|k|v|qkv|o|gate|up|gate_up|down)\.weight")
+_PART = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+
+# Settings of peft that change the computation and that are not supported, with the value that turns each off.
+_REFUSED: Mapping[str, tuple[object, ...]] = {
+    "use_dora": (False, None),
+    "bias": ("none", None),
+    "modules_to_save": (None, []),
+    "alpha_pattern": ({}, None),
+    "lora_bias": (False, None),
+    "layer_replication": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "use_qalora": (False, None),
+    "alora_invocation_tokens": (None, []),
+}
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """A change of ``width`` outputs of a linear layer from ``first`` on: (x @ down.T) @ up.T, in float32.
+
+    down [rank, inputs]; up [width, rank], with the adapter's scale.
+    """
+
+    first: int
+    down: Tensor
+    up: Tensor
+
+    def add_to(self, y: Tensor, x: Tensor) -> None:
+        """Add the change for inputs x [N, inputs] to the layer's outputs y [N, outputs], in place."""
+        part = y[:, self.first : self.first + len(self.up)]
+        part.copy_(part.float() + x.float() @ self.down.T @ self.up.T)
+
+
+class AdapterRows(threading.local):
+    """The adapter of each row in the forward pass that this thread runs.
+
+    rows: number of each row's adapter, 0 for none.
+    """
+
+    rows: Sequence[int] = ()
+
+    def spans(self, tokens: int) -> Iterator[tuple[int, slice]]:
+        """Yield the adapter and the tokens of each row that has one, of a pass with so many tokens in all."""
+        length = tokens // len(self.rows) if self.rows else 0
+        for row, adapter in enumerate(self.rows):
+            if adapter:
+                yield adapter, slice(row * length, (row + 1) * length)
+
+
+class AdaptedLinear:
+    """A linear layer with the changes of several adapters, by their numbers."""
+
+    __slots__ = ("_base", "_changes", "_rows")
+
+    def __init__(self, base: Linear, changes: Mapping[int, Sequence[LowRank]], rows: AdapterRows) -> None:
+        self._base, self._changes, self._rows = base, changes, rows
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self._base(x)
+        for adapter, span in self._rows.spans(len(x)):
+            for change in self._changes.get(adapter, ()):
+                change.add_to(y[span], x[span])
+        return y
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self._base.tensors()
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters that a model was loaded with. names: in the order of their numbers, which begin at 1."""
+
+    names: tuple[str, ...]
+    rows: AdapterRows
+
+    def use(self, numbers: Sequence[int]) -> None:
+        """Set the adapters of the rows of the forward passes that this thread runs from now on."""
+        self.rows.rows = numbers if any(numbers) else ()
+
+    def number(self, name: str | None) -> int:
+        """Return the number of an adapter, 0 for None."""
+        return 0 if name is None else self.names.index(name) + 1
+
+
+def attach(model: AnyModel, paths: Mapping[str, Path]) -> None:
+    """Load adapters by name and attach them to a model, whose linear layers are replaced.
+
+    Raises ModelFormatError for damaged or unsupported files, ParameterError if the model cannot have adapters.
+    """
+    if not isinstance(model, Transformer):
+        names = ", ".join(FAMILIES)
+        raise ParameterError("adapters", list(paths), f"none with {model.name}; adapters need a model of {names}")
+    rows, by_layer = AdapterRows(), dict[str, dict[int, list[LowRank]]]()
+    for number, path in enumerate(paths.values(), 1):
+        for target, change in _load(path, model):
+            by_layer.setdefault(target, {}).setdefault(number, []).append(change)
+    for owner, attribute, name in model.layer_linears():
+        if name in by_layer:
+            setattr(owner, attribute, AdaptedLinear(getattr(owner, attribute), by_layer[name], rows))
+    model.adapters = Adapters(tuple(paths), rows)
+
+
+def _load(path: Path, model: Transformer) -> Iterator[tuple[str, LowRank]]:
+    """Yield the layer and the change of every pair of matrices in an adapter's directory."""
+    with reading(path):
+        alpha, rooted = _settings(path)
+        stored = open_safetensors(path / _WEIGHTS)
+        names = FAMILIES[model.spec.family].safetensors
+        pairs = _pairs(stored, path / _WEIGHTS)
+        ours = {module: names.ours(f"{module}.weight") or "" for module in pairs}
+        linears = {
+            name: slot for name, slot in slots(model.spec, set(ours.values())).items() if _LINEAR.fullmatch(name)
+        }
+        for module, sides in pairs.items():
+            slot = linears.get(ours[module])
+            if slot is None:
+                raise ModelFormatError(f"{path / _WEIGHTS}: {brief(module)} is no linear layer of {model.name}")
+            if len(sides) < 2:
+                raise ModelFormatError(f"{path / _WEIGHTS}: {brief(module)} has one of lora_A and lora_B alone")
+            down, up = sides["A"], sides["B"]
+            rank = down.shape[0] if down.shape else 0
+            if rank < 1 or down.shape != (rank, slot.shape[1]) or up.shape != (slot.shape[0], rank):
+                raise ModelFormatError(
+                    f"{path / _WEIGHTS}: {brief(module)} has matrices of {down.shape} and {up.shape} for a layer of "
+                    f"{slot.shape}"
+                )
+            scale = alpha / (rank**0.5 if rooted else rank)
+            matrices = [tensor.load().to(model.device, torch.float32) for tensor in (down, up)]
+            yield slot.target.removesuffix(".weight"), LowRank(slot.first, matrices[0], matrices[1] * scale)
+
+
+def _pairs(stored: Mapping[str, SafeTensor], file: Path) -> dict[str, dict[str, SafeTensor]]:
+    """Return the matrices "A" and "B" by module. Raises ModelFormatError for a tensor that is neither."""
+    pairs: dict[str, dict[str, SafeTensor]] = {}
+    for name, tensor in stored.items():
+        match = _PART.fullmatch(name.removeprefix(_PREFIX))
+        if match is None:
+            raise ModelFormatError(f"{file}: {brief(name)} is not a matrix of LoRA (lora_A or lora_B of a layer)")
+        pairs.setdefault(match["module"], {})[match["side"]] = tensor
+    return pairs
+
+
+def _settings(path: Path) -> tuple[float, bool]:
+    """Return lora_alpha, and whether it is divided by the root of the rank. Raises ModelFormatError."""
+    file = path / _CONFIGURATION
+    if not file.is_file():
+        raise ModelFormatError(f"{path} has no {_CONFIGURATION}, so it is not a LoRA adapter")
+    said = read_configuration(file)
+    if said.get("peft_type") != "LORA":
+        raise ModelFormatError(f"{file}: peft_type={brief(repr(said.get('peft_type')), 60)}; 'LORA' is supported")
+    for key, off in _REFUSED.items():
+        if key in said and said[key] not in off:
+            raise ModelFormatError(f"{file}: {key}={brief(repr(said[key]), 60)} is not supported; merge the adapter")
+    alpha = said.get("lora_alpha")
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not abs(alpha) < 1e6:
+        raise ModelFormatError(f"{file}: lora_alpha={brief(repr(alpha), 60)} is not a number")
+    return float(alpha), bool(said.get("use_rslora"))

@@ -1,0 +1,186 @@
+"""Description of a decoder: what every layer computes, without weights and without the name of a family.
+
+A family (``models.families``) translates a configuration into a ``DecoderSpec``. Backends read the description only;
+what one of them cannot run, it refuses by the name of the feature. Two things never appear here, because they are
+undone where the weights are read: norms whose stored weight is one less than the factor (``WeightNames.plus_one``), and
+multipliers of every residual branch (``without_residual_scale``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+from paceline.kernels.spec import Rotary as Rotary
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """The norms of the hidden states: RMS norm, or layer norm. affine: whether they have weights."""
+
+    kind: Literal["rms", "layer"] = "rms"
+    eps: float = 1e-6
+    affine: bool = True
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Attention of one layer.
+
+    rotary: None: queries and keys are not rotated.
+    window: sliding window in positions; None: full attention.
+    scale: factor of the scores; None: head_dim ** -0.5.
+    bias: of queries, keys and values. output_bias: of the output projection.
+    qk_norm: RMS norm of queries and keys before the rotation, over each head ("head") or over all heads together
+        ("all"); its epsilon is qk_norm_eps.
+    sinks: whether each query head has one more score, a weight, that takes part in the softmax without a value.
+    gated: whether the query projection also gives a gate per query element; sigmoid(gate) multiplies the output.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary: Rotary | None = None
+    window: int | None = None
+    scale: float | None = None
+    bias: bool = False
+    output_bias: bool = False
+    qk_norm: Literal["head", "all"] | None = None
+    qk_norm_eps: float = 1e-6
+    sinks: bool = False
+    gated: bool = False
+
+    @property
+    def query_width(self) -> int:
+        """Width of all query heads together."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Width of all key heads together, and of all value heads."""
+        return self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class DeltaNetSpec:
+    """A gated delta net: a recurrent state per value head instead of keys and values.
+
+    taps: inputs of the causal depthwise convolution over queries, keys and values.
+    norm_eps: epsilon of the gated RMS norm of the output.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    norm_eps: float = 1e-6
+
+
+@dataclass(frozen=True)
+class MLPSpec:
+    """A dense MLP. width: inner width. gated: down(activation(gate(x)) * up(x)), else down(activation(up(x)))."""
+
+    width: int
+    activation: str = "silu"
+    gated: bool = True
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class ExpertsSpec:
+    """A mixture of experts: a token runs through the ``used`` of ``count`` experts with the highest router scores.
+
+    expert: one expert; all have the same shape.
+    softmax: whether the scores become weights by a softmax over all experts before the choice ("all"), or over the
+        chosen ones after it ("chosen"). normalised: whether the chosen weights are divided by their sum.
+    router_bias: whether the router's scores have a bias.
+    shared: an MLP that every token runs through besides. shared_gate: whether sigmoid(gate(x)) multiplies its output.
+    """
+
+    count: int
+    used: int
+    expert: MLPSpec
+    softmax: Literal["all", "chosen"] = "all"
+    normalised: bool = False
+    router_bias: bool = False
+    shared: MLPSpec | None = None
+    shared_gate: bool = False
+
+
+MixerSpec: TypeAlias = AttentionSpec | DeltaNetSpec
+NormPlaces: TypeAlias = Literal["before", "after", "both", "after_sum"]
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer: a mixer over tokens, then an MLP over each token's elements.
+
+    norms: where the norms of both parts f stand:
+        "before": x + f(norm(x)); "after": x + norm(f(x)); "both": x + norm(f(norm(x))); "after_sum": norm(x + f(x)).
+    """
+
+    mixer: MixerSpec
+    mlp: MLPSpec | ExpertsSpec
+    norms: NormPlaces = "before"
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """The mixer, which the caller knows to be attention."""
+        assert isinstance(self.mixer, AttentionSpec), "a recurrent layer has no attention"
+        return self.mixer
+
+    @property
+    def dense(self) -> MLPSpec:
+        """The MLP, which the caller knows to be dense."""
+        assert isinstance(self.mlp, MLPSpec), "a mixture of experts is not one MLP"
+        return self.mlp
+
+
+@dataclass(frozen=True)
+class DecoderSpec:
+    """A decoder. family: only for messages; no computation depends on it.
+
+    max_positions: longest sequence in tokens that the model was trained for.
+    learned_positions: whether a table of positions is added to the embedding; position_offset is added to its index.
+    embed_width: width of the token embedding, which may differ from ``width`` (OPT-350m).
+    embed_scale: factor of the token embedding.
+    residual_scale: the hidden states between layers are the published model's divided by this number.
+    logits_scale: factor of the logits, before logits_cap.
+    logits_cap: the logits are cap * tanh(logits / cap); None: they are not capped.
+    tied: whether the output head is the token embedding.
+    """
+
+    family: str
+    vocab_size: int
+    width: int
+    max_positions: int
+    layers: tuple[LayerSpec, ...]
+    norm: NormSpec
+    embed_width: int
+    final_norm: bool = True
+    learned_positions: bool = False
+    position_offset: int = 0
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
+    logits_cap: float | None = None
+    tied: bool = False
+
+    @property
+    def attentions(self) -> tuple[AttentionSpec, ...]:
+        """The attention of every layer that has one."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec))
+
+
+def without_residual_scale(spec: DecoderSpec, scale: float) -> DecoderSpec:
+    """Return a model equal to ``spec`` with x + scale * f(norm(x)) in place of x + f(norm(x)) in every layer.
+
+    An RMS norm does not depend on the length of x, except for its epsilon. So hidden states divided by ``scale`` give
+    the same outputs, and the branches need no factor. All norms must be RMS norms before their parts.
+    """
+    assert spec.norm.kind == "rms", "a layer norm's bias would be scaled, too"
+    assert spec.final_norm, "the last hidden states would stay scaled"
+    assert all(layer.norms == "before" for layer in spec.layers), "norms after a part undo its scale"
+    norm = replace(spec.norm, eps=spec.norm.eps / scale**2)
+    return replace(spec, norm=norm, embed_scale=spec.embed_scale / scale, residual_scale=scale)

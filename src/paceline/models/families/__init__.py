@@ -1,0 +1,80 @@
+"""Families of models that paceline runs itself, one module each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+
+from paceline.errors import ModelFormatError
+from paceline.models.description import DecoderSpec
+from paceline.models.families import (
+    exaone4,
+    gemma3,
+    gpt2,
+    granite,
+    granitemoe,
+    llama,
+    ministral3,
+    mistral,
+    olmo2,
+    olmo3,
+    olmoe,
+    opt,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_5,
+    qwen3_moe,
+    smollm3,
+)
+from paceline.models.families.base import LLAMA_NAMES, Family
+from paceline.models.weight_names import WeightNames
+
+_MODULES = (
+    *(llama, mistral, ministral3, qwen2, qwen3, qwen3_5, gemma3, phi3, granite),
+    *(olmo2, olmo3, smollm3, exaone4, opt, gpt2),
+    *(qwen3_moe, olmoe, granitemoe),
+)
+
+FAMILIES: dict[str, Family] = {
+    family.model_type: family for family in (*(module.FAMILY for module in _MODULES), qwen3_5.TEXT_FAMILY)
+}
+"""By Hugging Face's model_type."""
+
+GGUF_FAMILIES: dict[str, Family] = {
+    family.gguf.architecture: family for family in FAMILIES.values() if family.gguf is not None
+}
+"""By the architecture that GGUF files name."""
+
+_WRAPPED = {kind: family for family in FAMILIES.values() for kind in family.wrapped_by}
+
+USUAL_NAMES = WeightNames(LLAMA_NAMES, prefixes=("model.",))
+"""Names that models outside of ``FAMILIES`` have most often."""
+
+
+def describe(config: PretrainedConfig | Mapping[str, Any]) -> DecoderSpec | None:
+    """Describe the model of a Hugging Face configuration; None if only transformers' own code can run it.
+
+    Raises ModelFormatError if a dictionary has an unknown ``model_type`` or values of a wrong type.
+    """
+    config = config if isinstance(config, PretrainedConfig) else _parse(config)
+    family = family_of(config)
+    if family is None or getattr(config, "quantization_config", None):
+        return None
+    return family.describe(config.get_text_config())
+
+
+def family_of(config: PretrainedConfig) -> Family | None:
+    """Return the family of a configuration, or of the text model of a multimodal one; None if it has none here."""
+    return FAMILIES.get(config.model_type) or _WRAPPED.get(config.model_type)
+
+
+def _parse(config: Mapping[str, Any]) -> PretrainedConfig:
+    fields = dict(config)
+    kind = fields.pop("model_type", None)
+    try:
+        return AutoConfig.for_model(kind, **fields)
+    except Exception as error:  # transformers raises many kinds for a bad field
+        raise ModelFormatError(f"the model's configuration (model_type {kind!r}) cannot be used: {error}") from error

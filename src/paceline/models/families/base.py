@@ -1,0 +1,197 @@
+"""A family of models: how its configurations translate into a description, and its weights' names in files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from paceline.models.description import (
+    AttentionSpec,
+    DecoderSpec,
+    ExpertsSpec,
+    LayerSpec,
+    MLPSpec,
+    NormPlaces,
+    NormSpec,
+)
+from paceline.models.families.rotary import head_dim, longest_sequence, rotary_of
+from paceline.models.weight_names import WeightNames
+
+# Hugging Face's name of an activation -> the name in kernels.gpu.steps. Models with others run through huggingface.py.
+ACTIVATION_NAMES = {
+    "silu": "silu",
+    "swish": "silu",
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+}
+
+
+def _no_fields(_: Mapping[str, Any], __: Mapping[str, Any]) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class GGUFForm:
+    """How llama.cpp stores a family in a GGUF file.
+
+    architecture: value of general.architecture; prefix of the family's metadata.
+    fields: metadata without that prefix, and rope_parameters -> fields of the Hugging Face configuration that
+        ``gguf_config`` does not know or that differ.
+    reads: metadata keys that change the computation and that ``fields`` takes into account.
+    paired: whether rows of queries and keys are stored in the order of rotary pairs (i, i + 1).
+    """
+
+    architecture: str
+    names: WeightNames
+    fields: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]] = _no_fields
+    reads: frozenset[str] = frozenset()
+    paired: bool = False
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family. model_type: Hugging Face's name of its configuration.
+
+    wrapped_by: model_type of multimodal configurations whose text model, alone, is of this family.
+    describe: configuration -> description; None if only transformers' own code can run that model.
+    gguf: None if GGUF files of this family are not read.
+    has_head: whether checkpoints may have a draft head of their own (``drafters.heads.mtp``).
+    """
+
+    model_type: str
+    describe: Callable[[PretrainedConfig], DecoderSpec | None]
+    safetensors: WeightNames
+    gguf: GGUFForm | None = None
+    has_head: bool = False
+    wrapped_by: tuple[str, ...] = ()
+
+
+LLAMA_NAMES: Mapping[str, str] = {
+    "embed_tokens": "embed",
+    "norm": "norm",
+    "lm_head": "head",
+    "layers.{}.input_layernorm": "layers.{}.attn_norm",
+    "layers.{}.self_attn.q_proj": "layers.{}.q",
+    "layers.{}.self_attn.k_proj": "layers.{}.k",
+    "layers.{}.self_attn.v_proj": "layers.{}.v",
+    "layers.{}.self_attn.o_proj": "layers.{}.o",
+    "layers.{}.self_attn.q_norm": "layers.{}.q_norm",
+    "layers.{}.self_attn.k_norm": "layers.{}.k_norm",
+    "layers.{}.post_attention_layernorm": "layers.{}.mlp_norm",
+    "layers.{}.mlp.gate_proj": "layers.{}.gate",
+    "layers.{}.mlp.up_proj": "layers.{}.up",
+    "layers.{}.mlp.down_proj": "layers.{}.down",
+}
+"""Names that most families share."""
+
+EXPERTS: Mapping[str, str] = {
+    "layers.{}.mlp.gate": "layers.{}.router",
+    "layers.{}.mlp.experts.{}.gate_proj": "layers.{}.expert.{}.gate",
+    "layers.{}.mlp.experts.{}.up_proj": "layers.{}.expert.{}.up",
+    "layers.{}.mlp.experts.{}.down_proj": "layers.{}.expert.{}.down",
+    "layers.{}.mlp.experts.gate_up_proj": "layers.{}.experts_gate_up.weight",
+    "layers.{}.mlp.experts.down_proj": "layers.{}.experts_down.weight",
+}
+"""Names of experts, one by one as files have them and together as loaded models have them."""
+
+GGUF_EXPERTS: Mapping[str, str] = {
+    "blk.{}.ffn_gate_inp": "layers.{}.router",
+    "blk.{}.ffn_gate_exps": "layers.{}.experts_gate",
+    "blk.{}.ffn_up_exps": "layers.{}.experts_up",
+    "blk.{}.ffn_down_exps": "layers.{}.experts_down",
+}
+
+NORMS_AFTER: Mapping[str, str] = {
+    "layers.{}.post_attention_layernorm": "layers.{}.attn_out_norm",
+    "layers.{}.post_feedforward_layernorm": "layers.{}.mlp_out_norm",
+}
+"""Names of norms after each part, where they replace ``LLAMA_NAMES``."""
+
+GGUF_NORMS_AFTER: Mapping[str, str] = {
+    "blk.{}.post_attention_norm": "layers.{}.attn_out_norm",
+    "blk.{}.post_ffw_norm": "layers.{}.mlp_out_norm",
+}
+
+LLAMA_GGUF_NAMES: Mapping[str, str] = {
+    "token_embd": "embed",
+    "output_norm": "norm",
+    "output": "head",
+    "blk.{}.attn_norm": "layers.{}.attn_norm",
+    "blk.{}.attn_q": "layers.{}.q",
+    "blk.{}.attn_k": "layers.{}.k",
+    "blk.{}.attn_v": "layers.{}.v",
+    "blk.{}.attn_output": "layers.{}.o",
+    "blk.{}.attn_q_norm": "layers.{}.q_norm",
+    "blk.{}.attn_k_norm": "layers.{}.k_norm",
+    "blk.{}.ffn_norm": "layers.{}.mlp_norm",
+    "blk.{}.ffn_gate": "layers.{}.gate",
+    "blk.{}.ffn_up": "layers.{}.up",
+    "blk.{}.ffn_down": "layers.{}.down",
+}
+
+
+def windows_of(config: PretrainedConfig) -> tuple[int | None, ...] | None:
+    """Return the window of each layer; None if a layer's attention is neither full nor sliding."""
+    window: int | None = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return (window,) * int(config.num_hidden_layers)
+    if len(kinds) != config.num_hidden_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
+        return None
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def llama_like(config: PretrainedConfig, norms: NormPlaces = "before", **attention: Any) -> DecoderSpec | None:
+    """Describe a decoder with RMS norms, one kind of rotary positions, a gated MLP, and no experts.
+
+    attention: fields of every layer's ``AttentionSpec`` besides heads, rotary positions and window.
+    """
+    rotary, windows = rotary_of(config), windows_of(config)
+    if rotary is None or windows is None:
+        return None
+    attentions = [attention_of(config, rotary=rotary, window=window, **attention) for window in windows]
+    return decoder_of(config, attentions, norms)
+
+
+def attention_of(config: PretrainedConfig, **fields: Any) -> AttentionSpec:
+    """Describe the attention of a layer. fields: of ``AttentionSpec``, besides heads and epsilon."""
+    heads = config.num_attention_heads, config.num_key_value_heads, head_dim(config)
+    return AttentionSpec(*heads, qk_norm_eps=config.rms_norm_eps, **fields)
+
+
+def with_experts(spec: DecoderSpec, count: int, used: int, width: int, **routing: Any) -> DecoderSpec:
+    """Return the decoder with a mixture of experts in place of every MLP.
+
+    width: inner width of an expert. routing: other fields of ``ExpertsSpec``.
+    """
+    layers = (
+        replace(layer, mlp=ExpertsSpec(count, used, replace(layer.dense, width=width), **routing))
+        for layer in spec.layers
+    )
+    return replace(spec, layers=tuple(layers))
+
+
+def decoder_of(
+    config: PretrainedConfig, attentions: Sequence[AttentionSpec], norms: NormPlaces = "before"
+) -> DecoderSpec | None:
+    """Describe a decoder with RMS norms and a gated MLP in every layer; None if its activation is unknown."""
+    activation = ACTIVATION_NAMES.get(config.hidden_act)
+    if activation is None:
+        return None
+    mlp = MLPSpec(config.intermediate_size, activation, bias=bool(getattr(config, "mlp_bias", False)))
+    return DecoderSpec(
+        family=config.model_type,
+        vocab_size=config.vocab_size,
+        width=config.hidden_size,
+        max_positions=longest_sequence(config),
+        layers=tuple(LayerSpec(attention, mlp, norms) for attention in attentions),
+        norm=NormSpec("rms", config.rms_norm_eps),
+        embed_width=config.hidden_size,
+        tied=bool(config.tie_word_embeddings),
+    )

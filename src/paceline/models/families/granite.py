@@ -1,0 +1,52 @@
+"""Granite 3 and 4, dense: Llama's layers with multipliers of embeddings, scores, branches and logits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from paceline.models.description import DecoderSpec, without_residual_scale
+from paceline.models.families.base import LLAMA_GGUF_NAMES, LLAMA_NAMES, Family, GGUFForm, llama_like
+from paceline.models.weight_names import WeightNames
+
+
+def describe(config: PretrainedConfig) -> DecoderSpec | None:
+    """Describe a dense Granite; also the part that a Granite with experts shares with it."""
+    biased = bool(config.attention_bias)
+    spec = llama_like(config, scale=float(config.attention_multiplier), bias=biased, output_bias=biased)
+    if spec is None:
+        return None
+    scaled = replace(
+        spec, embed_scale=float(config.embedding_multiplier), logits_scale=1.0 / float(config.logits_scaling)
+    )
+    return without_residual_scale(scaled, float(config.residual_multiplier))
+
+
+_MULTIPLIERS = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+
+
+def _fields(metadata: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, Any]:
+    return {ours: metadata[theirs] for theirs, ours in _MULTIPLIERS.items() if theirs in metadata}
+
+
+FAMILY = Family(
+    "granite",
+    describe,
+    WeightNames(LLAMA_NAMES, prefixes=("model.",)),
+    GGUFForm(
+        "granite",
+        WeightNames(LLAMA_GGUF_NAMES, ignored=re.compile(r"rope_freqs\.weight$")),
+        fields=_fields,
+        reads=frozenset(_MULTIPLIERS),
+        paired=True,
+    ),
+)

@@ -1,0 +1,16 @@
+"""Ministral 3: Mistral's layers; queries grow with the position beyond the original length, where texts end here."""
+
+from __future__ import annotations
+
+from transformers import PretrainedConfig
+
+from paceline.models.description import DecoderSpec
+from paceline.models.families.base import LLAMA_NAMES, Family, llama_like
+from paceline.models.weight_names import WeightNames
+
+
+def _describe(config: PretrainedConfig) -> DecoderSpec | None:
+    return llama_like(config)
+
+
+FAMILY = Family("ministral3", _describe, WeightNames(LLAMA_NAMES, prefixes=("model.",)))

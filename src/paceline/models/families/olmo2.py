@@ -1,0 +1,30 @@
+"""OLMo 2: norms after each part instead of before, and norms of queries and keys over all heads together."""
+
+from __future__ import annotations
+
+from transformers import PretrainedConfig
+
+from paceline.models.description import DecoderSpec
+from paceline.models.families.base import (
+    GGUF_NORMS_AFTER,
+    LLAMA_GGUF_NAMES,
+    LLAMA_NAMES,
+    NORMS_AFTER,
+    Family,
+    GGUFForm,
+    llama_like,
+)
+from paceline.models.weight_names import WeightNames
+
+
+def _describe(config: PretrainedConfig) -> DecoderSpec | None:
+    biased = bool(config.attention_bias)
+    return llama_like(config, norms="after", qk_norm="all", bias=biased, output_bias=biased)
+
+
+FAMILY = Family(
+    "olmo2",
+    _describe,
+    WeightNames({**LLAMA_NAMES, **NORMS_AFTER}, prefixes=("model.",)),
+    GGUFForm("olmo2", WeightNames({**LLAMA_GGUF_NAMES, **GGUF_NORMS_AFTER})),
+)

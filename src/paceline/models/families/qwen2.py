@@ -1,0 +1,21 @@
+"""Qwen2 and Qwen2.5: biases on queries, keys and values."""
+
+from __future__ import annotations
+
+from transformers import PretrainedConfig
+
+from paceline.models.description import DecoderSpec
+from paceline.models.families.base import LLAMA_GGUF_NAMES, LLAMA_NAMES, Family, GGUFForm, llama_like
+from paceline.models.weight_names import WeightNames
+
+
+def _describe(config: PretrainedConfig) -> DecoderSpec | None:
+    return llama_like(config, bias=True)
+
+
+FAMILY = Family(
+    "qwen2",
+    _describe,
+    WeightNames(LLAMA_NAMES, prefixes=("model.",)),
+    GGUFForm("qwen2", WeightNames(LLAMA_GGUF_NAMES)),
+)

@@ -1,0 +1,52 @@
+"""Qwen3 with experts in every layer (30B-A3B, 235B-A22B)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from paceline.models.description import DecoderSpec
+from paceline.models.families.base import (
+    EXPERTS,
+    GGUF_EXPERTS,
+    LLAMA_GGUF_NAMES,
+    LLAMA_NAMES,
+    Family,
+    GGUFForm,
+    llama_like,
+    with_experts,
+)
+from paceline.models.weight_names import WeightNames
+
+
+def _describe(config: PretrainedConfig) -> DecoderSpec | None:
+    biased = bool(config.attention_bias)
+    spec = llama_like(config, bias=biased, output_bias=biased, qk_norm="head")
+    if spec is None or config.mlp_only_layers or config.decoder_sparse_step != 1:
+        return None
+    sizes = config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size
+    return with_experts(spec, *sizes, normalised=bool(config.norm_topk_prob))
+
+
+def _fields(metadata: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "num_experts": metadata["expert_count"],
+        "num_experts_per_tok": metadata["expert_used_count"],
+        "moe_intermediate_size": metadata["expert_feed_forward_length"],
+        "norm_topk_prob": True,
+    }
+
+
+FAMILY = Family(
+    "qwen3_moe",
+    _describe,
+    WeightNames({**LLAMA_NAMES, **EXPERTS}, prefixes=("model.",)),
+    GGUFForm(
+        "qwen3moe",
+        WeightNames({**LLAMA_GGUF_NAMES, **GGUF_EXPERTS}),
+        fields=_fields,
+        reads=frozenset({"expert_count"}),
+    ),
+)

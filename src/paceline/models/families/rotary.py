@@ -1,0 +1,60 @@
+"""Rotary frequencies from a Hugging Face configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from paceline.models.description import Rotary
+
+
+def longest_sequence(config: PretrainedConfig) -> int:
+    """Return the longest sequence, in tokens, for which the rotary frequencies do not depend on its length.
+
+    With longrope they change beyond the original length. The result of a row would then depend on the other rows of
+    its batch, so longer sequences are not allowed. Nor are they where queries grow with the position (Llama 4's
+    scaling), which begins at the original length.
+    """
+    longest = int(config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope" or rope.get("llama_4_scaling_beta"):
+        return min(longest, int(rope["original_max_position_embeddings"]))
+    return longest
+
+
+def head_dim(config: PretrainedConfig) -> int:
+    """Width of an attention head: that of the configuration, else the model's width divided by the heads."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def rotary_of(config: PretrainedConfig, layers: str | None = None) -> Rotary | None:
+    """Return the rotary positions of the layers of a kind ("sliding_attention"), or of all layers.
+
+    None if the type of rotary positions is unknown or layers differ where one kind is asked for.
+    """
+    rope: Mapping[str, Any] = config.rope_parameters if layers is None else config.rope_parameters[layers]
+    kind = rope.get("rope_type", "default")
+    if any(isinstance(value, dict) for value in rope.values()) or kind not in ("default", *ROPE_INIT_FUNCTIONS):
+        return None
+    rotated = int(head_dim(config) * rope.get("partial_rotary_factor", 1.0))
+    if kind == "default":
+        return plain_rotary(rope["rope_theta"], rotated)
+    frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](
+        config, torch.device("cpu"), **({} if layers is None else {"layer_type": layers})
+    )
+    return Rotary(tuple(frequencies.tolist()), float(scaling)) if 2 * len(frequencies) <= head_dim(config) else None
+
+
+def plain_rotary(base: float, rotated: int) -> Rotary:
+    """Return rotary positions without scaling of the first ``rotated`` elements of a head."""
+    frequencies = 1.0 / (base ** (torch.arange(0, rotated, 2, dtype=torch.float) / rotated))
+    return Rotary(tuple(frequencies.tolist()))
+
+
+def without_positions(rotary: Rotary) -> Rotary:
+    """Return rotary positions of the same shape that leave every head as it is."""
+    return Rotary((0.0,) * len(rotary.inverse_frequencies))

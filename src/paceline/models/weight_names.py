@@ -1,0 +1,46 @@
+"""Names of weights in checkpoint files, translated into paceline's.
+
+Paceline's names: ``embed``, ``positions``, ``norm``, ``head``, ``project_in``, ``project_out``, and per layer
+``layers.N.`` followed by ``q``, ``k``, ``v`` (or ``qkv``), ``o``, ``gate``, ``up`` (or ``gate_up``), ``down`` and the
+norms ``attn_norm``, ``mlp_norm`` (before), ``attn_out_norm``, ``mlp_out_norm`` (after), ``q_norm``, ``k_norm``. A
+mixture of experts has ``router``, and for all experts together ``experts_gate``, ``experts_up`` (or
+``experts_gate_up``) and ``experts_down``, or for each one ``expert.E.gate`` and so on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+@dataclass(frozen=True)
+class WeightNames:
+    """Names of the weights in one kind of checkpoint. ``{}`` stands for the layer index, then for an expert's.
+
+    parts: the checkpoint's name without ".weight" or ".bias" -> paceline's name. A checkpoint's name that has neither
+        is translated whole, into a name that has one.
+    prefixes: prefixes of the checkpoint's names; the first that matches is removed.
+    ignored: names of tensors that are no weights of the decoder.
+    transposed: last parts of paceline's names of matrices that are stored [in, out] (gpt2's Conv1D).
+    plus_one: last parts of paceline's names of norms whose stored weight is one less than the factor.
+    """
+
+    parts: Mapping[str, str]
+    prefixes: tuple[str, ...] = ()
+    ignored: re.Pattern[str] = field(default=re.compile(r".*rotary_emb\.inv_freq$"))
+    transposed: frozenset[str] = frozenset()
+    plus_one: frozenset[str] = frozenset()
+
+    def ours(self, name: str) -> str | None:
+        """Translate a checkpoint's name into paceline's, such as "layers.3.q.weight"; None if it is unknown."""
+        name = next((name.removeprefix(prefix) for prefix in self.prefixes if name.startswith(prefix)), name)
+        numbers = _NUMBER.findall(name)
+        name = _NUMBER.sub("{}", name)
+        if name in self.parts:
+            return self.parts[name].format(*numbers)
+        stem, _, suffix = name.rpartition(".")
+        part = self.parts.get(stem)
+        return None if part is None else f"{part.format(*numbers)}.{suffix}"

@@ -1,0 +1,238 @@
+"""Bodies of chats: conversations with tools, and the forms that answers may have to take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import Field, JsonValue, model_validator
+from pydantic_core import PydanticCustomError, to_jsonable_python
+
+from paceline.chat.options import ChatFields
+from paceline.config import MAX_LOGPROBS, MAX_REFERENCE_CHARACTERS, StructuredOutputs
+from paceline.server import limits
+from paceline.server.protocol import GenerationRequest, Label, Strict, StructuredFields, said, some
+
+
+class TextPart(Strict):
+    """A piece of a message. Pictures and sounds are refused by their type. cache_control: a hint for caches."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: JsonValue = None
+
+
+class CalledFunction(Strict):
+    """A function and the JSON text of its arguments."""
+
+    name: Label
+    arguments: str
+
+
+class SentCall(Strict):
+    """A call that the assistant made in an earlier turn. index: of streams, sent back."""
+
+    id: Label | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+    function: CalledFunction
+
+    def plain(self) -> dict[str, Any]:
+        """The call as chat templates take it."""
+        own = {} if self.id is None else {"id": self.id}
+        return {**own, "type": "function", "function": self.function.model_dump()}
+
+
+class Function(Strict):
+    """A function that the model may call. parameters: JSON schema of its arguments. strict: it must be enforced."""
+
+    name: Label
+    description: str | None = None
+    parameters: dict[str, JsonValue] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    """A tool: only functions. cache_control: a hint for caches, which changes no answer."""
+
+    type: Literal["function"]
+    function: Function
+    cache_control: JsonValue = None
+
+
+class FunctionName(Strict):
+    """The name of a function."""
+
+    name: Label
+
+
+class NamedTool(Strict):
+    """The function that has to be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class Message(Strict):
+    """One turn of a conversation. The fields that must be empty are those of OpenAI's own answers, sent back.
+
+    content: may be null where the assistant said nothing. name: for chat templates that have a use for it.
+    tool_calls, tool_call_id: calls of the assistant, and the call that a message of the role "tool" answers.
+    reasoning_content, reasoning: thoughts of the assistant, by both names that clients use.
+    cache_control: a hint for caches, which changes no answer.
+    """
+
+    role: Label
+    content: str | Annotated[list[TextPart], some(limits.MAX_CONTENT_PARTS)] | None = None
+    name: Label | None = None
+    cache_control: JsonValue = None
+    refusal: None = None
+    annotations: Annotated[list[JsonValue], Field(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Annotated[list[SentCall], some(limits.MAX_TOOLS)] | None = None
+    tool_call_id: Label | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+    @model_validator(mode="after")
+    def _check_content(self) -> Message:
+        if self.content is None and self.role != "assistant":
+            raise PydanticCustomError("content", "only an assistant's message may have no content")
+        return self
+
+    def plain(self) -> dict[str, Any]:
+        """The message as chat templates take it."""
+        content = self.content or ""
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        thoughts = self.reasoning if self.reasoning_content is None else self.reasoning_content
+        more = {
+            "name": self.name,
+            "tool_calls": [call.plain() for call in self.tool_calls or ()] or None,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": thoughts,
+        }
+        return {"role": self.role, "content": text} | {name: value for name, value in more.items() if value is not None}
+
+
+class Prediction(Strict):
+    """Text that the answer will mostly repeat. Draft tokens are copied from it; it changes the speed alone."""
+
+    type: Literal["content"]
+    content: str | Annotated[list[TextPart], some(limits.MAX_CONTENT_PARTS)]
+
+    @model_validator(mode="after")
+    def _check_size(self) -> Prediction:
+        if not self.text.strip():
+            message = "some text that the answer may repeat; an empty or blank one does nothing: leave it out"
+            raise PydanticCustomError("prediction", message, {"field": "prediction"})
+        if len(self.text) > MAX_REFERENCE_CHARACTERS:
+            context = {"field": "prediction", "most": MAX_REFERENCE_CHARACTERS}
+            raise PydanticCustomError("too_long", "at most {most} characters in all", context)
+        return self
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class JsonSchema(Strict):
+    """schema: the JSON schema that answers follow exactly, whether or not ``strict`` says so. name: a label."""
+
+    name: Label
+    description: str | None = None
+    schema_: dict[str, JsonValue] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class TextFormat(Strict):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Strict):
+    """A JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchemaFormat(Strict):
+    """JSON that follows a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+class ChatRequest(GenerationRequest):
+    """``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[Message], some(limits.MAX_MESSAGES, least=1)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredFields | None = None
+    prediction: Prediction | None = None
+    tools: Annotated[list[Tool], some(limits.MAX_TOOLS)] | None = said("Functions that the model may call.")
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = said("Which calls the answer may have.")
+    parallel_tool_calls: bool | None = said("Whether an answer may have several calls. Default: true.")
+    reasoning_effort: Label | None = said("For chat templates that know it; none switches thoughts off.")
+    max_thinking_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = said("Tokens after which thoughts are ended.")
+    chat_template_kwargs: dict[str, JsonValue] | None = said("Further variables of the chat template.")
+
+    @model_validator(mode="after")
+    def _check_together(self) -> ChatRequest:
+        if self.prediction is not None and self.num_speculative_tokens == 0:
+            message = "a prediction does nothing beside num_speculative_tokens = 0"
+            raise PydanticCustomError("prediction", message, {"field": "prediction"})
+        if self.top_logprobs is not None and not self.logprobs:
+            raise PydanticCustomError("top_logprobs", "top_logprobs needs logprobs = true", {"field": "top_logprobs"})
+        if self.structured_outputs is not None and self.response_format is not None:
+            message = "give structured_outputs or response_format, not both"
+            raise PydanticCustomError("structured_outputs", message, {"field": "structured_outputs"})
+        if None not in (self.max_tokens, self.max_completion_tokens):
+            message = "give max_tokens or max_completion_tokens, not both"
+            raise PydanticCustomError("max_tokens", message, {"field": "max_tokens"})
+        return self
+
+    @property
+    def structure(self) -> StructuredOutputs | None:
+        """The form that the answer must have. Raises ParameterError."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs.wanted
+        wanted = self.response_format
+        if isinstance(wanted, JsonSchemaFormat):
+            return StructuredOutputs(json=wanted.json_schema.schema_)
+        return StructuredOutputs(json_object=True) if isinstance(wanted, JsonObjectFormat) else None
+
+    @property
+    def conversation(self) -> list[Mapping[str, Any]]:
+        return [message.plain() for message in self.messages]
+
+    @property
+    def chat_fields(self) -> ChatFields:
+        """The options of the conversation."""
+        names = ("tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "max_thinking_tokens")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        plain = to_jsonable_python(given, exclude_none=True)
+        return cast(ChatFields, {**plain, "chat_template_kwargs": self.chat_template_kwargs or {}})
+
+
+class TokenizeRequest(Strict):
+    """``POST /tokenize``: a text, or a conversation through the chat template."""
+
+    model: Label | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], some(limits.MAX_MESSAGES, least=1)] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _check_one(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise PydanticCustomError("prompt", "give either prompt or messages", {"field": "prompt"})
+        return self

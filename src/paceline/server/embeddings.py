@@ -1,0 +1,139 @@
+"""``/v1/embeddings``: the served model's hidden states, pooled."""
+
+from __future__ import annotations
+
+import base64
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal, cast
+
+from pydantic import BaseModel, Field
+
+from paceline.config import PoolingName
+from paceline.engine.scoring import EmbeddedText
+from paceline.server import errors, limits
+from paceline.server.context import Context, RequestOptions
+from paceline.server.protocol import ApiRequest, Label, Positive, TokenIds, some
+
+
+class EmbeddingRequest(ApiRequest):
+    """``POST /v1/embeddings``.
+
+    input: a text or token ids, or several. dimensions: only the model's own number. pooling: mean of the hidden states
+    of all tokens, or the state of the last one. priority, timeout: as in completions.
+    """
+
+    model: Label | None = None
+    input: (
+        str
+        | TokenIds
+        | Annotated[list[str], some(limits.MAX_EMBEDDINGS)]
+        | Annotated[list[TokenIds], some(limits.MAX_EMBEDDINGS)]
+    )
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    pooling: PoolingName = "mean"
+    user: Label | None = None
+    priority: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    timeout: Positive | None = None
+
+    @property
+    def inputs(self) -> Sequence[str | list[int]]:
+        """The texts. An empty list is one text without tokens."""
+        if isinstance(self.input, str):
+            return [self.input]
+        if not self.input or isinstance(self.input[0], int):
+            return [cast("list[int]", self.input)]
+        return self.input
+
+
+class Embedding(BaseModel):
+    """The embedding of one text: numbers, or the base64 form of little-endian float32."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(BaseModel):
+    """Token counts."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(BaseModel):
+    """Response of ``/v1/embeddings``."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+@dataclass
+class EmbeddingJob:
+    """One validated request, ready for the engine."""
+
+    context: Context
+    body: EmbeddingRequest
+    texts: list[EmbeddedText]
+    options: RequestOptions
+
+    @classmethod
+    async def prepare(cls, context: Context, body: EmbeddingRequest, client: str) -> EmbeddingJob:
+        """Validate and tokenize a request. Raises ApiError."""
+        context.check_model(body.model)
+        if body.model in context.adapters:
+            raise errors.invalid(
+                f"embeddings are those of {context.model_name!r}; adapters only generate text", "model"
+            )
+        options = RequestOptions(client, body.priority or 0, time.monotonic(), body.timeout, streaming=False)
+        tokens = [await context.encode(text) if isinstance(text, str) else text for text in body.inputs]
+        for each in tokens:
+            context.llm.engine.check_embedded(each)
+        await _check_size(context, body, len(tokens))
+        texts = [
+            EmbeddedText(
+                each,
+                request_id=context.new_id("text"),
+                client=client,
+                priority=options.priority,
+                pooling=body.pooling,
+            )
+            for each in tokens
+        ]
+        return cls(context, body, texts, options)
+
+    async def answer(self) -> bytes:
+        """Return the whole response as JSON. Raises ApiError."""
+        vectors = await self.context.embed(self.texts, self.options)
+        return await self.context.written(lambda: self._document(vectors), sum(map(len, vectors)))
+
+    def _document(self, vectors: Sequence[list[float]]) -> EmbeddingList:
+        tokens = sum(len(text.token_ids) for text in self.texts)
+        encode = _base64 if self.body.encoding_format == "base64" else list[float]
+        return EmbeddingList(
+            object="list",
+            data=[
+                Embedding(object="embedding", index=index, embedding=encode(vector))
+                for index, vector in enumerate(vectors)
+            ],
+            model=self.context.model_name,
+            usage=EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens),
+        )
+
+
+async def _check_size(context: Context, body: EmbeddingRequest, texts: int) -> None:
+    width = await context.embedding_width()
+    if body.dimensions not in (None, width):
+        raise errors.invalid(f"dimensions must be {width}, the model's: other sizes are not supported", "dimensions")
+    most = limits.MAX_EMBEDDING_NUMBERS // width
+    if texts > most:
+        raise errors.invalid(f"{texts} texts; one request to this model has at most {most}", "input")
+
+
+def _base64(vector: Sequence[float]) -> str:
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()

@@ -1,0 +1,109 @@
+"""``/v1/messages`` and ``/v1/messages/count_tokens``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import cast
+
+from pydantic_core import to_json
+
+from paceline.chat.options import ChatFields
+from paceline.chat.values import message_of
+from paceline.core.outputs import RequestOutput
+from paceline.server.context import Context, log_request
+from paceline.server.delta import Delta
+from paceline.server.documents import named_event
+from paceline.server.messages.prompt import messages_of, options_of
+from paceline.server.messages.protocol import MessagesRequest, PromptRequest
+from paceline.server.messages.replies import (
+    Message,
+    MessageStream,
+    MessageUsage,
+    StreamEvent,
+    TokenCount,
+    content_of,
+    stop_of,
+)
+from paceline.server.streaming import Events
+from paceline.server.turns import Conversation, Turn, prompt_of
+
+
+@dataclass
+class MessagesJob:
+    """One validated request, ready for the engine."""
+
+    turn: Turn
+    id: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.id = self.turn.context.new_id("msg")
+
+    @classmethod
+    async def prepare(cls, context: Context, body: MessagesRequest, client: str) -> MessagesJob:
+        """Validate and tokenize a request. Raises ApiError."""
+        context.check_model(body.model)
+        conversation = Conversation(
+            messages_of(body), cast("ChatFields", options_of(body)), body.max_tokens, body.stop_sequences or ()
+        )
+        return cls(await Turn.prepare(context, body, conversation, client))
+
+    async def answer(self) -> bytes:
+        """Generate the message and return it as JSON. Raises ApiError."""
+        async with self.turn.generate() as generation:
+            (output,) = await generation.finish()
+        log_request(self.id, [output], None)
+        return await self.turn.context.written(lambda: self._whole(output), generation.made)
+
+    def _whole(self, output: RequestOutput) -> Message:
+        answer = output.outputs[0]
+        message = message_of(self.turn.reader().feed(Delta.whole(answer)))
+        stop, sequence = stop_of(answer, len(message.tool_calls))
+        return Message(
+            id=self.id,
+            type="message",
+            role="assistant",
+            model=self.turn.context.model_name,
+            content=content_of(message),
+            stop_reason=stop,
+            stop_sequence=sequence,
+            usage=MessageUsage.of(output),
+        )
+
+    async def stream(self) -> Events:
+        """Yield server-sent events as tokens are generated. Raises ApiError."""
+        stream, reader = MessageStream(self._begun()), self.turn.reader()
+        async with self.turn.generate() as generation:
+            yield _events(stream.start())
+            async for update in generation.updates():
+                yield _events([event for delta in update.deltas for event in stream.feed(reader.feed(delta))])
+            output = generation.outputs[0]
+        log_request(self.id, [output], None)
+        stop, sequence = stop_of(output.outputs[0], stream.calls)
+        yield _events(stream.end(stop, sequence, MessageUsage.of(output)))
+
+    def _begun(self) -> Message:
+        """The message before its first token. How many tokens come from the cache is known at its end."""
+        tokens = len(self.turn.request.prompt_token_ids)
+        return Message(
+            id=self.id,
+            type="message",
+            role="assistant",
+            model=self.turn.context.model_name,
+            content=[],
+            stop_reason=None,
+            stop_sequence=None,
+            usage=MessageUsage(
+                input_tokens=tokens, cache_creation_input_tokens=0, cache_read_input_tokens=0, output_tokens=0
+            ),
+        )
+
+
+def _events(events: list[StreamEvent]) -> bytes:
+    return b"".join(named_event(event["type"], to_json(event)) for event in events)
+
+
+async def count_tokens(context: Context, body: PromptRequest) -> TokenCount:
+    """Count the tokens of a prompt. Raises ApiError."""
+    context.check_model(body.model)
+    prompt = await prompt_of(context, messages_of(body), cast("ChatFields", options_of(body)))
+    return TokenCount(input_tokens=len(prompt.token_ids))

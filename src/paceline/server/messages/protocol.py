@@ -1,0 +1,220 @@
+"""Request bodies of the Messages API."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+from pydantic import BeforeValidator, Field, JsonValue, model_validator
+from pydantic_core import PydanticCustomError
+
+from paceline.server import limits
+from paceline.server.protocol import ApiRequest, Label, Milliseconds, Positive, Strict, Unsupported, some
+
+_TEXT_ONLY = "this server reads text only"
+_SERVICE = "it runs on Anthropic's own service"
+_KEEP_ALL: JsonValue = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+_REFUSED_BLOCKS: Mapping[str, str] = {
+    "image": _TEXT_ONLY,
+    "document": _TEXT_ONLY,
+    "search_result": _TEXT_ONLY,
+    "container_upload": _SERVICE,
+    "server_tool_use": _SERVICE,
+    "web_search_tool_result": _SERVICE,
+}
+
+
+def _named(block: Any) -> Any:
+    """Refuse blocks of known types by their name."""
+    kind = block.get("type") if isinstance(block, dict) else None
+    why = _REFUSED_BLOCKS.get(kind) if isinstance(kind, str) else None
+    if why is not None:
+        raise PydanticCustomError("block", "blocks of type {kind} are not supported: {why}", {"kind": kind, "why": why})
+    return block
+
+
+class _Block(Strict):
+    """cache_control: a hint for caches, which changes no answer."""
+
+    cache_control: JsonValue = None
+
+
+class TextBlock(_Block):
+    """A text. citations: of an earlier answer, which change no prompt."""
+
+    type: Literal["text"]
+    text: str
+    citations: JsonValue = None
+
+
+class ToolUseBlock(_Block):
+    """A call that the assistant made. caller: who made it, which changes nothing here."""
+
+    type: Literal["tool_use"]
+    id: Label
+    name: Label
+    input: dict[str, JsonValue]
+    caller: JsonValue = None
+
+
+class ThinkingBlock(Strict):
+    """Thoughts of the assistant. signature: of the service that made them; not checked here."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class RedactedThinkingBlock(Strict):
+    """Encrypted thoughts; they are left out of the prompt."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+_Texts: TypeAlias = Annotated[
+    list[Annotated[TextBlock, BeforeValidator(_named)]], Field(max_length=limits.MAX_CONTENT_PARTS, fail_fast=True)
+]
+
+
+class ToolResultBlock(_Block):
+    """What a call returned."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Label
+    content: str | _Texts | None = None
+    is_error: bool | None = None
+
+    @property
+    def text(self) -> str:
+        return text_of(self.content or "")
+
+
+Block: TypeAlias = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
+_AnyBlock: TypeAlias = Annotated[Annotated[Block, Field(discriminator="type")], BeforeValidator(_named)]
+
+
+def text_of(content: str | list[TextBlock]) -> str:
+    """The text of a string or of text blocks."""
+    return content if isinstance(content, str) else "".join(block.text for block in content)
+
+
+class InputMessage(Strict):
+    """One turn of the conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Annotated[list[_AnyBlock], some(limits.MAX_CONTENT_PARTS)]
+
+    @property
+    def blocks(self) -> list[Block]:
+        return [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
+
+    @model_validator(mode="after")
+    def _check_blocks(self) -> InputMessage:
+        allowed = _BLOCKS_OF[self.role]
+        wrong = next((block.type for block in self.blocks if not isinstance(block, allowed)), None)
+        if wrong is not None:
+            context = {"kind": wrong, "role": self.role}
+            raise PydanticCustomError("block", "a message of the {role} has no blocks of type {kind}", context)
+        return self
+
+
+_BLOCKS_OF: Mapping[str, tuple[type[Block], ...]] = {
+    "user": (TextBlock, ToolResultBlock),
+    "assistant": (TextBlock, ToolUseBlock, ThinkingBlock, RedactedThinkingBlock),
+    "system": (TextBlock,),
+}
+
+
+class ClientTool(_Block):
+    """A function that the model may call. Tools that run on Anthropic's own service are refused by their type."""
+
+    type: Literal["custom"] | None = None
+    name: Label
+    description: str | None = None
+    input_schema: dict[str, JsonValue]
+    strict: bool | None = None
+    eager_input_streaming: bool | None = None
+    input_examples: JsonValue = None
+    defer_loading: Literal[False] | None = None
+
+    def as_openai(self) -> dict[str, Any]:
+        """The tool in OpenAI's form."""
+        function = {"name": self.name, "description": self.description or "", "parameters": self.input_schema}
+        return {"type": "function", "function": function | {"strict": bool(self.strict)}}
+
+
+class ToolChoice(Strict):
+    """Which tools the model has to call. name: of the one, for type "tool"."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Label | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_name(self) -> ToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise PydanticCustomError("tool_choice", "a name belongs to type tool, and only to that")
+        return self
+
+
+class Thinking(Strict):
+    """Whether the model thinks first. budget_tokens: tokens after which thoughts are ended."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputConfig(Strict):
+    """effort: how much the model thinks, for chat templates that know it."""
+
+    effort: Label | None = None
+
+
+class PromptRequest(ApiRequest):
+    """``POST /v1/messages/count_tokens``: what a prompt consists of.
+
+    system: instructions. thinking, output_config: whether and how much the model thinks, if its chat template knows
+    such settings. tools, tool_choice: functions that the model may or must call.
+    """
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        "container": Unsupported(_SERVICE),
+        "mcp_servers": Unsupported(_SERVICE, ([],)),
+        "context_management": Unsupported("this server sends prompts as they are", ({}, {"edits": []}, _KEEP_ALL)),
+        "inference_geo": Unsupported(_SERVICE),
+        "speed": Unsupported(_SERVICE, ("standard",)),
+    }
+    labels: ClassVar[frozenset[str]] = frozenset({"metadata", "service_tier", "cache_control", "diagnostics"})
+
+    model: Label
+    messages: Annotated[list[InputMessage], some(limits.MAX_MESSAGES, least=1)]
+    system: str | _Texts | None = None
+    tools: Annotated[list[ClientTool], some(limits.MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+    @model_validator(mode="after")
+    def _check_last(self) -> PromptRequest:
+        if self.messages[-1].role == "assistant":
+            message = "the last message is the assistant's: this server cannot continue it"
+            raise PydanticCustomError("prefill", message, {"field": "messages"})
+        return self
+
+
+class MessagesRequest(PromptRequest):
+    """``POST /v1/messages``. seed, priority, timeout, deadline_ms, num_speculative_tokens: as in completions."""
+
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)]
+    stream: bool | None = None
+    stop_sequences: Annotated[list[str], some(limits.MAX_STOP_STRINGS)] | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    seed: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
+    num_speculative_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    priority: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    timeout: Positive | None = None
+    deadline_ms: Milliseconds | None = None

@@ -1,0 +1,115 @@
+"""``/v1/responses``."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from pydantic_core import to_json
+
+from paceline.chat.options import ChatFields
+from paceline.core.outputs import RequestOutput
+from paceline.server import errors
+from paceline.server.context import Context, log_request
+from paceline.server.delta import Delta
+from paceline.server.documents import named_event
+from paceline.server.responses.events import ResponseStream, StreamEvent
+from paceline.server.responses.prompt import messages_of, options_of
+from paceline.server.responses.protocol import ResponsesRequest
+from paceline.server.responses.replies import Response, ResponseUsage, status_of
+from paceline.server.streaming import Events
+from paceline.server.turns import AnswerReader, Conversation, Turn
+
+
+@dataclass
+class ResponsesJob:
+    """One validated request, ready for the engine."""
+
+    turn: Turn
+    body: ResponsesRequest
+    id: str = field(init=False)
+    created: int = field(init=False)
+    _stream: ResponseStream = field(init=False)
+
+    def __post_init__(self) -> None:
+        new_id = self.turn.context.new_id
+        self.id, self.created = new_id("resp"), int(time.time())
+        self._stream = ResponseStream(new_id)
+
+    @classmethod
+    async def prepare(cls, context: Context, body: ResponsesRequest, client: str) -> ResponsesJob:
+        """Validate and tokenize a request. Raises ApiError."""
+        context.check_model(body.model)
+        structure = await context.in_thread(lambda: body.structure)
+        fields = cast("ChatFields", options_of(body))
+        conversation = Conversation(messages_of(body), fields, body.max_output_tokens, structure=structure)
+        return cls(await Turn.prepare(context, body, conversation, client), body)
+
+    async def answer(self) -> bytes:
+        """Generate the answer and return the whole response as JSON. Raises ApiError."""
+        async with self.turn.generate() as generation:
+            (output,) = await generation.finish()
+        log_request(self.id, [output], self.body.user)
+        return await self.turn.context.written(lambda: self._whole(output), generation.made)
+
+    def _whole(self, output: RequestOutput) -> Response:
+        answer, reader = output.outputs[0], self.turn.reader()
+        self._stream.feed(reader.feed(Delta.whole(answer)))
+        self._stream.close(status_of(answer))
+        return self._ended(output, reader)
+
+    async def stream(self) -> Events:
+        """Yield server-sent events as tokens are generated. Raises ApiError."""
+        stream, reader = self._stream, self.turn.reader()
+        async with self.turn.generate() as generation:
+            yield _events(stream.start(self._response()))
+            async for update in generation.updates():
+                yield _events([event for delta in update.deltas for event in stream.feed(reader.feed(delta))])
+            output = generation.outputs[0]
+        log_request(self.id, [output], self.body.user)
+        yield _events(stream.close(status_of(output.outputs[0])))
+        yield _events([stream.end(self._ended(output, reader))])
+
+    def on_error(self, error: errors.ApiError) -> bytes:
+        """Return the last event of a stream that an error ends."""
+        failed = self._response()
+        failed.status = "failed"
+        failed.error = {"code": error.code or error.kind, "message": str(error)}
+        return _events([self._stream.end(failed)])
+
+    def _ended(self, output: RequestOutput, reader: AnswerReader) -> Response:
+        response = self._response()
+        response.status = status_of(output.outputs[0])
+        if response.status == "incomplete":
+            response.incomplete_details = {"reason": "max_output_tokens"}
+        response.output = self._stream.items
+        response.usage = ResponseUsage.of(output, reader.reasoning_tokens)
+        return response
+
+    def _response(self) -> Response:
+        """The response before its first token, with the settings that hold for it."""
+        body, options, params = self.body, self.turn.prompt.options, self.turn.request.params
+        choice, wanted = body.tool_choice, None if body.text is None else body.text.format
+        text: dict[str, Any] = {"type": "text"} if wanted is None else wanted.model_dump(by_alias=True)
+        return Response(
+            id=self.id,
+            created_at=self.created,
+            status="in_progress",
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            model=self.turn.context.model_name,
+            output=[],
+            parallel_tool_calls=options.parallel_tool_calls,
+            reasoning={"effort": options.reasoning_effort, "summary": None},
+            temperature=params.temperature,
+            text={"format": text},
+            tool_choice=choice if isinstance(choice, str) else "auto" if choice is None else choice.model_dump(),
+            tools=[tool.model_dump() for tool in body.tools or ()],
+            top_p=params.top_p,
+            user=body.user,
+        )
+
+
+def _events(events: list[StreamEvent]) -> bytes:
+    return b"".join(named_event(event["type"], to_json(event)) for event in events)

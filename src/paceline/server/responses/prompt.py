@@ -1,0 +1,83 @@
+"""Items of the Responses API in the form of OpenAI's messages, which chat templates expect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from paceline.server.responses.protocol import (
+    FunctionCallItem,
+    FunctionOutputItem,
+    Item,
+    MessageItem,
+    NamedFunction,
+    ReasoningItem,
+    ResponsesRequest,
+    text_of,
+)
+
+Message = dict[str, Any]
+
+
+def messages_of(body: ResponsesRequest) -> list[Message]:
+    """Return the messages. Instructions and the first system messages are one; the assistant's items are joined."""
+    first = [] if not body.instructions else [{"role": "system", "content": body.instructions}]
+    return _one_system(first + _messages(body.items))
+
+
+def _messages(items: Iterable[Item]) -> list[Message]:
+    found: list[Message] = []
+    for item in items:
+        if isinstance(item, MessageItem) and item.role != "assistant":
+            role = "system" if item.role == "developer" else item.role
+            found.append({"role": role, "content": text_of(item.content)})
+        elif isinstance(item, FunctionOutputItem):
+            found.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)})
+        else:
+            _add_to_assistant(found, item)
+    return found
+
+
+def _add_to_assistant(found: list[Message], item: Item) -> None:
+    """Add an item to the assistant's last message, or begin one."""
+    if not found or found[-1]["role"] != "assistant" or _begins_anew(found[-1], item):
+        found.append({"role": "assistant", "content": ""})
+    message = found[-1]
+    if isinstance(item, ReasoningItem):
+        if item.text:
+            message["reasoning_content"] = message.get("reasoning_content", "") + item.text
+    elif isinstance(item, FunctionCallItem):
+        function = {"name": item.name, "arguments": item.arguments}
+        call = {"id": item.call_id, "type": "function", "function": function}
+        message["tool_calls"] = [*message.get("tool_calls", ()), call]
+    elif isinstance(item, MessageItem):
+        message["content"] += text_of(item.content)
+
+
+def _begins_anew(message: Message, item: Item) -> bool:
+    """Whether an item cannot follow what the message has: thoughts after text, or text after calls."""
+    if isinstance(item, ReasoningItem):
+        return bool(message["content"] or "tool_calls" in message)
+    return isinstance(item, MessageItem) and "tool_calls" in message
+
+
+def _one_system(messages: list[Message]) -> list[Message]:
+    """Join the system messages at the beginning: many chat templates take one only."""
+    count = next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    if count < 2:
+        return messages
+    text = "\n\n".join(message["content"] for message in messages[:count])
+    return [{"role": "system", "content": text}, *messages[count:]]
+
+
+def options_of(body: ResponsesRequest) -> dict[str, Any]:
+    """Return the fields of ``ChatOptions``."""
+    fields: dict[str, Any] = {"tools": [tool.as_openai() for tool in body.tools or ()]}
+    choice = body.tool_choice
+    if isinstance(choice, NamedFunction):
+        fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    elif choice is not None:
+        fields["tool_choice"] = choice
+    if body.parallel_tool_calls is not None:
+        fields["parallel_tool_calls"] = body.parallel_tool_calls
+    return fields | {"reasoning_effort": None if body.reasoning is None else body.reasoning.effort}

@@ -1,0 +1,283 @@
+"""Request bodies of the Responses API."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+from pydantic import BeforeValidator, Discriminator, Field, JsonValue, Tag, model_validator
+from pydantic_core import PydanticCustomError
+
+from paceline.config import StructuredOutputs
+from paceline.server import limits
+from paceline.server.protocol import (
+    LABELS,
+    ApiRequest,
+    Label,
+    Milliseconds,
+    Positive,
+    Strict,
+    Unsupported,
+    some,
+)
+
+_STORES = "this server stores no answers: send the whole conversation as input"
+_TEXT_ONLY = "this server reads text only"
+_HOSTED = "it runs on OpenAI's own service"
+
+
+def _refuser(kinds: Mapping[str, str], noun: str) -> BeforeValidator:
+    """A validator that refuses objects of known types by their name."""
+
+    def check(item: Any) -> Any:
+        kind = item.get("type") if isinstance(item, dict) else None
+        why = kinds.get(kind) if isinstance(kind, str) else None
+        if why is not None:
+            context = {"noun": noun, "kind": kind, "why": why}
+            raise PydanticCustomError("item", "{noun} of type {kind} are not supported: {why}", context)
+        return item
+
+    return BeforeValidator(check)
+
+
+class ItemText(Strict):
+    """A piece of a message's text."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: Annotated[list[JsonValue], Field(max_length=limits.MAX_CONTENT_PARTS)] | None = None
+    logprobs: Annotated[list[JsonValue], Field(max_length=limits.MAX_CONTENT_PARTS)] | None = None
+
+
+class RefusalPart(Strict):
+    """An answer of the assistant that was a refusal."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+_REFUSED_PARTS = dict.fromkeys(("input_image", "input_file", "input_audio"), _TEXT_ONLY)
+_Part: TypeAlias = Annotated[
+    Annotated[ItemText | RefusalPart, Field(discriminator="type")], _refuser(_REFUSED_PARTS, "parts")
+]
+Content: TypeAlias = str | Annotated[list[_Part], some(limits.MAX_CONTENT_PARTS)]
+
+
+def text_of(content: Content) -> str:
+    """The text of a message or of an output."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class _Item(Strict):
+    """id, status: of an item that an earlier answer had."""
+
+    id: Label | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class MessageItem(_Item):
+    """A message. phase: a label of the client's."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+    phase: Label | None = None
+
+
+class FunctionCallItem(_Item):
+    """A call that the assistant made."""
+
+    type: Literal["function_call"]
+    call_id: Label
+    name: Label
+    arguments: str
+
+
+class FunctionOutputItem(_Item):
+    """What a call returned."""
+
+    type: Literal["function_call_output"]
+    call_id: Label
+    output: Content
+
+
+class ReasoningText(Strict):
+    """A piece of thoughts, or of their summary."""
+
+    type: Literal["reasoning_text", "summary_text", "text"]
+    text: str
+
+
+class ReasoningItem(_Item):
+    """Thoughts of the assistant. encrypted_content: of the service that made them; it cannot be read here."""
+
+    type: Literal["reasoning"]
+    summary: Annotated[list[ReasoningText], some(limits.MAX_CONTENT_PARTS)] | None = None
+    content: Annotated[list[ReasoningText], some(limits.MAX_CONTENT_PARTS)] | None = None
+    encrypted_content: str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.content or self.summary or ())
+
+
+Item: TypeAlias = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
+
+
+def _kind(item: Any) -> str:
+    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", "message")
+    return kind if isinstance(kind, str) else "message"
+
+
+_REFUSED_ITEMS = {"item_reference": _STORES} | dict.fromkeys(
+    ("web_search_call", "file_search_call", "computer_call", "code_interpreter_call", "image_generation_call"), _HOSTED
+)
+_AnyItem: TypeAlias = Annotated[
+    Annotated[
+        Annotated[MessageItem, Tag("message")]
+        | Annotated[FunctionCallItem, Tag("function_call")]
+        | Annotated[FunctionOutputItem, Tag("function_call_output")]
+        | Annotated[ReasoningItem, Tag("reasoning")],
+        Discriminator(_kind),
+    ],
+    _refuser(_REFUSED_ITEMS, "items"),
+]
+
+
+class FunctionTool(Strict):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: Label
+    description: str | None = None
+    parameters: dict[str, JsonValue] | None = None
+    strict: bool | None = None
+
+    def as_openai(self) -> dict[str, Any]:
+        """The tool in the form of chats."""
+        parameters = self.parameters or {"type": "object", "properties": {}}
+        function = {"name": self.name, "description": self.description or "", "parameters": parameters}
+        return {"type": "function", "function": function | {"strict": bool(self.strict)}}
+
+
+def _functions(tools: Any) -> Any:
+    """Leave out tools that are no functions: agents offer those of OpenAI's service beside their own."""
+    if not isinstance(tools, list):
+        return tools
+    return [tool for tool in tools if not isinstance(tool, dict) or tool.get("type", "function") == "function"]
+
+
+class NamedFunction(Strict):
+    """The function that has to be called."""
+
+    type: Literal["function"]
+    name: Label
+
+
+class Reasoning(Strict):
+    """effort: how much the model thinks, for chat templates that know it. Summaries are not made."""
+
+    effort: Label | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class PlainText(Strict):
+    """Text without a required form."""
+
+    type: Literal["text"]
+
+
+class TextObject(Strict):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class TextSchema(Strict):
+    """JSON that follows a schema. name, description, strict: labels, as the schema always holds."""
+
+    type: Literal["json_schema"]
+    name: Label
+    schema_: Annotated[dict[str, JsonValue], Field(alias="schema")]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextOptions(Strict):
+    """The form of the answer's text."""
+
+    format: Annotated[PlainText | TextObject | TextSchema, Field(discriminator="type")] | None = None
+    verbosity: Label | None = None
+
+
+class ResponseStreamOptions(Strict):
+    """Only false: events are not padded here."""
+
+    include_obfuscation: Literal[False] | None = None
+
+
+class ResponsesRequest(ApiRequest):
+    """``POST /v1/responses``.
+
+    input: a text, or the items of the whole conversation. instructions: put in front of it. include: extra parts of
+    items; those that this server has nothing to put into stay out. seed, top_k, priority, timeout, deadline_ms,
+    num_speculative_tokens: as in completions.
+    """
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        "previous_response_id": Unsupported(_STORES),
+        "conversation": Unsupported(_STORES),
+        "background": Unsupported("an answer is given at once", (False,)),
+        "prompt": Unsupported(_STORES),
+        "truncation": Unsupported("prompts are never cut", ("disabled",)),
+        "max_tool_calls": Unsupported("this server calls no tools by itself"),
+        "top_logprobs": Unsupported("completions and chats have log-probabilities", (0,)),
+        "context_management": Unsupported("this server sends prompts as they are", ([],)),
+    }
+    labels: ClassVar[frozenset[str]] = LABELS | {"store", "service_tier", "client_metadata"}
+
+    model: Label | None = None
+    input: str | Annotated[list[_AnyItem], some(limits.MAX_MESSAGES)]
+    instructions: str | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    tools: Annotated[list[FunctionTool], some(limits.MAX_TOOLS), BeforeValidator(_functions)] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    reasoning: Reasoning | None = None
+    text: TextOptions | None = None
+    include: Annotated[list[Label], some(limits.MAX_STOP_STRINGS)] | None = None
+    user: Label | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    seed: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
+    num_speculative_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    priority: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    timeout: Positive | None = None
+    deadline_ms: Milliseconds | None = None
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> ResponsesRequest:
+        if self.stream_options is not None and not self.stream:
+            context = {"field": "stream_options"}
+            raise PydanticCustomError("not_a_stream", "stream_options needs stream = true", context)
+        return self
+
+    @property
+    def items(self) -> list[Item]:
+        return [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+
+    @property
+    def structure(self) -> StructuredOutputs | None:
+        """The required form of the answer's text. Raises ParameterError."""
+        wanted = None if self.text is None else self.text.format
+        if isinstance(wanted, TextSchema):
+            return StructuredOutputs(json=wanted.schema_)
+        return StructuredOutputs(json_object=True) if isinstance(wanted, TextObject) else None

@@ -1,0 +1,152 @@
+"""One answer of the assistant to a conversation, for the APIs that read it as events of a message."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from paceline.chat.options import ChatFields
+from paceline.chat.parser import OutputParser
+from paceline.chat.values import MessageEvent, ReasoningDelta, TextDelta, ToolCallArgumentsDelta
+from paceline.config import SamplingParams, StructuredOutputs
+from paceline.engine.chat import ChatPrompt
+from paceline.engine.engine import Request
+from paceline.server import errors
+from paceline.server.context import Context, RequestOptions
+from paceline.server.delta import Delta
+from paceline.server.generation import Generation
+from paceline.server.structures import AnswerForm
+
+
+class TurnBody(Protocol):
+    """Fields of a body that decide how its answer is sampled and served. None stands for the default."""
+
+    stream: bool | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    seed: int | None
+    num_speculative_tokens: int | None
+    priority: int | None
+    timeout: float | None
+    deadline_ms: float | None
+
+    @property
+    def model(self) -> str | None: ...
+
+
+_Growing = TextDelta | ReasoningDelta | ToolCallArgumentsDelta
+_SAMPLED = ("temperature", "top_p", "top_k", "seed", "num_speculative_tokens")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What an answer is asked for. messages: in OpenAI's form. structure: form of the answer's text.
+
+    max_tokens: None for what the prompt leaves of the model's context length.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    fields: ChatFields
+    max_tokens: int | None
+    stop: Sequence[str] = ()
+    structure: StructuredOutputs | None = None
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A validated request for one answer, ready for the engine."""
+
+    context: Context
+    prompt: ChatPrompt
+    request: Request
+    options: RequestOptions
+    form: AnswerForm
+
+    @classmethod
+    async def prepare(cls, context: Context, body: TurnBody, conversation: Conversation, client: str) -> Turn:
+        """Validate and tokenize a conversation. Raises ApiError."""
+        context.check_answers(1)
+        options = RequestOptions(client, body.priority or 0, time.monotonic(), body.timeout, bool(body.stream))
+        prompt = await prompt_of(context, conversation.messages, conversation.fields)
+        rest = max(1, context.llm.engine.max_model_len - len(prompt.token_ids))
+        params = context.for_model(body.model, await context.in_thread(_params, body, conversation, rest))
+        (request,) = await context.requests([prompt.token_ids], params, options)
+        request = context.llm.of_chat(request, prompt)
+        return cls(context, prompt, request, options, AnswerForm(conversation.structure, prompt))
+
+    def generate(self) -> AbstractAsyncContextManager[Generation]:
+        """Submit the request to the engine. Raises ApiError."""
+        return self.context.generate([self.request], self.options, form=self.form)
+
+    def reader(self) -> AnswerReader:
+        """Return a reader of the answer."""
+        return AnswerReader(self.prompt.parser())
+
+
+async def prompt_of(context: Context, messages: Sequence[Mapping[str, Any]], fields: ChatFields) -> ChatPrompt:
+    """Render a conversation. Raises ApiError.
+
+    Effort and budget of thoughts are hints here: agents send them to every model, whether or not it thinks.
+    """
+    try:
+        prompt = await context.chat_prompt(messages, fields)
+    except errors.ApiError as error:
+        if error.param != "reasoning_effort":
+            raise
+        prompt = await context.chat_prompt(messages, {**fields, "reasoning_effort": None})
+    if prompt.format.thinking is None:
+        return replace(prompt, options=replace(prompt.options, max_thinking_tokens=None))
+    return prompt
+
+
+def _params(body: TurnBody, conversation: Conversation, rest: int) -> SamplingParams:
+    """Return the sampling parameters, checked together with the structure. Raises ParameterError."""
+    given = {name: value for name in _SAMPLED if (value := getattr(body, name)) is not None}
+    budget = None if body.deadline_ms is None else body.deadline_ms / 1000
+    max_tokens = rest if conversation.max_tokens is None else conversation.max_tokens
+    stop = [text for text in conversation.stop if text]
+    params = SamplingParams.from_mapping(given | {"max_tokens": max_tokens, "time_budget": budget, "stop": stop})
+    replace(params, structured_outputs=conversation.structure)
+    return params
+
+
+def merged(events: Sequence[MessageEvent]) -> list[MessageEvent]:
+    """Join consecutive pieces of the same text, thoughts or arguments."""
+    found: list[MessageEvent] = []
+    for event in events:
+        last = found[-1] if found else None
+        if isinstance(last, _Growing) and isinstance(event, type(last)) and event == replace(last, text=event.text):
+            found[-1] = replace(last, text=last.text + event.text)
+        else:
+            found.append(event)
+    return found
+
+
+class AnswerReader:
+    """Splits one answer into events, and counts the tokens of its thoughts."""
+
+    def __init__(self, parser: OutputParser) -> None:
+        self._parser = parser
+        self._tokens = 0
+        self._thinks = True  # no event but thoughts so far
+        self.reasoning_tokens = 0
+
+    def feed(self, delta: Delta) -> list[MessageEvent]:
+        """Take more of the answer; at its end return the remaining events, too."""
+        events = [event for piece in delta.pieces for event in self._feed(piece)]
+        return merged(events if delta.ended is None else [*events, *self._counted(self._parser.finish())])
+
+    def _feed(self, piece: str) -> list[MessageEvent]:
+        self._tokens += 1
+        return self._counted(self._parser.feed(piece))
+
+    def _counted(self, events: list[MessageEvent]) -> list[MessageEvent]:
+        for event in events:
+            self._thinks = self._thinks and isinstance(event, ReasoningDelta)
+            if self._thinks:
+                self.reasoning_tokens = self._tokens
+        return events

@@ -1,0 +1,308 @@
+"""Constraints of answers with several parts: thoughts first, then text in which a grammar may begin.
+
+The part that a token belongs to is a function of the tokens before it. So draft tokens are treated as the answer's own
+tokens are, and an answer is the same with and without speculation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.errors import StructureError
+from paceline.structured.cursor import GrammarCursor
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """The block of thoughts in front of an answer.
+
+    begin, end: its markers. begin_token: the token that is ``begin``; None if it takes several. inside: whether the
+    prompt has begun the block. budget: maximum tokens of thoughts; None for no limit. closing: tokens that end the
+    block when the budget is used up.
+    """
+
+    begin: bytes
+    end: bytes
+    begin_token: int | None
+    inside: bool
+    budget: int | None = None
+    closing: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Trigger:
+    """Text after which a grammar begins in an otherwise free answer.
+
+    at_start: whether it counts only at the beginning. repeats: whether free text follows the grammar.
+    """
+
+    text: bytes
+    at_start: bool = False
+    repeats: bool = True
+
+
+@dataclass(frozen=True)
+class AnswerRules:
+    """What an answer must look like.
+
+    thinking: the thoughts before it; None if there are none. start: makes a cursor at the grammar's beginning; None if
+    there is no grammar. trigger: None if the answer is the grammar from its beginning. ends: tokens that end an answer.
+    newlines: tokens of which one may come between thoughts and grammar. bytes_of: what a token adds to the text, with
+    the names of special tokens.
+    """
+
+    thinking: Thinking | None
+    start: Callable[[], GrammarCursor] | None
+    trigger: Trigger | None
+    ends: Collection[int]
+    newlines: Collection[int]
+    bytes_of: Callable[[int], bytes]
+
+
+class Phase(Protocol):
+    """The part of an answer that the next token belongs to. Phases are values: ``after`` returns the next one."""
+
+    def allowed(self, vocabulary: int) -> np.ndarray | None:
+        """Which tokens may come, bool [V]; None for all. Raises StructureError if the grammar cannot be followed."""
+        ...
+
+    def after(self, token: int) -> Phase:
+        """The phase after a token. Raises StructureError if the token may not come."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Text:
+    """Free text. tail: its last bytes, with which the trigger may begin; None if no trigger can come any more."""
+
+    rules: AnswerRules
+    tail: bytes | None = b""
+
+    def allowed(self, vocabulary: int) -> np.ndarray | None:
+        return None
+
+    def after(self, token: int) -> Phase:
+        return self if self.tail is None else self.after_bytes(self.rules.bytes_of(token))
+
+    def after_bytes(self, data: bytes) -> Phase:
+        trigger = self.rules.trigger
+        if trigger is None or self.tail is None:
+            return replace(self, tail=None)
+        text = self.tail + data
+        if trigger.at_start:
+            text = text.lstrip()
+            begins = text.startswith(trigger.text) or trigger.text.startswith(text)
+            if not begins:
+                return replace(self, tail=None)
+        place = text.find(trigger.text)
+        if place >= 0:
+            return self._triggered(text[place + len(trigger.text) :])
+        return replace(self, tail=text if trigger.at_start else text[max(0, len(text) - len(trigger.text) + 1) :])
+
+    def _triggered(self, data: bytes) -> Phase:
+        """The phase after the trigger and the bytes that its last token has behind it."""
+        try:
+            return _Grammar(self.rules, _start(self.rules).after_bytes(data))
+        except StructureError:  # the token is not of the grammar's making: text goes on, and may trigger again
+            return replace(self, tail=b"")
+
+
+@dataclass(frozen=True)
+class _Grammar:
+    """Text of the grammar."""
+
+    rules: AnswerRules
+    cursor: GrammarCursor
+
+    def allowed(self, vocabulary: int) -> np.ndarray | None:
+        return self.cursor.allowed(vocabulary)
+
+    def after(self, token: int) -> Phase:
+        cursor = self.cursor.after(token)
+        if cursor.ended and self.rules.trigger is not None and self.rules.trigger.repeats:
+            return _Text(self.rules)
+        return replace(self, cursor=cursor)
+
+
+@dataclass(frozen=True)
+class _Gate:
+    """The beginning of the grammar, where other tokens may come as well. others: the phases after them."""
+
+    grammar: _Grammar
+    others: Mapping[int, Phase]
+
+    def allowed(self, vocabulary: int) -> np.ndarray | None:
+        found = self.grammar.cursor.allowed(vocabulary)
+        found[list(self.others)] = True
+        return found
+
+    def after(self, token: int) -> Phase:
+        return self.others[token] if token in self.others else self.grammar.after(token)
+
+
+@dataclass(frozen=True)
+class _BeforeThoughts:
+    """The beginning of an answer that may begin with thoughts. text: the answer so far."""
+
+    rules: AnswerRules
+    thinking: Thinking
+    text: bytes = b""
+
+    def allowed(self, vocabulary: int) -> np.ndarray | None:
+        return None
+
+    def after(self, token: int) -> Phase:
+        text = (self.text + self.rules.bytes_of(token)).lstrip()
+        if text.startswith(self.thinking.begin):
+            return _Thoughts(self.rules, self.thinking)
+        if self.thinking.begin.startswith(text):
+            return replace(self, text=text)
+        return _Text(self.rules).after_bytes(text)
+
+
+@dataclass(frozen=True)
+class _Thoughts:
+    """Thoughts. used: their tokens so far. tail: their last bytes, with which the end marker may begin."""
+
+    rules: AnswerRules
+    thinking: Thinking
+    used: int = 0
+    tail: bytes = b""
+
+    @property
+    def _over(self) -> bool:
+        return self.thinking.budget is not None and self.used >= self.thinking.budget
+
+    def allowed(self, vocabulary: int) -> np.ndarray | None:
+        return _only(self.thinking.closing[0], vocabulary) if self._over else None
+
+    def after(self, token: int) -> Phase:
+        if self._over:
+            return _Closing(self.rules, self.thinking.closing).after(token)
+        text, end = self.tail + self.rules.bytes_of(token), self.thinking.end
+        place = text.find(end)
+        if place >= 0:
+            return _behind_thoughts(self.rules, text[place + len(end) :])
+        return replace(self, used=self.used + 1, tail=text[max(0, len(text) - len(end) + 1) :])
+
+
+@dataclass(frozen=True)
+class _Closing:
+    """The end of thoughts whose budget is used up. tokens: what has to come."""
+
+    rules: AnswerRules
+    tokens: tuple[int, ...]
+
+    def allowed(self, vocabulary: int) -> np.ndarray | None:
+        return _only(self.tokens[0], vocabulary)
+
+    def after(self, token: int) -> Phase:
+        if token != self.tokens[0]:
+            raise StructureError("the thoughts have to end here")
+        rest = self.tokens[1:]
+        return replace(self, tokens=rest) if rest else _behind_thoughts(self.rules, b"\n")
+
+
+def _only(token: int, vocabulary: int) -> np.ndarray:
+    found = np.zeros(vocabulary, dtype=bool)
+    found[token] = True
+    return found
+
+
+def _start(rules: AnswerRules) -> GrammarCursor:
+    assert rules.start is not None
+    return rules.start()
+
+
+def _behind_thoughts(rules: AnswerRules, data: bytes) -> Phase:
+    """The phase after the end marker and the bytes that its last token has behind it."""
+    if rules.start is None or rules.trigger is not None:
+        return _Text(rules).after_bytes(data)
+    grammar = _Grammar(rules, _start(rules).after_bytes(data.lstrip(b"\n")))
+    return grammar if data else _Gate(grammar, dict.fromkeys(rules.newlines, grammar))
+
+
+def _first_phase(rules: AnswerRules) -> Phase:
+    thinking = rules.thinking
+    if thinking is not None and thinking.inside:
+        return _Thoughts(rules, thinking)
+    if rules.start is not None and rules.trigger is None:
+        grammar = _Grammar(rules, _start(rules))
+        if thinking is None or thinking.begin_token is None:
+            return grammar
+        return _Gate(grammar, {thinking.begin_token: _Thoughts(rules, thinking)})
+    return _Text(rules) if thinking is None else _BeforeThoughts(rules, thinking)
+
+
+class PhasedConstraint:
+    """The state of one answer that follows rules. See ``Constraint``."""
+
+    def __init__(self, rules: AnswerRules) -> None:
+        self._ends = rules.ends
+        self._phase = _first_phase(rules)
+        self._faults: dict[tuple[int, ...], StructureError] = {}  # errors by the draft tokens after which they occur
+
+    def ask(self, draft_tokens: Sequence[int], first: int, places: int) -> PhasedQuery:
+        """See ``Constraint``."""
+        return PhasedQuery(self, draft_tokens, first, places)
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """See ``Constraint``."""
+        for place, token in enumerate(tokens):
+            if fault := self._faults.get(tuple(tokens[:place])):
+                raise fault
+            if token in self._ends:
+                break
+            self._phase = self._phase.after(token)
+        self._faults.clear()
+
+    def mask(self, draft: Sequence[int], first: int, logits: Tensor) -> None:
+        """Forbid tokens in logits [places, V], in place; row j follows the first ``first + j`` draft tokens.
+
+        Rows behind a draft token that is not allowed, or that ends the answer, stay as they are.
+        """
+        phase = self._phase
+        for depth in range(first + len(logits)):
+            if depth >= first and not self._mask(phase, draft[:depth], logits[depth - first]):
+                return
+            if depth == len(draft) or draft[depth] in self._ends:
+                return
+            try:
+                phase = phase.after(draft[depth])
+            except StructureError:
+                return
+
+    def _mask(self, phase: Phase, draft: Sequence[int], logits: Tensor) -> bool:
+        """Forbid tokens in logits [V]. Returns False if llguidance fails, which counts only if the answer gets here."""
+        try:
+            allowed = phase.allowed(len(logits))
+        except StructureError as error:
+            self._faults[tuple(draft)] = error
+            return False
+        if allowed is not None:
+            logits.masked_fill_(torch.from_numpy(~allowed).to(logits.device), -math.inf)
+        return True
+
+
+@dataclass(frozen=True)
+class PhasedQuery:
+    """The mask query of one row in one round. See ``rows.MaskQuery``."""
+
+    constraint: PhasedConstraint
+    draft: Sequence[int]
+    first: int
+    places: int
+
+    def send(self) -> None:
+        """See ``rows.MaskQuery``."""
+
+    def mask(self, logits: Tensor) -> None:
+        """See ``rows.MaskQuery``."""
+        self.constraint.mask(self.draft, self.first, logits)

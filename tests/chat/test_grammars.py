@@ -1,0 +1,118 @@
+"""Grammars of calls: whatever they allow, the family's parser reads as calls that follow their schemas."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from tokenizers import AddedToken
+
+from paceline.chat.families import FORMATS, ChatFormat
+from paceline.chat.values import AssistantMessage, ToolDefinition, message_of
+from paceline.config import StructuredOutputs
+from paceline.config.limits import ToolParserName
+from paceline.models.tokenizer import Tokenizer
+from paceline.structured.cursor import GrammarCursor
+from paceline.structured.grammars import Grammar, Grammars
+from server_support import byte_tokenizer
+
+pytest.importorskip("llguidance", reason="structured outputs need the extra 'structured'")
+
+NUMBERS = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "integer", "minimum": 0, "maximum": 9},
+        "kind": {"enum": ["x y", 'q"u', "é"]},
+        "on": {"type": "boolean"},
+    },
+    "required": ["a", "kind", "on"],
+    "additionalProperties": False,
+}
+TOOLS = [ToolDefinition("set.it", parameters=NUMBERS), ToolDefinition("ping")]
+WALKS = 12
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    made = byte_tokenizer()
+    names = sorted({name for form in FORMATS.values() for name in form.special})
+    made.add_special_tokens({"additional_special_tokens": [AddedToken(name, special=True) for name in names]})
+    return Tokenizer.load(made)
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Tokenizer) -> Grammars:
+    return Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)
+
+
+def walks(grammar: Grammar, tokenizer: Tokenizer) -> Iterator[str]:
+    """Texts of random tokens that the grammar allows. White space is rare, so that they stay short."""
+    chance = random.Random(3)
+    blank = set(tokenizer.encode(" \n\r\t"))
+    for _ in range(WALKS):
+        cursor, tokens = GrammarCursor.at_start(grammar), []
+        while not cursor.ended and len(tokens) < 600:
+            allowed = set(cursor.allowed(tokenizer.vocab_size).nonzero()[0].tolist())
+            if allowed & grammar.ends and (chance.random() < 0.5 or allowed <= grammar.ends):
+                break
+            choice = chance.choice(sorted((allowed - grammar.ends - blank) or (allowed - grammar.ends)))
+            tokens.append(choice)
+            cursor = cursor.after(choice)
+        yield tokenizer.spell(tokens)
+
+
+def read(kind: str, text: str) -> AssistantMessage:
+    parser = ChatFormat(None, FORMATS[kind]).parser(TOOLS)
+    return message_of([*parser.feed(text), *parser.finish()])
+
+
+def check(message: AssistantMessage) -> None:
+    assert message.tool_calls
+    assert message.text == ""
+    for call in message.tool_calls:
+        arguments = json.loads(call.arguments)
+        if call.name == "ping":
+            assert arguments == {}
+        else:
+            assert call.name == "set.it"
+            assert arguments["a"] in range(10)
+            assert arguments["kind"] in NUMBERS["properties"]["kind"]["enum"]  # type: ignore[index]
+            assert isinstance(arguments["on"], bool)
+
+
+@pytest.mark.parametrize("kind", ["qwen_xml", "gemma", "hermes"])
+def test_a_tool_without_a_schema_may_get_any_arguments(kind: str, grammars: Grammars, tokenizer: Tokenizer) -> None:
+    syntax, tool = FORMATS[kind].syntax, ToolDefinition("ping", parameters={"type": "object"})
+    grammar = grammars.grammar(StructuredOutputs(grammar=syntax.forced([tool], one_call=True)))
+    written = {
+        "qwen_xml": "<tool_call>\n<function=ping>\n<parameter=a>\nb\n</parameter>\n</function>\n</tool_call>",
+        "gemma": '<|tool_call>call:ping{a:<|"|>b<|"|>}<tool_call|>',
+        "hermes": '<tool_call>\n{"name": "ping", "arguments": {"a": "b"}}\n</tool_call>',
+    }[kind]
+    assert GrammarCursor.at_start(grammar).after_all(tokenizer.encode(written)).ended
+    (call,) = read(kind, written).tool_calls
+    assert json.loads(call.arguments) == {"a": "b"}
+
+
+def test_every_format_has_its_name_in_the_configuration() -> None:
+    assert set(FORMATS) == set(ToolParserName.__args__)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("kind", "one_call"), [*((kind, False) for kind in FORMATS), ("hermes", True), ("llama3", True)]
+)
+def test_what_a_grammar_allows_is_read_as_calls(
+    kind: str, one_call: bool, grammars: Grammars, tokenizer: Tokenizer
+) -> None:
+    syntax = replace(FORMATS[kind].syntax, before="")  # random thoughts would not end
+    counts = set()
+    for text in walks(grammars.grammar(StructuredOutputs(grammar=syntax.forced(TOOLS, one_call))), tokenizer):
+        message = read(kind, text)
+        check(message)
+        counts.add(len(message.tool_calls))
+    assert counts == {1} if one_call or syntax.single else len(counts) > 1
+    for text in walks(grammars.grammar(StructuredOutputs(grammar=syntax.triggered(TOOLS, one_call))), tokenizer):
+        check(read(kind, syntax.begin + text))

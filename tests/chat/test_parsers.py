@@ -1,0 +1,228 @@
+"""Parsers of recorded answers: the same message wherever an answer is cut, and text where it is no call."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from paceline.chat.families import parser_for
+from paceline.chat.values import AssistantMessage, ToolDefinition, message_of
+
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "array"}, "n": {"type": "integer"}},
+}
+TOOLS = [ToolDefinition("get_weather", parameters=WEATHER), ToolDefinition("add")]
+TEMPLATES = {
+    "hermes": "<tool_call>",
+    "thinking": "<think></think><tool_call>",
+    "json": "",
+    "qwen_xml": "<tool_call><function=",
+    "mistral": "[TOOL_CALLS] [ARGS] [THINK] [/THINK]",
+    "gemma": "<|tool_call> <|channel>thought\n <channel|>",
+    "function_gemma": "<start_function_call>",
+    "harmony": "<|channel|>analysis<|message|>",
+    "llama3": "<|python_tag|>",
+}
+
+
+def parsed(kind: str, text: str, cuts: tuple[int, ...] = (), inside: bool = False) -> AssistantMessage:
+    parser = parser_for(TEMPLATES[kind], "json" if kind == "json" else None, TOOLS, inside)
+    events = []
+    for start, end in zip((0, *cuts), (*cuts, len(text)), strict=True):
+        events += parser.feed(text[start:end])
+    return message_of([*events, *parser.finish()])
+
+
+def shape(message: AssistantMessage) -> tuple[object, ...]:
+    calls = [(call.name, call.arguments, call.complete) for call in message.tool_calls]
+    return message.reasoning, message.text, calls
+
+
+RECORDED = [
+    (
+        "hermes",
+        'Look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo", "days": [1, 2]}}\n</tool_call>',
+        (None, "Look.", [("get_weather", '{"city": "Oslo", "days": [1, 2]}', True)]),
+    ),
+    (
+        "hermes",
+        (
+            '<tool_call>\n{"arguments": {"a": "</tool_call>\\"{"}, "name": "add"}\n</tool_call>\n<tool_call>\n'
+            '{"name": "add", "arguments": {}}\n</tool_call>'
+        ),
+        (None, "", [("add", '{"a": "</tool_call>\\"{"}', True), ("add", "{}", True)]),
+    ),
+    (
+        "thinking",
+        '<think>\nhm <tool_call>\n\n</think>\n\nText \n<tool_call>\n{"name": "add", "arguments": {"x": 1.5e3}}\n',
+        ("hm <tool_call>", "Text", [("add", '{"x": 1.5e3}', True)]),
+    ),
+    ("thinking", "  no thoughts <think>x</think>\n", (None, "  no thoughts <think>x</think>\n", [])),
+    ("thinking", "<think>\nnever closed <", ("never closed <", "", [])),
+    ("json", '{"name": "add", "arguments": {"a": 1}}', (None, "", [("add", '{"a": 1}', True)])),
+    (
+        "json",
+        '```json\n[{"name": "add", "parameters": {}},\n {"name": "add", "arguments": {"b": null}}]\n```',
+        (None, "", [("add", "{}", True), ("add", '{"b": null}', True)]),
+    ),
+    ("hermes", '{"name": "add", "arguments": {"a": 2}}', (None, "", [("add", '{"a": 2}', True)])),
+    ("json", '{"name": "other", "arguments": {}}', (None, '{"name": "other", "arguments": {}}', [])),
+    ("json", '{"answer": 42}', (None, '{"answer": 42}', [])),
+    ("hermes", "<tool_call>\nnot json</tool_call> x", (None, "<tool_call>\nnot json</tool_call> x", [])),
+    ("hermes", '<tool_call>{"name": "add", "argum', (None, '<tool_call>{"name": "add", "argum', [])),
+    (
+        "hermes",
+        '<tool_call>{"name": "add", "arguments": {"a": [1, {"b": "x',
+        (None, "", [("add", '{"a": [1, {"b": "x', False)]),
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "add", "arguments": {"a": <b>}}</tool_call>',
+        (None, "<b>}}</tool_call>", [("add", '{"a": ', False)]),
+    ),
+]
+
+
+RECORDED += [
+    (
+        "qwen_xml",
+        (
+            'I look.\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n"N"\n</parameter>\n'
+            "<parameter=days>\n[1, 2]\n</parameter>\n<parameter=n>\nmany\n</parameter>\n</function>\n</tool_call>\n"
+            "<tool_call>\n<function=add>\n</function>\n</tool_call>"
+        ),
+        (
+            None,
+            "I look.",
+            [("get_weather", '{"city": "Oslo\\n\\"N\\"", "days": [1, 2], "n": "many"}', True), ("add", "{}", True)],
+        ),
+    ),
+    (
+        "qwen_xml",
+        "<function=add><parameter=a>1</parameter></function> ok",
+        (None, "ok", [("add", '{"a": "1"}', True)]),
+    ),
+    ("qwen_xml", "<tool_call>\n<function=add", (None, "<tool_call>\n<function=add", [])),
+    ("qwen_xml", "<tool_call><function=a b>", (None, "<tool_call><function=a b>", [])),
+    ("qwen_xml", "<function=add>\nstray", (None, "stray", [("add", "{}", False)])),
+    ("qwen_xml", "<function=add><parameter=a>\n12\n", (None, "", [("add", '{"a": "12', False)])),
+    (
+        "mistral",
+        '[THINK]so[/THINK]Ok.[TOOL_CALLS]add[ARGS]{"a": "[TOOL_CALLS]"}[TOOL_CALLS]get_weather[CALL_ID]abc[ARGS]{}',
+        ("so", "Ok.", [("add", '{"a": "[TOOL_CALLS]"}', True), ("get_weather", "{}", True)]),
+    ),
+    (
+        "mistral",
+        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}, {"name": "add", "arguments": {}}]',
+        (None, "", [("add", '{"a": 1}', True), ("add", "{}", True)]),
+    ),
+    ("mistral", "[TOOL_CALLS]not a call", (None, "[TOOL_CALLS]not a call", [])),
+    ("mistral", "[TOOL_CALLS] [1]", (None, "[TOOL_CALLS] [1]", [])),
+    ("mistral", '[TOOL_CALLS]add[ARGS]{"a": "', (None, "", [("add", '{"a": "', False)])),
+    (
+        "gemma",
+        (
+            '<|channel>thought\nhm\n<channel|>Sure.<|tool_call>call:get_weather{city:<|"|>O{s}"lo<|"|>,days:[1,{k:true}],n:-2.5}'
+            "<tool_call|><|tool_call>call:add{}<tool_call|>"
+        ),
+        (
+            "hm",
+            "Sure.",
+            [("get_weather", '{"city":"O{s}\\"lo","days":[1,{"k":true}],"n":-2.5}', True), ("add", "{}", True)],
+        ),
+    ),
+    ("gemma", '<|tool_call>call:add{"a":"b",c:word', (None, "", [("add", '{"a":"b","c":"word"', False)])),
+    ("gemma", "<|tool_call>call add{}", (None, "<|tool_call>call add{}", [])),
+    ("gemma", "<|tool_call>call:add{a:<x>}", (None, "<x>}", [("add", '{"a":', False)])),
+    (
+        "function_gemma",
+        "<start_function_call>call:add{a:<escape>x<escape>}<end_function_call>",
+        (None, "", [("add", '{"a":"x"}', True)]),
+    ),
+    (
+        "harmony",
+        (
+            "<|channel|>analysis<|message|>Think.<|end|><|start|>assistant<|channel|>commentary<|message|>"
+            "Let me.<|end|>"
+            '<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}'
+        ),
+        ("Think.", "Let me.", [("add", '{"a": 1}', True)]),
+    ),
+    (
+        "harmony",
+        '<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{"a": <|call|>',
+        (None, "", [("add", '{"a": ', True)]),
+    ),
+    ("harmony", "<|channel|>final<|message|>Hello <|x|>", (None, "Hello <|x|>", [])),
+    ("harmony", "Plain text <|chan", (None, "Plain text <|chan", [])),
+    ("harmony", "<|channel|>final", (None, "<|channel|>final", [])),
+    (
+        "harmony",
+        '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": ',
+        (None, "", [("add", '{"a": ', False)]),
+    ),
+    (
+        "llama3",
+        '<|python_tag|>{"name": "add", "parameters": {"a": "1"}}; {"name": "add", "parameters": {}}',
+        (None, "", [("add", '{"a": "1"}', True), ("add", "{}", True)]),
+    ),
+    ("llama3", "<|python_tag|>print(1)", (None, "<|python_tag|>print(1)", [])),
+    ("llama3", '{"name": "add", "parameters": {"a": 1}} done', (None, "done", [("add", '{"a": 1}', True)])),
+]
+
+
+@pytest.mark.parametrize(("kind", "text", "expected"), RECORDED)
+def test_an_answer_is_read_the_same_wherever_it_is_cut(kind: str, text: str, expected: tuple[object, ...]) -> None:
+    assert shape(parsed(kind, text)) == expected
+    for cut in range(len(text) + 1):
+        assert shape(parsed(kind, text, (cut,))) == expected, cut
+    assert shape(parsed(kind, text, tuple(range(1, len(text))))) == expected
+
+
+def test_thoughts_that_the_prompt_begins() -> None:
+    assert shape(parsed("thinking", "so\n</think>\n\nYes.", inside=True)) == ("so", "Yes.", [])
+
+
+def test_ten_thousand_calls_take_linear_time() -> None:
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n'
+    message = parsed("hermes", call * 10_000)
+    assert len(message.tool_calls) == 10_000
+    assert {json.loads(call.arguments)["a"] for call in message.tool_calls} == {1}
+    assert len({call.id for call in message.tool_calls}) == 10_000
+
+
+FRAGMENTS = [
+    *("<tool_call>", "</tool_call>", "<function=add>", "<parameter=a>", "</parameter>", "</function>", "<think>"),
+    *("</think>", "[TOOL_CALLS]", "[ARGS]", "add", '{"name": "add", "arguments": ', '{"a": "', '"}', "}", "{}", "["),
+    *("]", ", ", "\n", '\\"', "<|tool_call>", "call:add{a:", '<|"|>', "}<tool_call|>", "<|python_tag|>", "<|call|>"),
+    *("<|start|>assistant", "<"),
+]
+
+
+def fragments(chance: random.Random) -> tuple[str, list[str]]:
+    """An answer of random fragments, and the words in it that no syntax contains."""
+    pieces, words = [], []
+    for n in range(chance.randrange(1, 14)):
+        pieces.append(chance.choice(FRAGMENTS))
+        if chance.random() < 0.4:
+            words.append(f"w{n}w")
+            pieces.append(words[-1])
+    return "".join(pieces), words
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_no_answer_is_lost_or_breaks_a_parser(kind: str) -> None:
+    chance = random.Random(11)
+    for _ in range(400):
+        text, words = fragments(chance)
+        expected = shape(parsed(kind, text))
+        cuts = tuple(sorted(chance.sample(range(len(text) + 1), min(len(text), 5))))
+        assert shape(parsed(kind, text, cuts)) == expected, text
+        read = parsed(kind, text)
+        found = "".join(
+            [read.reasoning or "", read.text, *(f"{call.name}{call.arguments}" for call in read.tool_calls)]
+        )
+        assert [word for word in words if word not in found] == [], text

@@ -1,0 +1,151 @@
+"""GGUF files for tests: encoders of types that the gguf package cannot write, and copies of files in other types.
+
+``python gguf_support.py SOURCE TARGET TYPE`` writes a copy with all matrices in a type, or in the mixture "Q4_K_M".
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+Floats = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
+KindOf = Callable[[str], GGMLQuantizationType]
+
+
+def encode(values: Floats, kind: GGMLQuantizationType) -> npt.NDArray[Any]:
+    """Encode numbers [rows, width] in a type."""
+    own = {GGMLQuantizationType.Q4_K: _q4_k, GGMLQuantizationType.Q6_K: _q6_k}.get(kind)
+    if own is None:
+        return gguf.quantize(np.ascontiguousarray(values, np.float32), kind)
+    return own(values.reshape(-1, 256).astype(np.float32)).reshape(len(values), -1)
+
+
+def random_blocks(kind: GGMLQuantizationType, rows: int, blocks: int, seed: int = 0) -> Bytes:
+    """Return random bytes [rows, bytes] of a type whose numbers are all finite.
+
+    Random bytes have infinite scales now and then, so blocks with them are replaced by another block.
+    """
+    size = GGML_QUANT_SIZES[kind][1]
+    made = np.random.default_rng(seed).integers(0, 256, (8 * rows * blocks, size), np.uint8)
+    with np.errstate(all="ignore"):
+        numbers = gguf.dequantize(made, kind)
+        good = made[np.isfinite(numbers).all(axis=1) & (np.abs(numbers).max(axis=1) < 1e3)]
+    assert len(good) >= rows * blocks
+    return good[: rows * blocks].reshape(rows, blocks * size)
+
+
+def _halves(numbers: Floats) -> Bytes:
+    return np.ascontiguousarray(numbers.astype(np.float16)).view(np.uint8).reshape(len(numbers), 2)
+
+
+def _divided(numbers: Floats, by: Floats) -> Floats:
+    return np.divide(numbers, by, out=np.zeros_like(numbers), where=by != 0)
+
+
+def _q4_k(blocks: Floats) -> Bytes:
+    """Values [N, 256] -> Q4_K: the best of several scales for each group of 32, its minimum at most 0."""
+    groups = blocks.reshape(-1, 8, 32)
+    low = np.minimum(groups.min(axis=2), 0)
+    scale = _best_scale(groups, low)
+    step = (scale.max(axis=1) / 63).astype(np.float16).astype(np.float32)
+    least = ((-low).max(axis=1) / 63).astype(np.float16).astype(np.float32)
+    scales = _divided(scale, np.broadcast_to(step[:, None], scale.shape)).round().clip(0, 63).astype(np.uint8)
+    minima = _divided(-low, np.broadcast_to(least[:, None], low.shape)).round().clip(0, 63).astype(np.uint8)
+    width, bottom = (step[:, None] * scales)[:, :, None], (least[:, None] * minima)[:, :, None]
+    codes = _divided(groups + bottom, np.broadcast_to(width, groups.shape)).round().clip(0, 15).astype(np.uint8)
+    pairs = codes.reshape(-1, 4, 2, 32)
+    packed = (pairs[:, :, 0] | (pairs[:, :, 1] << 4)).reshape(-1, 128)
+    return np.concatenate([_halves(step), _halves(least), _six_bits(scales, minima), packed], axis=1)
+
+
+def _best_scale(groups: Floats, low: Floats) -> Floats:
+    span = groups.max(axis=2) - low
+    best, chosen = np.full(span.shape, np.inf, np.float32), span / 15
+    for steps in np.arange(13.0, 17.0, 0.25, dtype=np.float32):
+        scale = (span / steps)[:, :, None]
+        shifted = groups - low[:, :, None]
+        codes = _divided(shifted, np.broadcast_to(scale, groups.shape)).round().clip(0, 15)
+        error = ((codes * scale - shifted) ** 2).sum(axis=2)
+        best, chosen = np.where(error < best, error, best), np.where(error < best, scale[:, :, 0], chosen)
+    return chosen
+
+
+def _six_bits(scales: Bytes, minima: Bytes) -> Bytes:
+    low = (scales[:, :4] & 63) | (scales[:, 4:] >> 4 << 6)
+    middle = (minima[:, :4] & 63) | (minima[:, 4:] >> 4 << 6)
+    high = (scales[:, 4:] & 15) | ((minima[:, 4:] & 15) << 4)
+    return np.concatenate([low, middle, high], axis=1)
+
+
+def _q6_k(blocks: Floats) -> Bytes:
+    """Values [N, 256] -> Q6_K: a signed 8-bit scale for each group of 16."""
+    groups = blocks.reshape(-1, 16, 16)
+    at = np.abs(groups).argmax(axis=2)[:, :, None]
+    scale = np.take_along_axis(groups, at, axis=2)[:, :, 0] / -32
+    step = (np.abs(scale).max(axis=1) / 127).astype(np.float16).astype(np.float32)
+    scales = _divided(scale, np.broadcast_to(step[:, None], scale.shape)).round().clip(-127, 127).astype(np.int8)
+    width = (step[:, None] * scales.astype(np.float32))[:, :, None]
+    codes = (_divided(groups, np.broadcast_to(width, groups.shape)).round().clip(-32, 31) + 32).astype(np.uint8)
+    quarters = codes.reshape(-1, 2, 4, 32)  # values 0..31, 32..63, 64..95, 96..127 of each half
+    low = np.concatenate([(quarters[:, :, n] & 15) | ((quarters[:, :, n + 2] & 15) << 4) for n in (0, 1)], axis=2)
+    high = sum((quarters[:, :, n] >> 4) << (2 * n) for n in range(4))
+    flat = [low.reshape(-1, 128), np.asarray(high, np.uint8).reshape(-1, 64), scales.view(np.uint8)]
+    return np.concatenate([*flat, _halves(step)], axis=1)
+
+
+def copy(source: Path, target: Path, kind_of: KindOf, tensors_per_part: int = 0) -> None:
+    """Copy a GGUF file with its matrices in other types. tensors_per_part: split the copy; 0: one file."""
+    reader = gguf.GGUFReader(source)
+    arch = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(target, arch, split_max_tensors=tensors_per_part)
+    for field in reader.fields.values():
+        if not field.name.startswith(("GGUF.", "split.", "general.architecture")):
+            kind, *inner = field.types
+            writer.add_key_value(field.name, field.contents(), kind, inner[-1] if inner else None)
+    for tensor in reader.tensors:
+        values = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        to = kind_of(tensor.name) if values.ndim == 2 else GGMLQuantizationType.F32
+        if values.shape[-1] % GGML_QUANT_SIZES[to][0]:
+            to = GGMLQuantizationType.Q8_0  # as llama.cpp, which falls back to a type with smaller blocks
+        writer.add_tensor(tensor.name, encode(values, to) if values.ndim == 2 else values, raw_dtype=to)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def in_mixture(layers: int) -> KindOf:
+    """Return llama.cpp's choice of types for Q4_K_M: the head and half of v and down have 6 bits."""
+
+    def kind_of(name: str) -> GGMLQuantizationType:
+        parts = name.split(".")
+        if name == "output.weight":
+            return GGMLQuantizationType.Q6_K
+        if parts[0] == "blk" and parts[2] in ("attn_v", "ffn_down"):
+            at = int(parts[1])
+            if at < layers // 8 or at >= 7 * layers // 8 or (at - layers // 8) % 3 == 2:
+                return GGMLQuantizationType.Q6_K
+        return GGMLQuantizationType.Q4_K
+
+    return kind_of
+
+
+def main(source: Path, target: Path, kind: str) -> None:
+    if kind == "Q4_K_M":
+        reader = gguf.GGUFReader(source)
+        arch = reader.fields["general.architecture"].contents()
+        copy(source, target, in_mixture(int(reader.fields[f"{arch}.block_count"].contents())))
+    else:
+        copy(source, target, lambda _: GGMLQuantizationType[kind])
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

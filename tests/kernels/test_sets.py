@@ -1,0 +1,81 @@
+"""``sets.cpp``: the instruction sets without Python, on this machine and for 64-bit Arm under qemu."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.kernels import build
+
+PROGRAM = Path(__file__).with_name("sets.cpp")
+NEEDED = {"cpu.cpp", "model.cpp", "sets_arm.cpp", "sets_x86.cpp", "system.cpp"}
+# Hashes of results that every instruction set gives to the bit. They change with sets.cpp only.
+SAME_EVERYWHERE = {
+    "int8": "25e6801008d8ea62",
+    "int4": "ae08a251835a06fe",
+    "norm": "df764f23a0d86451",
+    "attention": "2a812ec783af5a96",
+    "draw": "48ac90842efdba2f",
+    "probabilities": "309a07509dbaea32",
+}
+ARM_COMPILER = "aarch64-linux-gnu-g++"
+QEMU = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
+WITHOUT = "apt-get install qemu-user-static g++-aarch64-linux-gnu"
+
+pytestmark = pytest.mark.slow
+
+
+def compiled(cxx: str, machine: str, folder: Path) -> Path:
+    newer = machine == "x86_64" and build._knows(cxx, build._NEWER)
+    extra = (f"-I{build.SOURCES}", *(("-DPL_WITH_NEWER",) if newer else ()))
+    every = build.files_for(machine, newer)
+    files = {path: flags for path, flags in every.items() if path.name in NEEDED or path.name.startswith("kernels_")}
+    objects = build.compile_files(cxx, {**files, PROGRAM: ()}, folder, extra)
+    subprocess.run([cxx, "-pthread", *objects, "-o", str(folder / "sets")], check=True)
+    return folder / "sets"
+
+
+def results(*command: str) -> dict[str, dict[str, str]]:
+    """Set -> function -> hash, of those that run. Fails with the output if a product is wrong."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, dict[str, str]] = {}
+    for line in done.stdout.splitlines():
+        if ":" not in line:
+            name, function, digest = line.split()
+            found.setdefault(name, {})[function] = digest
+    return found
+
+
+def check(found: dict[str, dict[str, str]]) -> None:
+    for functions in found.values():
+        assert {name: functions[name] for name in SAME_EVERYWHERE} == SAME_EVERYWHERE
+
+
+@pytest.mark.skipif(build.compiler() is None, reason=build.what_is_missing())
+def test_all_sets_of_this_machine_give_the_same_bits(tmp_path: Path) -> None:
+    machine = build._MACHINES[sys.platform, platform.machine()]
+    found = results(str(compiled(build.compiler() or "", machine, tmp_path)))
+    check(found)
+    of_fp32 = {functions["bf16"] for name, functions in found.items() if name in {"avx2", "avx512-bw", "avx512-vnni"}}
+    assert len(of_fp32) <= 1
+
+
+@pytest.mark.skipif(not (shutil.which(ARM_COMPILER) and QEMU), reason=WITHOUT)
+def test_the_sets_of_arm_give_the_same_bits_as_those_of_x86(tmp_path: Path) -> None:
+    program = str(compiled(ARM_COMPILER, "aarch64", tmp_path))
+    sets = {
+        "cortex-a72": set(),  # a Raspberry Pi 4: no dot products
+        "neoverse-n1": {"neon-dotprod"},
+        "max,sve=off": {"neon-i8mm-bf16", "neon-dotprod"},
+        "max,sve=on": {"neon-i8mm-bf16", "neon-dotprod"},
+    }
+    for cpu, expected in sets.items():
+        found = results(str(QEMU), "-L", "/usr/aarch64-linux-gnu", "-cpu", cpu, program)
+        assert set(found) == expected
+        check(found)

@@ -1,0 +1,218 @@
+"""LoRA adapters: several in one batch, with and without drafts, equal to merged weights one by one; damaged files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from adapter_support import write_adapter
+from model_support import FOREIGN, NATIVE, tiny
+from paceline import LLM, SamplingParams
+from paceline.errors import ModelFormatError, ParameterError
+from paceline.models.adapters import AdapterRows, attach
+from paceline.models.loading import load_model
+
+PROMPTS = [[1, 2, 3, 1, 2], [7, 8, 9, 10, 7, 8], [5, 4, 5, 4, 5], [20, 21, 22, 20, 21]]
+NAMES = ["red", None, "blue", "red"]
+TOKENS = 16
+
+Folder = tuple[Path, dict[str | None, PreTrainedModel]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """A directory with a model, two adapters and a draft model, and the models with the adapters merged."""
+    path = tmp_path_factory.mktemp("adapters")
+    model = tiny(*NATIVE["llama with biases"])
+    model.save_pretrained(path / "model")
+    tiny(*NATIVE["llama"], seed=5).save_pretrained(path / "draft")
+    merged = {
+        None: model,
+        "red": write_adapter(path / "red", model, seed=1),
+        "blue": write_adapter(path / "blue", model, seed=2, rank=2, modules=("q_proj", "up_proj"), use_rslora=True),
+    }
+    return path, merged
+
+
+def expected(model: PreTrainedModel, prompt: list[int]) -> list[int]:
+    with torch.no_grad():
+        made = model.generate(
+            torch.tensor([prompt]), max_new_tokens=TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+    return made[0, len(prompt) :].tolist()
+
+
+def load(path: Path, **options: Any) -> LLM:
+    tokenless: dict[str, Any] = {"dtype": "float32", "max_batch_size": 4, "max_model_len": 48, "use_tqdm": False}
+    adapters = {"red": path / "red", "blue": path / "blue"}
+    return LLM(load_model_of(path / "model"), adapters=adapters, **tokenless | options)
+
+
+def load_model_of(path: Path) -> PreTrainedModel:
+    """Load without a tokenizer, which the tiny models lack."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def params(name: str | None, **fields: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, adapter=name, **fields)
+
+
+def answers(llm: LLM, names: list[str | None] = NAMES, **fields: Any) -> list[list[int]]:
+    made = llm.generate(PROMPTS, [params(name, **fields) for name in names], use_tqdm=False)
+    return [output.outputs[0].token_ids for output in made]
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "model", "hybrid"])
+def test_rows_with_different_adapters_equal_the_merged_models_one_by_one(drafter: str, folder: Folder) -> None:
+    path, merged = folder
+    draft = load_model_of(path / "draft") if drafter in ("model", "hybrid") else None
+    k = 0 if drafter == "none" else 3
+    llm = load(path, draft_model=draft, drafter=None if drafter == "none" else drafter, num_speculative_tokens=k)
+    found = answers(llm)
+    assert found == [expected(merged[name], prompt) for name, prompt in zip(NAMES, PROMPTS, strict=True)]
+    assert len({tuple(expected(merged[name], PROMPTS[0])) for name in merged}) == 3, "adapters change nothing"
+    llm.close()
+
+
+def test_a_cached_prefix_is_used_by_its_own_adapter_only(folder: Folder) -> None:
+    path, merged = folder
+    llm = load(path, drafter=None, num_speculative_tokens=0, max_batch_size=1)
+    prompt = list(range(3, 30))
+    for name in ("red", None, "blue", "red", None):
+        (made,) = llm.generate([prompt], params(name), use_tqdm=False)
+        assert made.outputs[0].token_ids == expected(merged[name], prompt)
+        assert made.outputs[0].metrics.cached_tokens == 0
+    (again,) = llm.generate([prompt], params(None), use_tqdm=False)
+    assert again.outputs[0].metrics.cached_tokens == len(prompt) - 1
+    llm.close()
+
+
+def test_sampled_text_is_that_of_the_row_alone(folder: Folder) -> None:
+    path, _ = folder
+    llm = load(path, drafter="ngram", num_speculative_tokens=3)
+    sampled = [
+        SamplingParams(temperature=0.8, seed=seed, max_tokens=TOKENS, ignore_eos=True, adapter=name)
+        for seed, name in enumerate(NAMES)
+    ]
+    together = llm.generate(PROMPTS, sampled, use_tqdm=False)
+    alone = [llm.generate([prompt], one, use_tqdm=False)[0] for prompt, one in zip(PROMPTS, sampled, strict=True)]
+    assert [each.outputs[0].token_ids for each in together] == [each.outputs[0].token_ids for each in alone]
+    llm.close()
+
+
+def test_an_unknown_adapter_is_refused(folder: Folder) -> None:
+    path, _ = folder
+    llm = load(path, drafter=None, num_speculative_tokens=0)
+    with pytest.raises(ParameterError, match="adapter='green' is not allowed: one of red, blue"):
+        llm.generate([PROMPTS[0]], params("green"), use_tqdm=False)
+    with pytest.raises(ParameterError, match="prompt_logprobs"):
+        llm.generate([PROMPTS[0]], params("red", prompt_logprobs=1), use_tqdm=False)
+    assert llm.score([PROMPTS[0]], [PROMPTS[1]], use_tqdm=False)[0] is not None
+    llm.close()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("quantization", "int8"), ("attention", "native"), ("deterministic", True)]
+)
+def test_options_that_adapters_do_not_go_with_are_refused(option: str, value: object, folder: Folder) -> None:
+    with pytest.raises(ParameterError, match=option):
+        load(folder[0], **{option: value})
+
+
+@pytest.mark.parametrize("adapters", [3, ["red"], {"": "x"}, {"a\0b": "x"}, {3: "x"}, {"red": 3}])
+def test_adapters_are_names_with_directories(adapters: Any, folder: Folder) -> None:
+    with pytest.raises(ParameterError, match="adapters"):
+        LLM(load_model_of(folder[0] / "model"), adapters=adapters, use_tqdm=False)
+
+
+def test_a_model_of_another_family_has_no_adapters() -> None:
+    kind, fields = FOREIGN["gpt_neox"]
+    with pytest.raises(ParameterError, match="adapters need a model of llama"):
+        attach(load_model(tiny(kind, fields), dtype=torch.float32), {"x": Path("nowhere")})
+
+
+def test_rows_of_another_thread_have_no_adapter() -> None:
+    from threading import Thread
+
+    rows, found = AdapterRows(), []
+    rows.rows = [1, 0, 2]
+    assert [adapter for adapter, _ in rows.spans(6)] == [1, 2]
+    thread = Thread(target=lambda: found.append(list(rows.spans(6))))
+    thread.start()
+    thread.join()
+    assert found == [[]]
+
+
+# Damaged files
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+
+
+def _tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        file = path / "adapter_model.safetensors"
+        tensors = load_file(file)
+        change(tensors)
+        save_file(tensors, file)
+
+    return damage
+
+
+def _settings(**changes: object) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        file = path / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return damage
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no configuration": (lambda path: (path / "adapter_config.json").unlink(), "no adapter_config.json"),
+    "no weights": (lambda path: (path / "adapter_model.safetensors").unlink(), "adapter_model.safetensors"),
+    "truncated": (
+        lambda path: (path / "adapter_model.safetensors").write_bytes(b"\x10" * 20),
+        "broken or truncated safetensors",
+    ),
+    "another method": (_settings(peft_type="IA3"), "peft_type='IA3'"),
+    "dora": (_settings(use_dora=True), "use_dora=True is not supported"),
+    "whole modules": (_settings(modules_to_save=["lm_head"]), "modules_to_save"),
+    "alpha as text": (_settings(lora_alpha="8"), "lora_alpha='8' is not a number"),
+    "infinite alpha": (_settings(lora_alpha=float("inf")), "lora_alpha=inf"),
+    "half a pair": (_tensors(lambda t: t.pop(f"{Q}A.weight")), r"q_proj has one of lora_A and lora_B alone"),
+    "another rank": (_tensors(lambda t: t.update({f"{Q}A.weight": torch.ones(3, 24)})), r"matrices of \(3, 24\)"),
+    "another width": (_tensors(lambda t: t.update({f"{Q}A.weight": torch.ones(4, 25)})), r"matrices of \(4, 25\)"),
+    "one dimension": (_tensors(lambda t: t.update({f"{Q}A.weight": torch.ones(4)})), r"matrices of \(4,\)"),
+    "no rank": (_tensors(lambda t: t.update({f"{Q}A.weight": torch.ones(0, 24)})), r"matrices of \(0, 24\)"),
+    "an unknown layer": (
+        _tensors(lambda t: t.update({Q.replace("layers.0", "layers.9") + "A.weight": torch.ones(4, 24)})),
+        r"layers\.9\.self_attn\.q_proj is no linear layer",
+    ),
+    "a norm": (
+        _tensors(lambda t: t.update({"base_model.model.model.norm.lora_A.weight": torch.ones(4, 24)})),
+        r"model\.norm is no linear layer",
+    ),
+    "the embedding": (
+        _tensors(lambda t: t.update({"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 61)})),
+        r"lora_embedding_A is not a matrix of LoRA",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_damage_is_refused_by_name(how: str, tmp_path: Path) -> None:
+    damage, message = DAMAGE[how]
+    model = tiny(*NATIVE["llama"])
+    write_adapter(tmp_path / "red", model, seed=1)
+    damage(tmp_path / "red")
+    with pytest.raises(ModelFormatError, match=message) as caught:
+        attach(load_model(model, dtype=torch.float32), {"red": tmp_path / "red"})
+    assert "red" in str(caught.value)

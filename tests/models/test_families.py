@@ -1,0 +1,255 @@
+import ast
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+import paceline
+from kernels.tools import ragged
+from model_support import LLAMA3_ROPE, NATIVE, YARN_ROPE, Runner, random_tokens, rope, tiny
+from paceline import LLM, SamplingParams
+from paceline.core.cache import KVCache
+from paceline.core.nodes import Nodes
+from paceline.errors import ModelFormatError
+from paceline.models.description import DecoderSpec
+from paceline.models.families import FAMILIES, describe
+from paceline.models.families.rotary import longest_sequence
+from paceline.models.loading import load_model
+from paceline.models.native import NativeModel
+from paceline.models.transformer import Transformer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+_SHORT_LONG = {"short_factor": [1.0] * 3, "long_factor": [4.0] * 3, "original_max_position_embeddings": 16}
+_ROPES = {
+    "default": rope("default"),
+    "linear": rope("linear", factor=3.0),
+    "dynamic": rope("dynamic", factor=3.0),
+    "yarn": YARN_ROPE,
+    "llama3": LLAMA3_ROPE,
+    "longrope": rope("longrope", **_SHORT_LONG),
+}
+
+
+def _native(kind: str, **changes: object) -> DecoderSpec | None:
+    fields = next(fields for family, fields in NATIVE.values() if family == kind)
+    return describe({"model_type": kind, **fields, **changes})
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if not kind.startswith("qwen3_5")])
+def test_a_dictionary_and_a_configuration_object_give_the_same(kind: str) -> None:
+    fields = next(fields for family, fields in NATIVE.values() if family == kind)
+    assert _native(kind) == describe(AutoConfig.for_model(kind, **fields))
+    assert _native(kind).family == kind
+
+
+@pytest.mark.parametrize("kind", _ROPES)
+def test_rotary_frequencies_are_those_of_transformers(kind: str) -> None:
+    config = LlamaConfig(**NATIVE["llama"][1] | _ROPES[kind])
+    theirs = LlamaRotaryEmbedding(config)
+    ours = describe(config).layers[0].attention.rotary
+    torch.testing.assert_close(torch.tensor(ours.inverse_frequencies), theirs.inv_freq, rtol=0, atol=0)
+    assert ours.scaling == theirs.attention_scaling
+
+
+def test_longrope_models_end_before_their_frequencies_change() -> None:
+    config = LlamaConfig(**NATIVE["llama"][1] | _ROPES["longrope"])
+    assert longest_sequence(config) == 16
+    assert describe(config).max_positions == 16
+
+
+def test_windows_are_each_layers_own() -> None:
+    def windows(kind: str, **changes: object) -> list[int | None]:
+        return [attention.window for attention in _native(kind, **changes).attentions]
+
+    assert windows("mistral", sliding_window=4) == [4, 4, 4]
+    assert windows("qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=1) == [None, 4, 4]
+    assert windows("qwen3", layer_types=["full_attention"] * 3) == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("llama", {"hidden_act": "relu2"}),
+        ("llama", {"quantization_config": {"quant_method": "awq"}}),
+        ("mistral", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
+        ("opt", {"activation_function": "quick_gelu"}),
+        ("gpt2", {"add_cross_attention": True}),
+    ],
+)
+def test_unsupported_architectures_run_through_transformers(kind: str, changes: dict[str, object]) -> None:
+    assert _native(kind, **changes) is None
+
+
+def test_another_family_runs_through_transformers() -> None:
+    assert describe({"model_type": "gpt_neox"}) is None
+
+
+@pytest.mark.parametrize("fields", [{}, {"model_type": "no such thing"}, {"model_type": "llama", "hidden_size": "x"}])
+def test_an_invalid_configuration_is_refused(fields: dict[str, object]) -> None:
+    with pytest.raises(ModelFormatError, match="cannot be used"):
+        describe(fields)
+
+
+# One table over families: text, bits of the kernels, GGUF files
+
+_NEW = [
+    "gemma3", "phi3", "phi3 with a partial rotation", "granite", "olmo2", "olmo3", "smollm3", "ministral3",
+    "exaone4 with windows",
+]  # fmt: skip
+_EXPERTS = ["qwen3_moe", "olmoe", "granitemoe"]
+_HEADS = {"head_dim": 16, "num_hidden_layers": 2, "tie_word_embeddings": False}  # the kernels' narrowest heads
+
+
+def _model(name: str, **changes: object) -> PreTrainedModel:
+    kind, fields = NATIVE[name]
+    if "layer_types" in fields:
+        changes["layer_types"] = fields["layer_types"][: int(changes.get("num_hidden_layers", 3))]  # type: ignore[call-overload]
+    return tiny(kind, fields | changes)
+
+
+def _greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
+    tokens = prompt[:]
+    with torch.no_grad():
+        for _ in range(count):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("name", [*_NEW, *_EXPERTS])
+def test_greedy_text_is_that_of_transformers_with_every_drafter(name: str) -> None:
+    """In float32, for one row and for eight; the draft model is another random model of the family."""
+    theirs, prompts = _model(name), [random_tokens(1, 3 + row, seed=row)[0].tolist() for row in range(8)]
+    wanted = [_greedy(theirs, prompt, 12) for prompt in prompts]
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    for drafter in (None, "ngram", "model"):
+        more = {"draft_model": tiny(*NATIVE["llama"], seed=5)} if drafter == "model" else {}
+        options = {"dtype": "float32", "max_model_len": 48} | ({"num_speculative_tokens": 2} if drafter else {})
+        for rows in (1, 8):
+            llm = LLM(theirs, drafter=drafter, max_batch_size=rows, tokenizer=None, **more, **options)  # type: ignore[arg-type]
+            found = llm.generate(prompts[:rows], params, use_tqdm=False)
+            assert [list(output.outputs[0].token_ids) for output in found] == wanted[:rows], (drafter, rows)
+
+
+@pytest.mark.parametrize("name", _NEW)
+def test_the_kernels_run_a_family_with_bits_that_do_not_depend_on_the_batch(name: str) -> None:
+    ours = load_model(_model(name, **_HEADS), dtype=torch.float32)
+    assert isinstance(ours, Transformer)
+    exact = Runner(ours, 1)(random_tokens(1, 20), torch.arange(20)[None])[0]
+    for quantization, bound in ((None, 0.03), ("int8", 0.05)):
+        model = NativeModel.from_transformer(ours, quantization=quantization)
+        assert float((_native_logits(model, 20) - exact).norm() / exact.norm()) < bound
+        assert torch.equal(_native_logits(model, 20), _native_logits(model, 20, at_once=3)), quantization
+
+
+def _native_logits(model: NativeModel, length: int, at_once: int = 100) -> Tensor:
+    cache = KVCache(model.layers, 2, model.kv_heads, 64, model.head_dim, dtype=torch.bfloat16)
+    tokens, (rows, positions) = random_tokens(1, length)[0], ragged({1: length})
+    parts = [
+        model.forward(Nodes(*(t[first : first + at_once] for t in (tokens, rows, positions))), cache).hidden
+        for first in range(0, length, at_once)
+    ]
+    return model.logits(torch.cat(parts))
+
+
+def _written(path: Path, theirs: PreTrainedModel) -> Path:
+    """Write a GGUF file by the family's two tables of names."""
+    config, family = theirs.config, FAMILIES[theirs.config.model_type]
+    form = family.gguf
+    assert form is not None
+    writer = gguf.GGUFWriter(path, form.architecture)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_dimension_count(int(dim * rope.get("partial_rotary_factor", 1.0)))
+    if getattr(config, "sliding_window", None):
+        writer.add_sliding_window(config.sliding_window)
+    if hasattr(config, "num_experts"):
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
+    for key, field in (
+        ("attention.scale", "attention_multiplier"), ("embedding_scale", "embedding_multiplier"),
+        ("residual_scale", "residual_multiplier"), ("logit_scale", "logits_scaling"),
+    ):  # fmt: skip
+        if hasattr(config, field):
+            writer.add_float32(f"{form.architecture}.{key}", getattr(config, field))
+    theirs_of = {ours: name for name, ours in form.names.parts.items()}
+    for name, tensor in theirs.state_dict().items():
+        ours = family.safetensors.ours(name)
+        assert ours is not None
+        stem, suffix = ours.rsplit(".", 1)
+        parts = stem.split(".")
+        index = parts[1] if parts[0] == "layers" else ""
+        part = parts[-1]
+        stored = tensor + 1 if part in family.safetensors.plus_one else tensor
+        if form.paired and part in ("q", "k"):
+            heads = config.num_attention_heads if part == "q" else config.num_key_value_heads
+            stored = stored.view(heads, 2, -1, *stored.shape[1:]).transpose(1, 2).reshape(stored.shape)
+        halves = {part: stored}
+        if part == "experts_gate_up":
+            halves = dict(zip(("experts_gate", "experts_up"), stored.chunk(2, 1), strict=True))
+        for half, values in halves.items():
+            place = theirs_of[f"layers.{{}}.{half}" if index else half].format(index)
+            writer.add_tensor(f"{place}.{suffix}", values.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+_IN_GGUF = [
+    "qwen3_moe",
+    "olmoe",
+    "gemma3",
+    "phi3 with a partial rotation",
+    "granite",
+    "olmo2",
+    "smollm3",
+    "exaone4 with windows",
+]
+
+
+@pytest.mark.parametrize("name", _IN_GGUF)
+def test_a_gguf_file_gives_the_logits_of_its_safetensors(name: str, tmp_path: Path) -> None:
+    """Layers whose kinds GGUF files do not tell are those that llama.cpp knows by the family."""
+    changes = {"gemma3": 6, "smollm3": 4, "exaone4 with windows": 4}
+    kind, fields = NATIVE[name]
+    fields = {key: value for key, value in fields.items() if key not in ("layer_types", "no_rope_layer_interval")}
+    heads = {"query_pre_attn_scalar": 8} if name == "gemma3" else {}
+    theirs = tiny(kind, fields | heads | {"num_hidden_layers": changes.get(name, 3), "tie_word_embeddings": False})
+    ours = load_model(_written(tmp_path / "tiny.gguf", theirs), dtype=torch.float32)
+    tokens = random_tokens(1, 12)
+    with torch.no_grad():
+        wanted = theirs(tokens).logits
+    assert (Runner(ours, 1)(tokens, torch.arange(12)[None]) - wanted).abs().max() < 1e-3
+
+
+_NOT_FAMILIES = {"gguf_tokenizer.py"}  # "llama" and "gpt2" are kinds of tokenizers there
+
+
+def test_nothing_outside_of_its_file_asks_for_a_family_by_name() -> None:
+    found = []
+    for file in Path(paceline.__file__).parent.rglob("*.py"):
+        if file.parent.name == "families" or file.name in _NOT_FAMILIES:
+            continue
+        compared = (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Compare))
+        found += [f"{file.name}:{node.lineno}" for node in compared if _names_a_family(node)]
+    assert found == []
+
+
+def _names_a_family(node: ast.AST) -> bool:
+    return any(isinstance(part, ast.Constant) and part.value in FAMILIES for part in ast.walk(node))

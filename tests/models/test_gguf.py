@@ -1,0 +1,255 @@
+"""GGUF files: every type, split models, codes that int4 holds, and damaged headers."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from torch import Tensor
+
+import damaged_files
+from gguf_support import copy, encode, random_blocks
+from paceline.errors import ModelFormatError
+from paceline.kernels import native
+from paceline.kernels.pack import Format, Int4Weight, dequantise, quantise
+from paceline.models import gguf as module
+from paceline.models.gguf_tensors import READABLE, UNREADABLE, PackedTensor, fate
+from paceline.models.loading import load_model
+from paceline.models.matrices import load_packed
+from paceline.models.native import NativeModel
+
+Kind = GGMLQuantizationType
+CODED = [Kind.Q4_0, Kind.Q4_1, Kind.Q4_K]
+
+
+def named(value: object) -> str | None:
+    return value.name if isinstance(value, GGMLQuantizationType) else None
+
+
+# Types
+
+
+def stored(kind: GGMLQuantizationType, rows: int = 6, blocks: int = 4) -> PackedTensor:
+    block, size = GGML_QUANT_SIZES[kind]
+    if block == 1:
+        values = np.random.default_rng(0).standard_normal((rows, 64))
+        dtype = {Kind.F64: np.float64, Kind.F32: np.float32, Kind.F16: np.float16}.get(kind)
+        raw = gguf.quantize(values.astype(np.float32), kind) if dtype is None else values.astype(dtype)
+        return PackedTensor(kind, (rows, 64), raw.view(np.uint8).reshape(rows, -1))
+    blocks = max(blocks, 128 // block)
+    return PackedTensor(kind, (rows, blocks * block), random_blocks(kind, rows, blocks).reshape(rows, blocks * size))
+
+
+def numbers(tensor: PackedTensor) -> Tensor:
+    found = torch.full(tensor.shape, torch.nan)
+    tensor.unpack_into(found)
+    return found
+
+
+@pytest.mark.parametrize("kind", READABLE, ids=named)
+def test_every_type_gives_the_numbers_of_the_gguf_package(kind: GGMLQuantizationType) -> None:
+    tensor = stored(kind)
+    if kind in (Kind.F64, Kind.F32, Kind.F16):
+        raw = tensor.rows.view({Kind.F64: np.float64, Kind.F32: np.float32, Kind.F16: np.float16}[kind])
+        expected = raw.astype(np.float32)
+    else:
+        expected = gguf.dequantize(tensor.rows, kind)
+    assert torch.equal(numbers(tensor), torch.from_numpy(expected))
+
+
+@pytest.mark.parametrize("kind", sorted(UNREADABLE), ids=named)
+def test_types_without_weights_are_refused_by_name(kind: GGMLQuantizationType) -> None:
+    block, size = GGML_QUANT_SIZES[kind]
+    tensor = PackedTensor(kind, (1, block), np.zeros((1, size), np.uint8))
+    with pytest.raises(ModelFormatError, match=f"type {kind.name} cannot be read"):
+        numbers(tensor)
+
+
+@pytest.mark.parametrize("to", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("kind", READABLE, ids=named)
+def test_the_table_of_types_says_what_becomes_of_the_numbers(kind: GGMLQuantizationType, to: Format) -> None:
+    tensor = stored(kind)
+    exact = numbers(tensor)
+    codes = tensor.codes(to)
+    found = dequantise(quantise(exact, to) if codes is None else codes, exact.shape[1])
+    same = torch.equal(found, exact)
+    assert same == (fate(kind, to) == "as stored")
+    assert (codes is not None) == (to == "int4" and kind in CODED)
+    if fate(kind, to) == "scales rounded":
+        assert isinstance(codes, Int4Weight)
+        span = (codes.scales.float().abs() * 15 + codes.lows.float().abs()).repeat_interleave(32, 1)
+        assert ((found - exact).abs() <= span * 2**-11).all()
+
+
+def test_a_scale_beyond_float16_is_rounded_like_any_other_number() -> None:
+    tensor = stored(Kind.Q4_0)
+    rows = tensor.rows.copy()
+    rows[0, :2] = np.array([30000.0], np.float16).view(np.uint8)
+    assert PackedTensor(Kind.Q4_0, tensor.shape, rows).codes("int4") is None
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.Q6_K], ids=named)
+def test_our_encoders_are_close_to_the_numbers(kind: GGMLQuantizationType) -> None:
+    values = np.random.default_rng(1).standard_normal((8, 512)).astype(np.float32)
+    error = gguf.dequantize(encode(values, kind), kind) - values
+    assert np.sqrt((error**2).mean()) < {Kind.Q4_K: 0.08, Kind.Q6_K: 0.02}[kind]
+
+
+# Codes in the kernels' int4
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with heads of 16, which the kernels need."""
+
+    def with_two_heads(writer: gguf.GGUFWriter) -> None:
+        for key, value in (("head_count", 2), ("head_count_kv", 1)):
+            writer.kv_data[0][f"llama.attention.{key}"].value = value
+        del writer.tensors[0]["rope_freqs.weight"]
+
+    folder = tmp_path_factory.mktemp("tiny")
+    damaged_files.write_gguf(folder, with_two_heads)
+    return folder / "model.gguf"
+
+
+@pytest.mark.skipif(native.select() is None, reason=f"no native kernels: {native.why_none()}")
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1], ids=named)
+def test_int4_runs_on_the_codes_of_the_file(
+    kind: GGMLQuantizationType, tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "model.gguf"
+    copy(tiny, path, lambda name: Kind.Q8_0 if "attn_v" in name else kind)
+    caplog.set_level(logging.INFO, "paceline")
+    ours = load_packed(path, torch.bfloat16, "int4")
+    assert f"model.gguf in int4: 12 {kind.name} as stored, 2 Q8_0 rounded" in caplog.text
+    exact = load_model(path, dtype=torch.float32)
+    theirs = NativeModel.from_transformer(exact, quantization="int4")  # type: ignore[arg-type]
+    assert ours is not None
+    assert ours.weight_bytes() == theirs.weight_bytes()
+    groups = [block for block in (ours.packed(), theirs.packed()) if block is not None]
+    assert not torch.equal(*groups), "the search for a grid found the file's own: the test shows nothing"
+
+
+def test_rows_of_fused_matrices_keep_their_order(tiny: Path) -> None:
+    ours = load_packed(tiny, torch.float32, "int8")
+    theirs = NativeModel.from_transformer(load_model(tiny, dtype=torch.float32), quantization="int8")  # type: ignore[arg-type]
+    assert ours is not None
+    hidden = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(ours.logits(hidden), theirs.logits(hidden))
+
+
+# Split models
+
+
+@pytest.fixture(scope="module")
+def split(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("split")
+    copy(tiny, folder / "model.gguf", lambda _: Kind.Q8_0, tensors_per_part=8)
+    assert len(list(folder.iterdir())) == 3
+    return folder
+
+
+def part(number: int, of: int = 3) -> str:
+    return f"model-{number:05}-of-{of:05}.gguf"
+
+
+@pytest.mark.parametrize("name", ["", part(1), part(2), part(3)])
+def test_any_part_or_the_directory_is_the_whole_model(name: str, split: Path, tiny: Path) -> None:
+    ours, theirs = (load_model(path, dtype=torch.float32) for path in (split / name, tiny))
+    hidden = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(ours.logits(hidden), theirs.logits(hidden))
+    assert ours.weight_bytes() == theirs.weight_bytes()
+    assert ours.name == str(split / part(1))
+
+
+@pytest.fixture
+def damaged(split: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(split, tmp_path / "damaged"))
+
+
+def refused(path: Path, message: str) -> None:
+    with pytest.raises(ModelFormatError, match=message):
+        load_model(path, dtype=torch.float32)
+
+
+def test_swapped_parts_are_refused(damaged: Path) -> None:
+    second, third = damaged / part(2), damaged / part(3)
+    content = second.read_bytes()
+    second.write_bytes(third.read_bytes())
+    third.write_bytes(content)
+    refused(damaged, rf"{part(2)}: by its name part 2 of 3, by its metadata split.no=2 of split.count=3")
+
+
+def test_a_part_of_another_split_is_refused(damaged: Path, tiny: Path) -> None:
+    shutil.copy(tiny, damaged / part(2))
+    refused(damaged, rf"{part(2)}: by its name part 2 of 3, by its metadata split.no=None")
+
+
+def test_parts_that_repeat_a_tensor_are_refused(damaged: Path) -> None:
+    content = bytearray((damaged / part(2)).read_bytes())
+    second, third = (module._read(damaged / part(n))[1] for n in (2, 3))
+    same = next((a, b) for a in second for b in third if len(a) == len(b))
+    at = content.index(same[0].encode())
+    content[at : at + len(same[0])] = same[1].encode()
+    (damaged / part(2)).write_bytes(bytes(content))
+    refused(damaged, rf"{part(3)}: the tensor {same[1]} is also in another part")
+
+
+def test_parts_with_too_few_tensors_are_refused(damaged: Path, tiny: Path) -> None:
+    content = (damaged / part(1)).read_bytes()
+    key = b"split.tensors.count"
+    at = content.index(key) + len(key) + 4
+    (damaged / part(1)).write_bytes(content[:at] + b"\x63" + content[at + 1 :])
+    refused(damaged, r"its parts have 20 tensors, the first announces 99")
+
+
+def test_one_part_under_another_name_is_refused(split: Path, tmp_path: Path) -> None:
+    shutil.copy(split / part(1), tmp_path / "alone.gguf")
+    refused(tmp_path / "alone.gguf", r"alone\.gguf is a part of a split model.*keep the names")
+
+
+@pytest.mark.parametrize("number", [0, 4])
+def test_a_name_with_an_impossible_number_is_refused(number: int, split: Path, tmp_path: Path) -> None:
+    shutil.copy(split / part(1), tmp_path / part(number))
+    refused(tmp_path / part(number), f"part {number} of 3 is impossible")
+
+
+def test_a_truncated_part_is_named_with_its_tensor(damaged: Path) -> None:
+    path = damaged / part(3)
+    path.write_bytes(path.read_bytes()[:-100])
+    refused(damaged, rf"{part(3)}: broken or truncated GGUF file \(tensor blk\.1\..* runs beyond the end")
+
+
+# Hostile headers
+
+
+def test_overlapping_tensors_are_refused(tiny: Path, tmp_path: Path) -> None:
+    content = bytearray(tiny.read_bytes())
+    name = b"blk.0.attn_k.weight"
+    at = content.index(name) + len(name) + 4 + 16 + 4
+    content[at : at + 8] = bytes(8)
+    (tmp_path / "model.gguf").write_bytes(bytes(content))
+    refused(tmp_path / "model.gguf", r"tensor .* overlaps")
+
+
+@pytest.mark.parametrize(("at", "what"), [(8, "tensors"), (16, "keys")])
+def test_huge_counts_are_refused_before_anything_is_read(at: int, what: str, tiny: Path, tmp_path: Path) -> None:
+    content = bytearray(tiny.read_bytes())
+    content[at : at + 8] = (2**60).to_bytes(8, "little")
+    (tmp_path / "model.gguf").write_bytes(bytes(content))
+    refused(tmp_path / "model.gguf", rf"announces .*{2**60} {what}")
+
+
+def test_a_tensor_that_is_no_whole_number_of_blocks_is_refused(tiny: Path, tmp_path: Path) -> None:
+    content = bytearray(tiny.read_bytes())
+    name = b"blk.0.attn_k.weight"
+    at = content.index(name) + len(name) + 4
+    content[at : at + 8] = (33).to_bytes(8, "little")
+    (tmp_path / "model.gguf").write_bytes(bytes(content))
+    refused(tmp_path / "model.gguf", r"blk\.0\.attn_k\.weight of the shape \(16, 33\) has no whole number of Q8_0")

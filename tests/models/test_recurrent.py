@@ -1,0 +1,221 @@
+"""Qwen3.5 against transformers' own code, and its states under speculation."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from transformers import Qwen3_5ForCausalLM
+
+from paceline.config import SamplingParams
+from paceline.core.nodes import Nodes
+from paceline.core.recurrent_state import WINDOW, StatefulCache
+from paceline.kernels import native
+from paceline.models.loading import load_model
+from paceline.models.native import NativeModel, Quantization, spec_of
+from paceline.models.recurrent import RecurrentModel, cache_of
+from recurrent_support import SIZES, tiny_native_recurrent, tiny_qwen3_5, tiny_recurrent
+from toy import (
+    SHAPES,
+    VOCAB,
+    RandomCaps,
+    Scripted,
+    ScriptedTrees,
+    answers,
+    make_engine,
+    run,
+    sometimes,
+    truth_of,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MODELS: dict[str, Callable[[], RecurrentModel | NativeModel]] = {
+    "torch": tiny_recurrent,
+    "bf16": lambda: tiny_native_recurrent(quantization=None),
+    "int8": lambda: tiny_native_recurrent(**SIZES["wide"]),
+    "int4": lambda: tiny_native_recurrent(quantization="int4"),
+}
+_rng = random.Random(2)
+PROMPTS = [[_rng.randrange(VOCAB) for _ in range(size)] for size in (1, 5, 40, 2, 19, 7)]
+PARAMS = [SamplingParams(temperature=0, max_tokens=18, seed=seed) for seed in range(len(PROMPTS))]
+
+
+def ours(model: Qwen3_5ForCausalLM) -> RecurrentModel:
+    loaded = load_model(model, dtype=torch.float32)
+    assert isinstance(loaded, RecurrentModel)
+    return loaded
+
+
+def chain(tokens: Sequence[int], start: int = 0, row: int = 0) -> Nodes:
+    size = len(tokens)
+    return Nodes(torch.tensor(tokens), torch.full((size,), row), torch.arange(start, start + size))
+
+
+def assert_greedy(model: Qwen3_5ForCausalLM, prompt: list[int], answer: list[int]) -> None:
+    """Check that each token is the most likely one after those before it, by one pass of transformers' model."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + answer])).logits[0]
+    assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == answer
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_logits_equal_those_of_transformers(sizes: str) -> None:
+    for seed in range(3):
+        theirs = tiny_qwen3_5(seed, **SIZES[sizes])
+        model = ours(theirs)
+        tokens = [(7 * place + seed) % VOCAB for place in range(70)]
+        with torch.inference_mode():
+            wanted = theirs(torch.tensor([tokens])).logits[0]
+            found = model.logits(model.forward(chain(tokens), cache_of(model, 1, 80)).hidden)
+        torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("rows", [1, 6])
+def test_greedy_answers_equal_those_of_transformers(sizes: str, rows: int) -> None:
+    theirs = tiny_qwen3_5(1, **SIZES[sizes])
+    engine = make_engine(ours(theirs), drafter="ngram", max_batch_size=rows, prefill_chunk=7)
+    for prompt, (answer,) in zip(PROMPTS, answers(run(engine, PROMPTS, PARAMS)), strict=True):
+        assert_greedy(theirs, prompt, answer)
+
+
+@functools.cache
+def plain_answers(kind: str) -> list[list[list[int]]]:
+    """Answers of plain decoding, one prompt at a time."""
+    return answers(run(make_engine(MODELS[kind](), max_batch_size=1), PROMPTS, PARAMS))
+
+
+@pytest.mark.parametrize("shape", ["caps", *SHAPES])
+@pytest.mark.parametrize("kind", MODELS)
+def test_rejected_draft_tokens_and_other_branches_leave_no_trace(kind: str, shape: str) -> None:
+    plain = plain_answers(kind)
+    engine = make_engine(MODELS[kind](), drafter="ngram", max_batch_size=4, prefill_chunk=5)
+    assert (engine.parts.native is not None) == (kind != "torch"), "the kernels run whole rounds"
+    truth = truth_of(PROMPTS, PARAMS, plain)
+    if shape == "caps":
+        engine.parts.drafter, engine.parts.policy = Scripted(truth, sometimes, ragged=True), RandomCaps()
+    else:
+        engine.parts.drafter = ScriptedTrees(truth, sometimes, shape=SHAPES[shape])
+    outputs = run(engine, PROMPTS, PARAMS)
+    assert answers(outputs) == plain
+    assert sum(output.outputs[0].metrics.accepted for output in outputs) > 10
+
+
+def test_a_state_does_not_depend_on_how_its_text_was_fed() -> None:
+    model, tokens = tiny_recurrent(), [3 * place % VOCAB for place in range(60)]
+    pieces = {"whole": [60], "chunks": [7, 1, 30, 22], "one by one": [1] * 60}
+    found = {}
+    for name, sizes in pieces.items():
+        cache, start = cache_of(model, 2, 64), 0
+        for number, size in enumerate(sizes):
+            feed = model.fill if number % 2 else model.forward  # text, or tokens that might be rejected
+            feed(chain(tokens[start : start + size], start, row=1), cache)
+            start += size
+        model.fill(chain([5], 60, row=1), cache)
+        assert isinstance(cache, StatefulCache)
+        found[name] = cache.states.state[:, 1]
+    torch.testing.assert_close(found["chunks"], found["whole"], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found["one by one"], found["whole"], atol=1e-5, rtol=1e-5)
+
+
+def test_a_slot_continues_only_where_its_state_is_known() -> None:
+    model = tiny_recurrent()
+    cache = cache_of(model, 2, 64)
+    assert isinstance(cache, StatefulCache)
+    states = cache.states
+    model.fill(chain(range(20)), cache)
+    model.forward(chain(range(4), 20), cache)
+    assert [states.reusable(0, tokens) for tokens in (5, 20, 21, 22, 24, 30)] == [0, 0, 21, 22, 24, 24]
+    cache.copy_row(0, 1, 22)
+    assert states.reusable(1, 30) == 22
+    for start in (20, 25):
+        with pytest.raises(ValueError, match=f"cannot go on at token {start}"):
+            model.forward(chain([1], start), cache)
+    continued = [model.forward(chain([1], 22, row=row), cache).hidden for row in (0, 1)]
+    torch.testing.assert_close(*continued, rtol=0, atol=0)
+    model.forward(chain([1] * (WINDOW + 5), 0), cache)  # more than a window: the first of them are certain
+    assert (int(states.base[0]), int(states.count[0])) == (5, WINDOW)
+
+
+@pytest.mark.parametrize("kernels", [*native.available(), *native.emulated()], ids=lambda kernels: kernels.name)
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_kernels_agree_with_their_reference_and_bits_do_not_depend_on_the_pass(
+    sizes: str, quantization: Quantization | None, kernels: native.Kernels
+) -> None:
+    model = tiny_recurrent(**SIZES[sizes])
+    spec, tokens = spec_of(model.spec, model.weights), [5 * place % VOCAB for place in range(50)]
+    fast, slow = (
+        NativeModel(spec, "tiny", quantization=quantization, threads=2, kernels=each) for each in (kernels, None)
+    )
+    found = in_pieces(fast, tokens, [50])
+    torch.testing.assert_close(found[:4], in_pieces(slow, tokens, [50])[:4], atol=2e-3, rtol=2e-3)
+    for pieces in ([1] * 50, [3, 30, 1, 16]):
+        torch.testing.assert_close(in_pieces(fast, tokens, pieces), found, rtol=0, atol=0)
+
+
+def in_pieces(model: NativeModel, tokens: list[int], sizes: list[int]) -> torch.Tensor:
+    """Hidden states of a text that is fed in pieces."""
+    cache, start, found = cache_of(model, 1, 64), 0, []
+    for size in sizes:
+        found.append(model.forward(chain(tokens[start : start + size], start), cache).hidden)
+        start += size
+    return torch.cat(found)
+
+
+def test_saved_states_let_another_text_begin_with_a_part_of_this_one() -> None:
+    model = tiny_recurrent()
+    cache = cache_of(model, 2, 64)
+    assert isinstance(cache, StatefulCache)
+    states, tokens = cache.states, [7 * place % VOCAB for place in range(40)]
+    for start, stop in ((0, 20), (20, 25), (25, 40)):
+        model.fill(chain(tokens[start:stop], start), cache)
+        states.save(0, apart=10)
+    model.forward(chain([1, 2, 3], 40), cache)
+    assert [states.reusable(0, size) for size in (19, 24, 30, 40, 42)] == [0, 20, 20, 40, 42], "the oldest stays of 2"
+    cache.copy_row(0, 1, 20)
+    copied = model.forward(chain(tokens[20:40], 20, row=1), cache).hidden[-1]
+    fresh = model.forward(chain(tokens), cache_of(model, 1, 64)).hidden[-1]
+    torch.testing.assert_close(copied, fresh, atol=1e-5, rtol=1e-5)
+    states.cut(0, 20)
+    assert [states.reusable(0, size) for size in (19, 40)] == [0, 20]
+
+
+@pytest.mark.parametrize("kind", ["torch", "int8"])
+def test_prompts_with_a_common_beginning_reuse_states_and_answers_stay_the_same(kind: str) -> None:
+    rng = random.Random(3)
+    document = [rng.randrange(VOCAB) for _ in range(40)]
+    prompts = [document, *([*document, *(rng.randrange(VOCAB) for _ in range(9))] for _ in range(5))]
+    params = [SamplingParams(temperature=0, max_tokens=8, seed=seed) for seed in range(len(prompts))]
+    alone = answers(run(make_engine(MODELS[kind](), max_batch_size=1, prefix_cache=False), prompts, params))
+    engine = make_engine(MODELS[kind](), drafter="ngram", max_batch_size=2, prefill_chunk=16)
+    outputs = [run(engine, [prompt], [each])[0] for prompt, each in zip(prompts, params, strict=True)]
+    assert answers(outputs) == alone
+    cached = [output.outputs[0].metrics.cached_tokens for output in outputs]
+    assert cached[0] == 0
+    assert all(count == len(document) - 1 for count in cached[1:])
+
+
+def test_a_chat_goes_on_from_the_state_in_its_slot() -> None:
+    engine, text, cached = make_engine(tiny_recurrent(), max_batch_size=2), [5, 6, 7] * 7, []
+    for turn in range(4):
+        (output,) = run(engine, [text], [SamplingParams(temperature=0, max_tokens=6, seed=turn)])
+        cached.append(output.outputs[0].metrics.cached_tokens)
+        (plain,) = run(make_engine(tiny_recurrent()), [text], [SamplingParams(temperature=0, max_tokens=6, seed=turn)])
+        assert answers([output]) == answers([plain])
+        text = [*text, *output.outputs[0].token_ids, 3, 4, turn]
+    assert cached == [0, 26, 35, 44], "all but the last token of each answer"
+
+
+@pytest.mark.parametrize("kind", ["torch", "int8"])
+def test_parallel_samples_read_their_prompt_once(kind: str) -> None:
+    params = [SamplingParams(temperature=1, max_tokens=12, seed=1, n=4)]
+    prompt = [PROMPTS[2]]
+    alone = answers(run(make_engine(MODELS[kind](), max_batch_size=1, prefix_cache=False), prompt, params))
+    outputs = run(make_engine(MODELS[kind](), drafter="ngram", max_batch_size=4, prefill_chunk=9), prompt, params)
+    assert answers(outputs) == alone
+    assert [one.metrics.cached_tokens for one in outputs[0].outputs] == [0, 39, 39, 39]

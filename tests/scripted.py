@@ -1,0 +1,106 @@
+"""A live server whose model says what a script says, through the real engine, parsers and routes.
+
+The model is tiny and random. A logits processor leaves it one choice per token. Its chat template and its tokenizer's
+vocabulary are those of ordinary chat models, so that agents' long prompts stay affordable.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import real_models
+from paceline.config import ServerConfig
+from paceline.engine.engine import Request
+from paceline.llm import LLM
+from paceline.models.tokenizer import Tokenizer
+from paceline.server import context
+from paceline.server.structures import AnswerForm
+from server_support import Live, start
+
+POSITIONS = 2**17
+TEMPLATE = """
+{%- if tools %}<|im_start|>system
+{{ messages[0].content if messages[0].role == "system" else "" }}
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}Answer with <tool_call>{"name": ..., "arguments": ...}</tool_call> to call one.<|im_end|>
+{% endif %}
+{%- for message in messages %}
+{%- if message.role == "tool" %}<|im_start|>user
+<tool_response>{{ message.content }}</tool_response><|im_end|>
+{% elif not (tools and loop.first and message.role == "system") %}<|im_start|>{{ message.role }}
+{{ message.content }}
+{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>
+{%- endfor %}<|im_end|>
+{% endif %}
+{%- endfor %}<|im_start|>assistant
+"""
+Script = Callable[[str, Sequence[str]], str]
+"""What the model answers: from the rendered prompt and the names of the tools that it may call."""
+
+
+def call(name: str, /, **arguments: Any) -> str:
+    """A tool call as the model writes it."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def save_model(path: Path) -> str:
+    tokenizer = Tokenizer.load(real_models.find("smollm2-135m")).huggingface
+    tokenizer.chat_template = TEMPLATE
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=POSITIONS,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+@contextmanager
+def scripted(model: str, script: Script, monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
+    """Serve the model on this machine; its name is "scripted"."""
+
+    async def form(llm: LLM, requests: Sequence[Request], form: AnswerForm, _: float) -> Sequence[Request]:
+        assert llm.tokenizer is not None
+        names = [] if form.chat is None else [tool.name for tool in form.chat.options.offered]
+        prompts = [llm.tokenizer.spell(request.prompt_token_ids) for request in requests]
+        return [_told(llm, request, script(prompt, names)) for request, prompt in zip(requests, prompts, strict=True)]
+
+    monkeypatch.setattr(context, "structured", form)
+    config = ServerConfig(port=0, served_model_name="scripted", max_body_bytes=2**24)
+    server = start(config, model, attention="padded", max_model_len=POSITIONS, memory_limit=2**31)
+    yield next(server)
+    for _ in server:
+        raise AssertionError("it starts once")
+
+
+def _told(llm: LLM, request: Request, answer: str) -> Request:
+    assert llm.tokenizer is not None
+    tokens = [*llm.tokenizer.encode(answer, add_special_tokens=False), *llm.tokenizer.eos_token_ids[:1]]
+
+    def process(made: Sequence[int], logits: Tensor) -> Tensor:
+        wanted = tokens[min(len(made), len(tokens) - 1)]
+        forced = torch.full_like(logits, -torch.inf)
+        forced[wanted] = 0.0
+        return forced
+
+    params = replace(request.params, logits_processors=[process], temperature=0.0)
+    return replace(request, params=params, make_constraint=llm._constraint_factory(params))

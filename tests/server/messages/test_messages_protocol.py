@@ -1,0 +1,153 @@
+"""Bodies of the Messages API: what is read, what has no effect, what is refused by name; the prompts they make."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from paceline.server import errors
+from paceline.server.bodies import checked
+from paceline.server.messages.prompt import messages_of, options_of
+from paceline.server.messages.protocol import MessagesRequest
+
+USER: dict[str, Any] = {"role": "user", "content": "hi"}
+TOOL: dict[str, Any] = {"name": "read", "input_schema": {"type": "object", "properties": {"path": {"type": "string"}}}}
+
+
+def read(**fields: Any) -> MessagesRequest:
+    return checked(MessagesRequest, {"model": "m", "max_tokens": 8, "messages": [USER], **fields})
+
+
+def text(said: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "text", "text": said, **fields}
+
+
+BILLING = "x-anthropic-billing-header: cc_version=1; cch=91b7f;"
+
+
+@pytest.mark.parametrize(
+    "system",
+    [
+        [text(BILLING), text("Be brief.", cache_control={"type": "ephemeral"}), text("Read first.")],
+        f"{BILLING}\nBe brief.\nRead first.",
+    ],
+)
+def test_the_billing_line_of_the_system_is_left_out(system: Any) -> None:
+    assert messages_of(read(system=system)) == [{"role": "system", "content": "Be brief.\nRead first."}, USER]
+    assert messages_of(read(system=[text(BILLING)])) == [USER]
+
+
+def test_a_conversation_with_tools_and_thoughts() -> None:
+    conversation = [
+        {"role": "user", "content": [text("Fix it."), text("Now.")]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "First look.", "signature": "s"},
+                {"type": "redacted_thinking", "data": "x"},
+                text("I look."),
+                {"type": "tool_use", "id": "t1", "name": "read", "input": {"path": "ä.py"}},
+                {"type": "tool_use", "id": "t2", "name": "read", "input": {}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "t1", "content": [text("a"), text("b")]},
+                {"type": "tool_result", "tool_use_id": "t2", "is_error": True},
+                text("Go on."),
+            ],
+        },
+    ]
+    asked, said, first, second, last = messages_of(read(messages=conversation))
+    assert asked == {"role": "user", "content": "Fix it.\nNow."}
+    assert (said["content"], said["reasoning_content"]) == ("I look.", "First look.")
+    assert [call["id"] for call in said["tool_calls"]] == ["t1", "t2"]
+    assert json.loads(said["tool_calls"][0]["function"]["arguments"]) == {"path": "ä.py"}
+    assert first == {"role": "tool", "tool_call_id": "t1", "content": "ab"}
+    assert second == {"role": "tool", "tool_call_id": "t2", "content": ""}
+    assert last == {"role": "user", "content": "Go on."}
+
+
+@pytest.mark.parametrize(
+    ("choice", "wanted"),
+    [
+        ({"type": "any"}, ("required", True)),
+        ({"type": "auto", "disable_parallel_tool_use": True}, ("auto", False)),
+        ({"type": "none"}, ("none", True)),
+        ({"type": "tool", "name": "read"}, ({"type": "function", "function": {"name": "read"}}, True)),
+    ],
+)
+def test_tools_and_the_choice_among_them(choice: Any, wanted: tuple[Any, bool]) -> None:
+    fields = options_of(read(tools=[TOOL], tool_choice=choice))
+    assert (fields["tool_choice"], fields["parallel_tool_calls"]) == wanted
+    (tool,) = fields["tools"]
+    assert tool["function"] | {"parameters": {}} == {
+        "name": "read",
+        "description": "",
+        "parameters": {},
+        "strict": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "effort", "budget"),
+    [
+        ({}, None, None),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "medium", 1024),
+        ({"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}}, "high", None),
+        ({"thinking": {"type": "disabled"}, "output_config": {"effort": "high"}}, "none", None),
+        ({"output_config": {"effort": "low"}}, "low", None),
+    ],
+)
+def test_thinking(fields: Any, effort: str | None, budget: int | None) -> None:
+    found = options_of(read(**fields))
+    assert (found["reasoning_effort"], found.get("max_thinking_tokens")) == (effort, budget)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"metadata": {"user_id": "u"}},
+        {"service_tier": "standard_only"},
+        {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}},
+        {"mcp_servers": []},
+        {"tools": [TOOL | {"type": "custom", "cache_control": {"type": "ephemeral"}, "eager_input_streaming": True}]},
+    ],
+)
+def test_fields_that_cannot_change_the_answer_are_accepted(fields: Any) -> None:
+    assert messages_of(read(**fields)) == [USER]
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+RESULT = {"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content", "type image"),
+        (
+            {"messages": [{"role": "user", "content": [RESULT]}]},
+            "messages.0.content",
+            "type image",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "messages.0.content", "video"),
+        ({"messages": [{"role": "assistant", "content": "So"}]}, "messages", "cannot continue"),
+        ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": ""}]}]}, "messages.0", "thinking"),
+        ({"messages": []}, "messages", "at least 1"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0.type", "custom"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice", "a name belongs"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management", "not supp"),
+        ({"container": "c"}, "container", "not supported"),
+        ({"colour": "red"}, "colour", "colour"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens"),
+    ],
+)
+def test_everything_else_is_refused_by_name(fields: Any, param: str, says: str) -> None:
+    with pytest.raises(errors.ApiError, match=says) as caught:
+        read(**fields)
+    assert caught.value.param == param
+    assert caught.value.body_for("/v1/messages")["error"]["type"] == "invalid_request_error"

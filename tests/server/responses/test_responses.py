@@ -1,0 +1,107 @@
+"""``/v1/responses`` by OpenAI's client: streamed and whole, with and without speculation, errors, keys and quotas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+
+from server_support import Live
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+TOOL: dict[str, Any] = {"type": "function", "name": "read", "parameters": SCHEMA, "strict": True}
+FORCED: dict[str, Any] = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+
+
+def ask(live: Live, **changes: Any) -> Any:
+    body = {"model": "tiny", "input": "hi", "max_output_tokens": 40, "extra_body": {"seed": 7}}
+    return live.openai.responses.create(**{**body, **changes})  # type: ignore[call-overload]
+
+
+def bare(item: Any) -> dict[str, Any]:
+    """An item without its ids, which are new each time."""
+    found: dict[str, Any] = item.model_dump(exclude={"id", "call_id"})
+    return found
+
+
+@pytest.mark.parametrize("changes", [{}, FORCED], ids=["text", "call"])
+def test_a_stream_makes_the_whole_response_with_and_without_speculation(live: Live, changes: dict[str, Any]) -> None:
+    whole = ask(live, **changes)
+    assert (whole.store, whole.status) == (False, "incomplete" if whole.usage.output_tokens == 40 else "completed")
+    for k in (0, 4):
+        events = list(ask(live, **changes, stream=True, extra_body={"seed": 7, "num_speculative_tokens": k}))
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+        last = events[-1].response
+        assert events[-1].type == f"response.{whole.status}"
+        assert list(map(bare, last.output)) == list(map(bare, whole.output))
+        assert (last.usage.output_tokens, last.output_text) == (whole.usage.output_tokens, whole.output_text)
+        grown = "".join(event.delta for event in events if event.type.endswith(".delta"))
+        item = whole.output[-1]
+        assert grown == (item.arguments if item.type == "function_call" else whole.output_text)
+
+
+def test_the_empty_probe_of_an_agent_is_answered(live: Live) -> None:
+    reply = ask(live, max_output_tokens=1, input=[], instructions="You are helpful.")
+    assert (reply.status, reply.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert reply.usage.output_tokens == 1
+
+
+def test_a_call_and_its_output_continue_the_conversation_from_the_cache(live: Live) -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "read", "arguments": '{"n": 1}'}
+    items: list[Any] = [{"role": "user", "content": "Read one."}, call]
+    before = ask(live, input=items)
+    after = ask(live, input=[*items, {"type": "function_call_output", "call_id": "c", "output": "one"}])
+    assert after.usage.input_tokens > before.usage.input_tokens
+    assert after.usage.input_tokens_details.cached_tokens > before.usage.input_tokens - 20
+    hinted = ask(live, reasoning={"effort": "high", "summary": "auto"})
+    assert hinted.reasoning.effort is None, "the chat template knows no such setting"
+
+
+def test_text_follows_a_schema(live: Live) -> None:
+    form = {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}
+    reply = ask(live, text={"format": form}, max_output_tokens=60)
+    assert reply.output_text.replace(" ", "").strip().startswith("{")
+    assert reply.text.format.type == "json_schema"
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "says"),
+    [
+        ({"previous_response_id": "resp_1"}, openai.BadRequestError, "previous_response_id is not supported"),
+        ({"model": "other"}, openai.NotFoundError, "'other' does not exist"),
+        ({"tool_choice": "required", "tools": [{"type": "web_search"}]}, openai.BadRequestError, "tool_choice"),
+        ({"input": "x" * 600}, openai.BadRequestError, "tokens"),
+        ({"temperature": -1.0}, openai.BadRequestError, "temperature"),
+    ],
+)
+def test_refusals_name_the_field(live: Live, changes: dict[str, Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        ask(live, **changes)
+
+
+def test_an_error_in_a_stream_is_a_failed_response(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(live.context.llm.engine, "_run_round", broken)
+    events = list(ask(live, stream=True))
+    monkeypatch.undo()
+    assert events[-1].type == "response.failed"
+    assert events[-1].response.error.code == "engine_error"
+    assert ask(live).status in ("completed", "incomplete")
+
+
+def test_keys_and_quotas_hold(keyed: Live) -> None:
+    body = {"model": "tiny", "input": "hi", "max_output_tokens": 400}
+    headers = {"authorization": "Bearer few"}
+    assert keyed.post("/v1/responses", body).status_code == 401
+    assert [keyed.post("/v1/responses", body, headers=headers).status_code for _ in range(2)] == [200, 429]
+
+
+def test_models_are_listed_under_both_names(live: Live) -> None:
+    listed = live.get("/v1/models").json()
+    assert listed["models"] == listed["data"]

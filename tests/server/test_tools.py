@@ -1,0 +1,174 @@
+"""Tools, thoughts and structures over HTTP, with OpenAI's own client against a live server."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from chat_support import ADD, PING, save_chat_model
+from paceline.config import ServerConfig
+from server_support import Live, start
+
+pytest.importorskip("llguidance", reason="structured outputs need the extra 'structured'")
+
+SAID: list[Any] = [{"role": "user", "content": "go"}]
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    path = save_chat_model(tmp_path_factory.mktemp("tools") / "tiny")
+    yield from start(ServerConfig(port=0, served_model_name="tiny"), path)
+
+
+def chat(live: Live, **options: Any) -> Any:
+    given = {"model": "tiny", "messages": SAID, "tools": [ADD, PING], "temperature": 0, "max_tokens": 300} | options
+    return live.openai.chat.completions.create(**given)
+
+
+def streamed(live: Live, **options: Any) -> tuple[str, str, list[tuple[str, str]], str]:
+    """Thoughts, text, calls and finish reason that the chunks of a stream make."""
+    thoughts, text, reason = "", "", ""
+    calls: list[list[str]] = []
+    for chunk in chat(live, stream=True, **options):
+        (choice,) = chunk.choices
+        reason = choice.finish_reason or reason
+        text += choice.delta.content or ""
+        thoughts += getattr(choice.delta, "reasoning_content", None) or ""
+        for call in choice.delta.tool_calls or []:
+            if call.id is not None:
+                assert (call.type, call.index) == ("function", len(calls))
+                calls.append([call.function.name, ""])
+            calls[call.index][1] += call.function.arguments
+    return thoughts, text, [(name, arguments) for name, arguments in calls], reason
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "ping"}}])
+def test_a_forced_call_is_made_streamed_and_not(live: Live, choice: Any) -> None:
+    (answer,) = chat(live, tool_choice=choice, parallel_tool_calls=False).choices
+    assert (answer.finish_reason, answer.message.content) == ("tool_calls", None)
+    (call,) = answer.message.tool_calls
+    arguments = json.loads(call.function.arguments)
+    if choice == "required":
+        assert call.function.name in ("add", "ping")
+    else:
+        assert (call.function.name, arguments) == ("ping", {})
+    found = "", "", [(call.function.name, call.function.arguments)], "tool_calls"
+    assert streamed(live, tool_choice=choice, parallel_tool_calls=False) == found
+
+
+def test_n_answers_have_calls_of_their_own(live: Live) -> None:
+    named = {"type": "function", "function": {"name": "add"}}
+    found = chat(live, tool_choice=named, n=3, temperature=1, seed=4).choices
+    calls = [choice.message.tool_calls[0] for choice in found]
+    values = [json.loads(call.function.arguments) for call in calls]
+    assert all(0 <= value["a"] <= 99 and value["b"] in ("x", "y\n") for value in values)
+    assert len({call.id for call in calls}) == 3
+
+
+def test_a_cut_call_ends_with_length(live: Live) -> None:
+    named = {"type": "function", "function": {"name": "add"}}
+    (answer,) = chat(live, tool_choice=named, max_tokens=45).choices
+    assert answer.finish_reason == "length"
+    assert answer.message.tool_calls[0].function.arguments.startswith("{")
+
+
+def test_auto_and_none_leave_text_free(live: Live) -> None:
+    for choice in ("auto", "none"):
+        (answer,) = chat(live, tool_choice=choice, max_tokens=12).choices
+        assert (answer.finish_reason, answer.message.tool_calls) == ("length", None)
+        assert answer.message.content
+
+
+def test_a_conversation_with_calls_and_results_is_rendered(live: Live) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 7, "b": "x"}'}}
+    messages = [
+        *SAID,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "8"},
+    ]
+    reply = live.post("/tokenize", {"messages": messages}).json()
+    text = live.post("/detokenize", {"tokens": reply["tokens"]}).json()["prompt"]
+    assert text == "[user]go[assistant]<tool_call>7</tool_call>[tool]8[bot]<think></think>"
+    assert chat(live, messages=messages, max_tokens=2).choices[0].message.content
+
+
+def test_thoughts_are_split_off_and_their_budget_ends_them(live: Live) -> None:
+    asked = {"tools": openai.omit, "max_tokens": 40, "extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
+    (answer,) = chat(live, **asked).choices
+    assert (answer.message.content, answer.finish_reason) == ("", "length")
+    thoughts = answer.message.reasoning_content
+    asked["extra_body"]["max_thinking_tokens"] = 7  # type: ignore[index]
+    (answer,) = chat(live, **asked).choices
+    kept = answer.message.reasoning_content.rstrip("\ufffd")  # a character may be cut
+    assert thoughts.startswith(kept)
+    assert 0 < len(kept) <= 7
+    assert answer.message.content
+    assert streamed(live, **asked)[:2] == (answer.message.reasoning_content, answer.message.content)
+
+
+def test_thoughts_come_before_a_forced_call(live: Live) -> None:
+    more = {"chat_template_kwargs": {"enable_thinking": True}, "max_thinking_tokens": 5}
+    named = {"type": "function", "function": {"name": "ping"}}
+    (answer,) = chat(live, tool_choice=named, extra_body=more).choices
+    assert answer.message.reasoning_content
+    assert answer.message.tool_calls[0].function.name == "ping"
+    assert answer.finish_reason == "tool_calls"
+
+
+STRUCTURES = [
+    ({"choice": ["yes", "no\n"]}, r"(yes|no\n)"),
+    ({"regex": "[ab]{3}"}, r"[ab]{3}"),
+    ({"json": {"enum": [1, None]}}, r"(1|null)"),
+    ({"json": '{"type": "boolean"}'}, r"(true|false)"),
+    ({"json_object": True}, r"\{.*"),
+    ({"grammar": 'start: "a" b\nb: "b" | %json {"const": 3}'}, r"a(b|3)"),
+]
+
+
+@pytest.mark.parametrize(("structure", "pattern"), STRUCTURES)
+def test_structured_outputs_by_name(live: Live, structure: dict[str, Any], pattern: str) -> None:
+    bias = {str(live.context.tokenizer.encode("b")[0]): 5}
+    more = {"structured_outputs": structure}
+    options = {"max_tokens": 20, "logit_bias": bias, "presence_penalty": 0.5, "stop": ["zzz"], "extra_body": more}
+    (answer,) = chat(live, tools=openai.omit, **options).choices
+    assert re.fullmatch(pattern, answer.message.content, re.DOTALL), answer.message.content
+    found = live.openai.completions.create(model="tiny", prompt="x", **options).choices[0]  # type: ignore[call-overload]
+    assert re.fullmatch(pattern, found.text, re.DOTALL), found.text
+
+
+def test_a_structure_comes_after_the_thoughts(live: Live) -> None:
+    more = {"chat_template_kwargs": {"enable_thinking": True}, "max_thinking_tokens": 3}
+    (answer,) = chat(live, tools=openai.omit, extra_body={**more, "structured_outputs": {"choice": ["ja"]}}).choices
+    assert answer.message.content == "ja"
+
+
+REFUSED = [
+    ({"tools": [ADD, ADD]}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "names of the form"),
+    ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "the name of one of the tools"),
+    ({"tools": [], "tool_choice": "required"}, "without tools"),
+    ({"reasoning_effort": "high", "chat_template_kwargs": {"mood": 1}}, "chat_template_kwargs"),
+    ({"guided_regex": "a"}, "use structured_outputs"),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "exactly one of"),
+    ({"structured_outputs": {"structural_tag": "a"}}, "structural_tag"),
+    ({"tool_choice": "required", "min_tokens": 3}, "min_tokens"),
+    ({"tool_choice": "required", "bad_words": ["a"]}, "bad_words"),
+    ({"structured_outputs": {"regex": "a"}}, "cannot be combined"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 3}}]}]}, "tool_calls"),
+    ({"structured_outputs": {"grammar": "start: %llguidance {}"}, "tools": []}, "%llguidance"),
+    ({"structured_outputs": {"grammar": "start: nothing"}, "tools": []}, "nothing"),
+    ({"structured_outputs": {"grammar": "start: %json {"}, "tools": []}, "%json without JSON"),
+]
+
+
+@pytest.mark.parametrize(("extra", "says"), REFUSED)
+def test_what_cannot_be_done_is_refused_by_name(live: Live, extra: dict[str, Any], says: str) -> None:
+    body = {"messages": SAID, "tools": [ADD], "max_tokens": 5, **extra}
+    reply = live.post("/v1/chat/completions", body)
+    assert reply.status_code == 400
+    assert says in reply.json()["error"]["message"], reply.text

@@ -1,0 +1,58 @@
+"""Readers of answers: pieces are joined, and the tokens of thoughts are counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from paceline.chat.families import parser_for
+from paceline.chat.values import ReasoningDelta, TextDelta, ToolCallArgumentsDelta, ToolDefinition, message_of
+from paceline.core.outputs import CompletionOutput
+from paceline.server.delta import Delta
+from paceline.server.turns import AnswerReader, merged
+
+TEMPLATE = "{{ messages }}{{ tools }}<think></think><tool_call>"
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def delta(pieces: Sequence[str], ends: bool) -> Delta:
+    ended = CompletionOutput(0, finish_reason="stop") if ends else None
+    return Delta(0, "".join(pieces), [0] * len(pieces), ["plain"] * len(pieces), pieces, [], ended)
+
+
+def test_consecutive_pieces_are_joined() -> None:
+    events = [ReasoningDelta("a"), ReasoningDelta("b"), TextDelta("c"), TextDelta("d"), ToolCallArgumentsDelta(0, "1")]
+    joined = [ReasoningDelta("ab"), TextDelta("cd"), ToolCallArgumentsDelta(0, "12"), ToolCallArgumentsDelta(1, "3")]
+    assert merged([*events, ToolCallArgumentsDelta(0, "2"), ToolCallArgumentsDelta(1, "3")]) == joined
+
+
+@pytest.mark.parametrize(
+    ("pieces", "tokens"),
+    [
+        (["<think>", "one", " two", "</think>", "yes"], 3),
+        (["<think>", "one", " two"], 3),
+        (["yes", " <think>", "no"], 0),
+        (["<think>", "</think>", "yes"], 0),
+        ([], 0),
+    ],
+)
+@pytest.mark.parametrize("at_once", [True, False])
+def test_the_tokens_of_thoughts_are_counted(pieces: list[str], tokens: int, at_once: bool) -> None:
+    reader = AnswerReader(parser_for(TEMPLATE))
+    for number, piece in enumerate([] if at_once else pieces):
+        reader.feed(delta([piece], number == len(pieces) - 1))
+    if at_once or not pieces:
+        reader.feed(delta(pieces, ends=True))
+    assert reader.reasoning_tokens == tokens
+
+
+def test_a_call_after_thoughts_is_the_same_in_any_pieces() -> None:
+    text = f"<think>hm</think>I look.{CALL}"
+    tools = [ToolDefinition("f")]
+    whole = message_of(AnswerReader(parser_for(TEMPLATE, tools=tools)).feed(delta([text], ends=True)))
+    pieces = message_of(AnswerReader(parser_for(TEMPLATE, tools=tools)).feed(delta(list(text), ends=True)))
+    assert (whole.reasoning, whole.text) == (pieces.reasoning, pieces.text) == ("hm", "I look.")
+    assert (
+        [call.arguments for call in whole.tool_calls] == [call.arguments for call in pieces.tool_calls] == ['{"a": 1}']
+    )

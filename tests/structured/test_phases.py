@@ -1,0 +1,137 @@
+"""Answers with several parts: a mask depends on the tokens before it alone, committed or drafted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from chat_support import ADD, PING, save_chat_model
+from paceline.config import SamplingParams, StructuredOutputs
+from paceline.errors import StructureError
+from paceline.llm import LLM
+from paceline.models.tokenizer import Tokenizer
+from paceline.structured.cursor import GrammarCursor
+from paceline.structured.grammars import Grammars
+from paceline.structured.phases import AnswerRules, PhasedConstraint, Thinking, Trigger
+from server_support import byte_tokenizer, load
+
+pytest.importorskip("llguidance", reason="structured outputs need the extra 'structured'")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+VOCABULARY = 257
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(byte_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Tokenizer) -> Grammars:
+    return Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)
+
+
+@pytest.fixture(scope="module")
+def rules(tokenizer: Tokenizer, grammars: Grammars) -> Any:
+    """Makes rules: the grammar allows abc, or abd."""
+    grammar = grammars.grammar(StructuredOutputs(grammar='start: "ab" ("c" | "d")'))
+    newline = tuple(tokenizer.encode("\n"))
+
+    def make(
+        *, thinking: bool = False, inside: bool = False, budget: int | None = None, trigger: Trigger | None = None
+    ) -> AnswerRules:
+        closing = tuple(tokenizer.encode("</t>"))
+        thoughts = Thinking(b"<t>", b"</t>", None, inside, budget, closing) if thinking else None
+        start = lambda: GrammarCursor.at_start(grammar)  # noqa: E731
+        return AnswerRules(thoughts, start, trigger, grammar.ends, newline, tokenizer.token_bytes)
+
+    return make
+
+
+def allowed(constraint: PhasedConstraint, tokenizer: Tokenizer, draft: str = "") -> str | None:
+    """Letters that may come after a draft, "$" for the end; None if all may."""
+    tokens, logits = tokenizer.encode(draft) if draft else [], torch.zeros(1, VOCABULARY)
+    constraint.ask(tokens, len(tokens), 1).mask(logits)
+    found = (logits[0] == 0).nonzero()[:, 0].tolist()
+    if len(found) == VOCABULARY:
+        return None
+    return "".join(sorted("$" if token == 256 else tokenizer.token_text(token) for token in found))
+
+
+def after(rules: AnswerRules, tokenizer: Tokenizer, text: str) -> PhasedConstraint:
+    constraint = PhasedConstraint(rules)
+    constraint.advance(tokenizer.encode(text))
+    return constraint
+
+
+CASES: list[tuple[dict[str, Any], str, str | None]] = [
+    ({}, "", "a"),
+    ({}, "ab", "cd"),
+    ({}, "abc", "$"),
+    ({"trigger": Trigger(b"<<")}, "", None),
+    ({"trigger": Trigger(b"<<")}, "x<<", "a"),
+    ({"trigger": Trigger(b"<<")}, "<<ab", "cd"),
+    ({"trigger": Trigger(b"<<")}, "<<abd", None),
+    ({"trigger": Trigger(b"<<")}, "<<abd <<a", "b"),
+    ({"trigger": Trigger(b"<<", repeats=False)}, "<<abd", "$"),
+    ({"trigger": Trigger(b"<<", at_start=True)}, " \n<<", "a"),
+    ({"trigger": Trigger(b"<<", at_start=True)}, "x<<", None),
+    ({"thinking": True, "inside": True}, "", None),
+    ({"thinking": True, "inside": True}, "hm</t>", "\na"),
+    ({"thinking": True, "inside": True}, "hm</t>\n", "a"),
+    ({"thinking": True, "inside": True}, "<t></", None),
+    ({"thinking": True, "inside": True, "budget": 0}, "", "<"),
+    ({"thinking": True, "inside": True, "budget": 2}, "ab", "<"),
+    ({"thinking": True, "inside": True, "budget": 2}, "ab</t", ">"),
+    ({"thinking": True, "inside": True, "budget": 2}, "ab</t>", "a"),
+    ({"thinking": True}, "", "a"),
+    ({"thinking": True, "trigger": Trigger(b"<<"), "budget": 1}, "<t>", None),
+    ({"thinking": True, "trigger": Trigger(b"<<"), "budget": 1}, " <t>x", "<"),
+    ({"thinking": True, "trigger": Trigger(b"<<"), "budget": 1}, "<t>x</t>y<<", "a"),
+    ({"thinking": True, "trigger": Trigger(b"<<")}, "<t><<", None),
+    ({"thinking": True, "trigger": Trigger(b"<<")}, "<<", "a"),
+]
+
+
+@pytest.mark.parametrize(("options", "text", "expected"), CASES)
+def test_what_may_come_is_the_same_after_an_answer_and_after_a_draft(
+    options: dict[str, Any], text: str, expected: str | None, rules: Any, tokenizer: Tokenizer
+) -> None:
+    for cut in range(len(text) + 1):
+        constraint = after(rules(**options), tokenizer, text[:cut])
+        assert allowed(constraint, tokenizer, text[cut:]) == expected, cut
+
+
+def test_a_token_that_may_not_come_ends_the_answer(rules: Any, tokenizer: Tokenizer) -> None:
+    constraint = PhasedConstraint(rules(thinking=True, inside=True, budget=0))
+    with pytest.raises(StructureError):
+        constraint.advance(tokenizer.encode("x"))
+
+
+# --- answers ---
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_chat_model(tmp_path_factory.mktemp("phases") / "tiny")
+
+
+def texts(llm: LLM, params: SamplingParams, **options: Any) -> list[tuple[str, list[int]]]:
+    outputs = llm.chat([{"role": "user", "content": "go go"}], params, use_tqdm=False, **options)
+    return [(answer.text, answer.token_ids) for answer in outputs[0].outputs]
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_speculation_changes_no_answer_with_several_parts(path: str, width: int) -> None:
+    llm = load(path, drafter="ngram", num_speculative_tokens=5, speculation_width=width, max_batch_size=8)
+    plain = llm.plain()
+    named = {"type": "function", "function": {"name": "add"}}
+    think = {"chat_template_kwargs": {"enable_thinking": True}, "max_thinking_tokens": 9}
+    open_ = {"chat_template_kwargs": {"enable_thinking": False}, "max_thinking_tokens": 4}
+    likely = dict.fromkeys(Tokenizer.load(byte_tokenizer()).encode("<tool_call>nk"), 9.0)
+    params = SamplingParams(n=2, seed=1, max_tokens=48, temperature=0.8, logit_bias=likely)
+    for fields, choice in (({}, "auto"), (think, None), (think, "required"), (open_, named)):
+        tools: dict[str, Any] = {} if choice is None else {"tools": [ADD, PING], "tool_choice": choice}
+        assert texts(llm, params, **fields, **tools) == texts(plain, params, **fields, **tools)
