@@ -17,7 +17,7 @@ import torch
 
 from paceline.config import EngineConfig, SamplingParams
 from paceline.core.batch import Batch, RowStart, SpeculationPlan
-from paceline.core.draft import Draft, Verdict
+from paceline.core.draft import Draft, HostVerdict, Verdict
 from paceline.engine.engine import Engine, Request
 from paceline.lengths.auto import AutoLength
 from paceline.lengths.base import FixedLength, LengthPolicy
@@ -832,6 +832,28 @@ def test_row_calibrations_stay_with_their_slots_and_end_with_their_sequences() -
     assert not asks_again(1, 2)
     policy.join(2)
     assert chances[2] < policy.model_drafts.calibration.chance(2, sure) < chances[1]
+
+
+def test_what_a_round_teaches_about_a_row_is_kept_by_slot() -> None:
+    """Slots 1 and 2 are live; the draft tokens of slot 1 are right and those of slot 2 wrong."""
+    policy, batch = AutoLength(CostModel(linear_costs()), decoders(Behind([0, 0])), False), batch_of(3)
+    batch.set_live([1, 2])
+    batch.draining = True
+    for _ in range(5):
+        plan = policy.choose(batch)
+        draft = Draft(torch.ones(2, 1, dtype=torch.int64), torch.tensor([1, 1]), confidence=[[0.9], [0.9]])
+        drafted = policy.select(batch, draft).drafted
+        verdict = Verdict.of(HostVerdict([[1, 1], [2]], [1, 0], drafted))
+        policy.observe(batch, told(verdict, plan))
+    policy.choose(batch)
+    unknown, fast, slow = policy._progress.leads(range(3))
+    assert slow < unknown < fast
+    assert policy._round.leads == [fast, slow]
+    assert policy._round.token_weights[0] < 1 < policy._round.token_weights[1]
+    (sure,) = bins_of(1, [0.9])
+    wrong, neutral, right = sorted(policy.model_drafts.calibration.chance(slot, sure) for slot in range(3))
+    assert [policy.model_drafts.calibration.chance(slot, sure) for slot in range(3)] == [neutral, right, wrong]
+    assert wrong < neutral < right
 
 
 # --- n-gram drafts beside a draft model -----------------------------------------------------------------
