@@ -20,7 +20,8 @@ from tokenizers.models import BPE
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-SHAPES = {  # width, inner width, layers, heads, key heads, head width; key and value heads and width of states; vocabulary
+# width, inner width, layers, heads, key heads, head width; key heads, value heads and width of states; vocabulary
+SHAPES = {
     "tiny": (128, 192, 8, 4, 2, 32, 2, 4, 32, 320),
     "0.8b": (1024, 3584, 24, 8, 2, 256, 16, 16, 128, 248320),
     "2b": (2048, 6144, 24, 8, 2, 256, 16, 16, 128, 248320),
