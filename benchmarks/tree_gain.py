@@ -199,7 +199,7 @@ def lookup_trees(answer: Answer, width: int) -> MakeTree:
         size = first + place
         if depth == 0:
             return DraftTree()
-        return merged(lookup.find_all(text, torch.tensor([size]), 1, size, depth, width, beside)[0])
+        return merged(lookup.find_all(text, torch.tensor([size]), [0], size, depth, width, beside)[0])
 
     return tree_at
 
@@ -317,8 +317,8 @@ class Grown:
     def _grow(self, size: int) -> DraftTree:
         self._batch.set_row(self._row, RowStart(self._text[:size], self._params, sequence_seed(SEED, 0)))
         self._drafter.decoders[0].cut_row(self._row, size - 1)  # draft tokens are written behind the text
-        part = self._batch.part(self._row, self._row + 1)
-        draft = self._drafter.propose(part, SpeculationPlan(DEEP, stop_drafting=_is_hopeless))
+        self._batch.set_live([self._row])
+        draft = self._drafter.propose(self._batch, SpeculationPlan(DEEP, stop_drafting=_is_hopeless))
         follows = list(range(-1, draft.k - 1)) if draft.host_parents is None else draft.host_parents[0]
         assert draft.confidence is not None
         kinds = [0] * draft.k if draft.kinds is None else draft.kinds[0]
@@ -460,7 +460,7 @@ def _grown(options: argparse.Namespace, answers: Sequence[Answer]) -> list[Draft
         batch.set_row(row, RowStart(text, SamplingParams(), 0))
         if drafter.reader is not None:
             with torch.inference_mode():
-                target.prefill(batch, row, [0], [len(text)])
+                target.prefill(batch, [row], [0], [len(text)])
         noisy = Grown(drafter, batch, row, answer, noise=True)
         plain = Grown(drafter, batch, row, answer, noise=False) if answer.temperature else noisy
         drafts.append(Drafts(answer.answer, noisy.chain, noisy.tree, plain.tree))

@@ -139,7 +139,7 @@ def test_an_object_is_a_pattern_of_which_each_engine_plays_a_copy() -> None:
 
 
 class Witness(RowKeepers, Drafter):
-    """Knows of every row whose it is, and looks whether that stays so; some of its draft tokens are kept."""
+    """Knows whose every slot is, and looks whether that stays so; some of its draft tokens are kept."""
 
     name = "witness"
 
@@ -152,9 +152,9 @@ class Witness(RowKeepers, Drafter):
         return (self.owners,)
 
     def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
-        owners = batch.sampling.seed[: batch.rows].tolist()
-        assert [self.owners.setdefault(row, owner) for row, owner in enumerate(owners)] == owners
-        assert set(self.owners) == set(range(batch.rows)), "rows that ended are forgotten"
+        owners = batch.sampling.seed[batch.slots].tolist()
+        assert [self.owners.setdefault(slot, owner) for slot, owner in zip(batch.slots, owners, strict=True)] == owners
+        assert set(self.owners) == set(batch.slots), "sequences that ended are forgotten"
         self.most = max(self.most, batch.rows)
         return Draft(batch.pending().expand(-1, wish.k), torch.full_like(batch.live_length, wish.k))
 
@@ -167,7 +167,7 @@ WRAPS: dict[str, Callable[[Drafter], Drafter]] = {
 
 
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
-def test_a_drafter_is_told_whose_rows_begin_move_and_end(wrap: Callable[[Drafter], Drafter]) -> None:
+def test_a_drafter_is_told_which_sequences_begin_and_end(wrap: Callable[[Drafter], Drafter]) -> None:
     engine = make_engine(ToyModel(), drafter="ngram", max_batch_size=3, prefill_chunk=5)
     witness = Witness()
     engine.parts.drafter = wrap(witness)

@@ -176,7 +176,7 @@ def test_a_ranked_rows_logprobs_are_those_of_the_unconstrained_target(
     monkeypatch.setattr(cpu, "chosen", lambda: native.select(kernels))
     batch = make_batch(3, rank_by="mean_logprob", n=2, temperature=0.5, logit_bias={1: 9.0}, top_k=2)
     batch.sampling.constraints[1] = ToyConstraint()
-    batch.set_live(range(3))
+    batch.sampling.any_constraint = True
     logits = torch.randn(3, 3, V)
     distribution = logits.log_softmax(-1)
     draft = Draft(torch.zeros(3, 2, dtype=torch.int64), torch.tensor([2, 1, 0]))

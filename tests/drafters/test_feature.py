@@ -107,11 +107,11 @@ class Watched:
     def check(self, batch: Batch, wish: SpeculationPlan) -> Draft:
         draft = self.propose(batch, wish).capped(wish.caps)
         for row, draft_tokens in enumerate(draft.draft_tokens):
-            text = batch.text[row, : batch.lengths[row]].tolist()
+            text = batch.tokens[row, : batch.lengths[row]].tolist()
             if len(text) < 2:
                 assert draft_tokens == []
                 self.compared["short"] += 1
-            elif not batch.sampling.temperature[row]:
+            elif not batch.sampling.temperature[batch.slots[row]]:
                 features = features_of(self.target, text[:-1], self.head.taps)
                 assert draft_tokens == draft_tokens_of(self.head, features, text, len(draft_tokens))
                 self.compared["draft tokens"] += len(draft_tokens)
@@ -175,7 +175,7 @@ def test_siblings_in_a_tree_are_the_best_tokens_after_their_path(kind: str) -> N
     def check(batch: Batch, wish: SpeculationPlan) -> Draft:
         draft = propose(batch, wish).capped(wish.caps)
         for row, count in enumerate(draft.drafted):
-            text = batch.text[row, : batch.lengths[row]].tolist()
+            text = batch.tokens[row, : batch.lengths[row]].tolist()
             assert count == 0 or len(text) > 1, "without hidden states there are no draft tokens"
             if count == 0:
                 continue
@@ -205,23 +205,23 @@ def test_a_device_draws_what_the_reference_does(rounds: str, reads: int, monkeyp
     device = {"rounds": "device", "attention": "padded", "acceptance": "synthetic:0.9", "benchmark": True}
     engine = make_engine(target, head, drafter="feature", prefill_chunk=7, **device)
     engine.parts.policy = FixedLength(4) if rounds == "every round" else RandomLength(seed=3)
-    assert engine._runner is not None
-    draft_token, compared = engine._runner._draft_chain, Counter[str]()
+    assert engine._device_round is not None
+    draft_token, compared = engine._device_round._draft_chain, Counter[str]()
 
     def check(state: RowState, before: Tensor, k: int, *rest: Any) -> Draft:
         found = draft_token(state, before, k, *rest)
         for row, count in enumerate(found.drafted[: engine.batch.rows] if k else ()):
-            text = state.text[row, : int(before[row])].tolist()
+            text = state.text[state.slots.index[row], : int(before[row])].tolist()
             if len(text) < 2:
                 assert count == 0
                 compared["short"] += 1
-            elif state.temperature[row] == 0:
+            elif state.values.temperature[row] == 0:
                 features = features_of(target, text[:-1], head.taps)
                 assert found.draft_tokens[row] == draft_tokens_of(head, features, text, count)
                 compared["draft tokens"] += count
         return found
 
-    engine._runner._draft_chain = check  # type: ignore[method-assign]
+    engine._device_round._draft_chain = check  # type: ignore[method-assign]
     run(engine, PROMPTS, PARAMS)
     assert compared["draft tokens"] > 100
     assert compared["short"] > 0

@@ -44,7 +44,7 @@ def models_own(batch: Batch, prompts: list[list[int]], k: int) -> list[list[int]
     """The draft model's own continuation, token by token from the whole text."""
     draft_tokens = []
     for row, prompt in enumerate(prompts):
-        text = batch.text[row, : batch.lengths[row]].tolist()
+        text = batch.tokens[row, : batch.lengths[row]].tolist()
         for _ in range(k):
             logits = logits_after(ToyModel(), text)
             adjusted = slow_adjust(logits, PARAMS[row % 3], prompt, text[len(prompt) :], frozenset())

@@ -48,17 +48,23 @@ def lookups(given_documents: Sequence[Text]) -> list[Lookup[Any]]:
 
 
 def table(rows: Sequence[Text], spare: int) -> tuple[Tensor, Tensor]:
-    """Texts as a view of a larger tensor; beyond a row's end lie plausible tokens."""
+    """Texts in slots 1, 3, ... of a larger tensor; beyond a row's end and between lie plausible tokens."""
     width = max(1, *map(len, rows)) + spare
-    wide = torch.ones(len(rows) + spare, width + 3, dtype=torch.int64)
-    for place, row in enumerate(rows):
-        wide[place, : len(row)] = torch.tensor(row, dtype=torch.int64)
-    return wide[:, :width], torch.tensor([len(row) for row in rows])
+    wide = torch.ones(2 * len(rows) + spare, width + 3, dtype=torch.int64)
+    length = torch.ones(2 * len(rows) + spare, dtype=torch.int64)
+    for slot, row in zip(slots_of(rows), rows, strict=True):
+        wide[slot, : len(row)] = torch.tensor(row, dtype=torch.int64)
+        length[slot] = len(row)
+    return wide[:, :width], length
+
+
+def slots_of(rows: Sequence[Text]) -> range:
+    return range(1, 2 * len(rows), 2)
 
 
 def found_in(lookup: Lookup[Any], rows: Sequence[Text], k: int, beside: Any = None, spare: int = 0) -> LookupResult:
     text, length = table(rows, spare)
-    return lookup.find(text, length, len(rows), max(1, *map(len, rows)), k, beside)
+    return lookup.find(text, length, slots_of(rows), max(1, *map(len, rows)), k, beside)
 
 
 @needs_extension
@@ -83,7 +89,7 @@ def ways_in(
     lookup: Lookup[Any], rows: Sequence[Text], k: int, ways: int, beside: Any = None
 ) -> list[list[Continuation]]:
     text, length = table(rows, 2)
-    return lookup.find_all(text, length, len(rows), max(1, *map(len, rows)), k, ways, beside)
+    return lookup.find_all(text, length, slots_of(rows), max(1, *map(len, rows)), k, ways, beside)
 
 
 @needs_extension
@@ -223,9 +229,9 @@ def test_the_number_of_positions_compared_per_pair_of_tokens_is_limited(kind: in
 @pytest.mark.parametrize("length", [-1, 4])
 def test_a_length_beyond_the_text_is_refused(length: int) -> None:
     with pytest.raises(ValueError, match="are not all between"):
-        NativeLookup([], KERNELS[0]).find_all(torch.zeros(1, 3).long(), torch.tensor([length]), 1, 3, 2, 2)
+        NativeLookup([], KERNELS[0]).find_all(torch.zeros(1, 3).long(), torch.tensor([length]), [0], 3, 2, 2)
     with pytest.raises(ValueError, match="between 0 and 3"):
-        NativeLookup([], KERNELS[0]).find(torch.zeros(1, 3, dtype=torch.int64), torch.tensor([length]), 1, 9, 2)
+        NativeLookup([], KERNELS[0]).find(torch.zeros(1, 3, dtype=torch.int64), torch.tensor([length]), [0], 9, 2)
 
 
 def test_the_machine_decides_which_implementation_searches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ def expected_tokens(batch: Batch, k: int) -> list[list[int]]:
     """The draft model's own continuation, token by token from the whole text."""
     draft_tokens = []
     for row, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
-        text = batch.text[row, : batch.lengths[row]].tolist()
+        text = batch.tokens[row, : batch.lengths[row]].tolist()
         for _ in range(k):
             adjusted = slow_adjust(
                 logits_after(ToyModel(), text), params, prompt, text[len(prompt) :], frozenset(STOPS)

@@ -248,7 +248,7 @@ def test_rows_with_a_constraint_draft_what_it_allows() -> None:
             raise AssertionError("nothing is gained here")
 
     batch.sampling.constraints[:2] = [Even(0), Even(1)]
-    batch.set_live(range(3))
+    batch.sampling.any_constraint = True
     held = decoder_of(natively(feature_head()), rows).draft(batch, counts, None, distributions=True)
     assert asked[:4] == [(0, 0, 0, 1), (1, 0, 0, 1), (0, "sent"), (1, "sent")]
     assert asked[-2:] == [(0, 2, 2, 1), (0, "sent")]
@@ -292,11 +292,11 @@ class Anew:
     def anew(self, batch: Batch, row: int, count: int) -> list[int]:
         engine = make_engine(self.target, self.head, drafter="feature", max_batch_size=1)
         (decoder,) = engine.parts.drafter.decoders
-        text = batch.text[row, : batch.lengths[row]].tolist()
+        text = batch.tokens[row, : batch.lengths[row]].tolist()
         own = new_batch(1, POSITIONS, VOCAB)
-        own.set_row(0, RowStart(text, batch.sampling.params[row], int(batch.sampling.seed[row])))
+        own.set_row(0, RowStart(text, batch.sampling.params[row], int(batch.sampling.seed[batch.slots[row]])))
         own.set_live(range(1))
-        own.sampling.prompt_length[0] = batch.sampling.prompt_length[row]
+        own.sampling.prompt_length[0] = batch.sampling.prompt_length[batch.slots[row]]
         engine.parts.target.prefill(own, [0], [0], [len(text) - 1])
         assert isinstance(decoder, NativeHeadDecoder)
         return decoder.draft(own, [count], None, distributions=False).draft_tokens[0]
@@ -505,7 +505,7 @@ def logits_after(head: NativeHead, which: int, way: list[int], k: int) -> Tensor
     """Logits of a chain that is forced along ``way``. The tests of chains compare these with a reference."""
     along, batch = Along(way), batch_of([which], SamplingParams(temperature=0))
     batch.sampling.constraints[0] = cast(Constraint, along)
-    batch.set_live(range(1))
+    batch.sampling.any_constraint = True
     decoder_of(head, [which]).draft(batch, [k], None, distributions=False)
     return along.seen[len(way)]
 

@@ -79,8 +79,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def graphs_of(engine: Engine) -> Graphs:
-    assert engine._runner is not None
-    return engine._runner.graphs
+    assert engine._device_round is not None
+    return engine._device_round.graphs
 
 
 def runner(rows: int, positions: int = 96, draft: bool = True) -> DeviceRound:

@@ -146,7 +146,7 @@ def test_changing_lengths_and_waiting_rows_change_no_output(
 
 
 def test_auto_observes_device_rounds_one_round_late() -> None:
-    """Rows wait, move and end while rounds are in flight. Costs are those of device rounds, so none has to be timed."""
+    """Rows wait, join and end while rounds are in flight. Costs are those of device rounds, so none has to be timed."""
     engine = engine_on("device", num_speculative_tokens="auto", max_batch_size=3)
     policy, late, judged = engine.parts.policy, [], []
     assert isinstance(policy, AutoLength)
@@ -154,7 +154,7 @@ def test_auto_observes_device_rounds_one_round_late() -> None:
     policy.costs = CostModel(linear_costs(token=0.3), includes_drafting=True)
     observe, learn = policy.observe, policy.model_drafts.learn
     policy.observe = lambda *given: (late.append(len(policy._pending)), observe(*given))[1]  # type: ignore[method-assign]
-    policy.model_drafts.learn = lambda lines: (judged.extend(lines), learn(lines))[1]  # type: ignore[method-assign]
+    policy.model_drafts.learn = lambda lines, slots: (judged.extend(lines), learn(lines, slots))[1]  # type: ignore[method-assign]
     plain = make_engine(ToyModel(), eos=EOS)
     outputs = run(engine, PROMPTS, PARAMS)
     assert answers(outputs) == answers(run(plain, PROMPTS, PARAMS))
@@ -240,9 +240,8 @@ def test_the_device_runs_cuts_penalties_and_logprobs(k: int, acceptance: str) ->
     outputs = []
     for rounds in ("device", "host"):
         engine = engine_on(rounds, num_speculative_tokens=k, acceptance=acceptance, max_batch_size=4)
-        with mock.patch.object(Engine, "_run_on_host", autospec=True, side_effect=Engine._run_on_host) as by_host:
-            outputs.append(run(engine, prompts, params))
-        assert by_host.called == (rounds == "host")
+        outputs.append(run(engine, prompts, params))
+        assert (engine.runners.rounds["host"] > 0) == (rounds == "host")
     for found, expected, each in zip(*outputs, params, strict=True):
         if acceptance == "coupled" or each.temperature == 0:
             for one, other in zip(found.outputs, expected.outputs, strict=True):
@@ -370,15 +369,15 @@ def test_the_least_recently_used_graphs_are_evicted(monkeypatch: pytest.MonkeyPa
 def test_a_tree_is_the_chain_and_the_next_best_candidates_beside_it(model: str, width: int) -> None:
     """After every round, whatever was accepted: the draft model's cache must equal the text."""
     engine = engine_on("device", model, speculation_width=width)
-    assert engine._runner is not None
-    draft_token, compared, draft = engine._runner._draft_trees, Counter[str](), MODELS[model][1]()
+    assert engine._device_round is not None
+    draft_token, compared, draft = engine._device_round._draft_trees, Counter[str](), MODELS[model][1]()
 
     def check(state: RowState, before: Tensor, k: int, *rest: Any) -> Draft:
         found = draft_token(state, before, k, *rest)
         for row, draft_tokens in enumerate(found.drafted[: engine.batch.rows]):
-            if state.temperature[row] > 0:
+            if state.values.temperature[row] > 0:
                 continue
-            text = state.text[row, : int(before[row])].tolist()
+            text = state.text[state.slots.index[row], : int(before[row])].tolist()
             for depth in range(draft_tokens // width):
                 logits = logits_of(draft, text)
                 beside = found.draft_tokens[row][depth * width : (depth + 1) * width]
@@ -387,7 +386,7 @@ def test_a_tree_is_the_chain_and_the_next_best_candidates_beside_it(model: str, 
                 compared["places"] += 1
         return found
 
-    engine._runner._draft_trees = check  # type: ignore[method-assign]
+    engine._device_round._draft_trees = check  # type: ignore[method-assign]
     params = [replace(each, temperature=0) if place % 2 else each for place, each in enumerate(PARAMS)]
     outputs = run(engine, PROMPTS, params)
     plain = run(engine_on("host", model, drafter=None, num_speculative_tokens=0), PROMPTS, params)
@@ -463,7 +462,7 @@ def test_the_devices_ngram_drafts_equal_the_hosts(vocabulary: int, k: int) -> No
     texts = torch.randint(vocabulary, (64, 90), generator=torch.Generator().manual_seed(k))
     length = torch.arange(64) + 1
     draft_tokens, matched = copied(texts, length, k, LONGEST_SUFFIX)
-    found = HostLookup(()).find(texts, length, 64, 90, k)
+    found = HostLookup(()).find(texts, length, range(64), 90, k)
     assert matched.tolist() == found.matched
     for row, (size, expected) in enumerate(zip(found.matched, found.draft_tokens, strict=True)):
         assert not size or draft_tokens[row].tolist() == expected
@@ -478,10 +477,15 @@ def test_references_and_parallel_samples_move_ngram_rounds_to_the_host(more: dic
     engine = make_engine(ToyModel(), eos=EOS, drafter="ngram", rounds="device", attention="padded")
     references = {name: value for name, value in more.items() if name == "references"}
     params = SamplingParams(temperature=0.5, max_tokens=8, n=more.get("n", 1))
+    assert "by the host for n-gram drafts from references or parallel samples" in engine.describe()
     engine.add(Request([1, 2], params, **references))
-    assert engine._pipeline is not None
+    assert engine._device_runner is not None
     engine.step()
-    assert (engine._pipeline.why_host() is None) == device
+    assert (engine._device_runner.why_not(engine.batch) is None) == device
+    while engine.busy:
+        engine.step()
+    assert (engine.runners.rounds["device"] > 0) == device
+    assert ("rounds by the device" in engine.describe()) == device
 
 
 @pytest.mark.parametrize("read", [lambda t: t.tolist(), lambda t: t[t > 0], lambda t: bool(t.any()), torch.nonzero])
@@ -544,7 +548,7 @@ def test_idle_rows_keep_their_text_and_caches() -> None:
         gains = read_record(rounds.run(2, 3, 60).read()).gained
     assert gains[0] > 0
     assert gains[1:] == [0] * (len(gains) - 1)
-    assert batch.length.tolist() == [batch.lengths[0] + gains[0], *batch.lengths[1:]]
+    assert batch.length.tolist() == [batch.lengths[0] + gains[0], batch.lengths[1], batch.length_of(2)]
     assert torch.equal(batch.text[1:], text[1:])
     assert rounds.draft is not None
     assert rounds.draft.num_computed_tokens[2] == seen[1][2]

@@ -51,13 +51,13 @@ def check_idle(llm: LLM) -> None:
 
 def count_rounds(llm: LLM) -> list[int]:
     """Record the rows of every round from now on."""
-    rows, original = [], llm.engine._run_on_host
+    rows, original = [], llm.engine.runners.step
 
     def recorded() -> Any:
         rows.append(llm.engine.batch.rows)
         return original()
 
-    llm.engine._run_on_host = recorded  # type: ignore[method-assign]
+    llm.engine.runners.step = recorded  # type: ignore[method-assign]
     return rows
 
 

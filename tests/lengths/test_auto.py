@@ -344,8 +344,8 @@ def test_engines_on_the_same_models_measure_only_once() -> None:
     assert table.batch_sizes == (1, 2, 4)
 
 
-def test_the_policy_learns_when_rows_begin_move_and_end() -> None:
-    """Six answers in three rows: join, move and leave tell which answer is in which row."""
+def test_the_policy_learns_when_sequences_begin_and_end() -> None:
+    """Six answers in three slots: join and leave tell which answer is in which slot."""
     engine = make_engine(ToyModel(), max_batch_size=3)
 
     class Told(FixedLength):
@@ -354,19 +354,15 @@ def test_the_policy_learns_when_rows_begin_move_and_end() -> None:
             self.rows: dict[int, int] = {}
             self.begun = 0
 
-        def join(self, row: int) -> None:
-            assert row not in self.rows
-            self.rows[row] = self.begun = self.begun + 1
+        def join(self, slot: int) -> None:
+            assert slot not in self.rows
+            self.rows[slot] = self.begun = self.begun + 1
 
-        def move(self, source: int, destination: int) -> None:
-            assert destination not in self.rows
-            self.rows[destination] = self.rows.pop(source)
-
-        def leave(self, row: int) -> None:
-            del self.rows[row]
+        def leave(self, slot: int) -> None:
+            del self.rows[slot]
 
         def choose(self, batch: Batch) -> SpeculationPlan:
-            assert [self.rows[row] for row in range(batch.rows)] == [
+            assert [self.rows[slot] for slot in batch.slots] == [
                 int(sequence.request_id) for sequence in engine.scheduler.running
             ]
             return SpeculationPlan(0)
@@ -460,7 +456,7 @@ def test_of_equal_gains_those_of_the_row_with_the_earliest_deadline_come_first(f
     assert counts == [row == first for row in range(3)]
 
 
-def test_a_rows_deadline_is_its_requests_and_moves_with_it() -> None:
+def test_a_rows_deadline_is_its_requests() -> None:
     engine = make_engine(ToyModel(), max_batch_size=3)
     for number, seconds in enumerate((None, 300.0, 100.0)):
         params = SamplingParams(temperature=0, max_tokens=2 + 8 * number, time_budget=seconds, ignore_eos=True)
@@ -470,7 +466,7 @@ def test_a_rows_deadline_is_its_requests_and_moves_with_it() -> None:
     soonest = engine.batch.deadlines[2]
     while engine.batch.rows == 3:
         engine.step()
-    assert engine.batch.deadlines[0] == soonest, "the last row has taken the place of the first"
+    assert engine.batch.deadlines[1] == soonest, "the last row is the second of two"
 
 
 def test_where_tokens_are_expensive_nothing_is_verified_and_the_round_is_plain() -> None:

@@ -222,7 +222,7 @@ class Batch:
     @property
     def live_length(self) -> Tensor:
         """Length of each live row in tokens, [B] int64."""
-        return self.live_slots.of(self.length)
+        return self.length[self.live_slots.where]
 
     @property
     def tokens(self) -> Tensor:

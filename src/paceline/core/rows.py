@@ -117,7 +117,7 @@ class RowState:
     @property
     def length(self) -> Tensor:
         """Length of each row now, [B] int64."""
-        return self.slots.of(self.tables.length)
+        return self.tables.length[self.slots.where]
 
     @cached_property
     def values(self) -> RowValues:
@@ -144,7 +144,7 @@ class RowState:
         gained = torch.minimum(torch.minimum(accepted, first_stop) + 1, room).masked_fill(ended, 0)
         at = length[:, None] + place
         self.text[self.slots.index[:, None], at] = torch.where(place < gained[:, None], tokens, self.text_at(at))
-        self.slots.store(self.tables.length, length + gained)
+        self.tables.length[self.slots.where] = length + gained
         return gained, ended
 
     def _stopped(self, length: Tensor, stops: Tensor) -> Tensor:

@@ -13,16 +13,17 @@ class Slots:
 
     index: [B] int64, on the tables' device.
     numbers: the same on the host; None where only the device knows them, in programs that are captured.
+    where: what selects the rows' entries of a table, ``table[slots.where]``: a slice if the slots are consecutive.
     """
 
     def __init__(self, index: Tensor, numbers: Sequence[int] | None = None) -> None:
         self.index, self.numbers = index, numbers
-        self._range = _as_range(numbers)
+        self.where: slice | Tensor = index if (consecutive := _as_range(numbers)) is None else consecutive
 
     @property
     def first(self) -> int | None:
         """The first slot if the slots are consecutive, else None."""
-        return None if self._range is None else int(self._range.start)
+        return int(self.where.start) if isinstance(self.where, slice) else None
 
     @staticmethod
     def listed(numbers: Sequence[int], device: torch.device) -> Slots:
@@ -38,14 +39,7 @@ class Slots:
 
     def of(self, table: Tensor) -> Tensor:
         """The rows' entries of a table [R, ...]: [B, ...]. A view if the slots are consecutive, else a copy."""
-        return table.index_select(0, self.index) if self._range is None else table[self._range]
-
-    def store(self, table: Tensor, values: Tensor) -> None:
-        """Set the rows' entries of a table [R, ...] to values [B, ...]."""
-        if self._range is None:
-            table.index_copy_(0, self.index, values)
-        else:
-            table[self._range] = values
+        return table[self.where] if isinstance(self.where, slice) else table.index_select(0, self.index)
 
 
 def _as_range(numbers: Sequence[int] | None) -> slice | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from paceline.config import EngineConfig
@@ -13,8 +12,9 @@ from paceline.engine.assembly import Models
 from paceline.engine.device_round import DeviceRound
 from paceline.engine.memory import GIB
 from paceline.engine.native_round import runs_native_rounds, why_not_kernels
-from paceline.engine.pipeline import why_not_device
+from paceline.engine.pipeline import NGRAM_SOURCES, why_not_device
 from paceline.engine.round import Speculation
+from paceline.engine.runners import Runners
 from paceline.lengths.profile import Identity
 from paceline.models.base import AnyModel, FlatModel
 from paceline.models.fingerprint import model_hash
@@ -25,21 +25,19 @@ from paceline.models.prepare import why_not_native
 class EngineDescription:
     """What an engine runs.
 
-    runner: runs rounds on the device; None if all rounds run on the host.
+    device_round: the round as a program of the device; None if all rounds run on the host.
     threads: CPU threads of the kernels.
     max_model_len: tokens of the longest sequence.
     room: memory for the KV caches.
-    host_reasons: why some rounds of a device engine have run on the host so far.
     """
 
     models: Models
     config: EngineConfig
     parts: Speculation
-    runner: DeviceRound | None
+    device_round: DeviceRound | None
     threads: int
     max_model_len: int
     room: KVCacheBudget
-    host_reasons: Iterable[str] = ()
 
     def identity(self) -> Identity:
         """Return the key of profiles and cost tables: they hold only for an engine with an equal identity."""
@@ -58,10 +56,10 @@ class EngineDescription:
     def _attention_identity(self, target: AnyModel) -> str:
         """Name the attention backend and where rounds run: a round's time depends on both."""
         attention = "native" if isinstance(target, FlatModel) else self.parts.target.backend.name
-        return attention if self.runner is None else f"{attention}, rounds by the device"
+        return attention if self.device_round is None else f"{attention}, rounds by the device"
 
-    def describe(self) -> str:
-        """Return one line that says what runs, and why not something else."""
+    def describe(self, runners: Runners) -> str:
+        """Return one line that says what runs, and why not something else. runners: what has run rounds so far."""
         config, drafter = self.config, self.parts.drafter
         speculation = "no speculation"
         draft_model = self.models.draft if drafter.decoders else None
@@ -72,7 +70,7 @@ class EngineDescription:
                 speculation += " (a benchmark: draft tokens are accepted at random, so the text is meaningless)"
         return (
             f"target {_describe_model(self.models.target)}, {self.threads} threads; {speculation}; "
-            f"attention {self._describe_attention()}; {self._describe_rounds()}"
+            f"attention {self._describe_attention()}; {self._describe_rounds(runners)}"
             f"{config.max_batch_size} rows of {self.max_model_len} tokens{self._describe_room()}"
             f"{', no prefix reuse (prefix_cache=False)' if not config.prefix_cache else ', prefixes reused'}"
         )
@@ -95,12 +93,11 @@ class EngineDescription:
         kind = " (deterministic)" if self.config.deterministic else ""
         return self.parts.target.backend.name + kind + (f" (not native: {reason})" if reason else "")
 
-    def _describe_rounds(self) -> str:
+    def _describe_rounds(self, runners: Runners) -> str:
         """Say where rounds run; empty for a CPU target without kernels, whose rounds always run on the host."""
         reason = why_not_device(self.parts)
-        if self.runner is not None and reason is None:
-            how = "CUDA graphs" if self.runner.graphs.captures else "uncaptured"
-            return f"rounds by the device ({how}, {self.runner.ops.name} kernels){self._describe_host_rounds()}; "
+        if self.device_round is not None and reason is None:
+            return f"{self._describe_device_rounds(self.device_round, runners)}; "
         if runs_native_rounds(self.models.target):
             return f"{self._describe_kernel_rounds()}; "
         if self.models.target.device.type != "cuda":
@@ -109,9 +106,16 @@ class EngineDescription:
         reason = reason or ("ranks share the target" if has_ranks else "rounds='host'")
         return f"rounds by the host ({reason}); "
 
-    def _describe_host_rounds(self) -> str:
-        reasons = " or ".join(self.host_reasons)
-        return f", by the host for {reasons}" if reasons else ""
+    def _describe_device_rounds(self, device_round: DeviceRound, runners: Runners) -> str:
+        """Say that rounds run on the device, and for what on the host; or that none has run on the device."""
+        rounds, reasons = runners.rounds, dict.fromkeys(runners.reasons)
+        if rounds["host"] > 0 and rounds["device"] == 0:
+            return f"rounds by the host ({' or '.join(reasons)}), none by the device so far"
+        if self.parts.drafter.copies:
+            reasons[NGRAM_SOURCES] = None
+        how = "CUDA graphs" if device_round.graphs.captures else "uncaptured"
+        by_host = f", by the host for {' or '.join(reasons)}" if reasons else ""
+        return f"rounds by the device ({how}, {device_round.ops.name} kernels){by_host}"
 
     def _describe_kernel_rounds(self) -> str:
         if reason := why_not_kernels(self.parts.target, self.parts.accept):

@@ -350,7 +350,7 @@ class DeviceRound:
         assert self.draft is not None
         known = state.slots.of(self.draft.num_computed_tokens)
         is_live = torch.arange(state.rows, device=seen.device) < state.live
-        state.slots.store(self.draft.num_computed_tokens, torch.where(is_live, seen, known))
+        self.draft.num_computed_tokens[state.slots.where] = torch.where(is_live, seen, known)
 
 
 def _text(state: RowState, start: Tensor, count: int) -> Tensor:

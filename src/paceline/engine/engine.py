@@ -27,10 +27,11 @@ from paceline.engine.description import EngineDescription
 from paceline.engine.device_round import DeviceAcceptance, DeviceRound
 from paceline.engine.memory import check_memory, scoring_room
 from paceline.engine.native_round import NativeRound
-from paceline.engine.pipeline import Pipeline, why_not_device
+from paceline.engine.pipeline import DeviceRunner, why_not_device
 from paceline.engine.prefixes import Scope
 from paceline.engine.request import Intake, Request, check_tokens
-from paceline.engine.round import Speculation, speculative_round
+from paceline.engine.round import Speculation
+from paceline.engine.runners import HostRunner, Runners
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.scoring import WIDEST_PASS, ScoredText, Scorer
 from paceline.engine.sequences import Sequence as Row
@@ -77,7 +78,6 @@ class Engine:
         self._requests: dict[str, RequestOutput] = {}
         self.last_verdict: Verdict | None = None  # of the last step; None if it ran no round
         self._step_seconds = 0.0  # duration of the last step
-        self._host_reasons: dict[str, None] = {}  # why rounds ran on the host instead of the device, in order
         self._assembly = Assembly(models, config, self.max_model_len)
         self._intake = Intake(config, models.target.vocab_size, self.max_model_len, models.eos_token_ids)
         target = self._assembly.decoder(models.target)
@@ -86,28 +86,29 @@ class Engine:
             target.attach_reader(drafter.reader)
         self.parts = Speculation(target, drafter, FixedLength(0), make_rule(config.acceptance))
         self.batch = self._new_batch()
-        self._runner = self._make_runner()
+        self._device_round = self._make_device_round()
         self._profile = self._load_profile()
         self.parts.policy = self._policy()
         self.parts.native = NativeRound.of(target, self.batch, self.parts.accept, self.threads)
         self.chunks = PrefillChunker(config.prefill_chunk, config.longest_pause)
         self.scheduler = Scheduler(self.batch, self.parts, config.max_batch_size, self.chunks, room=self.room)
-        self._pipeline = self._make_pipeline()
+        self._device_runner, host = self._make_device_runner(), HostRunner(self.parts, self.scheduler)
+        self.runners = Runners(self.batch, *([self._device_runner] if self._device_runner else []), host)
 
     def _new_batch(self) -> Batch:
         target = self.models.target
         ops = cpu_ops(target.device)
         return Batch(self.config.max_batch_size, self.max_model_len, target.vocab_size, target.device, ops)
 
-    def _make_pipeline(self) -> Pipeline | None:
-        """Return the pipeline of device rounds; None if all rounds run on the host."""
-        runner = self._runner
-        if runner is None or not self._uses_device_rounds():
-            return None
-        return Pipeline(runner, self.parts, self.scheduler)
-
-    def _make_runner(self) -> DeviceRound | None:
+    def _make_device_runner(self) -> DeviceRunner | None:
         """Return the runner of device rounds; None if all rounds run on the host."""
+        device_round = self._device_round
+        if device_round is None or not self._uses_device_rounds():
+            return None
+        return DeviceRunner(device_round, self.parts, self.scheduler)
+
+    def _make_device_round(self) -> DeviceRound | None:
+        """Return the round as a program of the device; None if all rounds run on the host."""
         config, parts = self.config, self.parts
         if not self._uses_device_rounds():
             return None
@@ -137,7 +138,7 @@ class Engine:
             drafter.decoders,
             ragged=self._on_kernels,
             copies=drafter.copies,
-            overlaps=self._runner is not None,
+            overlaps=self._device_round is not None,
             paying_rows=drafter.paying_rows,
         )
         return make_policy(config.num_speculative_tokens if config.draft_tokens else 0, means)
@@ -164,7 +165,7 @@ class Engine:
     def _calibration(self, grid: Grid) -> Calibration:
         parts = self.parts
         natively = partial(NativeRound.of, parts.target, rule=parts.accept, threads=self.threads)
-        return Calibration(parts.target, parts.drafter, parts.accept, grid, self._runner, natively, self.room)
+        return Calibration(parts.target, parts.drafter, parts.accept, grid, self._device_round, natively, self.room)
 
     def _costs(self) -> CostTable:
         """Return costs from the profile, an earlier engine on these models, or the disk; else measure them."""
@@ -177,7 +178,7 @@ class Engine:
             self.parts.drafter.width,
             config.attention,
             config.acceptance,
-            self._runner is None,
+            self._device_round is None,
             *sizes,
         )
         if key not in known:
@@ -199,11 +200,10 @@ class Engine:
             models=self.models,
             config=self.config,
             parts=self.parts,
-            runner=self._runner,
+            device_round=self._device_round,
             threads=self.threads,
             max_model_len=self.max_model_len,
             room=self.room,
-            host_reasons=self._host_reasons,
         )
 
     def identity(self) -> Identity:
@@ -212,7 +212,7 @@ class Engine:
 
     def describe(self) -> str:
         """Return one line that says what runs, and why not something else."""
-        return self._description.describe()
+        return self._description.describe(self.runners)
 
     @ignore_torch_context
     @torch.inference_mode()
@@ -226,10 +226,10 @@ class Engine:
         progress: may wrap the list of programs in a progress bar.
         """
         assert not self.busy, "requests would wait for captures"
-        if self._pipeline is None:
+        if self._device_runner is None:
             return None
         with self._own_threads():
-            return self._pipeline.capture_ahead(seconds, progress)
+            return self._device_runner.capture_ahead(seconds, progress)
 
     @property
     def busy(self) -> bool:
@@ -291,37 +291,14 @@ class Engine:
         if rows := len(self.scheduler.running):
             self.batch.draining = self.scheduler.draining
             started = time.perf_counter()
-            changed += self._run_round()
+            gained, self.last_verdict = self.runners.step()
+            changed += gained
             self.chunks.rounds.learn(rows, time.perf_counter() - started)
         if not self.busy:
-            if self._pipeline is not None:
-                self._pipeline.forget()
+            self.runners.forget()
             self.scheduler.check_integrity()
         self._step_seconds = time.perf_counter() - began
         return self._collect(changed)
-
-    def _run_round(self) -> list[Row]:
-        """Run one round, on the device if it can. Return the sequences that gained tokens."""
-        pipeline = self._pipeline
-        if pipeline is not None:
-            reason, pipeline.last_verdict = pipeline.why_host(), None
-            gained = pipeline.step() if reason is None else pipeline.drain()
-            self.last_verdict = pipeline.last_verdict
-            if reason is None or not self.scheduler.running:
-                return gained
-            self._note_host_round(reason)
-            return gained + self._run_on_host()
-        return self._run_on_host()
-
-    def _note_host_round(self, reason: str) -> None:
-        """Log, once per reason, that the host runs rounds of a device engine."""
-        if reason not in self._host_reasons:
-            self._host_reasons[reason] = None
-            log.warning("rounds run on the host while a request needs it (%s); the device runs all others", reason)
-
-    def _run_on_host(self) -> list[Row]:
-        self.last_verdict = speculative_round(self.parts, self.batch)
-        return self.scheduler.process_outputs(self.last_verdict)
 
     @ignore_torch_context
     @torch.inference_mode()
@@ -335,8 +312,7 @@ class Engine:
     def clear(self) -> None:
         """End all requests; also after an exception or Ctrl-C in the middle of a round."""
         self.scheduler.clear()
-        if self._pipeline is not None:
-            self._pipeline.forget()
+        self.runners.forget()
         for output in self._requests.values():  # after an interrupt a sequence may be in none of the queues
             for answer in output.candidates:
                 answer.finish_reason = answer.finish_reason or "abort"

@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from paceline.core.batch import Batch
 from paceline.core.draft import HostVerdict, Logprobs, Verdict, VerifiedTree
 from paceline.core.rows import SamplingRows, StepFeatures
 from paceline.engine.device_round import DeviceRound
@@ -20,6 +21,8 @@ from paceline.kernels.gpu.graphs import Ticket
 from paceline.kernels.gpu.state import read_logprobs, read_record, read_trees
 from paceline.lengths.base import LengthPolicy
 from paceline.models.base import AnyModel, FlatModel
+
+NGRAM_SOURCES = "n-gram drafts from references or parallel samples"
 
 
 def why_not_device(parts: Speculation) -> str | None:
@@ -77,34 +80,35 @@ class _InFlightRound:
         return read_record(record), logprobs
 
 
-class Pipeline:
-    """Launches a round, then processes the outputs of the one before, so that the device never waits for the host.
+class DeviceRunner:
+    """A ``Runner`` that launches a round, then processes the outputs of the one before: the device never waits.
 
     If the length policy times rounds, each round is processed before the next one is chosen.
     """
 
-    def __init__(self, runner: DeviceRound, parts: Speculation, scheduler: Scheduler) -> None:
-        self.runner, self.parts, self.scheduler = runner, parts, scheduler
+    name = "device"
+
+    def __init__(self, device_round: DeviceRound, parts: Speculation, scheduler: Scheduler) -> None:
+        self.device_round, self.parts, self.scheduler = device_round, parts, scheduler
         self.batch = scheduler.batch
         self._in_flight: deque[_InFlightRound] = deque()
         # the rows of the last round with draft tokens; empty after rounds of the host
         self._drafted_rows: list[Sequence] = []
         self._plain_rounds = 0  # rounds without draft tokens since then
         self._missing_after_draft = 0  # upper bound per row: tokens missing in the draft model's cache after that round
-        self.last_verdict: Verdict | None = None  # of the last processed round
+        self.last_verdict: Verdict | None = None
 
     def capture_ahead(self, seconds: float, progress: Progress = iter) -> Ahead | None:
         """Capture the rounds that requests will need; only while the engine is idle. None if nothing is captured."""
-        return self.runner.capture_ahead(partial(likely_lengths, self.parts.policy), seconds, progress)
+        return self.device_round.capture_ahead(partial(likely_lengths, self.parts.policy), seconds, progress)
 
-    def why_host(self) -> str | None:
-        """Return why the next round has to run on the host; None if the device can run it."""
-        sampling, drafter = self.batch.sampling, self.parts.drafter
+    def why_not(self, batch: Batch) -> str | None:
+        sampling, drafter = batch.sampling, self.parts.drafter
         features = sampling.step_features
-        if self.runner.width > 1 and (features.adjusts or features.logprobs is not None):
+        if self.device_round.width > 1 and (features.adjusts or features.logprobs is not None):
             return "trees with penalties, min_tokens or log-probabilities"
-        if drafter.copies and any(self.batch.samples):
-            return "n-gram drafts from references or parallel samples"
+        if drafter.copies and any(batch.samples):
+            return NGRAM_SOURCES
         if sampling.needs_host:
             return _why_sampling_on_host(sampling)
         return _why_speculation_on_host(self.parts)
@@ -116,18 +120,18 @@ class Pipeline:
 
     def step(self) -> list[Sequence]:
         """Launch a round and process the one before. Return the sequences that gained tokens."""
+        self.last_verdict = None
         if self._any_row_continues():
             self._launch()
             return self._process_all_but(self.max_in_flight)
         return self.drain()
 
     def drain(self) -> list[Sequence]:
-        """Process all launched rounds, so that the host may run the next one. Return the sequences that gained."""
+        self.last_verdict = None
         self._drafted_rows = []
         return self._process_all_but(0)
 
     def forget(self) -> None:
-        """Discard the launched rounds: their rows have ended."""
         while self._in_flight:
             self._in_flight.popleft()
             self.parts.policy.lost()
@@ -141,7 +145,7 @@ class Pipeline:
         return any(limit - length > certain_gain for limit, length in zip(batch.limits, batch.lengths, strict=True))
 
     def _launch(self) -> None:
-        batch, runner = self.batch, self.runner
+        batch, runner = self.batch, self.device_round
         plan = self.parts.policy.choose(batch).within(batch)
         k = plan.k if runner.can_draft else 0
         longest = min(batch.longest + self.scheduler.in_flight, batch.positions)

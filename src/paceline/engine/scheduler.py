@@ -367,9 +367,13 @@ class Scheduler:
         sequences: those that have gained tokens. Those among them that cannot become one of the returned samples any
         more are finished, too.
         """
+        ended = False
         for sequence in sequences:
             if sequence.rivals and not sequence.output.finished:
                 end_if_outranked(sequence, self.batch.positions)
+            ended = ended or sequence.output.finished
+        if not ended:
+            return []
         self._release_finished()
         failed = [sequence for sequence in sequences if sequence.output.error is not None]
         return [sample for one in failed for sample in self.drop(one.request_id, "error", one.output.error)]

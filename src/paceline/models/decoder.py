@@ -262,13 +262,9 @@ class Decoder:
         hidden = self.forward(tokens, start, max(firsts) + max(sizes), rows, counts)
         return [of_row[:size] for of_row, size in zip(hidden, sizes, strict=True)]
 
-    def computed(self, batch: Batch) -> Tensor:
-        """Return ``num_computed_tokens`` of the batch's live rows, [B] int64."""
-        return batch.live_slots.of(self.num_computed_tokens)
-
     def lags(self, batch: Batch) -> list[int]:
         """Return the number of tokens of each row that are missing in the cache. Synchronises with the device."""
-        return (batch.live_length - self.computed(batch)).tolist()
+        return (batch.live_length - self.num_computed_tokens[batch.live_slots.where]).tolist()
 
     def catch_up(self, batch: Batch) -> None:
         """Run the missing tokens of each row except its last token, in chunks.
@@ -278,10 +274,10 @@ class Decoder:
         """
         for rows, stop in self._incomplete_groups(batch):
             source = rows[-1]
-            self._run_chunks(batch, [source], self.computed(batch).tolist(), [stop])
+            self._run_chunks(batch, [source], self.num_computed_tokens[batch.live_slots.where].tolist(), [stop])
             for row in rows[:-1]:
                 self.copy_row(batch.slots[source], batch.slots[row], stop)
-        computed = self.computed(batch).tolist()
+        computed = self.num_computed_tokens[batch.live_slots.where].tolist()
         rows = [row for row in range(batch.rows) if computed[row] < batch.lengths[row] - 1]
         if rows:
             self._run_chunks(batch, rows, computed, [batch.lengths[row] - 1 for row in rows])
@@ -289,7 +285,7 @@ class Decoder:
     def spared(self, batch: Batch) -> int:
         """Return the number of missing tokens that ``catch_up`` copies from parallel samples instead of running."""
         groups = self._incomplete_groups(batch)
-        computed = self.computed(batch).tolist() if groups else []
+        computed = self.num_computed_tokens[batch.live_slots.where].tolist() if groups else []
         return sum(stop - computed[row] for rows, stop in groups for row in rows[:-1])
 
     def _incomplete_groups(self, batch: Batch) -> list[tuple[list[int], int]]:
@@ -299,7 +295,7 @@ class Decoder:
         counted.
         """
         siblings = batch.siblings
-        computed, groups = self.computed(batch).tolist() if siblings else [], []
+        computed, groups = self.num_computed_tokens[batch.live_slots.where].tolist() if siblings else [], []
         for rows, prompt in siblings:
             stop, source = prompt - 1, max(rows, key=computed.__getitem__)
             incomplete = [row for row in rows if computed[row] < stop and row != source]
@@ -318,11 +314,11 @@ class Decoder:
 
     def next_hidden(self, batch: Batch, lag: int) -> Tensor:
         """Run the missing tokens, at most ``lag`` per row -> hidden [B, width] at each row's last token."""
-        computed, length = self.computed(batch), batch.live_length
+        computed, length = self.num_computed_tokens[batch.live_slots.where], batch.live_length
         tokens = batch.text_at(computed[:, None] + torch.arange(lag, device=batch.device))
         hidden = self.forward(tokens, computed, batch.longest, batch.live_slots, length - computed)
         last = (length - computed - 1)[:, None, None].expand(-1, 1, hidden.shape[-1])
-        batch.live_slots.store(self.num_computed_tokens, length)
+        self.num_computed_tokens[batch.live_slots.where] = length
         return hidden.gather(1, last).squeeze(1)
 
     def begin_draft(self, text: Tensor, before: Tensor, span: int, rows: Slots) -> Tensor:
@@ -408,16 +404,16 @@ class Decoder:
             behind = torch.tensor([text[row] for row in moved], device=device)
             self.cache.keep(batch.live_slots.index[moved], behind, wide)
         computed = torch.tensor([length + len(path) for length, path in zip(text, paths, strict=True)])
-        batch.live_slots.store(self.num_computed_tokens, computed.to(batch.device))
+        self.num_computed_tokens[batch.live_slots.where] = computed.to(batch.device)
 
     def note_draft_tokens(self, batch: Batch, count: int) -> None:
         """Count the draft tokens of each row as computed, except the last one, which was not run."""
-        batch.live_slots.store(self.num_computed_tokens, self.computed(batch) + count - 1)
+        self.num_computed_tokens[batch.live_slots.where] = self.num_computed_tokens[batch.live_slots.where] + count - 1
 
     def rewind(self, batch: Batch) -> None:
         """Drop rejected draft tokens, and each row's last token, from the computed ones. No memory moves."""
-        kept = torch.minimum(self.computed(batch), batch.live_length - 1)
-        batch.live_slots.store(self.num_computed_tokens, kept)
+        kept = torch.minimum(self.num_computed_tokens[batch.live_slots.where], batch.live_length - 1)
+        self.num_computed_tokens[batch.live_slots.where] = kept
 
     def copy_row(self, source: int, destination: int, length: int) -> None:
         """Copy the first ``length`` positions of a row to another row."""

@@ -108,6 +108,12 @@ class Meter:
             return Counter(f"paceline:{name}", text, labels, registry=self.registry)
 
         self._drafts = counter("spec_decode_num_drafts", "Drafts verified: one per row and round with draft tokens.")
+        self._rounds_by = Counter(
+            "paceline:decode_num_rounds",
+            "Rounds, by where they ran: on the device, or on the host.",
+            ("runner",),
+            registry=self.registry,
+        )
         self._row_rounds = counter("decode_num_row_rounds", "Rounds, counted once per row that they decoded.")
         self._draft_tokens = counter("spec_decode_num_draft_tokens", "Draft tokens verified.")
         self._accepted = counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.")
@@ -214,6 +220,7 @@ class Meter:
         with self._lock:
             self._recent.append(round_)
             self._rounds += 1
+        self._rounds_by.labels(engine.runners.current).inc()
         self._count(verdict, round_)
         self._since_line.append(round_)
         if now - self._line_at >= self._log_interval:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.core.nodes import Tree
+from paceline.core.slots import Slots
 from paceline.kernels.attention import BACKENDS
 from paceline.kernels.attention.reference import ReferenceAttention
 
@@ -48,6 +49,21 @@ def test_backends_equal_the_reference_on_ragged_rows(name: str, data: st.DataObj
         for backend in (BACKENDS[name](), ReferenceAttention())
     ]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("places", [[0, 1, 2], [2, 3, 4], [0, 2, 4], [4, 1, 0]])
+@pytest.mark.parametrize("name", ["padded", "split", "reference"])
+def test_rows_may_lie_anywhere_in_the_cache(name: str, places: list[int]) -> None:
+    backend = {**BACKENDS, "reference": ReferenceAttention}[name]()
+    keys, values = cache_of([9, 4, 20], 2, 24, 8, 1)
+    wide = [torch.full((5, *table.shape[1:]), torch.nan) for table in (keys, values)]
+    for table, own in zip(wide, (keys, values), strict=True):
+        table[places] = own
+    q, where = torch.randn(3, 4, 2, 8), torch.tensor([[7, 8], [2, 3], [18, 19]])
+    plan = backend.plan(where, 20)
+    expected = backend.attend(q, keys, values, backend.plan(where, 20), scale=None, window=None)
+    plan.cache_rows = Slots.listed(places, torch.device("cpu"))
+    assert torch.equal(backend.attend(q, *wide, plan, scale=None, window=None), expected)
 
 
 @pytest.mark.parametrize("name", ["padded", "split", "reference"])

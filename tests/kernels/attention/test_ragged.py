@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from paceline.config import MAX_SPECULATION_LENGTH
 from paceline.core.nodes import Tree
+from paceline.core.slots import Slots
 from paceline.kernels.attention import BACKENDS
 from paceline.kernels.attention.ragged import FIXED, RaggedAttention, Tiles
 from paceline.kernels.attention.reference import ReferenceAttention
@@ -48,7 +49,12 @@ def compare(
     reference = ReferenceAttention()
     where = where.to(DEVICE)
     q = q.to(DEVICE)
-    found = backend.attend(q, *cache, backend.plan(where, longest), **how)  # type: ignore[arg-type]
+    plan, places = backend.plan(where, longest), torch.randperm(len(q) + 1)[: len(q)]
+    plan.cache_rows = Slots(places.to(DEVICE))
+    wide = [table.new_full((len(q) + 1, *table.shape[1:]), GARBAGE) for table in cache]
+    for table, own in zip(wide, cache, strict=True):
+        table[places.to(DEVICE)] = own
+    found = backend.attend(q, *wide, plan, **how)  # type: ignore[arg-type]
     expected = reference.attend(q, *cache, reference.plan(where, longest), **how)  # type: ignore[arg-type]
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
 

@@ -72,7 +72,8 @@ def assembled(ptx: str) -> tuple[int, int]:
 
 
 TYPES = {
-    "positions": "*i64", "slots": "*i64", "tree": "*i8", "partial": "*fp32", "levels": "*fp32", "scale": "fp32",
+    "positions": "*i64", "slots": "*i64", "cache_rows": "*i64", "tree": "*i8", "partial": "*fp32",
+    "levels": "*fp32", "scale": "fp32",
     "logits": "*fp32", "p_logits": "*fp32", "q_logits": "*fp32", "maxima": "*fp32", "masses": "*fp32",
     "p_maxima": "*fp32", "q_maxima": "*fp32", "p_masses": "*fp32", "q_masses": "*fp32",
     "leaders": "*i32", "p_leaders": "*i32", "q_leaders": "*i32", "ids": "*i64", "temperature": "*fp32",

@@ -89,7 +89,8 @@ def test_ties_go_to_the_smaller_token_also_across_blocks(temperature: float) -> 
 def test_nan_logits_give_a_token_of_the_vocabulary() -> None:
     """The token is looked up in the next pass: an index beyond the embedding would end the process on a GPU."""
     logits = torch.full((2, 2, 40), float("nan"), device=DEVICE)
-    noise = kernels.Noise(*(torch.zeros(2, device=DEVICE, dtype=t) for t in (torch.float32, torch.int64, torch.int64)))
+    types = (torch.float32, torch.int64, torch.int64, torch.int64)
+    noise = kernels.Noise(*(torch.zeros(2, device=DEVICE, dtype=type_) for type_ in types))
     for temperature in (0.0, 1.0):
         noise.temperature.fill_(temperature)
         drawn = kernels.draw(logits, noise, 0, Purpose.DRAW, block=16)

@@ -61,7 +61,7 @@ def noise_for(lines: int, temperature: float = 1.0, seed: int = 7) -> kernels.No
     """Every line is a row of its own, at its own position."""
     heat = torch.full((lines,), temperature, device=DEVICE)
     seeds = torch.full((lines,), sampling.sequence_seed(seed, 0), device=DEVICE)
-    return kernels.Noise(heat, seeds, torch.arange(3, 3 + lines, device=DEVICE))
+    return kernels.Noise(heat, seeds, torch.arange(3, 3 + lines, device=DEVICE), torch.arange(lines, device=DEVICE))
 
 
 def true_noise(noise: kernels.Noise, vocab: int) -> Tensor:

@@ -37,10 +37,11 @@ def test_the_kernel_equals_the_reference(data: st.DataObject) -> None:
     packed = PackedHeads(random(rows, length, heads + 2 * groups, dim), heads, groups, rotation, norm, 1e-5)
     start = torch.tensor([pick(st.integers(0, positions)) for _ in range(rows)], device=DEVICE)
     where = start[:, None] + torch.arange(length, device=DEVICE)
-    before = random(2, 2, rows + 1, groups, positions + 1, dim)  # keys and values, layers, rows
+    before = random(2, 2, rows + 2, groups, positions + 1, dim)  # keys and values, layers, rows
+    places = torch.tensor(pick(st.permutations(range(rows + 1)))[:rows], device=DEVICE)
     caches = before.clone(), before.clone()
     queries = [
-        turn_and_store(packed, where, cache[0, 1, 1:], cache[1, 1, 1:])
+        turn_and_store(packed, where, cache[0, 1, 1:], cache[1, 1, 1:], places)
         for turn_and_store, cache in zip((rotary.turn_and_store, twin.turn_and_store), caches, strict=True)
     ]
     close = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 4e-3, "rtol": 4e-3}

@@ -83,11 +83,11 @@ def test_masses_are_those_of_torch_to_the_bit() -> None:
     batch = new_batch(1, 20, 4096, DEVICE)
     batch.set_row(0, RowStart([1], params[0], 0))
     batch.set_live(range(1))
-    rows = batch.state(1)
     none = torch.empty(1, 0, dtype=torch.int64, device=DEVICE)
     total = sampling.masses(logits).sum().double()
     ordered = sampling.masses(logits.flatten().sort(descending=True).values).cumsum(0)
     for place in (1, 40, 700):  # a share at the exact boundary of a token
         batch.sampling.top_p.fill_(float(ordered[place] / total))
+        rows = batch.state(1)
         expected = sampling.shaped(logits.to(DEVICE), rows, StepFeatures(cuts=True), none)
         assert torch.equal(shape.shaped(logits.to(DEVICE), rows, StepFeatures(cuts=True), none), expected)

@@ -217,7 +217,7 @@ class TorchHeadDecoder(HeadDecoder):
         State i gives the logits of draft token i. k > 1: only for heads that draft in one pass. Positions after the
         text do not count as read.
         """
-        seen, late = self.computed(batch), self.head.late
+        seen, late = self.num_computed_tokens[batch.live_slots.where], self.head.late
         place = seen[:, None] + torch.arange(max(1, lag) + late + k - 1, device=batch.device)
         before = (place - 1).clamp(min=0)
         read = batch.text_at(place), self.streams.at(batch.live_slots, before)
@@ -225,7 +225,7 @@ class TorchHeadDecoder(HeadDecoder):
         self._run(tokens, hidden, before, batch.longest + late + k - 1, batch.live_slots)
         ahead = torch.arange(late, late + k, device=batch.device)
         last = (batch.live_length - seen - 1).clamp(min=0)[:, None] + ahead
-        batch.live_slots.store(self.num_computed_tokens, batch.live_length)
+        self.num_computed_tokens[batch.live_slots.where] = batch.live_length
         last = last[..., None].expand(-1, -1, self.head.config.width)
         state, normed = (part.gather(1, last) for part in self._last)
         self._states = state[:, -1:]
