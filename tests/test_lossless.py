@@ -1427,7 +1427,7 @@ def _wrong_last_draw(wrong: str) -> Callable[..., Tensor]:
             "bonus from the draft": torch.where(kept_all, q_here, residual),
             "recovered from the target": p_here,
         }
-        key = noise_key(rows.seed, rows.length + accepted, Purpose.RECOVER)
+        key = noise_key(rows.values.seed, rows.length + accepted, Purpose.RECOVER)
         return noisy_argmax(distributions[wrong].log(), key)
 
     return last
