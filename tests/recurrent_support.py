@@ -12,9 +12,12 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from transformers.modeling_layers import MtpModel
 
+from paceline.drafters.heads.mtp import own_head
+from paceline.drafters.heads.native import NativeHead
 from paceline.models.loading import load_model
 from paceline.models.native import NativeModel, Quantization
 from paceline.models.recurrent import RecurrentModel
+from paceline.models.weights import LoadedTensor
 from toy import POSITIONS, VOCAB
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -112,14 +115,30 @@ _MTP_NAMES = {
 }
 
 
+def head_state(head: MtpModel) -> dict[str, torch.Tensor]:
+    """A head's tensors by their names in published checkpoints."""
+    found = {}
+    for name, weight in head.layers.state_dict().items():
+        theirs = next(theirs for theirs in _MTP_NAMES if name.startswith(theirs))
+        found[_MTP_NAMES[theirs] + name.removeprefix(theirs)] = weight.contiguous()
+    return found
+
+
+def tiny_mtp(target: NativeModel, seed: int = 0) -> NativeHead:
+    """A random head for ``tiny_native_recurrent``."""
+    model, head = theirs_with_head(seed)
+    stored = {name: LoadedTensor(weight) for name, weight in head_state(head).items()}
+    shape = torch.empty(VOCAB, target.width, dtype=torch.bfloat16, device="meta")
+    own = own_head(model.config, stored, (shape, shape), "tiny")
+    return NativeHead(own, "tiny", (target.layers,), target.max_positions, quantization="int8", target=target)
+
+
 def save_with_head(path: Path, seed: int = 0) -> tuple[Qwen3_5ForCausalLM, MtpModel]:
     """Save ``theirs_with_head`` as checkpoints are published, with a tokenizer whose tokens are numbers."""
     model, head = theirs_with_head(seed)
     model.save_pretrained(path)
     tensors = load_file(path / "model.safetensors")
-    for name, weight in head.layers.state_dict().items():
-        theirs = next(theirs for theirs in _MTP_NAMES if name.startswith(theirs))
-        tensors[_MTP_NAMES[theirs] + name.removeprefix(theirs)] = weight.contiguous()
+    tensors |= head_state(head)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     words = Tokenizer(WordLevel({str(token): token for token in range(VOCAB)}, unk_token="0"))
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)

@@ -405,7 +405,7 @@ class Scripted(Drafter):
         k = self.rng.randint(0, wish.k) if self.short else wish.k
         tokens, counts = [], []
         for row in range(batch.rows):
-            text = self.truth[int(batch.sampling.seed[row])]
+            text = self.truth[int(batch.sampling.seed[batch.slots[row]])]
             right = [*text[batch.lengths[row] :], *([0] * k)][:k]
             tokens.append([self.script(self.rng, token, batch.vocab_size) for token in right])
             counts.append(self.rng.randint(0, k) if self.ragged else k)
@@ -441,7 +441,7 @@ class ScriptedTrees(Scripted):
         self.asked.append(wish.k)
         k = self.rng.randint(0, wish.k) if self.short else wish.k
         rows = [
-            self._row(self.truth[int(batch.sampling.seed[row])][batch.lengths[row] :], k) for row in range(batch.rows)
+            self._row(self.truth[int(batch.sampling.seed[batch.slots[row]])][batch.lengths[row] :], k) for row in range(batch.rows)
         ]
         tokens, parents = torch.tensor(rows, dtype=torch.int64).view(batch.rows, 2, k).unbind(1)
         counts = [self.rng.randint(0, k) if self.ragged else k for _ in rows]

@@ -124,7 +124,8 @@ class LLM:
         if draft_model is not None:
             check_model_source("draft_model", draft_model)
         documents = as_sources("reference_documents", reference_documents)
-        own_head = draft_model is None and uses_own_head(options) and has_own_head(model)
+        asks_own_head = draft_model is None and uses_own_head(options)  # the options are checked before any file
+        own_head = asks_own_head and find_head(model) is None and has_own_head(model)
         adapter_paths = as_adapters(adapters or {})
         config = engine_config(options, OWN_HEAD if own_head else draft_model, documents)
         if find_head(model) is not None:

@@ -115,7 +115,6 @@ _GRANITE = {
 _JAMBA = {"num_experts": 2, "num_experts_per_tok": 1, "mamba_d_state": 8, "mamba_dt_rank": 4, "attn_layer_period": 2}
 _CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"]}
 _HYBRIDS = {  # model_type -> configuration, how the error names its unsupported layers
-    "qwen3_5_text": (_BASE | _LINEAR, "2 of its 3 layers are of the kind linear_attention"),
     "qwen3_next": (_BASE | _LINEAR | _EXPERTS, "2 of its 3 layers are of the kind linear_attention"),
     "lfm2": (_BASE | _CONVOLUTIONS | {"block_multiple_of": 8}, "2 of its 3 layers are of the kind conv"),
     "granitemoehybrid": (_BASE | _MAMBA | _GRANITE, "2 of its 3 layers are of the kind linear_attention"),

@@ -11,11 +11,12 @@ from transformers import AutoConfig, PretrainedConfig
 
 from paceline.errors import ModelFormatError
 from paceline.models.boundary import brief
-from paceline.models.description import DecoderSpec, LayerSpec, MLPSpec, Rotary
+from paceline.models.description import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, Rotary
 from paceline.models.families import FAMILIES, GGUF_FAMILIES
 from paceline.models.families.base import Family, GGUFForm
 from paceline.models.gguf import GGUFFile
 from paceline.models.gguf_tensors import PackedTensor
+from paceline.models.weights import StoredTensor
 
 # The file's key after "ARCHITECTURE." -> Hugging Face's field. Other fields are defaults or follow from the tensors.
 _FIELDS = {
@@ -186,6 +187,11 @@ def describe(file: GGUFFile) -> DecoderSpec:
 
 def _with_tensors(file: GGUFFile, layer: LayerSpec) -> LayerSpec:
     """Return the layer with the rotary scaling and the biases that the file has."""
+    mlp = layer.mlp
+    if isinstance(mlp, MLPSpec):
+        mlp = dataclasses.replace(mlp, bias="blk.0.ffn_down.bias" in file.tensors)
+    if not isinstance(layer.mixer, AttentionSpec):
+        return dataclasses.replace(layer, mlp=mlp)
     rotary, factors = layer.attention.rotary, file.tensors.get("rope_freqs.weight")
     attention = dataclasses.replace(
         layer.attention,
@@ -193,9 +199,6 @@ def _with_tensors(file: GGUFFile, layer: LayerSpec) -> LayerSpec:
         bias=any(f"blk.0.attn_{part}.bias" in file.tensors for part in ("q", "qkv")),
         output_bias="blk.0.attn_output.bias" in file.tensors,
     )
-    mlp = layer.mlp
-    if isinstance(mlp, MLPSpec):
-        mlp = dataclasses.replace(mlp, bias="blk.0.ffn_down.bias" in file.tensors)
     return dataclasses.replace(layer, mixer=attention, mlp=mlp)
 
 
@@ -212,14 +215,20 @@ def _with_factors(rotary: Rotary, stored: PackedTensor | None) -> Rotary:
     return dataclasses.replace(rotary, inverse_frequencies=tuple(frequencies.tolist()))
 
 
-def tensors(file: GGUFFile, spec: DecoderSpec) -> dict[str, PackedTensor]:
+def head_tensors(file: GGUFFile) -> Mapping[str, StoredTensor]:
+    """Return the tensors of the file's own draft head, named as in safetensors files; none if it has no head."""
+    head = form(file).head
+    return {} if head is None else head(file.tensors, len(describe(file).layers))
+
+
+def tensors(file: GGUFFile, spec: DecoderSpec) -> Mapping[str, StoredTensor]:
     """Return the file's tensors, queries and keys in Hugging Face's order.
 
     llama.cpp reorders the query and key rows of some families; see ``PackedTensor.permuted``.
     """
     attention = spec.attentions[0]
     heads = {"attn_q": attention.heads, "attn_k": attention.kv_heads} if form(file).paired else {}
-    return {name: _ordered(name, stored, heads) for name, stored in file.tensors.items()}
+    return form(file).adapt({name: _ordered(name, stored, heads) for name, stored in file.tensors.items()}, spec)
 
 
 def _ordered(name: str, stored: PackedTensor, heads: Mapping[str, int]) -> PackedTensor:

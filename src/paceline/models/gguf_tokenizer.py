@@ -49,6 +49,10 @@ _GPT2 = Splitting()
 _DIGITS = Splitting(digits=True)
 _LLAMA3 = Splitting(rf"{_CONTRACTION}|{_WORD}|\p{{N}}{{1,3}}|{_SIGNS}|{_SPACES}", ignore_merges=True, bos=True)
 _QWEN2 = Splitting(rf"{_CONTRACTION}|{_WORD}|\p{{N}}|{_SIGNS}|{_SPACES}", nfc=True)
+_QWEN35 = Splitting(
+    rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}",
+    nfc=True,
+)
 _TEKKEN = Splitting(rf"{_CASED}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}", ignore_merges=True, bos=True)
 
 SPLITTINGS: dict[str, Splitting] = {
@@ -59,6 +63,7 @@ SPLITTINGS: dict[str, Splitting] = {
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "qwen2": _QWEN2,
+    "qwen35": _QWEN35,
     "deepseek-r1-qwen": _QWEN2,
     "tekken": _TEKKEN,
 }

@@ -140,7 +140,9 @@ def head_tensors(path: Path) -> Mapping[str, weights.StoredTensor]:
 
     Raises the errors of ``load_model``.
     """
-    if path.is_file() or not (path / "config.json").is_file():
+    if path.is_file():
+        return gguf_config.head_tensors(GGUFFile(path))
+    if not (path / "config.json").is_file():
         return {}
     family = FAMILIES.get(_directory_config(path).model_type)
     if family is None or not family.has_head:

@@ -19,6 +19,7 @@ from paceline.models.description import (
 )
 from paceline.models.families.rotary import head_dim, longest_sequence, rotary_of
 from paceline.models.weight_names import WeightNames
+from paceline.models.weights import StoredTensor
 
 # Hugging Face's name of an activation -> the name in kernels.gpu.steps. Models with others run through huggingface.py.
 ACTIVATION_NAMES = {
@@ -36,6 +37,10 @@ def _no_fields(_: Mapping[str, Any], __: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
+def _as_they_are(tensors: Mapping[str, StoredTensor], _: DecoderSpec) -> Mapping[str, StoredTensor]:
+    return tensors
+
+
 @dataclass(frozen=True)
 class GGUFForm:
     """How llama.cpp stores a family in a GGUF file.
@@ -45,6 +50,8 @@ class GGUFForm:
         ``gguf_config`` does not know or that differ.
     reads: metadata keys that change the computation and that ``fields`` takes into account.
     paired: whether rows of queries and keys are stored in the order of rotary pairs (i, i + 1).
+    adapt: the file's tensors -> those of the decoder, ordered and scaled as in safetensors files.
+    head: the file's tensors and the number of layers -> the draft head's, named as in safetensors files.
     """
 
     architecture: str
@@ -52,6 +59,8 @@ class GGUFForm:
     fields: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]] = _no_fields
     reads: frozenset[str] = frozenset()
     paired: bool = False
+    adapt: Callable[[Mapping[str, StoredTensor], DecoderSpec], Mapping[str, StoredTensor]] = _as_they_are
+    head: Callable[[Mapping[str, StoredTensor], int], Mapping[str, StoredTensor]] | None = None
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from transformers import PretrainedConfig
 
 from paceline.models.description import AttentionSpec, DecoderSpec, DeltaNetSpec, LayerSpec, MLPSpec, NormSpec
 from paceline.models.families.base import ACTIVATION_NAMES, LLAMA_NAMES, Family
+from paceline.models.families.qwen3_5_gguf import FORM
 from paceline.models.families.rotary import head_dim, longest_sequence, rotary_of
 from paceline.models.weight_names import WeightNames
 
@@ -20,7 +21,7 @@ def _describe(config: PretrainedConfig) -> DecoderSpec | None:
     rotary = rotary_of(text)
     if rotary is None or text.attention_bias or not {"full_attention"} <= set(text.layer_types) <= _KINDS:
         return None
-    if ACTIVATION_NAMES.get(text.hidden_act) != "silu":
+    if ACTIVATION_NAMES.get(text.hidden_act) != "silu" or text.linear_num_value_heads % text.linear_num_key_heads:
         return None
     heads = text.num_attention_heads, text.num_key_value_heads, head_dim(text)
     eps = text.rms_norm_eps
@@ -65,5 +66,5 @@ NAMES = WeightNames(
     plus_one=_NORMS,
 )
 
-TEXT_FAMILY = Family("qwen3_5_text", _describe, NAMES, has_head=True)
+TEXT_FAMILY = Family("qwen3_5_text", _describe, NAMES, FORM, has_head=True)
 FAMILY = Family("qwen3_5", _describe, NAMES, has_head=True)

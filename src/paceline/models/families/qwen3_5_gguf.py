@@ -1,0 +1,152 @@
+"""How llama.cpp stores Qwen3.5 in GGUF files (architecture qwen35).
+
+Its value heads are ordered so that those of one key head lie apart, decays are stored as -exp(A_log), and all norms
+around 1. The draft head is one more block behind the layers, with tensors named ``nextn``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.models.description import DecoderSpec, DeltaNetSpec
+from paceline.models.families.base import LLAMA_GGUF_NAMES, GGUFForm
+from paceline.models.weight_names import WeightNames
+from paceline.models.weights import StoredTensor
+
+
+@dataclass(frozen=True)
+class ChangedTensor:
+    """A stored tensor whose values are changed when it is read. shape: afterwards."""
+
+    stored: StoredTensor
+    shape: tuple[int, ...]
+    change: Callable[[Tensor], Tensor]
+
+    def unpack_into(self, destination: Tensor) -> None:
+        exact = torch.empty(self.stored.shape, dtype=torch.float32)
+        self.stored.unpack_into(exact)
+        destination.copy_(self.change(exact).view(self.shape))
+
+
+def _fields(metadata: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of recurrent layers, and of rotary positions on a part of each head."""
+    heads, inner = int(metadata["ssm.time_step_rank"]), int(metadata["ssm.inner_size"])
+    layers = int(metadata["block_count"]) - int(metadata.get("nextn_predict_layers", 0))
+    every = int(metadata.get("full_attention_interval", 4))
+    width = int(metadata["attention.key_length"])
+    return {
+        "num_hidden_layers": layers,
+        "layer_types": ["linear_attention" if (index + 1) % every else "full_attention" for index in range(layers)],
+        "linear_num_key_heads": int(metadata["ssm.group_count"]),
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": int(metadata["ssm.state_size"]),
+        "linear_value_head_dim": inner // heads,
+        "linear_conv_kernel_dim": int(metadata["ssm.conv_kernel"]),
+        "rope_parameters": {**rope, "partial_rotary_factor": metadata.get("rope.dimension_count", width) / width},
+    }
+
+
+def _grouped(values: Tensor, spec: DeltaNetSpec, dim: int, width: int) -> Tensor:
+    """Order value heads of ``width`` elements along ``dim`` by their key heads; stored, they take turns."""
+    shared = spec.value_heads // spec.key_heads
+    sizes = *values.shape[:dim], shared, spec.key_heads, width, *values.shape[dim + 1 :]
+    return values.reshape(sizes).transpose(dim, dim + 1).reshape(values.shape)
+
+
+def _changes(spec: DeltaNetSpec) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Return how the tensors of a recurrent layer change, by the end of their names."""
+    keys, width = 2 * spec.key_heads * spec.key_dim, spec.value_dim
+
+    def behind_keys(values: Tensor) -> Tensor:
+        return torch.cat([values[:keys], _grouped(values[keys:], spec, 0, width)])
+
+    def per_head(values: Tensor) -> Tensor:
+        return _grouped(values, spec, 0, 1)
+
+    return {
+        "attn_qkv.weight": behind_keys,
+        "ssm_conv1d.weight": behind_keys,
+        "attn_gate.weight": lambda values: _grouped(values, spec, 0, width),
+        "ssm_alpha.weight": per_head,
+        "ssm_beta.weight": per_head,
+        "ssm_dt.bias": per_head,
+        "ssm_a": lambda values: (-per_head(values)).log(),
+        "ssm_out.weight": lambda values: _grouped(values, spec, 1, width),
+    }
+
+
+def _adapt(tensors: Mapping[str, StoredTensor], spec: DecoderSpec) -> dict[str, StoredTensor]:
+    """Return the decoder's tensors as transformers orders them, without those of the draft head."""
+    found: dict[str, StoredTensor] = {}
+    for name, stored in tensors.items():
+        _, index, part = name.split(".", 2) if name.startswith("blk.") else ("", "-1", name)
+        if not index.lstrip("-").isdigit() or int(index) >= len(spec.layers):
+            continue
+        mixer = spec.layers[int(index)].mixer
+        change = _changes(mixer).get(part) if isinstance(mixer, DeltaNetSpec) and part != name else None
+        shape = stored.shape
+        if part == "ssm_conv1d.weight":
+            shape = (shape[0], 1, *shape[1:])
+        found[name] = stored if change is None else ChangedTensor(stored, shape, change)
+    return found
+
+
+_HEAD = {
+    "nextn.eh_proj": "mtp.fc",
+    "nextn.enorm": "mtp.pre_fc_norm_embedding",
+    "nextn.hnorm": "mtp.pre_fc_norm_hidden",
+    "nextn.shared_head_norm": "mtp.norm",
+    "attn_norm": "mtp.layers.0.input_layernorm",
+    "post_attention_norm": "mtp.layers.0.post_attention_layernorm",
+    "attn_q": "mtp.layers.0.self_attn.q_proj",
+    "attn_k": "mtp.layers.0.self_attn.k_proj",
+    "attn_v": "mtp.layers.0.self_attn.v_proj",
+    "attn_output": "mtp.layers.0.self_attn.o_proj",
+    "attn_q_norm": "mtp.layers.0.self_attn.q_norm",
+    "attn_k_norm": "mtp.layers.0.self_attn.k_norm",
+    "ffn_gate": "mtp.layers.0.mlp.gate_proj",
+    "ffn_up": "mtp.layers.0.mlp.up_proj",
+    "ffn_down": "mtp.layers.0.mlp.down_proj",
+}
+
+
+def _head(tensors: Mapping[str, StoredTensor], layers: int) -> dict[str, StoredTensor]:
+    """Return the draft head's tensors by their names in safetensors files, norms less one as there."""
+    start, found = f"blk.{layers}.", {}
+    if f"{start}nextn.eh_proj.weight" not in tensors:
+        return {}
+    for name, stored in tensors.items():
+        part = name.removeprefix(start).removesuffix(".weight")
+        if name.startswith(start):
+            theirs = _HEAD.get(part, f"mtp.{part}")
+            less = len(stored.shape) == 1
+            found[f"{theirs}.weight"] = ChangedTensor(stored, stored.shape, lambda x: x - 1) if less else stored
+    return found
+
+
+FORM = GGUFForm(
+    "qwen35",
+    WeightNames(
+        {
+            **LLAMA_GGUF_NAMES,
+            "blk.{}.post_attention_norm": "layers.{}.mlp_norm",
+            "blk.{}.attn_qkv": "layers.{}.in_qkv",
+            "blk.{}.attn_gate": "layers.{}.out_gate",
+            "blk.{}.ssm_beta": "layers.{}.beta",
+            "blk.{}.ssm_alpha": "layers.{}.decay",
+            "blk.{}.ssm_conv1d": "layers.{}.conv",
+            "blk.{}.ssm_a": "layers.{}.decay_rate.weight",
+            "blk.{}.ssm_dt.bias": "layers.{}.decay_bias.weight",
+            "blk.{}.ssm_norm": "layers.{}.delta_norm",
+            "blk.{}.ssm_out": "layers.{}.o",
+        }
+    ),
+    fields=_fields,
+    adapt=_adapt,
+    head=_head,
+)

@@ -1,0 +1,139 @@
+"""Qwen3.5 from GGUF files, written here as llama.cpp's converter orders and scales the tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.drafters.heads.loading import has_own_head, load_own_head
+from paceline.models.loading import load_config, load_model
+from paceline.models.recurrent import RecurrentModel
+from recurrent_support import SIZES, head_state, save_with_head, theirs_with_head, tiny_qwen3_5
+from toy import VOCAB
+
+_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "model.layers": "blk",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt.bias",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mtp.fc": "blk.3.nextn.eh_proj",
+    "mtp.pre_fc_norm_embedding": "blk.3.nextn.enorm",
+    "mtp.pre_fc_norm_hidden": "blk.3.nextn.hnorm",
+    "mtp.norm": "blk.3.nextn.shared_head_norm",
+    "mtp.layers.0": "blk.3",
+}
+
+
+def in_turns(values: Tensor, shape: tuple[int, int], dim: int, width: int) -> Tensor:
+    """Order value heads as llama.cpp does: the first of every key head, then the second. shape: key and value heads."""
+    keys, heads = shape
+    sizes = *values.shape[:dim], keys, heads // keys, width, *values.shape[dim + 1 :]
+    return values.reshape(sizes).transpose(dim, dim + 1).reshape(values.shape)
+
+
+def converted(name: str, values: Tensor, config: Any) -> Tensor:
+    shape = config.linear_num_key_heads, config.linear_num_value_heads
+    keys, width = 2 * shape[0] * config.linear_key_head_dim, config.linear_value_head_dim
+    values = values.squeeze(1) if "conv1d" in name else values
+    if "in_proj_qkv" in name or "conv1d" in name:
+        return torch.cat([values[:keys], in_turns(values[keys:], shape, 0, width)])
+    if "in_proj_z" in name:
+        return in_turns(values, shape, 0, width)
+    if "out_proj" in name:
+        return in_turns(values, shape, 1, width)
+    if any(part in name for part in ("in_proj_a", "in_proj_b", "dt_bias")):
+        return in_turns(values, shape, 0, 1)
+    if "A_log" in name:
+        return in_turns(-values.exp(), shape, 0, 1)
+    return values + 1 if values.dim() == 1 and "linear_attn.norm" not in name else values
+
+
+def write(path: Path, tensors: dict[str, Tensor], config: Any, heads: int) -> Path:
+    writer = gguf.GGUFWriter(path, "qwen35")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_block_count(config.num_hidden_layers + heads)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(config.head_dim // 4)
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+    writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
+    writer.add_uint32("qwen35.full_attention_interval", 1 + config.layer_types.index("full_attention"))
+    writer.add_uint32("qwen35.nextn_predict_layers", heads)
+    writer.add_token_list([str(token) for token in range(VOCAB)])
+    for name, values in tensors.items():
+        ours = name
+        for theirs, called in _NAMES.items():
+            ours = ours.replace(theirs, called)
+        array = np.ascontiguousarray(converted(name, values, config).float().numpy())
+        writer.add_tensor(ours, array, raw_dtype=gguf.GGMLQuantizationType.F32)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("sizes", ["grouped", "alone"])
+def test_a_gguf_file_gives_the_weights_of_its_original(sizes: str, tmp_path: Path) -> None:
+    shape = SIZES["grouped"] if sizes == "grouped" else {"key_heads": 3, "value_heads": 3, "value_dim": 32}
+    theirs = tiny_qwen3_5(2, **shape)
+    path = write(tmp_path / "model.gguf", theirs.state_dict(), theirs.config, 0)
+    model, original = load_model(path, dtype=torch.float32), load_model(theirs, dtype=torch.float32)
+    assert isinstance(model, RecurrentModel)
+    assert isinstance(original, RecurrentModel)
+    assert model.state_shape == original.state_shape
+    assert model.spec.attentions[0].rotary == original.spec.attentions[0].rotary
+    assert model.weights.keys() == original.weights.keys()
+    for name, weight in original.weights.items():
+        torch.testing.assert_close(model.weights[name], weight, msg=name)
+    assert not has_own_head(path)
+
+
+def test_the_draft_head_of_a_gguf_file_is_that_of_the_original(tmp_path: Path) -> None:
+    theirs, head = theirs_with_head(4)
+    save_with_head(tmp_path, seed=4)
+    tensors = {**theirs.state_dict(), **head_state(head)}
+    path = write(tmp_path / "model.gguf", tensors, theirs.config, 1)
+    assert has_own_head(path)
+    assert load_config(path).num_hidden_layers == 3
+    models = [load_model(each, dtype=torch.float32) for each in (path, tmp_path)]
+    heads = [load_own_head(model, each) for model, each in zip(models, (path, tmp_path), strict=True)]
+    ours, original = (each.head.state_dict() for each in heads)
+    assert ours.keys() == original.keys()
+    for name, weight in original.items():
+        torch.testing.assert_close(ours[name], weight, msg=name)
