@@ -441,7 +441,8 @@ class ScriptedTrees(Scripted):
         self.asked.append(wish.k)
         k = self.rng.randint(0, wish.k) if self.short else wish.k
         rows = [
-            self._row(self.truth[int(batch.sampling.seed[batch.slots[row]])][batch.lengths[row] :], k) for row in range(batch.rows)
+            self._row(self.truth[int(batch.sampling.seed[batch.slots[row]])][batch.lengths[row] :], k)
+            for row in range(batch.rows)
         ]
         tokens, parents = torch.tensor(rows, dtype=torch.int64).view(batch.rows, 2, k).unbind(1)
         counts = [self.rng.randint(0, k) if self.ragged else k for _ in rows]
