@@ -199,7 +199,10 @@ def _columns(family: Family) -> Iterator[str]:
         yield "no: needs " + str(error).partition(" without ")[2]
     else:
         yield "bf16, int8, int4"
-    yield "bf16, int8, fp8; graphs" if dense else "bf16; no graphs"
+    if len(spec.attentions) < len(spec.layers):
+        yield "no"
+    else:
+        yield "bf16, int8, fp8; graphs" if dense else "bf16; no graphs"
     try:
         ModelShard(0, 2).local(spec)
     except ParameterError:

@@ -33,7 +33,7 @@ def labels_of(name: str) -> set[str]:
     """The labels of a series besides those that Prometheus adds."""
     meter = Meter(log_interval=1)
     kinds = {"position": meter._accepted_at, "finished_reason": meter._answers, "status": meter._errors}
-    kinds |= {"sequence": meter._tpot, "held_for": meter._bytes_gauge}
+    kinds |= {"sequence": meter._tpot, "held_for": meter._bytes_gauge, "runner": meter._rounds_by}
     return {label for label, metric in kinds.items() if re.fullmatch(f"{metric._name}(_(total|sum|count))?", name)}
 
 

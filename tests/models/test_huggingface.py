@@ -57,7 +57,7 @@ def test_half_precision_runs(name: str, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def test_two_models_in_one_process_share_no_state() -> None:
-    (one, its), (other, others) = _pair("gemma3"), _pair("gpt_neox")
+    (one, its), (other, others) = _pair("cohere"), _pair("gpt_neox")
     tokens, positions = random_tokens(1, 8), torch.arange(8)[None]
     runners = Runner(one, 1), Runner(other, 1)
     for i in range(8):
@@ -154,7 +154,7 @@ def test_a_model_whose_logits_would_differ_is_refused() -> None:
 _BERTS = {
     "bert": _BASE,
     "roberta": _BASE | {"max_position_embeddings": 80},
-    "gemma3_text": FOREIGN["gemma3"][1] | {"use_bidirectional_attention": True},
+    "gemma3_text": NATIVE["gemma3"][1] | {"use_bidirectional_attention": True},
 }
 
 
@@ -173,7 +173,7 @@ def test_a_model_that_sees_later_tokens_is_refused_in_every_precision(
 
 
 _SIGHTED = {
-    "text_config": FOREIGN["gemma3"][1],
+    "text_config": NATIVE["gemma3"][1],
     "vision_config": {
         "hidden_size": 16,
         "intermediate_size": 16,

@@ -129,7 +129,7 @@ def test_speculation_changes_no_answer_with_several_parts(path: str, width: int)
     plain = llm.plain()
     named = {"type": "function", "function": {"name": "add"}}
     think = {"chat_template_kwargs": {"enable_thinking": True}, "max_thinking_tokens": 9}
-    open_ = {"chat_template_kwargs": {"enable_thinking": False}, "max_thinking_tokens": 4}
+    open_ = {"chat_template_kwargs": {"enable_thinking": False}}
     likely = dict.fromkeys(Tokenizer.load(byte_tokenizer()).encode("<tool_call>nk"), 9.0)
     params = SamplingParams(n=2, seed=1, max_tokens=48, temperature=0.8, logit_bias=likely)
     for fields, choice in (({}, "auto"), (think, None), (think, "required"), (open_, named)):

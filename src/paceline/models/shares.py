@@ -62,6 +62,8 @@ class ModelShard:
 
         Raises ParameterError if there are more ranks than heads, MLP columns or tokens.
         """
+        if len(spec.attentions) < len(spec.layers):
+            raise ParameterError("tensor_parallel", self.ranks, "1 with recurrent layers, which are not split yet")
         if not all(isinstance(layer.mlp, MLPSpec) for layer in spec.layers):
             raise ParameterError("tensor_parallel", self.ranks, "1 with a mixture of experts, which is not split yet")
         if any(attention.qk_norm == "all" for attention in spec.attentions):

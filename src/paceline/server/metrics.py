@@ -109,11 +109,8 @@ class Meter:
             return Counter(f"paceline:{name}", text, labels, registry=self.registry)
 
         self._drafts = counter("spec_decode_num_drafts", "Drafts verified: one per row and round with draft tokens.")
-        self._rounds_by = Counter(
-            "paceline:decode_num_rounds",
-            "Rounds, by where they ran: on the device, or on the host.",
-            ("runner",),
-            registry=self.registry,
+        self._rounds_by = counter(
+            "decode_num_rounds", "Rounds, by where they ran: on the device, or on the host.", "runner"
         )
         self._row_rounds = counter("decode_num_row_rounds", "Rounds, counted once per row that they decoded.")
         self._draft_tokens = counter("spec_decode_num_draft_tokens", "Draft tokens verified.")

@@ -20,6 +20,8 @@ from paceline.server import errors
 from paceline.server.metrics import Meter
 from paceline.server.streaming import EventStream
 
+STREAM = "/v1/completions"
+
 
 class Died(Exception):  # noqa: N818 (Ray's are not ours)
     """Stands for Ray's exception."""
@@ -70,7 +72,7 @@ class Handle:
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
     message = await receive()
     answer: Response = JSONResponse({"body": message["body"].decode(), "path": scope["path"]})
-    if scope["path"] == "/stream":
+    if scope["path"] == STREAM:
         answer = EventStream(events(), Meter(1.0))
     await answer(scope, receive, send)
 
@@ -103,18 +105,18 @@ def test_a_replicas_answer_is_relayed_with_its_name() -> None:
     assert reply.json() == {"body": '{"prompt": "a"}', "path": "/any/path"}
     assert reply.headers["x-paceline-replica"] == "replica 1"
     assert dict(handle.asked[0]["headers"])[b"x-request-id"] == reply.headers["x-request-id"].encode(), "one name"
-    assert ask(Handle(), "/stream").text == "data: 0\n\ndata: 1\n\ndata: 2\n\ndata: [DONE]\n\n"
+    assert ask(Handle(), STREAM).text == "data: 0\n\ndata: 1\n\ndata: 2\n\ndata: [DONE]\n\n"
 
 
 @pytest.mark.parametrize("dies_after", [0, 1])
 def test_a_request_without_output_is_retried(dies_after: int) -> None:
-    reply = ask(Handle(dies_after), "/stream")
+    reply = ask(Handle(dies_after), STREAM)
     assert reply.headers["x-paceline-replica"] == "replica 2"
     assert reply.text.endswith("data: 2\n\ndata: [DONE]\n\n")
 
 
 def test_a_stream_whose_replica_dies_ends_with_an_error() -> None:
-    *before, error, done, _ = ask(Handle(dies_after=2), "/stream").text.split("\n\n")
+    *before, error, done, _ = ask(Handle(dies_after=2), STREAM).text.split("\n\n")
     assert before == ["data: 0"]
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == "replica_lost"
     assert done == "data: [DONE]"
@@ -128,7 +130,7 @@ def test_a_stream_in_which_a_replica_fails_ends_with_an_error() -> None:
                 if some[0] == {"type": "http.response.body", "body": b"data: 0\n\n", "more_body": True}:
                     raise ValueError("a bug")
 
-    *_, error, done, _ = ask(Broken(), "/stream").text.split("\n\n")
+    *_, error, done, _ = ask(Broken(), STREAM).text.split("\n\n")
     assert json.loads(error.removeprefix("data: "))["error"]["type"] == "server_error"
     assert done == "data: [DONE]"
 
@@ -151,7 +153,7 @@ def test_requests_beyond_the_drain_time_end_with_the_given_error() -> None:
         front.give_up(errors.unavailable("the server is shutting down", "shutting_down"))
 
     ends: list[asyncio.Task[None]] = []
-    reply = ask(Slow(), "/stream", lambda front: ends.append(asyncio.ensure_future(end(front))))
+    reply = ask(Slow(), STREAM, lambda front: ends.append(asyncio.ensure_future(end(front))))
     assert (reply.status_code, reply.json()["error"]["code"]) == (503, "shutting_down")
 
 

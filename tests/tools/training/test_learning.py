@@ -142,7 +142,10 @@ def drafted(head: FeatureHead, batch: TrainingBatch, row: int, place: int, scale
         padding = [0] * 3  # unroll's last positions are meaningless
         tokens = torch.tensor([[*known, *padding]])
         read = torch.cat((features[: place + 1], torch.zeros(tokens.shape[1] - place - 1, *features.shape[1:])))
-        *_, normed = head.states(tokens, read[None], step + 1)
+        passes = list(head.states(tokens, read[None], step + 1))
+        if len(passes) <= step:  # a hidden transfer head drafts no more tokens than it has passes
+            return step
+        normed = passes[-1]
         draft_token = int(head.targets[head.logits(normed[0, place]).argmax()])
         if draft_token != int(text[place + 2 + step]):
             return step
@@ -172,7 +175,7 @@ def rejected(trainer: Trainer, steps: int) -> list[float]:
 
 @pytest.mark.parametrize("kind", DRAFT_KINDS)
 def test_every_draft_token_is_trained(kind: str, whole: Path, target: str, tmp_path: Path) -> None:
-    trainer = make_trainer(whole, target, replace(OPTIONS, kind=kind, epochs=6))
+    trainer = make_trainer(whole, target, replace(OPTIONS, kind=kind, epochs=8))
     with torch.no_grad():
         before, look = rejected(trainer, 3), trainer.evaluate()
         with torch.enable_grad():
