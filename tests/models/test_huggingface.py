@@ -16,9 +16,9 @@ _REFUSED = {
     "softcap": ("gemma2", _BASE | {"head_dim": 8, "sliding_window": 4}),
     "s_aux": ("gpt_oss", _BASE | {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}),
     "longest sequence": ("bloom", {"vocab_size": VOCABULARY, "hidden_size": 24, "n_layer": 2, "n_head": 2}),
-    "attention interface": (
-        "gptj",
-        {"vocab_size": VOCABULARY, "n_embd": 24, "n_layer": 2, "n_head": 2, "n_positions": 64, "rotary_dim": 4},
+    "attention interface": (  # GPT-J has one since transformers 5.24
+        "xlm",
+        {"vocab_size": VOCABULARY, "emb_dim": 24, "n_layers": 2, "n_heads": 2, "causal": True},
     ),
 }
 
