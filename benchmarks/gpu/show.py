@@ -132,8 +132,8 @@ def _attention(results: Results, attention: Sequence[Timed]) -> Iterator[Line]:
     alone = [over for timed in attention for name, over in timed.over_ragged.items() if name != SDPA]
     yield _TIMES.at_least("attention alone: padded, split over ragged, worst", min(alone, default=None), 1.0)
     others = [found for cell, found in results.measured.items() if cell.setting.attention != "ragged"]
-    twins = [(found, results.measured.get(_ragged(found.cell))) for found in others]
-    rounds = [found.ms / twin.ms for found, twin in twins if twin]
+    references = [(found, results.measured.get(_ragged(found.cell))) for found in others]
+    rounds = [found.ms / reference.ms for found, reference in references if reference]
     yield _TIMES.at_least("whole rounds: padded, split over ragged, worst", min(rounds, default=None), 1.0)
     long = [timed.over_ragged for timed in attention if timed.case.spread == "one long" and timed.case.rows >= 8]
     padded = [over["padded"] for over in long if "padded" in over]

@@ -538,13 +538,13 @@ def test_trees_equal_those_of_growth(kind: str, params: str, width: int) -> None
             if which == 0 or depth == 0:
                 assert draft.drafted[row] == 0
                 continue
-            twin = grown(head, which, TREE_PARAMS[params], width, depth, max(COUNTS))
+            reference = grown(head, which, TREE_PARAMS[params], width, depth, max(COUNTS))
             chain = list(range(-1, draft.drafted[row] - 1))
-            assert draft.draft_tokens[row] == twin.tokens
+            assert draft.draft_tokens[row] == reference.tokens
             follows = chain if draft.host_parents is None else draft.host_parents[row][: len(chain)]
-            assert follows == twin.parents
-            assert list(draft.kinds[row]) == twin.kinds
-            assert draft.confidence[row] == pytest.approx(twin.scores, abs=1e-6)
+            assert follows == reference.parents
+            assert list(draft.kinds[row]) == reference.kinds
+            assert draft.confidence[row] == pytest.approx(reference.scores, abs=1e-6)
 
 
 def test_a_tree_ends_when_stop_drafting_says_so_and_reports_its_shape() -> None:

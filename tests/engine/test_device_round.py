@@ -32,7 +32,7 @@ from paceline.errors import ParameterError
 from paceline.kernels.attention.reference import ReferenceAttention
 from paceline.kernels.gpu.graphs import Graphs, NoFellows, Ring, Ticket, Upload
 from paceline.kernels.gpu.lookup import copied
-from paceline.kernels.gpu.ops import RoundOps, TritonOps, TwinOps
+from paceline.kernels.gpu.ops import ReferenceOps, RoundOps, TritonOps
 from paceline.kernels.gpu.state import read_record, read_trees
 from paceline.lengths.auto import AutoLength
 from paceline.lengths.cost import CostModel
@@ -446,7 +446,7 @@ RULES = {
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("k", [0, 3])
 def test_a_round_reads_nothing_from_the_device(rule: str, k: int) -> None:
-    rounds = runner(TwinOps(), RULES[rule])
+    rounds = runner(ReferenceOps(), RULES[rule])
     with torch.inference_mode(), NoHostReads():
         rounds.program(3, k, 64)
         rounds.program(3, k, 64, StepFeatures(adjusts=True, cuts=True, logprobs=5))
@@ -454,14 +454,14 @@ def test_a_round_reads_nothing_from_the_device(rule: str, k: int) -> None:
 
 
 def test_a_round_of_trees_reads_nothing_from_the_device() -> None:
-    rounds = runner(TwinOps(), RULES["coupled"], width=2)
+    rounds = runner(ReferenceOps(), RULES["coupled"], width=2)
     with torch.inference_mode(), NoHostReads():
         rounds.program(3, 3, 64)
         rounds.program(3, 3, 64, StepFeatures(cuts=True))
 
 
 def test_a_round_of_ngram_drafts_reads_nothing_from_the_device() -> None:
-    rounds = runner(TwinOps(), RULES["coupled"])
+    rounds = runner(ReferenceOps(), RULES["coupled"])
     rounds.draft = None
     with torch.inference_mode(), NoHostReads():
         rounds.program(3, 3, 64)
@@ -531,7 +531,7 @@ def test_the_loop_reads_only_one_record_per_round(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("rule", RULES)
 def test_kernels_and_reference_run_equal_rounds(rule: str) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    runners = [runner(ops, RULES[rule]) for ops in (TritonOps(), TwinOps())]
+    runners = [runner(ops, RULES[rule]) for ops in (TritonOps(), ReferenceOps())]
     with torch.inference_mode():
         for k in (2, 0, 1):
             one, other = (read_record(p.run(3, k, 60).read()) for p in runners)
@@ -540,7 +540,7 @@ def test_kernels_and_reference_run_equal_rounds(rule: str) -> None:
 
 def test_kernels_and_reference_run_equal_tree_rounds() -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    runners = [runner(ops, DeviceAcceptance(), width=2) for ops in (TritonOps(), TwinOps())]
+    runners = [runner(ops, DeviceAcceptance(), width=2) for ops in (TritonOps(), ReferenceOps())]
     with torch.inference_mode():
         for k in (2, 3, 1):
             one, other = (read_trees(p.run(3, k, 60).read(), 2) for p in runners)
@@ -549,7 +549,7 @@ def test_kernels_and_reference_run_equal_tree_rounds() -> None:
 
 
 def test_idle_rows_keep_their_text_and_caches() -> None:
-    rounds = runner(TwinOps(), DeviceAcceptance())
+    rounds = runner(ReferenceOps(), DeviceAcceptance())
     batch = rounds.batch
     batch.set_live(range(2))  # row 2 is not live
     batch.limit[1] = batch.lengths[1]  # row 1 has no room
@@ -568,7 +568,7 @@ def test_idle_rows_keep_their_text_and_caches() -> None:
 
 
 def test_a_round_with_all_rows_idle_changes_nothing() -> None:
-    rounds = runner(TwinOps(), DeviceAcceptance())
+    rounds = runner(ReferenceOps(), DeviceAcceptance())
     before = rounds.batch.text.clone(), rounds.batch.length.clone(), rounds.draft.num_computed_tokens.clone()  # type: ignore[union-attr]
     with torch.inference_mode(), rounds._all_rows_idle():
         rounds.program(3, 3, 64)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from kernels.tools import random_spec, run_attention
 from paceline.core.cache import KVCache
 from paceline.core.nodes import Nodes, seen_by
-from paceline.kernels import native, twin
+from paceline.kernels import native, reference
 
 on_every_isa = pytest.mark.parametrize("kernels", native.available(), ids=lambda kernels: kernels.name)
 ROWS, ROW = 3, 1
@@ -31,7 +31,7 @@ def case(kv_heads, shared, dim, past, new, positions, dtype):
     spec = random_spec(kv_heads=kv_heads, heads=kv_heads * shared, head_dim=dim)
     cache = filled_cache(kv_heads, positions, dim, dtype)
     qkv = torch.randn(new, (shared + 2) * kv_heads * dim, generator=torch.Generator().manual_seed(1))
-    return cache, qkv, past + torch.arange(new), twin.rotary_table(spec.rotary, spec.max_positions)
+    return cache, qkv, past + torch.arange(new), reference.rotary_table(spec.rotary, spec.max_positions)
 
 
 def by_reference(cache, qkv, positions, table, heads, window):
@@ -39,9 +39,9 @@ def by_reference(cache, qkv, positions, table, heads, window):
     q, k, v = qkv.view(qkv.shape[0], -1, dim).split([heads, kv_heads, kv_heads], dim=1)
     cos, sin = (part[positions] for part in table)
     rows = torch.full_like(positions, ROW)
-    twin.write(0, cache, rows, positions, twin.rotate(k, cos, sin), v)
+    reference.write(0, cache, rows, positions, reference.rotate(k, cos, sin), v)
     seen = seen_by(Nodes(rows, rows, positions))
-    return twin.attend(0, cache, twin.rotate(q, cos, sin), rows, seen, dim**-0.5, window).flatten(1)
+    return reference.attend(0, cache, reference.rotate(q, cos, sin), rows, seen, dim**-0.5, window).flatten(1)
 
 
 @on_every_isa

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from kernels.tools import ADD, SWIGLU, embed, quantise_row, rms_norm, run_linear, same_bits
-from paceline.kernels import native, pack, twin
+from paceline.kernels import native, pack, reference
 from paceline.kernels.pack import Bf16Weight, Format, Int4Weight, Int8Weight
 
 FORMATS: tuple[Format, ...] = ("int8", "bf16", "int4")
@@ -40,7 +40,7 @@ def test_a_linear_layer_of_any_shape_equals_the_reference(kernels, rows, inputs,
     x = normal(rows, inputs, seed=seed) * loud
     weight = pack.quantise(normal(outputs, inputs, seed=seed + 1), to)
     b = normal(outputs, seed=seed + 2) if bias else None
-    assert close(run_linear(kernels, x, weight, b), twin.linear(x, weight, b), x, weight)
+    assert close(run_linear(kernels, x, weight, b), reference.linear(x, weight, b), x, weight)
 
 
 @on_every_isa
@@ -78,7 +78,7 @@ def test_silent_and_single_inputs(kernels, to):
     x = torch.zeros(5, 130)
     assert not run_linear(kernels, x, weight).any()
     x[2, 129] = 3.0
-    assert close(run_linear(kernels, x, weight), twin.linear(x, weight), x, weight)
+    assert close(run_linear(kernels, x, weight), reference.linear(x, weight), x, weight)
     assert run_linear(kernels, x[:0], weight).shape == (0, 40)
 
 
@@ -87,7 +87,7 @@ def test_silent_and_single_inputs(kernels, to):
 @given(inputs=st.integers(1, 400), scale=st.sampled_from([0.0, 1e-38, 1e-25, 1.0, 1e30]), seed=st.integers(0, 1000))
 def test_quantised_rows_equal_the_references_exactly(kernels, inputs, scale, seed):
     x = normal(inputs, seed=seed) * scale
-    expected, scales = twin.quantise_rows(x[None])
+    expected, scales = reference.quantise_rows(x[None])
     for to, factor in (("int8", -128), ("int4", 1)):
         weight = pack.quantise(normal(8, inputs), to)
         values, got, sums = quantise_row(kernels, x, weight)
@@ -129,7 +129,7 @@ def test_swiglu_in_the_epilogue(kernels, to, ffn):
     x, gate_up, bias = normal(13, 100), normal(2 * ffn, 100, seed=1), normal(2 * ffn, seed=2)
     weight = pack.quantise(pack.interleave_gate_up(gate_up), to)
     y = run_linear(kernels, x, weight, pack.interleave_gate_up(bias), epilogue=SWIGLU)[:, :ffn]
-    gate, up = twin.linear(x, pack.quantise(gate_up, to), bias).chunk(2, dim=1)
+    gate, up = reference.linear(x, pack.quantise(gate_up, to), bias).chunk(2, dim=1)
     torch.testing.assert_close(y, functional.silu(gate) * up, rtol=1e-5, atol=1e-4)
 
 
@@ -147,7 +147,7 @@ def test_adding_to_the_residual_in_the_epilogue(kernels, to):
 def test_rms_norm_equals_the_reference(kernels, width, scale, seed):
     x, weight = normal(width, seed=seed) * scale, normal(width, seed=seed + 1)
     torch.testing.assert_close(
-        rms_norm(kernels, x, weight, 1e-6), twin.rms_norm(x, weight, 1e-6), rtol=2e-6, atol=1e-30
+        rms_norm(kernels, x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6), rtol=2e-6, atol=1e-30
     )
 
 

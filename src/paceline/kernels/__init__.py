@@ -3,7 +3,7 @@
 cpu.py      the round's operations, run by the compiled kernels (``core.ops.HostOps``)
 spec.py     the parts of a decoder: plain tensors and numbers
 pack.py     quantisation, and the order in which the kernels read weights
-twin.py     reference implementation of every kernel in plain torch; also runs where the extension is missing
+reference.py     reference implementation of every kernel in plain torch; also runs where the extension is missing
 native.py   the extension (``csrc/``), loaded with ctypes
 build.py    compiles it
 attention/  padded, split and ragged attention over the cache

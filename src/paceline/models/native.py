@@ -20,7 +20,7 @@ from paceline.core.cache import KVCache
 from paceline.core.nodes import Nodes
 from paceline.core.recurrent_state import StateShape
 from paceline.errors import ModelFormatError, ParameterError
-from paceline.kernels import abi, native, twin
+from paceline.kernels import abi, native, reference
 from paceline.kernels.pack import Format, Weight
 from paceline.kernels.spec import DeltaWeights, GatedActivation, LayerWeights, LinearWeights, NativeSpec
 from paceline.models.base import HiddenStates, check_taps
@@ -74,7 +74,7 @@ class NativeModel:
         self.timed = False
         formats = LAYER_FORMAT[quantization], HEAD_FORMAT[quantization]
         assert read_packed is None or chosen is not None
-        self._reference = twin.TwinDecoder(spec, *formats) if chosen is None else None
+        self._reference = reference.ReferenceDecoder(spec, *formats) if chosen is None else None
         self._packed = None if chosen is None else PackedDecoder(spec, formats, chosen, self.threads, read_packed)
         self._caches: WeakKeyDictionary[KVCache, abi.CCache] = WeakKeyDictionary()
         self._weight_bytes, self._multiply_adds = packed_size(spec, *formats), _multiply_adds(spec)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from paceline.kernels import abi, native, pack, twin
+from paceline.kernels import abi, native, pack, reference
 from paceline.kernels.pack import Format
 from paceline.kernels.spec import (
     DeltaWeights,
@@ -81,7 +81,7 @@ def _rotate_by_tables(spec: NativeSpec, model: abi.CModel) -> object:
     for index, layer in enumerate(spec.layers):
         rotary = layer.rotary or spec.rotary
         if rotary not in tables:
-            tables[rotary] = twin.rotary_table(rotary, spec.max_positions)
+            tables[rotary] = reference.rotary_table(rotary, spec.max_positions)
         into = model.layers[index]
         into.cosine, into.sine = (table.data_ptr() for table in tables[rotary])
         into.rotary_half = len(rotary.inverse_frequencies)
@@ -169,7 +169,7 @@ class _Packer:
 
     def _delta(self, delta: DeltaWeights) -> abi.CDelta:
         return abi.CDelta(
-            gates=self._linear(delta.beta_decay, twin.GATES_FORMAT),
+            gates=self._linear(delta.beta_decay, reference.GATES_FORMAT),
             conv=self._vector(delta.conv.T),
             rate=self._vector(delta.rate),
             bias=self._vector(delta.bias),

@@ -13,7 +13,7 @@ from paceline.core.cache import KVCache
 from paceline.core.nodes import Nodes
 from paceline.core.recurrent_state import StatefulCache, StateShape
 from paceline.errors import ModelFormatError
-from paceline.kernels import twin
+from paceline.kernels import reference
 from paceline.models.base import AnyModel, HiddenStates, check_taps
 from paceline.models.description import AttentionSpec, DecoderSpec
 from paceline.models.native import spec_of
@@ -71,14 +71,14 @@ class RecurrentModel:
         self.weights_dtype = embedding.dtype
         self.dtype, self.device = torch.float32, embedding.device
         self.state_shape, self.attention_layers = packable.delta, packable.attention_layers
-        self._twin: twin.TwinDecoder | None = None
+        self._reference: reference.ReferenceDecoder | None = None
 
     @property
-    def _decoder(self) -> twin.TwinDecoder:
+    def _decoder(self) -> reference.ReferenceDecoder:
         """Made when first used: most models are only loaded to be packed."""
-        if self._twin is None:
-            self._twin = twin.TwinDecoder(self._packable, "fp32", "fp32")
-        return self._twin
+        if self._reference is None:
+            self._reference = reference.ReferenceDecoder(self._packable, "fp32", "fp32")
+        return self._reference
 
     def forward(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> HiddenStates:
         """Run N nodes -> hidden [N, width], features [N, taps, width]; see ``FlatModel``."""

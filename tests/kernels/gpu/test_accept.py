@@ -17,13 +17,13 @@ from paceline.core.draft import Draft
 from paceline.core.rows import RowState
 from paceline.core.sampling import Purpose, draw, probabilities
 from paceline.kernels.gpu import accept
-from paceline.kernels.gpu.ops import TwinOps, likeliest
+from paceline.kernels.gpu.ops import ReferenceOps, likeliest
 from paceline.kernels.gpu.state import read_logprobs, read_record, with_logprobs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 BLOCK = 32
-reference = TwinOps()
+reference = ReferenceOps()
 TEMPERATURES = st.lists(st.sampled_from([0.0, 0.5, 1.0, 3.0]), min_size=1, max_size=3)
 
 
@@ -83,9 +83,9 @@ def test_a_records_tokens_have_the_models_own_logprobs(dtype: torch.dtype) -> No
     batch = make_batch([0.0, 0.5, 3.0], 90)
     logits = (3 * torch.randn(3, 4, 90, device=DEVICE)).to(dtype)
     draft = Draft(draw(logits[:, :3].float(), batch), torch.tensor([3, 1, 0], device=DEVICE))
-    record = TwinOps().coupled(draft, logits.float(), copied(state_of(batch)), None)
+    record = ReferenceOps().coupled(draft, logits.float(), copied(state_of(batch)), None)
     logprobs = logits.float().log_softmax(-1).gather(-1, record[:, :4, None]).squeeze(-1)
-    for own in (accept.own_logprobs(logits, record, block=BLOCK), TwinOps().own_logprobs(logits, record)):
+    for own in (accept.own_logprobs(logits, record, block=BLOCK), ReferenceOps().own_logprobs(logits, record)):
         assert torch.allclose(own, logprobs, atol=1e-5)
         lines, read = read_logprobs(with_logprobs(record, own).tolist(), 3)
         assert lines == record.tolist()

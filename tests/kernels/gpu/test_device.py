@@ -22,7 +22,7 @@ from paceline.config import EngineConfig, SamplingParams
 from paceline.engine.engine import Engine, Models, Request
 from paceline.kernels.attention import make_backend
 from paceline.kernels.attention.reference import ReferenceAttention
-from paceline.kernels.gpu import rotary, twin
+from paceline.kernels.gpu import reference, rotary
 from paceline.kernels.gpu.linear import Linears
 from paceline.kernels.gpu.state import PackedHeads
 from paceline.models.description import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormSpec, Rotary
@@ -241,6 +241,6 @@ def test_rotary_in_bfloat16_equals_the_reference(normed: bool) -> None:
     rows = torch.tensor([5, 0, 3, 1], device=DEVICE)
     caches = [torch.zeros(2, 6, 8, 257, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
     found = rotary.turn_and_store(packed, where, *caches[0], rows)
-    expected = twin.turn_and_store(packed, where, *caches[1], rows)
+    expected = reference.turn_and_store(packed, where, *caches[1], rows)
     torch.testing.assert_close(found, expected, atol=4e-2, rtol=2e-2)
     torch.testing.assert_close(caches[0][..., :256, :], caches[1][..., :256, :], atol=4e-2, rtol=2e-2)

@@ -20,7 +20,7 @@ from paceline.kernels.gpu.linear import (
     LinearTile,
     Quantized,
     linear,
-    linear_twin,
+    linear_reference,
     quantise,
     widened_linear,
 )
@@ -52,7 +52,7 @@ def test_the_kernel_equals_the_reference(to: str, data: st.DataObject) -> None:
     tickets = torch.zeros(100, dtype=torch.int32, device=DEVICE)
     found = linear(x, weight, bias, tile, tickets, block_m=pick(st.sampled_from([16, 32])))
     close = 1e-4 if dtype == torch.float32 else 2e-3
-    torch.testing.assert_close(found, linear_twin(x, weight, bias), atol=close, rtol=close)
+    torch.testing.assert_close(found, linear_reference(x, weight, bias), atol=close, rtol=close)
     assert not tickets.any()
 
 
@@ -71,7 +71,7 @@ def test_the_layer_takes_any_number_of_rows(to: str, rows: int, deterministic: b
     weight, bias = torch.randn(48, 32, device=DEVICE), torch.randn(48, device=DEVICE)
     layer: Linear = Linears(to, deterministic=deterministic)(weight, bias)  # type: ignore[arg-type]
     x = torch.randn(rows, 1, 32, device=DEVICE)
-    expected = linear_twin(x[:, 0], quantise(weight, to), bias)  # type: ignore[arg-type]
+    expected = linear_reference(x[:, 0], quantise(weight, to), bias)  # type: ignore[arg-type]
     assert layer(x).shape == (rows, 1, 48)
     torch.testing.assert_close(layer(x)[:, 0], expected, atol=1e-4, rtol=1e-4)
     assert layer.tensors()[0].element_size() == (4 if to == "same" else 1)
@@ -154,7 +154,7 @@ def test_beyond_that_the_matrix_is_widened_by_one_operator(to: str, dtype: torch
     x = torch.randn(4, 300).to(dtype)
     with Widths() as widths:
         found = widened_linear(x, weight, bias)
-    torch.testing.assert_close(found, linear_twin(x, weight, bias), atol=0.3, rtol=3e-2)
+    torch.testing.assert_close(found, linear_reference(x, weight, bias), atol=0.3, rtol=3e-2)
     matrices = 2 if dtype == torch.float16 else 1
     assert widths.written < (matrices + 0.1) * weight.values.numel() * dtype.itemsize
 

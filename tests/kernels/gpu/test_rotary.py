@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from paceline.core.nodes import Tree
 from paceline.kernels.attention import make_backend
-from paceline.kernels.gpu import rotary, twin
+from paceline.kernels.gpu import reference, rotary
 from paceline.kernels.gpu.state import PackedHeads
 from paceline.models.decoder import Decoder
 from toy import tiny_llama
@@ -42,7 +42,7 @@ def test_the_kernel_equals_the_reference(data: st.DataObject) -> None:
     caches = before.clone(), before.clone()
     queries = [
         turn_and_store(packed, where, cache[0, 1, 1:], cache[1, 1, 1:], places)
-        for turn_and_store, cache in zip((rotary.turn_and_store, twin.turn_and_store), caches, strict=True)
+        for turn_and_store, cache in zip((rotary.turn_and_store, reference.turn_and_store), caches, strict=True)
     ]
     close = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 4e-3, "rtol": 4e-3}
     torch.testing.assert_close(*queries, **close)

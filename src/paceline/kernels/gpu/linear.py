@@ -203,7 +203,7 @@ def linear(
     return out
 
 
-def linear_twin(x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
+def linear_reference(x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
     """Reference implementation of ``linear`` in plain torch: float32 sums, the scale last."""
     sums = x.float() @ weight.values.float().T
     sums = sums if weight.scales is None else sums * weight.scales

@@ -40,7 +40,7 @@ class RoundOps(Protocol):
         ...
 
 
-class TwinOps:
+class ReferenceOps:
     """Plain torch: the host rounds' operations in a form that can be captured (``RowState.may_sync`` is false)."""
 
     name = "torch"
@@ -115,4 +115,4 @@ def likeliest(logits: Tensor, most: int) -> tuple[Tensor, Tensor]:
 
 def ops_for(device: torch.device) -> RoundOps:
     """Triton's kernels on a GPU that can run them, else plain torch (the interpreter is for tests that ask for it)."""
-    return TritonOps() if device.type == "cuda" and why_not(device) is None else TwinOps()
+    return TritonOps() if device.type == "cuda" and why_not(device) is None else ReferenceOps()

@@ -20,7 +20,7 @@ from paceline.kernels.gpu.steps import ACTIVATIONS
 from paceline.kernels.pack import Bf16Weight, Format, Int4Weight, Int8Weight, Weight, dequantise, quantise
 from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec, Rotary
 
-TwinFormat = Format | Literal["fp32"]
+ReferenceFormat = Format | Literal["fp32"]
 """Formats of the reference: fp32 rounds neither weights nor inputs."""
 
 GATES_FORMAT: Format = "bf16"  # of beta and decay in every model: a state would carry their rounding on
@@ -114,19 +114,19 @@ def norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
     return x if weight is None else rms_norm(x, weight, epsilon)
 
 
-class TwinDecoder:
+class ReferenceDecoder:
     """A whole decoder in plain torch. Weights are quantised like the kernels' and kept as float32."""
 
-    def __init__(self, spec: NativeSpec, layer_format: TwinFormat, head_format: TwinFormat) -> None:
+    def __init__(self, spec: NativeSpec, layer_format: ReferenceFormat, head_format: ReferenceFormat) -> None:
         self._spec = spec
         self._layer_format = layer_format
         self._tables = [rotary_table(layer.rotary or spec.rotary, spec.max_positions) for layer in spec.layers]
-        self._layers = [_TwinLayer(layer, self._make(layer_format)) for layer in spec.layers]
+        self._layers = [_ReferenceLayer(layer, self._make(layer_format)) for layer in spec.layers]
         head = spec.head or LinearWeights(spec.embedding)
         self._head = self._make(head_format)(head)
         self._embedding = self._embedding_in(head_format)
 
-    def _embedding_in(self, to: TwinFormat) -> Tensor:
+    def _embedding_in(self, to: ReferenceFormat) -> Tensor:
         spec = self._spec
         if to == "fp32":
             return spec.embedding.float()
@@ -134,8 +134,8 @@ class TwinDecoder:
         return tied if spec.head is None else spec.embedding.bfloat16().float()
 
     @staticmethod
-    def _make(to: TwinFormat) -> Callable[[LinearWeights], _TwinLinear]:
-        return lambda weights: _TwinLinear(weights, to)
+    def _make(to: ReferenceFormat) -> Callable[[LinearWeights], _ReferenceLinear]:
+        return lambda weights: _ReferenceLinear(weights, to)
 
     def forward(
         self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = (), *, text: bool = False
@@ -148,7 +148,7 @@ class TwinDecoder:
         if len(new) == 0:
             empty = torch.empty(0, spec.width, dtype=torch.float32)
             return empty, empty.new_empty(0, len(taps), spec.width) if taps else None
-        context = _TwinPass(spec, nodes, cache, self._tables, text=text)
+        context = _ReferencePass(spec, nodes, cache, self._tables, text=text)
         x = self._embedding[new] * spec.embed_scale
         entering = []
         for index, layer in enumerate(self._layers):
@@ -168,7 +168,7 @@ class TwinDecoder:
         return self._head(hidden)
 
 
-class _TwinPass:
+class _ReferencePass:
     """The mixers of one forward pass of the reference."""
 
     def __init__(
@@ -187,7 +187,7 @@ class _TwinPass:
             self._states = cast(StatefulCache, cache).states
             self._passes = self._states.plan(nodes, text=text)
 
-    def attention(self, layer_index: int, layer: _TwinLayer, normed: Tensor) -> Tensor:
+    def attention(self, layer_index: int, layer: _ReferenceLayer, normed: Tensor) -> Tensor:
         """The output of an attention layer [N, width], from its normed input."""
         spec, weights, index = self._spec, layer.weights, self._attention_layer
         self._attention_layer += 1
@@ -209,7 +209,7 @@ class _TwinPass:
             return norm(x, weight, self._spec.epsilon)
         return norm(x.flatten(1), weight, self._spec.epsilon).view_as(x)
 
-    def delta(self, layer: _TwinLayer, normed: Tensor) -> Tensor:
+    def delta(self, layer: _ReferenceLayer, normed: Tensor) -> Tensor:
         """The output of a gated delta net [N, width], from its normed input."""
         weights, index, states = layer.weights.delta, self._delta_layer, self._states
         assert weights is not None
@@ -228,10 +228,10 @@ class _TwinPass:
             self._states.finish(self._passes)
 
 
-class _TwinLinear:
+class _ReferenceLinear:
     """A product of rounded weights and rounded activations in float32."""
 
-    def __init__(self, weights: LinearWeights, to: TwinFormat) -> None:
+    def __init__(self, weights: LinearWeights, to: ReferenceFormat) -> None:
         self.to = to
         self._bias = None if weights.bias is None else weights.bias.float()
         weight = weights.weight
@@ -249,10 +249,10 @@ class _TwinLinear:
         return (values.float() * scales[:, :, None]).flatten(1)[:, : x.shape[1]]
 
 
-class _TwinLayer:
-    def __init__(self, weights: LayerWeights, make: Callable[[LinearWeights], _TwinLinear]) -> None:
+class _ReferenceLayer:
+    def __init__(self, weights: LayerWeights, make: Callable[[LinearWeights], _ReferenceLinear]) -> None:
         self.weights = weights
         self.qkv, self.attention_out = make(weights.qkv), make(weights.attention_out)
         self.gate_up, self.down = make(weights.gate_up), make(weights.down)
-        gates: TwinFormat = "fp32" if self.qkv.to == "fp32" else GATES_FORMAT
-        self.beta_decay = None if weights.delta is None else _TwinLinear(weights.delta.beta_decay, gates)
+        gates: ReferenceFormat = "fp32" if self.qkv.to == "fp32" else GATES_FORMAT
+        self.beta_decay = None if weights.delta is None else _ReferenceLinear(weights.delta.beta_decay, gates)
