@@ -66,11 +66,15 @@ def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], opt
     return ChatPrompt(tokens, options, form, kept, tokenizer.spell(tokens[-_TAIL:]))
 
 
-def _check_budget(thinking: Thinking | None) -> None:
-    """Raise ParameterError for a budget of thoughts that a forced answer's grammar contains, which counts no tokens."""
-    if thinking is not None and thinking.budget is not None and not thinking.inside and thinking.begin_token is None:
-        allowed = "left out beside a forced call or a structure: this model's thoughts begin with several tokens"
-        raise ParameterError("max_thinking_tokens", thinking.budget, allowed)
+def _check_budget(prompt: ChatPrompt) -> None:
+    """Raise ParameterError for a budget of thoughts beside a forced call whose grammar contains them.
+
+    A grammar counts no tokens. Forced calls of other syntaxes come after the thoughts, or without any.
+    """
+    budget, forced = prompt.options.max_thinking_tokens, prompt.options.tool_choice.forces_call
+    if budget is not None and forced and prompt.format.tool_format().syntax.before:
+        allowed = "left out beside a forced call: the grammar of this model's calls contains its thoughts"
+        raise ParameterError("max_thinking_tokens", budget, allowed)
 
 
 def check_beside_rules(params: SamplingParams) -> None:
@@ -105,11 +109,10 @@ class ChatRules:
         thinking = self._thinking(prompt)
         if thinking is None and not prompt.options.offered:
             return None
+        _check_budget(prompt)
         grammar, trigger = self._grammar(prompt, structure, stopped)
         if grammar is None and (thinking is None or thinking.budget is None):
             return None
-        if grammar is not None and trigger is None:
-            _check_budget(thinking)
         rules = AnswerRules(
             thinking,
             None if grammar is None else lambda: GrammarCursor.at_start(grammar),
