@@ -146,3 +146,17 @@ def test_a_budget_is_refused_beside_a_forced_call_whose_grammar_contains_the_tho
         texts(llm, params, **budget, tool_choice="required")
     assert texts(llm, params, **budget)
     assert texts(llm, params, tools=[PING], tool_choice="required")
+
+
+def test_a_schema_that_cannot_be_enforced_is_told_once_or_refused(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    llm, params = load(path), SamplingParams(max_tokens=60, temperature=0)
+    function = {"name": "search", "parameters": {"type": "object", "not": {"required": ["a"]}}}
+    fields: dict[str, Any] = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    assert texts(llm, params, **fields)[0][0].startswith('<tool_call>\n{"name": "search", "arguments": {')
+    texts(llm, params, **fields)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith("arguments of search are not enforced")
+    assert "'not'" in warning
+    function["strict"] = True
+    with pytest.raises(StructureError, match="tool search.*'not'"):
+        texts(llm, params, **fields)

@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from paceline.chat.families import ChatFormat, chat_format
@@ -173,10 +173,10 @@ class ChatRules:
         known = [_enforceable(tool) for tool in tools]
         try:
             return self._grammars().grammar(StructuredOutputs(grammar=make(known)), stopped)
-        except StructureError:
+        except StructureError as error:
             if stopped() or any(tool.strict for tool in tools):
                 raise
-            log.debug("the tools' schemas are too much to follow together; their arguments may be any objects")
+            _warn_once(", ".join(tool.name for tool in tools), str(error))
             free = [replace(tool, parameters=_ANY_OBJECT) for tool in tools]
             return self._grammars().grammar(StructuredOutputs(grammar=make(free)), stopped)
 
@@ -188,6 +188,12 @@ def _enforceable(tool: ToolDefinition) -> ToolDefinition:
     except StructureError as error:
         if tool.strict:
             raise StructureError(f"tool {tool.name}: {error}") from error
-        log.debug("the schema of tool %s is not enforced: %s", tool.name, error)
+        _warn_once(tool.name, str(error))
         return replace(tool, parameters=_ANY_OBJECT)
     return tool
+
+
+@lru_cache(maxsize=1024)  # agents send the same tools in every request
+def _warn_once(tools: str, reason: str) -> None:
+    """Log that calls of tools may have any JSON object as arguments. Repeated warnings are left out."""
+    log.warning("arguments of %s are not enforced, so they may be any JSON object: %s", tools, reason)
