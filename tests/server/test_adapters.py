@@ -57,9 +57,7 @@ def test_the_model_of_a_request_may_be_an_adapter(path: str, adapted: Live) -> N
         ("/v1/embeddings", {"input": "abc"}),
     ],
 )
-def test_what_is_computed_without_adapters_is_refused_for_them(
-    path: str, body: dict[str, Any], adapted: Live
-) -> None:
+def test_what_is_computed_without_adapters_is_refused_for_them(path: str, body: dict[str, Any], adapted: Live) -> None:
     assert adapted.post(path, {**body, "model": "plain"}).status_code == 200
     reply = adapted.post(path, {**body, "model": "red"})
     assert reply.status_code == 400

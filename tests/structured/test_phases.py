@@ -158,5 +158,5 @@ def test_a_schema_that_cannot_be_enforced_is_told_once_or_refused(path: str, cap
     assert warning.startswith("arguments of search are not enforced")
     assert "'not'" in warning
     function["strict"] = True
-    with pytest.raises(StructureError, match="tool search.*'not'"):
+    with pytest.raises(StructureError, match=r"tool search.*'not'"):
         texts(llm, params, **fields)
