@@ -90,6 +90,14 @@ def _fields_without_effect() -> Iterator[str]:
 
     yield from ("## Fields without effect", "")
     yield from ("Other values of these fields, and all other fields, are refused by name.", "")
+    yield from (
+        (
+            "Further hints have no effect where the model's chat template has no use for them: `thinking` and "
+            "`output_config.effort` in /v1/messages, `reasoning.effort` in /v1/responses. `reasoning.summary` and "
+            "`text.verbosity` of /v1/responses never have one."
+        ),
+        "",
+    )
     for path, body in (
         ("/v1/completions", CompletionRequest),
         ("/v1/chat/completions", ChatRequest),

@@ -28,9 +28,9 @@ ADD: dict[str, Any] = {
 PING: dict[str, Any] = {"type": "function", "function": {"name": "ping"}}
 
 
-def save_chat_model(path: Path) -> str:
+def save_chat_model(path: Path, template: str = TEMPLATE) -> str:
     saved: str = save_model(path)
     tokenizer = AutoTokenizer.from_pretrained(saved)
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = template
     tokenizer.save_pretrained(saved)
     return saved

@@ -103,4 +103,4 @@ def _told(llm: LLM, request: Request, answer: str) -> Request:
         return forced
 
     params = replace(request.params, logits_processors=[process], temperature=0.0)
-    return replace(request, params=params, make_constraint=llm._constraint_factory(params))
+    return replace(request, params=params, make_constraint=llm.requests.constraint(params))

@@ -25,6 +25,7 @@ from paceline import LLM, SamplingParams
 from paceline.config import MAX_COUNT, MAX_REFERENCE_CHARACTERS, MIN_TEMPERATURE, MIN_TOP_P
 from paceline.core.outputs import RequestOutput
 from paceline.engine.engine import Request
+from paceline.engine.requests import encoded
 from paceline.errors import (
     EmptyPromptError,
     ModelFormatError,
@@ -678,7 +679,7 @@ def test_chat_template_kwargs_reach_the_template(speller: LLM) -> None:
 
 
 def test_restrictions_hold_in_texts_and_speculation_changes_nothing(speller: LLM) -> None:
-    e, a, t, h = (speller._encode(letter)[0] for letter in "eath")
+    e, a, t, h = (encoded(speller.tokenizer, letter)[0] for letter in "eath")
     likely = SamplingParams(temperature=1, seed=1, max_tokens=40, logit_bias={e: 6, a: 6, t: 6, h: 6})
     params = [
         replace(likely, bad_words=["e", "th"]),
@@ -717,7 +718,7 @@ def test_prompt_logprobs_are_returned_on_request(llm: LLM) -> None:
 def test_special_tokens_may_be_shown(speller: LLM) -> None:
     tokenizer = speller.get_tokenizer()
     special = tokenizer.all_special_ids[0]
-    ids = [*speller._encode("ab"), special]
+    ids = [*encoded(speller.tokenizer, "ab"), special]
     for shown, text in ((True, "ab"), (False, tokenizer.decode(ids, skip_special_tokens=False))):
         params = SamplingParams(
             temperature=0,

@@ -56,7 +56,7 @@ def check(answer: CompletionOutput, tool: ToolDefinition) -> None:
 def check_streamed(llm: LLM, answer: CompletionOutput, tool: ToolDefinition, name: str) -> None:
     """The pieces of text that each token added give the same call."""
     options = ChatOptions([tool], ToolChoice("required", tool.name), tool_parser=PARSERS[name])
-    parser = llm.chat_prompt(asked(tool), options).parser()
+    parser = llm.requests.chat_prompt(asked(tool), options).parser()
     events = [event for piece in answer.pieces for event in parser.feed(piece)]
     message = message_of([*events, *parser.finish()])
     assert answer.message is not None

@@ -6,6 +6,7 @@ from typing import Any
 
 from paceline.config import EngineConfig
 from paceline.engine.engine import Engine, Models
+from paceline.engine.requests import RequestMaker
 from paceline.engine.sharing import SharedEngine
 from paceline.llm import LLM
 from toy import ToyModel
@@ -17,5 +18,6 @@ def toy_llm(positions: int = 200, **options: Any) -> LLM:
     llm = LLM.__new__(LLM)
     llm.tokenizer = None
     llm._models = Models(ToyModel(max_positions=positions), draft)
+    llm.requests = RequestMaker(None, llm._models.target.vocab_size, llm._models.eos_token_ids)
     llm._shared = SharedEngine(Engine(llm._models, EngineConfig(**options)))
     return llm

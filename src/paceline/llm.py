@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NoReturn, Self, TypeAlias, Unpack, get_args
 
 import torch
@@ -23,7 +23,6 @@ from paceline.config import (
     EngineOptions,
     PoolingName,
     SamplingParams,
-    StructuredOutputs,
     check_used,
     engine_config,
     uses_own_head,
@@ -36,7 +35,6 @@ from paceline.config.inputs import (
     as_documents,
     as_prompt,
     as_prompts,
-    as_references,
     as_sources,
 )
 from paceline.config.ranges import OneOf
@@ -46,11 +44,9 @@ from paceline.core.hardware import (
     torch_threads,
 )
 from paceline.core.outputs import RequestOutput, Score, TokenLogprob
-from paceline.core.processors import processed_row
-from paceline.core.rows import Constraint
 from paceline.drafters.heads.loading import find_head, has_own_head, load_own_head
-from paceline.engine.calls import CallArguments, Made, OnError, check_params
-from paceline.engine.chat import ChatPrompt, ChatRules, chat_prompt, check_beside_rules
+from paceline.engine.calls import CallArguments, Made, OnError
+from paceline.engine.chat import ChatPrompt
 from paceline.engine.engine import Engine, Models, Request
 from paceline.engine.loading import (
     TokenizerSource,
@@ -63,14 +59,14 @@ from paceline.engine.loading import (
     loading_progress,
     serve_other_rank,
 )
+from paceline.engine.requests import RequestMaker, encoded, needed
 from paceline.engine.scoring import EmbeddedText, ScoredText
 from paceline.engine.sharing import SharedCall, SharedEngine
 from paceline.errors import EmptyPromptError, PacelineError, ParameterError
 from paceline.models.boundary import Source
 from paceline.models.infill import InfillMarkers
 from paceline.models.loading import check_source, eos_token_ids
-from paceline.models.tokenizer import Detokenizer, Tokenizer, check_same_vocabulary
-from paceline.structured import Grammars
+from paceline.models.tokenizer import check_same_vocabulary
 
 _WEIGHT_OPTIONS = (
     "dtype",
@@ -140,7 +136,7 @@ class LLM:
         head = None if draft_model is None else find_head(draft_model)
         if draft_model is not None and head is None:
             self._check_vocabulary(draft_model)
-        references = [self._encode(document) for document in documents]
+        references = [encoded(self.tokenizer, document) for document in documents]
         with loading_progress(use_tqdm) as begin:
             with torch_threads(config.threads or default_threads()):  # other engines have their own number
                 draft = None if draft_model is None or head is not None else load_draft(draft_model, config, begin)
@@ -148,7 +144,9 @@ class LLM:
                 draft = draft if head is None else load_head(head, model, target, config)
                 if own_head:
                     draft = load_own_head(target, model, quantization=config.draft_quantization)
-            self._models = Models(target, draft, self._eos_token_ids(model), references)
+            eos = self._eos_token_ids(model)
+            self.requests = RequestMaker(self.tokenizer, target.vocab_size, eos)
+            self._models = Models(target, draft, eos, references)
             self._models.users.add(self)
             begin("measuring what rounds cost")
             self._shared: SharedEngine | None = SharedEngine(Engine(self._models, config))
@@ -156,7 +154,7 @@ class LLM:
     @classmethod
     def _sharing(cls, other: LLM, config: EngineConfig) -> LLM:
         llm = cls.__new__(cls)
-        llm.tokenizer = other.tokenizer
+        llm.tokenizer, llm.requests = other.tokenizer, other.requests
         llm._models = other._models
         llm._models.users.add(llm)
         llm._shared = SharedEngine(Engine(other._models, config))
@@ -241,7 +239,7 @@ class LLM:
         call, wanted = CallArguments(params, references, on_error), ChatOptions.of(options)
 
         def read(conversation: Sequence[Message]) -> ChatPrompt:
-            return self.chat_prompt(conversation, wanted)
+            return self.requests.chat_prompt(conversation, wanted)
 
         return self._run(self._make_requests(as_conversations(messages), call, read), use_tqdm, on_finished)
 
@@ -253,7 +251,7 @@ class LLM:
         An answer ends at the tokens by which such models end a gap, too. Raises what ``generate`` raises, and
         RequestError if the model has no such tokens.
         """
-        tokenizer = self._need_tokenizer("infill")
+        tokenizer = needed(self.tokenizer, "infill")
         markers = InfillMarkers.of(tokenizer)
         prompts = [markers.prompt(tokenizer, before, after) for before, after in gaps]
         return self.generate(prompts, markers.ended(params or SamplingParams()), use_tqdm=use_tqdm)
@@ -263,11 +261,7 @@ class LLM:
 
         Raises ParameterError, RequestError.
         """
-        return self.chat_prompt(messages, ChatOptions.of(options)).token_ids
-
-    def chat_prompt(self, messages: Sequence[Message], options: ChatOptions) -> ChatPrompt:
-        """Render a conversation as a prompt. Raises ParameterError, RequestError."""
-        return chat_prompt(self._need_tokenizer("chat"), messages, options)
+        return self.requests.chat_prompt(messages, ChatOptions.of(options)).token_ids
 
     def stream(
         self,
@@ -297,7 +291,7 @@ class LLM:
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the Hugging Face tokenizer. Raises ParameterError if there is none."""
-        return self._need_tokenizer("get_tokenizer").huggingface
+        return needed(self.tokenizer, "get_tokenizer").huggingface
 
     def score(
         self, prompts: Sequence[Prompt], continuations: Sequence[Prompt], *, use_tqdm: bool = True
@@ -320,7 +314,8 @@ class LLM:
         final norm. Raises ParameterError, EmptyPromptError, PromptTooLongError before anything is computed.
         """
         OneOf(get_args(PoolingName)).take("pooling", pooling)
-        scored = [EmbeddedText(self._encode(text), pooling=pooling) for text in as_documents("prompts", prompts)]
+        texts = [encoded(self.tokenizer, text) for text in as_documents("prompts", prompts)]
+        scored = [EmbeddedText(tokens, pooling=pooling) for tokens in texts]
         for text in scored:
             self.engine.check_embedded(text.token_ids)
         self._score_texts(scored, "embeddings", use_tqdm)
@@ -362,11 +357,11 @@ class LLM:
 
     def _encode_pair(self, prompt: Prompt, continuation: Prompt) -> tuple[list[int], int]:
         """Token ids of prompt and continuation as one text, and the number of tokens before the continuation."""
-        prompt_tokens = self._encode(prompt)
+        prompt_tokens = encoded(self.tokenizer, prompt)
         if isinstance(prompt, str) and isinstance(continuation, str):
-            tokens = self._encode(prompt + continuation)
+            tokens = encoded(self.tokenizer, prompt + continuation)
         else:
-            tokens = prompt_tokens + self._encode(continuation, plain=True)
+            tokens = prompt_tokens + encoded(self.tokenizer, continuation, plain=True)
         if not prompt_tokens:
             raise EmptyPromptError("a prompt has no tokens, so its continuation has no context")
         if len(prompt_tokens) >= len(tokens):
@@ -439,46 +434,14 @@ class LLM:
         def make(entry: Any, params: SamplingParams, references: Sequence[Prompt]) -> Request:
             prompt = read(entry)
             if isinstance(prompt, ChatPrompt):
-                request = self._chat_request(prompt, params, call.arrival, references)
+                request = self.requests.chat_request(prompt, params, call.arrival, references)
             else:
-                request = self.request(prompt, params, arrival=call.arrival, references=references)
+                request = self.requests.request(prompt, params, arrival=call.arrival, references=references)
             request.prompt_logprobs = None if params.prompt_logprobs is None else []
             self.engine.check(request)
             return request
 
         return call.made(entries, make)
-
-    def _chat_request(
-        self, prompt: ChatPrompt, params: SamplingParams, arrival: float, references: Sequence[Prompt]
-    ) -> Request:
-        check_params(params)
-        make_constraint = self.chat_constraint(prompt, params)
-        free = params if make_constraint is None else replace(params, structured_outputs=None)
-        request = self.request(prompt.token_ids, free, arrival=arrival, references=references)
-        request = self.of_chat(request, prompt)
-        return request if make_constraint is None else replace(request, params=params, make_constraint=make_constraint)
-
-    def of_chat(self, request: Request, prompt: ChatPrompt) -> Request:
-        """Return the request with texts and messages as answers to this conversation have them."""
-        make_stream = partial(self._make_detokenizer, kept_special=prompt.kept_special)
-        return replace(request, make_stream=make_stream, read_message=prompt.parsed)
-
-    def chat_constraint(
-        self, prompt: ChatPrompt, params: SamplingParams, stopped: Callable[[], bool] = lambda: False
-    ) -> Callable[[], Constraint] | None:
-        """Compile what tools, thoughts and structure require; returns a factory for the constraint of one answer.
-
-        Returns None if the conversation requires nothing beside what ``params`` do without it. stopped: as in
-        ``structure``. Raises StructureError, ParameterError, MissingPackageError.
-        """
-        factory = self._chat_rules.compile(prompt, params.structured_outputs, stopped)
-        if factory is not None:
-            check_beside_rules(params)
-        return factory
-
-    @cached_property
-    def _chat_rules(self) -> ChatRules:
-        return ChatRules(self._need_tokenizer("chat"), self._models.eos_token_ids, lambda: self._grammars)
 
     def request(
         self,
@@ -496,68 +459,15 @@ class LLM:
         arrival: time of arrival in seconds of time.monotonic; None uses the time at which the request is added.
         Raises ParameterError, StructureError, MissingPackageError.
         """
-        check_params(params)
-        text = prompt if isinstance(prompt, str) else None
-        make_stream = self._make_detokenizer if self.tokenizer is not None else None
-        tokens = self._encode(prompt)
-        reference_ids = [self._encode(reference, plain=True) for reference in as_references("references", references)]
-        make_constraint = self._constraint_factory(params)
-        return Request(
-            tokens, params, text, request_id, arrival, make_stream, make_constraint, client, priority, reference_ids
+        return self.requests.request(
+            prompt,
+            params,
+            arrival=arrival,
+            references=references,
+            request_id=request_id,
+            client=client,
+            priority=priority,
         )
-
-    def _constraint_factory(self, params: SamplingParams) -> Callable[[], Constraint] | None:
-        """Factory for the constraint of one answer; None if any token is allowed.
-
-        Raises ParameterError, StructureError, MissingPackageError.
-        """
-        if params.structured_outputs is not None:
-            return self.structure(params.structured_outputs)
-        if not params.restriction:
-            return None
-
-        def encode(word: str) -> list[int]:
-            return self._need_tokenizer("bad_words").encode(word, add_special_tokens=False)
-
-        eos = () if params.ignore_eos else self._models.eos_token_ids
-        return processed_row(params, encode, (*eos, *params.stop_token_ids), self._models.target.vocab_size)
-
-    def structure(
-        self, wanted: StructuredOutputs, stopped: Callable[[], bool] = lambda: False
-    ) -> Callable[[], Constraint]:
-        """Compile a structure; returns a factory for the constraint of one answer. Any thread may call it.
-
-        stopped: returns true once the result is no longer needed, which aborts the compilation.
-        Raises StructureError, MissingPackageError.
-        """
-        return self._grammars.compile(wanted, stopped)
-
-    @cached_property
-    def _grammars(self) -> Grammars:
-        tokenizer, models = self._need_tokenizer("structured_outputs"), self._models
-        return Grammars(tokenizer, models.target.vocab_size, models.eos_token_ids)
-
-    def _make_detokenizer(self, params: SamplingParams, kept_special: frozenset[int] = frozenset()) -> Detokenizer:
-        assert self.tokenizer is not None
-        return Detokenizer(
-            self.tokenizer,
-            tuple(params.stop),
-            params.include_stop_str_in_output,
-            params.min_tokens,
-            params.skip_special_tokens,
-            kept_special,
-        )
-
-    def _encode(self, prompt: Prompt, plain: bool = False) -> list[int]:
-        """Token ids of a prompt. plain: without special tokens, for references and continuations."""
-        if not isinstance(prompt, str):
-            return list(prompt)
-        return self._need_tokenizer("a text prompt").encode(prompt, add_special_tokens=not plain)
-
-    def _need_tokenizer(self, what: str) -> Tokenizer:
-        if self.tokenizer is None:
-            raise ParameterError("tokenizer", None, f"{what} needs one: pass tokenizer=..., or use token ids")
-        return self.tokenizer
 
 
 def _score(tokens: Sequence[TokenLogprob]) -> Score:

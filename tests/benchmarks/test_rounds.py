@@ -10,6 +10,7 @@ from benchmarks.rounds import ATTENTION, HEAD, PRODUCTS, Clock, Profile, profile
 from kernels.tools import random_spec
 from paceline.config import EngineConfig, SamplingParams
 from paceline.engine.engine import Engine, Models
+from paceline.engine.requests import RequestMaker
 from paceline.engine.sharing import SharedEngine
 from paceline.errors import ParameterError
 from paceline.kernels import native
@@ -33,6 +34,7 @@ def tiny_llm() -> LLM:
     llm: Any = LLM.__new__(LLM)
     llm.tokenizer = Repeating()
     llm._models = Models(NativeModel(random_spec(), "tiny", quantization="int8", threads=1), None)
+    llm.requests = RequestMaker(llm.tokenizer, llm._models.target.vocab_size, ())
     llm._shared = SharedEngine(Engine(llm._models, EngineConfig(max_model_len=64, device="cpu", quantization="int8")))
     return llm  # type: ignore[no-any-return]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -22,22 +23,45 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     yield from start(config, model, adapters={"red": folder / "red"})
 
 
-def ask(live: Live, model: str | None, path: str = "/v1/completions") -> tuple[str, str]:
-    """The text of an answer and the model that it names."""
-    asked = {"prompt": "abcabc"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "abc"}]}
-    reply = live.post(path, {**asked, "model": model, "max_tokens": 12, "temperature": 0})
+SAID = [{"role": "user", "content": "abc"}]
+ROUTES = {
+    "/v1/completions": {"prompt": "abcabc", "max_tokens": 12},
+    "/v1/chat/completions": {"messages": SAID, "max_tokens": 12},
+    "/v1/messages": {"messages": SAID, "max_tokens": 12},
+    "/v1/responses": {"input": "abc", "max_output_tokens": 12},
+}
+
+
+def ask(live: Live, model: str | None, path: str) -> tuple[str, str]:
+    """The answer and the model that it names."""
+    reply = live.post(path, {**ROUTES[path], "model": model, "temperature": 0})
     assert reply.status_code == 200, reply.text
     document = reply.json()
-    choice = document["choices"][0]
-    return choice.get("text") or choice["message"]["content"], document["model"]
+    answer = next(document[name] for name in ("choices", "content", "output") if name in document)[0]
+    return str(answer.get("message") or answer.get("content") or answer["text"]), document["model"]
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("path", ROUTES)
 def test_the_model_of_a_request_may_be_an_adapter(path: str, adapted: Live) -> None:
     plain, red = ask(adapted, "plain", path), ask(adapted, "red", path)
     assert plain[0] != red[0]
     assert (plain[1], red[1]) == ("plain", "red")
-    assert ask(adapted, None, path) == plain
+    if path != "/v1/messages":  # its model is required
+        assert ask(adapted, None, path) == plain
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "abcabc", "echo": True, "logprobs": 1, "max_tokens": 0}),
+        ("/v1/embeddings", {"input": "abc"}),
+    ],
+)
+def test_what_is_computed_without_adapters_is_refused_for_them(path: str, body: dict[str, Any], adapted: Live) -> None:
+    assert adapted.post(path, {**body, "model": "plain"}).status_code == 200
+    reply = adapted.post(path, {**body, "model": "red"})
+    assert reply.status_code == 400
+    assert "'plain'" in reply.json()["error"]["message"]
 
 
 def test_adapters_are_listed_and_others_refused(adapted: Live) -> None:

@@ -58,7 +58,6 @@ def test_a_key_is_required_for_stats_but_not_for_the_page(tiny: str) -> None:
 
 def test_the_page_can_be_disabled(tiny: str) -> None:
     for live in start(ServerConfig(port=0, playground=False), tiny):
-        assert (
-            client.get(f"{live.url}/").status_code == 405
-        )  # only HEAD, by which agents ask whether the server is there
+        assert client.get(f"{live.url}/").status_code == 404
+        assert client.head(f"{live.url}/").status_code == 200  # agents ask whether the server is there
         assert client.get(f"{live.url}/playground/main.js").status_code == 404

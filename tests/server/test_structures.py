@@ -31,7 +31,7 @@ def compiling(live: Live, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]
     """Events of compilations that never end: "begun", then "given up"."""
     told: list[str] = []
     released = threading.Event()
-    usual = live.context.llm.structure
+    usual = live.context.llm.requests.structure
 
     def structure(wanted: StructuredOutputs, stopped: Callable[[], bool]) -> Any:
         if "slow" not in str(wanted.json):
@@ -42,7 +42,7 @@ def compiling(live: Live, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]
         told.append("given up")
         raise StructureError("stopped")
 
-    monkeypatch.setattr(live.context.llm, "structure", structure)
+    monkeypatch.setattr(live.context.llm.requests, "structure", structure)
     yield told
     released.set()
     wait_until(lambda: told.count("begun") == told.count("given up"))
@@ -87,7 +87,7 @@ def test_a_constraint_that_gives_up_fails_the_answer_with_its_reason(
         raise GrammarLimitError("a test")
 
     with monkeypatch.context() as context:
-        live.context.llm.structure(StructuredOutputs(json=schema))
+        live.context.llm.requests.structure(StructuredOutputs(json=schema))
         context.setattr(grammars, "check_followed", fail)
         reply = live.post("/v1/chat/completions", chat(schema))
     assert reply.status_code == 400

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from chat_support import ADD, PING, save_chat_model
 from paceline.config import SamplingParams, StructuredOutputs
-from paceline.errors import StructureError
+from paceline.errors import ParameterError, StructureError
 from paceline.llm import LLM
 from paceline.models.tokenizer import Tokenizer
 from paceline.structured.cursor import GrammarCursor
@@ -129,9 +130,33 @@ def test_speculation_changes_no_answer_with_several_parts(path: str, width: int)
     plain = llm.plain()
     named = {"type": "function", "function": {"name": "add"}}
     think = {"chat_template_kwargs": {"enable_thinking": True}, "max_thinking_tokens": 9}
-    open_ = {"chat_template_kwargs": {"enable_thinking": False}}
+    open_ = {"chat_template_kwargs": {"enable_thinking": False}, "max_thinking_tokens": 4}
     likely = dict.fromkeys(Tokenizer.load(byte_tokenizer()).encode("<tool_call>nk"), 9.0)
     params = SamplingParams(n=2, seed=1, max_tokens=48, temperature=0.8, logit_bias=likely)
     for fields, choice in (({}, "auto"), (think, None), (think, "required"), (open_, named)):
         tools: dict[str, Any] = {} if choice is None else {"tools": [ADD, PING], "tool_choice": choice}
         assert texts(llm, params, **fields, **tools) == texts(plain, params, **fields, **tools)
+
+
+def test_a_budget_is_refused_beside_a_forced_call_whose_grammar_contains_the_thoughts(tmp_path: Path) -> None:
+    template = "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% endfor %}{# <|channel|>analysis #}"
+    llm = load(save_chat_model(tmp_path / "gpt-oss", template))
+    params, budget = SamplingParams(max_tokens=2), {"tools": [PING], "max_thinking_tokens": 4}
+    with pytest.raises(ParameterError, match="max_thinking_tokens"):
+        texts(llm, params, **budget, tool_choice="required")
+    assert texts(llm, params, **budget)
+    assert texts(llm, params, tools=[PING], tool_choice="required")
+
+
+def test_a_schema_that_cannot_be_enforced_is_told_once_or_refused(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    llm, params = load(path), SamplingParams(max_tokens=60, temperature=0)
+    function = {"name": "search", "parameters": {"type": "object", "not": {"required": ["a"]}}}
+    fields: dict[str, Any] = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    assert texts(llm, params, **fields)[0][0].startswith('<tool_call>\n{"name": "search", "arguments": {')
+    texts(llm, params, **fields)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith("arguments of search are not enforced")
+    assert "'not'" in warning
+    function["strict"] = True
+    with pytest.raises(StructureError, match=r"tool search.*'not'"):
+        texts(llm, params, **fields)

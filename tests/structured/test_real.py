@@ -38,4 +38,4 @@ def test_the_default_model_follows_ordinary_schemas_with_and_without_speculation
         assert answer.finish_reason == "stop"
         jsonschema_rs.validate(SCHEMA, json.loads(answer.text))
     with pytest.raises(StructureError, match=r"U\+50000"):
-        llm.structure(StructuredOutputs(json={"const": "\U00050000"}))
+        llm.requests.structure(StructuredOutputs(json={"const": "\U00050000"}))

@@ -199,7 +199,7 @@ def test_answers_are_valid_for_their_schema(plain: LLM, name: str) -> None:
 
 
 def test_without_llguidance_the_extra_is_named(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(plain.__dict__, "_grammars", raising=False)
+    monkeypatch.delitem(plain.requests.__dict__, "_grammars", raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingPackageError, match=r"paceline\[structured\]"):
         plain.request("a", SamplingParams(structured_outputs=FORMATS["regex"]))
@@ -207,7 +207,7 @@ def test_without_llguidance_the_extra_is_named(plain: LLM, monkeypatch: pytest.M
 
 def test_a_tokenizer_that_cannot_spell_json_is_refused(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     assert plain.tokenizer is not None
-    monkeypatch.delitem(plain.__dict__, "_grammars", raising=False)
+    monkeypatch.delitem(plain.requests.__dict__, "_grammars", raising=False)
     monkeypatch.setattr(plain.tokenizer, "token_bytes", lambda token: b"a")
     with pytest.raises(StructureError, match="no tokens for the bytes 20, 21"):
         plain.request("a", SamplingParams(structured_outputs=FORMATS["regex"]))

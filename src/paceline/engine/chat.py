@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from paceline.chat.families import ChatFormat, chat_format
@@ -66,11 +66,15 @@ def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], opt
     return ChatPrompt(tokens, options, form, kept, tokenizer.spell(tokens[-_TAIL:]))
 
 
-def _check_budget(thinking: Thinking | None) -> None:
-    """Raise ParameterError for a budget of thoughts that a forced answer's grammar contains, which counts no tokens."""
-    if thinking is not None and thinking.budget is not None and not thinking.inside and thinking.begin_token is None:
-        allowed = "left out beside a forced call or a structure: this model's thoughts begin with several tokens"
-        raise ParameterError("max_thinking_tokens", thinking.budget, allowed)
+def _check_budget(prompt: ChatPrompt) -> None:
+    """Raise ParameterError for a budget of thoughts beside a forced call whose grammar contains them.
+
+    A grammar counts no tokens. Forced calls of other syntaxes come after the thoughts, or without any.
+    """
+    budget, forced = prompt.options.max_thinking_tokens, prompt.options.tool_choice.forces_call
+    if budget is not None and forced and prompt.format.tool_format().syntax.before:
+        allowed = "left out beside a forced call: the grammar of this model's calls contains its thoughts"
+        raise ParameterError("max_thinking_tokens", budget, allowed)
 
 
 def check_beside_rules(params: SamplingParams) -> None:
@@ -105,11 +109,10 @@ class ChatRules:
         thinking = self._thinking(prompt)
         if thinking is None and not prompt.options.offered:
             return None
+        _check_budget(prompt)
         grammar, trigger = self._grammar(prompt, structure, stopped)
         if grammar is None and (thinking is None or thinking.budget is None):
             return None
-        if grammar is not None and trigger is None:
-            _check_budget(thinking)
         rules = AnswerRules(
             thinking,
             None if grammar is None else lambda: GrammarCursor.at_start(grammar),
@@ -170,10 +173,10 @@ class ChatRules:
         known = [_enforceable(tool) for tool in tools]
         try:
             return self._grammars().grammar(StructuredOutputs(grammar=make(known)), stopped)
-        except StructureError:
+        except StructureError as error:
             if stopped() or any(tool.strict for tool in tools):
                 raise
-            log.debug("the tools' schemas are too much to follow together; their arguments may be any objects")
+            _warn_once(", ".join(tool.name for tool in tools), str(error))
             free = [replace(tool, parameters=_ANY_OBJECT) for tool in tools]
             return self._grammars().grammar(StructuredOutputs(grammar=make(free)), stopped)
 
@@ -185,6 +188,12 @@ def _enforceable(tool: ToolDefinition) -> ToolDefinition:
     except StructureError as error:
         if tool.strict:
             raise StructureError(f"tool {tool.name}: {error}") from error
-        log.debug("the schema of tool %s is not enforced: %s", tool.name, error)
+        _warn_once(tool.name, str(error))
         return replace(tool, parameters=_ANY_OBJECT)
     return tool
+
+
+@lru_cache(maxsize=1024)  # agents send the same tools in every request
+def _warn_once(tools: str, reason: str) -> None:
+    """Log that calls of tools may have any JSON object as arguments. Repeated warnings are left out."""
+    log.warning("arguments of %s are not enforced, so they may be any JSON object: %s", tools, reason)

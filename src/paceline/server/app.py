@@ -101,8 +101,7 @@ def make_app(config: ServerConfig, load: Callable[[], LLM], on_end: Callable[[],
     _add_texts(app, context)
     _add_operations(app, context)
     add_batches(app, context, runner)
-    if config.playground:
-        add_playground(app)
+    add_playground(app, config.playground)
     return app
 
 

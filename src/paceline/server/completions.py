@@ -77,6 +77,8 @@ class CompletionJob:
         if body.suffix:
             params = context.infill.ended(params)
         requests = await context.requests(tokens, params, options)
+        if body.echo and body.logprobs is not None and params.adapter is not None:
+            raise errors.invalid(f"the prompt's log-probabilities are those of {context.model_name!r} only", "echo")
         context.check_logprobs(requests, body.logprobs, read=bool(body.echo), made=_max_tokens(body) > 0)
         structure = await context.in_thread(lambda: _structure(body, params))
         return cls(context, body, tokens, requests, options, structure)

@@ -174,7 +174,7 @@ class Context:
         options = ChatOptions.of({**fields, "tool_parser": self.config.tool_parser})
         options = replace(options, default_template_kwargs=self.config.chat_template_kwargs)
         characters = sum(_characters(message) for message in messages) + _characters(fields.get("tools") or ())
-        return await self._on_text(characters, self.llm.chat_prompt, messages, options)
+        return await self._on_text(characters, self.llm.requests.chat_prompt, messages, options)
 
     async def _on_text(self, characters: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run ``work`` on a text of ``characters`` characters in the thread for its length."""
@@ -241,7 +241,8 @@ class Context:
     ) -> Request:
         """Build and check the engine's request for a conversation. See ``requests``."""
         (request,) = await self.requests([prompt.token_ids], params, options, references)
-        return replace(self.llm.of_chat(request, prompt), read_message=None)  # replies read the message themselves
+        request = self.llm.requests.of_chat(request, prompt)
+        return replace(request, read_message=None)  # replies read the message themselves
 
     def _request(
         self, prompt: list[int], params: SamplingParams, options: RequestOptions, references: Sequence[list[int]]

@@ -6,6 +6,7 @@ from os import PathLike, stat_result
 from pathlib import Path
 
 from fastapi import FastAPI
+from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
@@ -41,11 +42,18 @@ class Assets(StaticFiles):
         return response
 
 
-def add_playground(app: FastAPI) -> None:
-    """Serve the page at ``/`` and its files below ``/playground/``."""
+def add_playground(app: FastAPI, enabled: bool) -> None:
+    """Serve the page at ``/`` and its files below ``/playground/``; 404 at both unless it is enabled."""
+    if not enabled:
+        app.get("/", include_in_schema=False)(_no_page)  # else 405, because HEAD / exists
+        return
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
         return FileResponse(INDEX, media_type=MEDIA_TYPES[".html"], headers=HEADERS)
 
     app.mount("/playground", Assets(directory=STATIC))
+
+
+async def _no_page() -> Response:
+    raise HTTPException(404)

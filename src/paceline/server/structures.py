@@ -39,10 +39,12 @@ class AnswerForm:
         )
 
     def compile(self, llm: LLM, params: SamplingParams, stopped: Callable[[], bool]) -> ConstraintFactory | None:
-        """Return a factory for the constraint of one answer. Raises what ``LLM.chat_constraint`` raises."""
+        """Return a factory for the constraint of one answer. Raises what ``RequestMaker.chat_constraint`` raises."""
         wanted = replace(params, structured_outputs=self.structure)
-        factory = None if self.chat is None else llm.chat_constraint(self.chat, wanted, stopped)
-        return llm.structure(self.structure, stopped) if factory is None and self.structure is not None else factory
+        factory = None if self.chat is None else llm.requests.chat_constraint(self.chat, wanted, stopped)
+        if factory is None and self.structure is not None:
+            return llm.requests.structure(self.structure, stopped)
+        return factory
 
 
 async def structured(llm: LLM, requests: Sequence[Request], form: AnswerForm, arrival: float) -> Sequence[Request]:

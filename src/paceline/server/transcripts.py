@@ -15,7 +15,7 @@ from paceline.engine.prefixes import common_prefix_length
 
 _CLIENTS = 64  # clients that are remembered, the last ones
 _PROMPTS = 4  # prompts per client
-_TOKENS = 2**17  # tokens per prompt: the rest is not compared
+_TOKENS = 2**17  # tokens per prompt, 4 bytes each: the rest is not compared. All together take up to 128 MiB
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Transcripts:
 
         The earlier prompt that it extends is forgotten.
         """
-        kept = array("q", prompt[:_TOKENS])
+        kept = array("i", prompt[:_TOKENS])
         earlier = self._of_client.pop(client, [])
         found = max((_compared(each, kept) for each in earlier), key=lambda one: one.first_difference, default=None)
         rest = [each for each in earlier if found is None or not found.extends or each is not found.earlier]

@@ -74,9 +74,13 @@ class Turn:
         prompt = await prompt_of(context, conversation.messages, conversation.fields)
         rest = max(1, context.llm.engine.max_model_len - len(prompt.token_ids))
         params = context.for_model(body.model, await context.in_thread(_params, body, conversation, rest))
-        (request,) = await context.requests([prompt.token_ids], params, options)
-        request = context.llm.of_chat(request, prompt)
+        request = await context.chat_request(prompt, params, options)
         return cls(context, prompt, request, options, AnswerForm(conversation.structure, prompt))
+
+    @property
+    def model(self) -> str:
+        """Name of the model that answers: an adapter's, or the served model's."""
+        return self.request.params.adapter or self.context.model_name
 
     def generate(self) -> AbstractAsyncContextManager[Generation]:
         """Submit the request to the engine. Raises ApiError."""

@@ -49,8 +49,11 @@ class GrammarCursor:
         return self.after_all((token,))
 
     def after_bytes(self, data: bytes) -> GrammarCursor:
-        """The place after bytes, each as a token of its own. Raises StructureError."""
-        return self.after_all([self.grammar.byte_tokens[byte] for byte in data])
+        """The place after bytes, each as a token of its own. Raises StructureError if they may not come."""
+        tokens = [self.grammar.byte_tokens[byte] for byte in data]
+        if -1 in tokens:
+            raise StructureError("the text has a byte without a token of its own")
+        return self.after_all(tokens)
 
     def after_all(self, tokens: Sequence[int]) -> GrammarCursor:
         """The place after more tokens. Raises StructureError if they may not come."""

@@ -217,7 +217,7 @@ def _bytes_of(tokenizer: Tokenizer, token: int, spelling: str) -> bytes:
 class Grammar:
     """A compiled structure, shared by all answers that follow it.
 
-    byte_tokens: the token of each byte that has one of its own.
+    byte_tokens: the token of each byte, -1 for bytes without one of their own.
     Raises StructureError if it cannot be followed, GrammarLimitError if it exceeds a limit.
     """
 

@@ -127,7 +127,10 @@ _BLOCKS_OF: Mapping[str, tuple[type[Block], ...]] = {
 
 
 class ClientTool(_Block):
-    """A function that the model may call. Tools that run on Anthropic's own service are refused by their type."""
+    """A function that the model may call. Tools that run on Anthropic's own service are refused by their type.
+
+    eager_input_streaming, input_examples: without effect.
+    """
 
     type: Literal["custom"] | None = None
     name: Label
@@ -159,7 +162,10 @@ class ToolChoice(Strict):
 
 
 class Thinking(Strict):
-    """Whether the model thinks first. budget_tokens: tokens after which thoughts are ended."""
+    """Whether the model thinks first, without effect if its chat template knows no such setting.
+
+    budget_tokens: tokens after which thoughts are ended. display: without effect, as thoughts are always sent.
+    """
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -167,7 +173,7 @@ class Thinking(Strict):
 
 
 class OutputConfig(Strict):
-    """effort: how much the model thinks, for chat templates that know it."""
+    """effort: how much the model thinks, without effect if its chat template knows no such setting."""
 
     effort: Label | None = None
 

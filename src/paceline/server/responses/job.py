@@ -98,7 +98,7 @@ class ResponsesJob:
             status="in_progress",
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
-            model=self.turn.context.model_name,
+            model=self.turn.model,
             output=[],
             parallel_tool_calls=options.parallel_tool_calls,
             reasoning={"effort": options.reasoning_effort, "summary": None},

@@ -179,7 +179,10 @@ class NamedFunction(Strict):
 
 
 class Reasoning(Strict):
-    """effort: how much the model thinks, for chat templates that know it. Summaries are not made."""
+    """effort: how much the model thinks, without effect if its chat template knows no such setting.
+
+    summary, generate_summary: without effect, as summaries are not made.
+    """
 
     effort: Label | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -209,7 +212,7 @@ class TextSchema(Strict):
 
 
 class TextOptions(Strict):
-    """The form of the answer's text."""
+    """The form of the answer's text. verbosity: without effect."""
 
     format: Annotated[PlainText | TextObject | TextSchema, Field(discriminator="type")] | None = None
     verbosity: Label | None = None
