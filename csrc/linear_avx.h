@@ -20,24 +20,11 @@ namespace {
 
 using Ints = __m512i;
 using Floats = __m512;
+#define PL_AVX(operation) _mm512_##operation
 
 inline Ints line(const uint8_t* w) { return _mm512_loadu_si512(w); }
-inline Ints all(int32_t x) { return _mm512_set1_epi32(x); }
-inline Ints add(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
-inline Ints add_words(Ints a, Ints b) { return _mm512_add_epi16(a, b); }
-inline Ints multiply_words(Ints a, Ints b) { return _mm512_madd_epi16(a, b); }
-inline Ints multiply_bytes(Ints w, Ints a) { return _mm512_maddubs_epi16(w, a); }
 inline Ints both(Ints a, Ints b) { return _mm512_and_si512(a, b); }
-inline Ints upper_bytes(Ints a) { return _mm512_srli_epi16(a, 8); }
-inline Ints upper_nibbles(Ints a) { return _mm512_srli_epi16(a, 4); }
-inline Ints to_upper_half(Ints a) { return _mm512_slli_epi32(a, 16); }
 inline Floats as_floats(Ints a) { return _mm512_castsi512_ps(a); }
-inline Floats to_floats(Ints a) { return _mm512_cvtepi32_ps(a); }
-inline Floats every(float x) { return _mm512_set1_ps(x); }
-inline Floats floats_at(const float* p) { return _mm512_loadu_ps(p); }
-inline void put(float* p, Floats x) { _mm512_storeu_ps(p, x); }
-inline Floats times(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
-inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 inline Floats from_fp16(const uint8_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 inline void stay(Ints& x) { asm("" : "+v"(x)); }
 inline void stay(Floats& x) { asm("" : "+v"(x)); }
@@ -49,24 +36,11 @@ constexpr int kWholeRows = 8, kFewRows = 2, kMostByteRows = 8, kMostNibbleRows =
 
 using Ints = __m256i;
 using Floats = __m256;
+#define PL_AVX(operation) _mm256_##operation
 
 inline Ints line(const uint8_t* w) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w)); }
-inline Ints all(int32_t x) { return _mm256_set1_epi32(x); }
-inline Ints add(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
-inline Ints add_words(Ints a, Ints b) { return _mm256_add_epi16(a, b); }
-inline Ints multiply_words(Ints a, Ints b) { return _mm256_madd_epi16(a, b); }
-inline Ints multiply_bytes(Ints w, Ints a) { return _mm256_maddubs_epi16(w, a); }
 inline Ints both(Ints a, Ints b) { return _mm256_and_si256(a, b); }
-inline Ints upper_bytes(Ints a) { return _mm256_srli_epi16(a, 8); }
-inline Ints upper_nibbles(Ints a) { return _mm256_srli_epi16(a, 4); }
-inline Ints to_upper_half(Ints a) { return _mm256_slli_epi32(a, 16); }
 inline Floats as_floats(Ints a) { return _mm256_castsi256_ps(a); }
-inline Floats to_floats(Ints a) { return _mm256_cvtepi32_ps(a); }
-inline Floats every(float x) { return _mm256_set1_ps(x); }
-inline Floats floats_at(const float* p) { return _mm256_loadu_ps(p); }
-inline void put(float* p, Floats x) { _mm256_storeu_ps(p, x); }
-inline Floats times(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
-inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
 inline Floats from_fp16(const uint8_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 inline void stay(Ints& x) { asm("" : "+x"(x)); }
 inline void stay(Floats& x) { asm("" : "+x"(x)); }
@@ -79,6 +53,23 @@ constexpr int kWholeRows = 2, kFewRows = 2, kMostByteRows = 6, kMostNibbleRows =
 #endif
 
 #endif
+
+inline Ints all(int32_t x) { return PL_AVX(set1_epi32)(x); }
+inline Ints add(Ints a, Ints b) { return PL_AVX(add_epi32)(a, b); }
+inline Ints add_words(Ints a, Ints b) { return PL_AVX(add_epi16)(a, b); }
+inline Ints multiply_words(Ints a, Ints b) { return PL_AVX(madd_epi16)(a, b); }
+inline Ints multiply_bytes(Ints w, Ints a) { return PL_AVX(maddubs_epi16)(w, a); }
+inline Ints upper_bytes(Ints a) { return PL_AVX(srli_epi16)(a, 8); }
+inline Ints upper_nibbles(Ints a) { return PL_AVX(srli_epi16)(a, 4); }
+inline Ints to_upper_half(Ints a) { return PL_AVX(slli_epi32)(a, 16); }
+inline Floats to_floats(Ints a) { return PL_AVX(cvtepi32_ps)(a); }
+inline Floats every(float x) { return PL_AVX(set1_ps)(x); }
+inline Floats floats_at(const float* p) { return PL_AVX(loadu_ps)(p); }
+inline void put(float* p, Floats x) { PL_AVX(storeu_ps)(p, x); }
+inline Floats times(Floats a, Floats b) { return PL_AVX(mul_ps)(a, b); }
+inline Floats multiply_add(Floats a, Floats b, Floats c) { return PL_AVX(fmadd_ps)(a, b, c); }
+
+#undef PL_AVX
 
 // Up to kWholeRows a block is as wide as a panel. Up to kFewRows the inputs of a step stay in registers while the weights
 // pass by; beyond, the weights stay. The most rows of a block are those whose sums leave room for the rest.

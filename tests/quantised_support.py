@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -230,18 +230,20 @@ CONVERTERS: dict[str, Converter] = {
 def write(path: Path, model: PreTrainedModel, converter: Converter, **options: Any) -> PreTrainedModel:
     """Save a model with its layers' matrices quantised. The model gets the numbers that the files stand for."""
     model.save_pretrained(path, **options)
+    model.load_state_dict(convert_files(path, converter), strict=False)
+    return model
+
+
+def convert_files(path: Path, converter: Converter) -> dict[str, Tensor]:
+    """Quantise the layers' matrices in a saved checkpoint. Return the numbers [O, I] that they stand for, by name."""
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": converter.config}))
-    tensors: dict[str, Tensor] = {}
-    with torch.no_grad():
-        for name, tensor in model.state_dict().items():
-            if re.search(r"layers\.\d+\..*_proj\.weight$", name):
-                found, exact = converter.convert(tensor.float())
-                tensors |= {
-                    f"{name.removesuffix('weight')}{suffix}": part.contiguous() for suffix, part in found.items()
-                }
-                tensor.copy_(exact)
-            elif not (model.config.tie_word_embeddings and name == "lm_head.weight"):
-                tensors[name] = tensor.clone()
+    tensors, numbers_of = {}, {}
+    for name, tensor in load_file(path / "model.safetensors").items():
+        if re.search(r"layers\.\d+\..*_proj\.weight$", name):
+            found, numbers_of[name] = converter.convert(tensor.float())
+            tensors |= {f"{name.removesuffix('weight')}{suffix}": part.contiguous() for suffix, part in found.items()}
+        else:
+            tensors[name] = tensor
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    return model
+    return numbers_of

@@ -21,6 +21,7 @@ from paceline.models.base import AnyModel
 from paceline.models.loading import load_model
 from paceline.models.native import NativeModel, Quantization
 from paceline.models.recurrent import RecurrentModel
+from quantised_support import CONVERTERS, convert_files
 from recurrent_support import save_with_head, tiny_qwen3_5
 from toy import VOCAB, RandomCaps, answers, make_engine, make_request, run
 
@@ -64,6 +65,18 @@ def test_the_head_equals_that_of_transformers(tmp_path: Path) -> None:
         wanted = their_head.forward_layer(0, hidden[:, :-1], positions, None, input_ids=tokens[:, 1:])
         step = head.head.step(tokens[:, 1:], head.head.fuse(hidden[:, :-1, None]), positions, UnrolledAttention())
     torch.testing.assert_close(step.normed, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_the_head_of_a_quantised_checkpoint_is_dequantised(tmp_path: Path) -> None:
+    save_with_head(tmp_path)
+    numbers = convert_files(tmp_path, CONVERTERS["float8 in small blocks"])
+    head = loaded(tmp_path, "float32")[1]
+    assert isinstance(head, TorchHead)
+    found = {f"mtp.{name}": weight for name, weight in head.head.state_dict().items()}
+    own = [name for name in numbers if name.startswith("mtp.")]
+    assert len(own) == 7, "q, k, v, o, gate, up and down"
+    for name in own:
+        torch.testing.assert_close(found[name], numbers[name], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

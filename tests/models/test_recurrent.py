@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from paceline.core.nodes import Nodes
 from paceline.core.recurrent_state import WINDOW, StatefulCache
 from paceline.kernels import native
 from paceline.models.loading import load_model
+from paceline.models.matrices import load_packed
 from paceline.models.native import NativeModel, Quantization, spec_of
 from paceline.models.recurrent import RecurrentModel, cache_of
+from quantised_support import CONVERTERS, convert_files
 from recurrent_support import SIZES, tiny_native_recurrent, tiny_qwen3_5, tiny_recurrent
 from toy import (
     SHAPES,
@@ -81,6 +84,40 @@ def test_greedy_answers_equal_those_of_transformers(sizes: str, rows: int) -> No
     engine = make_engine(ours(theirs), drafter="ngram", max_batch_size=rows, prefill_chunk=7)
     for prompt, (answer,) in zip(PROMPTS, answers(run(engine, PROMPTS, PARAMS)), strict=True):
         assert_greedy(theirs, prompt, answer)
+
+
+@pytest.mark.skipif(native.select() is None, reason=f"no native kernels: {native.why_none()}")
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.parametrize("stored", ["plain", "float8 in small blocks"])
+def test_a_checkpoint_read_while_it_is_packed_gives_the_weights_of_one_read_at_once(
+    stored: str, quantization: Quantization | None, tmp_path: Path
+) -> None:
+    for sizes in SIZES.values():
+        tiny_qwen3_5(**sizes).save_pretrained(tmp_path)
+        if stored != "plain":
+            convert_files(tmp_path, CONVERTERS[stored])
+        straight, at_once = (
+            load_packed(tmp_path, torch.float32, quantization),
+            load_model(tmp_path, dtype=torch.float32),
+        )
+        assert isinstance(at_once, RecurrentModel)
+        theirs = NativeModel.from_weights(at_once.spec, at_once.weights, "tiny", quantization=quantization)
+        packed = None if straight is None else straight.packed(), theirs.packed()
+        assert packed[0] is not None
+        assert packed[1] is not None
+        assert torch.equal(packed[0], packed[1])
+
+
+@pytest.mark.skipif(native.select() is None, reason=f"no native kernels: {native.why_none()}")
+def test_stored_codes_are_kept_also_where_gates_lie_between_the_queries(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "paceline")
+    tiny_qwen3_5().save_pretrained(tmp_path)
+    matrices = convert_files(tmp_path, CONVERTERS["compressed-tensors W8A8"])
+    assert load_packed(tmp_path, torch.bfloat16, "int8") is not None
+    assert f"{len(matrices)} int8 as stored" in caplog.messages[-1]
+    assert any("q_proj" in name for name in matrices)
 
 
 @functools.cache

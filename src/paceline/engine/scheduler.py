@@ -337,7 +337,8 @@ class Scheduler:
         for sequence, part in read:
             sequence.num_computed[index] = part.stop
             if index == 0 and sequence.scope.kept is not None:
-                self.parts.target.save_state(sequence.slot, apart=0 if sequence.is_prefilled else STATES_APART)
+                at_end = part.stop == sequence.prefill_stop  # a draft model may still have to read the prompt
+                self.parts.target.save_state(sequence.slot, apart=0 if at_end else STATES_APART)
 
     def _join(self) -> None:
         """Let prefilled sequences start to decode, also those that waited for the prefix of another prompt."""

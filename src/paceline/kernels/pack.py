@@ -136,9 +136,9 @@ def interleave_gate_up(gate_up: Tensor) -> Tensor:
     return torch.stack(tuple(blocks), dim=1).flatten(0, 2)
 
 
-def interleave_weight(gate_up: Weight) -> Weight:
-    """Interleave the rows of a weight that is already in its format; see ``interleave_gate_up``."""
-    return _by_rows([gate_up], lambda tensors: interleave_gate_up(tensors[0]))
+def reorder_rows(weight: Weight, order: Callable[[Tensor], Tensor]) -> Weight:
+    """Reorder the rows of a weight that is already in its format. order: moves the first dimension of a tensor."""
+    return _by_rows([weight], lambda tensors: order(tensors[0]))
 
 
 def stack(parts: Sequence[Weight]) -> Weight:

@@ -9,7 +9,7 @@ from typing import Literal
 from torch import Tensor
 
 from paceline.core.recurrent_state import StateShape
-from paceline.kernels.pack import Format, Weight, quantise
+from paceline.kernels.pack import Format, Weight, quantise, reorder_rows
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,13 @@ class LinearWeights:
     def rounded(self, to: Format) -> Weight:
         """Return the weight in a format."""
         return quantise(self.weight, to) if self.read is None else self.read(to)
+
+    def reordered(self, order: Callable[[Tensor], Tensor]) -> LinearWeights:
+        """Return the layer with its outputs in another order. order: moves the first dimension of a tensor."""
+        read, bias = self.read, None if self.bias is None else order(self.bias)
+        return LinearWeights(
+            order(self.weight), bias, None if read is None else lambda to: reorder_rows(read(to), order)
+        )
 
 
 @dataclass(frozen=True)

@@ -144,10 +144,12 @@ def head_tensors(path: Path) -> Mapping[str, weights.StoredTensor]:
         return gguf_config.head_tensors(GGUFFile(path))
     if not (path / "config.json").is_file():
         return {}
-    family = FAMILIES.get(_directory_config(path).model_type)
+    config, scheme = _unquantised_config(path)
+    family = FAMILIES.get(config.model_type)
     if family is None or not family.has_head:
         return {}
-    return {name: tensor for name, tensor in stored_tensors(path).items() if name.startswith("mtp.")}
+    stored = _read_by(scheme, stored_tensors(path))
+    return {name: tensor for name, tensor in stored.items() if name.startswith("mtp.")}
 
 
 @reads_model

@@ -22,7 +22,7 @@ from paceline.kernels.pack import Format, Weight
 from paceline.kernels.spec import NativeSpec
 from paceline.models import loading
 from paceline.models.boundary import ResolvedSource, is_loaded, reads_model
-from paceline.models.description import AttentionSpec, DecoderSpec
+from paceline.models.description import DecoderSpec
 from paceline.models.native import NativeModel, Quantization, check_description, check_spec, spec_of
 from paceline.models.weights import Placement, assemble, shapes
 
@@ -107,7 +107,7 @@ def _spec(
     description: DecoderSpec, placements: Sequence[Placement], dtype: torch.dtype, outcome: Outcome
 ) -> NativeSpec | None:
     """Return the kernels' spec, whose matrices are not read yet; None if the kernels cannot run the model."""
-    readers = _readers(description, placements, outcome)
+    readers = _readers(placements, outcome)
     others = [placement for placement in placements if placement.slot.target not in readers]
     tensors = {target: _shape(matrix) for target, matrix in readers.items()}
     try:
@@ -118,17 +118,12 @@ def _spec(
     return spec_of(description, tensors | assemble(others, dtype, torch.device("cpu")), readers)
 
 
-def _readers(description: DecoderSpec, placements: Sequence[Placement], outcome: Outcome) -> dict[str, StoredMatrix]:
-    """Return the matrices to read while they are packed, by target. Matrices with gates change the order of rows."""
-    gated = {
-        f"layers.{i}.qkv.weight"
-        for i, layer in enumerate(description.layers)
-        if isinstance(layer.mixer, AttentionSpec) and layer.mixer.gated
-    }
+def _readers(placements: Sequence[Placement], outcome: Outcome) -> dict[str, StoredMatrix]:
+    """Return the matrices to read while they are packed, by target."""
     parts: dict[str, list[Placement]] = {}
     for placement in placements:
         stem, _, kind = placement.slot.target.rpartition(".")
-        if kind == "weight" and stem.rpartition(".")[2] in _LINEAR and placement.slot.target not in gated:
+        if kind == "weight" and stem.rpartition(".")[2] in _LINEAR:
             parts.setdefault(placement.slot.target, []).append(placement)
     return {
         target: StoredMatrix(sorted(found, key=lambda part: part.slot.first), outcome)

@@ -251,9 +251,13 @@ def gate_last(qkv: LinearWeights, spec: MixerSpec) -> LinearWeights:
     """Move the gates of the heads, each stored behind its head's query, behind all queries, keys and values."""
     if isinstance(spec, DeltaNetSpec) or not spec.gated:
         return qkv
-    heads = qkv.weight[: 2 * spec.query_width].view(spec.heads, 2, spec.head_dim, -1)
-    query, gate = (heads[:, part].flatten(0, 1) for part in (0, 1))
-    return LinearWeights(torch.cat([query, qkv.weight[2 * spec.query_width :], gate]))
+    stacked = 2 * spec.query_width
+
+    def order(rows: Tensor) -> Tensor:
+        heads = rows[:stacked].view(spec.heads, 2, spec.head_dim, *rows.shape[1:])
+        return torch.cat([heads[:, 0].flatten(0, 1), rows[stacked:], heads[:, 1].flatten(0, 1)])
+
+    return qkv.reordered(order)
 
 
 def _delta_of(name: str, weights: Mapping[str, Tensor]) -> DeltaWeights:

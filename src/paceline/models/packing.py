@@ -151,7 +151,9 @@ class _Packer:
         return abi.CLayer(
             qkv=self._linear(layer.qkv, to),
             attention_out=self._linear(layer.attention_out, to),
-            gate_up=self._linear(self._interleaved(layer.gate_up), to),
+            gate_up=self._linear(
+                layer.gate_up.reordered(lambda rows: pack.interleave_gate_up(self._maybe_meta(rows))), to
+            ),
             down=self._linear(layer.down, to),
             input_norm=self._norm(layer.input_norm),
             post_norm=self._norm(layer.post_norm),
@@ -178,12 +180,6 @@ class _Packer:
 
     def _norm(self, weight: Tensor | None) -> int | None:
         return None if weight is None else self._vector(self._padded(weight))
-
-    def _interleaved(self, gate_up: LinearWeights) -> LinearWeights:
-        weight = pack.interleave_gate_up(self._maybe_meta(gate_up.weight))
-        bias = None if gate_up.bias is None else pack.interleave_gate_up(self._maybe_meta(gate_up.bias))
-        read = gate_up.read
-        return LinearWeights(weight, bias, None if read is None else lambda to: pack.interleave_weight(read(to)))
 
     def _maybe_meta(self, values: Tensor) -> Tensor:
         """Return the tensor, or a meta tensor of its shape if nothing is packed."""

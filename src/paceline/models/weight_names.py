@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+_FREQUENCIES = re.compile(r".*rotary_emb\.inv_freq|rope_freqs\.weight")  # gguf_config reads the latter itself
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -30,7 +31,7 @@ class WeightNames:
 
     parts: Mapping[str, str]
     prefixes: tuple[str, ...] = ()
-    ignored: re.Pattern[str] = field(default=re.compile(r".*rotary_emb\.inv_freq$"))
+    ignored: re.Pattern[str] = _FREQUENCIES
     transposed: frozenset[str] = frozenset()
     plus_one: frozenset[str] = frozenset()
 

@@ -88,6 +88,7 @@ def _config_of(config: PretrainedConfig) -> HeadConfig:
     """Return the head's configuration: one full attention layer of the target's sizes."""
     text = config.get_text_config()
     fields: dict[str, Any] = text.to_dict() | {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    fields.pop("quantization_config", None)  # stored tensors are read dequantised
     sizes = text.hidden_size, text.vocab_size
     return HeadConfig(fields, *sizes, taps=(text.num_hidden_layers,), norm_output=True, own=True)
 

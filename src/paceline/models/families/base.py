@@ -17,7 +17,7 @@ from paceline.models.description import (
     NormPlaces,
     NormSpec,
 )
-from paceline.models.families.rotary import head_dim, longest_sequence, rotary_of
+from paceline.models.families.rotary import head_dim, longest_sequence, rotary_of, without_positions
 from paceline.models.weight_names import WeightNames
 from paceline.models.weights import StoredTensor
 
@@ -109,6 +109,12 @@ EXPERTS: Mapping[str, str] = {
 }
 """Names of experts, one by one as files have them and together as loaded models have them."""
 
+
+def gguf_expert_fields(metadata: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration's numbers of experts from GGUF metadata."""
+    return {"num_experts": metadata["expert_count"], "num_experts_per_tok": metadata["expert_used_count"]}
+
+
 GGUF_EXPERTS: Mapping[str, str] = {
     "blk.{}.ffn_gate_inp": "layers.{}.router",
     "blk.{}.ffn_gate_exps": "layers.{}.experts_gate",
@@ -156,15 +162,27 @@ def windows_of(config: PretrainedConfig) -> tuple[int | None, ...] | None:
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def llama_like(config: PretrainedConfig, norms: NormPlaces = "before", **attention: Any) -> DecoderSpec | None:
+def biases_of(config: PretrainedConfig) -> dict[str, Any]:
+    """Return the biases of ``AttentionSpec`` by Hugging Face's ``attention_bias``, which is of all four matrices."""
+    return dict.fromkeys(("bias", "output_bias"), bool(config.attention_bias))
+
+
+def llama_like(
+    config: PretrainedConfig, norms: NormPlaces = "before", rotated: Sequence[bool] | None = None, **attention: Any
+) -> DecoderSpec | None:
     """Describe a decoder with RMS norms, one kind of rotary positions, a gated MLP, and no experts.
 
+    rotated: whether each layer has rotary positions; None: all have.
     attention: fields of every layer's ``AttentionSpec`` besides heads, rotary positions and window.
     """
     rotary, windows = rotary_of(config), windows_of(config)
     if rotary is None or windows is None:
         return None
-    attentions = [attention_of(config, rotary=rotary, window=window, **attention) for window in windows]
+    rotaries = [rotary if turns else without_positions(rotary) for turns in rotated or [True] * len(windows)]
+    attentions = [
+        attention_of(config, rotary=of_layer, window=window, **attention)
+        for of_layer, window in zip(rotaries, windows, strict=True)
+    ]
     return decoder_of(config, attentions, norms)
 
 

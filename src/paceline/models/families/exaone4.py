@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,24 +15,14 @@ from paceline.models.families.base import (
     NORMS_AFTER,
     Family,
     GGUFForm,
-    attention_of,
-    decoder_of,
-    windows_of,
+    llama_like,
 )
-from paceline.models.families.rotary import rotary_of, without_positions
 from paceline.models.weight_names import WeightNames
 
 
 def _describe(config: PretrainedConfig) -> DecoderSpec | None:
-    rotary, windows = rotary_of(config), windows_of(config)
-    if rotary is None or windows is None:
-        return None
-    rotated = [config.sliding_window is None or window is not None for window in windows]
-    attentions = [
-        attention_of(config, rotary=rotary if turns else without_positions(rotary), window=window, qk_norm="head")
-        for turns, window in zip(rotated, windows, strict=True)
-    ]
-    return decoder_of(config, attentions, "after")
+    rotated = [config.sliding_window is None or kind == "sliding_attention" for kind in config.layer_types]
+    return llama_like(config, "after", rotated, qk_norm="head")
 
 
 def _fields(metadata: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,7 +35,7 @@ FAMILY = Family(
     WeightNames({**LLAMA_NAMES, **NORMS_AFTER}, prefixes=("model.",)),
     GGUFForm(
         "exaone4",
-        WeightNames({**LLAMA_GGUF_NAMES, **GGUF_NORMS_AFTER}, ignored=re.compile(r"rope_freqs\.weight$")),
+        WeightNames({**LLAMA_GGUF_NAMES, **GGUF_NORMS_AFTER}),
         fields=_fields,
         reads=frozenset({"attention.sliding_window"}),
     ),

@@ -19,6 +19,7 @@ from paceline.models.families.base import (
     Family,
     GGUFForm,
     attention_of,
+    biases_of,
     windows_of,
 )
 from paceline.models.families.rotary import longest_sequence, rotary_of
@@ -37,9 +38,8 @@ def _describe(config: PretrainedConfig) -> DecoderSpec | None:
             config,
             rotary=rotary,
             scale=config.query_pre_attn_scalar**-0.5,
-            bias=config.attention_bias,
-            output_bias=config.attention_bias,
             qk_norm="head",
+            **biases_of(config),
         )
         for rotary in both
     )

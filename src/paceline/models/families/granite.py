@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,14 +9,13 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from paceline.models.description import DecoderSpec, without_residual_scale
-from paceline.models.families.base import LLAMA_GGUF_NAMES, LLAMA_NAMES, Family, GGUFForm, llama_like
+from paceline.models.families.base import LLAMA_GGUF_NAMES, LLAMA_NAMES, Family, GGUFForm, biases_of, llama_like
 from paceline.models.weight_names import WeightNames
 
 
 def describe(config: PretrainedConfig) -> DecoderSpec | None:
     """Describe a dense Granite; also the part that a Granite with experts shares with it."""
-    biased = bool(config.attention_bias)
-    spec = llama_like(config, scale=float(config.attention_multiplier), bias=biased, output_bias=biased)
+    spec = llama_like(config, scale=float(config.attention_multiplier), **biases_of(config))
     if spec is None:
         return None
     scaled = replace(
@@ -44,7 +42,7 @@ FAMILY = Family(
     WeightNames(LLAMA_NAMES, prefixes=("model.",)),
     GGUFForm(
         "granite",
-        WeightNames(LLAMA_GGUF_NAMES, ignored=re.compile(r"rope_freqs\.weight$")),
+        WeightNames(LLAMA_GGUF_NAMES),
         fields=_fields,
         reads=frozenset(_MULTIPLIERS),
         paired=True,

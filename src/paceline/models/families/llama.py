@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
-
 from transformers import PretrainedConfig
 
 from paceline.models.description import DecoderSpec
-from paceline.models.families.base import LLAMA_GGUF_NAMES, LLAMA_NAMES, Family, GGUFForm, llama_like
+from paceline.models.families.base import LLAMA_GGUF_NAMES, LLAMA_NAMES, Family, GGUFForm, biases_of, llama_like
 from paceline.models.weight_names import WeightNames
 
 
 def _describe(config: PretrainedConfig) -> DecoderSpec | None:
-    biased = bool(config.attention_bias)
-    return llama_like(config, bias=biased, output_bias=biased)
+    return llama_like(config, **biases_of(config))
 
 
 FAMILY = Family(
@@ -22,8 +19,7 @@ FAMILY = Family(
     WeightNames(LLAMA_NAMES, prefixes=("model.",)),
     GGUFForm(
         "llama",
-        # rope_freqs: read by gguf_config.py into the description.
-        WeightNames(LLAMA_GGUF_NAMES, ignored=re.compile(r"rope_freqs\.weight$")),
+        WeightNames(LLAMA_GGUF_NAMES),
         paired=True,
     ),
 )

@@ -12,14 +12,14 @@ from paceline.models.families.base import (
     NORMS_AFTER,
     Family,
     GGUFForm,
+    biases_of,
     llama_like,
 )
 from paceline.models.weight_names import WeightNames
 
 
 def _describe(config: PretrainedConfig) -> DecoderSpec | None:
-    biased = bool(config.attention_bias)
-    return llama_like(config, norms="after", qk_norm="all", bias=biased, output_bias=biased)
+    return llama_like(config, "after", qk_norm="all", **biases_of(config))
 
 
 FAMILY = Family(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from transformers import PretrainedConfig
 
 from paceline.models.description import DecoderSpec
@@ -15,6 +12,8 @@ from paceline.models.families.base import (
     LLAMA_NAMES,
     Family,
     GGUFForm,
+    biases_of,
+    gguf_expert_fields,
     llama_like,
     with_experts,
 )
@@ -22,16 +21,11 @@ from paceline.models.weight_names import WeightNames
 
 
 def _describe(config: PretrainedConfig) -> DecoderSpec | None:
-    biased = bool(config.attention_bias)
-    spec = llama_like(config, bias=biased, output_bias=biased, qk_norm="all")
+    spec = llama_like(config, qk_norm="all", **biases_of(config))
     if spec is None or config.clip_qkv is not None:
         return None
     sizes = config.num_experts, config.num_experts_per_tok, config.intermediate_size
     return with_experts(spec, *sizes, normalised=bool(config.norm_topk_prob))
-
-
-def _fields(metadata: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, Any]:
-    return {"num_experts": metadata["expert_count"], "num_experts_per_tok": metadata["expert_used_count"]}
 
 
 FAMILY = Family(
@@ -41,7 +35,7 @@ FAMILY = Family(
     GGUFForm(
         "olmoe",
         WeightNames({**LLAMA_GGUF_NAMES, **GGUF_EXPERTS}),
-        fields=_fields,
+        fields=gguf_expert_fields,
         reads=frozenset({"expert_count"}),
     ),
 )

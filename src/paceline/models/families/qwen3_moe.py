@@ -15,6 +15,8 @@ from paceline.models.families.base import (
     LLAMA_NAMES,
     Family,
     GGUFForm,
+    biases_of,
+    gguf_expert_fields,
     llama_like,
     with_experts,
 )
@@ -22,21 +24,16 @@ from paceline.models.weight_names import WeightNames
 
 
 def _describe(config: PretrainedConfig) -> DecoderSpec | None:
-    biased = bool(config.attention_bias)
-    spec = llama_like(config, bias=biased, output_bias=biased, qk_norm="head")
+    spec = llama_like(config, qk_norm="head", **biases_of(config))
     if spec is None or config.mlp_only_layers or config.decoder_sparse_step != 1:
         return None
     sizes = config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size
     return with_experts(spec, *sizes, normalised=bool(config.norm_topk_prob))
 
 
-def _fields(metadata: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "num_experts": metadata["expert_count"],
-        "num_experts_per_tok": metadata["expert_used_count"],
-        "moe_intermediate_size": metadata["expert_feed_forward_length"],
-        "norm_topk_prob": True,
-    }
+def _fields(metadata: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+    width = metadata["expert_feed_forward_length"]
+    return gguf_expert_fields(metadata, rope) | {"moe_intermediate_size": width, "norm_topk_prob": True}
 
 
 FAMILY = Family(
