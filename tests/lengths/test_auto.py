@@ -301,7 +301,7 @@ def test_a_trial_takes_a_row_that_allows_draft_tokens() -> None:
         batch.max_draft_tokens[0] = 0
         policy.model_drafts.gains[2] = RunningMean(-100.0)
         policy.model_drafts.budget._ms = policy.model_drafts.budget._price = 1e6
-        policy.model_drafts.learn([[(bins_of(1)[0], False)]] * 100)
+        policy.model_drafts.learn([[(bins_of(1)[0], False)]] * 100, range(100))
         wish = policy.choose(batch).within(batch)
         assert wish.caps is not None
         assert wish.caps[0] == 0
@@ -815,7 +815,7 @@ def test_row_calibrations_stay_with_their_slots_and_end_with_their_sequences() -
     policy, batch = AutoLength(CostModel(PAIR), decoders(Behind([0] * 3)), False), batch_of(3)
     (sure,) = bins_of(1, [0.95])
     for _ in range(30):  # the last row's are always wrong
-        policy.model_drafts.calibration.learn([[(sure, row < 2)] for row in range(3)])
+        policy.model_drafts.calibration.learn([[(sure, row < 2)] for row in range(3)], range(3))
 
     def asks_again(first: int, stop: int) -> bool:
         enough = policy.choose(batch).stop_drafting
@@ -982,10 +982,10 @@ def test_a_round_of_the_draft_model_also_judges_the_ngram_draft() -> None:
 def test_draft_tokens_are_chosen_by_the_record_of_their_own_source() -> None:
     policy, batch = started()
     policy.model_drafts.calibration.learn(
-        [[(bin_, False) for bin_ in bins_of(8, [0.9] * 8)]]
+        [[(bin_, False) for bin_ in bins_of(8, [0.9] * 8)]], [0]
     )  # the draft model is always wrong
     for _ in range(20):
-        policy.ngram_drafts.learn([[(bin_, True) for bin_ in bins_of(8, [0.9] * 8)]])
+        policy.ngram_drafts.learn([[(bin_, True) for bin_ in bins_of(8, [0.9] * 8)]], [0])
     wish = policy.choose(batch)
     assert wish.fallback is not None
     assert wish.fallback(batch, copied(0.9)) == 0
