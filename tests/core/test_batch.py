@@ -137,6 +137,7 @@ def test_a_sequence_keeps_its_state_while_others_join_and_leave() -> None:
 
 def test_a_row_forgets_the_parameters_of_the_one_before_it() -> None:
     batch = make_batch()
+    batch.set_live([0])
     batch.set_row(1, RowStart([3], SamplingParams(logit_bias={5: 1.0}, min_tokens=1), seed=1, stop_tokens=(8,)))
     batch.set_row(2, RowStart([3], SamplingParams(), seed=1, stop_tokens=(8,)))
     batch.set_live(range(3))
