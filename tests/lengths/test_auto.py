@@ -834,6 +834,18 @@ def test_row_calibrations_stay_with_their_slots_and_end_with_their_sequences() -
     assert chances[2] < policy.model_drafts.calibration.chance(2, sure) < chances[1]
 
 
+def test_a_round_observed_late_teaches_of_the_rows_that_were_in_it() -> None:
+    """The sequence of slot 0 has ended since the round was chosen, and one in slot 2 has joined."""
+    policy, batch = AutoLength(CostModel(linear_costs()), ranks=False), batch_of(3)
+    batch.set_live([0, 1])
+    plan = policy.choose(batch)
+    policy._round.source, policy._round.token_weights = policy.model_drafts, [0.25, 1.75]
+    batch.set_live([1, 2])
+    policy.observe(batch, told(Verdict.of(HostVerdict([[1, 1, 1], []], [2, 0], [2, 0])), plan, 0.0, 1.0))
+    assert set(policy._progress.rows) == {1}
+    assert policy.model_drafts.rate(2) == pytest.approx(2 + 2 * 1.75 * 2)  # one row stands for both
+
+
 def test_what_a_round_teaches_about_a_row_is_kept_by_slot() -> None:
     """Slots 1 and 2 are live; the draft tokens of slot 1 are right and those of slot 2 wrong."""
     policy, batch = AutoLength(CostModel(linear_costs()), decoders(Behind([0, 0])), False), batch_of(3)
