@@ -117,9 +117,8 @@ def replay(drafts: Sequence[tuple[list[int], MakeTree]], choose: Choose) -> Tota
             verified = set(choose(belief.survivals(0, bins, tree.parents)))
             path = tree.path(answer[place : place + left])
             kept = next((n for n, each in enumerate(path) if each not in verified), len(path))
-            belief.learn(
-                [[(bins[each], right) for each, right in checked(tree, path[: kept + 1], answer, place, kept)]]
-            )
+            checks = checked(tree, path[: kept + 1], answer, place, kept)
+            belief.learn([[(bins[each], right) for each, right in checks]], [0])
             totals.rounds += 1
             totals.tokens += kept + 1
             totals.nodes += len(verified)
@@ -315,6 +314,7 @@ class Grown:
 
     @torch.inference_mode()
     def _grow(self, size: int) -> DraftTree:
+        self._batch.set_live(())
         self._batch.set_row(self._row, RowStart(self._text[:size], self._params, sequence_seed(SEED, 0)))
         self._drafter.decoders[0].cut_row(self._row, size - 1)  # draft tokens are written behind the text
         self._batch.set_live([self._row])

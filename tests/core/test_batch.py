@@ -137,6 +137,7 @@ def test_a_sequence_keeps_its_state_while_others_join_and_leave() -> None:
 
 def test_a_row_forgets_the_parameters_of_the_one_before_it() -> None:
     batch = make_batch()
+    batch.set_live([0])
     batch.set_row(1, RowStart([3], SamplingParams(logit_bias={5: 1.0}, min_tokens=1), seed=1, stop_tokens=(8,)))
     batch.set_row(2, RowStart([3], SamplingParams(), seed=1, stop_tokens=(8,)))
     batch.set_live(range(3))
@@ -183,3 +184,14 @@ def test_the_host_reads_each_row_up_to_its_last_token() -> None:
     assert verdict.host.tokens == [[1, 2, 3], [4]]
     assert verdict.host.accepted == [2, 0]
     assert verdict.host.drafted == [2, 1]
+
+
+def test_a_live_rows_slot_cannot_begin_another_sequence() -> None:
+    """The lists of live rows would tell the state of the one before."""
+    batch = make_batch()
+    with pytest.raises(AssertionError, match="slot 1 belongs to a live row"):
+        batch.set_row(1, RowStart([9], SamplingParams(), seed=0))
+    batch.set_live([0, 2])
+    batch.set_row(1, RowStart([9], SamplingParams(), seed=0))
+    batch.set_live([0, 1, 2])
+    assert batch.lengths == [3, 1, 2]

@@ -301,7 +301,7 @@ def test_a_trial_takes_a_row_that_allows_draft_tokens() -> None:
         batch.max_draft_tokens[0] = 0
         policy.model_drafts.gains[2] = RunningMean(-100.0)
         policy.model_drafts.budget._ms = policy.model_drafts.budget._price = 1e6
-        policy.model_drafts.learn([[(bins_of(1)[0], False)]] * 100)
+        policy.model_drafts.learn([[(bins_of(1)[0], False)]] * 100, range(100))
         wish = policy.choose(batch).within(batch)
         assert wish.caps is not None
         assert wish.caps[0] == 0
@@ -815,7 +815,7 @@ def test_row_calibrations_stay_with_their_slots_and_end_with_their_sequences() -
     policy, batch = AutoLength(CostModel(PAIR), decoders(Behind([0] * 3)), False), batch_of(3)
     (sure,) = bins_of(1, [0.95])
     for _ in range(30):  # the last row's are always wrong
-        policy.model_drafts.calibration.learn([[(sure, row < 2)] for row in range(3)])
+        policy.model_drafts.calibration.learn([[(sure, row < 2)] for row in range(3)], range(3))
 
     def asks_again(first: int, stop: int) -> bool:
         enough = policy.choose(batch).stop_drafting
@@ -832,6 +832,18 @@ def test_row_calibrations_stay_with_their_slots_and_end_with_their_sequences() -
     assert not asks_again(1, 2)
     policy.join(2)
     assert chances[2] < policy.model_drafts.calibration.chance(2, sure) < chances[1]
+
+
+def test_a_round_observed_late_teaches_of_the_rows_that_were_in_it() -> None:
+    """The sequence of slot 0 has ended since the round was chosen, and one in slot 2 has joined."""
+    policy, batch = AutoLength(CostModel(linear_costs()), ranks=False), batch_of(3)
+    batch.set_live([0, 1])
+    plan = policy.choose(batch)
+    policy._round.source, policy._round.token_weights = policy.model_drafts, [0.25, 1.75]
+    batch.set_live([1, 2])
+    policy.observe(batch, told(Verdict.of(HostVerdict([[1, 1, 1], []], [2, 0], [2, 0])), plan, 0.0, 1.0))
+    assert set(policy._progress.rows) == {1}
+    assert policy.model_drafts.rate(2) == pytest.approx(2 + 2 * 1.75 * 2)  # one row stands for both
 
 
 def test_what_a_round_teaches_about_a_row_is_kept_by_slot() -> None:
@@ -982,10 +994,10 @@ def test_a_round_of_the_draft_model_also_judges_the_ngram_draft() -> None:
 def test_draft_tokens_are_chosen_by_the_record_of_their_own_source() -> None:
     policy, batch = started()
     policy.model_drafts.calibration.learn(
-        [[(bin_, False) for bin_ in bins_of(8, [0.9] * 8)]]
+        [[(bin_, False) for bin_ in bins_of(8, [0.9] * 8)]], [0]
     )  # the draft model is always wrong
     for _ in range(20):
-        policy.ngram_drafts.learn([[(bin_, True) for bin_ in bins_of(8, [0.9] * 8)]])
+        policy.ngram_drafts.learn([[(bin_, True) for bin_ in bins_of(8, [0.9] * 8)]], [0])
     wish = policy.choose(batch)
     assert wish.fallback is not None
     assert wish.fallback(batch, copied(0.9)) == 0

@@ -46,7 +46,7 @@ def policy_with(chance: float | None) -> AutoLength:
     """A policy with 200 rounds of a draft model of this acceptance; None: no rounds."""
     policy = AutoLength(CostModel(COSTS), [], copies=False)
     for place in range(200 if chance is not None else 0):
-        policy.model_drafts.learn([[(0, place % 10 < 10 * (chance or 0.0))] * 4])
+        policy.model_drafts.learn([[(0, place % 10 < 10 * (chance or 0.0))] * 4], [0])
     return policy
 
 

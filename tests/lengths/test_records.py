@@ -77,7 +77,7 @@ def test_in_a_draining_batch_tokens_of_late_rows_weigh_more_and_1_on_average() -
     batch = batch_of([100, 200, 200])
     batch.draining, paces = True, RowProgress()
     for _ in range(30):
-        paces.learn([0, 1, 2], [0, 0, 3], 1.0)  # the last row gains four tokens a round, the others one
+        paces.learn({0: 0, 1: 0, 2: 3}, 1.0)  # the last row gains four tokens a round, the others one
     early, late, fast = paces.token_weights(batch)
     assert late > early > fast
     assert early + late + fast == pytest.approx(3)

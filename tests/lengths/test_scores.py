@@ -28,10 +28,15 @@ def outcomes(judged: list[int], right: list[int], scores: list[float] | None = N
     ]
 
 
+def learn_rows(belief: ScoreCalibration, judged: list[list[JudgedToken]]) -> None:
+    """Learn a round of rows in slots 0, 1, ..."""
+    belief.learn(judged, range(len(judged)))
+
+
 def learn(belief: ScoreCalibration, scores: list[float], right: list[bool], times: int = 1) -> None:
     """Learn rounds of one draft token per row."""
     for _ in range(times):
-        belief.learn([[(at(0, [score]), it)] for score, it in zip(scores, right, strict=True)])
+        learn_rows(belief, [[(at(0, [score]), it)] for score, it in zip(scores, right, strict=True)])
 
 
 def test_without_observations_a_probability_is_about_the_score() -> None:
@@ -45,7 +50,7 @@ def test_probabilities_converge_to_the_truth(score: float | None, truth: float) 
     for _ in range(300):
         right = (rng.random(8) < truth).astype(int).tolist()
         scores = None if score is None else [score]
-        belief.learn(outcomes([1] * 8, right, scores))
+        learn_rows(belief, outcomes([1] * 8, right, scores))
         found.append(belief.chance(0, at(0, scores)))
     assert np.mean(found[50:]) == pytest.approx(truth, abs=0.07)
 
@@ -77,7 +82,7 @@ def test_a_change_is_believed_at_once(rows: int, rounds: int, before: float, aft
 
     def play(rate: float) -> None:
         right = (rng.random((rows, 2)) < rate).cumprod(1).sum(1).tolist()
-        belief.learn(outcomes([min(good + 1, 2) for good in right], right))
+        learn_rows(belief, outcomes([min(good + 1, 2) for good in right], right))
 
     for _ in range(100):
         play(before)
@@ -92,7 +97,7 @@ def test_randomness_is_rarely_taken_for_a_change(rate: float) -> None:
     for _ in range(500):
         had = sum(belief.tried)
         right = (rng.random(8) < rate).astype(int).tolist()
-        belief.learn(outcomes([1] * 8, right))
+        learn_rows(belief, outcomes([1] * 8, right))
         doubted += sum(belief.tried) < had / 2
     assert doubted <= 3
 
@@ -100,8 +105,8 @@ def test_randomness_is_rarely_taken_for_a_change(rate: float) -> None:
 def test_a_later_draft_token_is_judged_apart_from_a_first_one_with_the_same_score() -> None:
     belief = ScoreCalibration()
     for _ in range(20):
-        belief.learn(outcomes([1], [0], [0.5, 0.5]))
-        belief.learn(outcomes([2], [2], [0.5, 0.5]))
+        learn_rows(belief, outcomes([1], [0], [0.5, 0.5]))
+        learn_rows(belief, outcomes([2], [2], [0.5, 0.5]))
     assert belief.chance(0, at(0, [0.5])) < 0.6
     assert belief.chance(0, at(1, [0.5, 0.5])) > 0.9
 
@@ -109,7 +114,7 @@ def test_a_later_draft_token_is_judged_apart_from_a_first_one_with_the_same_scor
 def test_without_scores_every_place_has_a_chance_of_its_own_and_untried_ones_that_of_all() -> None:
     belief = ScoreCalibration()
     for _ in range(60):
-        belief.learn(outcomes([2], [1]))
+        learn_rows(belief, outcomes([2], [1]))
     assert belief.chance(0, at(0)) > 0.85
     assert belief.chance(0, at(1)) < 0.15
     assert 0.2 < belief.chance(0, at(2)) < 0.8
@@ -134,17 +139,17 @@ def test_the_chance_of_a_draft_token_and_all_before_it_falls_along_a_row() -> No
 def test_a_round_without_judged_tokens_changes_nothing() -> None:
     belief = ScoreCalibration()
     before = chance(belief, 0.5)
-    belief.learn([[], []])
+    learn_rows(belief, [[], []])
     assert chance(belief, 0.5) == before
 
 
 def test_after_a_doubt_a_few_draft_tokens_decide() -> None:
     belief = ScoreCalibration()
     for _ in range(100):
-        belief.learn(outcomes([1] * 4, [0] * 4))
+        learn_rows(belief, outcomes([1] * 4, [0] * 4))
     belief.doubt()
     assert belief.chance(0, at(0)) < 0.2
-    belief.learn(outcomes([1] * 16, [1] * 16))
+    learn_rows(belief, outcomes([1] * 16, [1] * 16))
     assert belief.chance(0, at(0)) > 0.7
 
 
@@ -153,7 +158,7 @@ def test_drafts_from_other_texts_are_judged_apart_from_those_of_the_rows_own() -
     own, other = (bins_of(2, [0.7, 0.7], kinds=[kind] * 2) for kind in (0, 2))
     assert own == bins_of(2, [0.7, 0.7])
     for row in range(30):
-        belief.learn([[(own[0], True)] if row % 2 else [(other[0], False)]])
+        learn_rows(belief, [[(own[0], True)] if row % 2 else [(other[0], False)]])
     assert belief.chance(1, own[0]) > 0.8
     assert belief.chance(1, other[0]) < 0.3
 

@@ -111,6 +111,7 @@ def test_rewind_drops_rejected_draft_tokens() -> None:
 def test_a_copied_row_continues_like_its_source() -> None:
     model = ToyModel()
     decoder, batch = setup(model)
+    batch.set_live(())
     batch.set_row(0, RowStart(PROMPTS[1], SamplingParams(temperature=0), 1))
     batch.set_live(range(3))
     decoder.copy_row(1, 0, 5)

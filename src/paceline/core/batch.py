@@ -270,7 +270,8 @@ class Batch:
         return max(min(limit - length, most + 1) for limit, length, most in rows)
 
     def set_row(self, slot: int, start: RowStart) -> None:
-        """Begin a new sequence in ``slot``. It decodes once ``set_live`` has named its slot."""
+        """Begin a new sequence in ``slot``, which no live row may have. It decodes once ``set_live`` has named it."""
+        assert slot not in self.slots, f"slot {slot} belongs to a live row"
         size, allowed = len(start.tokens), start.params.num_speculative_tokens
         limit = min(size + start.params.max_tokens, self.positions)
         most = MAX_SPECULATION_LENGTH if allowed is None else allowed

@@ -380,8 +380,8 @@ class HostVerdict:
 class RoundTiming:
     """Milliseconds of a round, for the length policy.
 
-    draft_ms: for choosing, drafting and selecting, and for learning from the round before. verify_ms: for verification,
-        acceptance and commit.
+    draft_ms: for choosing, drafting and selecting, and for learning from the round before of the same kind, with or
+        without a draft: this round's own learning has yet to come. verify_ms: for verification, acceptance and commit.
     """
 
     draft_ms: float

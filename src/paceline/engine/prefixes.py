@@ -14,7 +14,9 @@ from itertools import count, takewhile
 LEAST = 16  # tokens: copying fewer is not faster than reading them
 STATES_APART = 512  # tokens between the saved states of a prompt with recurrent layers, besides one at its end
 WORTH_WAITING = 64  # tokens: a prompt waits for another that is about to read as many of its first ones
-TOKENS_PER_USE = 256  # a prefix counts as used one request later per so many of its tokens
+# Tokens of a prefix for which it counts as used one request later. Not measured: an agent's transcript of 8,000 tokens
+# outlives 31 requests of others.
+TOKENS_PER_USE = 256
 _STEP = 64  # tokens per comparison of list slices
 
 

@@ -13,7 +13,7 @@ Shapes: B rows, k draft tokens, V vocabulary; N = B + all draft tokens.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paceline.core.acceptance import AcceptanceRule
 from paceline.core.batch import Batch, SpeculationPlan
@@ -32,7 +32,8 @@ class Speculation(RowKeepers):
     The drafter and the policy keep per-slot state; ``join`` and ``leave`` are passed on to both.
 
     native: verifies, accepts and commits in one call of the CPU kernels; None if the target does not run on them.
-    learning_seconds: time that the drafter and the policy took to learn from the last round.
+    learning_seconds: time that the drafter and the policy took to learn from the last round with a draft (True), and
+        from the last one without (False).
     """
 
     target: Decoder
@@ -40,7 +41,7 @@ class Speculation(RowKeepers):
     policy: LengthPolicy
     accept: AcceptanceRule
     native: NativeRound | None = None
-    learning_seconds: float = 0.0
+    learning_seconds: dict[bool, float] = field(default_factory=lambda: {True: 0.0, False: 0.0})
 
     @property
     def keepers(self) -> tuple[RowKeeper, ...]:
@@ -66,22 +67,23 @@ class Speculation(RowKeepers):
         verdict.note_trees(draft)
         return verdict
 
-    def learn(self, batch: Batch, verdict: Verdict) -> None:
-        """Let the drafter and the policy learn from a round."""
+    def learn(self, batch: Batch, verdict: Verdict, drafts: bool) -> None:
+        """Let the drafter and the policy learn from a round. drafts: whether draft tokens were asked for."""
         began = time.perf_counter()
         self.drafter.observe(batch, verdict)
         self.policy.observe(batch, verdict)
-        self.learning_seconds = time.perf_counter() - began
+        self.learning_seconds[drafts] = time.perf_counter() - began
 
 
 def speculative_round(parts: Speculation, batch: Batch) -> Verdict:
     """Run one round for all decoding rows: row i gains ``verdict.tokens[i, : verdict.accepted[i] + 1]``."""
-    began = time.perf_counter() - parts.learning_seconds
+    began = time.perf_counter()
     plan = parts.policy.choose(batch).within(batch)  # never beyond a row's last token, which needs no draft token
     draft = parts.draft(batch, plan)
     ready = time.perf_counter()
     verdict = parts.verify_and_commit(batch, draft)
     verdict.note = plan.note
-    verdict.timing = RoundTiming(1000 * (ready - began), 1000 * (time.perf_counter() - ready))
-    parts.learn(batch, verdict)
+    drafting = ready - began + parts.learning_seconds[plan.k > 0]
+    verdict.timing = RoundTiming(1000 * drafting, 1000 * (time.perf_counter() - ready))
+    parts.learn(batch, verdict, plan.k > 0)
     return verdict

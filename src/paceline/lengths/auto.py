@@ -33,7 +33,7 @@ length for all rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from statistics import fmean
@@ -344,10 +344,11 @@ class AutoLength(RowKeepers, LengthPolicy):
             timing = self._predicted(round_, drafted)
         spent_ms = self._spent_ms(round_, drafted, timing.draft_ms)
         took = 1 + (0.0 if round_.trial else spent_ms / round_.times.plain)
-        self._progress.learn(batch.slots, verdict.host.accepted, took)
+        accepted = _accepted_by_slot(batch, verdict)
+        self._progress.learn(accepted, took)
         self._had_drafts = drafted > 0
         if round_.source is not None:
-            self._learn_gain(round_, round_.source, verdict, timing.draft_ms + timing.verify_ms, spent_ms)
+            self._learn_gain(round_, round_.source, accepted, timing.draft_ms + timing.verify_ms, spent_ms)
             self._learn_calibration(round_, round_.source, verdict, batch.slots)
         self._accrue_budgets(timing.draft_ms + timing.verify_ms)
         if round_.source is self.ngram_drafts:
@@ -386,10 +387,15 @@ class AutoLength(RowKeepers, LengthPolicy):
         if round_.passes:
             self.costs.observe_draft(round_.drafting_rows, round_.passes, timing.draft_ms - round_.feed_ms)
 
-    def _learn_gain(self, round_: AutoRound, source: DraftSource, verdict: Verdict, ms: float, spent_ms: float) -> None:
-        """Learn the rate of the round and its net gain; a trial of one row counts as if for all rows."""
-        kept = sum(w * good for w, good in zip(round_.token_weights, verdict.host.accepted, strict=False))
-        kept *= round_.rows / max(1, sum(map(bool, verdict.host.tokens)))  # on a device rows may have come and gone
+    def _learn_gain(
+        self, round_: AutoRound, source: DraftSource, accepted: Mapping[int, int], ms: float, spent_ms: float
+    ) -> None:
+        """Learn the rate of the round and its net gain; a trial of one row counts as if for all rows.
+
+        accepted: accepted draft tokens of each row that is still there, by slot; these stand for all rows.
+        """
+        weights = dict(zip(round_.slots, round_.token_weights, strict=True))
+        kept = sum(weights[slot] * count for slot, count in accepted.items()) * round_.rows / max(1, len(accepted))
         if not round_.trial:
             source.learn_rate(round_.rows, sum(round_.token_weights) + kept, ms - round_.feed_ms)
         gain = (round_.scale * kept - round_.rate * spent_ms) / round_.rows
@@ -405,3 +411,9 @@ class AutoLength(RowKeepers, LengthPolicy):
             counts = zip(verdict.host.accepted, verdict.host.depths, strict=True)
             bins = [(kept, bins_of(min(kept + 1, depth))) for kept, depth in counts]
             source.learn([[(bin_, place < kept) for place, bin_ in enumerate(line)] for kept, line in bins], slots)
+
+
+def _accepted_by_slot(batch: Batch, verdict: Verdict) -> dict[int, int]:
+    """Accepted draft tokens of each row in the round. On a device, rows that have joined since have no tokens in it."""
+    rows = zip(batch.slots, verdict.host.accepted, verdict.host.tokens, strict=True)
+    return {slot: accepted for slot, accepted, tokens in rows if tokens}

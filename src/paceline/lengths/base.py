@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from paceline.config import MAX_SPECULATION_LENGTH
 from paceline.core.batch import Batch, SpeculationPlan
@@ -34,12 +35,19 @@ class LengthPolicy(RowKeeper):
     needs_profile = False
     reads_profile = False
     max_draft_tokens = MAX_SPECULATION_LENGTH
+    retired: ClassVar[Mapping[str, str]] = {
+        **RowKeeper.retired,
+        "lost": "rounds whose rows have all ended are not observed",
+        "selects": "a policy that overrides select sees all drafts",
+        "times": "read Verdict.timing in observe; rounds on a device are not timed",
+    }
 
     def __init_subclass__(cls) -> None:
-        """Accept the name ``most_guesses`` for ``max_draft_tokens``, from policies written for version 0.1."""
+        """Accept former names of attributes, from policies written for earlier versions."""
         super().__init_subclass__()
-        if "most_guesses" in vars(cls):
-            cls.max_draft_tokens = vars(cls)["most_guesses"]
+        for former, name in (("most_guesses", "max_draft_tokens"), ("hopeful", "expects_to_draft")):
+            if former in vars(cls):
+                setattr(cls, name, vars(cls)[former])
 
     @classmethod
     def build(cls, inputs: PolicyInputs, /) -> LengthPolicy:  # noqa: ARG003

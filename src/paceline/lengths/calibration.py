@@ -259,6 +259,7 @@ class Calibration:
         """Start ``rows`` rows of ``context`` random tokens, of which all caches lack the last."""
         draws = torch.randint(self.batch.vocab_size, (rows, context), generator=torch.Generator().manual_seed(rows))
         params = SamplingParams(temperature=0, max_tokens=self.batch.positions)
+        self.batch.set_live(())
         for row, tokens in enumerate(draws.tolist()):
             self.batch.set_row(row, RowStart(tokens, params, seed=row))
         self.batch.set_live(range(rows))

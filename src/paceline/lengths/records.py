@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.core.batch import Batch
@@ -103,12 +103,12 @@ class RowProgress:
     def __init__(self) -> None:
         self.rows: PerRow[_Progress] = PerRow()
 
-    def learn(self, slots: Sequence[int], accepted: Sequence[int], took: float) -> None:
-        """Add a round of the rows in ``slots``.
+    def learn(self, accepted: Mapping[int, int], took: float) -> None:
+        """Add a round.
 
-        accepted: draft tokens accepted per row. took: the round's time over a plain round's.
+        accepted: accepted draft tokens of each row in the round, by slot. took: the round's time over a plain round's.
         """
-        for slot, kept in zip(slots, accepted, strict=True):
+        for slot, kept in accepted.items():
             progress = self.rows.setdefault(slot, _Progress())
             progress.tokens = PRIOR_ROUNDS + (progress.tokens - PRIOR_ROUNDS) * ROW_FADE + kept + 1
             progress.lead += kept + 1 - took

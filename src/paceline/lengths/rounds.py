@@ -22,6 +22,7 @@ Parents: TypeAlias = Sequence[int] | None  # index of each draft token's parent 
 class AutoRound:
     """What was planned for a round, and what was drafted in it.
 
+    rows, context, slots: number of rows, length of the longest and slot of each, when the round was chosen.
     times: predicted times. token_weights: w of each row, [B]. leads: of each row over plain decoding, in plain rounds,
         [B]; empty unless the batch drains and has several rows.
     source: of the draft tokens; None in plain rounds. rate: price of time, in tokens per millisecond.
@@ -45,7 +46,7 @@ class AutoRound:
     drafts: list[tuple[DraftSource, Draft]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.rows, self.context = self.batch.rows, self.batch.longest
+        self.rows, self.context, self.slots = self.batch.rows, self.batch.longest, self.batch.slots
 
     @property
     def scale(self) -> float:
@@ -61,7 +62,7 @@ class AutoRound:
     ) -> list[list[float]]:
         """Expected gain w s of each draft token, row by row. first: row of the batch that ``bins`` start at."""
         lines = []
-        rows = zip(self.batch.slots[first:], self.token_weights[first:], bins, trees, strict=False)
+        rows = zip(self.slots[first:], self.token_weights[first:], bins, trees, strict=False)
         for slot, weight, line, parents in rows:
             survivals = source.calibration.survivals(slot, line, parents)
             lines.append(survivals if weight == 1 else [weight * survival for survival in survivals])

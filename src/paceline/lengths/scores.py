@@ -93,8 +93,8 @@ class ScoreCalibration:
             survivals.append(self.chance(slot, bin_) * (survivals[parent] if parent >= 0 else 1.0))
         return survivals
 
-    def learn(self, judged: Sequence[Sequence[JudgedToken]], slots: Sequence[int] | None = None) -> None:
-        """Learn from a round of the rows in ``slots``; None: row i is in slot i.
+    def learn(self, judged: Sequence[Sequence[JudgedToken]], slots: Sequence[int]) -> None:
+        """Learn from a round of the rows in ``slots``.
 
         judged: for each row, its draft tokens whose correctness is known, with their bins.
         """
@@ -102,7 +102,7 @@ class ScoreCalibration:
             return
         if self._has_changed(judged):
             self.doubt()
-        for slot, line in zip(range(len(judged)) if slots is None else slots, judged, strict=True):
+        for slot, line in zip(slots, judged, strict=True):
             if line:
                 self._learn_row(slot, line)
         self._learn_bins(judged)

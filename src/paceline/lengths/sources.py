@@ -72,7 +72,7 @@ class DraftSource:
         """Add a round of ``rows`` rows with a net gain of ``gain`` tokens per row."""
         self.gains.setdefault(rows if self.by_rows else 0, RunningMean(prior)).learn(gain)
 
-    def learn(self, judged: Sequence[Sequence[JudgedToken]], slots: Sequence[int] | None = None) -> None:
+    def learn(self, judged: Sequence[Sequence[JudgedToken]], slots: Sequence[int]) -> None:
         """Learn from a round, as ``ScoreCalibration.learn`` does."""
         self.calibration.learn(judged, slots)
         self.judged = self.judged * ACCEPTANCE_FADE + sum(map(len, judged))
