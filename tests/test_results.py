@@ -444,3 +444,51 @@ def test_the_table_of_deadlines_is_the_committed_run() -> None:
     table_lines = page.split(head)[1].split("\n\n")[0].splitlines()[2:]
     assert [line.strip() for line in table_lines] == rows
     assert max(c["late_ms_median"] for c in cells) < 10
+
+
+# --- docs/cpu.md ------------------------------------------------------------------------------------------------------
+
+CPU_COLUMNS = [(shape, to) for shape in ("qwen2.5-1.5b", "smollm2-135m") for to in ("int8", "int4", "bf16")]
+
+
+def cpu_rows(head: str) -> list[list[str]]:
+    """The cells of the table of docs/cpu.md whose first line begins with ``head``."""
+    lines = (ROOT / "docs" / "cpu.md").read_text().split(f"\n{head}")[1].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+
+
+def cpu_step(kernels: str, step: str, column: tuple[str, str]) -> dict[str, Any]:
+    """One measured step. step: "rows x tokens" of the page."""
+    rows, tokens = step.split(" x ")
+    wanted = (*column, {"1": "decode", "4": "verify 3"}[tokens], int(rows), kernels)
+    (found,) = [
+        r
+        for r in load("sets-epyc-zen4")["results"]
+        if (r["shape"], r["format"], r["step"], r["rows"], r["kernels"]) == wanted
+    ]
+    return dict(found)
+
+
+def test_the_steps_of_the_best_instruction_set_are_the_committed_run() -> None:
+    for step, *cells in cpu_rows("| rows x tokens | Qwen2.5-Coder-1.5B, int8 "):
+        for column, shown in zip(CPU_COLUMNS, cells, strict=True):
+            run = cpu_step("avx512-vnni-bf16", step, column)
+            limit = "memory" if run["memory_floor_ms"] > run["compute_floor_ms"] else "arithmetic"
+            assert shown == f"{run['ms']:.1f} ms, {100 * run['of_floor']:.0f} % {limit}", (step, column)
+
+
+def test_the_other_instruction_sets_are_the_committed_run() -> None:
+    for name, step, *cells in cpu_rows("| set | rows x tokens | Qwen2.5-Coder-1.5B, int8 "):
+        for column, shown in zip(CPU_COLUMNS, cells, strict=True):
+            run = cpu_step(name.strip("`"), step, column)
+            assert shown == f"{run['over_best']:.2f}, {100 * run['of_floor']:.0f} %", (name, step, column)
+
+
+def test_the_table_beside_llama_cpp_on_avx2_is_the_committed_run() -> None:
+    for prompts, mode, *cells in cpu_rows("| prompts | mode | 1 row "):
+        runs = load(f"peers-qwen-{prompts}-avx2-epyc-zen4")["results"]
+        by = {(r["peer"], r["batch"]): r for r in runs if r["mode"] == {"plain": "plain", "n-gram": "ngram"}[mode]}
+        for batch, shown in zip((1, 4, 8), cells, strict=True):
+            own, peer = (by[name, batch]["tokens_per_s"] for name in ("paceline-int4", "llamacpp"))
+            assert shown == f"{own:.0f} / {peer:.0f}", (prompts, mode, batch)
+            assert own > peer
