@@ -41,6 +41,8 @@ class Pair:
 
 PAIRS = {
     "qwen": Pair("qwen-coder-1.5b", "qwen-coder-0.5b", {"qwen-coder-1.5b": 3.1, "qwen-coder-0.5b": 1.0}),
+    # made by: python tests/gguf_support.py qwen-coder-1.5b.gguf qwen-coder-1.5b-q8_0.gguf Q8_0
+    "qwen-q8_0": Pair("qwen-coder-1.5b-q8_0", None, {"qwen-coder-1.5b-q8_0": 3.1}),
     "smollm2": Pair("smollm2-135m", None, {"smollm2-135m": 0.3}),
 }
 
