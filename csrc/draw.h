@@ -364,6 +364,14 @@ inline Listed cut_to_nucleus(const Draw& draw, Listed listed) {
 inline bool cuts_to_few(const Draw& draw) { return draw.top_k > 0 && draw.top_k < draw.vocabulary; }
 inline bool finite(float x) { return x - x == 0.0f; }
 
+}  // namespace
+}  // namespace paceline
+
+#include "truncation.h"
+
+namespace paceline {
+namespace {
+
 // --- the draw ------------------------------------------------------------------------------------------------------------
 
 inline int64_t draw_from_list(const Draw& draw, Listed listed) {
@@ -423,7 +431,8 @@ inline int64_t draw_from_all(const Draw& draw) {
   return within_cuts(draw, depths, best);
 }
 
-inline int64_t draw(const Draw& draw) {
+inline int64_t draw(const Draw& whole) {
+  const Draw draw = truncated(whole);
   return draw.temperature > 0.0f && cuts_to_few(draw) && draw.top_k <= kFew ? draw_from_few(draw) : draw_from_all(draw);
 }
 
@@ -457,7 +466,8 @@ inline void put(const Draw& draw, float* out, int64_t at, F16 x) {
   store_first(out + at, x, static_cast<int>(draw.vocabulary - at));
 }
 
-inline void probabilities(const Draw& draw, float* out) {
+inline void probabilities(const Draw& whole, float* out) {
+  const Draw draw = truncated(whole);
   float columns[kColumns];
   const float top = column_maxima(draw, columns);
   if (!(draw.temperature > 0.0f) || !finite(top)) {

@@ -149,6 +149,14 @@ struct DrawScratch {
   float* depths;
   float* rest;  // and their weights: the entries that a search has not decided yet
   int32_t* weights;
+  float* logits;  // a copy without the tokens that truncation cuts
+};
+
+// Cuts by the shape of the distribution (src/paceline/core/truncation.py); 0 is none, for typical_p 1.
+struct Truncation {
+  float typical_p = 1.0f, epsilon_cutoff = 0.0f, eta_cutoff = 0.0f, top_n_sigma = 0.0f;
+
+  bool any() const { return typical_p < 1.0f || epsilon_cutoff > 0.0f || eta_cutoff > 0.0f || top_n_sigma > 0.0f; }
 };
 
 // One row of logits to draw a token from. A token's depth is its distance below the largest logit, after temperature.
@@ -161,6 +169,7 @@ struct Draw {
   int64_t top_k;      // a token stays if fewer than top_k tokens are less deep; 0: all
   float top_p;        // a remaining token stays if less than this fraction of the mass is less deep; 1: all
   DrawScratch scratch;
+  Truncation truncation = {};  // comes before the other cuts
 };
 
 struct Kernels {

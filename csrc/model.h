@@ -13,7 +13,7 @@
 namespace paceline {
 
 // These structures mirror src/paceline/kernels/abi.py; kAbiVersion changes with them.
-constexpr int kAbiVersion = 22;
+constexpr int kAbiVersion = 23;
 
 // The small weights of a gated delta net, whose qkv ends with the gates of its output.
 struct Delta {
@@ -95,6 +95,7 @@ struct DrawRows {
   const float* deepest;
   const int64_t* top_k;
   const float* top_p;
+  const float *typical_p, *epsilon_cutoff, *eta_cutoff, *top_n_sigma;  // all or none of these
   const float *presence, *frequency, *repetition;  // all or none of these
   const int64_t* text;                             // [slots][text_stride]
   int64_t text_stride;

@@ -38,8 +38,9 @@ class Workspace {
       depths_.resize(items);
       rest_.resize(items);
       weights_.resize(items);
+      logits_.resize(items);
     }
-    return {tokens_.data(), depths_.data(), rest_.data(), weights_.data()};
+    return {tokens_.data(), depths_.data(), rest_.data(), weights_.data(), logits_.data()};
   }
 
   // Occurrences of each token: [vocabulary] zeros, to be left as zeros.
@@ -59,7 +60,7 @@ class Workspace {
 
  private:
   std::vector<int32_t> tokens_, weights_;
-  std::vector<float> depths_, rest_;
+  std::vector<float> depths_, rest_, logits_;
   std::vector<uint32_t> counts_;
 };
 
@@ -148,6 +149,7 @@ Draw draw_of(const DrawCall& call, int64_t row, int64_t position, const float* l
   if (by.deepest) draw.deepest = by.deepest[slot];
   if (by.top_k) draw.top_k = by.top_k[slot];
   if (by.top_p) draw.top_p = by.top_p[slot];
+  if (by.typical_p) draw.truncation = {by.typical_p[slot], by.epsilon_cutoff[slot], by.eta_cutoff[slot], by.top_n_sigma[slot]};
   return draw;
 }
 

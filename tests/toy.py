@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import random
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -306,10 +307,10 @@ def slow_adjust(
 
 
 def slow_warp(adjusted: Sequence[float], params: SamplingParams) -> list[float]:
-    """Apply temperature, min-p, top-k and top-p; cut tokens become -inf. Temperature 0 changes nothing."""
+    """Apply temperature, truncation, min-p, top-k, top-p; cut tokens become -inf. Temperature 0 changes nothing."""
     if params.temperature == 0:
         return list(adjusted)
-    x = [value / params.temperature for value in adjusted]
+    x = slow_truncation([value / params.temperature for value in adjusted], params)
     if params.min_p > 0:
         floor = max(x) + math.log(params.min_p)
         x = [value if value >= floor else -math.inf for value in x]
@@ -324,6 +325,34 @@ def slow_warp(adjusted: Sequence[float], params: SamplingParams) -> list[float]:
             floor, before = min(floor, x[token]), before + distribution[token]
         x = [value if value >= floor else -math.inf for value in x]
     return x
+
+
+def slow_truncation(x: Sequence[float], params: SamplingParams) -> list[float]:
+    """Apply typical sampling, epsilon, eta and top-n-sigma as their papers define them, each to the whole distribution.
+
+    x: logits after temperature. Cut tokens become -inf.
+    """
+    p, leader = softmax(x), max(x)
+    surprise = [-math.log(each) if each > 0 else math.inf for each in p]
+    entropy = sum(each * own for each, own in zip(p, surprise, strict=True) if each > 0)
+    least = max(params.epsilon_cutoff, min(params.eta_cutoff, math.sqrt(params.eta_cutoff) * math.exp(-entropy)))
+    floor, finite = -math.inf, [value for value in x if value > -math.inf]
+    if params.top_n_sigma > 0:
+        floor = leader - params.top_n_sigma * statistics.pstdev(finite)
+    typical = [True] * len(x)
+    if params.typical_p < 1:
+        mass, radius = 0.0, 0.0
+        for away, each in sorted((abs(own - entropy), each) for own, each in zip(surprise, p, strict=True)):
+            if mass >= params.typical_p:
+                break
+            mass, radius = mass + each, away
+        typical = [abs(own - entropy) <= radius for own in surprise]
+    likeliest = max(value for value, stays in zip(x, typical, strict=True) if stays)
+    kept = [
+        stays and ((each >= least and value >= floor) or value == likeliest)
+        for stays, each, value in zip(typical, p, x, strict=True)
+    ]
+    return [value if stays else -math.inf for value, stays in zip(x, kept, strict=True)]
 
 
 def softmax(x: Sequence[float]) -> list[float]:

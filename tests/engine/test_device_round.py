@@ -242,6 +242,8 @@ SPECIAL = [
     SamplingParams(max_tokens=20, seed=53, min_tokens=9, top_p=0.7),
     SamplingParams(max_tokens=20, seed=54, min_p=0.1, repetition_penalty=1.4, logprobs=6),
     SamplingParams(max_tokens=20, seed=55, temperature=0, frequency_penalty=1.5),
+    SamplingParams(max_tokens=20, seed=56, typical_p=0.7, top_p=0.9),
+    SamplingParams(max_tokens=20, seed=57, top_n_sigma=1.5, eta_cutoff=0.05, logprobs=1),
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _NO_BEAMS = "there is no beam search here; n or best_of with rank_by='logprob' gives the most likely of many samples"
+_NO_FEEDBACK = "eta_cutoff or top_n_sigma; mirostat's cut would depend on how surprising the tokens drawn before were"
 _SPEED = "nothing to set here: speed is chosen by attention, rounds and num_speculative_tokens"
 
 SAMPLING: Mapping[str, str] = {
@@ -19,6 +20,9 @@ SAMPLING: Mapping[str, str] = {
     "bad_words_ids": "logits_processors, or bad_words with texts",
     "suppress_tokens": "logit_bias={token: -100}",
     "no_repeat_ngram_size": "logits_processors, or paceline.integrations.transformers.generate",
+    **dict.fromkeys(("mirostat", "mirostat_tau", "mirostat_eta", "mirostat_mode"), _NO_FEEDBACK),
+    "penalty_alpha": "nothing here: contrastive search ranks candidates by hidden states that draft tokens do not have",
+    "typical": "typical_p",
     "guided_decoding": "structured_outputs",
     "response_format": "structured_outputs",
     "detokenize": "an LLM of token ids alone: a loaded model without a tokenizer",

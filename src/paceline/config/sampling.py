@@ -142,6 +142,24 @@ class SamplingParams:
     top_p: Annotated[float, Number(MIN_TOP_P, 1), Help("Probability mass of the nucleus, in (0, 1].")] = 1.0
     top_k: Annotated[int, Whole(0, MAX_COUNT), Help("Number of most likely tokens kept; 0 or -1 keeps all.")] = 0
     min_p: Annotated[Share, Help("Minimum probability relative to the most likely token's, in [0, 1].")] = 0.0
+    typical_p: Annotated[
+        float,
+        Number(MIN_TOP_P, 1),
+        Help(
+            "Probability mass of the tokens that typical sampling keeps, in (0, 1].",
+            more="They are those whose surprise is nearest to the entropy. It cuts before min_p, top_k and top_p, as do "
+            "epsilon_cutoff, eta_cutoff and top_n_sigma; each looks at the whole distribution.",
+        ),
+    ] = 1.0
+    epsilon_cutoff: Annotated[Share, Help("Minimum probability of a token, in [0, 1].")] = 0.0
+    eta_cutoff: Annotated[
+        Share, Help("Minimum probability of a token, lower where the entropy is high (eta sampling), in [0, 1].")
+    ] = 0.0
+    top_n_sigma: Annotated[
+        float,
+        Number(0, 100),
+        Help("Standard deviations of the logits that a token may lie below the likeliest one; 0 keeps all."),
+    ] = 0.0
     seed: Annotated[
         int | None,
         Whole(0, 2**63 - 1),
@@ -309,6 +327,11 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are cut by the shape of the distribution: typical sampling, epsilon, eta or top-n-sigma."""
+        return self.typical_p < 1 or max(self.epsilon_cutoff, self.eta_cutoff, self.top_n_sigma) > 0
 
     @property
     def answers(self) -> int:

@@ -64,6 +64,15 @@ class Cuts(NamedTuple):
     top_p: Tensor
 
 
+class Truncation(NamedTuple):
+    """Cuts by the shape of the distribution, float32 [R] each (see core.truncation); 0 is none, for typical_p 1."""
+
+    typical_p: Tensor
+    epsilon_cutoff: Tensor
+    eta_cutoff: Tensor
+    top_n_sigma: Tensor
+
+
 class Minimum(NamedTuple):
     """length [R] int64: positions before which none of a row's stop tokens may come. stops: those tokens."""
 
@@ -84,6 +93,7 @@ class DrawRows:
     seeds: Tensor
     positions: Tensor
     cuts: Cuts | None = None
+    truncation: Truncation | None = None
     penalties: Penalties | None = None
     minimum: Minimum | None = None
     bias: Entries | None = None

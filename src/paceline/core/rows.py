@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.config import MAX_LOGPROBS, SamplingParams
-from paceline.core.ops import Cuts, DrawRows, Entries, Minimum, Penalties
+from paceline.core.ops import Cuts, DrawRows, Entries, Minimum, Penalties, Truncation
 from paceline.core.slots import Slots
 
 _SCALARS: dict[str, torch.dtype] = {
@@ -23,6 +23,7 @@ _SCALARS: dict[str, torch.dtype] = {
     "presence_penalty": torch.float32,
     "frequency_penalty": torch.float32,
     "repetition_penalty": torch.float32,
+    **dict.fromkeys(Truncation._fields, torch.float32),
 }
 MAX_STOP_TOKENS = 8  # stop tokens of a row that a commit checks; the scheduler truncates at further ones
 LOGPROB_SIZES = (0, 5, MAX_LOGPROBS)  # number of most likely tokens that a compiled device program can report
@@ -61,12 +62,14 @@ class Constraint(Protocol):
 class StepFeatures:
     """Sampling features that a compiled device program must include; one program is compiled per combination.
 
-    adjusts: penalties or a minimum length. cuts: min-p, top-k or top-p. logprobs: number of most likely tokens whose
+    adjusts: penalties or a minimum length. cuts: min-p, top-k or top-p. truncates: cuts by the shape of the
+    distribution. logprobs: number of most likely tokens whose
     log-probabilities are reported beside those of the drawn tokens; None for no log-probabilities.
     """
 
     adjusts: bool = False
     cuts: bool = False
+    truncates: bool = False
     logprobs: int | None = None
 
 
@@ -77,7 +80,7 @@ class RowValues(NamedTuple):
     """Numbers of rows that acceptance rules, commit and stop tests use: [R] each, or [B] for B of the rows.
 
     length, prompt_length, seed, top_k, min_length: int64. temperature, top_p, floor, presence_penalty,
-    frequency_penalty, repetition_penalty: float32. See ``SamplingRows``.
+    frequency_penalty, repetition_penalty and those of ``Truncation``: float32. See ``SamplingRows``.
     limit: int64, length at which a row must end. stops: [R, S] int64, tokens that end a row, -1 for none.
     """
 
@@ -90,10 +93,18 @@ class RowValues(NamedTuple):
     presence_penalty: Tensor
     frequency_penalty: Tensor
     repetition_penalty: Tensor
+    typical_p: Tensor
+    epsilon_cutoff: Tensor
+    eta_cutoff: Tensor
+    top_n_sigma: Tensor
     min_length: Tensor
     seed: Tensor
     limit: Tensor
     stops: Tensor
+
+    @property
+    def truncation(self) -> Truncation:
+        return Truncation(self.typical_p, self.epsilon_cutoff, self.eta_cutoff, self.top_n_sigma)
 
 
 @dataclass(frozen=True)
@@ -179,9 +190,10 @@ class _Settings(NamedTuple):
 class SamplingRows:
     """SamplingParams of each slot on the device, and what the live rows use of them.
 
-    Tensors [R], by slot: temperature, top_k, top_p, presence_penalty, frequency_penalty, repetition_penalty, seed,
-    prompt_length, floor (logarithm of min_p: the lowest logit relative to the largest, after temperature), min_length
-    (length of prompt and answer in tokens before which no stop token may come).
+    Tensors [R], by slot: temperature, top_k, top_p, presence_penalty, frequency_penalty, repetition_penalty,
+    typical_p, epsilon_cutoff, eta_cutoff, top_n_sigma, seed, prompt_length, floor (logarithm of min_p: the lowest logit
+    relative to the largest, after temperature), min_length (length of prompt and answer in tokens before which no stop
+    token may come).
 
     Of the live rows, in their order:
 
@@ -199,6 +211,10 @@ class SamplingRows:
     presence_penalty: Tensor
     frequency_penalty: Tensor
     repetition_penalty: Tensor
+    typical_p: Tensor
+    epsilon_cutoff: Tensor
+    eta_cutoff: Tensor
+    top_n_sigma: Tensor
     _drawing: DrawRows | None
 
     def __init__(self, capacity: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
@@ -252,6 +268,7 @@ class SamplingRows:
         live = self.params
         self.all_greedy = all(p.greedy for p in live)
         self.any_cut = any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in live)
+        self.any_truncation = any(p.truncates for p in live)
         self.largest_top_k = max((p.top_k for p in live), default=0)
         self.any_top_p = any(p.top_p < 1 for p in live)
         self.any_penalty = any(
@@ -284,11 +301,14 @@ class SamplingRows:
             self._drawing = DrawRows(self.temperature, self.seed, length, *self._features(text), slots=slots)
         return self._drawing
 
-    def _features(self, text: Tensor) -> tuple[Cuts | None, Penalties | None, Minimum | None, Entries | None]:
-        """Cuts, penalties, minimum length and bias, each None if no live row uses it."""
+    def _features(
+        self, text: Tensor
+    ) -> tuple[Cuts | None, Truncation | None, Penalties | None, Minimum | None, Entries | None]:
+        """Cuts, truncation, penalties, minimum length and bias, each None if no live row uses it."""
         penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
         return (
             Cuts(self.floor, self.top_k, self.top_p) if self.any_cut else None,
+            Truncation(*(getattr(self, name) for name in Truncation._fields)) if self.any_truncation else None,
             Penalties(*penalties, text, self.prompt_length) if self.any_penalty else None,
             None if self.stop_tokens is None else Minimum(self.min_length, self.stop_tokens),
             self.bias,
@@ -304,7 +324,7 @@ class SamplingRows:
         """Features that a compiled device program must include for the live rows."""
         wanted = self.logprobs
         logprobs = None if wanted is None else next(size for size in LOGPROB_SIZES if size >= wanted)
-        return StepFeatures(self.any_penalty or self.any_minimum, self.any_cut, logprobs)
+        return StepFeatures(self.any_penalty or self.any_minimum, self.any_cut, self.any_truncation, logprobs)
 
     @property
     def adjusts(self) -> bool:

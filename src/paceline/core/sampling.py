@@ -1,4 +1,6 @@
-"""From logits to a token: constraint, bias, penalties, minimum length, temperature, min-p, top-k, top-p, the draw.
+"""From logits to a token: constraint, bias, penalties, minimum length, temperature, truncation, cuts, the draw.
+
+Truncation: typical sampling, epsilon, eta, top-n-sigma (core.truncation). Cuts: min-p, top-k, top-p, in this order.
 
 Shapes: B rows, L positions, V vocabulary, G draft tokens. Position j of a call is drawn after each row's text and its
 first ``first + j`` draft tokens, so penalties count the draft tokens before it.
@@ -24,6 +26,7 @@ from paceline.core.batch import Batch
 from paceline.core.draft import Draft
 from paceline.core.ops import DrawInputs, HostOps
 from paceline.core.rows import Constraint, MaskQuery, RowState, RowValues, StepFeatures
+from paceline.core.truncation import truncated
 
 
 class Purpose(IntEnum):
@@ -166,7 +169,7 @@ def _hold_back(logits: Tensor, rows: RowValues, first: int) -> None:
 
 
 def shaped(logits: Tensor, rows: RowState, features: StepFeatures, draft_tokens: Tensor, first: int = 0) -> Tensor:
-    """Apply penalties, minimum length, min-p, top-k and top-p without reading the device.
+    """Apply penalties, minimum length, truncation, min-p, top-k and top-p without reading the device.
 
     logits: [B, L, V], not changed. draft_tokens: [B, G] int64. Returns logits [B, L, V] whose softmax at the rows'
     temperatures is the distribution. This is the reference implementation of ``gpu.shape.shaped``.
@@ -176,6 +179,8 @@ def shaped(logits: Tensor, rows: RowState, features: StepFeatures, draft_tokens:
         logits = logits.clone()
         _penalise(logits, rows, draft_tokens, first)
         _hold_back(logits, rows.values, first)
+    if features.truncates:
+        logits = truncate(logits, rows.values)
     if features.cuts:
         scaled = _scale(logits, rows.values.temperature)
         cut = _cut(scaled, rows.values, logits.shape[-1], any_top_p=True, may_sync=rows.may_sync)
@@ -183,12 +188,19 @@ def shaped(logits: Tensor, rows: RowState, features: StepFeatures, draft_tokens:
     return logits
 
 
+def truncate(logits: Tensor, rows: RowValues) -> Tensor:
+    """Cut tokens by the shape of the rows' distributions: logits float32 [B, L, V] -> [B, L, V], -inf where cut."""
+    scaled = _scale(logits, rows.temperature)
+    return truncated(logits, rows.temperature, rows.truncation, -scaled, masses(scaled))
+
+
 def warp(logits: Tensor, batch: Batch) -> Tensor:
-    """Apply temperature, min-p, top-k and top-p: logits [B, L, V] -> [B, L, V] whose softmax is the distribution.
+    """Apply temperature, truncation and cuts: logits [B, L, V] -> [B, L, V] whose softmax is the distribution.
 
     Tokens that are cut have -inf. Rows at temperature 0 are not divided; their draw is the argmax.
     """
     rows, values = batch.sampling, batch.state().values
+    logits = truncate(logits.float(), values) if rows.any_truncation else logits
     scaled = _scale(logits, values.temperature)
     return _cut(scaled, values, rows.largest_top_k, any_top_p=rows.any_top_p) if rows.any_cut else scaled
 
@@ -395,7 +407,7 @@ def _draw_adjusted(logits: Tensor, batch: Batch, first: int, purpose: Purpose) -
     if rows.all_greedy:
         return logits.argmax(-1)
     temperature = slots.of(rows.temperature)
-    if rows.any_cut:
+    if rows.any_cut or rows.any_truncation:
         logits, temperature = warp(logits, batch), (temperature > 0).float()
     key = noise_key(slots.of(rows.seed)[:, None], _positions(batch, logits.shape[1], first), purpose)
     return _draw(logits, temperature, key)

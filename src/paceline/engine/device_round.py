@@ -232,7 +232,7 @@ class DeviceRound:
         """
         return (
             self.ops.shaped(logits, state, features, draft_tokens, first)
-            if features.adjusts or features.cuts
+            if features.adjusts or features.cuts or features.truncates
             else logits
         )
 

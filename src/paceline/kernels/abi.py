@@ -25,7 +25,7 @@ from paceline.core.cache import KVCache
 from paceline.core.recurrent_state import WINDOW, StatefulCache
 from paceline.kernels.pack import Packed
 
-ABI_VERSION = 22  # must equal csrc/model.h's; raise both when a struct or a function changes
+ABI_VERSION = 23  # must equal csrc/model.h's; raise both when a struct or a function changes
 _FORMATS = {"int8": 0, "bf16": 1, "int4": 2}
 
 
@@ -172,6 +172,7 @@ class CDrawRows(Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("temperature", "seeds", "length", "deepest", "top_k", "top_p")),
+        *((name, c_void_p) for name in ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_n_sigma")),
         *((name, c_void_p) for name in ("presence", "frequency", "repetition", "text")),
         ("text_stride", c_int64),
         *((name, c_void_p) for name in ("prompt_length", "min_length")),

@@ -145,6 +145,8 @@ def _describe(rows: DrawRows) -> tuple[abi.CDrawRows, Tensor | None]:
     deepest = None if rows.cuts is None else -rows.cuts.floor
     if rows.cuts is not None:
         made.deepest, made.top_k, made.top_p = (abi.address(t) for t in (deepest, rows.cuts.top_k, rows.cuts.top_p))
+    if rows.truncation is not None:
+        made.typical_p, made.epsilon_cutoff, made.eta_cutoff, made.top_n_sigma = map(abi.address, rows.truncation)
     if rows.penalties is not None:
         made.presence, made.frequency, made.repetition, made.text, made.prompt_length = (
             tensor.data_ptr() for tensor in rows.penalties

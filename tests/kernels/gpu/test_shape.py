@@ -25,6 +25,7 @@ PARAMS = [
     SamplingParams(temperature=1.0, top_k=5, top_p=0.95, repetition_penalty=1.3, min_tokens=25, max_tokens=90),
     SamplingParams(temperature=1.7, min_p=0.2, repetition_penalty=0.8, max_tokens=90),
     SamplingParams(temperature=0.0, top_k=3, frequency_penalty=-0.5, max_tokens=90),
+    SamplingParams(temperature=1.2, typical_p=0.8, top_n_sigma=2.0, top_p=0.9, max_tokens=90),
     SamplingParams(temperature=1.0, top_k=1, top_p=0.01, min_p=1.0, presence_penalty=-1.0, min_tokens=2, max_tokens=90),
 ]
 
@@ -56,7 +57,7 @@ def rows_of(params: list[SamplingParams], seed: int) -> tuple[Batch, Tensor, Ten
 def test_the_kernels_equal_the_reference(params: list[SamplingParams], adjusts: bool, first: int, block: int) -> None:
     batch, draft_tokens, logits = rows_of(params, first)
     rows = batch.state(batch.rows)
-    asks, before = StepFeatures(adjusts, cuts=True), logits.clone()
+    asks, before = StepFeatures(adjusts, cuts=True, truncates=True), logits.clone()
     found = shape.shaped(logits, rows, asks, draft_tokens, first, block=block)
     expected = sampling.shaped(logits, rows, asks, draft_tokens, first)
     assert torch.equal(logits, before)

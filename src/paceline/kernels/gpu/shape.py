@@ -1,5 +1,7 @@
 """Penalties, minimum length, min-p, top-k and top-p in two launches: ``sampling.shaped`` without a sort.
 
+Truncation by the shape of the distribution runs in torch, and only where a row asks for it.
+
 Shapes: B rows, L positions, N = B * L lines, V vocabulary, S stop tokens. Top-k and top-p both search the lowest score
     above which the count or the probability mass stays below a limit. Floats are ordered like integers (but for the
     sign), so bisection finds it: 31 passes over a line, in the L2 cache. Masses are the integers of
@@ -14,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.core.rows import RowState, StepFeatures
-from paceline.core.sampling import LOG2_E, TWO_TO, count_tokens
+from paceline.core.sampling import LOG2_E, TWO_TO, count_tokens, truncate
 from paceline.kernels.gpu.draw import BLOCK, Blocks, leaders, line_max, scaled_logits
 
 _WARPS = 8
@@ -202,6 +204,8 @@ def shaped(
     lines = logits.reshape(-1, blocks.vocab)
     if asks.adjusts:
         lines = _adjusted(lines, rows, draft_tokens, first, blocks)
+    if asks.truncates:
+        lines = truncate(lines.view(rows.rows, length, blocks.vocab).float(), rows.values).view(lines.shape)
     if asks.cuts:
         lines = _cut(lines, rows, blocks)
     return lines.view(rows.rows, length, blocks.vocab)

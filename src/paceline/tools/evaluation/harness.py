@@ -21,7 +21,17 @@ from paceline.llm import LLM
 from paceline.models.tokenizer import Tokenizer
 
 MAX_ANSWER = 256  # tokens of an answer unless the task sets a limit: the harness's own default
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "typical_p",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "top_n_sigma",
+    "repetition_penalty",
+)
 _TRANSLATED = {"do_sample", "until", "max_gen_toks"}  # passed to SamplingParams under other names
 
 
