@@ -147,8 +147,8 @@ class SamplingParams:
         Number(MIN_TOP_P, 1),
         Help(
             "Probability mass of the tokens that typical sampling keeps, in (0, 1].",
-            more="They are those whose surprise is nearest to the entropy. This cut comes before min_p, top_k and top_p, "
-            "as do epsilon_cutoff, eta_cutoff and top_n_sigma; each looks at the whole distribution.",
+            more="They are those whose surprise is nearest to the entropy. This cut, epsilon_cutoff, eta_cutoff and "
+            "top_n_sigma come before min_p, top_k and top_p; each looks at the whole distribution.",
         ),
     ] = 1.0
     epsilon_cutoff: Annotated[Share, Help("Minimum probability of a token, in [0, 1].")] = 0.0
