@@ -38,6 +38,7 @@ from paceline.lengths.auto import AutoLength
 from paceline.lengths.cost import CostModel
 from paceline.models.base import Model
 from paceline.models.decoder import Decoder
+from paceline.models.draft_decoder import DraftDecoder
 from simulation import linear_costs
 from toy import (
     POSITIONS,
@@ -424,9 +425,8 @@ def runner(ops: RoundOps, rule: DeviceAcceptance, model: str = "llama", rows: in
     batch = new_batch(rows, POSITIONS, VOCAB)
     from paceline.kernels.attention import make_backend
 
-    decoders = [
-        Decoder(m, make_backend("padded", torch.device("cpu")), rows, POSITIONS, VOCAB) for m in (target, draft)
-    ]
+    sizes = make_backend("padded", torch.device("cpu")), rows, POSITIONS, VOCAB
+    decoders = Decoder(target, *sizes), DraftDecoder(draft, *sizes)
     for row in range(rows):
         params = SamplingParams(temperature=row / 2, max_tokens=40)
         batch.set_row(row, RowStart(PROMPTS[3 - row], params, sequence_seed(1, row), stop_tokens=(22,)))

@@ -16,7 +16,7 @@ from paceline.drafters.heads.decoder import HeadDecoder, HeadModel, TorchHeadDec
 from paceline.drafters.heads.native import NativeHeadDecoder
 from paceline.drafters.model import ComputeLogits, ModelDrafter
 from paceline.errors import ParameterError
-from paceline.models.decoder import FeatureReader
+from paceline.models.passes import FeatureReader
 
 
 class FeatureDrafter(ModelDrafter):

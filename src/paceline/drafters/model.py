@@ -15,7 +15,7 @@ from paceline.drafters.branches import draft_of
 from paceline.drafters.growth import Growth
 from paceline.drafters.heads.decoder import HeadDecoder
 from paceline.errors import ParameterError
-from paceline.models.decoder import USUAL_LAG, Decoder
+from paceline.models.draft_decoder import USUAL_LAG, DraftDecoder
 
 # From the draft tokens so far, [B, n], to the draft model's logits after them, [B, 1, V].
 ComputeLogits = Callable[[Tensor], Tensor]
@@ -54,7 +54,7 @@ class ModelDrafter(Drafter):
     sources = ("draft model",)
     at_once = USUAL_LAG  # missing tokens per row that the first drafting pass reads; a larger backlog is read in chunks
 
-    def __init__(self, decoder: Decoder, acceptance: str, width: int = 1) -> None:
+    def __init__(self, decoder: DraftDecoder, acceptance: str, width: int = 1) -> None:
         self.decoder, self.width = decoder, width
         self._grown: Growth | None = None  # the trees of this round
         self._independent = acceptance == "rejection"
@@ -67,7 +67,7 @@ class ModelDrafter(Drafter):
         return cls(decoder, equipment.acceptance, equipment.width(cls))
 
     @property
-    def decoders(self) -> Sequence[Decoder]:
+    def decoders(self) -> Sequence[DraftDecoder]:
         return (self.decoder,)
 
     @property

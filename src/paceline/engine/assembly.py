@@ -16,6 +16,7 @@ from paceline.kernels.attention import AttentionBackend, make_backend
 from paceline.lengths.cost import CostTable
 from paceline.models.base import AnyModel, FlatModel, SharedModel
 from paceline.models.decoder import Decoder
+from paceline.models.draft_decoder import DraftDecoder
 from paceline.models.recurrent import state_shape_of
 
 
@@ -59,12 +60,20 @@ class Assembly:
         deterministic = config.deterministic and not isinstance(target, FlatModel)  # a FlatModel always is
         return make_backend(config.attention, target.device, deterministic=deterministic)
 
-    def decoder(self, model: AnyModel) -> Decoder:
-        """Return a decoder with a cache for all rows. Its logits have the target's vocabulary size."""
-        sizes = self.backend(), self.config.max_batch_size, self.max_model_len, self.models.target.vocab_size
+    def target(self) -> Decoder:
+        """Return the target's decoder, with a cache for all rows."""
+        return Decoder(self.models.target, *self._sizes)
+
+    @property
+    def _sizes(self) -> tuple[AttentionBackend, int, int, int]:
+        return self.backend(), self.config.max_batch_size, self.max_model_len, self.models.target.vocab_size
+
+    def draft_decoder(self, model: AnyModel) -> DraftDecoder:
+        """Return a draft model's decoder, with a cache for all rows. Its logits have the target's vocabulary size."""
+        sizes = self._sizes
         if isinstance(model, NativeHead):
             return NativeHeadDecoder(model, *sizes)
-        return TorchHeadDecoder(model, *sizes) if isinstance(model, TorchHead) else Decoder(model, *sizes)
+        return TorchHeadDecoder(model, *sizes) if isinstance(model, TorchHead) else DraftDecoder(model, *sizes)
 
     def drafter(self, target: Decoder) -> Drafter:
         """Return the drafter. Raises ParameterError if something that it needs is missing."""
@@ -80,7 +89,9 @@ class Assembly:
             raise ParameterError("draft_model", models.draft.name, allowed)
         for document in models.documents if config.looks_up else ():
             check_tokens("reference_documents", document, models.target.vocab_size)
-        equipment = Equipment(target, config.acceptance, models.draft, models.documents, self.decoder, config.width_of)
+        equipment = Equipment(
+            target, config.acceptance, models.draft, models.documents, self.draft_decoder, config.width_of
+        )
         return make_drafter(kind, equipment)
 
 

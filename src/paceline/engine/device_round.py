@@ -35,6 +35,7 @@ from paceline.kernels.gpu.ops import RoundOps, committed, likeliest, ops_for
 from paceline.kernels.gpu.state import RECORD_TAIL, what_follows, with_logprobs
 from paceline.models.base import SharedModel
 from paceline.models.decoder import Decoder
+from paceline.models.draft_decoder import DraftDecoder
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 SPAN = 256  # positions: padded attention is captured for multiples of this
@@ -66,7 +67,7 @@ class DeviceRound:
     def __init__(
         self,
         target: Decoder,
-        draft: Decoder | None,
+        draft: DraftDecoder | None,
         batch: Batch,
         rule: DeviceAcceptance,
         *,
@@ -267,9 +268,7 @@ class DeviceRound:
         logits = self._verify(state, before, draft, span)
         verdict = accept_matching(draft, self._draw_tree(self._shaped(logits, state, features, draft.tokens), state))
         assert verdict.path is not None, "trees have a path"
-        self.target.cache.keep(state.slots.index, before, verdict.path)
-        if self.target.reader is not None:
-            self.target.reader.keep_paths(state.slots.index, before, verdict.path)
+        self.target.keep_paths(state.slots.index, before, verdict.path)
         chain = torch.arange(k, device=before.device) * self.width
         accepted = torch.arange(k, device=before.device) < verdict.accepted[:, None]
         kept = ((verdict.path[:, :k] == chain) & accepted).long().cumprod(1).sum(1)

@@ -47,7 +47,7 @@ from paceline.lengths.records import REFRESH_ROUNDS, Backoff, ExplorationBudget,
 from paceline.lengths.rounds import AutoRound, Parents, best_depth
 from paceline.lengths.scores import LONGEST_AUTO, MAX_DOUBTED, bins_of
 from paceline.lengths.sources import NOTHING_MISSING, Backlog, CacheBacklog, CountedBacklog, DraftSource, MissingTokens
-from paceline.models.decoder import Decoder
+from paceline.models.draft_decoder import DraftDecoder
 
 # Standard errors added to a recent net gain. With 1 for draft models, a good one was given up for a whole answer in 3
 # of 24 simulations: its trials are rare. With 0.5 for n-gram drafts, speed fell from 0.994 to 0.988 (docs/log.md).
@@ -98,7 +98,7 @@ class AutoLength(RowKeepers, LengthPolicy):
     def __init__(
         self,
         costs: CostModel,
-        decoders: Sequence[Decoder] = (),
+        decoders: Sequence[DraftDecoder] = (),
         copies: bool = True,
         ranks: bool = True,
         backlog: Backlog | None = None,

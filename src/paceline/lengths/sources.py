@@ -11,7 +11,7 @@ from paceline.core.batch import Batch
 from paceline.core.draft import Draft, Verdict
 from paceline.lengths.records import ExplorationBudget, RunningMean, TokenRate
 from paceline.lengths.scores import PRIOR_ACCEPTANCE, JudgedToken, ScoreCalibration, bins_of_draft, judge
-from paceline.models.decoder import Decoder
+from paceline.models.draft_decoder import DraftDecoder
 
 # Draft tokens. Weight of the prior acceptance, and longest first draft: longer ones need accepted tokens. Drafts of 16
 # from the start ran at 0.993 (docs/log.md).
@@ -123,7 +123,7 @@ class CacheBacklog:
 
     by_row = True
 
-    def __init__(self, decoders: Sequence[Decoder]) -> None:
+    def __init__(self, decoders: Sequence[DraftDecoder]) -> None:
         self.decoders = decoders
 
     def missing(self, batch: Batch) -> MissingTokens:
