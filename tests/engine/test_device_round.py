@@ -22,6 +22,7 @@ from batches import new_batch
 from paceline.config import SamplingParams
 from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.core.draft import Draft, Verdict
+from paceline.core.ops import RoundOps
 from paceline.core.outputs import CompletionOutput
 from paceline.core.rows import RowState, StepFeatures
 from paceline.core.sampling import sequence_seed
@@ -32,7 +33,7 @@ from paceline.errors import ParameterError
 from paceline.kernels.attention.reference import ReferenceAttention
 from paceline.kernels.gpu.graphs import Graphs, NoFellows, Ring, Ticket, Upload
 from paceline.kernels.gpu.lookup import copied
-from paceline.kernels.gpu.ops import ReferenceOps, RoundOps, TritonOps
+from paceline.kernels.gpu.ops import ReferenceOps, TritonOps
 from paceline.kernels.gpu.state import read_record, read_trees
 from paceline.lengths.auto import AutoLength
 from paceline.lengths.cost import CostModel
