@@ -58,6 +58,9 @@ class ModelDrafter(Drafter):
         self.decoder, self.width = decoder, width
         self._grown: Growth | None = None  # the trees of this round
         self._independent = acceptance == "rejection"
+        native = decoder.native
+        self._native = native if native is not None and (width == 1 or native.branches) else None
+        self.uses_torch = self._native is None or self._independent
 
     @classmethod
     def build(cls, equipment: Equipment, /) -> ModelDrafter:
@@ -83,6 +86,11 @@ class ModelDrafter(Drafter):
         return self._propose(batch.part(first, stop), wish).spread(first, batch.rows)
 
     def _propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
+        if (native := self._native) is not None:  # one call, apart from a large backlog
+            self._lag(batch)
+            distributions = self._independent and not batch.sampling.all_greedy
+            counts = wish.counts(batch)
+            return native.draft(batch, counts, wish.stop_drafting, distributions=distributions, width=self.width)
         return self._chains(batch, wish) if self.width == 1 else self._trees(batch, wish)
 
     def _trees(self, batch: Batch, wish: SpeculationPlan) -> Draft:

@@ -10,6 +10,7 @@ from paceline.config import EngineConfig
 from paceline.drafters import Drafter, Equipment, NoDrafter, make_drafter
 from paceline.drafters.heads.decoder import HeadModel, TorchHead, TorchHeadDecoder
 from paceline.drafters.heads.native import NativeHead, NativeHeadDecoder
+from paceline.engine.native_round import runs_native_rounds
 from paceline.engine.request import check_tokens
 from paceline.errors import ParameterError
 from paceline.kernels.attention import AttentionBackend, make_backend
@@ -17,6 +18,7 @@ from paceline.lengths.cost import CostTable
 from paceline.models.base import AnyModel, FlatModel, SharedModel
 from paceline.models.decoder import Decoder
 from paceline.models.draft_decoder import DraftDecoder
+from paceline.models.native_draft import NativeDraftDecoder
 from paceline.models.recurrent import state_shape_of
 
 
@@ -73,7 +75,11 @@ class Assembly:
         sizes = self._sizes
         if isinstance(model, NativeHead):
             return NativeHeadDecoder(model, *sizes)
-        return TorchHeadDecoder(model, *sizes) if isinstance(model, TorchHead) else DraftDecoder(model, *sizes)
+        if isinstance(model, TorchHead):
+            return TorchHeadDecoder(model, *sizes)
+        if runs_native_rounds(model) and model.vocab_size == self.models.target.vocab_size:
+            return NativeDraftDecoder(model, *sizes)
+        return DraftDecoder(model, *sizes)
 
     def drafter(self, target: Decoder) -> Drafter:
         """Return the drafter. Raises ParameterError if something that it needs is missing."""

@@ -25,7 +25,7 @@ from paceline.core.cache import KVCache
 from paceline.core.recurrent_state import WINDOW, StatefulCache
 from paceline.kernels.pack import Packed
 
-ABI_VERSION = 22  # must equal csrc/model.h's; raise both when a struct or a function changes
+ABI_VERSION = 23  # must equal csrc/model.h's; raise both when a struct or a function changes
 _FORMATS = {"int8": 0, "bf16": 1, "int4": 2}
 
 
@@ -266,6 +266,7 @@ class CRound(Structure):
         ("taps", c_void_p),
         ("tap_count", c_int64),
         ("features", c_void_p),
+        *((name, c_void_p) for name in ("draft", "drafter", "draft_cache", "draft_seconds")),
     )
 
 

@@ -6,6 +6,7 @@ B rows, k draft tokens. The cache may lack tokens of the text; draft tokens lie 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,6 +15,9 @@ from paceline.core.batch import Batch
 from paceline.core.draft import Draft
 from paceline.core.slots import Slots
 from paceline.models.decoder import Decoder
+
+if TYPE_CHECKING:
+    from paceline.models.native_draft import NativeDrafting
 
 USUAL_LAG = 2  # tokens missing in a draft model's cache if all are accepted: the last draft token and the bonus token
 CATCH_UP_CHUNK = 256  # tokens per pass over all rows when a cache has fallen behind
@@ -24,9 +28,11 @@ class DraftDecoder(Decoder):
 
     reads: tokens per row that a device draft feeds before its first draft token. If more are missing, the earlier ones
         are fed beforehand.
+    native: drafts in one call of the CPU kernels; None: step by step.
     """
 
     reads = USUAL_LAG
+    native: NativeDrafting | None = None
 
     def lags(self, batch: Batch) -> list[int]:
         """Return the number of tokens of each row that are missing in the cache. Synchronises with the device."""
