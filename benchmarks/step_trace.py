@@ -5,7 +5,7 @@
 A steady step is one in which no row joins or leaves: length policy, draft, verify, accept, commit, bookkeeping. Only
 steps that verify draft tokens are counted, apart from plain decoding's. MODEL is its own draft model, HEAD a trained
 head of it. ``auto`` reads a fixed table in which drafts cost little, so that it drafts. Device rounds run uncaptured,
-in torch.
+in torch; what their program calls is not counted, because a GPU replays it without Python.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from typing import Any, NamedTuple
 
 import paceline
 from paceline.config import EngineOptions, SamplingParams
+from paceline.engine.device_round import DeviceRound
 from paceline.engine.engine import Engine, Request
 from paceline.kernels import native
 from paceline.kernels.abi import SIGNATURES
 from paceline.lengths.auto import AutoLength
 from paceline.lengths.cost import CostModel, CostTable
 
-SOURCE = Path(paceline.__file__).parent
+SOURCE = f"{Path(paceline.__file__).parent}/"
 WARM_UP = 3  # steps
 STEPS = 8
 PROMPT = [5, 6, 7, 8] * 8
@@ -98,10 +99,14 @@ def trace_of(run: Callable[[], Any]) -> Trace:
     """Count the calls that are made while ``run`` runs."""
     trace = Trace(Counter(), Counter())
 
+    inside = [False]
+
     def note(frame: FrameType, event: str, _: object) -> None:
-        path = Path(frame.f_code.co_filename)
-        if event == "call" and path.is_relative_to(SOURCE):
-            trace.python[str(path.relative_to(SOURCE))] += 1
+        code = frame.f_code
+        if code is DeviceRound.program.__code__ and event in ("call", "return"):
+            inside[0] = event == "call"
+        if event == "call" and not inside[0] and code.co_filename.startswith(SOURCE):
+            trace.python[code.co_filename.removeprefix(SOURCE)] += 1
 
     with _counted_library(trace.native):
         sys.setprofile(note)
@@ -145,10 +150,15 @@ def main() -> None:
     from paceline import LLM
 
     model, head = [*sys.argv[1:], *("smollm2-135m", "smollm2-135m-head")[len(sys.argv) - 1 :]]
-    drafts: dict[object, str] = {"model": model, "feature": head}
+    drafts = {"model": model, "feature": head}
+    loaded: dict[tuple[object, object], LLM] = {}
     for name, options in ENGINES.items():
         sized: EngineOptions = {**options, "max_batch_size": 2, "max_model_len": 512}
-        engine = LLM(model, drafts.get(options["drafter"]), **sized).engine
+        draft = drafts.get(str(options["drafter"]))
+        key = draft, options.get("attention")
+        if key not in loaded:
+            loaded[key] = LLM(model, draft, **sized)
+        engine = loaded[key].with_options(**sized).engine
         if isinstance(engine.parts.policy, AutoLength):
             engine.parts.policy.costs = FixedCosts(CHEAP_DRAFTS)
         sys.stdout.write(described(name, traces_of_steps(engine, PROMPT)) + "\n")

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
 from statistics import fmean
 
@@ -220,7 +221,7 @@ class AutoLength(RowKeepers, LengthPolicy):
         source = offer.source
         round_.source, round_.rate, round_.feed_ms = source, offer.rate, feed_ms
         round_.trial, round_.trial_rows = True, None if len(rows) == round_.rows else rows
-        source.gain(round_.rows, self._prior_gain(source, round_.rows)).doubt(MAX_DOUBTED)
+        source.gain(round_.rows, partial(self._prior_gain, source, round_.rows)).doubt(MAX_DOUBTED)
         if source is self.model_drafts:
             source.calibration.doubt()
 
@@ -259,7 +260,7 @@ class AutoLength(RowKeepers, LengthPolicy):
 
     def _gain(self, source: DraftSource, rows: int) -> RunningMean:
         """Recent net gain per row of rounds with the source."""
-        return source.gain(rows, self._prior_gain(source, rows))
+        return source.gain(rows, partial(self._prior_gain, source, rows))
 
     def _prior_gain(self, source: DraftSource, rows: int) -> float:
         """Net gain per row, in tokens, that is assumed before the first round with the source."""
@@ -399,7 +400,7 @@ class AutoLength(RowKeepers, LengthPolicy):
         if not round_.trial:
             source.learn_rate(round_.rows, sum(round_.token_weights) + kept, ms - round_.feed_ms)
         gain = (round_.scale * kept - round_.rate * spent_ms) / round_.rows
-        source.learn_gain(round_.rows, self._prior_gain(source, round_.rows), gain)
+        source.learn_gain(round_.rows, partial(self._prior_gain, source, round_.rows), gain)
 
     def _learn_calibration(
         self, round_: AutoRound, source: DraftSource, verdict: Verdict, slots: Sequence[int]

@@ -115,14 +115,14 @@ class NativeDrafting:
             self._branch(call, rows, width)
         self._set_sampling(call, batch, Purpose.DRAFT if distributions else Purpose.DRAW)
         call.chances = None if chances is None else chances.buffer_info()[0]
+        if chances is None and probabilities is None and not batch.sampling.any_constraint:
+            return PlannedDraft(self, call, found, batch, counts)
         callbacks = _Callbacks()
         if stop_drafting is not None:
             call.continue_drafting = callbacks.callback(lambda: not stop_drafting(batch, found.scores, found.parents))
         if batch.sampling.any_constraint:
             masked = _MaskedLogits(batch, counts, found, self.scratch, width)
             call.before_draw, call.instead = callbacks.callback(masked.mask_next), masked.addresses.buffer_info()[0]
-        elif chances is None and probabilities is None:
-            return PlannedDraft(self, call, found, batch, counts)
         self.run(call)
         callbacks.raise_failure()
         self.note_drafted(slots, lengths, found.drawn)
@@ -140,7 +140,7 @@ class NativeDrafting:
     def _call(self, batch: Batch, rows: int, numbers: array[int]) -> abi.CDraft:
         """The call's arguments. numbers: slots, starts, stops; for a draft also counts, tokens drawn, draft tokens."""
         start, size = numbers.buffer_info()[0], 8 * rows
-        more = [start + size * column for column in (3, 4, 5)] if len(numbers) > 3 * rows else [None] * 3
+        drafts, counts = len(numbers) > 3 * rows, start + 3 * size
         return abi.CDraft(
             text=batch.text.data_ptr(),
             text_stride=batch.text.stride(0),
@@ -149,9 +149,9 @@ class NativeDrafting:
             slots=start,
             start=start + size,
             stop=start + 2 * size,
-            counts=more[0],
-            drawn=more[1],
-            draft_tokens=more[2],
+            counts=counts if drafts else None,
+            drawn=counts + size if drafts else None,
+            draft_tokens=counts + 2 * size if drafts else None,
         )
 
     def _branch(self, call: abi.CDraft, rows: int, width: int) -> None:
@@ -177,23 +177,19 @@ class PlannedDraft(Draft):
     """A draft of chains that has not been made: reading its draft tokens makes it, or a round that begins with it.
 
     planned: number of draft tokens of each row. A head makes none for rows of one token.
+    is_made: whether the call has run.
     drafting, call: what makes it, and the kernels' call.
     """
 
     def __init__(
         self, drafting: NativeDrafting, call: abi.CDraft, found: _DraftTable, batch: Batch, planned: Sequence[int]
     ) -> None:
-        self.drafting, self.call, self.planned = drafting, call, planned
+        self.drafting, self.call, self.planned, self.is_made = drafting, call, planned, False
         self._found, self._slots, self._lengths = found, batch.slots, batch.lengths[:]
         drawing = batch.sampling.drawing(batch.text, batch.length)
         self._memory = batch, drawing, drafting.scratch  # the call points to it
         self._device, self._listed = batch.device, True
         self.confidence = self.kinds = self.host_parents = None
-
-    @property
-    def is_made(self) -> bool:
-        """Whether the call has run."""
-        return "draft_tokens" in self.__dict__
 
     @cached_property
     def draft_tokens(self) -> list[list[int]]:
@@ -205,6 +201,7 @@ class PlannedDraft(Draft):
         self.late_seconds, self.draft_tokens = seconds, self._take()
 
     def _take(self) -> list[list[int]]:
+        self.is_made = True
         self.drafting.note_drafted(self._slots, self._lengths, self._found.drawn)
         return self._found.draft_tokens
 
@@ -237,20 +234,18 @@ class NativeDraftDecoder(DraftDecoder):
 
 
 class _DraftTable:
-    """Draft tokens that a call has made so far. numbers: counts [rows], then draft tokens [rows, width]."""
+    """Draft tokens that a call has made so far. numbers: counts [rows], then draft tokens [rows, width].
+
+    drawn: number of draft tokens of each row.
+    """
 
     def __init__(self, numbers: memoryview, chances: array[float] | None, rows: int, width: int) -> None:
-        self._drawn, self._draft_tokens = numbers[:rows], numbers[rows:]
+        self.drawn, self._draft_tokens = numbers[:rows], numbers[rows:]
         self._chances, self._width = chances, width
 
-    @property
-    def drawn(self) -> Sequence[int]:
-        """Number of draft tokens of each row."""
-        return self._drawn
-
     def _lines(self, table: Sequence[T]) -> list[list[T]]:
-        starts = range(0, len(self._drawn) * self._width, self._width)
-        return [list(table[at : at + count]) for at, count in zip(starts, self._drawn, strict=True)]
+        starts = range(0, len(self.drawn) * self._width, self._width)
+        return [list(table[at : at + count]) for at, count in zip(starts, self.drawn, strict=True)]
 
     @property
     def scores(self) -> list[list[float]]:
