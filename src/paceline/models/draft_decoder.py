@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from paceline.models.native_draft import NativeDrafting
 
 USUAL_LAG = 2  # tokens missing in a draft model's cache if all are accepted: the last draft token and the bonus token
+NEVER = -1e30  # logit of probability 0 in float32. With -inf, a mask that forbids all other tokens would give NaN
 CATCH_UP_CHUNK = 256  # tokens per pass over all rows when a cache has fallen behind
 
 

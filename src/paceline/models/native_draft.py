@@ -21,7 +21,7 @@ from paceline.errors import ParameterError
 from paceline.kernels import abi, native
 from paceline.kernels.attention import AttentionBackend
 from paceline.kernels.cpu import described
-from paceline.models.draft_decoder import DraftDecoder
+from paceline.models.draft_decoder import NEVER, DraftDecoder
 from paceline.models.native import NativeModel
 
 T = TypeVar("T")
@@ -33,7 +33,6 @@ class NativeDrafting:
     owner: the decoder, whose cache the calls use.
     library: the head or draft model in the kernels' library.
     first: number of the first token that is read: 1 for a head, which has no hidden state before token 0.
-    unlikely: logit of tokens outside of the model's own vocabulary.
     kept: the hidden states that a head reads, and what owns their memory.
     scratch: logits [rows or more, V], which each call overwrites.
     """
@@ -44,20 +43,19 @@ class NativeDrafting:
         library: native.NativeDecoder,
         *,
         first: int = 0,
-        unlikely: float = 0.0,
         kept: tuple[abi.CKept, object] | None = None,
     ) -> None:
         self.library, self.cache = library, abi.CCache.of(owner.cache)
         self.branches = kept is not None  # the kernels draw trees of heads only
-        self._first, self._unlikely = first, unlikely
+        self._first = first
         self._kept, states = kept or (abi.CKept(), None)
         self._memory = owner.cache, states  # a planned draft may outlive the decoder
         self._computed, self._vocab_size = owner.num_computed_tokens.numpy().data, owner.vocab_size
         self.scratch = self._empty_logits(owner.cache.rows)
 
     def _empty_logits(self, lines: int) -> Tensor:
-        """Logits [lines, V]. The kernels overwrite those of the model's own vocabulary."""
-        return torch.full((lines, self._vocab_size), self._unlikely, dtype=torch.float32)
+        """Logits [lines, V] of ``NEVER``. The kernels overwrite those of the model's own vocabulary."""
+        return torch.full((lines, self._vocab_size), NEVER, dtype=torch.float32)
 
     def lags(self, batch: Batch) -> list[int]:
         """See ``DraftDecoder.lags``."""

@@ -20,10 +20,8 @@ from paceline.drafters.heads.head import Head
 from paceline.drafters.heads.layers import HeadStep
 from paceline.kernels.attention import AttentionBackend
 from paceline.kernels.attention.cached import CachedAttend
-from paceline.models.draft_decoder import DraftDecoder, at
+from paceline.models.draft_decoder import NEVER, DraftDecoder, at
 from paceline.models.passes import PaddedPasses, Passes
-
-NEVER = -1e30  # logit of probability 0 in float32. With -inf, a mask that forbids all other tokens would give NaN
 
 
 class HeadModel:

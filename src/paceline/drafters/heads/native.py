@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from paceline.core.batch import Batch
-from paceline.drafters.heads.decoder import NEVER, FusedStates, HeadDecoder, HeadModel
+from paceline.drafters.heads.decoder import FusedStates, HeadDecoder, HeadModel
 from paceline.drafters.heads.feature import FeatureHead
 from paceline.drafters.heads.head import Head
 from paceline.drafters.heads.mtp import MtpHead
@@ -23,6 +23,7 @@ from paceline.kernels import abi, native
 from paceline.kernels.attention import AttentionBackend
 from paceline.kernels.pack import INPUT_MULTIPLE
 from paceline.kernels.spec import FusionWeights, LayerWeights, LinearWeights, NativeSpec
+from paceline.models.draft_decoder import NEVER
 from paceline.models.native import (
     HEAD_FORMAT,
     LAYER_FORMAT,
@@ -185,7 +186,7 @@ class NativeHeadDecoder(HeadDecoder):
         super().__init__(model, backend, rows, positions, vocab_size)
         self.streams = NativeFusedStates(model, rows, positions)
         kept = self.streams.described, self.streams
-        self.native = NativeDrafting(self, model.decoder, first=1, unlikely=NEVER, kept=kept)
+        self.native = NativeDrafting(self, model.decoder, first=1, kept=kept)
 
     def rewind(self, batch: Batch) -> None:
         """Nothing to rewind: draft tokens never count as read, and the last token is read again when needed."""
