@@ -1,7 +1,8 @@
-// Drafting with a trained head in one call: it reads the tokens of every row's text that it has not computed, then
-// draws draft tokens one after another, as chains or as trees. A parallel head reads masks behind the text in the same
-// pass. Inputs and outputs are defined in src/paceline/drafters/heads/feature.py, drawing in sampling.cpp, growing
-// trees in src/paceline/drafters/growth.py.
+// Drafting in one call with a trained head or a draft model: it reads the tokens of every row's text that it has not
+// computed, then draws draft tokens one after another, as chains or, with a head, as trees. A parallel head reads masks
+// behind the text in the same pass. A head's inputs and outputs are defined in src/paceline/drafters/heads/feature.py,
+// a draft model's chains in src/paceline/drafters/model.py, drawing in sampling.cpp, growing trees in
+// src/paceline/drafters/growth.py.
 #include <algorithm>
 #include <cstring>
 
@@ -48,16 +49,17 @@ void load_state(const Kept& kept, size_t at, float* to, size_t width) {
   for (size_t i = 0; i < width; ++i) to[i] = from_bf16(from[i]);
 }
 
-// Tokens of a head's pass, and its results.
+// Tokens of a pass of a head or a draft model, and its results.
 class HeadTokens {
  public:
   HeadTokens(Model& head, Pool& pool, const Cache& cache) : head_(head), pool_(pool), cache_(cache), width_(static_cast<size_t>(head.spec.width)) {}
 
-  // Adds a token; returns the memory for the state that enters with it.
+  // Adds a token; returns the memory for the state that enters with it, null for a draft model.
   float* add(int64_t token, int64_t row, int64_t position) {
     tokens_.push_back(token);
     rows_.push_back(row);
     positions_.push_back(position);
+    if (!head_.spec.fusion) return nullptr;
     entering_.resize(tokens_.size() * width_);
     return entering_.data() + entering_.size() - width_;
   }
@@ -85,14 +87,18 @@ class HeadTokens {
   const char* run(double* seconds, bool keys_alone = false) {
     const bool tree = !parents_.empty();
     const Tokens tokens = {tokens_.data(), rows_.data(), positions_.data(), tree ? slots_.data() : nullptr,
-                           tree ? parents_.data() : nullptr, count(), entering_.data(), read_};
+                           tree ? parents_.data() : nullptr, count(), head_.spec.fusion ? entering_.data() : nullptr, read_};
     if (const char* problem = head_.problem_with(tokens, cache_)) return problem;
     if (keys_alone) {
       head_.forward(pool_, tokens, cache_, PassOutputs{nullptr, nullptr, 0, nullptr}, seconds);
       return nullptr;
     }
     const int64_t last = head_.spec.layer_count;
-    hidden_.resize(entering_.size());
+    hidden_.resize(tokens_.size() * width_);
+    if (!head_.spec.fusion) {
+      head_.forward(pool_, tokens, cache_, PassOutputs{hidden_.data(), nullptr, 0, nullptr}, seconds);
+      return nullptr;
+    }
     unnormed_.resize(entering_.size());
     head_.forward(pool_, tokens, cache_, PassOutputs{hidden_.data(), &last, 1, unnormed_.data()}, seconds);
     if (tree) read_ = count();  // the next tokens may have these as parents
@@ -101,7 +107,7 @@ class HeadTokens {
 
   // Output of the last pass at the i-th token.
   const float* hidden(int i) const { return hidden_.data() + static_cast<size_t>(i) * width_; }
-  // The state that enters the next step.
+  // The state that enters a head's next step.
   const float* state(int i) const { return (head_.spec.fusion->normed_state ? hidden_ : unnormed_).data() + static_cast<size_t>(i) * width_; }
 
  private:
@@ -119,9 +125,11 @@ class Drafting {
  public:
   Drafting(Model& head, Pool& pool, const DraftCall& call, const Cache& cache, double* seconds)
       : head_(head), pool_(pool), call_(call), cache_(cache), seconds_(seconds), width_(static_cast<size_t>(head.spec.width)),
-        fed_(head, pool, cache) {}
+        early_(head.spec.fusion ? 1 : 0), fed_(head, pool, cache) {}
 
  protected:
+  bool reads_masks() const { return head_.spec.fusion && head_.spec.fusion->mask; }
+
   // Reads the tokens of the rows' texts that are missing, and masks.
   const char* read_text_and_masks() {
     if (const char* problem = invalid_call()) return problem;
@@ -141,7 +149,7 @@ class Drafting {
   void scatter_logits(size_t i, float* to) const {
     const size_t vocabulary = static_cast<size_t>(head_.vocabulary());
     const float* from = logits_.data() + i * vocabulary;
-    if (head_.spec.fusion->vocabulary == head_.vocabulary()) {  // ascending, so every token is its own
+    if (head_.read_vocabulary() == head_.vocabulary()) {  // ascending, so every token is its own
       std::memcpy(to, from, sizeof(float) * vocabulary);
       return;
     }
@@ -155,7 +163,7 @@ class Drafting {
     draw.parents = call_.parents;
     draw.rows = call_.rows;
     draw.block = 1;
-    draw.stride = draw.vocabulary = head_.spec.fusion->vocabulary;
+    draw.stride = draw.vocabulary = head_.read_vocabulary();
     draw.draft_stride = call_.draft_stride;
     draw.purpose = call_.purpose;
     return draw;
@@ -167,6 +175,7 @@ class Drafting {
   const Cache& cache_;
   double* seconds_;
   const size_t width_;
+  const int64_t early_;  // a head reads a token one position early, beside the hidden state before it
   HeadTokens fed_;
   std::vector<int64_t> rows_;  // rows that still need draft tokens
   std::vector<int> lasts_;     // per row: index in the last pass of the token, or mask, before the next draft token
@@ -175,7 +184,7 @@ class Drafting {
  private:
   const char* invalid_call() const {
     for (int64_t row = 0; row < call_.rows; ++row) {
-      if (call_.start[row] < 1 || call_.stop[row] > call_.text_stride) return "a row's text starts or stops outside its range";
+      if (call_.start[row] < early_ || call_.stop[row] > call_.text_stride) return "a row's text starts or stops outside its range";
       if (call_.counts && (call_.counts[row] < 0 || call_.counts[row] > call_.draft_stride)) return "a row has more draft tokens than fit";
     }
     return nullptr;
@@ -185,16 +194,16 @@ class Drafting {
   void read_text() {
     for (int64_t row = 0; row < call_.rows; ++row) {
       if (call_.counts) call_.drawn[row] = 0;
-      if (call_.counts && (call_.counts[row] == 0 || call_.stop[row] < 2)) continue;
+      if (call_.counts && (call_.counts[row] == 0 || call_.stop[row] < 1 + early_)) continue;
       const int64_t place = call_.slots[row], stop = call_.stop[row];
       const int64_t start = call_.counts ? std::min(call_.start[row], stop - 1) : call_.start[row];
       for (int64_t i = start; i < stop; ++i) {
-        float* entering = fed_.add(call_.text[place * call_.text_stride + i], place, i - 1);
-        load_state(call_.kept, state_offset(call_.kept, place, i - 1, width_), entering, width_);
+        float* entering = fed_.add(call_.text[place * call_.text_stride + i], place, i - early_);
+        if (entering) load_state(call_.kept, state_offset(call_.kept, place, i - 1, width_), entering, width_);
       }
       rows_.push_back(row);
       lasts_.push_back(fed_.count() - 1);
-      if (call_.counts && head_.spec.fusion->mask) read_masks(row);
+      if (call_.counts && reads_masks()) read_masks(row);
     }
   }
 
@@ -224,7 +233,7 @@ class Chains : public Drafting {
       if (call_.continue_drafting && !call_.continue_drafting()) return nullptr;
       keep_unfinished(step + 1);
       if (rows_.empty()) return nullptr;
-      if (head_.spec.fusion->mask) {  // the masks stand behind the text, one after the other
+      if (reads_masks()) {  // the masks stand behind the text, one after the other
         for (int& last : lasts_) ++last;
         continue;
       }
@@ -238,7 +247,7 @@ class Chains : public Drafting {
   // The logits of the next draft token of every remaining row.
   void compute_logits() {
     logits_after(lasts_);
-    for (size_t i = 0; i < rows_.size(); ++i) scatter_logits(i, call_.logits + rows_[i] * head_.spec.fusion->vocabulary);
+    for (size_t i = 0; i < rows_.size(); ++i) scatter_logits(i, call_.logits + rows_[i] * head_.read_vocabulary());
   }
 
   void draw(int64_t step) {
@@ -262,16 +271,20 @@ class Chains : public Drafting {
     lasts_.resize(kept);
   }
 
-  // The tokens just drawn, each with the state before it: the target has no hidden states for them yet.
+  // The tokens just drawn; into a head each with the state before it: the target has no hidden states for them yet.
   void feed_draft_tokens(int64_t step) {
-    states_.resize(rows_.size() * width_);
-    for (size_t i = 0; i < rows_.size(); ++i) std::memcpy(states_.data() + i * width_, fed_.state(lasts_[i]), sizeof(float) * width_);
+    if (early_) keep_last_states();
     fed_.clear();
     for (size_t i = 0; i < rows_.size(); ++i) {
       const int64_t row = rows_[i];
-      float* entering = fed_.add(call_.draft_tokens[row * call_.draft_stride + step], call_.slots[row], call_.stop[row] - 1 + step);
-      std::memcpy(entering, states_.data() + i * width_, sizeof(float) * width_);
+      float* entering = fed_.add(call_.draft_tokens[row * call_.draft_stride + step], call_.slots[row], call_.stop[row] - early_ + step);
+      if (entering) std::memcpy(entering, states_.data() + i * width_, sizeof(float) * width_);
     }
+  }
+
+  void keep_last_states() {
+    states_.resize(rows_.size() * width_);
+    for (size_t i = 0; i < rows_.size(); ++i) std::memcpy(states_.data() + i * width_, fed_.state(lasts_[i]), sizeof(float) * width_);
   }
 };
 
@@ -289,7 +302,7 @@ class Trees : public Drafting {
       draw_and_grow();
       if (call_.continue_drafting && !call_.continue_drafting()) return nullptr;
       keep_unfinished(step + 1);
-      if (head_.spec.fusion->mask) {  // the masks stand behind the text, one after the other
+      if (reads_masks()) {  // the masks stand behind the text, one after the other
         for (Node& node : new_) node.read = ++node.before;
         continue;
       }
@@ -449,6 +462,12 @@ void move_states(const Model& head, const Kept& kept, const std::vector<Move>& m
   }
 }
 
+const char* run_draft(Model& head, Pool& pool, const DraftCall& call, const Cache& cache, double* seconds) {
+  if (!call.counts || call.width <= 1) return Chains(head, pool, call, cache, seconds).run();
+  if (!head.spec.fusion) return "a draft model drafts chains only";
+  return Trees(head, pool, call, cache, seconds).run();
+}
+
 }  // namespace paceline
 
 using namespace paceline;
@@ -458,8 +477,6 @@ PL_EXPORT void pl_keep_streams(Model* head, Pool* pool, const Kept* kept, const 
   keep_states(*head, *pool, *kept, rows, slots, features, count);
 }
 
-// Reads and drafts; returns an error message, or null.
 PL_EXPORT const char* pl_draft(Model* head, Pool* pool, const DraftCall* call, const Cache* cache, double* seconds) {
-  if (call->counts && call->width > 1) return Trees(*head, *pool, *call, *cache, seconds).run();
-  return Chains(*head, *pool, *call, *cache, seconds).run();
+  return run_draft(*head, *pool, *call, *cache, seconds);
 }

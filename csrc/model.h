@@ -143,13 +143,14 @@ struct Kept {
   int32_t bf16;
 };
 
-// A call in which a head first reads the tokens of each row's text that it has not computed, then drafts: the tokens
-// start .. stop - 1, each at the place before its own, with the states that are kept there.
+// A call in which a head or a draft model first reads the tokens of each row's text that it has not computed, then
+// drafts: the tokens start .. stop - 1. A head reads each at the place before its own, with the states that are kept
+// there. A draft model has the batch's vocabulary, and drafts chains.
 struct DraftCall {
   DrawRows by;          // sampling settings of the draft tokens
   const int64_t* text;  // [slot][text_stride]
   int64_t text_stride;
-  Kept kept;
+  Kept kept;  // of a head
   int64_t rows;
   const int64_t* slots;  // of the rows, in the text, in `kept` and in the cache
   const int64_t *start, *stop;
@@ -157,7 +158,7 @@ struct DraftCall {
                           // Null: all rows read, and no row drafts
   int64_t draft_stride;
   int64_t* draft_tokens;           // [rows][draft_stride]
-  int64_t* drawn;                  // per row: draft tokens drawn; none after a text of one token, which has no hidden states yet
+  int64_t* drawn;                  // per row: draft tokens drawn; a head draws none after a text of one token, which has no hidden states yet
   float* chances;                  // [rows][draft_stride], or null: softmax at each draft token; never null in trees
   float* probabilities;            // [draft_stride][rows][vocabulary], or null: the distribution that each was drawn from
   float* logits;                   // [rows][width][vocabulary]; initialised to a probability of 0, as the head writes only its own tokens
@@ -170,6 +171,8 @@ struct DraftCall {
                              // their order
   int64_t *parents, *ranks;  // [rows][draft_stride], of trees: each draft token's parent, -1: the text; its rank among its siblings
 };
+
+struct Cache;
 
 // A round of the coupled rule: row i's last token and its counts[i] draft tokens are verified, accepted and committed.
 // Draft tokens lie side by side behind the text; in trees the accepted ones then move to their final slots.
@@ -194,6 +197,12 @@ struct RoundCall {
   const int64_t* taps;
   int64_t tap_count;
   float* features;  // [room][tap_count][width]
+  // If not null, the round begins with this draft of chains, whose draft tokens and numbers of them (`drawn`) are the
+  // round's `draft_tokens` and `counts`.
+  const DraftCall* draft;
+  Model* drafter;
+  const Cache* draft_cache;
+  double* draft_seconds;  // set to the time that the draft took
 };
 
 struct Cache {
@@ -310,6 +319,9 @@ void keep_states(Model& head, Pool& pool, const Kept& kept, const int64_t* rows,
 struct Move {
   int64_t row, from, to;
 };
+
+// Reads and drafts; returns an error message, or null.
+const char* run_draft(Model& drafter, Pool& pool, const DraftCall& call, const Cache& cache, double* seconds);
 
 void move_states(const Model& head, const Kept& kept, const std::vector<Move>& moves);
 

@@ -1,6 +1,7 @@
 // Drawing tokens place by place, as src/paceline/core/sampling.py defines it. A row does not depend on other rows, and
 // rows are divided among the threads.
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <utility>
@@ -435,6 +436,15 @@ const char* problem_with_draft(const RoundCall& call) {
   return nullptr;
 }
 
+// Makes the draft of a round that begins with it. Returns an error message, or null.
+const char* draft_of_round(Pool& pool, const RoundCall& call) {
+  if (!call.draft) return nullptr;
+  const auto began = std::chrono::steady_clock::now();
+  const char* problem = run_draft(*call.drafter, pool, *call.draft, *call.draft_cache, nullptr);
+  *call.draft_seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+  return problem;
+}
+
 // For trees: the accepted draft tokens that do not lie at their final slots. A draft token is never before its place on
 // the path, so moves in this order overwrite nothing that has yet to move.
 std::vector<Move> moves_of(const RoundCall& call) {
@@ -484,9 +494,10 @@ void move_inputs(const Model& model, const Cache& cache, const std::vector<Move>
 
 }  // namespace
 
-// Verifies the draft tokens, accepts them while they equal the target's own draws, keeps the accepted keys and values,
+// Drafts if the round begins with that, verifies the draft tokens, accepts them while they equal the target's own draws, keeps the accepted keys and values,
 // and commits. Returns an error message, or null.
 PL_EXPORT const char* pl_round(Model* model, Pool* pool, const RoundCall* call, const Cache* cache, double* seconds) {
+  if (const char* problem = draft_of_round(*pool, *call)) return problem;
   if (const char* problem = problem_with_draft(*call)) return problem;
   const RoundTokens fed(*call);
   const Tokens tokens = fed.view();

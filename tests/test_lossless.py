@@ -379,11 +379,12 @@ def test_restricted_rows_equal_plain_decoding_on_the_kernels(drafter: str) -> No
 
 @needs_kernels
 @pytest.mark.parametrize("family", ["greedy", "mixed", "everything"])
-@pytest.mark.parametrize("length", ["random", "caps", "selection", "auto"])
+@pytest.mark.parametrize("length", [4, "random", "caps", "selection", "auto"])
 @pytest.mark.parametrize(
     "drafter",
     [
         "self",
+        "model",
         "ngram",
         "documents",
         "always",
@@ -396,8 +397,8 @@ def test_restricted_rows_equal_plain_decoding_on_the_kernels(drafter: str) -> No
         "parallel",
     ],
 )
-@pytest.mark.one_in(5)
-def test_rounds_of_one_native_call_equal_plain_decoding(drafter: str, length: str, family: str) -> None:
+@pytest.mark.one_in(7)
+def test_rounds_of_one_native_call_equal_plain_decoding(drafter: str, length: int | str, family: str) -> None:
     """Covers families in which all, some and none of the rows need host rounds."""
     engine = speculative_engine("native", drafter, length, family, prefill_chunk=7)
     rounds_by = count_native_rounds(engine)

@@ -22,6 +22,7 @@ from paceline.errors import PacelineError
 from paceline.kernels.attention import make_backend
 from paceline.kernels.gpu.graphs import Graphs, Ticket
 from paceline.models.decoder import Decoder
+from paceline.models.draft_decoder import DraftDecoder
 from paceline.models.transformer import Transformer
 
 ROOM = 160  # tokens that a row may gain before it is reset
@@ -66,19 +67,17 @@ class Stage:
     def __init__(self, target: Transformer, draft: Transformer, setting: Setting, *, capture: bool = True) -> None:
         self.setting, self.device = setting, target.device
         positions = setting.context + ROOM
-        self.target, self._draft = (self._decoder(model, positions, target.vocab_size) for model in (target, draft))
+        sizes = setting.rows, positions, target.vocab_size
+        self.target = Decoder(target, make_backend(setting.attention, self.device), *sizes)
+        self._draft = DraftDecoder(draft, make_backend(setting.attention, self.device), *sizes)
+        for decoder in (self.target, self._draft):
+            decoder.cache.keys.normal_()
+            decoder.cache.values.normal_()
         self.batch = Batch(setting.rows, positions, target.vocab_size, self.device)
         self._fill(target.vocab_size)
         self._capture = capture and setting.attention != "split"  # split attention needs sizes from the host
         rule = DeviceAcceptance(synthetic=setting.rate)
         self.round = DeviceRound(self.target, self._draft, self.batch, rule, capture=self._capture)
-
-    def _decoder(self, model: Transformer, positions: int, vocab_size: int) -> Decoder:
-        backend = make_backend(self.setting.attention, self.device)
-        decoder = Decoder(model, backend, self.setting.rows, positions, vocab_size)
-        decoder.cache.keys.normal_()
-        decoder.cache.values.normal_()
-        return decoder
 
     def _fill(self, vocab_size: int) -> None:
         """Random text; greedy decoding without an end."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.step_trace import calls_of_steps
+from benchmarks.step_trace import traces_of_steps
 
 from toy import FlatToy, make_engine
 
@@ -14,8 +14,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_a_step_enters_the_round_and_its_drafter(drafter: str) -> None:
     draft = FlatToy() if drafter == "model" else None
     engine = make_engine(FlatToy(), draft, drafter=drafter, num_speculative_tokens=4, attention="auto")
-    calls = calls_of_steps(engine, [1, 2, 3] * 4)
-    assert {"engine/engine.py", "engine/round.py", f"drafters/{drafter}.py"} <= calls.keys()
+    traces = traces_of_steps(engine, [1, 2, 3] * 4)
+    files = {"engine/engine.py", "engine/round.py", f"drafters/{drafter}.py"}
+    assert all(files <= trace.python.keys() for trace in traces)
 
 
 def test_calls_grow_with_the_steps() -> None:
@@ -23,5 +24,5 @@ def test_calls_grow_with_the_steps() -> None:
     counts = []
     for steps in (4, 8):
         engine = make_engine(FlatToy(), None, drafter=None, num_speculative_tokens=0, attention="auto")
-        counts.append(sum(calls_of_steps(engine, [1, 2, 3] * 4, steps).values()))
+        counts.append(sum(sum(trace.python.values()) for trace in traces_of_steps(engine, [1, 2, 3] * 4, steps)))
     assert counts[1] == pytest.approx(2 * counts[0], rel=0.05)

@@ -15,7 +15,7 @@ from paceline.drafters import HybridDrafter, ModelDrafter, NgramDrafter
 from paceline.drafters.ngram import STRONG
 from paceline.kernels.attention import BACKENDS
 from paceline.lengths.base import LengthPolicy
-from paceline.models.decoder import Decoder
+from paceline.models.draft_decoder import DraftDecoder
 from toy import VOCAB, FlatToy, ToyModel, answers, logits_after, make_engine, run, slow_adjust, slow_draw
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -31,7 +31,7 @@ PARAMS = [
 
 
 def setup(*prompts: list[int]) -> tuple[HybridDrafter, Batch]:
-    decoder = Decoder(ToyModel(), BACKENDS["padded"](), len(prompts), 120)
+    decoder = DraftDecoder(ToyModel(), BACKENDS["padded"](), len(prompts), 120)
     batch = new_batch(len(prompts), 120, VOCAB)
     for row, prompt in enumerate(prompts):
         batch.set_row(row, RowStart(prompt, PARAMS[row % 3], 100 + row))

@@ -15,7 +15,7 @@ from paceline.core.draft import Verdict
 from paceline.core.sampling import Purpose
 from paceline.drafters.model import ModelDrafter
 from paceline.kernels.attention import BACKENDS
-from paceline.models.decoder import Decoder
+from paceline.models.draft_decoder import DraftDecoder
 from toy import VOCAB, ToyModel, logits_after, slow_adjust, slow_distribution, slow_draw
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -30,7 +30,7 @@ STOPS = (2, 11)
 
 
 def setup(rule: AcceptanceName = "coupled", params: Sequence[SamplingParams] = PARAMS) -> tuple[ModelDrafter, Batch]:
-    decoder = Decoder(ToyModel(), BACKENDS["padded"](), len(PROMPTS), 64)
+    decoder = DraftDecoder(ToyModel(), BACKENDS["padded"](), len(PROMPTS), 64)
     batch = new_batch(len(PROMPTS), 64, VOCAB)
     for row, (prompt, each) in enumerate(zip(PROMPTS, params, strict=True)):
         batch.set_row(row, RowStart(prompt, each, 100 + row, STOPS))

@@ -128,7 +128,7 @@ def test_distributions_equal_the_reference_step_by_step(kind: str) -> None:
     options = KINDS[kind]
     head = feature_head(**options)
     rows, counts = [0, 1, 2, 3], [3, 4, 0, 2]
-    draft = decoder_of(natively(head), rows).draft(batch_of(rows), counts, None, distributions=True)
+    draft = decoder_of(natively(head), rows).native.draft(batch_of(rows), counts, None, distributions=True)
     assert draft.drafted == [0, 4, 0, 2], "a text of one token has no streams yet"
     assert draft.probabilities is not None
     for row, draft_tokens in enumerate(draft.draft_tokens):
@@ -143,7 +143,8 @@ def test_distributions_equal_the_reference_step_by_step(kind: str) -> None:
 @pytest.mark.parametrize(("quantization", "most"), [("int8", 0.06), ("int4", 0.06)])
 def test_weights_may_have_fewer_bits(quantization: Quantization, most: float) -> None:
     head = feature_head()
-    draft = decoder_of(natively(head, quantization), [1, 3]).draft(batch_of([1, 3]), [3, 3], None, distributions=True)
+    drafting, batch = decoder_of(natively(head, quantization), [1, 3]).native, batch_of([1, 3])
+    draft = drafting.draft(batch, [3, 3], None, distributions=True)
     assert draft.probabilities is not None
     for row, which in enumerate((1, 3)):
         expected = laws_of(rounded(head, quantization), (), which, draft.draft_tokens[row])
@@ -158,13 +159,13 @@ def test_a_row_has_the_same_bits_whatever_the_other_rows_and_however_its_text_wa
     for row, (start, stop) in enumerate([(0, 9), (0, 1), (0, 12), (0, 0)]):
         decoder.prefill(batch, [row], [start], [stop])
     decoder.prefill(batch, [0, 2], [9, 12], [20, 12])
-    together = decoder.draft(batch, [4, 2, 1, 3], None, distributions=True)
+    together = decoder.native.draft(batch, [4, 2, 1, 3], None, distributions=True)
     assert together.drafted == [4, 0, 1, 3]
     assert decoder.num_computed_tokens.tolist() == [31, 1, 12, 2]
     for row, which in enumerate(rows):
         if together.drafted[row]:
             own, sole = batch_of([which]), decoder_of(head, [which])
-            alone = sole.draft(own, [together.drafted[row]], None, distributions=True)
+            alone = sole.native.draft(own, [together.drafted[row]], None, distributions=True)
             assert alone.draft_tokens[0] == together.draft_tokens[row]
             assert alone.probabilities is not None
             assert together.probabilities is not None
@@ -177,7 +178,7 @@ def test_torchs_default_dtype_has_no_effect(dtype: torch.dtype) -> None:
     head = natively(feature_head())
 
     def distributions() -> Tensor | None:
-        draft = decoder_of(head, [1, 3]).draft(batch_of([1, 3]), [4, 2], None, distributions=True)
+        draft = decoder_of(head, [1, 3]).native.draft(batch_of([1, 3]), [4, 2], None, distributions=True)
         return draft.probabilities
 
     wanted = distributions()
@@ -198,10 +199,10 @@ def test_a_draft_that_the_length_policy_stops_ends_there_with_scores() -> None:
         asked.append([len(line) for line in scores])
         return len(asked) == 2
 
-    draft = decoder.draft(batch, [4, 1], enough, distributions=False)
+    draft = decoder.native.draft(batch, [4, 1], enough, distributions=False)
     assert asked == [[1, 1], [2, 1]]
     assert draft.drafted == [2, 1]
-    whole = decoder_of(natively(feature_head()), [1, 3]).draft(batch, [2, 1], None, distributions=True)
+    whole = decoder_of(natively(feature_head()), [1, 3]).native.draft(batch, [2, 1], None, distributions=True)
     assert draft.confidence is not None
     distributions = laws_of(rounded(feature_head(), None), (), 1, draft.draft_tokens[0])
     chances = [
@@ -219,13 +220,13 @@ def test_an_error_of_the_length_policy_is_raised_after_the_call() -> None:
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
-        decoder.draft(batch, [4], broken, distributions=False)
+        decoder.native.draft(batch, [4], broken, distributions=False)
 
 
 def test_rows_with_a_constraint_draft_what_it_allows() -> None:
     """The rows beside them draft as without them."""
     rows, counts = [1, 3, 3], [3, 2, 4]
-    free = decoder_of(natively(feature_head()), rows).draft(batch_of(rows), counts, None, distributions=True)
+    free = decoder_of(natively(feature_head()), rows).native.draft(batch_of(rows), counts, None, distributions=True)
     batch, asked = batch_of(rows), []
 
     class Even:
@@ -249,7 +250,7 @@ def test_rows_with_a_constraint_draft_what_it_allows() -> None:
 
     batch.sampling.constraints[:2] = [Even(0), Even(1)]
     batch.sampling.any_constraint = True
-    held = decoder_of(natively(feature_head()), rows).draft(batch, counts, None, distributions=True)
+    held = decoder_of(natively(feature_head()), rows).native.draft(batch, counts, None, distributions=True)
     assert asked[:4] == [(0, 0, 0, 1), (1, 0, 0, 1), (0, "sent"), (1, "sent")]
     assert asked[-2:] == [(0, 2, 2, 1), (0, "sent")]
     assert held.drafted == counts
@@ -261,8 +262,9 @@ def test_rows_with_a_constraint_draft_what_it_allows() -> None:
 def test_a_token_outside_the_vocabulary_is_refused() -> None:
     decoder, batch = decoder_of(natively(feature_head()), [1]), batch_of([1])
     batch.text[0, 3] = VOCAB
+    draft = decoder.native.draft(batch, [2], None, distributions=False)
     with pytest.raises(ParameterError, match="outside the vocabulary"):
-        decoder.draft(batch, [2], None, distributions=False)
+        _ = draft.draft_tokens
 
 
 # In the engine
@@ -299,7 +301,7 @@ class Anew:
         own.sampling.prompt_length[0] = batch.sampling.prompt_length[batch.slots[row]]
         engine.parts.target.prefill(own, [0], [0], [len(text) - 1])
         assert isinstance(decoder, NativeHeadDecoder)
-        return decoder.draft(own, [count], None, distributions=False).draft_tokens[0]
+        return decoder.native.draft(own, [count], None, distributions=False).draft_tokens[0]
 
 
 @pytest.mark.parametrize("rounds", ["kernels", "host", "kernels, parallel"])
@@ -366,11 +368,13 @@ def _counting(calls: Counter[str], name: str, function: Callable[..., object]) -
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_round_with_a_head_is_two_native_calls_and_no_tensor_operator(
-    temperature: float, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("drafter", ["feature", "model"])
+def test_a_round_with_a_head_or_draft_model_is_one_native_call_and_no_tensor_operator(
+    drafter: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tiny_native(1)
-    engine = make_engine(target, tiny_native_head(target, STREAM), drafter="feature", num_speculative_tokens=3)
+    draft = tiny_native(2) if drafter == "model" else tiny_native_head(target, STREAM)
+    engine = make_engine(target, draft, drafter=drafter, num_speculative_tokens=3)
     params = SamplingParams(temperature=temperature, max_tokens=40, seed=2)
     for prompt in PROMPTS[1:4]:
         engine.add(make_request(prompt, params))
@@ -381,7 +385,7 @@ def test_a_round_with_a_head_is_two_native_calls_and_no_tensor_operator(
     calls = counted(monkeypatch)
     for _ in range(5):
         engine.step()
-    assert calls == {"pl_draft": 5, "pl_round": 5}
+    assert calls == {"pl_round": 5}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -509,7 +513,7 @@ def logits_after(head: NativeHead, which: int, way: list[int], k: int) -> Tensor
     along, batch = Along(way), batch_of([which], SamplingParams(temperature=0))
     batch.sampling.constraints[0] = cast(Constraint, along)
     batch.sampling.any_constraint = True
-    decoder_of(head, [which]).draft(batch, [k], None, distributions=False)
+    decoder_of(head, [which]).native.draft(batch, [k], None, distributions=False)
     return along.seen[len(way)]
 
 
@@ -531,7 +535,7 @@ def test_trees_equal_those_of_growth(kind: str, params: str, width: int) -> None
     decoder, batch = decoder_of(head, ROWS_OF_TREES), batch_of(ROWS_OF_TREES, TREE_PARAMS[params])
     decoder.prefill(batch, [3], [0], [9])  # rows lag by different numbers of tokens
     for _ in range(2):  # the second time over what the first has left in the cache
-        draft = decoder.draft(batch, COUNTS, None, distributions=False, width=width)
+        draft = decoder.native.draft(batch, COUNTS, None, distributions=False, width=width)
         assert draft.kinds is not None
         assert draft.confidence is not None
         for row, (which, depth) in enumerate(zip(ROWS_OF_TREES, COUNTS, strict=True)):
@@ -556,7 +560,7 @@ def test_a_tree_ends_when_stop_drafting_says_so_and_reports_its_shape() -> None:
         assert [len(line) for line in scores] == [len(line) for line in follows]
         return len(asked) == 2
 
-    draft = decoder.draft(batch, [5, 5], enough, distributions=False, width=2)
+    draft = decoder.native.draft(batch, [5, 5], enough, distributions=False, width=2)
     assert len(asked) == 2
     assert draft.host_parents == asked[-1]
     assert draft.drafted == [4, 4]
@@ -567,5 +571,5 @@ def test_a_tree_fits_the_cache() -> None:
     decoder = decoder_of(head, [3])
     batch = batch_of([3], TREE_PARAMS["sampled"])
     room = decoder.cache.positions - batch.lengths[0]
-    draft = decoder.draft(batch, [16], None, distributions=False, width=4)
+    draft = decoder.native.draft(batch, [16], None, distributions=False, width=4)
     assert 0 < draft.drafted[0] <= min(32, room)

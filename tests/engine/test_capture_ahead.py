@@ -30,6 +30,7 @@ from paceline.lengths.base import FIRST, BassLength, ProfiledLength
 from paceline.lengths.calibration import Grid
 from paceline.lengths.scores import LONGEST_AUTO
 from paceline.models.decoder import Decoder
+from paceline.models.draft_decoder import DraftDecoder
 from toy import VOCAB, ToyModel, answers, make_engine, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -85,7 +86,9 @@ def graphs_of(engine: Engine) -> Graphs:
 
 def runner(rows: int, positions: int = 96, draft: bool = True) -> DeviceRound:
     backend = make_backend("padded", torch.device("cpu"))
-    target, drafting = (Decoder(ToyModel(max_positions=positions), backend, rows, positions, VOCAB) for _ in range(2))
+    sizes = backend, rows, positions, VOCAB
+    target = Decoder(ToyModel(max_positions=positions), *sizes)
+    drafting = DraftDecoder(ToyModel(max_positions=positions), *sizes)
     return DeviceRound(target, drafting if draft else None, new_batch(rows, positions, VOCAB), DeviceAcceptance())
 
 

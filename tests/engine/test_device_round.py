@@ -22,6 +22,7 @@ from batches import new_batch
 from paceline.config import SamplingParams
 from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.core.draft import Draft, Verdict
+from paceline.core.ops import RoundOps
 from paceline.core.outputs import CompletionOutput
 from paceline.core.rows import RowState, StepFeatures
 from paceline.core.sampling import sequence_seed
@@ -32,12 +33,13 @@ from paceline.errors import ParameterError
 from paceline.kernels.attention.reference import ReferenceAttention
 from paceline.kernels.gpu.graphs import Graphs, NoFellows, Ring, Ticket, Upload
 from paceline.kernels.gpu.lookup import copied
-from paceline.kernels.gpu.ops import ReferenceOps, RoundOps, TritonOps
+from paceline.kernels.gpu.ops import ReferenceOps, TritonOps
 from paceline.kernels.gpu.state import read_record, read_trees
 from paceline.lengths.auto import AutoLength
 from paceline.lengths.cost import CostModel
 from paceline.models.base import Model
 from paceline.models.decoder import Decoder
+from paceline.models.draft_decoder import DraftDecoder
 from simulation import linear_costs
 from toy import (
     POSITIONS,
@@ -426,9 +428,8 @@ def runner(ops: RoundOps, rule: DeviceAcceptance, model: str = "llama", rows: in
     batch = new_batch(rows, POSITIONS, VOCAB)
     from paceline.kernels.attention import make_backend
 
-    decoders = [
-        Decoder(m, make_backend("padded", torch.device("cpu")), rows, POSITIONS, VOCAB) for m in (target, draft)
-    ]
+    sizes = make_backend("padded", torch.device("cpu")), rows, POSITIONS, VOCAB
+    decoders = Decoder(target, *sizes), DraftDecoder(draft, *sizes)
     for row in range(rows):
         params = SamplingParams(temperature=row / 2, max_tokens=40)
         batch.set_row(row, RowStart(PROMPTS[3 - row], params, sequence_seed(1, row), stop_tokens=(22,)))

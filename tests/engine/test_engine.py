@@ -17,7 +17,7 @@ from paceline.engine import sequences as sequences_module
 from paceline.engine.engine import Engine, Request
 from paceline.engine.memory import plan_memory
 from paceline.errors import CapacityError, EmptyPromptError, ParameterError, PromptTooLongError, RequestError
-from paceline.models import decoder as decoder_module
+from paceline.models import cached_rows
 from paceline.server.metrics import Meter
 from toy import (
     POSITIONS,
@@ -133,7 +133,7 @@ def test_rows_that_do_not_fit_into_memory_are_refused_before_anything_is_allocat
     def allocate(*args: object, **kwargs: object) -> None:
         raise AssertionError("allocated")
 
-    monkeypatch.setattr(decoder_module, "KVCache", allocate)
+    monkeypatch.setattr(cached_rows, "cache_of", allocate)
     with pytest.raises(
         CapacityError, match=r"max_batch_size=64 rows of max_model_len=96 .*: 20 rows of this length would fit"
     ):

@@ -20,6 +20,7 @@ from paceline.engine.scoring import ScoredText
 from paceline.errors import EmptyPromptError, ParameterError, PromptTooLongError
 from paceline.llm import LLM
 from paceline.models.decoder import Decoder
+from paceline.models.passes import PaddedPasses
 
 PLAIN = {"drafter": None, "num_speculative_tokens": 0, "max_batch_size": 2, "dtype": "float32"}
 
@@ -296,16 +297,16 @@ def test_a_fault_in_a_pass_leaves_no_text_half_scored(monkeypatch: pytest.Monkey
     engine = make(tiny(*NATIVE["llama"])).engine
     prompts, continuations = texts(2)
     _scored(engine, prompts[0] + continuations[0], 0)
-    forward = Decoder.forward
+    forward = PaddedPasses.forward
 
     def fails(*given: object) -> Tensor:
         forward(*given)  # type: ignore[arg-type]
         raise RuntimeError("mine")
 
-    monkeypatch.setattr(Decoder, "forward", fails)
+    monkeypatch.setattr(PaddedPasses, "forward", fails)
     with pytest.raises(RuntimeError, match="mine"):
         _scored(engine, prompts[1] + continuations[1], 0)
-    monkeypatch.setattr(Decoder, "forward", forward)
+    monkeypatch.setattr(PaddedPasses, "forward", forward)
     engine.scorer.drop(engine.scorer.begun)
     fresh = make(tiny(*NATIVE["llama"])).engine
     for index in range(2):

@@ -26,7 +26,7 @@ from paceline.lengths.cost import CostModel, CostTable, RoundTimes
 from paceline.lengths.records import RunningMean
 from paceline.lengths.scores import LONGEST_AUTO, bins_of
 from paceline.lengths.sources import PRIOR_TOKENS
-from paceline.models.decoder import Decoder
+from paceline.models.draft_decoder import DraftDecoder
 from simulation import LENGTHS, RIGHT, SIZES, WRONG, DraftSimulation, Reader, Simulation, linear_costs, told
 from toy import FlatToy, ToyModel, answers, make_engine, run
 
@@ -175,8 +175,8 @@ class Behind(Reader):
         return [1 + lack for lack in self.lacks[: batch.rows]]
 
 
-def decoders(reader: Reader) -> list[Decoder]:
-    return [cast(Decoder, reader)]
+def decoders(reader: Reader) -> list[DraftDecoder]:
+    return [cast(DraftDecoder, reader)]
 
 
 def test_drafting_is_charged_for_the_missing_tokens_that_are_read_first() -> None:

@@ -11,7 +11,7 @@ from paceline.core.batch import Batch, RowStart
 from paceline.core.draft import Draft
 from paceline.kernels.attention import BACKENDS
 from paceline.models.base import Model
-from paceline.models.decoder import Decoder
+from paceline.models.draft_decoder import DraftDecoder
 from toy import VOCAB, ToyModel, logits_after, tiny_llama
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -20,9 +20,9 @@ PROMPTS = [[1], [2, 3, 4, 5, 6, 7], [8, 9, 1]]
 MODELS = {"toy": ToyModel, "llama": tiny_llama}
 
 
-def setup(model: Model, backend: str = "padded", positions: int = 16) -> tuple[Decoder, Batch]:
+def setup(model: Model, backend: str = "padded", positions: int = 16) -> tuple[DraftDecoder, Batch]:
     """Return a decoder whose cache was full of garbage, and a batch of prompts prefilled except their last token."""
-    decoder = Decoder(model, BACKENDS[backend](), 4, positions)
+    decoder = DraftDecoder(model, BACKENDS[backend](), 4, positions)
     decoder.cache.keys.fill_(1e3)
     decoder.cache.values.fill_(-1e3)
     decoder.num_computed_tokens.fill_(11)
@@ -123,7 +123,7 @@ def test_a_copied_row_continues_like_its_source() -> None:
 @pytest.mark.parametrize("own", [VOCAB - 5, VOCAB + 5])
 def test_logits_of_a_padded_head_are_cut_or_filled(own: int) -> None:
     model = ToyModel(own)
-    decoder = Decoder(model, BACKENDS["padded"](), 1, 8, VOCAB)
+    decoder = DraftDecoder(model, BACKENDS["padded"](), 1, 8, VOCAB)
     tokens = torch.tensor([[VOCAB - 1, 2]])  # the first id is outside the smaller model's vocabulary
     logits = decoder.logits(decoder.forward(tokens, torch.zeros(1, dtype=torch.int64), 2))
     assert logits.shape == (1, 2, VOCAB)

@@ -93,6 +93,7 @@ class Draft:
         return draft
 
     _listed = False  # whether the draft was made from lists
+    late_seconds = 0.0  # time that verification spent on making a draft that was only planned before
 
     @property
     def k(self) -> int:

@@ -1,4 +1,4 @@
-"""Operations on logits and rows that a round needs: one protocol, with the values that they take and return.
+"""Operations on logits and rows that a round needs, by host and by device, with the values that they take and return.
 
 Shapes: B rows, L positions, V vocabulary, G draft tokens. Position j of a call follows the first ``first + j`` draft
 tokens of its row. ``core`` holds the plain torch implementation of each operation. ``paceline.kernels`` has faster
@@ -9,10 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from paceline.core.draft import Draft
+    from paceline.core.rows import RowState, StepFeatures
+    from paceline.core.sampling import Purpose
 
 
 class Entries(NamedTuple):
@@ -210,6 +215,48 @@ class HostOps(Protocol):
 
         Returns the number of tokens that each row gained.
         """
+        ...
+
+
+class RoundOps(Protocol):
+    """Operations of rounds on a device, which never wait for it. B rows, k draft tokens, V vocabulary.
+
+    They are those of ``HostOps`` on rows as the device knows them, fused further: acceptance commits, and its result
+    stays on the device as a record (``kernels.gpu.state``) that the host reads once.
+    """
+
+    name: str
+
+    def shaped(self, logits: Tensor, rows: RowState, asks: StepFeatures, draft_tokens: Tensor, first: int) -> Tensor:
+        """Apply penalties, bias and cuts (``sampling.shaped``): raw logits [B, L, V] -> shaped logits [B, L, V]."""
+        ...
+
+    def draw(self, logits: Tensor, rows: RowState, first: int, purpose: Purpose) -> Tensor:
+        """logits [B, L, V] -> [B, L] int64; position j stands at length + first + j."""
+        ...
+
+    def leaders(self, logits: Tensor, rows: RowState, first: int, width: int) -> Tensor:
+        """Draw ``width`` different tokens, the best first, with the target's noise: logits [B, 1, V] -> [B, width]."""
+        ...
+
+    def coupled(self, draft: Draft, logits: Tensor, rows: RowState, synthetic: float | None) -> Tensor:
+        """Accept and commit chains -> the record [B, k + 4] (``gpu.accept.coupled``)."""
+        ...
+
+    def coupled_trees(self, draft: Draft, logits: Tensor, rows: RowState, width: int) -> Tensor:
+        """Accept and commit trees of k = N draft tokens, ``width`` per depth -> the record [B, 2 N + 4]."""
+        ...
+
+    def rejection(self, draft: Draft, logits: Tensor, rows: RowState) -> Tensor:
+        """Accept and commit chains -> the record [B, k + 4] (``gpu.accept.rejection``)."""
+        ...
+
+    def own_logprobs(self, logits: Tensor, record: Tensor) -> Tensor:
+        """Log-probabilities of a record's tokens -> [B, k + 1] float32 (``gpu.accept.own_logprobs``)."""
+        ...
+
+    def likeliest(self, logits: Tensor, most: int) -> tuple[Tensor, Tensor]:
+        """The most likely tokens: logits [B, L, V] -> ids, log-probabilities at temperature 1, [B, L, most] each."""
         ...
 
 

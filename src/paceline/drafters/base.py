@@ -13,7 +13,9 @@ from paceline.core.draft import Draft, Verdict
 from paceline.core.row_keeper import RowKeeper, RowKeepers
 from paceline.errors import ParameterError
 from paceline.models.base import AnyModel
-from paceline.models.decoder import Decoder, FeatureReader
+from paceline.models.decoder import Decoder
+from paceline.models.draft_decoder import DraftDecoder
+from paceline.models.passes import FeatureReader
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Equipment:
     acceptance: the acceptance rule, as in ``EngineConfig``.
     draft: the draft model or head; None if none was given.
     documents: token ids of reference documents, for n-gram lookup.
-    decoder: returns a model with a cache for the engine's rows and positions.
+    decoder: returns a draft model with a cache for the engine's rows and positions.
     width: for a class of drafters, the most draft tokens of a row at one position; 1: chains.
     """
 
@@ -32,10 +34,10 @@ class Equipment:
     acceptance: str
     draft: AnyModel | None
     documents: Sequence[Sequence[int]]
-    decoder: Callable[[AnyModel], Decoder]
+    decoder: Callable[[AnyModel], DraftDecoder]
     width: Callable[[DrafterKind], int] = lambda _kind: 1
 
-    def draft_decoder(self) -> Decoder:
+    def draft_decoder(self) -> DraftDecoder:
         """The draft model with a cache of its own. Raises ParameterError if none was given."""
         if self.draft is None:
             raise ParameterError("draft_model", None, "a model, which this drafter needs (needs_draft_model)")
@@ -79,7 +81,7 @@ class Drafter(RowKeeper):
         return cls()
 
     @property
-    def decoders(self) -> Sequence[Decoder]:
+    def decoders(self) -> Sequence[DraftDecoder]:
         """The models that it runs, with their caches."""
         return ()
 
@@ -126,7 +128,7 @@ class Wrapper(RowKeepers, Drafter):
         return self.inner.paying_rows
 
     @property
-    def decoders(self) -> Sequence[Decoder]:
+    def decoders(self) -> Sequence[DraftDecoder]:
         return self.inner.decoders
 
     @property

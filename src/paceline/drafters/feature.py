@@ -13,10 +13,9 @@ from paceline.core.draft import Draft
 from paceline.drafters.base import Equipment
 from paceline.drafters.growth import Growth
 from paceline.drafters.heads.decoder import HeadDecoder, HeadModel, TorchHeadDecoder
-from paceline.drafters.heads.native import NativeHeadDecoder
 from paceline.drafters.model import ComputeLogits, ModelDrafter
 from paceline.errors import ParameterError
-from paceline.models.decoder import FeatureReader
+from paceline.models.passes import FeatureReader
 
 
 class FeatureDrafter(ModelDrafter):
@@ -39,11 +38,9 @@ class FeatureDrafter(ModelDrafter):
         super().__init__(decoder, acceptance, width)
         self.head = decoder
         self.paying_rows = cast(HeadModel, decoder.model).paying_rows
-        self._native = decoder if isinstance(decoder, NativeHeadDecoder) else None
         self._model = cast(HeadModel, decoder.model)
         # captured rounds sample one token after the other
         self.on_device = self._native is None and not self._model.one_pass
-        self.uses_torch = self._native is None or self._independent
 
     @classmethod
     def build(cls, equipment: Equipment, /) -> FeatureDrafter:
@@ -67,12 +64,8 @@ class FeatureDrafter(ModelDrafter):
         return f"{kind[self._model.kind]} {draft}"
 
     def _propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
-        """Draft by one native call on the CPU kernels, apart from a large backlog; elsewhere by passes in torch."""
         if self._native is not None:
-            self._lag(batch)
-            distributions = self._independent and not batch.sampling.all_greedy
-            counts = wish.counts(batch)
-            return self._native.draft(batch, counts, wish.stop_drafting, distributions=distributions, width=self.width)
+            return super()._propose(batch, wish)
         if self._model.max_draft_tokens is not None:
             wish = replace(wish, k=min(wish.k, self._model.max_draft_tokens))
         draft = super()._propose(batch, wish)

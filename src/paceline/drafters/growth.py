@@ -17,7 +17,7 @@ from paceline.core.batch import Batch
 from paceline.core.draft import SIBLING_KIND, Verdict
 from paceline.core.sampling import Choices, Purpose, noise_key, uniform
 from paceline.drafters.branches import DraftTree, draft_of
-from paceline.models.decoder import Decoder
+from paceline.models.draft_decoder import DraftDecoder
 
 
 class _Candidate(NamedTuple):
@@ -78,7 +78,7 @@ class Growth:
     rows: one tree per row, [B]. new: (row, index in its tree) of the nodes not read yet; -1 is the text itself.
     """
 
-    def __init__(self, decoder: Decoder, batch: Batch, width: int) -> None:
+    def __init__(self, decoder: DraftDecoder, batch: Batch, width: int) -> None:
         self.rows = [DraftTree() for _ in range(batch.rows)]
         self._decoder, self._batch, self._width = decoder, batch, width
         self._text = batch.lengths[:]

@@ -12,7 +12,8 @@ from paceline.drafters.base import Drafter, Equipment
 from paceline.drafters.feature import drafting_model
 from paceline.drafters.model import ModelDrafter
 from paceline.drafters.ngram import STRONG, NgramDrafter
-from paceline.models.decoder import Decoder, FeatureReader
+from paceline.models.draft_decoder import DraftDecoder
+from paceline.models.passes import FeatureReader
 
 
 class HybridDrafter(RowKeepers, Drafter):
@@ -40,7 +41,7 @@ class HybridDrafter(RowKeepers, Drafter):
         return cls(NgramDrafter.build(equipment), drafting_model(equipment))
 
     @property
-    def decoders(self) -> Sequence[Decoder]:
+    def decoders(self) -> Sequence[DraftDecoder]:
         return self._model.decoders
 
     @property

@@ -15,7 +15,7 @@ from paceline.drafters.branches import draft_of
 from paceline.drafters.growth import Growth
 from paceline.drafters.heads.decoder import HeadDecoder
 from paceline.errors import ParameterError
-from paceline.models.decoder import USUAL_LAG, Decoder
+from paceline.models.draft_decoder import USUAL_LAG, DraftDecoder
 
 # From the draft tokens so far, [B, n], to the draft model's logits after them, [B, 1, V].
 ComputeLogits = Callable[[Tensor], Tensor]
@@ -54,10 +54,13 @@ class ModelDrafter(Drafter):
     sources = ("draft model",)
     at_once = USUAL_LAG  # missing tokens per row that the first drafting pass reads; a larger backlog is read in chunks
 
-    def __init__(self, decoder: Decoder, acceptance: str, width: int = 1) -> None:
+    def __init__(self, decoder: DraftDecoder, acceptance: str, width: int = 1) -> None:
         self.decoder, self.width = decoder, width
         self._grown: Growth | None = None  # the trees of this round
         self._independent = acceptance == "rejection"
+        native = decoder.native
+        self._native = native if native is not None and (width == 1 or native.branches) else None
+        self.uses_torch = self._native is None or self._independent
 
     @classmethod
     def build(cls, equipment: Equipment, /) -> ModelDrafter:
@@ -67,7 +70,7 @@ class ModelDrafter(Drafter):
         return cls(decoder, equipment.acceptance, equipment.width(cls))
 
     @property
-    def decoders(self) -> Sequence[Decoder]:
+    def decoders(self) -> Sequence[DraftDecoder]:
         return (self.decoder,)
 
     @property
@@ -83,6 +86,11 @@ class ModelDrafter(Drafter):
         return self._propose(batch.part(first, stop), wish).spread(first, batch.rows)
 
     def _propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
+        if (native := self._native) is not None:  # one call, apart from a large backlog
+            self._lag(batch)
+            distributions = self._independent and not batch.sampling.all_greedy
+            counts = wish.counts(batch)
+            return native.draft(batch, counts, wish.stop_drafting, distributions=distributions, width=self.width)
         return self._chains(batch, wish) if self.width == 1 else self._trees(batch, wish)
 
     def _trees(self, batch: Batch, wish: SpeculationPlan) -> Draft:

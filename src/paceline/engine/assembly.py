@@ -10,12 +10,15 @@ from paceline.config import EngineConfig
 from paceline.drafters import Drafter, Equipment, NoDrafter, make_drafter
 from paceline.drafters.heads.decoder import HeadModel, TorchHead, TorchHeadDecoder
 from paceline.drafters.heads.native import NativeHead, NativeHeadDecoder
+from paceline.engine.native_round import runs_native_rounds
 from paceline.engine.request import check_tokens
 from paceline.errors import ParameterError
 from paceline.kernels.attention import AttentionBackend, make_backend
 from paceline.lengths.cost import CostTable
 from paceline.models.base import AnyModel, FlatModel, SharedModel
 from paceline.models.decoder import Decoder
+from paceline.models.draft_decoder import DraftDecoder
+from paceline.models.native_draft import NativeDraftDecoder
 from paceline.models.recurrent import state_shape_of
 
 
@@ -59,12 +62,24 @@ class Assembly:
         deterministic = config.deterministic and not isinstance(target, FlatModel)  # a FlatModel always is
         return make_backend(config.attention, target.device, deterministic=deterministic)
 
-    def decoder(self, model: AnyModel) -> Decoder:
-        """Return a decoder with a cache for all rows. Its logits have the target's vocabulary size."""
-        sizes = self.backend(), self.config.max_batch_size, self.max_model_len, self.models.target.vocab_size
+    def target(self) -> Decoder:
+        """Return the target's decoder, with a cache for all rows."""
+        return Decoder(self.models.target, *self._sizes)
+
+    @property
+    def _sizes(self) -> tuple[AttentionBackend, int, int, int]:
+        return self.backend(), self.config.max_batch_size, self.max_model_len, self.models.target.vocab_size
+
+    def draft_decoder(self, model: AnyModel) -> DraftDecoder:
+        """Return a draft model's decoder, with a cache for all rows. Its logits have the target's vocabulary size."""
+        sizes = self._sizes
         if isinstance(model, NativeHead):
             return NativeHeadDecoder(model, *sizes)
-        return TorchHeadDecoder(model, *sizes) if isinstance(model, TorchHead) else Decoder(model, *sizes)
+        if isinstance(model, TorchHead):
+            return TorchHeadDecoder(model, *sizes)
+        if runs_native_rounds(model) and model.vocab_size == self.models.target.vocab_size:
+            return NativeDraftDecoder(model, *sizes)
+        return DraftDecoder(model, *sizes)
 
     def drafter(self, target: Decoder) -> Drafter:
         """Return the drafter. Raises ParameterError if something that it needs is missing."""
@@ -80,7 +95,9 @@ class Assembly:
             raise ParameterError("draft_model", models.draft.name, allowed)
         for document in models.documents if config.looks_up else ():
             check_tokens("reference_documents", document, models.target.vocab_size)
-        equipment = Equipment(target, config.acceptance, models.draft, models.documents, self.decoder, config.width_of)
+        equipment = Equipment(
+            target, config.acceptance, models.draft, models.documents, self.draft_decoder, config.width_of
+        )
         return make_drafter(kind, equipment)
 
 

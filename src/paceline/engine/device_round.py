@@ -23,18 +23,19 @@ from torch import Tensor
 from paceline.config import MAX_SPECULATION_LENGTH
 from paceline.core.batch import Batch
 from paceline.core.draft import Draft
+from paceline.core.ops import RoundOps
 from paceline.core.rows import LOGPROB_SIZES, NOTHING, RowState, StepFeatures
-from paceline.core.rules import accept_matching
 from paceline.core.sampling import Purpose
 from paceline.drafters.lookup import LONGEST_SUFFIX
 from paceline.drafters.model import draw_chain
 from paceline.kernels.gpu.ahead import Ahead, Progress, capture_ahead
 from paceline.kernels.gpu.graphs import Graphs, Named, Ring, Ticket, Upload
 from paceline.kernels.gpu.lookup import copied
-from paceline.kernels.gpu.ops import RoundOps, committed, likeliest, ops_for
-from paceline.kernels.gpu.state import RECORD_TAIL, what_follows, with_logprobs
+from paceline.kernels.gpu.ops import ops_for
+from paceline.kernels.gpu.state import RECORD_TAIL, accepted_path, what_follows, with_logprobs
 from paceline.models.base import SharedModel
 from paceline.models.decoder import Decoder
+from paceline.models.draft_decoder import DraftDecoder
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 SPAN = 256  # positions: padded attention is captured for multiples of this
@@ -66,7 +67,7 @@ class DeviceRound:
     def __init__(
         self,
         target: Decoder,
-        draft: Decoder | None,
+        draft: DraftDecoder | None,
         batch: Batch,
         rule: DeviceAcceptance,
         *,
@@ -209,17 +210,12 @@ class DeviceRound:
         """
         state = self.batch.state(rows)
         before = state.length.clone()
-        if self.width > 1 and k > 0:
-            return self._tree_program(state, before, k, span, features)
-        draft = (
-            self._draft_lookup(state, k, span)
-            if self.draft is None
-            else self._draft_chain(state, before, k, span, features)
-        )
+        draft = self._draft(state, before, k, span, features)
         logits = self._verify(state, before, draft, span)
         record = self._judge(draft, self._shaped(logits, state, features, draft.tokens), state)
+        kept = before.new_full((state.rows,), k - 1) if draft.parents is None else self._keep(state, before, record, k)
         if k > 0 and self.draft is not None:
-            self._rewind(state, before, before.new_full((state.rows,), k - 1))
+            self._rewind(state, before, kept)
         return record if features.logprobs is None else self._with_logprobs(record, logits, features.logprobs)
 
     def _shaped(
@@ -239,7 +235,13 @@ class DeviceRound:
     def _with_logprobs(self, record: Tensor, logits: Tensor, top: int) -> Tensor:
         """Append the log-probabilities of the record's tokens, and of the ``top`` likeliest tokens at each position."""
         own = self.ops.own_logprobs(logits, record)
-        return with_logprobs(record, own, *likeliest(logits, top)) if top else with_logprobs(record, own)
+        return with_logprobs(record, own, *self.ops.likeliest(logits, top)) if top else with_logprobs(record, own)
+
+    def _draft(self, state: RowState, before: Tensor, k: int, span: int, features: StepFeatures) -> Draft:
+        if self.draft is None:
+            return self._draft_lookup(state, k, span)
+        drafts = self._draft_trees if self.width > 1 and k > 0 else self._draft_chain
+        return drafts(state, before, k, span, features)
 
     def _draft_lookup(self, state: RowState, k: int, span: int) -> Draft:
         """Draft k tokens per row from its own text; none if its last tokens do not occur earlier."""
@@ -262,51 +264,17 @@ class DeviceRound:
         logits = torch.cat(step_logits, dim=1) if step_logits and self.rule.independent else None
         return Draft(tokens, counts, logits=logits)
 
-    def _tree_program(self, state: RowState, before: Tensor, k: int, span: int, features: StepFeatures) -> Tensor:
-        draft = self._draft_trees(state, before, k, span, features)
-        logits = self._verify(state, before, draft, span)
-        verdict = accept_matching(draft, self._draw_tree(self._shaped(logits, state, features, draft.tokens), state))
-        assert verdict.path is not None, "trees have a path"
-        self.target.cache.keep(state.slots.index, before, verdict.path)
-        if self.target.reader is not None:
-            self.target.reader.keep_paths(state.slots.index, before, verdict.path)
-        chain = torch.arange(k, device=before.device) * self.width
-        accepted = torch.arange(k, device=before.device) < verdict.accepted[:, None]
-        kept = ((verdict.path[:, :k] == chain) & accepted).long().cumprod(1).sum(1)
-        record = committed(verdict, state)
-        self._rewind(state, before, kept.clamp(max=k - 1))  # the draft model has not read the chain's last token
-        return torch.cat([record[:, :-RECORD_TAIL], verdict.path, record[:, -RECORD_TAIL:]], dim=1)
-
     def _draft_trees(self, state: RowState, before: Tensor, k: int, span: int, features: StepFeatures) -> Draft:
         """Draft a tree per row, as deep as its limit and its free cache slots allow."""
         chain, draft_tokens = before.new_empty((state.rows, 0)), before.new_empty((state.rows, 0))
         for depth in range(k):
             logits = self._shaped(self._draft_logits(state, before, chain, span), state, features, chain, depth)
-            best = self._leaders(logits, state, depth)
+            best = self.ops.leaders(logits, state, depth, self.width)
             chain, draft_tokens = torch.cat([chain, best[:, :1]], dim=1), torch.cat([draft_tokens, best], dim=1)
         slots = (self.target.cache.positions - before).clamp(min=0) // self.width
         depths = torch.minimum(self._caps.device[: state.rows].clamp(max=k), slots) * self._drafting_rows(before)
         parents = self._tree_parents[: k * self.width].expand(state.rows, -1)
         return Draft(draft_tokens, depths * self.width, parents=parents)
-
-    def _leaders(self, logits: Tensor, state: RowState, depth: int) -> Tensor:
-        """Draw W different candidates per row [B, W] from logits [B, 1, V], with the noise of the target's draw."""
-        candidates: list[Tensor] = []
-        for _ in range(self.width):
-            drawn = self.ops.draw(logits, state, depth, Purpose.DRAW)
-            candidates.append(drawn)
-            logits = logits.scatter(2, drawn[..., None], -torch.inf)
-        return torch.cat(candidates, dim=1)
-
-    def _draw_tree(self, logits: Tensor, state: RowState) -> Tensor:
-        """Draw a token [B, N + 1] at each tree position from logits [B, N + 1, V]. Siblings share a text position."""
-        draws = logits.new_empty(logits.shape[:2], dtype=torch.int64)
-        draws[:, :1] = self.ops.draw(logits[:, :1], state, 0, Purpose.DRAW)
-        for place in range(1, 1 + self.width):
-            draws[:, place :: self.width] = self.ops.draw(
-                logits[:, place :: self.width].contiguous(), state, 1, Purpose.DRAW
-            )
-        return draws
 
     def _drafting_rows(self, before: Tensor) -> Tensor:
         """Return [B] int64: 0 for rows whose head has no hidden states yet (nothing was read), else 1."""
@@ -330,7 +298,20 @@ class DeviceRound:
     def _judge(self, draft: Draft, logits: Tensor, state: RowState) -> Tensor:
         if self.rule.independent:
             return self.ops.rejection(draft, logits, state)
+        if draft.parents is not None:
+            return self.ops.coupled_trees(draft, logits, state, self.width)
         return self.ops.coupled(draft, logits, state, self.rule.synthetic)
+
+    def _keep(self, state: RowState, before: Tensor, record: Tensor, k: int) -> Tensor:
+        """Move the accepted paths of trees behind the texts. Returns accepted tokens [B] that the draft model has read.
+
+        It has read the chain of first candidates but the last.
+        """
+        path, count = accepted_path(record)
+        self.target.keep_paths(state.slots.index, before, path)
+        depth = torch.arange(k, device=before.device)
+        on_chain = (path[:, :k] == depth * self.width) & (depth < count[:, None])
+        return on_chain.long().cumprod(1).sum(1).clamp(max=k - 1)
 
     def _rewind(self, state: RowState, before: Tensor, kept: Tensor) -> None:
         """Cut the draft model's cache to the text before the round and the accepted draft tokens that it has read."""

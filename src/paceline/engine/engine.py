@@ -79,7 +79,7 @@ class Engine:
         self.last_verdict: Verdict | None = None  # of the last step; None if it ran no round
         self._step_seconds = 0.0  # duration of the last step
         self._assembly = Assembly(models, config, self.max_model_len)
-        target = self._assembly.decoder(models.target)
+        target = self._assembly.target()
         adapters = () if target.adapters is None else target.adapters.names
         self._intake = Intake(config, models.target.vocab_size, self.max_model_len, models.eos_token_ids, adapters)
         drafter = self._assembly.drafter(target)

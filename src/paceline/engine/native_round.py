@@ -1,5 +1,7 @@
 """Verify, accept and commit in one call of the CPU kernels, for rounds that need no host code in between.
 
+If the length policy leaves the draft of a head or draft model as it was planned, the same call drafts first.
+
 The call runs the same library functions as ``Speculation.verify_and_commit`` calls one by one, so the results are
 equal. A forward pass leaves the CPU caches cold; a torch operator after it takes 20 to 50 microseconds. So the host
 passes plain numbers in memory of its own, and no tensor is made.
@@ -8,6 +10,7 @@ passes plain numbers in memory of its own, and no tensor is made.
 from __future__ import annotations
 
 from array import array
+from ctypes import addressof
 from typing import TypeGuard
 
 import torch
@@ -25,6 +28,7 @@ from paceline.kernels.cpu import described
 from paceline.models.base import AnyModel
 from paceline.models.decoder import Decoder
 from paceline.models.native import NativeModel
+from paceline.models.native_draft import PlannedDraft
 
 _BLOCK = MAX_SPECULATION_LENGTH + 1
 
@@ -53,6 +57,8 @@ class NativeRound:
             path=tokens + size * self._path,
             purpose=Purpose.DRAW,
         )
+        self._draft_seconds = array("d", [0.0])
+        self._call.draft_seconds = self._draft_seconds.buffer_info()[0]
         self._drawing: DrawRows | None = None  # the draw parameters that the call describes
         self._work: tuple[Tensor, ...] = ()  # hidden states, logits, taps; sized for the largest round so far
         self._taps = torch.empty(0, dtype=torch.int64)
@@ -95,7 +101,10 @@ class NativeRound:
         Raises ParameterError if a draft token is not in the vocabulary or comes before its parent; then no row has
         changed.
         """
-        self._call_kernels(draft)
+        if isinstance(draft, PlannedDraft) and not draft.is_made:
+            self._begin_with(draft)
+        else:
+            self._call_kernels(draft)
         verdict = self._read(draft)
         self._batch.note_gains(verdict.host.gained)
         verdict.note_trees(draft)
@@ -109,13 +118,27 @@ class NativeRound:
             for line in table:
                 numbers += line if len(line) == width else [*line[:width], *[0] * (width - len(line))]
         arguments = array("q", numbers)
-        self._describe_rows()
-        self._make_room(rows + sum(drafted))
         call.slots = start = arguments.buffer_info()[0]
         call.counts, call.draft_tokens = start + 8 * rows, start + 16 * rows
         call.parents = None if draft.host_parents is None else call.draft_tokens + 8 * rows * width
-        call.draft_stride, call.rows = width, rows
-        self._model.run_round(call, self._target.cache, self._threads)
+        call.draft_stride, call.draft = width, None
+        self._run(rows + sum(drafted))
+
+    def _begin_with(self, draft: PlannedDraft) -> None:
+        """Run a round that makes the draft first, so that draft, verification and commit are one call."""
+        call, made, drafting = self._call, draft.call, draft.drafting
+        call.slots, call.counts, call.draft_tokens, call.parents = made.slots, made.drawn, made.draft_tokens, None
+        call.draft_stride, call.draft = made.draft_stride, addressof(made)
+        call.drafter, call.draft_cache = drafting.library.handle, addressof(drafting.cache)
+        self._run(self._batch.rows + sum(draft.planned))
+        draft.note_made(self._draft_seconds[0])
+
+    def _run(self, tokens: int) -> None:
+        """Run the call, which verifies at most ``tokens`` tokens in all."""
+        self._describe_rows()
+        self._make_room(tokens)
+        self._call.rows = self._batch.rows
+        self._model.run_round(self._call, self._target.cache, self._threads)
 
     def _describe_rows(self) -> None:
         drawing = self._batch.sampling.drawing(self._batch.text, self._batch.length)

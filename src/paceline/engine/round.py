@@ -83,7 +83,8 @@ def speculative_round(parts: Speculation, batch: Batch) -> Verdict:
     ready = time.perf_counter()
     verdict = parts.verify_and_commit(batch, draft)
     verdict.note = plan.note
-    drafting = ready - began + parts.learning_seconds[plan.k > 0]
-    verdict.timing = RoundTiming(1000 * drafting, 1000 * (time.perf_counter() - ready))
+    late = draft.late_seconds  # a draft that nothing had read is made by the call that verifies it
+    drafting = ready - began + late + parts.learning_seconds[plan.k > 0]
+    verdict.timing = RoundTiming(1000 * drafting, 1000 * (time.perf_counter() - ready - late))
     parts.learn(batch, verdict, plan.k > 0)
     return verdict

@@ -267,6 +267,7 @@ class CRound(Structure):
         ("taps", c_void_p),
         ("tap_count", c_int64),
         ("features", c_void_p),
+        *((name, c_void_p) for name in ("draft", "drafter", "draft_cache", "draft_seconds")),
     )
 
 

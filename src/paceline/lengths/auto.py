@@ -35,6 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
 from statistics import fmean
 
@@ -47,7 +48,7 @@ from paceline.lengths.records import REFRESH_ROUNDS, Backoff, ExplorationBudget,
 from paceline.lengths.rounds import AutoRound, Parents, best_depth
 from paceline.lengths.scores import LONGEST_AUTO, MAX_DOUBTED, bins_of
 from paceline.lengths.sources import NOTHING_MISSING, Backlog, CacheBacklog, CountedBacklog, DraftSource, MissingTokens
-from paceline.models.decoder import Decoder
+from paceline.models.draft_decoder import DraftDecoder
 
 # Standard errors added to a recent net gain. With 1 for draft models, a good one was given up for a whole answer in 3
 # of 24 simulations: its trials are rare. With 0.5 for n-gram drafts, speed fell from 0.994 to 0.988 (docs/log.md).
@@ -98,7 +99,7 @@ class AutoLength(RowKeepers, LengthPolicy):
     def __init__(
         self,
         costs: CostModel,
-        decoders: Sequence[Decoder] = (),
+        decoders: Sequence[DraftDecoder] = (),
         copies: bool = True,
         ranks: bool = True,
         backlog: Backlog | None = None,
@@ -220,7 +221,7 @@ class AutoLength(RowKeepers, LengthPolicy):
         source = offer.source
         round_.source, round_.rate, round_.feed_ms = source, offer.rate, feed_ms
         round_.trial, round_.trial_rows = True, None if len(rows) == round_.rows else rows
-        source.gain(round_.rows, self._prior_gain(source, round_.rows)).doubt(MAX_DOUBTED)
+        source.gain(round_.rows, partial(self._prior_gain, source, round_.rows)).doubt(MAX_DOUBTED)
         if source is self.model_drafts:
             source.calibration.doubt()
 
@@ -259,7 +260,7 @@ class AutoLength(RowKeepers, LengthPolicy):
 
     def _gain(self, source: DraftSource, rows: int) -> RunningMean:
         """Recent net gain per row of rounds with the source."""
-        return source.gain(rows, self._prior_gain(source, rows))
+        return source.gain(rows, partial(self._prior_gain, source, rows))
 
     def _prior_gain(self, source: DraftSource, rows: int) -> float:
         """Net gain per row, in tokens, that is assumed before the first round with the source."""
@@ -399,7 +400,7 @@ class AutoLength(RowKeepers, LengthPolicy):
         if not round_.trial:
             source.learn_rate(round_.rows, sum(round_.token_weights) + kept, ms - round_.feed_ms)
         gain = (round_.scale * kept - round_.rate * spent_ms) / round_.rows
-        source.learn_gain(round_.rows, self._prior_gain(source, round_.rows), gain)
+        source.learn_gain(round_.rows, partial(self._prior_gain, source, round_.rows), gain)
 
     def _learn_calibration(
         self, round_: AutoRound, source: DraftSource, verdict: Verdict, slots: Sequence[int]

@@ -14,7 +14,7 @@ from paceline.core.draft import Draft, Verdict
 from paceline.core.row_keeper import RowKeeper
 from paceline.lengths.cost import CostTable
 from paceline.lengths.profile import Profile
-from paceline.models.decoder import Decoder
+from paceline.models.draft_decoder import DraftDecoder
 
 # Algorithm 1 of BASS (arXiv 2404.15778), with the paper's values:
 FIRST = 7  # draft tokens of the first round
@@ -167,7 +167,7 @@ class PolicyInputs:
 
     costs: Callable[[], CostTable]
     profile: Callable[[], Profile]
-    decoders: Sequence[Decoder] = ()
+    decoders: Sequence[DraftDecoder] = ()
     ragged: bool = False
     copies: bool = False
     overlaps: bool = False

@@ -254,6 +254,7 @@ class CostModel:
         self._corrections: dict[int, _Correction] = {}  # by batch size: 1, 2, 3-4, 5-8, ... rows
         self._tables: dict[int, _TabulatedRounds] = {}
         self._times: dict[tuple[int, int], RoundTimes] = {}
+        self._draft_tables: dict[int, tuple[float, float]] = {}  # by number of rows: ms of one pass, of a further one
         self._draft_ratios: dict[int, RunningMean] = {}  # by number of rows: measured / tabulated
 
     def times(self, rows: int, context: float) -> RoundTimes:
@@ -301,8 +302,10 @@ class CostModel:
         ratio.learn(min(max(0.0, ms) / self._tabulated_draft(rows, passes), MAX_FACTOR * max(1.0, ratio.value)))
 
     def _tabulated_draft(self, rows: int, passes: int) -> float:
-        one = self.table.draft_ms(rows, 1)
-        step = max(self.table.draft_ms(rows, 2) - one, MIN_FACTOR * one)
+        if rows not in self._draft_tables:  # kept: a policy asks after every draft token
+            one = self.table.draft_ms(rows, 1)
+            self._draft_tables[rows] = one, max(self.table.draft_ms(rows, 2) - one, MIN_FACTOR * one)
+        one, step = self._draft_tables[rows]
         return max(one + (passes - 1) * step, MIN_MS)
 
     def feed_ms(self, tokens: int) -> float:

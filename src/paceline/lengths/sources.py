@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,7 +11,7 @@ from paceline.core.batch import Batch
 from paceline.core.draft import Draft, Verdict
 from paceline.lengths.records import ExplorationBudget, RunningMean, TokenRate
 from paceline.lengths.scores import PRIOR_ACCEPTANCE, JudgedToken, ScoreCalibration, bins_of_draft, judge
-from paceline.models.decoder import Decoder
+from paceline.models.draft_decoder import DraftDecoder
 
 # Draft tokens. Weight of the prior acceptance, and longest first draft: longer ones need accepted tokens. Drafts of 16
 # from the start ran at 0.993 (docs/log.md).
@@ -64,13 +64,15 @@ class DraftSource:
         """Add a round of ``rows`` rows that gained ``tokens`` tokens in ``ms`` milliseconds."""
         self.rates.setdefault(rows, TokenRate()).learn(tokens, ms)
 
-    def gain(self, rows: int, prior: float) -> RunningMean:
-        """Recent net gain per row of rounds of ``rows`` rows. prior: assumed before the first."""
-        return self.gains.get(rows if self.by_rows else 0) or RunningMean(prior)
+    def gain(self, rows: int, prior: Callable[[], float]) -> RunningMean:
+        """Recent net gain per row of rounds of ``rows`` rows. prior: computes what is assumed before the first."""
+        known = self.gains.get(rows if self.by_rows else 0)
+        return RunningMean(prior()) if known is None else known
 
-    def learn_gain(self, rows: int, prior: float, gain: float) -> None:
-        """Add a round of ``rows`` rows with a net gain of ``gain`` tokens per row."""
-        self.gains.setdefault(rows if self.by_rows else 0, RunningMean(prior)).learn(gain)
+    def learn_gain(self, rows: int, prior: Callable[[], float], gain: float) -> None:
+        """Add a round of ``rows`` rows with a net gain of ``gain`` tokens per row. prior: as for ``gain``."""
+        known = self.gains[rows if self.by_rows else 0] = self.gain(rows, prior)
+        known.learn(gain)
 
     def learn(self, judged: Sequence[Sequence[JudgedToken]], slots: Sequence[int]) -> None:
         """Learn from a round, as ``ScoreCalibration.learn`` does."""
@@ -123,7 +125,7 @@ class CacheBacklog:
 
     by_row = True
 
-    def __init__(self, decoders: Sequence[Decoder]) -> None:
+    def __init__(self, decoders: Sequence[DraftDecoder]) -> None:
         self.decoders = decoders
 
     def missing(self, batch: Batch) -> MissingTokens:

@@ -17,8 +17,15 @@ from paceline.core.draft import Draft
 from paceline.core.rows import RowState
 from paceline.core.sampling import Purpose, draw, probabilities
 from paceline.kernels.gpu import accept
-from paceline.kernels.gpu.ops import ReferenceOps, likeliest
-from paceline.kernels.gpu.state import read_logprobs, read_record, with_logprobs
+from paceline.kernels.gpu.ops import ReferenceOps, TritonOps
+from paceline.kernels.gpu.state import (
+    accepted_path,
+    read_logprobs,
+    read_record,
+    read_trees,
+    what_follows,
+    with_logprobs,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -91,12 +98,38 @@ def test_a_records_tokens_have_the_models_own_logprobs(dtype: torch.dtype) -> No
         assert lines == record.tolist()
         assert read.own.tolist() == own.tolist()
         assert read.top_ids.shape == (3, 4, 0)
-        ids, top = likeliest(logits, 5)
+        ids, top = reference.likeliest(logits, 5)
         lines, read = read_logprobs(with_logprobs(record, own, ids, top).tolist(), 3)
         assert lines == record.tolist()
         assert (read.own.tolist(), read.top_ids.tolist()) == (own.tolist(), ids.tolist())
         assert read.top_values.tolist() == top.tolist()
         assert torch.allclose(top, logits.float().log_softmax(-1).topk(5).values, atol=1e-5)
+
+
+@settings(max_examples=8)
+@given(data=st.data())
+def test_trees_and_their_leaders_equal_the_reference(data: st.DataObject) -> None:
+    pick = data.draw
+    temperatures, k, width = pick(TEMPERATURES), pick(st.integers(1, 3)), pick(st.integers(2, 3))
+    batch, vocab, count = make_batch(temperatures, 40, pick(st.integers(0, 999))), 40, k * width
+    ops = TritonOps(), reference
+    logits = 2 * torch.randn(batch.rows, count + 1, vocab, device=DEVICE)
+    leaders = [each.leaders(logits[:, :1].contiguous(), copied(state_of(batch)), 0, width) for each in ops]
+    assert torch.equal(*leaders)
+    assert all(len(set(line)) == width for line in leaders[0].tolist())
+    tokens = torch.randint(0, vocab, (batch.rows, count), device=DEVICE)
+    tokens[:, :width] = leaders[0]
+    parents = torch.tensor(what_follows(count, width), device=DEVICE).expand(batch.rows, -1)
+    draft = Draft(tokens, torch.full((batch.rows,), count, device=DEVICE), parents=parents)
+    states = [copied(state_of(batch)) for _ in range(2)]
+    records = [each.coupled_trees(draft, logits, state, width) for each, state in zip(ops, states, strict=True)]
+    assert torch.equal(*records)
+    assert same(*states)
+    trees = read_trees(records[0].tolist(), width)
+    assert min(trees.accepted) >= 1, "the best leader is the target's own draw"
+    path, accepted = accepted_path(records[0])
+    assert accepted.tolist() == trees.accepted
+    assert path.shape == (batch.rows, count)
 
 
 def test_draft_tokens_without_probabilities_follow_the_coupled_rule() -> None:
@@ -131,7 +164,7 @@ def test_synthetic_acceptance_does_not_depend_on_the_draft_tokens(rate: float) -
 def commit_both(logits: Tensor, draft: Draft, state: RowState) -> list[tuple[list[int], int, int, int]]:
     states = [copied(state) for _ in range(2)]
     records = [accept.coupled(draft, logits, states[0], block=BLOCK), reference.coupled(draft, logits, states[1], None)]
-    assert kept(records[0]) == kept(records[1])
+    assert same(*states)
     assert same(*states)
     return kept(records[0])
 

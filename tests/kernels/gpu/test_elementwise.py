@@ -139,7 +139,7 @@ def kernels_of_a_layer(model: Transformer, rows: int, new: int, monkeypatch: pyt
         same = copy(model)
         same._blocks, same.steps = blocks, TritonSteps()
         decoder = Decoder(same, make_backend("ragged", torch.device("cpu")), rows, 1000)
-        decoder.packs = True
+        decoder.passes.packs = True  # type: ignore[attr-defined]
         with counted(monkeypatch) as found:
             decoder.forward(torch.zeros(rows, new, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64), 900)
         names.append(found)

@@ -57,7 +57,7 @@ def test_packed_heads_give_the_same_hidden_states() -> None:
         pytest.skip("the tiny model is on the CPU; test_device.py compares whole models on the GPU")
     ragged = make_backend("ragged", torch.device("cpu"))
     decoders = [Decoder(tiny_llama(), ragged, 3, 30) for _ in range(2)]
-    decoders[1].packs = True
+    decoders[1].passes.packs = True  # type: ignore[attr-defined]
     tokens = torch.arange(12).view(3, 4)
     for start in ([0, 0, 0], [4, 4, 4], [8, 6, 5], [9, 28, 1]):  # the last: beyond the end
         inside = torch.tensor(start)[:, None] + torch.arange(4) < 30  # positions beyond the end are not compared
@@ -71,7 +71,7 @@ def test_packed_heads_of_trees_give_the_same_hidden_states() -> None:
     """Nodes side by side stand at one position, and their keys in slots of their own."""
     ragged = make_backend("ragged", torch.device("cpu"))
     decoders = [Decoder(tiny_llama(), ragged, 2, 30) for _ in range(2)]
-    decoders[1].packs = True
+    decoders[1].passes.packs = True  # type: ignore[attr-defined]
     tree = Tree.of(torch.tensor([[-1, -1, 0, 2], [-1, 0, 0, 1]]), torch.tensor([4, 3]))
     hidden = []
     for decoder in decoders:

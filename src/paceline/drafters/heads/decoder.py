@@ -1,4 +1,4 @@
-"""Heads with their caches: the ``Decoder`` for models that read a target's hidden states beside the text.
+"""Heads with their caches: the ``DraftDecoder`` for models that read a target's hidden states beside the text.
 
 The target's hidden states exist only during its forward pass. They are fused and stored for every position of every
 row. So a head's cache can fall behind the text, be cut and be copied like a draft model's.
@@ -20,9 +20,8 @@ from paceline.drafters.heads.head import Head
 from paceline.drafters.heads.layers import HeadStep
 from paceline.kernels.attention import AttentionBackend
 from paceline.kernels.attention.cached import CachedAttend
-from paceline.models.decoder import Decoder, at
-
-NEVER = -1e30  # logit of probability 0 in float32. With -inf, a mask that forbids all other tokens would give NaN
+from paceline.models.draft_decoder import NEVER, DraftDecoder, at
+from paceline.models.passes import PaddedPasses, Passes
 
 
 class HeadModel:
@@ -118,7 +117,7 @@ class TorchFusedStates(FusedStates):
         self.fused[rows, self._table.within(rows, slots)] = self._head.fuse(features)
 
 
-class HeadDecoder(Decoder):
+class HeadDecoder(DraftDecoder):
     """Reads token j of a row at position j - 1, with the hidden states of token j - 1. The first token is never read.
 
     seen: [R], number of tokens read, at least 1: the first one counts as read.
@@ -161,36 +160,35 @@ class HeadDecoder(Decoder):
         super().cut_row(row, max(1, length))
 
 
-class TorchHeadDecoder(HeadDecoder):
-    """Decoder of a ``TorchHead``."""
+class HeadPasses(PaddedPasses):
+    """Passes of a ``TorchHead``: each token is read one position early, with a hidden state.
 
-    model: TorchHead
+    last: output of the last pass, [B, L, width].
+    states [B, n, width]: own states at the text's last token and at the draft tokens, read with the next ones.
+    """
 
-    def __init__(
-        self, model: TorchHead, backend: AttentionBackend, rows: int, positions: int, vocab_size: int | None = None
-    ) -> None:
-        super().__init__(model, backend, rows, positions, vocab_size)
-        self.head, self.streams = model.head, TorchFusedStates(model, rows, positions)
-        self._last: HeadStep  # output of the last forward pass, [B, L, width]
-        # [B, n, width]: own states at the text's last token and at the draft tokens, read with the next ones
-        self._states: Tensor
+    last: HeadStep
+    states: Tensor
+
+    def __init__(self, model: TorchHead, decoder: HeadDecoder) -> None:
+        super().__init__(model, decoder.cache, decoder.backend, decoder.vocab_size, None)  # type: ignore[arg-type]
+        self._head, self._streams, self._last_token = model.head, decoder.streams, model.vocab_size - 1
 
     def forward(
         self,
         tokens: Tensor,
         start: Tensor,
         longest: int,
-        rows: Slots | None = None,
+        rows: Slots,
         counts: Tensor | None = None,
         tree: Tree | None = None,
     ) -> Tensor:
         """Read tokens of the text, [B, L], from position ``start``, [B], on. Returns normed states [B, L, width]."""
-        assert tree is None, "a head reads trees in _run_tree"
-        rows = Slots.listed(range(len(tokens)), tokens.device) if rows is None else rows
+        assert tree is None, "a head reads trees in ``block``"
         places = (start[:, None] - 1 + torch.arange(tokens.shape[1], device=tokens.device)).clamp(min=0)
-        return self._run(tokens, self.streams.at(rows, places), places, longest, rows)
+        return self.run(tokens, self._streams.at(rows, places), places, longest, rows)
 
-    def _run(
+    def run(
         self,
         tokens: Tensor,
         hidden: Tensor,
@@ -199,10 +197,49 @@ class TorchHeadDecoder(HeadDecoder):
         rows: Slots,
         ancestors: Tensor | None = None,
     ) -> Tensor:
-        plan = self.backend.plan(places, min(longest, self.cache.positions + 1), ancestors)
-        attend = CachedAttend(self.cache, self.backend, plan, rows)
-        self._last = self.head.step(tokens.clamp(max=self.model.vocab_size - 1), hidden, places, attend)
-        return self._last.normed
+        """Read tokens with hidden states [B, L, width] at ``places`` [B, L]. Returns normed states [B, L, width]."""
+        plan = self._backend.plan(places, min(longest, self.cache.positions + 1), ancestors)
+        attend = CachedAttend(self.cache, self._backend, plan, rows)
+        self.last = self._head.step(self._known(tokens), hidden, places, attend)
+        return self.last.normed
+
+    def run_last(self, draft_token: Tensor, places: Tensor, longest: int, rows: Slots) -> Tensor:
+        """Read draft tokens [B, 1], each with the head's own state before it. Returns normed states [B, 1, width]."""
+        normed = self.run(draft_token, self.states, places, longest, rows)
+        self.states = self.last.state
+        return normed
+
+    def block(self, batch: Batch, draft: Draft) -> Tensor:
+        """Read the text's last token with its hidden states, and each draft token with the state at its parent.
+
+        Returns normed states [B, k + 1, width].
+        """
+        root = (batch.live_length - 2).clamp(min=0)[:, None]
+        chain = torch.arange(draft.k + 1, device=root.device).expand(batch.rows, -1)
+        tree, places = draft.tree, chain[:, :-1] if draft.parents is None else draft.parents + 1
+        before = self.states.gather(1, places[..., None].expand(-1, -1, self.states.shape[-1]))
+        hidden = torch.cat([self._streams.at(batch.live_slots, root), before], dim=1)
+        tokens = torch.cat([batch.pending(), draft.tokens], dim=1)
+        depths, ancestors = (chain, None) if tree is None else (tree.depths, tree.ancestors)
+        normed = self.run(tokens, hidden, root + depths, batch.longest + draft.k, batch.live_slots, ancestors)
+        self.states = self.last.state
+        return normed
+
+
+class TorchHeadDecoder(HeadDecoder):
+    """Decoder of a ``TorchHead``."""
+
+    model: TorchHead
+    passes: HeadPasses
+
+    def __init__(
+        self, model: TorchHead, backend: AttentionBackend, rows: int, positions: int, vocab_size: int | None = None
+    ) -> None:
+        self.head, self.streams = model.head, TorchFusedStates(model, rows, positions)
+        super().__init__(model, backend, rows, positions, vocab_size)
+
+    def _new_passes(self) -> Passes:
+        return HeadPasses(self.model, self)
 
     def next_hidden(self, batch: Batch, lag: int) -> Tensor:
         """Read the missing tokens, at most ``lag`` per row. Returns normed states [B, width] at each row's last token.
@@ -222,25 +259,23 @@ class TorchHeadDecoder(HeadDecoder):
         before = (place - 1).clamp(min=0)
         read = batch.text_at(place), self.streams.at(batch.live_slots, before)
         tokens, hidden = read if late + k == 1 else self._with_ahead(batch, place, *read, late + k - 1)
-        self._run(tokens, hidden, before, batch.longest + late + k - 1, batch.live_slots)
+        self.passes.run(tokens, hidden, before, batch.longest + late + k - 1, batch.live_slots)
         ahead = torch.arange(late, late + k, device=batch.device)
         last = (batch.live_length - seen - 1).clamp(min=0)[:, None] + ahead
         self.num_computed_tokens[batch.live_slots.where] = batch.live_length
         last = last[..., None].expand(-1, -1, self.head.config.width)
-        state, normed = (part.gather(1, last) for part in self._last)
-        self._states = state[:, -1:]
+        state, normed = (part.gather(1, last) for part in self.passes.last)
+        self.passes.states = state[:, -1:]
         return normed
 
     def begin_draft(self, text: Tensor, before: Tensor, span: int, rows: Slots) -> Tensor:
         normed = super().begin_draft(text, before, span, rows)
-        self._states = at(self._last.state, before - rows.of(self.num_computed_tokens) - 1)
+        self.passes.states = at(self.passes.last.state, before - rows.of(self.num_computed_tokens) - 1)
         return normed
 
     def continue_draft(self, draft_token: Tensor, step: int, before: Tensor, span: int, rows: Slots) -> Tensor:
         """See ``hidden_after``."""
-        normed = self._run(draft_token, self._states, (before + step - 2).clamp(min=0)[:, None], span, rows)
-        self._states = self._last.state
-        return normed
+        return self.passes.run_last(draft_token, (before + step - 2).clamp(min=0)[:, None], span, rows)
 
     def _with_ahead(
         self, batch: Batch, place: Tensor, tokens: Tensor, hidden: Tensor, count: int
@@ -258,25 +293,7 @@ class TorchHeadDecoder(HeadDecoder):
         return tokens, torch.where(known[..., None], hidden, behind.gather(1, step))
 
     def hidden_after(self, batch: Batch, draft_tokens: Tensor) -> Tensor:
-        """See ``Decoder``. Draft tokens are read with the head's own state before them, and never count as read."""
+        """See ``DraftDecoder``. Draft tokens are read with the head's own state before them; none counts as read."""
         step = draft_tokens.shape[1]
         places = (batch.live_length + step - 2).clamp(min=0)[:, None]
-        normed = self._run(draft_tokens[:, -1:], self._states, places, batch.longest + step, batch.live_slots)
-        self._states = self._last.state
-        return normed[:, 0]
-
-    def _run_tree(self, batch: Batch, draft: Draft) -> Tensor:
-        """Read the text's last token with its hidden states, and each draft token with the state at its parent.
-
-        Returns normed states [B, k + 1, width].
-        """
-        root = (batch.live_length - 2).clamp(min=0)[:, None]
-        chain = torch.arange(draft.k + 1, device=root.device).expand(batch.rows, -1)
-        tree, places = draft.tree, chain[:, :-1] if draft.parents is None else draft.parents + 1
-        before = self._states.gather(1, places[..., None].expand(-1, -1, self._states.shape[-1]))
-        hidden = torch.cat([self.streams.at(batch.live_slots, root), before], dim=1)
-        tokens = torch.cat([batch.pending(), draft.tokens], dim=1)
-        depths, ancestors = (chain, None) if tree is None else (tree.depths, tree.ancestors)
-        normed = self._run(tokens, hidden, root + depths, batch.longest + draft.k, batch.live_slots, ancestors)
-        self._states = self._last.state
-        return normed
+        return self.passes.run_last(draft_tokens[:, -1:], places, batch.longest + step, batch.live_slots)[:, 0]

@@ -1,46 +1,54 @@
-"""A round's operations on logits, behind one protocol: Triton's kernels, or their reference in plain torch."""
+"""The operations of rounds on a device (``core.ops.RoundOps``): Triton's kernels, or their reference in torch."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
 
 from paceline.core.draft import Draft, Verdict
+from paceline.core.ops import RoundOps
 from paceline.core.rows import RowState, StepFeatures
 from paceline.core.rules import accept_at_rate, accept_by_ratio, accept_matching
 from paceline.core.sampling import Purpose, draw_at_temperature, probabilities_at_temperature, shaped
 from paceline.kernels.gpu.launch import why_not
+from paceline.kernels.gpu.state import with_path
+
+__all__ = ["ReferenceOps", "RoundOps", "TritonOps", "ops_for"]
 
 
-class RoundOps(Protocol):
-    """Operations that never wait for the device. B rows, k draft tokens, V vocabulary."""
+class _ComposedOps(ABC):
+    """The operations of trees and of the likeliest tokens, made of draws and torch operators."""
 
-    name: str
-
-    def shaped(self, logits: Tensor, rows: RowState, asks: StepFeatures, draft_tokens: Tensor, first: int) -> Tensor:
-        """Apply penalties, bias and cuts (``sampling.shaped``): raw logits [B, L, V] -> shaped logits [B, L, V]."""
-        ...
-
+    @abstractmethod
     def draw(self, logits: Tensor, rows: RowState, first: int, purpose: Purpose) -> Tensor:
-        """logits [B, L, V] -> [B, L] int64; position j stands at length + first + j."""
-        ...
+        """See ``RoundOps``."""
 
-    def coupled(self, draft: Draft, logits: Tensor, rows: RowState, synthetic: float | None) -> Tensor:
-        """Accept and commit -> the record [B, k + 4] (``gpu.accept.coupled``)."""
-        ...
+    def leaders(self, logits: Tensor, rows: RowState, first: int, width: int) -> Tensor:
+        candidates: list[Tensor] = []
+        for _ in range(width):
+            drawn = self.draw(logits, rows, first, Purpose.DRAW)
+            candidates.append(drawn)
+            logits = logits.scatter(2, drawn[..., None], -torch.inf)
+        return torch.cat(candidates, dim=1)
 
-    def rejection(self, draft: Draft, logits: Tensor, rows: RowState) -> Tensor:
-        """Accept and commit -> the record [B, k + 4] (``gpu.accept.rejection``)."""
-        ...
+    def coupled_trees(self, draft: Draft, logits: Tensor, rows: RowState, width: int) -> Tensor:
+        draws = logits.new_empty(logits.shape[:2], dtype=torch.int64)
+        draws[:, :1] = self.draw(logits[:, :1], rows, 0, Purpose.DRAW)
+        for place in range(1, 1 + width):  # siblings share a text position
+            draws[:, place::width] = self.draw(logits[:, place::width].contiguous(), rows, 1, Purpose.DRAW)
+        verdict = accept_matching(draft, draws)
+        assert verdict.path is not None, "trees have a path"
+        return with_path(committed(verdict, rows), verdict.path)
 
-    def own_logprobs(self, logits: Tensor, record: Tensor) -> Tensor:
-        """Log-probabilities of a record's tokens -> [B, k + 1] float32 (``gpu.accept.own_logprobs``)."""
-        ...
+    def likeliest(self, logits: Tensor, most: int) -> tuple[Tensor, Tensor]:
+        logits = logits.float()
+        values, ids = logits.topk(min(most, logits.shape[-1]), dim=-1)
+        return ids, values - logits.logsumexp(-1, keepdim=True)
 
 
-class ReferenceOps:
+class ReferenceOps(_ComposedOps):
     """Plain torch: the host rounds' operations in a form that can be captured (``RowState.may_sync`` is false)."""
 
     name = "torch"
@@ -75,7 +83,7 @@ def committed(verdict: Verdict, rows: RowState) -> Tensor:
     return torch.cat([verdict.tokens, torch.stack(numbers, dim=1)], dim=1)
 
 
-class TritonOps:
+class TritonOps(_ComposedOps):
     """Triton: a few small launches per operation."""
 
     name = "triton"
@@ -104,13 +112,6 @@ class TritonOps:
         from paceline.kernels.gpu.accept import own_logprobs
 
         return own_logprobs(logits, record)
-
-
-def likeliest(logits: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """The most likely tokens: logits [B, L, V] -> ids [B, L, most], log-probabilities [B, L, most] at temperature 1."""
-    logits = logits.float()
-    values, ids = logits.topk(min(most, logits.shape[-1]), dim=-1)
-    return ids, values - logits.logsumexp(-1, keepdim=True)
 
 
 def ops_for(device: torch.device) -> RoundOps:

@@ -85,6 +85,17 @@ def what_follows(count: int, width: int) -> list[int]:
     return [-1 if place < width else (place // width - 1) * width for place in range(count)]
 
 
+def with_path(record: Tensor, path: Tensor) -> Tensor:
+    """The record [B, 2 N + 4] of trees: that of their draft tokens [B, N + 4], with the paths [B, N] put in."""
+    return torch.cat([record[:, :-RECORD_TAIL], path, record[:, -RECORD_TAIL:]], dim=1)
+
+
+def accepted_path(record: Tensor) -> tuple[Tensor, Tensor]:
+    """Path [B, N] and number of accepted draft tokens [B] in the record of trees."""
+    drafted = (record.shape[1] - 1 - RECORD_TAIL) // 2
+    return record[:, drafted + 1 : 2 * drafted + 1], record[:, -RECORD_TAIL]
+
+
 def read_trees(record: list[list[int]], width: int) -> HostVerdict:
     """The record [B, 2 N + 4] of trees (``device_round``): N draft tokens per row, ``width`` per depth."""
     drafted = (len(record[0]) - 1 - RECORD_TAIL) // 2
