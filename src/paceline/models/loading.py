@@ -270,6 +270,32 @@ class _SafeTensor:
     def unpack_into(self, destination: Tensor) -> None:
         destination.copy_(self.load())
 
+    def matrix(self, index: int) -> _SafeTensorPart:
+        """Return one entry of the first dimension, not read yet."""
+        return _SafeTensorPart(self, index)
+
+
+@dataclass(frozen=True)
+class _SafeTensorPart:
+    """One entry of a tensor's first dimension."""
+
+    whole: _SafeTensor
+    index: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.whole.shape[1:]
+
+    @property
+    def dtype(self) -> str:
+        return self.whole.dtype
+
+    def load(self) -> Tensor:
+        return cast(Tensor, self.whole.file.get_slice(self.whole.name)[self.index])
+
+    def unpack_into(self, destination: Tensor) -> None:
+        destination.copy_(self.load())
+
 
 def _from_directory(path: Path, dtype: torch.dtype, device: torch.device, progress: bool) -> Model | RecurrentModel:
     config, scheme = _unquantised_config(path)

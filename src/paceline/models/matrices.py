@@ -28,7 +28,8 @@ from paceline.models.weights import Placement, assemble, shapes
 
 log = logging.getLogger("paceline")
 
-_LINEAR = frozenset({"qkv", "o", "gate_up", "down", "head"})  # paceline's names of matrices that only multiply
+# paceline's names of matrices that only multiply
+_LINEAR = frozenset({"qkv", "o", "gate_up", "down", "experts_gate_up", "experts_down", "head"})
 
 
 @runtime_checkable
@@ -61,6 +62,11 @@ class StoredMatrix:
 
     parts: Sequence[Placement]
     outcome: Outcome
+
+    def of_expert(self, expert: int) -> StoredMatrix:
+        """Return the matrix of one expert, of those that this one has side by side."""
+        parts = (part.of_expert(expert) for part in self.parts)
+        return StoredMatrix([part for part in parts if part is not None], self.outcome)
 
     def __call__(self, to: Format) -> Weight:
         """Read the matrix in a format. Raises ModelFormatError for numbers that are not finite."""
@@ -132,5 +138,4 @@ def _readers(placements: Sequence[Placement], outcome: Outcome) -> dict[str, Sto
 
 
 def _shape(matrix: StoredMatrix) -> Tensor:
-    slot = matrix.parts[0].slot
-    return torch.empty(slot.total, slot.shape[1], device="meta")
+    return torch.empty(matrix.parts[0].slot.target_shape, device="meta")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -37,6 +37,15 @@ class StoredTensor(Protocol):
         ...
 
 
+@runtime_checkable
+class StackedTensor(Protocol):
+    """A stored tensor of three dimensions: several matrices, such as one of each expert."""
+
+    def matrix(self, index: int) -> StoredTensor:
+        """Return one of the matrices, not read yet."""
+        ...
+
+
 @dataclass(frozen=True)
 class LoadedTensor:
     """A weight of a model in memory. It is shared with that model if dtype, device and layout allow."""
@@ -49,6 +58,9 @@ class LoadedTensor:
 
     def unpack_into(self, destination: Tensor) -> None:
         destination.copy_(self.tensor)
+
+    def matrix(self, index: int) -> LoadedTensor:
+        return LoadedTensor(self.tensor[index])
 
 
 @dataclass(frozen=True)
@@ -149,10 +161,17 @@ def _mlp_slots(spec: MLPSpec, width: int, layer: str, stored: Collection[str]) -
 
 def _experts_slots(spec: ExpertsSpec, width: int, layer: str, stored: Collection[str]) -> Slots:
     inner = spec.expert.width
-    yield from _linear_slots("router", {"router": spec.count}, width, False, layer)
+    yield from _linear_slots("router", {"router": spec.count}, width, spec.router_bias, layer)
     gate_up = _stacked("experts_gate_up", {"experts_gate": inner, "experts_up": inner}, stored, layer)
     yield from _of_all_experts(spec.count, "experts_gate_up", gate_up, width, layer, stored)
     yield from _of_all_experts(spec.count, "experts_down", {"experts_down": width}, inner, layer, stored)
+    if spec.expert.bias:
+        for name, rows in {"experts_gate_up": 2 * inner, "experts_down": width}.items():
+            yield f"{layer}{name}.bias", Slot(f"{layer}{name}.bias", (spec.count, rows), total=rows, experts=spec.count)
+    if spec.shared is not None:
+        yield from _mlp_slots(spec.shared, width, layer, stored)
+    if spec.shared_gate:
+        yield from _linear_slots("shared_gate", {"shared_gate": 1}, width, False, layer)
 
 
 def _of_all_experts(
@@ -225,6 +244,13 @@ class Placement:
     stored: StoredTensor
     transposed: bool = False
     plus_one: bool = False
+
+    def of_expert(self, expert: int) -> Placement | None:
+        """Return the placement of one expert's rows; None if this tensor has none."""
+        if self.slot.expert is not None:
+            return self if self.slot.expert == expert else None
+        assert isinstance(self.stored, StackedTensor), "every class of stored tensors of three dimensions has matrices"
+        return replace(self, slot=replace(self.slot, shape=self.slot.shape[1:]), stored=self.stored.matrix(expert))
 
 
 def place(spec: DecoderSpec, names: WeightNames, stored: Mapping[str, StoredTensor], where: str) -> list[Placement]:
