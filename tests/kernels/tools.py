@@ -132,6 +132,16 @@ def with_experts(
     return replace(spec, layers=[changed(layer) for layer in spec.layers], ffn=spec.ffn if shared else 0)
 
 
+def with_sinks(spec: NativeSpec) -> NativeSpec:
+    """The spec with one more score of each head in every softmax, and with gpt-oss's activation."""
+    random = torch.Generator().manual_seed(12)
+    layers = [
+        replace(layer, sinks=torch.randn(spec.heads, generator=random), activation="clamped_silu")
+        for layer in spec.layers
+    ]
+    return replace(spec, layers=layers)
+
+
 def cache_for(spec: NativeSpec, rows: int = 4, positions: int = 300, dtype: torch.dtype = torch.bfloat16) -> KVCache:
     return KVCache(len(spec.layers), rows, spec.kv_heads, positions, spec.head_dim, dtype=dtype)
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kernels.tools import cache_for, ragged, random_spec, with_every_feature, with_experts
+from kernels.tools import cache_for, ragged, random_spec, with_every_feature, with_experts, with_sinks
 from paceline.core.nodes import Nodes
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import native
@@ -25,8 +25,13 @@ SHAPES = {
     "every feature, norms of all heads": {"heads": 4, "kv_heads": 2, "bias": True},
     "experts": {"width": 100, "tied": False},
     "experts, every feature": {"bias": True, "window": 20},
+    "experts, gpt-oss": {"bias": True, "window": 20, "head_dim": 64, "heads": 4, "kv_heads": 1},
 }
-MIXTURES = {"experts": {"normalised": False, "count": 21, "used": 4}, "experts, every feature": {"shared": True}}
+MIXTURES = {
+    "experts": {"normalised": False, "count": 21, "used": 4},
+    "experts, every feature": {"shared": True},
+    "experts, gpt-oss": {},
+}
 EVERY = (*native.available(), *native.emulated())
 on_every_isa = pytest.mark.parametrize("kernels", EVERY, ids=lambda kernels: kernels.name)
 of_every_shape = pytest.mark.parametrize("shape", SHAPES)
@@ -37,6 +42,8 @@ def spec_of_shape(shape):
     spec = random_spec(**SHAPES[shape])
     if shape in MIXTURES:
         spec = with_experts(spec, **MIXTURES[shape])
+    if "gpt-oss" in shape:
+        spec = with_sinks(spec)
     return with_every_feature(spec, norm_all="all heads" in shape) if "every feature" in shape else spec
 
 
@@ -86,6 +93,10 @@ def plain_forward(spec: NativeSpec, tokens):
         q, k, v = (t.transpose(0, 1) for t in (rotate(q, rotary), rotate(k, rotary), v))
         distance = positions[:, None] - positions[None]
         mask = (distance >= 0) & (distance < (layer.window or 10**9))
+        if layer.sinks is not None:  # a key of zeros whose score is the sink, and whose value is zero
+            bias = torch.where(mask, 0.0, -torch.inf).expand(spec.heads, -1, -1)
+            mask = torch.cat([bias, layer.sinks[:, None, None].expand(-1, len(tokens), 1)], 2)[None]
+            k, v = (functional.pad(part, (0, 0, 0, 1)) for part in (k, v))
         y = functional.scaled_dot_product_attention(
             q[None], k[None], v[None], attn_mask=mask, scale=layer.scale, enable_gqa=True
         )

@@ -96,9 +96,19 @@ def write(layer: int, cache: KVCache, rows: Tensor, slots: Tensor, k: Tensor, v:
 
 
 def attend(
-    layer: int, cache: KVCache, q: Tensor, rows: Tensor, seen: Sequence[Seen], scale: float, window: int | None
+    layer: int,
+    cache: KVCache,
+    q: Tensor,
+    rows: Tensor,
+    seen: Sequence[Seen],
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """q [N, H, D] over the keys that each token sees in its row, at most the last ``window`` -> [N, H, D]."""
+    """q [N, H, D] over the keys that each token sees in its row, at most the last ``window`` -> [N, H, D].
+
+    sinks: [H], one more score of each head, without a value.
+    """
     out = torch.empty_like(q)
     for i, (row, (text, tail)) in enumerate(zip(rows.tolist(), seen, strict=True)):
         slots = [*range(text), *tail][: cache.positions]
@@ -106,7 +116,10 @@ def attend(
         k, v = (table[layer, row][:, visible].float() for table in (cache.keys, cache.values))
         grouped = q[i].view(k.shape[0], -1, q.shape[2])
         scores = (grouped * scale) @ k.transpose(1, 2)
-        out[i] = (scores.softmax(dim=2) @ v).view(-1, q.shape[2])
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.float().view(*scores.shape[:2], 1)], 2)
+        shares = scores.softmax(dim=2)[..., : len(visible)]
+        out[i] = (shares @ v).view(-1, q.shape[2])
     return out
 
 
@@ -198,7 +211,8 @@ class _ReferencePass:
         cos, sin = (table[self._at] for table in self._tables[layer_index])
         write(index, self._cache, self._rows, self._slots, rotate(k, cos, sin), v)
         scale = spec.scale_of(weights)
-        attended = attend(index, self._cache, rotate(q, cos, sin), self._rows, self._seen, scale, weights.window)
+        seen = self._rows, self._seen, scale, weights.window, weights.sinks
+        attended = attend(index, self._cache, rotate(q, cos, sin), *seen)
         if weights.gated:
             attended = attended * gate.sigmoid()
         return layer.attention_out(attended.flatten(1))
