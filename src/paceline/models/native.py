@@ -21,7 +21,7 @@ from paceline.core.nodes import Nodes
 from paceline.core.recurrent_state import StateShape
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import abi, native, reference
-from paceline.kernels.pack import Format, Weight
+from paceline.kernels.pack import Format, Weight, packed_bytes
 from paceline.kernels.spec import (
     DeltaWeights,
     ExpertsWeights,
@@ -108,6 +108,7 @@ class NativeModel:
         self._packed = None if chosen is None else PackedDecoder(spec, formats, chosen, self.threads, read_packed)
         self._caches: WeakKeyDictionary[KVCache, abi.CCache] = WeakKeyDictionary()
         self._weight_bytes, self._multiply_adds = packed_size(spec, *formats), _multiply_adds(spec)
+        self._expert_sizes = _expert_sizes(spec, formats[0])
 
     @classmethod
     def from_weights(
@@ -210,6 +211,15 @@ class NativeModel:
         """Return the multiply-adds of all weight matrices for one token; see ``Counted``."""
         return self._multiply_adds
 
+    def expert_bytes(self) -> int:
+        """Return the bytes of the weights of all experts; see ``CountsExperts``."""
+        return sum(self._expert_sizes)
+
+    def expert_bytes_read(self) -> int:
+        """Return the bytes of experts' weights that were read so far; the reference implementation counts none."""
+        read = 0 if self._packed is None else self._packed.decoder.experts_read()
+        return read * self._expert_sizes[0] if read else 0
+
     def packed(self) -> Tensor | None:
         """Return the packed weights, uint8 [packed_size]; None for the reference implementation.
 
@@ -224,6 +234,16 @@ class NativeModel:
             _check_cache(cache, self)
             described = self._caches[cache] = abi.CCache.of(cache)
         return described
+
+
+def _expert_sizes(spec: NativeSpec, to: Format) -> list[int]:
+    """Return the bytes of each expert of each layer; all have one shape."""
+    mixtures = [layer.experts for layer in spec.layers if layer.experts is not None]
+    return [
+        sum(packed_bytes(linear.weight.shape[0], linear.weight.shape[1], to) for linear in pair)
+        for mixture in mixtures
+        for pair in zip(mixture.gate_up, mixture.down, strict=True)
+    ]
 
 
 def _multiply_adds(spec: NativeSpec) -> int:
