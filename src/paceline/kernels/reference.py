@@ -289,11 +289,11 @@ class _ReferenceLayer:
         """The weighted sum of the outputs of each token's experts."""
         scores = scores if experts.router_bias is None else scores + experts.router_bias.float()
         weights, chosen = route(scores, experts.used, experts.normalised)
-        out = torch.zeros_like(x)
-        for token, rank in torch.cartesian_prod(torch.arange(len(x)), torch.arange(experts.used)).tolist():
-            expert = self._experts[int(chosen[token, rank])]
-            out[token] += weights[token, rank] * self._run(expert, x[token : token + 1])[0]
-        return out
+        outputs = x.new_empty(*chosen.shape, x.shape[1])
+        for expert in torch.unique(chosen).tolist():
+            token, rank = (chosen == expert).nonzero(as_tuple=True)
+            outputs[token, rank] = self._run(self._experts[expert], x[token])
+        return (outputs * weights[..., None]).sum(1)
 
     def _run(self, mlp: _GatedMLP | None, x: Tensor) -> Tensor:
         if mlp is None:

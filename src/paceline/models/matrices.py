@@ -77,12 +77,12 @@ class StoredMatrix:
 def _read(part: Placement, to: Format, outcome: Outcome) -> Weight:
     stored, name = part.stored, part.slot.target
     if isinstance(stored, CodedTensor):
-        codes = None if part.transposed else stored.codes(to)
+        codes = None if part.transposed or part.interleaved else stored.codes(to)
         (outcome.rounded if codes is None else outcome.kept)[stored.stored_as] += 1
         if codes is not None:
             return codes
     numbers = torch.empty(part.slot.shape, dtype=torch.float32)
-    stored.unpack_into(numbers.t() if part.transposed else numbers)
+    part.read_into(numbers)
     if not bool(numbers.isfinite().all()):
         raise ModelFormatError(f"{name} has values that are not finite")
     return pack.quantise(numbers, to)
