@@ -17,16 +17,16 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
 from paceline.core.cache import KVCache
 from paceline.core.nodes import Nodes
 from paceline.engine.utilisation import fastest, kernel_rate
-from paceline.kernels import native, pack
+from paceline.kernels import native
 from paceline.kernels.pack import Format
-from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec, Rotary
+from paceline.kernels.spec import ExpertsWeights, LayerWeights, LinearWeights, NativeSpec, Rotary
 from paceline.models.native import NativeModel, Quantization
 
 _READ_BYTES = 1 << 29
@@ -47,12 +47,16 @@ class Shape:
     head_dim: int
     ffn: int
     vocab_size: int
+    experts: int = 0  # of a layer; 0: MLPs, else mixtures of experts that are ``ffn`` wide
+    used: int = 0  # experts of a token
 
 
 SHAPES = {
     "smollm2-135m": Shape(576, 30, 9, 3, 64, 1536, 49152),
     "qwen2.5-0.5b": Shape(896, 24, 14, 2, 64, 4864, 151936),
     "qwen2.5-1.5b": Shape(1536, 28, 12, 2, 128, 8960, 151936),
+    "qwen3-30b-a3b": Shape(2048, 48, 32, 4, 128, 768, 151936, experts=128, used=8),
+    "gpt-oss-20b": Shape(2880, 24, 64, 8, 64, 2880, 201088, experts=32, used=4),  # without sinks and biases
 }
 
 
@@ -140,11 +144,13 @@ def random_spec(shape: Shape, positions: int) -> NativeSpec:
     def linear(outputs: int, inputs: int) -> LinearWeights:
         return LinearWeights((torch.randn(outputs, inputs) * inputs**-0.5).bfloat16())
 
+    gate_up, down = linear(2 * shape.ffn, shape.width), linear(shape.width, shape.ffn)
     layer = LayerWeights(
         qkv=linear(qkv, shape.width),
         attention_out=linear(shape.width, shape.heads * shape.head_dim),
-        gate_up=linear(2 * shape.ffn, shape.width),
-        down=linear(shape.width, shape.ffn),
+        gate_up=None if shape.experts else gate_up,
+        down=None if shape.experts else down,
+        experts=_experts(shape, gate_up, down) if shape.experts else None,
         input_norm=torch.ones(shape.width),
         post_norm=torch.ones(shape.width),
     )
@@ -162,6 +168,19 @@ def random_spec(shape: Shape, positions: int) -> NativeSpec:
         final_norm=torch.ones(shape.width),
         layers=[layer] * shape.layers,
     )
+
+
+def _experts(shape: Shape, gate_up: LinearWeights, down: LinearWeights) -> ExpertsWeights:
+    """A random router over experts that share their weights, of which packing makes copies."""
+    router = torch.randn(shape.experts, shape.width) * shape.width**-0.5
+    return ExpertsWeights(router, [gate_up] * shape.experts, [down] * shape.experts, shape.used, normalised=True)
+
+
+def _weight_bytes(model: NativeModel, nodes: Nodes, cache: KVCache) -> int:
+    """Bytes of the weights that a forward pass reads: of a mixture, the experts that its tokens run through."""
+    read = model.expert_bytes_read()
+    model.forward(nodes, cache)
+    return model.weight_bytes() - model.expert_bytes() + model.expert_bytes_read() - read
 
 
 def measure_step(
@@ -186,9 +205,8 @@ def measure_step(
     head = fastest(lambda: model.logits(hidden), seconds)
     steps, reads = in_turn(lambda: model.logits(model.forward(nodes, cache).hidden), reader, seconds)
     name = model.quantization or "bf16"
-    width = {"bf16": 2.0, "int8": 1.0, "int4": 0.5 + 3 / pack.INT4_GROUP}[name]
-    macs = rows * tokens * model.weight_bytes() / width
-    moved = model.weight_bytes() + 2 * cache.keys[:, :, :, : context + tokens].nbytes
+    macs = rows * tokens * model.multiply_adds()
+    moved = _weight_bytes(model, nodes, cache) + 2 * cache.keys[:, :, :, : context + tokens].nbytes
     floors = [moved * read / _READ_BYTES for read in reads]
     return Step(
         shape=shape,
@@ -235,6 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="The CPU kernels compared with their floor.")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["smollm2-135m"])
     parser.add_argument("--formats", nargs="+", choices=_FORMATS, default=["int8", "bf16"])
+    parser.add_argument("--layers", type=int, help="keep only the first so many layers, such as fit into memory")
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seconds", type=float, default=0.5, help="for each measurement")
@@ -248,7 +267,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _say(f"{machine.kernels}, {machine.threads} threads: read {machine.read_gb_s} GB/s; GMAC/s in cache: {rates}")
     steps = []
     for shape in options.shapes:
-        spec = random_spec(SHAPES[shape], options.context + 8)
+        layers = min(options.layers or SHAPES[shape].layers, SHAPES[shape].layers)
+        spec = random_spec(replace(SHAPES[shape], layers=layers), options.context + 8)
+        _say(f"{shape}: {layers} of {SHAPES[shape].layers} layers, random weights")
         for name in options.formats:
             quantization: Quantization | None = None if name == "bf16" else name
             model = NativeModel(spec, shape, quantization=quantization, threads=options.threads, kernels=kernels)

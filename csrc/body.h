@@ -169,15 +169,16 @@ inline void rotate_and_write(const Attention& a, const Rotary& rotary, int token
 // zero changes no bit. The cache is read from memory in many short pieces: values are prefetched while keys are scored,
 // the next keys while values are weighed.
 
+struct Partial {  // running result of one query
+  float top, total;
+};
+
 struct Query {
   const float* q;
   float* out;
   int low, high;      // visible keys
   const float* gate;  // of the output, or null
-};
-
-struct Partial {  // running result of one query
-  float top, total;
+  Partial start;      // the head's sink
 };
 
 template <int Q, int V>
@@ -408,7 +409,7 @@ inline void attend_over(const Attention& a, int64_t row, int kv_head, const Quer
   Merge merge[kMost];
   int low = queries[0].low, high = 0;
   for (int i = 0; i < count; ++i) {
-    partial[i] = {kMinusInfinity, 0.0f};
+    partial[i] = queries[i].start;
     low = queries[i].low < low ? queries[i].low : low;
     high = queries[i].high > high ? queries[i].high : high;
   }
@@ -460,7 +461,8 @@ inline void attend(const Attention& a, int64_t row, int first, int count, int kv
       const size_t at = static_cast<size_t>(kv_head * shared + i) * static_cast<size_t>(a.dim);
       const float* row = a.qkv + a.qkv_stride * static_cast<size_t>(token);
       queries[n++] = {row + at, a.out + a.out_stride * static_cast<size_t>(token) + at, static_cast<int>(low), static_cast<int>(high),
-                      a.gates ? row + a.gates + at : nullptr};
+                      a.gates ? row + a.gates + at : nullptr,
+                      a.sinks ? Partial{a.sinks[kv_head * shared + i], 1.0f} : Partial{kMinusInfinity, 0.0f}};
     }
   }
   if (a.bf16) attend_over<uint16_t>(a, row, kv_head, queries, n, group, scratch, then);
@@ -488,6 +490,40 @@ inline void embed(const Linear& table, int64_t token, float* out) {
   }
 }
 
+// --- mixtures of experts
+// ------------------------------------------------------------------------------
+
+template <int Q>
+inline void route_rows(const Router& router, const float* x, size_t stride, int panel, float* out, size_t out_stride) {
+  const float* w = router.weights + static_cast<size_t>(panel) * static_cast<size_t>(router.inputs) * kRouterPanel;
+  F16 s[Q];
+  for (int i = 0; i < Q; ++i) s[i] = zero();
+  for (int k = 0; k < router.inputs; ++k) {
+    const F16 of_input = load(w + static_cast<size_t>(k) * kRouterPanel);
+    for (int i = 0; i < Q; ++i) s[i] = fma(set1(x[stride * static_cast<size_t>(i) + static_cast<size_t>(k)]), of_input, s[i]);
+  }
+  const int first = panel * kRouterPanel;
+  for (int i = 0; i < Q; ++i) {
+    store(out + out_stride * static_cast<size_t>(i) + first, router.bias ? s[i] + load(router.bias + first) : s[i]);
+  }
+}
+
+inline void route(const Router& router, const float* x, int rows, size_t stride, int panel, float* out) {
+  using RouteRows = void (*)(const Router&, const float*, size_t, int, float*, size_t);
+  static constexpr RouteRows table[] = {route_rows<1>, route_rows<2>, route_rows<3>, route_rows<4>, route_rows<5>, route_rows<6>};
+  const size_t out_stride = static_cast<size_t>(padded(router.outputs, kRouterPanel));
+  for (int i = 0; i < rows; i += kQueryBlock) {
+    const size_t row = static_cast<size_t>(i);
+    const int n = rows - i < kQueryBlock ? rows - i : kQueryBlock;
+    table[n - 1](router, x + stride * row, stride, panel, out + out_stride * row, out_stride);
+  }
+}
+
+inline void accumulate(const float* x, float weight, int padded_width, float* out) {
+  const F16 w = set1(weight);
+  for (int i = 0; i < padded_width; i += 16) store(out + i, fma(w, load(x + i), load(out + i)));
+}
+
 // --- end of a matrix product
 // -------------------------------------------------------------------------------------------
 
@@ -495,6 +531,13 @@ inline void embed(const Linear& table, int64_t token, float* out) {
 inline F16 gelu_tanh(F16 x) {
   const F16 cubic = fma(x * x * x, set1(0.044715f), x);
   return x / (set1(1.0f) + exponential(cubic * set1(-1.5957691216057308f)));
+}
+
+// gpt-oss's gate: both parts are limited to 7, the gate only from above; gate * sigmoid(1.702 gate) * (up + 1).
+inline F16 clamped_swiglu(F16 gate, F16 up) {
+  const F16 limit = set1(7.0f), low = set1(-7.0f);
+  const F16 g = min(gate, limit), u = max(min(up, limit), low);
+  return g * sigmoid(g * set1(1.702f)) * (u + set1(1.0f));
 }
 
 // y: the 32 sums of one row and panel.
@@ -508,6 +551,7 @@ inline void finish(const LinearCall& call, int panel, int row, F16 y0, F16 y1) {
   }
   if (call.epilogue == Epilogue::kSwiglu) return store(out + column / 2, silu(y0) * y1);
   if (call.epilogue == Epilogue::kGeglu) return store(out + column / 2, gelu_tanh(y0) * y1);
+  if (call.epilogue == Epilogue::kClampedSwiglu) return store(out + column / 2, clamped_swiglu(y0, y1));
   if (call.epilogue == Epilogue::kAdd) {
     y0 = load(out + column) + y0;
     y1 = load(out + column + 16) + y1;

@@ -1,9 +1,10 @@
 // The whole forward pass in one job of the pool: no thread leaves it between layers.
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 
-#include "model.h"
+#include "experts.h"
 
 namespace paceline {
 namespace {
@@ -169,9 +170,6 @@ class Pass {
 
   void run_layer(size_t index, int thread, Stopwatch& watch) const {
     const Layer& layer = m_.layers[index];
-    const Norm second = norm(layer.post_norm);
-    float* residual = m_.residual_.as<float>();
-    const Epilogue gated = layer.activation == kGeluTanh ? Epilogue::kGeglu : Epilogue::kSwiglu;
     const bool last = keys_alone() && index + 1 == m_.layers.size();
     if (s_.delta.key_heads) clear_padding(layer, thread);
     if (layer.delta) run_delta(layer, index, thread, watch);
@@ -180,13 +178,61 @@ class Pass {
     auto input = prepare(m_.attended_.as<float>(), layer.attention_out.inputs, nullptr, layer.attention_out, thread);
     watch.lap(kPrepare);
     add(layer.attention_out, input, layer.attention_out_norm, thread, watch);
-    input = prepare(residual, m_.padded_width, layer.post_norm ? &second : nullptr, layer.gate_up, thread);
+    if (layer.experts) return run_experts(layer, thread, watch);
+    add(layer.down, activate(layer, thread, watch), layer.mlp_out_norm, thread, watch);
+  }
+
+  // The input of a dense MLP's second product.
+  Activations activate(const Layer& layer, int thread, Stopwatch& watch) const {
+    const Norm second = norm(layer.post_norm);
+    auto input = prepare(m_.residual_.as<float>(), m_.padded_width, layer.post_norm ? &second : nullptr, layer.gate_up, thread);
     watch.lap(kPrepare);
-    multiply(layer.gate_up, input, gated, m_.activated_.as<float>(), static_cast<size_t>(m_.padded_ffn), thread);
+    multiply(layer.gate_up, input, gate_of(layer), m_.activated_.as<float>(), static_cast<size_t>(m_.padded_ffn), thread);
     watch.lap(kProducts);
     input = prepare(m_.activated_.as<float>(), m_.padded_ffn, nullptr, layer.down, thread);
     watch.lap(kPrepare);
-    add(layer.down, input, layer.mlp_out_norm, thread, watch);
+    return input;
+  }
+
+  static Epilogue gate_of(const Layer& layer) {
+    constexpr Epilogue of[] = {Epilogue::kSwiglu, Epilogue::kGeglu, Epilogue::kClampedSwiglu};
+    return of[layer.activation];
+  }
+
+  void run_experts(const Layer& layer, int thread, Stopwatch& watch) const {
+    const ExpertsStep step(*layer.experts, k_, pool_, *m_.experts_, gate_of(layer), tokens_.count, m_.padded_width);
+    const Share share(tokens_.count, thread, pool_.threads());
+    const size_t stride = static_cast<size_t>(m_.padded_width);
+    for (int i = share.first; i < share.last; ++i) {
+      if (layer.post_norm) k_.rms_norm(residual(i), norm(layer.post_norm), m_.padded_width, step.input(i));
+      else std::memcpy(step.input(i), residual(i), sizeof(float) * stride);
+    }
+    pool_.meet();
+    step.route(thread);
+    if (thread == 0) m_.experts_read_ += step.distinct(thread);
+    watch.lap(kPrepare);
+    const bool shared = layer.gate_up.weights != nullptr;
+    if (shared) {
+      const Activations input = activate(layer, thread, watch);
+      multiply(layer.down, input, Epilogue::kStore, m_.branch_.as<float>(), stride, thread);
+    }
+    step.multiply(thread);
+    watch.lap(kProducts);
+    float* sum = m_.scratch_[static_cast<size_t>(thread)]->normed.as<float>();
+    for (int i = share.first; i < share.last; ++i) {
+      step.sum(i, thread, sum);
+      if (shared) k_.accumulate(m_.branch_.as<float>() + static_cast<size_t>(i) * stride, shared_weight(*layer.experts, step, i), m_.padded_width, sum);
+      if (layer.mlp_out_norm) k_.rms_norm(sum, norm(layer.mlp_out_norm), m_.padded_width, sum);
+      k_.accumulate(sum, 1.0f, m_.padded_width, residual(i));
+    }
+    pool_.meet();
+    watch.lap(kPrepare);
+  }
+
+  // The sigmoid of a score in double: a library's rounding of floats does not matter.
+  static float shared_weight(const Experts& experts, const ExpertsStep& step, int token) {
+    if (experts.router.outputs == experts.count) return 1.0f;
+    return static_cast<float>(1.0 / (1.0 + std::exp(-static_cast<double>(step.shared_score(token)))));
   }
 
   // Adds the product of a layer's part to the hidden states, after a norm (if any) of its own.
@@ -392,6 +438,7 @@ class Pass {
     a.epsilon = s_.epsilon;
     a.gates = layer.gated ? static_cast<size_t>((s_.heads + 2 * s_.kv_heads) * s_.dim) : 0;
     a.norm_all = layer.norm_all != 0;
+    a.sinks = layer.sinks;
     return a;
   }
 
@@ -431,11 +478,14 @@ void Model::grow(int threads, int tokens) {
   gates_.grow(n * static_cast<size_t>(padded(2 * spec.delta.value_heads, kPanel)));
   attended_.grow(n * static_cast<size_t>(padded_attention));
   activated_.grow(n * static_cast<size_t>(padded_ffn));
+  for (const Layer& layer : layers) {
+    if (layer.experts) experts_->grow(*layer.experts, threads, tokens, padded_width);
+  }
   padded_hidden_.grow(n * static_cast<size_t>(padded_width));
   shared_.grow(tokens, widest);
   while (static_cast<int>(scratch_.size()) < threads) scratch_.push_back(std::make_unique<Scratch>());
   for (auto& scratch : scratch_) {
-    int narrowest = std::min(padded_width, padded_ffn);
+    int narrowest = padded_ffn ? std::min(padded_width, padded_ffn) : padded_width;  // a mixture may have no MLP of one width
     for (const Layer& layer : layers) narrowest = std::min(narrowest, layer.attention_out.inputs);
     scratch->rows.grow(std::min(tokens, kRedundant / narrowest + 1), widest);
     scratch->normed.grow(sizeof(float) * static_cast<size_t>(widest));

@@ -8,13 +8,15 @@
 namespace paceline {
 
 enum Format : int32_t { kInt8 = 0, kBf16 = 1, kInt4 = 2 };
-enum class Epilogue { kStore, kAdd, kSwiglu, kGeglu };  // the last two: silu or gelu (tanh) of the gate, times up
+// The last three, of a gate and up: silu(gate) * up, gelu(gate) * up (tanh), and gpt-oss's, see clamped_swiglu.
+enum class Epilogue { kStore, kAdd, kSwiglu, kGeglu, kClampedSwiglu };
 
 constexpr int kPanel = 32;            // output columns that are packed and computed together
 constexpr int kInputMultiple = 64;    // inputs are padded to it: the depth of an AMX tile of bytes
 constexpr int kRowMultiple = 16;      // memory of rows is padded to it: the height of an AMX tile
 constexpr int kKeyBlock = 256;        // keys, aligned to absolute positions, that share one softmax partial
 constexpr int kActivationGroup = 64;  // inputs of a row that share a scale, so that an outlier costs accuracy only within its group
+constexpr int kRouterPanel = 16;      // experts that are scored together
 constexpr int kInt8Zero = 128;        // int8 weights are stored as w + 128: the instruction multiplies unsigned by signed
 
 // Packed weights: panels of 32 columns, each read sequentially.
@@ -31,6 +33,15 @@ struct Linear {
   int32_t outputs;      // not padded
   int32_t format;
   int32_t group;  // int4: inputs that share a scale
+};
+
+// Weights that score experts, in float32: panels of 16 experts, [padded inputs][16] each. Their sums decide which
+// experts run, so nothing is rounded.
+struct Router {
+  const float* weights;
+  const float* bias;  // padded, or null
+  int32_t inputs;     // padded
+  int32_t outputs;    // not padded
 };
 
 // The input rows of a linear layer, quantised once.
@@ -99,6 +110,7 @@ struct Attention {
   float epsilon;
   size_t gates;  // place of the output's gates in a row of qkv, head after head; 0: none
   bool norm_all;  // whether the norms are over all heads together instead of each head
+  const float* sinks;  // [heads], one more score of each head, without a value; or null
 };
 
 // Heads of a gated delta net. Value heads value_heads / key_heads * i and following share key head i.
@@ -190,6 +202,11 @@ struct Kernels {
   // A gated delta net: all nodes of one slot, one key head with its value heads. Scratch: delta_scratch_floats().
   void (*delta)(const DeltaCall& call, const SlotRun& run, int key_head, float* scratch);
   void (*embed)(const Linear& table, int64_t token, float* out);
+  // Scores of a panel of experts: x [rows][stride] -> out [rows][outputs padded to kRouterPanel]. One chain of additions
+  // over the inputs for each score.
+  void (*route)(const Router& router, const float* x, int rows, size_t stride, int panel, float* out);
+  // out += weight * x.
+  void (*accumulate)(const float* x, float weight, int padded_width, float* out);
   int64_t (*draw)(const Draw& draw);
   // The softmax of the logits (temperature 1) at one token.
   float (*likelihood)(const Draw& draw, int64_t token);

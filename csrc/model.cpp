@@ -1,4 +1,4 @@
-#include "model.h"
+#include "experts.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -88,6 +88,9 @@ Model::Model(const ModelSpec& s, const Kernels& k)
       padded_qkv(widest(layers, [](const Layer& layer) { return padded(layer.qkv.outputs, kPanel); })),
       padded_attention(widest(layers, [](const Layer& layer) { return layer.attention_out.inputs; })),
       padded_ffn(padded(s.ffn, kInputMultiple)),
-      next_unit_(static_cast<size_t>(s.layer_count)) {}
+      next_unit_(static_cast<size_t>(s.layer_count)),
+      experts_(std::make_unique<ExpertBuffers>()) {}
+
+Model::~Model() = default;
 
 }  // namespace paceline

@@ -22,7 +22,15 @@ struct Delta {
   const float *rate, *bias, *norm;
 };
 
-enum Activation : int32_t { kSilu = 0, kGeluTanh = 1 };
+enum Activation : int32_t { kSilu = 0, kGeluTanh = 1, kClampedSilu = 2 };
+
+// A mixture of experts. Its layer's gate_up and down, if it has any, are an MLP that every token runs through besides.
+struct Experts {
+  Router router;                 // rows of the experts, then that of the gate of the shared MLP's output, if it has one
+  const Linear *gate_up, *down;  // of each expert; all have one shape
+  int32_t count, used;           // experts, and experts of a token
+  int32_t normalised;            // whether a token's weights are a softmax over its experts' scores, not over all
+};
 
 struct Layer {
   Linear qkv, attention_out, gate_up, down;
@@ -42,6 +50,8 @@ struct Layer {
   const Delta* delta;  // null: attention
   int32_t gated;       // whether qkv ends with the gates of attention's output
   int32_t place;       // among the cache's layers, or among those with states
+  const Experts* experts;  // null: a dense MLP
+  const float* sinks;      // of attention: [heads], or null
 };
 
 // The extra parts of a head that reads its target's hidden states (src/paceline/drafters/heads/feature.py). Its first
@@ -237,6 +247,8 @@ struct PassOutputs {
                     // layer_count + 1 for the same after the final norm
 };
 
+struct ExpertBuffers;
+
 enum Phase { kEmbed, kPrepare, kProducts, kRotary, kAttention, kPhases };
 
 // Memory that is reused from call to call, aligned to cache lines and padded with zeros.
@@ -269,11 +281,13 @@ struct Scratch {  // per thread
 class Model {
  public:
   Model(const ModelSpec& spec, const Kernels& kernels);
+  ~Model();
 
   void forward(Pool& pool, const Tokens& tokens, const Cache& cache, const PassOutputs& out, double* seconds);
   void logits(Pool& pool, const float* hidden, int rows, float* out);
   void fuse(Pool& pool, const float* features, int rows, float* out);        // for a head: [rows][streams][stream width] -> [rows][width]
   const char* problem_with(const Tokens& tokens, const Cache& cache) const;  // or null
+  int64_t experts_read() const { return experts_read_; }  // experts whose weights were read, all layers and passes together
   int64_t vocabulary() const { return spec.head.outputs; }
   int64_t read_vocabulary() const { return spec.fusion ? spec.fusion->vocabulary : vocabulary(); }
 
@@ -293,6 +307,8 @@ class Model {
   Quantised shared_;
   std::vector<std::unique_ptr<Scratch>> scratch_;
   std::vector<std::atomic<int>> next_unit_;
+  std::unique_ptr<ExpertBuffers> experts_;
+  std::atomic<int64_t> experts_read_{0};
 };
 
 // Draws the next draft token of these rows, in their places' order: `call` has one place per row. chances,

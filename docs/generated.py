@@ -23,6 +23,7 @@ from paceline.models.families import FAMILIES
 from paceline.models.families.base import Family
 from paceline.models.gguf_tensors import READABLE, UNREADABLE, fate
 from paceline.models.native import check_description
+from paceline.models.recurrent import is_recurrent
 from paceline.models.shares import ModelShard
 
 WIDTH = 100  # characters of a terminal
@@ -207,7 +208,7 @@ def _columns(family: Family) -> Iterator[str]:
         yield "no: needs " + str(error).partition(" without ")[2]
     else:
         yield "bf16, int8, int4"
-    if len(spec.attentions) < len(spec.layers):
+    if is_recurrent(spec):
         yield "no"
     else:
         yield "bf16, int8, fp8; graphs" if dense else "bf16; no graphs"

@@ -65,6 +65,7 @@ from toy import (
     sometimes,
     tiny_llama,
     tiny_native,
+    tiny_native_experts,
     truth_of,
 )
 
@@ -79,14 +80,22 @@ DRAFTS: dict[str, Callable[[], Model]] = {
     "llama": lambda: tiny_llama(1),
 }
 MODELS = {**TARGETS, "native": lambda: tiny_native(1)}  # "native" runs rounds in the kernels
+MODELS |= {
+    "experts": tiny_native_experts,  # mixtures of experts in the kernels
+    "experts int4": lambda: tiny_native_experts("int4"),
+    "experts bf16": lambda: tiny_native_experts(None),
+}
+MIXTURES = ["experts", "experts int4", "experts bf16"]
 MODELS["recurrent"] = tiny_native_recurrent  # the same, with states in place of most keys and values
 DRAFTS["native"] = DRAFTS["recurrent"] = lambda: tiny_native(1, 1)
+DRAFTS |= dict.fromkeys(MIXTURES, DRAFTS["native"])
 HEADS: dict[str, Callable[[], HeadModel]] = {
     "toy": lambda: tiny_head(ToyModel(), 8),
     "flat": lambda: tiny_head(FlatToy(), 8),
     "llama": lambda: tiny_head(tiny_llama(), 32),
     "native": lambda: tiny_native_head(tiny_native(1), 72),
     "recurrent": lambda: tiny_mtp(tiny_native_recurrent()),
+    "experts": lambda: tiny_native_head(tiny_native_experts(), 72),
 }
 DRAFTERS = ["model", "self", "ngram", "documents", "never", "always", "sometimes", "ragged", "short", "hybrid"]
 PARALLEL_HEADS: dict[str, Callable[[], HeadModel]] = {
@@ -430,6 +439,31 @@ def test_rounds_of_recurrent_models_equal_plain_decoding(
     options = {"speculation_width": width, "prefill_chunk": 7}
     engine = speculative_engine("recurrent", drafter, length, family, **options)
     assert answers(run(engine, PROMPTS, PARAMS[family])) == plain("recurrent", family)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("model", "drafter", "length", "family", "width"),
+    [
+        ("experts", "model", "random", "mixed", 1),
+        ("experts", "ngram", "caps", "everything", 1),
+        ("experts", "documents", 4, "siblings", 3),
+        ("experts", "ragged", "random", "processed", 1),
+        ("experts", "hybrid", "auto", "greedy", 2),
+        ("experts", "head", 4, "mixed", 3),
+        ("experts int4", "sometimes", "selection", "mixed", 1),
+        ("experts int4", "documents", 4, "greedy", 3),
+        ("experts bf16", "sometimes", "selection", "mixed", 1),
+        ("experts bf16", "model", "random", "greedy", 1),
+    ],
+)
+def test_rounds_of_mixtures_of_experts_equal_plain_decoding(
+    model: str, drafter: str, length: int | str, family: str, width: int
+) -> None:
+    engine = speculative_engine(model, drafter, length, family, speculation_width=width, prefill_chunk=7)
+    rounds_by = count_native_rounds(engine)
+    assert answers(run(engine, PROMPTS, PARAMS[family])) == plain(model, family)
+    assert rounds_by["natively"] > 0 or family not in FAMILIES
 
 
 @needs_kernels

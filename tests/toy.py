@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.tools import random_spec
+from kernels.tools import random_spec, with_experts, with_sinks
 from paceline.config import EngineConfig, SamplingParams
 from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.cache import KVCache
@@ -30,7 +30,7 @@ from paceline.kernels.attention.reference import ReferenceAttention
 from paceline.lengths.base import LengthPolicy
 from paceline.models.base import HiddenStates, Model
 from paceline.models.decoder import Decoder
-from paceline.models.native import NativeModel
+from paceline.models.native import NativeModel, Quantization
 
 VOCAB = 24
 POSITIONS = 96
@@ -179,6 +179,13 @@ def tiny_native(seed: int, layers: int = 2) -> NativeModel:
     """Random model on the CPU kernels, whose results do not depend on the other rows of a batch."""
     spec = random_spec(vocab_size=VOCAB, layers=layers, max_positions=POSITIONS, tied=False, seed=seed)
     return NativeModel(spec, f"native-{layers}", quantization="int8", threads=1)
+
+
+def tiny_native_experts(quantization: Quantization | None = "int8") -> NativeModel:
+    """The same with mixtures of experts, an MLP beside them, biases and sinks."""
+    spec = random_spec(vocab_size=VOCAB, max_positions=POSITIONS, tied=False, bias=True, seed=2)
+    mixed = with_sinks(with_experts(spec, shared=True))
+    return NativeModel(mixed, "experts", quantization=quantization, threads=1)
 
 
 def make_engine(

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from paceline.core.cache import KVCache
 from paceline.kernels import abi, native, pack
 from paceline.kernels.pack import Weight
-from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec, Rotary
+from paceline.kernels.spec import ExpertsWeights, LayerWeights, LinearWeights, NativeSpec, Rotary
 
 THREADS = 2
 STORE, ADD, SWIGLU = range(3)
@@ -104,6 +104,42 @@ def with_every_feature(spec: NativeSpec, norm_all: bool = False) -> NativeSpec:
 
     layers = [changed(index, layer) for index, layer in enumerate(spec.layers)]
     return replace(spec, layers=layers, embed_scale=3.7, tap_scale=0.25)
+
+
+def with_experts(
+    spec: NativeSpec, *, count: int = 11, used: int = 3, width: int = 40, normalised: bool = True, shared: bool = False
+) -> NativeSpec:
+    """The spec with mixtures of experts in place of its MLPs, or beside them behind a gate if ``shared``."""
+    random = torch.Generator().manual_seed(11)
+
+    def normal(*shape: int) -> Tensor:
+        return (torch.randn(*shape, generator=random) * shape[-1] ** -0.5).bfloat16()
+
+    def linears(outputs: int, inputs: int, bias: Tensor | None) -> list[LinearWeights]:
+        return [LinearWeights(normal(outputs, inputs), None if bias is None else normal(outputs)) for _ in range(count)]
+
+    def changed(layer: LayerWeights) -> LayerWeights:
+        experts = ExpertsWeights(
+            router=4.0 * normal(count + shared, spec.width),
+            gate_up=linears(2 * width, spec.width, layer.qkv.bias),
+            down=linears(spec.width, width, layer.qkv.bias),
+            used=used,
+            normalised=normalised,
+            router_bias=None if layer.qkv.bias is None else normal(count),
+        )
+        return replace(layer, experts=experts) if shared else replace(layer, experts=experts, gate_up=None, down=None)
+
+    return replace(spec, layers=[changed(layer) for layer in spec.layers], ffn=spec.ffn if shared else 0)
+
+
+def with_sinks(spec: NativeSpec) -> NativeSpec:
+    """The spec with one more score of each head in every softmax, and with gpt-oss's activation."""
+    random = torch.Generator().manual_seed(12)
+    layers = [
+        replace(layer, sinks=torch.randn(spec.heads, generator=random), activation="clamped_silu")
+        for layer in spec.layers
+    ]
+    return replace(spec, layers=layers)
 
 
 def cache_for(spec: NativeSpec, rows: int = 4, positions: int = 300, dtype: torch.dtype = torch.bfloat16) -> KVCache:

@@ -14,7 +14,7 @@ from paceline.kernels import native
 from paceline.lengths import calibration as calibration_module
 from paceline.lengths.calibration import Calibration, Grid, TimedRun
 from paceline.lengths.cost import CostTable
-from toy import ToyModel, make_engine, run, slow_answer, tiny_native
+from toy import ToyModel, make_engine, run, slow_answer, tiny_native, tiny_native_experts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -120,6 +120,20 @@ def test_trees_drafted_for_a_measurement_are_in_no_round(drafter: str) -> None:
     Calibration(parts.target, parts.drafter, parts.accept, Grid((1, 4), (0, 2), seconds=0.0)).run()
     (output,) = run(engine, [[1, 2, 3]], [params])
     assert output.outputs[0].token_ids == slow_answer(target, [1, 2, 3], params)
+
+
+@pytest.mark.skipif(not native.available(), reason=f"the kernels count experts: {native.why_none()}")
+def test_a_table_has_the_bytes_of_the_experts_that_rounds_read() -> None:
+    model = tiny_native_experts()
+    engine = make_engine(model, drafter="ngram", max_batch_size=8)
+    table = engine.measure_costs(Grid((1, 8), (0, 1, 3), seconds=0.0))
+    shared, layers, experts, used = model.weight_bytes() - model.expert_bytes(), 2, 11, 3
+    one = model.expert_bytes() / (layers * experts)
+    assert table.weight_bytes[0][0] == shared + layers * used * one, "a token reads its experts"
+    few, many = (line[-1] - shared for line in table.weight_bytes)
+    assert layers * used * one < few < many <= model.expert_bytes()
+    dense = make_engine(tiny_native(1), drafter="ngram", max_batch_size=8)
+    assert dense.measure_costs(Grid((1, 8), (0, 1), seconds=0.0)).weight_bytes == ()
 
 
 @pytest.mark.skipif(not native.available(), reason=f"the kernels play these rounds: {native.why_none()}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -128,6 +129,59 @@ def test_times_are_convex_in_the_number_of_draft_tokens() -> None:
     steps = [right - left for left, right in pairwise(CostModel(bumps).times(1, 100).hull)]
     assert all(left <= right + 1e-9 for left, right in pairwise(steps))
     assert CostModel(bumps).times(1, 100).ms[1] == 14, "where rounds include drafting a first draft token is expensive"
+
+
+EXPERTS, USED = 128, 8  # of a layer, and of a token; experts are chosen at random
+SHARED_BYTES = 20.0  # of attention and head, in bytes of one expert
+
+
+def mixture(sizes: tuple[int, ...] = (1, 8), lengths: tuple[int, ...] = (0, 1, 3, 7, 15)) -> CostTable:
+    """Costs of a mixture of experts whose rounds take the time of reading its weights."""
+    tokens = [[size * (length + 1) for length in lengths] for size in sizes]
+    read = tuple(
+        tuple(SHARED_BYTES + EXPERTS * (1 - (1 - USED / EXPERTS) ** count) for count in line) for line in tokens
+    )
+    return CostTable(sizes, lengths, 100, read, (0.0,) * len(sizes), (0.0,) * len(sizes), weight_bytes=read)
+
+
+def test_a_mixture_of_experts_pays_for_the_experts_that_draft_tokens_add() -> None:
+    """Verifying 3 draft tokens for each of 8 rows reads most experts that one token for each did not."""
+    dense = CostModel(replace(mixture(), verify=((70.0, 70.1, 70.3, 70.7, 71.5),) * 2, weight_bytes=()))
+    costs = CostModel(mixture())
+    assert costs.times(8, 100).extra(8 * 3) > 0.6 * costs.times(8, 100).plain
+    assert dense.times(8, 100).extra(8 * 3) < 0.01 * dense.times(8, 100).plain
+    gains = [[0.3, 0.09, 0.03]] * 8
+    rates = [8 / model.times(8, 100).plain for model in (costs, dense)]  # tokens per ms of plain rounds
+    counts = [
+        model.times(8, 100).best(gains, rate, [0.0] * 8)[1] for model, rate in zip((costs, dense), rates, strict=True)
+    ]
+    assert counts[1] == [3] * 8
+    assert counts[0] == [0] * 8
+
+
+def test_times_of_a_mixture_keep_their_shape_without_upward_noise() -> None:
+    table = mixture()
+    times = CostModel(table).times(8, 100)
+    assert times.hull == pytest.approx(times.ms, rel=1e-6), "its first draft tokens cost more than its last ones"
+    noisy = replace(
+        table, verify=(table.verify[0], tuple(ms * (1.2 if j == 2 else 1) for j, ms in enumerate(table.verify[1])))
+    )
+    assert CostModel(noisy).times(8, 100).hull == pytest.approx(times.hull, rel=0.06)
+    assert CostModel(replace(table, weight_bytes=())).times(8, 100).hull[16] < 0.9 * times.ms[16], (
+        "a dense model's would"
+    )
+
+
+@pytest.mark.parametrize("rate", [0.02, 0.05, 0.1, 0.2])
+@pytest.mark.parametrize("table", [mixture(), linear_costs(token=3.0)])
+def test_the_best_set_of_draft_tokens_is_the_best_of_all_prefixes(table: CostTable, rate: float) -> None:
+    times = CostModel(table).times(4, 100)
+    lines = [[0.9, 0.8, 0.7, 0.2], [0.6, 0.5, 0.1], [0.95], []]
+    ranked = sorted((gain for line in lines for gain in line), reverse=True)
+    values = [sum(ranked[:n]) - rate * (times.hull[n] - times.hull[0]) for n in range(len(ranked) + 1)]
+    value, counts = times.best(lines, rate, [0.0] * 4)
+    assert value == pytest.approx(max(values))
+    assert values[sum(counts)] == pytest.approx(max(values))
 
 
 DRAFTS = linear_costs(draft_once=2.0, draft_step=10.0)

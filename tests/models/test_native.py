@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kernels.tools import cache_for, ragged, random_spec, with_every_feature
+from kernels.tools import cache_for, ragged, random_spec, with_every_feature, with_experts, with_sinks
 from paceline.core.nodes import Nodes
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import native
@@ -23,6 +23,14 @@ SHAPES = {
     "qwen3": {"qk_norm": True, "head_dim": 32, "heads": 5, "kv_heads": 5},
     "every feature": {"qk_norm": True, "window": 20, "width": 100},
     "every feature, norms of all heads": {"heads": 4, "kv_heads": 2, "bias": True},
+    "experts": {"width": 100, "tied": False},
+    "experts, every feature": {"bias": True, "window": 20},
+    "experts, gpt-oss": {"bias": True, "window": 20, "head_dim": 64, "heads": 4, "kv_heads": 1},
+}
+MIXTURES = {
+    "experts": {"normalised": False, "count": 21, "used": 4},
+    "experts, every feature": {"shared": True},
+    "experts, gpt-oss": {},
 }
 EVERY = (*native.available(), *native.emulated())
 on_every_isa = pytest.mark.parametrize("kernels", EVERY, ids=lambda kernels: kernels.name)
@@ -32,6 +40,10 @@ quantised_every_way = pytest.mark.parametrize("quantization", QUANTIZATIONS)
 
 def spec_of_shape(shape):
     spec = random_spec(**SHAPES[shape])
+    if shape in MIXTURES:
+        spec = with_experts(spec, **MIXTURES[shape])
+    if "gpt-oss" in shape:
+        spec = with_sinks(spec)
     return with_every_feature(spec, norm_all="all heads" in shape) if "every feature" in shape else spec
 
 
@@ -81,14 +93,46 @@ def plain_forward(spec: NativeSpec, tokens):
         q, k, v = (t.transpose(0, 1) for t in (rotate(q, rotary), rotate(k, rotary), v))
         distance = positions[:, None] - positions[None]
         mask = (distance >= 0) & (distance < (layer.window or 10**9))
+        if layer.sinks is not None:  # a key of zeros whose score is the sink, and whose value is zero
+            bias = torch.where(mask, 0.0, -torch.inf).expand(spec.heads, -1, -1)
+            mask = torch.cat([bias, layer.sinks[:, None, None].expand(-1, len(tokens), 1)], 2)[None]
+            k, v = (functional.pad(part, (0, 0, 0, 1)) for part in (k, v))
         y = functional.scaled_dot_product_attention(
             q[None], k[None], v[None], attn_mask=mask, scale=layer.scale, enable_gqa=True
         )
         x = x + norm(linear(y[0].transpose(0, 1).flatten(1), layer.attention_out), layer.attention_out_norm)
-        gate, up = linear(norm(x, layer.post_norm), layer.gate_up).chunk(2, dim=1)
-        active = functional.silu(gate) if layer.activation == "silu" else functional.gelu(gate, approximate="tanh")
-        x = x + norm(linear(active * up, layer.down), layer.mlp_out_norm)
+        x = x + norm(plain_mlp(layer, norm(x, layer.post_norm), linear), layer.mlp_out_norm)
     return norm(x, spec.final_norm), entering
+
+
+def plain_mlp(layer, x, linear):
+    """The MLP of a layer, its experts, or both, in plain float32 torch."""
+
+    def run(gate_up, down, x):
+        gate, up = linear(x, gate_up).chunk(2, dim=-1)
+        if layer.activation == "clamped_silu":
+            gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+            return linear(gate * (1.702 * gate).sigmoid() * (up + 1.0), down)
+        active = functional.silu(gate) if layer.activation == "silu" else functional.gelu(gate, approximate="tanh")
+        return linear(active * up, down)
+
+    experts = layer.experts
+    out = torch.zeros_like(x) if layer.down is None else run(layer.gate_up, layer.down, x)
+    if experts is None:
+        return out
+    scores = functional.linear(x, experts.router.float())
+    if experts.shared_gate:
+        out = out * scores[:, -1:].sigmoid()
+    scores = scores[:, : len(experts.down)]
+    if experts.router_bias is not None:
+        scores = scores + experts.router_bias.float()
+    shares, chosen = scores.softmax(1).topk(experts.used)
+    if experts.normalised:
+        shares = shares / shares.sum(1, keepdim=True)
+    for token in range(len(x)):
+        for share, expert in zip(shares[token], chosen[token].tolist(), strict=True):
+            out[token] += share * run(experts.gate_up[expert], experts.down[expert], x[token])
+    return out
 
 
 def error(x, expected):

@@ -72,6 +72,23 @@ class CDeltaShape(Structure):
     _fields_ = tuple((name, c_int32) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "taps"))
 
 
+class CRouter(Structure):
+    """csrc: Router."""
+
+    _fields_ = (("weights", c_void_p), ("bias", c_void_p), ("inputs", c_int32), ("outputs", c_int32))
+
+
+class CExperts(Structure):
+    """csrc: Experts."""
+
+    _fields_ = (
+        ("router", CRouter),
+        ("gate_up", POINTER(CLinear)),
+        ("down", POINTER(CLinear)),
+        *((name, c_int32) for name in ("count", "used", "normalised")),
+    )
+
+
 class CLayer(Structure):
     """csrc: Layer."""
 
@@ -93,6 +110,8 @@ class CLayer(Structure):
         ("delta", POINTER(CDelta)),
         ("gated", c_int32),
         ("place", c_int32),
+        ("experts", POINTER(CExperts)),
+        ("sinks", c_void_p),
     )
 
 
@@ -305,6 +324,7 @@ class CAttention(Structure):
         ("epsilon", c_float),
         ("gates", c_size_t),
         ("norm_all", c_bool),
+        ("sinks", c_void_p),
     )
 
 
@@ -321,6 +341,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_model_new": (c_void_p, (c_void_p, c_void_p)),
     "pl_model_free": (None, (c_void_p,)),
     "pl_forward": (c_char_p, (*(c_void_p,) * 7, c_int, c_int, *(c_void_p,) * 3, c_int, *(c_void_p,) * 2)),
+    "pl_experts_read": (c_int64, (c_void_p,)),
     "pl_logits": (None, (c_void_p, c_void_p, c_void_p, c_int, c_void_p)),
     "pl_keep_streams": (None, (*(c_void_p,) * 6, c_int)),
     "pl_draft": (c_char_p, (c_void_p,) * 5),

@@ -302,6 +302,10 @@ class NativeDecoder:
         )
         return None if problem is None else str(problem.decode())
 
+    def experts_read(self) -> int:
+        """Number of experts whose weights were read so far, all layers and passes together."""
+        return int(self._library.pl_experts_read(self._handle))
+
     def logits(self, hidden: Tensor, out: Tensor) -> None:
         """Hidden [M, width] -> out [M, vocab]."""
         self._library.pl_logits(self._handle, self._pool, hidden.data_ptr(), hidden.shape[0], out.data_ptr())

@@ -18,6 +18,7 @@ Take: TypeAlias = Callable[[int], Tensor]
 LAYOUT_VERSION = 2
 PANEL = 32  # output columns packed together
 INPUT_MULTIPLE = 64
+ROUTER_PANEL = 16  # experts scored together
 INT4_GROUP = 32
 _AT_ONCE = 1 << 20  # weights rounded at a time, so that intermediate results stay in the cache
 
@@ -131,7 +132,7 @@ def dequantise(weight: Weight, inputs: int) -> Tensor:
 
 def interleave_gate_up(gate_up: Tensor) -> Tensor:
     """Rows [gate, up] -> 16 rows of the gate, the same 16 of up, and so on; the width is padded to a multiple of 16."""
-    gate, up = (_pad_rows(half, round_up(half.shape[0], 16)) for half in gate_up.chunk(2))
+    gate, up = (pad_rows(half, round_up(half.shape[0], 16)) for half in gate_up.chunk(2))
     blocks = (half.view(-1, 16, *half.shape[1:]) for half in (gate, up))
     return torch.stack(tuple(blocks), dim=1).flatten(0, 2)
 
@@ -233,5 +234,14 @@ def _group_head(of_groups: Tensor, columns: int, groups: int) -> Tensor:
     return full.view(-1, PANEL, groups).transpose(1, 2).contiguous()
 
 
-def _pad_rows(x: Tensor, rows: int) -> Tensor:
+def router_panels(weight: Tensor) -> Tensor:
+    """Scores' weights [experts, width] -> float32 [panel, padded width, 16 experts]."""
+    experts, width = weight.shape
+    padding = (0, -width % INPUT_MULTIPLE, 0, -experts % ROUTER_PANEL)
+    padded = pad(weight.float(), padding)
+    return padded.view(-1, ROUTER_PANEL, padded.shape[1]).transpose(1, 2)
+
+
+def pad_rows(x: Tensor, rows: int) -> Tensor:
+    """x [N, ...] with rows of zeros appended, [rows, ...]."""
     return torch.cat([x, x.new_zeros(rows - x.shape[0], *x.shape[1:])]) if rows > x.shape[0] else x

@@ -6,7 +6,7 @@ The quantisation arithmetic is the same, so integer sums agree exactly; sums of 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, cast
+from typing import Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -16,9 +16,10 @@ from paceline.core.cache import KVCache
 from paceline.core.nodes import Nodes, Seen, seen_by
 from paceline.core.recurrent_state import RecurrentStates, SlotPass, StatefulCache
 from paceline.kernels.delta import gates_of, run_slot
-from paceline.kernels.gpu.steps import ACTIVATIONS
+from paceline.kernels.experts import route
+from paceline.kernels.gpu.steps import gate
 from paceline.kernels.pack import Bf16Weight, Format, Int4Weight, Int8Weight, Weight, dequantise, quantise
-from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec, Rotary
+from paceline.kernels.spec import ExpertsWeights, LayerWeights, LinearWeights, NativeSpec, Rotary
 
 ReferenceFormat = Format | Literal["fp32"]
 """Formats of the reference: fp32 rounds neither weights nor inputs."""
@@ -95,9 +96,19 @@ def write(layer: int, cache: KVCache, rows: Tensor, slots: Tensor, k: Tensor, v:
 
 
 def attend(
-    layer: int, cache: KVCache, q: Tensor, rows: Tensor, seen: Sequence[Seen], scale: float, window: int | None
+    layer: int,
+    cache: KVCache,
+    q: Tensor,
+    rows: Tensor,
+    seen: Sequence[Seen],
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """q [N, H, D] over the keys that each token sees in its row, at most the last ``window`` -> [N, H, D]."""
+    """q [N, H, D] over the keys that each token sees in its row, at most the last ``window`` -> [N, H, D].
+
+    sinks: [H], one more score of each head, without a value.
+    """
     out = torch.empty_like(q)
     for i, (row, (text, tail)) in enumerate(zip(rows.tolist(), seen, strict=True)):
         slots = [*range(text), *tail][: cache.positions]
@@ -105,7 +116,10 @@ def attend(
         k, v = (table[layer, row][:, visible].float() for table in (cache.keys, cache.values))
         grouped = q[i].view(k.shape[0], -1, q.shape[2])
         scores = (grouped * scale) @ k.transpose(1, 2)
-        out[i] = (scores.softmax(dim=2) @ v).view(-1, q.shape[2])
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.float().view(*scores.shape[:2], 1)], 2)
+        shares = scores.softmax(dim=2)[..., : len(visible)]
+        out[i] = (shares @ v).view(-1, q.shape[2])
     return out
 
 
@@ -156,8 +170,7 @@ class ReferenceDecoder:
             weights, normed = layer.weights, norm(x, layer.weights.input_norm, spec.epsilon)
             mixed = context.attention(index, layer, normed) if weights.delta is None else context.delta(layer, normed)
             x = x + norm(mixed, weights.attention_out_norm, spec.epsilon)
-            gate, up = layer.gate_up(norm(x, weights.post_norm, spec.epsilon)).chunk(2, dim=1)
-            x = x + norm(layer.down(ACTIVATIONS[weights.activation](gate) * up), weights.mlp_out_norm, spec.epsilon)
+            x = x + norm(layer.mlp(norm(x, weights.post_norm, spec.epsilon)), weights.mlp_out_norm, spec.epsilon)
         context.finish()
         entering.append(rms_norm(x, spec.final_norm, spec.epsilon))
         features = torch.stack([entering[tap] for tap in taps], 1) if taps else None
@@ -198,7 +211,8 @@ class _ReferencePass:
         cos, sin = (table[self._at] for table in self._tables[layer_index])
         write(index, self._cache, self._rows, self._slots, rotate(k, cos, sin), v)
         scale = spec.scale_of(weights)
-        attended = attend(index, self._cache, rotate(q, cos, sin), self._rows, self._seen, scale, weights.window)
+        seen = self._rows, self._seen, scale, weights.window, weights.sinks
+        attended = attend(index, self._cache, rotate(q, cos, sin), *seen)
         if weights.gated:
             attended = attended * gate.sigmoid()
         return layer.attention_out(attended.flatten(1))
@@ -253,6 +267,44 @@ class _ReferenceLayer:
     def __init__(self, weights: LayerWeights, make: Callable[[LinearWeights], _ReferenceLinear]) -> None:
         self.weights = weights
         self.qkv, self.attention_out = make(weights.qkv), make(weights.attention_out)
-        self.gate_up, self.down = make(weights.gate_up), make(weights.down)
+        self._mlp = _made(make, weights.gate_up, weights.down)
+        experts = weights.experts
+        self._experts = (
+            [] if experts is None else [_made(make, *pair) for pair in zip(experts.gate_up, experts.down, strict=True)]
+        )
         gates: ReferenceFormat = "fp32" if self.qkv.to == "fp32" else GATES_FORMAT
         self.beta_decay = None if weights.delta is None else _ReferenceLinear(weights.delta.beta_decay, gates)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """The output of the MLP, of the experts, or of both [N, width], from its normed input."""
+        dense, experts = self._run(self._mlp, x), self.weights.experts
+        if experts is None:
+            return dense
+        scores = functional.linear(x, experts.router.float())
+        if experts.shared_gate:
+            dense = dense * scores[:, -1:].sigmoid()
+        return dense + self._mixed(x, scores[:, : len(experts.down)], experts)
+
+    def _mixed(self, x: Tensor, scores: Tensor, experts: ExpertsWeights) -> Tensor:
+        """The weighted sum of the outputs of each token's experts."""
+        scores = scores if experts.router_bias is None else scores + experts.router_bias.float()
+        weights, chosen = route(scores, experts.used, experts.normalised)
+        outputs = x.new_empty(*chosen.shape, x.shape[1])
+        for expert in torch.unique(chosen).tolist():
+            token, rank = (chosen == expert).nonzero(as_tuple=True)
+            outputs[token, rank] = self._run(self._experts[expert], x[token])
+        return (outputs * weights[..., None]).sum(1)
+
+    def _run(self, mlp: _GatedMLP | None, x: Tensor) -> Tensor:
+        if mlp is None:
+            return torch.zeros_like(x)
+        return mlp[1](gate(mlp[0](x), self.weights.activation))
+
+
+_GatedMLP: TypeAlias = tuple[_ReferenceLinear, _ReferenceLinear]
+
+
+def _made(
+    make: Callable[[LinearWeights], _ReferenceLinear], gate_up: LinearWeights | None, down: LinearWeights | None
+) -> _GatedMLP | None:
+    return None if gate_up is None or down is None else (make(gate_up), make(down))

@@ -64,14 +64,40 @@ class Rotary:
     scaling: float = 1.0
 
 
-GatedActivation = Literal["silu", "gelu_tanh"]
+GatedActivation = Literal["silu", "gelu_tanh", "clamped_silu"]
+
+
+@dataclass(frozen=True)
+class ExpertsWeights:
+    """A mixture of experts: a token runs through the ``used`` experts with the highest scores, whose outputs are added.
+
+    router: [experts, width], and one more row if a sigmoid of its score multiplies the shared MLP's output. It is kept
+        in float32.
+    gate_up, down: of each expert, all of one shape; as in ``LayerWeights``.
+    normalised: whether the weights of the outputs are a softmax over the scores of the token's experts; else over all.
+    router_bias: added to the scores.
+    """
+
+    router: Tensor
+    gate_up: Sequence[LinearWeights]
+    down: Sequence[LinearWeights]
+    used: int
+    normalised: bool
+    router_bias: Tensor | None = None
+
+    @property
+    def shared_gate(self) -> bool:
+        """Whether the router's last row is that of the shared MLP's gate."""
+        return self.router.shape[0] > len(self.down)
 
 
 @dataclass(frozen=True)
 class LayerWeights:
     """One layer. qkv: the rows of all q heads, then k, then v; gate_up: the rows of the gate, then of up.
 
+    experts: a mixture of experts; gate_up and down are then an MLP that all tokens run through besides, or None.
     gated: whether qkv ends with rows of a gate of attention's output, one for each of its inputs.
+    sinks: [heads], one more score of each head in attention's softmax, without a value.
     delta: of a gated delta net, whose qkv always ends so and whose heads ``NativeSpec.delta`` tells; None: attention.
     input_norm, post_norm: before attention and before the MLP; attention_out_norm, mlp_out_norm: after them.
     q_norm, k_norm: [head_dim], or [heads * head_dim] and [kv_heads * head_dim] for a norm over all heads together.
@@ -80,8 +106,8 @@ class LayerWeights:
 
     qkv: LinearWeights
     attention_out: LinearWeights
-    gate_up: LinearWeights
-    down: LinearWeights
+    gate_up: LinearWeights | None
+    down: LinearWeights | None
     input_norm: Tensor | None = None
     post_norm: Tensor | None = None
     q_norm: Tensor | None = None
@@ -94,6 +120,14 @@ class LayerWeights:
     rotary: Rotary | None = None
     scale: float | None = None
     activation: GatedActivation = "silu"
+    experts: ExpertsWeights | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def linears(self) -> tuple[LinearWeights, ...]:
+        """The matrices that every token is multiplied by."""
+        dense = (self.gate_up, self.down)
+        return self.qkv, self.attention_out, *(linear for linear in dense if linear is not None)
 
 
 @dataclass(frozen=True)
@@ -131,6 +165,7 @@ class NativeSpec:
     """A whole decoder with RMS norms, rotary positions and gated MLPs. head None: tied to the embedding [vocab, width].
 
     rotary, attention_scale: of the layers that have none of their own; None: head_dim ** -0.5.
+    ffn: inner width of the MLPs that all tokens run through; 0 if all are mixtures without one.
     embed_scale: factor of the token embedding. tap_scale: factor of the hidden states that heads read.
     """
 

@@ -19,6 +19,7 @@ from paceline.drafters.base import Drafter
 from paceline.kernels.cpu import cpu_ops
 from paceline.kernels.gpu.graphs import Ticket
 from paceline.lengths.cost import CostTable, interpolate
+from paceline.models.base import CountsExperts
 from paceline.models.decoder import Decoder
 
 ProgressBar = Callable[[Sequence["TimedRun"]], Iterable["TimedRun"]]
@@ -135,6 +136,7 @@ class Calibration:
         self.long_context = max(self.context, min(LONG_CONTEXT, positions - self._beyond, spare - self._beyond))
         self.batch = runner.batch if runner else self._new_batch(rows)
         self._kernels = None if runner else natively(self.batch)
+        self._weight_bytes: dict[tuple[int, int], float] = {}  # read by a round, by rows and draft tokens per row
 
     def _new_batch(self, rows: int) -> Batch:
         device = self.target.model.device
@@ -182,6 +184,7 @@ class Calibration:
             lengths=lengths,
             context=self.context,
             verify=self._verify_table({place: point.ms for place, point in verify.items()}),
+            weight_bytes=self._verify_table(self._weight_bytes) if self._weight_bytes else (),
             draft_once=tuple(max(0.0, draft[b, few].ms - step) for b, step in zip(sizes, steps, strict=True)),
             draft_step=tuple(steps),
             context_once=once,
@@ -269,14 +272,32 @@ class Calibration:
     def _verify(self, rows: int, k: int, context: int) -> TimedRun:
         if self.runner is not None:
             return self._round(self.runner, rows, k, context)
-        draft = Draft.of([[0] * k for _ in range(rows)], self.batch.device)
+        draft = Draft.of(self._random_tokens(rows, k), self.batch.device)
 
         def run() -> object:
             if self._kernels is not None:
                 return self._kernels.run(draft)
             return self.accept(draft, self.target.verify(self.batch, draft), self.batch).host
 
-        return TimedRun(run, lambda: self._rows(rows, context))
+        model = self.target.model
+        if not isinstance(model, CountsExperts) or not model.expert_bytes():
+            return TimedRun(run, lambda: self._rows(rows, context))
+        mixture = model
+
+        def counted() -> object:
+            read = mixture.expert_bytes_read()
+            result = run()
+            experts = mixture.expert_bytes_read() - read
+            self._weight_bytes[rows, k] = mixture.weight_bytes() - mixture.expert_bytes() + experts
+            return result
+
+        return TimedRun(counted, lambda: self._rows(rows, context))
+
+    def _random_tokens(self, rows: int, k: int) -> list[list[int]]:
+        """Different tokens, as in real drafts: a mixture of experts would route equal ones to the same experts."""
+        generator = torch.Generator().manual_seed(rows * (k + 1))
+        tokens: list[list[int]] = torch.randint(self.batch.vocab_size, (rows, k), generator=generator).tolist()
+        return tokens
 
     def _round(self, runner: RoundRunner, rows: int, k: int, context: int) -> TimedRun:
         """A whole round and the host's reading of its result. The first run includes the capture, if there is one."""

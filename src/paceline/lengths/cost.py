@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -69,6 +69,8 @@ class CostTable:
     context_once, context_token: extra verification time per row and position of context beyond ``context``: once, and
         for each token fed.
     feed[i]: the draft model reads feed_tokens[i] missing tokens of one row.
+    weight_bytes[i][j]: bytes of the target's weights that such a verification reads. A mixture of experts reads more
+        with more tokens, since they run through more different experts. Empty: all sizes read the same.
 
     Raises TypeError or ValueError if the fields are not sizes and times of a possible measurement.
     """
@@ -83,20 +85,28 @@ class CostTable:
     context_token: float = 0.0
     feed_tokens: tuple[int, ...] = (1,)
     feed: tuple[float, ...] = (0.0,)
+    weight_bytes: tuple[tuple[float, ...], ...] = ()
 
     def verify_ms(self, rows: int, k: float, context: float | None = None) -> float:
         """Verification of k draft tokens per row, in ms. context: tokens per row; None: the table's.
 
         Between two measured batch sizes their times for the same total number of tokens are interpolated.
         """
-        tokens = rows * (k + 1)
-        at_size = [
-            interpolate([size * (length + 1) for length in self.lengths], times, tokens)
-            for size, times in zip(self.batch_sizes, self.verify, strict=True)
-        ]
         positions = 0.0 if context is None else rows * (context - self.context)
         per_position = self.context_once + (k + 1) * self.context_token
-        return interpolate(self.batch_sizes, at_size, rows) + positions * per_position
+        return self._interpolated(self.verify, rows, k) + positions * per_position
+
+    def read_bytes(self, rows: int, k: float) -> float:
+        """Bytes of weights that the verification of k draft tokens per row reads; 1 if all sizes read the same."""
+        return self._interpolated(self.weight_bytes, rows, k) if self.weight_bytes else 1.0
+
+    def _interpolated(self, table: tuple[tuple[float, ...], ...], rows: int, k: float) -> float:
+        tokens = rows * (k + 1)
+        at_size = [
+            interpolate([size * (length + 1) for length in self.lengths], line, tokens)
+            for size, line in zip(self.batch_sizes, table, strict=True)
+        ]
+        return interpolate(self.batch_sizes, at_size, rows)
 
     def draft_ms(self, rows: int, k: float) -> float:
         """Drafting of k tokens per row, in ms."""
@@ -125,14 +135,17 @@ class CostTable:
 
     def __post_init__(self) -> None:
         axes = self.batch_sizes, self.lengths, self.feed_tokens
-        times = *self.verify, self.draft_once, self.draft_step, self.feed
+        times = *self.verify, *self.weight_bytes, self.draft_once, self.draft_step, self.feed
         scalars = self.context, self.context_once, self.context_token
         if not all(math.isfinite(number) and number >= 0 for line in (*axes, *times, scalars) for number in line):
             raise ValueError("a time or a size is not a number, or is below 0")
         if any(not axis or list(axis) != sorted(set(axis)) for axis in axes) or self.batch_sizes[0] < 1:
             raise ValueError("sizes are missing or not in ascending order")
-        widths = *[self.lengths] * len(self.verify), *[self.batch_sizes] * 3, self.feed_tokens
-        lines = *self.verify, self.verify, self.draft_once, self.draft_step, self.feed
+        if self.weight_bytes and not all(size > 0 for line in self.weight_bytes for size in line):
+            raise ValueError("a round reads no weights")
+        tables = [self.verify, *([self.weight_bytes] if self.weight_bytes else [])]
+        widths = *[self.lengths] * sum(map(len, tables)), *[self.batch_sizes] * (2 + len(tables)), self.feed_tokens
+        lines = *(line for table in tables for line in table), *tables, self.draft_once, self.draft_step, self.feed
         if any(len(line) != len(axis) for line, axis in zip(lines, widths, strict=True)):
             raise ValueError("there are fewer or more times than sizes")
         if not all(ms > 0 for line in self.verify for ms in line):
@@ -181,7 +194,10 @@ class RoundTimes:
     """Predicted times of rounds of one batch size: T(n) of the value function.
 
     ms: [rows * LONGEST_AUTO + 1], milliseconds of a round with 0, 1, ... draft tokens, all rows together.
-    hull: [same], the largest convex function below: draft tokens chosen one by one are priced without upward noise.
+    hull: [same], without upward noise: time per byte of weights that a round reads is the largest convex function
+        below, so a dense model's times are convex. A mixture of experts reads more and more, but ever fewer new experts
+        for each further token, so its times need not be.
+    least: [one less], the smallest step of the hull from each number of draft tokens on, in milliseconds.
     error: standard error of ms[0], in milliseconds. as_of: number of observed rounds when this was computed.
     """
 
@@ -189,6 +205,11 @@ class RoundTimes:
     hull: list[float]
     error: float
     as_of: int
+    least: list[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        steps = np.diff(self.hull)
+        object.__setattr__(self, "least", np.minimum.accumulate(steps[::-1])[::-1].tolist())
 
     @property
     def plain(self) -> float:
@@ -209,21 +230,25 @@ class RoundTimes:
         """The highest value of verifying a set of draft tokens, and the number of tokens of each line in that set.
 
         lines: expected gain of each draft token, in tokens (w s), not increasing along a line. So the best set holds
-            the first tokens of each line. The hull is convex, so the first token that does not pay ends the search.
+            the first tokens of each line. The search ends where no later token can pay, which in a convex hull is the
+            first that does not.
         rate: price of time, in tokens per millisecond.
         deadlines: of each line, in seconds; of equal gains, that of the line with the earliest deadline comes first.
         max_ms: longest round allowed, in milliseconds.
         """
-        value, ms, counts = 0.0, self.hull, [0] * len(lines)
-        min_gain = rate * (ms[1] - ms[0])
+        value, net, chosen, ms, counts = 0.0, 0.0, 0, self.hull, [0] * len(lines)
+        min_gain = rate * self.least[0]
         candidates = [
             (-gain, deadlines[row], row) for row, line in enumerate(lines) for gain in line if gain > min_gain
         ]
-        for (negated, _, row), before, after in zip(sorted(candidates), ms, ms[1:], strict=False):
-            net = -negated - rate * (after - before)
-            if net <= 0 or after > max_ms:
+        candidates.sort()
+        for place, ((negated, _, _), least) in enumerate(zip(candidates, self.least, strict=False)):
+            if -negated <= rate * least or ms[place + 1] > max_ms:
                 break
-            value += net
+            net += -negated - rate * (ms[place + 1] - ms[place])
+            if net > value:
+                value, chosen = net, place + 1
+        for _, _, row in candidates[:chosen]:
             counts[row] += 1
         return value, counts
 
@@ -233,12 +258,13 @@ class _TabulatedRounds:
     """Rounds of one batch size by the table alone, each [rows * LONGEST_AUTO + 1]: with 0, 1, ... draft tokens in all.
 
     ms: at the table's context. ms_per_position: added per position of context. log_tokens: log2(1 + draft tokens per
-    row).
+    row). reads: bytes of weights that the round reads, over those of a plain round.
     """
 
     ms: Numbers
     ms_per_position: Numbers
     log_tokens: Numbers
+    reads: Numbers
 
 
 class CostModel:
@@ -273,8 +299,9 @@ class CostModel:
         table, correction = self._tabulated(rows), self._correction_of(rows)
         at_context = table.ms + table.ms_per_position * (context - self.table.context)
         ms = np.maximum(at_context, MIN_FACTOR * table.ms)
-        corrected: list[float] = (ms * np.exp(correction.level + correction.slope * table.log_tokens)).tolist()
-        return RoundTimes(corrected, lower_hull(corrected), corrected[0] * correction.error, self._rounds)
+        corrected = ms * np.exp(correction.level + correction.slope * table.log_tokens)
+        hull: list[float] = (np.array(lower_hull((corrected / table.reads).tolist())) * table.reads).tolist()
+        return RoundTimes(corrected.tolist(), hull, corrected.item(0) * correction.error, self._rounds)
 
     def observe(self, rows: int, draft_tokens: int, context: float, ms: float) -> None:
         """Learn from a round that took ``ms`` milliseconds with ``draft_tokens`` draft tokens, all rows together."""
@@ -324,5 +351,9 @@ class CostModel:
             per_row = np.arange(rows * LONGEST_AUTO + 1) / rows
             ms = np.interp(per_row, lengths, [table.verify_ms(rows, k) for k in lengths.tolist()])
             ms_per_position = rows * (table.context_once + (per_row + 1) * table.context_token)
-            self._tables[rows] = _TabulatedRounds(np.maximum(ms, MIN_MS), ms_per_position, np.log2(1 + per_row))
+            reads = np.interp(per_row, lengths, [table.read_bytes(rows, k) for k in lengths.tolist()])
+            log_tokens = np.log2(1 + per_row)
+            self._tables[rows] = _TabulatedRounds(
+                np.maximum(ms, MIN_MS), ms_per_position, log_tokens, reads / reads.item(0)
+            )
         return self._tables[rows]

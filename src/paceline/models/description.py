@@ -92,8 +92,8 @@ class ExpertsSpec:
     """A mixture of experts: a token runs through the ``used`` of ``count`` experts with the highest router scores.
 
     expert: one expert; all have the same shape.
-    softmax: whether the scores become weights by a softmax over all experts before the choice ("all"), or over the
-        chosen ones after it ("chosen"). normalised: whether the chosen weights are divided by their sum.
+    normalised: whether the weights of the outputs are a softmax over the chosen experts' scores, which is one over all
+        divided by the sum of the chosen; else over all.
     router_bias: whether the router's scores have a bias.
     shared: an MLP that every token runs through besides. shared_gate: whether sigmoid(gate(x)) multiplies its output.
     """
@@ -101,7 +101,6 @@ class ExpertsSpec:
     count: int
     used: int
     expert: MLPSpec
-    softmax: Literal["all", "chosen"] = "all"
     normalised: bool = False
     router_bias: bool = False
     shared: MLPSpec | None = None
@@ -129,6 +128,11 @@ class LayerSpec:
         """The mixer, which the caller knows to be attention."""
         assert isinstance(self.mixer, AttentionSpec), "a recurrent layer has no attention"
         return self.mixer
+
+    @property
+    def shared(self) -> MLPSpec | None:
+        """The MLP that every token runs through: the only one, or that beside a mixture's experts; None if none is."""
+        return self.mlp.shared if isinstance(self.mlp, ExpertsSpec) else self.mlp
 
     @property
     def dense(self) -> MLPSpec:

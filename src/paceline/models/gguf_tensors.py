@@ -72,6 +72,11 @@ class PackedTensor:
         pairs = self.rows.reshape(heads, count // heads // 2, 2, width).swapaxes(1, 2)
         return PackedTensor(self.kind, self.shape, pairs.reshape(count, width))
 
+    def matrix(self, index: int) -> PackedTensor:
+        """Return one of the matrices of a tensor of three dimensions."""
+        height = self.shape[1]
+        return PackedTensor(self.kind, self.shape[1:], self.rows[index * height : (index + 1) * height])
+
     def unpack_into(self, destination: Tensor) -> None:
         """Dequantize into ``destination``, which has ``shape``, a few rows at a time. Raises ModelFormatError."""
         lines = destination.view(len(self.rows), -1)

@@ -270,6 +270,36 @@ class _SafeTensor:
     def unpack_into(self, destination: Tensor) -> None:
         destination.copy_(self.load())
 
+    def matrix(self, index: int) -> _SafeTensorPart:
+        """Return one entry of the first dimension, not read yet."""
+        return _SafeTensorPart(self, (index,))
+
+
+@dataclass(frozen=True)
+class _SafeTensorPart:
+    """One entry of a tensor's first dimensions."""
+
+    whole: _SafeTensor
+    indices: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.whole.shape[len(self.indices) :]
+
+    @property
+    def dtype(self) -> str:
+        return self.whole.dtype
+
+    def load(self) -> Tensor:
+        return cast(Tensor, self.whole.file.get_slice(self.whole.name)[self.indices])
+
+    def matrix(self, index: int) -> _SafeTensorPart:
+        """Return one entry of the first dimension that is left."""
+        return _SafeTensorPart(self.whole, (*self.indices, index))
+
+    def unpack_into(self, destination: Tensor) -> None:
+        destination.copy_(self.load())
+
 
 def _from_directory(path: Path, dtype: torch.dtype, device: torch.device, progress: bool) -> Model | RecurrentModel:
     config, scheme = _unquantised_config(path)

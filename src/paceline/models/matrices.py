@@ -28,7 +28,8 @@ from paceline.models.weights import Placement, assemble, shapes
 
 log = logging.getLogger("paceline")
 
-_LINEAR = frozenset({"qkv", "o", "gate_up", "down", "head"})  # paceline's names of matrices that only multiply
+# paceline's names of matrices that only multiply
+_LINEAR = frozenset({"qkv", "o", "gate_up", "down", "experts_gate_up", "experts_down", "head"})
 
 
 @runtime_checkable
@@ -62,6 +63,11 @@ class StoredMatrix:
     parts: Sequence[Placement]
     outcome: Outcome
 
+    def of_expert(self, expert: int) -> StoredMatrix:
+        """Return the matrix of one expert, of those that this one has side by side."""
+        parts = (part.of_expert(expert) for part in self.parts)
+        return StoredMatrix([part for part in parts if part is not None], self.outcome)
+
     def __call__(self, to: Format) -> Weight:
         """Read the matrix in a format. Raises ModelFormatError for numbers that are not finite."""
         with ThreadPoolExecutor(len(self.parts)) as pool:
@@ -71,12 +77,12 @@ class StoredMatrix:
 def _read(part: Placement, to: Format, outcome: Outcome) -> Weight:
     stored, name = part.stored, part.slot.target
     if isinstance(stored, CodedTensor):
-        codes = None if part.transposed else stored.codes(to)
+        codes = None if part.transposed or part.interleaved else stored.codes(to)
         (outcome.rounded if codes is None else outcome.kept)[stored.stored_as] += 1
         if codes is not None:
             return codes
     numbers = torch.empty(part.slot.shape, dtype=torch.float32)
-    stored.unpack_into(numbers.t() if part.transposed else numbers)
+    part.read_into(numbers)
     if not bool(numbers.isfinite().all()):
         raise ModelFormatError(f"{name} has values that are not finite")
     return pack.quantise(numbers, to)
@@ -132,5 +138,4 @@ def _readers(placements: Sequence[Placement], outcome: Outcome) -> dict[str, Sto
 
 
 def _shape(matrix: StoredMatrix) -> Tensor:
-    slot = matrix.parts[0].slot
-    return torch.empty(slot.total, slot.shape[1], device="meta")
+    return torch.empty(matrix.parts[0].slot.target_shape, device="meta")

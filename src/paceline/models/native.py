@@ -7,9 +7,9 @@ in torch runs instead (``kernels`` names it); its results are not batch-invarian
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Literal, TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,20 +21,50 @@ from paceline.core.nodes import Nodes
 from paceline.core.recurrent_state import StateShape
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import abi, native, reference
-from paceline.kernels.pack import Format, Weight
-from paceline.kernels.spec import DeltaWeights, GatedActivation, LayerWeights, LinearWeights, NativeSpec
+from paceline.kernels.pack import Format, Weight, packed_bytes
+from paceline.kernels.spec import (
+    DeltaWeights,
+    ExpertsWeights,
+    GatedActivation,
+    LayerWeights,
+    LinearWeights,
+    NativeSpec,
+)
 from paceline.models.base import HiddenStates, check_taps
-from paceline.models.description import AttentionSpec, DecoderSpec, DeltaNetSpec, LayerSpec, MixerSpec, MLPSpec
+from paceline.models.description import (
+    AttentionSpec,
+    DecoderSpec,
+    DeltaNetSpec,
+    ExpertsSpec,
+    LayerSpec,
+    MixerSpec,
+)
+from paceline.models.experts import Experts
 from paceline.models.linear import Dense
 from paceline.models.packing import PackedDecoder, ReadPacked, packed_size
-from paceline.models.transformer import Transformer, _GatedMLP
+from paceline.models.transformer import Transformer
 
 Quantization = Literal["int8", "int4"]
-ReadMatrix: TypeAlias = Callable[[Format], Weight]
+
+
+class ReadMatrix(Protocol):
+    """Reads a matrix while it is packed."""
+
+    def __call__(self, to: Format) -> Weight: ...
+
+    def of_expert(self, expert: int) -> ReadMatrix:
+        """Return the matrix of one expert, of those that this one has side by side."""
+        ...
+
+
 MAX_TAPS = 8  # kMostTaps in csrc/kernels.h
 LAYER_FORMAT: dict[str | None, Format] = {None: "bf16", "int8": "int8", "int4": "int4"}
 HEAD_FORMAT: dict[str | None, Format] = {None: "bf16", "int8": "int8", "int4": "int8"}  # int4 costs the head too much
-ACTIVATIONS: dict[str, GatedActivation] = {"silu": "silu", "gelu_tanh": "gelu_tanh"}  # those that the kernels have
+ACTIVATIONS: dict[str, GatedActivation] = {  # those that the kernels have
+    "silu": "silu",
+    "gelu_tanh": "gelu_tanh",
+    "clamped_silu": "clamped_silu",
+}
 
 
 class NativeModel:
@@ -78,6 +108,7 @@ class NativeModel:
         self._packed = None if chosen is None else PackedDecoder(spec, formats, chosen, self.threads, read_packed)
         self._caches: WeakKeyDictionary[KVCache, abi.CCache] = WeakKeyDictionary()
         self._weight_bytes, self._multiply_adds = packed_size(spec, *formats), _multiply_adds(spec)
+        self._expert_sizes = _expert_sizes(spec, formats[0])
 
     @classmethod
     def from_weights(
@@ -180,6 +211,15 @@ class NativeModel:
         """Return the multiply-adds of all weight matrices for one token; see ``Counted``."""
         return self._multiply_adds
 
+    def expert_bytes(self) -> int:
+        """Return the bytes of the weights of all experts; see ``CountsExperts``."""
+        return sum(self._expert_sizes)
+
+    def expert_bytes_read(self) -> int:
+        """Return the bytes of experts' weights that were read so far; the reference implementation counts none."""
+        read = 0 if self._packed is None else self._packed.decoder.experts_read()
+        return read * self._expert_sizes[0] if read else 0
+
     def packed(self) -> Tensor | None:
         """Return the packed weights, uint8 [packed_size]; None for the reference implementation.
 
@@ -196,9 +236,22 @@ class NativeModel:
         return described
 
 
+def _expert_sizes(spec: NativeSpec, to: Format) -> list[int]:
+    """Return the bytes of each expert of each layer; all have one shape."""
+    mixtures = [layer.experts for layer in spec.layers if layer.experts is not None]
+    return [
+        sum(packed_bytes(linear.weight.shape[0], linear.weight.shape[1], to) for linear in pair)
+        for mixture in mixtures
+        for pair in zip(mixture.gate_up, mixture.down, strict=True)
+    ]
+
+
 def _multiply_adds(spec: NativeSpec) -> int:
-    linears = [linear for one in spec.layers for linear in (one.qkv, one.attention_out, one.gate_up, one.down)]
-    return sum(linear.weight.numel() for linear in linears) + spec.vocab_size * spec.width
+    counts = [linear.weight.numel() for layer in spec.layers for linear in layer.linears]
+    for experts in (layer.experts for layer in spec.layers if layer.experts is not None):
+        counts += [experts.router.numel()]
+        counts += [experts.used * linears[0].weight.numel() for linears in (experts.gate_up, experts.down)]
+    return sum(counts) + spec.vocab_size * spec.width
 
 
 def spec_of(
@@ -213,23 +266,21 @@ def spec_of(
     attention = spec.attentions[0]
     assert attention.rotary is not None
 
-    def linear(name: str) -> LinearWeights:
-        weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
-        return LinearWeights(weight, bias, (readers or {}).get(f"{name}.weight"))
-
+    source = _WeightSource(weights, readers or {})
+    dense = [layer.shared for layer in spec.layers if layer.shared is not None]
     return NativeSpec(
         width=spec.width,
         heads=attention.heads,
         kv_heads=attention.kv_heads,
         head_dim=attention.head_dim,
-        ffn=spec.layers[0].dense.width,
+        ffn=dense[0].width if dense else 0,
         vocab_size=spec.vocab_size,
         max_positions=spec.max_positions,
         rotary=attention.rotary,
         embedding=weights["embed.weight"],
         final_norm=weights["norm.weight"] * spec.logits_scale,
-        layers=[_layer_of(layer, f"layers.{i}.", weights, linear) for i, layer in enumerate(spec.layers)],
-        head=linear("head") if "head.weight" in weights else None,
+        layers=[_layer_of(layer, f"layers.{i}.", source) for i, layer in enumerate(spec.layers)],
+        head=source.linear("head") if "head.weight" in weights else None,
         epsilon=spec.norm.eps,
         embed_scale=spec.embed_scale,
         tap_scale=spec.residual_scale,
@@ -271,16 +322,53 @@ def _delta_of(name: str, weights: Mapping[str, Tensor]) -> DeltaWeights:
     )
 
 
-def _layer_of(
-    layer: LayerSpec, name: str, weights: Mapping[str, Tensor], linear: Callable[[str], LinearWeights]
-) -> LayerWeights:
-    mixer = layer.mixer
+@dataclass(frozen=True)
+class _WeightSource:
+    """A model's tensors by the names of ``models.weights``, and what reads those that are not read yet."""
+
+    weights: Mapping[str, Tensor]
+    readers: Mapping[str, ReadMatrix]
+
+    def linear(self, name: str) -> LinearWeights:
+        """Return a matrix and its bias."""
+        weight, bias = self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
+        return LinearWeights(weight, bias, self.readers.get(f"{name}.weight"))
+
+    def experts(self, name: str) -> list[LinearWeights]:
+        """Return the matrix and the bias of each expert."""
+        whole = self.linear(name)
+        biases = [None] * len(whole.weight) if whole.bias is None else list(whole.bias)
+        reader = self.readers.get(f"{name}.weight")
+        return [
+            LinearWeights(weight, bias, None if reader is None else reader.of_expert(expert))
+            for expert, (weight, bias) in enumerate(zip(whole.weight, biases, strict=True))
+        ]
+
+
+def _experts_of(spec: ExpertsSpec, name: str, source: _WeightSource) -> ExpertsWeights:
+    """Return the experts of a layer. name: of the layer, with a point."""
+    router = source.linear(f"{name}router")
+    rows = [router.weight, *([source.weights[f"{name}shared_gate.weight"]] if spec.shared_gate else [])]
+    return ExpertsWeights(
+        router=torch.cat(rows),
+        gate_up=source.experts(f"{name}experts_gate_up"),
+        down=source.experts(f"{name}experts_down"),
+        used=spec.used,
+        normalised=spec.normalised,
+        router_bias=router.bias,
+    )
+
+
+def _layer_of(layer: LayerSpec, name: str, source: _WeightSource) -> LayerWeights:
+    mixer, mlp, weights, linear = layer.mixer, layer.mlp, source.weights, source.linear
+    mixture = mlp if isinstance(mlp, ExpertsSpec) else None
+    one = mlp.expert if isinstance(mlp, ExpertsSpec) else mlp
     attention = mixer if isinstance(mixer, AttentionSpec) else None
     return LayerWeights(
         qkv=gate_last(linear(f"{name}qkv"), mixer),
         attention_out=linear(f"{name}o"),
-        gate_up=linear(f"{name}gate_up"),
-        down=linear(f"{name}down"),
+        gate_up=None if layer.shared is None else linear(f"{name}gate_up"),
+        down=None if layer.shared is None else linear(f"{name}down"),
         input_norm=weights.get(f"{name}attn_norm.weight"),
         post_norm=weights.get(f"{name}mlp_norm.weight"),
         attention_out_norm=weights.get(f"{name}attn_out_norm.weight"),
@@ -292,7 +380,9 @@ def _layer_of(
         scale=None if attention is None else attention.scale,
         gated=attention is not None and attention.gated,
         delta=_delta_of(name, weights) if attention is None else None,
-        activation=ACTIVATIONS[layer.dense.activation],
+        activation=ACTIVATIONS[one.activation],
+        experts=None if mixture is None else _experts_of(mixture, name, source),
+        sinks=weights.get(f"{name}sinks.weight"),
     )
 
 
@@ -302,12 +392,12 @@ def _weights_of(model: Transformer) -> dict[str, Tensor]:
         "embed.weight": model._embedding,
         "norm.weight": model._norm.weight if model._norm else None,
     }
-    linears = {} if model.spec.tied else {"head": model._head}
+    linears = {name: getattr(owner, part) for owner, part, name in model.layer_linears()}
+    linears |= {} if model.spec.tied else {"head": model._head}
     for i, block in enumerate(model._blocks):
         attention, mlp = block.attention, block.mlp
-        assert isinstance(mlp, _GatedMLP)
-        linears |= {f"layers.{i}.qkv": attention.qkv, f"layers.{i}.o": attention.output}
-        linears |= {f"layers.{i}.gate_up": mlp.gate_up, f"layers.{i}.down": mlp.down}
+        if isinstance(mlp, Experts):
+            found |= {f"layers.{i}.{name}": tensor for name, tensor in mlp.stacked.items()}
         found |= {f"layers.{i}.{name}.weight": norm.weight for name, norm in block.norms.items()}
         if attention.qk_norm is not None:
             norms = torch.split(attention.qk_norm, attention.split[:2])  # [heads, head_dim] each
@@ -325,16 +415,20 @@ def check_description(spec: DecoderSpec) -> None:
     """Raise ModelFormatError for a model that ``NativeSpec`` cannot express."""
     eps, deltas = spec.norm.eps, {layer.mixer for layer in spec.layers if isinstance(layer.mixer, DeltaNetSpec)}
     attentions, one_shape = spec.attentions, {(a.heads, a.kv_heads, a.head_dim) for a in spec.attentions}
-    mlps = [layer.mlp for layer in spec.layers]
-    dense = [mlp for mlp in mlps if isinstance(mlp, MLPSpec)]
+    experts = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, ExpertsSpec)]
+    shared = [layer.shared for layer in spec.layers if layer.shared is not None]
+    mlps = [*shared, *(mixture.expert for mixture in experts)]
     wanted = {
-        "a dense MLP in every layer": len(dense) == len(spec.layers),
         "RMS norms before or after each part": spec.norm.kind == "rms"
         and spec.final_norm
         and all(layer.norms != "after_sum" for layer in spec.layers),
         f"a gated MLP with {' or '.join(ACTIVATIONS)}": all(
-            mlp.gated and mlp.activation in ACTIVATIONS for mlp in dense
+            mlp.gated and mlp.activation in ACTIVATIONS for mlp in mlps
         ),
+        "one activation in a mixture and the MLP beside it": all(
+            mixture.shared is None or mixture.shared.activation == mixture.expert.activation for mixture in experts
+        ),
+        "experts of one shape in all layers": len({replace(mixture, shared=None) for mixture in experts}) <= 1,
         "rotary positions": all(attention.rotary is not None for attention in attentions),
         "heads of one shape in all layers": len(one_shape) == 1,
         "recurrent layers of one shape, with the norms' epsilon": len(
@@ -342,9 +436,8 @@ def check_description(spec: DecoderSpec) -> None:
         )
         <= 1,
         "attention in some layer": bool(attentions),
-        "an MLP of one width in all layers": len({mlp.width for mlp in dense}) <= 1,
+        "an MLP of one width in all layers": len({mlp.width for mlp in shared}) <= 1,
         "the same epsilon in all norms": all(a.qk_norm is None or a.qk_norm_eps == spec.norm.eps for a in attentions),
-        "attention without sinks": not any(a.sinks for a in attentions),
         "an embedding as wide as the model": spec.embed_width == spec.width,
         "logits without a cap": spec.logits_cap is None,
     }

@@ -18,6 +18,7 @@ from paceline.kernels import abi, native, pack, reference
 from paceline.kernels.pack import Format
 from paceline.kernels.spec import (
     DeltaWeights,
+    ExpertsWeights,
     FusionWeights,
     GatedActivation,
     LayerWeights,
@@ -29,7 +30,7 @@ from paceline.kernels.spec import (
 ReadPacked: TypeAlias = Callable[[Tensor], None]
 """Fills memory, uint8 [packed_size], with weights that were packed before."""
 
-_ACTIVATIONS: dict[GatedActivation, int] = {"silu": 0, "gelu_tanh": 1}  # csrc: Activation
+_ACTIVATIONS: dict[GatedActivation, int] = {"silu": 0, "gelu_tanh": 1, "clamped_silu": 2}  # csrc: Activation
 _LINE = 64  # bytes: every weight begins on a cache line
 _UNBOUNDED = 1 << 62  # bytes of a meta tensor that is larger than any model
 
@@ -151,10 +152,8 @@ class _Packer:
         return abi.CLayer(
             qkv=self._linear(layer.qkv, to),
             attention_out=self._linear(layer.attention_out, to),
-            gate_up=self._linear(
-                layer.gate_up.reordered(lambda rows: pack.interleave_gate_up(self._maybe_meta(rows))), to
-            ),
-            down=self._linear(layer.down, to),
+            gate_up=abi.CLinear() if layer.gate_up is None else self._gate_up(layer.gate_up, to),
+            down=abi.CLinear() if layer.down is None else self._linear(layer.down, to),
             input_norm=self._norm(layer.input_norm),
             post_norm=self._norm(layer.post_norm),
             q_norm=None if layer.q_norm is None else self._vector(layer.q_norm),
@@ -167,6 +166,34 @@ class _Packer:
             scale=spec.scale_of(layer),
             norm_all=spec.norm_all(layer),
             activation=_ACTIVATIONS[layer.activation],
+            experts=None if layer.experts is None else pointer(self._experts(layer.experts, to)),
+            sinks=None if layer.sinks is None else self._vector(layer.sinks),
+        )
+
+    def _gate_up(self, linear: LinearWeights, to: Format) -> abi.CLinear:
+        return self._linear(linear.reordered(lambda rows: pack.interleave_gate_up(self._maybe_meta(rows))), to)
+
+    def _experts(self, experts: ExpertsWeights, to: Format) -> abi.CExperts:
+        count = len(experts.down)
+        return abi.CExperts(
+            router=self._router(experts),
+            gate_up=(abi.CLinear * count)(*(self._gate_up(linear, to) for linear in experts.gate_up)),
+            down=(abi.CLinear * count)(*(self._linear(linear, to) for linear in experts.down)),
+            count=count,
+            used=experts.used,
+            normalised=experts.normalised,
+        )
+
+    def _router(self, experts: ExpertsWeights) -> abi.CRouter:
+        outputs, bias = experts.router.shape[0], experts.router_bias
+        panels = pack.router_panels(self._maybe_meta(experts.router))
+        return abi.CRouter(
+            weights=self._vector(panels),
+            bias=None
+            if bias is None
+            else self._vector(pack.pad_rows(self._maybe_meta(bias), panels.shape[0] * pack.ROUTER_PANEL)),
+            inputs=panels.shape[1],
+            outputs=outputs,
         )
 
     def _delta(self, delta: DeltaWeights) -> abi.CDelta:

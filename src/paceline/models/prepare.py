@@ -35,7 +35,7 @@ def prepare(
     if attention in ("padded", "split", "ragged"):
         if isinstance(model, RecurrentModel):
             raise ParameterError(
-                "attention", attention, f"'native' or 'auto' with {model.name}: it has recurrent layers"
+                "attention", attention, f"'native' or 'auto' with {model.name}: no other has its states, gates or sinks"
             )
         if quantization is not None:
             raise ParameterError(

@@ -33,6 +33,10 @@ class SafeTensor(Protocol):
 
     def load(self) -> Tensor: ...
 
+    def matrix(self, index: int) -> SafeTensor:
+        """Return one entry of the first dimension, not read yet."""
+        ...
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -293,15 +297,37 @@ class MXFP4Tensor:
 
     def unpack_into(self, destination: Tensor) -> None:
         """Dequantise into ``destination``, which has ``shape``, a matrix at a time."""
-        values, scales = (self.parts.tensors[name].load() for name in self._names)
-        if values.dim() == 2:
-            destination.copy_(_mxfp4(values, scales))
+        if len(self.shape) == 2:
+            destination.copy_(_mxfp4(*(self.parts.tensors[name].load() for name in self._names)))
             return
-        for expert, (blocks, exponents) in enumerate(zip(values, scales, strict=True)):
-            destination[expert].copy_(_mxfp4(blocks.flatten(1), exponents).t())
+        for expert in range(self.shape[0]):
+            self.matrix(expert).unpack_into(destination[expert])
+
+    def matrix(self, index: int) -> _MXFP4Matrix:
+        """Return the matrix of one expert."""
+        values, scales = (self.parts.tensors[name].matrix(index) for name in self._names)
+        return _MXFP4Matrix(values, scales, self.shape[1:])
 
     def codes(self, to: Format) -> Weight | None:
         """Return None: neither int4 nor int8 holds these numbers with one scale."""
+        return None
+
+
+@dataclass(frozen=True)
+class _MXFP4Matrix:
+    """One expert's matrix: values [O, blocks, 16] and scales [O, blocks], of the shape [I, O]."""
+
+    values: SafeTensor
+    scales: SafeTensor
+    shape: tuple[int, ...]
+    stored_as = MXFP4Tensor.stored_as
+
+    def unpack_into(self, destination: Tensor) -> None:
+        """Dequantise into ``destination`` [I, O]."""
+        destination.copy_(_mxfp4(self.values.load().flatten(1), self.scales.load()).t())
+
+    def codes(self, to: Format) -> Weight | None:
+        """Return None; see ``MXFP4Tensor``."""
         return None
 
 

@@ -15,7 +15,7 @@ from paceline.core.recurrent_state import StatefulCache, StateShape
 from paceline.errors import ModelFormatError
 from paceline.kernels import reference
 from paceline.models.base import AnyModel, HiddenStates, check_taps
-from paceline.models.description import AttentionSpec, DecoderSpec
+from paceline.models.description import AttentionSpec, DecoderSpec, MixerSpec
 from paceline.models.native import spec_of
 
 
@@ -45,8 +45,15 @@ def cache_of(model: AnyModel, rows: int, positions: int) -> KVCache:
 
 
 def is_recurrent(spec: DecoderSpec) -> bool:
-    """Whether ``RecurrentModel`` runs a model: one with recurrent layers or gated attention."""
-    return not all(isinstance(layer.mixer, AttentionSpec) and not layer.mixer.gated for layer in spec.layers)
+    """Whether ``RecurrentModel`` runs a model: one with recurrent layers, gated attention or attention sinks.
+
+    The attention backends of ``Transformer`` have neither gates nor sinks.
+    """
+    return not all(_is_usual(layer.mixer) for layer in spec.layers)
+
+
+def _is_usual(mixer: MixerSpec) -> bool:
+    return isinstance(mixer, AttentionSpec) and not mixer.gated and not mixer.sinks
 
 
 class RecurrentModel:

@@ -163,10 +163,11 @@ class _PlainMLP:
 
 def _mlp(spec: LayerSpec, parts: _WeightSource, layer: str) -> _GatedMLP | _PlainMLP | Experts:
     if isinstance(spec.mlp, ExpertsSpec):
-        gate_up, down = (parts.find(f"{layer}.experts_{part}.weight") for part in ("gate_up", "down"))
-        assert gate_up is not None
-        assert down is not None
-        return Experts(spec.mlp, parts.linear(f"{layer}.router"), gate_up, down)
+        names = [f"experts_{part}.{kind}" for part in ("gate_up", "down") for kind in ("weight", "bias")]
+        stacked = {name: tensor for name in names if (tensor := parts.find(f"{layer}.{name}")) is not None}
+        shared = None if spec.mlp.shared is None else _GatedMLP(spec.mlp.shared, parts, layer)
+        gate = parts.linear(f"{layer}.shared_gate") if spec.mlp.shared_gate else None
+        return Experts(spec.mlp, parts.linear(f"{layer}.router"), stacked, shared, gate)
     return (_GatedMLP if spec.mlp.gated else _PlainMLP)(spec.mlp, parts, layer)
 
 
@@ -178,6 +179,8 @@ class _Layer:
         self.norms = {norm: parts.norm(f"{name}.{norm}") for norm in NORMS[spec.norms]}
         self.attention_out_norm, self.mlp_out_norm = self.norms.get("attn_out_norm"), self.norms.get("mlp_out_norm")
         self.mlp = _mlp(spec, parts, name)
+        shared = [self.mlp.shared] if isinstance(self.mlp, Experts) and isinstance(self.mlp.shared, _GatedMLP) else []
+        self.owners = (self.attention, self.mlp, *shared)  # of linear layers
 
     @property
     def entry(self) -> Norm | None:
@@ -283,13 +286,13 @@ class Transformer:
         """Yield the owner and attribute name of each linear layer."""
         yield self, "_head"
         for block in self._blocks:
-            for owner in (block.attention, block.mlp):
+            for owner in block.owners:
                 yield from ((owner, name) for name in owner.linears)
 
     def layer_linears(self) -> Iterator[tuple[object, str, str]]:
         """Yield owner, attribute and name (of ``weights.slots``, without the suffix) of the layers' linear layers."""
         for index, block in enumerate(self._blocks):
-            for owner in (block.attention, block.mlp):
+            for owner in block.owners:
                 yield from ((owner, name, f"layers.{index}.{_OURS.get(name, name)}") for name in owner.linears)
 
     def replace_linears(self, make: LinearFactory) -> None:

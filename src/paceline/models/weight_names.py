@@ -26,6 +26,7 @@ class WeightNames:
     prefixes: prefixes of the checkpoint's names; the first that matches is removed.
     ignored: names of tensors that are no weights of the decoder.
     transposed: last parts of paceline's names of matrices that are stored [in, out] (gpt2's Conv1D).
+    interleaved: last parts of paceline's names of matrices whose rows of the gate and of up alternate.
     plus_one: last parts of paceline's names of norms whose stored weight is one less than the factor.
     """
 
@@ -34,6 +35,7 @@ class WeightNames:
     ignored: re.Pattern[str] = _FREQUENCIES
     transposed: frozenset[str] = frozenset()
     plus_one: frozenset[str] = frozenset()
+    interleaved: frozenset[str] = frozenset()
 
     def ours(self, name: str) -> str | None:
         """Translate a checkpoint's name into paceline's, such as "layers.3.q.weight"; None if it is unknown."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -37,6 +37,15 @@ class StoredTensor(Protocol):
         ...
 
 
+@runtime_checkable
+class StackedTensor(Protocol):
+    """A stored tensor of three dimensions: several matrices, such as one of each expert."""
+
+    def matrix(self, index: int) -> StoredTensor:
+        """Return one of the matrices, not read yet."""
+        ...
+
+
 @dataclass(frozen=True)
 class LoadedTensor:
     """A weight of a model in memory. It is shared with that model if dtype, device and layout allow."""
@@ -49,6 +58,9 @@ class LoadedTensor:
 
     def unpack_into(self, destination: Tensor) -> None:
         destination.copy_(self.tensor)
+
+    def matrix(self, index: int) -> LoadedTensor:
+        return LoadedTensor(self.tensor[index])
 
 
 @dataclass(frozen=True)
@@ -115,6 +127,8 @@ def _attention_slots(spec: AttentionSpec, width: int, layer: str, stored: Collec
     rows = {"q": queries, "k": spec.kv_width, "v": spec.kv_width}
     yield from _linear_slots("qkv", _stacked("qkv", rows, stored, layer), width, spec.bias, layer)
     yield from _linear_slots("o", {"o": width}, spec.query_width, spec.output_bias, layer)
+    if spec.sinks:
+        yield from _vector(f"{layer}sinks.weight", spec.heads)
     if spec.qk_norm is not None:
         whole = spec.qk_norm == "all"
         yield from _vector(f"{layer}q_norm.weight", spec.query_width if whole else spec.head_dim)
@@ -149,10 +163,17 @@ def _mlp_slots(spec: MLPSpec, width: int, layer: str, stored: Collection[str]) -
 
 def _experts_slots(spec: ExpertsSpec, width: int, layer: str, stored: Collection[str]) -> Slots:
     inner = spec.expert.width
-    yield from _linear_slots("router", {"router": spec.count}, width, False, layer)
+    yield from _linear_slots("router", {"router": spec.count}, width, spec.router_bias, layer)
     gate_up = _stacked("experts_gate_up", {"experts_gate": inner, "experts_up": inner}, stored, layer)
     yield from _of_all_experts(spec.count, "experts_gate_up", gate_up, width, layer, stored)
     yield from _of_all_experts(spec.count, "experts_down", {"experts_down": width}, inner, layer, stored)
+    if spec.expert.bias:
+        for name, rows in {"experts_gate_up": 2 * inner, "experts_down": width}.items():
+            yield f"{layer}{name}.bias", Slot(f"{layer}{name}.bias", (spec.count, rows), total=spec.count)
+    if spec.shared is not None:
+        yield from _mlp_slots(spec.shared, width, layer, stored)
+    if spec.shared_gate:
+        yield from _linear_slots("shared_gate", {"shared_gate": 1}, width, False, layer)
 
 
 def _of_all_experts(
@@ -219,12 +240,33 @@ class Placement:
     """A stored tensor and its destination.
 
     transposed: whether it is stored [in, out]. plus_one: whether one is added to the stored values.
+    interleaved: whether outputs of the gate and of up alternate.
     """
 
     slot: Slot
     stored: StoredTensor
     transposed: bool = False
     plus_one: bool = False
+    interleaved: bool = False
+
+    def read_into(self, destination: Tensor) -> None:
+        """Write the stored values into ``destination``, [..., out, in], or [..., out] of a bias."""
+        turned = destination.mT if self.transposed else destination
+        if not self.interleaved:
+            return self.stored.unpack_into(turned)
+        stored = torch.empty_like(turned)
+        self.stored.unpack_into(stored)
+        outputs = -1 if self.slot.target.endswith(".bias") or self.transposed else -2
+        alternating = stored.unflatten(outputs, (-1, 2)).transpose(outputs - 1, outputs)  # type: ignore[no-untyped-call]
+        turned.copy_(alternating.flatten(outputs - 1, outputs))
+        return None
+
+    def of_expert(self, expert: int) -> Placement | None:
+        """Return the placement of one expert's rows; None if this tensor has none."""
+        if self.slot.expert is not None:
+            return self if self.slot.expert == expert else None
+        assert isinstance(self.stored, StackedTensor), "every class of stored tensors of three dimensions has matrices"
+        return replace(self, slot=replace(self.slot, shape=self.slot.shape[1:]), stored=self.stored.matrix(expert))
 
 
 def place(spec: DecoderSpec, names: WeightNames, stored: Mapping[str, StoredTensor], where: str) -> list[Placement]:
@@ -272,10 +314,10 @@ def _refuse(spec: DecoderSpec, where: str, problem: str, names: list[str]) -> No
 def _place(slot: Slot, names: WeightNames, stored: StoredTensor, where: str) -> Placement:
     part, suffix = slot.target.split(".")[-2:]
     transposed = suffix == "weight" and part in names.transposed
-    wanted = slot.shape[::-1] if transposed else slot.shape
+    wanted = (*slot.shape[:-2], *slot.shape[:-3:-1]) if transposed else slot.shape
     if tuple(stored.shape) != wanted:
         raise ModelFormatError(f"{where} has the shape {tuple(stored.shape)}, the configuration asks for {wanted}")
-    return Placement(slot, stored, transposed, plus_one=part in names.plus_one)
+    return Placement(slot, stored, transposed, part in names.plus_one, part in names.interleaved)
 
 
 def assemble(
@@ -297,7 +339,7 @@ def assemble(
 def _shareable(placement: Placement, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     """Return a loaded tensor that the model can use without a copy; None if there is none."""
     stored, slot = placement.stored, placement.slot
-    changed = placement.transposed or placement.plus_one or slot.target_shape != slot.shape
+    changed = placement.transposed or placement.interleaved or placement.plus_one or slot.target_shape != slot.shape
     if not isinstance(stored, LoadedTensor) or changed:
         return None
     return stored.tensor if stored.tensor.dtype == dtype and stored.tensor.device == device else None
@@ -308,10 +350,10 @@ def _fill(placement: Placement, target: Tensor) -> None:
     place = slot.within(target)
     if placement.plus_one or not place.is_contiguous():  # a file's tensor is unpacked into whole memory
         exact = torch.empty(place.shape, dtype=torch.float32 if placement.plus_one else place.dtype)
-        placement.stored.unpack_into(exact)
+        placement.read_into(exact)
         place.copy_(exact + 1.0 if placement.plus_one else exact)  # rounded once, after the sum
     else:
-        placement.stored.unpack_into(place.t() if placement.transposed else place)
+        placement.read_into(place)
     if place.dtype == torch.float16 and not bool(place.isfinite().all()):
         problem = "has values beyond float16's largest, 65504"
         raise ModelFormatError(f"{slot.target} {problem}: use dtype='float32' or 'bfloat16'")

@@ -25,6 +25,21 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+_CLAMPED_LIMIT, _CLAMPED_SLOPE = 7.0, 1.702  # gpt-oss
+
+
+def gate(gate_up: Tensor, activation: str) -> Tensor:
+    """[N, 2 I], gates first -> activation(gate) * up, [N, I].
+
+    "clamped_silu" (gpt-oss): gate * sigmoid(1.702 gate) * (up + 1), of parts at most 7; up is also at least -7.
+    """
+    gates, up = gate_up.chunk(2, dim=-1)
+    if activation == "clamped_silu":
+        gates, up = gates.clamp(max=_CLAMPED_LIMIT), up.clamp(-_CLAMPED_LIMIT, _CLAMPED_LIMIT)
+        return gates * (gates * _CLAMPED_SLOPE).sigmoid() * (up + 1)
+    return ACTIVATIONS[activation](gates).mul_(up)
+
+
 class LayerSteps(Protocol):
     """Operations between matrix products. N tokens, W width, I inner width of the MLP."""
 
@@ -45,8 +60,7 @@ class TorchSteps:
         return total, norm(total)
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return ACTIVATIONS[activation](gate).mul_(up)
+        return gate(gate_up, activation)
 
 
 class TritonSteps:
@@ -58,9 +72,10 @@ class TritonSteps:
         return add_norm(x, added, norm)
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
-        from paceline.kernels.gpu.elementwise import gate
+        from paceline.kernels.gpu.elementwise import gate as by_triton
 
-        return gate(gate_up, activation)
+        run = by_triton if activation in ACTIVATIONS else gate
+        return run(gate_up, activation)
 
 
 def steps_for(device: torch.device) -> LayerSteps:

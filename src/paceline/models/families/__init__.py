@@ -13,6 +13,7 @@ from paceline.models.families import (
     exaone4,
     gemma3,
     gpt2,
+    gpt_oss,
     granite,
     granitemoe,
     llama,
@@ -26,6 +27,7 @@ from paceline.models.families import (
     qwen2,
     qwen3,
     qwen3_5,
+    qwen3_5_moe,
     qwen3_moe,
     smollm3,
 )
@@ -35,11 +37,12 @@ from paceline.models.weight_names import WeightNames
 _MODULES = (
     *(llama, mistral, ministral3, qwen2, qwen3, qwen3_5, gemma3, phi3, granite),
     *(olmo2, olmo3, smollm3, exaone4, opt, gpt2),
-    *(qwen3_moe, olmoe, granitemoe),
+    *(qwen3_moe, olmoe, granitemoe, gpt_oss, qwen3_5_moe),
 )
 
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (*(module.FAMILY for module in _MODULES), qwen3_5.TEXT_FAMILY)
+    family.model_type: family
+    for family in (*(module.FAMILY for module in _MODULES), qwen3_5.TEXT_FAMILY, qwen3_5_moe.TEXT_FAMILY)
 }
 """By Hugging Face's model_type."""
 

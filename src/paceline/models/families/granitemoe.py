@@ -15,7 +15,7 @@ def _describe(config: PretrainedConfig) -> DecoderSpec | None:
     if spec is None:
         return None
     sizes = config.num_local_experts, config.num_experts_per_tok, config.intermediate_size
-    return with_experts(spec, *sizes, softmax="chosen")
+    return with_experts(spec, *sizes, normalised=True)
 
 
 _EXPERTS = {

@@ -6,7 +6,15 @@ import re
 
 from transformers import PretrainedConfig
 
-from paceline.models.description import AttentionSpec, DecoderSpec, DeltaNetSpec, LayerSpec, MLPSpec, NormSpec
+from paceline.models.description import (
+    AttentionSpec,
+    DecoderSpec,
+    DeltaNetSpec,
+    ExpertsSpec,
+    LayerSpec,
+    MLPSpec,
+    NormSpec,
+)
 from paceline.models.families.base import ACTIVATION_NAMES, LLAMA_NAMES, Family
 from paceline.models.families.qwen3_5_gguf import FORM
 from paceline.models.families.rotary import head_dim, longest_sequence, rotary_of
@@ -17,6 +25,11 @@ _NORMS = frozenset({"attn_norm", "mlp_norm", "q_norm", "k_norm", "norm"})  # sto
 
 
 def _describe(config: PretrainedConfig) -> DecoderSpec | None:
+    return describe(config, MLPSpec(config.get_text_config().intermediate_size))
+
+
+def describe(config: PretrainedConfig, mlp: MLPSpec | ExpertsSpec) -> DecoderSpec | None:
+    """Describe a model with this MLP in every layer; None if a configuration asks for more."""
     text = config.get_text_config()
     rotary = rotary_of(text)
     if rotary is None or text.attention_bias or not {"full_attention"} <= set(text.layer_types) <= _KINDS:
@@ -34,10 +47,9 @@ def _describe(config: PretrainedConfig) -> DecoderSpec | None:
         text.linear_conv_kernel_dim,
         eps,
     )
-    mlp = MLPSpec(text.intermediate_size)
     mixers = (delta if kind == "linear_attention" else attention for kind in text.layer_types)
     return DecoderSpec(
-        family="qwen3_5",
+        family=config.model_type.removesuffix("_text"),
         vocab_size=text.vocab_size,
         width=text.hidden_size,
         max_positions=longest_sequence(text),

@@ -1,0 +1,141 @@
+#include "experts.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+namespace paceline {
+
+void PairsByExpert::grow(int experts, int pairs) {
+  const size_t count = static_cast<size_t>(pairs);
+  starts_.resize(std::max(starts_.size(), static_cast<size_t>(experts) + 1));
+  pairs_.resize(std::max(pairs_.size(), count));
+  places_.resize(std::max(places_.size(), count));
+}
+
+void PairsByExpert::sort(const int32_t* chosen, int pairs, int experts) {
+  std::fill(starts_.begin(), starts_.begin() + experts + 1, 0);
+  for (int i = 0; i < pairs; ++i) ++starts_[static_cast<size_t>(chosen[i])];
+  distinct_ = 0;
+  int next = 0;
+  for (int e = 0; e < experts; ++e) {  // now the ends: each pair from the last one on takes the place before
+    const int rows = starts_[static_cast<size_t>(e)];
+    distinct_ += rows > 0;
+    next += rows;
+    starts_[static_cast<size_t>(e)] = next;
+  }
+  starts_[static_cast<size_t>(experts)] = pairs;
+  for (int i = pairs - 1; i >= 0; --i) {
+    const int place = --starts_[static_cast<size_t>(chosen[i])];
+    pairs_[static_cast<size_t>(place)] = i;
+    places_[static_cast<size_t>(i)] = place;
+  }
+}
+
+void ExpertBuffers::grow(const Experts& e, int threads, int tokens, int padded_width) {
+  const int pairs = tokens * e.used;
+  const size_t t = static_cast<size_t>(tokens), p = static_cast<size_t>(pairs), width = static_cast<size_t>(padded_width);
+  normed.grow(sizeof(float) * t * width);
+  scores.grow(sizeof(float) * t * static_cast<size_t>(padded(e.router.outputs, kRouterPanel)));
+  chosen.grow(sizeof(int32_t) * p);
+  weights.grow(sizeof(float) * p);
+  activated.grow(sizeof(float) * p * static_cast<size_t>(e.down->inputs));
+  outputs.grow(sizeof(float) * p * width);
+  rows.grow(pairs + kRowMultiple, std::max(e.gate_up->inputs, e.down->inputs));  // the last expert's rows are padded, too
+  if (static_cast<int>(sorted.size()) < threads) sorted.resize(static_cast<size_t>(threads));
+  for (PairsByExpert& by : sorted) by.grow(e.count, pairs);
+}
+
+void ExpertsStep::route(int thread) const {
+  const Share panels(padded(e_.router.outputs, kRouterPanel) / kRouterPanel, thread, pool_.threads());
+  for (int panel = panels.first; panel < panels.last; ++panel) {
+    k_.route(e_.router, b_.normed.as<float>(), tokens_, stride_, panel, scores(0));
+  }
+  pool_.meet();
+  const Share tokens(tokens_, thread, pool_.threads());
+  for (int i = tokens.first; i < tokens.last; ++i) choose(i);
+  pool_.meet();
+  b_.sorted[static_cast<size_t>(thread)].sort(b_.chosen.as<int32_t>(), pairs(), e_.count);
+}
+
+// The experts with the highest scores, the first of equal ones, and their softmax weights. Exponentials are computed in
+// double, so that the weights do not depend on a library's rounding of floats.
+void ExpertsStep::choose(int token) const {
+  float* s = scores(token);
+  int32_t* chosen = b_.chosen.as<int32_t>() + token * e_.used;
+  float* weights = b_.weights.as<float>() + token * e_.used;
+  const float top = *std::max_element(s, s + e_.count);
+  double total = 0.0;
+  if (!e_.normalised) for (int e = 0; e < e_.count; ++e) total += std::exp(static_cast<double>(s[e] - top));
+  for (int rank = 0; rank < e_.used; ++rank) {
+    const int best = static_cast<int>(std::max_element(s, s + e_.count) - s);
+    const double weight = std::exp(static_cast<double>(s[best] - top));
+    chosen[rank] = best;
+    weights[rank] = static_cast<float>(weight);
+    if (e_.normalised) total += weight;
+    s[best] = -std::numeric_limits<float>::infinity();
+  }
+  for (int rank = 0; rank < e_.used; ++rank) weights[rank] = static_cast<float>(static_cast<double>(weights[rank]) / total);
+}
+
+void ExpertsStep::multiply(int thread) const {
+  const size_t inner = static_cast<size_t>(e_.down->inputs);
+  quantise(b_.normed.as<float>(), stride_, true, *e_.gate_up, thread);
+  product(e_.gate_up, gated_, b_.activated.as<float>(), inner, thread);
+  quantise(b_.activated.as<float>(), inner, false, *e_.down, thread);
+  product(e_.down, Epilogue::kStore, b_.outputs.as<float>(), stride_, thread);
+}
+
+// The rows from `first` on, as the first ones of another set.
+Activations from_row(Activations rows, int first) {
+  const size_t at = static_cast<size_t>(first);
+  rows.data += rows.stride * at;
+  rows.scales += rows.scale_stride * at;
+  rows.sums += rows.sum_stride * at;
+  return rows;
+}
+
+// by_token: whether x has a row per token, not per place.
+void ExpertsStep::quantise(const float* x, size_t stride, bool by_token, const Linear& consumer, int thread) const {
+  const Share share(pairs(), thread, pool_.threads());
+  for (int place = share.first; place < share.last; ++place) {
+    const int row = by_token ? sorted(thread).pair(place) / e_.used : place;
+    k_.quantise(x + stride * static_cast<size_t>(row), nullptr, consumer, from_row(b_.rows.view, place), {0, 1});
+  }
+  pool_.meet();
+}
+
+int clamped_quotient(int value, int divisor, int most) { return std::clamp((value + divisor - 1) / divisor, 0, most); }
+
+// Threads share the panels of all experts that have rows. The panels of an expert count once for every kRowMultiple rows:
+// the products of fewer wait for memory.
+void ExpertsStep::product(const Linear* experts, Epilogue epilogue, float* out, size_t out_stride, int thread) const {
+  const PairsByExpert& by = sorted(thread);
+  const int count = panels(experts->outputs);
+  const auto passes = [&](int expert) { return (by.rows(expert) + kRowMultiple - 1) / kRowMultiple; };
+  int total = 0;
+  for (int expert = 0; expert < e_.count; ++expert) total += passes(expert) * count;
+  const Share share(total, thread, pool_.threads());
+  for (int expert = 0, before = 0; expert < e_.count; before += passes(expert++) * count) {
+    if (!by.rows(expert)) continue;
+    const int first = clamped_quotient(std::max(0, share.first - before), passes(expert), count);
+    const int last = clamped_quotient(std::max(0, share.last - before), passes(expert), count);
+    if (first >= last) continue;
+    const int row = by.first(expert);
+    const LinearCall call = {experts + expert, from_row(b_.rows.view, row), by.rows(expert), epilogue,
+                             out + out_stride * static_cast<size_t>(row), out_stride};
+    k_.linear(call, first, last);
+  }
+  pool_.meet();
+}
+
+void ExpertsStep::sum(int token, int thread, float* out) const {
+  std::fill(out, out + stride_, 0.0f);
+  for (int rank = 0; rank < e_.used; ++rank) {
+    const int pair = token * e_.used + rank;
+    const float* row = b_.outputs.as<float>() + stride_ * static_cast<size_t>(sorted(thread).place(pair));
+    k_.accumulate(row, b_.weights.as<float>()[pair], static_cast<int>(stride_), out);
+  }
+}
+
+}  // namespace paceline

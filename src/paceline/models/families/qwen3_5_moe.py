@@ -1,0 +1,36 @@
+"""Qwen3.5 with experts: its mixers, and in every layer a mixture of experts beside an MLP behind a gate."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from transformers import PretrainedConfig
+
+from paceline.models.description import DecoderSpec, ExpertsSpec, MLPSpec
+from paceline.models.families import qwen3_5
+from paceline.models.families.base import EXPERTS, Family
+
+
+def _describe(config: PretrainedConfig) -> DecoderSpec | None:
+    text = config.get_text_config()
+    experts = ExpertsSpec(
+        text.num_experts,
+        text.num_experts_per_tok,
+        MLPSpec(text.moe_intermediate_size),
+        normalised=True,
+        shared=MLPSpec(text.shared_expert_intermediate_size),
+        shared_gate=True,
+    )
+    return qwen3_5.describe(config, experts)
+
+
+_SHARED = {
+    "layers.{}.mlp.shared_expert.gate_proj": "layers.{}.gate",
+    "layers.{}.mlp.shared_expert.up_proj": "layers.{}.up",
+    "layers.{}.mlp.shared_expert.down_proj": "layers.{}.down",
+    "layers.{}.mlp.shared_expert_gate": "layers.{}.shared_gate",
+}
+_NAMES = replace(qwen3_5.NAMES, parts={**qwen3_5.NAMES.parts, **EXPERTS, **_SHARED})
+
+TEXT_FAMILY = Family("qwen3_5_moe_text", _describe, _NAMES)
+FAMILY = Family("qwen3_5_moe", _describe, _NAMES)

@@ -1,0 +1,165 @@
+"""gpt-oss and Qwen3.5 with experts: text and logits of transformers in float32, and the same model on the kernels."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from model_support import VOCABULARY, random_tokens, tiny
+from paceline import LLM, SamplingParams
+from paceline.core.nodes import Nodes
+from paceline.kernels import native
+from paceline.models.loading import load_model
+from paceline.models.matrices import load_packed
+from paceline.models.native import NativeModel, Quantization, spec_of
+from paceline.models.recurrent import RecurrentModel, cache_of
+from quantised_support import mxfp4_blocks
+from recurrent_support import randomise
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+needs_kernels = pytest.mark.skipif(native.select() is None, reason=f"no native kernels: {native.why_none()}")
+_SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "num_experts_per_tok": 2,
+    "tie_word_embeddings": False,
+}
+
+
+def _gpt_oss() -> PreTrainedModel:
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+    fields = {"num_local_experts": 5, "intermediate_size": 32, "sliding_window": 4, "rope_parameters": rope}
+    model = tiny("gpt_oss", _SHAPE | fields)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("gate_up_proj_bias"):
+                weight.mul_(30)  # beyond the limits of the gate
+    return model
+
+
+def _qwen3_5_moe() -> PreTrainedModel:
+    fields = {"num_experts": 5, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
+    kinds = {"linear_value_head_dim": 32, "layer_types": ["linear_attention", "full_attention"]}
+    config = AutoConfig.for_model("qwen3_5_moe_text", **(_SHAPE | fields | heads | kinds))
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(3)
+        model = AutoModelForCausalLM.from_config(config).eval()
+        for name, weight in model.named_parameters():
+            randomise(name, weight)
+    return model
+
+
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {"gpt_oss": _gpt_oss, "qwen3_5_moe": _qwen3_5_moe}
+
+
+def _logits(model: RecurrentModel | NativeModel, tokens: Tensor, at_once: int = 100) -> Tensor:
+    cache, count = cache_of(model, 1, 64), len(tokens)
+    nodes = tokens, torch.zeros(count, dtype=torch.int64), torch.arange(count)
+    parts = [model.forward(Nodes(*(t[i : i + at_once] for t in nodes)), cache).hidden for i in range(0, count, at_once)]
+    return model.logits(torch.cat(parts))
+
+
+def _ours(theirs: PreTrainedModel) -> RecurrentModel:
+    model = load_model(theirs, dtype=torch.float32)
+    assert isinstance(model, RecurrentModel)
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers(name: str) -> None:
+    theirs, tokens = MODELS[name](), random_tokens(1, 20)
+    with torch.no_grad():
+        wanted = theirs(tokens).logits[0]
+    assert (_logits(_ours(theirs), tokens[0]) - wanted).abs().max() < 1e-3 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_text_is_that_of_transformers_with_and_without_speculation(name: str) -> None:
+    theirs, prompts = MODELS[name](), [random_tokens(1, 3 + row, seed=row)[0].tolist() for row in range(4)]
+    wanted = []
+    for prompt in prompts:
+        tokens = prompt[:]
+        with torch.no_grad():
+            for _ in range(10):
+                tokens.append(int(theirs(torch.tensor([tokens])).logits[0, -1].argmax()))
+        wanted.append(tokens[len(prompt) :])
+    params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+    for drafter, rows in ((None, 1), ("ngram", 4)):
+        options = {"dtype": "float32", "max_batch_size": rows, "max_model_len": 48, "tokenizer": None}
+        options |= {} if drafter is None else {"num_speculative_tokens": 2}
+        llm = LLM(theirs, drafter=drafter, **options)  # type: ignore[arg-type]
+        found = llm.generate(prompts[:rows], params, use_tqdm=False)
+        assert [list(output.outputs[0].token_ids) for output in found] == wanted[:rows], drafter
+
+
+@needs_kernels
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_kernels_run_the_model_with_bits_that_do_not_depend_on_the_call(
+    name: str, quantization: Quantization | None
+) -> None:
+    """Compared with the reference implementation of the same rounding: another rounding may choose other experts."""
+    ours, tokens = _ours(MODELS[name]()), random_tokens(1, 20)[0]
+    spec = spec_of(ours.spec, ours.weights)
+    model, slow = (NativeModel(spec, name, quantization=quantization, kernels=k) for k in (native.select(), None))
+    exact, found = _logits(slow, tokens), _logits(model, tokens)
+    assert float((found - exact).norm() / exact.norm()) < 0.01
+    assert torch.equal(found, _logits(model, tokens, at_once=3))
+
+
+@needs_kernels
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_checkpoint_read_by_expert_gives_the_weights_of_one_read_at_once(
+    name: str, quantization: Quantization | None, tmp_path: Path
+) -> None:
+    MODELS[name]().save_pretrained(tmp_path)
+    straight, at_once = load_packed(tmp_path, torch.float32, quantization), load_model(tmp_path, dtype=torch.float32)
+    assert straight is not None
+    assert isinstance(at_once, RecurrentModel)
+    whole = NativeModel.from_weights(at_once.spec, at_once.weights, name, quantization=quantization)
+    packed = straight.packed(), whole.packed()
+    assert packed[0] is not None
+    assert packed[1] is not None
+    assert torch.equal(packed[0], packed[1])
+
+
+@needs_kernels
+def test_experts_of_four_bits_are_read_one_by_one_and_bfloat16_holds_them(tmp_path: Path) -> None:
+    """As gpt-oss is published: MXFP4 blocks of [experts, outputs, inputs]."""
+    theirs = _gpt_oss()
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in theirs.state_dict().items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            packed, exponents, exact = mxfp4_blocks(tensor.mT.contiguous())
+            tensors |= {f"{name}_blocks": packed.unflatten(-1, (-1, 16)), f"{name}_scales": exponents}
+            tensor.copy_(exact.mT)
+        else:
+            tensors[name] = tensor
+    theirs.config.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    modules = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": []}}
+    (tmp_path / "config.json").write_text(json.dumps(config | modules))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    assert any(name.endswith("_blocks") for name in load_file(tmp_path / "model.safetensors"))
+    straight = load_packed(tmp_path, torch.float32, None)
+    ours = _ours(theirs)
+    whole = NativeModel.from_weights(ours.spec, ours.weights, "tiny")
+    assert straight is not None
+    packed = straight.packed(), whole.packed()
+    assert packed[0] is not None
+    assert packed[1] is not None
+    assert torch.equal(packed[0], packed[1])
