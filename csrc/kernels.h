@@ -8,7 +8,8 @@
 namespace paceline {
 
 enum Format : int32_t { kInt8 = 0, kBf16 = 1, kInt4 = 2 };
-enum class Epilogue { kStore, kAdd, kSwiglu, kGeglu };  // the last two: silu or gelu (tanh) of the gate, times up
+// kSwiglu, kGeglu: silu or gelu (tanh) of the gate, times up. kSilu, kGelu: of every output. kCap: limit * tanh(y / limit).
+enum class Epilogue { kStore, kAdd, kSwiglu, kGeglu, kSilu, kGelu, kCap };
 
 constexpr int kPanel = 32;            // output columns that are packed and computed together
 constexpr int kInputMultiple = 64;    // inputs are padded to it: the depth of an AMX tile of bytes
@@ -51,6 +52,7 @@ struct LinearCall {
   Epilogue epilogue;
   float* out;
   size_t out_stride;
+  float limit = 0.0f;  // of kCap
 };
 
 struct Range {
@@ -96,6 +98,7 @@ struct Attention {
   float scale;
   const float* q_norm;  // [dim], or [heads * dim] if `norm_all`; or null
   const float* k_norm;
+  const float* v_norm;  // [dim], or null
   float epsilon;
   size_t gates;  // place of the output's gates in a row of qkv, head after head; 0: none
   bool norm_all;  // whether the norms are over all heads together instead of each head

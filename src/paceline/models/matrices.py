@@ -28,7 +28,9 @@ from paceline.models.weights import Placement, assemble, shapes
 
 log = logging.getLogger("paceline")
 
-_LINEAR = frozenset({"qkv", "o", "gate_up", "down", "head"})  # paceline's names of matrices that only multiply
+_LINEAR = frozenset(
+    {"qkv", "o", "gate_up", "down", "head", "input_gate", "input_out", "input_project", "input_table"}
+)  # paceline's names of matrices that only multiply, or are read from their packed form
 
 
 @runtime_checkable

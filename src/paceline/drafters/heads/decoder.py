@@ -86,7 +86,7 @@ class FusedStates:
 
     def __init__(self, model: HeadModel, rows: int, positions: int) -> None:
         self.taps = model.taps
-        self._table = RowTables(1, (1, rows, 1, positions, model.width), model.dtype, model.device)
+        self._table = RowTables([(1, 1, model.width)], rows, positions, model.dtype, model.device)
         self.fused = self._table.tables[0][0, :, 0]
 
     def read(self, rows: Tensor, slots: Tensor, features: Tensor) -> None:

@@ -1,0 +1,121 @@
+"""Gemma 4, the text model: two head widths in turn, vectors by token for every layer, keys shared by the last layers.
+
+Mixtures of experts (26B-A4B) run through transformers' own code.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from transformers import PretrainedConfig
+
+from paceline.models.description import (
+    AttentionSpec,
+    DecoderSpec,
+    LayerSpec,
+    MLPSpec,
+    NormSpec,
+    TokenInputsSpec,
+)
+from paceline.models.families.base import (
+    ACTIVATION_NAMES,
+    LLAMA_NAMES,
+    NORMS_AFTER,
+    Family,
+    attention_of,
+    biases_of,
+)
+from paceline.models.families.rotary import longest_sequence, rotary_of
+from paceline.models.weight_names import WeightNames
+
+
+def _describe(config: PretrainedConfig) -> DecoderSpec | None:
+    activation = ACTIVATION_NAMES.get(config.hidden_activation)
+    attentions = _attentions(config)
+    if activation is None or attentions is None or _asks_for_more(config):
+        return None
+    return DecoderSpec(
+        family=config.model_type,
+        vocab_size=config.vocab_size,
+        width=config.hidden_size,
+        max_positions=longest_sequence(config),
+        layers=tuple(
+            LayerSpec(attention, _mlp(config, attention, activation), "both", scaled=True) for attention in attentions
+        ),
+        norm=NormSpec("rms", config.rms_norm_eps),
+        embed_width=config.hidden_size,
+        embed_scale=config.hidden_size**0.5,
+        logits_cap=config.final_logit_softcapping,
+        tied=bool(config.tie_word_embeddings),
+        token_inputs=_token_inputs(config, activation),
+    )
+
+
+def _attentions(config: PretrainedConfig) -> list[AttentionSpec] | None:
+    """Return the attention of every layer; None if a kind of layers or positions is unknown."""
+    kinds = {kind: config.per_layer_config[kind] for kind in set(config.layer_types)}
+    rotaries = {kind: rotary_of(of_kind, kind) for kind, of_kind in kinds.items()}
+    if None in rotaries.values() or not kinds.keys() <= {"full_attention", "sliding_attention"}:
+        return None
+    of_kinds = {
+        kind: attention_of(
+            of_kind,
+            rotary=rotaries[kind],
+            window=config.sliding_window if kind == "sliding_attention" else None,
+            scale=1.0,
+            qk_norm="head",
+            v_norm=True,
+            keys_as_values=config.attention_k_eq_v and kind == "full_attention",
+            **biases_of(config),
+        )
+        for kind, of_kind in kinds.items()
+    }
+    own = config.num_hidden_layers - config.num_kv_shared_layers
+    last = {kind: layer for layer, kind in enumerate(config.layer_types[:own])}  # whose keys the others read
+    return [
+        replace(of_kinds[kind], reads_layer=None if layer < own else last[kind])
+        for layer, kind in enumerate(config.layer_types)
+    ]
+
+
+def _mlp(config: PretrainedConfig, attention: AttentionSpec, activation: str) -> MLPSpec:
+    double = config.use_double_wide_mlp and attention.reads_layer is not None
+    return MLPSpec(config.intermediate_size * (2 if double else 1), activation)
+
+
+def _token_inputs(config: PretrainedConfig, activation: str) -> TokenInputsSpec | None:
+    width = config.hidden_size_per_layer_input
+    if not width:
+        return None
+    return TokenInputsSpec(width, activation, width**0.5, config.hidden_size**-0.5, 2.0**-0.5)
+
+
+def _asks_for_more(config: PretrainedConfig) -> bool:
+    other_tokens = config.hidden_size_per_layer_input and config.vocab_size_per_layer_input != config.vocab_size
+    return bool(config.enable_moe_block or config.use_bidirectional_attention == "all" or other_tokens)
+
+
+_NAMES = {
+    **LLAMA_NAMES,
+    **NORMS_AFTER,
+    "layers.{}.pre_feedforward_layernorm": "layers.{}.mlp_norm",
+    "layers.{}.layer_scalar": "layers.{}.scale.weight",
+    "layers.{}.per_layer_input_gate": "layers.{}.input_gate",
+    "layers.{}.per_layer_projection": "layers.{}.input_out",
+    "layers.{}.post_per_layer_input_norm": "layers.{}.input_out_norm",
+    "embed_tokens_per_layer": "input_table",
+    "per_layer_model_projection": "input_project",
+    "per_layer_projection_norm": "input_norm",
+}
+
+FAMILY = Family(
+    "gemma4_text",
+    _describe,
+    WeightNames(
+        _NAMES,
+        prefixes=("model.language_model.", "language_model.model.", "language_model.", "model."),
+        ignored=re.compile(r"(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio)\..*"),
+    ),
+    wrapped_by=("gemma4",),
+)
