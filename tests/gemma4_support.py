@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
 from transformers import PreTrainedModel
 
 from model_support import tiny
+from paceline.models.families import FAMILIES
 from paceline.models.loading import load_model
 from paceline.models.native import NativeModel, Quantization
 from paceline.models.transformer import Transformer
@@ -65,3 +68,51 @@ def tiny_gemma4_torch(seed: int = 0, **sizes: Any) -> Transformer:
 def tiny_native_gemma4(seed: int = 0, quantization: Quantization | None = "int8", **sizes: Any) -> NativeModel:
     """The same model on the CPU kernels."""
     return NativeModel.from_transformer(tiny_gemma4_torch(seed, **sizes), quantization=quantization, threads=1)
+
+
+def write_gguf(path: Path, model: PreTrainedModel) -> Path:
+    """Write a file like llama.cpp: lists by layer, and factors of the positions of layers without a window."""
+    config, family = model.config, FAMILIES["gemma4_text"]
+    assert family.gguf is not None
+    of_layers = [config.per_layer_config[layer] for layer in range(config.num_hidden_layers)]
+    widths = [layer.head_dim for layer in of_layers]
+    narrow, wide = min(widths), max(widths)
+    own = config.num_hidden_layers - config.num_kv_shared_layers
+    writer = gguf.GGUFWriter(path, "gemma4")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    double = 2 if config.use_double_wide_mlp else 1
+    writer.add_feed_forward_length(
+        [config.intermediate_size * (1 if layer < own else double) for layer in range(config.num_hidden_layers)]
+    )
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv([layer.num_key_value_heads for layer in of_layers])
+    writer.add_key_length(wide)
+    writer.add_uint32("gemma4.attention.key_length_swa", narrow)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["full_attention"]["rope_theta"])
+    writer.add_float32("gemma4.rope.freq_base_swa", config.rope_parameters["sliding_attention"]["rope_theta"])
+    writer.add_rope_dimension_count(wide)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    writer.add_uint32("gemma4.embedding_length_per_layer_input", config.hidden_size_per_layer_input)
+    writer.add_float32("gemma4.final_logit_softcapping", config.final_logit_softcapping)
+    rotated = int(wide * config.rope_parameters["full_attention"]["partial_rotary_factor"] / 2)
+    factors = [1.0] * rotated + [1e30] * (wide // 2 - rotated)
+    writer.add_tensor("rope_freqs.weight", torch.tensor(factors).numpy())
+    theirs_of = {ours: name for name, ours in family.gguf.names.parts.items()}
+    for name, tensor in model.state_dict().items():
+        ours = family.safetensors.ours(name)
+        if name == "lm_head.weight" or ours is None:  # tied
+            continue
+        stem, suffix = ours.rsplit(".", 1)
+        numbers = [part for part in stem.split(".") if part.isdigit()]
+        place = theirs_of[".".join("{}" if part.isdigit() else part for part in stem.split("."))].format(*numbers)
+        writer.add_tensor(f"{place}.{suffix}", tensor.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

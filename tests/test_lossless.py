@@ -20,6 +20,7 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
+from gemma4_support import tiny_native_gemma4
 from head_support import tiny_head, tiny_native_head, tiny_transfer_head
 from paceline.config import SamplingParams, StructuredOutputs
 from paceline.core import acceptance, rules
@@ -80,13 +81,15 @@ DRAFTS: dict[str, Callable[[], Model]] = {
 }
 MODELS = {**TARGETS, "native": lambda: tiny_native(1)}  # "native" runs rounds in the kernels
 MODELS["recurrent"] = tiny_native_recurrent  # the same, with states in place of most keys and values
-DRAFTS["native"] = DRAFTS["recurrent"] = lambda: tiny_native(1, 1)
+MODELS["gemma4"] = tiny_native_gemma4  # the same, with heads of two widths and keys that layers share
+DRAFTS["native"] = DRAFTS["recurrent"] = DRAFTS["gemma4"] = lambda: tiny_native(1, 1)
 HEADS: dict[str, Callable[[], HeadModel]] = {
     "toy": lambda: tiny_head(ToyModel(), 8),
     "flat": lambda: tiny_head(FlatToy(), 8),
     "llama": lambda: tiny_head(tiny_llama(), 32),
     "native": lambda: tiny_native_head(tiny_native(1), 72),
     "recurrent": lambda: tiny_mtp(tiny_native_recurrent()),
+    "gemma4": lambda: tiny_native_head(tiny_native_gemma4(), 40),
 }
 DRAFTERS = ["model", "self", "ngram", "documents", "never", "always", "sometimes", "ragged", "short", "hybrid"]
 PARALLEL_HEADS: dict[str, Callable[[], HeadModel]] = {
@@ -419,12 +422,13 @@ def test_rounds_of_one_native_call_equal_plain_decoding(drafter: str, length: st
         ("head", "confident", "greedy", 1),
     ],
 )
-def test_rounds_of_recurrent_models_equal_plain_decoding(
-    drafter: str, length: int | str, family: str, width: int
+@pytest.mark.parametrize("model", ["recurrent", "gemma4"])
+def test_rounds_of_models_with_different_layers_equal_plain_decoding(
+    model: str, drafter: str, length: int | str, family: str, width: int
 ) -> None:
     options = {"speculation_width": width, "prefill_chunk": 7}
-    engine = speculative_engine("recurrent", drafter, length, family, **options)
-    assert answers(run(engine, PROMPTS, PARAMS[family])) == plain("recurrent", family)
+    engine = speculative_engine(model, drafter, length, family, **options)
+    assert answers(run(engine, PROMPTS, PARAMS[family])) == plain(model, family)
 
 
 @needs_kernels

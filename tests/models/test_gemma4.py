@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from gemma4_support import SIZES, gemma4_fields, tiny_gemma4, tiny_gemma4_torch, tiny_native_gemma4
+from gemma4_support import SIZES, gemma4_fields, tiny_gemma4, tiny_gemma4_torch, tiny_native_gemma4, write_gguf
 from model_support import Runner
 from paceline.config import EngineConfig, SamplingParams
 from paceline.core.cache import KVCache, KVHeads
@@ -72,6 +72,16 @@ def test_a_multimodal_checkpoint_gives_its_text_model(tmp_path: Path) -> None:
     with torch.inference_mode():
         wanted = model(tokens).logits
     found = Runner(load_model(tmp_path, dtype=torch.float32), 1)(tokens, torch.arange(12)[None])  # type: ignore[arg-type]
+    torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("sizes", ["all kinds", "keys as values"])
+def test_a_gguf_file_gives_the_logits_of_its_safetensors(sizes: str, tmp_path: Path) -> None:
+    theirs, tokens = tiny_gemma4(**SIZES[sizes]), torch.arange(40)[None] * 7 % VOCAB
+    ours = load_model(write_gguf(tmp_path / "tiny.gguf", theirs), dtype=torch.float32)
+    with torch.inference_mode():
+        wanted = theirs(tokens).logits
+    found = Runner(ours, 1)(tokens, torch.arange(40)[None])  # type: ignore[arg-type]
     torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-4)
 
 

@@ -6,7 +6,9 @@ Mixtures of experts (26B-A4B) run through transformers' own code.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -20,14 +22,18 @@ from paceline.models.description import (
 )
 from paceline.models.families.base import (
     ACTIVATION_NAMES,
+    GGUF_NORMS_AFTER,
+    LLAMA_GGUF_NAMES,
     LLAMA_NAMES,
     NORMS_AFTER,
     Family,
+    GGUFForm,
     attention_of,
     biases_of,
 )
 from paceline.models.families.rotary import longest_sequence, rotary_of
 from paceline.models.weight_names import WeightNames
+from paceline.models.weights import StoredTensor
 
 
 def _describe(config: PretrainedConfig) -> DecoderSpec | None:
@@ -54,7 +60,7 @@ def _describe(config: PretrainedConfig) -> DecoderSpec | None:
 
 def _attentions(config: PretrainedConfig) -> list[AttentionSpec] | None:
     """Return the attention of every layer; None if a kind of layers or positions is unknown."""
-    kinds = {kind: config.per_layer_config[kind] for kind in set(config.layer_types)}
+    kinds = {kind: config.per_layer_config[config.layer_types.index(kind)] for kind in set(config.layer_types)}
     rotaries = {kind: rotary_of(of_kind, kind) for kind, of_kind in kinds.items()}
     if None in rotaries.values() or not kinds.keys() <= {"full_attention", "sliding_attention"}:
         return None
@@ -96,6 +102,59 @@ def _asks_for_more(config: PretrainedConfig) -> bool:
     return bool(config.enable_moe_block or config.use_bidirectional_attention == "all" or other_tokens)
 
 
+def _fields(metadata: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields whose values in GGUF metadata are lists by layer, or of layers with windows apart.
+
+    Wide layers turn a part of each head. ``rope_freqs.weight`` has which, so their positions are plain here.
+    """
+    near, layers = metadata["attention.sliding_window_pattern"], metadata["block_count"]
+    kv_heads = _by_layer(metadata.get("attention.head_count_kv", metadata["attention.head_count"]), layers)
+    mlps = _by_layer(metadata["feed_forward_length"], layers)
+    widths = [metadata["attention.key_length_swa" if is_near else "attention.key_length"] for is_near in near]
+    return {
+        "layer_types": ["sliding_attention" if is_near else "full_attention" for is_near in near],
+        "head_dim": metadata["attention.key_length_swa"],
+        "num_key_value_heads": kv_heads[0],
+        "per_layer_config": {
+            layer: {"head_dim": width, "num_key_value_heads": heads}
+            for layer, (width, heads) in enumerate(zip(widths, kv_heads, strict=True))
+        },
+        "intermediate_size": mlps[0],
+        "use_double_wide_mlp": mlps[-1] != mlps[0],
+        "num_kv_shared_layers": metadata.get("attention.shared_kv_layers", 0),
+        "hidden_size_per_layer_input": metadata.get("embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": metadata["vocab_size"],
+        "sliding_window": metadata["attention.sliding_window"],
+        "final_logit_softcapping": metadata.get("final_logit_softcapping") or None,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": metadata.get("rope.freq_base_swa", 10000.0)},
+            "full_attention": {"rope_type": "default", "rope_theta": rope["rope_theta"]},
+        },
+    }
+
+
+def _by_layer(value: Any, layers: int) -> list[Any]:
+    return list(value) if isinstance(value, list) else [value] * layers
+
+
+def _adapt(tensors: Mapping[str, StoredTensor], _: DecoderSpec) -> Mapping[str, StoredTensor]:
+    """Add the values' projections of layers that use that of their keys, which files have once."""
+    keys = {name: name.replace(".attn_k.", ".attn_v.") for name in tensors if ".attn_k." in name}
+    return {**{value: tensors[key] for key, value in keys.items()}, **tensors}
+
+
+_GGUF_NAMES = {
+    **LLAMA_GGUF_NAMES,
+    **GGUF_NORMS_AFTER,
+    "blk.{}.layer_output_scale": "layers.{}.scale",
+    "blk.{}.inp_gate": "layers.{}.input_gate",
+    "blk.{}.proj": "layers.{}.input_out",
+    "blk.{}.post_norm": "layers.{}.input_out_norm",
+    "per_layer_token_embd": "input_table",
+    "per_layer_model_proj": "input_project",
+    "per_layer_proj_norm": "input_norm",
+}
+
 _NAMES = {
     **LLAMA_NAMES,
     **NORMS_AFTER,
@@ -116,6 +175,13 @@ FAMILY = Family(
         _NAMES,
         prefixes=("model.language_model.", "language_model.model.", "language_model.", "model."),
         ignored=re.compile(r"(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio)\..*"),
+    ),
+    GGUFForm(
+        "gemma4",
+        WeightNames(_GGUF_NAMES),
+        fields=_fields,
+        reads=frozenset({"attention.sliding_window", "final_logit_softcapping"}),
+        adapt=_adapt,
     ),
     wrapped_by=("gemma4",),
 )
