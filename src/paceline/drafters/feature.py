@@ -42,7 +42,7 @@ class FeatureDrafter(ModelDrafter):
         self._native = decoder if isinstance(decoder, NativeHeadDecoder) else None
         self._model = cast(HeadModel, decoder.model)
         # captured rounds sample one token after the other
-        self.on_device = self._native is None and not self._model.one_pass
+        self.on_device = self._native is None and self._model.captured and not self._model.one_pass
         self.uses_torch = self._native is None or self._independent
 
     @classmethod
@@ -51,6 +51,7 @@ class FeatureDrafter(ModelDrafter):
         if not isinstance(decoder, HeadDecoder):
             allowed = f"'model' or 'hybrid': {decoder.model.name} is not a trained head"
             raise ParameterError("drafter", cls.name, allowed)
+        decoder.read_from(equipment.target)
         return cls(decoder, equipment.acceptance, equipment.width(cls))
 
     @property
@@ -63,6 +64,7 @@ class FeatureDrafter(ModelDrafter):
             "feature": "head",
             "parallel": "parallel head",
             "hidden_transfer": "hidden-transfer head",
+            "assistant": "assistant",
         }
         return f"{kind[self._model.kind]} {draft}"
 

@@ -8,6 +8,7 @@ from weakref import WeakSet
 
 from paceline.config import EngineConfig
 from paceline.drafters import Drafter, Equipment, NoDrafter, make_drafter
+from paceline.drafters.heads.assistant import Assistant, AssistantDecoder
 from paceline.drafters.heads.decoder import HeadModel, TorchHead, TorchHeadDecoder
 from paceline.drafters.heads.native import NativeHead, NativeHeadDecoder
 from paceline.engine.request import check_tokens
@@ -64,6 +65,8 @@ class Assembly:
         sizes = self.backend(), self.config.max_batch_size, self.max_model_len, self.models.target.vocab_size
         if isinstance(model, NativeHead):
             return NativeHeadDecoder(model, *sizes)
+        if isinstance(model, Assistant):
+            return AssistantDecoder(model, *sizes)
         return TorchHeadDecoder(model, *sizes) if isinstance(model, TorchHead) else Decoder(model, *sizes)
 
     def drafter(self, target: Decoder) -> Drafter:

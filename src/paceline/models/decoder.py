@@ -74,7 +74,7 @@ class Decoder:
         self.vocab_size = model.vocab_size if vocab_size is None else vocab_size
         self.backend = backend
         self._flat = model if isinstance(model, FlatModel) else None  # stored because isinstance takes 20 us here
-        self.cache = _cache_for(model, rows, positions)
+        self.cache = self._new_cache(rows, positions)
         self._recurrent = self.cache.states if isinstance(self.cache, StatefulCache) else None
         self.num_computed_tokens = torch.zeros(rows, dtype=torch.int64, device=model.device)
         self.reader: FeatureReader | None = None
@@ -82,6 +82,13 @@ class Decoder:
         self.adapters: RowAdapters | None = getattr(model, "adapters", None)
         self._adapter_of = [0] * rows  # number of each row's adapter
         self.packs = backend.name == "ragged" and model.device.type == "cuda"  # Triton also writes the cache
+
+    def _new_cache(self, rows: int, positions: int) -> KVCache:
+        return (
+            self.model.new_cache(rows, positions)
+            if isinstance(self.model, SharedModel)
+            else cache_of(self.model, rows, positions)
+        )
 
     def forward(
         self,
@@ -480,12 +487,6 @@ class Decoder:
         self.num_computed_tokens[:rows] = computed
         if self._recurrent is not None:
             self._recurrent.pretend(range(rows), computed)
-
-
-def _cache_for(model: AnyModel, rows: int, positions: int) -> KVCache:
-    if isinstance(model, SharedModel):
-        return model.new_cache(rows, positions)
-    return cache_of(model, rows, positions)
 
 
 def _tree_of(parents: list[list[int]], draft_tokens: list[list[int]], slots: list[int]) -> list[list[int]]:

@@ -318,10 +318,17 @@ class Transformer:
 
     weights: tensors by the names of ``models.weights.slots``, all of one dtype and on one device.
     linear: factory of the linear layers of attention, MLP and head.
+    places: the cache's layer that each layer reads; None: as its description says.
     """
 
     def __init__(
-        self, spec: DecoderSpec, weights: Mapping[str, Tensor], name: str, *, linear: LinearFactory = Dense
+        self,
+        spec: DecoderSpec,
+        weights: Mapping[str, Tensor],
+        name: str,
+        *,
+        linear: LinearFactory = Dense,
+        places: Sequence[int] | None = None,
     ) -> None:
         self.spec, self.name = spec, name
         self.vocab_size, self.layers = spec.vocab_size, len(spec.layers)
@@ -335,10 +342,10 @@ class Transformer:
         self.steps = steps_for(self.device)
         self.adapters: RowAdapters | None = None  # see ``models.adapters``
         parts = _WeightSource(spec, weights, linear)
-        self._build(parts)
+        self._build(parts, spec.kv_places if places is None else places)
         self._kept = tuple(parts.kept)
 
-    def _build(self, parts: _WeightSource) -> None:
+    def _build(self, parts: _WeightSource, places: Sequence[int]) -> None:
         spec = self.spec
         parts.find("embed.weight")
         self._embed_scale = torch.tensor(spec.embed_scale, dtype=self.dtype).item()  # rounded as transformers does
@@ -349,7 +356,7 @@ class Transformer:
         numbers = {rotary: number for number, rotary in enumerate(rotaries)}
         self._blocks = [
             _Layer(spec, parts, index, place, numbers.get(layer.attention.rotary))  # type: ignore[arg-type]
-            for index, (layer, place) in enumerate(zip(spec.layers, spec.kv_places, strict=True))
+            for index, (layer, place) in enumerate(zip(spec.layers, places, strict=True))
         ]
         inputs = spec.token_inputs
         self._token_inputs = None if inputs is None else _TokenInputs(inputs, parts, self.dtype)
@@ -394,25 +401,45 @@ class Transformer:
     ) -> HiddenStates:
         """Run tokens, positions [B, L] int64 -> hidden [B, L, embed_width], features [B, L, taps, width].
 
-        Raises ParameterError for a tap that is no layer.
+        The tap ``layers`` is the last layer's output after the final norm. Raises ParameterError for any other tap that
+        is no layer.
         """
-        rows, length = tokens.shape
-        check_taps(taps, self.layers)
+        check_taps(taps, self.layers + 1)
         x = self._embed(tokens, positions)
-        rotations = [angles(positions) for angles in self._angles]
         vectors = self._token_inputs
         inputs = None if vectors is None else vectors(tokens.flatten(), x, self.spec.norm.eps)
-        forward = _ForwardContext(rows, rotations, attend, self.steps, inputs)
+        tapped: dict[int, Tensor] = {}
+        hidden = self.run(x, positions, attend, inputs, taps, tapped)
+        return HiddenStates(hidden, self._features(tapped, taps, len(tokens)))
+
+    def run(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        token_inputs: Tensor | None = None,
+        taps: Sequence[int] = (),
+        tapped: dict[int, Tensor] | None = None,
+    ) -> Tensor:
+        """Run the layers on embeddings x [N, width] at positions [B, L] -> hidden [B, L, embed_width].
+
+        token_inputs: [layers, N, inputs], or None. tapped: gets the hidden states of the layers in ``taps``.
+        """
+        rows, length = positions.shape
+        rotations = [angles(positions) for angles in self._angles]
+        forward = _ForwardContext(rows, rotations, attend, self.steps, token_inputs)
+        tapped = {} if tapped is None else tapped
         norms = [*(block.entry for block in self._blocks), self._norm]
         normed = x if norms[0] is None else norms[0](x)
-        tapped: dict[int, Tensor] = {}
         for index, (block, following) in enumerate(zip(self._blocks, norms[1:], strict=True)):
             if index in taps:
                 tapped[index] = x
             x, normed = block(x, normed, forward, following)
+        if self.layers in taps:
+            tapped[self.layers] = normed / self.spec.residual_scale  # which ``_features`` takes back
         if self._project_out is not None:
             normed = functional.linear(normed, self._project_out)
-        return HiddenStates(normed.view(rows, length, -1), self._features(tapped, taps, rows))
+        return normed.view(rows, length, -1)
 
     def _features(self, tapped: Mapping[int, Tensor], taps: Sequence[int], rows: int) -> Tensor | None:
         """Return the published model's hidden states [B, L, taps, width] of the tapped layers [N, width]."""

@@ -5,6 +5,7 @@ Mixtures of experts (26B-A4B) run through transformers' own code.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -155,6 +156,27 @@ _GGUF_NAMES = {
     "per_layer_proj_norm": "input_norm",
 }
 
+ASSISTANT = "gemma4_assistant"
+"""Hugging Face's name of the configuration of a decoder that drafts for this family from its keys and values."""
+
+
+def describe_assistant(config: PretrainedConfig) -> DecoderSpec | None:
+    """Describe an assistant's decoder, whose layers read the target's keys; None if it is unknown.
+
+    Its window ends with the last key that the target has computed, and includes one position more.
+    """
+    text = copy.deepcopy(config.get_text_config())
+    text.num_kv_shared_layers = 0
+    spec = _describe(text)
+    if spec is None:
+        return None
+    layers = (
+        replace(layer, mixer=replace(at, reads_layer=0, window=None if at.window is None else at.window + 1))
+        for layer, at in zip(spec.layers, spec.attentions, strict=True)
+    )
+    return replace(spec, layers=tuple(layers), tied=True)
+
+
 _NAMES = {
     **LLAMA_NAMES,
     **NORMS_AFTER,
@@ -167,6 +189,8 @@ _NAMES = {
     "per_layer_model_projection": "input_project",
     "per_layer_projection_norm": "input_norm",
 }
+
+ASSISTANT_NAMES = WeightNames(_NAMES, prefixes=("model.",))
 
 FAMILY = Family(
     "gemma4_text",
