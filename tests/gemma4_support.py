@@ -7,13 +7,18 @@ from typing import Any
 
 import gguf
 import torch
-from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import Gemma4AssistantConfig, PreTrainedModel
 
 from model_support import tiny
-from paceline.models.families import FAMILIES
+from paceline.drafters.heads.assistant import Assistant, Centroids, cache_places
+from paceline.models.base import AnyModel
+from paceline.models.families import FAMILIES, describe
+from paceline.models.families.gemma4 import describe_assistant
 from paceline.models.loading import load_model
 from paceline.models.native import NativeModel, Quantization
 from paceline.models.transformer import Transformer
+from paceline.models.weights import shapes
 from toy import VOCAB
 
 KINDS = {"s": "sliding_attention", "f": "full_attention"}
@@ -68,6 +73,26 @@ def tiny_gemma4_torch(seed: int = 0, **sizes: Any) -> Transformer:
 def tiny_native_gemma4(seed: int = 0, quantization: Quantization | None = "int8", **sizes: Any) -> NativeModel:
     """The same model on the CPU kernels."""
     return NativeModel.from_transformer(tiny_gemma4_torch(seed, **sizes), quantization=quantization, threads=1)
+
+
+def tiny_assistant(target: AnyModel, seed: int = 0) -> Assistant:
+    """A random assistant of four layers for ``tiny_gemma4``, with a head over groups of tokens."""
+    own = {"hidden_size": 24, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    fields = gemma4_fields("sssf", 4, **own, use_double_wide_mlp=False)
+    spec = describe_assistant(Gemma4AssistantConfig(text_config=fields, backbone_hidden_size=40))
+    whole = describe({"model_type": "gemma4_text", **gemma4_fields()})
+    assert spec is not None
+    assert whole is not None
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(*shape: int) -> Tensor:
+        values = torch.randn(shape, generator=generator) * 0.3
+        return (values if len(shape) > 1 else 1 + values).to(target.dtype)
+
+    tensors = {name: noise(*like.shape) for name, like in shapes(spec).items()}
+    decoder = Transformer(spec, tensors, "tiny assistant", places=cache_places(spec, whole))
+    groups = Centroids(noise(6, 24), torch.randperm(VOCAB, generator=generator).view(6, -1), 3)
+    return Assistant(decoder, target, noise(VOCAB, 40), noise(24, 80), noise(40, 24), groups)
 
 
 def write_gguf(path: Path, model: PreTrainedModel) -> Path:

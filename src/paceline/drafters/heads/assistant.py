@@ -214,7 +214,7 @@ def load_assistant(target: AnyModel, source: Source, path: Path, dtype: torch.dt
     own = {name: _read(stored, name, shape, path).to(target.device) for name, shape in _shapes(config, spec).items()}
     parts = {name: tensor for name, tensor in stored.items() if name not in own}
     tensors = weights.assemble(weights.place(spec, ASSISTANT_NAMES, parts, str(path)), dtype, target.device)
-    decoder = Transformer(spec, tensors, str(path), places=_places(spec, whole))
+    decoder = Transformer(spec, tensors, str(path), places=cache_places(spec, whole))
     embedding = load_embedding(source, dtype=dtype, device=target.device) * whole.embed_scale
     before, after, *head = own.values()
     return Assistant(decoder, target, embedding, before.to(dtype), after.to(dtype), _centroids(config, head, dtype))
@@ -259,7 +259,7 @@ def _target_description(source: Source) -> DecoderSpec:
     return found
 
 
-def _places(spec: DecoderSpec, target: DecoderSpec) -> list[int]:
+def cache_places(spec: DecoderSpec, target: DecoderSpec) -> list[int]:
     """Return the layer of the target's cache that each layer reads: the last of its kind, with or without a window."""
     own = [attention for attention in target.attentions if attention.reads_layer is None]
     last = {attention.window is None: place for place, attention in enumerate(own)}
