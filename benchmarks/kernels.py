@@ -160,7 +160,6 @@ def random_spec(shape: Shape, positions: int) -> NativeSpec:
         heads=shape.heads,
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
-        ffn=shape.ffn,
         vocab_size=shape.vocab_size,
         max_positions=positions,
         rotary=Rotary(tuple(10000 ** (-i / half) for i in range(half))),

@@ -137,7 +137,7 @@ inline void write_cache(const Attention& a, uint8_t* cache, size_t offset, const
 inline void rotate_and_write(const Attention& a, const Rotary& rotary, int token, int64_t row) {
   float* q = a.qkv + a.qkv_stride * static_cast<size_t>(token);
   float* k = q + static_cast<size_t>(a.heads) * static_cast<size_t>(a.dim);
-  const float* v = k + static_cast<size_t>(a.kv_heads) * static_cast<size_t>(a.dim);
+  float* v = k + static_cast<size_t>(a.kv_heads) * static_cast<size_t>(a.dim);
   const int64_t position = a.positions[token];
   const int64_t angle = position < rotary.positions ? position : rotary.positions - 1;  // padding: its result is not used
   const float* cosine = rotary.cosine + angle * rotary.half;
@@ -154,6 +154,7 @@ inline void rotate_and_write(const Attention& a, const Rotary& rotary, int token
   const int64_t slot = wanted < a.capacity ? wanted : a.capacity;
   for (int head = 0; head < a.kv_heads; ++head, k += a.dim, v += a.dim) {
     if (a.k_norm && !a.norm_all) rms_norm(k, Norm{a.k_norm, a.dim, a.epsilon}, a.dim, k);
+    if (a.v_norm) rms_norm(v, Norm{a.v_norm, a.dim, a.epsilon}, a.dim, v);
     rotate(k, cosine, sine, rotary.half);
     const size_t offset = cache_offset(a, row, head, slot);
     write_cache(a, a.keys, offset, k);
@@ -540,6 +541,11 @@ inline F16 clamped_swiglu(F16 gate, F16 up) {
   return g * sigmoid(g * set1(1.702f)) * (u + set1(1.0f));
 }
 
+// limit * tanh(x / limit).
+inline F16 cap(F16 x, float limit) {
+  return (set1(2.0f) * sigmoid(x * set1(2.0f / limit)) - set1(1.0f)) * set1(limit);
+}
+
 // y: the 32 sums of one row and panel.
 inline void finish(const LinearCall& call, int panel, int row, F16 y0, F16 y1) {
   const Linear& linear = *call.linear;
@@ -552,6 +558,9 @@ inline void finish(const LinearCall& call, int panel, int row, F16 y0, F16 y1) {
   if (call.epilogue == Epilogue::kSwiglu) return store(out + column / 2, silu(y0) * y1);
   if (call.epilogue == Epilogue::kGeglu) return store(out + column / 2, gelu_tanh(y0) * y1);
   if (call.epilogue == Epilogue::kClampedSwiglu) return store(out + column / 2, clamped_swiglu(y0, y1));
+  if (call.epilogue == Epilogue::kSilu) y0 = silu(y0), y1 = silu(y1);
+  if (call.epilogue == Epilogue::kGelu) y0 = gelu_tanh(y0), y1 = gelu_tanh(y1);
+  if (call.epilogue == Epilogue::kCap) y0 = cap(y0, call.limit), y1 = cap(y1, call.limit);
   if (call.epilogue == Epilogue::kAdd) {
     y0 = load(out + column) + y0;
     y1 = load(out + column + 16) + y1;

@@ -43,7 +43,7 @@ PL_EXPORT void pl_logits(Model* model, Pool* pool, const float* hidden, int rows
 
 // --- single kernels, for tests and benchmarks ----------------------------------------------------------------------------
 
-// x [rows][padded inputs] -> out [rows][out_stride]; epilogue: 0 store, 1 add, 2 SwiGLU.
+// x [rows][padded inputs] -> out [rows][out_stride]; epilogue: 0 store, 1 add, 2 SwiGLU, 3 GeGLU.
 PL_EXPORT void pl_linear(const Kernels* kernels, Pool* pool, const Linear* linear, const float* x, int rows, int epilogue, float* out,
                          size_t out_stride) {
   Quantised quantised;

@@ -109,7 +109,7 @@ class Pass {
       : m_(model), k_(model.kernels), s_(model.spec), pool_(pool), tokens_(tokens), paths_(paths), cache_(cache), out_(out),
         seconds_(seconds) {
     if (s_.delta.key_heads) runs_ = runs_of(tokens, offset, cache, !out.hidden);
-    units_ = cut_into_units(tokens, std::max(1, std::min(kQueriesPerUnit, k_.max_queries) / (s_.heads / s_.kv_heads)));
+    units_ = cut_into_units(tokens, std::max(1, std::min(kQueriesPerUnit, k_.max_queries) / m_.queries_per_key));
     for (auto& next : m_.next_unit_) next.store(0, std::memory_order_relaxed);
   }
 
@@ -131,8 +131,8 @@ class Pass {
     for (size_t layer = 0; layer < m_.layers.size(); ++layer) {
       tap(layer, thread);
       run_layer(layer, thread, watch);
+      if (ends_with(layer)) return;
     }
-    if (keys_alone()) return;
     tap(m_.layers.size(), thread);
     const Share share(tokens_.count, thread, pool_.threads());
     float* normed = m_.scratch_[static_cast<size_t>(thread)]->normed.as<float>();
@@ -145,10 +145,10 @@ class Pass {
     watch.lap(kPrepare);
   }
 
-  // Whether no outputs are wanted: then the pass ends with the last layer's keys and values.
-  bool keys_alone() const {
+  // Whether the pass ends with the keys and values of this layer: nothing behind them is wanted.
+  bool ends_with(size_t layer) const {
     const auto deepest = std::max_element(out_.taps, out_.taps + out_.tap_count);
-    return !out_.hidden && (out_.tap_count == 0 || *deepest < static_cast<int64_t>(m_.layers.size()));
+    return layer == static_cast<size_t>(m_.last_writer) && !out_.hidden && (out_.tap_count == 0 || *deepest <= m_.last_writer);
   }
 
   // Writes the input of a tapped layer; it does not change before all threads have met within the layer.
@@ -170,8 +170,9 @@ class Pass {
 
   void run_layer(size_t index, int thread, Stopwatch& watch) const {
     const Layer& layer = m_.layers[index];
-    const bool last = keys_alone() && index + 1 == m_.layers.size();
-    if (s_.delta.key_heads) clear_padding(layer, thread);
+    const bool last = ends_with(index);
+    const int mixed = layer.delta ? s_.delta.value_heads * s_.delta.value_dim : layer.heads * layer.dim;
+    clear_padding(m_.attended_, layer.attention_out.inputs, mixed, thread);
     if (layer.delta) run_delta(layer, index, thread, watch);
     else run_attention(layer, index, last, thread, watch);
     if (last) return;
@@ -179,7 +180,8 @@ class Pass {
     watch.lap(kPrepare);
     add(layer.attention_out, input, layer.attention_out_norm, thread, watch);
     if (layer.experts) return run_experts(layer, thread, watch);
-    add(layer.down, activate(layer, thread, watch), layer.mlp_out_norm, thread, watch);
+    add(layer.down, activate(layer, thread, watch), layer.mlp_out_norm, thread, watch, layer.input ? nullptr : layer.scale_out);
+    if (layer.input) add_token_input(layer, index, thread, watch);
   }
 
   // The input of a dense MLP's second product.
@@ -187,9 +189,10 @@ class Pass {
     const Norm second = norm(layer.post_norm);
     auto input = prepare(m_.residual_.as<float>(), m_.padded_width, layer.post_norm ? &second : nullptr, layer.gate_up, thread);
     watch.lap(kPrepare);
-    multiply(layer.gate_up, input, gate_of(layer), m_.activated_.as<float>(), static_cast<size_t>(m_.padded_ffn), thread);
+    clear_padding(m_.activated_, layer.down.inputs, layer.gate_up.outputs / 2, thread);
+    multiply(layer.gate_up, input, gate_of(layer), m_.activated_.as<float>(), static_cast<size_t>(layer.down.inputs), thread);
     watch.lap(kProducts);
-    input = prepare(m_.activated_.as<float>(), m_.padded_ffn, nullptr, layer.down, thread);
+    input = prepare(m_.activated_.as<float>(), layer.down.inputs, nullptr, layer.down, thread);
     watch.lap(kPrepare);
     return input;
   }
@@ -235,8 +238,53 @@ class Pass {
     return static_cast<float>(1.0 / (1.0 + std::exp(-static_cast<double>(step.shared_score(token)))));
   }
 
-  // Adds the product of a layer's part to the hidden states, after a norm (if any) of its own.
-  void add(const Linear& linear, const Activations& input, const float* after, int thread, Stopwatch& watch) const {
+  // What the layer adds of its tokens' vectors.
+  void add_token_input(const Layer& layer, size_t index, int thread, Stopwatch& watch) const {
+    const TokenInput& part = *layer.input;
+    const size_t stride = static_cast<size_t>(part.out.inputs), width = static_cast<size_t>(s_.inputs->width);
+    auto input = prepare(m_.residual_.as<float>(), m_.padded_width, nullptr, part.gate, thread);
+    watch.lap(kPrepare);
+    clear_padding(m_.activated_, part.out.inputs, s_.inputs->width, thread);
+    const Epilogue activation = layer.activation == kGeluTanh ? Epilogue::kGelu : Epilogue::kSilu;
+    multiply(part.gate, input, activation, m_.activated_.as<float>(), stride, thread);
+    watch.lap(kProducts);
+    const Share share(tokens_.count, thread, pool_.threads());
+    for (int i = share.first; i < share.last; ++i) {
+      float* gate = m_.activated_.as<float>() + static_cast<size_t>(i) * stride;
+      const float* vector = vectors(i) + index * width;
+      for (size_t j = 0; j < width; ++j) gate[j] *= vector[j];
+    }
+    pool_.meet();
+    input = prepare(m_.activated_.as<float>(), part.out.inputs, nullptr, part.out, thread);
+    watch.lap(kPrepare);
+    add(part.out, input, part.norm, thread, watch, layer.scale_out);
+  }
+
+  float* vectors(int i) const { return m_.vectors_.as<float>() + static_cast<size_t>(i) * static_cast<size_t>(padded(s_.inputs->project.outputs, kPanel)); }
+
+  // The vectors of every token for every layer.
+  void read_vectors(int thread) const {
+    const TokenInputs& from = *s_.inputs;
+    const int all = from.project.outputs;
+    const auto input = prepare(m_.residual_.as<float>(), m_.padded_width, nullptr, from.project, thread);
+    multiply(from.project, input, Epilogue::kStore, m_.vectors_.as<float>(), static_cast<size_t>(padded(all, kPanel)), thread);
+    const Share share(tokens_.count, thread, pool_.threads());
+    float* stored = m_.scratch_[static_cast<size_t>(thread)]->normed.as<float>();
+    for (int i = share.first; i < share.last; ++i) {
+      k_.embed(from.table, tokens_.tokens[i], stored);
+      float* vector = vectors(i);
+      for (int j = 0; j < all; ++j) vector[j] *= from.project_scale;
+      for (int first = 0; first < all; first += from.width) {
+        k_.rms_norm(vector + first, Norm{from.norm, from.width, s_.epsilon}, from.width, vector + first);
+      }
+      for (int j = 0; j < all; ++j) vector[j] = (vector[j] + stored[j] * from.table_scale) * from.sum_scale;
+    }
+    pool_.meet();
+  }
+
+  // Adds the product of a layer's part to the hidden states, after a norm (if any) of its own. scale: a factor of the sum,
+  // only behind a norm; or null.
+  void add(const Linear& linear, const Activations& input, const float* after, int thread, Stopwatch& watch, const float* scale = nullptr) const {
     const size_t stride = static_cast<size_t>(m_.padded_width);
     if (!after) {
       multiply(linear, input, Epilogue::kAdd, m_.residual_.as<float>(), stride, thread);
@@ -249,19 +297,18 @@ class Pass {
       float* branch = m_.branch_.as<float>() + static_cast<size_t>(i) * stride;
       k_.rms_norm(branch, norm(after), m_.padded_width, branch);
       for (size_t j = 0; j < stride; ++j) residual(i)[j] += branch[j];
+      if (scale) for (size_t j = 0; j < stride; ++j) residual(i)[j] *= *scale;
     }
     pool_.meet();
     watch.lap(kPrepare);
   }
 
-  // Attention and recurrent layers write rows of different widths into one buffer, and padding is quantised with a row.
-  void clear_padding(const Layer& layer, int thread) const {
-    const int inputs = layer.attention_out.inputs;
-    const int width = layer.delta ? s_.delta.value_heads * s_.delta.value_dim : s_.heads * s_.dim;
+  // Layers write rows of different widths into one buffer, and padding is quantised with a row.
+  void clear_padding(const Buffer& rows, int stride, int width, int thread) const {
     const Share share(tokens_.count, thread, pool_.threads());
     for (int i = share.first; i < share.last; ++i) {
-      float* row = m_.attended_.as<float>() + static_cast<size_t>(i) * static_cast<size_t>(inputs);
-      std::memset(row + width, 0, sizeof(float) * static_cast<size_t>(inputs - width));
+      float* row = rows.as<float>() + static_cast<size_t>(i) * static_cast<size_t>(stride);
+      std::memset(row + width, 0, sizeof(float) * static_cast<size_t>(stride - width));
     }
   }
 
@@ -335,6 +382,7 @@ class Pass {
       else join(i);
     }
     pool_.meet();
+    if (s_.inputs) read_vectors(thread);
     if (!projects()) return;
     const Linear& fuse = s_.fusion->fuse;
     const auto input = prepare(m_.joined_.as<float>(), 2 * m_.padded_width, nullptr, fuse, thread);
@@ -391,28 +439,31 @@ class Pass {
   void rotate(const Layer& layer, const Attention& attention, int thread) const {
     const Rotary rotary = {layer.cosine, layer.sine, layer.rotary_half, s_.positions};
     const Share share(tokens_.count, thread, pool_.threads());
-    for (int i = share.first; i < share.last; ++i) k_.rotate_and_write(attention, rotary, i, tokens_.rows[i]);
+    Attention own = attention;
+    if (layer.reads_only) own.kv_heads = 0;  // it has queries only
+    for (int i = share.first; i < share.last; ++i) k_.rotate_and_write(own, rotary, i, tokens_.rows[i]);
     pool_.meet();
   }
 
   void attend(const Attention& attention, size_t layer, int thread) const {
     float* scratch = m_.scratch_[static_cast<size_t>(thread)]->attention.as<float>();
-    const int count = static_cast<int>(units_.size()) * s_.kv_heads;
+    const int kv_heads = attention.kv_heads, count = static_cast<int>(units_.size()) * kv_heads;
     for (int i = m_.next_unit_[layer]++, next = i; i < count; i = next) {
       next = m_.next_unit_[layer]++;
-      const Unit& unit = units_[static_cast<size_t>(i / s_.kv_heads)];
-      k_.attend(attention, unit.row, unit.first, unit.count, i % s_.kv_heads, scratch, next < count ? keys_of(attention, next) : nullptr);
+      const Unit& unit = units_[static_cast<size_t>(i / kv_heads)];
+      k_.attend(attention, unit.row, unit.first, unit.count, i % kv_heads, scratch, next < count ? keys_of(attention, next) : nullptr);
     }
     pool_.meet();
   }
 
   const uint8_t* keys_of(const Attention& a, int unit) const {
-    const size_t row = static_cast<size_t>(units_[static_cast<size_t>(unit / s_.kv_heads)].row);
-    return a.keys + (row * a.row_stride + static_cast<size_t>(unit % s_.kv_heads) * a.head_stride) * (a.bf16 ? 2 : 4);
+    const size_t row = static_cast<size_t>(units_[static_cast<size_t>(unit / a.kv_heads)].row);
+    return a.keys + (row * a.row_stride + static_cast<size_t>(unit % a.kv_heads) * a.head_stride) * (a.bf16 ? 2 : 4);
   }
 
   Attention describe(const Layer& layer) const {
-    const size_t offset = static_cast<size_t>(layer.place) * static_cast<size_t>(cache_.layer_stride) * (cache_.bf16 ? 2 : 4);
+    const KVTable& table = cache_.tables[layer.table];
+    const size_t offset = static_cast<size_t>(layer.place) * static_cast<size_t>(table.layer_stride) * (cache_.bf16 ? 2 : 4);
     Attention a{};
     a.qkv = m_.qkv_.as<float>();
     a.qkv_stride = static_cast<size_t>(m_.padded_qkv);
@@ -421,22 +472,23 @@ class Pass {
     a.positions = tokens_.positions;
     a.slots = tokens_.slots;
     a.paths = paths_;
-    a.keys = cache_.keys + offset;
-    a.values = cache_.values + offset;
-    a.row_stride = static_cast<size_t>(cache_.row_stride);
-    a.head_stride = static_cast<size_t>(cache_.head_stride);
-    a.position_stride = static_cast<size_t>(cache_.position_stride);
+    a.keys = table.keys + offset;
+    a.values = table.values + offset;
+    a.row_stride = static_cast<size_t>(table.row_stride);
+    a.head_stride = static_cast<size_t>(table.head_stride);
+    a.position_stride = static_cast<size_t>(table.position_stride);
     a.bf16 = cache_.bf16 != 0;
-    a.heads = s_.heads;
-    a.kv_heads = s_.kv_heads;
-    a.dim = s_.dim;
+    a.heads = layer.heads;
+    a.kv_heads = layer.kv_heads;
+    a.dim = layer.dim;
     a.capacity = cache_.capacity;
     a.window = layer.window;
     a.scale = layer.scale;
     a.q_norm = layer.q_norm;
     a.k_norm = layer.k_norm;
+    a.v_norm = layer.v_norm;
     a.epsilon = s_.epsilon;
-    a.gates = layer.gated ? static_cast<size_t>((s_.heads + 2 * s_.kv_heads) * s_.dim) : 0;
+    a.gates = layer.gated ? static_cast<size_t>((layer.heads + 2 * layer.kv_heads) * layer.dim) : 0;
     a.norm_all = layer.norm_all != 0;
     a.sinks = layer.sinks;
     return a;
@@ -469,7 +521,7 @@ int chunk_end(const Tokens& tokens, int start) {
 
 void Model::grow(int threads, int tokens) {
   const size_t n = static_cast<size_t>(tokens) * sizeof(float);
-  const int widest = std::max({padded_width * (spec.fusion ? 2 : 1), padded_attention, padded_ffn,
+  const int widest = std::max({padded_width * (spec.fusion ? 2 : 1), padded_attention, padded_activated,
                                spec.fusion ? spec.fusion->fuse.inputs : 0});
   if (spec.fusion) joined_.grow(n * static_cast<size_t>(std::max(2 * padded_width, spec.fusion->fuse.inputs)));
   residual_.grow(n * static_cast<size_t>(padded_width));
@@ -477,19 +529,24 @@ void Model::grow(int threads, int tokens) {
   qkv_.grow(n * static_cast<size_t>(padded_qkv));
   gates_.grow(n * static_cast<size_t>(padded(2 * spec.delta.value_heads, kPanel)));
   attended_.grow(n * static_cast<size_t>(padded_attention));
-  activated_.grow(n * static_cast<size_t>(padded_ffn));
+  activated_.grow(n * static_cast<size_t>(padded_activated));
   for (const Layer& layer : layers) {
     if (layer.experts) experts_->grow(*layer.experts, threads, tokens, padded_width);
   }
+  if (spec.inputs) vectors_.grow(n * static_cast<size_t>(padded(spec.inputs->project.outputs, kPanel)));
   padded_hidden_.grow(n * static_cast<size_t>(padded_width));
   shared_.grow(tokens, widest);
   while (static_cast<int>(scratch_.size()) < threads) scratch_.push_back(std::make_unique<Scratch>());
   for (auto& scratch : scratch_) {
-    int narrowest = padded_ffn ? std::min(padded_width, padded_ffn) : padded_width;  // a mixture may have no MLP of one width
-    for (const Layer& layer : layers) narrowest = std::min(narrowest, layer.attention_out.inputs);
+    int narrowest = padded_width;
+    for (const Layer& layer : layers) {
+      for (const int inputs : {layer.attention_out.inputs, layer.down.inputs, layer.input ? layer.input->out.inputs : 0}) {
+        if (inputs) narrowest = std::min(narrowest, inputs);  // a mixture may have no MLP of one width
+      }
+    }
     scratch->rows.grow(std::min(tokens, kRedundant / narrowest + 1), widest);
-    scratch->normed.grow(sizeof(float) * static_cast<size_t>(widest));
-    scratch->attention.grow(sizeof(float) * attend_scratch_floats(kernels.max_queries, spec.dim));
+    scratch->normed.grow(sizeof(float) * static_cast<size_t>(std::max(widest, spec.inputs ? spec.inputs->table.inputs : 0)));
+    scratch->attention.grow(sizeof(float) * attend_scratch_floats(kernels.max_queries, widest_dim));
     scratch->delta.grow(sizeof(float) * delta_scratch_floats(spec.delta));
   }
 }
@@ -532,7 +589,9 @@ class HeadPass {
     m_.kernels.quantise(m_.padded_hidden_.as<float>(), nullptr, head, m_.shared_.view, rows);
     pool_.meet();
     const Share share(panels(head.outputs), thread, pool_.threads());
-    const LinearCall call = {&head, m_.shared_.view, rows_, Epilogue::kStore, logits_, static_cast<size_t>(head.outputs)};
+    const float limit = m_.spec.logits_cap;
+    const Epilogue end = limit > 0.0f ? Epilogue::kCap : Epilogue::kStore;
+    const LinearCall call = {&head, m_.shared_.view, rows_, end, logits_, static_cast<size_t>(head.outputs), limit};
     m_.kernels.linear(call, share.first, share.last);
   }
 

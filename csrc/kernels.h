@@ -8,8 +8,9 @@
 namespace paceline {
 
 enum Format : int32_t { kInt8 = 0, kBf16 = 1, kInt4 = 2 };
-// The last three, of a gate and up: silu(gate) * up, gelu(gate) * up (tanh), and gpt-oss's, see clamped_swiglu.
-enum class Epilogue { kStore, kAdd, kSwiglu, kGeglu, kClampedSwiglu };
+// Of a gate and up: silu(gate) * up, gelu(gate) * up (tanh), and gpt-oss's, see clamped_swiglu. kSilu, kGelu: of every output.
+// kCap: limit * tanh(y / limit).
+enum class Epilogue { kStore, kAdd, kSwiglu, kGeglu, kClampedSwiglu, kSilu, kGelu, kCap };
 
 constexpr int kPanel = 32;            // output columns that are packed and computed together
 constexpr int kInputMultiple = 64;    // inputs are padded to it: the depth of an AMX tile of bytes
@@ -62,6 +63,7 @@ struct LinearCall {
   Epilogue epilogue;
   float* out;
   size_t out_stride;
+  float limit = 0.0f;  // of kCap
 };
 
 struct Range {
@@ -107,6 +109,7 @@ struct Attention {
   float scale;
   const float* q_norm;  // [dim], or [heads * dim] if `norm_all`; or null
   const float* k_norm;
+  const float* v_norm;  // [dim], or null
   float epsilon;
   size_t gates;  // place of the output's gates in a row of qkv, head after head; 0: none
   bool norm_all;  // whether the norms are over all heads together instead of each head

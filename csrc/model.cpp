@@ -80,6 +80,12 @@ int widest(const std::vector<Layer>& layers, Measure measure) {
   return found;
 }
 
+static int last_writer_of(const std::vector<Layer>& layers) {
+  int last = static_cast<int>(layers.size()) - 1;
+  while (last > 0 && layers[static_cast<size_t>(last)].reads_only) --last;
+  return last;
+}
+
 Model::Model(const ModelSpec& s, const Kernels& k)
     : spec(s),
       kernels(k),
@@ -87,7 +93,10 @@ Model::Model(const ModelSpec& s, const Kernels& k)
       padded_width(padded(s.width, kInputMultiple)),
       padded_qkv(widest(layers, [](const Layer& layer) { return padded(layer.qkv.outputs, kPanel); })),
       padded_attention(widest(layers, [](const Layer& layer) { return layer.attention_out.inputs; })),
-      padded_ffn(padded(s.ffn, kInputMultiple)),
+      padded_activated(widest(layers, [](const Layer& layer) { return std::max(layer.down.inputs, layer.input ? layer.input->out.inputs : 0); })),
+      widest_dim(widest(layers, [](const Layer& layer) { return layer.dim; })),
+      queries_per_key(widest(layers, [](const Layer& layer) { return layer.heads / layer.kv_heads; })),
+      last_writer(last_writer_of(layers)),
       next_unit_(static_cast<size_t>(s.layer_count)),
       experts_(std::make_unique<ExpertBuffers>()) {}
 

@@ -32,6 +32,22 @@ struct Experts {
   int32_t normalised;            // whether a token's weights are a softmax over its experts' scores, not over all
 };
 
+// What a layer adds of its token's vector (TokenInputs): norm(out(activation(gate(x)) * vector)).
+struct TokenInput {
+  Linear gate, out;
+  const float* norm;
+};
+
+// A vector of every token for every layer: TokenInputsSpec of src/paceline/models/description.py.
+struct TokenInputs {
+  Linear table;    // a column for each token: its vectors, layer after layer
+  Linear project;  // of the embedding
+  const float* norm;  // [width]
+  int32_t width;
+  float table_scale, project_scale, sum_scale;
+};
+
+
 struct Layer {
   Linear qkv, attention_out, gate_up, down;
   const float* input_norm;  // before attention, or null
@@ -49,7 +65,13 @@ struct Layer {
   int32_t activation;   // Activation
   const Delta* delta;  // null: attention
   int32_t gated;       // whether qkv ends with the gates of attention's output
-  int32_t place;       // among the cache's layers, or among those with states
+  int32_t place;       // in its table of the cache, or among the layers with states
+  int32_t table;       // of the cache
+  int32_t reads_only;  // whether an earlier layer writes its keys and values; qkv then has queries only
+  int32_t heads, kv_heads, dim;
+  const float* v_norm;      // [dim], or null
+  const TokenInput* input;  // or null
+  const float* scale_out;   // one factor of the layer's output, or null
   const Experts* experts;  // null: a dense MLP
   const float* sinks;      // of attention: [heads], or null
 };
@@ -81,12 +103,14 @@ struct ModelSpec {
   const uint16_t* embedding;  // bf16 [vocabulary][padded width], or null
   const float* final_norm;
   int64_t positions;
-  int32_t layer_count, width, ffn, heads, kv_heads, dim;
+  int32_t layer_count, width;
   float epsilon;
   float embed_scale;  // of the token embedding
   float tap_scale;    // of the hidden states that heads read
   const Fusion* fusion;  // or null
   DeltaShape delta;
+  const TokenInputs* inputs;  // or null
+  float logits_cap;           // 0: none
 };
 
 // Tokens of every row, row after row: row i has the entries starts[i] .. starts[i + 1] - 1.
@@ -215,10 +239,17 @@ struct RoundCall {
   double* draft_seconds;  // set to the time that the draft took
 };
 
-struct Cache {
+// Keys and values of the layers of one shape.
+struct KVTable {
   uint8_t* keys;  // [layer][row][head][position][dim]
   uint8_t* values;
   int64_t layer_stride, row_stride, head_stride, position_stride;  // in elements
+  int64_t layers, heads, dim;
+};
+
+struct Cache {
+  const KVTable* tables;
+  int64_t table_count;
   int64_t rows, capacity;
   int32_t bf16;
   float *state, *tail, *inputs;  // of recurrent layers: RecurrentStates of src/paceline/core/recurrent_state.py; or null
@@ -294,7 +325,9 @@ class Model {
   const ModelSpec spec;
   const Kernels& kernels;
   const std::vector<Layer> layers;
-  const int padded_width, padded_qkv, padded_attention, padded_ffn;
+  const int padded_width, padded_qkv, padded_attention, padded_activated;
+  const int widest_dim, queries_per_key;  // of all layers
+  const int last_writer;                  // the last layer that writes keys, values or a state
 
  private:
   friend class Pass;
@@ -303,7 +336,7 @@ class Model {
   void grow(int threads, int tokens);
 
   std::mutex one_call_at_a_time_;
-  Buffer joined_, residual_, branch_, qkv_, gates_, attended_, activated_, padded_hidden_;
+  Buffer joined_, residual_, branch_, qkv_, gates_, attended_, activated_, padded_hidden_, vectors_;
   Quantised shared_;
   std::vector<std::unique_ptr<Scratch>> scratch_;
   std::vector<std::atomic<int>> next_unit_;

@@ -459,22 +459,23 @@ std::vector<Move> moves_of(const RoundCall& call) {
 }
 
 // Reference implementation: RowTables.keep in src/paceline/core/row_tables.py.
-void move_keys_and_values(const Model& model, Pool& pool, const Cache& cache, const std::vector<Move>& moves) {
-  const int64_t item = cache.bf16 ? 2 : 4;
-  in_parallel(pool, [&](int thread) {
-    int attention_layers = 0;
-    for (const Layer& layer : model.layers) attention_layers += layer.delta == nullptr;
-    const Share share(attention_layers, thread, pool.threads());
-    for (int64_t layer = share.first; layer < share.last; ++layer) {
-      for (int64_t head = 0; head < model.spec.kv_heads; ++head) {
-        for (const Move& move : moves) {
-          const int64_t first = layer * cache.layer_stride + move.row * cache.row_stride + head * cache.head_stride;
-          for (uint8_t* table : {cache.keys, cache.values}) {
-            std::memcpy(table + (first + move.to * cache.position_stride) * item, table + (first + move.from * cache.position_stride) * item,
-                        static_cast<size_t>(model.spec.dim * item));
-          }
-        }
+void move_in_layer(const KVTable& t, int64_t layer, int64_t item, const std::vector<Move>& moves) {
+  for (int64_t head = 0; head < t.heads; ++head) {
+    for (const Move& move : moves) {
+      const int64_t first = layer * t.layer_stride + move.row * t.row_stride + head * t.head_stride;
+      for (uint8_t* table : {t.keys, t.values}) {
+        std::memcpy(table + (first + move.to * t.position_stride) * item, table + (first + move.from * t.position_stride) * item,
+                    static_cast<size_t>(t.dim * item));
       }
+    }
+  }
+}
+
+void move_keys_and_values(Pool& pool, const Cache& cache, const std::vector<Move>& moves) {
+  in_parallel(pool, [&](int thread) {
+    for (const KVTable* table = cache.tables; table < cache.tables + cache.table_count; ++table) {
+      const Share share(static_cast<int>(table->layers), thread, pool.threads());
+      for (int64_t layer = share.first; layer < share.last; ++layer) move_in_layer(*table, layer, cache.bf16 ? 2 : 4, moves);
     }
   });
 }
@@ -522,7 +523,7 @@ PL_EXPORT const char* pl_round(Model* model, Pool* pool, const RoundCall* call, 
   draw.purpose = call->purpose;
   pl_accept(&model->kernels, pool, &draw, call->tokens, call->accepted, call->parents ? call->path : nullptr, nullptr, nullptr);
   const std::vector<Move> moves = moves_of(*call);
-  if (!moves.empty()) move_keys_and_values(*model, *pool, *cache, moves);
+  if (!moves.empty()) move_keys_and_values(*pool, *cache, moves);
   if (cache->state) move_inputs(*model, *cache, moves);
   if (call->head) move_states(*call->head, call->kept, moves);
   pl_gain(&call->text, call->slots, call->tokens, call->block, call->accepted, call->rows, call->gained);

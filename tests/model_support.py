@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from paceline.core.cache import KVCache
+from paceline.core.slots import Slots
+from paceline.kernels.attention.cached import CachedAttend
 from paceline.kernels.attention.reference import ReferenceAttention
 from paceline.models.base import HiddenStates, Model
+from paceline.models.recurrent import cache_of
 
 VOCABULARY = 61
 
@@ -82,6 +84,12 @@ _MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 _GEMMA3 = _LLAMA | {
     "head_dim": 8, "sliding_window": 4, "layer_types": _MIXED, "query_pre_attn_scalar": 10,
 }  # fmt: skip
+_GEMMA4 = _LLAMA | {
+    "num_hidden_layers": 5, "head_dim": 8, "global_head_dim": 12, "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "final_logit_softcapping": 3.0,
+    "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 6,
+}  # fmt: skip
 _GRANITE = {
     "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 8.0,
 }  # fmt: skip
@@ -89,6 +97,13 @@ _EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size":
 NATIVE |= {
     "gemma3": ("gemma3_text", _GEMMA3),
     "gemma3 with capped logits": ("gemma3_text", _GEMMA3 | {"final_logit_softcapping": 0.5}),
+    "gemma4": ("gemma4_text", _GEMMA4),
+    "gemma4 with keys as values": (
+        "gemma4_text",
+        _GEMMA4
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0}
+        | {"num_kv_shared_layers": 0, "use_double_wide_mlp": False},
+    ),
     "phi3": ("phi3", _LLAMA | {"sliding_window": 4}),
     "phi3 with a partial rotation": ("phi3", _LLAMA | {"head_dim": 8} | rope("default", partial_rotary_factor=0.5)),
     "granite": ("granite", _LLAMA | _GRANITE),
@@ -128,7 +143,8 @@ def tiny(kind: str, fields: dict[str, Any], dtype: torch.dtype = torch.float32, 
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
+        stored = model.state_dict(keep_vars=True).values()  # buffers, too, which Gemma 4 has
+        for parameter in [*model.parameters(), *(weight for weight in stored if not weight.requires_grad)]:
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(noise * 0.2 if parameter.dim() > 1 else parameter + noise * 0.2)
     return model.to(dtype)
@@ -143,7 +159,7 @@ class Runner:
 
     def __init__(self, model: Model, rows: int, positions: int = 48) -> None:
         self.model = model
-        self.cache = KVCache(model.layers, rows, model.kv_heads, positions, model.head_dim, model.dtype)
+        self.cache = cache_of(model, rows, positions)
         self.calls: list[int] = []
 
     def __call__(self, tokens: Tensor, positions: Tensor, first_row: int = 0) -> Tensor:
@@ -153,19 +169,18 @@ class Runner:
     def hidden_states(
         self, tokens: Tensor, positions: Tensor, first_row: int = 0, taps: Sequence[int] = ()
     ) -> HiddenStates:
-        backend, rows = ReferenceAttention(), slice(first_row, first_row + len(tokens))
+        backend = ReferenceAttention()
         longest = min(int(positions.max()) + 1, self.cache.positions)
-        places = torch.arange(first_row, first_row + len(tokens))
-        plan, index = backend.plan(positions, longest), self.cache.write_index(places, positions)
+        plan = backend.plan(positions, longest)
 
-        def attend(
-            layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: int | None = None
-        ) -> Tensor:
-            self.calls.append(layer)
-            self.cache.write(layer, index, k, v)
-            keys, values = self.cache.keys[layer, rows], self.cache.values[layer, rows]
-            return backend.attend(q, keys, values, plan, scale=scale, window=window)
+        class Noted(CachedAttend):
+            def again(noted, layer: int, q: Tensor, *, scale: float | None, window: int | None) -> Tensor:  # noqa: N805
+                self.calls.append(layer)
+                return super().again(layer, q, scale=scale, window=window)
 
+        attend = Noted(
+            self.cache, backend, plan, Slots.listed(range(first_row, first_row + len(tokens)), tokens.device)
+        )
         return self.model.hidden_states(tokens, positions, attend, taps)
 
 

@@ -20,6 +20,7 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
+from gemma4_support import tiny_assistant, tiny_native_gemma4
 from head_support import tiny_head, tiny_native_head, tiny_transfer_head
 from paceline.config import SamplingParams, StructuredOutputs
 from paceline.core import acceptance, rules
@@ -87,7 +88,8 @@ MODELS |= {
 }
 MIXTURES = ["experts", "experts int4", "experts bf16"]
 MODELS["recurrent"] = tiny_native_recurrent  # the same, with states in place of most keys and values
-DRAFTS["native"] = DRAFTS["recurrent"] = lambda: tiny_native(1, 1)
+MODELS["gemma4"] = tiny_native_gemma4  # the same, with heads of two widths and keys that layers share
+DRAFTS["native"] = DRAFTS["recurrent"] = DRAFTS["gemma4"] = lambda: tiny_native(1, 1)
 DRAFTS |= dict.fromkeys(MIXTURES, DRAFTS["native"])
 HEADS: dict[str, Callable[[], HeadModel]] = {
     "toy": lambda: tiny_head(ToyModel(), 8),
@@ -96,7 +98,9 @@ HEADS: dict[str, Callable[[], HeadModel]] = {
     "native": lambda: tiny_native_head(tiny_native(1), 72),
     "recurrent": lambda: tiny_mtp(tiny_native_recurrent()),
     "experts": lambda: tiny_native_head(tiny_native_experts(), 72),
+    "gemma4": lambda: tiny_native_head(tiny_native_gemma4(), 40),
 }
+ASSISTANTS = {"gemma4": lambda: tiny_assistant(tiny_native_gemma4())}
 DRAFTERS = ["model", "self", "ngram", "documents", "never", "always", "sometimes", "ragged", "short", "hybrid"]
 PARALLEL_HEADS: dict[str, Callable[[], HeadModel]] = {
     "toy": lambda: tiny_head(ToyModel(), 8, parallel=True),
@@ -256,9 +260,11 @@ def nearly_the_answers(model: str, family: str) -> list[list[int]]:
 def speculative_engine(model: str, drafter: str, length: int | str, family: str, **options: Any) -> Engine:
     """An engine with any drafter and length policy of this file."""
     drafts = {"model": DRAFTS, "hybrid": DRAFTS, "self": MODELS, "head": HEADS, "head hybrid": HEADS}
+    drafts |= dict.fromkeys(("assistant", "assistant hybrid"), ASSISTANTS)
     drafts |= {"parallel": PARALLEL_HEADS, "parallel hybrid": PARALLEL_HEADS, "transfer": TRANSFER_HEADS}
     draft = drafts[drafter][model]() if drafter in drafts else None
     same = {"model": "model", "ngram": "ngram", "hybrid": "hybrid", "head": "feature", "head hybrid": "hybrid"}
+    same |= {"assistant": "feature", "assistant hybrid": "hybrid"}
     same |= {"parallel": "feature", "parallel hybrid": "hybrid", "transfer": "feature"}
     scripts = {"never": never, "always": always, "sometimes": sometimes, "ragged": sometimes, "short": sometimes}
     others = {"self": "model", "documents": "ngram"} | dict.fromkeys(scripts, "ngram")  # replaced by a script below
@@ -421,6 +427,25 @@ def test_rounds_of_one_native_call_equal_plain_decoding(drafter: str, length: in
 @pytest.mark.parametrize(
     ("drafter", "length", "family", "width"),
     [
+        ("assistant", "random", "mixed", 1),
+        ("assistant", 4, "siblings", 3),
+        ("assistant", "auto", "greedy", 1),
+        ("assistant", "confident", "processed", 1),
+        ("assistant hybrid", "hybrid", "everything", 1),
+        ("assistant hybrid", "hybrid", "mixed", 3),
+    ],
+)
+def test_rounds_with_an_assistant_equal_plain_decoding(
+    drafter: str, length: int | str, family: str, width: int
+) -> None:
+    engine = speculative_engine("gemma4", drafter, length, family, speculation_width=width, prefill_chunk=7)
+    assert answers(run(engine, PROMPTS, PARAMS[family])) == plain("gemma4", family)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("drafter", "length", "family", "width"),
+    [
         ("model", "random", "mixed", 1),
         ("ngram", "caps", "everything", 1),
         ("documents", 4, "siblings", 3),
@@ -433,12 +458,13 @@ def test_rounds_of_one_native_call_equal_plain_decoding(drafter: str, length: in
         ("head", "confident", "greedy", 1),
     ],
 )
-def test_rounds_of_recurrent_models_equal_plain_decoding(
-    drafter: str, length: int | str, family: str, width: int
+@pytest.mark.parametrize("model", ["recurrent", "gemma4"])
+def test_rounds_of_models_with_different_layers_equal_plain_decoding(
+    model: str, drafter: str, length: int | str, family: str, width: int
 ) -> None:
     options = {"speculation_width": width, "prefill_chunk": 7}
-    engine = speculative_engine("recurrent", drafter, length, family, **options)
-    assert answers(run(engine, PROMPTS, PARAMS[family])) == plain("recurrent", family)
+    engine = speculative_engine(model, drafter, length, family, **options)
+    assert answers(run(engine, PROMPTS, PARAMS[family])) == plain(model, family)
 
 
 @needs_kernels

@@ -204,3 +204,49 @@ def test_smollm2_drafts_with_the_head_that_comes_with_it() -> None:
     metrics = [result.outputs[0].metrics for result in spoken]
     rounds = sum(each.rounds for each in metrics)
     assert rounds < 0.8 * sum(each.output_tokens for each in metrics)  # a random head gains nothing
+
+
+def gemma_texts(llm: LLM, prompts: list[list[int]]) -> list[RequestOutput]:
+    """40 greedy tokens for each prompt, which are those of plain decoding."""
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    spoken = llm.generate(prompts, params, use_tqdm=False)
+    assert answers_of(llm.plain().generate(prompts, params, use_tqdm=False)) == answers_of(spoken)
+    return spoken
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_gemma3_equals_transformers_in_float32_from_gguf_and_from_safetensors(tmp_path: Path) -> None:
+    """24 prompts of 40 tokens; the directory has the weights that transformers reads from the file."""
+    path = real_models.find("gemma3-270m")
+    prompts = [Tokenizer.load(path).encode(prompt) for prompt in PROMPTS[:24]]
+    options = {"drafter": "ngram", "num_speculative_tokens": 4, "max_batch_size": 8, "max_model_len": 128}
+    spoken = gemma_texts(LLM(path, dtype="float32", **options), prompts)  # type: ignore[arg-type]
+    model = real_models.load_in_transformers(path)
+    check_each_token(spoken, model)
+    model.save_pretrained(tmp_path)
+    directory = LLM(tmp_path, dtype="float32", tokenizer=path, **options)  # type: ignore[arg-type]
+    assert answers_of(gemma_texts(directory, prompts)) == answers_of(spoken)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_gemma3_on_the_kernels_answers_as_without_speculation(quantization: str) -> None:
+    """24 prompts of 40 tokens, eight at once with n-gram drafts and with trees, and alone."""
+    path = real_models.find("gemma3-270m")
+    prompts = [Tokenizer.load(path).encode(prompt) for prompt in PROMPTS[:24]]
+    llm = LLM(
+        path, drafter="ngram", num_speculative_tokens=4, quantization=quantization, max_batch_size=8, max_model_len=128
+    )
+    assert quantization in llm.engine.describe()
+    spoken = gemma_texts(llm, prompts)
+    assert sum(one.outputs[0].metrics.accepted for one in spoken) > 100
+    params = [SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, seed=seed) for seed in range(24)]
+    alone = llm.plain().with_options(max_batch_size=1).generate(prompts[:3], params[:3], use_tqdm=False)
+    assert answers_of(alone) == answers_of(spoken)[:3]
+    truth = {sequence_seed(seed, 0): [*prompt, *answer] for seed, (prompt, answer) in enumerate(answers_of(spoken))}
+    llm.engine.parts.drafter = ScriptedTrees(truth, sometimes, ragged=True)
+    trees = llm.generate(prompts, params, use_tqdm=False)
+    assert answers_of(trees) == answers_of(spoken)
+    assert sum(one.outputs[0].metrics.accepted for one in trees) > 100

@@ -94,7 +94,7 @@ def test_writes_beyond_a_rows_end_take_no_memory_and_overwrite_nothing() -> None
 
 
 def test_tables_reserve_address_space_and_take_memory_on_use() -> None:
-    tables = RowTables(1, (1, 1024, 1, 2**20, 64), torch.float32, torch.device("cpu"))
+    tables = RowTables([(1, 1, 64)], 1024, 2**20, torch.float32, torch.device("cpu"))
     assert tables.tables[0].nbytes > 2**38
     tables.tables[0][0, 1023, 0, 5] = 1
     assert tables.tables[0][0, 1023, 0, :7, 0].tolist() == [0, 0, 0, 0, 0, 1, 0]

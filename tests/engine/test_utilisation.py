@@ -68,7 +68,7 @@ def test_the_packed_model_counts_the_same() -> None:
     spec = random_spec()
     model = NativeModel(spec, "tiny", quantization="int8", threads=1)
     inner, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    a_layer = spec.width * (2 * inner + 2 * kv) + 3 * spec.width * spec.ffn
+    a_layer = spec.width * (2 * inner + 2 * kv) + 3 * spec.width * spec.layers[0].down.weight.shape[1]
     assert counted(model) == len(spec.layers) * a_layer + spec.vocab_size * spec.width
 
 

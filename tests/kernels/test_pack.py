@@ -51,7 +51,6 @@ def some_decoder() -> NativeSpec:
         heads=2,
         kv_heads=1,
         head_dim=16,
-        ffn=20,
         vocab_size=37,
         max_positions=8,
         rotary=Rotary((1.0,) * 8),

@@ -65,7 +65,6 @@ def random_spec(
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        ffn=ffn,
         vocab_size=vocab_size,
         max_positions=max_positions,
         rotary=_rotary(10000.0, head_dim),

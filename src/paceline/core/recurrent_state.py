@@ -199,9 +199,9 @@ class StatefulCache(KVCache):
         shape: StateShape,
         layers: int,
         rows: int,
-        heads: int,
+        heads: int | Sequence[int],
         positions: int,
-        dim: int,
+        dim: int | Sequence[int],
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import mmap
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
@@ -28,29 +29,37 @@ def grows_on(device: torch.device) -> bool:
 
 
 class RowTables:
-    """Tables [outer, row, inner, slot, dim] of equal shape, initially zero.
+    """Tables [outer, row, inner, slot, dim], initially zero.
 
     A row is written only at its own slots, and nothing is ever erased. Slots at or beyond a row's length are
     overwritten before they are read. Each row has one additional trash slot, which is never read: writes beyond the end
     (padding at a row's tail) go there.
 
+    shapes: outer, inner and dim of each table.
     sizes: number of slots of each row, ``positions`` unless ``resize`` was called.
     """
 
     def __init__(
-        self, tables: int, shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: torch.device
+        self,
+        shapes: Sequence[tuple[int, int, int]],
+        rows: int,
+        positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        outer, self.rows, inner, self.positions, dim = shape
-        self.grows = grows_on(device)
-        width = _padded(self.positions + 1, dim * dtype.itemsize) if self.grows else self.positions + 1
-        whole = outer, self.rows, inner, width, dim
+        self.rows, self.positions, self.grows = rows, positions, grows_on(device)
+        whole = [(outer, rows, inner, self._width(dim, dtype), dim) for outer, inner, dim in shapes]
         # Zeros, because uninitialized memory may hold NaN, and NaN x 0 is NaN even where attention is masked.
-        self._pages = [_Pages(whole, dtype) for _ in range(tables)] if self.grows else []
-        on_device = [] if self.grows else [torch.zeros(whole, dtype=dtype, device=device) for _ in range(tables)]
+        self._pages = [_Pages(shape, dtype) for shape in whole] if self.grows else []
+        on_device = [] if self.grows else [torch.zeros(shape, dtype=dtype, device=device) for shape in whole]
         self.tables = [pages.tensor for pages in self._pages] or on_device
         self.sizes = [self.positions] * self.rows
         self._ends = torch.full((self.rows,), self.positions, device=device)  # sizes as a tensor
         self._is_sized = False
+
+    def _width(self, dim: int, dtype: torch.dtype) -> int:
+        """Slots of a row's part of a table, the trash slot included."""
+        return _padded(self.positions + 1, dim * dtype.itemsize) if self.grows else self.positions + 1
 
     @staticmethod
     def row_bytes(tables: int, shape: tuple[int, int, int], positions: int, dtype: torch.dtype) -> int:

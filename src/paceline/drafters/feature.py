@@ -40,7 +40,7 @@ class FeatureDrafter(ModelDrafter):
         self.paying_rows = cast(HeadModel, decoder.model).paying_rows
         self._model = cast(HeadModel, decoder.model)
         # captured rounds sample one token after the other
-        self.on_device = self._native is None and not self._model.one_pass
+        self.on_device = self._native is None and self._model.captured and not self._model.one_pass
 
     @classmethod
     def build(cls, equipment: Equipment, /) -> FeatureDrafter:
@@ -48,6 +48,7 @@ class FeatureDrafter(ModelDrafter):
         if not isinstance(decoder, HeadDecoder):
             allowed = f"'model' or 'hybrid': {decoder.model.name} is not a trained head"
             raise ParameterError("drafter", cls.name, allowed)
+        decoder.read_from(equipment.target)
         return cls(decoder, equipment.acceptance, equipment.width(cls))
 
     @property
@@ -60,6 +61,7 @@ class FeatureDrafter(ModelDrafter):
             "feature": "head",
             "parallel": "parallel head",
             "hidden_transfer": "hidden-transfer head",
+            "assistant": "assistant",
         }
         return f"{kind[self._model.kind]} {draft}"
 

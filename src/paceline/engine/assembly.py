@@ -8,6 +8,7 @@ from weakref import WeakSet
 
 from paceline.config import EngineConfig
 from paceline.drafters import Drafter, Equipment, NoDrafter, make_drafter
+from paceline.drafters.heads.assistant import Assistant, AssistantDecoder
 from paceline.drafters.heads.decoder import HeadModel, TorchHead, TorchHeadDecoder
 from paceline.drafters.heads.native import NativeHead, NativeHeadDecoder
 from paceline.engine.native_round import runs_native_rounds
@@ -75,6 +76,8 @@ class Assembly:
         sizes = self._sizes
         if isinstance(model, NativeHead):
             return NativeHeadDecoder(model, *sizes)
+        if isinstance(model, Assistant):
+            return AssistantDecoder(model, *sizes)
         if isinstance(model, TorchHead):
             return TorchHeadDecoder(model, *sizes)
         if runs_native_rounds(model) and model.vocab_size == self.models.target.vocab_size:

@@ -15,7 +15,7 @@ from paceline.drafters.heads.native import NativeHead
 from paceline.engine.native_round import workspace_bytes
 from paceline.errors import CapacityError
 from paceline.models.base import AnyModel
-from paceline.models.recurrent import attention_layers_of, state_shape_of
+from paceline.models.recurrent import kv_layers_of, state_shape_of
 
 GIB = 2**30
 LEAST_ROW = 128  # tokens that all rows must be able to hold at once
@@ -101,11 +101,12 @@ def row_bytes(target: AnyModel, draft: AnyModel | None, config: EngineConfig, po
 
 def _cache_bytes(model: AnyModel, positions: int) -> int:
     """Return the bytes of a row's keys and values, and of the hidden states that a draft head stores."""
-    layers = attention_layers_of(model)
+    layers = kv_layers_of(model)
     if grows_on(model.device):
-        kept = KVCache.row_bytes(2, (layers, model.kv_heads, model.head_dim), positions, model.dtype)
+        kept = sum(KVCache.row_bytes(2, (1, *shape), positions, model.dtype) for shape in layers)
     else:
-        kept = KVCache.bytes_for(layers, 1, model.kv_heads, positions, model.head_dim, model.dtype)
+        heads, dims = [each.heads for each in layers], [each.dim for each in layers]
+        kept = KVCache.bytes_for(len(layers), 1, heads, positions, dims, model.dtype)
     return kept + (model.stream_bytes(positions) if isinstance(model, HeadModel) else 0)
 
 

@@ -89,6 +89,24 @@ class CExperts(Structure):
     )
 
 
+class CTokenInput(Structure):
+    """csrc: TokenInput."""
+
+    _fields_ = (("gate", CLinear), ("out", CLinear), ("norm", c_void_p))
+
+
+class CTokenInputs(Structure):
+    """csrc: TokenInputs."""
+
+    _fields_ = (
+        ("table", CLinear),
+        ("project", CLinear),
+        ("norm", c_void_p),
+        ("width", c_int32),
+        *((name, c_float) for name in ("table_scale", "project_scale", "sum_scale")),
+    )
+
+
 class CLayer(Structure):
     """csrc: Layer."""
 
@@ -108,8 +126,10 @@ class CLayer(Structure):
         ("norm_all", c_int32),
         ("activation", c_int32),
         ("delta", POINTER(CDelta)),
-        ("gated", c_int32),
-        ("place", c_int32),
+        *((name, c_int32) for name in ("gated", "place", "table", "reads_only", "heads", "kv_heads", "dim")),
+        ("v_norm", c_void_p),
+        ("input", POINTER(CTokenInput)),
+        ("scale_out", c_void_p),
         ("experts", POINTER(CExperts)),
         ("sinks", c_void_p),
     )
@@ -139,28 +159,38 @@ class CModel(Structure):
         ("positions", c_int64),
         ("layer_count", c_int32),
         ("width", c_int32),
-        ("ffn", c_int32),
-        ("heads", c_int32),
-        ("kv_heads", c_int32),
-        ("dim", c_int32),
         ("epsilon", c_float),
         ("embed_scale", c_float),
         ("tap_scale", c_float),
         ("fusion", POINTER(CFusion)),
         ("delta", CDeltaShape),
+        ("inputs", POINTER(CTokenInputs)),
+        ("logits_cap", c_float),
     )
+
+
+class CKVTable(Structure):
+    """csrc: KVTable."""
+
+    _fields_ = (
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        *((name, c_int64) for name in ("layer_stride", "row_stride", "head_stride", "position_stride")),
+        *((name, c_int64) for name in ("layers", "heads", "dim")),
+    )
+
+    @classmethod
+    def of(cls, keys: Tensor, values: Tensor) -> CKVTable:
+        layers, _, heads, _, dim = keys.shape
+        return cls(keys.data_ptr(), values.data_ptr(), *keys.stride()[:4], layers, heads, dim)
 
 
 class CCache(Structure):
     """csrc: Cache."""
 
     _fields_ = (
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        ("layer_stride", c_int64),
-        ("row_stride", c_int64),
-        ("head_stride", c_int64),
-        ("position_stride", c_int64),
+        ("tables", POINTER(CKVTable)),
+        ("table_count", c_int64),
         ("rows", c_int64),
         ("capacity", c_int64),
         ("bf16", c_int32),
@@ -170,14 +200,14 @@ class CCache(Structure):
 
     @classmethod
     def of(cls, cache: KVCache) -> CCache:
-        strides = cache.keys.stride()[:4]
-        sizes = *strides, cache.rows, cache.positions, int(cache.keys.dtype == torch.bfloat16)
-        tables = cache.keys.data_ptr(), cache.values.data_ptr()
+        count = len(cache.shapes)
+        tables = (CKVTable * count)(*(CKVTable.of(*cache.tables[2 * i : 2 * i + 2]) for i in range(count)))
+        sizes = cache.rows, cache.positions, int(cache.keys.dtype == torch.bfloat16)
         if not isinstance(cache, StatefulCache):
-            return cls(*tables, *sizes)
+            return cls(tables, count, *sizes)
         states = cache.states
         places = [each.data_ptr() for each in (states.state, states.tail, states.inputs, states.base, states.count)]
-        return cls(*tables, *sizes, *places, WINDOW)
+        return cls(tables, count, *sizes, *places, WINDOW)
 
 
 class CEntries(Structure):
@@ -321,6 +351,7 @@ class CAttention(Structure):
         ("scale", c_float),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
+        ("v_norm", c_void_p),
         ("epsilon", c_float),
         ("gates", c_size_t),
         ("norm_all", c_bool),

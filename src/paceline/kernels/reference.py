@@ -17,7 +17,7 @@ from paceline.core.nodes import Nodes, Seen, seen_by
 from paceline.core.recurrent_state import RecurrentStates, SlotPass, StatefulCache
 from paceline.kernels.delta import gates_of, run_slot
 from paceline.kernels.experts import route
-from paceline.kernels.gpu.steps import gate
+from paceline.kernels.gpu.steps import ACTIVATIONS, gate
 from paceline.kernels.pack import Bf16Weight, Format, Int4Weight, Int8Weight, Weight, dequantise, quantise
 from paceline.kernels.spec import ExpertsWeights, LayerWeights, LinearWeights, NativeSpec, Rotary
 
@@ -91,8 +91,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def write(layer: int, cache: KVCache, rows: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
     """Store k and v [N, G, D] of tokens at (rows, slots); slots beyond the capacity go to the trash position."""
     at = slots.clamp(max=cache.positions)
-    cache.keys[layer, rows, :, at] = k.to(cache.keys.dtype)
-    cache.values[layer, rows, :, at] = v.to(cache.values.dtype)
+    for table, new in zip(cache.layer(layer), (k, v), strict=True):
+        table[rows, :, at] = new.to(table.dtype)
 
 
 def attend(
@@ -113,7 +113,7 @@ def attend(
     for i, (row, (text, tail)) in enumerate(zip(rows.tolist(), seen, strict=True)):
         slots = [*range(text), *tail][: cache.positions]
         visible = slots if window is None else slots[max(0, len(slots) - window) :]
-        k, v = (table[layer, row][:, visible].float() for table in (cache.keys, cache.values))
+        k, v = (table[row][:, visible].float() for table in cache.layer(layer))
         grouped = q[i].view(k.shape[0], -1, q.shape[2])
         scores = (grouped * scale) @ k.transpose(1, 2)
         if sinks is not None:
@@ -138,6 +138,7 @@ class ReferenceDecoder:
         self._layers = [_ReferenceLayer(layer, self._make(layer_format)) for layer in spec.layers]
         head = spec.head or LinearWeights(spec.embedding)
         self._head = self._make(head_format)(head)
+        self._inputs = None if spec.inputs is None else _ReferenceInputs(spec, layer_format, head_format)
         self._embedding = self._embedding_in(head_format)
 
     def _embedding_in(self, to: ReferenceFormat) -> Tensor:
@@ -164,6 +165,7 @@ class ReferenceDecoder:
             return empty, empty.new_empty(0, len(taps), spec.width) if taps else None
         context = _ReferencePass(spec, nodes, cache, self._tables, text=text)
         x = self._embedding[new] * spec.embed_scale
+        vectors = None if self._inputs is None else self._inputs(new, x)
         entering = []
         for index, layer in enumerate(self._layers):
             entering.append(x * spec.tap_scale)
@@ -171,6 +173,10 @@ class ReferenceDecoder:
             mixed = context.attention(index, layer, normed) if weights.delta is None else context.delta(layer, normed)
             x = x + norm(mixed, weights.attention_out_norm, spec.epsilon)
             x = x + norm(layer.mlp(norm(x, weights.post_norm, spec.epsilon)), weights.mlp_out_norm, spec.epsilon)
+            if weights.input is not None:
+                assert vectors is not None
+                x = x + layer.token_input(x, vectors[:, index], spec.epsilon)
+            x = x if weights.scale_out is None else x * weights.scale_out.float()
         context.finish()
         entering.append(rms_norm(x, spec.final_norm, spec.epsilon))
         features = torch.stack([entering[tap] for tap in taps], 1) if taps else None
@@ -178,7 +184,8 @@ class ReferenceDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden [M, width] -> [M, vocab]."""
-        return self._head(hidden)
+        logits, limit = self._head(hidden), self._spec.logits_cap
+        return logits if limit is None else (logits / limit).tanh() * limit
 
 
 class _ReferencePass:
@@ -192,7 +199,7 @@ class _ReferencePass:
         self._rows, positions = nodes.rows[nodes.read :], nodes.positions[nodes.read :]
         self._slots = positions if nodes.slots is None else nodes.slots[nodes.read :]
         self._tables, self._at = tables, positions.clamp(max=spec.max_positions - 1)
-        self._attention_layer = self._delta_layer = 0
+        self._places, self._delta_layer = spec.places, 0
         self._states: RecurrentStates | None = None
         self._passes: list[SlotPass] = []
         if spec.delta is not None:
@@ -202,14 +209,17 @@ class _ReferencePass:
 
     def attention(self, layer_index: int, layer: _ReferenceLayer, normed: Tensor) -> Tensor:
         """The output of an attention layer [N, width], from its normed input."""
-        spec, weights, index = self._spec, layer.weights, self._attention_layer
-        self._attention_layer += 1
-        heads = [spec.heads, spec.kv_heads, spec.kv_heads, spec.heads if weights.gated else 0]
-        qkv = layer.qkv(normed).view(normed.shape[0], -1, spec.head_dim)
-        q, k, v, gate = qkv.split_with_sizes(heads, dim=1)
-        q, k = self._normed_heads(q, weights.q_norm), self._normed_heads(k, weights.k_norm)
+        spec, weights, index = self._spec, layer.weights, self._places[layer_index]
+        count, kv_count, dim = spec.heads_of(weights)
+        own = 0 if weights.reads_only else kv_count
+        qkv = layer.qkv(normed).view(normed.shape[0], -1, dim)
+        q, k, v, gate = qkv.split_with_sizes([count, own, own, count if weights.gated else 0], dim=1)
+        q = self._normed_heads(q, weights.q_norm)
         cos, sin = (table[self._at] for table in self._tables[layer_index])
-        write(index, self._cache, self._rows, self._slots, rotate(k, cos, sin), v)
+        if own:
+            k = rotate(self._normed_heads(k, weights.k_norm), cos, sin)
+            v = functional.rms_norm(v, (dim,), None, spec.epsilon) if weights.v_norm else v
+            write(index, self._cache, self._rows, self._slots, k, v)
         scale = spec.scale_of(weights)
         seen = self._rows, self._seen, scale, weights.window, weights.sinks
         attended = attend(index, self._cache, rotate(q, cos, sin), *seen)
@@ -219,7 +229,7 @@ class _ReferencePass:
 
     def _normed_heads(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """Norm queries or keys [N, heads, D], each head or all together."""
-        if weight is None or weight.numel() == self._spec.head_dim:
+        if weight is None or weight.numel() == x.shape[2]:
             return norm(x, weight, self._spec.epsilon)
         return norm(x.flatten(1), weight, self._spec.epsilon).view_as(x)
 
@@ -249,10 +259,10 @@ class _ReferenceLinear:
         self.to = to
         self._bias = None if weights.bias is None else weights.bias.float()
         weight = weights.weight
-        self._weight = weight.float() if to == "fp32" else dequantise(weights.rounded(to), weight.shape[1])
+        self.weight = weight.float() if to == "fp32" else dequantise(weights.rounded(to), weight.shape[1])
 
     def __call__(self, x: Tensor) -> Tensor:
-        return functional.linear(self._rounded(x), self._weight, self._bias)
+        return functional.linear(self._rounded(x), self.weight, self._bias)
 
     def _rounded(self, x: Tensor) -> Tensor:
         if self.to == "fp32":
@@ -272,6 +282,9 @@ class _ReferenceLayer:
         self._experts = (
             [] if experts is None else [_made(make, *pair) for pair in zip(experts.gate_up, experts.down, strict=True)]
         )
+        part = weights.input
+        self.input_gate = None if part is None else make(part.gate)
+        self.input_out = None if part is None else make(part.out)
         gates: ReferenceFormat = "fp32" if self.qkv.to == "fp32" else GATES_FORMAT
         self.beta_decay = None if weights.delta is None else _ReferenceLinear(weights.delta.beta_decay, gates)
 
@@ -300,6 +313,14 @@ class _ReferenceLayer:
             return torch.zeros_like(x)
         return mlp[1](gate(mlp[0](x), self.weights.activation))
 
+    def token_input(self, x: Tensor, vectors: Tensor, epsilon: float) -> Tensor:
+        """What the layer adds of its tokens' vectors [N, inputs] to x [N, width]."""
+        assert self.weights.input is not None
+        assert self.input_gate is not None
+        assert self.input_out is not None
+        inner = ACTIVATIONS[self.weights.activation](self.input_gate(x)) * vectors
+        return rms_norm(self.input_out(inner), self.weights.input.norm, epsilon)
+
 
 _GatedMLP: TypeAlias = tuple[_ReferenceLinear, _ReferenceLinear]
 
@@ -308,3 +329,20 @@ def _made(
     make: Callable[[LinearWeights], _ReferenceLinear], gate_up: LinearWeights | None, down: LinearWeights | None
 ) -> _GatedMLP | None:
     return None if gate_up is None or down is None else (make(gate_up), make(down))
+
+
+class _ReferenceInputs:
+    """The vectors of every token for every layer."""
+
+    def __init__(self, spec: NativeSpec, to: ReferenceFormat, table_to: ReferenceFormat) -> None:
+        assert spec.inputs is not None
+        self._weights, self._epsilon = spec.inputs, spec.epsilon
+        self._project = _ReferenceLinear(spec.inputs.project, to)
+        self._table = _ReferenceLinear(spec.inputs.table, table_to).weight
+
+    def __call__(self, tokens: Tensor, x: Tensor) -> Tensor:
+        """Tokens [N], their embeddings x [N, width] -> [N, layers, inputs]."""
+        weights = self._weights
+        projected = (self._project(x) * weights.project_scale).view(len(x), -1, weights.width)
+        stored = self._table[tokens].view_as(projected) * weights.table_scale
+        return (rms_norm(projected, weights.norm, self._epsilon) + stored) * weights.sum_scale

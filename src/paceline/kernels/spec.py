@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+from paceline.core.cache import KVHeads
 from paceline.core.recurrent_state import StateShape
 from paceline.kernels.pack import Format, Weight, quantise, reorder_rows
 
@@ -91,6 +92,43 @@ class ExpertsWeights:
         return self.router.shape[0] > len(self.down)
 
 
+class Heads(NamedTuple):
+    """Number of query heads and of key heads, and their width."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+
+
+@dataclass(frozen=True)
+class TokenInputWeights:
+    """What a layer adds of its token's vector: norm(out(activation(gate(x)) * vector)). norm: [width]."""
+
+    gate: LinearWeights
+    out: LinearWeights
+    norm: Tensor
+
+
+@dataclass(frozen=True)
+class TokenTableWeights:
+    """A vector of every token for every layer; ``TokenInputsSpec`` of models/description.py has the formula.
+
+    table [vocabulary, layers * width]; project [layers * width, model's width]; norm [width].
+    """
+
+    table: LinearWeights
+    project: LinearWeights
+    norm: Tensor
+    table_scale: float
+    project_scale: float
+    sum_scale: float
+
+    @property
+    def width(self) -> int:
+        """Width of a vector."""
+        return self.norm.shape[0]
+
+
 @dataclass(frozen=True)
 class LayerWeights:
     """One layer. qkv: the rows of all q heads, then k, then v; gate_up: the rows of the gate, then of up.
@@ -101,7 +139,12 @@ class LayerWeights:
     delta: of a gated delta net, whose qkv always ends so and whose heads ``NativeSpec.delta`` tells; None: attention.
     input_norm, post_norm: before attention and before the MLP; attention_out_norm, mlp_out_norm: after them.
     q_norm, k_norm: [head_dim], or [heads * head_dim] and [kv_heads * head_dim] for a norm over all heads together.
-    rotary, scale: of this layer's attention; None: the model's.
+    rotary, scale, heads: of this layer's attention; None: the model's.
+    v_norm: whether values have a norm without weight over each head.
+    place: number of the cache's layer that it reads; None: one after the layer before that has one.
+    reads_only: whether an earlier layer writes its keys and values; qkv then has queries only.
+    input: what the layer adds of its token's vector (``NativeSpec.inputs``).
+    scale_out: [1], a factor of the layer's output; the last part that is added must have a norm behind it.
     """
 
     qkv: LinearWeights
@@ -122,6 +165,12 @@ class LayerWeights:
     activation: GatedActivation = "silu"
     experts: ExpertsWeights | None = None
     sinks: Tensor | None = None
+    heads: Heads | None = None
+    v_norm: bool = False
+    place: int | None = None
+    reads_only: bool = False
+    input: TokenInputWeights | None = None
+    scale_out: Tensor | None = None
 
     @property
     def linears(self) -> tuple[LinearWeights, ...]:
@@ -165,15 +214,15 @@ class NativeSpec:
     """A whole decoder with RMS norms, rotary positions and gated MLPs. head None: tied to the embedding [vocab, width].
 
     rotary, attention_scale: of the layers that have none of their own; None: head_dim ** -0.5.
-    ffn: inner width of the MLPs that all tokens run through; 0 if all are mixtures without one.
     embed_scale: factor of the token embedding. tap_scale: factor of the hidden states that heads read.
+    heads, kv_heads, head_dim: of the layers that have none of their own.
+    logits_cap: the logits are cap * tanh(logits / cap); None: they are not capped.
     """
 
     width: int
     heads: int
     kv_heads: int
     head_dim: int
-    ffn: int
     vocab_size: int
     max_positions: int
     rotary: Rotary
@@ -187,17 +236,35 @@ class NativeSpec:
     attention_scale: float | None = None
     fusion: FusionWeights | None = None
     delta: StateShape | None = None
+    inputs: TokenTableWeights | None = None
+    logits_cap: float | None = None
 
     @property
-    def attention_layers(self) -> int:
-        """Layers with keys and values."""
-        return sum(layer.delta is None for layer in self.layers)
+    def kv_layers(self) -> tuple[KVHeads, ...]:
+        """The key heads of every layer of the cache."""
+        heads = (self.heads_of(layer) for layer in self.layers if layer.delta is None and not layer.reads_only)
+        return tuple(KVHeads(each.kv_heads, each.dim) for each in heads)
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The number of the cache's layer that each layer reads; of recurrent layers, the number of their state."""
+        written = deltas = 0
+        places = []
+        for layer in self.layers:
+            places.append(deltas if layer.delta is not None else written if layer.place is None else layer.place)
+            written += layer.delta is None and not layer.reads_only
+            deltas += layer.delta is not None
+        return tuple(places)
+
+    def heads_of(self, layer: LayerWeights) -> Heads:
+        """Heads of a layer's attention."""
+        return layer.heads or Heads(self.heads, self.kv_heads, self.head_dim)
 
     def scale_of(self, layer: LayerWeights) -> float:
         """Scale of a layer's attention."""
         own = self.attention_scale if layer.scale is None else layer.scale
-        return self.head_dim**-0.5 if own is None else own
+        return self.heads_of(layer).dim ** -0.5 if own is None else own
 
     def norm_all(self, layer: LayerWeights) -> bool:
         """Whether a layer's norms of queries and keys are over all heads together."""
-        return layer.q_norm is not None and layer.q_norm.numel() > self.head_dim
+        return layer.q_norm is not None and layer.q_norm.numel() > self.heads_of(layer).dim

@@ -254,7 +254,7 @@ class Calibration:
         """Fill caches with random numbers, because untouched memory would be read too fast."""
         generator = torch.Generator(self.batch.device).manual_seed(0)  # leaves the caller's global generator alone
         for decoder in (self.target, *self.drafter.decoders):
-            for table in (decoder.cache.keys, decoder.cache.values):
+            for table in decoder.cache.tables:
                 for layer in table:
                     layer[:rows, :, :context].uniform_(-1, 1, generator=generator)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.config import QuantizationName
-from paceline.core.cache import KVCache
+from paceline.core.cache import KVCache, KVHeads
 from paceline.core.nodes import Nodes
 from paceline.errors import ParameterError
 from paceline.kernels.attention.base import Attend
@@ -72,6 +72,16 @@ class AnyModel(Protocol):
         ...
 
 
+@runtime_checkable
+class OwnKVLayers(AnyModel, Protocol):
+    """A model whose layers may have different key heads, or none of their own.
+
+    kv_layers: of the layers that have some, in the order of the cache's layers.
+    """
+
+    kv_layers: Sequence[KVHeads]
+
+
 class Model(AnyModel, Protocol):
     """A causal language model whose KV cache and attention are provided by the caller."""
 
@@ -80,7 +90,7 @@ class Model(AnyModel, Protocol):
     ) -> HiddenStates:
         """Run tokens, positions [B, L] int64 -> hidden [B, L, width], features [B, L, taps, inner width].
 
-        Calls ``attend`` exactly once per layer, with the layer's index.
+        Calls ``attend`` exactly once per layer, with the number of the cache's layer.
         """
         ...
 

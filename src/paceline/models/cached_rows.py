@@ -20,9 +20,12 @@ class CachedRows:
     """
 
     def __init__(self, model: AnyModel, rows: int, positions: int) -> None:
-        self.cache = _cache_for(model, rows, positions)
+        self.cache = self._new_cache(model, rows, positions)
         self._recurrent = self.cache.states if isinstance(self.cache, StatefulCache) else None
         self.num_computed_tokens = torch.zeros(rows, dtype=torch.int64, device=model.device)
+
+    def _new_cache(self, model: AnyModel, rows: int, positions: int) -> KVCache:
+        return model.new_cache(rows, positions) if isinstance(model, SharedModel) else cache_of(model, rows, positions)
 
     def num_computed(self, row: int) -> int:
         """Return the number of computed tokens of a row. Synchronises with the device."""
@@ -77,9 +80,3 @@ class CachedRows:
         self.num_computed_tokens[:rows] = computed
         if self._recurrent is not None:
             self._recurrent.pretend(range(rows), computed)
-
-
-def _cache_for(model: AnyModel, rows: int, positions: int) -> KVCache:
-    if isinstance(model, SharedModel):
-        return model.new_cache(rows, positions)
-    return cache_of(model, rows, positions)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
+from paceline.core.cache import KVHeads
 from paceline.kernels.spec import Rotary as Rotary
 
 
@@ -35,6 +36,9 @@ class AttentionSpec:
         ("all"); its epsilon is qk_norm_eps.
     sinks: whether each query head has one more score, a weight, that takes part in the softmax without a value.
     gated: whether the query projection also gives a gate per query element; sigmoid(gate) multiplies the output.
+    v_norm: whether values have an RMS norm without weight over each head, with epsilon qk_norm_eps.
+    keys_as_values: whether one projection, before its norms and rotation, gives keys and values.
+    reads_layer: number of the earlier layer whose keys and values this layer reads; None: it has its own.
     """
 
     heads: int
@@ -49,6 +53,9 @@ class AttentionSpec:
     qk_norm_eps: float = 1e-6
     sinks: bool = False
     gated: bool = False
+    v_norm: bool = False
+    keys_as_values: bool = False
+    reads_layer: int | None = None
 
     @property
     def query_width(self) -> int:
@@ -117,11 +124,13 @@ class LayerSpec:
 
     norms: where the norms of both parts f stand:
         "before": x + f(norm(x)); "after": x + norm(f(x)); "both": x + norm(f(norm(x))); "after_sum": norm(x + f(x)).
+    scaled: whether a stored number multiplies the layer's output.
     """
 
     mixer: MixerSpec
     mlp: MLPSpec | ExpertsSpec
     norms: NormPlaces = "before"
+    scaled: bool = False
 
     @property
     def attention(self) -> AttentionSpec:
@@ -142,6 +151,23 @@ class LayerSpec:
 
 
 @dataclass(frozen=True)
+class TokenInputsSpec:
+    """A vector of every token for every layer, which enters behind the layer's MLP (per-layer embeddings).
+
+    With the token embedding e after its scale, the vector of layer l is
+    (norm(project(e) * project_scale) + table[token] * table_scale) * sum_scale, each a part of its matrix for layer l.
+    The layer adds norm(out(activation(gate(x)) * vector)) to its output x.
+    width: of a vector.
+    """
+
+    width: int
+    activation: str
+    table_scale: float
+    project_scale: float
+    sum_scale: float
+
+
+@dataclass(frozen=True)
 class DecoderSpec:
     """A decoder. family: only for messages; no computation depends on it.
 
@@ -153,6 +179,7 @@ class DecoderSpec:
     logits_scale: factor of the logits, before logits_cap.
     logits_cap: the logits are cap * tanh(logits / cap); None: they are not capped.
     tied: whether the output head is the token embedding.
+    token_inputs: what every layer reads of each token besides; None: nothing.
     """
 
     family: str
@@ -170,11 +197,29 @@ class DecoderSpec:
     logits_scale: float = 1.0
     logits_cap: float | None = None
     tied: bool = False
+    token_inputs: TokenInputsSpec | None = None
 
     @property
     def attentions(self) -> tuple[AttentionSpec, ...]:
         """The attention of every layer that has one."""
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec))
+
+    @property
+    def kv_layers(self) -> tuple[KVHeads, ...]:
+        """The key heads of every layer that has keys and values of its own, in the order of the cache's layers."""
+        return tuple(KVHeads(a.kv_heads, a.head_dim) for a in self.attentions if a.reads_layer is None)
+
+    @property
+    def kv_places(self) -> tuple[int, ...]:
+        """The number, among ``kv_layers``, of the layer whose keys each layer reads; -1 for recurrent layers."""
+        places: list[int] = []
+        owners = 0
+        for layer in self.layers:
+            own = isinstance(layer.mixer, AttentionSpec) and layer.mixer.reads_layer is None
+            source = None if own or not isinstance(layer.mixer, AttentionSpec) else layer.mixer.reads_layer
+            places.append(owners if own else -1 if source is None else places[source])
+            owners += own
+        return tuple(places)
 
 
 def without_residual_scale(spec: DecoderSpec, scale: float) -> DecoderSpec:

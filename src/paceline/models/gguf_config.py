@@ -154,16 +154,16 @@ def _translated(file: GGUFFile, found: Mapping[str, Any]) -> PretrainedConfig:
     fields = {ours: found[theirs] for theirs, ours in _FIELDS.items() if theirs in found}
     fields.setdefault("num_key_value_heads", found["attention.head_count"])
     fields.setdefault("head_dim", found["embedding_length"] // found["attention.head_count"])
-    rope = _rope(found)
+    rope, vocabulary = _rope(found), file.tensors["token_embd.weight"].shape[0]
     if (rotated := found.get("rope.dimension_count", fields["head_dim"])) != fields["head_dim"]:
         if not 0 < rotated < fields["head_dim"] or rotated % 2:
             raise ModelFormatError(f"rope.dimension_count={rotated} is no part of a head of {fields['head_dim']}")
         rope["partial_rotary_factor"] = rotated / fields["head_dim"]
-    fields = {"rope_parameters": rope} | fields | form(file).fields(found, rope)
+    fields = {"rope_parameters": rope} | fields | form(file).fields({**found, "vocab_size": vocabulary}, rope)
     return AutoConfig.for_model(
         _family(file).model_type,
         **fields,
-        vocab_size=file.tensors["token_embd.weight"].shape[0],
+        vocab_size=vocabulary,
         tie_word_embeddings="output.weight" not in file.tensors,
         attention_bias="blk.0.attn_q.bias" in file.tensors,
         bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
@@ -192,7 +192,9 @@ def _with_tensors(file: GGUFFile, layer: LayerSpec) -> LayerSpec:
         mlp = dataclasses.replace(mlp, bias="blk.0.ffn_down.bias" in file.tensors)
     if not isinstance(layer.mixer, AttentionSpec):
         return dataclasses.replace(layer, mlp=mlp)
-    rotary, factors = layer.attention.rotary, file.tensors.get("rope_freqs.weight")
+    # the file's factors are of layers without a window, where models have both
+    factors = file.tensors.get("rope_freqs.weight") if layer.attention.window is None else None
+    rotary = layer.attention.rotary
     attention = dataclasses.replace(
         layer.attention,
         rotary=None if rotary is None else _with_factors(rotary, factors),

@@ -6,7 +6,7 @@ as the original tokenizer does to give the same token ids. SentencePiece tokeniz
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +76,9 @@ def load_gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerBase:
     if file.metadata.get("tokenizer.ggml.model") == "gpt2":
         return _byte_level(file)
     if file.metadata.get("tokenizer.ggml.model") == "llama" and "tokenizer.ggml.scores" in file.metadata:
-        return _sentencepiece(file)
+        return _sentencepiece(file, _joins)
+    if file.metadata.get("tokenizer.ggml.model") == "gemma4":
+        return _sentencepiece(file, _listed_merges)
     return AutoTokenizer.from_pretrained(str(file.path.parent), gguf_file=file.path.name, local_files_only=True)
 
 
@@ -104,17 +106,17 @@ def _byte_level(file: GGUFFile) -> PreTrainedTokenizerBase:
     return _with_roles(file, tokenizer, tokens, bos=splitting.bos)
 
 
-def _sentencepiece(file: GGUFFile) -> PreTrainedTokenizerBase:
-    """A BPE over characters: of all neighbours that join to a token, those with the highest score are joined first."""
-    tokens, scores = _texts(file, "tokens"), gguf_config.listed(file, "scores")
-    if len(scores) != len(tokens) or not all(isinstance(score, float) for score in scores):
-        raise ModelFormatError(f"{file.path}: tokenizer.ggml.scores is not one number for each of {len(tokens)} tokens")
+def _sentencepiece(
+    file: GGUFFile, merges: Callable[[GGUFFile, Mapping[str, int]], list[tuple[str, str]]]
+) -> PreTrainedTokenizerBase:
+    """A BPE over characters. merges: the file and its vocabulary -> pairs in the order in which they are joined."""
+    tokens = _texts(file, "tokens")
     vocabulary = {token: index for index, token in enumerate(tokens)}
     unknown = gguf_config.token_id(file, "unknown")
     tokenizer = Tokenizer(
         models.BPE(
             vocab=vocabulary,
-            merges=_joins(vocabulary, scores),
+            merges=merges(file, vocabulary),
             unk_token=None if unknown is None else tokens[unknown],
             fuse_unk=True,
             byte_fallback=True,
@@ -130,8 +132,15 @@ def _sentencepiece(file: GGUFFile) -> PreTrainedTokenizerBase:
     return _with_roles(file, tokenizer, tokens, bos=True)
 
 
-def _joins(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """All pairs of tokens that join to a token, in the order in which they are joined."""
+def _listed_merges(file: GGUFFile, _: Mapping[str, int]) -> list[tuple[str, str]]:
+    return [_pair(merge) for merge in _texts(file, "merges")]
+
+
+def _joins(file: GGUFFile, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+    """All pairs of tokens that join to a token, those to tokens with the highest scores first."""
+    tokens, scores = _texts(file, "tokens"), gguf_config.listed(file, "scores")
+    if len(scores) != len(tokens) or not all(isinstance(score, float) for score in scores):
+        raise ModelFormatError(f"{file.path}: tokenizer.ggml.scores is not one number for each of {len(tokens)} tokens")
     found: list[tuple[float, int, int, tuple[str, str]]] = []
     for token, index in vocabulary.items():
         for at in range(1, min(len(token), _LONGEST_TOKEN)):

@@ -28,8 +28,9 @@ from paceline.models.weights import Placement, assemble, shapes
 
 log = logging.getLogger("paceline")
 
-# paceline's names of matrices that only multiply
-_LINEAR = frozenset({"qkv", "o", "gate_up", "down", "experts_gate_up", "experts_down", "head"})
+# paceline's names of matrices that only multiply, or are read from their packed form
+_INPUTS = ("input_gate", "input_out", "input_project", "input_table")
+_LINEAR = frozenset({"qkv", "o", "gate_up", "down", "experts_gate_up", "experts_down", "head", *_INPUTS})
 
 
 @runtime_checkable

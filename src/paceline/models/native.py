@@ -7,7 +7,8 @@ in torch runs instead (``kernels`` names it); its results are not batch-invarian
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 from weakref import WeakKeyDictionary
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline.config import QuantizationName
-from paceline.core.cache import KVCache
+from paceline.core.cache import KVCache, KVHeads
 from paceline.core.nodes import Nodes
 from paceline.core.recurrent_state import StateShape
 from paceline.errors import ModelFormatError, ParameterError
@@ -26,9 +27,12 @@ from paceline.kernels.spec import (
     DeltaWeights,
     ExpertsWeights,
     GatedActivation,
+    Heads,
     LayerWeights,
     LinearWeights,
     NativeSpec,
+    TokenInputWeights,
+    TokenTableWeights,
 )
 from paceline.models.base import HiddenStates, check_taps
 from paceline.models.description import (
@@ -36,8 +40,8 @@ from paceline.models.description import (
     DecoderSpec,
     DeltaNetSpec,
     ExpertsSpec,
-    LayerSpec,
     MixerSpec,
+    TokenInputsSpec,
 )
 from paceline.models.experts import Experts
 from paceline.models.linear import Dense
@@ -93,7 +97,7 @@ class NativeModel:
         self.name = name
         self.quantization: QuantizationName | None = quantization
         self.vocab_size, self.layers = spec.vocab_size, len(spec.layers)
-        self.state_shape, self.attention_layers = spec.delta, spec.attention_layers
+        self.state_shape, self.kv_layers = spec.delta, spec.kv_layers
         self.kv_heads, self.head_dim, self.width = spec.kv_heads, spec.head_dim, spec.width
         self.max_positions, self.tied = spec.max_positions, spec.head is None
         self.dtype, self.device = torch.bfloat16, torch.device("cpu")
@@ -251,7 +255,9 @@ def _multiply_adds(spec: NativeSpec) -> int:
     for experts in (layer.experts for layer in spec.layers if layer.experts is not None):
         counts += [experts.router.numel()]
         counts += [experts.used * linears[0].weight.numel() for linears in (experts.gate_up, experts.down)]
-    return sum(counts) + spec.vocab_size * spec.width
+    inputs = [linear for one in spec.layers if one.input is not None for linear in (one.input.gate, one.input.out)]
+    inputs += [] if spec.inputs is None else [spec.inputs.project]
+    return sum(counts) + sum(linear.weight.numel() for linear in inputs) + spec.vocab_size * spec.width
 
 
 def spec_of(
@@ -267,25 +273,34 @@ def spec_of(
     assert attention.rotary is not None
 
     source = _WeightSource(weights, readers or {})
-    dense = [layer.shared for layer in spec.layers if layer.shared is not None]
     return NativeSpec(
         width=spec.width,
         heads=attention.heads,
         kv_heads=attention.kv_heads,
         head_dim=attention.head_dim,
-        ffn=dense[0].width if dense else 0,
         vocab_size=spec.vocab_size,
         max_positions=spec.max_positions,
         rotary=attention.rotary,
         embedding=weights["embed.weight"],
         final_norm=weights["norm.weight"] * spec.logits_scale,
-        layers=[_layer_of(layer, f"layers.{i}.", source) for i, layer in enumerate(spec.layers)],
+        layers=[_layer_of(spec, index, source) for index in range(len(spec.layers))],
         head=source.linear("head") if "head.weight" in weights else None,
         epsilon=spec.norm.eps,
         embed_scale=spec.embed_scale,
         tap_scale=spec.residual_scale,
         delta=state_shape(spec),
+        inputs=_token_table_of(spec.token_inputs, weights, source.linear),
+        logits_cap=spec.logits_cap,
     )
+
+
+def _token_table_of(
+    spec: TokenInputsSpec | None, weights: Mapping[str, Tensor], linear: Callable[[str], LinearWeights]
+) -> TokenTableWeights | None:
+    if spec is None:
+        return None
+    scales = spec.table_scale, spec.project_scale, spec.sum_scale
+    return TokenTableWeights(linear("input_table"), linear("input_project"), weights["input_norm.weight"], *scales)
 
 
 def state_shape(spec: DecoderSpec) -> StateShape | None:
@@ -359,11 +374,13 @@ def _experts_of(spec: ExpertsSpec, name: str, source: _WeightSource) -> ExpertsW
     )
 
 
-def _layer_of(layer: LayerSpec, name: str, source: _WeightSource) -> LayerWeights:
+def _layer_of(spec: DecoderSpec, index: int, source: _WeightSource) -> LayerWeights:
+    layer, name = spec.layers[index], f"layers.{index}."
     mixer, mlp, weights, linear = layer.mixer, layer.mlp, source.weights, source.linear
     mixture = mlp if isinstance(mlp, ExpertsSpec) else None
     one = mlp.expert if isinstance(mlp, ExpertsSpec) else mlp
     attention = mixer if isinstance(mixer, AttentionSpec) else None
+    reads = None if attention is None else attention.reads_layer
     return LayerWeights(
         qkv=gate_last(linear(f"{name}qkv"), mixer),
         attention_out=linear(f"{name}o"),
@@ -383,7 +400,20 @@ def _layer_of(layer: LayerSpec, name: str, source: _WeightSource) -> LayerWeight
         activation=ACTIVATIONS[one.activation],
         experts=None if mixture is None else _experts_of(mixture, name, source),
         sinks=weights.get(f"{name}sinks.weight"),
+        heads=None if attention is None else Heads(attention.heads, attention.kv_heads, attention.head_dim),
+        v_norm=attention is not None and attention.v_norm,
+        place=None if reads is None else spec.kv_places[index],
+        reads_only=reads is not None,
+        input=None if spec.token_inputs is None else _token_input_of(name, weights, linear),
+        scale_out=weights.get(f"{name}scale.weight"),
     )
+
+
+def _token_input_of(
+    name: str, weights: Mapping[str, Tensor], linear: Callable[[str], LinearWeights]
+) -> TokenInputWeights:
+    norm = weights[f"{name}input_out_norm.weight"]
+    return TokenInputWeights(linear(f"{name}input_gate"), linear(f"{name}input_out"), norm)
 
 
 def _weights_of(model: Transformer) -> dict[str, Tensor]:
@@ -394,14 +424,24 @@ def _weights_of(model: Transformer) -> dict[str, Tensor]:
     }
     linears = {name: getattr(owner, part) for owner, part, name in model.layer_linears()}
     linears |= {} if model.spec.tied else {"head": model._head}
+    if (inputs := model._token_inputs) is not None:
+        found |= {"input_table.weight": inputs.table, "input_norm.weight": inputs.norm}
+        linears |= {"input_project": inputs.project}
     for i, block in enumerate(model._blocks):
         attention, mlp = block.attention, block.mlp
         if isinstance(mlp, Experts):
             found |= {f"layers.{i}.{name}": tensor for name, tensor in mlp.stacked.items()}
         found |= {f"layers.{i}.{name}.weight": norm.weight for name, norm in block.norms.items()}
+        found |= {f"layers.{i}.scale.weight": block.scale}
+        if block.input is not None:
+            found |= {f"layers.{i}.input_out_norm.weight": block.input.norm.weight}
+            linears |= {
+                f"layers.{i}.input_gate": block.input.input_gate,
+                f"layers.{i}.input_out": block.input.input_out,
+            }
         if attention.qk_norm is not None:
             norms = torch.split(attention.qk_norm, attention.split[:2])  # [heads, head_dim] each
-            for part, norm in zip("qk", norms, strict=True):
+            for part, norm in zip("qk" if len(norms[1]) else "q", norms, strict=False):
                 whole = attention.spec.qk_norm == "all"  # else all rows are equal
                 found[f"layers.{i}.{part}_norm.weight"] = norm.flatten() if whole else norm[0]
     for name, linear in linears.items():
@@ -414,7 +454,7 @@ def _weights_of(model: Transformer) -> dict[str, Tensor]:
 def check_description(spec: DecoderSpec) -> None:
     """Raise ModelFormatError for a model that ``NativeSpec`` cannot express."""
     eps, deltas = spec.norm.eps, {layer.mixer for layer in spec.layers if isinstance(layer.mixer, DeltaNetSpec)}
-    attentions, one_shape = spec.attentions, {(a.heads, a.kv_heads, a.head_dim) for a in spec.attentions}
+    attentions, shapes = spec.attentions, {(a.heads, a.kv_heads, a.head_dim) for a in spec.attentions}
     experts = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, ExpertsSpec)]
     shared = [layer.shared for layer in spec.layers if layer.shared is not None]
     mlps = [*shared, *(mixture.expert for mixture in experts)]
@@ -430,16 +470,19 @@ def check_description(spec: DecoderSpec) -> None:
         ),
         "experts of one shape in all layers": len({replace(mixture, shared=None) for mixture in experts}) <= 1,
         "rotary positions": all(attention.rotary is not None for attention in attentions),
-        "heads of one shape in all layers": len(one_shape) == 1,
+        "heads of one shape beside recurrent layers": len(shapes) == 1 or not deltas,
         "recurrent layers of one shape, with the norms' epsilon": len(
             deltas | {replace(d, norm_eps=eps) for d in deltas}
         )
         <= 1,
         "attention in some layer": bool(attentions),
-        "an MLP of one width in all layers": len({mlp.width for mlp in shared}) <= 1,
+        "vectors by token for its MLP's activation": spec.token_inputs is None
+        or {mlp.activation for mlp in mlps} == {spec.token_inputs.activation},
+        "a norm behind the last part of a scaled layer": all(
+            not layer.scaled or layer.norms in ("after", "both") for layer in spec.layers
+        ),
         "the same epsilon in all norms": all(a.qk_norm is None or a.qk_norm_eps == spec.norm.eps for a in attentions),
         "an embedding as wide as the model": spec.embed_width == spec.width,
-        "logits without a cap": spec.logits_cap is None,
     }
     missing = [feature for feature, present in wanted.items() if not present]
     if missing:
@@ -448,10 +491,14 @@ def check_description(spec: DecoderSpec) -> None:
 
 def check_spec(spec: NativeSpec) -> None:
     """Raise ModelFormatError for a number or width of heads that the kernels do not support."""
-    if spec.head_dim % 16 or spec.heads % spec.kv_heads or spec.heads // spec.kv_heads > 64:
-        shape = f"{spec.heads} heads of {spec.head_dim} over {spec.kv_heads}"
-        needed = "a head width that is a multiple of 16 and at most 64 query heads per key/value head"
-        raise ModelFormatError(f"the CPU kernels need {needed}; not {shape}")
+    for heads in dict.fromkeys(spec.heads_of(layer) for layer in spec.layers):
+        if heads.dim % 16 or heads.heads % heads.kv_heads or heads.heads // heads.kv_heads > 64:
+            shape = f"{heads.heads} heads of {heads.dim} over {heads.kv_heads}"
+            needed = "a head width that is a multiple of 16 and at most 64 query heads per key/value head"
+            raise ModelFormatError(f"the CPU kernels need {needed}; not {shape}")
+    if spec.inputs is not None and spec.inputs.width % 16:
+        needed = "vectors by token whose width is a multiple of 16"
+        raise ModelFormatError(f"the CPU kernels need {needed}; not {spec.inputs.width}")
     if spec.delta is not None:
         _check_delta(spec.delta)
 
@@ -465,13 +512,16 @@ def _check_delta(shape: StateShape) -> None:
 
 
 def _check_cache(cache: KVCache, model: NativeModel) -> None:
-    shape = cache.keys.shape
-    if (shape[0], shape[2], shape[4]) != (model.attention_layers, model.kv_heads, model.head_dim):
-        raise ParameterError(
-            "cache", tuple(shape), f"{model.attention_layers} layers, {model.kv_heads} heads of {model.head_dim}"
-        )
+    found = [cache.shapes[table] for table, _ in cache.places]
+    if found != list(model.kv_layers):
+        raise ParameterError("cache", _in_words(found), _in_words(model.kv_layers))
     if cache.keys.dtype not in (torch.float32, torch.bfloat16):
         raise ParameterError("cache", cache.keys.dtype, "float32 or bfloat16")
+
+
+def _in_words(layers: Sequence[KVHeads]) -> str:
+    counts = Counter(layers)
+    return ", ".join(f"{count} layers of {shape.heads} heads of {shape.dim}" for shape, count in counts.items())
 
 
 __all__ = ["NativeModel", "Quantization", "spec_of"]

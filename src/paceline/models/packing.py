@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from paceline.core.cache import table_places
 from paceline.kernels import abi, native, pack, reference
 from paceline.kernels.pack import Format
 from paceline.kernels.spec import (
@@ -25,6 +26,8 @@ from paceline.kernels.spec import (
     LinearWeights,
     NativeSpec,
     Rotary,
+    TokenInputWeights,
+    TokenTableWeights,
 )
 
 ReadPacked: TypeAlias = Callable[[Tensor], None]
@@ -101,9 +104,9 @@ class _Packer:
         ends: the decoder whose embedding and output head are used; None: the spec's are packed.
         """
         layers = [self._layer(spec, layer, to) for layer in spec.layers]
-        for kind in (True, False):  # layers with states and layers with keys have places of their own
-            for place, layer in enumerate(layer for layer in layers if bool(layer.delta) == kind):
-                layer.place = place
+        cached = table_places(spec.kv_layers)
+        for layer, place in zip(layers, spec.places, strict=True):
+            layer.table, layer.place = (0, place) if layer.delta else cached[place]
         fusion = None if spec.fusion is None else pointer(self._fusion(spec.fusion, to))
         head, embedding = self._ends(spec, head_to) if ends is None else (ends.head, ends.embedding)
         return abi.CModel(
@@ -114,15 +117,25 @@ class _Packer:
             positions=spec.max_positions,
             layer_count=len(layers),
             width=spec.width,
-            ffn=spec.ffn,
-            heads=spec.heads,
-            kv_heads=spec.kv_heads,
-            dim=spec.head_dim,
             epsilon=spec.epsilon,
             embed_scale=spec.embed_scale,
             tap_scale=spec.tap_scale,
             fusion=fusion,
             delta=_shape_of(spec),
+            inputs=None if spec.inputs is None else pointer(self._inputs(spec.inputs, to, head_to)),
+            logits_cap=spec.logits_cap or 0.0,
+        )
+
+    def _inputs(self, inputs: TokenTableWeights, to: Format, table_to: Format) -> abi.CTokenInputs:
+        """Pack the vectors of every token. The table is read by token, like a tied embedding, and rounded like it."""
+        return abi.CTokenInputs(
+            table=self._linear(inputs.table, table_to),
+            project=self._linear(inputs.project, to),
+            norm=self._vector(inputs.norm),
+            width=inputs.width,
+            table_scale=inputs.table_scale,
+            project_scale=inputs.project_scale,
+            sum_scale=inputs.sum_scale,
         )
 
     def _ends(self, spec: NativeSpec, to: Format) -> tuple[abi.CLinear, int | None]:
@@ -149,6 +162,7 @@ class _Packer:
         )
 
     def _layer(self, spec: NativeSpec, layer: LayerWeights, to: Format) -> abi.CLayer:
+        heads = spec.heads_of(layer)
         return abi.CLayer(
             qkv=self._linear(layer.qkv, to),
             attention_out=self._linear(layer.attention_out, to),
@@ -166,6 +180,13 @@ class _Packer:
             scale=spec.scale_of(layer),
             norm_all=spec.norm_all(layer),
             activation=_ACTIVATIONS[layer.activation],
+            reads_only=layer.reads_only,
+            heads=heads.heads,
+            kv_heads=heads.kv_heads,
+            dim=heads.dim,
+            v_norm=self._vector(torch.ones(heads.dim)) if layer.v_norm else None,
+            input=None if layer.input is None else pointer(self._input(layer.input, to)),
+            scale_out=None if layer.scale_out is None else self._vector(layer.scale_out),
             experts=None if layer.experts is None else pointer(self._experts(layer.experts, to)),
             sinks=None if layer.sinks is None else self._vector(layer.sinks),
         )
@@ -195,6 +216,9 @@ class _Packer:
             inputs=panels.shape[1],
             outputs=outputs,
         )
+
+    def _input(self, part: TokenInputWeights, to: Format) -> abi.CTokenInput:
+        return abi.CTokenInput(self._linear(part.gate, to), self._linear(part.out, to), self._norm(part.norm))
 
     def _delta(self, delta: DeltaWeights) -> abi.CDelta:
         return abi.CDelta(

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from paceline.config import QuantizationName
-from paceline.core.cache import KVCache
+from paceline.core.cache import KVCache, KVHeads
 from paceline.core.nodes import Nodes
 from paceline.core.recurrent_state import StatefulCache, StateShape
 from paceline.errors import ModelFormatError
 from paceline.kernels import reference
-from paceline.models.base import AnyModel, HiddenStates, check_taps
+from paceline.models.base import AnyModel, HiddenStates, OwnKVLayers, check_taps
 from paceline.models.description import AttentionSpec, DecoderSpec, MixerSpec
 from paceline.models.native import spec_of
 
@@ -24,7 +24,6 @@ class Recurrent(AnyModel, Protocol):
     """A model that may have recurrent layers, which have no keys and values but a state for each slot."""
 
     state_shape: StateShape | None  # None: all of its layers are attention
-    attention_layers: int
 
 
 def state_shape_of(model: AnyModel) -> StateShape | None:
@@ -32,14 +31,17 @@ def state_shape_of(model: AnyModel) -> StateShape | None:
     return model.state_shape if isinstance(model, Recurrent) else None
 
 
-def attention_layers_of(model: AnyModel) -> int:
-    """Return the number of a model's layers with keys and values."""
-    return model.attention_layers if isinstance(model, Recurrent) else model.layers
+def kv_layers_of(model: AnyModel) -> Sequence[KVHeads]:
+    """Return the key heads of a model's layers that have keys and values of their own."""
+    one = KVHeads(model.kv_heads, model.head_dim)
+    return model.kv_layers if isinstance(model, OwnKVLayers) else [one] * model.layers
 
 
 def cache_of(model: AnyModel, rows: int, positions: int) -> KVCache:
     """Allocate the keys and values of a model, and its recurrent states."""
-    sizes = attention_layers_of(model), rows, model.kv_heads, positions, model.head_dim, model.dtype, model.device
+    layers = kv_layers_of(model)
+    heads, dims = [each.heads for each in layers], [each.dim for each in layers]
+    sizes = len(layers), rows, heads, positions, dims, model.dtype, model.device
     shape = state_shape_of(model)
     return KVCache(*sizes) if shape is None else StatefulCache(shape, *sizes)
 
@@ -77,7 +79,7 @@ class RecurrentModel:
         self.max_positions, self.tied = spec.max_positions, spec.tied
         self.weights_dtype = embedding.dtype
         self.dtype, self.device = torch.float32, embedding.device
-        self.state_shape, self.attention_layers = packable.delta, packable.attention_layers
+        self.state_shape, self.kv_layers = packable.delta, spec.kv_layers
         self._reference: reference.ReferenceDecoder | None = None
 
     @property

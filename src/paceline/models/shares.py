@@ -66,6 +66,9 @@ class ModelShard:
             raise ParameterError("tensor_parallel", self.ranks, "1 with recurrent layers, which are not split yet")
         if not all(isinstance(layer.mlp, MLPSpec) for layer in spec.layers):
             raise ParameterError("tensor_parallel", self.ranks, "1 with a mixture of experts, which is not split yet")
+        if len(set(spec.kv_layers)) > 1 or len(spec.kv_layers) < len(spec.layers) or spec.token_inputs is not None:
+            allowed = "1 with heads of several widths, shared keys or per-layer embeddings, which are not split yet"
+            raise ParameterError("tensor_parallel", self.ranks, allowed)
         if any(attention.qk_norm == "all" for attention in spec.attentions):
             raise ParameterError("tensor_parallel", self.ranks, "1 with norms of queries and keys over all heads")
         sizes = (size for layer in spec.layers for size in (layer.attention.heads, layer.dense.width))

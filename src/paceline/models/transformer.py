@@ -13,11 +13,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from paceline.kernels.attention.base import Attend, AttendPacked
+from paceline.kernels.attention.base import Attend, AttendAgain, AttendPacked
 from paceline.kernels.gpu.state import Norm, PackedHeads
 from paceline.kernels.gpu.steps import ACTIVATIONS, LayerSteps, steps_for
 from paceline.models.base import HiddenStates, RowAdapters, check_taps
-from paceline.models.description import AttentionSpec, DecoderSpec, ExpertsSpec, LayerSpec, MLPSpec, Rotary
+from paceline.models.description import (
+    AttentionSpec,
+    DecoderSpec,
+    ExpertsSpec,
+    LayerSpec,
+    MLPSpec,
+    Rotary,
+    TokenInputsSpec,
+)
 from paceline.models.experts import Experts
 from paceline.models.linear import Dense, Linear, LinearFactory
 from paceline.models.weights import NORMS
@@ -73,10 +81,15 @@ class _WeightSource:
         return Norm(self._spec.width, norm.eps, weight, self.find(f"{name}.bias"), centred=True)
 
     def qk_norm(self, spec: AttentionSpec, layer: str) -> Tensor | None:
-        """Return the weights of the query and key norms, one row per head [H + G, D]; None if there are none."""
+        """Return the weights of the query and key norms, one row per head [H + G, D]; None if there are none.
+
+        Layers that read another layer's keys have rows for their queries only.
+        """
         q, k = self.find(f"{layer}.q_norm.weight"), self.find(f"{layer}.k_norm.weight")
-        if q is None or k is None:
+        if q is None:
             return None
+        if k is None:
+            return q.view(-1, spec.head_dim).expand(spec.heads, -1)
         if spec.qk_norm == "all":
             return torch.cat((q, k)).view(-1, spec.head_dim)
         return torch.cat((q.expand(spec.heads, -1), k.expand(spec.kv_heads, -1)))
@@ -87,22 +100,25 @@ class _ForwardContext:
     """Arguments common to all layers of a forward pass. rows: B, for N = B * L tokens.
 
     rotations: by number of the rotary positions, in the order of ``Transformer.rotaries``.
+    token_inputs: [layers, N, width], or None; see ``TokenInputsSpec``.
     """
 
     rows: int
     rotations: Sequence[Rotation]
     attend: Attend
     steps: LayerSteps
+    token_inputs: Tensor | None = None
 
 
 class _Attention:
     linears = ("qkv", "output")
 
-    def __init__(self, spec: AttentionSpec, parts: _WeightSource, index: int, rotary: int | None) -> None:
-        """rotary: number of the layer's rotary positions; None if it has none."""
+    def __init__(self, spec: AttentionSpec, parts: _WeightSource, index: int, place: int, rotary: int | None) -> None:
+        """index: of the layer. place: its layer of the cache. rotary: number of its rotary positions; None: none."""
         layer = f"layers.{index}"
-        self.spec, self.index, self.rotary = spec, index, rotary
-        self.split = [spec.heads, spec.kv_heads, spec.kv_heads]
+        self.spec, self.place, self.rotary = spec, place, rotary
+        self.split = [spec.heads, spec.kv_heads, spec.kv_heads] if spec.reads_layer is None else [spec.heads, 0, 0]
+        self.packs = spec.qk_norm != "all" and not spec.v_norm and spec.reads_layer is None
         self.qkv, self.output = parts.linear(f"{layer}.qkv"), parts.linear(f"{layer}.o")
         self.qk_norm = parts.qk_norm(spec, layer)
 
@@ -111,12 +127,16 @@ class _Attention:
         spec, attend = self.spec, forward.attend
         qkv = self.qkv(x).view(forward.rows, -1, sum(self.split), spec.head_dim)
         rotation = None if self.rotary is None else forward.rotations[self.rotary]
-        if isinstance(attend, AttendPacked) and spec.qk_norm != "all":
+        if isinstance(attend, AttendPacked) and self.packs:
             packed = PackedHeads(qkv, spec.heads, spec.kv_heads, rotation, self.qk_norm, spec.qk_norm_eps)
-            out = attend.packed(self.index, packed, scale=spec.scale, window=spec.window)
+            out = attend.packed(self.place, packed, scale=spec.scale, window=spec.window)
         else:
             q, k, v = (part.transpose(1, 2) for part in self._heads(qkv, rotation))
-            out = attend(self.index, q, k, v, scale=spec.scale, window=spec.window)
+            if spec.reads_layer is None:
+                out = attend(self.place, q, k, v, scale=spec.scale, window=spec.window)
+            else:
+                assert isinstance(attend, AttendAgain), "a cache keeps what layers share"
+                out = attend.again(self.place, q, scale=spec.scale, window=spec.window)
         return self.output(out.transpose(1, 2).reshape(x.shape[0], -1))
 
     def _heads(self, qkv: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,6 +147,8 @@ class _Attention:
             qk = self._normed(qk, self.qk_norm)
         if rotation is not None:
             qk = rotate(qk, rotation)
+        if self.spec.v_norm:
+            v = functional.rms_norm(v, v.shape[-1:], None, self.spec.qk_norm_eps)
         q, k = qk.split_with_sizes([heads, kv_heads], dim=2)
         return q, k, v
 
@@ -171,16 +193,54 @@ def _mlp(spec: LayerSpec, parts: _WeightSource, layer: str) -> _GatedMLP | _Plai
     return (_GatedMLP if spec.mlp.gated else _PlainMLP)(spec.mlp, parts, layer)
 
 
+class _TokenInput:
+    """What a layer adds of its token's vector (``TokenInputsSpec``)."""
+
+    linears = ("input_gate", "input_out")
+
+    def __init__(self, spec: TokenInputsSpec, parts: _WeightSource, layer: str) -> None:
+        self.activation = ACTIVATIONS[spec.activation]
+        self.input_gate, self.input_out = parts.linear(f"{layer}.input_gate"), parts.linear(f"{layer}.input_out")
+        self.norm = parts.norm(f"{layer}.input_out_norm")
+
+    def __call__(self, x: Tensor, vector: Tensor) -> Tensor:
+        """x [N, width], vector [N, inputs] -> x with the token's part added."""
+        return x + self.norm(self.input_out(self.activation(self.input_gate(x)) * vector))
+
+
+class _TokenInputs:
+    """The vectors of every token for every layer (``TokenInputsSpec``)."""
+
+    linears = ("project",)
+
+    def __init__(self, spec: TokenInputsSpec, parts: _WeightSource, dtype: torch.dtype) -> None:
+        self.spec, self.norm = spec, parts.find("input_norm.weight")
+        self.table, self.project = parts.find("input_table.weight"), parts.linear("input_project")
+        self._table_scale = torch.tensor(spec.table_scale, dtype=dtype).item()  # rounded as transformers does
+
+    def __call__(self, tokens: Tensor, x: Tensor, eps: float) -> Tensor:
+        """Tokens [N], their embeddings x [N, width] -> [layers, N, inputs]."""
+        assert self.table is not None
+        spec = self.spec
+        projected = (self.project(x) * spec.project_scale).view(len(x), -1, spec.width)
+        normed = functional.rms_norm(projected, (spec.width,), self.norm, eps)
+        found = functional.embedding(tokens, self.table) * self._table_scale
+        return ((normed + found.view_as(normed)) * spec.sum_scale).transpose(0, 1)
+
+
 class _Layer:
-    def __init__(self, spec: LayerSpec, parts: _WeightSource, index: int, rotary: int | None) -> None:
-        name = f"layers.{index}"
-        self.spec = spec
-        self.attention = _Attention(spec.attention, parts, index, rotary)
+    def __init__(self, decoder: DecoderSpec, parts: _WeightSource, index: int, place: int, rotary: int | None) -> None:
+        spec, name = decoder.layers[index], f"layers.{index}"
+        self.spec, self.index = spec, index
+        self.attention = _Attention(spec.attention, parts, index, place, rotary)
         self.norms = {norm: parts.norm(f"{name}.{norm}") for norm in NORMS[spec.norms]}
         self.attention_out_norm, self.mlp_out_norm = self.norms.get("attn_out_norm"), self.norms.get("mlp_out_norm")
         self.mlp = _mlp(spec, parts, name)
+        self.input = None if decoder.token_inputs is None else _TokenInput(decoder.token_inputs, parts, name)
+        self.scale = parts.find(f"{name}.scale.weight")
         shared = [self.mlp.shared] if isinstance(self.mlp, Experts) and isinstance(self.mlp.shared, _GatedMLP) else []
-        self.owners = (self.attention, self.mlp, *shared)  # of linear layers
+        inputs = [] if self.input is None else [self.input]
+        self.owners = (self.attention, self.mlp, *shared, *inputs)  # of linear layers
 
     @property
     def entry(self) -> Norm | None:
@@ -207,7 +267,17 @@ class _Layer:
         out = self.mlp(normed, steps)
         if self.mlp_out_norm is not None:
             out = self.mlp_out_norm(out)
-        return _add(steps, x, out, following)
+        if self.input is None and self.scale is None:
+            return _add(steps, x, out, following)
+        x = self._end(x + out, forward)
+        return x, x if following is None else following(x)
+
+    def _end(self, x: Tensor, forward: _ForwardContext) -> Tensor:
+        """Add the token's vector to the layer's output x [N, width], and scale it."""
+        if self.input is not None:
+            assert forward.token_inputs is not None
+            x = self.input(x, forward.token_inputs[self.index])
+        return x if self.scale is None else x * self.scale
 
 
 def _add(steps: LayerSteps, x: Tensor, added: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
@@ -247,15 +317,23 @@ class Transformer:
 
     weights: tensors by the names of ``models.weights.slots``, all of one dtype and on one device.
     linear: factory of the linear layers of attention, MLP and head.
+    places: the cache's layer that each layer reads; None: as its description says.
     """
 
     def __init__(
-        self, spec: DecoderSpec, weights: Mapping[str, Tensor], name: str, *, linear: LinearFactory = Dense
+        self,
+        spec: DecoderSpec,
+        weights: Mapping[str, Tensor],
+        name: str,
+        *,
+        linear: LinearFactory = Dense,
+        places: Sequence[int] | None = None,
     ) -> None:
         self.spec, self.name = spec, name
         self.vocab_size, self.layers = spec.vocab_size, len(spec.layers)
-        widest = spec.attentions[0]  # all layers share the shape of keys and values
-        self.kv_heads, self.head_dim = widest.kv_heads, widest.head_dim
+        first = spec.attentions[0]
+        self.kv_heads, self.head_dim = first.kv_heads, first.head_dim
+        self.kv_layers = spec.kv_layers
         self.max_positions = spec.max_positions
         self._embedding = weights["embed.weight"]
         self.dtype, self.device = self._embedding.dtype, self._embedding.device
@@ -263,10 +341,10 @@ class Transformer:
         self.steps = steps_for(self.device)
         self.adapters: RowAdapters | None = None  # see ``models.adapters``
         parts = _WeightSource(spec, weights, linear)
-        self._build(parts)
+        self._build(parts, spec.kv_places if places is None else places)
         self._kept = tuple(parts.kept)
 
-    def _build(self, parts: _WeightSource) -> None:
+    def _build(self, parts: _WeightSource, places: Sequence[int]) -> None:
         spec = self.spec
         parts.find("embed.weight")
         self._embed_scale = torch.tensor(spec.embed_scale, dtype=self.dtype).item()  # rounded as transformers does
@@ -276,15 +354,19 @@ class Transformer:
         self._angles = [RotaryAngles(rotary, self.dtype, self.device) for rotary in rotaries]
         numbers = {rotary: number for number, rotary in enumerate(rotaries)}
         self._blocks = [
-            _Layer(layer, parts, index, numbers.get(layer.attention.rotary))  # type: ignore[arg-type]
-            for index, layer in enumerate(spec.layers)
+            _Layer(spec, parts, index, place, numbers.get(layer.attention.rotary))  # type: ignore[arg-type]
+            for index, (layer, place) in enumerate(zip(spec.layers, places, strict=True))
         ]
+        inputs = spec.token_inputs
+        self._token_inputs = None if inputs is None else _TokenInputs(inputs, parts, self.dtype)
         self._norm = parts.norm("norm") if spec.final_norm else None
         self._head = parts.linear("embed" if spec.tied else "head")
 
     def _linears(self) -> Iterator[tuple[object, str]]:
         """Yield the owner and attribute name of each linear layer."""
         yield self, "_head"
+        if self._token_inputs is not None:
+            yield from ((self._token_inputs, name) for name in self._token_inputs.linears)
         for block in self._blocks:
             for owner in block.owners:
                 yield from ((owner, name) for name in owner.linears)
@@ -318,23 +400,45 @@ class Transformer:
     ) -> HiddenStates:
         """Run tokens, positions [B, L] int64 -> hidden [B, L, embed_width], features [B, L, taps, width].
 
-        Raises ParameterError for a tap that is no layer.
+        The tap ``layers`` is the last layer's output after the final norm. Raises ParameterError for any other tap that
+        is no layer.
         """
-        rows, length = tokens.shape
-        check_taps(taps, self.layers)
+        check_taps(taps, self.layers + 1)
         x = self._embed(tokens, positions)
+        vectors = self._token_inputs
+        inputs = None if vectors is None else vectors(tokens.flatten(), x, self.spec.norm.eps)
+        tapped: dict[int, Tensor] = {}
+        hidden = self.run(x, positions, attend, inputs, taps, tapped)
+        return HiddenStates(hidden, self._features(tapped, taps, len(tokens)))
+
+    def run(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        token_inputs: Tensor | None = None,
+        taps: Sequence[int] = (),
+        tapped: dict[int, Tensor] | None = None,
+    ) -> Tensor:
+        """Run the layers on embeddings x [N, width] at positions [B, L] -> hidden [B, L, embed_width].
+
+        token_inputs: [layers, N, inputs], or None. tapped: gets the hidden states of the layers in ``taps``.
+        """
+        rows, length = positions.shape
         rotations = [angles(positions) for angles in self._angles]
-        forward = _ForwardContext(rows, rotations, attend, self.steps)
+        forward = _ForwardContext(rows, rotations, attend, self.steps, token_inputs)
+        tapped = {} if tapped is None else tapped
         norms = [*(block.entry for block in self._blocks), self._norm]
         normed = x if norms[0] is None else norms[0](x)
-        tapped: dict[int, Tensor] = {}
         for index, (block, following) in enumerate(zip(self._blocks, norms[1:], strict=True)):
             if index in taps:
                 tapped[index] = x
             x, normed = block(x, normed, forward, following)
+        if self.layers in taps:
+            tapped[self.layers] = normed / self.spec.residual_scale  # which ``_features`` takes back
         if self._project_out is not None:
             normed = functional.linear(normed, self._project_out)
-        return HiddenStates(normed.view(rows, length, -1), self._features(tapped, taps, rows))
+        return normed.view(rows, length, -1)
 
     def _features(self, tapped: Mapping[int, Tensor], taps: Sequence[int], rows: int) -> Tensor | None:
         """Return the published model's hidden states [B, L, taps, width] of the tapped layers [N, width]."""

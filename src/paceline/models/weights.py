@@ -70,6 +70,7 @@ class Slot:
     shape: of the weight. total: rows of the whole target.
     experts: number of matrices that the target has side by side; 0: it is one matrix. expert: the one that the weight
         belongs to; None: it has rows of all.
+    source: name of the weight that is stored for this one, too; None: its own.
     """
 
     target: str
@@ -78,6 +79,7 @@ class Slot:
     total: int = 0
     experts: int = 0
     expert: int | None = None
+    source: str | None = None
 
     @property
     def target_shape(self) -> tuple[int, ...]:
@@ -124,15 +126,20 @@ def _stacked(target: str, parts: Mapping[str, int], stored: Collection[str], lay
 
 def _attention_slots(spec: AttentionSpec, width: int, layer: str, stored: Collection[str]) -> Slots:
     queries = spec.query_width * (2 if spec.gated else 1)  # a head's gate lies behind its query
-    rows = {"q": queries, "k": spec.kv_width, "v": spec.kv_width}
-    yield from _linear_slots("qkv", _stacked("qkv", rows, stored, layer), width, spec.bias, layer)
+    own = {"k": spec.kv_width, "v": spec.kv_width} if spec.reads_layer is None else {}
+    for name, slot in _linear_slots(
+        "qkv", _stacked("qkv", {"q": queries, **own}, stored, layer), width, spec.bias, layer
+    ):
+        copied = spec.keys_as_values and name.startswith(f"{layer}v.")
+        yield name, replace(slot, source=name.replace(f"{layer}v.", f"{layer}k.")) if copied else slot
     yield from _linear_slots("o", {"o": width}, spec.query_width, spec.output_bias, layer)
     if spec.sinks:
         yield from _vector(f"{layer}sinks.weight", spec.heads)
     if spec.qk_norm is not None:
         whole = spec.qk_norm == "all"
         yield from _vector(f"{layer}q_norm.weight", spec.query_width if whole else spec.head_dim)
-        yield from _vector(f"{layer}k_norm.weight", spec.kv_width if whole else spec.head_dim)
+        if own:
+            yield from _vector(f"{layer}k_norm.weight", spec.kv_width if whole else spec.head_dim)
 
 
 def _delta_slots(spec: DeltaNetSpec, width: int, layer: str) -> Slots:
@@ -207,6 +214,12 @@ def _layer_slots(spec: DecoderSpec, layer: LayerSpec, name: str, stored: Collect
         yield from _mlp_slots(layer.mlp, spec.width, name, stored)
     for norm in NORMS[layer.norms]:
         yield from _norm_slots(spec, f"{name}{norm}")
+    if layer.scaled:
+        yield from _vector(f"{name}scale.weight", 1)
+    if spec.token_inputs is not None:
+        yield from _linear_slots("input_gate", {"input_gate": spec.token_inputs.width}, spec.width, False, name)
+        yield from _linear_slots("input_out", {"input_out": spec.width}, spec.token_inputs.width, False, name)
+        yield from _norm_slots(spec, f"{name}input_out_norm")
 
 
 def slots(spec: DecoderSpec, stored: Collection[str] = ()) -> dict[str, Slot]:
@@ -225,6 +238,11 @@ def slots(spec: DecoderSpec, stored: Collection[str] = ()) -> dict[str, Slot]:
         found |= _norm_slots(spec, "norm")
     if not spec.tied:
         found |= _linear_slots("head", {"head": vocab}, embed, False)
+    if spec.token_inputs is not None:
+        inputs = len(spec.layers) * spec.token_inputs.width
+        found |= _linear_slots("input_table", {"input_table": vocab}, inputs, False)
+        found |= _linear_slots("input_project", {"input_project": inputs}, width, False)
+        found |= _vector("input_norm.weight", spec.token_inputs.width)
     for index, layer in enumerate(spec.layers):
         found |= _layer_slots(spec, layer, f"layers.{index}.", stored)
     return found
@@ -277,10 +295,21 @@ def place(spec: DecoderSpec, names: WeightNames, stored: Mapping[str, StoredTens
     ours = {name: names.ours(name) for name in stored if not names.ignored.fullmatch(name)}
     if spec.tied:
         ours = _tie(ours)
+    ours = {name: our for name, our in ours.items() if our not in _unread(spec)}
     free = slots(spec, {our for our in ours.values() if our is not None})
-    _refuse(spec, where, "has no use for", [name for name, our in ours.items() if our not in free])
-    _refuse(spec, where, "misses", sorted(free.keys() - ours.values()))
-    return [_place(free[our], names, stored[name], f"{where}: {name}") for name, our in ours.items() if our]
+    theirs = {our: name for name, our in ours.items()}
+    sources = {our: slot.source or our for our, slot in free.items()}
+    _refuse(spec, where, "has no use for", [name for name, our in ours.items() if our not in sources.values()])
+    _refuse(spec, where, "misses", sorted(set(sources.values()) - theirs.keys()))
+    from_where = {our: theirs[source] for our, source in sources.items()}
+    return [_place(free[our], names, stored[name], f"{where}: {name}") for our, name in from_where.items()]
+
+
+def _unread(spec: DecoderSpec) -> set[str]:
+    """Return the names of weights that files may have for layers that read an earlier layer's keys and values."""
+    layers = enumerate(spec.layers)
+    sharing = (i for i, at in layers if isinstance(at.mixer, AttentionSpec) and at.mixer.reads_layer is not None)
+    return {f"layers.{i}.{part}.weight" for i in sharing for part in ("k", "v", "k_norm")}
 
 
 def _tie(ours: dict[str, str | None]) -> dict[str, str | None]:

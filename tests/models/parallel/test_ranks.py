@@ -99,7 +99,8 @@ def test_families_give_the_logits_of_the_whole_model(tmp_path: Path, name: str) 
     check_logits(tmp_path, name, 2)
 
 
-_WHOLE = ("olmo2", "olmo3", "olmoe", "qwen3_moe", "granitemoe")  # norms over all heads, experts
+# norms over all heads, experts, heads of two widths
+_WHOLE = ("olmo2", "olmo3", "olmoe", "qwen3_moe", "granitemoe", "gemma4", "gemma4 with keys as values")
 
 
 @pytest.mark.parametrize("name", _WHOLE)

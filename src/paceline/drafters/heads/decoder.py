@@ -20,6 +20,7 @@ from paceline.drafters.heads.head import Head
 from paceline.drafters.heads.layers import HeadStep
 from paceline.kernels.attention import AttentionBackend
 from paceline.kernels.attention.cached import CachedAttend
+from paceline.models.decoder import Decoder
 from paceline.models.draft_decoder import NEVER, DraftDecoder, at
 from paceline.models.passes import PaddedPasses, Passes
 
@@ -28,12 +29,15 @@ class HeadModel:
     """A head with the interface of a draft model. V is the target's vocabulary.
 
     taps: the target's layers whose input hidden states it reads.
-    kind: see ``HeadConfig``. one_pass: whether one pass makes all draft tokens.
+    kind: see ``HeadConfig``. one_pass: whether one pass makes all draft tokens. captured: whether captured rounds on a
+        device can draft with it.
     max_draft_tokens: longest draft; None: no limit.
     paying_rows: see ``HeadConfig``; for its device.
     max_positions: the target's. A head trained on shorter texts predicts worse beyond them, but still runs.
     dtype: of its keys, values and fused hidden states.
     """
+
+    captured = True
 
     def __init__(self, head: Head, name: str, taps: Sequence[int], max_positions: int) -> None:
         shape = head.config.decoder
@@ -85,7 +89,7 @@ class FusedStates:
 
     def __init__(self, model: HeadModel, rows: int, positions: int) -> None:
         self.taps = model.taps
-        self._table = RowTables(1, (1, rows, 1, positions, model.width), model.dtype, model.device)
+        self._table = RowTables([(1, 1, model.width)], rows, positions, model.dtype, model.device)
         self.fused = self._table.tables[0][0, :, 0]
 
     def read(self, rows: Tensor, slots: Tensor, features: Tensor) -> None:
@@ -131,6 +135,9 @@ class HeadDecoder(DraftDecoder):
     ) -> None:
         super().__init__(model, backend, rows, positions, vocab_size)
         self.num_computed_tokens.fill_(1)
+
+    def read_from(self, target: Decoder) -> None:
+        """Learn which decoder it drafts for. Heads with keys of their own do not read its cache."""
 
     def read_after(self, before: Tensor, kept: Tensor) -> Tensor:
         return before

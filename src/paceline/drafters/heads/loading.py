@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from paceline.config import QuantizationName
+from paceline.drafters.heads.assistant import is_assistant, load_assistant
 from paceline.drafters.heads.checkpoint import is_head, load_head, read_head_config
 from paceline.drafters.heads.config import HeadConfig
 from paceline.drafters.heads.decoder import HeadModel, TorchHead
@@ -32,7 +33,7 @@ def find_head(source: Source) -> Path | None:
     if is_loaded(source):
         return None
     path = resolve(source)
-    return path if is_head(path) else None
+    return path if is_head(path) or is_assistant(path) else None
 
 
 def load_head_for(
@@ -52,6 +53,10 @@ def load_head_for(
     Raises VocabularyMismatchError or ModelFormatError if it was made for another target: other sizes, too few layers or
     another class. A different name is only logged, because a model may have several.
     """
+    if is_assistant(path):
+        if quantization not in ("same", None):
+            raise ParameterError("draft_quantization", quantization, "None with an assistant, which runs in torch")
+        return load_assistant(target, source, path, dtype)
     config = read_head_config(path)
     taps = _check_target(config, target, source, path)
     head = load_head(

@@ -93,7 +93,7 @@ def spec_of_head(head: Head, max_positions: int) -> NativeSpec:
         raise ModelFormatError("hidden transfer heads run in torch only")
     check_description(shape)
     own = isinstance(head, MtpHead)
-    first, inner = shape.layers[0].attention, shape.layers[0].dense.width
+    first = shape.layers[0].attention
     assert first.rotary is not None
     order = head.targets.argsort()  # ties are broken by token id, which must be the target's
 
@@ -124,7 +124,6 @@ def spec_of_head(head: Head, max_positions: int) -> NativeSpec:
         heads=first.heads,
         kv_heads=first.kv_heads,
         head_dim=first.head_dim,
-        ffn=inner,
         vocab_size=config.draft_vocab_size,
         max_positions=max_positions,
         rotary=first.rotary,

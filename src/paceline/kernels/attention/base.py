@@ -33,7 +33,7 @@ class Plan:
     longest: int
     ancestors: Tensor | None = None
     cache_rows: Slots | None = None
-    masks: dict[int | None, Tensor] = field(default_factory=dict)  # by sliding window
+    masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)  # by window, and query heads per key head
     rows: list[Plan] = field(default_factory=list)  # one plan per row, for backends that go row by row
 
     @cached_property
@@ -100,12 +100,21 @@ class AttentionBackend(Protocol):
 class Attend(Protocol):
     """The call that a model makes once per layer: write the new keys and values, then attend over the row's prefix.
 
-    q [B, H, L, D], k and v [B, G, L, D] (rotary already applied) -> [B, H, L, D].
+    layer: of the cache. q [B, H, L, D], k and v [B, G, L, D] (rotary already applied) -> [B, H, L, D].
     """
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: int | None = None
     ) -> Tensor: ...
+
+
+@runtime_checkable
+class AttendAgain(Protocol):
+    """An ``Attend`` whose keys and values can be read once more, by another layer of the model."""
+
+    def again(self, layer: int, q: Tensor, *, scale: float | None, window: int | None) -> Tensor:
+        """Attention of q [B, H, L, D] over what this forward pass has written to the cache's layer -> [B, H, L, D]."""
+        ...
 
 
 @runtime_checkable

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-
 from torch import Tensor
 
 from paceline.core.cache import KVCache
@@ -18,16 +16,24 @@ class CachedAttend:
     def __init__(self, cache: KVCache, backend: AttentionBackend, plan: Plan, rows: Slots) -> None:
         self.cache, self.backend, self.plan, self.rows = cache, backend, plan, rows
         plan.cache_rows = rows
+        self._indices: dict[int, Tensor] = {}  # by table of the cache
 
-    @cached_property
-    def _index(self) -> Tensor:
-        return self.cache.write_index(self.rows.index, self.plan.slots)
+    def _index(self, layer: int) -> Tensor:
+        """The index of the layer's new keys, made once for each table of the cache."""
+        table = self.cache.places[layer][0]
+        if table not in self._indices:
+            self._indices[table] = self.cache.write_index(self.rows.index, self.plan.slots, table)
+        return self._indices[table]
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: int | None = None
     ) -> Tensor:
-        self.cache.write(layer, self._index, k, v)
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        self.cache.write(layer, self._index(layer), k, v)
+        return self.again(layer, q, scale=scale, window=window)
+
+    def again(self, layer: int, q: Tensor, *, scale: float | None, window: int | None) -> Tensor:
+        """Attention over the layer's keys and values, which this forward pass has written already."""
+        keys, values = self.cache.layer(layer)
         return self.backend.attend(q, keys, values, self.plan, scale=scale, window=window)
 
 
@@ -37,6 +43,6 @@ class PackedCachedAttend(CachedAttend):
     def packed(self, layer: int, heads: PackedHeads, *, scale: float | None, window: int | None) -> Tensor:
         from paceline.kernels.gpu.rotary import turn_and_store
 
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        keys, values = self.cache.layer(layer)
         q = turn_and_store(heads, self.plan.slots, keys, values, self.rows.index)
         return self.backend.attend(q, keys, values, self.plan, scale=scale, window=window)

@@ -36,8 +36,8 @@ class PaddedAttention:
 
 def _mask(plan: Plan, shared: int, window: int | None, dtype: torch.dtype) -> Tensor:
     """[B, 1, shared * L, longest]: 0 where visible, -inf where not; made once per forward pass."""
-    if window not in plan.masks:
+    if (window, shared) not in plan.masks:
         hidden = plan.hidden(window)
         mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
-        plan.masks[window] = mask.repeat(1, shared, 1)[:, None]
-    return plan.masks[window]
+        plan.masks[window, shared] = mask.repeat(1, shared, 1)[:, None]
+    return plan.masks[window, shared]

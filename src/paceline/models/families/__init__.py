@@ -12,6 +12,7 @@ from paceline.models.description import DecoderSpec
 from paceline.models.families import (
     exaone4,
     gemma3,
+    gemma4,
     gpt2,
     gpt_oss,
     granite,
@@ -35,7 +36,7 @@ from paceline.models.families.base import LLAMA_NAMES, Family
 from paceline.models.weight_names import WeightNames
 
 _MODULES = (
-    *(llama, mistral, ministral3, qwen2, qwen3, qwen3_5, gemma3, phi3, granite),
+    *(llama, mistral, ministral3, qwen2, qwen3, qwen3_5, gemma3, gemma4, phi3, granite),
     *(olmo2, olmo3, smollm3, exaone4, opt, gpt2),
     *(qwen3_moe, olmoe, granitemoe, gpt_oss, qwen3_5_moe),
 )

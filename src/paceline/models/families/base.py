@@ -46,8 +46,8 @@ class GGUFForm:
     """How llama.cpp stores a family in a GGUF file.
 
     architecture: value of general.architecture; prefix of the family's metadata.
-    fields: metadata without that prefix, and rope_parameters -> fields of the Hugging Face configuration that
-        ``gguf_config`` does not know or that differ.
+    fields: metadata without that prefix, with vocab_size as the embedding has it, and rope_parameters -> fields of the
+        Hugging Face configuration that ``gguf_config`` does not know or that differ.
     reads: metadata keys that change the computation and that ``fields`` takes into account.
     paired: whether rows of queries and keys are stored in the order of rotary pairs (i, i + 1).
     adapt: the file's tensors -> those of the decoder, ordered and scaled as in safetensors files.

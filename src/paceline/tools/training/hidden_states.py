@@ -22,6 +22,7 @@ from paceline.kernels.attention import make_backend
 from paceline.kernels.attention.cached import CachedAttend
 from paceline.kernels.native import kernel_threads
 from paceline.models.base import AnyModel, FlatModel, HiddenStates, Model
+from paceline.models.recurrent import cache_of
 
 PASS_TOKENS = 2048  # tokens of a forward pass
 LOGITS_TOKENS = 256  # tokens whose logits are in memory at a time
@@ -63,8 +64,7 @@ class HiddenStateReader:
     def __init__(self, model: AnyModel, taps: Sequence[int], longest: int, threads: int) -> None:
         self.model, self.taps, self.longest, self.threads = model, tuple(taps), longest, threads
         rows = max(1, PASS_TOKENS // longest)
-        shape = model.layers, rows, model.kv_heads, longest, model.head_dim
-        self._cache = KVCache(*shape, dtype=model.dtype, device=model.device)
+        self._cache = cache_of(model, rows, longest)
         self._backend = None if isinstance(model, FlatModel) else make_backend("auto", model.device)
 
     @torch.inference_mode()

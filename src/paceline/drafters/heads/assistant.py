@@ -1,0 +1,285 @@
+"""An assistant: a small decoder that reads its target's keys and values, and has none of its own.
+
+Gemma 4's assistants (``models/gemma4_assistant`` of transformers). The first layer's input is made of the target's
+embedding of a token and of a state: the target's last hidden state before that token, then the assistant's own. Every
+layer attends to the keys and values of the target's last layer of its kind, with or without a window. All draft tokens
+of a round have the position of the text's last token, whose keys the target has not computed yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import PretrainedConfig
+
+from paceline.core.batch import Batch
+from paceline.core.cache import KVCache, KVHeads
+from paceline.core.draft import Draft
+from paceline.core.row_tables import RowTables
+from paceline.drafters.heads.decoder import FusedStates, HeadDecoder, HeadModel
+from paceline.errors import ModelFormatError, ParameterError, VocabularyMismatchError
+from paceline.kernels.attention.base import AttentionBackend, Plan
+from paceline.models import weights
+from paceline.models.base import AnyModel
+from paceline.models.boundary import Source, is_loaded
+from paceline.models.decoder import Decoder
+from paceline.models.description import DecoderSpec
+from paceline.models.draft_decoder import NEVER
+from paceline.models.families import describe
+from paceline.models.families.gemma4 import ASSISTANT, ASSISTANT_NAMES, describe_assistant
+from paceline.models.hub import resolve
+from paceline.models.json_files import read_object
+from paceline.models.loading import description_of, load_config, load_embedding, stored_tensors
+from paceline.models.transformer import Transformer
+
+
+class StoredFile(Protocol):
+    """A tensor of a safetensors file, not read yet."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def load(self) -> Tensor: ...
+
+
+def is_assistant(path: Path) -> bool:
+    """Whether the directory holds an assistant."""
+    return path.is_dir() and read_object(path / "config.json").get("model_type") == ASSISTANT
+
+
+@dataclass(frozen=True)
+class Centroids:
+    """An output head that scores only the tokens of the groups whose centroids a state is nearest to.
+
+    centroids [C, width]; tokens [C, V / C] int64: the tokens of each group. opened: number of groups that are scored.
+    """
+
+    centroids: Tensor
+    tokens: Tensor
+    opened: int
+
+    def logits(self, hidden: Tensor, head: Tensor) -> Tensor:
+        """Hidden [N, width], head [V, width] -> [N, V] float32; ``NEVER`` for tokens of other groups."""
+        groups = functional.linear(hidden, self.centroids).topk(self.opened, dim=-1).indices
+        tokens = self.tokens[groups].flatten(1)
+        scores = torch.einsum("nw,ntw->nt", hidden, head[tokens]).float()
+        return scores.new_full((len(hidden), len(head)), NEVER).scatter_(1, tokens, scores)
+
+
+class Assistant(HeadModel):
+    """An assistant for one target, in torch.
+
+    decoder: its layers and its head. embedding [V, width]: the target's, with its scale.
+    before [inner, 2 * width], after [width, inner]: the maps between the target's hidden states and its own.
+    """
+
+    kind, one_pass, captured, max_draft_tokens, paying_rows = "assistant", False, False, None, None
+    kv_layers: Sequence[KVHeads] = ()
+
+    def __init__(
+        self,
+        decoder: Transformer,
+        target: AnyModel,
+        embedding: Tensor,
+        before: Tensor,
+        after: Tensor,
+        centroids: Centroids | None,
+    ) -> None:
+        self.name, self.decoder, self.centroids = decoder.name, decoder, centroids
+        self.embedding, self.before, self.after = embedding, before, after
+        self.taps, self.max_positions = (target.layers,), target.max_positions
+        self.vocab_size, self.layers, self.width = decoder.vocab_size, decoder.layers, len(after)
+        self.kv_heads, self.head_dim = decoder.kv_heads, decoder.head_dim
+        self.dtype, self.device = decoder.dtype, decoder.device
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        if self.centroids is None:
+            return self.decoder.logits(hidden)
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        logits = self.centroids.logits(flat, self.decoder.ends()[0])
+        return self.decoder.scaled(logits).view(*hidden.shape[:-1], -1)
+
+    def weight_bytes(self) -> int:
+        others = [self.embedding, self.before, self.after]
+        others += [] if self.centroids is None else [self.centroids.centroids, self.centroids.tokens]
+        return self.decoder.weight_bytes() + sum(tensor.nbytes for tensor in others)
+
+
+class _TargetStates(FusedStates):
+    """The target's last hidden states at every position of every slot, as they are."""
+
+    @property
+    def table(self) -> RowTables:
+        return self._table
+
+    def read(self, rows: Tensor, slots: Tensor, features: Tensor) -> None:
+        self.fused[rows, self._table.within(rows, slots)] = features[:, 0].to(self.fused.dtype)
+
+
+class _TargetKeys:
+    """An ``AttendAgain`` over the keys and values in the target's cache."""
+
+    def __init__(self, target: Decoder, backend: AttentionBackend, plan: Plan) -> None:
+        self._target, self._backend, self._plan = target, backend, plan
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: int | None = None
+    ) -> Tensor:
+        raise AssertionError("an assistant has no keys of its own")
+
+    def again(self, layer: int, q: Tensor, *, scale: float | None, window: int | None) -> Tensor:
+        keys, values = self._target.cache.layer(layer)
+        return self._backend.attend(q, keys, values, self._plan, scale=scale, window=window)
+
+
+class AssistantDecoder(HeadDecoder):
+    """Decoder of an ``Assistant``. There is nothing to read before it drafts: the target has read the text."""
+
+    model: Assistant
+    streams: _TargetStates
+
+    def __init__(
+        self, model: Assistant, backend: AttentionBackend, rows: int, positions: int, vocab_size: int | None = None
+    ) -> None:
+        self.streams = _TargetStates(model, rows, positions)
+        super().__init__(model, backend, rows, positions, vocab_size)
+        self._target: Decoder
+        self._states: Tensor  # [B, n, width]: own states at the text's last token and at the draft tokens
+
+    def _new_cache(self, model: AnyModel, rows: int, positions: int) -> KVCache:
+        """The stored states, whose rows are resized, copied and cut like those of keys and values."""
+        return cast(KVCache, self.streams.table)
+
+    def read_from(self, target: Decoder) -> None:
+        self._target = target
+
+    def prefill(self, batch: Batch, rows: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> None:
+        """Count the tokens as read."""
+        for row, stop in zip(rows, stops, strict=True):
+            self.num_computed_tokens[row] = max(1, stop)
+
+    def next_hidden(self, batch: Batch, lag: int) -> Tensor:
+        """Read each row's last token -> hidden [B, inner]. A row of one token gets no meaning."""
+        self.num_computed_tokens[batch.live_slots.where] = batch.live_length
+        return self._run(batch, batch.pending(), self._root(batch))[:, 0]
+
+    def hidden_after(self, batch: Batch, draft_tokens: Tensor) -> Tensor:
+        """See ``Decoder``. A draft token is read with the assistant's own state before it."""
+        return self._run(batch, draft_tokens[:, -1:], self._states)[:, 0]
+
+    def hidden_after_branches(self, batch: Batch, draft: Draft, read: Sequence[int]) -> Tensor:
+        """See ``DraftDecoder``. All draft tokens are read, each with the state at its parent."""
+        chain = torch.arange(draft.k, device=batch.device).expand(batch.rows, -1)
+        places = chain if draft.parents is None else draft.parents + 1
+        before = self._states.gather(1, places[..., None].expand(-1, -1, self._states.shape[-1]))
+        tokens = torch.cat([batch.pending(), draft.tokens], dim=1)
+        hidden = self._run(batch, tokens, torch.cat([self._root(batch), before], dim=1))
+        new = [(row, i + 1) for row, count in enumerate(draft.drafted) for i in range(read[row], count)]
+        return hidden[[row for row, _ in new], [index for _, index in new]]
+
+    def _root(self, batch: Batch) -> Tensor:
+        """The target's hidden state before each row's last token, [B, 1, width]."""
+        return self.streams.at(batch.live_slots, (batch.live_length - 2).clamp(min=0)[:, None])
+
+    def _run(self, batch: Batch, tokens: Tensor, states: Tensor) -> Tensor:
+        """Tokens [B, L], the states before them [B, L, width] -> hidden [B, L, inner]; notes the states after them."""
+        model, last = self.model, (batch.live_length - 1)[:, None].expand_as(tokens)
+        plan = self.backend.plan((last - 1).clamp(min=0), min(batch.longest, self._target.cache.positions + 1))
+        plan.cache_rows = batch.live_slots
+        embedded = functional.embedding(tokens.clamp(max=model.vocab_size - 1), model.embedding)
+        x = functional.linear(torch.cat([embedded, states], dim=-1), model.before)
+        hidden = model.decoder.run(x.flatten(0, 1), last, _TargetKeys(self._target, self.backend, plan))
+        self._states = functional.linear(hidden, model.after)
+        return hidden
+
+
+def load_assistant(target: AnyModel, source: Source, path: Path, dtype: torch.dtype) -> Assistant:
+    """Load the assistant at ``path`` for a target that was loaded from ``source``.
+
+    Raises ParameterError if ``dtype`` is not that of the target's cache, and ModelFormatError or
+    VocabularyMismatchError if it was made for another target.
+    """
+    if dtype != target.dtype:
+        allowed = f"'same': an assistant reads the keys of {target.name}, which are {target.dtype}"
+        raise ParameterError("draft_dtype", dtype, allowed)
+    config = load_config(path)
+    spec, whole = describe_assistant(config), _target_description(source)
+    if spec is None:
+        raise ModelFormatError(f"{path}: an assistant with this kind of layers is not supported")
+    _check(spec, whole, config.backbone_hidden_size, target, path)
+    stored = stored_tensors(path)
+    own = {name: _read(stored, name, shape, path).to(target.device) for name, shape in _shapes(config, spec).items()}
+    parts = {name: tensor for name, tensor in stored.items() if name not in own}
+    tensors = weights.assemble(weights.place(spec, ASSISTANT_NAMES, parts, str(path)), dtype, target.device)
+    decoder = Transformer(spec, tensors, str(path), places=cache_places(spec, whole))
+    embedding = load_embedding(source, dtype=dtype, device=target.device) * whole.embed_scale
+    before, after, *head = own.values()
+    return Assistant(decoder, target, embedding, before.to(dtype), after.to(dtype), _centroids(config, head, dtype))
+
+
+def _shapes(config: PretrainedConfig, spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors beside the decoder's."""
+    outer = config.backbone_hidden_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "pre_projection.weight": (spec.width, 2 * outer),
+        "post_projection.weight": (outer, spec.width),
+    }
+    if config.use_ordered_embeddings:
+        shapes["masked_embedding.centroids.weight"] = config.num_centroids, spec.width
+        shapes["masked_embedding.token_ordering"] = (spec.vocab_size,)
+    return shapes
+
+
+def _read(stored: Mapping[str, StoredFile], name: str, shape: tuple[int, ...], path: Path) -> Tensor:
+    if name not in stored or stored[name].shape != shape:
+        found = f"has the shape {stored[name].shape}" if name in stored else "is missing"
+        raise ModelFormatError(f"{path}: {name} {found}, the configuration asks for {shape}")
+    return stored[name].load()
+
+
+def _centroids(config: PretrainedConfig, head: Sequence[Tensor], dtype: torch.dtype) -> Centroids | None:
+    if not head:
+        return None
+    centroids, order = head
+    vocabulary, opened = len(order), config.centroid_intermediate_top_k
+    if vocabulary % len(centroids) or not 0 < opened <= len(centroids):
+        raise ModelFormatError(f"{opened} of {len(centroids)} groups of {vocabulary} tokens cannot be opened")
+    if not bool(((order >= 0) & (order < vocabulary)).all()):
+        raise ModelFormatError("masked_embedding.token_ordering has a token outside of the vocabulary")
+    return Centroids(centroids.to(dtype), order.long().view(len(centroids), -1), opened)
+
+
+def _target_description(source: Source) -> DecoderSpec:
+    found = describe(source.config) if is_loaded(source) else description_of(resolve(source))
+    if found is None:
+        raise ModelFormatError("an assistant's target must be of a family that paceline runs itself")
+    return found
+
+
+def cache_places(spec: DecoderSpec, target: DecoderSpec) -> list[int]:
+    """Return the layer of the target's cache that each layer reads: the last of its kind, with or without a window."""
+    own = [attention for attention in target.attentions if attention.reads_layer is None]
+    last = {attention.window is None: place for place, attention in enumerate(own)}
+    return [last[attention.window is None] for attention in spec.attentions]
+
+
+def _check(spec: DecoderSpec, target: DecoderSpec, width: int, model: AnyModel, path: Path) -> None:
+    """Raise an error unless an assistant fits its target."""
+    if spec.vocab_size != model.vocab_size:
+        raise VocabularyMismatchError(
+            f"the assistant {path} was made for {spec.vocab_size} tokens, but the target {model.name} has "
+            f"{model.vocab_size}: it was made for another model"
+        )
+    keys = {(a.window is None, a.kv_heads, a.head_dim) for a in target.attentions}
+    wanted = {(a.window is None, a.kv_heads, a.head_dim) for a in spec.attentions}
+    if width != target.width or not wanted <= keys:
+        raise ModelFormatError(
+            f"the assistant {path} reads hidden states of width {width} and keys that the target {model.name} does not "
+            "have: it was made for another model"
+        )

@@ -1,0 +1,211 @@
+"""Gemma 4, the text model: two head widths in turn, vectors by token for every layer, keys shared by the last layers.
+
+Mixtures of experts (26B-A4B) run through transformers' own code.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from paceline.models.description import (
+    AttentionSpec,
+    DecoderSpec,
+    LayerSpec,
+    MLPSpec,
+    NormSpec,
+    TokenInputsSpec,
+)
+from paceline.models.families.base import (
+    ACTIVATION_NAMES,
+    GGUF_NORMS_AFTER,
+    LLAMA_GGUF_NAMES,
+    LLAMA_NAMES,
+    NORMS_AFTER,
+    Family,
+    GGUFForm,
+    attention_of,
+    biases_of,
+)
+from paceline.models.families.rotary import longest_sequence, rotary_of
+from paceline.models.weight_names import WeightNames
+from paceline.models.weights import StoredTensor
+
+
+def _describe(config: PretrainedConfig) -> DecoderSpec | None:
+    activation = ACTIVATION_NAMES.get(config.hidden_activation)
+    attentions = _attentions(config)
+    if activation is None or attentions is None or _asks_for_more(config):
+        return None
+    return DecoderSpec(
+        family=config.model_type,
+        vocab_size=config.vocab_size,
+        width=config.hidden_size,
+        max_positions=longest_sequence(config),
+        layers=tuple(
+            LayerSpec(attention, _mlp(config, attention, activation), "both", scaled=True) for attention in attentions
+        ),
+        norm=NormSpec("rms", config.rms_norm_eps),
+        embed_width=config.hidden_size,
+        embed_scale=config.hidden_size**0.5,
+        logits_cap=config.final_logit_softcapping,
+        tied=bool(config.tie_word_embeddings),
+        token_inputs=_token_inputs(config, activation),
+    )
+
+
+def _attentions(config: PretrainedConfig) -> list[AttentionSpec] | None:
+    """Return the attention of every layer; None if a kind of layers or positions is unknown."""
+    kinds = {kind: config.per_layer_config[config.layer_types.index(kind)] for kind in set(config.layer_types)}
+    rotaries = {kind: rotary_of(of_kind, kind) for kind, of_kind in kinds.items()}
+    if None in rotaries.values() or not kinds.keys() <= {"full_attention", "sliding_attention"}:
+        return None
+    of_kinds = {
+        kind: attention_of(
+            of_kind,
+            rotary=rotaries[kind],
+            window=config.sliding_window if kind == "sliding_attention" else None,
+            scale=1.0,
+            qk_norm="head",
+            v_norm=True,
+            keys_as_values=config.attention_k_eq_v and kind == "full_attention",
+            **biases_of(config),
+        )
+        for kind, of_kind in kinds.items()
+    }
+    own = config.num_hidden_layers - config.num_kv_shared_layers
+    last = {kind: layer for layer, kind in enumerate(config.layer_types[:own])}  # whose keys the others read
+    return [
+        replace(of_kinds[kind], reads_layer=None if layer < own else last[kind])
+        for layer, kind in enumerate(config.layer_types)
+    ]
+
+
+def _mlp(config: PretrainedConfig, attention: AttentionSpec, activation: str) -> MLPSpec:
+    double = config.use_double_wide_mlp and attention.reads_layer is not None
+    return MLPSpec(config.intermediate_size * (2 if double else 1), activation)
+
+
+def _token_inputs(config: PretrainedConfig, activation: str) -> TokenInputsSpec | None:
+    width = config.hidden_size_per_layer_input
+    if not width:
+        return None
+    return TokenInputsSpec(width, activation, width**0.5, config.hidden_size**-0.5, 2.0**-0.5)
+
+
+def _asks_for_more(config: PretrainedConfig) -> bool:
+    other_tokens = config.hidden_size_per_layer_input and config.vocab_size_per_layer_input != config.vocab_size
+    return bool(config.enable_moe_block or config.use_bidirectional_attention == "all" or other_tokens)
+
+
+def _fields(metadata: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields whose values in GGUF metadata are lists by layer, or of layers with windows apart.
+
+    Wide layers turn a part of each head. ``rope_freqs.weight`` has which, so their positions are plain here.
+    """
+    near, layers = metadata["attention.sliding_window_pattern"], metadata["block_count"]
+    kv_heads = _by_layer(metadata.get("attention.head_count_kv", metadata["attention.head_count"]), layers)
+    mlps = _by_layer(metadata["feed_forward_length"], layers)
+    widths = [metadata["attention.key_length_swa" if is_near else "attention.key_length"] for is_near in near]
+    return {
+        "layer_types": ["sliding_attention" if is_near else "full_attention" for is_near in near],
+        "head_dim": metadata["attention.key_length_swa"],
+        "num_key_value_heads": kv_heads[0],
+        "per_layer_config": {
+            layer: {"head_dim": width, "num_key_value_heads": heads}
+            for layer, (width, heads) in enumerate(zip(widths, kv_heads, strict=True))
+        },
+        "intermediate_size": mlps[0],
+        "use_double_wide_mlp": mlps[-1] != mlps[0],
+        "num_kv_shared_layers": metadata.get("attention.shared_kv_layers", 0),
+        "hidden_size_per_layer_input": metadata.get("embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": metadata["vocab_size"],
+        "sliding_window": metadata["attention.sliding_window"],
+        "final_logit_softcapping": metadata.get("final_logit_softcapping") or None,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": metadata.get("rope.freq_base_swa", 10000.0)},
+            "full_attention": {"rope_type": "default", "rope_theta": rope["rope_theta"]},
+        },
+    }
+
+
+def _by_layer(value: Any, layers: int) -> list[Any]:
+    return list(value) if isinstance(value, list) else [value] * layers
+
+
+def _adapt(tensors: Mapping[str, StoredTensor], _: DecoderSpec) -> Mapping[str, StoredTensor]:
+    """Add the values' projections of layers that use that of their keys, which files have once."""
+    keys = {name: name.replace(".attn_k.", ".attn_v.") for name in tensors if ".attn_k." in name}
+    return {**{value: tensors[key] for key, value in keys.items()}, **tensors}
+
+
+_GGUF_NAMES = {
+    **LLAMA_GGUF_NAMES,
+    **GGUF_NORMS_AFTER,
+    "blk.{}.layer_output_scale": "layers.{}.scale",
+    "blk.{}.inp_gate": "layers.{}.input_gate",
+    "blk.{}.proj": "layers.{}.input_out",
+    "blk.{}.post_norm": "layers.{}.input_out_norm",
+    "per_layer_token_embd": "input_table",
+    "per_layer_model_proj": "input_project",
+    "per_layer_proj_norm": "input_norm",
+}
+
+ASSISTANT = "gemma4_assistant"
+"""Hugging Face's name of the configuration of a decoder that drafts for this family from its keys and values."""
+
+
+def describe_assistant(config: PretrainedConfig) -> DecoderSpec | None:
+    """Describe an assistant's decoder, whose layers read the target's keys; None if it is unknown.
+
+    Its window ends with the last key that the target has computed, and includes one position more.
+    """
+    text = copy.deepcopy(config.get_text_config())
+    text.num_kv_shared_layers = 0
+    spec = _describe(text)
+    if spec is None:
+        return None
+    layers = (
+        replace(layer, mixer=replace(at, reads_layer=0, window=None if at.window is None else at.window + 1))
+        for layer, at in zip(spec.layers, spec.attentions, strict=True)
+    )
+    return replace(spec, layers=tuple(layers), tied=True)
+
+
+_NAMES = {
+    **LLAMA_NAMES,
+    **NORMS_AFTER,
+    "layers.{}.pre_feedforward_layernorm": "layers.{}.mlp_norm",
+    "layers.{}.layer_scalar": "layers.{}.scale.weight",
+    "layers.{}.per_layer_input_gate": "layers.{}.input_gate",
+    "layers.{}.per_layer_projection": "layers.{}.input_out",
+    "layers.{}.post_per_layer_input_norm": "layers.{}.input_out_norm",
+    "embed_tokens_per_layer": "input_table",
+    "per_layer_model_projection": "input_project",
+    "per_layer_projection_norm": "input_norm",
+}
+
+ASSISTANT_NAMES = WeightNames(_NAMES, prefixes=("model.",))
+
+FAMILY = Family(
+    "gemma4_text",
+    _describe,
+    WeightNames(
+        _NAMES,
+        prefixes=("model.language_model.", "language_model.model.", "language_model.", "model."),
+        ignored=re.compile(r"(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio)\..*"),
+    ),
+    GGUFForm(
+        "gemma4",
+        WeightNames(_GGUF_NAMES),
+        fields=_fields,
+        reads=frozenset({"attention.sliding_window", "final_logit_softcapping"}),
+        adapt=_adapt,
+    ),
+    wrapped_by=("gemma4",),
+)

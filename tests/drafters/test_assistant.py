@@ -1,0 +1,154 @@
+"""Gemma 4's assistant against transformers' own code, and rounds that it drafts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig
+
+from gemma4_support import gemma4_fields, tiny_gemma4
+from paceline import LLM, SamplingParams
+from paceline.drafters.heads.loading import find_head, load_head_for
+from paceline.errors import ModelFormatError, ParameterError, VocabularyMismatchError
+from paceline.kernels import native
+from paceline.models.loading import load_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+OWN = {
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 0,
+    "use_double_wide_mlp": False,
+    "final_logit_softcapping": None,
+}
+GROUPS = {"use_ordered_embeddings": True, "num_centroids": 6, "centroid_intermediate_top_k": 2}
+
+
+@pytest.fixture(autouse=True)
+def all_layers_may_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers 5.23 refuses a decoder without keys of its own, which every assistant is."""
+    usual = Gemma4TextConfig.kv_sharing_modes
+
+    def modes(config: Gemma4TextConfig) -> list[str | None]:
+        if config.num_kv_shared_layers == config.num_hidden_layers:
+            return ["reuse"] * config.num_hidden_layers
+        return usual.fget(config)  # type: ignore[attr-defined, no-any-return]
+
+    monkeypatch.setattr(Gemma4TextConfig, "kv_sharing_modes", property(modes))
+
+
+def save_assistant(path: Path, seed: int = 0, *, width: int = 40, **more: Any) -> Gemma4AssistantForCausalLM:
+    """A random assistant of four layers for ``tiny_gemma4``."""
+    fields = gemma4_fields("sssf", 4, **OWN, **more.pop("text", {}))
+    config = Gemma4AssistantConfig(text_config=fields, backbone_hidden_size=width, **more)
+    model = Gemma4AssistantForCausalLM(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.state_dict(keep_vars=True).items():
+            if name.endswith("token_ordering"):
+                weight.copy_(torch.randperm(len(weight), generator=generator))
+            else:
+                noise = torch.randn(weight.shape, generator=generator)
+                weight.copy_(noise * 0.3 if weight.dim() > 1 else 1 + noise * 0.2)
+    model.save_pretrained(path)
+    return model
+
+
+@torch.inference_mode()
+def theirs_drafts(
+    target: torch.nn.Module, assistant: Gemma4AssistantForCausalLM, tokens: list[int], count: int
+) -> tuple[list[int], Tensor]:
+    """Greedy draft tokens after ``tokens``, and the logits of each: transformers' loop for one row."""
+    read = target(torch.tensor([tokens[:-1]]), output_hidden_states=True, return_shared_kv_states=True)
+    token, state = torch.tensor([tokens[-1:]]), read.hidden_states[-1][:, -1:]
+    drafts, logits = [], []
+    for _ in range(count):
+        inputs = torch.cat([target.get_input_embeddings()(token), state], dim=-1)
+        out = assistant(
+            inputs_embeds=inputs,
+            position_ids=torch.tensor([[len(tokens) - 1]]),
+            shared_kv_states=read.shared_kv_states,
+        )
+        token, state = out.logits.argmax(-1), out.last_hidden_state
+        drafts.append(int(token))
+        logits.append(out.logits[0, 0])
+    return drafts, torch.stack(logits)
+
+
+@pytest.mark.parametrize("head", [{}, GROUPS], ids=["whole head", "groups"])
+def test_draft_tokens_are_those_of_transformers(head: dict[str, Any], tmp_path: Path) -> None:
+    """For texts shorter and longer than the window, in rows of different lengths."""
+    target, theirs = tiny_gemma4(), save_assistant(tmp_path, **head)
+    llm = LLM(target, draft_model=tmp_path, drafter="feature", num_speculative_tokens=3, dtype="float32",
+              tokenizer=None, max_batch_size=3, max_model_len=64)  # fmt: skip
+    engine, found = llm.engine, {}
+    propose = engine.parts.drafter.propose
+
+    def noted(batch: Any, wish: Any) -> Any:
+        draft = propose(batch, wish)
+        for row, tokens in enumerate(draft.draft_tokens):
+            text = batch.text[batch.slots[row], : batch.lengths[row]].tolist()
+            found[tuple(text)] = tokens
+        return draft
+
+    engine.parts.drafter.propose = noted  # type: ignore[method-assign]
+    prompts = [[5, 9, 2], list(range(1, 20)), [7, 7, 1, 3, 11, 20]]
+    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), use_tqdm=False)
+    assert len(found) > 10
+    for text, tokens in found.items():
+        wanted, logits = theirs_drafts(target, theirs, list(text), 3)
+        best = logits.topk(2, dim=-1).values
+        sure = bool((best[:, 0] - best[:, 1] > 1e-4).all())
+        assert not sure or tokens == wanted[: len(tokens)]
+
+
+@pytest.mark.parametrize("drafter", ["feature", "hybrid"])
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("kernels", [False, True], ids=["torch", "int8"])
+def test_answers_are_plain_decodings(drafter: str, width: int, kernels: bool, tmp_path: Path) -> None:
+    if kernels and native.select() is None:
+        pytest.skip(f"no native kernels: {native.why_none()}")
+    save_assistant(tmp_path, **GROUPS)
+    options: dict[str, Any] = {"quantization": "int8"} if kernels else {"dtype": "float32"}
+    llm = LLM(
+        tiny_gemma4(), draft_model=tmp_path, drafter=drafter, num_speculative_tokens=3,
+        speculation_width=width, tokenizer=None, max_batch_size=3, max_model_len=64, prefill_chunk=7, **options,
+    )  # fmt: skip
+    assert "assistant" in llm.engine.describe()
+    prompts = [[5, 9, 2], list(range(1, 20)), [7], [4] * 9, list(range(20, 1, -1)), [1, 2]]
+    params = [
+        SamplingParams(temperature=t, seed=seed, max_tokens=16, ignore_eos=True)
+        for seed, t in enumerate((0, 0.8, 0, 1, 0, 0.7))
+    ]
+    spoken = llm.generate(prompts, params, use_tqdm=False)
+    plain = llm.plain().generate(prompts, params, use_tqdm=False)
+    assert [one.outputs[0].token_ids for one in spoken] == [one.outputs[0].token_ids for one in plain]
+    assert sum(one.outputs[0].metrics.drafted for one in spoken) > 30
+
+
+def test_an_assistant_of_another_target_is_refused(tmp_path: Path) -> None:
+    target = tiny_gemma4()
+    ours = load_model(target, dtype=torch.float32)
+    for number, (made, error, match) in enumerate(
+        [
+            ({"width": 48}, ModelFormatError, "hidden states of width 48"),
+            ({"text": {"global_head_dim": 64}}, ModelFormatError, "keys that the target"),
+            ({"text": {"vocab_size": 12}}, VocabularyMismatchError, "made for 12 tokens"),
+        ]
+    ):
+        path = tmp_path / str(number)
+        save_assistant(path, **made)
+        assert find_head(path) == path
+        with pytest.raises(error, match=match):
+            load_head_for(ours, target, path, dtype=torch.float32)
+    save_assistant(tmp_path / "right")
+    with pytest.raises(ParameterError, match="draft_dtype"):
+        load_head_for(ours, target, tmp_path / "right", dtype=torch.bfloat16)
+    with pytest.raises(ParameterError, match="draft_quantization"):
+        load_head_for(ours, target, tmp_path / "right", dtype=torch.float32, quantization="int8")

@@ -1,0 +1,143 @@
+"""Tiny random Gemma 4 models with all kinds of layers, with heads that the CPU kernels take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+from torch import Tensor
+from transformers import Gemma4AssistantConfig, PreTrainedModel
+
+from model_support import tiny
+from paceline.drafters.heads.assistant import Assistant, Centroids, cache_places
+from paceline.models.base import AnyModel
+from paceline.models.families import FAMILIES, describe
+from paceline.models.families.gemma4 import describe_assistant
+from paceline.models.loading import load_model
+from paceline.models.native import NativeModel, Quantization
+from paceline.models.transformer import Transformer
+from paceline.models.weights import shapes
+from toy import VOCAB
+
+KINDS = {"s": "sliding_attention", "f": "full_attention"}
+
+
+def gemma4_fields(kinds: str = "sfssf", shared: int = 2, **changes: Any) -> dict[str, Any]:
+    """Configuration with a layer for each letter of ``kinds``: s has a window, f has none and wider heads.
+
+    shared: number of the last layers, which read the keys and values of earlier ones.
+    """
+    return {
+        "vocab_size": VOCAB,
+        "hidden_size": 40,
+        "intermediate_size": 80,
+        "num_hidden_layers": len(kinds),
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "sliding_window": 8,
+        "layer_types": [KINDS[kind] for kind in kinds],
+        "num_kv_shared_layers": shared,
+        "use_double_wide_mlp": shared > 0,
+        "final_logit_softcapping": 5.0,
+        "vocab_size_per_layer_input": VOCAB,
+        "hidden_size_per_layer_input": 16,
+        "max_position_embeddings": 128,
+        **changes,
+    }
+
+
+WITHOUT_VECTORS = {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+SIZES: dict[str, dict[str, Any]] = {  # of a model; like E2B, like the dense 31B, and with the true widths of heads
+    "all kinds": {},
+    "keys as values": {"kinds": "sf", "shared": 0, **WITHOUT_VECTORS},
+    "wide heads": {"kinds": "sfsf", "head_dim": 256, "global_head_dim": 512, "num_key_value_heads": 1},
+}
+
+
+def tiny_gemma4(seed: int = 0, **sizes: Any) -> PreTrainedModel:
+    """A random model of transformers."""
+    return tiny("gemma4_text", gemma4_fields(**sizes), seed=seed)
+
+
+def tiny_gemma4_torch(seed: int = 0, **sizes: Any) -> Transformer:
+    """The same model, in torch."""
+    model = load_model(tiny_gemma4(seed, **sizes), dtype=torch.float32)
+    assert isinstance(model, Transformer)
+    return model
+
+
+def tiny_native_gemma4(seed: int = 0, quantization: Quantization | None = "int8", **sizes: Any) -> NativeModel:
+    """The same model on the CPU kernels."""
+    return NativeModel.from_transformer(tiny_gemma4_torch(seed, **sizes), quantization=quantization, threads=1)
+
+
+def tiny_assistant(target: AnyModel, seed: int = 0) -> Assistant:
+    """A random assistant of four layers for ``tiny_gemma4``, with a head over groups of tokens."""
+    own = {"hidden_size": 24, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    fields = gemma4_fields("sssf", 4, **own, use_double_wide_mlp=False)
+    spec = describe_assistant(Gemma4AssistantConfig(text_config=fields, backbone_hidden_size=40))
+    whole = describe({"model_type": "gemma4_text", **gemma4_fields()})
+    assert spec is not None
+    assert whole is not None
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(*shape: int) -> Tensor:
+        values = torch.randn(shape, generator=generator) * 0.3
+        return (values if len(shape) > 1 else 1 + values).to(target.dtype)
+
+    tensors = {name: noise(*like.shape) for name, like in shapes(spec).items()}
+    decoder = Transformer(spec, tensors, "tiny assistant", places=cache_places(spec, whole))
+    groups = Centroids(noise(6, 24), torch.randperm(VOCAB, generator=generator).view(6, -1), 3)
+    return Assistant(decoder, target, noise(VOCAB, 40), noise(24, 80), noise(40, 24), groups)
+
+
+def write_gguf(path: Path, model: PreTrainedModel) -> Path:
+    """Write a file like llama.cpp: lists by layer, and factors of the positions of layers without a window."""
+    config, family = model.config, FAMILIES["gemma4_text"]
+    assert family.gguf is not None
+    of_layers = [config.per_layer_config[layer] for layer in range(config.num_hidden_layers)]
+    widths = [layer.head_dim for layer in of_layers]
+    narrow, wide = min(widths), max(widths)
+    own = config.num_hidden_layers - config.num_kv_shared_layers
+    writer = gguf.GGUFWriter(path, "gemma4")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    double = 2 if config.use_double_wide_mlp else 1
+    writer.add_feed_forward_length(
+        [config.intermediate_size * (1 if layer < own else double) for layer in range(config.num_hidden_layers)]
+    )
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv([layer.num_key_value_heads for layer in of_layers])
+    writer.add_key_length(wide)
+    writer.add_uint32("gemma4.attention.key_length_swa", narrow)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["full_attention"]["rope_theta"])
+    writer.add_float32("gemma4.rope.freq_base_swa", config.rope_parameters["sliding_attention"]["rope_theta"])
+    writer.add_rope_dimension_count(wide)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    writer.add_uint32("gemma4.embedding_length_per_layer_input", config.hidden_size_per_layer_input)
+    writer.add_float32("gemma4.final_logit_softcapping", config.final_logit_softcapping)
+    rotated = int(wide * config.rope_parameters["full_attention"]["partial_rotary_factor"] / 2)
+    factors = [1.0] * rotated + [1e30] * (wide // 2 - rotated)
+    writer.add_tensor("rope_freqs.weight", torch.tensor(factors).numpy())
+    theirs_of = {ours: name for name, ours in family.gguf.names.parts.items()}
+    for name, tensor in model.state_dict().items():
+        ours = family.safetensors.ours(name)
+        if name == "lm_head.weight" or ours is None:  # tied
+            continue
+        stem, suffix = ours.rsplit(".", 1)
+        numbers = [part for part in stem.split(".") if part.isdigit()]
+        place = theirs_of[".".join("{}" if part.isdigit() else part for part in stem.split("."))].format(*numbers)
+        writer.add_tensor(f"{place}.{suffix}", tensor.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
