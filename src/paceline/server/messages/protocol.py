@@ -194,7 +194,8 @@ class PromptRequest(ApiRequest):
     """``POST /v1/messages/count_tokens``: what a prompt consists of.
 
     system: instructions. thinking, output_config.effort: whether and how much the model thinks, if its chat template
-    knows such settings. output_config.format: a schema of the answer's text. tools, tool_choice: functions that the model may or must call.
+    knows such settings. output_config.format: a schema of the answer's text. tools, tool_choice: functions that the
+    model may or must call.
     """
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
