@@ -103,6 +103,8 @@ def test_what_may_come_is_the_same_after_an_answer_and_after_a_draft(
     for cut in range(len(text) + 1):
         constraint = after(rules(**options), tokenizer, text[:cut])
         assert allowed(constraint, tokenizer, text[cut:]) == expected, cut
+        free = [allowed(constraint, tokenizer, text[cut:end]) is None for end in range(cut, len(text) + 1)]
+        assert constraint.is_free(tokenizer.encode(text[cut:]) if text[cut:] else []) == all(free), cut
 
 
 def test_a_token_that_may_not_come_ends_the_answer(rules: Any, tokenizer: Tokenizer) -> None:
