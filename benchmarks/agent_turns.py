@@ -1,6 +1,6 @@
 """An agent's transcript, turn by turn: prompt tokens from the cache, and the time to the first token.
 
-    python benchmarks/agent_turns.py --model qwen-coder-0.5b --output benchmarks/results/agent-turns-qwen-0.5b.json
+    python benchmarks/agent_turns.py --model qwen-coder-0.5b.gguf --output benchmarks/results/agent-turns-qwen-0.5b.json
 
 Each turn has to call a tool, and repeats all turns before. The same conversation is held with speculation and without,
 turn about, greedy, on the same weights; each side has a prefix cache of its own. The last line has the share of prompt
