@@ -18,7 +18,7 @@ import psutil
 from polling import wait_until
 from web import client
 
-READY_SECONDS = 120
+READY_SECONDS = 400
 SMALL_ENGINE = (
     "--dtype", "float32", "--attention", "padded", "-k", "4", "--max-batch-size", "4", "--threads", "1",
 )  # fmt: skip

@@ -250,6 +250,9 @@ class ToyConstraint:
     def advance(self, tokens: Sequence[int]) -> None:
         self.answer += tokens
 
+    def is_free(self, draft_tokens: Sequence[int]) -> bool:
+        return False
+
 
 @dataclass
 class ToyMaskQuery:

@@ -11,6 +11,7 @@ import pytest
 from tokenizers import AddedToken
 
 from paceline.chat.families import FORMATS, ChatFormat
+from paceline.chat.grammars import json_schema
 from paceline.chat.values import AssistantMessage, ToolDefinition, message_of
 from paceline.config import StructuredOutputs
 from paceline.config.limits import ToolParserName
@@ -48,11 +49,11 @@ def grammars(tokenizer: Tokenizer) -> Grammars:
     return Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)
 
 
-def walks(grammar: Grammar, tokenizer: Tokenizer) -> Iterator[str]:
+def walks(grammar: Grammar, tokenizer: Tokenizer, count: int = WALKS) -> Iterator[str]:
     """Texts of random tokens that the grammar allows. White space is rare, so that they stay short."""
     chance = random.Random(3)
     blank = set(tokenizer.encode(" \n\r\t"))
-    for _ in range(WALKS):
+    for _ in range(count):
         cursor, tokens = GrammarCursor.at_start(grammar), []
         while not cursor.ended and len(tokens) < 600:
             allowed = set(cursor.allowed(tokenizer.vocab_size).nonzero()[0].tolist())
@@ -64,8 +65,8 @@ def walks(grammar: Grammar, tokenizer: Tokenizer) -> Iterator[str]:
         yield tokenizer.spell(tokens)
 
 
-def read(kind: str, text: str) -> AssistantMessage:
-    parser = ChatFormat(None, FORMATS[kind]).parser(TOOLS)
+def read(kind: str, text: str, calls_or_text: bool = False) -> AssistantMessage:
+    parser = ChatFormat(None, FORMATS[kind]).parser(TOOLS, calls_or_text=calls_or_text)
     return message_of([*parser.feed(text), *parser.finish()])
 
 
@@ -116,3 +117,29 @@ def test_what_a_grammar_allows_is_read_as_calls(
     assert counts == {1} if one_call or syntax.single else len(counts) > 1
     for text in walks(grammars.grammar(StructuredOutputs(grammar=syntax.triggered(TOOLS, one_call))), tokenizer):
         check(read(kind, syntax.begin + text))
+
+
+TEXTS = {"enum": ["yes", "<tool_call>", '<tool_call>{"name": "ping", "arguments": {}}</tool_call>', "[TOOL_CALLS]ping"]}
+CALL_OR_TEXT = [kind for kind, form in FORMATS.items() if not (form.reads_all or form.syntax.is_json)]
+
+
+@pytest.mark.parametrize("kind", CALL_OR_TEXT)
+@pytest.mark.parametrize("one_call", [True, False])
+def test_what_a_grammar_of_calls_or_text_allows_is_read_as_one_of_them(
+    kind: str, one_call: bool, tokenizer: Tokenizer, grammars: Grammars
+) -> None:
+    text = json_schema({"anyOf": [TEXTS, {"const": {"name": "ping", "arguments": {}}}]})
+    grammar = grammars.grammar(StructuredOutputs(grammar=FORMATS[kind].syntax.or_text(TOOLS, one_call, text)))
+    found = {True: 0, False: 0}
+    for answer in walks(grammar, tokenizer, 4 * WALKS):
+        message = read(kind, answer, calls_or_text=True)
+        found[bool(message.tool_calls)] += 1
+        assert bool(message.tool_calls) == answer.startswith(FORMATS[kind].syntax.begin)
+        if message.tool_calls:
+            check(message)
+            assert len(message.tool_calls) == 1 or not one_call
+        else:
+            value = json.loads(message.text)
+            assert message.text == answer
+            assert value in TEXTS["enum"] or value == {"name": "ping", "arguments": {}}
+    assert all(found.values()), found

@@ -248,6 +248,9 @@ def test_rows_with_a_constraint_draft_what_it_allows() -> None:
         def advance(self, tokens: Sequence[int]) -> None:
             raise AssertionError("nothing is gained here")
 
+        def is_free(self, draft_tokens: Sequence[int]) -> bool:
+            return False
+
     batch.sampling.constraints[:2] = [Even(0), Even(1)]
     batch.sampling.any_constraint = True
     held = decoder_of(natively(feature_head()), rows).native.draft(batch, counts, None, distributions=True)

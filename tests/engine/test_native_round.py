@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from head_support import tiny_feature_head
 from kernels.tools import random_spec
 from paceline.config import EngineConfig, SamplingParams
-from paceline.core.acceptance import RULES
+from paceline.core.acceptance import RULES, AcceptanceRule
 from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.draft import Draft, OnDemand, branching, depths_of
 from paceline.drafters import Drafter
 from paceline.drafters.heads.native import NativeFusedStates, NativeHead
-from paceline.engine.engine import Engine
+from paceline.engine.engine import Engine, Request
 from paceline.engine.memory import plan_memory
 from paceline.engine.native_round import NativeRound, workspace_bytes
 from paceline.errors import ParameterError
@@ -29,7 +29,19 @@ from paceline.lengths.auto import AutoLength
 from paceline.lengths.cost import CostModel
 from paceline.models.native import NativeModel, Quantization
 from simulation import linear_costs
-from toy import POSITIONS, SHAPES, VOCAB, ToyModel, answers, make_engine, make_request, run, tiny_native, truth_of
+from toy import (
+    POSITIONS,
+    SHAPES,
+    VOCAB,
+    ToyConstraint,
+    ToyModel,
+    answers,
+    make_engine,
+    make_request,
+    run,
+    tiny_native,
+    truth_of,
+)
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -71,6 +83,58 @@ def tokens(rows: int, k: int) -> torch.Tensor:
 
 def counts(rows: int, k: int) -> torch.Tensor:
     return torch.full((rows,), k)
+
+
+class FreeAfterOdd(ToyConstraint):
+    """Constraint whose sum rule holds only after an even token; after an odd one any token may come."""
+
+    def forbids(self, answer: Sequence[int], token: int) -> bool:
+        return self._is_bound(answer) and super().forbids(answer, token)
+
+    def is_free(self, draft_tokens: Sequence[int]) -> bool:
+        answers = ([*self.answer, *draft_tokens[:place]] for place in range(len(draft_tokens) + 1))
+        return not any(map(self._is_bound, answers))
+
+    def _is_bound(self, answer: Sequence[int]) -> bool:
+        return bool(answer) and answer[-1] % 2 == 0
+
+
+def rounds_of_both_kinds(acceptance: str, k: int, natively: bool) -> tuple[list[list[list[int]]], Counter[bool]]:
+    """Answers of bound and unbound rows, and the number of rounds that ran natively (True) and by the host."""
+    engine = make_engine(tiny_native(1), drafter="ngram", num_speculative_tokens=k, acceptance=acceptance)
+    runner, rounds = engine.parts.native, Counter[bool]()
+    assert runner is not None
+    suits = runner.can_run
+
+    def can_run(rule: AcceptanceRule, draft: Draft) -> bool:
+        rounds[found := natively and suits(rule, draft)] += 1
+        return found
+
+    runner.can_run = can_run  # type: ignore[method-assign]
+    outputs = []
+    for row, prompt in enumerate(PROMPTS):
+        params = SamplingParams(temperature=0.8 * (row > 1), max_tokens=40, seed=row, presence_penalty=row / 4)
+        make = FreeAfterOdd if row % 2 == 0 else None
+        outputs.append(engine.add(Request(list(prompt), params, make_constraint=make)))
+    while engine.busy:
+        engine.step()
+    return answers(outputs), rounds
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_rounds_in_which_constraints_allow_any_token_run_natively(k: int) -> None:
+    """Tokens are those of the host's rounds, under both rules, and of plain decoding."""
+    plainly, _ = rounds_of_both_kinds("coupled", 0, natively=False)
+    for rule in ("coupled", "rejection"):
+        by_host, _ = rounds_of_both_kinds(rule, k, natively=False)
+        found, rounds = rounds_of_both_kinds(rule, k, natively=True)
+        assert min(rounds[True], rounds[False]) > 3, rounds
+        assert found == by_host
+        assert found == plainly or rule == "rejection"
+    for answer in (found[0][0], found[2][0]):
+        bound = [place for place in range(1, len(answer)) if answer[place - 1] % 2 == 0]
+        assert bound
+        assert all(sum(answer[: place + 1]) % 4 != 1 for place in bound)
 
 
 LAYOUTS: dict[str, ProposeFunction] = {

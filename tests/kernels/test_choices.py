@@ -318,6 +318,9 @@ def test_a_row_with_a_constraint_leaves_its_neighbours_to_the_kernels(monkeypatc
 
         def advance(self, tokens: list[int]) -> None: ...
 
+        def is_free(self, draft_tokens: list[int]) -> bool:
+            return False
+
     batch = batch_of([SamplingParams(temperature=5.0), SamplingParams(temperature=5.0, top_p=0.9)] * 20, 100)
     for row in range(0, 40, 2):
         batch.sampling.constraints[row] = Even()

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from honest import HonestClient, check_honest
 from served import HealthProbe, Served, check_health, resident
 from web import client as web
 
@@ -45,10 +46,10 @@ def address(served: Served) -> tuple[str, int]:
 
 
 class Timer:
-    """Measures, in the background, the response time of /health on new connections and the server's peak memory."""
+    """Measures, in the background, response times of /health and of an honest client, and the server's peak memory."""
 
     def __init__(self, served: Served) -> None:
-        self._served, self._probe = served, HealthProbe(served)
+        self._served, self._probe, self._honest = served, HealthProbe(served), HonestClient(served.url, KEY)
         self._before = self._most = resident(served)
         self._over = threading.Event()
         self._memory = threading.Thread(target=self._follow)
@@ -60,7 +61,7 @@ class Timer:
 
     def figures(self) -> dict[str, float]:
         """Response times in milliseconds, and memory relative to the start."""
-        found = self._probe.figures()
+        found = self._probe.figures() | self._honest.figures()
         self._over.set()
         self._memory.join()
         found |= {"resident_mib": self._before / 2**20, "grown": self._most / self._before - 1}
@@ -82,6 +83,7 @@ def warm_up(served: Served) -> None:
 
 
 def check(figures: dict[str, float], grown: float = 0.1) -> None:
+    check_honest(figures)
     check_health(figures)
     assert figures["grown"] < grown
 

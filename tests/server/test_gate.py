@@ -248,6 +248,14 @@ def test_a_request_with_two_lengths_closes_its_connection(live: Live) -> None:
         assert b"connection: close" in reply.lower()
 
 
+def test_an_unknown_path_is_told_the_paths_that_there_are(live: Live) -> None:
+    for reply in (live.get("/v1/nothing"), live.post("/v1/message", {})):
+        message = reply.json()["error"]["message"]
+        assert reply.status_code == 404
+        assert "/v1/chat/completions, " in message
+        assert "/v1/messages, " in message
+
+
 @pytest.mark.parametrize(
     ("target", "host", "status"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
+from chat_support import ADD, PING, save_chat_model
 from paceline.config import ServerConfig
 from server_support import Live, start
 
@@ -135,6 +137,53 @@ def test_the_form_sets_num_speculative_tokens(page: Page, choice: str, k: str | 
     page.get_by_role("button", name="Generate").click()
     expect(page.locator(".answer.ended")).to_have_count(1)
     assert (kinds(page) != {"plain"}) == drafts
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A server whose model has tools and thoughts."""
+    path = save_chat_model(tmp_path_factory.mktemp("page") / "tiny")
+    yield from start(ServerConfig(port=0, served_model_name="tiny", max_waiting=12), path)
+
+
+def test_calls_and_thoughts_are_shown_apart_from_the_text(browser: Browser, talker: Live) -> None:
+    pytest.importorskip("llguidance", reason="structured outputs need the extra 'structured'")
+    thinking = {"chat_template_kwargs": {"enable_thinking": True}, "max_thinking_tokens": 9}
+    for page in opened(browser, talker):
+        page.route(
+            "**/v1/chat/completions",
+            lambda route, request: route.continue_(post_data=json.dumps({**request.post_data_json, **thinking})),
+        )
+        with page.expect_request("**/v1/chat/completions") as sent:
+            fill(page, n=2)
+            page.get_by_label("Tools").fill(json.dumps([ADD, PING]))
+            page.get_by_label("Calls").select_option("required")
+            page.get_by_role("button", name="Generate").click()
+        expect(page.locator(".answer.ended")).to_have_count(2)
+        body = {**sent.value.post_data_json, **thinking, "stream": False, "metrics": False}
+        assert (body["tools"], body["tool_choice"]) == ([ADD, PING], "required")
+        for answer, choice in zip(
+            page.locator(".answer").all(), talker.post("/v1/chat/completions", body).json()["choices"], strict=True
+        ):
+            message, calls = choice["message"], answer.locator(".call").all()
+            shown = [(call.locator("strong").text_content(), call.locator("code").text_content()) for call in calls]
+            assert shown == [
+                (call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]
+            ]
+            assert answer.locator(".thoughts p").text_content() == message["reasoning_content"]
+            answer.locator("summary").click()
+            expect(answer.locator(".thoughts p")).to_be_visible()
+
+
+def test_tools_that_are_no_json_are_not_sent(page: Page) -> None:
+    fill(page, n=1)
+    page.get_by_label("Tools").fill("[{]")
+    page.get_by_role("button", name="Generate").click()
+    assert "JSON" in page.get_by_label("Tools").evaluate("field => field.validationMessage")
+    expect(page.locator(".answer")).to_have_count(0)
+    page.get_by_label("Tools").fill("")
+    page.get_by_role("button", name="Generate").click()
+    expect(page.locator(".answer.ended")).to_have_count(1)
 
 
 def test_errors_of_the_server_are_shown(browser: Browser, live: Live) -> None:

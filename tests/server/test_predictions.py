@@ -59,7 +59,7 @@ def test_a_correct_prediction_saves_rounds_and_is_counted(live: Live, right: str
     size = len(right.encode())
     kept, missed = counts(predicted)
     assert kept + missed == size
-    assert "completion_tokens_details" not in plain["usage"]
+    assert plain["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
     assert predicted["usage"]["completion_tokens"] == plain["usage"]["completion_tokens"]
 
 

@@ -111,6 +111,36 @@ def test_thoughts_are_split_off_and_their_budget_ends_them(live: Live) -> None:
     assert streamed(live, **asked)[:2] == (answer.message.reasoning_content, answer.message.content)
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_tokens_of_thoughts_are_counted_streamed_and_not(live: Live, n: int) -> None:
+    more = {"chat_template_kwargs": {"enable_thinking": True}, "max_thinking_tokens": 7}
+    asked = {"tools": openai.omit, "max_tokens": 40, "n": n, "temperature": 1, "seed": 5, "extra_body": more}
+    whole = chat(live, **asked)
+    counted = whole.usage.completion_tokens_details.reasoning_tokens  # every byte is a token
+    assert 7 * n <= counted <= 8 * n, "a character that the end cuts becomes text with the token after it"
+    *_, last = chat(live, **asked, stream=True, stream_options={"include_usage": True})
+    assert last.usage.completion_tokens_details == whole.usage.completion_tokens_details
+    assert chat(live, max_tokens=5).usage.completion_tokens_details.reasoning_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "details"),
+    [
+        ("/v1/messages", {"messages": SAID, "thinking": {"type": "enabled", "budget_tokens": 7}}, "thinking_tokens"),
+        ("/v1/responses", {"input": "go", "reasoning": {"effort": "low"}}, "reasoning_tokens"),
+    ],
+)
+def test_the_tokens_of_thoughts_are_counted_in_every_api(
+    live: Live, path: str, fields: dict[str, Any], details: str
+) -> None:
+    limit = {"max_output_tokens": 9} if "input" in fields else {"max_tokens": 30}
+    body = {"model": "tiny", "seed": 5, **limit, **fields}
+    usage = live.post(path, body).json()["usage"]
+    assert usage["output_tokens_details"] == {details: 9 if "input" in fields else 7}, usage
+    *_, last = re.findall(r'"usage":(\{"input_tokens".*?\}.*?\})', live.post(path, {**body, "stream": True}).text)
+    assert f'"output_tokens_details":{json.dumps(usage["output_tokens_details"], separators=(",", ":"))}' in last
+
+
 def test_thoughts_come_before_a_forced_call(live: Live) -> None:
     more = {"chat_template_kwargs": {"enable_thinking": True}, "max_thinking_tokens": 5}
     named = {"type": "function", "function": {"name": "ping"}}
@@ -147,6 +177,60 @@ def test_a_structure_comes_after_the_thoughts(live: Live) -> None:
     assert answer.message.content == "ja"
 
 
+SCHEMA = {"type": "object", "properties": {"a": {"enum": ["<tool_call>", "yes"]}}, "required": ["a"]}
+CALL_OR_JSON = {
+    "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}},
+    "structured_outputs": {"json": SCHEMA},
+}
+
+
+@pytest.mark.parametrize("name", CALL_OR_JSON)
+@pytest.mark.parametrize("thinks", [False, True])
+def test_an_answer_is_a_call_or_a_text_that_follows_the_structure(live: Live, name: str, thinks: bool) -> None:
+    more = {"chat_template_kwargs": {"enable_thinking": True}, "max_thinking_tokens": 3} if thinks else {}
+    begins = live.context.tokenizer.encode("<{")
+    found = set()
+    for likely in begins:
+        asked = {
+            "n": 3,
+            "temperature": 1,
+            "seed": 2,
+            "logit_bias": {str(likely): 40.0 / (1 + thinks)},
+            "extra_body": {**more, name: CALL_OR_JSON[name]},
+        }
+        for choice in chat(live, **asked).choices:
+            message = choice.message
+            found.add(bool(message.tool_calls))
+            if message.tool_calls:
+                assert message.content is None
+                assert all(call.function.name in ("add", "ping") for call in message.tool_calls)
+            else:
+                assert choice.finish_reason == "stop"
+                assert json.loads(message.content)["a"] in ("<tool_call>", "yes")
+        (first,) = chat(live, **{**asked, "n": 1}).choices
+        calls = [(call.function.name, call.function.arguments) for call in first.message.tool_calls or []]
+        thoughts = first.message.reasoning_content if thinks else ""
+        assert streamed(live, **{**asked, "n": 1}) == (
+            thoughts,
+            first.message.content or "",
+            calls,
+            first.finish_reason,
+        )
+    assert found == {True, False}
+
+
+@pytest.mark.parametrize("choice", ["required", "none"])
+def test_a_structure_holds_for_the_text_beside_tools_that_must_or_must_not_be_called(live: Live, choice: str) -> None:
+    options = {
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+        "extra_body": {"structured_outputs": {"regex": "a+b"}},
+    }
+    (answer,) = chat(live, **options, logit_bias={"98": 50}).choices
+    assert (answer.message.content is None) == bool(answer.message.tool_calls) == (choice == "required")
+    assert choice == "required" or re.fullmatch("a+b", answer.message.content)
+
+
 REFUSED = [
     ({"tools": [ADD, ADD]}, "tools"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "names of the form"),
@@ -158,7 +242,8 @@ REFUSED = [
     ({"structured_outputs": {"structural_tag": "a"}}, "structural_tag"),
     ({"tool_choice": "required", "min_tokens": 3}, "min_tokens"),
     ({"tool_choice": "required", "bad_words": ["a"]}, "bad_words"),
-    ({"structured_outputs": {"regex": "a"}}, "cannot be combined"),
+    ({"structured_outputs": {"regex": "a"}}, "can only be json or json_object"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"not": {}}}}}, "'not'"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 3}}]}]}, "tool_calls"),
     ({"structured_outputs": {"grammar": "start: %llguidance {}"}, "tools": []}, "%llguidance"),
     ({"structured_outputs": {"grammar": "start: nothing"}, "tools": []}, "nothing"),

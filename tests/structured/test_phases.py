@@ -103,6 +103,8 @@ def test_what_may_come_is_the_same_after_an_answer_and_after_a_draft(
     for cut in range(len(text) + 1):
         constraint = after(rules(**options), tokenizer, text[:cut])
         assert allowed(constraint, tokenizer, text[cut:]) == expected, cut
+        free = [allowed(constraint, tokenizer, text[cut:end]) is None for end in range(cut, len(text) + 1)]
+        assert constraint.is_free(tokenizer.encode(text[cut:]) if text[cut:] else []) == all(free), cut
 
 
 def test_a_token_that_may_not_come_ends_the_answer(rules: Any, tokenizer: Tokenizer) -> None:
@@ -119,9 +121,25 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_chat_model(tmp_path_factory.mktemp("phases") / "tiny")
 
 
+SAID = [{"role": "user", "content": "go go"}]
+
+
 def texts(llm: LLM, params: SamplingParams, **options: Any) -> list[tuple[str, list[int]]]:
-    outputs = llm.chat([{"role": "user", "content": "go go"}], params, use_tqdm=False, **options)
+    outputs = llm.chat(SAID, params, use_tqdm=False, **options)
     return [(answer.text, answer.token_ids) for answer in outputs[0].outputs]
+
+
+@pytest.mark.parametrize("begin", ["<", "{"])
+def test_speculation_changes_no_answer_that_is_a_call_or_follows_a_structure(path: str, begin: str) -> None:
+    llm = load(path, drafter="ngram", num_speculative_tokens=5, max_batch_size=8)
+    wanted = StructuredOutputs(json={"type": "object", "properties": {"a": {"enum": ["<tool_call>", "{{{"]}}})
+    likely = dict.fromkeys(Tokenizer.load(byte_tokenizer()).encode(begin), 30.0)
+    params = SamplingParams(n=3, seed=1, max_tokens=90, temperature=0.8, logit_bias=likely, structured_outputs=wanted)
+    found = texts(llm, params, tools=[ADD, PING])
+    assert found == texts(llm.plain(), params, tools=[ADD, PING])
+    assert all(text.startswith("<tool_call>" if begin == "<" else "{") for text, _ in found)
+    messages = [answer.message for answer in llm.chat(SAID, params, use_tqdm=False, tools=[ADD, PING])[0].outputs]
+    assert {bool(message.tool_calls) for message in messages if message} == {begin == "<"}
 
 
 @pytest.mark.parametrize("width", [1, 3])

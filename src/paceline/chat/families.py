@@ -12,7 +12,7 @@ from paceline.chat.grammars import CallSyntax, json_call
 from paceline.chat.harmony import reads_harmony
 from paceline.chat.hermes import reads_hermes
 from paceline.chat.mistral import mistral_call_id, read_mistral
-from paceline.chat.parser import GeneratorParser, OutputParser, Reader, openai_call_id, read_text
+from paceline.chat.parser import GeneratorParser, OutputParser, Reader, openai_call_id, read_text, reads_calls_or_text
 from paceline.chat.plain_json import reads_json
 from paceline.chat.qwen_xml import reads_qwen_xml
 from paceline.chat.thinking import ThinkingMarkers, markers_in, reads_thinking
@@ -146,16 +146,21 @@ class ChatFormat:
     thinking: ThinkingMarkers | None
     tools: ToolFormat | None
 
-    def parser(self, tools: Sequence[ToolDefinition] = (), inside_thoughts: bool = False) -> OutputParser:
+    def parser(
+        self, tools: Sequence[ToolDefinition] = (), inside_thoughts: bool = False, calls_or_text: bool = False
+    ) -> OutputParser:
         """Return a parser of one answer.
 
         tools: functions that the request offers; without any, calls are text. inside_thoughts: whether the prompt ends
-        in an open block of thoughts (``thinking.begins_inside``).
+        in an open block of thoughts (``thinking.begins_inside``). calls_or_text: whether an answer that does not begin
+        with a call has none.
         Raises RequestError if tools are given and their format is not known.
         """
         if self.tools is not None and self.tools.reads_all:
             return GeneratorParser(self.tools.reads(tools), self.tools.new_id)
         read = self.tool_format().reads(tools) if tools else read_text
+        if tools and calls_or_text:
+            read = reads_calls_or_text(self.tool_format().syntax.begin, read)
         if self.thinking is not None:
             read = reads_thinking(self.thinking, inside_thoughts, read)
         return GeneratorParser(read, self.tools.new_id if self.tools is not None else openai_call_id)

@@ -55,6 +55,15 @@ class CallSyntax:
         """The grammar of an answer that is one call or, unless ``one_call``, several."""
         return f"start: {self.before} {self._begin} rest\n{self._rest(tools, one_call or self.single)}"
 
+    def or_text(self, tools: Sequence[ToolDefinition], one_call: bool, text: str) -> str:
+        """The grammar of an answer that is calls, or else a text. text: its rule; it never begins as calls do."""
+        return f"start: {self._begin} rest | {text}\n{self._rest(tools, one_call or self.single)}"
+
+    @property
+    def is_json(self) -> bool:
+        """Whether a JSON text may begin as calls do."""
+        return self.begin.startswith("{")
+
     def triggered(self, tools: Sequence[ToolDefinition], one_call: bool) -> str:
         """The grammar of what follows ``begin``."""
         return f"start: rest\n{self._rest(tools, one_call or self.single or not self.at_start)}"

@@ -125,6 +125,19 @@ class GeneratorParser:
         return self._writer.take()
 
 
+def reads_calls_or_text(begin: str, calls: Reader) -> Reader:
+    """Return a reader of an answer that is calls alone, read by ``calls``, or text alone. begin: what begins calls."""
+
+    def read(source: Source, writer: MessageWriter) -> Reading[None]:
+        source.record()
+        yield from source.skip_space()
+        is_call = yield from source.is_at(begin)
+        writer.text(source.recorded())
+        yield from (calls if is_call else read_text)(source, writer)
+
+    return read
+
+
 def read_text(source: Source, writer: MessageWriter) -> Reading[None]:
     """Read an answer that is text alone."""
     while (yield from source.available()):

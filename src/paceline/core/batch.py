@@ -406,9 +406,7 @@ class Batch:
         """Append each row's accepted + 1 tokens, truncated where the row ends."""
         verdict.host.gained = self._gain(verdict)
         self.note_gains(verdict.host.gained)
-        for constraint, tokens in zip(self.sampling.constraints, verdict.host.tokens, strict=True):
-            if constraint is not None:
-                constraint.advance(tokens)
+        self.sampling.advance(verdict.host.tokens)
 
     def note_gains(self, gained: Sequence[int]) -> None:
         """Add the number of tokens that each row gained to the lengths on the host."""

@@ -38,6 +38,9 @@ class ProcessedRow:
         self._empty.clear()
         self._answer += tokens
 
+    def is_free(self, draft_tokens: Sequence[int]) -> bool:
+        return False
+
     def process(self, drafted: Sequence[int], logits: Tensor) -> None:
         """Apply the processors to logits [V] after these draft tokens, in place."""
         scores = self.scores(drafted, logits)

@@ -57,6 +57,10 @@ class Constraint(Protocol):
         """Append tokens that the row has gained. Tokens after the end of the answer are ignored."""
         ...
 
+    def is_free(self, draft_tokens: Sequence[int]) -> bool:
+        """Whether any token may follow each beginning of the draft tokens, so that no position needs a mask."""
+        ...
+
 
 @dataclass(frozen=True)
 class StepFeatures:
@@ -178,6 +182,9 @@ class ConstraintAfterDraft:
     def advance(self, tokens: Sequence[int]) -> None:
         raise NotImplementedError("draft tokens are not committed here")
 
+    def is_free(self, draft_tokens: Sequence[int]) -> bool:
+        return self.constraint.is_free([*self.draft_tokens, *draft_tokens])
+
 
 class _Settings(NamedTuple):
     """What a slot's sequence asks for. held_back: its stop tokens, if min_tokens forbids them."""
@@ -293,6 +300,12 @@ class SamplingRows:
         forbidden = [dict.fromkeys(settings.held_back, -math.inf) for settings in self._of_rows]
         self.bias = Entries.of([dict(p.logit_bias) for p in self.params], device) if self.any_bias else None
         self.stop_tokens = Entries.of(forbidden, device) if self.any_minimum else None
+
+    def advance(self, tokens: Sequence[Sequence[int]]) -> None:
+        """Append each live row's new tokens to its constraint."""
+        for constraint, gained in zip(self.constraints, tokens, strict=True):
+            if constraint is not None:
+                constraint.advance(gained)
 
     def drawing(self, text: Tensor, length: Tensor) -> DrawRows:
         """Parameters of the live rows for the kernels. text [R, P] and length [R] are those of the batch."""

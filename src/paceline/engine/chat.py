@@ -6,10 +6,11 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
-from paceline.chat.families import ChatFormat, chat_format
+from paceline.chat.families import ChatFormat, ToolFormat, chat_format
+from paceline.chat.grammars import json_schema
 from paceline.chat.messages import for_template
 from paceline.chat.options import ChatOptions
 from paceline.chat.parser import OutputParser
@@ -35,7 +36,7 @@ ConstraintFactory = Callable[[], Constraint]
 class ChatPrompt:
     """A conversation as a prompt. kept_special: special tokens that stay in the text of answers, for the parser.
 
-    prompt_end: the rendered prompt's last characters.
+    prompt_end: the rendered prompt's last characters. structure: form of the text of answers.
     """
 
     token_ids: list[int]
@@ -43,10 +44,12 @@ class ChatPrompt:
     format: ChatFormat
     kept_special: frozenset[int]
     prompt_end: str
+    structure: StructuredOutputs | None = None
 
     def parser(self) -> OutputParser:
         """Return a parser of one answer."""
-        return self.format.parser(self.options.offered, begins_inside(self.format.thinking, self.prompt_end))
+        inside = begins_inside(self.format.thinking, self.prompt_end)
+        return self.format.parser(self.options.offered, inside, calls_or_text=self.structure is not None)
 
     def parsed(self, text: str) -> AssistantMessage:
         """Return the message of a complete answer."""
@@ -98,19 +101,17 @@ class ChatRules:
         self._tokenizer, self._ends, self._grammars = tokenizer, frozenset(ends), grammars
         self._bytes_of = cache(tokenizer.token_bytes)
 
-    def compile(
-        self, prompt: ChatPrompt, structure: StructuredOutputs | None, stopped: Callable[[], bool] = lambda: False
-    ) -> ConstraintFactory | None:
-        """Return a factory for the constraint of one answer; None if ``structure`` alone says what is allowed.
+    def compile(self, prompt: ChatPrompt, stopped: Callable[[], bool] = lambda: False) -> ConstraintFactory | None:
+        """Return a factory for the constraint of one answer; None if the structure alone says what is allowed.
 
-        structure: form of the text of answers. stopped: see ``Grammars.grammar``.
+        stopped: see ``Grammars.grammar``.
         Raises StructureError, ParameterError, MissingPackageError.
         """
         thinking = self._thinking(prompt)
         if thinking is None and not prompt.options.offered:
             return None
         _check_budget(prompt)
-        grammar, trigger = self._grammar(prompt, structure, stopped)
+        grammar, trigger = self._grammar(prompt, stopped)
         if grammar is None and (thinking is None or thinking.budget is None):
             return None
         rules = AnswerRules(
@@ -147,19 +148,20 @@ class ChatRules:
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
-    def _grammar(
-        self, prompt: ChatPrompt, structure: StructuredOutputs | None, stopped: Callable[[], bool]
-    ) -> tuple[Grammar | None, Trigger | None]:
+    def _grammar(self, prompt: ChatPrompt, stopped: Callable[[], bool]) -> tuple[Grammar | None, Trigger | None]:
         """The grammar that answers follow, and what it begins after; None: at the beginning."""
-        options = prompt.options
+        options, structure = prompt.options, prompt.structure
         if not options.offered:
             return (None if structure is None else self._grammars().grammar(structure, stopped)), None
-        if structure is not None:
-            raise RequestError("tools and a structure of the answer cannot be combined; leave out one of them")
         syntax = prompt.format.tool_format().syntax
-        make = syntax.forced if options.tool_choice.forces_call else syntax.triggered
-        grammar = self._of_calls(lambda tools: make(tools, options.one_call), options.offered, stopped)
-        if options.tool_choice.forces_call:
+        forced, one_call = options.tool_choice.forces_call, options.one_call
+        if structure is not None and not forced:
+            text = _text_rule(structure, prompt.format.tool_format())
+            make = partial(syntax.or_text, one_call=one_call, text=text)
+        else:
+            make = partial(syntax.forced if forced else syntax.triggered, one_call=one_call)
+        grammar = self._of_calls(make, options.offered, stopped)
+        if forced or structure is not None:
             return grammar, None
         return grammar, Trigger(syntax.begin.encode(), syntax.at_start, syntax.repeats(options.one_call))
 
@@ -179,6 +181,23 @@ class ChatRules:
             _warn_once(", ".join(tool.name for tool in tools), str(error))
             free = [replace(tool, parameters=_ANY_OBJECT) for tool in tools]
             return self._grammars().grammar(StructuredOutputs(grammar=make(free)), stopped)
+
+
+def _text_rule(structure: StructuredOutputs, form: ToolFormat) -> str:
+    """The rule of a text that follows a structure, beside calls. Raises RequestError, StructureError.
+
+    An answer is a call if it begins as one: the text must not be able to.
+    """
+    if structure.json is None and not structure.json_object:
+        raise RequestError("beside tools, structured_outputs can only be json or json_object; leave out one of them")
+    if form.reads_all or form.syntax.is_json:
+        raise RequestError(
+            f"calls in the syntax {form.name} could not be told from a structured answer: leave out tools, "
+            "response_format or structured_outputs, or set tool_choice to required or none"
+        )
+    schema = _ANY_OBJECT if structure.json is None else json.loads(str(structure.json))
+    grammar_of("schema", json.dumps(schema))
+    return json_schema(schema)
 
 
 def _enforceable(tool: ToolDefinition) -> ToolDefinition:

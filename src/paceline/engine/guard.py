@@ -29,6 +29,9 @@ class FaultIsolatedConstraint:
     def advance(self, tokens: Sequence[int]) -> None:
         self.attempt(lambda: self._constraint.advance(tokens))
 
+    def is_free(self, draft_tokens: Sequence[int]) -> bool:
+        return bool(self.attempt(lambda: self._constraint.is_free(draft_tokens)))
+
     def attempt(self, work: Callable[[], T]) -> T | None:
         """Return the result of ``work``; None if it raises, or if the constraint has failed before."""
         if self._fault is None:

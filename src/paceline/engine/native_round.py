@@ -85,15 +85,27 @@ class NativeRound:
     def can_run(self, rule: AcceptanceRule, draft: Draft) -> bool:
         """Whether the kernels can run the next round: no row needs the host, and the draft has no probabilities.
 
-        A tree under a rule without trees runs on the host, where that rule raises its error.
+        A row with a constraint needs the host unless any token may come at all its positions. A tree under a rule
+        without trees runs on the host, where that rule raises its error.
         """
         known_shape = draft.host_parents is None or supports_trees(rule)
-        return known_shape and not self.needs_host(rule) and draft.probabilities is None
+        return known_shape and self._known(rule) and draft.probabilities is None and self._is_free(draft)
 
     def needs_host(self, rule: AcceptanceRule) -> bool:
-        """Whether a row needs host code: another acceptance rule, a grammar or log-probabilities."""
-        rows = self._batch.sampling
-        return rule is not self._rule or rows.any_constraint or rows.logprobs is not None
+        """Whether a round may need host code: another acceptance rule, a grammar or log-probabilities."""
+        return not self._known(rule) or self._batch.sampling.any_constraint
+
+    def _known(self, rule: AcceptanceRule) -> bool:
+        return rule is self._rule and self._batch.sampling.logprobs is None
+
+    def _is_free(self, draft: Draft) -> bool:
+        """Whether no position of a chain needs a mask; trees with constraints are left to the host."""
+        if not self._batch.sampling.any_constraint:
+            return True
+        rows = zip(self._batch.sampling.constraints, draft.draft_tokens, strict=True)
+        return draft.host_parents is None and all(
+            constraint is None or constraint.is_free(tokens) for constraint, tokens in rows
+        )
 
     def run(self, draft: Draft) -> Verdict:
         """Verify the draft, accept, and commit to the batch.
@@ -107,6 +119,8 @@ class NativeRound:
             self._call_kernels(draft)
         verdict = self._read(draft)
         self._batch.note_gains(verdict.host.gained)
+        if self._batch.sampling.any_constraint:
+            self._batch.sampling.advance(verdict.host.tokens)
         verdict.note_trees(draft)
         return verdict
 

@@ -64,6 +64,7 @@ class RequestMaker:
     ) -> Request:
         """Make the request of a conversation. Raises what ``request`` and ``chat_constraint`` raise."""
         check_params(params)
+        prompt = replace(prompt, structure=params.structured_outputs)
         make_constraint = self.chat_constraint(prompt, params)
         free = params if make_constraint is None else replace(params, structured_outputs=None)
         request = self.request(prompt.token_ids, free, arrival=arrival, references=references)
@@ -83,7 +84,7 @@ class RequestMaker:
         Returns None if the conversation requires nothing beside what ``params`` do without it. stopped: as in
         ``structure``. Raises StructureError, ParameterError, MissingPackageError.
         """
-        factory = self._chat_rules.compile(prompt, params.structured_outputs, stopped)
+        factory = self._chat_rules.compile(prompt, stopped)
         if factory is not None:
             check_beside_rules(params)
         return factory

@@ -121,9 +121,12 @@ class Tokenizer:
             return self.render(written[0], {**(fields or {}), **({"tools": written[1]} if tools else {})})
 
         written = (checked, list(tools))
-        if not self._control_tokens.are_spelled_in(written):
-            return self.encode(render(written), add_special_tokens=False)
-        return self._control_tokens.encode(written, render)
+        try:
+            if not self._control_tokens.are_spelled_in(written):
+                return self.encode(render(written), add_special_tokens=False)
+            return self._control_tokens.encode(written, render)
+        except RecursionError as error:  # a call's arguments are text in requests, so that no limit of depth held
+            raise RequestError("messages or tools are nested too deeply") from error
 
     def render(self, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any] | None = None) -> str:
         """Return the conversation as the text that ``chat`` encodes. Raises RequestError."""

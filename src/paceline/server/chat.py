@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from paceline.chat.values import AssistantMessage, message_of
 from paceline.core.outputs import CompletionOutput, RequestOutput, TokenLogprob
 from paceline.engine.chat import ChatPrompt
 from paceline.engine.engine import Request
@@ -25,12 +26,14 @@ from paceline.server.replies import (
     ChatChunkChoice,
     ChatDelta,
     ChatLogprobs,
+    CompletionTokensDetails,
     Usage,
     openai_finish_reason,
     stop_reason,
 )
 from paceline.server.streaming import Events
 from paceline.server.structures import AnswerForm
+from paceline.server.turns import AnswerReader
 
 
 @dataclass
@@ -61,7 +64,8 @@ class ChatJob:
         params = context.for_model(body.model, params)
         wanted = await context.in_thread(lambda: body.structure)
         # replace() checks that the structure fits the other parameters
-        form = AnswerForm(replace(params, structured_outputs=wanted).structured_outputs, prompt)
+        prompt = replace(prompt, structure=replace(params, structured_outputs=wanted).structured_outputs)
+        form = AnswerForm(prompt.structure, prompt)
         references = await _prediction(context, body)
         request = await context.chat_request(prompt, params, options, references)
         context.check_logprobs([request], params.logprobs)
@@ -73,31 +77,35 @@ class ChatJob:
             (output,) = await generation.finish()
         log_request(self.id, [output], self.body.user)
         entries = generation.made * (1 + (self.body.top_logprobs or 0))
-        usage = await self._usage(output)
-        return await self.context.written(lambda: self._chat(output, usage), entries)
+        details = await self._details(output)
+        return await self.context.written(lambda: self._chat(output, details), entries)
 
-    async def _usage(self, output: RequestOutput) -> Usage:
-        details = None
-        if self.body.prediction is not None:
-            (prediction,), answers = self.request.references, [answer.token_ids for answer in output.candidates]
-            details = await self.context.in_background(lambda: details_of(prediction, answers))
-        return usage_of([output.prompt_token_ids], [output], details)
+    async def _details(self, output: RequestOutput) -> CompletionTokensDetails:
+        if self.body.prediction is None:
+            return CompletionTokensDetails()
+        (prediction,), answers = self.request.references, [answer.token_ids for answer in output.candidates]
+        return await self.context.in_background(lambda: details_of(prediction, answers))
 
-    def _chat(self, output: RequestOutput, usage: Usage) -> Chat:
+    def _reader(self) -> AnswerReader:
+        return AnswerReader(self.prompt.parser())
+
+    def _chat(self, output: RequestOutput, details: CompletionTokensDetails) -> Chat:
+        read = {answer.index: self._read(answer) for answer in output.candidates}
+        details.reasoning_tokens = sum(tokens for _, tokens in read.values())
         document = Chat(
             id=self.id,
             object="chat.completion",
             created=self.created,
             model=self.body.model or self.context.model_name,
-            choices=[self._whole(place, answer) for place, answer in enumerate(output.outputs)],
-            usage=usage,
+            choices=[self._whole(place, answer, read[answer.index][0]) for place, answer in enumerate(output.outputs)],
+            usage=usage_of([output.prompt_token_ids], [output], details),
         )
         note_draft_tokens(document, self.body, output.candidates)
         return document
 
     async def stream(self) -> Events:
         """Yield server-sent events as tokens are generated. Raises ApiError."""
-        answers: defaultdict[int, AnswerStream] = defaultdict(lambda: AnswerStream(self.prompt.parser()))
+        answers: defaultdict[int, AnswerStream] = defaultdict(lambda: AnswerStream(self._reader()))
         stream_usage = StreamUsage(len(self.request.prompt_token_ids))
         async with self.context.generate([self.request], self.options, form=self.form) as generation:
             async for update in generation.updates():
@@ -107,7 +115,9 @@ class ChatJob:
             output = generation.outputs[0]
         log_request(self.id, [output], self.body.user)
         if self.body.include_usage:
-            usage = await self._usage(output)
+            details = await self._details(output)
+            details.reasoning_tokens = sum(answer.reader.reasoning_tokens for answer in answers.values())
+            usage = usage_of([output.prompt_token_ids], [output], details)
             yield await self.context.events(lambda: [self._chunk([], usage)], 0)
 
     def _chunks(
@@ -149,8 +159,12 @@ class ChatJob:
             if self.body.answers == 1:
                 note_draft_tokens(chunk, self.body, [delta.ended])
 
-    def _whole(self, place: int, answer: CompletionOutput) -> ChatChoice:
-        message = self.prompt.parsed(answer.text)
+    def _read(self, answer: CompletionOutput) -> tuple[AssistantMessage, int]:
+        """The message of a complete answer, and the number of tokens of its thoughts."""
+        reader = self._reader()
+        return message_of(reader.feed(Delta.whole(answer))), reader.reasoning_tokens
+
+    def _whole(self, place: int, answer: CompletionOutput, message: AssistantMessage) -> ChatChoice:
         word = openai_finish_reason(answer, calls=bool(message.tool_calls))
         assert word is not None
         choice = ChatChoice(

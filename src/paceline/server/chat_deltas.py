@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from paceline.chat.parser import OutputParser
 from paceline.chat.values import (
     AssistantMessage,
     MessageEvent,
@@ -23,21 +22,20 @@ from paceline.server.replies import (
     ChatToolCall,
     ChatToolCallDelta,
 )
+from paceline.server.turns import AnswerReader
 
 
 @dataclass
 class AnswerStream:
     """One answer in the making. begun: whether a chunk of it was sent. calls: tool calls so far."""
 
-    parser: OutputParser
+    reader: AnswerReader
     begun: bool = False
     calls: int = 0
 
     def deltas(self, delta: Delta) -> list[ChatDelta]:
         """Return what the client gets for new text of the answer."""
-        events = self.parser.feed(delta.text)
-        if delta.ended is not None:
-            events += self.parser.finish()
+        events = self.reader.feed(delta)
         self.calls += sum(isinstance(event, ToolCallStart) for event in events)
         return _deltas(events)
 

@@ -406,7 +406,7 @@ def usage_of(
     outputs: Sequence[RequestOutput],
     details: CompletionTokensDetails | None = None,
 ) -> Usage:
-    """Sum the usage: each prompt once, every sampled sequence. details: token counts of a prediction."""
+    """Sum the usage: each prompt once, every sampled sequence. details: token counts of a chat."""
     prompt = sum(map(len, prompts))
     answers = sum(answer.metrics.output_tokens for output in outputs for answer in output.candidates)
     usage = Usage(

@@ -13,10 +13,14 @@ OpenAIFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class CompletionTokensDetails(BaseModel):
-    """Tokens of the prediction that did and did not appear in the completion."""
+    """Tokens of the model's thoughts, and those of the prediction that did and did not appear in the completion.
 
-    accepted_prediction_tokens: int
-    rejected_prediction_tokens: int
+    reasoning_tokens: of chats. The others: of requests with a prediction.
+    """
+
+    reasoning_tokens: int | None = None
+    accepted_prediction_tokens: int | None = None
+    rejected_prediction_tokens: int | None = None
 
 
 class PromptTokensDetails(BaseModel):

@@ -40,8 +40,7 @@ class AnswerForm:
 
     def compile(self, llm: LLM, params: SamplingParams, stopped: Callable[[], bool]) -> ConstraintFactory | None:
         """Return a factory for the constraint of one answer. Raises what ``RequestMaker.chat_constraint`` raises."""
-        wanted = replace(params, structured_outputs=self.structure)
-        factory = None if self.chat is None else llm.requests.chat_constraint(self.chat, wanted, stopped)
+        factory = None if self.chat is None else llm.requests.chat_constraint(self.chat, params, stopped)
         if factory is None and self.structure is not None:
             return llm.requests.structure(self.structure, stopped)
         return factory

@@ -72,6 +72,7 @@ class Turn:
         context.check_answers(1)
         options = RequestOptions(client, body.priority or 0, time.monotonic(), body.timeout, bool(body.stream))
         prompt = await prompt_of(context, conversation.messages, conversation.fields)
+        prompt = replace(prompt, structure=conversation.structure)
         rest = max(1, context.llm.engine.max_model_len - len(prompt.token_ids))
         params = context.for_model(body.model, await context.in_thread(_params, body, conversation, rest))
         request = await context.chat_request(prompt, params, options)

@@ -279,6 +279,10 @@ class GrammarConstraint:
             self._tokens.append(token)
         self._faults.clear()
 
+    def is_free(self, draft_tokens: Sequence[int]) -> bool:
+        """See ``Constraint``."""
+        return False
+
     def masks(self, draft: Sequence[int], first: int, places: int) -> list[bytes]:
         """Masks of the tokens allowed after the first ``first + j`` draft tokens, for each j below ``places``.
 

@@ -69,6 +69,11 @@ class AnswerRules:
 class Phase(Protocol):
     """The part of an answer that the next token belongs to. Phases are values: ``after`` returns the next one."""
 
+    @property
+    def is_free(self) -> bool:
+        """Whether any token may come; then ``allowed`` returns None."""
+        ...
+
     def allowed(self, vocabulary: int) -> np.ndarray | None:
         """Which tokens may come, bool [V]; None for all. Raises StructureError if the grammar cannot be followed."""
         ...
@@ -84,6 +89,10 @@ class _Text:
 
     rules: AnswerRules
     tail: bytes | None = b""
+
+    @property
+    def is_free(self) -> bool:
+        return True
 
     def allowed(self, vocabulary: int) -> np.ndarray | None:
         return None
@@ -121,6 +130,10 @@ class _Grammar:
     rules: AnswerRules
     cursor: GrammarCursor
 
+    @property
+    def is_free(self) -> bool:
+        return False
+
     def allowed(self, vocabulary: int) -> np.ndarray | None:
         return self.cursor.allowed(vocabulary)
 
@@ -138,6 +151,10 @@ class _Gate:
     grammar: _Grammar
     others: Mapping[int, Phase]
 
+    @property
+    def is_free(self) -> bool:
+        return False
+
     def allowed(self, vocabulary: int) -> np.ndarray | None:
         found = self.grammar.cursor.allowed(vocabulary)
         found[list(self.others)] = True
@@ -154,6 +171,10 @@ class _BeforeThoughts:
     rules: AnswerRules
     thinking: Thinking
     text: bytes = b""
+
+    @property
+    def is_free(self) -> bool:
+        return True
 
     def allowed(self, vocabulary: int) -> np.ndarray | None:
         return None
@@ -180,6 +201,10 @@ class _Thoughts:
     def _over(self) -> bool:
         return self.thinking.budget is not None and self.used >= self.thinking.budget
 
+    @property
+    def is_free(self) -> bool:
+        return not self._over
+
     def allowed(self, vocabulary: int) -> np.ndarray | None:
         return _only(self.thinking.closing[0], vocabulary) if self._over else None
 
@@ -199,6 +224,10 @@ class _Closing:
 
     rules: AnswerRules
     tokens: tuple[int, ...]
+
+    @property
+    def is_free(self) -> bool:
+        return False
 
     def allowed(self, vocabulary: int) -> np.ndarray | None:
         return _only(self.tokens[0], vocabulary)
@@ -262,6 +291,18 @@ class PhasedConstraint:
                 break
             self._phase = self._phase.after(token)
         self._faults.clear()
+
+    def is_free(self, draft_tokens: Sequence[int]) -> bool:
+        """See ``Constraint``."""
+        phase = self._phase
+        for token in draft_tokens:
+            if not phase.is_free or token in self._ends:
+                break
+            try:
+                phase = phase.after(token)
+            except StructureError:  # the token ends the answer with an error, if it is accepted
+                return False
+        return phase.is_free
 
     def mask(self, draft: Sequence[int], first: int, logits: Tensor) -> None:
         """Forbid tokens in logits [places, V], in place; row j follows the first ``first + j`` draft tokens.

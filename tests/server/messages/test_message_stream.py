@@ -18,7 +18,14 @@ from paceline.chat.values import (
     message_of,
 )
 from paceline.core.outputs import CompletionOutput
-from paceline.server.messages.replies import Message, MessageStream, MessageUsage, content_of, stop_of
+from paceline.server.messages.replies import (
+    Message,
+    MessageStream,
+    MessageTokensDetails,
+    MessageUsage,
+    content_of,
+    stop_of,
+)
 
 CALL = [ToolCallStart(0, "a", "read"), ToolCallArgumentsDelta(0, '{"p": '), ToolCallArgumentsDelta(0, "1}")]
 SECOND = [ToolCallStart(1, "b", "ls"), ToolCallEnd(1)]
@@ -28,7 +35,13 @@ ANSWERS: dict[str, Sequence[MessageEvent]] = {
     "thoughts": [ReasoningDelta("hm"), ReasoningDelta("m"), TextDelta("yes")],
     "calls": [ReasoningDelta("hm"), TextDelta("I look."), *CALL, ToolCallEnd(0), *SECOND],
 }
-USAGE = MessageUsage(input_tokens=1, cache_creation_input_tokens=0, cache_read_input_tokens=2, output_tokens=3)
+USAGE = MessageUsage(
+    input_tokens=1,
+    cache_creation_input_tokens=0,
+    cache_read_input_tokens=2,
+    output_tokens=3,
+    output_tokens_details=MessageTokensDetails(thinking_tokens=2),
+)
 
 
 def stream(events: Sequence[MessageEvent]) -> list[dict[str, Any]]:
@@ -80,6 +93,7 @@ def test_the_blocks_of_a_stream_are_those_of_the_whole_message(events: Sequence[
     assert [event["type"] for event in found[:2]] == ["message_start", "ping"]
     assert [event["type"] for event in found[-2:]] == ["message_delta", "message_stop"]
     assert found[-2]["usage"]["cache_read_input_tokens"] == 2
+    assert found[-2]["usage"]["output_tokens_details"] == {"thinking_tokens": 2}
     assert joined(found) == [block.model_dump(exclude_unset=True) for block in content_of(message_of(events))]
 
 

@@ -55,6 +55,21 @@ def test_a_forced_call_follows_its_schema(live: Live) -> None:
     assert call["input"] in ({"n": 1}, {"n": 2}, {"INVALID_JSON": call["input"].get("INVALID_JSON")})
 
 
+@pytest.mark.parametrize("tools", [None, [TOOL]], ids=["alone", "beside tools"])
+def test_a_text_follows_the_schema_of_its_format(live: Live, tools: list[dict[str, Any]] | None) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": ["x"]}}, "required": ["a"], "additionalProperties": False}
+    more = {"output_config": {"format": {"type": "json_schema", "schema": schema}}} | (
+        {"tools": tools} if tools else {}
+    )
+    (block,) = ask(live, **more, max_tokens=60)["content"]
+    if block["type"] == "text":
+        assert json.loads(block["text"]) == {"a": "x"}
+    else:
+        assert (tools, block["name"]) == ([TOOL], "read")
+    (streamed,) = joined(stream(live, **more, max_tokens=60))
+    assert streamed | {"id": ""} == block | {"id": ""}
+
+
 def test_tokens_are_counted_and_come_from_the_cache_when_only_the_billing_line_changes(live: Live) -> None:
     def body(count: int) -> dict[str, Any]:
         system = [

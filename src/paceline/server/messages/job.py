@@ -18,6 +18,7 @@ from paceline.server.messages.protocol import MessagesRequest, PromptRequest
 from paceline.server.messages.replies import (
     Message,
     MessageStream,
+    MessageTokensDetails,
     MessageUsage,
     StreamEvent,
     TokenCount,
@@ -42,9 +43,9 @@ class MessagesJob:
     async def prepare(cls, context: Context, body: MessagesRequest, client: str) -> MessagesJob:
         """Validate and tokenize a request. Raises ApiError."""
         context.check_model(body.model)
-        conversation = Conversation(
-            messages_of(body), cast("ChatFields", options_of(body)), body.max_tokens, body.stop_sequences or ()
-        )
+        fields, stop = cast("ChatFields", options_of(body)), body.stop_sequences or ()
+        structure = await context.in_thread(lambda: body.structure)
+        conversation = Conversation(messages_of(body), fields, body.max_tokens, stop, structure)
         return cls(await Turn.prepare(context, body, conversation, client))
 
     async def answer(self) -> bytes:
@@ -55,8 +56,8 @@ class MessagesJob:
         return await self.turn.context.written(lambda: self._whole(output), generation.made)
 
     def _whole(self, output: RequestOutput) -> Message:
-        answer = output.outputs[0]
-        message = message_of(self.turn.reader().feed(Delta.whole(answer)))
+        answer, reader = output.outputs[0], self.turn.reader()
+        message = message_of(reader.feed(Delta.whole(answer)))
         stop, sequence = stop_of(answer, len(message.tool_calls))
         return Message(
             id=self.id,
@@ -66,7 +67,7 @@ class MessagesJob:
             content=content_of(message),
             stop_reason=stop,
             stop_sequence=sequence,
-            usage=MessageUsage.of(output),
+            usage=MessageUsage.of(output, reader.reasoning_tokens),
         )
 
     async def stream(self) -> Events:
@@ -79,7 +80,7 @@ class MessagesJob:
             output = generation.outputs[0]
         log_request(self.id, [output], None)
         stop, sequence = stop_of(output.outputs[0], stream.calls)
-        yield _events(stream.end(stop, sequence, MessageUsage.of(output)))
+        yield _events(stream.end(stop, sequence, MessageUsage.of(output, reader.reasoning_tokens)))
 
     def _begun(self) -> Message:
         """The message before its first token. How many tokens come from the cache is known at its end."""
@@ -93,7 +94,11 @@ class MessagesJob:
             stop_reason=None,
             stop_sequence=None,
             usage=MessageUsage(
-                input_tokens=tokens, cache_creation_input_tokens=0, cache_read_input_tokens=0, output_tokens=0
+                input_tokens=tokens,
+                cache_creation_input_tokens=0,
+                cache_read_input_tokens=0,
+                output_tokens=0,
+                output_tokens_details=MessageTokensDetails(thinking_tokens=0),
             ),
         )
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import BeforeValidator, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
+from paceline.config import StructuredOutputs
 from paceline.server import limits
 from paceline.server.protocol import ApiRequest, Label, Milliseconds, Positive, Strict, Unsupported, some
 
@@ -172,17 +173,29 @@ class Thinking(Strict):
     display: Literal["summarized", "omitted"] | None = None
 
 
+class OutputSchema(Strict):
+    """The JSON schema that the answer's text follows."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, JsonValue], Field(alias="schema")]
+
+
 class OutputConfig(Strict):
-    """effort: how much the model thinks, without effect if its chat template knows no such setting."""
+    """effort: how much the model thinks, without effect if its chat template knows no such setting.
+
+    format: the form of the answer's text.
+    """
 
     effort: Label | None = None
+    format: OutputSchema | None = None
 
 
 class PromptRequest(ApiRequest):
     """``POST /v1/messages/count_tokens``: what a prompt consists of.
 
-    system: instructions. thinking, output_config: whether and how much the model thinks, if its chat template knows
-    such settings. tools, tool_choice: functions that the model may or must call.
+    system: instructions. thinking, output_config.effort: whether and how much the model thinks, if its chat template
+    knows such settings. output_config.format: a schema of the answer's text. tools, tool_choice: functions that the
+    model may or must call.
     """
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
@@ -224,3 +237,9 @@ class MessagesRequest(PromptRequest):
     priority: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     timeout: Positive | None = None
     deadline_ms: Milliseconds | None = None
+
+    @property
+    def structure(self) -> StructuredOutputs | None:
+        """The required form of the answer's text. Raises ParameterError."""
+        wanted = None if self.output_config is None else self.output_config.format
+        return None if wanted is None else StructuredOutputs(json=wanted.schema_)

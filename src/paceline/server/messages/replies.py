@@ -23,6 +23,12 @@ StopReason: TypeAlias = Literal["end_turn", "max_tokens", "stop_sequence", "tool
 StreamEvent: TypeAlias = dict[str, Any]  # its name is the value of "type"
 
 
+class MessageTokensDetails(BaseModel):
+    """thinking_tokens: tokens of the thoughts."""
+
+    thinking_tokens: int
+
+
 class MessageUsage(BaseModel):
     """Token counts. input_tokens: prompt tokens that were not copied from cached prefixes."""
 
@@ -30,9 +36,10 @@ class MessageUsage(BaseModel):
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int
     output_tokens: int
+    output_tokens_details: MessageTokensDetails
 
     @staticmethod
-    def of(output: RequestOutput) -> MessageUsage:
+    def of(output: RequestOutput, thinking_tokens: int) -> MessageUsage:
         cached, prompt = output.cached_tokens, len(output.prompt_token_ids)
         made = sum(answer.metrics.output_tokens for answer in output.candidates)
         return MessageUsage(
@@ -40,6 +47,7 @@ class MessageUsage(BaseModel):
             cache_creation_input_tokens=0,
             cache_read_input_tokens=cached,
             output_tokens=made,
+            output_tokens_details=MessageTokensDetails(thinking_tokens=thinking_tokens),
         )
 
 

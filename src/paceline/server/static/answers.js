@@ -21,6 +21,8 @@ class Answer {
     this.counts = Object.fromEntries(KINDS.map((kind) => [kind, 0]));
     this.text = element("div", "text");
     this.text.tabIndex = 0;
+    this.thoughts = null; // made when the first of them comes
+    this.calls = [];
     this.bar = element("div", "bar");
     this.bar.setAttribute("aria-hidden", "true");
     this.parts = Object.fromEntries(KINDS.map((kind) => [kind, this.bar.appendChild(element("i", kind))]));
@@ -35,6 +37,34 @@ class Answer {
   }
 
   add(choice) {
+    const { reasoning_content: thoughts, tool_calls: calls } = choice.delta ?? {};
+    if (thoughts) this.addThoughts(thoughts);
+    for (const call of calls ?? []) this.addToCall(call);
+    if (choice.paceline) this.addTokens(choice);
+  }
+
+  // The text below has the tokens of thoughts and calls, too: these are shown as a client gets them.
+  addThoughts(text) {
+    if (!this.thoughts) {
+      const box = element("details", "thoughts");
+      this.thoughts = element("p", "");
+      box.append(element("summary", "", "Thoughts"), this.thoughts);
+      this.text.before(box);
+    }
+    this.thoughts.append(text);
+  }
+
+  addToCall({ index, function: called }) {
+    if (!this.calls[index]) {
+      const box = element("div", "call");
+      this.calls[index] = element("code", "");
+      box.append(element("strong", "", called.name), this.calls[index]);
+      this.bar.before(box);
+    }
+    this.calls[index].append(called.arguments);
+  }
+
+  addTokens(choice) {
     const { token_ids: ids, kinds, pieces, metrics } = choice.paceline;
     const below = this.text.scrollHeight - this.text.scrollTop - this.text.clientHeight < 24;
     ids.forEach((id, i) => this.addToken(id, kinds[i], pieces[i]));
@@ -83,7 +113,7 @@ export class Answers {
   }
 
   add(chunk) {
-    for (const choice of chunk.choices) if (choice.paceline) this.list[choice.index].add(choice);
+    for (const choice of chunk.choices) this.list[choice.index].add(choice);
   }
 
   get tokens() {

@@ -3,7 +3,7 @@
 import { Answers } from "./answers.js";
 import { ApiError, stream, useKey } from "./api.js";
 import { Monitor } from "./monitor.js";
-import { invalidField, isChat, isLimited, readRequest } from "./request.js";
+import { checkTools, invalidField, isChat, isLimited, readRequest } from "./request.js";
 
 const byId = (id) => document.getElementById(id);
 const EXAMPLES = {
@@ -80,6 +80,7 @@ function showMode() {
   const prompt = byId("prompt");
   const untouched = prompt.value === "" || Object.values(EXAMPLES).includes(prompt.value);
   byId("system-field").hidden = !isChat();
+  byId("tools-field").hidden = !isChat();
   byId("prompt-label").textContent = isChat() ? "Message" : "Text to continue";
   if (untouched) prompt.value = EXAMPLES[isChat() ? "chat" : "completion"];
 }
@@ -102,6 +103,7 @@ byId("form").addEventListener("submit", (event) => {
   generate();
 });
 byId("stop").addEventListener("click", () => running?.abort());
+byId("tools").addEventListener("input", checkTools);
 byId("key").addEventListener("input", () => useKey(byId("key").value));
 byId("marks").addEventListener("change", () => byId("answers").classList.toggle("unmarked", !byId("marks").checked));
 document.addEventListener("keydown", onKey);

@@ -24,8 +24,25 @@ export function readRequest() {
     ...optional("seed", byId("seed").value),
     ...speculation(),
   };
-  if (isChat()) return { path: "v1/chat/completions", body: { ...body, messages: messages() }, n };
+  if (isChat()) return { path: "v1/chat/completions", body: { ...body, messages: messages(), ...tools() }, n };
   return { path: "v1/completions", body: { ...body, prompt: byId("prompt").value }, n };
+}
+
+// Tells the browser's validation whether the tools are a list in JSON. The server checks what is in it.
+export function checkTools() {
+  const field = byId("tools");
+  let problem = "";
+  try {
+    if (field.value.trim() && !Array.isArray(JSON.parse(field.value))) problem = "a list of tools, in JSON";
+  } catch (error) {
+    problem = `not JSON: ${error.message}`;
+  }
+  field.setCustomValidity(problem);
+}
+
+function tools() {
+  const written = byId("tools").value.trim();
+  return written ? { tools: JSON.parse(written), tool_choice: byId("tool-choice").value } : {};
 }
 
 function optional(name, value) {
