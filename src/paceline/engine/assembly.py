@@ -10,13 +10,16 @@ from paceline.config import EngineConfig
 from paceline.drafters import Drafter, Equipment, NoDrafter, make_drafter
 from paceline.drafters.heads.decoder import HeadModel, TorchHead, TorchHeadDecoder
 from paceline.drafters.heads.native import NativeHead, NativeHeadDecoder
+from paceline.drafters.vocabulary_size import draft_vocab_size
 from paceline.engine.request import check_tokens
 from paceline.errors import ParameterError
 from paceline.kernels.attention import AttentionBackend, make_backend
 from paceline.lengths.cost import CostTable
 from paceline.models.base import AnyModel, FlatModel, SharedModel
 from paceline.models.decoder import Decoder
+from paceline.models.draft_vocabulary import DraftVocabulary
 from paceline.models.recurrent import state_shape_of
+from paceline.models.short_head import Shortenable
 
 
 @dataclass
@@ -81,7 +84,24 @@ class Assembly:
         for document in models.documents if config.looks_up else ():
             check_tokens("reference_documents", document, models.target.vocab_size)
         equipment = Equipment(target, config.acceptance, models.draft, models.documents, self.decoder, config.width_of)
-        return make_drafter(kind, equipment)
+        drafter = make_drafter(kind, equipment)
+        self._shorten(drafter)
+        return drafter
+
+    def _shorten(self, drafter: Drafter) -> None:
+        """Let the draft model score a part of its vocabulary. Raises ParameterError for a size that it cannot have."""
+        config, target, draft = self.config, self.models.target, self.models.draft
+        size = draft_vocab_size(target, draft, config)
+        if size == 0 or not isinstance(draft, Shortenable):
+            return
+        (decoder,) = drafter.decoders
+        decoder.vocabulary = DraftVocabulary(
+            draft.short_head(size),
+            target.vocab_size,
+            self.models.eos_token_ids,
+            known=decoder.model.vocab_size,
+            follows=config.acceptance != "rejection",
+        )
 
 
 def lookup_is_free(models: Models, config: EngineConfig) -> bool:

@@ -19,6 +19,7 @@ from paceline.kernels.attention import AttentionBackend
 from paceline.kernels.attention.base import Plan
 from paceline.kernels.attention.cached import CachedAttend, PackedCachedAttend
 from paceline.models.base import AnyModel, FlatModel, Model, RowAdapters, SharedModel
+from paceline.models.draft_vocabulary import DraftVocabulary
 from paceline.models.recurrent import cache_of
 
 USUAL_LAG = 2  # tokens missing in a draft model's cache if all are accepted: the last draft token and the bonus token
@@ -60,6 +61,7 @@ class Decoder:
 
     num_computed_tokens [rows] int64: number of tokens of each row whose keys and values are in the cache. Between
         rounds it is length - 1 for the target; for a draft model it may be less.
+    vocabulary: of a draft model, the tokens that it scores; None: all.
     reader: gets the features of every token that is run; None: features are not computed.
     reads: tokens per row that a device draft feeds before its first draft token. If more are missing, the earlier ones
         are fed beforehand.
@@ -78,6 +80,7 @@ class Decoder:
         self._recurrent = self.cache.states if isinstance(self.cache, StatefulCache) else None
         self.num_computed_tokens = torch.zeros(rows, dtype=torch.int64, device=model.device)
         self.reader: FeatureReader | None = None
+        self.vocabulary: DraftVocabulary | None = None
         self._taps: tuple[int, ...] = ()
         self.adapters: RowAdapters | None = getattr(model, "adapters", None)
         self._adapter_of = [0] * rows  # number of each row's adapter
@@ -202,6 +205,8 @@ class Decoder:
 
         The output of a larger head is cut; that of a smaller one is padded with -inf.
         """
+        if self.vocabulary is not None:
+            return self.vocabulary.logits(hidden)
         logits = self.model.logits(hidden)
         missing = self.vocab_size - logits.shape[-1]
         if missing > 0:

@@ -27,6 +27,7 @@ from paceline.models.base import HiddenStates, check_taps
 from paceline.models.description import AttentionSpec, DecoderSpec, DeltaNetSpec, LayerSpec, MixerSpec, MLPSpec
 from paceline.models.linear import Dense
 from paceline.models.packing import PackedDecoder, ReadPacked, packed_size
+from paceline.models.short_head import PackedShortHead, PassBytes, column_bytes
 from paceline.models.transformer import Transformer, _GatedMLP
 
 Quantization = Literal["int8", "int4"]
@@ -179,6 +180,20 @@ class NativeModel:
     def multiply_adds(self) -> int:
         """Return the multiply-adds of all weight matrices for one token; see ``Counted``."""
         return self._multiply_adds
+
+    @property
+    def pass_bytes(self) -> PassBytes | None:
+        """Return what a forward pass reads, see ``Shortenable``; None for the reference implementation."""
+        if self._packed is None:
+            return None
+        head = self._packed.model.head
+        token = column_bytes(head)
+        embedding = 0 if self.tied else 2 * head.inputs  # one row of it is read for each token
+        return PassBytes(self._weight_bytes - self.vocab_size * (token + embedding), token)
+
+    def short_head(self, size: int) -> PackedShortHead:
+        """Return an output head over ``size`` tokens; see ``Shortenable``."""
+        return PackedShortHead(self.packed_decoder, size)
 
     def packed(self) -> Tensor | None:
         """Return the packed weights, uint8 [packed_size]; None for the reference implementation.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from ctypes import addressof
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +19,7 @@ from paceline.config import MAX_SPECULATION_LENGTH
 from paceline.core.batch import Batch, StopDrafting
 from paceline.core.draft import SIBLING_KIND, Draft, branching
 from paceline.core.sampling import Purpose
-from paceline.drafters.heads.decoder import NEVER, FusedStates, HeadDecoder, HeadModel
+from paceline.drafters.heads.decoder import FusedStates, HeadDecoder, HeadModel
 from paceline.drafters.heads.feature import FeatureHead
 from paceline.drafters.heads.head import Head
 from paceline.drafters.heads.mtp import MtpHead
@@ -28,6 +29,7 @@ from paceline.kernels.attention import AttentionBackend
 from paceline.kernels.cpu import described
 from paceline.kernels.pack import INPUT_MULTIPLE
 from paceline.kernels.spec import FusionWeights, LayerWeights, LinearWeights, NativeSpec
+from paceline.models.draft_vocabulary import NEVER
 from paceline.models.native import (
     HEAD_FORMAT,
     LAYER_FORMAT,
@@ -38,6 +40,7 @@ from paceline.models.native import (
     gate_last,
 )
 from paceline.models.packing import PackedDecoder, packed_size
+from paceline.models.short_head import PackedShortHead, PassBytes, column_bytes
 
 T = TypeVar("T")
 
@@ -70,6 +73,7 @@ class NativeHead(HeadModel):
         formats = LAYER_FORMAT[quantization], HEAD_FORMAT[quantization]
         self._packed = PackedDecoder(spec, formats, kernels, torch.get_num_threads(), ends_of=ends)
         self._bytes = packed_size(spec, *formats, shares_ends=ends is not None)
+        self._layer_bytes = packed_size(spec, *formats, shares_ends=True)
         self.drafted = len(head.targets)  # size of its vocabulary
         self._targets = head.targets.sort().values
         self.precision = f"{quantization or 'bfloat16'} on the CPU kernels {kernels.name}"
@@ -87,6 +91,15 @@ class NativeHead(HeadModel):
 
     def weight_bytes(self) -> int:
         return self._bytes
+
+    @property
+    def pass_bytes(self) -> PassBytes | None:
+        if self.drafted < self.vocab_size:
+            return None
+        return PassBytes(self._layer_bytes, column_bytes(self._packed.model.head))
+
+    def short_head(self, size: int) -> PackedShortHead:
+        return PackedShortHead(self._packed, size)
 
 
 def spec_of_head(head: Head, max_positions: int) -> NativeSpec:
@@ -190,9 +203,11 @@ class NativeHeadDecoder(HeadDecoder):
         self._cache = abi.CCache.of(self.cache)
         self._seen = self.num_computed_tokens.numpy().data
         self._logits = self._empty_logits(rows)
+        self._shortened: abi.CShortHead | None = None  # the draft vocabulary, as the kernels read it
+        self._version = 0  # of the draft vocabulary in ``_logits``
 
     def _empty_logits(self, lines: int) -> Tensor:
-        """Logits [lines, V] of ``NEVER``. The kernels overwrite those of the head's vocabulary."""
+        """Logits [lines, V] of ``NEVER``. The kernels overwrite those of the tokens that the head scores."""
         return torch.full((lines, self.model.vocab_size), NEVER, dtype=torch.float32)
 
     def rewind(self, batch: Batch) -> None:
@@ -243,6 +258,7 @@ class NativeHeadDecoder(HeadDecoder):
         if width > 1:
             self._branch(call, rows, width)
         self._set_sampling(call, batch, Purpose.DRAFT if distributions else Purpose.DRAW)
+        self._shorten(call)
         call.chances = None if chances is None else chances.buffer_info()[0]
         callbacks = _Callbacks()
         if stop_drafting is not None:
@@ -281,6 +297,20 @@ class NativeHeadDecoder(HeadDecoder):
         call.ranks = call.parents + 8 * rows * call.draft_stride
         if len(self._logits) < rows * width:
             self._logits = self._empty_logits(rows * width)
+
+    def _shorten(self, call: abi.CDraft) -> None:
+        """Score the draft vocabulary only. Logits of tokens that have left it become ``NEVER`` again."""
+        vocabulary = self.vocabulary
+        if vocabulary is None:
+            return
+        if self._shortened is None:
+            assert isinstance(vocabulary.head, PackedShortHead)
+            self._shortened = abi.CShortHead(vocabulary.head.linear, vocabulary.tokens.data_ptr())
+        if self._version != vocabulary.version:
+            self._version = vocabulary.version
+            with torch.inference_mode():  # they may have been made in it, and rounds of the kernels run outside of it
+                self._logits.fill_(NEVER)
+        call.shortened = addressof(self._shortened)
 
     def _set_sampling(self, call: abi.CDraft, batch: Batch, purpose: Purpose) -> None:
         call.by = described(batch.sampling.drawing(batch.text, batch.length))
