@@ -152,7 +152,11 @@ def main() -> None:
     found: dict[str, Any] = {"answers": len(answers), "tokens": sum(len(each.answer) for each in answers)}
     if options.model is not None:
         llm = LLM(options.model, quantization=options.quantization, max_batch_size=1, max_model_len=2048, drafter=None)
-        found |= {"draft": options.model, "quantization": options.quantization, "sizes": acceptance(answers, llm)}
+        found |= {
+            "draft": Path(options.model).name,
+            "quantization": options.quantization,
+            "sizes": acceptance(answers, llm),
+        }
     if options.vocabulary is not None:
         found |= {"vocabulary": options.vocabulary, "coverage": coverage(answers, options.vocabulary)}
     text = json.dumps(found, indent=1)
