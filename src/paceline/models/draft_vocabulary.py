@@ -74,7 +74,8 @@ class DraftVocabulary(RowKeeper):
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] float32 of hidden states [..., width]; ``NEVER`` outside of the subset."""
         own = self.head.logits(hidden.reshape(-1, hidden.shape[-1]))
-        logits = own.new_full((len(own), self.vocabulary), NEVER).index_copy_(1, self.tokens, own)
+        logits = own.new_full((len(own), self.vocabulary), NEVER)
+        logits.scatter_(1, self.tokens.expand(len(own), -1), own)
         return logits.view(*hidden.shape[:-1], self.vocabulary)
 
     def join(self, slot: int) -> None:
