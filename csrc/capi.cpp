@@ -39,7 +39,10 @@ PL_EXPORT const char* pl_forward(Model* model, Pool* pool, const int64_t* tokens
   return nullptr;
 }
 
-PL_EXPORT void pl_logits(Model* model, Pool* pool, const float* hidden, int rows, float* out) { model->logits(*pool, hidden, rows, out); }
+// head: the output head to use, or null for the model's own.
+PL_EXPORT void pl_logits(Model* model, Pool* pool, const float* hidden, int rows, float* out, const Linear* head) {
+  model->logits(*pool, hidden, rows, out, head ? *head : model->spec.head);
+}
 
 // --- single kernels, for tests and benchmarks ----------------------------------------------------------------------------
 

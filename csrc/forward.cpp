@@ -572,30 +572,30 @@ void Model::forward(Pool& pool, const Tokens& tokens, const Cache& cache, const 
 // Hidden states to logits.
 class HeadPass {
  public:
-  HeadPass(Model& model, Pool& pool, const float* hidden, int rows, float* logits)
-      : m_(model), pool_(pool), hidden_(hidden), rows_(rows), logits_(logits) {}
+  HeadPass(Model& model, const Linear& head, Pool& pool, const float* hidden, int rows, float* logits)
+      : m_(model), head_(head), pool_(pool), hidden_(hidden), rows_(rows), logits_(logits) {}
 
   static void job(void* self, int thread) { static_cast<HeadPass*>(self)->run(thread); }
 
  private:
   void run(int thread) {
-    const Linear& head = m_.spec.head;
     const Share rows(rows_, thread, pool_.threads());
     const size_t width = static_cast<size_t>(m_.spec.width);
     for (int i = rows.first; i < rows.last; ++i) {
       float* padded = m_.padded_hidden_.as<float>() + static_cast<size_t>(i) * static_cast<size_t>(m_.padded_width);
       std::memcpy(padded, hidden_ + static_cast<size_t>(i) * width, sizeof(float) * width);
     }
-    m_.kernels.quantise(m_.padded_hidden_.as<float>(), nullptr, head, m_.shared_.view, rows);
+    m_.kernels.quantise(m_.padded_hidden_.as<float>(), nullptr, head_, m_.shared_.view, rows);
     pool_.meet();
-    const Share share(panels(head.outputs), thread, pool_.threads());
+    const Share share(panels(head_.outputs), thread, pool_.threads());
     const float limit = m_.spec.logits_cap;
     const Epilogue end = limit > 0.0f ? Epilogue::kCap : Epilogue::kStore;
-    const LinearCall call = {&head, m_.shared_.view, rows_, end, logits_, static_cast<size_t>(head.outputs), limit};
+    const LinearCall call = {&head_, m_.shared_.view, rows_, end, logits_, static_cast<size_t>(head_.outputs), limit};
     m_.kernels.linear(call, share.first, share.last);
   }
 
   Model& m_;
+  const Linear& head_;
   Pool& pool_;
   const float* hidden_;
   int rows_;
@@ -664,13 +664,13 @@ void Model::fuse(Pool& pool, const float* features, int rows, float* out) {
   }
 }
 
-void Model::logits(Pool& pool, const float* hidden, int rows, float* out) {
+void Model::logits(Pool& pool, const float* hidden, int rows, float* out, const Linear& head) {
   std::lock_guard<std::mutex> lock(one_call_at_a_time_);
   for (int start = 0; start < rows; start += kChunk) {
     const int count = std::min(kChunk, rows - start);
     grow(pool.threads(), count);
-    HeadPass pass(*this, pool, hidden + static_cast<size_t>(start) * static_cast<size_t>(spec.width), count,
-                  out + static_cast<size_t>(start) * static_cast<size_t>(vocabulary()));
+    HeadPass pass(*this, head, pool, hidden + static_cast<size_t>(start) * static_cast<size_t>(spec.width), count,
+                  out + static_cast<size_t>(start) * static_cast<size_t>(head.outputs));
     pool.run(HeadPass::job, &pass);
   }
 }

@@ -137,24 +137,28 @@ class Drafting {
     return fed_.count() == 0 ? nullptr : fed_.run(seconds_, !call_.counts);
   }
 
-  // Logits after some of the tokens of the last pass, over the head's own vocabulary.
+  // Logits after some of the tokens of the last pass, over the tokens that are scored.
   void logits_after(const std::vector<int>& tokens) {
     hidden_.resize(tokens.size() * width_);
-    logits_.resize(tokens.size() * static_cast<size_t>(head_.vocabulary()));
+    logits_.resize(tokens.size() * scored_vocabulary());
     for (size_t i = 0; i < tokens.size(); ++i) std::memcpy(hidden_.data() + i * width_, fed_.hidden(tokens[i]), sizeof(float) * width_);
-    head_.logits(pool_, hidden_.data(), static_cast<int>(tokens.size()), logits_.data());
+    head_.logits(pool_, hidden_.data(), static_cast<int>(tokens.size()), logits_.data(), output());
   }
 
   // Scatters the i-th of these logits into the target's vocabulary.
   void scatter_logits(size_t i, float* to) const {
-    const size_t vocabulary = static_cast<size_t>(head_.vocabulary());
+    const size_t vocabulary = scored_vocabulary();
     const float* from = logits_.data() + i * vocabulary;
-    if (head_.read_vocabulary() == head_.vocabulary()) {  // ascending, so every token is its own
+    if (head_.read_vocabulary() == static_cast<int64_t>(vocabulary)) {  // ascending, so every token is its own
       std::memcpy(to, from, sizeof(float) * vocabulary);
       return;
     }
-    for (size_t token = 0; token < vocabulary; ++token) to[head_.spec.fusion->targets[token]] = from[token];
+    const int64_t* targets = call_.shortened ? call_.shortened->targets : head_.spec.fusion->targets;
+    for (size_t token = 0; token < vocabulary; ++token) to[targets[token]] = from[token];
   }
+
+  const Linear& output() const { return call_.shortened ? call_.shortened->head : head_.spec.head; }
+  size_t scored_vocabulary() const { return static_cast<size_t>(output().outputs); }
 
   DrawCall drawing() const {
     DrawCall draw = {};

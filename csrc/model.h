@@ -13,7 +13,7 @@
 namespace paceline {
 
 // These structures mirror src/paceline/kernels/abi.py; kAbiVersion changes with them.
-constexpr int kAbiVersion = 23;
+constexpr int kAbiVersion = 24;
 
 // The small weights of a gated delta net, whose qkv ends with the gates of its output.
 struct Delta {
@@ -170,6 +170,12 @@ struct LogprobCall {
 
 class Model;
 
+// An output head over some of a vocabulary's tokens (src/paceline/models/draft_vocabulary.py).
+struct ShortHead {
+  Linear head;
+  const int64_t* targets;  // the vocabulary's token id of each column
+};
+
 // The fused hidden states of the target at every position of every row: a head's input.
 struct Kept {
   uint8_t* states;  // [slot][capacity + 1][head's width]; the last place takes writes beyond the capacity
@@ -204,6 +210,7 @@ struct DraftCall {
                              // counts are then depths, and a row's draft tokens of the last depth have its logits in
                              // their order
   int64_t *parents, *ranks;  // [rows][draft_stride], of trees: each draft token's parent, -1: the text; its rank among its siblings
+  const ShortHead* shortened;  // scores draft tokens in place of the head's own output; or null
 };
 
 struct Cache;
@@ -315,7 +322,8 @@ class Model {
   ~Model();
 
   void forward(Pool& pool, const Tokens& tokens, const Cache& cache, const PassOutputs& out, double* seconds);
-  void logits(Pool& pool, const float* hidden, int rows, float* out);
+  // head: an output head with the model's inputs, whose outputs are the logits of a row.
+  void logits(Pool& pool, const float* hidden, int rows, float* out, const Linear& head);
   void fuse(Pool& pool, const float* features, int rows, float* out);        // for a head: [rows][streams][stream width] -> [rows][width]
   const char* problem_with(const Tokens& tokens, const Cache& cache) const;  // or null
   int64_t experts_read() const { return experts_read_; }  // experts whose weights were read, all layers and passes together

@@ -508,7 +508,7 @@ PL_EXPORT const char* pl_round(Model* model, Pool* pool, const RoundCall* call, 
   const PassOutputs out = {call->hidden, call->taps, static_cast<int>(call->tap_count), call->features};
   model->forward(*pool, tokens, *cache, out, seconds);
   if (call->head) keep_states(*call->head, *pool, call->kept, tokens.rows, fed.places(), call->features, tokens.count);
-  model->logits(*pool, call->hidden, tokens.count, call->logits);
+  model->logits(*pool, call->hidden, tokens.count, call->logits, model->spec.head);
   DrawCall draw = {};
   draw.by = call->by;
   draw.logits = call->logits;

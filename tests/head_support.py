@@ -305,10 +305,16 @@ def read_step_by_step(reading: Reading, tokens: Sequence[int], streams: Tensor, 
 
 
 def tiny_head(
-    target: AnyModel, target_width: int, taps: Sequence[int] = (0, 1), seed: int = 0, *, parallel: bool = False
+    target: AnyModel,
+    target_width: int,
+    taps: Sequence[int] = (0, 1),
+    seed: int = 0,
+    *,
+    parallel: bool = False,
+    drafted: int | None = None,
 ) -> TorchHead:
-    """Random head whose vocabulary has two thirds of the target's tokens."""
-    head = tiny_feature_head(target.vocab_size, target_width, taps, seed, parallel=parallel)
+    """Random head. drafted: size of its vocabulary; None: two thirds of the target's tokens."""
+    head = tiny_feature_head(target.vocab_size, target_width, taps, seed, parallel=parallel, drafted=drafted)
     return TorchHead(head, "tiny head", taps, target.max_positions)
 
 
@@ -330,9 +336,10 @@ def tiny_native_head(
     quantization: Quantization | None = "int8",
     *,
     parallel: bool = False,
+    drafted: int | None = None,
 ) -> NativeHead:
-    """Random head on the CPU kernels, which require a head dimension of at least 16."""
-    head = tiny_feature_head(target.vocab_size, target_width, taps, dim=16, parallel=parallel)
+    """Random head on the CPU kernels, which require a head dimension of at least 16. drafted: as for ``tiny_head``."""
+    head = tiny_feature_head(target.vocab_size, target_width, taps, dim=16, parallel=parallel, drafted=drafted)
     return NativeHead(head, "tiny head", taps, target.max_positions, quantization=quantization)
 
 
@@ -347,8 +354,9 @@ def tiny_feature_head(
     qk_norm: bool = False,
     depth: int = 1,
     parallel: bool = False,
+    drafted: int | None = None,
 ) -> FeatureHead:
-    drafted = 2 * vocabulary // 3
+    drafted = 2 * vocabulary // 3 if drafted is None else drafted
     tensors = random_head(
         width=16,
         target_width=target_width,

@@ -71,6 +71,7 @@ BAD_SAMPLING: list[tuple[str, Any]] = [
 BAD_ENGINE: list[tuple[str, Any]] = [
     *[("drafter", v) for v in ("eagle", "", 3)],
     *[("num_speculative_tokens", v) for v in (-1, MAX_SPECULATION_LENGTH + 1, 1.0, True, "fast", None)],
+    *[("draft_vocab_size", v) for v in (-1, 2**20 + 1, 1.0, True, "full")],
     *[("speculation_width", v) for v in (0, MAX_SPECULATION_WIDTH + 1, 1.0, True, "wide", None)],
     *[("acceptance", v) for v in ("greedy", None)],
     *[("attention", v) for v in ("flash", None)],
@@ -371,6 +372,8 @@ UNUSED: list[tuple[dict[str, Any], str]] = [
     ({"num_speculative_tokens": 4, "drafter": None}, "num_speculative_tokens"),
     ({"num_speculative_tokens": "bass", "drafter": None}, "num_speculative_tokens"),
     ({"speculation_width": 2, "drafter": None}, "speculation_width"),
+    ({"draft_vocab_size": 8192, "drafter": "ngram"}, "draft_vocab_size"),
+    ({"draft_vocab_size": 8192, "drafter": None}, "draft_vocab_size"),
     ({"speculation_width": 2, "num_speculative_tokens": 0}, "speculation_width"),
     ({"acceptance": "rejection", "drafter": None}, "acceptance"),
     ({"profile": "p.json", "drafter": None}, "profile"),
@@ -409,6 +412,7 @@ def test_what_would_do_nothing_is_refused_by_name(given: dict[str, Any], name: s
         {"drafter": "ngram", "profile": "p.json", "num_speculative_tokens": "profiled"},
         {"drafter": "ngram", "speculation_width": 8},
         {"drafter": None, "speculation_width": 1},
+        {"drafter": None, "draft_vocab_size": 0},
         {"acceptance": "rejection", "speculation_width": 1},
     ],
 )

@@ -128,7 +128,7 @@ def with_experts(
         )
         return replace(layer, experts=experts) if shared else replace(layer, experts=experts, gate_up=None, down=None)
 
-    return replace(spec, layers=[changed(layer) for layer in spec.layers], ffn=spec.ffn if shared else 0)
+    return replace(spec, layers=[changed(layer) for layer in spec.layers])
 
 
 def with_sinks(spec: NativeSpec) -> NativeSpec:

@@ -11,11 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.drafters.heads.loading import has_own_head, load_own_head
+from paceline import LLM
+from paceline.config import SamplingParams
+from paceline.drafters.heads.decoder import TorchHead
+from paceline.drafters.heads.loading import find_head, has_own_head, load_head_for, load_own_head
+from paceline.errors import ModelFormatError
 from paceline.models.loading import load_config, load_model
 from paceline.models.recurrent import RecurrentModel
 from recurrent_support import SIZES, head_state, save_with_head, theirs_with_head, tiny_qwen3_5
-from toy import VOCAB
+from toy import VOCAB, tiny_llama, tiny_llama_of_transformers
 
 _NAMES = {
     "model.embed_tokens": "token_embd",
@@ -122,6 +126,59 @@ def test_a_gguf_file_gives_the_weights_of_its_original(sizes: str, tmp_path: Pat
     for name, weight in original.weights.items():
         torch.testing.assert_close(model.weights[name], weight, msg=name)
     assert not has_own_head(path)
+
+
+def write_apart(path: Path, seed: int) -> tuple[Path, Path]:
+    """Write a model without its draft head, and the head in a file of its own."""
+    theirs, head = theirs_with_head(seed)
+    model = write(path / "model.gguf", theirs.state_dict(), theirs.config, 0)
+    return model, write(path / "mtp-model.gguf", head_state(head), theirs.config, 1)
+
+
+def test_a_draft_head_in_a_file_of_its_own_is_that_of_the_original(tmp_path: Path) -> None:
+    save_with_head(tmp_path / "original", seed=4)
+    model, head = write_apart(tmp_path, seed=4)
+    assert not has_own_head(model)
+    assert find_head(model) is None
+    assert find_head(head) == head
+    target = load_model(model, dtype=torch.float32)
+    apart = load_head_for(target, model, head, dtype=torch.float32)
+    together = load_own_head(load_model(tmp_path / "original", dtype=torch.float32), tmp_path / "original")
+    assert isinstance(apart, TorchHead)
+    assert isinstance(together, TorchHead)
+    assert (apart.kind, apart.taps, apart.name) == ("mtp", together.taps, str(head))
+    ours, original = apart.head.state_dict(), together.head.state_dict()
+    assert ours.keys() == original.keys()
+    for name, weight in original.items():
+        torch.testing.assert_close(ours[name], weight, msg=name)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_an_llm_drafts_with_a_head_in_a_file_of_its_own(tmp_path: Path) -> None:
+    save_with_head(tmp_path / "original", seed=4)
+    model, head = write_apart(tmp_path, seed=4)
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_batch_size": 2, "max_model_len": 60}
+    options |= {"tokenizer": str(tmp_path / "original"), "use_tqdm": False, "num_speculative_tokens": 2}
+    params, prompts = SamplingParams(temperature=0, max_tokens=9), [[1, 2, 3], [7, 5]]
+    llm = LLM(str(model), draft_model=str(head), drafter="mtp", **options)
+    assert "mtp-model.gguf" in llm.engine.describe()
+    outputs = llm.generate(prompts, params)
+    plain = llm.plain().generate(prompts, params)
+    assert [each.outputs[0].token_ids for each in outputs] == [each.outputs[0].token_ids for each in plain]
+    assert sum(each.outputs[0].metrics.drafted for each in outputs) > 0
+
+
+def test_a_head_in_a_file_of_its_own_is_refused_by_name_for_other_models(tmp_path: Path) -> None:
+    _, head = write_apart(tmp_path, seed=4)
+    with pytest.raises(ModelFormatError, match=r"mtp-model\.gguf.* of a family that has none"):
+        load_head_for(tiny_llama(), tiny_llama_of_transformers(), head, dtype=torch.float32)
+    wide = tiny_qwen3_5(2, key_heads=1, value_heads=4, value_dim=48, taps=5, kinds="dfdf")
+    other = write(tmp_path / "other.gguf", wide.state_dict(), wide.config, 0)
+    damaged = write(
+        tmp_path / "mtp-damaged.gguf", {"mtp.fc.weight": torch.zeros(4, 4)}, theirs_with_head(0)[0].config, 1
+    )
+    with pytest.raises(ModelFormatError, match=r"mtp-damaged\.gguf.*missing, unknown or of another shape"):
+        load_head_for(load_model(other, dtype=torch.float32), other, damaged, dtype=torch.float32)
 
 
 def test_the_draft_head_of_a_gguf_file_is_that_of_the_original(tmp_path: Path) -> None:

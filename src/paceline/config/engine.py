@@ -21,6 +21,7 @@ from paceline.config.limits import (
     AcceptanceName,
     AttentionName,
     DrafterName,
+    DraftVocabulary,
     DtypeName,
     Guesses,
     Length,
@@ -73,6 +74,17 @@ class EngineConfig:
             'the drafter. Needs ``acceptance="coupled"``. On a device all trees have one shape.',
         ),
     ] = "auto"
+    draft_vocab_size: Annotated[
+        DraftVocabulary | None,
+        Help(
+            "Tokens that the draft model or head scores: the most frequent ones. 0: its whole vocabulary. Default: "
+            "chosen for the models on CPUs, 0 elsewhere.",
+            more='The tokens follow what the engine reads and writes. With ``acceptance="rejection"`` they are always '
+            "those with the smallest ids, so that the same call gives the same text. Other tokens have probability 0 "
+            "in drafts, so the output's distribution stays the target's. Heads with a vocabulary of their own, other "
+            "drafters, and rounds of a device refuse a number above 0.",
+        ),
+    ] = None
     profile: Annotated[
         str | None,
         FileName(),
@@ -315,6 +327,7 @@ class EngineOptions(TypedDict, total=False):
     drafter: str | DrafterKind | None
     num_speculative_tokens: Length
     speculation_width: int | Literal["auto"]
+    draft_vocab_size: int | None
     profile: str | None
     acceptance: AcceptanceName | str
     benchmark: bool
@@ -349,6 +362,7 @@ _NEEDS: Mapping[str, tuple[Callable[[EngineConfig], bool], str]] = {
     "acceptance": (lambda config: config.drafter is not None, _DRAFTER),
     "profile": (lambda config: config.reads_profile, _DRAFTER + "; and num_speculative_tokens='auto' or 'profiled'"),
     "draft_model": (lambda config: config.asks_draft_model, _DRAFT_MODEL),
+    "draft_vocab_size": (lambda config: config.asks_draft_model and config.draft_tokens, _DRAFT_MODEL),
     "draft_dtype": (lambda config: config.asks_draft_model, _DRAFT_MODEL),
     "draft_quantization": (lambda config: config.asks_draft_model, _DRAFT_MODEL),
     "reference_documents": (lambda config: config.looks_up, LOOKS_UP),
@@ -367,7 +381,7 @@ def check_used(config: EngineConfig, given: Mapping[str, Any]) -> None:
     }
     for name in given.keys() & _NEEDS.keys():
         used, needed = _NEEDS[name]
-        nothing = {"num_speculative_tokens": 0, "speculation_width": 1}.get(name, usual[name])
+        nothing = {"num_speculative_tokens": 0, "speculation_width": 1, "draft_vocab_size": 0}.get(name, usual[name])
         idle = given[name] in (usual[name], nothing)
         check(idle or used(config), name, given[name], f"left out here; it needs {needed}")
 

@@ -62,6 +62,7 @@ Share = Annotated[float, Number(0, 1)]
 Penalty = Annotated[float, Number(-2, 2)]
 Seconds = Annotated[float, Number(MIN_SECONDS, MAX_SECONDS)]
 Guesses = Annotated[int, Whole(0, MAX_SPECULATION_LENGTH)]
+DraftVocabulary = Annotated[int, Whole(0, MAX_VOCABULARY)]
 Width = Annotated[int, Whole(1, MAX_SPECULATION_WIDTH)]
 ToolParserName = Literal[
     "harmony", "qwen_xml", "hermes", "mistral", "mistral_json", "gemma", "function_gemma", "llama3", "json"

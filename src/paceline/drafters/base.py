@@ -57,6 +57,8 @@ class Drafter(RowKeeper):
     on_device: whether captured rounds on a device can make its draft tokens: samples of its one decoder, or none.
     uses_torch: whether it needs tensors. If not, rounds on the CPU kernels avoid torch.
     auto_width: draft tokens per position for ``speculation_width="auto"``; 0: its drafts never branch.
+    scores_subset: whether its draft model may score a part of its vocabulary (``draft_vocab_size``). It then tells
+        ``Decoder.vocabulary`` of sequences that join and of each round.
 
     Attributes of an object:
 
@@ -71,6 +73,7 @@ class Drafter(RowKeeper):
     on_device: bool = False
     uses_torch: bool = True
     auto_width: ClassVar[int] = 0
+    scores_subset: ClassVar[bool] = False
     width = 1
     sources: Sequence[str] = ("draft tokens",)
     paying_rows: int | None = None

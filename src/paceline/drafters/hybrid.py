@@ -27,6 +27,7 @@ class HybridDrafter(RowKeepers, Drafter):
     name = "hybrid"
     needs_draft_model = True
     copies = True
+    scores_subset = True
     auto_width = 1
 
     def __init__(self, ngram: NgramDrafter, model: ModelDrafter) -> None:

@@ -50,6 +50,7 @@ class ModelDrafter(Drafter):
     name = "model"
     needs_draft_model = True
     on_device = True
+    scores_subset = True
     auto_width = 1  # width 2 took 1.00 to 1.14 times as long at one row (benchmarks/trees.py)
     sources = ("draft model",)
     at_once = USUAL_LAG  # missing tokens per row that the first drafting pass reads; a larger backlog is read in chunks
@@ -169,6 +170,8 @@ class ModelDrafter(Drafter):
     def join(self, row: int) -> None:
         """Drop trees whose round never ended: it was a measurement, or it failed."""
         self._grown = None
+        if self.decoder.vocabulary is not None:
+            self.decoder.vocabulary.join(row)
 
     def leave(self, row: int) -> None:
         self._grown = None
@@ -178,3 +181,5 @@ class ModelDrafter(Drafter):
             self._grown.keep(verdict)
             self._grown = None
         self.decoder.rewind(batch)
+        if self.decoder.vocabulary is not None:
+            self.decoder.vocabulary.observe(batch, verdict)

@@ -11,6 +11,7 @@ from paceline.drafters import Drafter, Equipment, NoDrafter, make_drafter
 from paceline.drafters.heads.assistant import Assistant, AssistantDecoder
 from paceline.drafters.heads.decoder import HeadModel, TorchHead, TorchHeadDecoder
 from paceline.drafters.heads.native import NativeHead, NativeHeadDecoder
+from paceline.drafters.vocabulary_size import draft_vocab_size
 from paceline.engine.native_round import runs_native_rounds
 from paceline.engine.request import check_tokens
 from paceline.errors import ParameterError
@@ -19,8 +20,10 @@ from paceline.lengths.cost import CostTable
 from paceline.models.base import AnyModel, FlatModel, SharedModel
 from paceline.models.decoder import Decoder
 from paceline.models.draft_decoder import DraftDecoder
+from paceline.models.draft_vocabulary import DraftVocabulary
 from paceline.models.native_draft import NativeDraftDecoder
 from paceline.models.recurrent import state_shape_of
+from paceline.models.short_head import Shortenable
 
 
 @dataclass
@@ -101,7 +104,26 @@ class Assembly:
         equipment = Equipment(
             target, config.acceptance, models.draft, models.documents, self.draft_decoder, config.width_of
         )
-        return make_drafter(kind, equipment)
+        drafter = make_drafter(kind, equipment)
+        self._shorten(drafter)
+        return drafter
+
+    def _shorten(self, drafter: Drafter) -> None:
+        """Let the draft model score a part of its vocabulary. Raises ParameterError for a size that it cannot have."""
+        config, target, draft = self.config, self.models.target, self.models.draft
+        size = draft_vocab_size(target, draft, config)
+        if size == 0 or not isinstance(draft, Shortenable):
+            return
+        (decoder,) = drafter.decoders
+        decoder.shorten(
+            DraftVocabulary(
+                draft.short_head(size),
+                target.vocab_size,
+                self.models.eos_token_ids,
+                known=decoder.model.vocab_size,
+                follows=config.acceptance != "rejection",
+            )
+        )
 
 
 def lookup_is_free(models: Models, config: EngineConfig) -> bool:

@@ -48,7 +48,7 @@ class EngineDescription:
             device=target.device.type,
             threads=self.threads,
             target=model_hash(target),
-            drafter=_drafter_identity(self.config, draft) + self._describe_width(),
+            drafter=_drafter_identity(self.config, draft) + self._describe_width() + self._describe_vocabulary(),
             precision=_precision(target) if draft is None else f"{_precision(target)}, draft {_precision(draft)}",
             attention=self._attention_identity(target),
             acceptance=self.config.acceptance,
@@ -65,7 +65,7 @@ class EngineDescription:
         speculation = "no speculation"
         draft_model = self.models.draft if drafter.decoders else None
         if name := drafter.describe(None if draft_model is None else _describe_model(draft_model)):
-            length = self.parts.policy.describe() + self._describe_width()
+            length = self.parts.policy.describe() + self._describe_width() + self._describe_vocabulary()
             speculation = f"drafter {name}, length {length}, acceptance {config.acceptance}"
             if config.synthetic_acceptance is not None:
                 speculation += " (a benchmark: draft tokens are accepted at random, so the text is meaningless)"
@@ -87,6 +87,11 @@ class EngineDescription:
         """Name the width of trees; empty for chains."""
         width = self.parts.drafter.width
         return "" if width == 1 else f", width {width}"
+
+    def _describe_vocabulary(self) -> str:
+        """Name the size of a short draft vocabulary; empty without one."""
+        short = next((each.vocabulary for each in self.parts.drafter.decoders if each.vocabulary is not None), None)
+        return "" if short is None else f", draft vocabulary {short.size} of {short.vocabulary}"
 
     def _describe_room(self) -> str:
         """Name the memory limit of the caches; where rows may have to wait for memory, also how many fit."""

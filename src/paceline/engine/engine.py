@@ -177,6 +177,7 @@ class Engine:
         key = (
             config.drafter,
             self.parts.drafter.width,
+            config.draft_vocab_size,
             config.attention,
             config.acceptance,
             self._device_round is None,

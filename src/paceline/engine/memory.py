@@ -12,6 +12,7 @@ from paceline.core.hardware import available_memory
 from paceline.core.row_tables import grows_on
 from paceline.drafters.heads.decoder import HeadModel
 from paceline.drafters.heads.native import NativeHead
+from paceline.drafters.vocabulary_size import short_head_bytes
 from paceline.engine.native_round import workspace_bytes
 from paceline.errors import CapacityError
 from paceline.models.base import AnyModel
@@ -32,7 +33,7 @@ class MemoryPlan:
     weights: of all models; loaded already.
     states: of recurrent layers, of all rows.
     caches: limit of the KV caches of target and draft model together.
-    workspace: temporary tensors of a round and of a prefill chunk.
+    workspace: temporary tensors of a round and of a prefill chunk, and the output head of a short draft vocabulary.
     scoring: caches of scored texts, allocated when the first one comes.
     """
 
@@ -71,6 +72,7 @@ def plan_memory(
         workspace = logits + activations + head_logits + workspace_bytes(target, tokens, len(draft.taps))
     else:
         workspace = logits + activations + workspace_bytes(target, tokens)
+    workspace += short_head_bytes(target, draft, config)
     caches = rows * row_bytes(target, draft, config, positions)
     scoring = scoring_room(target, rows, positions).limit
     return MemoryPlan(

@@ -33,6 +33,8 @@ def why_not_device(parts: Speculation) -> str | None:
     models: list[AnyModel] = [decoder.model for decoder in decoders]
     if any(isinstance(model, FlatModel) for model in models):
         return "the CPU kernels are called from the host"
+    if any(decoder.vocabulary is not None for decoder in parts.drafter.decoders):
+        return "the draft vocabulary is chosen on the host"
     if any(getattr(model, "reads_device", False) for model in models):
         return "a model runs through transformers' own code"
     if parts.target.adapters is not None:

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from paceline.core.cache import KVCache
 from paceline.core.recurrent_state import WINDOW, StatefulCache
-from paceline.kernels.pack import Packed
+from paceline.kernels.pack import Format, Packed
 
-ABI_VERSION = 23  # must equal csrc/model.h's; raise both when a struct or a function changes
-_FORMATS = {"int8": 0, "bf16": 1, "int4": 2}
+ABI_VERSION = 24  # must equal csrc/model.h's; raise both when a struct or a function changes
+FORMATS: dict[Format, int] = {"int8": 0, "bf16": 1, "int4": 2}
 
 
 def address(tensor: Tensor | None) -> int | None:
@@ -55,7 +55,7 @@ class CLinear(Structure):
             address(packed.bias),
             packed.inputs,
             packed.outputs,
-            _FORMATS[packed.format],
+            FORMATS[packed.format],
             packed.group,
         )
 
@@ -276,6 +276,12 @@ class CKept(Structure):
     _fields_ = (("streams", c_void_p), ("capacity", c_int64), ("bf16", c_int32))
 
 
+class CShortHead(Structure):
+    """csrc: ShortHead."""
+
+    _fields_ = (("head", CLinear), ("targets", c_void_p))
+
+
 Callback = CFUNCTYPE(c_int32)
 
 
@@ -297,6 +303,7 @@ class CDraft(Structure):
         ("width", c_int64),
         ("parents", c_void_p),
         ("ranks", c_void_p),
+        ("shortened", c_void_p),
     )
 
 
@@ -373,7 +380,8 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_model_free": (None, (c_void_p,)),
     "pl_forward": (c_char_p, (*(c_void_p,) * 7, c_int, c_int, *(c_void_p,) * 3, c_int, *(c_void_p,) * 2)),
     "pl_experts_read": (c_int64, (c_void_p,)),
-    "pl_logits": (None, (c_void_p, c_void_p, c_void_p, c_int, c_void_p)),
+    "pl_logits": (None, (c_void_p, c_void_p, c_void_p, c_int, c_void_p, c_void_p)),
+    "pl_copy_columns": (c_char_p, (*(c_void_p,) * 5, c_int64)),
     "pl_keep_streams": (None, (*(c_void_p,) * 6, c_int)),
     "pl_draft": (c_char_p, (c_void_p,) * 5),
     "pl_texts_new": (c_void_p, ()),

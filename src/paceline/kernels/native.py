@@ -24,7 +24,7 @@ from torch import Tensor
 from paceline.core.nodes import Nodes
 from paceline.errors import ParameterError
 from paceline.kernels import build
-from paceline.kernels.abi import ABI_VERSION, SIGNATURES, CCache, CDraft, CKept, CModel, CRound, address
+from paceline.kernels.abi import ABI_VERSION, SIGNATURES, CCache, CDraft, CKept, CLinear, CModel, CRound, address
 
 _log = logging.getLogger("paceline.kernels")
 
@@ -306,9 +306,18 @@ class NativeDecoder:
         """Number of experts whose weights were read so far, all layers and passes together."""
         return int(self._library.pl_experts_read(self._handle))
 
-    def logits(self, hidden: Tensor, out: Tensor) -> None:
-        """Hidden [M, width] -> out [M, vocab]."""
-        self._library.pl_logits(self._handle, self._pool, hidden.data_ptr(), hidden.shape[0], out.data_ptr())
+    def logits(self, hidden: Tensor, out: Tensor, head: CLinear | None = None) -> None:
+        """Hidden [M, width] -> out [M, outputs of the head]. head: an output head; None: the model's own."""
+        other = None if head is None else ctypes.addressof(head)
+        self._library.pl_logits(self._handle, self._pool, hidden.data_ptr(), hidden.shape[0], out.data_ptr(), other)
+
+    def copy_columns(self, source: CLinear, columns: Tensor, destination: CLinear, places: Tensor) -> None:
+        """Copy packed columns [N] int64 of a layer to places [N] int64 of another. Raises ParameterError."""
+        read = ctypes.addressof(source), columns.data_ptr()
+        write = ctypes.addressof(destination), places.data_ptr()
+        problem = self._library.pl_copy_columns(self._pool, *read, *write, len(columns))
+        if problem is not None:
+            raise ParameterError("columns", f"[{len(columns)}]", str(problem.decode()))
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):

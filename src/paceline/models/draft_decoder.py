@@ -15,12 +15,12 @@ from paceline.core.batch import Batch
 from paceline.core.draft import Draft
 from paceline.core.slots import Slots
 from paceline.models.decoder import Decoder
+from paceline.models.draft_vocabulary import DraftVocabulary
 
 if TYPE_CHECKING:
     from paceline.models.native_draft import NativeDrafting
 
 USUAL_LAG = 2  # tokens missing in a draft model's cache if all are accepted: the last draft token and the bonus token
-NEVER = -1e30  # logit of probability 0 in float32. With -inf, a mask that forbids all other tokens would give NaN
 CATCH_UP_CHUNK = 256  # tokens per pass over all rows when a cache has fallen behind
 
 
@@ -30,10 +30,21 @@ class DraftDecoder(Decoder):
     reads: tokens per row that a device draft feeds before its first draft token. If more are missing, the earlier ones
         are fed beforehand.
     native: drafts in one call of the CPU kernels; None: step by step.
+    vocabulary: the tokens that it scores; None: all.
     """
 
     reads = USUAL_LAG
     native: NativeDrafting | None = None
+    vocabulary: DraftVocabulary | None = None
+
+    def shorten(self, vocabulary: DraftVocabulary) -> None:
+        """Score only the tokens of ``vocabulary`` from now on."""
+        self.vocabulary = vocabulary
+        if self.native is not None:
+            self.native.shorten(vocabulary)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return super().logits(hidden) if self.vocabulary is None else self.vocabulary.logits(hidden)
 
     def lags(self, batch: Batch) -> list[int]:
         """Return the number of tokens of each row that are missing in the cache. Synchronises with the device."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -219,8 +220,21 @@ def _with_factors(rotary: Rotary, stored: PackedTensor | None) -> Rotary:
 
 def head_tensors(file: GGUFFile) -> Mapping[str, StoredTensor]:
     """Return the tensors of the file's own draft head, named as in safetensors files; none if it has no head."""
-    head = form(file).head
-    return {} if head is None else head(file.tensors, len(describe(file).layers))
+    head, block = form(file).head, _head_block(file)
+    return {} if head is None or block is None else head(file.tensors, block)
+
+
+def is_head_alone(file: GGUFFile) -> bool:
+    """Whether the file has a draft head without its model's layers (llama.cpp's ``mtp-*.gguf``)."""
+    return _head_block(file) not in (None, 0) and not any(name.startswith("blk.0.") for name in file.tensors)
+
+
+_HEAD_TENSOR = re.compile(r"blk\.(\d+)\.nextn\.eh_proj\.weight")
+
+
+def _head_block(file: GGUFFile) -> int | None:
+    """Return the number of the block that is the draft head: that of the model's layers; None if there is none."""
+    return next((int(found[1]) for name in file.tensors if (found := _HEAD_TENSOR.fullmatch(name))), None)
 
 
 def tensors(file: GGUFFile, spec: DecoderSpec) -> Mapping[str, StoredTensor]:

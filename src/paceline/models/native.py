@@ -46,6 +46,7 @@ from paceline.models.description import (
 from paceline.models.experts import Experts
 from paceline.models.linear import Dense
 from paceline.models.packing import PackedDecoder, ReadPacked, packed_size
+from paceline.models.short_head import PackedShortHead, PassBytes, column_bytes
 from paceline.models.transformer import Transformer
 
 Quantization = Literal["int8", "int4"]
@@ -223,6 +224,20 @@ class NativeModel:
         """Return the bytes of experts' weights that were read so far; the reference implementation counts none."""
         read = 0 if self._packed is None else self._packed.decoder.experts_read()
         return read * self._expert_sizes[0] if read else 0
+
+    @property
+    def pass_bytes(self) -> PassBytes | None:
+        """Return what a forward pass reads, see ``Shortenable``; None for the reference implementation."""
+        if self._packed is None:
+            return None
+        head = self._packed.model.head
+        token = column_bytes(head)
+        embedding = 0 if self.tied else 2 * head.inputs  # one row of it is read for each token
+        return PassBytes(self._weight_bytes - self.vocab_size * (token + embedding), token)
+
+    def short_head(self, size: int) -> PackedShortHead:
+        """Return an output head over ``size`` tokens; see ``Shortenable``."""
+        return PackedShortHead(self.packed_decoder, size)
 
     def packed(self) -> Tensor | None:
         """Return the packed weights, uint8 [packed_size]; None for the reference implementation.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from ctypes import addressof
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -21,8 +22,10 @@ from paceline.errors import ParameterError
 from paceline.kernels import abi, native
 from paceline.kernels.attention import AttentionBackend
 from paceline.kernels.cpu import described
-from paceline.models.draft_decoder import NEVER, DraftDecoder
+from paceline.models.draft_decoder import DraftDecoder
+from paceline.models.draft_vocabulary import NEVER, DraftVocabulary
 from paceline.models.native import NativeModel
+from paceline.models.short_head import PackedShortHead
 
 T = TypeVar("T")
 
@@ -52,9 +55,18 @@ class NativeDrafting:
         self._memory = owner.cache, states  # a planned draft may outlive the decoder
         self._computed, self._vocab_size = owner.num_computed_tokens.numpy().data, owner.vocab_size
         self.scratch = self._empty_logits(owner.cache.rows)
+        self._vocabulary: DraftVocabulary | None = None
+        self._shortened = abi.CShortHead()  # the vocabulary, as the kernels read it
+        self._version = 0  # of the vocabulary in ``scratch``
+
+    def shorten(self, vocabulary: DraftVocabulary) -> None:
+        """See ``DraftDecoder.shorten``."""
+        assert isinstance(vocabulary.head, PackedShortHead)
+        self._vocabulary = vocabulary
+        self._shortened = abi.CShortHead(vocabulary.head.linear, vocabulary.tokens.data_ptr())
 
     def _empty_logits(self, lines: int) -> Tensor:
-        """Logits [lines, V] of ``NEVER``. The kernels overwrite those of the model's own vocabulary."""
+        """Logits [lines, V] of ``NEVER``. The kernels overwrite those of the tokens that are scored."""
         return torch.full((lines, self._vocab_size), NEVER, dtype=torch.float32)
 
     def lags(self, batch: Batch) -> list[int]:
@@ -112,6 +124,7 @@ class NativeDrafting:
         if width > 1:
             self._branch(call, rows, width)
         self._set_sampling(call, batch, Purpose.DRAFT if distributions else Purpose.DRAW)
+        self._set_vocabulary(call)
         call.chances = None if chances is None else chances.buffer_info()[0]
         if chances is None and probabilities is None and not batch.sampling.any_constraint:
             return PlannedDraft(self, call, found, batch, counts)
@@ -159,6 +172,17 @@ class NativeDrafting:
         call.ranks = call.parents + 8 * rows * call.draft_stride
         if len(self.scratch) < rows * width:
             self.scratch = self._empty_logits(rows * width)
+
+    def _set_vocabulary(self, call: abi.CDraft) -> None:
+        """Score the draft vocabulary only. Logits of tokens that have left it become ``NEVER`` again."""
+        vocabulary = self._vocabulary
+        if vocabulary is None:
+            return
+        if self._version != vocabulary.version:
+            self._version = vocabulary.version
+            with torch.inference_mode():  # they may have been made in it, and rounds of the kernels run outside of it
+                self.scratch.fill_(NEVER)
+        call.shortened = addressof(self._shortened)
 
     def _set_sampling(self, call: abi.CDraft, batch: Batch, purpose: Purpose) -> None:
         call.by = described(batch.sampling.drawing(batch.text, batch.length))

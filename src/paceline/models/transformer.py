@@ -28,6 +28,7 @@ from paceline.models.description import (
 )
 from paceline.models.experts import Experts
 from paceline.models.linear import Dense, Linear, LinearFactory
+from paceline.models.short_head import PassBytes, TorchShortHead
 from paceline.models.weights import NORMS
 
 Rotation = tuple[Tensor, Tensor]  # cos and signed sin, each [B, L, 1, R]: the first R of a head's D elements turn
@@ -471,6 +472,20 @@ class Transformer:
         if self.spec.logits_scale != 1.0:
             logits *= self.spec.logits_scale
         return logits if self.spec.logits_cap is None else cap(logits, self.spec.logits_cap)
+
+    @property
+    def pass_bytes(self) -> PassBytes | None:
+        """Return what a forward pass reads, see ``Shortenable``; None for a head that is not ``Dense``."""
+        if not isinstance(self._head, Dense):
+            return None
+        output = self._head.weight.nbytes
+        embedding = 0 if self.spec.tied else self._embedding.nbytes  # one row of it is read for each token
+        return PassBytes(self.weight_bytes() - output - embedding, output // self.vocab_size)
+
+    def short_head(self, size: int) -> TorchShortHead:
+        """Return an output head over ``size`` tokens; see ``Shortenable``."""
+        assert isinstance(self._head, Dense), "pass_bytes tells"
+        return TorchShortHead(self._head.weight, self._head.bias, size, self.scaled)
 
     def ends(self) -> tuple[Tensor, Linear, Norm | None]:
         """Return the parts that a drafting head shares with its target.

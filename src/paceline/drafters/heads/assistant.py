@@ -30,7 +30,7 @@ from paceline.models.base import AnyModel
 from paceline.models.boundary import Source, is_loaded
 from paceline.models.decoder import Decoder
 from paceline.models.description import DecoderSpec
-from paceline.models.draft_decoder import NEVER
+from paceline.models.draft_vocabulary import NEVER
 from paceline.models.families import describe
 from paceline.models.families.gemma4 import ASSISTANT, ASSISTANT_NAMES, describe_assistant
 from paceline.models.hub import resolve

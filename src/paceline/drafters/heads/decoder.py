@@ -21,8 +21,10 @@ from paceline.drafters.heads.layers import HeadStep
 from paceline.kernels.attention import AttentionBackend
 from paceline.kernels.attention.cached import CachedAttend
 from paceline.models.decoder import Decoder
-from paceline.models.draft_decoder import NEVER, DraftDecoder, at
+from paceline.models.draft_decoder import DraftDecoder, at
+from paceline.models.draft_vocabulary import NEVER
 from paceline.models.passes import PaddedPasses, Passes
+from paceline.models.short_head import PassBytes, ShortHead, TorchShortHead
 
 
 class HeadModel:
@@ -58,6 +60,15 @@ class HeadModel:
         """Bytes of its tensors."""
         raise NotImplementedError
 
+    @property
+    def pass_bytes(self) -> PassBytes | None:
+        """See ``Shortenable``. A head with a vocabulary of its own has a short one already."""
+        raise NotImplementedError
+
+    def short_head(self, size: int) -> ShortHead:
+        """See ``Shortenable``."""
+        raise NotImplementedError
+
     def stream_bytes(self, positions: int) -> int:
         """Bytes of a row's fused hidden states for ``positions`` tokens, beside keys and values."""
         if grows_on(self.device):
@@ -79,6 +90,16 @@ class TorchHead(HeadModel):
 
     def weight_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.head.state_dict().values())
+
+    @property
+    def pass_bytes(self) -> PassBytes | None:
+        output, embedding = self.head.lm_head.weight, self.head.embed_tokens.weight
+        if len(output) < self.vocab_size:
+            return None
+        return PassBytes(self.weight_bytes() - output.nbytes - embedding.nbytes, output.nbytes // self.vocab_size)
+
+    def short_head(self, size: int) -> ShortHead:
+        return TorchShortHead(self.head.lm_head.weight, None, size)
 
 
 class FusedStates:

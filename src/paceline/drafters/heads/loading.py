@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path, PurePath
 from typing import Literal
 
@@ -20,6 +21,9 @@ from paceline.drafters.heads.native import NativeHead
 from paceline.errors import ModelFormatError, ParameterError, VocabularyMismatchError
 from paceline.models.base import AnyModel
 from paceline.models.boundary import Source, is_loaded, name_of
+from paceline.models.families import FAMILIES
+from paceline.models.gguf import GGUFFile
+from paceline.models.gguf_config import is_head_alone
 from paceline.models.hub import resolve
 from paceline.models.loading import head_tensors, load_config, load_embedding, load_output
 from paceline.models.native import NativeModel
@@ -29,11 +33,21 @@ log = logging.getLogger("paceline")
 
 
 def find_head(source: Source) -> Path | None:
-    """Directory of the head ``source``; None if it is a model. Raises ModelNotFoundError or ModelFormatError."""
+    """Directory or GGUF file of the head ``source``; None if it is a model.
+
+    Raises ModelNotFoundError or ModelFormatError.
+    """
     if is_loaded(source):
         return None
     path = resolve(source)
-    return path if is_head(path) or is_assistant(path) else None
+    alone = path.is_file() and _is_head_alone(path, path.stat().st_mtime_ns)
+    return path if alone or is_head(path) or is_assistant(path) else None
+
+
+@lru_cache(maxsize=8)
+def _is_head_alone(path: Path, _changed: int) -> bool:
+    """See ``is_head_alone``; remembered, because reading a file's header takes up to 0.3 s."""
+    return is_head_alone(GGUFFile(path))
 
 
 def load_head_for(
@@ -46,6 +60,8 @@ def load_head_for(
 ) -> HeadModel:
     """Load the head at ``path`` for the target that was loaded from ``source``, on the target's device.
 
+    path: a directory, or the GGUF file of a head that belongs to the target's checkpoint (``load_own_head``).
+
     dtype: of weights that are not quantised.
     quantization: of the weights on the CPU kernels. "same": the target's, or ``dtype`` in torch if the CPU kernels do
         not run the target or cannot run the head.
@@ -53,6 +69,8 @@ def load_head_for(
     Raises VocabularyMismatchError or ModelFormatError if it was made for another target: other sizes, too few layers or
     another class. A different name is only logged, because a model may have several.
     """
+    if path.is_file():
+        return load_own_head(target, source, path, quantization=quantization)
     if is_assistant(path):
         if quantization not in ("same", None):
             raise ParameterError("draft_quantization", quantization, "None with an assistant, which runs in torch")
@@ -75,21 +93,31 @@ def has_own_head(source: Source) -> bool:
 
 
 def load_own_head(
-    target: AnyModel, source: Source, *, quantization: QuantizationName | Literal["same"] | None = "same"
+    target: AnyModel,
+    source: Source,
+    path: Path | None = None,
+    *,
+    quantization: QuantizationName | Literal["same"] | None = "same",
 ) -> HeadModel:
     """Load the head in the checkpoint of ``target``, with the target's embedding and output head.
 
-    quantization: as for ``load_head_for``. Raises ModelFormatError if its tensors are damaged.
+    path: a GGUF file with the head alone; None: the target's own files.
+    quantization: as for ``load_head_for``. Raises ModelFormatError if its tensors are damaged or another model's.
     """
-    config, stored = load_config(source), head_tensors(resolve(source))
-    name, taps = f"{target.name} (mtp)", (target.layers,)
+    config = load_config(source)
+    family = FAMILIES.get(config.get_text_config().model_type)
+    if family is None or not family.has_head:
+        raise ModelFormatError(f"{path} has a draft head, but {target.name} is of a family that has none")
+    stored = head_tensors(resolve(source) if path is None else path)
+    name, taps = f"{target.name} (mtp)" if path is None else str(path), (target.layers,)
+    where = str(path or target.name)
     if not isinstance(target, NativeModel):
         assert isinstance(target, RecurrentModel), "only families that it runs have such heads"
         weights = target.weights
         ends = weights["embed.weight"].float(), weights.get("head.weight", weights["embed.weight"]).float()
-        return TorchHead(own_head(config, stored, ends, target.name), name, taps, target.max_positions)
+        return TorchHead(own_head(config, stored, ends, where), name, taps, target.max_positions)
     shape = torch.empty(target.vocab_size, target.width, dtype=torch.bfloat16, device="meta")
-    head = own_head(config, stored, (shape, shape), target.name)
+    head = own_head(config, stored, (shape, shape), where)
     wanted = target.quantization if quantization == "same" else quantization
     if wanted == "fp8":
         raise ParameterError("draft_quantization", quantization, "None, 'int8' or 'int4' on a CPU")

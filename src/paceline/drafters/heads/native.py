@@ -23,7 +23,7 @@ from paceline.kernels import abi, native
 from paceline.kernels.attention import AttentionBackend
 from paceline.kernels.pack import INPUT_MULTIPLE
 from paceline.kernels.spec import FusionWeights, LayerWeights, LinearWeights, NativeSpec
-from paceline.models.draft_decoder import NEVER
+from paceline.models.draft_vocabulary import NEVER
 from paceline.models.native import (
     HEAD_FORMAT,
     LAYER_FORMAT,
@@ -35,6 +35,7 @@ from paceline.models.native import (
 )
 from paceline.models.native_draft import NativeDrafting
 from paceline.models.packing import PackedDecoder, packed_size
+from paceline.models.short_head import PackedShortHead, PassBytes, column_bytes
 
 T = TypeVar("T")
 
@@ -67,6 +68,7 @@ class NativeHead(HeadModel):
         formats = LAYER_FORMAT[quantization], HEAD_FORMAT[quantization]
         self._packed = PackedDecoder(spec, formats, kernels, torch.get_num_threads(), ends_of=ends)
         self._bytes = packed_size(spec, *formats, shares_ends=ends is not None)
+        self._layer_bytes = packed_size(spec, *formats, shares_ends=True)
         self.drafted = len(head.targets)  # size of its vocabulary
         self._targets = head.targets.sort().values
         self.precision = f"{quantization or 'bfloat16'} on the CPU kernels {kernels.name}"
@@ -84,6 +86,15 @@ class NativeHead(HeadModel):
 
     def weight_bytes(self) -> int:
         return self._bytes
+
+    @property
+    def pass_bytes(self) -> PassBytes | None:
+        if self.drafted < self.vocab_size:
+            return None
+        return PassBytes(self._layer_bytes, column_bytes(self._packed.model.head))
+
+    def short_head(self, size: int) -> PackedShortHead:
+        return PackedShortHead(self._packed, size)
 
 
 def spec_of_head(head: Head, max_positions: int) -> NativeSpec:
