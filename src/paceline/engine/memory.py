@@ -13,7 +13,7 @@ from paceline.core.row_tables import grows_on
 from paceline.drafters.heads.decoder import HeadModel
 from paceline.drafters.heads.native import NativeHead
 from paceline.drafters.vocabulary_size import short_head_bytes
-from paceline.engine.native_round import workspace_bytes
+from paceline.engine.native_round import runs_native_rounds, workspace_bytes
 from paceline.errors import CapacityError
 from paceline.models.base import AnyModel
 from paceline.models.recurrent import kv_layers_of, state_shape_of
@@ -67,11 +67,10 @@ def plan_memory(
     tokens = rows * (min(config.max_draft_tokens * config.most_width, MAX_SPECULATION_LENGTH) + 1)
     logits = _LOGITS_COPIES * tokens * target.vocab_size * 4
     activations = _ACTIVATIONS * max(tokens, config.prefill_chunk) * target.kv_heads * target.head_dim * 4 * 8
-    if isinstance(draft, NativeHead):
-        head_logits = rows * target.vocab_size * 4
-        workspace = logits + activations + head_logits + workspace_bytes(target, tokens, len(draft.taps))
-    else:
-        workspace = logits + activations + workspace_bytes(target, tokens)
+    taps = len(draft.taps) if isinstance(draft, NativeHead) else 0
+    drafts_natively = draft is not None and (isinstance(draft, NativeHead) or runs_native_rounds(draft))
+    draft_logits = rows * target.vocab_size * 4 if drafts_natively else 0  # NativeDrafting.scratch
+    workspace = logits + activations + draft_logits + workspace_bytes(target, tokens, taps)
     workspace += short_head_bytes(target, draft, config)
     caches = rows * row_bytes(target, draft, config, positions)
     scoring = scoring_room(target, rows, positions).limit
