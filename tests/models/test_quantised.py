@@ -139,6 +139,9 @@ class InMemory:
     def load(self) -> Tensor:
         return self.tensor
 
+    def matrix(self, index: int) -> InMemory:
+        return InMemory(self.tensor[index], self.dtype)
+
 
 # What is refused
 
