@@ -201,7 +201,8 @@ def run_attention(
     kv_heads, dim = cache.keys.shape[2], cache.keys.shape[4]
     qkv = qkv.clone()
     out = torch.zeros(qkv.shape[0], heads * dim)
-    where = abi.CCache.of(cache)
+    whole = abi.CCache.of(cache)
+    where = whole.tables[0]
     cos, sin = (part.contiguous() for part in table)
     attention = abi.CAttention(
         qkv=qkv.data_ptr(),
@@ -214,11 +215,11 @@ def run_attention(
         row_stride=where.row_stride,
         head_stride=where.head_stride,
         position_stride=where.position_stride,
-        bf16=bool(where.bf16),
+        bf16=bool(whole.bf16),
         heads=heads,
         kv_heads=kv_heads,
         dim=dim,
-        capacity=where.capacity,
+        capacity=whole.capacity,
         window=window or 0,
         scale=dim**-0.5,
         epsilon=1e-6,
