@@ -226,3 +226,12 @@ def test_a_pause_of_the_machine_hardly_moves_the_time_of_drafts() -> None:
         model.observe_draft(1, 2, 22.0)
     model.observe_draft(1, 2, 5000.0)
     assert model.next_pass_ms(1) < 10 * 1.12
+
+
+def test_a_batch_size_that_was_only_asked_about_starts_from_what_others_taught() -> None:
+    """The question itself stores nothing: eight rows were asked about before one row's rounds took twice as long."""
+    model = CostModel(linear_costs())
+    before = model.times(8, 100).plain
+    for _ in range(200):
+        model.observe(1, 0, 100, 2 * model.table.verify_ms(1, 0))
+    assert model.times(8, 100).plain == pytest.approx(2 * before, rel=0.1)

@@ -311,7 +311,7 @@ class CostModel:
         tabulated = max(at_context, MIN_FACTOR * base)
         surprise = math.log(max(ms, MIN_MS) / tabulated) - correction.level - correction.slope * log_tokens
         correction.learn(log_tokens, surprise)
-        self._latest = correction
+        self._latest = self._corrections[(rows - 1).bit_length()] = correction
         self._rounds += 1
 
     def draft_ms(self, rows: int, passes: int) -> float:
@@ -340,10 +340,9 @@ class CostModel:
         return self.table.feed_ms(tokens) * math.exp(self._latest.level)
 
     def _correction_of(self, rows: int) -> _Correction:
-        size = (rows - 1).bit_length()
-        if size not in self._corrections:
-            self._corrections[size] = _Correction(self._latest.level, self._latest.slope)
-        return self._corrections[size]
+        """The correction for the batch size; before its first round, what the last round's batch size taught."""
+        known = self._corrections.get((rows - 1).bit_length())
+        return known or _Correction(self._latest.level, self._latest.slope)
 
     def _tabulated(self, rows: int) -> _TabulatedRounds:
         if rows not in self._tables:

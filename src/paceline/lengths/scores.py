@@ -24,7 +24,7 @@ BINS = 9
 PRIOR_ACCEPTANCE = 0.7  # probability of a draft token without a score, before any was judged
 TOKEN_MEMORY = 100.0  # draft tokens, of one bin or of all, after which a token's weight has fallen to 1 / e
 SCORE_PRIOR = 3.0  # draft tokens that the score itself counts as in its bin
-MISS_PRIOR = 1.0  # misses (and hits, per row) added to the observed and to the expected count: damps the first ones
+MISS_PRIOR = 1.0  # misses and hits added to the observed and to the expected count: damps the first ones
 CHANGE_SIGMAS = 4.0  # standard deviations beyond which a round's first draft tokens show that the acceptance changed
 MAX_DOUBTED = 5.0  # what a record counts as at most after such a change or in a trial, in draft tokens or rounds
 
@@ -38,10 +38,12 @@ _PRIORS = (*_CENTRES * 2 * MAX_KINDS, *[PRIOR_ACCEPTANCE] * LONGEST_AUTO)  # [bi
 
 
 @dataclass
-class _RowCalibration:
-    """Recent draft tokens of one row, with fading weights: judged, missed, and the misses that their bins predicted.
+class _MissOdds:
+    """Factor on the odds of a miss, from recent draft tokens with fading weights.
 
-    odds_ratio: odds of a miss in this row divided by the odds that the bins predict.
+    judged, missed, expected: draft tokens, misses, and the misses that were expected of them. ``MISS_PRIOR`` misses and
+        as many hits, all of them expected, are added as a prior.
+    odds_ratio: odds of a miss over the expected odds.
     """
 
     judged: float = 0.0
@@ -49,33 +51,38 @@ class _RowCalibration:
     expected: float = 0.0
     odds_ratio: float = 1.0
 
-    def update_odds(self) -> None:
-        missed, expected = self.missed + MISS_PRIOR, self.expected + MISS_PRIOR
-        kept, expected_kept = self.judged - self.missed + MISS_PRIOR, self.judged - self.expected + MISS_PRIOR
-        self.odds_ratio = missed / expected * expected_kept / kept
+    def learn(self, judged: float, missed: float, expected: float, fade: float) -> None:
+        """Add a round. fade: weight of all earlier ones."""
+        self.judged, self.missed = self.judged * fade + judged, self.missed * fade + missed
+        self.expected = self.expected * fade + expected
+        odds = (self.missed + MISS_PRIOR) / (self.judged - self.missed + MISS_PRIOR)
+        self.odds_ratio = odds * (self.judged - self.expected + MISS_PRIOR) / (self.expected + MISS_PRIOR)
+
+    def of(self, miss: float) -> float:
+        """The corrected probability of a miss."""
+        return miss * self.odds_ratio / (1 - miss + miss * self.odds_ratio)
 
 
 class ScoreCalibration:
     """Turns the scores of draft tokens into probabilities of being right, given that their ancestors are.
 
-    Three corrections, each with a prior worth a few draft tokens:
+    Three records, each with a prior worth a few draft tokens, and each the prior of the next:
 
-    * ``tried`` and ``kept``, [bins]: a reliability table over bins of scores;
-    * ``all_missed`` over ``all_expected``: moves the prior of all bins, also of those never tried;
-    * ``rows``: the row calibration, a factor on the odds of a miss.
+    * ``overall``: a correction of all scores, so also of bins that were never tried;
+    * ``tried`` and ``kept``, [bins]: draft tokens by bin, a Beta distribution each;
+    * ``rows``: a correction by row.
     """
 
     def __init__(self) -> None:
         self.tried, self.kept = [0.0] * len(_PRIORS), [0.0] * len(_PRIORS)
-        self.all_missed = self.all_expected = 0.0
-        self.rows: PerRow[_RowCalibration] = PerRow()
-        self._neutral = _RowCalibration()
+        self.overall = _MissOdds()
+        self.rows: PerRow[_MissOdds] = PerRow()
         self._misses: dict[int, float] = {}  # results of ``_miss`` since the last observation
 
     def chance(self, slot: int, bin_: int) -> float:
         """Probability that a draft token in this bin and slot is right if its ancestors are."""
-        miss = self._miss(bin_)
-        return (1 - miss) / (1 - miss + miss * self.rows.get(slot, self._neutral).odds_ratio)
+        miss, row = self._miss(bin_), self.rows.get(slot)
+        return 1 - (row.of(miss) if row else miss)
 
     def error(self) -> float:
         """Relative standard error of the probability at the first position, without scores; 0 before any trial."""
@@ -112,8 +119,7 @@ class ScoreCalibration:
         """Probability of a miss in this bin before the row calibration."""
         miss = self._misses.get(bin_)
         if miss is None:
-            of_all = (self.all_missed + MISS_PRIOR) / (self.all_expected + MISS_PRIOR)
-            tried, prior = self.tried[bin_], SCORE_PRIOR * min((1 - _PRIORS[bin_]) * of_all, 1.0)
+            tried, prior = self.tried[bin_], SCORE_PRIOR * self.overall.of(1 - _PRIORS[bin_])
             miss = self._misses[bin_] = (tried - self.kept[bin_] + prior) / (tried + SCORE_PRIOR)
         return miss
 
@@ -133,17 +139,13 @@ class ScoreCalibration:
         for bin_, tried in enumerate(self.tried):
             share = MAX_DOUBTED / max(tried, MAX_DOUBTED)
             self.tried[bin_], self.kept[bin_] = share * tried, share * self.kept[bin_]
-        share = MAX_DOUBTED / max(self.all_expected, MAX_DOUBTED)
-        self.all_missed, self.all_expected = share * self.all_missed, share * self.all_expected
+        self.overall.learn(0.0, 0.0, 0.0, MAX_DOUBTED / max(self.overall.expected, MAX_DOUBTED))
         self.rows.clear()
         self._misses.clear()
 
     def _learn_row(self, slot: int, judged: Sequence[JudgedToken]) -> None:
-        record = self.rows.setdefault(slot, _RowCalibration())
-        record.judged = record.judged * ROW_FADE + len(judged)
-        record.missed = record.missed * ROW_FADE + sum(not right for _, right in judged)
-        record.expected = record.expected * ROW_FADE + sum(self._miss(bin_) for bin_, _ in judged)
-        record.update_odds()
+        missed, expected = sum(not right for _, right in judged), sum(self._miss(bin_) for bin_, _ in judged)
+        self.rows.setdefault(slot, _MissOdds()).learn(len(judged), missed, expected, ROW_FADE)
 
     def _learn_bins(self, judged: Sequence[Sequence[JudgedToken]]) -> None:
         """Add a round to the bins. Position bins predict less than scores, so they also fade with each round."""
@@ -154,9 +156,8 @@ class ScoreCalibration:
                 of_bin[0] += 1
                 of_bin[1] += right
         tried, kept = map(sum, zip(*counts.values(), strict=True))
-        fade = math.exp(-tried / TOKEN_MEMORY)
-        self.all_missed = self.all_missed * fade + tried - kept
-        self.all_expected = self.all_expected * fade + sum(n * (1 - _PRIORS[bin_]) for bin_, (n, _) in counts.items())
+        expected = sum(n * (1 - _PRIORS[bin_]) for bin_, (n, _) in counts.items())
+        self.overall.learn(tried, tried - kept, expected, math.exp(-tried / TOKEN_MEMORY))
         for bin_, (count, good) in counts.items():
             fade = math.exp(-count / TOKEN_MEMORY)
             fade = min(fade, ROUND_FADE) if bin_ >= POSITION_BINS else fade
