@@ -31,7 +31,7 @@ def table(heading: str) -> list[list[str]]:
 
 
 def cell(row: str, column: int = 2) -> str:
-    """Of the table of headlines."""
+    """Return a cell of the table of headlines."""
     (found,) = [cells[column] for cells in table("The papers' headlines") if cells[0] == row]
     return found
 
@@ -269,7 +269,7 @@ BESIDE = ("chain", "chain by survival", "EAGLE-2's shape")
 
 
 def fewer_rounds(who: str, temperature: float, beside: str, draft_tokens: str) -> str:
-    """Of trees by survival, all sets of prompts side by side; negative: more."""
+    """Return the reduction of rounds by survival trees over all sets of prompts; negative: more rounds."""
     (found,) = [
         each["tokens_a_round"]
         for each in load(COUNTED[who])["results"]
@@ -366,7 +366,7 @@ def widths(run: dict[str, Any]) -> list[str]:
 
 
 def trees() -> list[str]:
-    """Of the best draft tokens by survival, one row: a tree of two candidates a place over a chain."""
+    """Return the gain of a tree with two candidates per position over a chain, for one row."""
     runs = {r["prompts"]: r["widths"] for r in load("tree-gain-draft-qwen")["results"] if r["temperature"] == 0}
     gains = {
         draft_tokens: [
@@ -385,7 +385,7 @@ def trees() -> list[str]:
 
 
 def in_a_budget() -> list[str]:
-    """Where plain decoding has half of what it has without limit."""
+    """Return pass rates at the budget at which plain decoding has half of its unlimited rate."""
     found = {half["n"]: half for half in load(EVALUATED)["half_way"]}
     return [f"{100 * found[n]['plain']:.0f} to {100 * found[n]['speculation']:.0f} % at n = {n}" for n in found]
 

@@ -30,7 +30,7 @@ from paceline.engine.device_round import DeviceAcceptance, DeviceRound
 from paceline.engine.engine import Engine, Request
 from paceline.errors import ParameterError
 from paceline.kernels.attention.reference import ReferenceAttention
-from paceline.kernels.gpu.graphs import Graphs, NoFellows, Ring, Ticket, Upload
+from paceline.kernels.gpu.graphs import Graphs, NoOtherRanks, Ring, Ticket, Upload
 from paceline.kernels.gpu.lookup import copied
 from paceline.kernels.gpu.ops import ReferenceOps, RoundOps, TritonOps
 from paceline.kernels.gpu.state import read_record, read_trees
@@ -360,9 +360,9 @@ class Replayed:
 
 def test_the_least_recently_used_graphs_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.kernels.gpu.graphs.MOST_GRAPHS", 3)
-    numbers, forgotten, fellows = count(), [], NoFellows()
-    monkeypatch.setattr(fellows, "forget", forgotten.append)
-    graphs = Graphs(torch.device("cpu"), fellows=fellows)
+    numbers, forgotten, other_ranks = count(), [], NoOtherRanks()
+    monkeypatch.setattr(other_ranks, "forget", forgotten.append)
+    graphs = Graphs(torch.device("cpu"), other_ranks=other_ranks)
     graphs.captures = True
     monkeypatch.setattr(graphs, "_capture", lambda program: (Replayed(), program(), next(numbers)))
     for key in "abcab":

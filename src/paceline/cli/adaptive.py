@@ -149,14 +149,14 @@ def phases(
 ) -> None:
     """Compare auto with every fixed length and an oracle: batch 1, 16, 1, SYNTHETIC acceptance 0.9, 0.1, 0.9."""
     from paceline.tools.bench.offline import machine, versions
-    from paceline.tools.bench.phases import PHASES, Phase, Stage, compare, draw
+    from paceline.tools.bench.phases import PHASES, LoadPhase, Stage, compare, draw
 
     plot = checked_plot(output)
     if quick:
         refuse_given(context, "left out beside --quick, which chooses it", "max_tokens", "repeats")
     llm = replace(engine, prefix_cache=False).load(model, quiet)
     if quick:
-        stage = Stage(llm, [Phase(1, 0.9), Phase(2, 0.1)], tokens=8)
+        stage = Stage(llm, [LoadPhase(1, 0.9), LoadPhase(2, 0.1)], tokens=8)
         repeats = 1
     else:
         stage = Stage(llm, PHASES, max_tokens)

@@ -191,7 +191,7 @@ class ChatLogprobs(BaseModel):
     content: list[ChatLogprob]
 
 
-class CalledFunction(BaseModel):
+class ReplyFunction(BaseModel):
     """A function and the JSON text of its arguments."""
 
     name: str
@@ -203,7 +203,7 @@ class ChatToolCall(BaseModel):
 
     id: str
     type: Literal["function"]
-    function: CalledFunction
+    function: ReplyFunction
 
 
 class CalledFunctionDelta(BaseModel):

@@ -18,7 +18,7 @@ from paceline.chat.values import (
     message_of,
 )
 from paceline.core.outputs import CompletionOutput
-from paceline.server.messages.replies import Message, MessageStream, MessageUsage, content_of, stop_of
+from paceline.server.messages.replies import MessageReply, MessageStream, MessageUsage, content_of, stop_of
 
 CALL = [ToolCallStart(0, "a", "read"), ToolCallArgumentsDelta(0, '{"p": '), ToolCallArgumentsDelta(0, "1}")]
 SECOND = [ToolCallStart(1, "b", "ls"), ToolCallEnd(1)]
@@ -32,7 +32,7 @@ USAGE = MessageUsage(input_tokens=1, cache_creation_input_tokens=0, cache_read_i
 
 
 def stream(events: Sequence[MessageEvent]) -> list[dict[str, Any]]:
-    message = Message(
+    message = MessageReply(
         id="m",
         type="message",
         role="assistant",

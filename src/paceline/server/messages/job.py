@@ -16,7 +16,7 @@ from paceline.server.documents import named_event
 from paceline.server.messages.prompt import messages_of, options_of
 from paceline.server.messages.protocol import MessagesRequest, PromptRequest
 from paceline.server.messages.replies import (
-    Message,
+    MessageReply,
     MessageStream,
     MessageUsage,
     StreamEvent,
@@ -54,11 +54,11 @@ class MessagesJob:
         log_request(self.id, [output], None)
         return await self.turn.context.written(lambda: self._whole(output), generation.made)
 
-    def _whole(self, output: RequestOutput) -> Message:
+    def _whole(self, output: RequestOutput) -> MessageReply:
         answer = output.outputs[0]
         message = message_of(self.turn.reader().feed(Delta.whole(answer)))
         stop, sequence = stop_of(answer, len(message.tool_calls))
-        return Message(
+        return MessageReply(
             id=self.id,
             type="message",
             role="assistant",
@@ -81,10 +81,10 @@ class MessagesJob:
         stop, sequence = stop_of(output.outputs[0], stream.calls)
         yield _events(stream.end(stop, sequence, MessageUsage.of(output)))
 
-    def _begun(self) -> Message:
+    def _begun(self) -> MessageReply:
         """The message before its first token. How many tokens come from the cache is known at its end."""
         tokens = len(self.turn.request.prompt_token_ids)
-        return Message(
+        return MessageReply(
             id=self.id,
             type="message",
             role="assistant",
