@@ -1,4 +1,4 @@
-"""``paceline batch`` answers every line once, however often the process is killed, and hostile lines affect no others."""
+"""``paceline batch`` answers every line once, however often the process is killed; hostile lines affect no others."""
 
 from __future__ import annotations
 

@@ -166,6 +166,7 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize(("line", "message"), BAD_LINES.values(), ids=BAD_LINES.keys())
+@pytest.mark.one_in(5)
 def test_a_bad_line_is_named_and_nothing_runs(paceline: Any, tiny: str, lines: Path, line: str, message: str) -> None:
     lines.write_text('{"prompt": "good"}\n' + line + "\n")
     result = paceline("generate", tiny, "--prompts-file", str(lines), "--quiet", *GREEDY)

@@ -181,6 +181,7 @@ def test_a_slot_continues_only_where_its_state_is_known() -> None:
 @pytest.mark.parametrize("kernels", [*native.available(), *native.emulated()], ids=lambda kernels: kernels.name)
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 @pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.one_in(5)
 def test_kernels_agree_with_their_reference_and_bits_do_not_depend_on_the_pass(
     sizes: str, quantization: Quantization | None, kernels: native.Kernels
 ) -> None:
