@@ -1,4 +1,6 @@
-"""The import rule: a folder imports only from folders below it. Run as a script, it prints the import graph.
+"""The import rule: a folder imports only from folders below it.
+
+Run as a script, it prints the import graph and the modules without a test file of their name.
 
 Imports inside functions and under TYPE_CHECKING count as well: they are dependencies, too.
 """
@@ -211,12 +213,25 @@ def test_the_count_notices(tmp_path: Path, question: str) -> None:
     assert asked_for(package / "some.py", kinds_of(package, BASES)) == ["some.py:3"]
 
 
+def without_test_file(source: Path, tests: Path) -> list[str]:
+    """Modules for which neither their own name nor their folder's has a test file at the same place."""
+    modules = [path.relative_to(source) for path in sorted(source.rglob("*.py")) if not path.stem.startswith("__")]
+    missing = []
+    for module in modules:
+        own, folder = tests / module.parent, module.parent
+        if not any(path.is_file() for path in (own / f"test_{module.stem}.py", own.parent / f"test_{folder.name}.py")):
+            missing.append(str(module))
+    return missing
+
+
 def main() -> None:
-    """Print the import graph between folders, from the ground up."""
+    """Print the import graph between folders, from the ground up, and the modules without a test file."""
     needs, levels = dependencies(SOURCE), import_levels(SOURCE)
     for unit in sorted(levels, key=lambda unit: (levels[unit], unit)):
         print(f"{levels[unit]:2}  {unit:14} {' '.join(sorted(other for each, other in needs if each == unit))}")
     print(f"{len(levels)} units, {max(levels.values()) + 1} levels, {len(needs)} edges")
+    missing = without_test_file(SOURCE, Path(__file__).parent)
+    print(f"{len(missing)} modules without a test file of their name: {' '.join(missing)}")
 
 
 if __name__ == "__main__":

@@ -49,9 +49,13 @@ PEERS = {
     "paceline, int8, plain": ("peers-qwen-openvino-epyc-zen4", "paceline-int8", ("plain",)),
     "**paceline, int8, `auto`**": ("peers-qwen-openvino-epyc-zen4", "paceline-int8", ("ngram", "draft")),
     "OpenVINO GenAI, int8": ("peers-qwen-openvino-epyc-zen4", "openvino", ANY),
-    "*in a run in which paceline had*": ("peers-qwen-vllm-epyc-zen4", "paceline-int8", ANY),
+    "*paceline in the run with vLLM*": ("peers-qwen-vllm-epyc-zen4", "paceline-int8", ANY),
     "vLLM, bf16": ("peers-qwen-vllm-epyc-zen4", "vllm", ANY),
-    "*one sample each, in a run in which paceline had*": ("peers-qwen-epyc-zen4", "paceline-int8", ANY),
+    "*paceline in the run with llama.cpp and transformers, one sample each*": (
+        "peers-qwen-epyc-zen4",
+        "paceline-int8",
+        ANY,
+    ),
     "llama.cpp, 4-bit GGUF": ("peers-qwen-epyc-zen4", "llamacpp", ANY),
     "transformers, bf16": ("peers-qwen-epyc-zen4", "transformers", ANY),
 }
