@@ -18,6 +18,7 @@ from paceline.cli.options import (
     EngineFlags,
     Model,
     Quiet,
+    Repeats,
     refuse_given,
     speculation_length,
     whole_numbers,
@@ -58,7 +59,7 @@ def offline(
         bool,
         typer.Option(help="Give n-gram lookup the text that edits and retrieval repeat: the program, the document."),
     ] = True,
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Runs, of which the median is reported.")] = 3,
+    repeats: Repeats = 3,
     lengths: Annotated[
         str | None, typer.Option("--lengths", help="Time several speculation lengths side by side: 1,2,4,bass,auto.")
     ] = None,

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from paceline.cli.console import Sheet, note, stderr, table
-from paceline.cli.document import checked_plot, command_line, end
-from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, whole_numbers
+from paceline.cli.document import PlottedDocument, checked_plot, command_line, end
+from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, Repeats, whole_numbers
 from paceline.errors import ParameterError
 from paceline.models.hub import own_head
 
@@ -39,10 +39,8 @@ def drafters(
     ] = "1,4,8,16",
     temperatures: Annotated[str, typer.Option("--temperatures", help="Temperatures; 0 is greedy.")] = "0,0.8",
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=4, help="Maximum tokens of an answer.")] = 64,
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Runs, of which the median is reported.")] = 3,
-    output: Annotated[
-        Path, typer.Option("--output", help="The JSON document; the plot has the same name with .png.")
-    ] = Path("drafters.json"),
+    repeats: Repeats = 3,
+    output: PlottedDocument = Path("drafters.json"),
     quiet: Quiet = False,
 ) -> None:
     """Compare a target's drafters: n-gram lookup, draft model, trained head. The last line is one JSON document."""
