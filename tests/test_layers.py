@@ -7,6 +7,7 @@ Imports inside functions and under TYPE_CHECKING count as well: they are depende
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,12 @@ FLOOR_OF = {unit: number for number, units in enumerate(FLOORS) for unit in unit
 FREE = {"__init__", "__main__", *RE_EXPORTS}  # front doors: they may name everything
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """The syntax tree of a file."""
+    return ast.parse(path.read_text(), str(path))
+
+
 def unit_of(path: Path, root: Path) -> str:
     """The folder or module just below the root that a file belongs to."""
     first = path.relative_to(root).parts[0]
@@ -43,7 +50,7 @@ def unit_of(path: Path, root: Path) -> str:
 def imported_modules(path: Path, root: Path) -> Iterator[str]:
     """Dotted names of this package's modules that a file imports, as seen from the root: "models.hub"."""
     here = list(path.relative_to(root).with_suffix("").parts)
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level:
@@ -176,7 +183,7 @@ BASES = {"Drafter", "LengthPolicy"}
 
 def kinds_of(root: Path, bases: set[str]) -> set[str]:
     """The names of all classes below these, wherever they are."""
-    trees = [ast.parse(path.read_text()) for path in root.rglob("*.py")]
+    trees = [tree_of(path) for path in root.rglob("*.py")]
     classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     found: set[str] = set()
     while True:
@@ -189,7 +196,7 @@ def kinds_of(root: Path, bases: set[str]) -> set[str]:
 def asked_for(path: Path, kinds: set[str]) -> list[str]:
     """Where a file asks whether something is of one of these classes: isinstance, or ``type(x) is``."""
     asked = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         call = isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass")
         compare = isinstance(node, ast.Compare) and ast.unparse(node.left).startswith("type(")
         if (call or compare) and {each.id for each in ast.walk(node) if isinstance(each, ast.Name)} & kinds:

@@ -336,7 +336,8 @@ def test_temperature_costs_the_head_little() -> None:
     greedy, sampled = ([kept(place, temperature) for place in (0, 1)] for temperature in (0.0, 0.8))
     said = " ".join((ROOT / "docs" / "drafters.md").read_text().split())
     told = (
-        f"{greedy[0]} of first and {greedy[1]} of second draft tokens when greedy, {sampled[0]} and {sampled[1]} at 0.8"
+        f"SmolLM2's head has {greedy[0]} of its first and {greedy[1]} of its second draft tokens accepted when greedy, "
+        f"and {sampled[0]} and {sampled[1]} at temperature 0.8."
     )
     assert told in said
 

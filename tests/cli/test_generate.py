@@ -47,6 +47,7 @@ def test_the_start_line_says_what_runs_and_quiet_silences_it(paceline: Any, tiny
 @pytest.mark.parametrize(
     "how", [["--drafter", "ngram"], ["--drafter", "hybrid"], ["-k", "bass"], ["--acceptance", "rejection"]]
 )
+@pytest.mark.one_in(3)
 def test_speculation_changes_no_text(paceline: Any, tiny: str, tiny_draft: str, how: list[str]) -> None:
     prompts = ["--prompt", "abcabcabc", "--prompt", "x"]
     plain = texts(paceline("generate", tiny, *prompts, *GREEDY, "--json"))

@@ -117,6 +117,7 @@ class NoHostReads(TorchDispatchMode):
 
 @pytest.mark.parametrize("k", [0, 1, 4, 7, "bass"])
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.one_in(3)
 def test_device_rounds_equal_host_rounds(model: str, k: int | str) -> None:
     found, expected = [
         answers(run(engine_on(rounds, model, num_speculative_tokens=k), PROMPTS, PARAMS))
@@ -127,6 +128,7 @@ def test_device_rounds_equal_host_rounds(model: str, k: int | str) -> None:
 
 @pytest.mark.parametrize("k", [1, 4, "bass"])
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.one_in(5)
 def test_under_the_rejection_rule_greedy_rows_are_the_same(model: str, k: int | str) -> None:
     """Rows at a temperature keep their distribution (test_lossless.py), but their last rounds may differ in length."""
     options = {"num_speculative_tokens": k, "acceptance": "rejection"}
@@ -379,6 +381,7 @@ def test_the_least_recently_used_graphs_are_evicted(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("width", [2, 3])
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.one_in(3)
 def test_a_tree_is_the_chain_and_the_next_best_candidates_beside_it(model: str, width: int) -> None:
     """After every round, whatever was accepted: the draft model's cache must equal the text."""
     engine = engine_on("device", model, speculation_width=width)

@@ -244,6 +244,7 @@ class Script(LengthPolicy):
 
 
 @pytest.mark.parametrize("only", [None, 0, 1, 2])
+@pytest.mark.one_in(3)
 def test_after_500_plain_rounds_the_draft_models_cache_is_right(only: int | None) -> None:
     model = ToyModel(max_positions=700)
     engine = make_engine(
@@ -322,6 +323,7 @@ def test_a_plain_check_that_was_paid_for_runs_although_there_are_ngram_drafts() 
 
 @pytest.mark.parametrize("drafter", ["model", "ngram", "hybrid"])
 @pytest.mark.parametrize("toy", [ToyModel, FlatToy])
+@pytest.mark.one_in(5)
 def test_the_default_is_auto_and_lossless(toy: Callable[..., ToyModel], drafter: str) -> None:
     draft = None if drafter == "ngram" else toy(blur=0.3)
     assert EngineConfig().num_speculative_tokens == "auto"

@@ -128,6 +128,7 @@ def plain_answers(kind: str) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("shape", ["caps", *SHAPES])
 @pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.one_in(5)
 def test_rejected_draft_tokens_and_other_branches_leave_no_trace(kind: str, shape: str) -> None:
     plain = plain_answers(kind)
     engine = make_engine(MODELS[kind](), drafter="ngram", max_batch_size=4, prefill_chunk=5)

@@ -35,7 +35,9 @@ def check(case: Any) -> None:
     assert response.status_code < 500, (response.status_code, response.text, case.body)
 
 
-@pytest.mark.parametrize("examples", [10, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "examples", [4, pytest.param(10, marks=pytest.mark.wide), pytest.param(500, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("mode", GenerationMode)
 def test_no_generated_request_causes_a_server_error(live: Live, mode: GenerationMode, examples: int) -> None:
     document = schemathesis.openapi.from_url(f"{live.url}/openapi.json")

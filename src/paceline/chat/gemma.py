@@ -18,7 +18,7 @@ _WORD_STOP = re.compile(r"[,:{}\[\]<\"\s]")
 
 @dataclass(frozen=True)
 class GemmaMarkers:
-    """What is around calls and around strings."""
+    """Markers around calls and around strings."""
 
     begin: str
     end: str

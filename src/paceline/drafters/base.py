@@ -18,7 +18,7 @@ from paceline.models.decoder import Decoder, FeatureReader
 
 @dataclass(frozen=True)
 class Equipment:
-    """What an engine offers for building a drafter.
+    """Parts of an engine that a drafter is built from.
 
     target: the target model with its cache.
     acceptance: the acceptance rule, as in ``EngineConfig``.
