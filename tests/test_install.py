@@ -1,4 +1,4 @@
-"""What pip makes of the sources, with a compiler and without; and what somebody hears to whom a package is missing."""
+"""pip builds the sources with and without a compiler; an error names the extra of a missing package."""
 
 import os
 import platform

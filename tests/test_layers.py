@@ -1,10 +1,13 @@
-"""The import rule: a folder imports only from folders below it. Run as a script, it prints the import graph.
+"""The import rule: a folder imports only from folders below it.
+
+Run as a script, it prints the import graph and the modules without a test file of their name.
 
 Imports inside functions and under TYPE_CHECKING count as well: they are dependencies, too.
 """
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,6 +35,12 @@ FLOOR_OF = {unit: number for number, units in enumerate(FLOORS) for unit in unit
 FREE = {"__init__", "__main__", *RE_EXPORTS}  # front doors: they may name everything
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """The syntax tree of a file."""
+    return ast.parse(path.read_text(), str(path))
+
+
 def unit_of(path: Path, root: Path) -> str:
     """The folder or module just below the root that a file belongs to."""
     first = path.relative_to(root).parts[0]
@@ -41,7 +50,7 @@ def unit_of(path: Path, root: Path) -> str:
 def imported_modules(path: Path, root: Path) -> Iterator[str]:
     """Dotted names of this package's modules that a file imports, as seen from the root: "models.hub"."""
     here = list(path.relative_to(root).with_suffix("").parts)
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level:
@@ -174,7 +183,7 @@ BASES = {"Drafter", "LengthPolicy"}
 
 def kinds_of(root: Path, bases: set[str]) -> set[str]:
     """The names of all classes below these, wherever they are."""
-    trees = [ast.parse(path.read_text()) for path in root.rglob("*.py")]
+    trees = [tree_of(path) for path in root.rglob("*.py")]
     classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     found: set[str] = set()
     while True:
@@ -187,7 +196,7 @@ def kinds_of(root: Path, bases: set[str]) -> set[str]:
 def asked_for(path: Path, kinds: set[str]) -> list[str]:
     """Where a file asks whether something is of one of these classes: isinstance, or ``type(x) is``."""
     asked = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         call = isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass")
         compare = isinstance(node, ast.Compare) and ast.unparse(node.left).startswith("type(")
         if (call or compare) and {each.id for each in ast.walk(node) if isinstance(each, ast.Name)} & kinds:
@@ -211,12 +220,25 @@ def test_the_count_notices(tmp_path: Path, question: str) -> None:
     assert asked_for(package / "some.py", kinds_of(package, BASES)) == ["some.py:3"]
 
 
+def without_test_file(source: Path, tests: Path) -> list[str]:
+    """Modules for which neither their own name nor their folder's has a test file at the same place."""
+    modules = [path.relative_to(source) for path in sorted(source.rglob("*.py")) if not path.stem.startswith("__")]
+    missing = []
+    for module in modules:
+        own, folder = tests / module.parent, module.parent
+        if not any(path.is_file() for path in (own / f"test_{module.stem}.py", own.parent / f"test_{folder.name}.py")):
+            missing.append(str(module))
+    return missing
+
+
 def main() -> None:
-    """Print the import graph between folders, from the ground up."""
+    """Print the import graph between folders, from the ground up, and the modules without a test file."""
     needs, levels = dependencies(SOURCE), import_levels(SOURCE)
     for unit in sorted(levels, key=lambda unit: (levels[unit], unit)):
         print(f"{levels[unit]:2}  {unit:14} {' '.join(sorted(other for each, other in needs if each == unit))}")
     print(f"{len(levels)} units, {max(levels.values()) + 1} levels, {len(needs)} edges")
+    missing = without_test_file(SOURCE, Path(__file__).parent)
+    print(f"{len(missing)} modules without a test file of their name: {' '.join(missing)}")
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ STUBS = [
 
 @pytest.fixture(autouse=True)
 def all_threads() -> Iterator[None]:
-    """Other tests have one. Whoever tests in several processes has one for each as well."""
+    """Divide the machine's cores among the test processes; other tests use one torch thread."""
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
     with torch_threads(max(1, (os.cpu_count() or 1) // processes)):
         yield
@@ -104,8 +104,8 @@ KEPT = Path(__file__).with_name("smollm2_in_transformers.json")
 
 
 def kept() -> tuple[list[list[int]], torch.Tensor]:
-    """Of transformers, which takes 15 s to read the file: its greedy answers to SAMPLE, 24 tokens each, and its logits
-    of every 997th token after each of the probes. The slow test below asks it again.
+    """Return transformers' recorded greedy answers to SAMPLE, 24 tokens each, and its logits of every 997th token after
+    each probe. Reading the file takes transformers 15 s, so only the slow test below runs it.
     """
     said = json.loads(KEPT.read_text())
     return said["answers"], torch.tensor(said["logits"])
@@ -192,6 +192,7 @@ def test_the_qwen_pair_equals_transformers_greedy_in_float32() -> None:
     check_generate(spoken, model)
 
 
+@pytest.mark.wide
 def test_smollm2_drafts_with_the_head_that_comes_with_it() -> None:
     path = real_models.find("smollm2-135m")
     llm = LLM(path, draft_model="smollm2-135m-head", quantization="int8", max_batch_size=4, max_model_len=256)

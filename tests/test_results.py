@@ -31,7 +31,7 @@ def table(heading: str) -> list[list[str]]:
 
 
 def cell(row: str, column: int = 2) -> str:
-    """Of the table of headlines."""
+    """Return a cell of the table of headlines."""
     (found,) = [cells[column] for cells in table("The papers' headlines") if cells[0] == row]
     return found
 
@@ -49,9 +49,13 @@ PEERS = {
     "paceline, int8, plain": ("peers-qwen-openvino-epyc-zen4", "paceline-int8", ("plain",)),
     "**paceline, int8, `auto`**": ("peers-qwen-openvino-epyc-zen4", "paceline-int8", ("ngram", "draft")),
     "OpenVINO GenAI, int8": ("peers-qwen-openvino-epyc-zen4", "openvino", ANY),
-    "*in a run in which paceline had*": ("peers-qwen-vllm-epyc-zen4", "paceline-int8", ANY),
+    "*paceline in the run with vLLM*": ("peers-qwen-vllm-epyc-zen4", "paceline-int8", ANY),
     "vLLM, bf16": ("peers-qwen-vllm-epyc-zen4", "vllm", ANY),
-    "*one sample each, in a run in which paceline had*": ("peers-qwen-epyc-zen4", "paceline-int8", ANY),
+    "*paceline in the run with llama.cpp and transformers, one sample each*": (
+        "peers-qwen-epyc-zen4",
+        "paceline-int8",
+        ANY,
+    ),
     "llama.cpp, 4-bit GGUF": ("peers-qwen-epyc-zen4", "llamacpp", ANY),
     "transformers, bf16": ("peers-qwen-epyc-zen4", "transformers", ANY),
 }
@@ -269,7 +273,7 @@ BESIDE = ("chain", "chain by survival", "EAGLE-2's shape")
 
 
 def fewer_rounds(who: str, temperature: float, beside: str, draft_tokens: str) -> str:
-    """Of trees by survival, all sets of prompts side by side; negative: more."""
+    """Return the reduction of rounds by survival trees over all sets of prompts; negative: more rounds."""
     (found,) = [
         each["tokens_a_round"]
         for each in load(COUNTED[who])["results"]
@@ -332,7 +336,8 @@ def test_temperature_costs_the_head_little() -> None:
     greedy, sampled = ([kept(place, temperature) for place in (0, 1)] for temperature in (0.0, 0.8))
     said = " ".join((ROOT / "docs" / "drafters.md").read_text().split())
     told = (
-        f"{greedy[0]} of first and {greedy[1]} of second draft tokens when greedy, {sampled[0]} and {sampled[1]} at 0.8"
+        f"SmolLM2's head has {greedy[0]} of its first and {greedy[1]} of its second draft tokens accepted when greedy, "
+        f"and {sampled[0]} and {sampled[1]} at temperature 0.8."
     )
     assert told in said
 
@@ -366,7 +371,7 @@ def widths(run: dict[str, Any]) -> list[str]:
 
 
 def trees() -> list[str]:
-    """Of the best draft tokens by survival, one row: a tree of two candidates a place over a chain."""
+    """Return the gain of a tree with two candidates per position over a chain, for one row."""
     runs = {r["prompts"]: r["widths"] for r in load("tree-gain-draft-qwen")["results"] if r["temperature"] == 0}
     gains = {
         draft_tokens: [
@@ -385,7 +390,7 @@ def trees() -> list[str]:
 
 
 def in_a_budget() -> list[str]:
-    """Where plain decoding has half of what it has without limit."""
+    """Return pass rates at the budget at which plain decoding has half of its unlimited rate."""
     found = {half["n"]: half for half in load(EVALUATED)["half_way"]}
     return [f"{100 * found[n]['plain']:.0f} to {100 * found[n]['speculation']:.0f} % at n = {n}" for n in found]
 

@@ -83,6 +83,7 @@ def run(name: str, tools: Sequence[ToolDefinition], samples: int, drafter: str =
     return counts
 
 
+@pytest.mark.wide
 def test_twenty_forced_calls_of_smollm2_are_valid_and_lossless() -> None:
     assert run("smollm2-135m", [TOOLS[n] for n in (2, 12, 14, 30)], 5)["calls"] == 20
 

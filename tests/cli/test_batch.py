@@ -1,4 +1,4 @@
-"""``paceline batch``: every line answered once, however often the process is killed; hostile lines cost nobody else."""
+"""``paceline batch`` answers every line once, however often the process is killed; hostile lines affect no others."""
 
 from __future__ import annotations
 
@@ -290,7 +290,7 @@ def test_a_file_has_one_writer_and_holds_answers_alone(tmp_path: Path) -> None:
 
 
 def test_lines_are_read_one_by_one() -> None:
-    """Of a file without end."""
+    """A file without end is not read as a whole."""
 
     class Endless(io.RawIOBase):
         def readable(self) -> bool:

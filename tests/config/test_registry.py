@@ -31,7 +31,7 @@ SAMPLE = Path(__file__).parents[1] / "sample_package"
 
 @pytest.fixture
 def sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package that brings a drafter and a length policy is installed, and nobody has imported it."""
+    """A package that brings a drafter and a length policy is installed, but not imported."""
     monkeypatch.syspath_prepend(SAMPLE)
     monkeypatch.delitem(sys.modules, "paceline_sample", raising=False)
 

@@ -195,6 +195,7 @@ def test_siblings_in_a_tree_are_the_best_tokens_after_their_path(kind: str) -> N
 
 @pytest.mark.parametrize("reads", [2, HeadDecoder.reads])
 @pytest.mark.parametrize("rounds", ["every round", "now and then"])
+@pytest.mark.one_in(3)
 def test_a_device_draws_what_the_reference_does(rounds: str, reads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """After rounds of all lengths, none included: what a head lacks is read beforehand, or in the round itself.
 

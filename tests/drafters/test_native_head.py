@@ -309,6 +309,7 @@ class Anew:
 
 @pytest.mark.parametrize("rounds", ["kernels", "host", "kernels, parallel"])
 @pytest.mark.parametrize("chunk", [4, 256])
+@pytest.mark.one_in(5)
 def test_draft_tokens_do_not_depend_on_what_happened_to_their_rows(chunk: int, rounds: str) -> None:
     """Prompts in chunks, siblings that copy a prompt, rows that move, rounds without draft tokens, for some rows
     only."""

@@ -31,7 +31,7 @@ from paceline.engine.device_round import DeviceAcceptance, DeviceRound
 from paceline.engine.engine import Engine, Request
 from paceline.errors import ParameterError
 from paceline.kernels.attention.reference import ReferenceAttention
-from paceline.kernels.gpu.graphs import Graphs, NoFellows, Ring, Ticket, Upload
+from paceline.kernels.gpu.graphs import Graphs, NoOtherRanks, Ring, Ticket, Upload
 from paceline.kernels.gpu.lookup import copied
 from paceline.kernels.gpu.ops import ReferenceOps, TritonOps
 from paceline.kernels.gpu.state import read_record, read_trees
@@ -119,6 +119,7 @@ class NoHostReads(TorchDispatchMode):
 
 @pytest.mark.parametrize("k", [0, 1, 4, 7, "bass"])
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.one_in(3)
 def test_device_rounds_equal_host_rounds(model: str, k: int | str) -> None:
     found, expected = [
         answers(run(engine_on(rounds, model, num_speculative_tokens=k), PROMPTS, PARAMS))
@@ -129,6 +130,7 @@ def test_device_rounds_equal_host_rounds(model: str, k: int | str) -> None:
 
 @pytest.mark.parametrize("k", [1, 4, "bass"])
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.one_in(5)
 def test_under_the_rejection_rule_greedy_rows_are_the_same(model: str, k: int | str) -> None:
     """Rows at a temperature keep their distribution (test_lossless.py), but their last rounds may differ in length."""
     options = {"num_speculative_tokens": k, "acceptance": "rejection"}
@@ -364,9 +366,9 @@ class Replayed:
 
 def test_the_least_recently_used_graphs_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.kernels.gpu.graphs.MOST_GRAPHS", 3)
-    numbers, forgotten, fellows = count(), [], NoFellows()
-    monkeypatch.setattr(fellows, "forget", forgotten.append)
-    graphs = Graphs(torch.device("cpu"), fellows=fellows)
+    numbers, forgotten, other_ranks = count(), [], NoOtherRanks()
+    monkeypatch.setattr(other_ranks, "forget", forgotten.append)
+    graphs = Graphs(torch.device("cpu"), other_ranks=other_ranks)
     graphs.captures = True
     monkeypatch.setattr(graphs, "_capture", lambda program: (Replayed(), program(), next(numbers)))
     for key in "abcab":
@@ -383,6 +385,7 @@ def test_the_least_recently_used_graphs_are_evicted(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("width", [2, 3])
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.one_in(3)
 def test_a_tree_is_the_chain_and_the_next_best_candidates_beside_it(model: str, width: int) -> None:
     """After every round, whatever was accepted: the draft model's cache must equal the text."""
     engine = engine_on("device", model, speculation_width=width)

@@ -350,6 +350,7 @@ WEIGHTS_AND_CACHES: list[tuple[Quantization | None, torch.dtype]] = [
 @pytest.mark.parametrize("kept", [None, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("quantization", "cache"), WEIGHTS_AND_CACHES)
 @pytest.mark.parametrize("shape", ["random", "chain and siblings"])
+@pytest.mark.one_in(5)
 def test_native_tree_rounds_equal_step_by_step_rounds(
     shape: str, quantization: Quantization | None, cache: torch.dtype, kept: torch.dtype | None, sampling: str
 ) -> None:

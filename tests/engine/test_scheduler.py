@@ -124,6 +124,7 @@ def test_no_prefill_step_feeds_more_than_the_chunk() -> None:
 
 @pytest.mark.parametrize("chunk", [3, 1000])
 @pytest.mark.parametrize("rows", [2, 4, 8])
+@pytest.mark.one_in(5)
 def test_the_samples_of_a_prompt_share_its_prefill(rows: int, chunk: int) -> None:
     engine = make_engine(ToyModel(), ToyModel(blur=0.3), drafter="model", max_batch_size=rows, prefill_chunk=chunk)
     spies = [Spy(decoder) for decoder in engine.scheduler.decoders]
@@ -370,6 +371,7 @@ def late_ms(engine: Engine, slow: Slow, outputs: Sequence[RequestOutput]) -> lis
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("prompt", [2, 150, 1500])
 @pytest.mark.parametrize("budget", [0.05, 0.1, 1.0])
+@pytest.mark.one_in(5)
 def test_a_time_budget_is_kept(slow: Slow, budget: float, prompt: int, rows: int) -> None:
     """A round takes 9 to 12 ms, the longest prompt 1.5 s."""
     engine = make_engine(slow, max_model_len=2000, longest_pause=0.1)

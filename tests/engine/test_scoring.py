@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen3_5ForCausalLM
 
 from model_support import NATIVE, VOCABULARY, tiny
 from paceline.config import SamplingParams
@@ -21,6 +21,7 @@ from paceline.errors import EmptyPromptError, ParameterError, PromptTooLongError
 from paceline.llm import LLM
 from paceline.models.decoder import Decoder
 from paceline.models.passes import PaddedPasses
+from recurrent_support import tiny_config
 
 PLAIN = {"drafter": None, "num_speculative_tokens": 0, "max_batch_size": 2, "dtype": "float32"}
 
@@ -94,6 +95,25 @@ def test_what_cannot_be_embedded_is_refused() -> None:
         llm.embed([[3]], pooling="max", use_tqdm=False)  # type: ignore[arg-type]
     assert llm.embed([[3] * llm.engine.max_model_len], use_tqdm=False).shape[0] == 1
     assert llm.embed([], use_tqdm=False).shape[0] == 0
+
+
+@pytest.mark.parametrize(("rows", "most"), [(1, 64), (2, 85), (7, 144)])
+def test_a_recurrent_state_is_reused_only_where_it_can_be_cut(
+    monkeypatch: pytest.MonkeyPatch, rows: int, most: int
+) -> None:
+    """The choices of a question start from the state before them, once one choice has been read."""
+    model = Qwen3_5ForCausalLM(tiny_config()).eval()
+    llm = LLM(model, **PLAIN | {"max_batch_size": rows})  # type: ignore[arg-type]
+    read = count_reads(monkeypatch)
+    context = [3 + index % 20 for index in range(30)]
+    prompts = [context, context, context, context[:20], context]
+    continuations = [[5, 6], [5, 7], [9], [8, 9], [5, 6]]
+    scores = llm.score(prompts, continuations, use_tqdm=False)
+    for prompt, continuation, score in zip(prompts, continuations, scores, strict=True):
+        distribution = distribution_of(model, prompt + continuation)[len(prompt) - 1 : -1]
+        wanted = distribution.gather(1, torch.tensor(continuation)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(score.logprobs), wanted, rtol=1e-4, atol=1e-4)
+    assert sum(read) <= most
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7])

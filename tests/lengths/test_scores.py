@@ -65,8 +65,7 @@ def test_a_drafter_that_is_wrong_is_found_out_within_a_round_or_two_whatever_its
 
 
 def test_a_change_is_told_from_randomness() -> None:
-    """What was learned from hundreds of draft tokens is doubted in one round that it cannot explain, and in no
-    other."""
+    """A calibration from hundreds of draft tokens is doubted after one round that it cannot explain, and only then."""
     belief = ScoreCalibration()
     learn(belief, [0.6] * 16, [True] * 14 + [False] * 2, times=40)
     learn(belief, [0.6] * 16, [True] * 9 + [False] * 7)

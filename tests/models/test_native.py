@@ -142,6 +142,7 @@ def error(x, expected):
 @of_every_shape
 @quantised_every_way
 @pytest.mark.parametrize("kernels", [*EVERY, None], ids=lambda kernels: kernels.name if kernels else "reference")
+@pytest.mark.one_in(5)
 def test_the_forward_pass_agrees_with_plain_torch(kernels, shape, quantization):
     spec = spec_of_shape(shape)
     model, tokens = model_of(spec, kernels, quantization), some_tokens(spec, 60)
@@ -192,6 +193,7 @@ IN_COMPANY = [(shape, quantization, dtype) for shape in SHAPES for quantization 
         for case in IN_COMPANY
     ],
 )
+@pytest.mark.one_in(5)
 def test_results_are_bitwise_independent_of_other_tokens_in_the_call(kernels, shape, quantization, dtype):
     spec = spec_of_shape(shape)
     model = model_of(spec, kernels, quantization)
@@ -252,6 +254,7 @@ def test_the_features_of_a_long_prefill_are_those_of_a_chunked_one(kernels):
 @pytest.mark.parametrize("kernels", [*EVERY, None], ids=lambda kernels: kernels.name if kernels else "reference")
 @quantised_every_way
 @of_every_shape
+@pytest.mark.one_in(5)
 def test_fill_writes_the_keys_and_values_of_a_forward_pass(kernels, shape, quantization):
     """``fill`` also returns the same features."""
     spec = spec_of_shape(shape)
@@ -321,6 +324,7 @@ def copy_into(cache, tables):
 @on_every_isa
 @pytest.mark.parametrize("window", [None, 7, 100])
 @pytest.mark.parametrize("starts", [{0: 5, 1: 0, 3: 21}, {2: 250, 0: 255}, {1: 256, 2: 500}], ids=str)
+@pytest.mark.one_in(5)
 def test_tree_nodes_have_bitwise_the_results_of_plain_decoding(kernels, starts, window):
     """The kernels sum blocks of 256 keys. Trees that cross a block's edge, in slots or in positions, are included."""
     spec, rng = random_spec(window=window, head_dim=32), random.Random(str(starts))

@@ -85,6 +85,7 @@ def write_gguf(path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gguf/large.gguf", "native", "foreign"])
 @pytest.mark.parametrize("absolute", [True, False], ids=["absolute", "like a hub's name"])
+@pytest.mark.one_in(5)
 def test_loading_a_local_model_sends_no_request(
     name: str, absolute: bool, models_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -128,6 +128,7 @@ def plain_answers(kind: str) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("shape", ["caps", *SHAPES])
 @pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.one_in(5)
 def test_rejected_draft_tokens_and_other_branches_leave_no_trace(kind: str, shape: str) -> None:
     plain = plain_answers(kind)
     engine = make_engine(MODELS[kind](), drafter="ngram", max_batch_size=4, prefill_chunk=5)
@@ -181,6 +182,7 @@ def test_a_slot_continues_only_where_its_state_is_known() -> None:
 @pytest.mark.parametrize("kernels", [*native.available(), *native.emulated()], ids=lambda kernels: kernels.name)
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 @pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.one_in(5)
 def test_kernels_agree_with_their_reference_and_bits_do_not_depend_on_the_pass(
     sizes: str, quantization: Quantization | None, kernels: native.Kernels
 ) -> None:

@@ -14,7 +14,7 @@ NOT_A_DRAFTER = 3
 
 
 class Echo(RowKeepers, Drafter):
-    """Guesses that each row repeats what it said some tokens before: ``period``, one more after every wrong guess."""
+    """Drafts the row's own text of ``period`` tokens before; the period grows by one after every rejected token."""
 
     name = "echo"
 
@@ -39,7 +39,7 @@ class Echo(RowKeepers, Drafter):
 
 
 class Careful(LengthPolicy):
-    """One guess more than some row kept in the round before."""
+    """One draft token more than the most that a row kept in the round before."""
 
     name = "careful"
     most_guesses = 5

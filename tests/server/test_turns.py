@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from paceline.chat.families import parser_for
+from paceline.chat.families import chat_format
 from paceline.chat.values import ReasoningDelta, TextDelta, ToolCallArgumentsDelta, ToolDefinition, message_of
 from paceline.core.outputs import CompletionOutput
 from paceline.server.delta import Delta
@@ -39,7 +39,7 @@ def test_consecutive_pieces_are_joined() -> None:
 )
 @pytest.mark.parametrize("at_once", [True, False])
 def test_the_tokens_of_thoughts_are_counted(pieces: list[str], tokens: int, at_once: bool) -> None:
-    reader = AnswerReader(parser_for(TEMPLATE))
+    reader = AnswerReader(chat_format(TEMPLATE).parser())
     for number, piece in enumerate([] if at_once else pieces):
         reader.feed(delta([piece], number == len(pieces) - 1))
     if at_once or not pieces:
@@ -50,8 +50,8 @@ def test_the_tokens_of_thoughts_are_counted(pieces: list[str], tokens: int, at_o
 def test_a_call_after_thoughts_is_the_same_in_any_pieces() -> None:
     text = f"<think>hm</think>I look.{CALL}"
     tools = [ToolDefinition("f")]
-    whole = message_of(AnswerReader(parser_for(TEMPLATE, tools=tools)).feed(delta([text], ends=True)))
-    pieces = message_of(AnswerReader(parser_for(TEMPLATE, tools=tools)).feed(delta(list(text), ends=True)))
+    whole = message_of(AnswerReader(chat_format(TEMPLATE).parser(tools)).feed(delta([text], ends=True)))
+    pieces = message_of(AnswerReader(chat_format(TEMPLATE).parser(tools)).feed(delta(list(text), ends=True)))
     assert (whole.reasoning, whole.text) == (pieces.reasoning, pieces.text) == ("hm", "I look.")
     assert (
         [call.arguments for call in whole.tool_calls] == [call.arguments for call in pieces.tool_calls] == ['{"a": 1}']

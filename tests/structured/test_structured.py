@@ -80,6 +80,7 @@ def test_json_object_gives_any_object(plain: LLM) -> None:
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 @pytest.mark.parametrize("drafter", ["ngram", "model"])
 @pytest.mark.parametrize("attention", ["padded", "native"])
+@pytest.mark.one_in(3)
 def test_speculation_does_not_change_structured_answers(
     path: str, drafter: str, acceptance: str, attention: str
 ) -> None:

@@ -188,13 +188,3 @@ def chat_format(chat_template: str, tool_parser: str | None = None) -> ChatForma
         return ChatFormat(markers_in(chat_template), FORMATS[tool_parser])
     found = next((form for form in _FORMATS if form.marker and form.marker in chat_template), None)
     return ChatFormat(markers_in(chat_template), found)
-
-
-def parser_for(
-    chat_template: str,
-    override: str | None = None,
-    tools: Sequence[ToolDefinition] = (),
-    inside_thoughts: bool = False,
-) -> OutputParser:
-    """Return the parser of one answer of a model with this chat template. See ``ChatFormat.parser``."""
-    return chat_format(chat_template, override).parser(tools, inside_thoughts)

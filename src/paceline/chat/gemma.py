@@ -18,7 +18,7 @@ _WORD_STOP = re.compile(r"[,:{}\[\]<\"\s]")
 
 @dataclass(frozen=True)
 class GemmaMarkers:
-    """What is around calls and around strings."""
+    """Markers around calls and around strings."""
 
     begin: str
     end: str
@@ -46,13 +46,13 @@ def reads_gemma(markers: GemmaMarkers) -> Reader:
                 continue
             source.recorded()
             writer.begin_call(name)
-            writer.end_call((yield from _Translation(source, writer.arguments, markers.quote).read()))
+            writer.end_call((yield from _ObjectReader(source, writer.arguments, markers.quote).read()))
             yield from source.accept(markers.end)
 
     return read
 
 
-class _Translation:
+class _ObjectReader:
     """Reads an object in Gemma's form and passes it on as JSON, as it arrives."""
 
     def __init__(self, source: Source, emit: Callable[[str], None], quote: str) -> None:

@@ -34,7 +34,7 @@ def any_of(expressions: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """How a family's calls are written.
+    """Syntax of a family's tool calls.
 
     begin: the text, names of special tokens included, that calls begin with. one: the rest of a call. separator: what
     comes before the next call's ``begin``. at_start: whether calls are the whole answer, so that ``begin`` means

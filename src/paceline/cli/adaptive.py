@@ -10,11 +10,10 @@ from typing import Annotated, Any
 import typer
 
 from paceline.cli.console import latency_table, note, stderr, table
-from paceline.cli.document import checked_plot, command_line, end
-from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, check_draft_tokens, refuse_given
+from paceline.cli.document import PlottedDocument, checked_plot, command_line, end
+from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, Repeats, check_draft_tokens, refuse_given
 from paceline.errors import ParameterError
 
-Repeats = Annotated[int, typer.Option("--repeats", min=1, help="Runs, of which the median is reported.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Run a few short requests only, as a test.")]
 
 
@@ -36,9 +35,7 @@ def traffic(
     cv: Variation = DEFAULT_CV,
     max_tokens: AnswerTokens = DEFAULT_TOKENS,
     repeats: Repeats = 1,
-    output: Annotated[
-        Path, typer.Option("--output", help="The JSON document; the plot has the same name with .png.")
-    ] = Path("traffic.json"),
+    output: PlottedDocument = Path("traffic.json"),
     quick: Quick = False,
     quiet: Quiet = False,
 ) -> None:
@@ -95,9 +92,7 @@ def traffic_http(
         str | None, typer.Option("--api-key", envvar="PACELINE_API_KEY", help="The servers' API key.")
     ] = None,
     repeats: Repeats = 1,
-    output: Annotated[
-        Path, typer.Option("--output", help="The JSON document; the plot has the same name with .png.")
-    ] = Path("traffic-http.json"),
+    output: PlottedDocument = Path("traffic-http.json"),
     quiet: Quiet = False,
 ) -> None:
     """Send the traffic of bench traffic to running servers, each with its policy or a limit on draft tokens."""
@@ -141,22 +136,20 @@ def phases(
     model: Model = DEFAULT_MODEL,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=2, help="Tokens of a row in each phase.")] = 300,
     repeats: Repeats = 3,
-    output: Annotated[
-        Path, typer.Option("--output", help="The JSON document; the plot has the same name with .png.")
-    ] = Path("phases.json"),
+    output: PlottedDocument = Path("phases.json"),
     quick: Quick = False,
     quiet: Quiet = False,
 ) -> None:
     """Compare auto with every fixed length and an oracle: batch 1, 16, 1, SYNTHETIC acceptance 0.9, 0.1, 0.9."""
     from paceline.tools.bench.offline import machine, versions
-    from paceline.tools.bench.phases import PHASES, Phase, Stage, compare, draw
+    from paceline.tools.bench.phases import PHASES, LoadPhase, Stage, compare, draw
 
     plot = checked_plot(output)
     if quick:
         refuse_given(context, "left out beside --quick, which chooses it", "max_tokens", "repeats")
     llm = replace(engine, prefix_cache=False).load(model, quiet)
     if quick:
-        stage = Stage(llm, [Phase(1, 0.9), Phase(2, 0.1)], tokens=8)
+        stage = Stage(llm, [LoadPhase(1, 0.9), LoadPhase(2, 0.1)], tokens=8)
         repeats = 1
     else:
         stage = Stage(llm, PHASES, max_tokens)

@@ -263,7 +263,7 @@ async def running(llm: LLM, config: ServerConfig) -> AsyncIterator[Context]:
         context.close()
 
 
-class _Progress:
+class _ProgressBar:
     """A bar on a terminal: lines, tokens a second, acceptance, time left."""
 
     def __init__(self, context: Context, bar: tqdm) -> None:
@@ -293,11 +293,11 @@ class _Progress:
 
 
 @asynccontextmanager
-async def _progress(context: Context, file: BinaryIO, done: int, *, shown: bool) -> AsyncIterator[_Progress]:
+async def _progress(context: Context, file: BinaryIO, done: int, *, shown: bool) -> AsyncIterator[_ProgressBar]:
     total = _total(file) if shown and sys.stderr.isatty() else None
     began = time.monotonic()
     with tqdm(total=total, initial=done, desc="lines", unit="line", disable=None if shown else True) as bar:
-        progress = _Progress(context, bar)
+        progress = _ProgressBar(context, bar)
         watch = asyncio.create_task(progress.watch())
         try:
             yield progress

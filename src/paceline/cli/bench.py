@@ -18,6 +18,7 @@ from paceline.cli.options import (
     EngineFlags,
     Model,
     Quiet,
+    Repeats,
     refuse_given,
     speculation_length,
     whole_numbers,
@@ -28,7 +29,7 @@ from paceline.config.files import check_output
 from paceline.errors import ParameterError
 
 if TYPE_CHECKING:
-    from paceline.tools.bench.offline import Result
+    from paceline.tools.bench.offline import OfflineResult
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed.")
 
@@ -58,7 +59,7 @@ def offline(
         bool,
         typer.Option(help="Give n-gram lookup the text that edits and retrieval repeat: the program, the document."),
     ] = True,
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Runs, of which the median is reported.")] = 3,
+    repeats: Repeats = 3,
     lengths: Annotated[
         str | None, typer.Option("--lengths", help="Time several speculation lengths side by side: 1,2,4,bass,auto.")
     ] = None,
@@ -98,7 +99,7 @@ def offline(
     others = [Transformers(model, llm)] if compare == "transformers" else []
     with working("measuring the machine's peak"):
         arithmetic = arithmetic_of(llm.engine.models.target, llm.engine.threads)
-    results: list[Result] = []
+    results: list[OfflineResult] = []
     for size in sizes:
         with working(f"batch of {size}"):
             batch, copied = prompts_for(llm, prompts, size)
@@ -127,7 +128,7 @@ app.command()(with_flags(drafters, without=CHOSEN_BY_DRAFTERS))
 app.command()(quality)
 
 
-def _table(results: list[Result], tokens: int, prompts: str) -> Sheet:
+def _table(results: list[OfflineResult], tokens: int, prompts: str) -> Sheet:
     columns = ["", "batch", "prefill s", "decode s", "tokens/s", "ms/token\na sequence", "accepted", "speed-up"]
     rows = []
     for result in results:

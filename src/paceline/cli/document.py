@@ -7,11 +7,15 @@ import math
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from paceline.config.files import check_output, write_text
+
+PlottedDocument = Annotated[
+    Path, typer.Option("--output", help="The JSON document; the plot has the same name with .png.")
+]
 
 
 def command_line() -> str:

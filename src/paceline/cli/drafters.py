@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from paceline.cli.console import Sheet, note, stderr, table
-from paceline.cli.document import checked_plot, command_line, end
-from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, whole_numbers
+from paceline.cli.document import PlottedDocument, checked_plot, command_line, end
+from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, Repeats, whole_numbers
 from paceline.errors import ParameterError
 from paceline.models.hub import own_head
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
-    from paceline.tools.bench.drafters import Count, DraftCost, Plan, Speed
+    from paceline.tools.bench.drafters import Count, DraftCost, MeasurementPlan, Speed
     from paceline.tools.bench.tasks import Task
 
 CHOSEN_BY_DRAFTERS = {"drafter", "num_speculative_tokens", "profile", "max_batch_size", "prefix_cache"}
@@ -39,19 +39,19 @@ def drafters(
     ] = "1,4,8,16",
     temperatures: Annotated[str, typer.Option("--temperatures", help="Temperatures; 0 is greedy.")] = "0,0.8",
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=4, help="Maximum tokens of an answer.")] = 64,
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Runs, of which the median is reported.")] = 3,
-    output: Annotated[
-        Path, typer.Option("--output", help="The JSON document; the plot has the same name with .png.")
-    ] = Path("drafters.json"),
+    repeats: Repeats = 3,
+    output: PlottedDocument = Path("drafters.json"),
     quiet: Quiet = False,
 ) -> None:
     """Compare a target's drafters: n-gram lookup, draft model, trained head. The last line is one JSON document."""
-    from paceline.tools.bench.drafters import Plan, contenders, count, draft_costs, draw, speeds
+    from paceline.tools.bench.drafters import MeasurementPlan, contenders, count, draft_costs, draw, speeds
     from paceline.tools.bench.offline import machine, versions
 
     plot = checked_plot(output)
     sizes = tuple(sorted(set(whole_numbers("--batch-sizes", batch_sizes))))
-    plan = Plan(_tasks(tasks), prompts, draft_tokens, max_tokens, _temperatures(temperatures), sizes, repeats)
+    plan = MeasurementPlan(
+        _tasks(tasks), prompts, draft_tokens, max_tokens, _temperatures(temperatures), sizes, repeats
+    )
     _refuse_without_model(engine)
     target = replace(engine, draft_model=None, draft_dtype="same", draft_quantization="same").load(model, quiet)
     with_model = _with(engine, model, engine.draft_model)
@@ -119,7 +119,7 @@ def _bar(quiet: bool) -> Any:
     return progress
 
 
-def _acceptance(counts: Sequence[Count], plan: Plan, temperature: float) -> Sheet:
+def _acceptance(counts: Sequence[Count], plan: MeasurementPlan, temperature: float) -> Sheet:
     here = {(each.drafter, each.task): each for each in counts if each.temperature == temperature}
     rows = [
         [name, *(f"{here[name, task].mean_acceptance_length:.2f}" for task in plan.tasks)]
@@ -129,7 +129,7 @@ def _acceptance(counts: Sequence[Count], plan: Plan, temperature: float) -> Shee
     return table(title, ["", *plan.tasks], rows)
 
 
-def _speeds(fast: Sequence[Speed], costs: Sequence[DraftCost], plan: Plan) -> Sheet:
+def _speeds(fast: Sequence[Speed], costs: Sequence[DraftCost], plan: MeasurementPlan) -> Sheet:
     cells = [(size, temperature) for temperature in plan.temperatures for size in plan.batch_sizes]
     found = {(each.drafter, each.batch_size, each.temperature): each.speed_up for each in fast}
     shares = {(each.drafter, each.batch_size): each.share for each in costs}

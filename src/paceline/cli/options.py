@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from paceline.llm import LLM
 
 Model = Annotated[str, typer.Argument(help="A hub name, a directory, a .gguf file or the name of a packaged model.")]
+Repeats = Annotated[int, typer.Option("--repeats", min=1, help="Runs, of which the median is reported.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no start line and no progress bar.")]
 
 

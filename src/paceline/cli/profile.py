@@ -11,7 +11,7 @@ import typer
 
 from paceline.cli.console import latency_table, note, stdout, table
 from paceline.cli.document import checked_plot, command_line, end
-from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, refuse_given, whole_numbers
+from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, Repeats, refuse_given, whole_numbers
 from paceline.core.outputs import Latency
 from paceline.errors import ParameterError
 
@@ -33,9 +33,7 @@ def profile(
         int, typer.Option("--max-k", min=1, max=32, help="Maximum speculation length; all from 0 are measured.")
     ] = DEFAULT_MAX_K,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=4, help="Tokens of every answer.")] = DEFAULT_TOKENS,
-    repeats: Annotated[
-        int, typer.Option("--repeats", min=1, help="Runs, of which the median is reported.")
-    ] = DEFAULT_REPEATS,
+    repeats: Repeats = DEFAULT_REPEATS,
     output: Annotated[Path, typer.Option("--output", help="The profile; the plot has the same name with .png.")] = Path(
         "profile.json"
     ),

@@ -51,7 +51,7 @@ REST = -1  # in a cell's path: all tokens that have no cell of their own
 
 
 @dataclass(frozen=True)
-class Divergence:
+class FirstDifference:
     """The first difference between an answer and plain decoding. gap: the two tokens' distance in logits."""
 
     prompt: int
@@ -69,7 +69,7 @@ class Comparison:
     batch_size: int
     length: Length
     answers: int
-    divergences: tuple[Divergence, ...]
+    divergences: tuple[FirstDifference, ...]
     tolerance: float
 
     @property
@@ -104,7 +104,7 @@ def _answers(llm: LLM, prompts: Sequence[Ids], params: Sequence[SamplingParams])
 
 def first_divergence(
     llm: LLM, number: int, prompt: Ids, found: Ids, expected: Ids, params: SamplingParams
-) -> Divergence | None:
+) -> FirstDifference | None:
     """The first position where two answers differ, or None."""
     if found == expected:
         return None
@@ -115,10 +115,10 @@ def first_divergence(
     theirs = expected[position] if position < len(expected) else None
     ours = found[position] if position < len(found) else None
     if theirs is None or ours is None:  # one answer is longer than the other: no tie explains that
-        return Divergence(number, position, theirs, ours, math.inf)
+        return FirstDifference(number, position, theirs, ours, math.inf)
     scores = _scores(llm, [*prompt, *expected[:position]], params)
     gap = float(scores.max() - scores[[theirs, ours]].min())
-    return Divergence(number, position, theirs, ours, gap)
+    return FirstDifference(number, position, theirs, ours, gap)
 
 
 def _scores(llm: LLM, prefix: Ids, params: SamplingParams) -> Tensor:
@@ -327,7 +327,7 @@ def _comparison_row(entry: Comparison) -> list[str]:
     return [entry.what, str(entry.batch_size), str(entry.length), f"{equal} of {entry.answers}", shown]
 
 
-def _sentence(llm: LLM, entry: Comparison, parted: Divergence) -> str:
+def _sentence(llm: LLM, entry: Comparison, parted: FirstDifference) -> str:
     assert llm.tokenizer is not None
     names = [
         "the end" if token is None else repr(llm.tokenizer.token_text(token))

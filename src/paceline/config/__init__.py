@@ -1,4 +1,4 @@
-"""What may be asked for: parameters with their defaults and ranges, option names, input files; the home of defaults."""
+"""Options of users: parameters with defaults and ranges, option names, input files. All defaults are declared here."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ from paceline.errors import ParameterError
 @names_checked
 @dataclass(frozen=True)
 class EngineConfig:
-    """How the engine runs. Raises ParameterError for a value outside of its range."""
+    """Options of the engine. Raises ParameterError for a value outside of its range."""
 
     drafter: Annotated[
         str | DrafterKind | None,

@@ -1,4 +1,4 @@
-"""What a field means, written beside it: the text of ``--help``, of the server's schema and of the reference."""
+"""Help texts, written beside each field, for ``--help``, the server's schema and the reference."""
 
 from __future__ import annotations
 

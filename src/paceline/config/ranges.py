@@ -132,7 +132,7 @@ class OneOf:
 
 
 @dataclass(frozen=True)
-class Flag:
+class TrueOrFalse:
     """True or False, and no other value."""
 
     allowed: str = "True or False"
@@ -319,7 +319,7 @@ def rule_for(hint: Any) -> Rule:
     if origin is Literal:
         return OneOf(arguments)
     if hint is bool:
-        return Flag()
+        return TrueOrFalse()
     if hint is str:
         return _TEXT
     raise TypeError(f"{hint} has no rule; annotate it with a rule")

@@ -96,7 +96,7 @@ class StructuredOutputs:
 @names_checked
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to continue one prompt. Raises ParameterError for a value outside of its range.
+    """Parameters for continuing one prompt. Raises ParameterError for a value outside of its range.
 
     Logits are changed in this order: structured outputs or logits processors, bias, penalties, minimum length,
     temperature, min-p, top-k, top-p. Then the token is drawn.

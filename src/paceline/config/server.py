@@ -66,7 +66,7 @@ def _is_host(name: str) -> bool:
 @described
 @dataclass(frozen=True)
 class ServerConfig:
-    """How the server listens and which requests it takes. Raises ParameterError for a value outside of its range."""
+    """Options of the server. Raises ParameterError for a value outside of its range."""
 
     host: Annotated[Name, Help("Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Whole(0, 65535), Help("Port to listen on; 0: a free one.")] = 8000

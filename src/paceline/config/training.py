@@ -37,7 +37,7 @@ class DraftData:
 @described
 @dataclass(frozen=True)
 class DraftTraining:
-    """How a head or a draft model is trained."""
+    """Options for training a head or a draft model."""
 
     kind: Annotated[
         str,

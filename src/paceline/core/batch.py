@@ -144,7 +144,7 @@ def _numbers(tensor: Tensor) -> memoryview:
 
 @dataclass
 class _HostRow:
-    """What the host knows of a slot's sequence; see ``Batch``."""
+    """Host-side state of a slot's sequence; see ``Batch``."""
 
     length: int = 0
     limit: int = 0

@@ -20,7 +20,7 @@ from paceline.models.passes import FeatureReader
 
 @dataclass(frozen=True)
 class Equipment:
-    """What an engine offers for building a drafter.
+    """Parts of an engine that a drafter is built from.
 
     target: the target model with its cache.
     acceptance: the acceptance rule, as in ``EngineConfig``.

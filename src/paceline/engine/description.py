@@ -24,7 +24,7 @@ from paceline.models.prepare import why_not_native
 
 @dataclass(frozen=True)
 class EngineDescription:
-    """What an engine runs.
+    """Describes what an engine runs.
 
     device_round: the round as a program of the device; None if all rounds run on the host.
     threads: CPU threads of the kernels.

@@ -83,7 +83,7 @@ class DeviceRound:
         self.capacity = batch.capacity
         self._caps = Upload(batch.device, [MAX_SPECULATION_LENGTH] * self.capacity)
         ranks = target.model if isinstance(target.model, SharedModel) else None
-        self.graphs = Graphs(batch.device, self._all_rows_idle, capture=capture, fellows=ranks)
+        self.graphs = Graphs(batch.device, self._all_rows_idle, capture=capture, other_ranks=ranks)
         per_position = 2 + 2 * LOGPROB_SIZES[-1]  # token and log-probability: of the token itself and of the likeliest
         self._ring = Ring(batch.device, self.capacity * (per_position * (MAX_SPECULATION_LENGTH + 1) + RECORD_TAIL))
         self._tree_parents = torch.tensor(what_follows(MAX_SPECULATION_LENGTH, width), device=batch.device)

@@ -227,6 +227,7 @@ class Scorer:
 
     def _take(self, text: ScoredText, free: Sequence[int]) -> None:
         """Give a row to a text, with the longest prefix that any row holds. The row copied from is overwritten last."""
+        assert self._decoder is not None
         source = self._source(text)
         text.row = min(free, key=lambda row: (source is not None and row == source.row, self._last_start[row]))
         self._row_texts[text.row] = text  # it has begun, even if the copy below fails
@@ -235,6 +236,8 @@ class Scorer:
             text.prefix_reader, text.prefix_stop = source, min(self._common(text, source), source.prefill_stop)
         elif source is not None:
             self._copy_from(source, text)
+        else:
+            self._decoder.cut_row(text.row, 0)
 
     def _source(self, text: ScoredText) -> ScoredText | None:
         """Return the text with the longest prefix to copy; None if copying is not worth it."""
@@ -254,7 +257,17 @@ class Scorer:
         reach = min(common, source.prefilled if source.over else source.prefill_stop)
         scored_stop = source.first + len(source.logprobs) if source.over else len(source.token_ids)
         known = min(common, scored_stop) - text.first if self._logprobs_fit(text, source) else 0
-        return min(reach, text.first + max(0, known) - 1)
+        return self._cut(source, min(reach, text.first + max(0, known) - 1))
+
+    def _cut(self, source: ScoredText, tokens: int) -> int:
+        """Return how many of the source's first ``tokens`` can be copied.
+
+        A recurrent state can be cut only near the end of what was read, so such a source must have ended.
+        """
+        assert self._decoder is not None
+        if self._decoder.cuts_anywhere:
+            return tokens
+        return self._decoder.reusable(source.row, tokens) if source.over else 0
 
     def _logprobs_fit(self, text: ScoredText, source: ScoredText) -> bool:
         """Whether the source's log-probabilities can be copied."""
@@ -277,6 +290,8 @@ class Scorer:
             stop = max(self._common(text, source), text.first) - source.first
             known = source.logprobs[text.first - source.first : stop]
         start = min(self._common(text, source), source.prefilled, text.first + len(known) - 1)
+        start = self._decoder.reusable(source.row, start)
+        self._decoder.cut_row(text.row, start if source.row == text.row else 0)
         if source.row != text.row and start:
             self._decoder.copy_row(source.row, text.row, start)
         text.logprobs[:], text.prefilled = known, start  # last, so that a failed copy is tried again

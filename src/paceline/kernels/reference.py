@@ -133,7 +133,6 @@ class ReferenceDecoder:
 
     def __init__(self, spec: NativeSpec, layer_format: ReferenceFormat, head_format: ReferenceFormat) -> None:
         self._spec = spec
-        self._layer_format = layer_format
         self._tables = [rotary_table(layer.rotary or spec.rotary, spec.max_positions) for layer in spec.layers]
         self._layers = [_ReferenceLayer(layer, self._make(layer_format)) for layer in spec.layers]
         head = spec.head or LinearWeights(spec.embedding)

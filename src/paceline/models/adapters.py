@@ -70,7 +70,7 @@ class AdapterRows(threading.local):
     rows: Sequence[int] = ()
 
     def spans(self, tokens: int) -> Iterator[tuple[int, slice]]:
-        """Yield the adapter and the tokens of each row that has one, of a pass with so many tokens in all."""
+        """Yield the adapter and the token range of each row that has one. tokens: those of the whole pass."""
         length = tokens // len(self.rows) if self.rows else 0
         for row, adapter in enumerate(self.rows):
             if adapter:

@@ -13,7 +13,7 @@ from paceline.core.cache import KVCache, KVHeads
 from paceline.core.nodes import Nodes
 from paceline.errors import ParameterError
 from paceline.kernels.attention.base import Attend
-from paceline.kernels.gpu.graphs import Fellows
+from paceline.kernels.gpu.graphs import OtherRanks
 
 
 class HiddenStates(NamedTuple):
@@ -115,7 +115,7 @@ class FlatModel(AnyModel, Protocol):
 
 
 @runtime_checkable
-class SharedModel(AnyModel, Fellows, Protocol):
+class SharedModel(AnyModel, OtherRanks, Protocol):
     """A model that is split over several ranks, together with its KV caches."""
 
     def new_cache(self, rows: int, positions: int) -> KVCache:

@@ -38,7 +38,7 @@ _IGNORED = re.compile(r".*\.(input_scale|input_zero_point|output_scale|[kqv]_sca
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a checkpoint's matrices are stored. name: for messages. marks: the suffix that a matrix is known by.
+    """Storage format of a checkpoint's matrices. name: for messages. marks: the suffix that a matrix is known by.
 
     suffixes: of all tensors of a matrix. make: the matrix from its tensors.
     """

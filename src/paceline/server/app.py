@@ -30,7 +30,7 @@ from paceline.server.embeddings import EmbeddingJob, EmbeddingList, EmbeddingReq
 from paceline.server.generation import ClientGoneError, while_connected
 from paceline.server.messages.job import MessagesJob, count_tokens
 from paceline.server.messages.protocol import MessagesRequest, PromptRequest
-from paceline.server.messages.replies import Message, TokenCount
+from paceline.server.messages.replies import MessageReply, TokenCount
 from paceline.server.metrics import Stats
 from paceline.server.playground import add_playground
 from paceline.server.protocol import CompletionRequest, DetokenizeRequest
@@ -124,7 +124,7 @@ def _add_generation(app: FastAPI, context: Context) -> None:
         job = await EmbeddingJob.prepare(context, body, context.client_of(request))
         return await _respond_whole(request, job.answer())
 
-    @app.post("/v1/messages", response_model=Message)
+    @app.post("/v1/messages", response_model=MessageReply)
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Continue a conversation, in Anthropic's format."""
         job = await MessagesJob.prepare(context, body, context.client_of(request))

@@ -15,12 +15,12 @@ from paceline.chat.values import (
 )
 from paceline.server.delta import Delta
 from paceline.server.replies import (
-    CalledFunction,
     CalledFunctionDelta,
     ChatDelta,
     ChatMessage,
     ChatToolCall,
     ChatToolCallDelta,
+    ReplyFunction,
 )
 from paceline.server.turns import AnswerReader
 
@@ -69,7 +69,7 @@ def _deltas(events: Iterable[MessageEvent]) -> list[ChatDelta]:
 def whole_message(message: AssistantMessage) -> ChatMessage:
     """Return a complete answer as a message. Fields that it does not need are left out."""
     calls = [
-        ChatToolCall(id=call.id, type="function", function=CalledFunction(name=call.name, arguments=call.arguments))
+        ChatToolCall(id=call.id, type="function", function=ReplyFunction(name=call.name, arguments=call.arguments))
         for call in message.tool_calls
     ]
     found = ChatMessage(role="assistant", content=message.text or (None if calls else ""), refusal=None)

@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """How a request is served.
+    """Options by which a request is served.
 
     client: identity for fair queueing. arrival: seconds on the clock of ``time.monotonic``. timeout: seconds until the
     request fails (None: the server's default). streaming: whether tokens are delivered round by round.

@@ -195,7 +195,7 @@ class ChatLogprobs(BaseModel):
     content: list[ChatLogprob]
 
 
-class CalledFunction(BaseModel):
+class ReplyFunction(BaseModel):
     """A function and the JSON text of its arguments."""
 
     name: str
@@ -207,7 +207,7 @@ class ChatToolCall(BaseModel):
 
     id: str
     type: Literal["function"]
-    function: CalledFunction
+    function: ReplyFunction
 
 
 class CalledFunctionDelta(BaseModel):

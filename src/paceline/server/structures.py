@@ -25,7 +25,7 @@ ConstraintFactory = Callable[[], Constraint]
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """What answers must look like. structure: of their text. chat: the conversation, with tools and thoughts."""
+    """Required form of answers. structure: form of their text. chat: the conversation, with tools and thoughts."""
 
     structure: StructuredOutputs | None = None
     chat: ChatPrompt | None = None

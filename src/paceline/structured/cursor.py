@@ -35,7 +35,7 @@ class GrammarCursor:
         return bool(self._matcher.is_stopped())
 
     def allowed(self, vocabulary: int) -> np.ndarray:
-        """Which tokens may come, bool [V]. Raises StructureError if llguidance fails."""
+        """Mask of the tokens that may come next, bool [V]. Raises StructureError if llguidance fails."""
         matcher = self._matcher
         mask = matcher.compute_bitmask()
         if matcher.is_error() and "too many states" in matcher.get_error():

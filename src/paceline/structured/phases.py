@@ -50,7 +50,7 @@ class Trigger:
 
 @dataclass(frozen=True)
 class AnswerRules:
-    """What an answer must look like.
+    """Required form of an answer.
 
     thinking: the thoughts before it; None if there are none. start: makes a cursor at the grammar's beginning; None if
     there is no grammar. trigger: None if the answer is the grammar from its beginning. ends: tokens that end an answer.
@@ -75,7 +75,7 @@ class Phase(Protocol):
         ...
 
     def allowed(self, vocabulary: int) -> np.ndarray | None:
-        """Which tokens may come, bool [V]; None for all. Raises StructureError if the grammar cannot be followed."""
+        """Mask of the tokens that may come, bool [V]; None for all. Raises StructureError if the grammar fails."""
         ...
 
     def after(self, token: int) -> Phase:

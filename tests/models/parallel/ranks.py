@@ -85,7 +85,7 @@ def params(tokens: int) -> list[SamplingParams]:
 
 
 class NoProcesses:
-    """``Fellows`` for ranks that are threads, which end by themselves."""
+    """``RankProcesses`` for ranks that are threads, which end by themselves."""
 
     def find_ended(self, patience: float = 0.0) -> str | None:
         return None

@@ -14,7 +14,7 @@ from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.core.draft import Draft, Verdict
 from paceline.drafters import Drafter
 from paceline.errors import ParameterError
-from paceline.tools.bench.phases import Phase, Script, Stage, compare, draw
+from paceline.tools.bench.phases import LoadPhase, Script, Stage, compare, draw
 from toy_llm import toy_llm
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -78,7 +78,9 @@ def test_a_round_without_draft_tokens_has_the_real_verdict() -> None:
 
 @pytest.mark.parametrize("drafter", [None, "model"])
 def test_every_policy_runs_all_phases(tmp_path: Path, drafter: str | None) -> None:
-    stage = Stage(toy_llm(positions=400, drafter=drafter), [Phase(1, 0.9), Phase(3, 0.1), Phase(1, 0.9)], tokens=12)
+    stage = Stage(
+        toy_llm(positions=400, drafter=drafter), [LoadPhase(1, 0.9), LoadPhase(3, 0.1), LoadPhase(1, 0.9)], tokens=12
+    )
     comparison = compare(stage, 1, lambda steps: steps, ["0", "2", "auto"])
     assert all(len(run.seconds) == 3 and min(run.seconds) > 0 for run in comparison.runs.values())
     assert all(r.rows == 3 for run in comparison.runs.values() for r in run.rounds[1])

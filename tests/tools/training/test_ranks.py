@@ -21,7 +21,7 @@ from paceline.tools.training.learn import Trainer
 from paceline.tools.training.objective import counted_positions, loss
 from paceline.tools.training.ranks import TrainingRanks
 from tools.training.conftest import SIZES
-from tools.training.test_learning import OPTIONS, make_trainer
+from tools.training.test_learn import OPTIONS, make_trainer
 
 WEIGHTS = [1.0, 0.8, 0.64]
 

@@ -19,8 +19,8 @@ from paceline.tools.training.objective import counted_positions
 from paceline.tools.training.student import spread, student_config, usual_layers
 from paceline.tools.training.target import Target
 from tools.training.conftest import SIZES
-from tools.training.test_command import call
-from tools.training.test_learning import OPTIONS, TAPS, first_batch, make_trainer
+from tools.training.test_learn import OPTIONS, TAPS, first_batch, make_trainer
+from tools.training.test_run import call
 
 pytestmark = pytest.mark.wide
 

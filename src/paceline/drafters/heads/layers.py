@@ -33,7 +33,7 @@ def rms_norm(width: int, config: HeadConfig) -> nn.RMSNorm:
     return nn.RMSNorm(width, eps=config.decoder.norm.eps)
 
 
-class _Attention(nn.Module):
+class _HeadAttention(nn.Module):
     def __init__(self, config: HeadConfig, index: int, read: int) -> None:
         super().__init__()
         shape = config.decoder.layers[index].attention
@@ -73,7 +73,7 @@ class HeadLayer(nn.Module):
     def __init__(self, config: HeadConfig, index: int, *, joined: bool) -> None:
         super().__init__()
         self.normed_residual = config.norm_before_residual
-        self.self_attn = _Attention(config, index, config.width * (1 + joined))
+        self.self_attn = _HeadAttention(config, index, config.width * (1 + joined))
         self.mlp = _MLP(config.decoder.layers[index].dense, config.width)
         self.input_layernorm = rms_norm(config.width, config)
         self.post_attention_layernorm = rms_norm(config.width, config)

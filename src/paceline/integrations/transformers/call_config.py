@@ -99,7 +99,7 @@ _THEIR_NAMES = {  # of what paceline calls otherwise
 
 @contextmanager
 def by_their_names() -> Iterator[None]:
-    """What is refused in here is named as the caller of transformers' ``generate`` names it."""
+    """Rename refused parameters to the names that the caller of transformers' ``generate`` used."""
     try:
         yield
     except ParameterError as error:

@@ -24,7 +24,7 @@ Program = Callable[[], Tensor]
 Named: TypeAlias = tuple[Hashable, Program]  # a program and its key
 
 
-class Fellows(Protocol):
+class OtherRanks(Protocol):
     """The other tensor-parallel ranks, which capture and replay their parts of a program when this rank does."""
 
     def capturing(self) -> AbstractContextManager[int]:
@@ -40,8 +40,8 @@ class Fellows(Protocol):
         ...
 
 
-class NoFellows:
-    """The ``Fellows`` of a process without other ranks."""
+class NoOtherRanks:
+    """The ``OtherRanks`` of a process without other ranks."""
 
     def capturing(self) -> AbstractContextManager[int]:
         return nullcontext(0)
@@ -64,7 +64,7 @@ class Graphs:
 
     idle: a context in which running a program has no lasting effect, for the warm-up runs before a capture.
     capture: False runs programs eagerly on CUDA, too.
-    fellows: the other tensor-parallel ranks, if they have parts in the programs.
+    other_ranks: the other tensor-parallel ranks, if they have parts in the programs.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class Graphs:
         idle: Callable[[], AbstractContextManager[None]] = nullcontext,
         *,
         capture: bool = True,
-        fellows: Fellows | None = None,
+        other_ranks: OtherRanks | None = None,
     ) -> None:
         self.device, self.captures = device, capture and device.type == "cuda"
-        self._idle, self._fellows = idle, fellows or NoFellows()
+        self._idle, self._other_ranks = idle, other_ranks or NoOtherRanks()
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor, int]] = {}
         self._pool: object = None
 
@@ -95,10 +95,10 @@ class Graphs:
         if not self.captures:
             return program()
         if key not in self._graphs and self.full:
-            self._fellows.forget(self._graphs.pop(next(iter(self._graphs)))[-1])
+            self._other_ranks.forget(self._graphs.pop(next(iter(self._graphs)))[-1])
         found = self._graphs.pop(key, None) or self._capture(program)
         self._graphs[key] = graph, result, number = found  # the most recently used one is last
-        with self._fellows.replaying(number):
+        with self._other_ranks.replaying(number):
             graph.replay()
         return result
 
@@ -117,7 +117,7 @@ class Graphs:
                     program()
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            with self._fellows.capturing() as number, torch.cuda.graph(graph, pool=self._pool):  # type: ignore[arg-type]
+            with self._other_ranks.capturing() as number, torch.cuda.graph(graph, pool=self._pool):  # type: ignore[arg-type]
                 result = program()
         self._pool = self._pool or graph.pool()
         return graph, result, number

@@ -32,7 +32,7 @@ from paceline.models.boundary import Source
 from paceline.models.loading import check_shardable, load_shard
 from paceline.models.parallel.follower import Follower
 from paceline.models.parallel.group import FOREVER, Ranks
-from paceline.models.parallel.model import Fellows, LeadingPart, PartOfModel
+from paceline.models.parallel.model import LeadingPart, PartOfModel, RankProcesses
 from paceline.models.parallel.plan import Op, Step, as_numbers
 from paceline.models.shares import ModelShard
 
@@ -191,23 +191,23 @@ def lead(source: Source, share: ModelShard, dtype: torch.dtype, device: torch.de
     path, _ = check_shardable(source, share)
     settings = Settings(str(path.absolute()), str(dtype).removeprefix("torch."), str(device), threads)
     settings.check(share.ranks)
-    fellows = Launched(_launchers_store()) if launched else Spawned(share.ranks)
+    processes = Launched(_launchers_store()) if launched else Spawned(share.ranks)
     try:
-        return _lead(fellows, share, settings, launched)
+        return _lead(processes, share, settings, launched)
     except BaseException:
-        fellows.end(None, orderly=False)
+        processes.end(None, orderly=False)
         raise
 
 
-def _lead(fellows: Spawned | Launched, share: ModelShard, settings: Settings, launched: bool) -> LeadingPart:
-    store, device = fellows.store, settings.device_of(0)
+def _lead(processes: Spawned | Launched, share: ModelShard, settings: Settings, launched: bool) -> LeadingPart:
+    store, device = processes.store, settings.device_of(0)
     store.set("settings", json.dumps(asdict(settings)))
     config, weights = load_shard(settings.path, share, dtype=getattr(torch, settings.dtype), device=device)
-    _wait_for(store, fellows, share)
+    _wait_for(store, processes, share)
     ranks = Ranks(store, share, device, interface_of() if launched else None)
-    model = LeadingPart(config, weights, settings.path, ranks, fellows)
-    weakref.finalize(model, fellows.end, ranks, orderly=True)  # also when this process ends
-    fellows.watch(partial(_on_rank_ended, weakref.ref(model), ranks))
+    model = LeadingPart(config, weights, settings.path, ranks, processes)
+    weakref.finalize(model, processes.end, ranks, orderly=True)  # also when this process ends
+    processes.watch(partial(_on_rank_ended, weakref.ref(model), ranks))
     return model
 
 
@@ -219,7 +219,7 @@ def _on_rank_ended(model: weakref.ref[LeadingPart], ranks: Ranks) -> None:
         alive.on_rank_ended()
 
 
-def _wait_for(store: Store, fellows: Fellows, share: ModelShard) -> None:
+def _wait_for(store: Store, processes: RankProcesses, share: ModelShard) -> None:
     """Wait until all ranks have loaded their parts. Raises RankError if one could not."""
     waited = set(range(1, share.ranks))
     while waited:
@@ -227,7 +227,7 @@ def _wait_for(store: Store, fellows: Fellows, share: ModelShard) -> None:
         for rank in waited:
             if store.check([f"failed/{rank}"]):
                 raise RankError(f"rank {rank} could not start: {store.get(f'failed/{rank}').decode()}")
-        if waited and (ended := fellows.find_ended()):
+        if waited and (ended := processes.find_ended()):
             raise RankError(f"{ended} before it was ready; see stderr")
         time.sleep(_LOOK)
     store.set("go", "")

@@ -92,7 +92,7 @@ class PartOfModel(Transformer):
         return self.scaled(torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], 1).float())
 
 
-class Fellows(Protocol):
+class RankProcesses(Protocol):
     """The other ranks' processes."""
 
     def find_ended(self, patience: float = 0.0) -> str | None:
@@ -112,10 +112,10 @@ class LeadingPart(PartOfModel):
     """
 
     def __init__(
-        self, spec: DecoderSpec, weights: Mapping[str, Tensor], name: str, ranks: Ranks, fellows: Fellows
+        self, spec: DecoderSpec, weights: Mapping[str, Tensor], name: str, ranks: Ranks, processes: RankProcesses
     ) -> None:
         super().__init__(spec, weights, name, ranks)
-        self._fellows, self._turn, self._numbers = fellows, threading.Lock(), count()
+        self._processes, self._turn, self._numbers = processes, threading.Lock(), count()
         self._pending: deque[Step] = deque()
         self._failure: str | None = None
         self._listeners: list[Callable[[], None]] = []
@@ -130,7 +130,7 @@ class LeadingPart(PartOfModel):
 
     def check(self) -> None:
         with self._turn:
-            if ended := self._failure or self._fellows.find_ended():
+            if ended := self._failure or self._processes.find_ended():
                 raise RankError(ended)
 
     def new_cache(self, rows: int, positions: int) -> KVCache:
@@ -191,11 +191,11 @@ class LeadingPart(PartOfModel):
                 yield
             except BaseException as error:
                 self._failure = self._failure_message(error)
-                self._fellows.end(self.ranks, orderly=False)
+                self._processes.end(self.ranks, orderly=False)
                 raise RankError(self._failure) from error
 
     def _send_steps(self, step: Step) -> None:
-        if ended := self._fellows.find_ended():
+        if ended := self._processes.find_ended():
             raise RankError(ended)
         steps = [self._pending.popleft() for _ in range(len(self._pending))] + [step]
         self.ranks.broadcast_numbers(as_numbers(steps))
@@ -204,7 +204,7 @@ class LeadingPart(PartOfModel):
                 self.ranks.send(each.tensor)
 
     def _failure_message(self, error: BaseException) -> str:
-        ended = self._fellows.find_ended(LAST_WORDS) or f"a forward pass failed ({type(error).__name__}: {error})"
+        ended = self._processes.find_ended(LAST_WORDS) or f"a forward pass failed ({type(error).__name__}: {error})"
         return f"{ended}; the ranks that share {self.name} cannot go on, and the engine has ended: make a new LLM"
 
     def close(self) -> None:
@@ -212,7 +212,7 @@ class LeadingPart(PartOfModel):
         with self._turn:
             if self._failure is None:
                 self._failure = f"the model {self.name} was closed, and its ranks have ended"
-                self._fellows.end(self.ranks, orderly=True)
+                self._processes.end(self.ranks, orderly=True)
 
 
 class MirroredCache(KVCache):
@@ -252,4 +252,4 @@ def uninterrupted() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
-__all__ = ["BACKEND_NAMES", "Fellows", "LeadingPart", "MirroredCache", "PartOfModel", "uninterrupted"]
+__all__ = ["BACKEND_NAMES", "LeadingPart", "MirroredCache", "PartOfModel", "RankProcesses", "uninterrupted"]

@@ -35,7 +35,7 @@ async def _at_once() -> None:
 
 @dataclass(frozen=True)
 class BatchContext:
-    """What all lines of a batch share.
+    """Values that all lines of a batch share.
 
     seed: base of the seeds of lines without one; see ``seed_of``. client: identity for fair queueing. priority: added
     to each line's own; lower values run first. wait_for_capacity: awaited before each line

@@ -16,7 +16,7 @@ from paceline.server.documents import named_event
 from paceline.server.messages.prompt import messages_of, options_of
 from paceline.server.messages.protocol import MessagesRequest, PromptRequest
 from paceline.server.messages.replies import (
-    Message,
+    MessageReply,
     MessageStream,
     MessageTokensDetails,
     MessageUsage,
@@ -55,11 +55,11 @@ class MessagesJob:
         log_request(self.id, [output], None)
         return await self.turn.context.written(lambda: self._whole(output), generation.made)
 
-    def _whole(self, output: RequestOutput) -> Message:
+    def _whole(self, output: RequestOutput) -> MessageReply:
         answer, reader = output.outputs[0], self.turn.reader()
         message = message_of(reader.feed(Delta.whole(answer)))
         stop, sequence = stop_of(answer, len(message.tool_calls))
-        return Message(
+        return MessageReply(
             id=self.id,
             type="message",
             role="assistant",
@@ -82,10 +82,10 @@ class MessagesJob:
         stop, sequence = stop_of(output.outputs[0], stream.calls)
         yield _events(stream.end(stop, sequence, MessageUsage.of(output, reader.reasoning_tokens)))
 
-    def _begun(self) -> Message:
+    def _begun(self) -> MessageReply:
         """The message before its first token. How many tokens come from the cache is known at its end."""
         tokens = len(self.turn.request.prompt_token_ids)
-        return Message(
+        return MessageReply(
             id=self.id,
             type="message",
             role="assistant",

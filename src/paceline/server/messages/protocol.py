@@ -148,7 +148,7 @@ class ClientTool(_Block):
         return {"type": "function", "function": function | {"strict": bool(self.strict)}}
 
 
-class ToolChoice(Strict):
+class MessageToolChoice(Strict):
     """Which tools the model has to call. name: of the one, for type "tool"."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -156,13 +156,13 @@ class ToolChoice(Strict):
     disable_parallel_tool_use: bool | None = None
 
     @model_validator(mode="after")
-    def _check_name(self) -> ToolChoice:
+    def _check_name(self) -> MessageToolChoice:
         if (self.type == "tool") != (self.name is not None):
             raise PydanticCustomError("tool_choice", "a name belongs to type tool, and only to that")
         return self
 
 
-class Thinking(Strict):
+class MessageThinking(Strict):
     """Whether the model thinks first, without effect if its chat template knows no such setting.
 
     budget_tokens: tokens after which thoughts are ended. display: without effect, as thoughts are always sent.
@@ -211,8 +211,8 @@ class PromptRequest(ApiRequest):
     messages: Annotated[list[InputMessage], some(limits.MAX_MESSAGES, least=1)]
     system: str | _Texts | None = None
     tools: Annotated[list[ClientTool], some(limits.MAX_TOOLS)] | None = None
-    tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
+    tool_choice: MessageToolChoice | None = None
+    thinking: MessageThinking | None = None
     output_config: OutputConfig | None = None
 
     @model_validator(mode="after")

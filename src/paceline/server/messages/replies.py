@@ -63,7 +63,7 @@ class ContentBlock(BaseModel):
     input: dict[str, JsonValue] | None = None
 
 
-class Message(BaseModel):
+class MessageReply(BaseModel):
     """Response of ``/v1/messages``."""
 
     id: str
@@ -116,7 +116,7 @@ def stop_of(answer: CompletionOutput, calls: int) -> tuple[StopReason, str | Non
 class MessageStream:
     """Turns the events of one answer into those of a stream, block by block."""
 
-    def __init__(self, message: Message) -> None:
+    def __init__(self, message: MessageReply) -> None:
         self._message = message
         self._index = -1
         self._open: str | None = None  # type of the block that is open

@@ -33,7 +33,7 @@ WARM_UP_TOKENS = 4
 
 
 @dataclass(frozen=True)
-class Plan:
+class MeasurementPlan:
     """The measurements. prompts: per task; k: draft tokens where acceptance is counted; tokens: longest answer."""
 
     tasks: tuple[Task, ...]
@@ -101,7 +101,7 @@ class Count:
 
 
 def count(
-    drafters: Sequence[Contender], plan: Plan, progress: Callable[[Iterable[Any], str], Iterable[Any]]
+    drafters: Sequence[Contender], plan: MeasurementPlan, progress: Callable[[Iterable[Any], str], Iterable[Any]]
 ) -> Iterator[Count]:
     """Count acceptance of every drafter on every task at every temperature. progress(steps, what) may show a bar."""
     engines = {
@@ -130,7 +130,7 @@ def _tokens(llm: LLM, texts: Sequence[str]) -> list[list[int]]:
     return [llm.tokens_of_chat([{"role": "user", "content": text}]) for text in texts]
 
 
-def _sampled(plan: Plan, temperature: float, answers: int) -> list[SamplingParams]:
+def _sampled(plan: MeasurementPlan, temperature: float, answers: int) -> list[SamplingParams]:
     """Sampling parameters: every prompt has its own seed, the same for all drafters."""
     return [
         SamplingParams(temperature=temperature, max_tokens=plan.tokens, seed=seed, n=answers)
@@ -175,7 +175,7 @@ class Speed:
 
 
 def speeds(
-    drafters: Sequence[Contender], plan: Plan, progress: Callable[[Iterable[Any], str], Iterable[Any]]
+    drafters: Sequence[Contender], plan: MeasurementPlan, progress: Callable[[Iterable[Any], str], Iterable[Any]]
 ) -> Iterator[Speed]:
     """Time every drafter at every batch size and temperature, in turn; siblings are left out (they share a prompt)."""
     asked = [each for each in drafters if each.answers == 1]
@@ -184,7 +184,7 @@ def speeds(
         yield from _speeds(asked, plan, size, temperature)
 
 
-def _speeds(drafters: Sequence[Contender], plan: Plan, size: int, temperature: float) -> list[Speed]:
+def _speeds(drafters: Sequence[Contender], plan: MeasurementPlan, size: int, temperature: float) -> list[Speed]:
     options = {each.name: each.llm.with_options(max_batch_size=size, prefix_cache=False) for each in drafters}
     plain = drafters[0].llm.plain().with_options(max_batch_size=size, prefix_cache=False)
     sides = [Paceline(name, llm, None, temperature) for name, llm in {"plain": plain, **options}.items()]
@@ -221,7 +221,7 @@ class DraftCost:
     share: float
 
 
-def draft_costs(drafters: Sequence[Contender], plan: Plan) -> Iterator[DraftCost]:
+def draft_costs(drafters: Sequence[Contender], plan: MeasurementPlan) -> Iterator[DraftCost]:
     """The cost of each drafter, measured like ``auto`` does."""
     for each in drafters:
         if each.answers == 1:

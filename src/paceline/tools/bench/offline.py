@@ -64,7 +64,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Result:
+class OfflineResult:
     """One side at one batch size: the repeat with the median decoding time, and the decoding times of all repeats.
 
     output_tokens: mean length of an answer, below ``max_tokens`` if prompts leave fewer positions.
@@ -240,7 +240,7 @@ def prompts_for(llm: LLM, kind: str, batch_size: int) -> tuple[list[Ids], list[S
 
 def measure(
     sides: Sequence[Side], prompts: Sequence[Ids], tokens: int, repeats: int, arithmetic: Arithmetic | None = None
-) -> Iterator[Result]:
+) -> Iterator[OfflineResult]:
     """Time all sides on one batch: warm-up first, then in turn; speed-ups are over the first side.
 
     arithmetic: paceline's, for its sides' utilisation; others may multiply in another precision.
@@ -262,7 +262,7 @@ def measure(
         median = ordered[(len(ordered) - 1) // 2]
         known = arithmetic if name in ours else None
         used = None if known is None else known.utilisation(median.tokens, median.decode_seconds)
-        yield Result(name, len(prompts), prompt_tokens, tokens, median, every, speed_up, used)
+        yield OfflineResult(name, len(prompts), prompt_tokens, tokens, median, every, speed_up, used)
 
 
 def machine(threads: int | None = None) -> dict[str, Any]:
@@ -299,7 +299,7 @@ def document(
     llm: LLM,
     command: str,
     prompts: str,
-    results: Sequence[Result],
+    results: Sequence[OfflineResult],
     references: bool = False,
     arithmetic: Arithmetic | None = None,
 ) -> dict[str, Any]:

@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Phase:
+class LoadPhase:
     """Rows whose draft tokens are accepted with probability ``acceptance``, until each gained ``tokens``."""
 
     rows: int
     acceptance: float
 
 
-PHASES = (Phase(1, 0.9), Phase(16, 0.9), Phase(16, 0.1), Phase(1, 0.1), Phase(1, 0.9))
+PHASES = (LoadPhase(1, 0.9), LoadPhase(16, 0.9), LoadPhase(16, 0.1), LoadPhase(1, 0.1), LoadPhase(1, 0.9))
 LENGTHS = (0, 1, 2, 4, 8)
 PROMPT = tuple(range(1, 9)) * 4
 
@@ -117,7 +117,7 @@ class Run:
 class Stage:
     """An engine with scripted acceptance, used for one policy after the other."""
 
-    def __init__(self, llm: LLM, phases: Sequence[Phase] = PHASES, tokens: int = 300) -> None:
+    def __init__(self, llm: LLM, phases: Sequence[LoadPhase] = PHASES, tokens: int = 300) -> None:
         rows = max(phase.rows for phase in phases)
         length = len(PROMPT) + (len(phases) + 1) * (tokens + 34)
         if length > llm.engine.max_model_len:
@@ -181,10 +181,10 @@ def _no_profile() -> Profile:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PhaseComparison:
     """Medians of the repeats. oracle: the fastest fixed length's seconds, phase by phase."""
 
-    phases: tuple[Phase, ...]
+    phases: tuple[LoadPhase, ...]
     runs: dict[str, Run]
     totals: dict[str, list[float]]
     oracle: list[float]
@@ -207,7 +207,7 @@ def compare(
     repeats: int,
     progress: Callable[[Iterable[Any]], Iterable[Any]],
     policies: Sequence[str] = (*map(str, LENGTHS), "bass", "auto"),
-) -> Comparison:
+) -> PhaseComparison:
     """Run all policies through all phases, in turn; keeps each policy's run with the median total."""
     runs: dict[str, list[Run]] = {}
     for name in progress([name for turn in turns(policies, repeats) for name in turn]):
@@ -219,10 +219,10 @@ def compare(
         for place in range(len(stage.phases))
     ]
     totals = {name: [run.total for run in each] for name, each in runs.items()}
-    return Comparison(stage.phases, middle, totals, oracle)
+    return PhaseComparison(stage.phases, middle, totals, oracle)
 
 
-def draw(comparison: Comparison, path: Path, title: str) -> None:
+def draw(comparison: PhaseComparison, path: Path, title: str) -> None:
     """Plot k of auto, round by round, over the phases; and each policy's time over the oracle's."""
     figure, (left, right) = new_figure(columns=2)
     lengths = [record.mean_drafted for rounds in comparison.runs["auto"].rounds for record in rounds]

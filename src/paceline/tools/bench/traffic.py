@@ -75,7 +75,7 @@ def arrivals(trace: str, load: Load) -> list[float]:
 
 
 @dataclass(frozen=True)
-class Result:
+class TrafficResult:
     """One policy under one trace.
 
     mean, p50, p99: latencies in seconds. mean_rows: mean number of decoding rows. mean_k: draft tokens verified per
@@ -129,7 +129,7 @@ def replay(
 
 def run_policy(
     llm: LLM, prompts: Sequence[list[int]], trace: str, policy: str, load: Load, warm_up: int = 16
-) -> Result:
+) -> TrafficResult:
     """Run one policy under one trace, on a new engine that has run one short batch."""
     length = POLICIES[policy]
     if length == 0:
@@ -143,12 +143,12 @@ def run_policy(
     return replace(_result(trace, policy, latencies, seconds, recorder.rounds), latency=latency)
 
 
-def _result(trace: str, policy: str, latencies: list[float], seconds: float, rounds: list[Round]) -> Result:
+def _result(trace: str, policy: str, latencies: list[float], seconds: float, rounds: list[Round]) -> TrafficResult:
     busy = sum(record.ms for record in rounds)
     start = rounds[0].began
     step = max(1, len(rounds) // _SERIES)
     mean = statistics.fmean(latencies)
-    return Result(
+    return TrafficResult(
         trace=trace,
         policy=policy,
         mean=mean,
@@ -172,13 +172,13 @@ def measure(
     load: Load,
     repeats: int,
     progress: Callable[[Iterable[Any]], Iterable[Any]],
-) -> Iterator[Result]:
+) -> Iterator[TrafficResult]:
     """Run every policy under every trace; returns, of the repeats, the one with the median mean latency.
 
     They take turns, and each repeat begins with another policy.
     """
     policies = [name for name in POLICIES if name != "profiled" or llm.config.profile is not None]
-    runs: dict[tuple[str, str], list[Result]] = {}
+    runs: dict[tuple[str, str], list[TrafficResult]] = {}
     steps = [(trace, policy) for trace in traces for turn in turns(policies, repeats) for policy in turn]
     for trace, policy in progress(steps):
         runs.setdefault((trace, policy), []).append(run_policy(llm, prompts, trace, policy, load))
@@ -187,7 +187,7 @@ def measure(
         yield replace(ordered[(len(ordered) - 1) // 2], means_of_all=[result.mean for result in repeated])
 
 
-def summary(results: Sequence[Result]) -> dict[str, Any]:
+def summary(results: Sequence[TrafficResult]) -> dict[str, Any]:
     """By trace: auto's mean latency over that of the best fixed length, and over each fixed length."""
     by_trace: dict[str, dict[str, float]] = {}
     for result in results:
@@ -207,7 +207,7 @@ def as_json(results: Sequence[DataclassInstance]) -> list[dict[str, Any]]:
     return [asdict(result) for result in results]
 
 
-def draw(results: Sequence[Result], path: Path, title: str) -> None:
+def draw(results: Sequence[TrafficResult], path: Path, title: str) -> None:
     """Plot mean and p99 latency by trace and policy; below, k and rows over time under auto, trace by trace."""
     traces = list(dict.fromkeys(result.trace for result in results))
     figure, axes = new_figure(rows=2, columns=len(traces))

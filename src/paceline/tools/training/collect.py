@@ -13,7 +13,7 @@ from paceline.config import DraftData, SamplingParams
 from paceline.errors import PacelineError, ParameterError
 from paceline.tools.training.hidden_states import HiddenStateReader
 from paceline.tools.training.prompts import Question, beginning_of_text, opening_of, split, tokens_of
-from paceline.tools.training.shards import HELD_OUT, Conversation, Shard, Shards, bytes_of_token
+from paceline.tools.training.shards import HELD_OUT, Shard, Shards, TrainingConversation, bytes_of_token
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -76,7 +76,7 @@ class Collector:
             assert shard is not None
         return shard
 
-    def _texts(self, number: int) -> list[Conversation]:
+    def _texts(self, number: int) -> list[TrainingConversation]:
         size = self.data.held_out if number == HELD_OUT else self.data.shard
         if self._from_file is not None:
             questions = _in_turn(self._from_file[number == HELD_OUT], number, size)
@@ -101,7 +101,7 @@ class Collector:
         encoded = [tokens_of((("user", text),), self.tokenizer) for text in texts if text]
         return [tokens for tokens in encoded if str(tokens) not in self._held_out]
 
-    def _answered(self, questions: Sequence[list[int]], number: int, *, unprompted: bool) -> list[Conversation]:
+    def _answered(self, questions: Sequence[list[int]], number: int, *, unprompted: bool) -> list[TrainingConversation]:
         """Generate an answer to each question.
 
         unprompted: all questions are the same token that begins a text. Answers are sampled then, because greedy ones
@@ -112,7 +112,7 @@ class Collector:
         answers = [output.outputs[0].token_ids for output in outputs]
         # the first draft token is the answer's second token
         pairs = [(q, a) for q, a in zip(questions, answers, strict=True) if len(a) > 1]
-        return [Conversation([*q, *a], len(q), str([*q, *a] if unprompted else q)) for q, a in pairs]
+        return [TrainingConversation([*q, *a], len(q), str([*q, *a] if unprompted else q)) for q, a in pairs]
 
     def _params(self, number: int, index: int, unprompted: bool) -> SamplingParams:
         temperatures = self.data.TEMPERATURES

@@ -29,7 +29,7 @@ _SCALAR_BYTES_PER_TOKEN = 12  # the token, the most likely next token, and the l
 
 
 @dataclass(frozen=True)
-class Conversation:
+class TrainingConversation:
     """A prompt with its answer.
 
     prompt: number of tokens before the answer. prompt_key: identifies the prompt, so that training does not use
@@ -68,7 +68,7 @@ class Shards:
         """The file of a shard."""
         return path_of(self.directory, number)
 
-    def write(self, number: int, texts: Sequence[Conversation], outputs: Sequence[TargetOutputs]) -> None:
+    def write(self, number: int, texts: Sequence[TrainingConversation], outputs: Sequence[TargetOutputs]) -> None:
         """Write a shard atomically: the texts, and the target's outputs for them in the same order."""
         tensors = {
             "tokens": torch.tensor([token for text in texts for token in text.tokens], dtype=torch.int32),

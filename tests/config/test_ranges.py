@@ -129,7 +129,7 @@ def test_a_bad_server_option_is_refused_by_name(field: str, value: Any) -> None:
 
 
 class Odd:
-    """Of no type that a parameter has."""
+    """An object of a type that no parameter has."""
 
     def __repr__(self) -> str:
         raise RuntimeError("not even to be shown")
@@ -137,7 +137,7 @@ class Odd:
 
 @pytest.mark.parametrize("kind", [SamplingParams, EngineConfig, ServerConfig, StructuredOutputs])
 def test_every_field_refuses_every_wrong_type(kind: type) -> None:
-    """Of each field: what is not of its default's kind. A new field without a rule fails here, too."""
+    """Each field refuses values of other kinds than its default's. A new field without a rule fails here, too."""
     wrong: list[Any] = [Odd(), b"bytes", {"a": Odd()}, [Odd()], (None,), {1, 2}, 1j, math.nan, object, 10**5000]
     of_kind: dict[str, list[Any]] = {"number": [True, "1"], "flag": [1, 0, "false", None], "text": [True, "\ud800"]}
     for field in dataclasses.fields(kind):

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.chat.values import MessageEvent
 from paceline.server.responses.events import ResponseStream
-from server.messages.test_message_stream import ANSWERS
+from server.messages.test_replies import ANSWERS
 
 
 def stream(events: Sequence[MessageEvent]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

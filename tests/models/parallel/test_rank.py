@@ -1,4 +1,4 @@
-"""Several ranks give one process's results, with any drafter. They are threads here; see test_processes.py."""
+"""Several ranks give one process's results, with any drafter. They are threads here; see test_launch.py."""
 
 from __future__ import annotations
 

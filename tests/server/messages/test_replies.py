@@ -19,7 +19,7 @@ from paceline.chat.values import (
 )
 from paceline.core.outputs import CompletionOutput
 from paceline.server.messages.replies import (
-    Message,
+    MessageReply,
     MessageStream,
     MessageTokensDetails,
     MessageUsage,
@@ -45,7 +45,7 @@ USAGE = MessageUsage(
 
 
 def stream(events: Sequence[MessageEvent]) -> list[dict[str, Any]]:
-    message = Message(
+    message = MessageReply(
         id="m",
         type="message",
         role="assistant",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from server.messages.test_message_stream import joined
+from server.messages.test_replies import joined
 from server_support import Live
 
 pytestmark = pytest.mark.usefixtures("one_thread")

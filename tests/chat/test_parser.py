@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from paceline.chat.families import parser_for
+from paceline.chat.families import chat_format
 from paceline.chat.values import AssistantMessage, ToolDefinition, message_of
 
 WEATHER = {
@@ -29,7 +29,7 @@ TEMPLATES = {
 
 
 def parsed(kind: str, text: str, cuts: tuple[int, ...] = (), inside: bool = False) -> AssistantMessage:
-    parser = parser_for(TEMPLATES[kind], "json" if kind == "json" else None, TOOLS, inside)
+    parser = chat_format(TEMPLATES[kind], "json" if kind == "json" else None).parser(TOOLS, inside)
     events = []
     for start, end in zip((0, *cuts), (*cuts, len(text)), strict=True):
         events += parser.feed(text[start:end])

@@ -111,7 +111,7 @@ def begin(script: str, path: Path, *command: str) -> subprocess.Popen[str]:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what a shell starts in the background
         from paceline import LLM, SamplingParams
         from models.parallel.ranks import params, prompts
-        from models.parallel.test_processes import texts
+        from models.parallel.test_launch import texts
         PATH, OPTIONS = Path({str(path)!r}), {OPTIONS!r}
     """
     file = path / "program.py"

@@ -29,6 +29,7 @@ ABSENT = [
 
 
 @pytest.mark.parametrize(("command", "option"), ABSENT)
+@pytest.mark.one_in(5)
 def test_commands_lack_what_they_have_no_use_for(paceline: Any, command: str, option: str) -> None:
     result = paceline(*command.split(), "no-model", option, "1")
     assert result.exit_code == 2
@@ -98,7 +99,7 @@ def test_what_only_a_loaded_engine_cannot_use_is_refused_too(paceline: Any, tiny
 def test_where_the_default_drafter_is_none_that_counts_as_none(
     paceline: Any, tiny: str, line: str, named: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As on CUDA, where lookup would take rounds off the device."""
+    """The default is none on CUDA, where lookup would move rounds to the host."""
     monkeypatch.setattr("paceline.engine.engine.lookup_is_free", lambda *_: False)
     result = paceline(*line.split(), tiny, "-q", "--output", str(tmp_path / "a.json"))
     assert result.exit_code == 2, result.output
