@@ -21,6 +21,7 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from head_support import tiny_head, tiny_native_head, tiny_transfer_head
+from hybrid_support import ours, tiny_granite_hybrid, tiny_lfm2
 from paceline.config import SamplingParams, StructuredOutputs
 from paceline.core import acceptance, rules
 from paceline.core.batch import Batch, SpeculationPlan
@@ -80,7 +81,13 @@ DRAFTS: dict[str, Callable[[], Model]] = {
 }
 MODELS = {**TARGETS, "native": lambda: tiny_native(1)}  # "native" runs rounds in the kernels
 MODELS["recurrent"] = tiny_native_recurrent  # the same, with states in place of most keys and values
+OTHER_STATES: dict[str, Callable[[], Model]] = {  # kinds of states that run in torch only
+    "mamba2": functools.cache(lambda: ours(tiny_granite_hybrid())),
+    "short convolution": functools.cache(lambda: ours(tiny_lfm2())),
+}
+MODELS |= OTHER_STATES
 DRAFTS["native"] = DRAFTS["recurrent"] = lambda: tiny_native(1, 1)
+DRAFTS |= dict.fromkeys(OTHER_STATES, lambda: tiny_llama(1))
 HEADS: dict[str, Callable[[], HeadModel]] = {
     "toy": lambda: tiny_head(ToyModel(), 8),
     "flat": lambda: tiny_head(FlatToy(), 8),
@@ -425,6 +432,27 @@ def test_rounds_of_recurrent_models_equal_plain_decoding(
     options = {"speculation_width": width, "prefill_chunk": 7}
     engine = speculative_engine("recurrent", drafter, length, family, **options)
     assert answers(run(engine, PROMPTS, PARAMS[family])) == plain("recurrent", family)
+
+
+@pytest.mark.parametrize("kind", OTHER_STATES)
+@pytest.mark.parametrize(
+    ("drafter", "length", "family", "width"),
+    some_slow(
+        [
+            ("model", "random", "mixed", 1),
+            ("ngram", "caps", "everything", 1),
+            ("documents", 4, "siblings", 3),
+            ("ragged", "selection", "processed", 1),
+            ("hybrid", "hybrid", "greedy", 2),
+        ],
+        [("model", "random", "mixed", 1), ("documents", 4, "siblings", 3)],
+    ),
+)
+def test_rounds_over_other_kinds_of_states_equal_plain_decoding(
+    drafter: str, length: int | str, family: str, width: int, kind: str
+) -> None:
+    engine = speculative_engine(kind, drafter, length, family, speculation_width=width, prefill_chunk=7)
+    assert answers(run(engine, PROMPTS, PARAMS[family])) == plain(kind, family)
 
 
 @needs_kernels
@@ -1093,7 +1121,7 @@ def test_trees_of_a_native_head_equal_plain_decoding(drafter: str, width: int, l
     assert kept["trees"] > 0 or length == "budget"
 
 
-@pytest.mark.parametrize("model", [model for model in MODELS if model != "recurrent"])  # which cannot draft
+@pytest.mark.parametrize("model", [*TARGETS, "native"])  # the others cannot draft
 def test_a_tree_that_a_model_drafts_for_itself_is_accepted_to_its_depth(model: str) -> None:
     """The first candidate of each depth must extend the path before it, and the cache must hold the accepted path."""
     rounds, k = {}, 4

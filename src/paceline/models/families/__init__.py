@@ -15,6 +15,8 @@ from paceline.models.families import (
     gpt2,
     granite,
     granitemoe,
+    granitemoehybrid,
+    lfm2,
     llama,
     ministral3,
     mistral,
@@ -36,6 +38,7 @@ _MODULES = (
     *(llama, mistral, ministral3, qwen2, qwen3, qwen3_5, gemma3, phi3, granite),
     *(olmo2, olmo3, smollm3, exaone4, opt, gpt2),
     *(qwen3_moe, olmoe, granitemoe),
+    *(granitemoehybrid, lfm2),
 )
 
 FAMILIES: dict[str, Family] = {
