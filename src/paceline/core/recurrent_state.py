@@ -84,8 +84,8 @@ class RecurrentStates:
         KV cache: the input at index i belongs to the token in cache slot base + i.
     base, count: [R] int64, on the host.
 
-    Besides, states at some lengths of the slots' texts can be saved, as many as there are slots: they let another text
-    begin with a part of this one.
+    Besides, states at some lengths of the slots' texts can be saved, one more than there are slots: they let another
+    text begin with a part of this one.
     """
 
     def __init__(self, shape: StateShape, slots: int, device: torch.device | str = "cpu") -> None:
@@ -99,7 +99,7 @@ class RecurrentStates:
         self.inputs = zeros(WINDOW, shape.input_width)
         self.base = torch.zeros(slots, dtype=torch.int64)
         self.count = torch.zeros(slots, dtype=torch.int64)
-        # (slot, tokens of its text) -> state and tail after them; the least recently used first, at most one a slot
+        # (slot, tokens of its text) -> state and tail after them; the least recently used first
         self._saved: OrderedDict[tuple[int, int], tuple[Tensor, Tensor]] = OrderedDict()
 
     def reusable(self, slot: int, tokens: int) -> int:
@@ -119,7 +119,7 @@ class RecurrentStates:
             return
         self._saved[slot, tokens] = self.state[:, slot].clone(), self.tail[:, slot].clone()
         self._saved.move_to_end((slot, tokens))
-        while len(self._saved) > self.slots:
+        while len(self._saved) > self.slots + 1:  # a single slot keeps where its prompt ended and where others parted
             self._saved.popitem(last=False)
 
     def cut(self, slot: int, tokens: int) -> None:
