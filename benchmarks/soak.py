@@ -43,7 +43,7 @@ class Soak:
     cases: list[Case]
     expected: list[list[list[int]]]
     chance: random.Random
-    counts: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=lambda: Counter(different=0))
 
     def turn(self, llm: LLM, requests: int) -> None:
         """Run some requests on one engine, each of which joins after a random number of rounds."""
