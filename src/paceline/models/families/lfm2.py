@@ -1,4 +1,4 @@
-"""LFM2 and LFM2.5, dense: gated short convolutions, and attention after every few of them."""
+"""LFM2, dense: gated short convolutions, and attention after every few of them."""
 
 from __future__ import annotations
 
