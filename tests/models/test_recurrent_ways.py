@@ -126,13 +126,14 @@ def along_trees(subject: Subject) -> None:
 
 
 def after_prefixes(subject: Subject) -> None:
-    """One prompt after the other in two slots: those with the document read it from a kept state."""
+    """One prompt after the other in two slots, after the document alone: they go on from the state at its end."""
     engine, cached = subject.engine(2, "ngram", prefill_chunk=8), 0
+    run(engine, [subject.prompts[1][:DOCUMENT]], GREEDY[:1])
     for prompt, params, (truth,) in zip(subject.prompts, GREEDY, subject.truth, strict=True):
         (output,) = run(engine, [prompt], [params])
         assert output.outputs[0].token_ids == truth
         cached += output.cached_tokens
-    assert cached >= 0
+    assert cached >= 2 * (DOCUMENT - 1)
 
 
 def joining_and_leaving(drafter: str) -> Callable[[Subject], None]:
