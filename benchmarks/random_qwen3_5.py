@@ -1,4 +1,4 @@
-"""Write a random Qwen3.5 checkpoint with a draft head and a byte tokenizer, for benchmarks of speed and of bits.
+"""Write a random Qwen3.5 checkpoint with a draft head, a byte tokenizer and a chat template, for benchmarks.
 
     python benchmarks/random_qwen3_5.py DIRECTORY --shape tiny
     python benchmarks/bits.py DIRECTORY --drafter mtp --widths 1,3
@@ -26,6 +26,10 @@ SHAPES = {
     "0.8b": (1024, 3584, 24, 8, 2, 256, 16, 16, 128, 248320),
     "2b": (2048, 6144, 24, 8, 2, 256, 16, 16, 128, 248320),
 }
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 def configuration(shape: str) -> Qwen3_5TextConfig:
@@ -91,7 +95,8 @@ def write(directory: Path, shape: str) -> None:
     tokenizer = Tokenizer(BPE({letter: index for index, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=CHAT_TEMPLATE)
+    made.save_pretrained(directory)
 
 
 def main() -> None:

@@ -195,7 +195,7 @@ def families() -> Iterator[str]:
 
 
 def _columns(family: Family) -> Iterator[str]:
-    spec = family.describe(AutoConfig.for_model(family.model_type))
+    spec = family.describe(AutoConfig.for_model(family.model_type, **family.usual))
     assert spec is not None, "the usual configuration of a family runs"
     dense = all(isinstance(layer.mlp, MLPSpec) for layer in spec.layers)
     about = sys.modules[family.describe.__module__].__doc__ or ""

@@ -94,9 +94,9 @@ def tiny_native_recurrent(seed: int = 0, quantization: Quantization | None = "in
     return NativeModel.from_weights(model.spec, model.weights, model.name, quantization=quantization, threads=1)
 
 
-def theirs_with_head(seed: int = 0) -> tuple[Qwen3_5ForCausalLM, MtpModel]:
+def theirs_with_head(seed: int = 0, **sizes: Any) -> tuple[Qwen3_5ForCausalLM, MtpModel]:
     """A random model of transformers, and a draft head for it."""
-    model = tiny_qwen3_5(seed)
+    model = tiny_qwen3_5(seed, **sizes)
     model.config.num_mtp_layers, model.config.mtp_layer_types = 1, ["full_attention"]
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
@@ -133,9 +133,9 @@ def tiny_mtp(target: NativeModel, seed: int = 0) -> NativeHead:
     return NativeHead(own, "tiny", (target.layers,), target.max_positions, quantization="int8", target=target)
 
 
-def save_with_head(path: Path, seed: int = 0) -> tuple[Qwen3_5ForCausalLM, MtpModel]:
+def save_with_head(path: Path, seed: int = 0, **sizes: Any) -> tuple[Qwen3_5ForCausalLM, MtpModel]:
     """Save ``theirs_with_head`` as checkpoints are published, with a tokenizer whose tokens are numbers."""
-    model, head = theirs_with_head(seed)
+    model, head = theirs_with_head(seed, **sizes)
     model.save_pretrained(path)
     tensors = load_file(path / "model.safetensors")
     tensors |= head_state(head)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from gemma4_support import tiny_assistant, tiny_native_gemma4
 from head_support import tiny_head, tiny_native_head, tiny_transfer_head
+from hybrid_support import ours, tiny_granite_hybrid, tiny_lfm2
 from paceline.config import SamplingParams, StructuredOutputs
 from paceline.core import acceptance, rules
 from paceline.core.batch import Batch, SpeculationPlan
@@ -89,8 +90,14 @@ MODELS |= {
 MIXTURES = ["experts", "experts int4", "experts bf16"]
 MODELS["recurrent"] = tiny_native_recurrent  # the same, with states in place of most keys and values
 MODELS["gemma4"] = tiny_native_gemma4  # the same, with heads of two widths and keys that layers share
+OTHER_STATES: dict[str, Callable[[], Model]] = {  # kinds of states that run in torch only
+    "mamba2": functools.cache(lambda: ours(tiny_granite_hybrid())),
+    "short convolution": functools.cache(lambda: ours(tiny_lfm2())),
+}
+MODELS |= OTHER_STATES
 DRAFTS["native"] = DRAFTS["recurrent"] = DRAFTS["gemma4"] = lambda: tiny_native(1, 1)
 DRAFTS |= dict.fromkeys(MIXTURES, DRAFTS["native"])
+DRAFTS |= dict.fromkeys(OTHER_STATES, lambda: tiny_llama(1))
 HEADS: dict[str, Callable[[], HeadModel]] = {
     "toy": lambda: tiny_head(ToyModel(), 8),
     "flat": lambda: tiny_head(FlatToy(), 8),
@@ -490,6 +497,27 @@ def test_rounds_of_mixtures_of_experts_equal_plain_decoding(
     rounds_by = count_native_rounds(engine)
     assert answers(run(engine, PROMPTS, PARAMS[family])) == plain(model, family)
     assert rounds_by["natively"] > 0 or family not in FAMILIES
+
+
+@pytest.mark.parametrize("kind", OTHER_STATES)
+@pytest.mark.parametrize(
+    ("drafter", "length", "family", "width"),
+    some_slow(
+        [
+            ("model", "random", "mixed", 1),
+            ("ngram", "caps", "everything", 1),
+            ("documents", 4, "siblings", 3),
+            ("ragged", "selection", "processed", 1),
+            ("hybrid", "hybrid", "greedy", 2),
+        ],
+        [("model", "random", "mixed", 1), ("documents", 4, "siblings", 3)],
+    ),
+)
+def test_rounds_over_other_kinds_of_states_equal_plain_decoding(
+    drafter: str, length: int | str, family: str, width: int, kind: str
+) -> None:
+    engine = speculative_engine(kind, drafter, length, family, speculation_width=width, prefill_chunk=7)
+    assert answers(run(engine, PROMPTS, PARAMS[family])) == plain(kind, family)
 
 
 @needs_kernels
@@ -1158,7 +1186,7 @@ def test_trees_of_a_native_head_equal_plain_decoding(drafter: str, width: int, l
     assert kept["trees"] > 0 or length == "budget"
 
 
-@pytest.mark.parametrize("model", [model for model in MODELS if model != "recurrent"])  # which cannot draft
+@pytest.mark.parametrize("model", [*TARGETS, "native"])  # the others cannot draft
 def test_a_tree_that_a_model_drafts_for_itself_is_accepted_to_its_depth(model: str) -> None:
     """The first candidate of each depth must extend the path before it, and the cache must hold the accepted path."""
     rounds, k = {}, 4

@@ -11,6 +11,7 @@ prefilled, decoded or verified.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,29 +28,28 @@ WINDOW = MAX_SPECULATION_LENGTH  # inputs that a slot keeps: those of a round's 
 
 @dataclass(frozen=True)
 class StateShape:
-    """Sizes of the recurrent (gated delta net) layers of a model. taps: inputs of its causal convolution."""
+    """Sizes of what a slot keeps of a model's recurrent layers, which are all of one kind and one shape.
+
+    layers: number of these layers. taps: inputs of their causal convolution, the token's own included.
+    channels: of the convolution. gates: numbers that a token gives to a layer's state beside its channels.
+    state: shape of a layer's state besides the convolution's inputs; (0,): it has none.
+    """
 
     layers: int
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
     taps: int
-
-    @property
-    def channels(self) -> int:
-        """Channels of the convolution: all heads of q, k and v."""
-        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+    channels: int
+    gates: int = 0
+    state: tuple[int, ...] = (0,)
 
     @property
     def input_width(self) -> int:
-        """Numbers that a token gives to a layer's state: its channels, then decay and beta of each value head."""
-        return self.channels + 2 * self.value_heads
+        """Numbers that a token gives to a layer's state: its channels, then its gates."""
+        return self.channels + self.gates
 
     @property
     def state_bytes(self) -> int:
         """Bytes of one state after some token, of all layers."""
-        return 4 * self.layers * (self.value_heads * self.key_dim * self.value_dim + (self.taps - 1) * self.channels)
+        return 4 * self.layers * (math.prod(self.state) + (self.taps - 1) * self.channels)
 
     def slot_bytes(self, window: int = WINDOW) -> int:
         """Bytes of one slot whose rounds have at most ``window`` draft tokens, and of one saved state."""
@@ -76,31 +76,30 @@ class SlotPass:
 
 
 class RecurrentStates:
-    """States of all slots, float32. L recurrent layers, R slots, H value heads.
+    """States of all slots, float32. L recurrent layers, R slots.
 
-    state [L, R, H, key_dim, value_dim]: after the first ``base[slot]`` tokens.
+    state [L, R, *shape.state]: after the first ``base[slot]`` tokens.
     tail [L, R, taps - 1, channels]: convolution inputs of the last of these tokens; zeros before the text.
     inputs [L, R, WINDOW, input_width]: of the tokens from position ``base`` on, ``count[slot]`` of them, by slot of the
         KV cache: the input at index i belongs to the token in cache slot base + i.
     base, count: [R] int64, on the host.
 
-    Besides, states at some lengths of the slots' texts can be saved, as many as there are slots: they let another text
-    begin with a part of this one.
+    Besides, states at some lengths of the slots' texts can be saved, one more than there are slots: they let another
+    text begin with a part of this one.
     """
 
     def __init__(self, shape: StateShape, slots: int, device: torch.device | str = "cpu") -> None:
-        layers, heads = shape.layers, shape.value_heads
         self.shape, self.slots = shape, slots
 
         def zeros(*sizes: int) -> Tensor:
-            return torch.zeros(layers, slots, *sizes, dtype=torch.float32, device=device)
+            return torch.zeros(shape.layers, slots, *sizes, dtype=torch.float32, device=device)
 
-        self.state = zeros(heads, shape.key_dim, shape.value_dim)
+        self.state = zeros(*shape.state)
         self.tail = zeros(shape.taps - 1, shape.channels)
         self.inputs = zeros(WINDOW, shape.input_width)
         self.base = torch.zeros(slots, dtype=torch.int64)
         self.count = torch.zeros(slots, dtype=torch.int64)
-        # (slot, tokens of its text) -> state and tail after them; the least recently used first, at most one a slot
+        # (slot, tokens of its text) -> state and tail after them; the least recently used first
         self._saved: OrderedDict[tuple[int, int], tuple[Tensor, Tensor]] = OrderedDict()
 
     def reusable(self, slot: int, tokens: int) -> int:
@@ -120,7 +119,7 @@ class RecurrentStates:
             return
         self._saved[slot, tokens] = self.state[:, slot].clone(), self.tail[:, slot].clone()
         self._saved.move_to_end((slot, tokens))
-        while len(self._saved) > self.slots:
+        while len(self._saved) > self.slots + 1:  # a single slot keeps where its prompt ended and where others parted
             self._saved.popitem(last=False)
 
     def cut(self, slot: int, tokens: int) -> None:

@@ -17,8 +17,9 @@ from paceline.engine.round import Speculation
 from paceline.engine.runners import Runners
 from paceline.kernels import native
 from paceline.lengths.profile import Identity
-from paceline.models.base import AnyModel, FlatModel
+from paceline.models.base import WITHOUT_KERNELS, AnyModel, FlatModel
 from paceline.models.fingerprint import model_hash
+from paceline.models.native import NativeModel
 from paceline.models.prepare import why_not_native
 
 
@@ -80,7 +81,7 @@ class EngineDescription:
     def _describe_kernels(self) -> str:
         """Say why a faster instruction set does not run; empty if there is none, or no target on the CPU kernels."""
         target = self.models.target
-        obstacle = native.faster_obstacle(target.kernels) if isinstance(target, FlatModel) else ""
+        obstacle = native.faster_obstacle(target.kernels) if isinstance(target, NativeModel) else ""
         return f" ({obstacle})" if obstacle else ""
 
     def _describe_width(self) -> str:
@@ -100,11 +101,13 @@ class EngineDescription:
         return f" ({capacity}{room.limit / GIB:.2f} GiB)"
 
     def _describe_attention(self) -> str:
-        if isinstance(self.models.target, FlatModel):
+        target = self.models.target
+        if isinstance(target, FlatModel) and target.kernels != WITHOUT_KERNELS:
             return "native (ragged, batch-invariant)"
-        reason = why_not_native(self.models.target, self.config.attention)
+        reason = why_not_native(target, self.config.attention)
         kind = " (deterministic)" if self.config.deterministic else ""
-        return self.parts.target.backend.name + kind + (f" (not native: {reason})" if reason else "")
+        name = "torch" if isinstance(target, FlatModel) else self.parts.target.backend.name
+        return name + kind + (f" (not native: {reason})" if reason else "")
 
     def _describe_rounds(self, runners: Runners) -> str:
         """Say where rounds run; empty for a CPU target without kernels, whose rounds always run on the host."""
@@ -150,5 +153,6 @@ def _describe_model(model: AnyModel) -> str:
 def _precision(model: AnyModel) -> str:
     precision = str(model.dtype).removeprefix("torch.")
     if isinstance(model, FlatModel):
-        return f"{model.quantization or precision} on the CPU kernels {model.kernels}"
+        where = "in torch" if model.kernels == WITHOUT_KERNELS else f"on the CPU kernels {model.kernels}"
+        return f"{model.quantization or precision} {where}"
     return str(getattr(model, "precision", precision))

@@ -75,23 +75,33 @@ def plan_memory(
     caches = rows * row_bytes(target, draft, config, positions)
     scoring = scoring_room(target, rows, positions).limit
     return MemoryPlan(
-        sum(m.weight_bytes() for m in models), state_bytes(target, config, rows), caches, workspace, scoring
+        sum(m.weight_bytes() for m in models), state_bytes(target, config, rows, positions), caches, workspace, scoring
     )
 
 
-def state_bytes(target: AnyModel, config: EngineConfig, rows: int) -> int:
-    """Return the bytes of the recurrent states of all rows, and of those of scored texts."""
+def state_bytes(target: AnyModel, config: EngineConfig, rows: int, positions: int) -> int:
+    """Return the bytes of the recurrent states of all rows, saved ones included, and of those of scored texts."""
     shape = state_shape_of(target)
+    if shape is None:
+        return 0
     window = min(config.max_draft_tokens * config.most_width, MAX_SPECULATION_LENGTH) + 1
-    return 0 if shape is None else (rows + 1) * shape.slot_bytes(window)
+    scored = _scored_at_once(rows, positions) * (shape.slot_bytes() - shape.state_bytes)  # none of theirs are saved
+    return rows * shape.slot_bytes(window) + shape.state_bytes + scored
 
 
 def scoring_room(target: AnyModel, rows: int, positions: int) -> KVCacheBudget:
-    """Return the memory for caches of scored texts: one text of ``positions`` tokens fits, or several shorter ones."""
-    at_once = max(1, min(rows, _SCORED_AT_ONCE // positions))
-    return KVCacheBudget(
-        at_once * _cache_bytes(target, positions), rows, positions, cache(partial(_cache_bytes, target))
-    )
+    """Return the memory for caches of scored texts: one text of ``positions`` tokens fits, or several shorter ones.
+
+    A recurrent state does not shrink with its text, so shorter ones are then no more than those of full length.
+    """
+    at_once = _scored_at_once(rows, positions)
+    limit, bytes_for = at_once * _cache_bytes(target, positions), cache(partial(_cache_bytes, target))
+    return KVCacheBudget(limit, rows if state_shape_of(target) is None else at_once, positions, bytes_for)
+
+
+def _scored_at_once(rows: int, positions: int) -> int:
+    """Return the number of texts of full length that are scored at once."""
+    return max(1, min(rows, _SCORED_AT_ONCE // positions))
 
 
 def row_bytes(target: AnyModel, draft: AnyModel | None, config: EngineConfig, positions: int) -> int:

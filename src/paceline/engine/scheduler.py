@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from paceline.core.batch import Batch, RowStart
@@ -155,12 +155,24 @@ class Scheduler:
     def _choose_slot(self, sequence: Sequence) -> tuple[int, int]:
         """Choose a free slot. Return it, and how many of the prompt's tokens it holds."""
         prompt, scope = sequence.prompt, sequence.scope
-        cut = self.parts.target.reusable
-        reusable = {slot: cut(slot, tokens) for slot, tokens in self.free.reusable_by(prompt, scope).items()}
+        cut, common = self.parts.target.reusable, self.free.reusable_by(prompt, scope)
+        reusable = {slot: cut(slot, tokens) for slot, tokens in common.items()}
+        self._stop_where_others_part(sequence, max(common.values()), max(reusable.values()))
         slot = self.free.choose(reusable, best_source(self._texts_in_use(prompt), prompt, scope, cut)[1])
         if self.room.is_short:
             slot = self._make_way(slot, reusable, sequence.reserved_tokens)
         return slot, reusable[slot]
+
+    def _stop_where_others_part(self, sequence: Sequence, common: int, reusable: int) -> None:
+        """Let prefill pause where the prompt parts from a text whose state was not saved there: others may part there.
+
+        common: first tokens that a free slot's text has, too. reusable: those of them that can be copied.
+        """
+        if self.parts.target.cuts_anywhere:
+            return
+        in_use = best_source(self._texts_in_use(sequence.prompt), sequence.prompt, sequence.scope)[1]
+        if (stop := max(common, in_use)) - reusable >= WORTH_WAITING:
+            sequence.state_stops.add(stop)
 
     def _make_way(self, slot: int, reusable: dict[int, int], tokens: int) -> int:
         """Empty free slots until a sequence of ``tokens`` positions fits. Return the free slot to use.
@@ -267,9 +279,9 @@ class Scheduler:
             gain = stop - max(second.num_computed[0], second.prefix_stop)
             min_gain = 1 if stop == second.prefill_stop else WORTH_WAITING
             already_read = second is sequence and first.prefilled >= stop  # just copied, as far as it was worth it
-            if stop < first.prefill_stop and not self.parts.target.cuts_anywhere:
-                continue  # the reader does not stop there, and a recurrent state is kept only where it stops
             if second.scope.may_copy(first.scope) and gain >= min_gain and not already_read:
+                if not self.parts.target.cuts_anywhere:
+                    first.state_stops.add(stop)
                 second.prefix_reader, second.prefix_stop = first, stop
 
     def _end_waits(self) -> None:
@@ -298,12 +310,18 @@ class Scheduler:
         if self.running and left < self.chunks.speed.per_pass:
             return
         self.chunks.awaited = self._awaited
-        parts = self.chunks.choose(self.prefilling, bool(self.running), left)
+        chosen = self.chunks.choose(self.prefilling, bool(self.running), left)
+        parts = [self._until_state_stop(part) for part in chosen]
         timer = Stopwatch(self.batch.device)
         for index in range(len(self.decoders)):
             self._feed(index, parts)
         timer.stop()
         self.chunks.watch(parts, timer)
+
+    def _until_state_stop(self, part: PromptSlice) -> PromptSlice:
+        """Return the slice up to the first of its prompt's stops."""
+        stops = self.prefilling[part.index].state_stops
+        return replace(part, stop=min((stop for stop in stops if part.start < stop <= part.stop), default=part.stop))
 
     def _seconds_left(self) -> float:
         """Return the seconds until the next round must begin to meet the earliest deadline of a row."""
@@ -337,8 +355,9 @@ class Scheduler:
         for sequence, part in read:
             sequence.num_computed[index] = part.stop
             if index == 0 and sequence.scope.kept is not None:
-                at_end = part.stop == sequence.prefill_stop  # a draft model may still have to read the prompt
-                self.parts.target.save_state(sequence.slot, apart=0 if at_end else STATES_APART)
+                # at the end, too, where a draft model may still have to read the prompt
+                wanted = part.stop == sequence.prefill_stop or part.stop in sequence.state_stops
+                self.parts.target.save_state(sequence.slot, apart=0 if wanted else STATES_APART)
 
     def _join(self) -> None:
         """Let prefilled sequences start to decode, also those that waited for the prefix of another prompt."""

@@ -39,6 +39,7 @@ class Sequence:
     num_computed: during prefill, the prompt tokens in each decoder's cache, the target's first.
     read_by_draft: whether draft models read the prompt, too; if not, they catch up before their first draft.
     prefix_reader: another sequence, which is reading the first ``prefix_stop`` tokens of the prompt for both.
+    state_stops: numbers of first tokens that other prompts have, too: prefill pauses there to save recurrent states.
     slot: its place in caches and in the batch; -1 while it waits.
     reserved_tokens: cache positions reserved for it, once it has a slot.
     """
@@ -61,6 +62,7 @@ class Sequence:
     read_by_draft: bool = True
     prefix_reader: Sequence | None = field(default=None, repr=False)
     prefix_stop: int = 0
+    state_stops: set[int] = field(default_factory=set)
     slot: int = -1
     reserved_tokens: int = 0
 

@@ -15,16 +15,16 @@ from torch.nn import functional
 from paceline.core.cache import KVCache
 from paceline.core.nodes import Nodes, Seen, seen_by
 from paceline.core.recurrent_state import RecurrentStates, SlotPass, StatefulCache
-from paceline.kernels.delta import gates_of, run_slot
 from paceline.kernels.experts import route
 from paceline.kernels.gpu.steps import ACTIVATIONS, gate
 from paceline.kernels.pack import Bf16Weight, Format, Int4Weight, Int8Weight, Weight, dequantise, quantise
+from paceline.kernels.recurrent import run_slot
 from paceline.kernels.spec import ExpertsWeights, LayerWeights, LinearWeights, NativeSpec, Rotary
 
 ReferenceFormat = Format | Literal["fp32"]
 """Formats of the reference: fp32 rounds neither weights nor inputs."""
 
-GATES_FORMAT: Format = "bf16"  # of beta and decay in every model: a state would carry their rounding on
+GATES_FORMAT: Format = "bf16"  # of ``RecurrentMixer.gates`` in every model: a state would carry their rounding on
 ACTIVATION_GROUP = 64  # inputs of a row that share a scale, so that an outlier costs accuracy only within its group
 _SILENT = 1e-30  # rows whose largest amplitude is at most this count as zero
 
@@ -169,7 +169,8 @@ class ReferenceDecoder:
         for index, layer in enumerate(self._layers):
             entering.append(x * spec.tap_scale)
             weights, normed = layer.weights, norm(x, layer.weights.input_norm, spec.epsilon)
-            mixed = context.attention(index, layer, normed) if weights.delta is None else context.delta(layer, normed)
+            mix = context.recurrent if weights.recurrent else context.attention
+            mixed = mix(index, layer, normed)
             x = x + norm(mixed, weights.attention_out_norm, spec.epsilon)
             x = x + norm(layer.mlp(norm(x, weights.post_norm, spec.epsilon)), weights.mlp_out_norm, spec.epsilon)
             if weights.input is not None:
@@ -198,10 +199,10 @@ class _ReferencePass:
         self._rows, positions = nodes.rows[nodes.read :], nodes.positions[nodes.read :]
         self._slots = positions if nodes.slots is None else nodes.slots[nodes.read :]
         self._tables, self._at = tables, positions.clamp(max=spec.max_positions - 1)
-        self._places, self._delta_layer = spec.places, 0
+        self._places, self._recurrent_layer = spec.places, 0
         self._states: RecurrentStates | None = None
         self._passes: list[SlotPass] = []
-        if spec.delta is not None:
+        if spec.states is not None:
             assert nodes.read == 0, "a recurrent model reads each node once"
             self._states = cast(StatefulCache, cache).states
             self._passes = self._states.plan(nodes, text=text)
@@ -232,18 +233,15 @@ class _ReferencePass:
             return norm(x, weight, self._spec.epsilon)
         return norm(x.flatten(1), weight, self._spec.epsilon).view_as(x)
 
-    def delta(self, layer: _ReferenceLayer, normed: Tensor) -> Tensor:
-        """The output of a gated delta net [N, width], from its normed input."""
-        weights, index, states = layer.weights.delta, self._delta_layer, self._states
-        assert weights is not None
+    def recurrent(self, layer_index: int, layer: _ReferenceLayer, normed: Tensor) -> Tensor:
+        """The output of a recurrent layer [N, width], from its normed input."""
+        mixer, index, states = layer.weights.recurrent, self._recurrent_layer, self._states
+        assert mixer is not None
         assert states is not None
-        assert layer.beta_decay is not None
-        self._delta_layer += 1
-        mixed, gate = layer.qkv(normed).tensor_split([states.shape.channels], dim=1)
-        inputs = torch.cat([mixed, gates_of(weights, layer.beta_decay(normed))], 1)
-        parts = [run_slot(states, index, weights, part, inputs[part.first : part.stop]) for part in self._passes]
-        out = rms_norm(torch.cat(parts), weights.norm, self._spec.epsilon)
-        return layer.attention_out(out.flatten(1) * functional.silu(gate))
+        self._recurrent_layer += 1
+        inputs, kept = mixer.split(layer.qkv(normed), None if layer.gates is None else layer.gates(normed))
+        parts = [run_slot(states, index, mixer, part, inputs[part.first : part.stop]) for part in self._passes]
+        return layer.attention_out(mixer.finish(torch.cat(parts), kept))
 
     def finish(self) -> None:
         """Note what the slots of recurrent layers hold now."""
@@ -284,8 +282,9 @@ class _ReferenceLayer:
         part = weights.input
         self.input_gate = None if part is None else make(part.gate)
         self.input_out = None if part is None else make(part.out)
-        gates: ReferenceFormat = "fp32" if self.qkv.to == "fp32" else GATES_FORMAT
-        self.beta_decay = None if weights.delta is None else _ReferenceLinear(weights.delta.beta_decay, gates)
+        gates = None if weights.recurrent is None else weights.recurrent.gates
+        to: ReferenceFormat = "fp32" if self.qkv.to == "fp32" else GATES_FORMAT
+        self.gates = None if gates is None else _ReferenceLinear(gates, to)
 
     def mlp(self, x: Tensor) -> Tensor:
         """The output of the MLP, of the experts, or of both [N, width], from its normed input."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -36,20 +36,38 @@ class LinearWeights:
         )
 
 
-@dataclass(frozen=True)
-class DeltaWeights:
-    """What a gated delta net has beside its two large matrices (``models/qwen3_5`` of transformers).
+class RecurrentMixer(Protocol):
+    """A recurrent layer between its two large matrices: small weights, and the computation in float32, token by token.
 
-    beta_decay: the rows of beta, then of the decay, one for each value head.
-    conv [channels, taps]: a causal convolution of each channel. rate [value heads]: -exp(A_log). bias [value heads]:
-        added to the decay's input. norm [value_dim]: of each head's output.
+    n tokens. Each kind of recurrent layer implements it (``kernels.delta``, ``mamba2``, ``short_conv``).
     """
 
-    beta_decay: LinearWeights
-    conv: Tensor
-    rate: Tensor
-    bias: Tensor
-    norm: Tensor
+    @property
+    def gates(self) -> LinearWeights | None:
+        """A small matrix beside the large ones, of the layer's input; None if this kind has none."""
+        ...
+
+    def shape(self, layers: int) -> StateShape:
+        """Return what a slot keeps of ``layers`` layers like this one."""
+        ...
+
+    def split(self, projected: Tensor, gates: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return what the state needs of the tokens [n, input_width], and what their outputs need [n, ...].
+
+        projected: [n, outputs of the first matrix]. gates: [n, outputs of ``gates``]; None without such a matrix.
+        """
+        ...
+
+    def append(self, state: Tensor, window: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the output of a token [...], and the state after it [*shape.state].
+
+        state: before it. window [taps, channels]: inputs of the convolution that end with its own. gates [shape.gates].
+        """
+        ...
+
+    def finish(self, mixed: Tensor, kept: Tensor) -> Tensor:
+        """Return the input of the second matrix. mixed: outputs of ``append`` [n, ...]. kept: as ``split`` gave it."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -136,7 +154,7 @@ class LayerWeights:
     experts: a mixture of experts; gate_up and down are then an MLP that all tokens run through besides, or None.
     gated: whether qkv ends with rows of a gate of attention's output, one for each of its inputs.
     sinks: [heads], one more score of each head in attention's softmax, without a value.
-    delta: of a gated delta net, whose qkv always ends so and whose heads ``NativeSpec.delta`` tells; None: attention.
+    recurrent: of a recurrent layer, whose first matrix is called qkv here, too; None: attention.
     input_norm, post_norm: before attention and before the MLP; attention_out_norm, mlp_out_norm: after them.
     q_norm, k_norm: [head_dim], or [heads * head_dim] and [kv_heads * head_dim] for a norm over all heads together.
     rotary, scale, heads: of this layer's attention; None: the model's.
@@ -157,7 +175,7 @@ class LayerWeights:
     k_norm: Tensor | None = None
     window: int | None = None
     gated: bool = False
-    delta: DeltaWeights | None = None
+    recurrent: RecurrentMixer | None = None
     attention_out_norm: Tensor | None = None
     mlp_out_norm: Tensor | None = None
     rotary: Rotary | None = None
@@ -235,30 +253,36 @@ class NativeSpec:
     tap_scale: float = 1.0
     attention_scale: float | None = None
     fusion: FusionWeights | None = None
-    delta: StateShape | None = None
     inputs: TokenTableWeights | None = None
     logits_cap: float | None = None
 
     @property
     def kv_layers(self) -> tuple[KVHeads, ...]:
         """The key heads of every layer of the cache."""
-        heads = (self.heads_of(layer) for layer in self.layers if layer.delta is None and not layer.reads_only)
+        heads = (self.heads_of(layer) for layer in self.layers if layer.recurrent is None and not layer.reads_only)
         return tuple(KVHeads(each.kv_heads, each.dim) for each in heads)
 
     @property
     def places(self) -> tuple[int, ...]:
         """The number of the cache's layer that each layer reads; of recurrent layers, the number of their state."""
-        written = deltas = 0
+        written = states = 0
         places = []
         for layer in self.layers:
-            places.append(deltas if layer.delta is not None else written if layer.place is None else layer.place)
-            written += layer.delta is None and not layer.reads_only
-            deltas += layer.delta is not None
+            own = written if layer.place is None else layer.place
+            places.append(own if layer.recurrent is None else states)
+            written += layer.recurrent is None and not layer.reads_only
+            states += layer.recurrent is not None
         return tuple(places)
 
     def heads_of(self, layer: LayerWeights) -> Heads:
         """Heads of a layer's attention."""
         return layer.heads or Heads(self.heads, self.kv_heads, self.head_dim)
+
+    @property
+    def states(self) -> StateShape | None:
+        """What a slot keeps of the recurrent layers, which have one shape; None if all layers are attention."""
+        mixers = [layer.recurrent for layer in self.layers if layer.recurrent is not None]
+        return mixers[0].shape(len(mixers)) if mixers else None
 
     def scale_of(self, layer: LayerWeights) -> float:
         """Scale of a layer's attention."""

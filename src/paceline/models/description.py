@@ -114,7 +114,32 @@ class ExpertsSpec:
     shared_gate: bool = False
 
 
-MixerSpec: TypeAlias = AttentionSpec | DeltaNetSpec
+@dataclass(frozen=True)
+class Mamba2Spec:
+    """A Mamba-2 layer: a recurrent state per head. groups: of heads that share B and C, each of width state_dim.
+
+    taps: inputs of the causal depthwise convolution over x, B and C; conv_bias: whether it has a bias.
+    norm_eps: epsilon of the gated RMS norm of the output, group by group.
+    """
+
+    heads: int
+    head_dim: int
+    groups: int
+    state_dim: int
+    taps: int
+    conv_bias: bool = True
+    norm_eps: float = 1e-6
+
+
+@dataclass(frozen=True)
+class ShortConvSpec:
+    """A short causal convolution as wide as the model, of ``taps`` inputs, between two gates."""
+
+    taps: int
+
+
+RecurrentSpec: TypeAlias = DeltaNetSpec | Mamba2Spec | ShortConvSpec
+MixerSpec: TypeAlias = AttentionSpec | RecurrentSpec
 NormPlaces: TypeAlias = Literal["before", "after", "both", "after_sum"]
 
 

@@ -19,12 +19,11 @@ from torch import Tensor
 from paceline.config import QuantizationName
 from paceline.core.cache import KVCache, KVHeads
 from paceline.core.nodes import Nodes
-from paceline.core.recurrent_state import StateShape
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import abi, native, reference
+from paceline.kernels.delta import DeltaHeads, DeltaNet
 from paceline.kernels.pack import Format, Weight, packed_bytes
 from paceline.kernels.spec import (
-    DeltaWeights,
     ExpertsWeights,
     GatedActivation,
     Heads,
@@ -34,17 +33,21 @@ from paceline.kernels.spec import (
     TokenInputWeights,
     TokenTableWeights,
 )
-from paceline.models.base import HiddenStates, check_taps
+from paceline.models.base import WITHOUT_KERNELS, HiddenStates, check_taps
 from paceline.models.description import (
     AttentionSpec,
     DecoderSpec,
     DeltaNetSpec,
     ExpertsSpec,
+    Mamba2Spec,
     MixerSpec,
+    RecurrentSpec,
+    ShortConvSpec,
     TokenInputsSpec,
 )
 from paceline.models.experts import Experts
 from paceline.models.linear import Dense
+from paceline.models.mixers import mixer_of
 from paceline.models.packing import PackedDecoder, ReadPacked, packed_size
 from paceline.models.short_head import PackedShortHead, PassBytes, column_bytes
 from paceline.models.transformer import Transformer
@@ -98,13 +101,13 @@ class NativeModel:
         self.name = name
         self.quantization: QuantizationName | None = quantization
         self.vocab_size, self.layers = spec.vocab_size, len(spec.layers)
-        self.state_shape, self.kv_layers = spec.delta, spec.kv_layers
+        self.state_shape, self.kv_layers = spec.states, spec.kv_layers
         self.kv_heads, self.head_dim, self.width = spec.kv_heads, spec.head_dim, spec.width
         self.max_positions, self.tied = spec.max_positions, spec.head is None
         self.dtype, self.device = torch.bfloat16, torch.device("cpu")
         self.threads = torch.get_num_threads() if threads is None else threads
         chosen = native.select() if kernels == "choose" else kernels
-        self.kernels = "torch reference" if chosen is None else chosen.name
+        self.kernels = WITHOUT_KERNELS if chosen is None else chosen.name
         self.seconds = torch.zeros(len(native.PHASES), dtype=torch.float64)  # time of each phase, if ``timed``
         self.timed = False
         formats = LAYER_FORMAT[quantization], HEAD_FORMAT[quantization]
@@ -281,9 +284,9 @@ def spec_of(
     """Return the kernels' spec of a model. weights: by the names of ``models.weights``.
 
     readers: makes matrices while they are packed, by the names of weights, which then only give the shapes.
-    Raises ModelFormatError if the kernels cannot run the model.
+    Raises ModelFormatError if neither the kernels nor their reference can run the model.
     """
-    check_description(spec)
+    check_reference(spec)
     attention = spec.attentions[0]
     assert attention.rotary is not None
 
@@ -303,7 +306,6 @@ def spec_of(
         epsilon=spec.norm.eps,
         embed_scale=spec.embed_scale,
         tap_scale=spec.residual_scale,
-        delta=state_shape(spec),
         inputs=_token_table_of(spec.token_inputs, weights, source.linear),
         logits_cap=spec.logits_cap,
     )
@@ -318,19 +320,9 @@ def _token_table_of(
     return TokenTableWeights(linear("input_table"), linear("input_project"), weights["input_norm.weight"], *scales)
 
 
-def state_shape(spec: DecoderSpec) -> StateShape | None:
-    """Return the shape of a model's recurrent states; None if all of its layers are attention."""
-    deltas = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, DeltaNetSpec)]
-    if not deltas:
-        return None
-    first = deltas[0]
-    heads = first.key_heads, first.value_heads, first.key_dim, first.value_dim
-    return StateShape(len(deltas), *heads, first.taps)
-
-
 def gate_last(qkv: LinearWeights, spec: MixerSpec) -> LinearWeights:
     """Move the gates of the heads, each stored behind its head's query, behind all queries, keys and values."""
-    if isinstance(spec, DeltaNetSpec) or not spec.gated:
+    if not isinstance(spec, AttentionSpec) or not spec.gated:
         return qkv
     stacked = 2 * spec.query_width
 
@@ -339,17 +331,6 @@ def gate_last(qkv: LinearWeights, spec: MixerSpec) -> LinearWeights:
         return torch.cat([heads[:, 0].flatten(0, 1), rows[stacked:], heads[:, 1].flatten(0, 1)])
 
     return qkv.reordered(order)
-
-
-def _delta_of(name: str, weights: Mapping[str, Tensor]) -> DeltaWeights:
-    """Return the small weights of a gated delta net. name: of its layer, with a point."""
-    return DeltaWeights(
-        beta_decay=LinearWeights(weights[f"{name}beta_decay.weight"]),
-        conv=weights[f"{name}conv.weight"].squeeze(1),
-        rate=-weights[f"{name}decay_rate.weight"].float().exp(),
-        bias=weights[f"{name}decay_bias.weight"],
-        norm=weights[f"{name}delta_norm.weight"],
-    )
 
 
 @dataclass(frozen=True)
@@ -411,7 +392,7 @@ def _layer_of(spec: DecoderSpec, index: int, source: _WeightSource) -> LayerWeig
         rotary=None if attention is None else attention.rotary,
         scale=None if attention is None else attention.scale,
         gated=attention is not None and attention.gated,
-        delta=_delta_of(name, weights) if attention is None else None,
+        recurrent=None if isinstance(mixer, AttentionSpec) else mixer_of(mixer, name, weights),
         activation=ACTIVATIONS[one.activation],
         experts=None if mixture is None else _experts_of(mixture, name, source),
         sinks=weights.get(f"{name}sinks.weight"),
@@ -467,8 +448,27 @@ def _weights_of(model: Transformer) -> dict[str, Tensor]:
 
 
 def check_description(spec: DecoderSpec) -> None:
+    """Raise ModelFormatError for a model that the kernels cannot run."""
+    check_reference(spec)
+    mixers = recurrent_layers(spec)
+    if others := {type(mixer) for mixer in mixers} - {DeltaNetSpec}:
+        missing = "kernels for " + " and ".join(sorted(_KINDS[other] for other in others))
+        raise ModelFormatError(f"{_REFUSAL.format(spec.family)} {missing}")
+    if any(isinstance(mixer, DeltaNetSpec) and mixer.norm_eps != spec.norm.eps for mixer in mixers):
+        raise ModelFormatError(f"{_REFUSAL.format(spec.family)} recurrent layers with the norms' epsilon")
+
+
+_REFUSAL = "the CPU kernels cannot run a {} model without"
+_KINDS: dict[type[RecurrentSpec], str] = {Mamba2Spec: "Mamba-2 layers", ShortConvSpec: "short convolutions"}
+
+
+def recurrent_layers(spec: DecoderSpec) -> list[RecurrentSpec]:
+    """Return the mixer of every layer that is not attention."""
+    return [layer.mixer for layer in spec.layers if not isinstance(layer.mixer, AttentionSpec)]
+
+
+def check_reference(spec: DecoderSpec) -> None:
     """Raise ModelFormatError for a model that ``NativeSpec`` cannot express."""
-    eps, deltas = spec.norm.eps, {layer.mixer for layer in spec.layers if isinstance(layer.mixer, DeltaNetSpec)}
     attentions, shapes = spec.attentions, {(a.heads, a.kv_heads, a.head_dim) for a in spec.attentions}
     experts = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, ExpertsSpec)]
     shared = [layer.shared for layer in spec.layers if layer.shared is not None]
@@ -485,11 +485,8 @@ def check_description(spec: DecoderSpec) -> None:
         ),
         "experts of one shape in all layers": len({replace(mixture, shared=None) for mixture in experts}) <= 1,
         "rotary positions": all(attention.rotary is not None for attention in attentions),
-        "heads of one shape beside recurrent layers": len(shapes) == 1 or not deltas,
-        "recurrent layers of one shape, with the norms' epsilon": len(
-            deltas | {replace(d, norm_eps=eps) for d in deltas}
-        )
-        <= 1,
+        "heads of one shape beside recurrent layers": len(shapes) == 1 or not recurrent_layers(spec),
+        "recurrent layers of one shape": len(set(recurrent_layers(spec))) <= 1,
         "attention in some layer": bool(attentions),
         "vectors by token for its MLP's activation": spec.token_inputs is None
         or {mlp.activation for mlp in mlps} == {spec.token_inputs.activation},
@@ -501,7 +498,7 @@ def check_description(spec: DecoderSpec) -> None:
     }
     missing = [feature for feature, present in wanted.items() if not present]
     if missing:
-        raise ModelFormatError(f"the CPU kernels cannot run a {spec.family} model without {' and '.join(missing)}")
+        raise ModelFormatError(f"{_REFUSAL.format(spec.family)} {' and '.join(missing)}")
 
 
 def check_spec(spec: NativeSpec) -> None:
@@ -514,11 +511,15 @@ def check_spec(spec: NativeSpec) -> None:
     if spec.inputs is not None and spec.inputs.width % 16:
         needed = "vectors by token whose width is a multiple of 16"
         raise ModelFormatError(f"the CPU kernels need {needed}; not {spec.inputs.width}")
-    if spec.delta is not None:
-        _check_delta(spec.delta)
+    for layer in spec.layers:
+        if layer.recurrent is None:
+            continue
+        if not isinstance(layer.recurrent, DeltaNet):
+            raise ModelFormatError(f"the CPU kernels have no layers of the kind {type(layer.recurrent).__name__}")
+        _check_delta(layer.recurrent.heads)
 
 
-def _check_delta(shape: StateShape) -> None:
+def _check_delta(shape: DeltaHeads) -> None:
     """Raise ModelFormatError for heads of recurrent layers that the kernels do not support."""
     shared = shape.key_heads > 0 and shape.value_heads % shape.key_heads == 0
     if not shared or shape.key_dim % 16 or shape.value_dim % 16 or not 1 < shape.taps <= MAX_TAPS:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from ctypes import pointer
+from dataclasses import astuple
 from typing import TypeAlias
 
 import torch
@@ -16,9 +17,9 @@ from torch.nn.functional import pad
 
 from paceline.core.cache import table_places
 from paceline.kernels import abi, native, pack, reference
+from paceline.kernels.delta import DeltaNet
 from paceline.kernels.pack import Format
 from paceline.kernels.spec import (
-    DeltaWeights,
     ExpertsWeights,
     FusionWeights,
     GatedActivation,
@@ -173,7 +174,7 @@ class _Packer:
             q_norm=None if layer.q_norm is None else self._vector(layer.q_norm),
             k_norm=None if layer.k_norm is None else self._vector(layer.k_norm),
             window=layer.window or 0,
-            delta=None if layer.delta is None else pointer(self._delta(layer.delta)),
+            delta=pointer(self._delta(layer.recurrent)) if isinstance(layer.recurrent, DeltaNet) else None,
             gated=layer.gated,
             attention_out_norm=self._norm(layer.attention_out_norm),
             mlp_out_norm=self._norm(layer.mlp_out_norm),
@@ -220,9 +221,9 @@ class _Packer:
     def _input(self, part: TokenInputWeights, to: Format) -> abi.CTokenInput:
         return abi.CTokenInput(self._linear(part.gate, to), self._linear(part.out, to), self._norm(part.norm))
 
-    def _delta(self, delta: DeltaWeights) -> abi.CDelta:
+    def _delta(self, delta: DeltaNet) -> abi.CDelta:
         return abi.CDelta(
-            gates=self._linear(delta.beta_decay, reference.GATES_FORMAT),
+            gates=self._linear(delta.gates, reference.GATES_FORMAT),
             conv=self._vector(delta.conv.T),
             rate=self._vector(delta.rate),
             bias=self._vector(delta.bias),
@@ -260,7 +261,6 @@ class _Packer:
 
 def _shape_of(spec: NativeSpec) -> abi.CDeltaShape:
     """Return the heads of the recurrent layers, all 0 if there are none."""
-    shape = spec.delta
-    if shape is None:
-        return abi.CDeltaShape()
-    return abi.CDeltaShape(shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim, shape.taps)
+    deltas = (layer.recurrent for layer in spec.layers if isinstance(layer.recurrent, DeltaNet))
+    found = next(deltas, None)
+    return abi.CDeltaShape() if found is None else abi.CDeltaShape(*astuple(found.heads))

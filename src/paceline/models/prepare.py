@@ -104,13 +104,13 @@ def _obstacle(model: AnyModel, quantization: QuantizationName | None) -> str | N
         return f"{model.name} is not of a native family"
     if quantization == "fp8":
         return "fp8 weights need a CUDA device; on a CPU use 'int8' or 'int4'"
-    dtype = model.weights_dtype if isinstance(model, RecurrentModel) else model.dtype
-    if quantization is None and dtype != torch.bfloat16:
-        return "the native kernels run bfloat16 or quantized weights; set dtype='bfloat16'"
     try:
         check_description(model.spec)
     except ModelFormatError as error:
         return str(error)
+    dtype = model.weights_dtype if isinstance(model, RecurrentModel) else model.dtype
+    if quantization is None and dtype != torch.bfloat16:
+        return "the native kernels run bfloat16 or quantized weights; set dtype='bfloat16'"
     return None
 
 

@@ -1,4 +1,7 @@
-"""Models with recurrent layers in plain torch: what runs in float32, and what the CPU kernels are packed from."""
+"""Models with recurrent layers in plain torch: what runs in float32, and what the CPU kernels are packed from.
+
+Every kind of recurrent layer runs here; the kernels have gated delta nets only.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from paceline.core.nodes import Nodes
 from paceline.core.recurrent_state import StatefulCache, StateShape
 from paceline.errors import ModelFormatError
 from paceline.kernels import reference
-from paceline.models.base import AnyModel, HiddenStates, OwnKVLayers, check_taps
+from paceline.models.base import WITHOUT_KERNELS, AnyModel, HiddenStates, OwnKVLayers, check_taps
 from paceline.models.description import AttentionSpec, DecoderSpec, MixerSpec
 from paceline.models.native import spec_of
 
@@ -65,7 +68,7 @@ class RecurrentModel:
     Raises ModelFormatError on another device than the CPU.
     """
 
-    kernels = "torch reference"
+    kernels = WITHOUT_KERNELS
     quantization: QuantizationName | None = None
 
     def __init__(self, spec: DecoderSpec, weights: Mapping[str, Tensor], name: str) -> None:
@@ -79,7 +82,7 @@ class RecurrentModel:
         self.max_positions, self.tied = spec.max_positions, spec.tied
         self.weights_dtype = embedding.dtype
         self.dtype, self.device = torch.float32, embedding.device
-        self.state_shape, self.kv_layers = packable.delta, spec.kv_layers
+        self.state_shape, self.kv_layers = packable.states, spec.kv_layers
         self._reference: reference.ReferenceDecoder | None = None
 
     @property

@@ -19,9 +19,11 @@ from paceline.models.description import (
     DeltaNetSpec,
     ExpertsSpec,
     LayerSpec,
+    Mamba2Spec,
     MixerSpec,
     MLPSpec,
     NormPlaces,
+    ShortConvSpec,
 )
 from paceline.models.weight_names import WeightNames
 
@@ -148,14 +150,41 @@ def _delta_slots(spec: DeltaNetSpec, width: int, layer: str) -> Slots:
     yield from _linear_slots("qkv", {"in_qkv": channels, "out_gate": values}, width, False, layer)
     yield from _linear_slots("beta_decay", {"beta": heads, "decay": heads}, width, False, layer)
     yield from _linear_slots("o", {"o": width}, values, False, layer)
-    yield f"{layer}conv.weight", Slot(f"{layer}conv.weight", (channels, 1, spec.taps), total=channels)
+    yield from _conv_slots(channels, spec.taps, layer)
     for name, size in {"decay_rate": heads, "decay_bias": heads, "delta_norm": spec.value_dim}.items():
         yield from _vector(f"{layer}{name}.weight", size)
+
+
+def _conv_slots(channels: int, taps: int, layer: str, bias: bool = False) -> Slots:
+    yield f"{layer}conv.weight", Slot(f"{layer}conv.weight", (channels, 1, taps), total=channels)
+    if bias:
+        yield from _vector(f"{layer}conv.bias", channels)
+
+
+def _mamba2_slots(spec: Mamba2Spec, width: int, layer: str) -> Slots:
+    inner = spec.heads * spec.head_dim
+    channels = inner + 2 * spec.groups * spec.state_dim
+    yield from _linear_slots("qkv", {"qkv": inner + channels + spec.heads}, width, False, layer)
+    yield from _linear_slots("o", {"o": width}, inner, False, layer)
+    yield from _conv_slots(channels, spec.taps, layer, spec.conv_bias)
+    sizes = dict.fromkeys(("decay_rate", "step_bias", "skip"), spec.heads) | {"mamba_norm": inner}
+    for name, size in sizes.items():
+        yield from _vector(f"{layer}{name}.weight", size)
+
+
+def _short_conv_slots(spec: ShortConvSpec, width: int, layer: str) -> Slots:
+    yield from _linear_slots("qkv", {"qkv": 3 * width}, width, False, layer)
+    yield from _linear_slots("o", {"o": width}, width, False, layer)
+    yield from _conv_slots(width, spec.taps, layer)
 
 
 def _mixer_slots(spec: MixerSpec, width: int, layer: str, stored: Collection[str]) -> Slots:
     if isinstance(spec, DeltaNetSpec):
         return _delta_slots(spec, width, layer)
+    if isinstance(spec, Mamba2Spec):
+        return _mamba2_slots(spec, width, layer)
+    if isinstance(spec, ShortConvSpec):
+        return _short_conv_slots(spec, width, layer)
     return _attention_slots(spec, width, layer, stored)
 
 

@@ -17,6 +17,8 @@ from paceline.models.families import (
     gpt_oss,
     granite,
     granitemoe,
+    granitemoehybrid,
+    lfm2,
     llama,
     ministral3,
     mistral,
@@ -39,6 +41,7 @@ _MODULES = (
     *(llama, mistral, ministral3, qwen2, qwen3, qwen3_5, gemma3, gemma4, phi3, granite),
     *(olmo2, olmo3, smollm3, exaone4, opt, gpt2),
     *(qwen3_moe, olmoe, granitemoe, gpt_oss, qwen3_5_moe),
+    *(granitemoehybrid, lfm2),
 )
 
 FAMILIES: dict[str, Family] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -71,6 +71,7 @@ class Family:
     describe: configuration -> description; None if only transformers' own code can run that model.
     gguf: None if GGUF files of this family are not read.
     has_head: whether checkpoints may have a draft head of their own (``drafters.heads.mtp``).
+    usual: fields of published configurations without which transformers' defaults are of another kind of model.
     """
 
     model_type: str
@@ -79,6 +80,7 @@ class Family:
     gguf: GGUFForm | None = None
     has_head: bool = False
     wrapped_by: tuple[str, ...] = ()
+    usual: Mapping[str, Any] = field(default_factory=dict)
 
 
 LLAMA_NAMES: Mapping[str, str] = {

@@ -1,0 +1,66 @@
+"""LFM2, dense: gated short convolutions, and attention after every few of them."""
+
+from __future__ import annotations
+
+from transformers import PretrainedConfig
+
+from paceline.models.description import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormSpec, ShortConvSpec
+from paceline.models.families.base import LLAMA_NAMES, Family
+from paceline.models.families.rotary import head_dim, longest_sequence, rotary_of
+from paceline.models.weight_names import WeightNames
+
+_KINDS = {"full_attention", "conv"}
+
+
+def _inner_width(config: PretrainedConfig) -> int:
+    """Inner width of the MLP, which the configuration may give before it is cut to 2/3 and rounded up."""
+    width, multiple = int(config.intermediate_size), int(config.block_multiple_of)
+    if not config.block_auto_adjust_ff_dim:
+        return width
+    width = int(2 * width / 3)
+    if config.block_ffn_dim_multiplier is None:
+        return width
+    return -(-int(config.block_ffn_dim_multiplier * width) // multiple) * multiple
+
+
+def _describe(config: PretrainedConfig) -> DecoderSpec | None:
+    rotary, eps = rotary_of(config), config.norm_eps
+    if rotary is None or config.conv_bias or not {"full_attention"} <= set(config.layer_types) <= _KINDS:
+        return None
+    heads = config.num_attention_heads, config.num_key_value_heads, head_dim(config)
+    attention = AttentionSpec(*heads, rotary=rotary, qk_norm="head", qk_norm_eps=eps)
+    conv, mlp = ShortConvSpec(config.conv_L_cache), MLPSpec(_inner_width(config))
+    mixers = (conv if kind == "conv" else attention for kind in config.layer_types)
+    return DecoderSpec(
+        family="lfm2",
+        vocab_size=config.vocab_size,
+        width=config.hidden_size,
+        max_positions=longest_sequence(config),
+        layers=tuple(LayerSpec(mixer, mlp) for mixer in mixers),
+        norm=NormSpec("rms", eps),
+        embed_width=config.hidden_size,
+        tied=bool(config.tie_word_embeddings),
+    )
+
+
+_NAMES = {
+    "embed_tokens": LLAMA_NAMES["embed_tokens"],
+    "lm_head": LLAMA_NAMES["lm_head"],
+    "embedding_norm": "norm",
+    "layers.{}.operator_norm": "layers.{}.attn_norm",
+    "layers.{}.ffn_norm": "layers.{}.mlp_norm",
+    **{f"layers.{{}}.self_attn.{part}_proj": f"layers.{{}}.{part}" for part in "qkv"},
+    "layers.{}.self_attn.out_proj": "layers.{}.o",
+    "layers.{}.self_attn.q_layernorm": "layers.{}.q_norm",
+    "layers.{}.self_attn.k_layernorm": "layers.{}.k_norm",
+    "layers.{}.conv.in_proj": "layers.{}.qkv",
+    "layers.{}.conv.conv": "layers.{}.conv",
+    "layers.{}.conv.out_proj": "layers.{}.o",
+    "layers.{}.feed_forward.w1": "layers.{}.gate",
+    "layers.{}.feed_forward.w3": "layers.{}.up",
+    "layers.{}.feed_forward.w2": "layers.{}.down",
+}
+
+_USUAL = {"num_hidden_layers": 16, "full_attn_idxs": [2, 5, 8, 10, 12, 14]}  # of 350M to 1.2B parameters
+
+FAMILY = Family("lfm2", _describe, WeightNames(_NAMES, prefixes=("model.",)), usual=_USUAL)

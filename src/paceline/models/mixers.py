@@ -1,0 +1,63 @@
+"""Recurrent layers as the kernels' reference runs them, made from a description and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from paceline.kernels.delta import DeltaHeads, DeltaNet
+from paceline.kernels.mamba2 import Mamba2, Mamba2Heads
+from paceline.kernels.short_conv import ShortConv
+from paceline.kernels.spec import LinearWeights, RecurrentMixer
+from paceline.models.description import DeltaNetSpec, Mamba2Spec, RecurrentSpec
+
+
+def mixer_of(spec: RecurrentSpec, name: str, weights: Mapping[str, Tensor]) -> RecurrentMixer:
+    """Return a recurrent layer's computation. name: of its layer, with a point. weights: as ``models.weights.slots``.
+
+    Views of the weights where possible. The tensors may be on device "meta".
+    """
+    if isinstance(spec, DeltaNetSpec):
+        return _delta_of(spec, name, weights)
+    if isinstance(spec, Mamba2Spec):
+        return _mamba2_of(spec, name, weights)
+    return ShortConv(_conv_of(name, weights))
+
+
+def _conv_of(name: str, weights: Mapping[str, Tensor]) -> Tensor:
+    return weights[f"{name}conv.weight"].squeeze(1)
+
+
+def _rate_of(name: str, weights: Mapping[str, Tensor]) -> Tensor:
+    return -weights[f"{name}decay_rate.weight"].float().exp()
+
+
+def _delta_of(spec: DeltaNetSpec, name: str, weights: Mapping[str, Tensor]) -> DeltaNet:
+    return DeltaNet(
+        heads=DeltaHeads(spec.key_heads, spec.value_heads, spec.key_dim, spec.value_dim, spec.taps),
+        gates=LinearWeights(weights[f"{name}beta_decay.weight"]),
+        conv=_conv_of(name, weights),
+        rate=_rate_of(name, weights),
+        bias=weights[f"{name}decay_bias.weight"],
+        norm=weights[f"{name}delta_norm.weight"],
+        epsilon=spec.norm_eps,
+    )
+
+
+def mamba2_heads(spec: Mamba2Spec) -> Mamba2Heads:
+    """Return the heads of a Mamba-2 layer, which tell the widths of its parts."""
+    return Mamba2Heads(spec.heads, spec.head_dim, spec.groups, spec.state_dim, spec.taps)
+
+
+def _mamba2_of(spec: Mamba2Spec, name: str, weights: Mapping[str, Tensor]) -> Mamba2:
+    return Mamba2(
+        heads=mamba2_heads(spec),
+        conv=_conv_of(name, weights),
+        conv_bias=weights.get(f"{name}conv.bias"),
+        rate=_rate_of(name, weights),
+        bias=weights[f"{name}step_bias.weight"],
+        skip=weights[f"{name}skip.weight"],
+        norm=weights[f"{name}mamba_norm.weight"],
+        epsilon=spec.norm_eps,
+    )

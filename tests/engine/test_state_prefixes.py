@@ -1,0 +1,101 @@
+"""Prefixes of models with recurrent layers: a state is found at or before the token where prompts part."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from hybrid_support import ours, tiny_granite_hybrid, tiny_lfm2
+from paceline.config import SamplingParams
+from paceline.core.outputs import RequestOutput
+from paceline.engine import scheduler
+from paceline.models.base import AnyModel
+from recurrent_support import tiny_native_recurrent, tiny_recurrent
+from toy import VOCAB, answers, make_engine, run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MODELS: dict[str, Callable[[], AnyModel]] = {
+    "gated delta net": tiny_recurrent,
+    "gated delta net, kernels": functools.cache(tiny_native_recurrent),
+    "mamba2": lambda: ours(tiny_granite_hybrid()),
+    "short convolution": lambda: ours(tiny_lfm2()),
+}
+CHUNK = 16
+APART = 32  # tokens between saved states
+WORTH = 8  # tokens worth a state of their own
+TOKENS = 4
+
+
+@pytest.fixture(autouse=True)
+def _short_distances(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of tests are short."""
+    monkeypatch.setattr(scheduler, "STATES_APART", APART)
+    monkeypatch.setattr(scheduler, "WORTH_WAITING", WORTH)
+
+
+def text_of(size: int, seed: int) -> list[int]:
+    chance = random.Random(seed)
+    return [chance.randrange(VOCAB) for _ in range(size)]
+
+
+def greedy(count: int) -> list[SamplingParams]:
+    return [SamplingParams(temperature=0, max_tokens=TOKENS, seed=seed) for seed in range(count)]
+
+
+def alone(model: AnyModel, prompts: Sequence[list[int]]) -> list[list[list[int]]]:
+    """Answers of plain decoding that reuses nothing."""
+    engine = make_engine(model, max_batch_size=1, prefix_cache=False)
+    return answers(run(engine, prompts, greedy(len(prompts))))
+
+
+def in_turn(model: AnyModel, prompts: Sequence[list[int]], rows: int) -> list[RequestOutput]:
+    """Run one prompt after the other; the slots keep their states."""
+    engine = make_engine(model, drafter="ngram", max_batch_size=rows, prefill_chunk=CHUNK)
+    return [run(engine, [prompt], greedy(1))[0] for prompt in prompts]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_prompt_goes_on_from_the_latest_state_before_it_parts(kind: str, rows: int) -> None:
+    model, document = MODELS[kind](), text_of(50, 1)
+    prompts = [document, [*document[:41], *text_of(9, 2)], [*document[:41], *text_of(9, 3)]]
+    outputs = in_turn(model, prompts, rows)
+    assert answers(outputs) == alone(model, prompts)
+    found = [output.cached_tokens for output in outputs]
+    assert found == [0, 32, 41], "the last state before; then the one saved where they part"
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("rows", [1, 2, 8])
+def test_questions_on_one_document_read_it_at_most_twice(kind: str, rows: int) -> None:
+    model, document = MODELS[kind](), text_of(60, 4)
+    prompts = [[*document, *text_of(3 + seed % 5, 100 + seed)] for seed in range(20)]
+    outputs = in_turn(model, prompts, rows)
+    assert answers(outputs) == alone(model, prompts)
+    assert all(output.cached_tokens >= len(document) for output in outputs[2:])
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_questions_that_come_together_read_their_document_once(kind: str) -> None:
+    model, document = MODELS[kind](), text_of(60, 5)
+    prompts = [[*document, *text_of(3 + seed, 200 + seed)] for seed in range(6)]
+    engine = make_engine(model, drafter="ngram", max_batch_size=6, prefill_chunk=CHUNK)
+    outputs = run(engine, prompts, greedy(6))
+    assert answers(outputs) == alone(model, prompts)
+    assert sorted(output.cached_tokens for output in outputs) == [0, *[len(document)] * 5]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("rows", [1, 4])
+def test_each_turn_of_a_chat_reads_what_is_new(kind: str, rows: int) -> None:
+    model, text = MODELS[kind](), text_of(20, 6)
+    engine = make_engine(model, drafter="ngram", max_batch_size=rows, prefill_chunk=CHUNK)
+    for turn in range(8):
+        (output,) = run(engine, [text], greedy(1))
+        assert answers([output]) == alone(model, [text])
+        assert output.cached_tokens == (len(text) - 3 - 1 if turn else 0), "all but the message and the token before"
+        text = [*text, *output.outputs[0].token_ids, *text_of(3, 50 + turn)]

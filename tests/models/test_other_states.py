@@ -1,0 +1,129 @@
+"""LFM2 and Granite 4 without experts: states of other kinds, in torch; what the CPU kernels lack is refused by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from hybrid_support import GRANITE_SIZES, LFM2_SIZES, ours, tiny_granite_hybrid, tiny_lfm2
+from paceline import LLM
+from paceline.config import EngineConfig
+from paceline.core.nodes import Nodes
+from paceline.core.recurrent_state import WINDOW, StatefulCache
+from paceline.engine.memory import scoring_room, state_bytes
+from paceline.errors import ModelFormatError, ParameterError
+from paceline.models.loading import load_model
+from paceline.models.matrices import load_packed
+from paceline.models.native import NativeModel, spec_of
+from paceline.models.prepare import prepare
+from paceline.models.recurrent import cache_of
+from paceline.models.transformer import Transformer
+from toy import VOCAB
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MODELS: dict[str, tuple[Callable[..., PreTrainedModel], dict[str, Any]]] = {
+    **{f"lfm2 {name}": (tiny_lfm2, sizes) for name, sizes in LFM2_SIZES.items()},
+    **{f"granite {name}": (tiny_granite_hybrid, sizes) for name, sizes in GRANITE_SIZES.items()},
+}
+MISSING = {"lfm2": "short convolutions", "granite": "Mamba-2 layers"}
+TOKENS = [(7 * place + 1) % VOCAB for place in range(70)]
+
+
+def chain(tokens: list[int], start: int = 0) -> Nodes:
+    places = torch.arange(start, start + len(tokens))
+    return Nodes(torch.tensor(tokens), torch.zeros_like(places), places)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("loaded", ["in memory", "from files"])
+def test_logits_equal_those_of_transformers(name: str, loaded: str, tmp_path: Path) -> None:
+    make, sizes = MODELS[name]
+    theirs = make(1, **sizes)
+    model = ours(theirs)
+    if loaded == "from files":
+        theirs.save_pretrained(tmp_path)
+        model = load_model(tmp_path, dtype=torch.float32)
+    with torch.inference_mode():
+        wanted = theirs(torch.tensor([TOKENS])).logits[0]
+        found = model.logits(model.forward(chain(TOKENS), cache_of(model, 1, 80)).hidden)
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_state_goes_on_after_rejected_draft_tokens_and_from_where_it_was_saved(name: str) -> None:
+    make, sizes = MODELS[name]
+    model = ours(make(**sizes))
+    cache, fresh = cache_of(model, 2, 96), cache_of(model, 1, 96)
+    assert isinstance(cache, StatefulCache)
+    model.fill(chain(TOKENS[:30]), cache)
+    cache.states.save(0)
+    model.forward(chain([TOKENS[30], 5, 5, 5], 30), cache)
+    found = model.forward(chain(TOKENS[31:40], 31), cache).hidden
+    wanted = model.forward(chain(TOKENS[:40]), fresh).hidden
+    torch.testing.assert_close(found, wanted[31:], atol=1e-5, rtol=1e-5)
+    cache.copy_row(0, 1, 30)
+    nodes = chain(TOKENS[30:40], 30)._replace(rows=torch.ones(10, dtype=torch.int64))
+    torch.testing.assert_close(model.forward(nodes, cache).hidden, wanted[30:], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_memory_plan_counts_what_slots_keep(name: str) -> None:
+    make, sizes = MODELS[name]
+    model = ours(make(**sizes))
+    cache = cache_of(model, 5, 16)
+    assert isinstance(cache, StatefulCache)
+    states = cache.states
+    allocated = sum(each.nbytes for each in (states.state, states.tail, states.inputs)) // 5
+    assert states.shape.slot_bytes() == allocated + states.shape.state_bytes, "a slot and one saved state"
+    config = EngineConfig(drafter="ngram", num_speculative_tokens=4)
+    shape = states.shape
+    scored = shape.slot_bytes() - shape.state_bytes  # one text of full length at a time, never saved
+    assert state_bytes(model, config, 4, 4096) == 4 * shape.slot_bytes(5) + shape.state_bytes + scored
+    assert scoring_room(model, 4, 4096).rows == 1
+    assert states.inputs.shape[2] == WINDOW
+    assert states.state[0, 0].numel() == math.prod(states.shape.state)
+
+
+@pytest.mark.parametrize("kind", MISSING)
+def test_the_cpu_kernels_refuse_what_they_lack_by_name_and_torch_runs_it(kind: str, tmp_path: Path) -> None:
+    theirs = tiny_lfm2() if kind == "lfm2" else tiny_granite_hybrid()
+    theirs.save_pretrained(tmp_path)
+    for request in ({"quantization": "int8"}, {"attention": "native"}):
+        with pytest.raises(ParameterError, match=f"without kernels for {MISSING[kind]}"):
+            LLM(theirs, device="cpu", **request)
+    with pytest.raises(ModelFormatError, match="the CPU kernels have no layers of the kind"):
+        NativeModel(spec_of(ours(theirs).spec, ours(theirs).weights), "tiny")
+    assert load_packed(tmp_path, torch.bfloat16, "int8") is None
+    model = prepare(load_model(tmp_path, dtype=torch.bfloat16), "auto", None)
+    assert not isinstance(model, NativeModel)
+
+
+@pytest.mark.parametrize("kind", MISSING)
+def test_the_start_line_says_why_a_model_runs_in_torch(kind: str) -> None:
+    theirs = tiny_lfm2() if kind == "lfm2" else tiny_granite_hybrid()
+    llm = LLM(theirs, dtype="bfloat16", device="cpu", max_batch_size=2, max_model_len=64)
+    assert f"without kernels for {MISSING[kind]}" in llm.engine.describe()
+    assert "(float32 in torch)" in llm.engine.describe()
+
+
+def test_granite_4_with_attention_alone_runs_on_the_native_decoder() -> None:
+    theirs = tiny_granite_hybrid(kinds="fff", positions="rope")
+    model = load_model(theirs, dtype=torch.float32)
+    assert isinstance(model, Transformer)
+
+
+def test_granite_4_with_experts_and_lfm2_with_biases_are_refused_by_the_kind_of_their_layers() -> None:
+    granite = tiny_granite_hybrid()
+    granite.config.num_local_experts = 4
+    lfm2 = tiny_lfm2()
+    lfm2.config.conv_bias = True
+    for theirs, named in ((granite, "linear_attention"), (lfm2, "conv")):
+        with pytest.raises(ModelFormatError, match=f"of the kind {named}"):
+            load_model(theirs, dtype=torch.float32)

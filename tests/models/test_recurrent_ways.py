@@ -1,0 +1,206 @@
+"""Tiny random models of many shapes and all kinds of states: answers equal transformers' own, however they are run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from hybrid_support import GRANITE_SIZES, LFM2_SIZES, tiny_granite_hybrid, tiny_lfm2
+from paceline.config import SamplingParams
+from paceline.drafters.heads.decoder import HeadModel
+from paceline.drafters.heads.loading import load_own_head
+from paceline.engine.engine import Engine
+from paceline.models.base import AnyModel
+from paceline.models.loading import load_model
+from recurrent_support import save_with_head
+from toy import VOCAB, RandomLength, ScriptedTrees, answers, make_engine, make_request, run, sometimes, truth_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ROWS = 8
+TOKENS = 14
+DOCUMENT = 20  # tokens that all prompts of a prefix test begin with
+GREEDY = [SamplingParams(temperature=0, max_tokens=TOKENS, seed=row) for row in range(ROWS)]
+
+
+@dataclass
+class Subject:
+    """A model of transformers, ours made of it, its draft head if it has one, prompts and transformers' answers."""
+
+    theirs: PreTrainedModel
+    target: AnyModel
+    head: HeadModel | None
+    chance: random.Random
+    prompts: list[list[int]] = field(default_factory=list)
+    truth: list[list[list[int]]] = field(default_factory=list)
+
+    def engine(self, rows: int, drafter: str | None = None, **options: Any) -> Engine:
+        """An engine of so many rows, with the head for those drafters that read one."""
+        return make_engine(
+            self.target, self.head if drafter in WITH_HEAD else None, drafter=drafter, max_batch_size=rows, **options
+        )
+
+    def own_answer(self, prompt: Sequence[int]) -> list[int]:
+        """Greedy decoding by transformers' model from the whole text for each token: without a cache or a batch."""
+        text = list(prompt)
+        with torch.inference_mode():
+            for _ in range(TOKENS):
+                text.append(int(self.theirs(torch.tensor([text])).logits[0, -1].argmax()))
+        return text[len(prompt) :]
+
+
+def random_qwen3_5(chance: random.Random, seed: int, path: Path) -> Subject:
+    """A Qwen3.5 of a random shape, with its head."""
+    theirs, _ = save_with_head(path, seed, **random_sizes(chance))
+    target = load_model(path, dtype=torch.float32)
+    return Subject(theirs, target, load_own_head(target, path), chance)
+
+
+def random_lfm2(chance: random.Random, seed: int, path: Path) -> Subject:
+    return of_other_kind(tiny_lfm2(seed, **chance.choice(list(LFM2_SIZES.values()))), chance, path)
+
+
+def random_granite(chance: random.Random, seed: int, path: Path) -> Subject:
+    return of_other_kind(tiny_granite_hybrid(seed, **chance.choice(list(GRANITE_SIZES.values()))), chance, path)
+
+
+def of_other_kind(theirs: PreTrainedModel, chance: random.Random, path: Path) -> Subject:
+    theirs.save_pretrained(path)
+    return Subject(theirs, load_model(path, dtype=torch.float32), None, chance)
+
+
+def random_sizes(chance: random.Random) -> dict[str, Any]:
+    """Heads, taps and an order of layers that has both kinds."""
+    keys = chance.randint(1, 3)
+    kinds = "".join(chance.choice("ddf") for _ in range(chance.randint(1, 3)))
+    return {
+        "key_heads": keys,
+        "value_heads": keys * chance.randint(1, 3),
+        "key_dim": chance.choice([16, 32]),
+        "value_dim": chance.choice([16, 32, 48]),
+        "taps": chance.randint(2, 5),
+        "kinds": "".join(chance.sample(["d", "f"], 2)) + kinds,
+        "tied": chance.random() < 0.5,
+    }
+
+
+KINDS = {"qwen3_5": random_qwen3_5, "lfm2": random_lfm2, "granite": random_granite}
+
+
+def subject_of(kind: str, seed: int, path: Path) -> Subject:
+    """A random model of a random shape, with prompts of random lengths, half of which begin with one document."""
+    chance = random.Random(seed)
+    found = KINDS[kind](chance, seed, path)
+    document = [chance.randrange(VOCAB) for _ in range(DOCUMENT)]
+    for row in range(ROWS):
+        own = [chance.randrange(VOCAB) for _ in range(chance.randint(1, 12))]
+        found.prompts.append([*document, *own] if row % 2 else own)
+    found.truth = [[found.own_answer(prompt)] for prompt in found.prompts]
+    return found
+
+
+def decoded(rows: int, drafter: str | None = None, **options: Any) -> Callable[[Subject], None]:
+    """A way to run all prompts at once."""
+
+    def check(subject: Subject) -> None:
+        engine = subject.engine(rows, drafter, **options)
+        assert answers(run(engine, subject.prompts, GREEDY)) == subject.truth
+
+    return check
+
+
+def along_trees(subject: Subject) -> None:
+    engine = subject.engine(ROWS, "ngram", prefill_chunk=6)
+    truth = truth_of(subject.prompts, GREEDY, subject.truth)
+    engine.parts.drafter = ScriptedTrees(truth, sometimes, seed=subject.chance.randrange(1000))
+    outputs = run(engine, subject.prompts, GREEDY)
+    assert answers(outputs) == subject.truth
+    assert sum(output.outputs[0].metrics.accepted for output in outputs) > 10
+
+
+def after_prefixes(subject: Subject) -> None:
+    """One prompt after the other in two slots, after the document alone: they go on from the state at its end."""
+    engine, cached = subject.engine(2, "ngram", prefill_chunk=8), 0
+    run(engine, [subject.prompts[1][:DOCUMENT]], GREEDY[:1])
+    for prompt, params, (truth,) in zip(subject.prompts, GREEDY, subject.truth, strict=True):
+        (output,) = run(engine, [prompt], [params])
+        assert output.outputs[0].token_ids == truth
+        cached += output.cached_tokens
+    assert cached >= 2 * (DOCUMENT - 1)
+
+
+def joining_and_leaving(drafter: str) -> Callable[[Subject], None]:
+    """A way in which rows join at random rounds, and some are aborted; the others' answers must not notice."""
+
+    def check(subject: Subject) -> None:
+        chance, engine = subject.chance, subject.engine(3, drafter, prefill_chunk=5)
+        engine.parts.policy = RandomLength(chance.randrange(1000), longest=4)
+        waiting, begun, aborted = [*range(ROWS), *range(ROWS)], {}, set()
+        chance.shuffle(waiting)
+        while waiting or engine.busy:
+            if waiting and (not engine.busy or chance.random() < 0.4):
+                row = waiting.pop()
+                output = engine.add(make_request(subject.prompts[row], GREEDY[row]))
+                begun[output.request_id] = row, output
+            if begun and chance.random() < 0.1:
+                leaving = chance.choice(list(begun))
+                if engine.abort(leaving) is not None:
+                    aborted.add(leaving)
+            engine.step()
+            engine.scheduler.check_integrity()
+        for name, (row, output) in begun.items():
+            found, (truth,) = output.outputs[0].token_ids, subject.truth[row]
+            assert found == (truth[: len(found)] if name in aborted else truth)
+
+    return check
+
+
+WITH_HEAD = ("mtp", "hybrid")  # drafters that read one
+WAYS: dict[str, Callable[[Subject], None]] = {
+    "plain, alone": decoded(1),
+    "plain, together": decoded(ROWS),
+    "n-gram, alone": decoded(1, "ngram"),
+    "n-gram, together": decoded(ROWS, "ngram", prefill_chunk=5),
+    "trees": along_trees,
+    "prefixes": after_prefixes,
+    "joins and leaves, n-gram": joining_and_leaving("ngram"),
+}
+WAYS_WITH_HEAD: dict[str, Callable[[Subject], None]] = {
+    "head, alone": decoded(1, "mtp", num_speculative_tokens=3),
+    **{f"head, k {k}": decoded(ROWS, "mtp", num_speculative_tokens=k) for k in (1, 2, 3, 4)},
+    "head, trees": decoded(ROWS, "mtp", num_speculative_tokens=3, speculation_width=2),
+    "hybrid, in chunks": decoded(4, "hybrid", num_speculative_tokens=2, prefill_chunk=4),
+    "joins and leaves, head": joining_and_leaving("mtp"),
+}
+
+
+@pytest.fixture(scope="module")
+def subjects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Subject]:
+    return {kind: subject_of(kind, 0, tmp_path_factory.mktemp(kind)) for kind in KINDS}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_answers_equal_transformers_own_greedy_decoding(way: str, kind: str, subjects: dict[str, Subject]) -> None:
+    WAYS[way](subjects[kind])
+
+
+@pytest.mark.parametrize("way", WAYS_WITH_HEAD)
+def test_answers_with_the_models_own_head_equal_transformers_own(way: str, subjects: dict[str, Subject]) -> None:
+    WAYS_WITH_HEAD[way](subjects["qwen3_5"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(1, 21))
+def test_answers_of_twenty_models_equal_transformers_own(seed: int, kind: str, tmp_path: Path) -> None:
+    subject = subject_of(kind, seed, tmp_path)
+    for check in (*WAYS.values(), *(WAYS_WITH_HEAD.values() if subject.head else ())):
+        check(subject)
