@@ -11,7 +11,7 @@ from paceline.cli.bench import _table
 from paceline.cli.console import latency_table, table
 from paceline.cli.document import as_text
 from paceline.core.outputs import Latency
-from paceline.tools.bench.offline import Result, Timing
+from paceline.tools.bench.offline import OfflineResult, Timing
 
 
 def drawn(renderable: object, width: int) -> list[str]:
@@ -21,7 +21,7 @@ def drawn(renderable: object, width: int) -> list[str]:
 
 
 def offline(side: str, seconds: float) -> Result:
-    return Result(side, 128, 512, 4000, Timing(seconds, seconds, 446, 512_000, 1.0), [seconds], 12.34)
+    return OfflineResult(side, 128, 512, 4000, Timing(seconds, seconds, 446, 512_000, 1.0), [seconds], 12.34)
 
 
 TABLES = {
