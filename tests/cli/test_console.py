@@ -20,7 +20,7 @@ def drawn(renderable: object, width: int) -> list[str]:
     return out.getvalue().splitlines()
 
 
-def offline(side: str, seconds: float) -> Result:
+def offline(side: str, seconds: float) -> OfflineResult:
     return OfflineResult(side, 128, 512, 4000, Timing(seconds, seconds, 446, 512_000, 1.0), [seconds], 12.34)
 
 
