@@ -9,14 +9,7 @@
 #include <cmath>
 
 #include "body.h"
-
-// glibc 2.29 added a second version of log, which differs only in how errors are reported. The first version lets a
-// library built on a new system load on an old one (manylinux_2_28).
-#if defined(__x86_64__) && defined(__GLIBC__)
-__asm__(".symver log, log@GLIBC_2.2.5");
-#elif defined(__aarch64__) && defined(__GLIBC__)
-__asm__(".symver log, log@GLIBC_2.17");
-#endif
+#include "old_glibc.h"
 
 namespace paceline {
 namespace {

@@ -1,4 +1,5 @@
 #include "experts.h"
+#include "old_glibc.h"
 
 #include <algorithm>
 #include <cmath>

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "experts.h"
+#include "old_glibc.h"
 
 namespace paceline {
 namespace {

@@ -7,16 +7,9 @@
 #include <utility>
 
 #include "model.h"
+#include "old_glibc.h"
 
 #define PL_EXPORT extern "C" __attribute__((visibility("default")))
-
-#if defined(__x86_64__) && defined(__GLIBC__)  // draw.h explains why
-__asm__(".symver log, log@GLIBC_2.2.5");
-__asm__(".symver exp, exp@GLIBC_2.2.5");
-#elif defined(__aarch64__) && defined(__GLIBC__)
-__asm__(".symver log, log@GLIBC_2.17");
-__asm__(".symver exp, exp@GLIBC_2.17");
-#endif
 
 namespace paceline {
 namespace {

@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import Gemma4AssistantConfig, PreTrainedModel
 
 from model_support import tiny
-from paceline.drafters.heads.assistant import Assistant, Centroids, cache_places
+from paceline.drafters.heads.assistant import Assistant, Centroids
+from paceline.drafters.heads.assistant_loading import cache_places
 from paceline.models.base import AnyModel
 from paceline.models.families import FAMILIES, describe
 from paceline.models.families.gemma4 import describe_assistant

@@ -186,7 +186,7 @@ def test_a_native_head_gives_the_subset_the_bits_of_its_whole_vocabulary(kind: s
             decoder.vocabulary.choose()
         draft = propose(engine.batch, SpeculationPlan(1))
         assert draft.probabilities is not None
-        return decoder._logits.clone(), draft.probabilities, decoder
+        return decoder.native.scratch.clone(), draft.probabilities, decoder
 
     whole, q_whole, _ = first_draft(0)
     short, q_short, decoder = first_draft(SIZE)
@@ -256,7 +256,7 @@ def test_distributions_of_the_whole_vocabulary_fail_the_test_of_the_distribution
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The rule must read what the draft tokens were drawn from: probability 0 outside of the subset."""
-    engine = small_engine("native", "rejection")
+    engine = small_engine("llama", "rejection")
     (decoder,) = engine.parts.drafter.decoders
     hidden: list[Tensor] = []
     logits = decoder.logits

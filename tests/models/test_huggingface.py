@@ -14,7 +14,6 @@ from paceline.models.loading import eos_token_ids, load_model
 _BASE = NATIVE["llama"][1]
 _REFUSED = {
     "softcap": ("gemma2", _BASE | {"head_dim": 8, "sliding_window": 4}),
-    "s_aux": ("gpt_oss", _BASE | {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}),
     "longest sequence": ("bloom", {"vocab_size": VOCABULARY, "hidden_size": 24, "n_layer": 2, "n_head": 2}),
     "attention interface": (  # GPT-J has one since transformers 5.24
         "xlm",
@@ -113,10 +112,8 @@ _GRANITE = {
     "layer_types": ["mamba", "attention", "mamba"],
 }
 _JAMBA = {"num_experts": 2, "num_experts_per_tok": 1, "mamba_d_state": 8, "mamba_dt_rank": 4, "attn_layer_period": 2}
-_CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"]}
 _HYBRIDS = {  # model_type -> configuration, how the error names its unsupported layers
     "qwen3_next": (_BASE | _LINEAR | _EXPERTS, "2 of its 3 layers are of the kind linear_attention"),
-    "lfm2": (_BASE | _CONVOLUTIONS | {"block_multiple_of": 8}, "2 of its 3 layers are of the kind conv"),
     "granitemoehybrid": (_BASE | _MAMBA | _GRANITE, "2 of its 3 layers are of the kind linear_attention"),
     "bamba": (_BASE | _MAMBA | {"attn_layer_indices": [1]}, "2 of its 3 layers are of the kind linear_attention"),
     "jamba": (_BASE | _JAMBA | {"attn_layer_offset": 1}, "2 of its 3 layers are of the kind linear_attention"),

@@ -45,7 +45,7 @@ def test_bfloat16_gives_features_in_bfloat16() -> None:
 def test_only_layers_can_be_tapped(name: str) -> None:
     ours = load_model(tiny(*(NATIVE | FOREIGN)[name]), dtype=torch.float32)
     with pytest.raises(ParameterError, match="taps"):
-        Runner(ours, 1).hidden_states(random_tokens(1, 5), torch.arange(5)[None], taps=(3,))
+        Runner(ours, 1).hidden_states(random_tokens(1, 5), torch.arange(5)[None], taps=(ours.layers + 1,))
 
 
 def test_a_model_that_returns_no_hidden_states_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -503,6 +503,12 @@ def check_reference(spec: DecoderSpec) -> None:
 
 def check_spec(spec: NativeSpec) -> None:
     """Raise ModelFormatError for a number or width of heads that the kernels do not support."""
+    for layer in spec.layers:
+        if layer.recurrent is None:
+            continue
+        if not isinstance(layer.recurrent, DeltaNet):
+            raise ModelFormatError(f"the CPU kernels have no layers of the kind {type(layer.recurrent).__name__}")
+        _check_delta(layer.recurrent.heads)
     for heads in dict.fromkeys(spec.heads_of(layer) for layer in spec.layers):
         if heads.dim % 16 or heads.heads % heads.kv_heads or heads.heads // heads.kv_heads > 64:
             shape = f"{heads.heads} heads of {heads.dim} over {heads.kv_heads}"
@@ -511,12 +517,6 @@ def check_spec(spec: NativeSpec) -> None:
     if spec.inputs is not None and spec.inputs.width % 16:
         needed = "vectors by token whose width is a multiple of 16"
         raise ModelFormatError(f"the CPU kernels need {needed}; not {spec.inputs.width}")
-    for layer in spec.layers:
-        if layer.recurrent is None:
-            continue
-        if not isinstance(layer.recurrent, DeltaNet):
-            raise ModelFormatError(f"the CPU kernels have no layers of the kind {type(layer.recurrent).__name__}")
-        _check_delta(layer.recurrent.heads)
 
 
 def _check_delta(shape: DeltaHeads) -> None:

@@ -8,49 +8,25 @@ of a round have the position of the text's last token, whose keys the target has
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import PretrainedConfig
 
 from paceline.core.batch import Batch
 from paceline.core.cache import KVCache, KVHeads
 from paceline.core.draft import Draft
 from paceline.core.row_tables import RowTables
 from paceline.drafters.heads.decoder import FusedStates, HeadDecoder, HeadModel
-from paceline.errors import ModelFormatError, ParameterError, VocabularyMismatchError
 from paceline.kernels.attention.base import AttentionBackend, Plan
-from paceline.models import weights
 from paceline.models.base import AnyModel
-from paceline.models.boundary import Source, is_loaded
 from paceline.models.decoder import Decoder
-from paceline.models.description import DecoderSpec
 from paceline.models.draft_vocabulary import NEVER
-from paceline.models.families import describe
-from paceline.models.families.gemma4 import ASSISTANT, ASSISTANT_NAMES, describe_assistant
-from paceline.models.hub import resolve
-from paceline.models.json_files import read_object
-from paceline.models.loading import description_of, load_config, load_embedding, stored_tensors
+from paceline.models.short_head import PassBytes
 from paceline.models.transformer import Transformer
-
-
-class StoredFile(Protocol):
-    """A tensor of a safetensors file, not read yet."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def load(self) -> Tensor: ...
-
-
-def is_assistant(path: Path) -> bool:
-    """Whether the directory holds an assistant."""
-    return path.is_dir() and read_object(path / "config.json").get("model_type") == ASSISTANT
 
 
 @dataclass(frozen=True)
@@ -97,6 +73,11 @@ class Assistant(HeadModel):
         self.vocab_size, self.layers, self.width = decoder.vocab_size, decoder.layers, len(after)
         self.kv_heads, self.head_dim = decoder.kv_heads, decoder.head_dim
         self.dtype, self.device = decoder.dtype, decoder.device
+
+    @property
+    def pass_bytes(self) -> PassBytes | None:
+        """None: an assistant has no short vocabulary; its groups of tokens serve the same end."""
+        return None
 
     def logits(self, hidden: Tensor) -> Tensor:
         if self.centroids is None:
@@ -197,89 +178,3 @@ class AssistantDecoder(HeadDecoder):
         hidden = model.decoder.run(x.flatten(0, 1), last, _TargetKeys(self._target, self.backend, plan))
         self._states = functional.linear(hidden, model.after)
         return hidden
-
-
-def load_assistant(target: AnyModel, source: Source, path: Path, dtype: torch.dtype) -> Assistant:
-    """Load the assistant at ``path`` for a target that was loaded from ``source``.
-
-    Raises ParameterError if ``dtype`` is not that of the target's cache, and ModelFormatError or
-    VocabularyMismatchError if it was made for another target.
-    """
-    if dtype != target.dtype:
-        allowed = f"'same': an assistant reads the keys of {target.name}, which are {target.dtype}"
-        raise ParameterError("draft_dtype", dtype, allowed)
-    config = load_config(path)
-    spec, whole = describe_assistant(config), _target_description(source)
-    if spec is None:
-        raise ModelFormatError(f"{path}: an assistant with this kind of layers is not supported")
-    _check(spec, whole, config.backbone_hidden_size, target, path)
-    stored = stored_tensors(path)
-    own = {name: _read(stored, name, shape, path).to(target.device) for name, shape in _shapes(config, spec).items()}
-    parts = {name: tensor for name, tensor in stored.items() if name not in own}
-    tensors = weights.assemble(weights.place(spec, ASSISTANT_NAMES, parts, str(path)), dtype, target.device)
-    decoder = Transformer(spec, tensors, str(path), places=cache_places(spec, whole))
-    embedding = load_embedding(source, dtype=dtype, device=target.device) * whole.embed_scale
-    before, after, *head = own.values()
-    return Assistant(decoder, target, embedding, before.to(dtype), after.to(dtype), _centroids(config, head, dtype))
-
-
-def _shapes(config: PretrainedConfig, spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors beside the decoder's."""
-    outer = config.backbone_hidden_size
-    shapes: dict[str, tuple[int, ...]] = {
-        "pre_projection.weight": (spec.width, 2 * outer),
-        "post_projection.weight": (outer, spec.width),
-    }
-    if config.use_ordered_embeddings:
-        shapes["masked_embedding.centroids.weight"] = config.num_centroids, spec.width
-        shapes["masked_embedding.token_ordering"] = (spec.vocab_size,)
-    return shapes
-
-
-def _read(stored: Mapping[str, StoredFile], name: str, shape: tuple[int, ...], path: Path) -> Tensor:
-    if name not in stored or stored[name].shape != shape:
-        found = f"has the shape {stored[name].shape}" if name in stored else "is missing"
-        raise ModelFormatError(f"{path}: {name} {found}, the configuration asks for {shape}")
-    return stored[name].load()
-
-
-def _centroids(config: PretrainedConfig, head: Sequence[Tensor], dtype: torch.dtype) -> Centroids | None:
-    if not head:
-        return None
-    centroids, order = head
-    vocabulary, opened = len(order), config.centroid_intermediate_top_k
-    if vocabulary % len(centroids) or not 0 < opened <= len(centroids):
-        raise ModelFormatError(f"{opened} of {len(centroids)} groups of {vocabulary} tokens cannot be opened")
-    if not bool(((order >= 0) & (order < vocabulary)).all()):
-        raise ModelFormatError("masked_embedding.token_ordering has a token outside of the vocabulary")
-    return Centroids(centroids.to(dtype), order.long().view(len(centroids), -1), opened)
-
-
-def _target_description(source: Source) -> DecoderSpec:
-    found = describe(source.config) if is_loaded(source) else description_of(resolve(source))
-    if found is None:
-        raise ModelFormatError("an assistant's target must be of a family that paceline runs itself")
-    return found
-
-
-def cache_places(spec: DecoderSpec, target: DecoderSpec) -> list[int]:
-    """Return the layer of the target's cache that each layer reads: the last of its kind, with or without a window."""
-    own = [attention for attention in target.attentions if attention.reads_layer is None]
-    last = {attention.window is None: place for place, attention in enumerate(own)}
-    return [last[attention.window is None] for attention in spec.attentions]
-
-
-def _check(spec: DecoderSpec, target: DecoderSpec, width: int, model: AnyModel, path: Path) -> None:
-    """Raise an error unless an assistant fits its target."""
-    if spec.vocab_size != model.vocab_size:
-        raise VocabularyMismatchError(
-            f"the assistant {path} was made for {spec.vocab_size} tokens, but the target {model.name} has "
-            f"{model.vocab_size}: it was made for another model"
-        )
-    keys = {(a.window is None, a.kv_heads, a.head_dim) for a in target.attentions}
-    wanted = {(a.window is None, a.kv_heads, a.head_dim) for a in spec.attentions}
-    if width != target.width or not wanted <= keys:
-        raise ModelFormatError(
-            f"the assistant {path} reads hidden states of width {width} and keys that the target {model.name} does not "
-            "have: it was made for another model"
-        )

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from paceline.config import QuantizationName
-from paceline.drafters.heads.assistant import is_assistant, load_assistant
+from paceline.drafters.heads.assistant_loading import is_assistant, load_assistant
 from paceline.drafters.heads.checkpoint import is_head, load_head, read_head_config
 from paceline.drafters.heads.config import HeadConfig
 from paceline.drafters.heads.decoder import HeadModel, TorchHead
