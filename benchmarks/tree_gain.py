@@ -47,6 +47,7 @@ from paceline.drafters.model import ModelDrafter
 from paceline.drafters.ngram import merged
 from paceline.lengths.scores import ScoreCalibration, bins_of
 from paceline.llm import LLM
+from paceline.models.draft_decoder import DraftDecoder
 from paceline.tools.bench.sets import SETS, SetName
 
 SEED, DEPTH = 1, 8
@@ -452,7 +453,8 @@ def _grown(options: argparse.Namespace, answers: Sequence[Answer]) -> list[Draft
     llm = _llm(options, len(answers))
     target, drafter = llm.engine.parts.target, llm.engine.parts.drafter
     if not isinstance(drafter, ModelDrafter):
-        drafter = ModelDrafter(target, "coupled", WIDE)
+        sizes = target.cache.rows, target.cache.positions, target.vocab_size
+        drafter = ModelDrafter(DraftDecoder(target.model, target.backend, *sizes), "coupled", WIDE)
     batch = Batch(len(answers), target.cache.positions, target.vocab_size)
     drafts = []
     for row, answer in enumerate(answers):

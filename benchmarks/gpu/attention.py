@@ -94,7 +94,9 @@ class TorchSDPA:
     ) -> Tensor:
         keys, values = k_cache[:, :, : plan.longest], v_cache[:, :, : plan.longest]
         gqa = q.shape[1] != keys.shape[1]
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=plan.masks[None, 0], scale=scale, enable_gqa=gqa)
+        return F.scaled_dot_product_attention(
+            q, keys, values, attn_mask=plan.masks[None, 0], scale=scale, enable_gqa=gqa
+        )
 
 
 def backend_of(name: str, device: torch.device) -> AttentionBackend:
