@@ -36,4 +36,4 @@ def test_a_transcript_comes_from_the_cache_with_and_without_speculation(
         assert len(side["seconds_to_first_token"]) == len(side["rounds"]) == 4
         assert side["cached_tokens"][0] == 0
         assert summary["cached_share_after_the_first_turn"][name] > 0.8
-    assert summary["rounds"]["speculative"] < summary["rounds"]["plain"]
+    assert 0 < summary["rounds"]["speculative"] <= summary["rounds"]["plain"]  # ``auto`` may find that no draft pays
