@@ -426,14 +426,14 @@ def test_killed_five_times_at_random_and_resumed_it_is_the_unbroken_run(
     assert paceline("batch", str(source), str(whole), tiny, *SEEDED).exit_code == 0
     chance = random.Random(os.urandom(8))
     for _ in range(5):
-        process, begun = _run(tiny, source, output, "--resume", *flags), _lines_in(output)
-        more = chance.randrange(1, 70)
-        wait_until(lambda: _lines_in(output) >= begun + more or process.poll() is not None)  # noqa: B023
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL, process.communicate()
+        begun, more = _lines_in(output), chance.randrange(1, 70)
+        with _run(tiny, source, output, "--resume", *flags) as process:
+            wait_until(lambda: _lines_in(output) >= begun + more or process.poll() is not None)  # noqa: B023
+            process.send_signal(signal.SIGKILL)
+            assert process.wait() == -signal.SIGKILL, process.communicate()
     assert _lines_in(output) < 400
-    process = _run(tiny, source, output, "--resume", *flags)
-    assert process.wait(300) == 0, process.communicate()
+    with _run(tiny, source, output, "--resume", *flags) as process:
+        assert process.wait(300) == 0, process.communicate()
     assert set(Counter(entry["custom_id"] for entry in read(output)).values()) == {1}
     assert texts(output) == texts(whole)
     assert not flags or [entry["custom_id"] for entry in read(output)] == [line["custom_id"] for line in lines]
