@@ -22,7 +22,7 @@ from paceline.models.description import MLPSpec
 from paceline.models.families import FAMILIES
 from paceline.models.families.base import Family
 from paceline.models.gguf_tensors import READABLE, UNREADABLE, fate
-from paceline.models.native import check_description
+from paceline.models.native_spec import check_description
 from paceline.models.recurrent import is_recurrent
 from paceline.models.shares import ModelShard
 

@@ -25,7 +25,8 @@ from paceline.models.base import AnyModel
 from paceline.models.families import describe
 from paceline.models.loading import load_model
 from paceline.models.matrices import load_packed
-from paceline.models.native import NativeModel, Quantization, _weights_of, spec_of
+from paceline.models.native import NativeModel, Quantization
+from paceline.models.native_spec import spec_of, weights_of
 from paceline.models.recurrent import cache_of
 from toy import SHAPES, VOCAB, RandomCaps, Scripted, ScriptedTrees, answers, make_engine, run, sometimes, truth_of
 
@@ -111,7 +112,7 @@ def test_kernels_agree_with_their_reference_and_bits_do_not_depend_on_the_pass(
     sizes: str, quantization: Quantization | None
 ) -> None:
     model, tokens = tiny_gemma4_torch(**SIZES[sizes]), [5 * place % VOCAB for place in range(50)]
-    spec = spec_of(model.spec, _weights_of(model))
+    spec = spec_of(model.spec, weights_of(model))
     for kernels in native.available():
         fast, slow = (
             NativeModel(spec, "tiny", quantization=quantization, threads=2, kernels=each) for each in (kernels, None)

@@ -20,7 +20,8 @@ from paceline.engine.memory import scoring_room, state_bytes
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.models.loading import load_model
 from paceline.models.matrices import load_packed
-from paceline.models.native import NativeModel, spec_of
+from paceline.models.native import NativeModel
+from paceline.models.native_spec import spec_of
 from paceline.models.prepare import prepare
 from paceline.models.recurrent import cache_of
 from paceline.models.transformer import Transformer

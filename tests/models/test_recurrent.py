@@ -17,7 +17,8 @@ from paceline.core.recurrent_state import WINDOW, StatefulCache
 from paceline.kernels import native
 from paceline.models.loading import load_model
 from paceline.models.matrices import load_packed
-from paceline.models.native import NativeModel, Quantization, spec_of
+from paceline.models.native import NativeModel, Quantization
+from paceline.models.native_spec import spec_of
 from paceline.models.recurrent import RecurrentModel, cache_of
 from quantised_support import CONVERTERS, convert_files
 from recurrent_support import SIZES, tiny_native_recurrent, tiny_qwen3_5, tiny_recurrent

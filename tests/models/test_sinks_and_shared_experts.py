@@ -18,7 +18,8 @@ from paceline.core.nodes import Nodes
 from paceline.kernels import native
 from paceline.models.loading import load_model
 from paceline.models.matrices import load_packed
-from paceline.models.native import NativeModel, Quantization, spec_of
+from paceline.models.native import NativeModel, Quantization
+from paceline.models.native_spec import spec_of
 from paceline.models.recurrent import RecurrentModel, cache_of
 from quantised_support import mxfp4_blocks
 from recurrent_support import randomise

@@ -23,7 +23,8 @@ from paceline.kernels.spec import NativeSpec
 from paceline.models import loading
 from paceline.models.boundary import ResolvedSource, is_loaded, reads_model
 from paceline.models.description import DecoderSpec
-from paceline.models.native import NativeModel, Quantization, check_description, check_spec, spec_of
+from paceline.models.native import NativeModel, Quantization
+from paceline.models.native_spec import check_description, check_spec, spec_of
 from paceline.models.weights import Placement, assemble, shapes
 
 log = logging.getLogger("paceline")

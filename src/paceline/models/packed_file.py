@@ -34,7 +34,8 @@ from paceline.kernels.pack import LAYOUT_VERSION
 from paceline.models import hub, loading
 from paceline.models.boundary import reading
 from paceline.models.kept import is_on
-from paceline.models.native import NativeModel, Quantization, spec_of
+from paceline.models.native import NativeModel, Quantization
+from paceline.models.native_spec import spec_of
 from paceline.models.weights import shapes
 from paceline.version import __version__
 

@@ -11,7 +11,8 @@ from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import native
 from paceline.kernels.gpu.launch import has_fp8, require_triton
 from paceline.models.base import AnyModel, Model, SharedModel
-from paceline.models.native import NativeModel, check_description
+from paceline.models.native import NativeModel
+from paceline.models.native_spec import check_description
 from paceline.models.recurrent import RecurrentModel
 from paceline.models.transformer import Transformer
 

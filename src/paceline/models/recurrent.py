@@ -19,7 +19,7 @@ from paceline.errors import ModelFormatError
 from paceline.kernels import reference
 from paceline.models.base import WITHOUT_KERNELS, AnyModel, HiddenStates, OwnKVLayers, check_taps
 from paceline.models.description import AttentionSpec, DecoderSpec, MixerSpec
-from paceline.models.native import spec_of
+from paceline.models.native_spec import spec_of
 
 
 @runtime_checkable
