@@ -490,10 +490,12 @@ def test_the_other_instruction_sets_are_the_committed_run() -> None:
 
 
 def test_the_table_beside_llama_cpp_on_avx2_is_the_committed_run() -> None:
-    for prompts, mode, *cells in cpu_rows("| prompts | mode | 1 row "):
-        runs = load(f"peers-qwen-{prompts}-avx2-epyc-zen4")["results"]
+    sides = {"int4 / Q4_K_M": ("qwen", "paceline-int4"), "int8 / Q8_0": ("qwen-q8_0", "paceline-int8")}
+    for precision, prompts, mode, *cells in cpu_rows("| paceline / llama.cpp | prompts "):
+        pair, ours = sides[precision]
+        runs = load(f"peers-{pair}-{prompts}-avx2-epyc-zen4")["results"]
         by = {(r["peer"], r["batch"]): r for r in runs if r["mode"] == {"plain": "plain", "n-gram": "ngram"}[mode]}
         for batch, shown in zip((1, 4, 8), cells, strict=True):
-            own, peer = (by[name, batch]["tokens_per_s"] for name in ("paceline-int4", "llamacpp"))
-            assert shown == f"{own:.0f} / {peer:.0f}", (prompts, mode, batch)
+            own, peer = (by[name, batch]["tokens_per_s"] for name in (ours, "llamacpp"))
+            assert shown == f"{own:.0f} / {peer:.0f}", (precision, prompts, mode, batch)
             assert own > peer
