@@ -233,6 +233,11 @@ def save_with_head(path: Path, seed: int = 0, **sizes: Any) -> tuple[Qwen3_5ForC
     tensors = load_file(path / "model.safetensors")
     tensors |= head_state(head)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    save_tokenizer(path)
+    return model, head
+
+
+def save_tokenizer(path: Path) -> None:
+    """Save a tokenizer whose tokens are numbers."""
     words = Tokenizer(WordLevel({str(token): token for token in range(VOCAB)}, unk_token="0"))
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
-    return model, head
