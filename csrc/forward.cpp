@@ -109,7 +109,7 @@ class Pass {
        double* seconds)
       : m_(model), k_(model.kernels), s_(model.spec), pool_(pool), tokens_(tokens), paths_(paths), cache_(cache), out_(out),
         seconds_(seconds) {
-    if (s_.delta.key_heads) runs_ = runs_of(tokens, offset, cache, !out.hidden);
+    if (s_.recurrent.kind) runs_ = runs_of(tokens, offset, cache, !out.hidden);
     units_ = cut_into_units(tokens, std::max(1, std::min(kQueriesPerUnit, k_.max_queries) / m_.queries_per_key));
     for (auto& next : m_.next_unit_) next.store(0, std::memory_order_relaxed);
   }
@@ -172,9 +172,9 @@ class Pass {
   void run_layer(size_t index, int thread, Stopwatch& watch) const {
     const Layer& layer = m_.layers[index];
     const bool last = ends_with(index);
-    const int mixed = layer.delta ? s_.delta.value_heads * s_.delta.value_dim : layer.heads * layer.dim;
+    const int mixed = layer.recurrent ? s_.recurrent.output_width() : layer.heads * layer.dim;
     clear_padding(m_.attended_, layer.attention_out.inputs, mixed, thread);
-    if (layer.delta) run_delta(layer, index, thread, watch);
+    if (layer.recurrent) run_recurrent(layer, index, thread, watch);
     else run_attention(layer, index, last, thread, watch);
     if (last) return;
     auto input = prepare(m_.attended_.as<float>(), layer.attention_out.inputs, nullptr, layer.attention_out, thread);
@@ -314,45 +314,45 @@ class Pass {
   }
 
   // The states of the recurrent layers, and their outputs.
-  void run_delta(const Layer& layer, size_t index, int thread, Stopwatch& watch) const {
+  void run_recurrent(const Layer& layer, size_t index, int thread, Stopwatch& watch) const {
     const Norm first = norm(layer.input_norm);
-    const Linear& gates = layer.delta->gates;
-    const DeltaCall call = describe_delta(layer);
-    auto input = prepare(m_.residual_.as<float>(), m_.padded_width, &first, layer.qkv, thread);
-    watch.lap(kPrepare);
-    multiply(layer.qkv, input, Epilogue::kStore, m_.qkv_.as<float>(), call.mixed_stride, thread);
-    watch.lap(kProducts);
-    input = prepare(m_.residual_.as<float>(), m_.padded_width, &first, gates, thread);
-    watch.lap(kPrepare);
-    multiply(gates, input, Epilogue::kStore, m_.gates_.as<float>(), call.gates_stride, thread);
-    watch.lap(kProducts);
-    float* scratch = m_.scratch_[static_cast<size_t>(thread)]->delta.as<float>();
-    const int heads = s_.delta.key_heads, count = static_cast<int>(runs_.size()) * heads;
+    const RecurrentCall call = describe_recurrent(layer);
+    const auto project = [&](const Linear& linear, const Buffer& out, size_t stride) {
+      const auto input = prepare(m_.residual_.as<float>(), m_.padded_width, &first, linear, thread);
+      watch.lap(kPrepare);
+      multiply(linear, input, Epilogue::kStore, out.as<float>(), stride, thread);
+      watch.lap(kProducts);
+    };
+    project(layer.qkv, m_.qkv_, call.mixed_stride);
+    if (call.shape.gates) project(layer.recurrent->gates, m_.gates_, call.gates_stride);
+    float* scratch = m_.scratch_[static_cast<size_t>(thread)]->recurrent.as<float>();
+    const int count = static_cast<int>(runs_.size()) * call.parts;
     for (int i = m_.next_unit_[index]++; i < count; i = m_.next_unit_[index]++) {
-      k_.delta(call, runs_[static_cast<size_t>(i / heads)], i % heads, scratch);
+      k_.recurrent(call, runs_[static_cast<size_t>(i / call.parts)], i % call.parts, scratch);
     }
     pool_.meet();
     watch.lap(kAttention);
   }
 
-  DeltaCall describe_delta(const Layer& layer) const {
-    const DeltaShape& s = s_.delta;
+  RecurrentCall describe_recurrent(const Layer& layer) const {
+    const RecurrentShape& s = s_.recurrent;
     const int64_t slots = layer.place * cache_.rows;
-    DeltaCall call{};
+    RecurrentCall call{};
     call.shape = s;
-    call.conv = layer.delta->conv;
-    call.rate = layer.delta->rate;
-    call.bias = layer.delta->bias;
-    call.norm = layer.delta->norm;
+    call.parts = s.kind == kDeltaNet ? s.key_heads : pool_.threads();
+    call.conv = layer.recurrent->conv;
+    call.rate = layer.recurrent->rate;
+    call.bias = layer.recurrent->bias;
+    call.norm = layer.recurrent->norm;
     call.epsilon = s_.epsilon;
     call.mixed = m_.qkv_.as<float>();
     call.mixed_stride = static_cast<size_t>(m_.padded_qkv);
     call.gates = m_.gates_.as<float>();
-    call.gates_stride = static_cast<size_t>(padded(2 * s.value_heads, kPanel));
+    call.gates_stride = static_cast<size_t>(padded(s.gates, kPanel));
     call.out = m_.attended_.as<float>();
     call.out_stride = static_cast<size_t>(layer.attention_out.inputs);
-    call.state = cache_.state + slots * s.value_heads * s.key_dim * s.value_dim;
-    call.tail = cache_.tail + slots * (s.taps - 1) * s.channels();
+    call.state = cache_.state + slots * s.state;
+    call.tail = cache_.tail + slots * (s.taps - 1) * s.channels;
     call.inputs = cache_.inputs + slots * cache_.window * s.input_width();
     call.window = cache_.window;
     return call;
@@ -528,7 +528,7 @@ void Model::grow(int threads, int tokens) {
   residual_.grow(n * static_cast<size_t>(padded_width));
   branch_.grow(n * static_cast<size_t>(padded_width));
   qkv_.grow(n * static_cast<size_t>(padded_qkv));
-  gates_.grow(n * static_cast<size_t>(padded(2 * spec.delta.value_heads, kPanel)));
+  gates_.grow(n * static_cast<size_t>(padded(spec.recurrent.gates, kPanel)));
   attended_.grow(n * static_cast<size_t>(padded_attention));
   activated_.grow(n * static_cast<size_t>(padded_activated));
   for (const Layer& layer : layers) {
@@ -548,7 +548,7 @@ void Model::grow(int threads, int tokens) {
     scratch->rows.grow(std::min(tokens, kRedundant / narrowest + 1), widest);
     scratch->normed.grow(sizeof(float) * static_cast<size_t>(std::max(widest, spec.inputs ? spec.inputs->table.inputs : 0)));
     scratch->attention.grow(sizeof(float) * attend_scratch_floats(kernels.max_queries, widest_dim));
-    scratch->delta.grow(sizeof(float) * delta_scratch_floats(spec.delta));
+    scratch->recurrent.grow(sizeof(float) * recurrent_scratch_floats(spec.recurrent));
   }
 }
 
@@ -557,7 +557,7 @@ void Model::forward(Pool& pool, const Tokens& tokens, const Cache& cache, const 
   const size_t width = static_cast<size_t>(spec.width);
   const Paths paths(tokens);
   for (int start = tokens.read, stop = 0; start < tokens.count; start = stop) {
-    stop = spec.delta.key_heads ? chunk_end(tokens, start) : std::min(start + kChunk, tokens.count);
+    stop = spec.recurrent.kind ? chunk_end(tokens, start) : std::min(start + kChunk, tokens.count);
     const Tokens chunk = {tokens.tokens + start, tokens.rows + start, tokens.positions + start,
                           tokens.slots ? tokens.slots + start : nullptr, tokens.parents ? tokens.parents + start : nullptr, stop - start,
                           tokens.entering ? tokens.entering + static_cast<size_t>(start) * width : nullptr};

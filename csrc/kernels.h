@@ -116,11 +116,16 @@ struct Attention {
   const float* sinks;  // [heads], one more score of each head, without a value; or null
 };
 
-// Heads of a gated delta net. Value heads value_heads / key_heads * i and following share key head i.
-struct DeltaShape {
-  int32_t key_heads, value_heads, key_dim, value_dim, taps;  // all 0: a model without such layers
-  int channels() const { return 2 * key_heads * key_dim + value_heads * value_dim; }
-  int input_width() const { return channels() + 2 * value_heads; }
+enum RecurrentKind : int32_t { kNotRecurrent = 0, kDeltaNet = 1, kShortConv = 2 };
+
+// A model's recurrent layers, which are all of one kind and shape; all 0: it has none.
+struct RecurrentShape {
+  int32_t kind;                           // RecurrentKind
+  int32_t taps, channels, gates, state;  // StateShape of src/paceline/core/recurrent_state.py; numbers of the state
+  // Of gated delta nets. Value heads value_heads / key_heads * i and following share key head i.
+  int32_t key_heads, value_heads, key_dim, value_dim;
+  int input_width() const { return channels + gates; }
+  int output_width() const { return kind == kDeltaNet ? value_heads * value_dim : channels; }
 };
 
 constexpr int kMostTaps = 8;
@@ -135,27 +140,28 @@ struct SlotRun {
   int64_t offset;
 };
 
-// One gated delta net, over the states of all slots.
-struct DeltaCall {
-  DeltaShape shape;
+// One recurrent layer, over the states of all slots.
+struct RecurrentCall {
+  RecurrentShape shape;
+  int parts;  // into which its channels are cut: key heads of a gated delta net; any number of a short convolution
   const float* conv;  // [taps][channels]
-  const float *rate, *bias, *norm;
+  const float *rate, *bias, *norm;  // of a gated delta net
   float epsilon;
-  const float* mixed;  // [tokens][mixed_stride]: inputs of the convolution, then the output's gates
+  float* mixed;  // [tokens][mixed_stride]: of a gated delta net, inputs of the convolution, then the output's gates; of a
+                 // short convolution, B, C and x: B is overwritten
   size_t mixed_stride;
   const float* gates;  // [tokens][gates_stride]: beta of each value head before its sigmoid, then inputs of the decays
   size_t gates_stride;
-  float* out;  // [tokens][out_stride]: value heads side by side
+  float* out;  // [tokens][out_stride]: value heads side by side, or channels
   size_t out_stride;
   float *state, *tail, *inputs;  // of this layer, slot after slot; see RecurrentStates
   int64_t window;                // inputs of a slot
 };
 
-// One token's inputs, a copy of the states, and of the convolution's last inputs.
-static inline size_t delta_scratch_floats(const DeltaShape& s) {
-  if (!s.key_heads) return 0;
-  const int shared = s.value_heads / s.key_heads;
-  return static_cast<size_t>(2 * s.key_dim + shared * s.value_dim + 2 * s.value_heads + shared * s.key_dim * s.value_dim + s.taps * s.channels()) + 64;
+// One token's channels and gates, a copy of the state of a part, and of the convolution's last inputs.
+static inline size_t recurrent_scratch_floats(const RecurrentShape& s) {
+  const int state = s.key_heads ? s.state / s.key_heads : 0;
+  return static_cast<size_t>(s.channels + s.gates + state + s.taps * s.channels) + 64;
 }
 
 // A thread's memory for lists of tokens: each of draw_scratch_items() items.
@@ -202,8 +208,8 @@ struct Kernels {
   // Attention of tokens [first, first + count) of one row over one kv head. Scratch: attend_scratch_floats(). Last: the
   // keys that this thread reads next, to be prefetched, or null.
   void (*attend)(const Attention& attention, int64_t row, int first, int count, int kv_head, float* scratch, const uint8_t* then);
-  // A gated delta net: all nodes of one slot, one key head with its value heads. Scratch: delta_scratch_floats().
-  void (*delta)(const DeltaCall& call, const SlotRun& run, int key_head, float* scratch);
+  // A recurrent layer: all nodes of one slot, one of the call's parts. Scratch: recurrent_scratch_floats().
+  void (*recurrent)(const RecurrentCall& call, const SlotRun& run, int part, float* scratch);
   void (*embed)(const Linear& table, int64_t token, float* out);
   // Scores of a panel of experts: x [rows][stride] -> out [rows][outputs padded to kRouterPanel]. One chain of additions
   // over the inputs for each score.

@@ -16,11 +16,11 @@ const char* Model::problem_with(const Tokens& fed, const Cache& cache) const {
     if (fed.positions[i] < 0 || fed.positions[i] > INT32_MAX) return "a position is negative or absurdly large";
     if (!fed.parents && i > 0 && fed.rows[i] == fed.rows[i - 1] && fed.positions[i] <= fed.positions[i - 1]) return "positions of a row do not ascend";
   }
-  return spec.delta.key_heads ? problem_with_states(fed, cache) : nullptr;
+  return spec.recurrent.kind ? problem_with_states(fed, cache) : nullptr;
 }
 
 const char* problem_with_states(const Tokens& fed, const Cache& cache) {
-  if (!cache.state) return "a recurrent model needs a cache with states";
+  if (!cache.inputs) return "a recurrent model needs a cache with states";
   if (fed.read > 0) return "a recurrent model reads each token of a tree once";
   for (int i = 0; i < fed.count; ++i) {
     if (i > 0 && fed.rows[i] == fed.rows[i - 1]) {

@@ -13,13 +13,14 @@
 namespace paceline {
 
 // These structures mirror src/paceline/kernels/abi.py; kAbiVersion changes with them.
-constexpr int kAbiVersion = 24;
+constexpr int kAbiVersion = 25;
 
-// The small weights of a gated delta net, whose qkv ends with the gates of its output.
-struct Delta {
-  Linear gates;       // rows of beta, then of the decay
+// The small weights of a recurrent layer. qkv is its first matrix: of a gated delta net, channels and the gates of its
+// output; of a short convolution, B, C and x.
+struct Recurrent {
+  Linear gates;       // of a gated delta net: rows of beta, then of the decay; else without weights
   const float* conv;  // [taps][channels]
-  const float *rate, *bias, *norm;
+  const float *rate, *bias, *norm;  // of a gated delta net, or null
 };
 
 enum Activation : int32_t { kSilu = 0, kGeluTanh = 1, kClampedSilu = 2 };
@@ -63,7 +64,7 @@ struct Layer {
   float scale;          // of attention
   int32_t norm_all;     // whether q_norm and k_norm are over all heads together
   int32_t activation;   // Activation
-  const Delta* delta;  // null: attention
+  const Recurrent* recurrent;  // null: attention
   int32_t gated;       // whether qkv ends with the gates of attention's output
   int32_t place;       // in its table of the cache, or among the layers with states
   int32_t table;       // of the cache
@@ -108,7 +109,7 @@ struct ModelSpec {
   float embed_scale;  // of the token embedding
   float tap_scale;    // of the hidden states that heads read
   const Fusion* fusion;  // or null
-  DeltaShape delta;
+  RecurrentShape recurrent;
   const TokenInputs* inputs;  // or null
   float logits_cap;           // 0: none
 };
@@ -313,7 +314,7 @@ struct Quantised {
 
 struct Scratch {  // per thread
   Quantised rows;
-  Buffer normed, attention, delta;
+  Buffer normed, attention, recurrent;
 };
 
 class Model {

@@ -475,9 +475,9 @@ void move_keys_and_values(Pool& pool, const Cache& cache, const std::vector<Move
 
 // The same for the inputs of recurrent layers.
 void move_inputs(const Model& model, const Cache& cache, const std::vector<Move>& moves) {
-  const size_t width = static_cast<size_t>(model.spec.delta.input_width());
+  const size_t width = static_cast<size_t>(model.spec.recurrent.input_width());
   for (const Layer& layer : model.layers) {
-    if (!layer.delta) continue;
+    if (!layer.recurrent) continue;
     for (const Move& move : moves) {
       const int64_t slot = move.row, base = cache.base[slot];
       float* inputs = cache.inputs + static_cast<size_t>((layer.place * cache.rows + slot) * cache.window) * width;
@@ -517,7 +517,7 @@ PL_EXPORT const char* pl_round(Model* model, Pool* pool, const RoundCall* call, 
   pl_accept(&model->kernels, pool, &draw, call->tokens, call->accepted, call->parents ? call->path : nullptr, nullptr, nullptr);
   const std::vector<Move> moves = moves_of(*call);
   if (!moves.empty()) move_keys_and_values(*pool, *cache, moves);
-  if (cache->state) move_inputs(*model, *cache, moves);
+  if (model->spec.recurrent.kind) move_inputs(*model, *cache, moves);
   if (call->head) move_states(*call->head, call->kept, moves);
   pl_gain(&call->text, call->slots, call->tokens, call->block, call->accepted, call->rows, call->gained);
   return nullptr;

@@ -1,4 +1,4 @@
-"""Tiny random Qwen3.5 models of transformers, and ours made of them."""
+"""Tiny random models of transformers with every kind of recurrent layer, and ours made of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import (
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+)
 from transformers.modeling_layers import MtpModel
 
 from paceline.drafters.heads.mtp import own_head
@@ -25,6 +34,29 @@ SIZES: dict[str, dict[str, Any]] = {
     "ungrouped": {"key_heads": 3, "value_heads": 3, "key_dim": 32, "taps": 2, "kinds": "fdd"},
     "wide": {"key_heads": 1, "value_heads": 4, "value_dim": 48, "taps": 5, "kinds": "dfdf", "tied": True},
 }
+LFM2_SIZES: dict[str, dict[str, Any]] = {
+    "usual": {},
+    "other": {"width": 80, "taps": 4, "kinds": "fcfcc", "tied": False},
+}
+GRANITE_SIZES: dict[str, dict[str, Any]] = {
+    "usual": {},
+    "grouped": {"heads": 6, "head_dim": 16, "groups": 2, "state_dim": 24, "taps": 3, "kinds": "fmmf", "tied": True},
+    "rotated": {"positions": "rope", "conv_bias": False},
+}
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": POSITIONS,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+_KINDS = {"c": "conv", "d": "linear_attention", "m": "linear_attention", "f": "full_attention"}
+
+
+def _layers(kinds: str) -> dict[str, Any]:
+    return {"num_hidden_layers": len(kinds), "layer_types": [_KINDS[kind] for kind in kinds]}
 
 
 def tiny_config(
@@ -39,36 +71,87 @@ def tiny_config(
 ) -> Qwen3_5TextConfig:
     """Configuration with a layer for each letter of ``kinds``: d is a gated delta net, f full attention."""
     return Qwen3_5TextConfig(
-        vocab_size=VOCAB,
+        **_COMMON,
+        **_layers(kinds),
         hidden_size=48,
         intermediate_size=80,
-        num_hidden_layers=len(kinds),
-        num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=32,
         linear_conv_kernel_dim=taps,
         linear_key_head_dim=key_dim,
         linear_value_head_dim=value_dim,
         linear_num_key_heads=key_heads,
         linear_num_value_heads=value_heads,
-        max_position_embeddings=POSITIONS,
         tie_word_embeddings=tied,
-        layer_types=["linear_attention" if kind == "d" else "full_attention" for kind in kinds],
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
-        eos_token_id=None,
-        bos_token_id=None,
     )
 
 
 def tiny_qwen3_5(seed: int = 0, **sizes: Any) -> Qwen3_5ForCausalLM:
     """A random model, whose states decay slowly enough to matter."""
-    with torch.random.fork_rng():
+    return _randomised(Qwen3_5ForCausalLM, tiny_config(**sizes), seed)
+
+
+def tiny_lfm2(
+    seed: int = 0, width: int = 48, taps: int = 3, kinds: str = "ccf", *, tied: bool = True
+) -> Lfm2ForCausalLM:
+    """A random LFM2 with a layer for each letter of ``kinds``: c is a short convolution, f attention."""
+    config = Lfm2Config(
+        **_COMMON,
+        **_layers(kinds),
+        hidden_size=width,
+        intermediate_size=100,
+        block_multiple_of=16,
+        head_dim=16,
+        conv_L_cache=taps,
+        tie_word_embeddings=tied,
+    )
+    return _randomised(Lfm2ForCausalLM, config, seed)
+
+
+def tiny_granite_hybrid(
+    seed: int = 0,
+    heads: int = 4,
+    head_dim: int = 24,
+    groups: int = 1,
+    state_dim: int = 16,
+    taps: int = 4,
+    kinds: str = "mmf",
+    positions: str | None = None,
+    *,
+    conv_bias: bool = True,
+    tied: bool = False,
+) -> GraniteMoeHybridForCausalLM:
+    """A random Granite 4 without experts; m is a Mamba-2 layer, f attention. heads, head_dim: of the Mamba-2 layers."""
+    config = GraniteMoeHybridConfig(
+        **_COMMON,
+        **_layers(kinds),
+        hidden_size=48,
+        shared_intermediate_size=80,
+        mamba_n_heads=heads,
+        mamba_d_head=head_dim,
+        mamba_n_groups=groups,
+        mamba_d_state=state_dim,
+        mamba_d_conv=taps,
+        mamba_expand=heads * head_dim // 48,
+        mamba_conv_bias=conv_bias,
+        position_embedding_type=positions,
+        num_local_experts=0,
+        tie_word_embeddings=tied,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.4,
+        attention_multiplier=0.2,
+        logits_scaling=0.5,
+    )
+    return _randomised(GraniteMoeHybridForCausalLM, config, seed)
+
+
+def _randomised(model: Any, config: Any, seed: int) -> Any:
+    with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
-        model = Qwen3_5ForCausalLM(tiny_config(**sizes)).eval()
-        with torch.no_grad():
-            for name, weight in model.named_parameters():
-                randomise(name, weight)
-    return model
+        made = model(config).eval()
+        for name, weight in made.named_parameters():
+            randomise(name, weight)
+    return made
 
 
 def randomise(name: str, weight: torch.Tensor) -> None:
@@ -81,17 +164,27 @@ def randomise(name: str, weight: torch.Tensor) -> None:
         weight.normal_(0, 0.5 if "conv" in name or "embed" in name or "lm_head" in name else 0.2)
 
 
-def tiny_recurrent(seed: int = 0, **sizes: Any) -> RecurrentModel:
+def ours(theirs: PreTrainedModel) -> RecurrentModel:
     """The same model, unrounded in torch."""
-    model = load_model(tiny_qwen3_5(seed, **sizes), dtype=torch.float32)
-    assert isinstance(model, RecurrentModel)
-    return model
+    loaded = load_model(theirs, dtype=torch.float32)
+    assert isinstance(loaded, RecurrentModel)
+    return loaded
+
+
+def on_kernels(theirs: PreTrainedModel, quantization: Quantization | None = "int8") -> NativeModel:
+    """The same model on the CPU kernels."""
+    model = ours(theirs)
+    return NativeModel.from_weights(model.spec, model.weights, model.name, quantization=quantization, threads=1)
+
+
+def tiny_recurrent(seed: int = 0, **sizes: Any) -> RecurrentModel:
+    """A random Qwen3.5, unrounded in torch."""
+    return ours(tiny_qwen3_5(seed, **sizes))
 
 
 def tiny_native_recurrent(seed: int = 0, quantization: Quantization | None = "int8", **sizes: Any) -> NativeModel:
     """The same model on the CPU kernels."""
-    model = tiny_recurrent(seed, **sizes)
-    return NativeModel.from_weights(model.spec, model.weights, model.name, quantization=quantization, threads=1)
+    return on_kernels(tiny_qwen3_5(seed, **sizes), quantization)
 
 
 def theirs_with_head(seed: int = 0, **sizes: Any) -> tuple[Qwen3_5ForCausalLM, MtpModel]:
@@ -140,6 +233,11 @@ def save_with_head(path: Path, seed: int = 0, **sizes: Any) -> tuple[Qwen3_5ForC
     tensors = load_file(path / "model.safetensors")
     tensors |= head_state(head)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    save_tokenizer(path)
+    return model, head
+
+
+def save_tokenizer(path: Path) -> None:
+    """Save a tokenizer whose tokens are numbers."""
     words = Tokenizer(WordLevel({str(token): token for token in range(VOCAB)}, unk_token="0"))
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
-    return model, head

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from gemma4_support import tiny_assistant, tiny_native_gemma4
 from head_support import tiny_head, tiny_native_head, tiny_transfer_head
-from hybrid_support import ours, tiny_granite_hybrid, tiny_lfm2
 from paceline.config import SamplingParams, StructuredOutputs
 from paceline.core import acceptance, rules
 from paceline.core.batch import Batch, SpeculationPlan
@@ -41,7 +40,7 @@ from paceline.lengths.auto import AutoLength
 from paceline.lengths.base import FixedLength, ProfiledLength
 from paceline.lengths.cost import CostModel
 from paceline.models.base import AnyModel, Model
-from recurrent_support import tiny_mtp, tiny_native_recurrent
+from recurrent_support import on_kernels, ours, tiny_granite_hybrid, tiny_lfm2, tiny_mtp, tiny_native_recurrent
 from simulation import linear_costs
 from toy import (
     SHAPES,
@@ -89,14 +88,19 @@ MODELS |= {
 }
 MIXTURES = ["experts", "experts int4", "experts bf16"]
 MODELS["recurrent"] = tiny_native_recurrent  # the same, with states in place of most keys and values
+MODELS |= {  # the same of another kind: short convolutions
+    "lfm2": functools.cache(lambda: on_kernels(tiny_lfm2())),
+    "lfm2 int4": functools.cache(lambda: on_kernels(tiny_lfm2(1), "int4")),
+    "lfm2 bf16": functools.cache(lambda: on_kernels(tiny_lfm2(), None)),
+}
+SHORT_CONVOLUTIONS = ["lfm2", "lfm2 int4", "lfm2 bf16"]
 MODELS["gemma4"] = tiny_native_gemma4  # the same, with heads of two widths and keys that layers share
 OTHER_STATES: dict[str, Callable[[], Model]] = {  # kinds of states that run in torch only
     "mamba2": functools.cache(lambda: ours(tiny_granite_hybrid())),
-    "short convolution": functools.cache(lambda: ours(tiny_lfm2())),
 }
 MODELS |= OTHER_STATES
 DRAFTS["native"] = DRAFTS["recurrent"] = DRAFTS["gemma4"] = lambda: tiny_native(1, 1)
-DRAFTS |= dict.fromkeys(MIXTURES, DRAFTS["native"])
+DRAFTS |= dict.fromkeys([*MIXTURES, *SHORT_CONVOLUTIONS], DRAFTS["native"])
 DRAFTS |= dict.fromkeys(OTHER_STATES, lambda: tiny_llama(1))
 HEADS: dict[str, Callable[[], HeadModel]] = {
     "toy": lambda: tiny_head(ToyModel(), 8),
@@ -105,6 +109,7 @@ HEADS: dict[str, Callable[[], HeadModel]] = {
     "native": lambda: tiny_native_head(tiny_native(1), 72),
     "recurrent": lambda: tiny_mtp(tiny_native_recurrent()),
     "experts": lambda: tiny_native_head(tiny_native_experts(), 72),
+    "lfm2": lambda: tiny_native_head(MODELS["lfm2"](), 48),
     "gemma4": lambda: tiny_native_head(tiny_native_gemma4(), 40),
 }
 ASSISTANTS = {"gemma4": lambda: tiny_assistant(tiny_native_gemma4())}
@@ -465,13 +470,28 @@ def test_rounds_with_an_assistant_equal_plain_decoding(
         ("head", "confident", "greedy", 1),
     ],
 )
-@pytest.mark.parametrize("model", ["recurrent", "gemma4"])
+@pytest.mark.parametrize("model", ["recurrent", "lfm2", "gemma4"])
 def test_rounds_of_models_with_different_layers_equal_plain_decoding(
     model: str, drafter: str, length: int | str, family: str, width: int
 ) -> None:
     options = {"speculation_width": width, "prefill_chunk": 7}
     engine = speculative_engine(model, drafter, length, family, **options)
     assert answers(run(engine, PROMPTS, PARAMS[family])) == plain(model, family)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("drafter", "length", "family", "width"),
+    [("model", "random", "mixed", 1), ("documents", 4, "siblings", 3), ("ragged", "caps", "greedy", 1)],
+)
+@pytest.mark.parametrize("model", ["lfm2 int4", "lfm2 bf16"])
+def test_rounds_over_short_convolutions_in_other_formats_equal_plain_decoding(
+    model: str, drafter: str, length: int | str, family: str, width: int
+) -> None:
+    engine = speculative_engine(model, drafter, length, family, speculation_width=width, prefill_chunk=7)
+    rounds_by = count_native_rounds(engine)
+    assert answers(run(engine, PROMPTS, PARAMS[family])) == plain(model, family)
+    assert rounds_by["natively"] > 0
 
 
 @needs_kernels

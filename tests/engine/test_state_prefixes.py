@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from hybrid_support import ours, tiny_granite_hybrid, tiny_lfm2
 from paceline.config import SamplingParams
 from paceline.core.outputs import RequestOutput
 from paceline.engine import scheduler
 from paceline.models.base import AnyModel
-from recurrent_support import tiny_native_recurrent, tiny_recurrent
+from recurrent_support import on_kernels, ours, tiny_granite_hybrid, tiny_lfm2, tiny_native_recurrent, tiny_recurrent
 from toy import VOCAB, answers, make_engine, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -23,6 +22,7 @@ MODELS: dict[str, Callable[[], AnyModel]] = {
     "gated delta net, kernels": functools.cache(tiny_native_recurrent),
     "mamba2": lambda: ours(tiny_granite_hybrid()),
     "short convolution": lambda: ours(tiny_lfm2()),
+    "short convolution, kernels": functools.cache(lambda: on_kernels(tiny_lfm2())),
 }
 CHUNK = 16
 APART = 32  # tokens between saved states

@@ -257,6 +257,34 @@ void test_attention(const Kernels& kernels) {
   say(kernels, "attention", attend(kernels, true, 0) ^ attend(kernels, false, 0) << 1 ^ attend(kernels, true, 100) << 2);
 }
 
+// Five tokens of a slot, two of which may be rejected, after three that its last pass kept; in several cuts.
+std::vector<float> short_convolution(const Kernels& kernels, int parts) {
+  constexpr int kChannels = 80, kTaps = 4, kCount = 5, kWindow = 8, kStride = 3 * kChannels;
+  Random random{9};
+  std::vector<float> mixed(kStride * kCount), conv(kTaps * kChannels), tail((kTaps - 1) * kChannels), inputs(kWindow * kChannels);
+  for (std::vector<float>* each : {&mixed, &conv, &tail, &inputs}) for (float& x : *each) x = random.outlying();
+  std::vector<float> out(kChannels * kCount);
+  RecurrentCall call = {};
+  call.shape.kind = kShortConv, call.shape.taps = kTaps, call.shape.channels = kChannels;
+  call.parts = parts, call.conv = conv.data(), call.mixed = mixed.data(), call.mixed_stride = kStride;
+  call.out = out.data(), call.out_stride = kChannels, call.tail = tail.data(), call.inputs = inputs.data(), call.window = kWindow;
+  std::vector<float> scratch(recurrent_scratch_floats(call.shape));
+  const SlotRun run = {0, kCount, 0, 3, 3, false, nullptr, 0};
+  for (int part = 0; part < parts; ++part) kernels.recurrent(call, run, part, scratch.data());
+  for (const std::vector<float>* each : {&tail, &inputs}) out.insert(out.end(), each->begin(), each->end());
+  return out;
+}
+
+void test_short_convolution(const Kernels& kernels) {
+  const std::vector<float> whole = short_convolution(kernels, 1);
+  for (const int parts : {2, 3, 7}) {
+    if (short_convolution(kernels, parts) == whole) continue;
+    std::printf("%s: a short convolution in %d parts has other bits\n", kernels.name, parts);
+    failed = true;
+  }
+  say(kernels, "recurrent", hash_of(whole.data(), whole.size() * sizeof(float)));
+}
+
 void test_draws(const Kernels& kernels) {
   constexpr int64_t kVocabulary = 3001;
   Random random{5};
@@ -293,6 +321,7 @@ int main() {
     test_products(kernels);
     test_norm(kernels);
     test_attention(kernels);
+    test_short_convolution(kernels);
     test_draws(kernels);
   }
   return failed ? 1 : 0;

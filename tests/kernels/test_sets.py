@@ -20,6 +20,7 @@ SAME_EVERYWHERE = {
     "int4": "ae08a251835a06fe",
     "norm": "df764f23a0d86451",
     "attention": "2a812ec783af5a96",
+    "recurrent": "d92334795afed7b7",
     "draw": "48ac90842efdba2f",
     "probabilities": "309a07509dbaea32",
 }

@@ -1,4 +1,4 @@
-"""LFM2 and Granite 4 without experts: states of other kinds, in torch; what the CPU kernels lack is refused by name."""
+"""LFM2 and Granite 4 without experts: states of other kinds; what the CPU kernels lack is refused by name."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hybrid_support import GRANITE_SIZES, LFM2_SIZES, ours, tiny_granite_hybrid, tiny_lfm2
 from paceline import LLM
 from paceline.config import EngineConfig
 from paceline.core.nodes import Nodes
 from paceline.core.recurrent_state import WINDOW, StatefulCache
 from paceline.engine.memory import scoring_room, state_bytes
 from paceline.errors import ModelFormatError, ParameterError
+from paceline.kernels import native
 from paceline.models.loading import load_model
 from paceline.models.matrices import load_packed
 from paceline.models.native import NativeModel
-from paceline.models.native_spec import spec_of
 from paceline.models.prepare import prepare
 from paceline.models.recurrent import cache_of
 from paceline.models.transformer import Transformer
+from recurrent_support import GRANITE_SIZES, LFM2_SIZES, on_kernels, ours, tiny_granite_hybrid, tiny_lfm2
 from toy import VOCAB
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -33,7 +33,6 @@ MODELS: dict[str, tuple[Callable[..., PreTrainedModel], dict[str, Any]]] = {
     **{f"lfm2 {name}": (tiny_lfm2, sizes) for name, sizes in LFM2_SIZES.items()},
     **{f"granite {name}": (tiny_granite_hybrid, sizes) for name, sizes in GRANITE_SIZES.items()},
 }
-MISSING = {"lfm2": "short convolutions", "granite": "Mamba-2 layers"}
 TOKENS = [(7 * place + 1) % VOCAB for place in range(70)]
 
 
@@ -92,26 +91,33 @@ def test_the_memory_plan_counts_what_slots_keep(name: str) -> None:
     assert states.state[0, 0].numel() == math.prod(states.shape.state)
 
 
-@pytest.mark.parametrize("kind", MISSING)
-def test_the_cpu_kernels_refuse_what_they_lack_by_name_and_torch_runs_it(kind: str, tmp_path: Path) -> None:
-    theirs = tiny_lfm2() if kind == "lfm2" else tiny_granite_hybrid()
+def test_the_cpu_kernels_refuse_mamba2_by_name_and_torch_runs_it(tmp_path: Path) -> None:
+    theirs = tiny_granite_hybrid()
     theirs.save_pretrained(tmp_path)
     for request in ({"quantization": "int8"}, {"attention": "native"}):
-        with pytest.raises(ParameterError, match=f"without kernels for {MISSING[kind]}"):
+        with pytest.raises(ParameterError, match="without kernels for Mamba-2 layers"):
             LLM(theirs, device="cpu", **request)
-    with pytest.raises(ModelFormatError, match="the CPU kernels have no layers of the kind"):
-        NativeModel(spec_of(ours(theirs).spec, ours(theirs).weights), "tiny")
+    with pytest.raises(ModelFormatError, match="the CPU kernels have no layers of the kind Mamba2"):
+        on_kernels(theirs)
     assert load_packed(tmp_path, torch.bfloat16, "int8") is None
     model = prepare(load_model(tmp_path, dtype=torch.bfloat16), "auto", None)
     assert not isinstance(model, NativeModel)
 
 
-@pytest.mark.parametrize("kind", MISSING)
-def test_the_start_line_says_why_a_model_runs_in_torch(kind: str) -> None:
-    theirs = tiny_lfm2() if kind == "lfm2" else tiny_granite_hybrid()
-    llm = LLM(theirs, dtype="bfloat16", device="cpu", max_batch_size=2, max_model_len=64)
-    assert f"without kernels for {MISSING[kind]}" in llm.engine.describe()
+def test_the_start_line_says_why_a_model_runs_in_torch() -> None:
+    llm = LLM(tiny_granite_hybrid(), dtype="bfloat16", device="cpu", max_batch_size=2, max_model_len=64)
+    assert "without kernels for Mamba-2 layers" in llm.engine.describe()
     assert "(float32 in torch)" in llm.engine.describe()
+
+
+@pytest.mark.skipif(native.select() is None, reason=f"no native kernels: {native.why_none()}")
+def test_the_cpu_kernels_run_short_convolutions_where_their_sizes_fit() -> None:
+    llm = LLM(tiny_lfm2(), dtype="bfloat16", device="cpu", max_batch_size=2, max_model_len=64)
+    assert llm.engine.parts.native is not None, "the kernels run whole rounds"
+    assert "in torch" not in llm.engine.describe()
+    for sizes, needed in (({"width": 40}, "widths that are multiples of 16"), ({"taps": 9}, "2 to 8 taps")):
+        with pytest.raises(ModelFormatError, match=f"need recurrent layers of {needed}"):
+            on_kernels(tiny_lfm2(**sizes))
 
 
 def test_granite_4_with_attention_alone_runs_on_the_native_decoder() -> None:

@@ -1,4 +1,4 @@
-"""Qwen3.5 against transformers' own code, and its states under speculation."""
+"""Qwen3.5 against transformers' own code, and states of its kind and of LFM2's on the kernels under speculation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen3_5ForCausalLM
+from transformers import PreTrainedModel, Qwen3_5ForCausalLM
 
 from paceline.config import SamplingParams
 from paceline.core.nodes import Nodes
@@ -21,7 +21,16 @@ from paceline.models.native import NativeModel, Quantization
 from paceline.models.native_spec import spec_of
 from paceline.models.recurrent import RecurrentModel, cache_of
 from quantised_support import CONVERTERS, convert_files
-from recurrent_support import SIZES, tiny_native_recurrent, tiny_qwen3_5, tiny_recurrent
+from recurrent_support import (
+    LFM2_SIZES,
+    SIZES,
+    on_kernels,
+    ours,
+    tiny_lfm2,
+    tiny_native_recurrent,
+    tiny_qwen3_5,
+    tiny_recurrent,
+)
 from toy import (
     SHAPES,
     VOCAB,
@@ -42,16 +51,17 @@ MODELS: dict[str, Callable[[], RecurrentModel | NativeModel]] = {
     "bf16": lambda: tiny_native_recurrent(quantization=None),
     "int8": lambda: tiny_native_recurrent(**SIZES["wide"]),
     "int4": lambda: tiny_native_recurrent(quantization="int4"),
+    "lfm2 bf16": lambda: on_kernels(tiny_lfm2(), None),
+    "lfm2 int8": lambda: on_kernels(tiny_lfm2(**LFM2_SIZES["other"])),
+    "lfm2 int4": lambda: on_kernels(tiny_lfm2(1), "int4"),
+}
+THEIRS: dict[str, Callable[[], PreTrainedModel]] = {
+    **{name: functools.partial(tiny_qwen3_5, **sizes) for name, sizes in SIZES.items()},
+    **{f"lfm2 {name}": functools.partial(tiny_lfm2, **sizes) for name, sizes in LFM2_SIZES.items()},
 }
 _rng = random.Random(2)
 PROMPTS = [[_rng.randrange(VOCAB) for _ in range(size)] for size in (1, 5, 40, 2, 19, 7)]
 PARAMS = [SamplingParams(temperature=0, max_tokens=18, seed=seed) for seed in range(len(PROMPTS))]
-
-
-def ours(model: Qwen3_5ForCausalLM) -> RecurrentModel:
-    loaded = load_model(model, dtype=torch.float32)
-    assert isinstance(loaded, RecurrentModel)
-    return loaded
 
 
 def chain(tokens: Sequence[int], start: int = 0, row: int = 0) -> Nodes:
@@ -93,8 +103,9 @@ def test_greedy_answers_equal_those_of_transformers(sizes: str, rows: int) -> No
 def test_a_checkpoint_read_while_it_is_packed_gives_the_weights_of_one_read_at_once(
     stored: str, quantization: Quantization | None, tmp_path: Path
 ) -> None:
-    for sizes in SIZES.values():
-        tiny_qwen3_5(**sizes).save_pretrained(tmp_path)
+    for number, theirs in enumerate(THEIRS.values()):
+        tmp_path = tmp_path / str(number)
+        theirs().save_pretrained(tmp_path)
         if stored != "plain":
             convert_files(tmp_path, CONVERTERS[stored])
         straight, at_once = (
@@ -182,12 +193,12 @@ def test_a_slot_continues_only_where_its_state_is_known() -> None:
 
 @pytest.mark.parametrize("kernels", [*native.available(), *native.emulated()], ids=lambda kernels: kernels.name)
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("name", THEIRS)
 @pytest.mark.one_in(5)
 def test_kernels_agree_with_their_reference_and_bits_do_not_depend_on_the_pass(
-    sizes: str, quantization: Quantization | None, kernels: native.Kernels
+    name: str, quantization: Quantization | None, kernels: native.Kernels
 ) -> None:
-    model = tiny_recurrent(**SIZES[sizes])
+    model = ours(THEIRS[name]())
     spec, tokens = spec_of(model.spec, model.weights), [5 * place % VOCAB for place in range(50)]
     fast, slow = (
         NativeModel(spec, "tiny", quantization=quantization, threads=2, kernels=each) for each in (kernels, None)
@@ -225,7 +236,7 @@ def test_saved_states_let_another_text_begin_with_a_part_of_this_one() -> None:
     assert [states.reusable(0, size) for size in (19, 40)] == [0, 20]
 
 
-@pytest.mark.parametrize("kind", ["torch", "int8"])
+@pytest.mark.parametrize("kind", ["torch", "int8", "lfm2 int8"])
 def test_prompts_with_a_common_beginning_reuse_states_and_answers_stay_the_same(kind: str) -> None:
     rng = random.Random(3)
     document = [rng.randrange(VOCAB) for _ in range(40)]
@@ -251,7 +262,7 @@ def test_a_chat_goes_on_from_the_state_in_its_slot() -> None:
     assert cached == [0, 26, 35, 44], "all but the last token of each answer"
 
 
-@pytest.mark.parametrize("kind", ["torch", "int8"])
+@pytest.mark.parametrize("kind", ["torch", "int8", "lfm2 int8"])
 def test_parallel_samples_read_their_prompt_once(kind: str) -> None:
     params = [SamplingParams(temperature=1, max_tokens=12, seed=1, n=4)]
     prompt = [PROMPTS[2]]

@@ -12,14 +12,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hybrid_support import GRANITE_SIZES, LFM2_SIZES, tiny_granite_hybrid, tiny_lfm2
 from paceline.config import SamplingParams
 from paceline.drafters.heads.decoder import HeadModel
 from paceline.drafters.heads.loading import load_own_head
 from paceline.engine.engine import Engine
 from paceline.models.base import AnyModel
 from paceline.models.loading import load_model
-from recurrent_support import save_with_head
+from recurrent_support import GRANITE_SIZES, LFM2_SIZES, save_with_head, tiny_granite_hybrid, tiny_lfm2
 from toy import VOCAB, RandomLength, ScriptedTrees, answers, make_engine, make_request, run, sometimes, truth_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")

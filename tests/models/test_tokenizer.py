@@ -180,8 +180,9 @@ def test_a_gguf_file_uses_its_pre_tokenizer(tmp_path: Path, splitting: str, expe
     assert [tokenizer.spelling(token) for token in tokenizer.encode(" 123")] == expected
 
 
-def test_a_gguf_tokenizer_adds_the_bos_token_of_its_original(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.load(write_gguf(tmp_path / "tiny.gguf", "llama-bpe"))
+@pytest.mark.parametrize("splitting", ["llama-bpe", "lfm2"])
+def test_a_gguf_tokenizer_adds_the_bos_token_of_its_original(tmp_path: Path, splitting: str) -> None:
+    tokenizer = Tokenizer.load(write_gguf(tmp_path / "tiny.gguf", splitting))
     assert tokenizer.encode("hello")[0] == tokenizer.eos_token_ids[0]  # here the same token
 
 

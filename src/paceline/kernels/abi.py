@@ -25,7 +25,7 @@ from paceline.core.cache import KVCache
 from paceline.core.recurrent_state import WINDOW, StatefulCache
 from paceline.kernels.pack import Format, Packed
 
-ABI_VERSION = 24  # must equal csrc/model.h's; raise both when a struct or a function changes
+ABI_VERSION = 25  # must equal csrc/model.h's; raise both when a struct or a function changes
 FORMATS: dict[Format, int] = {"int8": 0, "bf16": 1, "int4": 2}
 
 
@@ -60,16 +60,19 @@ class CLinear(Structure):
         )
 
 
-class CDelta(Structure):
-    """csrc: Delta."""
+class CRecurrent(Structure):
+    """csrc: Recurrent."""
 
     _fields_ = (("gates", CLinear), *((name, c_void_p) for name in ("conv", "rate", "bias", "norm")))
 
 
-class CDeltaShape(Structure):
-    """csrc: DeltaShape."""
+class CRecurrentShape(Structure):
+    """csrc: RecurrentShape."""
 
-    _fields_ = tuple((name, c_int32) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "taps"))
+    _fields_ = (
+        *((name, c_int32) for name in ("kind", "taps", "channels", "gates", "state")),
+        *((name, c_int32) for name in ("key_heads", "value_heads", "key_dim", "value_dim")),
+    )
 
 
 class CRouter(Structure):
@@ -125,7 +128,7 @@ class CLayer(Structure):
         ("scale", c_float),
         ("norm_all", c_int32),
         ("activation", c_int32),
-        ("delta", POINTER(CDelta)),
+        ("recurrent", POINTER(CRecurrent)),
         *((name, c_int32) for name in ("gated", "place", "table", "reads_only", "heads", "kv_heads", "dim")),
         ("v_norm", c_void_p),
         ("input", POINTER(CTokenInput)),
@@ -163,7 +166,7 @@ class CModel(Structure):
         ("embed_scale", c_float),
         ("tap_scale", c_float),
         ("fusion", POINTER(CFusion)),
-        ("delta", CDeltaShape),
+        ("recurrent", CRecurrentShape),
         ("inputs", POINTER(CTokenInputs)),
         ("logits_cap", c_float),
     )

@@ -1,4 +1,4 @@
-"""Gated short convolutions (LFM2) in plain torch, token by token. There are no kernels for them yet."""
+"""Reference implementation of gated short convolutions (LFM2) in plain torch, token by token."""
 
 from __future__ import annotations
 

@@ -122,7 +122,8 @@ def _check_sizes(file: GGUFFile, found: Mapping[str, Any]) -> None:
     limits = {"block_count": len(file.tensors)} | dict.fromkeys((*_WIDTHS, *_HEAD_WIDTHS), _WIDEST)
     for key, limit in limits.items():
         value = found.get(key, 1)
-        if isinstance(value, int) and value > limit:
+        numbers = value if isinstance(value, list) else [value]  # a list has one for each layer
+        if any(isinstance(number, int) and number > limit for number in numbers):
             raise ModelFormatError(f"{file.path}: {key}={value} is impossible (at most {limit}); the file is broken")
 
 

@@ -62,6 +62,7 @@ SPLITTINGS: dict[str, Splitting] = {
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
+    "lfm2": _LLAMA3,
     "qwen2": _QWEN2,
     "qwen35": _QWEN35,
     "deepseek-r1-qwen": _QWEN2,

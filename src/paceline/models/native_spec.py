@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ModelFormatError
-from paceline.kernels.delta import DeltaHeads, DeltaNet
+from paceline.kernels.delta import DeltaNet
 from paceline.kernels.pack import Format, Weight
+from paceline.kernels.short_conv import ShortConv
 from paceline.kernels.spec import (
     ExpertsWeights,
     GatedActivation,
@@ -19,6 +20,7 @@ from paceline.kernels.spec import (
     LayerWeights,
     LinearWeights,
     NativeSpec,
+    RecurrentMixer,
     TokenInputWeights,
     TokenTableWeights,
 )
@@ -30,7 +32,6 @@ from paceline.models.description import (
     Mamba2Spec,
     MixerSpec,
     RecurrentSpec,
-    ShortConvSpec,
     TokenInputsSpec,
 )
 from paceline.models.experts import Experts
@@ -232,15 +233,13 @@ def check_description(spec: DecoderSpec) -> None:
     """Raise ModelFormatError for a model that the kernels cannot run."""
     check_reference(spec)
     mixers = recurrent_layers(spec)
-    if others := {type(mixer) for mixer in mixers} - {DeltaNetSpec}:
-        missing = "kernels for " + " and ".join(sorted(_KINDS[other] for other in others))
-        raise ModelFormatError(f"{_REFUSAL.format(spec.family)} {missing}")
+    if any(isinstance(mixer, Mamba2Spec) for mixer in mixers):
+        raise ModelFormatError(f"{_REFUSAL.format(spec.family)} kernels for Mamba-2 layers")
     if any(isinstance(mixer, DeltaNetSpec) and mixer.norm_eps != spec.norm.eps for mixer in mixers):
         raise ModelFormatError(f"{_REFUSAL.format(spec.family)} recurrent layers with the norms' epsilon")
 
 
 _REFUSAL = "the CPU kernels cannot run a {} model without"
-_KINDS: dict[type[RecurrentSpec], str] = {Mamba2Spec: "Mamba-2 layers", ShortConvSpec: "short convolutions"}
 
 
 def recurrent_layers(spec: DecoderSpec) -> list[RecurrentSpec]:
@@ -285,11 +284,8 @@ def check_reference(spec: DecoderSpec) -> None:
 def check_spec(spec: NativeSpec) -> None:
     """Raise ModelFormatError for a number or width of heads that the kernels do not support."""
     for layer in spec.layers:
-        if layer.recurrent is None:
-            continue
-        if not isinstance(layer.recurrent, DeltaNet):
-            raise ModelFormatError(f"the CPU kernels have no layers of the kind {type(layer.recurrent).__name__}")
-        _check_delta(layer.recurrent.heads)
+        if layer.recurrent is not None:
+            _check_recurrent(layer.recurrent)
     for heads in dict.fromkeys(spec.heads_of(layer) for layer in spec.layers):
         if heads.dim % 16 or heads.heads % heads.kv_heads or heads.heads // heads.kv_heads > 64:
             shape = f"{heads.heads} heads of {heads.dim} over {heads.kv_heads}"
@@ -300,9 +296,20 @@ def check_spec(spec: NativeSpec) -> None:
         raise ModelFormatError(f"the CPU kernels need {needed}; not {spec.inputs.width}")
 
 
-def _check_delta(shape: DeltaHeads) -> None:
-    """Raise ModelFormatError for heads of recurrent layers that the kernels do not support."""
-    shared = shape.key_heads > 0 and shape.value_heads % shape.key_heads == 0
-    if not shared or shape.key_dim % 16 or shape.value_dim % 16 or not 1 < shape.taps <= MAX_TAPS:
-        needed = f"head widths that are multiples of 16, value heads shared evenly, and 2 to {MAX_TAPS} taps"
-        raise ModelFormatError(f"the CPU kernels need recurrent layers of {needed}; not {shape}")
+def _check_recurrent(mixer: RecurrentMixer) -> None:
+    """Raise ModelFormatError for a kind or sizes of recurrent layers that the kernels do not support."""
+    if not isinstance(mixer, DeltaNet | ShortConv):
+        raise ModelFormatError(f"the CPU kernels have no layers of the kind {type(mixer).__name__}")
+    shape = mixer.shape(1)
+    wanted = {
+        "widths that are multiples of 16": not shape.channels % 16,
+        f"2 to {MAX_TAPS} taps": 1 < shape.taps <= MAX_TAPS,
+    }
+    if isinstance(mixer, DeltaNet):
+        heads = mixer.heads
+        wanted |= {
+            "head widths that are multiples of 16": not heads.key_dim % 16 and not heads.value_dim % 16,
+            "value heads shared evenly": heads.key_heads > 0 and heads.value_heads % heads.key_heads == 0,
+        }
+    if missing := [feature for feature, present in wanted.items() if not present]:
+        raise ModelFormatError(f"the CPU kernels need recurrent layers of {' and '.join(missing)}; not {shape}")

@@ -6,9 +6,9 @@ that was packed before and cached on disk (``packed_file``). The offset of each 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from ctypes import pointer
-from dataclasses import astuple
 from typing import TypeAlias
 
 import torch
@@ -19,6 +19,7 @@ from paceline.core.cache import table_places
 from paceline.kernels import abi, native, pack, reference
 from paceline.kernels.delta import DeltaNet
 from paceline.kernels.pack import Format
+from paceline.kernels.short_conv import ShortConv
 from paceline.kernels.spec import (
     ExpertsWeights,
     FusionWeights,
@@ -26,6 +27,7 @@ from paceline.kernels.spec import (
     LayerWeights,
     LinearWeights,
     NativeSpec,
+    RecurrentMixer,
     Rotary,
     TokenInputWeights,
     TokenTableWeights,
@@ -35,6 +37,7 @@ ReadPacked: TypeAlias = Callable[[Tensor], None]
 """Fills memory, uint8 [packed_size], with weights that were packed before."""
 
 _ACTIVATIONS: dict[GatedActivation, int] = {"silu": 0, "gelu_tanh": 1, "clamped_silu": 2}  # csrc: Activation
+_DELTA_NET, _SHORT_CONV = 1, 2  # csrc: RecurrentKind
 _LINE = 64  # bytes: every weight begins on a cache line
 _UNBOUNDED = 1 << 62  # bytes of a meta tensor that is larger than any model
 
@@ -107,7 +110,7 @@ class _Packer:
         layers = [self._layer(spec, layer, to) for layer in spec.layers]
         cached = table_places(spec.kv_layers)
         for layer, place in zip(layers, spec.places, strict=True):
-            layer.table, layer.place = (0, place) if layer.delta else cached[place]
+            layer.table, layer.place = (0, place) if layer.recurrent else cached[place]
         fusion = None if spec.fusion is None else pointer(self._fusion(spec.fusion, to))
         head, embedding = self._ends(spec, head_to) if ends is None else (ends.head, ends.embedding)
         return abi.CModel(
@@ -122,7 +125,7 @@ class _Packer:
             embed_scale=spec.embed_scale,
             tap_scale=spec.tap_scale,
             fusion=fusion,
-            delta=_shape_of(spec),
+            recurrent=_shape_of(spec),
             inputs=None if spec.inputs is None else pointer(self._inputs(spec.inputs, to, head_to)),
             logits_cap=spec.logits_cap or 0.0,
         )
@@ -174,7 +177,7 @@ class _Packer:
             q_norm=None if layer.q_norm is None else self._vector(layer.q_norm),
             k_norm=None if layer.k_norm is None else self._vector(layer.k_norm),
             window=layer.window or 0,
-            delta=pointer(self._delta(layer.recurrent)) if isinstance(layer.recurrent, DeltaNet) else None,
+            recurrent=None if layer.recurrent is None else pointer(self._recurrent(layer.recurrent)),
             gated=layer.gated,
             attention_out_norm=self._norm(layer.attention_out_norm),
             mlp_out_norm=self._norm(layer.mlp_out_norm),
@@ -221,13 +224,16 @@ class _Packer:
     def _input(self, part: TokenInputWeights, to: Format) -> abi.CTokenInput:
         return abi.CTokenInput(self._linear(part.gate, to), self._linear(part.out, to), self._norm(part.norm))
 
-    def _delta(self, delta: DeltaNet) -> abi.CDelta:
-        return abi.CDelta(
-            gates=self._linear(delta.gates, reference.GATES_FORMAT),
-            conv=self._vector(delta.conv.T),
-            rate=self._vector(delta.rate),
-            bias=self._vector(delta.bias),
-            norm=self._vector(delta.norm),
+    def _recurrent(self, mixer: RecurrentMixer) -> abi.CRecurrent:
+        assert isinstance(mixer, DeltaNet | ShortConv)
+        if isinstance(mixer, ShortConv):
+            return abi.CRecurrent(conv=self._vector(mixer.conv.T))
+        return abi.CRecurrent(
+            gates=self._linear(mixer.gates, reference.GATES_FORMAT),
+            conv=self._vector(mixer.conv.T),
+            rate=self._vector(mixer.rate),
+            bias=self._vector(mixer.bias),
+            norm=self._vector(mixer.norm),
         )
 
     def _norm(self, weight: Tensor | None) -> int | None:
@@ -259,8 +265,14 @@ class _Packer:
         return self._memory[start : self.used]
 
 
-def _shape_of(spec: NativeSpec) -> abi.CDeltaShape:
-    """Return the heads of the recurrent layers, all 0 if there are none."""
-    deltas = (layer.recurrent for layer in spec.layers if isinstance(layer.recurrent, DeltaNet))
-    found = next(deltas, None)
-    return abi.CDeltaShape() if found is None else abi.CDeltaShape(*astuple(found.heads))
+def _shape_of(spec: NativeSpec) -> abi.CRecurrentShape:
+    """Return the kind and the sizes of the recurrent layers, all 0 if there are none."""
+    mixer = next((layer.recurrent for layer in spec.layers if layer.recurrent is not None), None)
+    if mixer is None:
+        return abi.CRecurrentShape()
+    shape = mixer.shape(1)
+    sizes = shape.taps, shape.channels, shape.gates, math.prod(shape.state)
+    if not isinstance(mixer, DeltaNet):
+        return abi.CRecurrentShape(_SHORT_CONV, *sizes)
+    heads = mixer.heads
+    return abi.CRecurrentShape(_DELTA_NET, *sizes, heads.key_heads, heads.value_heads, heads.key_dim, heads.value_dim)

@@ -1,6 +1,6 @@
 """Models with recurrent layers in plain torch: what runs in float32, and what the CPU kernels are packed from.
 
-Every kind of recurrent layer runs here; the kernels have gated delta nets only.
+Every kind of recurrent layer runs here; the kernels have gated delta nets and short convolutions.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from paceline.models.description import (
@@ -39,6 +41,20 @@ def _no_fields(_: Mapping[str, Any], __: Mapping[str, Any]) -> dict[str, Any]:
 
 def _as_they_are(tensors: Mapping[str, StoredTensor], _: DecoderSpec) -> Mapping[str, StoredTensor]:
     return tensors
+
+
+@dataclass(frozen=True)
+class ChangedTensor:
+    """A stored tensor whose values are changed when it is read. shape: afterwards."""
+
+    stored: StoredTensor
+    shape: tuple[int, ...]
+    change: Callable[[Tensor], Tensor]
+
+    def unpack_into(self, destination: Tensor) -> None:
+        exact = torch.empty(self.stored.shape, dtype=torch.float32)
+        self.stored.unpack_into(exact)
+        destination.copy_(self.change(exact).view(self.shape))
 
 
 @dataclass(frozen=True)

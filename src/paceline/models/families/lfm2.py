@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from transformers import PretrainedConfig
 
 from paceline.models.description import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormSpec, ShortConvSpec
-from paceline.models.families.base import LLAMA_NAMES, Family
+from paceline.models.families.base import LLAMA_GGUF_NAMES, LLAMA_NAMES, ChangedTensor, Family, GGUFForm
 from paceline.models.families.rotary import head_dim, longest_sequence, rotary_of
 from paceline.models.weight_names import WeightNames
+from paceline.models.weights import StoredTensor
 
 _KINDS = {"full_attention", "conv"}
 
@@ -61,6 +65,37 @@ _NAMES = {
     "layers.{}.feed_forward.w2": "layers.{}.down",
 }
 
+
+def _gguf_fields(metadata: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of the layers: those without key heads are convolutions. The width of the MLP is final."""
+    heads = [int(count) for count in metadata["attention.head_count_kv"]]
+    return {
+        "num_key_value_heads": max(heads),
+        "layer_types": ["full_attention" if count else "conv" for count in heads],
+        "conv_L_cache": int(metadata["shortconv.l_cache"]),
+        "norm_eps": metadata["attention.layer_norm_rms_epsilon"],
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+def _with_groups(tensors: Mapping[str, StoredTensor], _: DecoderSpec) -> dict[str, StoredTensor]:
+    """Return the tensors with the convolutions' filters [width, 1, taps], which files store as [width, taps]."""
+    return {
+        name: ChangedTensor(stored, (stored.shape[0], 1, *stored.shape[1:]), lambda filters: filters)
+        if name.endswith(".shortconv.conv.weight")
+        else stored
+        for name, stored in tensors.items()
+    }
+
+
+_GGUF_NAMES = {
+    **LLAMA_GGUF_NAMES,
+    "token_embd_norm": "norm",
+    "blk.{}.shortconv.in_proj": "layers.{}.qkv",
+    "blk.{}.shortconv.conv": "layers.{}.conv",
+    "blk.{}.shortconv.out_proj": "layers.{}.o",
+}
+_FORM = GGUFForm("lfm2", WeightNames(_GGUF_NAMES), fields=_gguf_fields, adapt=_with_groups)
 _USUAL = {"num_hidden_layers": 16, "full_attn_idxs": [2, 5, 8, 10, 12, 14]}  # of 350M to 1.2B parameters
 
-FAMILY = Family("lfm2", _describe, WeightNames(_NAMES, prefixes=("model.",)), usual=_USUAL)
+FAMILY = Family("lfm2", _describe, WeightNames(_NAMES, prefixes=("model.",)), _FORM, usual=_USUAL)

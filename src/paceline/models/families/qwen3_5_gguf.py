@@ -7,30 +7,15 @@ around 1. The draft head is one more block behind the layers, with tensors named
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.models.description import DecoderSpec, DeltaNetSpec
-from paceline.models.families.base import LLAMA_GGUF_NAMES, GGUFForm
+from paceline.models.families.base import LLAMA_GGUF_NAMES, ChangedTensor, GGUFForm
 from paceline.models.weight_names import WeightNames
 from paceline.models.weights import StoredTensor
-
-
-@dataclass(frozen=True)
-class ChangedTensor:
-    """A stored tensor whose values are changed when it is read. shape: afterwards."""
-
-    stored: StoredTensor
-    shape: tuple[int, ...]
-    change: Callable[[Tensor], Tensor]
-
-    def unpack_into(self, destination: Tensor) -> None:
-        exact = torch.empty(self.stored.shape, dtype=torch.float32)
-        self.stored.unpack_into(exact)
-        destination.copy_(self.change(exact).view(self.shape))
 
 
 def _fields(metadata: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:

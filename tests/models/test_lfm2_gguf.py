@@ -1,0 +1,78 @@
+"""LFM2 from GGUF files, written here with the names and shapes of llama.cpp's converter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from transformers import Lfm2ForCausalLM
+
+from paceline.errors import ModelFormatError
+from paceline.kernels import native
+from paceline.models.loading import load_model
+from paceline.models.matrices import load_packed
+from paceline.models.recurrent import RecurrentModel
+from recurrent_support import LFM2_SIZES, on_kernels, ours, tiny_lfm2
+from toy import VOCAB
+
+
+def write(path: Path, theirs: Lfm2ForCausalLM, key_heads: int = 2) -> Path:
+    config, tensors = theirs.config, theirs.state_dict()
+    attends = [kind == "full_attention" for kind in config.layer_types]
+    writer = gguf.GGUFWriter(path, "lfm2")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(len(tensors["model.layers.0.feed_forward.w1.weight"]))
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv([key_heads if attention else 0 for attention in attends])
+    writer.add_key_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_shortconv_l_cache(config.conv_L_cache)
+    writer.add_token_list([str(token) for token in range(VOCAB)])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LFM2, config.num_hidden_layers)
+    for name, values in tensors.items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        values = values.squeeze(1) if name.endswith("conv.conv.weight") else values
+        called = names.get_name(name, try_suffixes=(".weight",))
+        assert called is not None, name
+        writer.add_tensor(called, values.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("sizes", LFM2_SIZES)
+def test_a_gguf_file_gives_the_model_of_its_original(sizes: str, tmp_path: Path) -> None:
+    theirs = tiny_lfm2(2, **LFM2_SIZES[sizes])
+    theirs.config.norm_eps = 2.0**-17  # files have it in float32
+    path = write(tmp_path / "model.gguf", theirs)
+    model, original = load_model(path, dtype=torch.float32), ours(theirs)
+    assert isinstance(model, RecurrentModel)
+    assert model.spec == original.spec
+    assert model.weights.keys() == original.weights.keys()
+    for name, weight in original.weights.items():
+        torch.testing.assert_close(model.weights[name], weight, rtol=0, atol=0, msg=name)
+
+
+def test_an_impossible_number_of_key_heads_in_one_layer_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", tiny_lfm2(), key_heads=2**30)
+    with pytest.raises(ModelFormatError, match=r"attention\.head_count_kv=.* is impossible"):
+        load_model(path, dtype=torch.float32)
+
+
+@pytest.mark.skipif(native.select() is None, reason=f"no native kernels: {native.why_none()}")
+def test_a_gguf_file_is_packed_like_its_original(tmp_path: Path) -> None:
+    theirs = tiny_lfm2(2, **LFM2_SIZES["other"])
+    model, original = load_packed(write(tmp_path / "model.gguf", theirs), torch.float32, "int8"), on_kernels(theirs)
+    assert model is not None
+    packed = model.packed(), original.packed()  # the models' memory
+    assert packed[0] is not None
+    assert packed[1] is not None
+    assert torch.equal(packed[0], packed[1])
