@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, Self, TypeAlias, Unpack, get_args
@@ -43,7 +42,7 @@ from paceline.core.hardware import (
     ignore_torch_context,
     torch_threads,
 )
-from paceline.core.outputs import RequestOutput, Score, TokenLogprob
+from paceline.core.outputs import RequestOutput, Score
 from paceline.drafters.heads.loading import find_head, has_own_head, load_own_head
 from paceline.engine.calls import CallArguments, Made, OnError
 from paceline.engine.chat import ChatPrompt
@@ -60,7 +59,7 @@ from paceline.engine.loading import (
     serve_other_rank,
 )
 from paceline.engine.requests import RequestMaker, encoded, needed
-from paceline.engine.scoring import EmbeddedText, ScoredText
+from paceline.engine.scoring import EMBEDDED, PooledStates, PromptReading, PromptScores
 from paceline.engine.sharing import SharedCall, SharedEngine
 from paceline.errors import EmptyPromptError, PacelineError, ParameterError
 from paceline.models.boundary import Source
@@ -279,7 +278,7 @@ class LLM:
         """
         made = self._make_requests(as_prompts("prompts", prompts), CallArguments(params, references, on_error))
         yield from (refused for refused in made if isinstance(refused, RequestOutput))
-        with self._submit(made, use_tqdm=False, final=False) as call:
+        with self._submit(made, final=False) as call:
             yield from call
 
     def beam_search(self, *_: object, **__: object) -> NoReturn:
@@ -315,45 +314,23 @@ class LLM:
         """
         OneOf(get_args(PoolingName)).take("pooling", pooling)
         texts = [encoded(self.tokenizer, text) for text in as_documents("prompts", prompts)]
-        scored = [EmbeddedText(tokens, pooling=pooling) for tokens in texts]
-        for text in scored:
-            self.engine.check_embedded(text.token_ids)
-        self._score_texts(scored, "embeddings", use_tqdm)
-        return torch.stack([text.vector for text in scored]) if scored else torch.empty(0, 0)
+        pooled = [PooledStates(tokens, pooling) for tokens in texts]
+        self._read(pooled, EMBEDDED, "embeddings", use_tqdm)
+        return torch.stack([text.vector for text in pooled]) if pooled else torch.empty(0, 0)
 
     def _score_pairs(self, texts: Sequence[tuple[list[int], int]], use_tqdm: bool) -> list[Score]:
         """Score texts, given as token ids and the index of the first scored token."""
-        scope = self.engine.scope_of(SamplingParams())
-        scored = [ScoredText(tokens, scope=scope, first=first) for tokens, first in texts]
-        self._score_texts(scored, "continuations", use_tqdm)
-        return [_score(text.logprobs) for text in scored]
+        scores = [PromptScores(tokens, first=first) for tokens, first in texts]
+        self._read(scores, SamplingParams(max_tokens=1), "continuations", use_tqdm)
+        return [_score(text) for text in scores]
 
-    def _score_texts(self, scored: Sequence[ScoredText], what: str, use_tqdm: bool) -> None:
-        """Score texts in sorted order, so that texts with a common prefix are neighbours. what: label of the bar."""
-        neighbours = sorted(scored, key=lambda text: list(text.token_ids))
-        try:
-            with self._open_engine().turn() as engine:
-                engine.scorer.add(neighbours)
-            with tqdm(total=len(scored), desc=what, disable=not use_tqdm) as bar:
-                for text in neighbours:
-                    while not text.finished:
-                        with self._open_engine().turn() as engine:
-                            engine.score_some(awaited=engine.busy)
-                    bar.update()
-        finally:
-            with self._open_engine().turn() as engine:
-                engine.scorer.drop(scored)
-
-    def _score_prompts(self, requests: Sequence[Request], use_tqdm: bool) -> None:
-        """Compute the prompt log-probabilities of requests that want them."""
-        texts: list[tuple[Request, ScoredText]] = []
-        for request in requests:
-            if (top := request.params.prompt_logprobs) is not None:
-                text = ScoredText(request.prompt_token_ids, top=top, scope=self.engine.scope_of(request.params))
-                texts.append((request, text))
-        self._score_texts([text for _, text in texts if not text.finished], "prompts", use_tqdm and bool(texts))
-        for request, text in texts:
-            request.prompt_logprobs = [None, *text.logprobs]
+    def _read(self, texts: Sequence[PromptReading], params: SamplingParams, what: str, use_tqdm: bool) -> None:
+        """Read texts in sorted order, so that texts with a common prefix are neighbours. what: label of the bar."""
+        neighbours = sorted(texts, key=lambda text: text.token_ids)
+        made: list[Made] = [Request(text.token_ids, params, reading=text, only_read=True) for text in neighbours]
+        for output in self._run(made, use_tqdm, None, what):
+            if output.outputs[0].finish_reason != "length":
+                raise output.error or PacelineError("the LLM was closed while it read texts")
 
     def _encode_pair(self, prompt: Prompt, continuation: Prompt) -> tuple[list[int], int]:
         """Token ids of prompt and continuation as one text, and the number of tokens before the continuation."""
@@ -366,7 +343,6 @@ class LLM:
             raise EmptyPromptError("a prompt has no tokens, so its continuation has no context")
         if len(prompt_tokens) >= len(tokens):
             raise ParameterError("continuations", continuation, "texts of at least one token after the prompt's")
-        self.engine.check_scored(tokens)
         return tokens, len(prompt_tokens)
 
     def close(self) -> None:
@@ -402,13 +378,20 @@ class LLM:
         )
 
     def _run(
-        self, made: list[Made], use_tqdm: bool, on_finished: Callable[[RequestOutput], None] | None
+        self,
+        made: list[Made],
+        use_tqdm: bool,
+        on_finished: Callable[[RequestOutput], None] | None,
+        what: str = "answers",
     ) -> list[RequestOutput]:
-        """Decode all requests; return their results and those of refused prompts, in the order of ``made``."""
+        """Run all requests; return their results and those of refused prompts, in the order of ``made``.
+
+        what: label of the progress bar.
+        """
         refused = [entry for entry in made if isinstance(entry, RequestOutput)]
         with (
-            self._submit(made, use_tqdm=use_tqdm, final=True) as call,
-            tqdm(total=len(made), desc="answers", disable=not use_tqdm) as bar,
+            self._submit(made, final=True) as call,
+            tqdm(total=len(made), desc=what, disable=not use_tqdm) as bar,
         ):
             for output in itertools.chain(refused, call):
                 if output.finished:
@@ -418,13 +401,9 @@ class LLM:
         served = iter(call.outputs)
         return [entry if isinstance(entry, RequestOutput) else next(served) for entry in made]
 
-    @contextmanager
-    def _submit(self, made: Sequence[Made], *, use_tqdm: bool, final: bool) -> Iterator[SharedCall]:
-        """Compute prompt log-probabilities, then add the requests to the engine for the duration of the context."""
-        requests = [entry for entry in made if isinstance(entry, Request)]
-        self._score_prompts(requests, use_tqdm)
-        with self._open_engine().begin(requests, final=final) as call:
-            yield call
+    def _submit(self, made: Sequence[Made], *, final: bool) -> SharedCall:
+        """Add the requests to the engine for the duration of the context."""
+        return self._open_engine().begin([entry for entry in made if isinstance(entry, Request)], final=final)
 
     def _make_requests(
         self, entries: Sequence[Any], call: CallArguments, read: Callable[[Any], Prompt | ChatPrompt] = _as_prompt
@@ -437,7 +416,6 @@ class LLM:
                 request = self.requests.chat_request(prompt, params, call.arrival, references)
             else:
                 request = self.requests.request(prompt, params, arrival=call.arrival, references=references)
-            request.prompt_logprobs = None if params.prompt_logprobs is None else []
             self.engine.check(request)
             return request
 
@@ -470,6 +448,7 @@ class LLM:
         )
 
 
-def _score(tokens: Sequence[TokenLogprob]) -> Score:
+def _score(text: PromptScores) -> Score:
+    tokens = [token for token in text.logprobs if token is not None]
     greedy = all(token.logprob >= token.top[0][1] for token in tokens)
     return Score([token.token_id for token in tokens], [token.logprob for token in tokens], greedy)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from paceline.core.outputs import RequestOutput
 from paceline.core.row_tables import GROWS
 from paceline.engine.engine import Engine, Request
 from paceline.engine.memory import plan_memory, row_bytes
-from paceline.engine.scoring import ScoredText
+from paceline.engine.scoring import PromptScores
 from paceline.errors import CapacityError
 from toy import VOCAB, FlatToy, ToyModel, answers, make_engine, run
 
@@ -38,7 +37,7 @@ def limit_for(lengths: Sequence[int], target: ToyModel, draft: ToyModel | None =
     config = make_engine(target, draft, **{"max_batch_size": ROWS} | options).config
     plan = plan_memory(target, draft, config, config.max_batch_size, config.max_model_len or LONGEST)
     caches = sum(row_bytes(target, draft, config, length) for length in lengths)
-    return plan.weights + plan.workspace + plan.scoring + caches
+    return plan.weights + plan.workspace + caches
 
 
 def short_engine(lengths: Sequence[int], kind: type[ToyModel] = ToyModel, **options: Any) -> Engine:
@@ -233,24 +232,26 @@ def test_cache_usage_is_reported_in_bytes(limited: bool) -> None:
     options: dict[str, Any] = {"max_batch_size": ROWS, "max_model_len": LONGEST}
     limit = limit_for([LONGEST, 300], model, **options) if limited else None
     engine = make_engine(model, **options, memory_limit=limit)
-    assert engine.filled == CacheUsage(0, 0, 0, engine.room.limit)
+    assert engine.filled == CacheUsage(0, 0, engine.room.limit)
     of = engine.room.bytes_for
     outputs = [add(engine, size, seed=size) for size in (300, 20)]
     engine.step()
     lengths = engine.batch.lengths[:2]
-    assert engine.filled == CacheUsage(sum(map(of, lengths)), 0, 0, engine.room.limit)
+    assert engine.filled == CacheUsage(sum(map(of, lengths)), 0, engine.room.limit)
     assert engine.filled.fraction == engine.filled.row_bytes / engine.room.limit > 0
     while not all(output.finished for output in outputs):
         engine.step()
     ended = engine.filled
     assert ended.row_bytes == ended.fraction == 0
     assert of(300) + of(20) <= ended.prefix_bytes <= of(reach(300)) + of(reach(20))
-    text = ScoredText(prompt_of(600))
-    engine.scorer.add([text])
-    while not text.finished:
-        engine.score_some()
-    assert engine.filled == replace(ended, scoring_bytes=engine.scorer.bytes_held)
-    assert engine.filled.scoring_bytes >= of(599)
+    text = PromptScores(prompt_of(600))
+    engine.add(Request(text.token_ids, SamplingParams(max_tokens=1), reading=text, only_read=True))
+    while engine.busy:
+        engine.step()
+    assert None not in text.logprobs[1:]
+    assert engine.filled.row_bytes == 0
+    assert engine.filled.prefix_bytes <= engine.filled.limit_bytes
+    assert engine.filled.prefix_bytes - ended.prefix_bytes >= of(598) - of(300), "a scored text is a cached prefix"
 
 
 @pytest.mark.parametrize("kind", [ToyModel, FlatToy])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,11 +13,11 @@ from transformers import PreTrainedModel, Qwen3_5ForCausalLM
 
 from model_support import NATIVE, VOCABULARY, tiny
 from paceline.config import SamplingParams
-from paceline.core.cache_budget import KVCacheBudget
-from paceline.core.outputs import TokenLogprob
+from paceline.core.batch import Batch
+from paceline.core.outputs import RequestOutput, TokenLogprob
 from paceline.engine.chunks import PrefillSpeed, PromptSlice
 from paceline.engine.engine import Engine, Request
-from paceline.engine.scoring import ScoredText
+from paceline.engine.scoring import PromptScores
 from paceline.errors import EmptyPromptError, ParameterError, PromptTooLongError
 from paceline.llm import LLM
 from paceline.models.decoder import Decoder
@@ -68,13 +69,13 @@ def test_scores_are_those_of_transformers() -> None:
 @pytest.mark.parametrize(("attention", "dtype", "near"), [("native", "bfloat16", 0.02), ("padded", "float32", 1e-4)])
 @pytest.mark.parametrize("pooling", ["mean", "last"])
 def test_embeddings_pool_the_hidden_states_of_transformers(
-    monkeypatch: pytest.MonkeyPatch, pooling: Any, attention: str, dtype: str, near: float
+    pooling: Any, attention: str, dtype: str, near: float
 ) -> None:
-    monkeypatch.setattr("paceline.engine.engine.WIDEST_PASS", 16)  # long texts take several passes
     kind, fields = NATIVE["llama"]
     model = tiny(kind, fields | {"head_dim": 16})
     prompts = [*texts(6)[0], [3], [3] * 60]
-    llm = LLM(model, **PLAIN | {"attention": attention, "dtype": dtype})  # type: ignore[arg-type]
+    chunks = {"prefill_chunk": 16}  # long texts take several passes
+    llm = LLM(model, **PLAIN | chunks | {"attention": attention, "dtype": dtype})  # type: ignore[arg-type]
     found = llm.embed(prompts, pooling=pooling, use_tqdm=False)
     for prompt, vector in zip(prompts, found, strict=True):
         with torch.no_grad():
@@ -174,8 +175,8 @@ def test_a_private_prompt_is_read_again_to_be_scored(
     for params in (first, second or first):
         for again in (False, True):
             read.clear()
-            score_all(engine, [ScoredText(list(range(3, 43)), scope=engine.scope_of(params), first=begins)])
-            may_copy = engine.scope_of(params).may_copy(engine.scope_of(params))
+            score_all(engine, [PromptScores(list(range(3, 43)), first=begins)], params)
+            may_copy = params.keep_prefix and engine.config.prefix_cache
             assert sum(read) <= 11 if again and may_copy else sum(read) == 39
 
 
@@ -185,46 +186,63 @@ def test_texts_that_share_passes_get_their_own_scores(top: int) -> None:
     prompts, continuations = texts(6)
     whole = [(prompt + continuation + prompt)[:60] for prompt, continuation in zip(prompts, continuations, strict=True)]
     alone = [_scored(make(tiny(*NATIVE["llama"])).engine, tokens, top) for tokens in whole]
-    shared = [text_of(engine, tokens, top) for tokens in whole]
-    others = [text_of(engine, tokens, top + 2) for tokens in whole]
+    shared = [PromptScores(tokens, top) for tokens in whole]
+    others = [PromptScores(tokens, top + 2) for tokens in whole]
     score_all(engine, [text for pair in zip(shared, others, strict=True) for text in pair])
     again = [_scored(engine, tokens, top) for tokens in whole]  # told from what was scored before
-    for one, other, third in zip(alone, (text.logprobs for text in shared), again, strict=True):
+    for one, other, third in zip(alone, map(told, shared), again, strict=True):
         assert [token.token_id for token in one] == [token.token_id for token in other]
         for these in (other, third):
             assert [token.logprob for token in one] == pytest.approx([token.logprob for token in these], abs=1e-4)
             assert [len(token.top) for token in these] == [top] * len(one)
-    assert all(len(token.top) == top + 2 for text in others for token in text.logprobs)
+    assert all(len(token.top) == top + 2 for text in others for token in told(text))
 
 
-def text_of(engine: Engine, tokens: list[int], top: int = 1, **more: Any) -> ScoredText:
-    return ScoredText(tokens, top, engine.scope_of(SamplingParams()), **more)
+def add(engine: Engine, text: PromptScores, params: SamplingParams | None = None, **more: Any) -> RequestOutput:
+    """Add the request that only scores a text."""
+    params = replace(params or SamplingParams(), max_tokens=1)
+    return engine.add(Request(text.token_ids, params, reading=text, only_read=True, **more))
 
 
-def score_all(engine: Engine, scored: Sequence[ScoredText]) -> None:
-    engine.scorer.add(scored)
-    while engine.scorer.busy:
-        engine.score_some(awaited=False)
-    assert all(text.finished for text in scored)
+def finished(text: PromptScores) -> bool:
+    return None not in text.logprobs[text.first :]
+
+
+def told(text: PromptScores) -> list[TokenLogprob]:
+    return [token for token in text.logprobs if token is not None]
+
+
+def score_all(engine: Engine, scored: Sequence[PromptScores], params: SamplingParams | None = None) -> None:
+    engine.scheduler.closed = True
+    outputs = [add(engine, text, params) for text in scored]
+    while engine.busy:
+        engine.step()
+    engine.scheduler.closed = False
+    assert all(map(finished, scored))
+    assert all(output.outputs[0].finish_reason == "length" for output in outputs)
+    assert not any(output.outputs[0].token_ids for output in outputs)
 
 
 def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Record the number of tokens of every scoring pass from now on."""
-    read: list[int] = []
-    read_rows = Decoder.read_rows
+    """Record the number of prompt tokens of every pass from now on."""
+    counts: list[int] = []
 
-    def counted(self: Decoder, parts: list[tuple[int, int, list[int]]]) -> list[Tensor]:
-        read.append(sum(len(tokens) for *_, tokens in parts))
-        return read_rows(self, parts)
+    def count(run: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(self: Decoder, batch: Batch, rows: list[int], starts: list[int], stops: list[int]) -> Any:
+            counts.append(sum(stops) - sum(starts))
+            return run(self, batch, rows, starts, stops)
 
-    monkeypatch.setattr(Decoder, "read_rows", counted)
-    return read
+        return counted
+
+    for name in ("read", "prefill"):
+        monkeypatch.setattr(Decoder, name, count(getattr(Decoder, name)))
+    return counts
 
 
 def _scored(engine: Engine, tokens: list[int], top: int) -> list[TokenLogprob]:
-    text = text_of(engine, tokens[:60], top)
+    text = PromptScores(tokens[:60], top)
     score_all(engine, [text])
-    return text.logprobs
+    return told(text)
 
 
 @pytest.mark.parametrize("top", [0, 1])
@@ -233,11 +251,11 @@ def test_known_log_probabilities_are_not_computed_again(monkeypatch: pytest.Monk
     engine = LLM(tiny(*NATIVE["llama"]), **PLAIN | {"max_batch_size": 4}).engine  # type: ignore[arg-type]
     (context, *_), choices = texts(1)[0], [[5], [6, 7], [8], [9]]
     read = count_reads(monkeypatch)
-    score_all(engine, [text_of(engine, context + choice, top) for choice in choices])
+    score_all(engine, [PromptScores(context + choice, top) for choice in choices])
     assert len(read) <= 3
     assert sum(read) <= len(context) + sum(map(len, choices)) + len(choices)
     read.clear()
-    score_all(engine, [text_of(engine, [*context, 10, 11], top)])
+    score_all(engine, [PromptScores([*context, 10, 11], top)])
     assert sum(read) <= 3
 
 
@@ -247,70 +265,50 @@ def test_a_long_text_does_not_keep_rows_waiting(monkeypatch: pytest.MonkeyPatch)
     engine, (prompts, _) = llm.engine, texts(2)
     read = count_reads(monkeypatch)
     for decoding, seconds, most in ((True, 0.03, 5), (True, 5.0, 2), (False, 0.0, 50)):
-        engine.scorer.add([text_of(engine, (prompts[0] * 3)[:60])])
-        engine.scorer.chunks.speed = PrefillSpeed()
-        engine.scorer.chunks.speed.learn([PromptSlice(0, 0, 100)], 1.0)
-        engine.scorer.chunks.speed.learn = lambda parts, seconds: None  # type: ignore[method-assign]  # real passes
+        engine.clear()
+        if decoding:
+            engine.add(Request(prompts[1], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)))
+            engine.step()
+            assert engine.scheduler.running
+        add(engine, PromptScores((prompts[0] * 3)[:60]))
+        engine.chunks.speed = PrefillSpeed()
+        engine.chunks.speed.learn([PromptSlice(0, 0, 100)], 1.0)
+        engine.chunks.speed.learn = lambda parts, seconds: None  # type: ignore[method-assign]  # real passes
+        engine.chunks.rounds.last = seconds
         read.clear()
-        with torch.inference_mode():
-            engine.scorer.step(decoding, seconds)
-        assert read == [most]
-        engine.scorer.drop(engine.scorer.begun)
-        engine.scorer._row_texts, engine.scorer._last_start = [None] * 2, [-1] * 2
-    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-    output = engine.add(Request(prompts[1], params))
-    engine.scorer.add([text_of(engine, (prompts[0] * 3)[:60])])
-    while not output.finished:
         engine.step()
-        assert engine._step_seconds > 0
-        engine.score_some()
-    assert engine.scorer.chunks.rounds.last == engine._step_seconds, "of the step before"
+        assert read == [most]
 
 
 def test_dropped_texts_are_not_read_and_delay_no_others() -> None:
-    engine = LLM(tiny(*NATIVE["llama"]), **PLAIN | {"longest_pause": None}).engine  # type: ignore[arg-type]
+    options = PLAIN | {"longest_pause": None, "prefill_chunk": 4}
+    engine = LLM(tiny(*NATIVE["llama"]), **options).engine  # type: ignore[arg-type]
     (tokens, other, *_), _ = texts(3)
     expected = _scored(make(tiny(*NATIVE["llama"])).engine, tokens, 0)
-    first, second, third = (text_of(engine, given, 0) for given in (tokens, tokens, other))
-    engine.scorer.add([first, second, third])
-    engine.scorer.chunks.speed.learn([PromptSlice(0, 0, 100)], 10.0)
-    engine.scorer._copy()
-    engine.scorer._begin()
-    assert second.waits
-    engine.scorer.drop([first, third])
-    while engine.scorer.busy:
-        engine.score_some()
-    assert second.finished
-    assert not first.logprobs
-    assert not third.logprobs
-    assert [token.logprob for token in second.logprobs] == pytest.approx([t.logprob for t in expected], abs=1e-4)
+    first, second, third = (PromptScores(given, 0) for given in (tokens, tokens, other))
+    outputs = [add(engine, text) for text in (first, second, third)]
+    engine.step()
+    assert [sequence.waits for sequence in engine.scheduler.prefilling] == [False, True]
+    for output in (outputs[0], outputs[2]):
+        engine.abort(output.request_id)
+    while engine.busy:
+        engine.step()
+    assert [output.outputs[0].finish_reason for output in outputs] == ["abort", "length", "abort"]
+    assert len(told(first)) == 4, "those of the only pass that it was in"
+    assert not told(third)
+    assert [token.logprob for token in told(second)] == pytest.approx([t.logprob for t in expected], abs=1e-4)
 
 
-def test_scoring_caches_fit_the_texts_and_stay_within_the_plan(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("paceline.engine.scoring._LEAST_POSITIONS", 8)
-    engine = LLM(tiny(*NATIVE["llama"]), **PLAIN | {"max_batch_size": 16}).engine  # type: ignore[arg-type]
-    scorer, made = engine.scorer, list[tuple[int, int]]()
-    assert scorer._room.limit >= scorer._room.bytes_for(engine.max_model_len)
-    room = scorer._room = KVCacheBudget(150, rows=16, positions=64, bytes_for=lambda positions: positions)
-    make_rows = scorer._make
-
-    def counted(rows: int, positions: int) -> Decoder:
-        made.append((rows, positions))
-        assert rows * room.bytes_for(positions) <= room.limit
-        return make_rows(rows, positions)
-
-    scorer._make = counted
-    assert scorer.bytes_held == 0
-    for size in (10, 60, 50, 30, 40, 65, 5):
-        wanted = [text_of(engine, [3 + n, *[4] * (size - 1)]) for n in range(9)]
-        scorer.add(wanted)
-        while scorer.busy:
-            engine.score_some(awaited=False)
-            assert 0 < scorer.bytes_held <= room.limit
-        assert all(len(text.logprobs) == size - 1 for text in wanted)
-    assert [rows for rows, _ in made] == [9, 2, 4, 2, 16]
+def test_texts_to_score_queue_by_priority_and_end_at_their_deadline() -> None:
+    engine = LLM(tiny(*NATIVE["llama"]), **PLAIN | {"max_batch_size": 1}).engine  # type: ignore[arg-type]
+    tokens, ended = texts(1)[0][0], list[RequestOutput]()
+    for name, priority in (("late", 2), ("early", 1)):
+        add(engine, PromptScores([*tokens, priority + 3]), request_id=name, priority=priority)
+    overdue = add(engine, PromptScores(tokens), SamplingParams(time_budget=1e-9), request_id="overdue")
+    while engine.busy:
+        ended += engine.step()
+    assert [output.request_id for output in ended] == ["overdue", "early", "late"]
+    assert overdue.outputs[0].finish_reason == "deadline"
 
 
 def test_a_fault_in_a_pass_leaves_no_text_half_scored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,7 +325,7 @@ def test_a_fault_in_a_pass_leaves_no_text_half_scored(monkeypatch: pytest.Monkey
     with pytest.raises(RuntimeError, match="mine"):
         _scored(engine, prompts[1] + continuations[1], 0)
     monkeypatch.setattr(PaddedPasses, "forward", forward)
-    engine.scorer.drop(engine.scorer.begun)
+    engine.clear_begun()
     fresh = make(tiny(*NATIVE["llama"])).engine
     for index in range(2):
         tokens = prompts[index] + continuations[index]
@@ -336,8 +334,8 @@ def test_a_fault_in_a_pass_leaves_no_text_half_scored(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_failed_copy_loses_no_text_and_repeats_no_score(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
-    """The caller that ran the pass gets the error; the next pass scores the other's text."""
+def test_a_failed_copy_repeats_no_score(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
+    """It ends the texts that had begun; the same text is then scored as if nothing had happened."""
     engine = make(tiny(*NATIVE["llama"])).engine
     first, second = (texts(1)[0][0] + behind for behind in ([5, 6, 7], [8, 9]))
     expected = _scored(make(tiny(*NATIVE["llama"])).engine, second, 0)
@@ -350,15 +348,62 @@ def test_a_failed_copy_loses_no_text_and_repeats_no_score(monkeypatch: pytest.Mo
             raise KeyboardInterrupt
 
     monkeypatch.setattr(Decoder, "copy_row", fails_once)
-    ours = text_of(engine, second, 0)
     if not waits:
         _scored(engine, first, 0)
+        add(engine, PromptScores(first, 0))  # in the slot that holds its text, from which the other copies
+    failed = PromptScores(second, 0)
     with pytest.raises(KeyboardInterrupt):
-        score_all(engine, [text_of(engine, first, 0), ours] if waits else [ours])
-    for _ in range(10):
-        engine.score_some(awaited=False)
-    assert [token.token_id for token in ours.logprobs] == second[1:]
-    assert [token.logprob for token in ours.logprobs] == pytest.approx([t.logprob for t in expected], abs=1e-4)
+        score_all(engine, [PromptScores(first, 0), failed] if waits else [failed])
+    engine.clear_begun()
+    ours = PromptScores(second, 0)
+    score_all(engine, [ours])
+    assert [token.token_id for token in told(ours)] == second[1:]
+    assert [token.logprob for token in told(ours)] == pytest.approx([t.logprob for t in expected], abs=1e-4)
+
+
+def test_scored_and_generated_texts_share_passes_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both in one chunk, longer than it, with prompt log-probabilities and several answers, as each alone."""
+    kind, fields = NATIVE["llama"]
+    model = tiny(kind, fields | {"head_dim": 16})
+    options = PLAIN | {"attention": "native", "dtype": "bfloat16", "prefill_chunk": 16, "max_batch_size": 4}
+    prompts, continuations = texts(6, seed=2)
+    params = [SamplingParams(temperature=t, seed=5, max_tokens=9, prompt_logprobs=p, n=n) for t, p, n in KINDS]
+
+    def answers(llm: LLM, *numbers: int) -> list[Any]:
+        found = llm.generate([prompts[n] for n in numbers], [params[n] for n in numbers], use_tqdm=False)
+        return [(output.prompt_logprobs, [answer.token_ids for answer in output.outputs]) for output in found]
+
+    def scores(llm: LLM) -> list[list[float]]:
+        return [score.logprobs for score in llm.score(prompts, continuations, use_tqdm=False)]
+
+    def fresh() -> LLM:
+        return LLM(model, **options)  # type: ignore[arg-type]
+
+    alone = [answers(fresh(), number)[0] for number in range(3)]
+    llm, read = fresh(), count_reads(monkeypatch)
+    growing = llm.stream(prompts[:3], params)
+    next(growing)
+    assert scores(llm) == scores(fresh())
+    ended = {output.request_id: output for output in growing if output.finished}
+    found = [(output.prompt_logprobs, [a.token_ids for a in output.outputs]) for _, output in sorted(ended.items())]
+    assert found == alone
+    read.clear()
+    assert answers(fresh(), 0, 1, 2) == alone
+    assert sum(read) < 2 * sum(map(len, prompts[:3])), "a prompt is read once, for its log-probabilities and its answer"
+
+
+KINDS = [(0.0, 2, 1), (0.8, None, 2), (0.7, 0, 2)]  # temperature, prompt_logprobs, n
+
+
+def test_what_a_caller_does_to_its_list_changes_no_other_scores() -> None:
+    engine = make(tiny(*NATIVE["llama"])).engine
+    text, again = (PromptScores(list(range(3, 43))) for _ in range(2))
+    score_all(engine, [text])
+    kept = list(text.logprobs)
+    text.logprobs.pop(0)
+    score_all(engine, [again])
+    assert again.logprobs[:-2] == kept[:-2]
+    assert again.logprobs[0] is None
 
 
 def test_scoring_changes_no_output() -> None:

@@ -114,9 +114,21 @@ def test_an_unknown_adapter_is_refused(folder: Folder) -> None:
     llm = load(path, drafter=None, num_speculative_tokens=0)
     with pytest.raises(ParameterError, match="adapter='green' is not allowed: one of red, blue"):
         llm.generate([PROMPTS[0]], params("green"), use_tqdm=False)
-    with pytest.raises(ParameterError, match="prompt_logprobs"):
-        llm.generate([PROMPTS[0]], params("red", prompt_logprobs=1), use_tqdm=False)
-    assert llm.score([PROMPTS[0]], [PROMPTS[1]], use_tqdm=False)[0] is not None
+    llm.close()
+
+
+def test_prompt_logprobs_are_those_of_the_adapter(folder: Folder) -> None:
+    path, merged = folder
+    llm = load(path, drafter=None, num_speculative_tokens=0)
+    asked = [params(name, prompt_logprobs=1) for name in ("red", None, "blue")]
+    for prompt in (PROMPTS[1], PROMPTS[1]):  # the second time from cached prefixes
+        outputs = llm.generate([prompt] * 3, asked, use_tqdm=False)
+        for one, output in zip(asked, outputs, strict=True):
+            with torch.no_grad():
+                logits = merged[one.adapter](torch.tensor([prompt])).logits[0, :-1]
+            wanted = logits.log_softmax(-1).gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
+            found = [token.logprob for token in output.prompt_logprobs or () if token is not None]
+            assert found == pytest.approx(wanted, abs=1e-4)
     llm.close()
 
 

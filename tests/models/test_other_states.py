@@ -15,7 +15,7 @@ from paceline import LLM
 from paceline.config import EngineConfig
 from paceline.core.nodes import Nodes
 from paceline.core.recurrent_state import WINDOW, StatefulCache
-from paceline.engine.memory import scoring_room, state_bytes
+from paceline.engine.memory import state_bytes
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import native
 from paceline.models.loading import load_model
@@ -84,9 +84,7 @@ def test_the_memory_plan_counts_what_slots_keep(name: str) -> None:
     assert states.shape.slot_bytes() == allocated + states.shape.state_bytes, "a slot and one saved state"
     config = EngineConfig(drafter="ngram", num_speculative_tokens=4)
     shape = states.shape
-    scored = shape.slot_bytes() - shape.state_bytes  # one text of full length at a time, never saved
-    assert state_bytes(model, config, 4, 4096) == 4 * shape.slot_bytes(5) + shape.state_bytes + scored
-    assert scoring_room(model, 4, 4096).rows == 1
+    assert state_bytes(model, config, 4) == 4 * shape.slot_bytes(5) + shape.state_bytes
     assert states.inputs.shape[2] == WINDOW
     assert states.state[0, 0].numel() == math.prod(states.shape.state)
 

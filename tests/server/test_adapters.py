@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -50,18 +49,21 @@ def test_the_model_of_a_request_may_be_an_adapter(path: str, adapted: Live) -> N
         assert ask(adapted, None, path) == plain
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/completions", {"prompt": "abcabc", "echo": True, "logprobs": 1, "max_tokens": 0}),
-        ("/v1/embeddings", {"input": "abc"}),
-    ],
-)
-def test_what_is_computed_without_adapters_is_refused_for_them(path: str, body: dict[str, Any], adapted: Live) -> None:
-    assert adapted.post(path, {**body, "model": "plain"}).status_code == 200
-    reply = adapted.post(path, {**body, "model": "red"})
+def test_embeddings_of_adapters_are_refused(adapted: Live) -> None:
+    body = {"input": "abc"}
+    assert adapted.post("/v1/embeddings", {**body, "model": "plain"}).status_code == 200
+    reply = adapted.post("/v1/embeddings", {**body, "model": "red"})
     assert reply.status_code == 400
     assert "'plain'" in reply.json()["error"]["message"]
+
+
+def test_a_prompt_is_scored_by_its_adapter(adapted: Live) -> None:
+    body = {"prompt": "abcabc", "echo": True, "logprobs": 1, "max_tokens": 0}
+    replies = [adapted.post("/v1/completions", {**body, "model": name}) for name in ("plain", "red")]
+    plain, red = (reply.json()["choices"][0]["logprobs"]["token_logprobs"] for reply in replies)
+    assert len(plain) == len(red) > 1
+    assert plain[0] is red[0] is None
+    assert plain[1:] != red[1:]
 
 
 def test_adapters_are_listed_and_others_refused(adapted: Live) -> None:

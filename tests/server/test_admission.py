@@ -71,27 +71,6 @@ def test_admissions_are_released_sequence_by_sequence_and_only_once() -> None:
     enter(admission, "a", 4)
 
 
-@pytest.mark.parametrize("first", ["answers", "scores"])
-def test_a_scored_prompt_stays_admitted_until_it_is_scored(first: str) -> None:
-    admission = Admission(max_waiting=0)
-    (ticket,) = admission.enter("a", [PromptCost(2, 10, 30, scored=True)], LIMITS)
-    if first == "scores":
-        ticket.scored()
-        assert admission.inside == 2
-        ticket.end(2)
-    else:
-        ticket.end(1)
-        ticket.end(1)
-        assert admission.inside == 1
-        ticket.scored()
-    assert admission.inside == 0
-    ticket.close()
-    enter(admission, "a", 4, 90, 40).close()  # all tokens were released, too
-    (ticket,) = admission.enter("a", [PromptCost(2, 10, 30, scored=True)], LIMITS)
-    ticket.close()
-    assert admission.inside == 0
-
-
 def test_tokens_are_limited_like_sequences() -> None:
     admission = Admission(max_waiting=12, max_waiting_tokens=100)
     enter(admission, "a", 4, 100, 40)
@@ -139,14 +118,14 @@ def test_scored_prompts_queue_like_others_and_use_no_cache_while_waiting(live: L
             wait_until(lambda: admission.inside == 16)
             assert live.post("/v1/completions", body).status_code == 429
         assert [each.result().status_code for each in first] == [200, 200]
-    assert not service._scorings
+    assert not service._live
     with live.held():
         with live.asking("/v1/completions", body):
             wait_until(lambda: admission.inside == 8 and live.waiting)
         wait_until(lambda: admission.inside == 0)
         assert live.waiting, "the engine still has the request"
     live.wait_until_idle()
-    wait_until(lambda: not service._scorings)
+    wait_until(lambda: not service._live)
 
 
 def test_too_many_log_probabilities_and_too_long_texts_are_refused(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:

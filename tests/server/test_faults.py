@@ -13,7 +13,6 @@ import pytest
 from paceline.config import ServerConfig
 from paceline.core.batch import RowStart
 from paceline.engine.request import Intake
-from paceline.engine.scoring import Scorer
 from paceline.errors import ParameterError
 from paceline.server.security import KeyRing, read_keys
 from polling import wait_until
@@ -113,7 +112,7 @@ def test_a_request_that_the_engine_refuses_fails_alone(live: Live, monkeypatch: 
     live.wait_until_idle()
 
 
-@pytest.mark.parametrize("where", ["add", "step", "_make_rows", "_take", "_note"])
+@pytest.mark.parametrize("where", ["scheduler.Scheduler._start", "scheduler.collect", "scoring.token_logprobs"])
 def test_failed_scoring_fails_its_prompts_and_the_next_are_scored(
     live: Live, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -121,8 +120,7 @@ def test_failed_scoring_fails_its_prompts_and_the_next_are_scored(
         raise MemoryError("as planned")
 
     scored = {"prompt": ["abc", "abcd"], "max_tokens": 0, "echo": True, "logprobs": 1}
-    monkeypatch.setattr(live.context.llm.engine.scorer, "_rows_fit", lambda: False)
-    monkeypatch.setattr(Scorer, where, broken)
+    monkeypatch.setattr(f"paceline.engine.{where}", broken)
     assert live.post("/v1/completions", scored).status_code == 500
     monkeypatch.undo()
     live.wait_until_idle()

@@ -42,7 +42,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
     def capture(engine: Engine, seconds: float, progress: Callable[[Sequence[Named]], Iterable[Named]]) -> Ahead:
         assert not engine.busy
-        assert engine._step_seconds > 0, "the warm-up has allocated the memory for prefill"
+        assert engine.chunks.rounds.last > 0, "the warm-up has allocated the memory for prefill"
         assert list(progress([])) == []
         given.append(seconds)
         return CAPTURED

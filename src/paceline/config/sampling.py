@@ -228,7 +228,8 @@ class SamplingParams:
         Whole(0, MAX_LOGPROBS),
         Help(
             "Log-probabilities of the prompt's tokens, with this many most likely alternatives.",
-            more="They are in ``RequestOutput.prompt_logprobs``; the prompt is read once more for them.",
+            more="They are in ``RequestOutput.prompt_logprobs``. Of a cached prefix only tokens are reused whose "
+            "log-probabilities the engine still has.",
         ),
     ] = None
     logprobs: Annotated[

@@ -41,12 +41,11 @@ class CacheUsage:
     """Bytes of the caches that hold tokens.
 
     row_bytes: rows in use. prefix_bytes: cached prefixes in free rows, kept for prompts that begin alike.
-    scoring_bytes: texts whose log-probabilities were requested. limit_bytes: limit for rows in use and prefixes.
+    limit_bytes: limit for both.
     """
 
     row_bytes: int
     prefix_bytes: int
-    scoring_bytes: int
     limit_bytes: int
 
     @property

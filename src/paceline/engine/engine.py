@@ -8,13 +8,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from paceline.config import EngineConfig, SamplingParams
+from paceline.config import EngineConfig
 from paceline.core.acceptance import make_rule
 from paceline.core.batch import Batch
 from paceline.core.cache_budget import CacheUsage
@@ -25,17 +25,15 @@ from paceline.engine.assembly import Assembly, Models, check_attention, lookup_i
 from paceline.engine.chunks import PrefillChunker
 from paceline.engine.description import EngineDescription
 from paceline.engine.device_round import DeviceAcceptance, DeviceRound
-from paceline.engine.memory import check_memory, scoring_room
+from paceline.engine.memory import check_memory
 from paceline.engine.native_round import NativeRound
 from paceline.engine.pipeline import DeviceRunner, why_not_device
-from paceline.engine.prefixes import Scope
-from paceline.engine.request import Intake, Request, check_tokens
+from paceline.engine.request import Intake, Request
 from paceline.engine.round import Speculation
 from paceline.engine.runners import HostRunner, Runners
 from paceline.engine.scheduler import Scheduler
-from paceline.engine.scoring import WIDEST_PASS, ScoredText, Scorer
 from paceline.engine.sequences import Sequence as Row
-from paceline.errors import EmptyPromptError, ParameterError, PromptTooLongError
+from paceline.errors import ParameterError
 from paceline.kernels.cpu import cpu_ops
 from paceline.kernels.gpu import ahead
 from paceline.kernels.native import kernel_threads
@@ -77,7 +75,6 @@ class Engine:
         self._ids = itertools.count()
         self._requests: dict[str, RequestOutput] = {}
         self.last_verdict: Verdict | None = None  # of the last step; None if it ran no round
-        self._step_seconds = 0.0  # duration of the last step
         self._assembly = Assembly(models, config, self.max_model_len)
         target = self._assembly.target()
         adapters = () if target.adapters is None else target.adapters.names
@@ -251,12 +248,6 @@ class Engine:
         self.scheduler.waiting.extend(rows)
         return output
 
-    def scope_of(self, params: SamplingParams) -> Scope:
-        """Return which cached prefixes a prompt with these parameters may reuse, and which requests may reuse its
-        own.
-        """
-        return self._intake.scope_of(params)
-
     def check(self, request: Request) -> None:
         """Raise what ``add`` would raise. May be called from any thread."""
         self._intake.check(request)
@@ -288,7 +279,7 @@ class Engine:
             yield
 
     def _step(self) -> list[RequestOutput]:
-        self.last_verdict, began = None, time.perf_counter()
+        self.last_verdict = None
         changed = self.scheduler.admit()
         if rows := len(self.scheduler.running):
             self.batch.draining = self.scheduler.draining
@@ -299,7 +290,6 @@ class Engine:
         if not self.busy:
             self.runners.forget()
             self.scheduler.check_integrity()
-        self._step_seconds = time.perf_counter() - began
         return self._collect(changed)
 
     @ignore_torch_context
@@ -346,52 +336,10 @@ class Engine:
                 del self._requests[output.request_id]
         return outputs
 
-    @cached_property
-    def scorer(self) -> Scorer:
-        """The scorer of texts: ``add`` texts to it, then call ``score_some`` until they have ended."""
-        config, target = self.config, self.models.target
-
-        def rows_for(rows: int, positions: int) -> Decoder:
-            return Decoder(target, self._assembly.backend(), rows, positions, target.vocab_size)
-
-        room = scoring_room(target, config.max_batch_size, self.max_model_len)
-        return Scorer(rows_for, room, PrefillChunker(WIDEST_PASS, config.longest_pause))
-
     @property
     def filled(self) -> CacheUsage:
         """Memory that the caches hold now."""
-        return self.scheduler.filled(self.scorer.bytes_held)
-
-    def check_scored(self, token_ids: Sequence[int]) -> None:
-        """Raise PromptTooLongError or ParameterError if a text cannot be scored."""
-        if len(token_ids) > self.max_model_len + 1:  # the last token is scored, but not read
-            raise PromptTooLongError(
-                f"the text has {len(token_ids)} tokens, more than max_model_len={self.max_model_len} allows; "
-                "shorten the text or raise max_model_len"
-            )
-        check_tokens("token_ids", token_ids, self.models.target.vocab_size)
-
-    def check_embedded(self, token_ids: Sequence[int]) -> None:
-        """Raise EmptyPromptError, PromptTooLongError or ParameterError if a text cannot be embedded."""
-        if not token_ids:
-            raise EmptyPromptError("a text to embed has no tokens")
-        if len(token_ids) > self.max_model_len:
-            raise PromptTooLongError(
-                f"the text has {len(token_ids)} tokens, more than max_model_len={self.max_model_len}; shorten it"
-            )
-        check_tokens("token_ids", token_ids, self.models.target.vocab_size)
-
-    @ignore_torch_context
-    @torch.inference_mode()
-    def score_some(self, *, awaited: bool = True) -> list[ScoredText]:
-        """Run one pass over the texts to score. Return the texts that have ended. Rounds may run between two passes.
-
-        awaited: whether a pause between tokens matters to a caller. If it does, and rows decode, a pass takes what the
-            last step has left of ``longest_pause``, and at least a quarter of ``longest_pause``.
-        """
-        self.scorer.chunks.awaited = awaited
-        with self._own_threads():
-            return self.scorer.step(decoding=bool(self.scheduler.running), seconds=self._step_seconds)
+        return self.scheduler.filled
 
     @ignore_torch_context
     @torch.inference_mode()

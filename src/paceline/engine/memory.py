@@ -22,7 +22,6 @@ GIB = 2**30
 LEAST_ROW = 128  # tokens that all rows must be able to hold at once
 _LOGITS_COPIES = 4  # logits, adjusted, scaled, probabilities: alive together in the largest round
 _ACTIVATIONS = 12  # tensors of the hidden state's width alive together while a chunk is prefilled
-_SCORED_AT_ONCE = 4096  # tokens of scored texts in the cache; one text of max_model_len always fits
 _LEFT_ALONE = 0.1  # fraction of free memory left to other programs, if rows have to wait for memory
 
 
@@ -34,28 +33,20 @@ class MemoryPlan:
     states: of recurrent layers, of all rows.
     caches: limit of the KV caches of target and draft model together.
     workspace: temporary tensors of a round and of a prefill chunk, and the output head of a short draft vocabulary.
-    scoring: caches of scored texts, allocated when the first one comes.
     """
 
     weights: int
     states: int
     caches: int
     workspace: int
-    scoring: int
 
     @property
     def to_allocate(self) -> int:
-        return self.states + self.caches + self.workspace + self.scoring
+        return self.states + self.caches + self.workspace
 
     def __str__(self) -> str:
         states = {"recurrent states": self.states} if self.states else {}
-        parts = {
-            "weights": self.weights,
-            **states,
-            "caches": self.caches,
-            "workspace": self.workspace,
-            "scoring": self.scoring,
-        }
+        parts = {"weights": self.weights, **states, "caches": self.caches, "workspace": self.workspace}
         return ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in parts.items())
 
 
@@ -73,35 +64,17 @@ def plan_memory(
     workspace = logits + activations + draft_logits + workspace_bytes(target, tokens, taps)
     workspace += short_head_bytes(target, draft, config)
     caches = rows * row_bytes(target, draft, config, positions)
-    scoring = scoring_room(target, rows, positions).limit
-    return MemoryPlan(
-        sum(m.weight_bytes() for m in models), state_bytes(target, config, rows, positions), caches, workspace, scoring
-    )
+    weights = sum(m.weight_bytes() for m in models)
+    return MemoryPlan(weights, state_bytes(target, config, rows), caches, workspace)
 
 
-def state_bytes(target: AnyModel, config: EngineConfig, rows: int, positions: int) -> int:
-    """Return the bytes of the recurrent states of all rows, saved ones included, and of those of scored texts."""
+def state_bytes(target: AnyModel, config: EngineConfig, rows: int) -> int:
+    """Return the bytes of the recurrent states of all rows, saved ones included."""
     shape = state_shape_of(target)
     if shape is None:
         return 0
     window = min(config.max_draft_tokens * config.most_width, MAX_SPECULATION_LENGTH) + 1
-    scored = _scored_at_once(rows, positions) * (shape.slot_bytes() - shape.state_bytes)  # none of theirs are saved
-    return rows * shape.slot_bytes(window) + shape.state_bytes + scored
-
-
-def scoring_room(target: AnyModel, rows: int, positions: int) -> KVCacheBudget:
-    """Return the memory for caches of scored texts: one text of ``positions`` tokens fits, or several shorter ones.
-
-    A recurrent state does not shrink with its text, so shorter ones are then no more than those of full length.
-    """
-    at_once = _scored_at_once(rows, positions)
-    limit, bytes_for = at_once * _cache_bytes(target, positions), cache(partial(_cache_bytes, target))
-    return KVCacheBudget(limit, rows if state_shape_of(target) is None else at_once, positions, bytes_for)
-
-
-def _scored_at_once(rows: int, positions: int) -> int:
-    """Return the number of texts of full length that are scored at once."""
-    return max(1, min(rows, _SCORED_AT_ONCE // positions))
+    return rows * shape.slot_bytes(window) + shape.state_bytes
 
 
 def row_bytes(target: AnyModel, draft: AnyModel | None, config: EngineConfig, positions: int) -> int:
@@ -139,7 +112,7 @@ def check_memory(target: AnyModel, draft: AnyModel | None, config: EngineConfig,
     rows_grow = _rows_grow(target, draft, config)
     if rows_grow:
         kept_free = 0 if config.memory_limit is not None else int(_LEFT_ALONE * max(0, free))
-        short_room = replace(room, limit=free - plan.states - plan.workspace - plan.scoring - kept_free)
+        short_room = replace(room, limit=free - plan.states - plan.workspace - kept_free)
         least_row = min(LEAST_ROW, positions)
         if short_room.max_rows(positions) >= 1 and short_room.max_rows(least_row) >= rows:
             return short_room

@@ -26,10 +26,13 @@ class Scope:
 
     copies: name of the prefixes that a prompt may reuse beside those of its own request; None for no others.
     kept: name under which other requests may reuse its prefix; None keeps it private.
+    least: fewest tokens that a prompt copies. worth_waiting: fewest that it waits for while another reads them.
     """
 
     copies: str | None = None
     kept: str | None = None
+    least: int = LEAST
+    worth_waiting: int = WORTH_WAITING
 
     def may_copy(self, other: Scope | None) -> bool:
         """Whether prompts of this scope may reuse prefixes of the other."""
@@ -89,7 +92,7 @@ class FreeSlotPool:
     def reusable_by(self, prompt: Sequence[int], scope: Scope) -> dict[int, int]:
         """Return, for each free slot, how many of its first tokens the prompt can reuse."""
         return {
-            slot: reusable_tokens(prefix.tokens, prompt) if scope.may_copy(prefix.scope) else 0
+            slot: reusable_tokens(prefix.tokens, prompt, scope.least) if scope.may_copy(prefix.scope) else 0
             for slot, prefix in self.prefixes.items()
         }
 
@@ -135,17 +138,17 @@ class FreeSlotPool:
         self.prefixes = {slot: CachedPrefix() for slot in slots}
 
 
-def may_share_prefix(text: Sequence[int], prompt: Sequence[int]) -> bool:
+def may_share_prefix(text: Sequence[int], prompt: Sequence[int], least: int = LEAST) -> bool:
     """Whether the first tokens allow a common prefix that is worth copying; a quick test before ``reusable_tokens``."""
-    size = min(LEAST, len(text), len(prompt) - 1)
+    size = min(least, len(text), len(prompt) - 1)
     return text[:size] == prompt[:size]
 
 
-def reusable_tokens(text: Sequence[int], prompt: Sequence[int]) -> int:
+def reusable_tokens(text: Sequence[int], prompt: Sequence[int], least: int = LEAST) -> int:
     """Return how many tokens of a text a prompt can copy: never its last one, which must be read; 0 if too few."""
     limit = len(prompt) - 1
     tokens = common_prefix_length(text, prompt, limit)
-    return tokens if tokens >= min(LEAST, limit) else 0
+    return tokens if tokens >= min(least, limit) else 0
 
 
 def best_source(
@@ -161,7 +164,7 @@ def best_source(
     """
     best = -1, 0
     for slot, text, other in texts:
-        if scope.may_copy(other) and (tokens := cut(slot, reusable_tokens(text, prompt))) > best[1]:
+        if scope.may_copy(other) and (tokens := cut(slot, reusable_tokens(text, prompt, scope.least))) > best[1]:
             best = slot, tokens
             if tokens == len(prompt) - 1:
                 break  # nothing can be longer; there may be hundreds of slots with this prompt

@@ -10,15 +10,18 @@ from dataclasses import dataclass
 from paceline.chat.values import AssistantMessage
 from paceline.config import LOOKS_UP, MAX_REFERENCE_TOKENS, MAX_REFERENCES, EngineConfig, SamplingParams
 from paceline.core.batch import ParallelSample, RequestGroup
-from paceline.core.outputs import CompletionOutput, Metrics, RequestOutput, TokenLogprob
+from paceline.core.outputs import CompletionOutput, Metrics, RequestOutput
 from paceline.core.rows import Constraint
 from paceline.core.sampling import sequence_seed
 from paceline.drafters.lookup import LONGEST_SUFFIX as CONTEXT
 from paceline.engine.guard import FaultIsolatedConstraint
-from paceline.engine.prefixes import Scope
+from paceline.engine.prefixes import LEAST, WORTH_WAITING, Scope
+from paceline.engine.scoring import PromptReading, PromptScores
 from paceline.engine.sequences import Sequence as Row
 from paceline.engine.sequences import TextStream
 from paceline.errors import EmptyPromptError, ParameterError, PromptTooLongError
+
+_LEAST_READ = 4  # tokens: a text that is only read waits for no token of its own, so it shares shorter prefixes
 
 
 @dataclass
@@ -31,7 +34,8 @@ class Request:
     arrival: seconds on the clock of time.monotonic, from which ``time_budget`` counts; None uses the time when it is
         added.
     references: token ids of texts that n-gram lookup may copy from, for this request only.
-    prompt_logprobs: list that receives the prompt's log-probabilities, if ``params`` ask for them.
+    reading: what is collected from the prompt's hidden states.
+    only_read: whether it ends with its prompt; ``reading`` says how much of it is read.
     client: name of the sender; clients take turns when requests wait for a row.
     priority: requests with lower values go first, whatever their client.
     read_message: splits the text of a chat's answer; see ``CompletionOutput``.
@@ -47,8 +51,15 @@ class Request:
     client: str = ""
     priority: int = 0
     references: Sequence[Sequence[int]] = ()
-    prompt_logprobs: list[TokenLogprob | None] | None = None
+    reading: PromptReading | None = None
+    only_read: bool = False
     read_message: Callable[[str], AssistantMessage] | None = None
+
+    @property
+    def text_to_read(self) -> list[int]:
+        """The prompt without tokens that nothing follows."""
+        only = self.reading if self.only_read else None
+        return self.prompt_token_ids if only is None else self.prompt_token_ids[: only.prefill_stop]
 
 
 @dataclass(frozen=True)
@@ -80,10 +91,15 @@ class Intake:
         """Return the result, which fills up, and its sequences, which may wait for rows."""
         params, arrival = request.params, time.monotonic() if request.arrival is None else request.arrival
         output = RequestOutput(request_id, request.prompt, request.prompt_token_ids, [], params.n, params.ranking)
-        output.prompt_logprobs = request.prompt_logprobs
+        reading = request.reading
+        if params.prompt_logprobs is not None:
+            reading = PromptScores(request.prompt_token_ids, params.prompt_logprobs)
+            output.prompt_logprobs = reading.logprobs
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        common = _SharedFields(request, request_id, seed, arrival, self._request_group(request), self.scope_of(params))
-        rows = [self._sequence(common, index) for index in range(params.answers)]
+        group, scope = self._request_group(request), self._scope_of(request)
+        common = _SharedFields(request, request_id, seed, arrival, group, scope)
+        rows = [self._sequence(common, index) for index in range(1 if request.only_read else params.answers)]
+        rows[0].reading = reading
         output.outputs.extend(row.output for row in rows)
         for row in rows if params.answers > params.n else ():
             row.rivals = output.candidates
@@ -95,11 +111,13 @@ class Intake:
         own_text_only = samples == 1 and not request.references
         return None if own_text_only else RequestGroup(request.references, samples)
 
-    def scope_of(self, params: SamplingParams) -> Scope:
+    def _scope_of(self, request: Request) -> Scope:
         """Return which cached prefixes a prompt may reuse, and which requests may reuse its own."""
+        params = request.params
         # Keys and values depend on the adapter. Its name has no NUL, so different pairs have different names.
         name = f"{params.adapter or ''}\0{params.cache_salt or ''}" if self.config.prefix_cache else None
-        return Scope(copies=name, kept=name if params.keep_prefix else None)
+        least = (_LEAST_READ, _LEAST_READ) if request.only_read else (LEAST, WORTH_WAITING)
+        return Scope(name, name if params.keep_prefix else None, *least)
 
     def _sequence(self, common: _SharedFields, index: int) -> Row:
         request, params, arrival = common.request, common.request.params, common.arrival
@@ -108,7 +126,7 @@ class Intake:
         metrics = Metrics(arrival, prompt_tokens=len(request.prompt_token_ids), synthetic_acceptance=rate)
         return Row(
             request_id=common.request_id,
-            prompt=request.prompt_token_ids,
+            prompt=request.text_to_read,
             params=params,
             seed=sequence_seed(common.seed, index),
             stop_tokens=frozenset((*eos, *params.stop_token_ids)),
@@ -126,6 +144,7 @@ class Intake:
             priority=request.priority,
             scope=common.scope,
             member=self._parallel_sample(common, index),
+            only_read=request.only_read,
         )
 
     def _check_adapter(self, params: SamplingParams) -> None:
@@ -134,8 +153,6 @@ class Intake:
         if params.adapter not in self.adapters:
             allowed = f"one of {', '.join(self.adapters)}" if self.adapters else "None: no adapters were loaded"
             raise ParameterError("adapter", params.adapter, allowed)
-        if params.prompt_logprobs is not None:
-            raise ParameterError("prompt_logprobs", params.prompt_logprobs, "None with an adapter")
 
     @staticmethod
     def _parallel_sample(common: _SharedFields, index: int) -> ParallelSample | None:
@@ -148,12 +165,13 @@ class Intake:
     def check(self, request: Request) -> None:
         """Raise what ``Engine.add`` would raise. May be called from any thread."""
         size, vocab = len(request.prompt_token_ids), self.vocab_size
-        if size == 0:
-            raise EmptyPromptError("the prompt has no tokens; give at least one")
-        if size >= self.max_model_len:
+        needed = len(request.text_to_read) + (not request.only_read)
+        if size == 0 or needed == 0:
+            raise EmptyPromptError("the prompt has no tokens to read, to embed or to score; give at least one")
+        if needed > self.max_model_len:
             raise PromptTooLongError(
-                f"the prompt has {size} tokens, and max_model_len={self.max_model_len} leaves no room for an answer; "
-                "shorten the prompt or raise max_model_len"
+                f"the prompt has {size} tokens, and needs {needed} of max_model_len={self.max_model_len}; "
+                "shorten it or raise max_model_len"
             )
         self._check_adapter(request.params)
         if request.params.stop and request.make_stream is None:
@@ -162,17 +180,11 @@ class Intake:
         if restriction and request.make_constraint is None:
             allowed = "given to LLM.generate or LLM.request, which make its constraint with the tokenizer"
             raise ParameterError(restriction, getattr(request.params, restriction), allowed)
-        prompt_logprobs = request.params.prompt_logprobs
-        if prompt_logprobs is not None and request.prompt_logprobs is None:
-            allowed = (
-                "given to LLM.generate, chat or stream, which read the prompt for it; a server has echo with logprobs"
-            )
-            raise ParameterError("prompt_logprobs", prompt_logprobs, allowed)
         if not isinstance(request.priority, int):
             raise ParameterError("priority", request.priority, "a whole number; lower ones are served first")
         self._check_references(request)
         ids: dict[str, Iterable[int]] = {
-            "prompt_token_ids": request.prompt_token_ids,
+            "token_ids" if request.only_read else "prompt_token_ids": request.prompt_token_ids,
             "stop_token_ids": request.params.stop_token_ids,
             "logit_bias": request.params.logit_bias,
             "allowed_token_ids": request.params.allowed_token_ids or (),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -25,6 +25,7 @@ from paceline.engine.prefixes import (
     may_share_prefix,
 )
 from paceline.engine.round import Speculation
+from paceline.engine.scoring import PromptReading, collect
 from paceline.engine.sequences import Sequence, end_if_outranked, finish, gain_tokens, log_failure
 from paceline.engine.waiting import Waiting
 from paceline.models.decoder import Decoder
@@ -41,6 +42,8 @@ class Scheduler:
     parts: their decoders hold the caches; drafter and policy are told when sequences begin and end.
     prefilling: sequences in prefill, in the order in which they began. running: the live rows, in their order.
     chunks: decides what is prefilled next.
+    readings: by slot, what is collected from the hidden states of its text, during its prefill. Of the texts that were
+        read only the last one's is kept: it may be far larger than the text.
     in_flight: upper bound of tokens that a row has gained on the device, but not yet on the host.
     closed: whether no caller reads results before they end, and no requests will come before the present ones have
         ended.
@@ -61,6 +64,7 @@ class Scheduler:
     watched: bool = True
     room: KVCacheBudget = UNLIMITED
     free: FreeSlotPool = field(init=False)
+    readings: dict[int, PromptReading] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.free = FreeSlotPool(self.capacity)
@@ -93,17 +97,17 @@ class Scheduler:
     def admit(self) -> list[Sequence]:
         """Give free rows to waiting sequences, feed a chunk of prompts, and let finished prefills start to decode.
 
-        Returns the sequences that have ended: their time is over, or they failed to start.
+        Returns the sequences that have ended: with their prompt, by their time limit, or because they failed to start.
         """
         ended = self.overdue(time.monotonic())
         while (limit := self.admissible) > 0:
             ended += self._begin(self.waiting.turn(limit))
         if not self.prefilling:
             return ended
-        self._join()
+        ended += self._join()
         if self.prefilling:
             self._prefill()
-            self._join()
+            ended += self._join()
         return ended + self.overdue(time.monotonic())  # the chunk may have taken their time
 
     @property
@@ -142,11 +146,15 @@ class Scheduler:
         self._resize(slot, sequence.reserved_tokens)
         self._set_row(slot, sequence)
         sequence.output.metrics.first_scheduled = time.monotonic()
-        sequence.read_by_draft = self.parts.policy.expects_to_draft(rows_soon)
+        sequence.read_by_draft = not sequence.only_read and self.parts.policy.expects_to_draft(rows_soon)
         self.parts.join(slot)
         for decoder in self.decoders:
             decoder.cut_row(slot, cached)
         sequence.num_computed, sequence.output.metrics.cached_tokens = self._cached(slot, cached), cached
+        self._copy_reading(slot, sequence, cached)
+        self.readings.pop(slot, None)
+        if sequence.reading is not None:
+            self.readings[slot] = sequence.reading
         del self.free.prefixes[slot]
         sequence.slot = slot
         self.prefilling.append(sequence)
@@ -155,13 +163,24 @@ class Scheduler:
     def _choose_slot(self, sequence: Sequence) -> tuple[int, int]:
         """Choose a free slot. Return it, and how many of the prompt's tokens it holds."""
         prompt, scope = sequence.prompt, sequence.scope
-        cut, common = self.parts.target.reusable, self.free.reusable_by(prompt, scope)
+        cut, common = self._cut_for(sequence), self.free.reusable_by(prompt, scope)
         reusable = {slot: cut(slot, tokens) for slot, tokens in common.items()}
         self._stop_where_others_part(sequence, max(common.values()), max(reusable.values()))
-        slot = self.free.choose(reusable, best_source(self._texts_in_use(prompt), prompt, scope, cut)[1])
+        slot = self.free.choose(reusable, best_source(self._texts_in_use(sequence), prompt, scope, cut)[1])
         if self.room.is_short:
             slot = self._make_way(slot, reusable, sequence.reserved_tokens)
         return slot, reusable[slot]
+
+    def _cut_for(self, sequence: Sequence) -> Callable[[int, int], int]:
+        """Return a function that returns how many of a slot's first tokens the sequence can copy."""
+        cut, reading = self.parts.target.reusable, sequence.reading
+        if reading is None:
+            return cut
+        return lambda slot, tokens: cut(slot, reading.reusable(tokens, self.readings.get(slot)))
+
+    def _copy_reading(self, source: int, sequence: Sequence, tokens: int) -> None:
+        if sequence.reading is not None:
+            sequence.reading.copy(tokens, self.readings.get(source))
 
     def _stop_where_others_part(self, sequence: Sequence, common: int, reusable: int) -> None:
         """Let prefill pause where the prompt parts from a text whose state was not saved there: others may part there.
@@ -170,7 +189,9 @@ class Scheduler:
         """
         if self.parts.target.cuts_anywhere:
             return
-        in_use = best_source(self._texts_in_use(sequence.prompt), sequence.prompt, sequence.scope)[1]
+        if sequence.reading is not None:  # before the first token that is scored, where other choices may part
+            sequence.state_stops.add(sequence.reading.reusable(len(sequence.prompt), None))
+        in_use = best_source(self._texts_in_use(sequence), sequence.prompt, sequence.scope)[1]
         if (stop := max(common, in_use)) - reusable >= WORTH_WAITING:
             sequence.state_stops.add(stop)
 
@@ -195,10 +216,11 @@ class Scheduler:
         lengths = [len(prefix.tokens) for slot, prefix in self.free.prefixes.items() if slot != without]
         return sum(map(self.room.bytes_for, lengths))
 
-    def filled(self, scored: int) -> CacheUsage:
-        """Return the memory that caches hold now. scored: bytes of texts that are scored."""
+    @property
+    def filled(self) -> CacheUsage:
+        """The memory that caches hold now."""
         lengths = [*self.batch.lengths, *(sequence.prefilled for sequence in self.prefilling)]
-        return CacheUsage(sum(map(self.room.bytes_for, lengths)), self._free_slot_bytes(), scored, self.room.limit)
+        return CacheUsage(sum(map(self.room.bytes_for, lengths)), self._free_slot_bytes(), self.room.limit)
 
     def _empty(self, slot: int) -> int:
         """Drop the prefix of a free slot. Return the bytes that this frees."""
@@ -218,11 +240,11 @@ class Scheduler:
         for slot, prefix in self.free.prefixes.items():
             self._resize(slot, len(prefix.tokens))
 
-    def _texts_in_use(self, prompt: list[int]) -> Iterator[tuple[int, list[int], Scope]]:
-        """Yield (slot, tokens in its caches, scope) of sequences that may have a common prefix with the prompt."""
-        for sequence in self.in_use:
-            if may_share_prefix(sequence.prompt, prompt):
-                yield sequence.slot, self._text(sequence), sequence.scope
+    def _texts_in_use(self, sequence: Sequence) -> Iterator[tuple[int, list[int], Scope]]:
+        """Yield (slot, tokens in its caches, scope) of sequences that may have a common prefix with this one."""
+        for other in self.in_use:
+            if may_share_prefix(other.prompt, sequence.prompt, sequence.scope.least):
+                yield other.slot, self._text(other), other.scope
 
     def _text(self, sequence: Sequence) -> list[int]:
         """Return the tokens of a sequence that the target's cache holds, without rejected draft tokens."""
@@ -250,7 +272,7 @@ class Scheduler:
     def _reuse_prefix(self, sequence: Sequence) -> None:
         """Copy the longest prefix of a prefilling prompt that any slot holds; wait for a prefix being read."""
         free = ((slot, prefix.tokens, prefix.scope) for slot, prefix in self.free.prefixes.items())
-        texts, cut = chain(free, self._texts_in_use(sequence.prompt)), self.parts.target.reusable
+        texts, cut = chain(free, self._texts_in_use(sequence)), self._cut_for(sequence)
         source, tokens = best_source(texts, sequence.prompt, sequence.scope, cut)
         if tokens > sequence.num_computed[0]:
             self._copy(source, sequence, tokens)
@@ -263,6 +285,7 @@ class Scheduler:
             if cached > sequence.num_computed[index]:
                 self.decoders[index].copy_row(source, sequence.slot, cached)
                 sequence.num_computed[index] = cached
+        self._copy_reading(source, sequence, tokens)
         if source in self.free.prefixes:
             self.free.use(self.free.prefixes[source])
 
@@ -276,8 +299,10 @@ class Scheduler:
                 continue
             first, second = sorted((other, sequence), key=lambda prompt: prompt.feeding_order)
             stop = common_prefix_length(first.prompt, second.prompt, min(first.prefill_stop, second.prefill_stop))
+            min_gain = 1 if stop == second.prefill_stop else min(WORTH_WAITING, second.scope.worth_waiting)
+            if second.reading is not None:
+                stop = second.reading.reusable(stop, first.reading)
             gain = stop - max(second.num_computed[0], second.prefix_stop)
-            min_gain = 1 if stop == second.prefill_stop else WORTH_WAITING
             already_read = second is sequence and first.prefilled >= stop  # just copied, as far as it was worth it
             if second.scope.may_copy(first.scope) and gain >= min_gain and not already_read:
                 if not self.parts.target.cuts_anywhere:
@@ -344,28 +369,62 @@ class Scheduler:
     def _feed(self, index: int, parts: list[PromptSlice]) -> None:
         """Feed the chunk to one decoder, except tokens that it has copied from another slot."""
         read = [
-            (sequence, part)
+            (sequence, part.stop)
             for sequence, part in ((self.prefilling[part.index], part) for part in parts)
             if sequence.num_computed[index] < part.stop and (index == 0 or sequence.read_by_draft)
         ]
+        for collects in (False, True):
+            self._run(
+                index, [each for each in read if (index == 0 and each[0].collects(each[1])) == collects], collects
+            )
+
+    def _run(self, index: int, read: list[tuple[Sequence, int]], collects: bool) -> None:
+        """Run each sequence to its stop in one pass of a decoder. collects: whether they collect hidden states.
+
+        States of recurrent layers are saved only without: a pass that returns hidden states ends like a round, whose
+        last tokens may be rejected.
+        """
         if not read:
             return
+        decoder, stops = self.decoders[index], [stop for _, stop in read]
         slots, starts = [s.slot for s, _ in read], [s.num_computed[index] for s, _ in read]
-        self.decoders[index].prefill(self.batch, slots, starts, [part.stop for _, part in read])
-        for sequence, part in read:
-            sequence.num_computed[index] = part.stop
-            if index == 0 and sequence.scope.kept is not None:
+        if collects:
+            hidden = decoder.read(self.batch, slots, starts, stops)
+            collect(decoder, list(zip((s.reading for s, _ in read), starts, hidden, strict=True)))
+        else:
+            decoder.prefill(self.batch, slots, starts, stops)
+        for sequence, stop in read:
+            sequence.num_computed[index] = stop
+            if index == 0 and sequence.scope.kept is not None and not collects:
                 # at the end, too, where a draft model may still have to read the prompt
-                wanted = part.stop == sequence.prefill_stop or part.stop in sequence.state_stops
+                wanted = stop == sequence.prefill_stop or stop in sequence.state_stops
                 self.parts.target.save_state(sequence.slot, apart=0 if wanted else STATES_APART)
 
-    def _join(self) -> None:
-        """Let prefilled sequences start to decode, also those that waited for the prefix of another prompt."""
+    def _join(self) -> list[Sequence]:
+        """Let prefilled sequences start to decode, also those that waited for the prefix of another prompt.
+
+        Returns those that end with their prompt.
+        """
         self._end_waits()
         ready = [sequence for sequence in self.prefilling if sequence.is_prefilled]
-        if ready:
-            self.prefilling = [sequence for sequence in self.prefilling if not sequence.is_prefilled]
-            self._set_running([*self.running, *ready])
+        ended = [sequence for sequence in ready if sequence.only_read]
+        for sequence in ready:
+            self._keep_reading(sequence)
+        for sequence in ended:
+            finish(sequence, "length", time.monotonic())
+        if len(ready) > len(ended):
+            self.prefilling = [each for each in self.prefilling if each.only_read or not each.is_prefilled]
+            self._set_running([*self.running, *(each for each in ready if not each.only_read)])
+        if ended:
+            self._release_finished()
+        return ended
+
+    def _keep_reading(self, sequence: Sequence) -> None:
+        """Keep what was collected from a text that was read, instead of the one before."""
+        if sequence.reading is not None and (kept := sequence.reading.kept()) is not None:
+            reading = {other.slot: other.reading for other in self.prefilling if not other.is_prefilled}
+            self.readings = {slot: each for slot, each in reading.items() if each is not None}
+            self.readings[sequence.slot] = kept
 
     def _set_running(self, sequences: list[Sequence]) -> None:
         self.running = sorted(sequences, key=lambda sequence: sequence.slot)

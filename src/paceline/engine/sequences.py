@@ -14,6 +14,7 @@ from paceline.core.draft import Verdict
 from paceline.core.outputs import CompletionOutput, FinishReason, TokenKind, TokenLogprob, is_outranked
 from paceline.engine.guard import FaultIsolatedConstraint
 from paceline.engine.prefixes import Scope
+from paceline.engine.scoring import PromptReading
 
 log = logging.getLogger("paceline")
 
@@ -39,6 +40,8 @@ class Sequence:
     num_computed: during prefill, the prompt tokens in each decoder's cache, the target's first.
     read_by_draft: whether draft models read the prompt, too; if not, they catch up before their first draft.
     prefix_reader: another sequence, which is reading the first ``prefix_stop`` tokens of the prompt for both.
+    reading: what is collected from the prompt's hidden states; None for most sequences.
+    only_read: whether it ends with its prompt, all of whose tokens are then prefilled.
     state_stops: numbers of first tokens that other prompts have, too: prefill pauses there to save recurrent states.
     slot: its place in caches and in the batch; -1 while it waits.
     reserved_tokens: cache positions reserved for it, once it has a slot.
@@ -62,6 +65,8 @@ class Sequence:
     read_by_draft: bool = True
     prefix_reader: Sequence | None = field(default=None, repr=False)
     prefix_stop: int = 0
+    reading: PromptReading | None = None
+    only_read: bool = False
     state_stops: set[int] = field(default_factory=set)
     slot: int = -1
     reserved_tokens: int = 0
@@ -86,8 +91,12 @@ class Sequence:
 
     @property
     def prefill_stop(self) -> int:
-        """Prompt tokens to prefill: all but the last one, which the first round reads."""
-        return len(self.prompt) - 1
+        """Prompt tokens to prefill: all but the last one, which the first round reads if there is one."""
+        return len(self.prompt) if self.only_read else len(self.prompt) - 1
+
+    def collects(self, stop: int) -> bool:
+        """Whether hidden states of the prompt's tokens up to ``stop`` are wanted, at least the last one's."""
+        return self.reading is not None and stop > self.reading.reusable(stop, None)
 
     @property
     def arrival_time(self) -> float:

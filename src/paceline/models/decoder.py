@@ -124,13 +124,13 @@ class Decoder(CachedRows):
         for row, _, stop in parts:
             self.num_computed_tokens[row] = stop
 
-    def read_rows(self, parts: Sequence[tuple[int, int, Sequence[int]]]) -> list[Tensor]:
-        """Run tokens that are in no batch -> hidden [tokens, width] of each part.
-
-        parts: (row of the cache, position of the first token, tokens), by ascending row. Passes as in ``prefill``.
-        """
-        device = self.model.device
-        return self.passes.read([Part(row, first, torch.tensor(text, device=device)) for row, first, text in parts])
+    def read(self, batch: Batch, rows: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> list[Tensor]:
+        """Run tokens as ``prefill`` does -> hidden [stops[i] - starts[i], width] of each slot, which has some."""
+        parts = zip(rows, starts, stops, strict=True)
+        hidden = self.passes.read([Part(row, start, batch.text[row, start:stop]) for row, start, stop in parts])
+        for row, stop in zip(rows, stops, strict=True):
+            self.num_computed_tokens[row] = stop
+        return hidden
 
     def copy_row(self, source: int, destination: int, length: int) -> None:
         super().copy_row(source, destination, length)

@@ -18,14 +18,12 @@ _MAX_RETRY_AFTER_S = 60
 class PromptCost(NamedTuple):
     """Upper bound of what one prompt costs the engine.
 
-    answers: sequences sampled for the prompt. made: maximum of new tokens per sequence. read: prompt tokens to prefill,
-    counted twice if the prompt is also scored. scored: whether the prompt's own log-probabilities are computed.
+    answers: sequences sampled for the prompt. made: maximum of new tokens per sequence. read: prompt tokens to prefill.
     """
 
     answers: int
     made: int
     read: int
-    scored: bool = False
 
     @property
     def tokens(self) -> int:
@@ -66,34 +64,23 @@ class _Units:
 class AdmissionTicket:
     """Admission granted to one prompt. It is released sequence by sequence as the engine finishes them.
 
-    The prompt's own tokens are released with the last sequence, or once the prompt is scored if that happens later.
+    The prompt's own tokens are released with the last sequence.
     """
 
     def __init__(self, admission: Admission, client: str, cost: PromptCost) -> None:
         self._admission, self._client, self._cost = admission, client, cost
-        self._running = self._inside = cost.answers
-        self._unscored = cost.scored
+        self._inside = cost.answers
 
     def end(self, answers: int) -> None:
         """Release ``answers`` finished sequences."""
-        self._running = max(0, self._running - answers)
-        self._give_back()
-
-    def scored(self) -> None:
-        """Record that the prompt's log-probabilities are computed."""
-        self._unscored = False
-        self._give_back()
+        done = min(self._inside, answers)
+        self._inside -= done
+        if done:
+            self._admission.leave(self._client, done, done * self._cost.made + (0 if self._inside else self._cost.read))
 
     def close(self) -> None:
         """Release everything that is still admitted."""
-        self._running, self._unscored = 0, False
-        self._give_back()
-
-    def _give_back(self) -> None:
-        inside = max(self._running, int(self._unscored))
-        done, self._inside = self._inside - inside, inside
-        if done:
-            self._admission.leave(self._client, done, done * self._cost.made + (0 if inside else self._cost.read))
+        self.end(self._inside)
 
 
 class Admission:

@@ -9,14 +9,15 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 
 from paceline.config import COMPLETION_MAX_TOKENS, SamplingParams, StructuredOutputs
-from paceline.core.outputs import CompletionOutput, RequestOutput, TokenLogprob
+from paceline.core.outputs import CompletionOutput, RequestOutput
 from paceline.engine.engine import Request
+from paceline.engine.scoring import PromptScores
 from paceline.models.tokenizer import Detokenizer
 from paceline.server import errors
 from paceline.server.context import Context, RequestOptions, StreamUsage, log_request, usage_of
 from paceline.server.delta import Delta, Update
-from paceline.server.generation import Generation, together
-from paceline.server.logprobs import completion_logprobs, joined, prompt_logprobs
+from paceline.server.generation import Generation
+from paceline.server.logprobs import completion_logprobs, joined
 from paceline.server.protocol import CompletionRequest, GenerationRequest
 from paceline.server.replies import (
     AnswerMetrics,
@@ -48,8 +49,8 @@ class PromptEcho:
 class CompletionJob:
     """One validated request, ready for the engine.
 
-    tokens: token ids per prompt. structure: form of the completions, not yet compiled. echoes: one per prompt if the
-    request has ``echo``, else empty.
+    tokens: token ids per prompt. structure: form of the completions, not yet compiled. echoes: by number of the prompt,
+    if the request has ``echo``.
     """
 
     context: Context
@@ -60,7 +61,7 @@ class CompletionJob:
     structure: StructuredOutputs | None
     id: str = field(init=False)
     created: int = field(init=False)
-    echoes: list[PromptEcho] = field(default_factory=list)
+    echoes: dict[int, PromptEcho] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.id, self.created = self.context.new_id("cmpl"), int(time.time())
@@ -76,10 +77,8 @@ class CompletionJob:
         tokens = [await _encode(context, prompt, body.suffix) for prompt in body.prompts]
         if body.suffix:
             params = context.infill.ended(params)
-        requests = await context.requests(tokens, params, options)
-        if body.echo and body.logprobs is not None and params.adapter is not None:
-            raise errors.invalid(f"the prompt's log-probabilities are those of {context.model_name!r} only", "echo")
-        context.check_logprobs(requests, body.logprobs, read=bool(body.echo), made=_max_tokens(body) > 0)
+        requests = [_echoed(body, request) for request in await context.requests(tokens, params, options)]
+        context.check_logprobs(requests, body.logprobs, read=bool(body.echo))
         structure = await context.in_thread(lambda: _structure(body, params))
         return cls(context, body, tokens, requests, options, structure)
 
@@ -88,10 +87,11 @@ class CompletionJob:
     async def answer(self) -> bytes:
         """Generate all completions and return the whole response as JSON. Raises ApiError."""
         async with self._generation() as generation:
-            await self._echo_prompts(generation)
-            outputs = await generation.finish() or self._empty_outputs()
+            outputs = await self._finished(generation)
+        if self.body.echo:
+            self.echoes = {number: await self._echo_prompt(number) for number in range(len(self.requests))}
         log_request(self.id, outputs, self.body.user)
-        entries = generation.made * _entries(self.body) + self._echoed(len(self.echoes))
+        entries = generation.made * _entries(self.body) + sum(map(self._echo_entries, range(len(self.requests))))
         return await self.context.written(functools.partial(self._completion, outputs), entries)
 
     def _completion(self, outputs: Sequence[RequestOutput]) -> Completion:
@@ -105,21 +105,21 @@ class CompletionJob:
         return document
 
     def _generation(self) -> AbstractAsyncContextManager[Generation]:
-        scored = bool(self.body.echo) and self.body.logprobs is not None
-        form = AnswerForm(self.structure)
-        return self.context.generate(self.requests, self.options, only_read=self._only_read, scored=scored, form=form)
+        return self.context.generate(self.requests, self.options, form=AnswerForm(self.structure))
 
     @property
     def _only_read(self) -> bool:
         return _max_tokens(self.body) == 0
 
-    def _echoed(self, echoes: int) -> int:
-        """Tokens and log-probabilities in the first ``echoes`` echoes, which every completion repeats."""
-        return sum(map(len, self.tokens[:echoes])) * (self.body.n or 1) * _entries(self.body)
+    def _echo_entries(self, number: int) -> int:
+        """Tokens and log-probabilities in the echo of a prompt, which every completion repeats."""
+        return len(self.tokens[number]) * (self.body.n or 1) * _entries(self.body) if self.body.echo else 0
 
-    def _empty_outputs(self) -> list[RequestOutput]:
-        """Outputs of a request with max_tokens = 0, which returns only its prompt."""
-        n = self.body.n or 1
+    async def _finished(self, generation: Generation) -> list[RequestOutput]:
+        """Return the finished outputs; with max_tokens = 0 those without tokens, once the prompts are read."""
+        outputs, n = await generation.finish(), self.body.n or 1
+        if not self._only_read:
+            return outputs
         return [
             RequestOutput(
                 request.request_id or "",
@@ -132,7 +132,7 @@ class CompletionJob:
 
     def _whole(self, number: int, place: int, answer: CompletionOutput) -> CompletionChoice:
         delta = replace(Delta.whole(answer), index=place)
-        echo = self.echoes[number] if self.echoes else None
+        echo = self.echoes.get(number)
         choice = self._choice(number, delta, offset=len(echo.text) if echo else 0)
         if echo is not None:
             choice.text = echo.text + choice.text
@@ -146,32 +146,30 @@ class CompletionJob:
         """Yield server-sent events as tokens are generated. Raises ApiError."""
         offsets: dict[int, int] = {}
         async with self._generation() as generation:
-            await self._echo_prompts(generation)
             if not self._only_read:
                 async for events in self._generated_events(generation, offsets):
                     yield events
-            outputs = [generation.outputs[number] for number in sorted(generation.outputs)] or self._empty_outputs()
+            outputs = await self._finished(generation)
         log_request(self.id, outputs, self.body.user)
         if self._only_read:  # the engine has already finished, however slowly the client reads
-            async for events in self._echo_events(offsets):
-                yield events
+            for number in range(len(self.requests)):
+                yield await self._echo_event(number, offsets)
             yield await self.context.events(lambda: self._final_chunks(outputs), 0)
         if self.body.include_usage:
             yield await self.context.events(lambda: [self._document([], usage=usage_of(self.tokens, outputs))], 0)
 
     async def _generated_events(self, generation: Generation, offsets: dict[int, int]) -> Events:
-        async for events in self._echo_events(offsets):
-            yield events
         stream_usage = StreamUsage(sum(map(len, self.tokens)))
         async for update in generation.updates():
+            if self.body.echo and update.number not in self.echoes:
+                yield await self._echo_event(update.number, offsets)
             chunks = functools.partial(self._chunks, update, offsets, stream_usage)
             yield await self.context.events(chunks, update.entries)
 
-    async def _echo_events(self, offsets: dict[int, int]) -> Events:
-        """Events for the echoed prompts, one after the other."""
-        for number in range(len(self.echoes)):
-            echo = functools.partial(self._echo, number, offsets)
-            yield await self.context.events(echo, self._echoed(number + 1) - self._echoed(number))
+    async def _echo_event(self, number: int, offsets: dict[int, int]) -> bytes:
+        """Return the events that echo a prompt, whose log-probabilities are known before its first token."""
+        self.echoes[number] = await self._echo_prompt(number)
+        return await self.context.events(functools.partial(self._echo, number, offsets), self._echo_entries(number))
 
     def _echo(self, number: int, offsets: dict[int, int]) -> list[Completion]:
         echo, documents = self.echoes[number], []
@@ -232,28 +230,12 @@ class CompletionJob:
         top = self.body.logprobs
         if top is None:
             return None
-        return completion_logprobs(self.context.spelling, delta.logprobs, delta.pieces, offset, top)
+        spelling = self.context.spelling
+        return completion_logprobs(spelling, delta.token_ids, delta.logprobs, delta.pieces, offset, top)
 
-    async def _echo_prompts(self, generation: Generation) -> None:
-        if not self.body.echo:
-            return
-        pairs = zip(self.requests, self.body.prompts, strict=True)
-        self.echoes = await together([self._echo_prompt(request, prompt) for request, prompt in pairs])
-        generation.scored()
-
-    async def _echo_prompt(self, request: Request, prompt: str | list[int]) -> PromptEcho:
-        text_or_none = prompt if isinstance(prompt, str) else None
-        pieces = await self.context.in_thread(_pieces, self.context, request.prompt_token_ids)
-        text = "".join(pieces) if text_or_none is None else text_or_none
-        return PromptEcho(text, await self._prompt_logprobs(request, pieces))
-
-    async def _prompt_logprobs(self, request: Request, pieces: Sequence[str]) -> CompletionLogprobs | None:
-        top = self.body.logprobs
-        if top is None:
-            return None
-        scored: list[TokenLogprob] = await self.context.service.score(request, top)
-        tokens, spelling = request.prompt_token_ids, self.context.spelling
-        return await self.context.in_thread(prompt_logprobs, spelling, tokens, scored, pieces, top)
+    async def _echo_prompt(self, number: int) -> PromptEcho:
+        request, prompt = self.requests[number], self.body.prompts[number]
+        return await self.context.in_thread(_echo_of, self.context, request, prompt, self.body.logprobs)
 
 
 def extras_of(delta: Delta) -> Extras:
@@ -296,9 +278,22 @@ def _max_tokens(body: CompletionRequest) -> int:
     return max_tokens
 
 
-def _pieces(context: Context, tokens: Sequence[int]) -> list[str]:
-    """The text that each token adds."""
-    growing = Detokenizer(context.tokenizer)
+def _echoed(body: CompletionRequest, request: Request) -> Request:
+    """Return the request with what its echo needs."""
+    tokens, top = request.prompt_token_ids, body.logprobs if body.echo else None
+    reading = None if top is None or len(tokens) < 2 else PromptScores(tokens, top)
+    return replace(request, reading=reading, only_read=_max_tokens(body) == 0)
+
+
+def _echo_of(context: Context, request: Request, prompt: str | list[int], top: int | None) -> PromptEcho:
+    """Return the echo of a prompt that was read. top: log-probabilities per token; None: none at all."""
+    growing, tokens = Detokenizer(context.tokenizer), request.prompt_token_ids
     pieces = [growing.push(token) for token in tokens]
     pieces[-1] += growing.finish()
-    return pieces
+    text = prompt if isinstance(prompt, str) else "".join(pieces)
+    if top is None:
+        return PromptEcho(text, None)
+    scored = request.reading.logprobs if isinstance(request.reading, PromptScores) else [None]
+    echo = PromptEcho(text, completion_logprobs(context.spelling, tokens, scored, pieces, 0, top))
+    scored.clear()  # many times the size of the prompt, whose request lives as long as its answers
+    return echo

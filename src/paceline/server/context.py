@@ -22,7 +22,7 @@ from paceline.config import SamplingParams, ServerConfig
 from paceline.core.outputs import Metrics, RequestOutput
 from paceline.engine.chat import ChatPrompt
 from paceline.engine.engine import Request
-from paceline.engine.scoring import EmbeddedText
+from paceline.engine.scoring import EMBEDDED, PooledStates
 from paceline.errors import PacelineError, RequestError
 from paceline.models.infill import InfillMarkers
 from paceline.models.tokenizer import Tokenizer
@@ -31,7 +31,7 @@ from paceline.server.admission import Admission, AdmissionLimits, AdmissionTicke
 from paceline.server.clients import client_of
 from paceline.server.delta import Delta
 from paceline.server.documents import event, written, written_in_pieces
-from paceline.server.generation import Generation, time_limit, together
+from paceline.server.generation import Generation, time_limit
 from paceline.server.limits import MAX_LOGPROB_ENTRIES
 from paceline.server.logprobs import Spelling
 from paceline.server.metrics import Meter
@@ -260,20 +260,17 @@ class Context:
         self.llm.engine.check(request)
         return request
 
-    def check_logprobs(
-        self, requests: Sequence[Request], top: int | None, *, read: bool = False, made: bool = True
-    ) -> None:
+    def check_logprobs(self, requests: Sequence[Request], top: int | None, *, read: bool = False) -> None:
         """Raise ApiError (400) if the reply would hold too many log-probabilities.
 
         top: log-probabilities per token besides its own (None: none at all). read: include the prompts' tokens.
-        made: include the answers' tokens.
         """
         if top is None:
             return
         positions = sum(
             cost.answers * (cost.made + read * len(request.prompt_token_ids))
             for request in requests
-            for cost in [self._cost(request, only_read=not made, scored=False)]
+            for cost in [self._cost(request)]
         )
         if positions * (1 + top) > MAX_LOGPROB_ENTRIES:
             message = (
@@ -288,25 +285,23 @@ class Context:
         requests: Sequence[Request],
         options: RequestOptions,
         *,
-        only_read: bool = False,
-        scored: bool = False,
         form: AnswerForm | None = None,
     ) -> AsyncIterator[Generation]:
         """Admit the requests together, submit them to the engine and yield their ``Generation``.
 
-        only_read: nothing is generated (max_tokens = 0). scored: the prompts' log-probabilities are computed, too.
+        Those that only read their prompt, and collect nothing from it, are not submitted.
         form: what the answers must look like, compiled before they are submitted. Raises ApiError.
         """
-        costs = [self._cost(each, only_read, scored) for each in requests]
+        costs = [self._cost(each) for each in requests]
         if len(requests) == 1:
             self._compare(requests[0].prompt_token_ids, options.client)
         generation = None
         async with self._admitted(costs, options) as (tickets, key_usage):
             try:
                 constrained = await structured(self.llm, requests, form or AnswerForm(), options.arrival)
-                generation = Generation(
-                    self.service, [] if only_read else zip(constrained, tickets, strict=True), options.streaming
-                )
+                pairs = zip(constrained, tickets, strict=True)
+                wanted = [pair for pair in pairs if pair[0].reading is not None or not pair[0].only_read]
+                generation = Generation(self.service, wanted, options.streaming)
                 async with generation:
                     yield generation
             finally:
@@ -350,19 +345,26 @@ class Context:
     async def embedding_width(self) -> int:
         """Numbers in an embedding of this model."""
         if self._embedding_width is None:
-            self._embedding_width = len(await self.service.embed(EmbeddedText([0])))
+            text = PooledStates([0])
+            await self._read([Request([0], EMBEDDED, request_id=self.new_id("text"), reading=text, only_read=True)])
+            self._embedding_width = len(text.vector)
         return self._embedding_width
 
-    async def embed(self, texts: Sequence[EmbeddedText], options: RequestOptions) -> list[list[float]]:
-        """Return the embeddings of texts; together they count as one answer without tokens. Raises ApiError."""
-        cost = PromptCost(answers=1, made=0, read=sum(len(text.token_ids) for text in texts))
+    async def embed(self, requests: Sequence[Request], options: RequestOptions) -> None:
+        """Read the texts of requests to embed; together they count as one answer without tokens. Raises ApiError."""
+        cost = PromptCost(answers=1, made=0, read=sum(len(request.prompt_token_ids) for request in requests))
         async with self._admitted([cost], options):
-            return await together([self.service.embed(text) for text in texts])
+            await self._read(requests)
 
-    def _cost(self, request: Request, only_read: bool, scored: bool) -> PromptCost:
-        size, params = len(request.prompt_token_ids), request.params
-        made = 0 if only_read else min(params.max_tokens, self.llm.engine.max_model_len - size)
-        return PromptCost(params.answers, made, size * (scored + (not only_read)), scored)
+    async def _read(self, requests: Sequence[Request]) -> None:
+        """Run requests that only read their prompts, without admission."""
+        async with Generation(self.service, [(request, None) for request in requests], streaming=False) as generation:
+            await generation.finish()
+
+    def _cost(self, request: Request) -> PromptCost:
+        params, size = request.params, len(request.prompt_token_ids)
+        made = 0 if request.only_read else min(params.max_tokens, self.llm.engine.max_model_len - size)
+        return PromptCost(params.answers, made, size if made or request.reading else 0)
 
     def close(self) -> None:
         """Stop the worker threads. Pending work is cancelled."""

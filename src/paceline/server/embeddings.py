@@ -12,7 +12,8 @@ from typing import Annotated, Literal, cast
 from pydantic import BaseModel, Field
 
 from paceline.config import PoolingName
-from paceline.engine.scoring import EmbeddedText
+from paceline.engine.engine import Request
+from paceline.engine.scoring import EMBEDDED, PooledStates
 from paceline.server import errors, limits
 from paceline.server.context import Context, RequestOptions
 from paceline.server.protocol import ApiRequest, Label, Positive, TokenIds, some
@@ -79,7 +80,8 @@ class EmbeddingJob:
 
     context: Context
     body: EmbeddingRequest
-    texts: list[EmbeddedText]
+    requests: list[Request]
+    texts: list[PooledStates]
     options: RequestOptions
 
     @classmethod
@@ -92,24 +94,28 @@ class EmbeddingJob:
             )
         options = RequestOptions(client, body.priority or 0, time.monotonic(), body.timeout, streaming=False)
         tokens = [await context.encode(text) if isinstance(text, str) else text for text in body.inputs]
-        for each in tokens:
-            context.llm.engine.check_embedded(each)
-        await _check_size(context, body, len(tokens))
-        texts = [
-            EmbeddedText(
-                each,
+        texts = [PooledStates(each, body.pooling) for each in tokens]
+        requests = [
+            Request(
+                each.token_ids,
+                EMBEDDED,
                 request_id=context.new_id("text"),
                 client=client,
                 priority=options.priority,
-                pooling=body.pooling,
+                reading=each,
+                only_read=True,
             )
-            for each in tokens
+            for each in texts
         ]
-        return cls(context, body, texts, options)
+        for request in requests:
+            context.llm.engine.check(request)
+        await _check_size(context, body, len(tokens))
+        return cls(context, body, requests, texts, options)
 
     async def answer(self) -> bytes:
         """Return the whole response as JSON. Raises ApiError."""
-        vectors = await self.context.embed(self.texts, self.options)
+        await self.context.embed(self.requests, self.options)
+        vectors = [text.vector.tolist() for text in self.texts]
         return await self.context.written(lambda: self._document(vectors), sum(map(len, vectors)))
 
     def _document(self, vectors: Sequence[list[float]]) -> EmbeddingList:

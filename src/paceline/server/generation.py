@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -31,7 +31,7 @@ class Generation:
     """
 
     def __init__(
-        self, service: EngineService, requests: Iterable[tuple[Request, AdmissionTicket]], streaming: bool
+        self, service: EngineService, requests: Iterable[tuple[Request, AdmissionTicket | None]], streaming: bool
     ) -> None:
         self._service = service
         self._inbox = Mailbox()
@@ -55,11 +55,6 @@ class Generation:
         for submission in self._open.values():
             assert submission.request.request_id is not None
             self._service.abort(submission.request.request_id)
-
-    def scored(self) -> None:
-        """Release the admission of scored prompts: their log-probabilities are computed."""
-        for submission in self._submissions:
-            submission.ticket.scored()
 
     async def updates(self) -> AsyncIterator[Update]:
         """Yield updates until all prompts are finished. Raises ApiError if one fails."""
@@ -89,16 +84,6 @@ async def time_limit(seconds: float | None) -> AsyncIterator[None]:
         if limit.expired() and seconds is not None:
             raise errors.timed_out(seconds) from None
         raise
-
-
-async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results of all coroutines, run at the same time. The first that raises ends the others."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(each) for each in work]
-    except BaseExceptionGroup as several:
-        raise several.exceptions[0] from None
-    return [task.result() for task in tasks]
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -33,36 +33,31 @@ def _finite(logprob: float) -> float:
 
 
 def completion_logprobs(
-    spelling: Spelling, entries: Sequence[TokenLogprob], pieces: Sequence[str], offset: int, top: int
+    spelling: Spelling,
+    token_ids: Sequence[int],
+    entries: Sequence[TokenLogprob | None],
+    pieces: Sequence[str],
+    offset: int,
+    top: int,
 ) -> CompletionLogprobs:
     """Build the completion format.
 
-    entries, pieces: log-probabilities and added text per token. offset: characters of the answer before them.
-    top: likeliest tokens to list per token.
+    entries, pieces: log-probabilities and added text per token; None for a prompt's first token.
+    offset: characters of the answer before them. top: likeliest tokens to list per token.
     """
     offsets = []
     for piece in pieces:
         offsets.append(offset)
         offset += len(piece)
-    best = [{spelling.unique(token): _finite(value) for token, value in entry.top[:top]} for entry in entries]
+
+    def likeliest(entry: TokenLogprob | None) -> dict[str, float] | None:
+        return None if entry is None else {spelling.unique(token): _finite(lp) for token, lp in entry.top[:top]}
+
     return CompletionLogprobs(
-        tokens=[spelling.unique(entry.token_id) for entry in entries],
-        token_logprobs=[_finite(entry.logprob) for entry in entries],
-        top_logprobs=list(best) if top else None,
+        tokens=[spelling.unique(token) for token in token_ids],
+        token_logprobs=[None if entry is None else _finite(entry.logprob) for entry in entries],
+        top_logprobs=[likeliest(entry) for entry in entries] if top else None,
         text_offset=offsets,
-    )
-
-
-def prompt_logprobs(
-    spelling: Spelling, token_ids: Sequence[int], scored: Sequence[TokenLogprob], pieces: Sequence[str], top: int
-) -> CompletionLogprobs:
-    """Build the completion format of a prompt. scored: its tokens but the first, which has no log-probability."""
-    rest = completion_logprobs(spelling, scored, pieces[1:], len(pieces[0]), top)
-    return CompletionLogprobs(
-        tokens=[spelling.unique(token_ids[0]), *rest.tokens],
-        token_logprobs=[None, *rest.token_logprobs],
-        top_logprobs=None if rest.top_logprobs is None else [None, *rest.top_logprobs],
-        text_offset=[0, *rest.text_offset],
     )
 
 

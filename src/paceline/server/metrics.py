@@ -98,7 +98,7 @@ class Meter:
         self._since_line: list[RoundRecord] = []
         self._line_at = 0.0
         self._rounds = self._running = self._waiting = self._capacity = 0
-        self._filled = CacheUsage(0, 0, 0, 0)
+        self._filled = CacheUsage(0, 0, 0)
         self._arithmetic: Arithmetic | None = None
         self._make_counters()
         self._make_gauges()
@@ -141,7 +141,7 @@ class Meter:
         self._usage_gauge = gauge("kv_cache_usage_perc", "KV cache usage by running sequences; 1 is 100 percent.")
         self._bytes_gauge = Gauge(
             "paceline:kv_cache_bytes",
-            "KV cache memory in bytes: of running sequences, of cached prefixes, of scored prompts.",
+            "KV cache memory in bytes: of running sequences, of cached prefixes.",
             ("held_for",),
             registry=self.registry,
         )
@@ -205,11 +205,7 @@ class Meter:
         self._waiting_gauge.set(len(scheduler.waiting))
         self._usage_gauge.set(filled.fraction)
         self._limit_gauge.set(filled.limit_bytes)
-        for kind, size in (
-            ("rows", filled.row_bytes),
-            ("prefixes", filled.prefix_bytes),
-            ("scored", filled.scoring_bytes),
-        ):
+        for kind, size in (("rows", filled.row_bytes), ("prefixes", filled.prefix_bytes)):
             self._bytes_gauge.labels(kind).set(size)
 
     def record_round(self, engine: Engine) -> None:
@@ -325,7 +321,7 @@ class Meter:
                 waiting=self._waiting,
                 capacity=self._capacity,
                 cache_usage=self._filled.fraction,
-                cache_bytes=self._filled.row_bytes + self._filled.prefix_bytes + self._filled.scoring_bytes,
+                cache_bytes=self._filled.row_bytes + self._filled.prefix_bytes,
                 cache_limit_bytes=self._filled.limit_bytes,
                 num_speculative_tokens=recent[-1].k if recent else 0,
                 acceptance_rate=acceptance,

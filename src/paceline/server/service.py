@@ -11,15 +11,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from tqdm import tqdm
 
 from paceline.config import SamplingParams, ServerConfig
 from paceline.config.ranges import check
-from paceline.core.outputs import RequestOutput, TokenLogprob
+from paceline.core.outputs import RequestOutput
 from paceline.engine.engine import Request
-from paceline.engine.scoring import EmbeddedText, ScoredText
 from paceline.engine.utilisation import arithmetic_of
 from paceline.errors import PacelineError, RankError
 from paceline.models.base import SharedModel
@@ -43,13 +42,14 @@ _PEAK_SECONDS = 0.05  # time to measure the processor's peak; a benchmark takes 
 class Submission:
     """A prompt submitted to the engine, with its admission and the mailbox for its updates.
 
+    ticket: None for a text that is admitted together with others.
     streaming: deliver updates after every round instead of once at the end.
     output: the engine's output object, once the engine has accepted the request.
     """
 
     number: int
     request: Request
-    ticket: AdmissionTicket
+    ticket: AdmissionTicket | None
     inbox: Mailbox
     streaming: bool
     output: RequestOutput | None = None
@@ -119,7 +119,6 @@ class EngineService:
         meter.watch_steps(self.step_seconds)
         self._inbox = _Inbox()
         self._live: dict[str, _LiveRequest] = {}
-        self._scorings: dict[ScoredText, asyncio.Future[Any]] = {}
         self._llm: LLM | None = None
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -165,35 +164,6 @@ class EngineService:
     def fail_all(self, error: errors.ApiError) -> None:
         """Fail all unfinished requests with ``error``."""
         self._inbox.put(lambda: self._fail_all(error))
-
-    async def score(self, request: Request, top: int) -> list[TokenLogprob]:
-        """Return the log-probabilities of a prompt's tokens except the first.
-
-        top: likeliest tokens to return per token. Prompts are scored between rounds, several in one forward pass;
-        clients take turns.
-        """
-        if len(request.prompt_token_ids) < 2:
-            return []
-        text = ScoredText(
-            request.prompt_token_ids,
-            top,
-            self.engine.scope_of(request.params),
-            request_id=str(request.request_id),
-            client=request.client,
-            priority=request.priority,
-        )
-        logprobs: list[TokenLogprob] = await self._read(text)
-        return logprobs
-
-    async def embed(self, text: EmbeddedText) -> list[float]:
-        """Return the embedding of a text. It is read as prompts that are scored are."""
-        vector: list[float] = await self._read(text)
-        return vector
-
-    async def _read(self, text: ScoredText) -> Any:
-        result: asyncio.Future[Any] = self._loop.create_future()
-        self._inbox.put(lambda: self._add_scoring(text, result))
-        return await result
 
     async def stop(self) -> None:
         """End the thread after the current round. Unfinished requests fail."""
@@ -259,8 +229,8 @@ class EngineService:
         check(seconds in (0, ServerConfig.capture_seconds), "capture_seconds", seconds, allowed)
 
     def _turn(self) -> None:
-        """Run all queued commands, then one round and one scoring pass."""
-        idle = not self.engine.busy and not self._scorings
+        """Run all queued commands, then one round."""
+        idle = not self.engine.busy
         if idle:
             self._step_began = None
         commands = self._inbox.take(wait=idle)
@@ -269,8 +239,6 @@ class EngineService:
             command()
         if self.engine.busy:
             self._round()
-        if self._scorings:
-            self._score_some()
         self.meter.update_gauges(self.engine)
 
     def _round(self) -> None:
@@ -292,7 +260,11 @@ class EngineService:
         Admissions are released without waiting for clients.
         """
         live = [(each, output) for output in changed if (each := self._live.get(output.request_id)) is not None]
-        ended = [(each.submission.ticket, count) for each, output in live if (count := _newly_finished(each, output))]
+        ended = [
+            (ticket, count)
+            for each, output in live
+            if (count := _newly_finished(each, output)) and (ticket := each.submission.ticket) is not None
+        ]
         updates = [
             (each.submission, item) for each, output in live if (item := self._update_for(each, output)) is not None
         ]
@@ -317,7 +289,7 @@ class EngineService:
             for ticket, count in ended:
                 ticket.end(count)
             for submission, item in updates:
-                if isinstance(item, errors.ApiError):
+                if isinstance(item, errors.ApiError) and submission.ticket is not None:
                     submission.ticket.close()
                 submission.inbox.put(item)
 
@@ -351,65 +323,10 @@ class EngineService:
         for name in names:
             self.engine.abort(name)
         self._fail(names, error)
-        self._fail_scorings(list(self._scorings), error)
 
     def _stop(self) -> None:
         self._fail_all(errors.unavailable("the server is shutting down", "shutting_down"))
         self._stopping = True
-
-    def _add_scoring(self, text: ScoredText, result: asyncio.Future[Any]) -> None:
-        self._scorings[text] = result
-        try:
-            self.engine.scorer.add([text])
-        except Exception as error:  # noqa: BLE001 (it is logged)
-            self._scoring_failed(error)
-
-    def _score_some(self) -> None:
-        """Run one scoring pass. Prompts whose request was cancelled are dropped first."""
-        self._forget_scorings([text for text, result in self._scorings.items() if result.cancelled()])
-        try:
-            ended = self.engine.score_some(awaited=self.engine.scheduler.watched)
-        except RankError:
-            raise
-        except Exception as error:  # noqa: BLE001 (it is logged)
-            self._scoring_failed(error)
-            return
-        for text in ended:
-            self._settle(text, text.vector.tolist() if isinstance(text, EmbeddedText) else text.logprobs)
-
-    def _scoring_failed(self, error: Exception) -> None:
-        """Fail the prompts that the scorer had begun.
-
-        If it had begun none, fail all of them: the same error would occur again.
-        """
-        log.error("log-probabilities of prompts failed", exc_info=error)
-        waiting = set(self.engine.scorer.waiting)
-        begun = [text for text in self._scorings if text not in waiting]
-        self._fail_scorings(begun or list(self._scorings), errors.failed(error))
-
-    def _fail_scorings(self, texts: Sequence[ScoredText], error: errors.ApiError) -> None:
-        for text in texts:
-            self._settle(text, error)
-        self._forget_scorings(texts)
-
-    def _forget_scorings(self, texts: Sequence[ScoredText]) -> None:
-        if texts:
-            self.engine.scorer.drop(texts)
-        for text in texts:
-            self._scorings.pop(text, None)
-
-    def _settle(self, text: ScoredText, outcome: list[TokenLogprob] | list[float] | errors.ApiError) -> None:
-        result = self._scorings.pop(text)
-
-        def settle() -> None:
-            if result.done():
-                return
-            if isinstance(outcome, errors.ApiError):
-                result.set_exception(outcome)
-            else:
-                result.set_result(outcome)
-
-        self._call(settle)
 
 
 def _newly_finished(live: _LiveRequest, output: RequestOutput) -> int:

@@ -18,9 +18,10 @@ from head_support import tiny_head
 from model_support import FOREIGN, NATIVE, random_tokens, tiny
 from models.parallel.ranks import POSITIONS, TOYS, in_threads, params, prompts, toy, write
 from paceline import LLM
-from paceline.config import EngineConfig, EngineOptions
+from paceline.config import EngineConfig, EngineOptions, SamplingParams
 from paceline.core.outputs import RequestOutput
-from paceline.engine.scoring import ScoredText
+from paceline.engine.engine import Request
+from paceline.engine.scoring import PromptScores
 from paceline.errors import ParameterError, RankError
 from paceline.kernels.attention.padded import PaddedAttention
 from paceline.lengths import FixedLength
@@ -178,11 +179,12 @@ def test_texts_are_scored_and_single_passes_run(tmp_path: Path) -> None:
         torch.testing.assert_close(engine.next_logits(range(9)), expected.next_logits(range(9)), rtol=2e-4, atol=2e-4)
         told = []
         for each in (engine, expected):
-            text = ScoredText(list(range(40)))
-            each.scorer.add([text])
-            while not text.finished:
-                each.score_some()
-            told.append([token.logprob for token in text.logprobs])
+            text = PromptScores(list(range(40)))
+            each.add(Request(text.token_ids, SamplingParams(), reading=text, only_read=True))
+            while each.busy:
+                each.step()
+            told.append([token.logprob for token in text.logprobs if token is not None])
+            assert len(told[-1]) == 39
     assert told[0] == pytest.approx(told[1], abs=1e-4)
 
 
