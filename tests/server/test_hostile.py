@@ -4,7 +4,7 @@ During each attack another process polls /health: the 99th percentile of its res
 A second one asks ordinary questions on four routes: all are answered as before the attack (``honest.py``).
 Afterwards the server's memory is the same within 10 %, and a seeded request gets the same answer.
 
-``python -m pytest -m slow tests/server/test_hostile.py tests/server/test_floods.py -s`` prints the figures.
+``python -m pytest -m slow tests/server/test_hostile.py tests/server/test_floods.py`` ends with a table of the figures.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import httpx
 import pytest
 
-from honest import HonestClient, check_honest
+from honest import HonestClient, check_honest, note
 from polling import wait_until
 from served import HealthProbe, Served, check_health, resident
 from web import client as web
@@ -74,7 +74,7 @@ def unharmed(served: Served, name: str) -> Iterator[None]:
         figures = probe.figures() | honest.figures()
     wait_until_idle(served)
     figures |= {"resident_mib_before": round(before / 2**20), "grown": round(resident(served) / before - 1, 3)}
-    print(json.dumps({"attack": name, **figures}))
+    note(name, figures)
     assert texts(served) == expected
     check_honest(figures)
     check_health(figures)
