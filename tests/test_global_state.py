@@ -25,7 +25,6 @@ from paceline import LLM, SamplingParams
 from paceline.config import ServerConfig
 from paceline.engine.engine import Engine
 from paceline.kernels import native
-from paceline.models.base import Model
 from paceline.transformers import generate
 from server_support import save_model, start
 from toy import ToyModel, make_engine, run, tiny_llama_of_transformers, tiny_native
@@ -94,27 +93,27 @@ def test_an_engine_with_a_head_changes_no_global_state(tmp_path: Path, kind: str
         llm.generate(PROMPTS, SAMPLED, use_tqdm=False)
 
 
-def native_pair() -> tuple[Model, Any]:
+def native_pair() -> tuple[Any, Any]:
     needs_kernels()
     return tiny_native(1), tiny_native(2)
 
 
-def native_head() -> tuple[Model, Any]:
+def native_head() -> tuple[Any, Any]:
     needs_kernels()
     return tiny_native(1), tiny_native_head(tiny_native(1), 72)
 
 
-def assistant() -> tuple[Model, Any]:
+def assistant() -> tuple[Any, Any]:
     needs_kernels()
     target = tiny_native_gemma4()
     return target, tiny_assistant(target)
 
 
-def toys() -> tuple[Model, Any]:
+def toys() -> tuple[Any, Any]:
     return ToyModel(), ToyModel(blur=0.3)
 
 
-KINDS: dict[str, tuple[Callable[[], tuple[Model, Any]], dict[str, Any]]] = {
+KINDS: dict[str, tuple[Callable[[], tuple[Any, Any]], dict[str, Any]]] = {
     "kernels with a draft model": (native_pair, {"drafter": "model"}),
     "kernels with a head": (native_head, {"drafter": "feature"}),
     "an assistant": (assistant, {"drafter": "feature"}),
