@@ -154,6 +154,7 @@ def compare(llm: LLM, arguments: argparse.Namespace) -> dict[str, int]:
                 if what := difference(one, other, arguments.tolerance):
                     counts["different"] += 1
                     print(f"batch seed {seed}: {what} differ: {case}\n  {one}\n  {other}", file=sys.stderr)
+        print(f"after batch seed {seed}: {json.dumps(counts)}", file=sys.stderr, flush=True)
     return counts
 
 
@@ -169,6 +170,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=24)
     parser.add_argument("--tolerance", type=float, default=0.0, help="of log-probabilities; 0: the same bits")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, help="1 where other programs are busy: two wait for each other there")
     arguments = parser.parse_args()
     precision = arguments.precision
     llm = LLM(
@@ -180,6 +182,7 @@ def main() -> None:
         quantization=precision if precision in get_args(QuantizationName) else None,
         max_batch_size=16,
         max_model_len=1024,
+        threads=arguments.threads,
     )
     print(llm.engine.describe(), file=sys.stderr)
     counts = compare(llm, arguments)

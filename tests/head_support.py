@@ -22,6 +22,7 @@ from paceline.drafters.heads.native import NativeHead
 from paceline.drafters.heads.transfer import TransferHead
 from paceline.models.base import AnyModel
 from paceline.models.native import Quantization
+from toy import VOCAB
 
 WIDTH, MLP, HEADS, KV_HEADS, VOCABULARY, DRAFTED = 24, 40, 4, 2, 61, 17
 
@@ -47,6 +48,10 @@ def layers(**fields: Any) -> dict[str, Any]:
         "max_position_embeddings": 64,
         **fields,
     }
+
+
+TAPS = {"eagle_aux_hidden_state_layer_ids": [0, 1]}  # of heads for the tiny Llama
+SHAPE = layers(hidden_size=32, vocab_size=VOCAB)
 
 
 def speculators_config(shape: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
@@ -151,6 +156,26 @@ def write(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tens
     (directory / "config.json").write_text(json.dumps(config))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
     return directory
+
+
+def published(
+    directory: Path, *, flat: bool = False, own_embedding: bool = True, parallel: bool = False, **fields: Any
+) -> Path:
+    """A head for the tiny Llama in either layout."""
+    tensors = random_head(width=32, target_width=32, streams=2, vocabulary=VOCAB, drafted=16, parallel=parallel)
+    if not own_embedding:
+        del tensors["embed_tokens.weight"]
+    fields = {"draft_vocab_size": 16} | TAPS | (PARALLEL if parallel else {}) | fields
+    if flat:
+        return write(directory, flat_config(SHAPE, **fields), flat_names(tensors))
+    return write(directory, speculators_config(SHAPE, **fields), tensors)
+
+
+def published_transfer(directory: Path) -> Path:
+    """A hidden transfer head for the tiny Llama."""
+    fields = TRANSFER | {"draft_vocab_size": 16, "eagle_aux_hidden_state_layer_ids": [1]}
+    tensors = random_transfer(width=32, vocabulary=VOCAB, drafted=16, depth=2)
+    return write(directory, speculators_config(SHAPE | {"num_hidden_layers": 2}, **fields), tensors)
 
 
 def flat_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

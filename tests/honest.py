@@ -23,6 +23,17 @@ ASKED: dict[str, dict[str, Any]] = {
 NEW_EACH_TIME = ("id", "created", "created_at", "usage")
 ADDRESS = "127.0.0.3"  # places are shared between addresses, and the attacks come from others
 TIMEOUT = 60.0  # seconds
+COLUMNS = {  # of the table of all attacks: heading, and the figure below it
+    "requests": "honest",
+    "p50 ms": "honest_ms_p50",
+    "p95 ms": "honest_ms_p95",
+    "max ms": "honest_ms_max",
+    "busy (429)": "refused_as_busy",
+    "lost": "lost",
+    "changed": "changed",
+    "/health p99 ms": "health_ms_p99",
+    "slowness": "slowness",
+}
 RETRY = 0.2  # seconds after which a request that was refused as busy is sent again
 
 
@@ -90,6 +101,22 @@ class HonestClient:
         at = {name: ordered[min(len(ordered) - 1, int(share * len(ordered)))] for name, share in shares.items()}
         times = {f"honest_ms_{name}": round(value, 1) for name, value in at.items()}
         return {"honest": len(ordered), **times, **found}
+
+
+MEASURED: list[tuple[str, dict[str, float]]] = []  # attack and figures, of all tests of this run
+
+
+def note(attack: str, figures: dict[str, float]) -> None:
+    """Print the figures of one attack, and keep them for the table."""
+    MEASURED.append((attack, figures))
+    print(json.dumps({"attack": attack, **figures}))
+
+
+def table() -> list[str]:
+    """Markdown table of what the honest client waited for beside each attack."""
+    lines = [["attack", *COLUMNS], ["---"] + ["---:"] * len(COLUMNS)]
+    lines += [[attack, *(f"{figures[name]:g}" for name in COLUMNS.values())] for attack, figures in MEASURED]
+    return [f"| {' | '.join(line)} |" for line in lines]
 
 
 def check_honest(figures: dict[str, float]) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-import locale
 import pickle
-import random
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -92,29 +90,6 @@ def test_an_llm_made_in_inference_mode_runs_in_and_outside_of_it(attention: str)
             assert tokens(made.generate(PROMPTS, GREEDY, use_tqdm=False)) == wanted
         assert made.score([[1, 2]], [[3]], use_tqdm=False)[0].token_ids == [3]
         assert tokens(made.generate(PROMPTS, GREEDY, use_tqdm=False)) == wanted
-
-
-def global_state() -> tuple[object, ...]:
-    """Global state of the process: random number generators, threads, default dtype, locale."""
-    threads = torch.get_num_threads(), torch.get_num_interop_threads()
-    draws = torch.get_rng_state().tolist(), repr(np.random.get_state()), random.getstate()
-    return *draws, *threads, torch.get_default_dtype(), locale.setlocale(locale.LC_ALL)
-
-
-@pytest.mark.parametrize("drafter", [None, "ngram", "model", "hybrid"])
-@pytest.mark.parametrize("attention", ["padded", "native"])
-@pytest.mark.one_in(5)
-def test_an_engine_changes_no_global_state(attention: str, drafter: str | None) -> None:
-    """For example, ``torch.manual_seed`` must give the same numbers with and without a new engine after it."""
-    if attention == "native" and not native.available():
-        pytest.skip(f"no kernels here: {native.why_none()}")
-    model = tiny(*NATIVE["llama"][:1], NATIVE["llama"][1] | {"head_dim": 16})
-    options: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu", "attention": attention, "drafter": drafter}
-    draft = model if drafter in ("model", "hybrid") else None
-    before = global_state()
-    llm = LLM(model, draft, max_batch_size=2, threads=2, **options)
-    llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-    assert global_state() == before
 
 
 OVERRIDES: dict[str, Callable[[ExitStack], object]] = {

@@ -14,19 +14,12 @@ import torch
 from torch import Tensor
 
 from head_support import (
-    PARALLEL,
-    TRANSFER,
     TRANSFERS,
-    flat_config,
-    flat_names,
-    layers,
-    random_head,
-    random_transfer,
+    published,
+    published_transfer,
     reading_of,
-    speculators_config,
     tiny_head,
     tiny_transfer_head,
-    write,
 )
 from paceline import LLM
 from paceline.config import EngineConfig, SamplingParams
@@ -331,24 +324,6 @@ def test_memory_counts_the_stored_hidden_states() -> None:
     assert 0 < 3 * head.stream_bytes(POSITIONS) <= streams.nbytes
 
 
-TAPS = {"eagle_aux_hidden_state_layer_ids": [0, 1]}
-SHAPE = layers(hidden_size=32, vocab_size=VOCAB)
-
-
-def published(
-    directory: Path, *, flat: bool = False, own_embedding: bool = True, parallel: bool = False, **fields: Any
-) -> Path:
-    """A head for the tiny Llama in either layout."""
-    tensors = random_head(width=32, target_width=32, streams=2, vocabulary=VOCAB, drafted=16, parallel=parallel)
-    if not own_embedding:
-        del tensors["embed_tokens.weight"]
-    fields = {"draft_vocab_size": 16} | TAPS | (PARALLEL if parallel else {}) | fields
-    if flat:
-        return write(directory, flat_config(SHAPE, **fields), flat_names(tensors))
-    config = speculators_config(SHAPE, **fields)
-    return write(directory, config, tensors)
-
-
 def llm_with(head: Path, **options: Any) -> LLM:
     common = {"dtype": "float32", "device": "cpu", "max_batch_size": 2, "attention": "padded", "threads": 1}
     return LLM(tiny_llama_of_transformers(), head, **(common | {"num_speculative_tokens": 3} | options))
@@ -386,15 +361,6 @@ def test_auto_knows_up_to_which_batch_size_a_head_was_measured_to_pay(tmp_path: 
 
 
 @pytest.mark.usefixtures("no_requests")
-@pytest.mark.parametrize("parallel", [False, True])
-def test_an_engine_with_a_head_leaves_the_global_generator_alone(tmp_path: Path, parallel: bool) -> None:
-    head, target = published(tmp_path, parallel=parallel), tiny_llama_of_transformers()
-    before = torch.get_rng_state()
-    accepted(LLM(target, head, dtype="float32", device="cpu", attention="padded", num_speculative_tokens="auto"))
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.usefixtures("no_requests")
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
 def test_a_parallel_heads_directory_is_a_draft_model(tmp_path: Path, rule: str) -> None:
     llm = llm_with(published(tmp_path, parallel=True), drafter="feature", acceptance=rule)
@@ -406,10 +372,7 @@ def test_a_parallel_heads_directory_is_a_draft_model(tmp_path: Path, rule: str) 
 
 @pytest.mark.usefixtures("no_requests")
 def test_a_directory_of_a_head_that_transfers_hidden_states_is_a_draft_model(tmp_path: Path) -> None:
-    shape = layers(hidden_size=32, vocab_size=VOCAB, num_hidden_layers=2)
-    fields = TRANSFER | {"draft_vocab_size": 16, "eagle_aux_hidden_state_layer_ids": [1]}
-    tensors = random_transfer(width=32, vocabulary=VOCAB, drafted=16, depth=2)
-    llm = llm_with(write(tmp_path, speculators_config(shape, **fields), tensors), drafter="feature")
+    llm = llm_with(published_transfer(tmp_path), drafter="feature")
     found = accepted(llm)
     assert found[1] > 0
     assert found[0] == accepted(llm.plain())[0]

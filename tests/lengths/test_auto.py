@@ -79,6 +79,23 @@ def test_costs_that_were_measured_wrongly_are_corrected_by_real_rounds() -> None
     assert mean(simulation.asked[300:]) == pytest.approx(best_length(FREE, 0.8, 4), abs=2)
 
 
+@pytest.mark.parametrize("factor", [3, 1 / 3], ids=["too long", "too short"])
+def test_a_table_that_is_wrong_threefold_is_replaced_by_real_rounds_within_50(factor: float) -> None:
+    """The same lengths and speed as with the right table, from round 50 to 150."""
+    right, asked, speed = {"verify": 10.0, "token": 0.5, "draft_step": 0.7}, [], []
+    for scale in (1, factor):
+        simulation = Simulation(linear_costs(**right), lambda row, place: 0.9, seed=3)
+        simulation.rows(16)
+        policy = blind(simulation, linear_costs(**{name: scale * ms for name, ms in right.items()}))
+        simulation.play(policy, 50)
+        began, had = simulation.now, simulation.tokens
+        simulation.play(policy, 100)
+        asked.append(mean(simulation.asked[50:]))
+        speed.append((simulation.tokens - had) / (simulation.now - began))
+    assert asked[1] == pytest.approx(asked[0], abs=1)
+    assert speed[1] > 0.97 * speed[0]
+
+
 @pytest.mark.parametrize("rows", [1, 4, 16])
 @pytest.mark.parametrize("name", ["dear", "draft model"])
 @pytest.mark.one_in(5)

@@ -115,6 +115,18 @@ def test_correction_averages_noise_and_survives_a_pause_of_the_machine() -> None
     assert ms(model, 1, 2) == pytest.approx(true, rel=0.1)
 
 
+@pytest.mark.parametrize("factor", [3.0, 1 / 3])
+def test_three_rounds_that_contradict_the_table_by_more_than_twice_are_believed(factor: float) -> None:
+    """Two may be a pause of the machine."""
+    costs, after = CostModel(TABLE), []
+    plain = costs.times(1, 100).plain
+    for _ in range(3):
+        costs.observe(1, 0, 100, factor * plain)
+        after.append(costs.times(1, 100).plain / plain)
+    assert abs(math.log(after[1])) < math.log(2)
+    assert after[2] == pytest.approx(factor)
+
+
 def test_rows_share_what_they_learn_with_batches_of_about_their_size_only() -> None:
     model = CostModel(linear_costs())
     for _ in range(50):

@@ -7,10 +7,18 @@ from collections.abc import Iterator
 
 import pytest
 
+import honest
 from paceline.config import ServerConfig
 from paceline.core.outputs import RequestOutput
 from paceline.llm import LLM
 from server_support import Live, load, save_model, start
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what the honest client waited for beside each attack, if attacks were run."""
+    if honest.MEASURED:
+        terminalreporter.section("an honest client beside each attack")
+        terminalreporter.write_line("\n".join(honest.table()))
 
 
 @pytest.fixture(scope="session")

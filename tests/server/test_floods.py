@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import os
 import resource
 import selectors
 import socket
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from honest import HonestClient, check_honest
+from honest import HonestClient, check_honest, note
 from served import HealthProbe, Served, check_health, resident
 from web import client as web
 
@@ -65,7 +65,7 @@ class Timer:
         self._over.set()
         self._memory.join()
         found |= {"resident_mib": self._before / 2**20, "grown": self._most / self._before - 1}
-        print(json.dumps(found))
+        note(os.environ["PYTEST_CURRENT_TEST"].rpartition("::")[2].removesuffix(" (call)"), found)
         return found
 
 

@@ -29,9 +29,14 @@ GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/re
 BOUNDED = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
+def config(batches: Path) -> ServerConfig:
+    """All routes are on. batches: directory of files and batches."""
+    return ServerConfig(port=0, served_model_name="tiny", batch_dir=str(batches))
+
+
 @pytest.fixture(scope="module")
-def live(tiny: str) -> Iterator[Live]:
-    yield from start(ServerConfig(port=0, served_model_name="tiny"), tiny)
+def live(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    yield from start(config(tmp_path_factory.mktemp("batches")), tiny)
 
 
 def status_of(case: Any) -> int:
@@ -80,7 +85,7 @@ def test_no_generated_request_causes_a_server_error(live: Live, mode: Generation
 def main(examples: int) -> None:
     """Attack every route; print a line of JSON for each."""
     with tempfile.TemporaryDirectory() as folder:
-        for live in start(ServerConfig(port=0, served_model_name="tiny"), save_model(Path(folder) / "tiny")):
+        for live in start(config(Path(folder) / "batches"), save_model(Path(folder) / "tiny")):
             for mode in GenerationMode:
                 for each in operations(live, mode):
                     statuses, whole = attack(each, mode, examples)

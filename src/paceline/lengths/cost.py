@@ -28,6 +28,10 @@ INITIAL_VARIANCE = 0.03  # of the table's error before the first round: a standa
 # Largest surprise that a round may have, in log units: pauses of the machine count as two standard deviations. With 1.0
 # n-gram drafts ran at 0.989 of the former policies' speed in the simulator, so at 0.994 (docs/log.md).
 _MAX_SURPRISE = 2 * math.sqrt(NOISE)
+# Consecutive rounds off by more than REFUTED, all slower or all faster, after which the last of them is believed. With
+# the filter alone, a table of three times the true times kept 16 rows from drafting for 200 rounds (docs/log.md).
+REFUTING_ROUNDS = 3
+REFUTED = math.log(2)  # twice, or half
 MIN_FACTOR = 0.1  # lower bounds: a time at a short context over the tabulated one, a drafting pass over the first one
 MIN_MS = 1e-6  # lower bound of times whose logarithm is taken
 MAX_FACTOR = 2  # a draft counts as at most twice the mean: pauses of the machine are no information
@@ -168,6 +172,10 @@ class _Correction:
 
     def __init__(self, level: float, slope: float) -> None:
         self.level, self.slope = level, slope
+        self._streak = 0  # consecutive rounds off by more than ``REFUTED``: above 0 slower ones, below 0 faster ones
+        self._reset_variances()
+
+    def _reset_variances(self) -> None:
         # covariance matrix of (level, slope)
         self._level_var, self._covariance, self._slope_var = INITIAL_VARIANCE, 0.0, INITIAL_VARIANCE / 4
 
@@ -178,6 +186,11 @@ class _Correction:
 
     def learn(self, log_tokens: float, surprise: float) -> None:
         """Add a round. log_tokens: log2(1 + draft tokens per row). surprise: its log(measured / predicted)."""
+        side = int(surprise > REFUTED) - int(surprise < -REFUTED)
+        self._streak = self._streak + side if side * self._streak > 0 else side
+        if abs(self._streak) == REFUTING_ROUNDS:
+            self._restart(surprise)
+            return
         self._level_var, self._slope_var = self._level_var + DRIFT, self._slope_var + DRIFT
         level = self._level_var + self._covariance * log_tokens
         slope = self._covariance + self._slope_var * log_tokens
@@ -187,6 +200,11 @@ class _Correction:
         self._level_var -= level * level / variance
         self._covariance -= level * slope / variance
         self._slope_var -= slope * slope / variance
+
+    def _restart(self, surprise: float) -> None:
+        """Take the last round's time for the truth, as uncertain as a table is before its first round."""
+        self.level, self._streak = self.level + surprise, 0
+        self._reset_variances()
 
 
 @dataclass(frozen=True)
