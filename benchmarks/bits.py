@@ -3,12 +3,14 @@
     python benchmarks/bits.py smollm2-135m --prompts 64 --max-tokens 128
     python benchmarks/bits.py qwen-coder-1.5b.gguf --draft-model qwen-coder-0.5b.gguf --prompts 16 --max-tokens 64
     python benchmarks/bits.py smollm2-135m --draft-model smollm2-135m-head --drafter hybrid --widths 1,2,4
+    python benchmarks/bits.py smollm2-135m --precisions int8,int4 --sets avx2,avx512-bw,avx512-vnni
 
 The reference is plain decoding, each prompt alone. It is compared with batches of random size in random order, each of
 one of the widths, with a random speculation length every round (0 included), greedy and with coupled sampling at
 temperature 0.8, in every precision given. `--precisions` and `--temperatures` split a long run into calls with the same
-outcomes. The last line is one JSON document; the exit code is 1 if any sequence differs. The digests of int8 and int4
-are the same on every instruction set of the CPU kernels (PACELINE_KERNELS).
+outcomes. `--sets` runs the comparison once on each of these instruction sets of the CPU kernels; the sequences of int8
+and int4 must also be the same on all of them. The last line is one JSON document; the exit code is 1 if any sequence
+differs.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import random
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -27,6 +31,7 @@ from paceline import LLM, SamplingParams
 from paceline.config import QuantizationName
 from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.hardware import cpu_name
+from paceline.kernels import native
 from paceline.lengths import LengthPolicy
 from paceline.tools.bench.prompts import COPYING, OPEN
 
@@ -48,8 +53,9 @@ class RandomLength(LengthPolicy):
 
 @dataclass
 class Outcome:
-    """One precision and sampling mode: sequences compared and equal, acceptance, the sequences' SHA-256."""
+    """One instruction set, precision and sampling mode: sequences compared and equal, acceptance, their SHA-256."""
 
+    kernels: str
     precision: str
     sampling: str
     sequences: int
@@ -93,8 +99,28 @@ def compare(
     return equal, accepted / drafted if drafted else None, digest
 
 
+def different_between_sets(outcomes: Sequence[Outcome]) -> list[str]:
+    """The precisions and sampling modes whose sequences differ between instruction sets; bfloat16 may."""
+    digests: dict[str, set[str]] = {}
+    for outcome in outcomes:
+        if outcome.precision in get_args(QuantizationName):
+            digests.setdefault(f"{outcome.precision}, {outcome.sampling}", set()).add(outcome.digest)
+    return [name for name, found in digests.items() if len(found) > 1]
+
+
+def _outcomes_of_sets(names: Sequence[str]) -> list[Outcome]:
+    """The outcomes of this script's arguments on each set, in a process of its own."""
+    done = []
+    for name in names:
+        command, environment = [sys.executable, *sys.argv, "--sets", ""], os.environ | {native.VARIABLE: name}
+        output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False).stdout
+        done += [Outcome(**outcome) for outcome in json.loads(output.splitlines()[-1])["outcomes"]]
+    return done
+
+
 def _outcomes(arguments: argparse.Namespace) -> list[Outcome]:
     done = []
+    kernels = native.select()
     for precision in arguments.precisions.split(","):
         quantization = precision if precision in get_args(QuantizationName) else None
         llm = LLM(
@@ -123,7 +149,8 @@ def _outcomes(arguments: argparse.Namespace) -> list[Outcome]:
             sampling = "greedy" if temperature == 0 else f"coupled, temperature {temperature}"
             seconds = round(time.perf_counter() - began, 1)
             tokens = len(prompts) * arguments.max_tokens
-            done.append(Outcome(precision, sampling, len(prompts), equal, tokens, rate, seconds, digest))
+            name = kernels.name if kernels else "off"
+            done.append(Outcome(name, precision, sampling, len(prompts), equal, tokens, rate, seconds, digest))
             print(done[-1], file=sys.stderr)
     return done
 
@@ -139,12 +166,15 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--precisions", default="int8,bfloat16")
     parser.add_argument("--temperatures", default="0,0.8", help="greedy, and sampled with seeds")
+    parser.add_argument("--sets", default="", help="instruction sets (default: the one that PACELINE_KERNELS selects)")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    done = _outcomes(arguments)
+    done = _outcomes_of_sets(arguments.sets.split(",")) if arguments.sets else _outcomes(arguments)
     report = {"machine": cpu_name(), "model": arguments.model, "draft_model": arguments.draft_model}
     print(json.dumps(report | {"outcomes": [asdict(outcome) for outcome in done]}))
-    sys.exit(any(outcome.equal < outcome.sequences for outcome in done))
+    if different := different_between_sets(done):
+        print(f"the instruction sets' sequences differ: {different}", file=sys.stderr)
+    sys.exit(bool(different) or any(outcome.equal < outcome.sequences for outcome in done))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,20 @@
 #include <limits>
 
 namespace paceline {
+namespace {
+
+// The rows from `first` on, as the first ones of another set.
+Activations from_row(Activations rows, int first) {
+  const size_t at = static_cast<size_t>(first);
+  rows.data += rows.stride * at;
+  rows.scales += rows.scale_stride * at;
+  rows.sums += rows.sum_stride * at;
+  return rows;
+}
+
+int clamped_quotient(int value, int divisor, int most) { return std::clamp((value + divisor - 1) / divisor, 0, most); }
+
+}  // namespace
 
 void PairsByExpert::grow(int experts, int pairs) {
   const size_t count = static_cast<size_t>(pairs);
@@ -87,15 +101,6 @@ void ExpertsStep::multiply(int thread) const {
   product(e_.down, Epilogue::kStore, b_.outputs.as<float>(), stride_, thread);
 }
 
-// The rows from `first` on, as the first ones of another set.
-Activations from_row(Activations rows, int first) {
-  const size_t at = static_cast<size_t>(first);
-  rows.data += rows.stride * at;
-  rows.scales += rows.scale_stride * at;
-  rows.sums += rows.sum_stride * at;
-  return rows;
-}
-
 // by_token: whether x has a row per token, not per place.
 void ExpertsStep::quantise(const float* x, size_t stride, bool by_token, const Linear& consumer, int thread) const {
   const Share share(pairs(), thread, pool_.threads());
@@ -105,8 +110,6 @@ void ExpertsStep::quantise(const float* x, size_t stride, bool by_token, const L
   }
   pool_.meet();
 }
-
-int clamped_quotient(int value, int divisor, int most) { return std::clamp((value + divisor - 1) / divisor, 0, most); }
 
 // Threads share the panels of all experts that have rows. The panels of an expert count once for every kRowMultiple rows:
 // the products of fewer wait for memory.

@@ -101,6 +101,15 @@ class Stopwatch {
   double last_;
 };
 
+// The end of the chunk that begins at `start`. A slot's tokens stay together where they can: recurrent layers may have to
+// reject all of them.
+int chunk_end(const Tokens& tokens, int start) {
+  const int limit = std::min(start + kChunk, tokens.count);
+  int end = limit;
+  while (end < tokens.count && end > start && tokens.rows[end] == tokens.rows[end - 1]) --end;
+  return end > start ? end : limit;
+}
+
 }  // namespace
 
 class Pass {
@@ -510,15 +519,6 @@ class Pass {
   std::vector<Unit> units_;
   std::vector<SlotRun> runs_;
 };
-
-// The end of the chunk that begins at `start`. A slot's tokens stay together where they can: recurrent layers may have to
-// reject all of them.
-int chunk_end(const Tokens& tokens, int start) {
-  const int limit = std::min(start + kChunk, tokens.count);
-  int end = limit;
-  while (end < tokens.count && end > start && tokens.rows[end] == tokens.rows[end - 1]) --end;
-  return end > start ? end : limit;
-}
 
 void Model::grow(int threads, int tokens) {
   const size_t n = static_cast<size_t>(tokens) * sizeof(float);

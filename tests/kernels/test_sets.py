@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import platform
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -60,8 +58,8 @@ def check(found: dict[str, dict[str, str]]) -> None:
 
 @pytest.mark.skipif(build.compiler() is None, reason=build.what_is_missing())
 def test_all_sets_of_this_machine_give_the_same_bits(tmp_path: Path) -> None:
-    machine = build._MACHINES[sys.platform, platform.machine()]
-    found = results(str(compiled(build.compiler() or "", machine, tmp_path)))
+    cxx = build.compiler() or ""
+    found = results(str(compiled(cxx, build.target(cxx), tmp_path)))
     check(found)
     of_fp32 = {functions["bf16"] for name, functions in found.items() if name in {"avx2", "avx512-bw", "avx512-vnni"}}
     assert len(of_fp32) <= 1
@@ -80,3 +78,23 @@ def test_the_sets_of_arm_give_the_same_bits_as_those_of_x86(tmp_path: Path) -> N
         found = results(str(QEMU), "-L", "/usr/aarch64-linux-gnu", "-cpu", cpu, program)
         assert set(found) == expected
         check(found)
+
+
+@pytest.mark.skipif(build.compiler() is None, reason=build.what_is_missing())
+def test_only_the_c_interface_and_declared_functions_have_external_linkage(tmp_path: Path) -> None:
+    """A function of one file that stands outside of an anonymous namespace may collide with another file's."""
+    cxx = build.compiler() or ""
+    files = build.files_for(build.target(cxx), build._knows(cxx, build._NEWER))
+    for path, flags in files.items():
+        command = [
+            cxx,
+            "-std=c++17",
+            "-fsyntax-only",
+            "-Wmissing-declarations",
+            '-DPL_SOURCE_HASH=""',
+            *flags,
+            str(path),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        undeclared = [line for line in done.stderr.splitlines() if "no previous declaration" in line]
+        assert [line for line in undeclared if "pl_" not in line and "std::" not in line] == []

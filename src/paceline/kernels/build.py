@@ -46,8 +46,8 @@ _FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
         "kernels_i8mm.cpp": ("-march=armv8.2-a+dotprod+i8mm+bf16",),
     },
 }
-# Kinds of CPU by system and by its name for them. macOS: nothing was ever built or run there.
-_MACHINES = {("linux", "x86_64"): "x86_64", ("linux", "aarch64"): "aarch64", ("darwin", "arm64"): "aarch64"}
+# Systems, and their names for the kinds of CPU. macOS: nothing was ever built or run there.
+_MACHINES = {("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "arm64")}
 # No -ffast-math and no contraction: bits must not depend on the optimiser. GCC 12 warns in its own headers.
 _COMMON = (
     *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread"),
@@ -70,6 +70,15 @@ def compiler() -> str | None:
     """Path of the C++ compiler: $CXX if set, else g++ or clang++; None if missing, or on an unsupported platform."""
     wanted = (os.environ["CXX"],) if os.environ.get("CXX") else ("g++", "clang++")
     return next(filter(None, map(shutil.which, wanted)), None) if _is_for_this_machine() else None
+
+
+def target(cxx: str) -> str:
+    """The kind of CPU that a compiler compiles for; a cross compiler's is another one. Raises BuildError if unknown."""
+    triple = _run([cxx, "-dumpmachine"]).strip()
+    name = triple.partition("-")[0].replace("arm64", "aarch64")
+    if name not in _FLAGS:
+        raise BuildError(f"{cxx} compiles for {triple}, the kernels are for {' and '.join(_FLAGS)}")
+    return name
 
 
 def what_is_missing() -> str:
@@ -136,7 +145,7 @@ def build(destination: Path = PACKAGE, sources: Path = SOURCES, extra: tuple[str
     cxx = compiler()
     if cxx is None:
         raise BuildError(what_is_missing())
-    machine = _MACHINES[sys.platform, platform.machine()]
+    machine = target(cxx)
     newer = machine == "x86_64" and _knows(cxx, _NEWER)
     files = files_for(machine, newer, sources)
     destination.mkdir(parents=True, exist_ok=True)
@@ -159,12 +168,13 @@ def _knows(cxx: str, flags: tuple[str, ...]) -> bool:
     return subprocess.run(command, input=program, capture_output=True, text=True, check=False).returncode == 0
 
 
-def _run(command: list[str]) -> None:
+def _run(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise BuildError(f"{' '.join(command)}\n{done.stderr}")
     if done.stderr:
         print(done.stderr, file=sys.stderr)  # noqa: T201 (warnings of the compiler)
+    return done.stdout
 
 
 def main() -> None:
