@@ -187,21 +187,25 @@ PAGES: dict[str, Callable[[], Iterator[str]]] = {
 
 
 def families() -> Iterator[str]:
-    """Lines of a Markdown table: one row per family, as the code describes its usual configuration."""
+    """Lines of a Markdown table: one row per description, of the usual configuration of its first family."""
     yield "| family | `model_type` | GGUF architecture | CPU kernels | GPU | several processes |"
     yield "| --- | --- | --- | --- | --- | --- |"
+    alike: dict[object, list[Family]] = {}
     for family in sorted(FAMILIES.values(), key=lambda family: family.model_type):
-        yield f"| {' | '.join(_columns(family))} |"
+        alike.setdefault(family.describe, []).append(family)
+    for families_alike in alike.values():
+        yield f"| {' | '.join(_columns(families_alike))} |"
 
 
-def _columns(family: Family) -> Iterator[str]:
+def _columns(alike: list[Family]) -> Iterator[str]:
+    family = alike[0]
     spec = family.describe(AutoConfig.for_model(family.model_type, **family.usual))
     assert spec is not None, "the usual configuration of a family runs"
     dense = all(isinstance(layer.mlp, MLPSpec) for layer in spec.layers)
     about = sys.modules[family.describe.__module__].__doc__ or ""
     yield about.splitlines()[0].removesuffix(".")
-    yield ", ".join(f"`{name}`" for name in (family.model_type, *family.wrapped_by))
-    yield "-" if family.gguf is None else f"`{family.gguf.architecture}`"
+    yield ", ".join(f"`{name}`" for each in alike for name in (each.model_type, *each.wrapped_by))
+    yield ", ".join(f"`{each.gguf.architecture}`" for each in alike if each.gguf is not None) or "-"
     try:
         check_description(spec)
     except ModelFormatError as error:

@@ -511,6 +511,14 @@ def truth_of(
     }
 
 
+def script_drafts(engine: Engine, truth: dict[int, list[int]], shape: str) -> None:
+    """Let an engine draft what is sometimes true: trees of a shape of ``SHAPES``, or "caps": random chains."""
+    if shape == "caps":
+        engine.parts.drafter, engine.parts.policy = Scripted(truth, sometimes, ragged=True), RandomCaps()
+    else:
+        engine.parts.drafter = ScriptedTrees(truth, sometimes, shape=SHAPES[shape])
+
+
 class RandomLength(LengthPolicy):
     """Policy with a random speculation length every round, 0 included."""
 

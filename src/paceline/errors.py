@@ -80,7 +80,14 @@ class PromptTooLongError(RequestError):
 
 
 class StructureError(RequestError):
-    """The requested structure is invalid, or uses features that cannot be enforced."""
+    """The requested structure is invalid, or uses features that cannot be enforced.
+
+    field: the parameter that has the structure, if it is another than the answer's own.
+    """
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class ProfileError(PacelineError):

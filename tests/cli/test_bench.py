@@ -110,7 +110,7 @@ def test_bad_options_are_named(paceline: Any, tiny: str, option: str, value: str
     assert option in result.stderr
 
 
-def test_lengths_stand_side_by_side_and_guesses_can_be_made_wrong(paceline: Any, tiny: str) -> None:
+def test_lengths_stand_side_by_side_and_draft_tokens_can_be_made_wrong(paceline: Any, tiny: str) -> None:
     options = [
         "--batch-sizes",
         "2",
@@ -128,8 +128,8 @@ def test_lengths_stand_side_by_side_and_guesses_can_be_made_wrong(paceline: Any,
     rows = {r["side"]: r for r in json.loads(right.stdout.splitlines()[-1])["results"]}
     assert list(rows) == ["plain", "k=2", "k=bass", "k=auto"]
     assert rows["k=2"]["acceptance_rate"] > 0.9  # the model drafts for itself
-    wrong = paceline("bench", "offline", tiny, *options, "--lengths", "2", "--wrong-guesses")
+    wrong = paceline("bench", "offline", tiny, *options, "--lengths", "2", "--wrong-drafts")
     rows = {r["side"]: r for r in json.loads(wrong.stdout.splitlines()[-1])["results"]}
-    assert list(rows) == ["plain", "k=2, wrong guesses"]
-    assert rows["k=2, wrong guesses"]["acceptance_rate"] == 0
+    assert list(rows) == ["plain", "k=2, wrong drafts"]
+    assert rows["k=2, wrong drafts"]["acceptance_rate"] == 0
     assert paceline("bench", "offline", tiny, "--lengths", "2,some").exit_code == 2

@@ -25,7 +25,7 @@ def offline(side: str, seconds: float) -> OfflineResult:
 
 
 TABLES = {
-    "bench offline": _table([offline("plain", 12.345), offline("speculation, wrong guesses", 123.456)], 4000, "mixed"),
+    "bench offline": _table([offline("plain", 12.345), offline("speculation, wrong drafts", 123.456)], 4000, "mixed"),
     "a word too long for any column": table("t", ["", "count"], [["a" * 30, "1"], ["b c d", "2"]]),
     "profile --max-k 32": table(
         "ms", ["batch", *(f"k={k}" for k in range(33)), "best k", "fit's k"], [["16", *(["1234.5"] * 33), "32", "31"]]

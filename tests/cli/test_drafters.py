@@ -9,7 +9,7 @@ import pytest
 from paceline.tools.bench.drafters import kept_by_position, mixed_batches
 from paceline.tools.bench.tasks import PROMPTS, TASKS
 
-OPTIONS = ("--dtype", "float32", "--max-model-len", "200", "--prompts", "2", "--max-tokens", "6", "--guesses", "2")
+OPTIONS = ("--dtype", "float32", "--max-model-len", "200", "--prompts", "2", "--max-tokens", "6", "--draft-tokens", "2")
 SHORT = (*OPTIONS, "--tasks", "maths,questions", "--repeats", "1", "--batch-sizes", "1,2")
 
 
@@ -17,7 +17,7 @@ def test_every_task_has_twenty_prompts_that_differ() -> None:
     assert {task: len(set(texts)) for task, texts in PROMPTS.items()} == dict.fromkeys(TASKS, 20)
 
 
-def test_a_guess_is_tried_if_it_was_made_and_all_before_it_were_kept() -> None:
+def test_a_draft_token_is_tried_if_all_before_it_were_accepted() -> None:
     rows = [(0, 2), (1, 2), (2, 2), (1, 1), (0, 0)]  # kept, made
     assert kept_by_position(rows, 3) == (3 / 4, 1 / 2, None)
 
@@ -57,7 +57,7 @@ def test_the_document_has_every_drafter_on_every_task(
         assert each["mean_acceptance_length"] == 1 + each["accepted"] / each["rounds"]
         assert 0 <= each["accepted"] <= each["drafted"] <= 2 * each["rounds"]
     model = [each for each in document["acceptance"] if each["drafter"] == "model"]
-    assert all(each["drafted"] > each["rounds"] for each in model), "it guesses two tokens wherever two have room"
+    assert all(each["drafted"] > each["rounds"] for each in model), "it drafts two tokens wherever two have room"
     timed = {(each["drafter"], each["batch_size"], each["temperature"]) for each in document["speeds"]}
     assert timed == {(name, size, heat) for name in names if name != "siblings" for size in (1, 2) for heat in (0, 0.8)}
     assert all(each["speed_up"] > 0 for each in document["speeds"])

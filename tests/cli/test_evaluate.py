@@ -115,7 +115,7 @@ def test_an_interrupted_run_is_gone_on_with_and_equals_an_unbroken_one(
     assert "seed" in other.stderr
 
 
-def test_with_no_guesses_there_is_one_side(paceline: Any, tiny: str, tmp_path: Path) -> None:
+def test_without_draft_tokens_there_is_one_side(paceline: Any, tiny: str, tmp_path: Path) -> None:
     result = paceline("eval", "humaneval", tiny, *OPTIONS, "-k", "0", "--limit", "1", "--output", str(tmp_path))
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout.splitlines()[-1])

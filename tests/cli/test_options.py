@@ -56,7 +56,7 @@ REFUSED = [
     ("bench offline --no-references", "--references"),
     ("bench offline --drafter ngram -k 3 --lengths 1,2", "--num-speculative-tokens"),
     ("bench offline --drafter none --lengths 1,2", "--lengths"),
-    ("bench offline --drafter none --wrong-guesses", "--wrong-guesses"),
+    ("bench offline --drafter none --wrong-drafts", "--wrong-drafts"),
     ("bench traffic --drafter none", "--drafter"),
     ("bench traffic --drafter ngram --quick --requests 3", "--requests"),
     ("bench traffic --drafter ngram --quick --max-batch-size 3", "--max-batch-size"),
@@ -74,21 +74,21 @@ def test_what_would_do_nothing_is_refused_before_anything_is_loaded(paceline: An
     assert error.startswith(f"error: {named}=")
 
 
-NOTHING_GUESSED = [
-    ("bench offline -k 0 --wrong-guesses", "--wrong-guesses"),
-    ("bench offline --lengths 0 --wrong-guesses", "--wrong-guesses"),
+NOTHING_DRAFTED = [
+    ("bench offline -k 0 --wrong-drafts", "--wrong-drafts"),
+    ("bench offline --lengths 0 --wrong-guesses", "--wrong-drafts"),
     ("bench offline --prompts edits -k 0 --references", "--references"),
     ("bench offline --prompts edits --drafter none --no-references", "--references"),
 ]
 ON_CUDA = [
     ("bench offline --lengths 1,2", "--lengths"),
-    ("bench offline --wrong-guesses", "--wrong-guesses"),
+    ("bench offline --wrong-drafts", "--wrong-drafts"),
     ("bench offline --prompts edits --references", "--references"),
     ("bench traffic --quick", "--drafter"),
 ]
 
 
-@pytest.mark.parametrize(("line", "named"), NOTHING_GUESSED)
+@pytest.mark.parametrize(("line", "named"), NOTHING_DRAFTED)
 def test_what_only_a_loaded_engine_cannot_use_is_refused_too(paceline: Any, tiny: str, line: str, named: str) -> None:
     result = paceline(*line.split(), tiny, "--batch-sizes", "1", "-q")
     assert result.exit_code == 2

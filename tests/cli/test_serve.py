@@ -19,6 +19,8 @@ from paceline.errors import ParameterError
         ('{"method": "ngram", "num_speculative_tokens": 3}', "ngram", None, 3),
         ('{"model": "small", "num_speculative_tokens": 5}', "model", "small", 5),
         ('{"method": "draft_model", "model": "small"}', "model", "small", "auto"),
+        ('{"method": "eagle3", "model": "head", "num_speculative_tokens": 3}', "feature", "head", 3),
+        ('{"method": "mtp"}', "mtp", None, "auto"),
     ],
 )
 def test_speculation_as_vllm_spells_it(text: str, drafter: str, draft_model: str | None, k: int | str) -> None:

@@ -28,7 +28,15 @@ from paceline.models.matrices import load_packed
 from paceline.models.native import NativeModel, Quantization
 from paceline.models.native_spec import spec_of, weights_of
 from paceline.models.recurrent import cache_of
-from toy import SHAPES, VOCAB, RandomCaps, Scripted, ScriptedTrees, answers, make_engine, run, sometimes, truth_of
+from toy import (
+    SHAPES,
+    VOCAB,
+    answers,
+    make_engine,
+    run,
+    script_drafts,
+    truth_of,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -180,11 +188,7 @@ def test_rejected_draft_tokens_and_other_branches_leave_no_trace(kind: str, shap
     engine = make_engine(MODELS[kind](), drafter="ngram", max_batch_size=4, prefill_chunk=5)
     if native.select() is not None:
         assert (engine.parts.native is not None) == (kind != "torch"), "the kernels run whole rounds"
-    truth = truth_of(PROMPTS, PARAMS, plain)
-    if shape == "caps":
-        engine.parts.drafter, engine.parts.policy = Scripted(truth, sometimes, ragged=True), RandomCaps()
-    else:
-        engine.parts.drafter = ScriptedTrees(truth, sometimes, shape=SHAPES[shape])
+    script_drafts(engine, truth_of(PROMPTS, PARAMS, plain), shape)
     outputs = run(engine, PROMPTS, PARAMS)
     assert answers(outputs) == plain
     assert sum(output.outputs[0].metrics.accepted for output in outputs) > 10

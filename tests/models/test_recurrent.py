@@ -34,13 +34,10 @@ from recurrent_support import (
 from toy import (
     SHAPES,
     VOCAB,
-    RandomCaps,
-    Scripted,
-    ScriptedTrees,
     answers,
     make_engine,
     run,
-    sometimes,
+    script_drafts,
     truth_of,
 )
 
@@ -145,11 +142,7 @@ def test_rejected_draft_tokens_and_other_branches_leave_no_trace(kind: str, shap
     plain = plain_answers(kind)
     engine = make_engine(MODELS[kind](), drafter="ngram", max_batch_size=4, prefill_chunk=5)
     assert (engine.parts.native is not None) == (kind != "torch"), "the kernels run whole rounds"
-    truth = truth_of(PROMPTS, PARAMS, plain)
-    if shape == "caps":
-        engine.parts.drafter, engine.parts.policy = Scripted(truth, sometimes, ragged=True), RandomCaps()
-    else:
-        engine.parts.drafter = ScriptedTrees(truth, sometimes, shape=SHAPES[shape])
+    script_drafts(engine, truth_of(PROMPTS, PARAMS, plain), shape)
     outputs = run(engine, PROMPTS, PARAMS)
     assert answers(outputs) == plain
     assert sum(output.outputs[0].metrics.accepted for output in outputs) > 10

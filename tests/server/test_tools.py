@@ -12,6 +12,7 @@ import pytest
 
 from chat_support import ADD, PING, save_chat_model
 from paceline.config import ServerConfig
+from paceline.structured import grammars
 from server_support import Live, start
 
 pytest.importorskip("llguidance", reason="structured outputs need the extra 'structured'")
@@ -257,3 +258,39 @@ def test_what_cannot_be_done_is_refused_by_name(live: Live, extra: dict[str, Any
     reply = live.post("/v1/chat/completions", body)
     assert reply.status_code == 400
     assert says in reply.json()["error"]["message"], reply.text
+
+
+STRICT: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "loose", "parameters": {"type": "object", "not": {}}, "strict": True},
+}
+UNENFORCEABLE: list[tuple[dict[str, Any], str, str]] = [
+    ({"tools": [PING, STRICT]}, "tools", "tool loose: "),
+    ({"tools": [PING, STRICT], "tool_choice": "required"}, "tools", "tool loose: "),
+    ({"tools": [PING, STRICT], "response_format": {"type": "json_object"}}, "tools", "tool loose: "),
+    ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs", "'not'"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"not": {}}}}, "tools": []},
+        "response_format",
+        "'not'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("extra", "param", "says"), UNENFORCEABLE)
+def test_a_schema_that_cannot_be_enforced_is_named_by_its_field(
+    live: Live, extra: dict[str, Any], param: str, says: str
+) -> None:
+    reply = live.post("/v1/chat/completions", {"messages": SAID, "max_tokens": 5, **extra})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == param
+    assert says in reply.json()["error"]["message"]
+
+
+def test_strict_tools_that_exceed_a_limit_together_are_named(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each schema can be enforced, but the grammar of all calls is too long."""
+    monkeypatch.setattr(grammars, "MAX_SCHEMA_CHARACTERS", 50)
+    tools = [{**tool, "function": {**tool["function"], "strict": True}} for tool in (ADD, PING)]
+    reply = live.post("/v1/chat/completions", {"messages": SAID, "max_tokens": 5, "tools": tools})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tools")
+    assert reply.json()["error"]["message"].startswith("tools: tools add, ping: ")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection
 
 from paceline.chat.grammars import json_schema, literal, special
 from paceline.chat.parser import MessageWriter, Reader
-from paceline.chat.reading import Markers, Reading, Source
+from paceline.chat.reading import Markers, Reading, Source, is_json
 from paceline.chat.values import ToolDefinition
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
@@ -66,7 +65,7 @@ def _call(source: Source, writer: MessageWriter, name: str) -> Reading[None]:
 
     writer.begin_call(name)
     ended = yield from _body(source, add)
-    writer.end_call(ended or _is_json("".join(pieces)))  # the last end marker is a stop token, which is no text
+    writer.end_call(ended or is_json("".join(pieces)))  # the last end marker is a stop token, which is no text
 
 
 def _body(source: Source, emit: Callable[[str], None]) -> Reading[bool]:
@@ -75,14 +74,6 @@ def _body(source: Source, emit: Callable[[str], None]) -> Reading[bool]:
     if marker == START:
         source.put_back(len(START))
     return marker is not None
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
 
 
 # --- grammar ---

@@ -182,7 +182,7 @@ def json_value(source: Source, emit: Callable[[str], None]) -> Reading[bool]:
 def _json_scalar(source: Source, emit: Callable[[str], None]) -> Reading[bool]:
     text = yield from source.take_while(_SCALAR_STOP)
     emit(text)
-    return _is_json(text) and source.left > 0
+    return is_json(text) and source.left > 0
 
 
 def _json_string(source: Source, emit: Callable[[str], None]) -> Reading[bool]:
@@ -216,7 +216,8 @@ def json_string(source: Source) -> Reading[str]:
     return str(value)
 
 
-def _is_json(text: str) -> bool:
+def is_json(text: str) -> bool:
+    """Whether a text is one complete JSON value."""
     try:
         json.loads(text)
     except (ValueError, RecursionError):

@@ -63,9 +63,11 @@ def offline(
     lengths: Annotated[
         str | None, typer.Option("--lengths", help="Time several speculation lengths side by side: 1,2,4,bass,auto.")
     ] = None,
-    wrong_guesses: Annotated[
+    wrong_drafts: Annotated[
         bool,
-        typer.Option("--wrong-guesses", help="Make every draft token wrong: the cost of speculation at its worst."),
+        typer.Option(
+            "--wrong-drafts", "--wrong-guesses", help="Make every draft token wrong: speculation at its worst."
+        ),
     ] = False,
     compare: Annotated[
         Literal["transformers"] | None, typer.Option("--compare", help="Time another program with the same batches.")
@@ -84,7 +86,7 @@ def offline(
     if lengths is not None:
         refuse_given(context, "left out beside --lengths, which sets it", "num_speculative_tokens")
     if engine.drafter is None:
-        refuse_given(context, "left out beside --drafter none", "lengths", "wrong_guesses")
+        refuse_given(context, "left out beside --drafter none", "lengths", "wrong_drafts")
     if not has_references(prompts):
         refuse_given(context, f"left out beside --prompts {prompts}, which have none", "references")
     each = [] if lengths is None else [speculation_length(text) for text in lengths.split(",")]
@@ -92,7 +94,7 @@ def offline(
     if llm.config.drafter is None:
         refuse_given(context, _NOTHING_DRAFTED, "lengths")
     if not llm.config.draft_tokens or each == [0]:
-        refuse_given(context, _NOTHING_DRAFTED, "wrong_guesses")
+        refuse_given(context, _NOTHING_DRAFTED, "wrong_drafts")
     if not llm.config.looks_up or each == [0]:
         refuse_given(context, f"left out here; it needs {LOOKS_UP}", "references")
     copies = references and has_references(prompts) and llm.config.looks_up and each != [0]
@@ -103,7 +105,7 @@ def offline(
     for size in sizes:
         with working(f"batch of {size}"):
             batch, copied = prompts_for(llm, prompts, size)
-            sides = sides_for(llm, size, each, wrong_guesses, others, copied if copies else None)
+            sides = sides_for(llm, size, each, wrong_drafts, others, copied if copies else None)
             results += measure(sides, batch, max_tokens, repeats, arithmetic)
     stderr().print(_table(results, max_tokens, prompts))
     rows = [(f"{r.side}, batch {r.batch_size}", r.median.latency, r.utilisation) for r in results]

@@ -32,7 +32,10 @@ def drafters(
     ),
     prompts: Annotated[int, typer.Option("--prompts", min=1, max=20, help="Prompts of every task.")] = 20,
     draft_tokens: Annotated[
-        int, typer.Option("--guesses", min=1, max=16, help="Draft tokens a round, where acceptance is counted.")
+        int,
+        typer.Option(
+            "--draft-tokens", "--guesses", min=1, max=16, help="Draft tokens a round, where acceptance is counted."
+        ),
     ] = 4,
     batch_sizes: Annotated[
         str, typer.Option("--batch-sizes", help="Batch sizes, where time is measured.")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from paceline.tools.evaluation.run import Configuration, ConfigurationResult, EvaluationPlan
     from paceline.tools.evaluation.sandbox import Sandbox
 
-app = typer.Typer(no_args_is_help=True, help="Measure the quality of answers within time budgets.")
+app = typer.Typer(no_args_is_help=True, help="Measure the quality of answers.")
 
 StyleOption = Annotated[
     Literal["auto", "chat", "completion"],

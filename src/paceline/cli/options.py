@@ -34,7 +34,10 @@ class EngineFlags(EngineConfig):
     """An engine and the files that it reads besides the model, as options of commands."""
 
     draft_model: Annotated[
-        Name | None, Help("A smaller model with the target's vocabulary, or a trained head, that drafts tokens.")
+        Name | None,
+        Help(
+            "What drafts tokens: a smaller model with the target's vocabulary, a trained head or Gemma 4's assistant."
+        ),
     ] = None
     reference_document: Annotated[
         Sequence[str], Texts(MAX_COUNT, MAX_BYTES), Help("Text files from which n-gram lookup may copy.")

@@ -6,19 +6,25 @@ import dataclasses
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from paceline.cli.options import DEFAULT_MODEL, AdaptedEngineFlags, EngineFlags, Model
 from paceline.config import EngineConfig, ServerConfig
+from paceline.config.limits import DrafterName
 from paceline.errors import MissingPackageError, ParameterError
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
 
 KEYS_VARIABLE = "PACELINE_API_KEYS"
-_METHODS: dict[str, Literal["model", "ngram"]] = {"draft_model": "model", "ngram": "ngram"}
+_METHODS: dict[str, DrafterName] = {  # vLLM's names
+    "draft_model": "model",
+    "ngram": "ngram",
+    "eagle3": "feature",
+    "mtp": "mtp",
+}
 
 
 def serve(
@@ -35,7 +41,8 @@ def serve(
         str | None,
         typer.Option(
             "--speculative-config",
-            help='JSON in place of --drafter, --draft-model, -k: {"method": "ngram", "num_speculative_tokens": 4}.',
+            help="JSON in place of --drafter, --draft-model, -k, as vLLM spells it: "
+            '{"method": "ngram", "num_speculative_tokens": 4}. Methods: ngram, draft_model, eagle3, mtp.',
         ),
     ] = None,
     replicas: Annotated[
@@ -50,7 +57,7 @@ def serve(
         typer.Option("--ray-address", help="Address of Ray: HOST:PORT, or auto. Default: Ray is started here."),
     ] = None,
 ) -> None:
-    """Serve a model over HTTP as OpenAI does. Without a draft model, draft tokens come from n-gram lookup."""
+    """Serve a model over HTTP: OpenAI's API, its Responses API, and Anthropic's Messages API."""
     try:
         from paceline.server.run import serve as run
     except ModuleNotFoundError as error:

@@ -58,7 +58,8 @@ class EngineConfig:
     num_speculative_tokens: Annotated[
         Guesses | Annotated[str | LengthKind, LENGTHS],
         Help(
-            "Draft tokens a round: a number, auto, bass, profiled, or a length policy that a package adds.",
+            "Draft tokens a round: a number, auto (chosen by measured costs and acceptance), bass (by the last round's "
+            "acceptance), profiled (by a profile), or a length policy that a package adds.",
             "--num-speculative-tokens",
             "-k",
             more='"auto" takes as many as pay at the measured cost and acceptance, 0 where none do. "bass" is BASS, '
@@ -114,15 +115,15 @@ class EngineConfig:
     deterministic: Annotated[
         bool,
         Help(
-            "Bits do not depend on the batch (CUDA; CPU kernels always work so).",
+            "Results are bit-identical whatever else is in the batch (CUDA; the CPU kernels always work so).",
             more="Kernels then have tiles of a fixed size: ragged attention and Triton's matrix products.",
         ),
     ] = False
     rounds: Annotated[
         RoundsName,
         Help(
-            "What runs a round: host, or device without interruption. auto is device on CUDA where models, drafter and "
-            "attention allow it.",
+            "What runs a round: host, step by step, or device, as one program. auto is device on CUDA where models, "
+            "drafter and attention allow it.",
             more='With "device" a round is one program (on CUDA a graph) and the host is one round behind; requests '
             "with a grammar, a bias or many stop tokens still run on the host. Ranks that share a target need the "
             "host.",

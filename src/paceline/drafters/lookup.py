@@ -157,10 +157,7 @@ class NativeLookup:
         rows, width = len(slots), min(longest, text.shape[1])
         self._reserve(rows * (3 + k))
         place, step = self._address, 8 * rows  # of counts, tokens matched, sources and draft tokens
-        given, where = (
-            None if beside is None else array("q", chain.from_iterable(map(_numbers, beside))),
-            array("q", slots),
-        )
+        given, where = _structs(beside), array("q", slots)
         widest = self._search(
             self._documents.handle,
             None if given is None else given.buffer_info()[0],
@@ -188,10 +185,7 @@ class NativeLookup:
             *np.zeros((3, rows, ways), np.int64),
         )
         made = np.zeros(rows, np.int64)
-        given, where = (
-            None if beside is None else array("q", chain.from_iterable(map(_numbers, beside))),
-            array("q", slots),
-        )
+        given, where = _structs(beside), array("q", slots)
         problem = self._search_all(
             self._documents.handle,
             None if given is None else given.buffer_info()[0],
@@ -226,6 +220,11 @@ class NativeLookup:
 
 def _beyond(length: Tensor, width: int) -> ValueError:
     return ValueError(f"the rows' lengths {length.tolist()} are not all between 0 and {width}")
+
+
+def _structs(beside: Sequence[CopySources[NativeTextIndex] | None] | None) -> array[int] | None:
+    """The C structs ``Beside`` of the rows, one behind the other; None without other sources."""
+    return None if beside is None else array("q", chain.from_iterable(map(_numbers, beside)))
 
 
 def _numbers(beside: CopySources[NativeTextIndex] | None) -> tuple[int, int, int, int]:

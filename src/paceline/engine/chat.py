@@ -176,9 +176,10 @@ class ChatRules:
         try:
             return self._grammars().grammar(StructuredOutputs(grammar=make(known)), stopped)
         except StructureError as error:
+            names = ", ".join(tool.name for tool in tools)
             if stopped() or any(tool.strict for tool in tools):
-                raise
-            _warn_once(", ".join(tool.name for tool in tools), str(error))
+                raise StructureError(f"tools {names}: {error}", "tools") from error
+            _warn_once(names, str(error))
             free = [replace(tool, parameters=_ANY_OBJECT) for tool in tools]
             return self._grammars().grammar(StructuredOutputs(grammar=make(free)), stopped)
 
@@ -206,7 +207,7 @@ def _enforceable(tool: ToolDefinition) -> ToolDefinition:
         grammar_of("schema", json.dumps(tool.parameters))
     except StructureError as error:
         if tool.strict:
-            raise StructureError(f"tool {tool.name}: {error}") from error
+            raise StructureError(f"tool {tool.name}: {error}", "tools") from error
         _warn_once(tool.name, str(error))
         return replace(tool, parameters=_ANY_OBJECT)
     return tool

@@ -13,7 +13,7 @@ Shapes: B rows, k draft tokens, V vocabulary; N = B + all draft tokens.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from paceline.core.acceptance import AcceptanceRule
 from paceline.core.batch import Batch, SpeculationPlan
@@ -32,8 +32,8 @@ class Speculation(RowKeepers):
     The drafter and the policy keep per-slot state; ``join`` and ``leave`` are passed on to both.
 
     native: verifies, accepts and commits in one call of the CPU kernels; None if the target does not run on them.
-    learning_seconds: time that the drafter and the policy took to learn from the last round with a draft (True), and
-        from the last one without (False).
+    draft_learning_seconds, plain_learning_seconds: time that the drafter and the policy took to learn from the last
+        round with a draft, and from the last one without.
     """
 
     target: Decoder
@@ -41,7 +41,8 @@ class Speculation(RowKeepers):
     policy: LengthPolicy
     accept: AcceptanceRule
     native: NativeRound | None = None
-    learning_seconds: dict[bool, float] = field(default_factory=lambda: {True: 0.0, False: 0.0})
+    draft_learning_seconds: float = 0.0
+    plain_learning_seconds: float = 0.0
 
     @property
     def keepers(self) -> tuple[RowKeeper, ...]:
@@ -72,7 +73,11 @@ class Speculation(RowKeepers):
         began = time.perf_counter()
         self.drafter.observe(batch, verdict)
         self.policy.observe(batch, verdict)
-        self.learning_seconds[drafts] = time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        if drafts:
+            self.draft_learning_seconds = seconds
+        else:
+            self.plain_learning_seconds = seconds
 
 
 def speculative_round(parts: Speculation, batch: Batch) -> Verdict:
@@ -84,7 +89,9 @@ def speculative_round(parts: Speculation, batch: Batch) -> Verdict:
     verdict = parts.verify_and_commit(batch, draft)
     verdict.note = plan.note
     late = draft.late_seconds  # a draft that nothing had read is made by the call that verifies it
-    drafting = ready - began + late + parts.learning_seconds[plan.k > 0]
+    drafts = plan.k > 0
+    learning = parts.draft_learning_seconds if drafts else parts.plain_learning_seconds
+    drafting = ready - began + late + learning
     verdict.timing = RoundTiming(1000 * drafting, 1000 * (time.perf_counter() - ready - late))
-    parts.learn(batch, verdict, plan.k > 0)
+    parts.learn(batch, verdict, drafts)
     return verdict

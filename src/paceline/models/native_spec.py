@@ -257,9 +257,7 @@ def check_reference(spec: DecoderSpec) -> None:
         "RMS norms before or after each part": spec.norm.kind == "rms"
         and spec.final_norm
         and all(layer.norms != "after_sum" for layer in spec.layers),
-        f"a gated MLP with {' or '.join(ACTIVATIONS)}": all(
-            mlp.gated and mlp.activation in ACTIVATIONS for mlp in mlps
-        ),
+        f"gated MLPs ({' or '.join(ACTIVATIONS)})": all(mlp.gated and mlp.activation in ACTIVATIONS for mlp in mlps),
         "one activation in a mixture and the MLP beside it": all(
             mixture.shared is None or mixture.shared.activation == mixture.expert.activation for mixture in experts
         ),
@@ -278,7 +276,7 @@ def check_reference(spec: DecoderSpec) -> None:
     }
     missing = [feature for feature, present in wanted.items() if not present]
     if missing:
-        raise ModelFormatError(f"{_REFUSAL.format(spec.family)} {' and '.join(missing)}")
+        raise ModelFormatError(f"{_REFUSAL.format(spec.family)} {', '.join(missing)}")
 
 
 def check_spec(spec: NativeSpec) -> None:

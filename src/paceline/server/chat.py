@@ -65,7 +65,7 @@ class ChatJob:
         wanted = await context.in_thread(lambda: body.structure)
         # replace() checks that the structure fits the other parameters
         prompt = replace(prompt, structure=replace(params, structured_outputs=wanted).structured_outputs)
-        form = AnswerForm(prompt.structure, prompt)
+        form = AnswerForm(prompt.structure, prompt, body.structure_field)
         references = await _prediction(context, body)
         request = await context.chat_request(prompt, params, options, references)
         context.check_logprobs([request], params.logprobs)

@@ -210,6 +210,10 @@ class ChatRequest(GenerationRequest):
         return StructuredOutputs(json_object=True) if isinstance(wanted, JsonObjectFormat) else None
 
     @property
+    def structure_field(self) -> str:
+        return "structured_outputs" if self.response_format is None else "response_format"
+
+    @property
     def conversation(self) -> list[Mapping[str, Any]]:
         return [message.plain() for message in self.messages]
 

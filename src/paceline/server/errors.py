@@ -177,7 +177,7 @@ def from_paceline(error: PacelineError) -> ApiError:
     if isinstance(error, PromptTooLongError):
         return invalid(str(error), "prompt", "context_length_exceeded")
     if isinstance(error, StructureError):
-        return invalid(str(error), "response_format")
+        return invalid(str(error), error.field)
     if isinstance(error, (RequestError, MissingPackageError)):
         return invalid(str(error))
     return ApiError(500, "server_error", str(error))

@@ -14,7 +14,7 @@ from paceline.config import SamplingParams, StructuredOutputs
 from paceline.core.rows import Constraint
 from paceline.engine.chat import ChatPrompt
 from paceline.engine.engine import Request
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, StructureError
 from paceline.server import errors
 
 if TYPE_CHECKING:
@@ -25,10 +25,15 @@ ConstraintFactory = Callable[[], Constraint]
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """Required form of answers. structure: form of their text. chat: the conversation, with tools and thoughts."""
+    """Required form of answers.
+
+    structure: form of their text. chat: the conversation, with tools and thoughts. field: the request's name for
+    ``structure``.
+    """
 
     structure: StructuredOutputs | None = None
     chat: ChatPrompt | None = None
+    field: str = "structured_outputs"
 
     @property
     def is_free(self) -> bool:
@@ -96,6 +101,9 @@ async def _compile(llm: LLM, form: AnswerForm, params: SamplingParams) -> Constr
     threading.Thread(target=wait, name="structure", daemon=True).start()
     try:
         return await found
+    except StructureError as error:
+        field = error.field or form.field
+        raise errors.invalid(f"{field}: {error}", field) from error
     except PacelineError as error:
         raise errors.from_paceline(error) from error
     finally:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from paceline.chat.options import ChatFields
 from paceline.chat.parser import OutputParser
@@ -22,8 +22,12 @@ from paceline.server.structures import AnswerForm
 
 
 class TurnBody(Protocol):
-    """Fields of a body that decide how its answer is sampled and served. None stands for the default."""
+    """Fields of a body that decide how its answer is sampled and served. None stands for the default.
 
+    structure_field: the API's name for the required form of the answer's text.
+    """
+
+    structure_field: ClassVar[str]
     stream: bool | None
     temperature: float | None
     top_p: float | None
@@ -76,7 +80,7 @@ class Turn:
         rest = max(1, context.llm.engine.max_model_len - len(prompt.token_ids))
         params = context.for_model(body.model, await context.in_thread(_params, body, conversation, rest))
         request = await context.chat_request(prompt, params, options)
-        return cls(context, prompt, request, options, AnswerForm(conversation.structure, prompt))
+        return cls(context, prompt, request, options, AnswerForm(conversation.structure, prompt, body.structure_field))
 
     @property
     def model(self) -> str:

@@ -83,12 +83,8 @@ class Phase(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class _Text:
-    """Free text. tail: its last bytes, with which the trigger may begin; None if no trigger can come any more."""
-
-    rules: AnswerRules
-    tail: bytes | None = b""
+class _Free:
+    """Phases in which any token may come."""
 
     @property
     def is_free(self) -> bool:
@@ -96,6 +92,14 @@ class _Text:
 
     def allowed(self, vocabulary: int) -> np.ndarray | None:
         return None
+
+
+@dataclass(frozen=True)
+class _Text(_Free):
+    """Free text. tail: its last bytes, with which the trigger may begin; None if no trigger can come any more."""
+
+    rules: AnswerRules
+    tail: bytes | None = b""
 
     def after(self, token: int) -> Phase:
         return self if self.tail is None else self.after_bytes(self.rules.bytes_of(token))
@@ -165,19 +169,12 @@ class _Gate:
 
 
 @dataclass(frozen=True)
-class _BeforeThoughts:
+class _BeforeThoughts(_Free):
     """The beginning of an answer that may begin with thoughts. text: the answer so far."""
 
     rules: AnswerRules
     thinking: Thinking
     text: bytes = b""
-
-    @property
-    def is_free(self) -> bool:
-        return True
-
-    def allowed(self, vocabulary: int) -> np.ndarray | None:
-        return None
 
     def after(self, token: int) -> Phase:
         text = (self.text + self.rules.bytes_of(token)).lstrip()

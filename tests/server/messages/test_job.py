@@ -109,6 +109,21 @@ def test_errors_have_the_apis_form(live: Live, changes: dict[str, Any], status: 
     live.wait_until_idle()
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"tools": [{"name": "loose", "input_schema": {"not": {}}, "strict": True}]}, "tools: tool loose: "),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "output_config.format: "),
+    ],
+    ids=["tool", "text"],
+)
+def test_a_schema_that_cannot_be_enforced_is_named_by_its_field(live: Live, changes: dict[str, Any], says: str) -> None:
+    """Anthropic's errors have no field of their own for it."""
+    reply = live.post("/v1/messages", {**BODY, **changes})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"].startswith(says)
+
+
 def test_an_error_in_a_stream_is_an_event(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> None:
         raise RuntimeError("out of order")

@@ -83,6 +83,25 @@ def test_refusals_name_the_field(live: Live, changes: dict[str, Any], error: typ
         ask(live, **changes)
 
 
+NOT: dict[str, Any] = {"type": "object", "not": {}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "param", "says"),
+    [
+        ({"tools": [{**TOOL, "name": "loose", "parameters": NOT}]}, "tools", "tool loose: "),
+        ({"text": {"format": {"type": "json_schema", "name": "n", "schema": NOT}}}, "text.format", "'not'"),
+    ],
+    ids=["tool", "text"],
+)
+def test_a_schema_that_cannot_be_enforced_is_named_by_its_field(
+    live: Live, changes: dict[str, Any], param: str, says: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=says) as caught:
+        ask(live, **changes)
+    assert caught.value.param == param
+
+
 def test_an_error_in_a_stream_is_a_failed_response(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> None:
         raise RuntimeError("out of order")

@@ -226,6 +226,7 @@ class PromptRequest(ApiRequest):
 class MessagesRequest(PromptRequest):
     """``POST /v1/messages``. seed, priority, timeout, deadline_ms, num_speculative_tokens: as in completions."""
 
+    structure_field: ClassVar[str] = "output_config.format"
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)]
     stream: bool | None = None
     stop_sequences: Annotated[list[str], some(limits.MAX_STOP_STRINGS)] | None = None

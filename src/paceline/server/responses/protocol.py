@@ -232,6 +232,7 @@ class ResponsesRequest(ApiRequest):
     num_speculative_tokens: as in completions.
     """
 
+    structure_field: ClassVar[str] = "text.format"
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
         "previous_response_id": Unsupported(_STORES),
         "conversation": Unsupported(_STORES),

@@ -215,7 +215,7 @@ def sides_for(
         if wrong:
             side.engine.parts.drafter = WrongDraftTokens(side.engine.parts.drafter)
         copied = references if side.config.looks_up else None
-        sides.append(Paceline(f"{name}, wrong guesses" if wrong else name, side, copied))
+        sides.append(Paceline(f"{name}, wrong drafts" if wrong else name, side, copied))
     return [plain, *sides, *others]
 
 

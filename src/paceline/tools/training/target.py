@@ -26,7 +26,10 @@ from paceline.tools.training.shards import Shard
 from paceline.tools.training.student import FAMILIES, Student, spread, student_config, usual_layers
 
 _LEFT_OUT = "left out with --kind {kind}, whose layers are the target's"
-_NATIVE = "a target that paceline runs itself, without experts, whose embedding is unscaled and as wide as its layers"
+_NATIVE = (
+    "a target that paceline runs itself, without experts or recurrent layers, whose embedding is unscaled and as "
+    "wide as its layers"
+)
 
 
 @dataclass(frozen=True)
