@@ -489,6 +489,12 @@ def test_the_other_instruction_sets_are_the_committed_run() -> None:
             assert shown == f"{run['over_best']:.2f}, {100 * run['of_floor']:.0f} %", (name, step, column)
 
 
+def test_auto_by_instruction_set_is_the_committed_runs() -> None:
+    for name, prompts, *cells in cpu_rows("| set | prompts | 1 row "):
+        runs = load(f"offline-smollm2-ngram-{prompts}-{name.strip('`')}-epyc-zen4")["results"]
+        assert cells == [f"{run['speed_up']:.2f}" for run in runs if run["side"] == "speculation"], (name, prompts)
+
+
 def test_the_table_beside_llama_cpp_on_avx2_is_the_committed_run() -> None:
     sides = {"int4 / Q4_K_M": ("qwen", "paceline-int4"), "int8 / Q8_0": ("qwen-q8_0", "paceline-int8")}
     for precision, prompts, mode, *cells in cpu_rows("| paceline / llama.cpp | prompts "):
