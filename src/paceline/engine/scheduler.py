@@ -299,7 +299,7 @@ class Scheduler:
                 continue
             first, second = sorted((other, sequence), key=lambda prompt: prompt.feeding_order)
             stop = common_prefix_length(first.prompt, second.prompt, min(first.prefill_stop, second.prefill_stop))
-            min_gain = 1 if stop == second.prefill_stop else min(WORTH_WAITING, second.scope.worth_waiting)
+            min_gain = 1 if stop == second.prefill_stop else second.scope.worth_waiting
             if second.reading is not None:
                 stop = second.reading.reusable(stop, first.reading)
             gain = stop - max(second.num_computed[0], second.prefix_stop)
