@@ -493,6 +493,8 @@ def test_auto_by_instruction_set_is_the_committed_runs() -> None:
     for name, prompts, *cells in cpu_rows("| set | prompts | 1 row "):
         runs = load(f"offline-smollm2-ngram-{prompts}-{name.strip('`')}-epyc-zen4")["results"]
         assert cells == [f"{run['speed_up']:.2f}" for run in runs if run["side"] == "speculation"], (name, prompts)
+    (run,) = [run for run in load("offline-qwen-ngram-stubs-avx2-epyc-zen4")["results"] if run["side"] == "speculation"]
+    assert f"64 tokens each, it is {run['speed_up']:.2f}" in (ROOT / "docs" / "cpu.md").read_text()
 
 
 def test_the_table_beside_llama_cpp_on_avx2_is_the_committed_run() -> None:
