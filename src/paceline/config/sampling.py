@@ -228,8 +228,8 @@ class SamplingParams:
         Whole(0, MAX_LOGPROBS),
         Help(
             "Log-probabilities of the prompt's tokens, with this many most likely alternatives.",
-            more="They are in ``RequestOutput.prompt_logprobs``. Of a cached prefix only tokens are reused whose "
-            "log-probabilities the engine still has.",
+            more="They are in ``RequestOutput.prompt_logprobs``. The engine reuses a cached prefix "
+            "only as far as it still has the log-probabilities of its tokens.",
         ),
     ] = None
     logprobs: Annotated[

@@ -42,8 +42,8 @@ class Scheduler:
     parts: their decoders hold the caches; drafter and policy are told when sequences begin and end.
     prefilling: sequences in prefill, in the order in which they began. running: the live rows, in their order.
     chunks: decides what is prefilled next.
-    readings: by slot, what is collected from the hidden states of its text, during its prefill. Of the texts that were
-        read only the last one's is kept: it may be far larger than the text.
+    readings: by slot, what is collected from the hidden states of its text during prefill. Only the last finished
+        text's is kept, because it may be far larger than the text.
     in_flight: upper bound of tokens that a row has gained on the device, but not yet on the host.
     closed: whether no caller reads results before they end, and no requests will come before the present ones have
         ended.
