@@ -122,7 +122,7 @@ enum RecurrentKind : int32_t { kNotRecurrent = 0, kDeltaNet = 1, kShortConv = 2 
 struct RecurrentShape {
   int32_t kind;                           // RecurrentKind
   int32_t taps, channels, gates, state;  // StateShape of src/paceline/core/recurrent_state.py; numbers of the state
-  // Of gated delta nets. Value heads value_heads / key_heads * i and following share key head i.
+  // For gated delta nets: value heads value_heads / key_heads * i and following share key head i.
   int32_t key_heads, value_heads, key_dim, value_dim;
   int input_width() const { return channels + gates; }
   int output_width() const { return kind == kDeltaNet ? value_heads * value_dim : channels; }
