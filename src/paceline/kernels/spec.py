@@ -231,7 +231,7 @@ class FusionWeights:
 class NativeSpec:
     """A whole decoder with RMS norms, rotary positions and gated MLPs. head None: tied to the embedding [vocab, width].
 
-    rotary, attention_scale: of the layers that have none of their own; None: head_dim ** -0.5.
+    rotary: of the layers that have none of their own.
     embed_scale: factor of the token embedding. tap_scale: factor of the hidden states that heads read.
     heads, kv_heads, head_dim: of the layers that have none of their own.
     logits_cap: the logits are cap * tanh(logits / cap); None: they are not capped.
@@ -251,7 +251,6 @@ class NativeSpec:
     epsilon: float = 1e-6
     embed_scale: float = 1.0
     tap_scale: float = 1.0
-    attention_scale: float | None = None
     fusion: FusionWeights | None = None
     inputs: TokenTableWeights | None = None
     logits_cap: float | None = None
@@ -286,8 +285,7 @@ class NativeSpec:
 
     def scale_of(self, layer: LayerWeights) -> float:
         """Scale of a layer's attention."""
-        own = self.attention_scale if layer.scale is None else layer.scale
-        return self.heads_of(layer).dim ** -0.5 if own is None else own
+        return self.heads_of(layer).dim ** -0.5 if layer.scale is None else layer.scale
 
     def norm_all(self, layer: LayerWeights) -> bool:
         """Whether a layer's norms of queries and keys are over all heads together."""
