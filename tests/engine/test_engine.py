@@ -26,7 +26,6 @@ from toy import (
     Scripted,
     ScriptedTrees,
     ToyConstraint,
-    ToyMaskQuery,
     ToyModel,
     always,
     answers,
@@ -193,9 +192,8 @@ class Faulty(ToyConstraint):
         super().__init__()
         self.at = at
 
-    def ask(self, draft_tokens: Any, first: int, places: int) -> Any:
+    def mask(self, draft_tokens: Any, first: int, logits: Any) -> None:
         self._fail("mask")
-        return ToyMaskQuery(self, [])
 
     def advance(self, tokens: Any) -> None:
         self._fail("advance")

@@ -306,13 +306,8 @@ def test_a_row_with_a_constraint_leaves_its_neighbours_to_the_kernels(monkeypatc
     class Even:
         """A constraint that records how it is called."""
 
-        def ask(self, draft_tokens: list[int], first: int, places: int) -> Even:
-            assert (len(draft_tokens), first, places) == (DRAFT_LENGTH, 0, DRAFT_LENGTH + 1)
-            return self
-
-        def send(self) -> None: ...
-
-        def mask(self, logits: torch.Tensor) -> None:
+        def mask(self, draft_tokens: list[int], first: int, logits: torch.Tensor) -> None:
+            assert (len(draft_tokens), first) == (DRAFT_LENGTH, 0)
             assert logits.shape == (DRAFT_LENGTH + 1, 100)
             logits[:, 1::2] = -math.inf
 
