@@ -197,13 +197,9 @@ def asked_for(path: Path, kinds: set[str]) -> list[str]:
     """Where a file asks whether something is of one of these classes: isinstance, or ``type(x) is``."""
     asked = []
     for node in ast.walk(tree_of(path)):
-        if not isinstance(node, ast.Call | ast.Compare):
-            continue
-        if not {each.id for each in ast.walk(node) if isinstance(each, ast.Name)} & kinds:
-            continue
         call = isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass")
         compare = isinstance(node, ast.Compare) and ast.unparse(node.left).startswith("type(")
-        if call or compare:
+        if (call or compare) and {each.id for each in ast.walk(node) if isinstance(each, ast.Name)} & kinds:
             asked.append(f"{path.name}:{node.lineno}")
     return asked
 
