@@ -111,6 +111,7 @@ def test_draft_tokens_are_those_of_transformers(head: dict[str, Any], tmp_path: 
 @pytest.mark.parametrize("drafter", ["feature", "hybrid"])
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("kernels", [False, True], ids=["torch", "int8"])
+@pytest.mark.one_in(3)
 def test_answers_are_plain_decodings(drafter: str, width: int, kernels: bool, tmp_path: Path) -> None:
     if kernels and native.select() is None:
         pytest.skip(f"no native kernels: {native.why_none()}")

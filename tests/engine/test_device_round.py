@@ -253,6 +253,7 @@ SPECIAL = [
 
 @pytest.mark.parametrize("k", [0, 1, 4])
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+@pytest.mark.one_in(5)
 def test_the_device_runs_cuts_penalties_and_logprobs(k: int, acceptance: str) -> None:
     """Under the rejection rule only greedy rows are compared: their last rounds may differ in length."""
     prompts, params = [*PROMPTS[:4], *PROMPTS[: len(SPECIAL)], *PROMPTS[4:6]], [*PARAMS[:4], *SPECIAL, *PARAMS[4:6]]

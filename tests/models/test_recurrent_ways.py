@@ -187,11 +187,13 @@ def subjects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Subject]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.one_in(5)
 def test_answers_equal_transformers_own_greedy_decoding(way: str, kind: str, subjects: dict[str, Subject]) -> None:
     WAYS[way](subjects[kind])
 
 
 @pytest.mark.parametrize("way", WAYS_WITH_HEAD)
+@pytest.mark.one_in(3)
 def test_answers_with_the_models_own_head_equal_transformers_own(way: str, subjects: dict[str, Subject]) -> None:
     WAYS_WITH_HEAD[way](subjects["qwen3_5"])
 
