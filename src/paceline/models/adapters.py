@@ -21,9 +21,8 @@ from paceline.models.families import FAMILIES
 from paceline.models.json_files import read_configuration
 from paceline.models.linear import Linear
 from paceline.models.loading import open_safetensors
-from paceline.models.quantised_tensors import SafeTensor
 from paceline.models.transformer import Transformer
-from paceline.models.weights import slots
+from paceline.models.weights import StoredTensor, check_finite, slots
 
 _CONFIGURATION, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -155,13 +154,21 @@ def _load(path: Path, model: Transformer) -> Iterator[tuple[str, LowRank]]:
                     f"{slot.shape}"
                 )
             scale = alpha / (rank**0.5 if rooted else rank)
-            matrices = [tensor.load().to(model.device, torch.float32) for tensor in (down, up)]
+            where = f"{path / _WEIGHTS}: {brief(module)}"
+            matrices = [_read(tensor, where).to(model.device) for tensor in (down, up)]
             yield slot.target.removesuffix(".weight"), LowRank(slot.first, matrices[0], matrices[1] * scale)
 
 
-def _pairs(stored: Mapping[str, SafeTensor], file: Path) -> dict[str, dict[str, SafeTensor]]:
+def _read(tensor: StoredTensor, where: str) -> Tensor:
+    numbers = torch.empty(tensor.shape, dtype=torch.float32)
+    tensor.unpack_into(numbers)
+    check_finite(numbers, where)
+    return numbers
+
+
+def _pairs(stored: Mapping[str, StoredTensor], file: Path) -> dict[str, dict[str, StoredTensor]]:
     """Return the matrices "A" and "B" by module. Raises ModelFormatError for a tensor that is neither."""
-    pairs: dict[str, dict[str, SafeTensor]] = {}
+    pairs: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in stored.items():
         match = _PART.fullmatch(name.removeprefix(_PREFIX))
         if match is None:

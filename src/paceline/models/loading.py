@@ -268,7 +268,13 @@ class _SafeTensor:
         return cast(Tensor, self.file.get_tensor(self.name))
 
     def unpack_into(self, destination: Tensor) -> None:
+        self.check_floats()
         destination.copy_(self.load())
+
+    def check_floats(self) -> None:
+        """Raise ModelFormatError for integers: they are codes of a quantised model, without their scales."""
+        if not self.dtype.startswith(("F", "BF")):
+            raise ModelFormatError(f"{self.path}: {self.name} is {self.dtype}, no floating-point numbers")
 
     def matrix(self, index: int) -> _SafeTensorPart:
         """Return one entry of the first dimension, not read yet."""
@@ -298,6 +304,7 @@ class _SafeTensorPart:
         return _SafeTensorPart(self.whole, (*self.indices, index))
 
     def unpack_into(self, destination: Tensor) -> None:
+        self.whole.check_floats()
         destination.copy_(self.load())
 
 
