@@ -36,7 +36,7 @@ from paceline.drafters.heads.loading import load_head_for
 from paceline.errors import ModelFormatError
 from paceline.kernels import native
 from paceline.models.adapters import attach
-from paceline.models.loading import load_model
+from paceline.models.loading import describe_source, load_model
 from paceline.models.matrices import load_packed
 from quantised_support import CONVERTERS, write
 from recurrent_support import tiny_lfm2, tiny_qwen3_5
@@ -502,7 +502,8 @@ def _build_adapter(path: Path) -> None:
 
 
 def load_adapter(path: Path) -> None:
-    attach(load_model(tiny(*NATIVE["llama"]), dtype=torch.float32), {"red": path / "red"})
+    model = tiny(*NATIVE["llama"])
+    attach(load_model(model, dtype=torch.float32), {"red": path / "red"}, describe_source(model))
 
 
 def adapter_cases() -> Iterator[Case]:

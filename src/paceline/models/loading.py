@@ -121,6 +121,12 @@ def description_of(path: Path) -> DecoderSpec | None:
         return describe(_unquantised_config(path)[0])
 
 
+@reads_model
+def describe_source(source: ResolvedSource) -> DecoderSpec | None:
+    """Return the description of any model; see ``description_of``."""
+    return describe(source.config) if is_loaded(source) else description_of(source)
+
+
 def files(path: Path) -> list[Path]:
     """Return the files of the checkpoint at ``path``. Raises the errors of ``load_model``."""
     with reading(path):
