@@ -32,6 +32,7 @@ from models.test_quantised import SHAPE
 from models.test_qwen3_5_gguf import write as write_qwen35
 from models.test_qwen3_5_gguf import write_apart
 from models.test_sinks_and_shared_experts import _gpt_oss
+from models.test_sinks_and_shared_experts import _written as _write_gpt_oss
 from paceline.drafters.heads.loading import load_head_for
 from paceline.errors import ModelFormatError
 from paceline.kernels import native
@@ -356,6 +357,11 @@ GGUF: dict[str, tuple[Callable[[Path], object], str, dict[str, tuple[Any, ...]]]
         _write_qwen35, "blk.0.attn_qkv.weight",
         {"ssm.group_count": (0, 7, 2**31), "ssm.time_step_rank": (0, 7, 2**31), "ssm.state_size": (0, 10**6),
          "ssm.inner_size": (0, 7, 2**31), "full_attention_interval": (0, 10**6, -1)},
+    ),
+    "gpt-oss in GGUF": (
+        lambda path: _write_gpt_oss(path / "model.gguf", _gpt_oss(), gguf.GGMLQuantizationType.MXFP4),
+        "blk.1.attn_q.weight",
+        {"expert_count": (0, 3, 2**31), "attention.sliding_window": ("x",)},
     ),
     "experts in GGUF": (
         _write_experts, "blk.0.ffn_up_exps.weight",

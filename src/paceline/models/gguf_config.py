@@ -40,8 +40,15 @@ _SIZES = (
     *("ssm.group_count", "ssm.time_step_rank", "ssm.state_size", "ssm.inner_size", "ssm.conv_kernel"),
     *("shortconv.l_cache", "expert_feed_forward_length", "expert_used_count"),
 )
-_OR_NONE = ("attention.head_count_kv", "attention.shared_kv_layers", "embedding_length_per_layer_input", "expert_count")
-_LARGEST = {"context_length": 2**31, "expert_count": 2**16, "expert_used_count": 2**16}
+_OR_NONE = (
+    *("attention.head_count_kv", "attention.shared_kv_layers", "attention.sliding_window"),
+    *("embedding_length_per_layer_input", "expert_count"),
+)
+_LARGEST = {
+    **dict.fromkeys(("context_length", "attention.sliding_window"), 2**31),
+    "expert_count": 2**16,
+    "expert_used_count": 2**16,
+}
 _WIDEST = 2**20
 
 _ROPE_FIELDS = {

@@ -88,13 +88,18 @@ class Slot:
         """Shape of the whole target."""
         if not self.experts:
             return self.total, *self.shape[1:]
-        return (self.experts, self.total, self.shape[-1]) if len(self.shape) > 1 else (self.experts, self.total)
+        return (self.experts, self.total) if self._is_bias else (self.experts, self.total, self.shape[-1])
+
+    @property
+    def _is_bias(self) -> bool:
+        """Whether the weight is the biases [experts, rows] of all experts."""
+        return self.expert is None and len(self.shape) == 2
 
     def within(self, target: Tensor) -> Tensor:
         """Return the weight's place in its target."""
         if not self.experts:
             return target[self.first : self.first + self.shape[0]]
-        rows = target[:, self.first : self.first + self.shape[-2]]
+        rows = target[:, self.first : self.first + self.shape[-1 if self._is_bias else -2]]
         return rows if self.expert is None else rows[self.expert]
 
 
@@ -204,8 +209,8 @@ def _experts_slots(spec: ExpertsSpec, width: int, layer: str, stored: Collection
     yield from _of_all_experts(spec.count, "experts_gate_up", gate_up, width, layer, stored)
     yield from _of_all_experts(spec.count, "experts_down", {"experts_down": width}, inner, layer, stored)
     if spec.expert.bias:
-        for name, rows in {"experts_gate_up": 2 * inner, "experts_down": width}.items():
-            yield f"{layer}{name}.bias", Slot(f"{layer}{name}.bias", (spec.count, rows), total=spec.count)
+        yield from _expert_biases(spec.count, "experts_gate_up", gate_up, layer)
+        yield from _expert_biases(spec.count, "experts_down", {"experts_down": width}, layer)
     if spec.shared is not None:
         yield from _mlp_slots(spec.shared, width, layer, stored)
     if spec.shared_gate:
@@ -226,6 +231,14 @@ def _of_all_experts(
                 yield own.format(expert), slot
         else:
             yield f"{layer}{name}.weight", Slot(f"{layer}{target}.weight", (count, rows, width), first, total, count)
+        first += rows
+
+
+def _expert_biases(count: int, target: str, parts: Mapping[str, int], layer: str) -> Slots:
+    """Yield the slots of a matrix's biases of all experts, in the parts that the matrix is stored in."""
+    first, total = 0, sum(parts.values())
+    for name, rows in parts.items():
+        yield f"{layer}{name}.bias", Slot(f"{layer}{target}.bias", (count, rows), first, total, count)
         first += rows
 
 
