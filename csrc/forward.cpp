@@ -414,8 +414,9 @@ class Pass {
   void embed(int thread) const {
     const Share share(tokens_.count, thread, pool_.threads());
     for (int i = share.first; i < share.last; ++i) {
-      if (!s_.fusion) embed_token(i, residual(i));
-      else join(i);
+      if (s_.fusion) join(i);
+      else if (tokens_.entering) enter(i);
+      else embed_token(i, residual(i));
     }
     pool_.meet();
     if (s_.inputs) read_vectors(thread);
@@ -442,15 +443,20 @@ class Pass {
     }
   }
 
+  void enter(int i) const {
+    const size_t width = static_cast<size_t>(s_.width), stride = static_cast<size_t>(m_.padded_width);
+    std::memcpy(residual(i), tokens_.entering + width * static_cast<size_t>(i), sizeof(float) * width);
+    std::memset(residual(i) + width, 0, sizeof(float) * (stride - width));
+  }
+
   // A head's first layer reads the normed embedding and, behind it, the normed state that enters.
   void join(int i) const {
-    const size_t width = static_cast<size_t>(s_.width), stride = static_cast<size_t>(m_.padded_width);
+    const size_t stride = static_cast<size_t>(m_.padded_width);
     float* embedded = m_.joined_.as<float>() + 2 * stride * static_cast<size_t>(i);
     float* hidden = embedded + stride;
     embed_token(i, embedded);
     k_.rms_norm(embedded, norm(projects() ? s_.fusion->embedding_norm : m_.layers[0].input_norm), m_.padded_width, embedded);
-    std::memcpy(residual(i), tokens_.entering + width * static_cast<size_t>(i), sizeof(float) * width);
-    std::memset(residual(i) + width, 0, sizeof(float) * (stride - width));
+    enter(i);
     k_.rms_norm(residual(i), norm(s_.fusion->hidden_norm), m_.padded_width, hidden);
     if (s_.fusion->normed_residual) std::memcpy(residual(i), hidden, sizeof(float) * stride);
   }

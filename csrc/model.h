@@ -13,7 +13,7 @@
 namespace paceline {
 
 // These structures mirror src/paceline/kernels/abi.py; kAbiVersion changes with them.
-constexpr int kAbiVersion = 26;
+constexpr int kAbiVersion = 27;
 
 // The small weights of a recurrent layer. qkv is its first matrix: of a gated delta net, channels and the gates of its
 // output; of a short convolution, B, C and x.
@@ -283,7 +283,8 @@ struct Tokens {
   const int64_t* slots;    // where keys and values go; null: at their positions
   const int64_t* parents;  // index of each token's parent, -1: the row's text; null: chains
   int count;
-  const float* entering = nullptr;  // [tokens][width]: the states that a head reads beside the tokens
+  const float* entering = nullptr;  // [tokens][width]: the states that a head reads beside the tokens; of a model without
+                                    // fusion, the first layer's input in place of the tokens
   int read = 0;                     // number of leading tokens that an earlier pass computed; they only serve as parents
 };
 
@@ -348,6 +349,7 @@ class Model {
   const int padded_width, padded_qkv, padded_attention, padded_activated;
   const int widest_dim, queries_per_key;  // of all layers
   const int last_writer;                  // the last layer that writes keys, values or a state
+  const bool reads_only;                  // whether all layers read another model's keys: a row's tokens may then share a position
   const int widest_rank, widest_change;   // padded outputs of LowRank::down and LowRank::up; 0 without adapters
 
  private:

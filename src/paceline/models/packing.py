@@ -96,7 +96,8 @@ def _rotate_by_tables(spec: NativeSpec, model: abi.CModel) -> object:
     for index, layer in enumerate(spec.layers):
         rotary = layer.rotary or spec.rotary
         if rotary not in tables:
-            tables[rotary] = reference.rotary_table(rotary, spec.max_positions)
+            cosine, sine = reference.rotary_table(rotary, spec.max_positions + spec.ahead)
+            tables[rotary] = cosine[spec.ahead :], sine[spec.ahead :]
         into = model.layers[index]
         into.cosine, into.sine = (table.data_ptr() for table in tables[rotary])
         into.rotary_half = len(rotary.inverse_frequencies)
