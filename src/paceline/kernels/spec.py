@@ -235,6 +235,8 @@ class NativeSpec:
     embed_scale: factor of the token embedding. tap_scale: factor of the hidden states that heads read.
     heads, kv_heads, head_dim: of the layers that have none of their own.
     logits_cap: the logits are cap * tanh(logits / cap); None: they are not capped.
+    read_from: key heads of the layers of another model's cache, which all layers read; None: the model has its own.
+    ahead: how many positions further than its last key a token stands: its rotation, not what it sees.
     """
 
     width: int
@@ -254,10 +256,14 @@ class NativeSpec:
     fusion: FusionWeights | None = None
     inputs: TokenTableWeights | None = None
     logits_cap: float | None = None
+    read_from: tuple[KVHeads, ...] | None = None
+    ahead: int = 0
 
     @property
     def kv_layers(self) -> tuple[KVHeads, ...]:
         """The key heads of every layer of the cache."""
+        if self.read_from is not None:
+            return self.read_from
         heads = (self.heads_of(layer) for layer in self.layers if layer.recurrent is None and not layer.reads_only)
         return tuple(KVHeads(each.kv_heads, each.dim) for each in heads)
 

@@ -121,6 +121,12 @@ def description_of(path: Path) -> DecoderSpec | None:
         return describe(_unquantised_config(path)[0])
 
 
+@reads_model
+def describe_source(source: ResolvedSource) -> DecoderSpec | None:
+    """Return the description of any model; see ``description_of``."""
+    return describe(source.config) if is_loaded(source) else description_of(source)
+
+
 def files(path: Path) -> list[Path]:
     """Return the files of the checkpoint at ``path``. Raises the errors of ``load_model``."""
     with reading(path):
@@ -273,11 +279,17 @@ class _SafeTensor:
             return cast(Tensor, self.file.get_tensor(self.name))
         return cast(Tensor, self.file.get_slice(self.name)[self.indices])
 
+    def check_floats(self) -> None:
+        """Raise ModelFormatError for integers: they are codes of a quantised model, without their scales."""
+        if not self.dtype.startswith(("F", "BF")):
+            raise ModelFormatError(f"{self.path}: {self.name} is {self.dtype}, no floating-point numbers")
+
     def matrix(self, index: int) -> _SafeTensor:
         """Return one entry of the first dimension, not read yet."""
         return dataclasses.replace(self, shape=self.shape[1:], indices=(*self.indices, index))
 
     def unpack_into(self, destination: Tensor) -> None:
+        self.check_floats()
         destination.copy_(self.load())
 
 
