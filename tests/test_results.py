@@ -462,37 +462,57 @@ def cpu_rows(head: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
 
 
-def cpu_step(kernels: str, step: str, column: tuple[str, str]) -> dict[str, Any]:
+def cpu_step(machine: str, kernels: str, step: str, column: tuple[str, str]) -> dict[str, Any]:
     """One measured step. step: "rows x tokens" of the page."""
     rows, tokens = step.split(" x ")
     wanted = (*column, {"1": "decode", "4": "verify 3"}[tokens], int(rows), kernels)
     (found,) = [
         r
-        for r in load("sets-epyc-zen4")["results"]
+        for r in load(f"sets-{machine}")["results"]
         if (r["shape"], r["format"], r["step"], r["rows"], r["kernels"]) == wanted
     ]
     return dict(found)
 
 
-def test_the_steps_of_the_best_instruction_set_are_the_committed_run() -> None:
-    for step, *cells in cpu_rows("| rows x tokens | Qwen2.5-Coder-1.5B, int8 "):
+@pytest.mark.parametrize(
+    ("machine", "best", "head"),
+    [
+        ("epyc-zen4", "avx512-vnni-bf16", "| rows x tokens | Qwen2.5-Coder-1.5B, int8 "),
+        ("xeon-amx", "amx", "| Xeon: rows x tokens | Qwen2.5-Coder-1.5B, int8 "),
+    ],
+)
+def test_the_steps_of_the_best_instruction_set_are_the_committed_run(machine: str, best: str, head: str) -> None:
+    for step, *cells in cpu_rows(head):
         for column, shown in zip(CPU_COLUMNS, cells, strict=True):
-            run = cpu_step("avx512-vnni-bf16", step, column)
+            run = cpu_step(machine, best, step, column)
             limit = "memory" if run["memory_floor_ms"] > run["compute_floor_ms"] else "arithmetic"
             assert shown == f"{run['ms']:.1f} ms, {100 * run['of_floor']:.0f} % {limit}", (step, column)
 
 
-def test_the_other_instruction_sets_are_the_committed_run() -> None:
-    for name, step, *cells in cpu_rows("| set | rows x tokens | Qwen2.5-Coder-1.5B, int8 "):
+@pytest.mark.parametrize(
+    ("machine", "head"),
+    [
+        ("epyc-zen4", "| set | rows x tokens | Qwen2.5-Coder-1.5B, int8 "),
+        ("xeon-amx", "| Xeon: set | rows x tokens | Qwen2.5-Coder-1.5B, int8 "),
+    ],
+)
+def test_the_other_instruction_sets_are_the_committed_run(machine: str, head: str) -> None:
+    for name, step, *cells in cpu_rows(head):
         for column, shown in zip(CPU_COLUMNS, cells, strict=True):
-            run = cpu_step(name.strip("`"), step, column)
+            run = cpu_step(machine, name.strip("`"), step, column)
             assert shown == f"{run['over_best']:.2f}, {100 * run['of_floor']:.0f} %", (name, step, column)
 
 
-def test_auto_by_instruction_set_is_the_committed_runs() -> None:
-    for name, prompts, *cells in cpu_rows("| set | prompts | 1 row "):
-        runs = load(f"offline-smollm2-ngram-{prompts}-{name.strip('`')}-epyc-zen4")["results"]
+@pytest.mark.parametrize(
+    ("machine", "head"), [("epyc-zen4", "| set | prompts | 1 row "), ("xeon-amx", "| Xeon: set | prompts | 1 row ")]
+)
+def test_auto_by_instruction_set_is_the_committed_runs(machine: str, head: str) -> None:
+    for name, prompts, *cells in cpu_rows(head):
+        runs = load(f"offline-smollm2-ngram-{prompts}-{name.strip('`')}-{machine}")["results"]
         assert cells == [f"{run['speed_up']:.2f}" for run in runs if run["side"] == "speculation"], (name, prompts)
+
+
+def test_auto_of_the_larger_model_on_avx2_is_the_committed_run() -> None:
     (run,) = [run for run in load("offline-qwen-ngram-stubs-avx2-epyc-zen4")["results"] if run["side"] == "speculation"]
     assert f"64 tokens each, it is {run['speed_up']:.2f}" in (ROOT / "docs" / "cpu.md").read_text()
 
