@@ -3,9 +3,9 @@
     python benchmarks/agent_turns.py --model qwen-coder-0.5b.gguf --output benchmarks/results/agent-turns-qwen-0.5b.json
 
 Each turn has to call a tool, and repeats all turns before. The same conversation is held with speculation and without,
-turn about, greedy, on the same weights; each side has a prefix cache of its own. The last line has the share of prompt
-tokens that came from the cache after the first turn, whether all answers were equal, and medians; everything is in the
-JSON document.
+turn about, greedy, on the same weights; each side has a prefix cache of its own. The table has some turns: tokens of the
+prompt, those from the cache, and milliseconds to the first token. The last line has the share of prompt tokens that came
+from the cache after the first turn, whether all answers were equal, and medians; everything is in the JSON document.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ TOOLS = [
     tool("edit_file", "Replaces a text that occurs once in a file.", "path", "old", "new"),
     tool("run_tests", "Runs the tests below a folder and returns what they print.", "folder"),
 ]
+
+SHOWN = (1, 2, 5, 10, 15, 20)  # turns of the table
 
 
 @dataclass
@@ -132,6 +134,20 @@ def summary(sides: Mapping[str, Side]) -> dict[str, Any]:
     }
 
 
+def table(document: Mapping[str, Any]) -> list[str]:
+    """The table of ``docs/agents.md`` from the JSON document: one line for each of ``SHOWN``."""
+    plain, speculative = (document["sides"][name] for name in ("plain", "speculative"))
+    return [
+        f"| {turn} | {plain['prompt_tokens'][turn - 1]} | "
+        + " | ".join(str(side["cached_tokens"][turn - 1]) for side in (plain, speculative))
+        + " | "
+        + " | ".join(f"{1000 * side['seconds_to_first_token'][turn - 1]:.0f}" for side in (plain, speculative))
+        + " |"
+        for turn in SHOWN
+        if turn <= len(plain["prompt_tokens"])
+    ]
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -149,18 +165,17 @@ def main() -> None:
     sides = {"speculative": Side(llm), "plain": Side(llm.plain())}
     hold(sides, options.turns, options.functions, cast("ToolParserName | None", options.tool_parser))
     found = summary(sides)
-    text = json.dumps(
-        {
-            "model": options.model,
-            "engine": llm.engine.describe(),
-            "machine": machine(llm.engine.threads),
-            "versions": versions(),
-            "sides": {name: side.document() for name, side in sides.items()},
-            "summary": found,
-        }
-    )
+    document = {
+        "model": Path(options.model).name,
+        "engine": llm.engine.describe(),
+        "machine": machine(llm.engine.threads),
+        "versions": versions(),
+        "sides": {name: side.document() for name, side in sides.items()},
+        "summary": found,
+    }
+    print("\n".join(table(document)))
     if options.output is not None:
-        options.output.write_text(text + "\n")
+        options.output.write_text(json.dumps(document) + "\n")
     print(json.dumps(found))
 
 

@@ -395,6 +395,85 @@ def in_a_budget() -> list[str]:
     return [f"{100 * found[n]['plain']:.0f} to {100 * found[n]['speculation']:.0f} % at n = {n}" for n in found]
 
 
+TRAINED = "train-kinds-smollm2-epyc-zen5"
+BOTH = "head or copies"
+
+
+def heads_of_ours() -> list[str]:
+    """Return the speed over plain of our heads in EAGLE-3's format, alone, and at one row after n-gram drafts."""
+
+    def speeds(name: str, drafter: str, *batches: int) -> str:
+        found = {
+            each["batch_size"]: each["speed_up"]
+            for each in load(f"drafters-{name}-epyc-zen5")["speeds"]
+            if (each["drafter"], each["temperature"]) == (drafter, 0)
+        }
+        return ", ".join(f"{found[batch]:.2f}" for batch in batches)
+
+    names = ("smollm2", "qwen")
+    alone, mixed = ([speeds(name, side, *at) for name in names] for side, at in (("head", (1, 4, 8)), (BOTH, (1,))))
+    minutes = load("train-head-qwen-epyc-zen5")["seconds_of_training"] / 60
+    return [
+        f"SmolLM2's shipped head {alone[0]};",
+        f"after {minutes:.0f} minutes of training {alone[1]}",
+        f"at one row: {mixed[0]} and {mixed[1]} (Zen 5)",
+    ]
+
+
+def accepted_of(kind: str) -> list[str]:
+    """Return conditional acceptance and tokens a round with three draft tokens of a head trained for seven minutes."""
+    (run,) = [run for run in load(TRAINED)["runs"] if run["training"]["kind"] == kind]
+    assert run["seconds_of_training"] == pytest.approx(7 * 60, rel=0.01)
+    last = run["acceptance"][-1]
+    return [", ".join(f"{kept:.2f}" for kept in last["conditional"][:3]), f"{last['length'][2]:.2f}"]
+
+
+def parallel() -> list[str]:
+    (parallel, rounds), (feature, more) = accepted_of("parallel"), accepted_of("feature")
+    return [f"accepted at {parallel}, {rounds} tokens a round", f"has {feature} and {more}"]
+
+
+def nearest_to_chimera() -> list[str]:
+    return [f"has {accepted_of('feature')[1]} tokens a round after seven minutes"]
+
+
+def hidden_transfer_and_short_vocabulary() -> list[str]:
+    kept, rounds = accepted_of("hidden_transfer")
+    part = load("short-vocabulary-qwen")["acceptance in chat and stubs"]["sizes"]
+    found = {each["size"]: (f"{each['accepted']['all']:.3f}"[1:], f"{each['mib']:.0f}") for each in part}
+    (whole, all_read), (short, read) = found[0], found[32768]
+    shrunk = f"accepted {whole} to {short}, weights that a draft pass reads {all_read} to {read} MiB"
+    return [f"{kept}, {rounds} tokens a round", shrunk]
+
+
+def kernels_and_llama_cpp() -> list[str]:
+    """Return shares of the machine's limit, and plain speed over llama.cpp's at the same precision."""
+
+    def shares(to: str) -> str:
+        steps = [cpu_step("avx512-vnni-bf16", f"{rows} x 1", ("qwen2.5-1.5b", to)) for rows in (1, 4, 8)]
+        return ", ".join(f"{100 * step['of_floor']:.0f}" for step in steps) + " %"
+
+    def over_llama_cpp(run: str, ours: str) -> str:
+        by = {(r["peer"], r["batch"]): r for r in load(run)["results"] if r["mode"] == "plain"}
+        ratios = [by[ours, rows]["tokens_per_s"] / by["llamacpp", rows]["tokens_per_s"] for rows in (1, 4, 8)]
+        return ", ".join(f"{ratio:.2f}" for ratio in ratios)
+
+    return [
+        f"int8 {shares('int8')}, int4 {shares('int4')}",
+        f"int8 over Q8_0 {over_llama_cpp('peers-qwen-q8_0-chat-avx2-epyc-zen4', 'paceline-int8')} times",
+        f"int4 over Q4_K_M {over_llama_cpp('peers-qwen-chat-avx2-epyc-zen4', 'paceline-int4')}",
+    ]
+
+
+def pad_and_split() -> list[str]:
+    """Return milliseconds of a round under PAD and SPLIT by rows, and PAD's arithmetic over that of the true lengths."""
+    found = load(PAD_SPLIT)["results"]
+    ms = {way: ", ".join(f"{each['ms'][way]:.1f}" for each in found) for way in ("padded", "split", "native")}
+    rows, padded = ", ".join(str(each["rows"]) for each in found), ", ".join(f"{each['padded']:.2f}" for each in found)
+    times = f"PAD {ms['padded']}, SPLIT {ms['split']}, the CPU kernels {ms['native']} ms"
+    return [f"at {rows} rows", times, f"PAD's attention does {padded} times the arithmetic"]
+
+
 HEADLINES: dict[str, Worked] = {
     "B1": at_batch_8,
     "B2": lambda: over_plain(1, 4, 8),
@@ -408,8 +487,16 @@ HEADLINES: dict[str, Worked] = {
     "E1": equal_sequences,
     "L1": with_references,
     "A1": over_an_oracle,
+    "D1": heads_of_ours,
+    "D2": parallel,
+    "D3": nearest_to_chimera,
     "D4": trees,
+    "D5": hidden_transfer_and_short_vocabulary,
+    "Q1": kernels_and_llama_cpp,
 }
+PAD_SPLIT = "pad-split-qwen-0.5b"  # of ``python -m benchmarks.pad_split --json``; once it is there, the row must state it
+if (RESULTS / f"{PAD_SPLIT}.json").exists():
+    HEADLINES["B6"] = pad_and_split
 
 
 @pytest.mark.parametrize("row", HEADLINES)
@@ -432,9 +519,16 @@ def test_every_run_is_the_one_whose_json_lies_there() -> None:
         used |= set(rows.split(", "))
         written = load(found[1]).get("command")
         if written is not None:
-            assert written.split(" --output")[0] == command.strip("`"), found[1]
+            assert re.sub(r" --output \S+", "", written) == command.strip("`"), found[1]
         assert re.fullmatch(r"\d{4}-\d\d-\d\d, `[0-9a-f]{7}`", when)
-    assert used == {*HEADLINES, "peers", "edits", "separate"}
+    assert used == {*HEADLINES, "peers", "edits", "separate", "open", "prefixes", "scoring", "memory", "lines"}
+
+
+def test_what_needs_a_gpu_has_no_figures_until_there_are_runs() -> None:
+    rows = table("Headlines that need a GPU")
+    assert {row for row, *_ in rows} <= {row for row, *_ in table("The papers' headlines")}
+    assert all(ours == "nothing of ours yet" for *_, ours in rows)
+    assert not [*RESULTS.glob("*h100*"), *RESULTS.glob("*h200*")], "GPU results exist: the part has to state them"
 
 
 def test_the_table_of_deadlines_is_the_committed_run() -> None:
