@@ -3,9 +3,10 @@
     python benchmarks/agent_turns.py --model qwen-coder-0.5b.gguf --output benchmarks/results/agent-turns-qwen-0.5b.json
 
 Each turn has to call a tool, and repeats all turns before. The same conversation is held with speculation and without,
-turn about, greedy, on the same weights; each side has a prefix cache of its own. The table has some turns: tokens of the
-prompt, those from the cache, and milliseconds to the first token. The last line has the share of prompt tokens that came
-from the cache after the first turn, whether all answers were equal, and medians; everything is in the JSON document.
+turn about, greedy, on the same weights; each side has a prefix cache of its own. The table has some turns: tokens of
+the prompt, those from the cache, and milliseconds to the first token. The last line has the share of prompt tokens that
+came from the cache after the first turn, whether all answers were equal, and medians; everything is in the JSON
+document.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ def of(optional: Mapping[str, Schema] | None = None, **required: Schema) -> Sche
 
 
 def some(items: Schema, low: int, high: int) -> Schema:
+    """Return the schema of an array of ``low`` to ``high`` items."""
     return {"type": "array", "items": items, "minItems": low, "maxItems": high}
 
 

@@ -2,8 +2,8 @@
 
     PYTHONPATH=src:. python -m benchmarks.forced_calls qwen-coder-0.5b.gguf --samples 25 --output FILE
 
-Each of forty tools is called by one greedy answer and ``samples - 1`` sampled ones, on four sides: plain and speculative
-decoding, each read as a whole and while it grows. A call counts as valid if it is complete and its arguments obey the
+Each of forty tools is called by one greedy answer and ``samples - 1`` sampled ones, on four sides: plain and
+speculative decoding, each read as a whole and while it grows. A call counts as valid if it is complete and its arguments obey the
 tool's schema, and as different if text or arguments on any side differ from those of the plain whole answer.
 ``--tools FIRST LAST`` makes a part of the calls; FILE keeps the parts that were made before with the same settings.
 """
@@ -78,6 +78,7 @@ def params(samples: int) -> list[SamplingParams]:
 
 
 def messages(tool: ToolDefinition) -> list[dict[str, str]]:
+    """Return the request that has to end in a call of the tool."""
     return [{"role": "user", "content": f"Call {tool.name} with a good example."}]
 
 

@@ -1,11 +1,11 @@
-"""Acceptance of draft tokens by node of the syntax tree, over answers to HumanEval (as ASTxplainer, 2308.03873, reads it).
+r"""Acceptance of draft tokens by node of the syntax tree, over answers to HumanEval (as in ASTxplainer, 2308.03873).
 
-    PYTHONPATH=src:. python -m benchmarks.node_acceptance qwen-coder-1.5b.gguf --draft-model qwen-coder-0.5b.gguf \\
+    PYTHONPATH=src:. python -m benchmarks.node_acceptance qwen-coder-1.5b.gguf --draft-model qwen-coder-0.5b.gguf \
         --output FILE
 
 A token belongs to the innermost named node around its first letter, in the tree of the problem's function with the
-answer in it. A token counts as drafted if it was accepted or recovered, as in ``paceline trace``. Programs are parsed and
-not run. Greedy decoding, four draft tokens.
+answer in it. A token counts as drafted if it was accepted or recovered, as in ``paceline trace``. Programs are parsed
+and not run. Greedy decoding, four draft tokens.
 """
 
 from __future__ import annotations

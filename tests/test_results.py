@@ -450,7 +450,7 @@ def kernels_and_llama_cpp() -> list[str]:
     """Return shares of the machine's limit, and plain speed over llama.cpp's at the same precision."""
 
     def shares(to: str) -> str:
-        steps = [cpu_step("avx512-vnni-bf16", f"{rows} x 1", ("qwen2.5-1.5b", to)) for rows in (1, 4, 8)]
+        steps = [cpu_step("epyc-zen4", "avx512-vnni-bf16", f"{rows} x 1", ("qwen2.5-1.5b", to)) for rows in (1, 4, 8)]
         return ", ".join(f"{100 * step['of_floor']:.0f}" for step in steps) + " %"
 
     def over_llama_cpp(run: str, ours: str) -> str:
@@ -466,7 +466,7 @@ def kernels_and_llama_cpp() -> list[str]:
 
 
 def pad_and_split() -> list[str]:
-    """Return milliseconds of a round under PAD and SPLIT by rows, and PAD's arithmetic over that of the true lengths."""
+    """Return milliseconds of a round under PAD and SPLIT by rows, and how much more arithmetic PAD does."""
     found = load(PAD_SPLIT)["results"]
     ms = {way: ", ".join(f"{each['ms'][way]:.1f}" for each in found) for way in ("padded", "split", "native")}
     rows, padded = ", ".join(str(each["rows"]) for each in found), ", ".join(f"{each['padded']:.2f}" for each in found)
@@ -494,7 +494,9 @@ HEADLINES: dict[str, Worked] = {
     "D5": hidden_transfer_and_short_vocabulary,
     "Q1": kernels_and_llama_cpp,
 }
-PAD_SPLIT = "pad-split-qwen-0.5b"  # of ``python -m benchmarks.pad_split --json``; once it is there, the row must state it
+PAD_SPLIT = (
+    "pad-split-qwen-0.5b"  # of ``python -m benchmarks.pad_split --json``; once it is there, the row must state it
+)
 if (RESULTS / f"{PAD_SPLIT}.json").exists():
     HEADLINES["B6"] = pad_and_split
 
@@ -521,7 +523,9 @@ def test_every_run_is_the_one_whose_json_lies_there() -> None:
         if written is not None:
             assert re.sub(r" --output \S+", "", written) == command.strip("`"), found[1]
         assert re.fullmatch(r"\d{4}-\d\d-\d\d, `[0-9a-f]{7}`", when)
-    assert used == {*HEADLINES, "peers", "edits", "separate", "open", "prefixes", "scoring", "memory", "lines"}
+    counted = {"calls", "transcript", "methods", "nodes"}
+    timed = {"peers", "edits", "separate", "open", "prefixes", "scoring", "memory", "lines"}
+    assert used == HEADLINES.keys() | counted | timed
 
 
 def test_what_needs_a_gpu_has_no_figures_until_there_are_runs() -> None:
@@ -543,6 +547,46 @@ def test_the_table_of_deadlines_is_the_committed_run() -> None:
     table_lines = page.split(head)[1].split("\n\n")[0].splitlines()[2:]
     assert [line.strip() for line in table_lines] == rows
     assert max(c["late_ms_median"] for c in cells) < 10
+
+
+def test_the_forced_calls_are_the_committed_runs() -> None:
+    for (label, *cells), size in zip(table("Tool calls and transcripts"), ("0.5b", "1.5b"), strict=True):
+        tools = load(f"forced-calls-qwen-{size}-xeon-amx")["results"].values()
+        assert len(tools) == 40
+        calls, different, tokens, rounds = (
+            sum(tool[what] for tool in tools) for what in ("calls", "different", "tokens", "rounds")
+        )
+        invalid = sum(len(tool["invalid"]) for tool in tools)
+        assert cells == [f"{calls:,}", str(invalid), str(different), f"{tokens / rounds:.2f}"], label
+        assert invalid == different == 0
+
+
+def test_the_transcript_is_the_committed_run() -> None:
+    text = text_below("Tool calls and transcripts")
+    summary = load("agent-turns-qwen-0.5b-xeon-amx")["summary"]
+    assert summary["answers_equal"]
+    (share,) = set(summary["cached_share_after_the_first_turn"].values())
+    assert f"{100 * share:.1f} % of the prompts' tokens" in text
+    rounds = summary["rounds"]
+    assert f"in {rounds['speculative']} rounds instead of {rounds['plain']}" in text
+
+
+def test_the_decoding_methods_are_the_committed_run() -> None:
+    runs = load("decoding-methods-qwen-0.5b-xeon-amx")["results"]
+    rows = {method: cells for method, *cells in table("Decoding methods")}
+    assert list(rows) == list(runs)
+    for method, run in runs.items():
+        passed = f"{100 * statistics.fmean(run['passed']):.0f} % of {len(run['passed'])}"
+        assert rows[method] == [passed, f"{run['tokens'] / run['rounds']:.2f}", str(run["different"])], method
+        assert run["different"] == 0
+
+
+def test_acceptance_by_node_is_the_committed_runs() -> None:
+    for node, *cells in table("Acceptance by node of the syntax tree"):
+        for run, shown in zip(("", "-0.5b-ngram"), cells, strict=True):
+            answers = load(f"node-acceptance-qwen{run}-xeon-amx")["answers"]
+            drafted, accepted = (sum(made.get(node.strip("`"), (0, 0))[i] for made in answers) for i in (0, 1))
+            assert shown == f"{100 * accepted / drafted:.0f} % of {drafted:,}", (node, run)
 
 
 # --- docs/cpu.md ------------------------------------------------------------------------------------------------------
