@@ -3,9 +3,10 @@
     PYTHONPATH=src:. python -m benchmarks.forced_calls qwen-coder-0.5b.gguf --samples 25 --output FILE
 
 Each of forty tools is called by one greedy answer and ``samples - 1`` sampled ones, on four sides: plain and
-speculative decoding, each read as a whole and while it grows. A call counts as valid if it is complete and its arguments obey the
-tool's schema, and as different if text or arguments on any side differ from those of the plain whole answer.
-``--tools FIRST LAST`` makes a part of the calls; FILE keeps the parts that were made before with the same settings.
+speculative decoding, each read as a whole and while it grows. A call counts as valid if it is complete and its
+arguments obey the tool's schema, and as different if text or arguments on any side differ from those of the plain whole
+answer. ``--tools FIRST LAST`` makes a part of the calls; FILE keeps the parts that were made before with the same
+settings.
 """
 
 from __future__ import annotations

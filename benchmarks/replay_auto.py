@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from paceline.config import SamplingParams
-from paceline.drafters.lookup import make_lookup
+from paceline.drafters.lookup import SearchedRows, make_lookup
 from paceline.drafters.ngram import _CONFIDENCE
 from paceline.lengths.auto import AutoLength
 from paceline.lengths.cost import CostModel, CostTable, interpolate
@@ -68,7 +68,7 @@ class Text:
         """Each draft token's score, and whether it is right."""
         if place not in self._drafts:
             length, text = len(self.prompt) + place, torch.tensor([self.prompt + self.answer])
-            found = make_lookup([]).find(text, torch.tensor([length]), [0], length, LONGEST_AUTO)
+            found = make_lookup([]).find(SearchedRows(text, torch.tensor([length]), [0]), LONGEST_AUTO)
             follow = [*self.answer[place:], *[-1] * LONGEST_AUTO]
             right = [token == true for token, true in zip(found.draft_tokens[0], follow, strict=False)]
             self._drafts[place] = list(zip(_CONFIDENCE[found.matched[0]], right, strict=False))
