@@ -47,7 +47,7 @@ class Call:
 
     def same(self, other: Call) -> bool:
         """Whether tokens, text and message are equal but for the calls' ids, which are random."""
-        return self._content() == other._content()
+        return bool(self._content() == other._content())
 
     def _content(self) -> Any:
         calls = [(call.name, call.arguments, call.complete) for call in self.message.tool_calls]
