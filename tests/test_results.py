@@ -550,7 +550,8 @@ def test_the_table_of_deadlines_is_the_committed_run() -> None:
 
 
 def test_the_forced_calls_are_the_committed_runs() -> None:
-    for (label, *cells), size in zip(table("Tool calls and transcripts"), ("0.5b", "1.5b"), strict=False):
+    rows = [cells for cells in table("Tool calls and transcripts") if cells[0].startswith("Qwen")]
+    for (label, *cells), size in zip(rows, ("0.5b", "1.5b"), strict=True):
         tools = load(f"forced-calls-qwen-{size}-xeon-amx")["results"].values()
         assert len(tools) == 40
         calls, different, tokens, rounds = (
@@ -569,6 +570,8 @@ def test_the_transcript_is_the_committed_run() -> None:
     assert f"{100 * share:.1f} % of the prompts' tokens" in text
     rounds = summary["rounds"]
     assert f"in {rounds['speculative']} rounds instead of {rounds['plain']}" in text
+    agents = (ROOT / "docs" / "agents.md").read_text()
+    assert f"reduced {rounds['plain']} rounds to {rounds['speculative']}" in agents
     for turn in (1, 2, 5, 10, 15, 20):
         plain, speculative = (sides[name] for name in ("plain", "speculative"))
         ms = [f"{1000 * side['seconds_to_first_token'][turn - 1]:.0f}" for side in (plain, speculative)]
