@@ -1,6 +1,6 @@
-// Matrix products on AMX: tiles of up to 16 rows by half a panel, 16 columns. The rows are cut into tiles of one height.
-// Integer sums are exact, and the rest is done in the order of AVX-512: the bits are the same. So a few rows of bytes, which
-// gain nothing from tiles, run there. Sums of bf16 are not exact: all rows go through tiles.
+// Matrix products on AMX: tiles of up to 16 rows by half a panel, 16 columns. Rows are cut into tiles of one height.
+// Integer sums are exact, and the rest is done in the order of AVX-512: the bits are the same: a few rows of bytes,
+// which gain nothing from tiles, run there. Sums of bf16 are not exact: all rows go through tiles.
 #pragma once
 
 #include <type_traits>
@@ -13,8 +13,9 @@ namespace {
 
 constexpr int kHalf = kPanel / 2;           // columns
 constexpr int kFewByteRows = 4;             // up to these AVX-512 is faster
+constexpr int kFewNibbleRows = 8;           // the same, where nibbles have to be unpacked: 5 rows take 1.7 times as long on tiles
 constexpr int kBlockTiles = 4;              // tiles of rows that share a run of weights in the L1 cache
-constexpr int kRun = 8 * kActivationGroup;  // inputs: 16 KB of weights as bytes
+constexpr int kRun = 8 * kActivationGroup;  // inputs: 16 KB of weights as bytes; 4 or 16 groups, or 2 tiles, take as long
 
 // Only the last tile may have fewer rows; padding follows them.
 struct RowTiles {
@@ -42,22 +43,18 @@ class PanelPrefetch {
 };
 
 // Tiles 0 and 1 are sums, 4 and 5 weights, 6 and 7 rows. A macro, because a tile's number is part of the instruction.
-#define PL_MULTIPLY_GROUP(sums_, weights_, rows_)                             \
-  do {                                                                        \
-    PL_TILE_ZERO(sums_);                                                      \
-    for (int part = 0; part < parts; ++part) {                                \
-      PL_TILE_LOAD(weights_, w, line_stride);                                 \
-      PL_TILE_LOAD(rows_, x, stride);                                         \
-      PL_TILE_MULTIPLY_BYTES(sums_, rows_, weights_);                         \
-      w += kTileRows * line_stride;                                           \
-      x += kTileBytes;                                                        \
-    }                                                                         \
-    PL_TILE_STORE(sums_, sums, sizeof sums[0]);                               \
+#define PL_MULTIPLY_GROUP(sums_, weights_, rows_)   \
+  do {                                              \
+    PL_TILE_ZERO(sums_);                            \
+    PL_TILE_LOAD(weights_, w, line_stride);         \
+    PL_TILE_LOAD(rows_, x, stride);                 \
+    PL_TILE_MULTIPLY_BYTES(sums_, rows_, weights_); \
+    PL_TILE_STORE(sums_, sums, sizeof sums[0]);     \
   } while (false)
 
 // The exact sums of one group of inputs.
 template <bool kOdd>
-inline void multiply_group(const uint8_t* x, size_t stride, const uint8_t* w, size_t line_stride, int parts, int32_t (&sums)[kTileRows][kHalf]) {
+inline void multiply_group(const uint8_t* x, size_t stride, const uint8_t* w, size_t line_stride, int32_t (&sums)[kTileRows][kHalf]) {
   if constexpr (kOdd) PL_MULTIPLY_GROUP(1, 5, 7);
   else PL_MULTIPLY_GROUP(0, 4, 6);
 }
@@ -126,14 +123,14 @@ class Int4Run {
 template <class Run, int R>
 inline void add_groups(const Run& run, const LinearCall& call, int row, int half, Range groups, float (*totals)[kPanel], PanelPrefetch& prefetch) {
   alignas(64) int32_t even[kTileRows][kHalf], odd[kTileRows][kHalf];
-  const int group = Run::group(*call.linear), parts = (group + kTileBytes - 1) / kTileBytes;
+  const int group = Run::group(*call.linear);
   const size_t stride = call.input.stride;
   const uint8_t* x = call.input.data + stride * static_cast<size_t>(row);
   F16 kept[R];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) kept[r] = load(totals[r] + half * kHalf);
-  const auto multiply_even = [&](int g) { if (g < groups.last) multiply_group<false>(x + g * group, stride, run.lines(g, half), Run::kLineStride, parts, even); };
-  const auto multiply_odd = [&](int g) { if (g < groups.last) multiply_group<true>(x + g * group, stride, run.lines(g, half), Run::kLineStride, parts, odd); };
+  const auto multiply_even = [&](int g) { if (g < groups.last) multiply_group<false>(x + g * group, stride, run.lines(g, half), Run::kLineStride, even); };
+  const auto multiply_odd = [&](int g) { if (g < groups.last) multiply_group<true>(x + g * group, stride, run.lines(g, half), Run::kLineStride, odd); };
   multiply_even(groups.first);
   for (int g = groups.first; g < groups.last; g += 2) {
     multiply_odd(g + 1);
@@ -220,8 +217,8 @@ inline void multiply_on_tiles(const LinearCall& call, int first_panel, int last_
   const bool bf16 = linear.format == kBf16;
   const RowTiles cut(call.rows);
   const int group = linear.format == kInt4 ? linear.group : kActivationGroup, in_block = bf16 ? 2 : kBlockTiles;
-  const int depth = !bf16 && group < kTileBytes ? group : kTileBytes, blocks = (cut.tiles + in_block - 1) / in_block;
-  const TileConfig config(cut.height, depth);
+  const int blocks = (cut.tiles + in_block - 1) / in_block;
+  const TileConfig config(cut.height, bf16 ? kTileBytes : group);
   PL_TILE_CONFIGURE(&config);
   const size_t bytes = panel_bytes(linear);
   for (int panel = first_panel; panel < last_panel; ++panel) {
@@ -238,11 +235,16 @@ inline void multiply_on_tiles(const LinearCall& call, int first_panel, int last_
   PL_TILE_RELEASE();
 }
 
+inline bool on_tiles(const Linear& linear, int rows) {
+  if (linear.format == kBf16) return true;
+  if (linear.format == kInt8) return rows > kFewByteRows;
+  const bool fits = linear.group == kTileBytes || linear.group == kTileBytes / 2;  // a whole or half a tile: all files' groups
+  return fits && rows > kFewNibbleRows;
+}
+
 inline void linear_on_tiles(const LinearCall& call, int first_panel, int last_panel) {
-  const bool bf16 = call.linear->format == kBf16;
-  const bool odd_group = call.linear->format == kInt4 && call.linear->group % kTileBytes != 0 && call.linear->group != kTileBytes / 2;
   if (call.rows == 0) return;
-  if (bf16 || (call.rows > kFewByteRows && !odd_group)) multiply_on_tiles(call, first_panel, last_panel);
+  if (on_tiles(*call.linear, call.rows)) multiply_on_tiles(call, first_panel, last_panel);
   else linear(call, first_panel, last_panel);
 }
 
