@@ -1,9 +1,10 @@
 """An agent's transcript, turn by turn: prompt tokens from the cache, and the time to the first token.
 
-    python benchmarks/agent_turns.py --model qwen-coder-0.5b.gguf --output benchmarks/results/agent-turns-qwen-0.5b.json
+    python -m benchmarks.agent_turns --model qwen-coder-0.5b.gguf --output benchmarks/results/agent-turns-qwen-0.5b.json
 
 Each turn has to call a tool, and repeats all turns before. The same conversation is held with speculation and without,
-turn about, greedy, on the same weights; each side has a prefix cache of its own. The table has some turns: tokens of
+greedy, on the same weights; each side has a prefix cache of its own, and they take turns at being first. A call of
+another tool warms both up. The table has some turns: tokens of
 the prompt, those from the cache, and milliseconds to the first token. The last line has the share of prompt tokens that
 came from the cache after the first turn, whether all answers were equal, and medians; everything is in the JSON
 document.
@@ -15,9 +16,11 @@ import argparse
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
+
+from benchmarks.parts import engine_line
 
 from paceline import LLM, SamplingParams
 from paceline.chat.values import AssistantMessage
@@ -99,16 +102,31 @@ def hold(sides: Mapping[str, Side], turns: int, functions: int, parser: ToolPars
         {"role": "user", "content": f"Give each function of shapes.py a default height of 1.\n\n{source}"},
     ]
     params = SamplingParams(temperature=0, max_tokens=200)
+    warm_up = [{"role": "user", "content": "Warm up."}], [tool("warm_up", "Does nothing.", "why")]
+    for side in sides.values():
+        one_call(side.llm, *warm_up, replace(params, cache_salt="warm-up"), parser)
     for turn in range(turns):
-        for side in sides.values():
-            (output,) = side.llm.chat(
-                messages, params, use_tqdm=False, tools=TOOLS, tool_choice="required", parallel_tool_calls=False,
-                tool_parser=parser,
-            )  # fmt: skip
+        for side in list(sides.values())[:: 1 if turn % 2 else -1]:
+            output = one_call(side.llm, messages, TOOLS, params, parser)
             side.add(output)
         message = output.outputs[0].message
         assert message is not None
         messages += next_messages(message, turn)
+
+
+def one_call(
+    llm: LLM,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]],
+    params: SamplingParams,
+    parser: ToolParserName | None,
+) -> RequestOutput:
+    """The answer to a conversation that has to call one of the tools."""
+    (output,) = llm.chat(
+        messages, params, use_tqdm=False, tools=tools, tool_choice="required", parallel_tool_calls=False,
+        tool_parser=parser,
+    )  # fmt: skip
+    return output
 
 
 def next_messages(message: AssistantMessage, turn: int) -> list[dict[str, Any]]:
@@ -136,7 +154,7 @@ def summary(sides: Mapping[str, Side]) -> dict[str, Any]:
 
 
 def table(document: Mapping[str, Any]) -> list[str]:
-    """The table of ``docs/agents.md`` from the JSON document: one line for each of ``SHOWN``."""
+    """The table of turns from the JSON document: one line for each of ``SHOWN``."""
     plain, speculative = (document["sides"][name] for name in ("plain", "speculative"))
     return [
         f"| {turn} | {plain['prompt_tokens'][turn - 1]} | "
@@ -168,7 +186,7 @@ def main() -> None:
     found = summary(sides)
     document = {
         "model": Path(options.model).name,
-        "engine": llm.engine.describe(),
+        "engine": engine_line(llm),
         "machine": machine(llm.engine.threads),
         "versions": versions(),
         "sides": {name: side.document() for name, side in sides.items()},

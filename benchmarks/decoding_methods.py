@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.parts import Parts
+from benchmarks.parts import Parts, engine_line, sums
 
 from paceline import LLM, SamplingParams
 from paceline.core.outputs import CompletionOutput
@@ -59,10 +59,7 @@ def evaluate(
             for problem, answer in zip(problems, found, strict=True)
         ],
         "different": sum(ours.token_ids != theirs.token_ids for ours, theirs in zip(found, expected, strict=True)),
-        "tokens": sum(len(answer.token_ids) for answer in found),
-        "rounds": sum(answer.metrics.rounds for answer in found),
-        "drafted": sum(answer.metrics.drafted for answer in found),
-        "accepted": sum(answer.metrics.accepted for answer in found),
+        **sums(found),
     }
 
 
@@ -91,7 +88,7 @@ def main(words: Sequence[str] | None = None) -> None:
         "problems": [problem.task_id for problem in problems],
         "max_tokens": options.max_tokens,
         "draft_tokens": DRAFT_TOKENS,
-        "engine": llm.engine.describe(),
+        "engine": engine_line(llm),
     }
     plain = llm.plain()
     parts = Parts(options.output, settings, {"machine": machine(llm.engine.threads), "versions": versions()})

@@ -21,7 +21,7 @@ from typing import Any, cast
 
 import jsonschema_rs
 from benchmarks.call_schemas import TOOLS
-from benchmarks.parts import Parts
+from benchmarks.parts import Parts, engine_line, sums
 
 from paceline.chat.options import ChatOptions
 from paceline.chat.values import AssistantMessage, ToolChoice, ToolDefinition, message_of
@@ -117,15 +117,11 @@ def call(llm: LLM, plain: LLM, tool: ToolDefinition, samples: int, parser: ToolP
         streamed(plain, tool, samples, parser),
         streamed(llm, tool, samples, parser),
     ]
-    answers = [made.answer for made in sides[0]]
     return {
         "calls": len(expected),
         "invalid": [fault for side in [expected, *sides] for made in side if (fault := made.fault(tool))],
         "different": sum(not all(map(first.same, others)) for first, *others in zip(expected, *sides, strict=True)),
-        "tokens": sum(len(answer.token_ids) for answer in answers),
-        "rounds": sum(answer.metrics.rounds for answer in answers),
-        "drafted": sum(answer.metrics.drafted for answer in answers),
-        "accepted": sum(answer.metrics.accepted for answer in answers),
+        **sums([made.answer for made in sides[0]]),
     }
 
 
@@ -145,7 +141,7 @@ def main(words: Sequence[str] | None = None) -> None:
         "model": Path(options.model).name,
         "samples": options.samples,
         "draft_tokens": DRAFT_TOKENS,
-        "engine": llm.engine.describe(),
+        "engine": engine_line(llm),
     }
     plain = llm.plain()
     parts = Parts(options.output, settings, {"machine": machine(llm.engine.threads), "versions": versions()})

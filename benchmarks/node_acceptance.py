@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.parts import engine_line
+
 from paceline import LLM, SamplingParams
 from paceline.core.outputs import CompletionOutput
 from paceline.tools.bench.offline import machine, versions
@@ -74,7 +76,7 @@ def main(words: Sequence[str] | None = None) -> None:
     document = {
         "model": Path(options.model).name,
         "draft_model": options.draft_model and Path(options.draft_model).name,
-        "engine": llm.engine.describe(),
+        "engine": engine_line(llm),
         "problems": [problem.task_id for problem in problems],
         "tokens": sum(len(output.outputs[0].token_ids) for output in outputs),
         "rounds": sum(output.outputs[0].metrics.rounds for output in outputs),

@@ -1,12 +1,31 @@
-"""Runs that are made in parts: each part adds to the JSON document of those before."""
+"""What benches write into their JSON documents: runs made in parts, the engine's line, and sums over answers."""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from paceline import LLM
+from paceline.core.outputs import CompletionOutput
+
+
+def engine_line(llm: LLM) -> str:
+    """What runs, with the names of files in place of this machine's paths."""
+    return re.sub(r"(?<!\S)/\S*/", "", llm.engine.describe())
+
+
+def sums(answers: Sequence[CompletionOutput]) -> dict[str, int]:
+    """Tokens, rounds of a row, and draft tokens (verified, accepted) of all answers."""
+    return {
+        "tokens": sum(len(answer.token_ids) for answer in answers),
+        "rounds": sum(answer.metrics.rounds for answer in answers),
+        "drafted": sum(answer.metrics.drafted for answer in answers),
+        "accepted": sum(answer.metrics.accepted for answer in answers),
+    }
 
 
 class Parts:

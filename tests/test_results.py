@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import node_acceptance
 from paceline.engine.utilisation import Arithmetic, Peak
 
 ROOT = Path(__file__).parent.parent
@@ -585,8 +586,12 @@ def test_the_decoding_methods_are_the_committed_run() -> None:
     rows = {method: cells for method, *cells in table("Decoding methods")}
     assert list(rows) == list(runs)
     for method, run in runs.items():
-        passed = f"{100 * statistics.fmean(run['passed']):.0f} % of {len(run['passed'])}"
-        assert rows[method] == [passed, f"{run['tokens'] / run['rounds']:.2f}", str(run["different"])], method
+        many = len(run["passed"])
+        more = [int(here) - int(there) for here, there in zip(run["passed"], runs["no cut"]["passed"], strict=True)]
+        difference = f"{100 * statistics.fmean(more):+.1f} ± {100 * statistics.stdev(more) / many**0.5:.1f}"
+        passed = f"{100 * statistics.fmean(run['passed']):.0f} % of {many}"
+        rounds = f"{run['tokens'] / run['rounds']:.2f}"
+        assert rows[method] == [passed, difference, rounds, str(run["different"])], method
         assert run["different"] == 0
 
 
@@ -594,8 +599,8 @@ def test_acceptance_by_node_is_the_committed_runs() -> None:
     for node, *cells in table("Acceptance by node of the syntax tree"):
         for run, shown in zip(("", "-0.5b-ngram"), cells, strict=True):
             answers = load(f"node-acceptance-qwen{run}-xeon-amx")["answers"]
-            drafted, accepted = (sum(made.get(node.strip("`"), (0, 0))[i] for made in answers) for i in (0, 1))
-            assert shown == f"{100 * accepted / drafted:.0f} % of {drafted:,}", (node, run)
+            drafted, accepted, error = node_acceptance.share(answers, [node.strip("`")])
+            assert shown == f"{100 * accepted:.0f} ± {100 * error:.0f} % of {drafted:,}", (node, run)
 
 
 # --- docs/cpu.md ------------------------------------------------------------------------------------------------------
@@ -650,9 +655,12 @@ def test_the_other_instruction_sets_are_the_committed_run(machine: str, head: st
             assert shown == f"{run['over_best']:.2f}, {100 * run['of_floor']:.0f} %", (name, step, column)
 
 
-def test_auto_by_instruction_set_is_the_committed_runs() -> None:
-    for name, prompts, *cells in cpu_rows("| set | prompts | 1 row "):
-        runs = load(f"offline-smollm2-ngram-{prompts}-{name.strip('`')}-epyc-zen4")["results"]
+@pytest.mark.parametrize(
+    ("machine", "head"), [("epyc-zen4", "| set | prompts | 1 row "), ("xeon-amx", "| Xeon: set | prompts | 1 row ")]
+)
+def test_auto_by_instruction_set_is_the_committed_runs(machine: str, head: str) -> None:
+    for name, prompts, *cells in cpu_rows(head):
+        runs = load(f"offline-smollm2-ngram-{prompts}-{name.strip('`')}-{machine}")["results"]
         assert cells == [f"{run['speed_up']:.2f}" for run in runs if run["side"] == "speculation"], (name, prompts)
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from gguf_support import begun
 from model_support import VOCABULARY, random_tokens, tiny
 from paceline import LLM, SamplingParams
 from paceline.core.nodes import Nodes
@@ -175,16 +176,9 @@ _PUBLISHED = {"rope_theta": 150000.0, "factor": 32.0, "original_max_position_emb
 def _written(path: Path, theirs: PreTrainedModel, experts: gguf.GGMLQuantizationType) -> Path:
     """Write gpt-oss like llama.cpp's converter: gates and ups of experts apart, matrices [out, in]."""
     config, rope = theirs.config, theirs.config.rope_parameters
-    writer = gguf.GGUFWriter(path, "gpt-oss")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    writer = begun(path, "gpt-oss", config)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
     writer.add_rope_scaling_factor(rope["factor"])
