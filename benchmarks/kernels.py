@@ -3,10 +3,13 @@
 The last line of the output is a JSON document.
 
 First the machine is measured: read bandwidth, and the kernels' multiply-adds per second on cached weights. Then come
-    whole decode steps (forward and head) with random weights: the floor of a step is the larger of the time to read its
-    weights, keys and values once, and of its arithmetic. The memory speed of a shared machine varies from minute to
-    minute, so every step takes turns with a read of plain memory; step and bandwidth are medians of these turns, the
-    parts of a step its fastest times.
+    whole decode steps (forward and head) with random weights of a shape, or with those of a checkpoint: the floor of a
+    step is the larger of the time to read its weights, keys, values and states once, and of its arithmetic. The memory
+    speed of a shared machine varies from minute to minute, so every step takes turns with a read of plain memory; step
+    and bandwidth are medians of these turns, the parts of a step its fastest times.
+
+A step of a model with recurrent layers applies all but the first of the last step's tokens to the states, as in a round
+    whose draft tokens were all accepted.
 """
 
 from __future__ import annotations
@@ -16,24 +19,29 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import torch
 
+from paceline import LLM
 from paceline.core.cache import KVCache
 from paceline.core.nodes import Nodes
+from paceline.core.recurrent_state import StatefulCache
 from paceline.engine.utilisation import fastest, kernel_rate
 from paceline.kernels import native
 from paceline.kernels.pack import Format
 from paceline.kernels.spec import ExpertsWeights, LayerWeights, LinearWeights, NativeSpec, Rotary
 from paceline.models.native import NativeModel, Quantization
+from paceline.models.recurrent import cache_of, kv_layers_of
+from paceline.models.short_head import column_bytes
 
 _READ_BYTES = 1 << 29
 _LEAST_TURNS = 5
 _TURN_SECONDS = 0.05
 _FORMATS: dict[str, Format] = {"bf16": "bf16", "int8": "int8", "int4": "int4"}
-_STEPS = ((1, 1), (2, 1), (4, 1), (8, 1), (16, 1), (8, 4), (16, 4))  # rows, tokens per row
+_STEPS = ("1x1", "2x1", "4x1", "8x1", "16x1", "8x4", "16x4")  # rows x tokens per row
 
 
 @dataclass(frozen=True)
@@ -175,11 +183,27 @@ def _experts(shape: Shape, gate_up: LinearWeights, down: LinearWeights) -> Exper
     return ExpertsWeights(router, [gate_up] * shape.experts, [down] * shape.experts, shape.used, normalised=True)
 
 
-def _weight_bytes(model: NativeModel, nodes: Nodes, cache: KVCache) -> int:
-    """Bytes of the weights that a forward pass reads: of a mixture, the experts that its tokens run through."""
+def _moved_bytes(model: NativeModel, nodes: Nodes, cache: KVCache, positions: int) -> int:
+    """Bytes that a forward pass must move: of a mixture, only the experts that its tokens run through; states twice."""
     read = model.expert_bytes_read()
     model.forward(nodes, cache)
-    return model.weight_bytes() - model.expert_bytes() + model.expert_bytes_read() - read
+    weights = model.weight_bytes() - _table_bytes(model) - model.expert_bytes() + model.expert_bytes_read() - read
+    width = sum(layer.heads * layer.dim for layer in kv_layers_of(model))
+    states = 0 if model.state_shape is None else 2 * model.state_shape.state_bytes
+    return weights + cache.rows * (2 * width * positions * model.dtype.itemsize + states)
+
+
+def _table_bytes(model: NativeModel) -> int:
+    """Bytes of a table with vectors for each layer, of which a token reads a line."""
+    inputs = model.packed_decoder.model.inputs
+    return inputs.contents.table.outputs * column_bytes(inputs.contents.table) if inputs else 0
+
+
+def _resume(cache: KVCache, position: int, applied: int) -> None:
+    """Let all slots go on at ``position``, with the last ``applied`` inputs not yet applied to their states."""
+    if isinstance(cache, StatefulCache):
+        cache.states.base.fill_(position - applied)
+        cache.states.count.fill_(applied)
 
 
 def measure_step(
@@ -193,19 +217,24 @@ def measure_step(
     seconds: float,
 ) -> Step:
     """One step of ``tokens`` tokens per row over a cache of ``context`` positions."""
-    cache = KVCache(model.layers, rows, model.kv_heads, context + tokens, model.head_dim, dtype=model.dtype)
+    cache = cache_of(model, rows, context + tokens)
     flat = torch.randint(0, model.vocab_size, (rows * tokens,))
     place = torch.arange(rows).repeat_interleave(tokens)
     positions = (context + torch.arange(tokens)).repeat(rows)
     nodes = Nodes(flat, place, positions)
-    hidden = model.forward(nodes, cache).hidden
 
-    forward = fastest(lambda: model.forward(nodes, cache), seconds)
+    def run() -> torch.Tensor:
+        _resume(cache, context, tokens - 1)
+        return model.forward(nodes, cache).hidden
+
+    hidden = run()
+    forward = fastest(run, seconds)
     head = fastest(lambda: model.logits(hidden), seconds)
-    steps, reads = in_turn(lambda: model.logits(model.forward(nodes, cache).hidden), reader, seconds)
+    steps, reads = in_turn(lambda: model.logits(run()), reader, seconds)
     name = model.quantization or "bf16"
     macs = rows * tokens * model.multiply_adds()
-    moved = _weight_bytes(model, nodes, cache) + 2 * cache.keys[:, :, :, : context + tokens].nbytes
+    _resume(cache, context, tokens - 1)
+    moved = _moved_bytes(model, nodes, cache, context + tokens)
     floors = [moved * read / _READ_BYTES for read in reads]
     return Step(
         shape=shape,
@@ -220,7 +249,7 @@ def measure_step(
         of_memory_floor=round(statistics.median(floor / step for floor, step in zip(floors, steps, strict=True)), 3),
         memory_floor_ms=round(1e3 * statistics.median(floors), 3),
         compute_floor_ms=round(macs / machine.gmac_s[name] / 1e6, 3),
-        phases_ms=_phases(lambda: model.forward(nodes, cache), model, seconds),
+        phases_ms=_phases(run, model, seconds),
     )
 
 
@@ -247,12 +276,37 @@ def _line(step: Step) -> str:
     return f"{head} | head {step.head_ms:.2f}, {parts}"
 
 
+def _models(options: argparse.Namespace) -> Iterator[tuple[str, NativeModel]]:
+    """Every shape and every checkpoint, in every format."""
+    for shape in options.shapes:
+        layers = min(options.layers or SHAPES[shape].layers, SHAPES[shape].layers)
+        spec = random_spec(replace(SHAPES[shape], layers=layers), options.context + 8)
+        _say(f"{shape}: {layers} of {SHAPES[shape].layers} layers, random weights")
+        for name in options.formats:
+            yield shape, NativeModel(spec, shape, quantization=_quantization(name), threads=options.threads)
+    for checkpoint in options.checkpoints:
+        for name in options.formats:
+            llm = LLM(checkpoint, drafter=None, dtype="bfloat16", quantization=_quantization(name), max_model_len=256)
+            model = llm.engine.models.target
+            if not isinstance(model, NativeModel):
+                sys.exit(f"{checkpoint} does not run on the CPU kernels in {name}")
+            model.threads = options.threads
+            yield Path(checkpoint).name.removesuffix(".gguf"), model
+            llm.close()
+
+
+def _quantization(name: str) -> Quantization | None:
+    return None if name == "bf16" else name  # type: ignore[return-value]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description="The CPU kernels compared with their floor.")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["smollm2-135m"])
+    parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=["smollm2-135m"])
+    parser.add_argument("--checkpoints", nargs="*", default=[], help="models to load, with or instead of shapes")
     parser.add_argument("--formats", nargs="+", choices=_FORMATS, default=["int8", "bf16"])
-    parser.add_argument("--layers", type=int, help="keep only the first so many layers, such as fit into memory")
+    parser.add_argument("--steps", nargs="+", default=_STEPS, help="rows x tokens a row (default: %(default)s)")
+    parser.add_argument("--layers", type=int, help="keep only a shape's first layers, so many as fit into memory")
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seconds", type=float, default=0.5, help="for each measurement")
@@ -265,17 +319,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rates = ", ".join(f"{name} {rate:.0f}" for name, rate in machine.gmac_s.items())
     _say(f"{machine.kernels}, {machine.threads} threads: read {machine.read_gb_s} GB/s; GMAC/s in cache: {rates}")
     steps = []
-    for shape in options.shapes:
-        layers = min(options.layers or SHAPES[shape].layers, SHAPES[shape].layers)
-        spec = random_spec(replace(SHAPES[shape], layers=layers), options.context + 8)
-        _say(f"{shape}: {layers} of {SHAPES[shape].layers} layers, random weights")
-        for name in options.formats:
-            quantization: Quantization | None = None if name == "bf16" else name
-            model = NativeModel(spec, shape, quantization=quantization, threads=options.threads, kernels=kernels)
-            for rows, tokens in _STEPS:
-                size = rows, tokens, options.context
-                steps.append(measure_step(model, shape, machine, reader, *size, options.seconds))
-                _say(_line(steps[-1]))
+    for name, model in _models(options):
+        for step in options.steps:
+            rows, tokens = map(int, step.split("x"))
+            sizes = rows, tokens, options.context
+            steps.append(measure_step(model, name, machine, reader, *sizes, options.seconds))
+            _say(_line(steps[-1]))
     _say(json.dumps({"machine": asdict(machine), "steps": [asdict(step) for step in steps]}))
 
 

@@ -18,7 +18,13 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import (
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+)
 
 # width, inner width, layers, heads, key heads, head width; key heads, value heads and width of states; vocabulary
 SHAPES = {
@@ -78,19 +84,24 @@ def head_tensors(config: Qwen3_5TextConfig) -> dict[str, Tensor]:
 
 
 def write(directory: Path, shape: str) -> None:
-    """Write the checkpoint. Its weights are scaled so that its texts do not repeat one token."""
-    torch.manual_seed(0)
+    """Write the checkpoint."""
     config = configuration(shape)
+    write_model(directory, Qwen3_5ForCausalLM, config)
+    file = directory / "model.safetensors"
+    save_file(load_file(file) | head_tensors(config), file, metadata={"format": "pt"})
+
+
+def write_model(directory: Path, kind: type[PreTrainedModel], config: PreTrainedConfig) -> None:
+    """Write a random model in bfloat16, scaled so that its texts do not repeat one token, and a byte tokenizer."""
+    torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
-    model = Qwen3_5ForCausalLM(config)
+    model = kind(config)
     torch.set_default_dtype(torch.float32)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() > 1:
                 weight.normal_(0, 1.0 if "embed" in name else weight.shape[-1] ** -0.5)
     model.save_pretrained(directory)
-    file = directory / "model.safetensors"
-    save_file(load_file(file) | head_tensors(config), file, metadata={"format": "pt"})
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(BPE({letter: index for index, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

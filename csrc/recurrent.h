@@ -167,37 +167,47 @@ inline void rescale(float* x, int size, float to) {
   for (int i = 0; i < size; i += 16) store(x + i, load(x + i) * scale);
 }
 
-// One token through the state [key_dim][value_dim] of one value head. out: its output, or null for a token that was read
-// before; the state's bits are the same.
-inline void advance(const RecurrentShape& s, float* state, const float* q, const float* k, const float* v, float decay, float beta, float* out) {
-  constexpr int kBlock = 4;  // vectors of the state's columns that stay in registers
+// One token through N vectors of columns of a value head's state [key_dim][value_dim]. Output: whether it gives its
+// output, too. The state is scaled again in the second walk: storing it in the first takes longer than the product.
+template <int N, bool Output>
+inline void advance_columns(const RecurrentShape& s, float* state, const float* q, const float* k, const float* v, float decay, float beta, float* out) {
   const F16 by = set1(decay), rate = set1(beta);
-  for (int first = 0; first < s.value_dim; first += 16 * kBlock) {
-    const int left = (s.value_dim - first) / 16, vectors = left < kBlock ? left : kBlock;
-    F16 sums[kBlock], change[kBlock];
-    for (int i = 0; i < vectors; ++i) sums[i] = zero();
-    for (int row = 0; row < s.key_dim; ++row) {
-      float* line = state + row * s.value_dim + first;
-      const F16 key = set1(k[row]);
-      for (int i = 0; i < vectors; ++i) {
-        const F16 kept = load(line + 16 * i) * by;
-        store(line + 16 * i, kept);
-        sums[i] = fma(key, kept, sums[i]);
-      }
-    }
-    for (int i = 0; i < vectors; ++i) change[i] = (load(v + first + 16 * i) - sums[i]) * rate;
-    for (int i = 0; i < vectors; ++i) sums[i] = zero();
-    for (int row = 0; row < s.key_dim; ++row) {
-      float* line = state + row * s.value_dim + first;
-      const F16 key = set1(k[row]), query = set1(out ? q[row] : 0.0f);
-      for (int i = 0; i < vectors; ++i) {
-        const F16 now = fma(key, change[i], load(line + 16 * i));
-        store(line + 16 * i, now);
-        sums[i] = fma(query, now, sums[i]);
-      }
-    }
-    for (int i = 0; out && i < vectors; ++i) store(out + first + 16 * i, sums[i]);
+  F16 sums[N], change[N];
+  for (int i = 0; i < N; ++i) sums[i] = zero();
+  for (int row = 0; row < s.key_dim; ++row) {
+    const float* line = state + row * s.value_dim;
+    const F16 key = set1(k[row]);
+    for (int i = 0; i < N; ++i) sums[i] = fma(key, load(line + 16 * i) * by, sums[i]);
   }
+  for (int i = 0; i < N; ++i) change[i] = (load(v + 16 * i) - sums[i]) * rate;
+  for (int i = 0; i < N; ++i) sums[i] = zero();
+  for (int row = 0; row < s.key_dim; ++row) {
+    float* line = state + row * s.value_dim;
+    const F16 key = set1(k[row]), query = set1(Output ? q[row] : 0.0f);
+    for (int i = 0; i < N; ++i) {
+      const F16 now = fma(key, change[i], load(line + 16 * i) * by);
+      store(line + 16 * i, now);
+      if (Output) sums[i] = fma(query, now, sums[i]);
+    }
+  }
+  for (int i = 0; Output && i < N; ++i) store(out + 16 * i, sums[i]);
+}
+
+// One token through the columns of a value head's state from `at` on, as many as fill blocks -> the first column left.
+template <int N>
+inline int advance_blocks(const RecurrentShape& s, float* state, const float* q, const float* k, const float* v, float decay, float beta, float* out, int at) {
+  for (; at + 16 * N <= s.value_dim; at += 16 * N) {
+    if (out) advance_columns<N, true>(s, state + at, q, k, v + at, decay, beta, out + at);
+    else advance_columns<N, false>(s, state + at, q, k, v + at, decay, beta, nullptr);
+  }
+  return at;
+}
+
+// One token through a value head's state. out: its output, or null for a token that was read before; the state's bits are
+// the same.
+inline void advance(const RecurrentShape& s, float* state, const float* q, const float* k, const float* v, float decay, float beta, float* out) {
+  const int left = advance_blocks<kStateBlock>(s, state, q, k, v, decay, beta, out, 0);
+  advance_blocks<1>(s, state, q, k, v, decay, beta, out, left);
 }
 
 // A gated delta net: one key head with its value heads.

@@ -20,6 +20,7 @@ namespace {
 
 constexpr int kQueryBlock = 6;   // queries that share one pass over keys or values, in registers
 constexpr int kVectorBlock = 4;  // times 16 dimensions of the values
+constexpr int kStateBlock = 4;  // times 16 columns of a recurrent state
 
 struct F16 { __m512 v; };
 struct I16 { __m512i v; };
@@ -149,6 +150,7 @@ inline void transpose_bf16_pairs(const uint16_t* const* rows, size_t offset, flo
 
 constexpr int kQueryBlock = 3;  // a fourth query's sums would not stay in registers
 constexpr int kVectorBlock = 1;
+constexpr int kStateBlock = 2;
 
 struct F16 { __m256 a, b; };
 struct I16 { __m256i a, b; };

@@ -13,6 +13,7 @@ namespace {
 
 constexpr int kQueryBlock = 3;   // queries that share one pass over keys or values, in registers
 constexpr int kVectorBlock = 1;  // times 16 dimensions of the values
+constexpr int kStateBlock = 2;  // times 16 columns of a recurrent state
 
 struct F16 { float32x4_t v[4]; };
 struct I16 { int32x4_t v[4]; };

@@ -18,8 +18,14 @@ OWN_MODES = (*MODES, "hybrid")  # paceline's
 
 
 def models_directory() -> Path:
-    """The directory of the GGUF files from get_models.sh."""
+    """The directory of the GGUF files from get_models.sh, and of checkpoints in directories."""
     return Path(os.environ.get("PACELINE_TEST_MODELS") or "~/.cache/paceline-test-models").expanduser()
+
+
+def model_source(name: str) -> Path:
+    """The checkpoint or else the GGUF file of this name."""
+    checkpoint = models_directory() / name
+    return checkpoint if checkpoint.is_dir() else models_directory() / f"{name}.gguf"
 
 
 def export_directory() -> Path:
@@ -29,7 +35,7 @@ def export_directory() -> Path:
 
 @dataclass(frozen=True)
 class Pair:
-    """A target and optionally a draft model, by the names of their GGUF files."""
+    """A target and optionally a draft model, by the names of their GGUF files or checkpoints."""
 
     target: str
     draft: str | None
@@ -44,6 +50,9 @@ PAIRS = {
     # made by: python tests/gguf_support.py qwen-coder-1.5b.gguf qwen-coder-1.5b-q8_0.gguf Q8_0
     "qwen-q8_0": Pair("qwen-coder-1.5b-q8_0", None, {"qwen-coder-1.5b-q8_0": 3.1}),
     "smollm2": Pair("smollm2-135m", None, {"smollm2-135m": 0.3}),
+    "gemma3": Pair("gemma3-270m", None, {"gemma3-270m": 0.6}),
+    # made by: python benchmarks/random_qwen3_5.py random-qwen3.5-0.8b --shape 0.8b (texts without meaning)
+    "random-qwen3.5": Pair("random-qwen3.5-0.8b", None, {"random-qwen3.5-0.8b": 1.6}),
 }
 
 
@@ -52,7 +61,8 @@ class Peer:
     """An engine in one precision.
 
     name: in plots and results. venv: its virtual environment; None is this one. model_format: its worker's input
-        ("gguf", "huggingface", "openvino"). split: one worker per mode, for engines with one configuration per process.
+        ("gguf", "huggingface", "openvino", "any" of the first two). split: one worker per mode, for engines with one
+        configuration per process.
     """
 
     name: str
@@ -98,5 +108,5 @@ def chosen_peers(names: list[str], precisions: list[str]) -> list[Peer]:
 def _paceline(precision: str) -> Peer:
     path = {"PYTHONPATH": str(ROOT / "src")}
     return Peer(
-        f"paceline-{precision}", None, "paceline_worker.py", "gguf", precision, modes=OWN_MODES, environment=path
+        f"paceline-{precision}", None, "paceline_worker.py", "any", precision, modes=OWN_MODES, environment=path
     )

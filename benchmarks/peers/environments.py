@@ -80,12 +80,16 @@ def _install(peer: Peer, directory: Path, directives: Directives, say: Say) -> N
 
 def ensure_model(name: str, peer: Peer, say: Say) -> Path:
     """The model in the peer's format, exported if it does not exist yet. Raises SetupError."""
-    source = config.models_directory() / f"{name}.gguf"
-    if not source.is_file():
-        raise SetupError(f"{source} is missing: put the GGUF file there")
-    if peer.model_format == "gguf":
+    source = config.model_source(name)
+    if not source.exists():
+        raise SetupError(f"{source} is missing: put the GGUF file or the checkpoint there")
+    checkpoint = source.is_dir()
+    if checkpoint and peer.model_format == "gguf":
+        raise SetupError(f"{source} is not a GGUF file")
+    if peer.model_format in ("gguf", "any"):
         return source
-    huggingface = _exported("huggingface", name, source, config.PEERS["transformers"], say)
+    transformers = config.PEERS["transformers"]
+    huggingface = source if checkpoint else _exported("huggingface", name, source, transformers, say)
     if peer.model_format == "huggingface":
         return huggingface
     return _exported("openvino", name, huggingface, config.PEERS["openvino"], say)

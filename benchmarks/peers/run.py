@@ -91,7 +91,7 @@ def prompt_ids(pair: Pair, chosen: SetName, count: int) -> list[list[int]]:
     """The prompts through the target's own chat template."""
     from paceline.models.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.load(config.models_directory() / f"{pair.target}.gguf")
+    tokenizer = Tokenizer.load(config.model_source(pair.target))
     return [tokenizer.chat(asked.messages) for asked in SETS[chosen][:count]]
 
 
