@@ -88,11 +88,14 @@ def say(text: str) -> None:
 
 
 def prompt_ids(pair: Pair, chosen: SetName, count: int) -> list[list[int]]:
-    """The prompts through the target's own chat template."""
+    """The prompts through the target's own chat template, or as plain text if it has none."""
     from paceline.models.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(config.model_source(pair.target))
-    return [tokenizer.chat(asked.messages) for asked in SETS[chosen][:count]]
+    asked = SETS[chosen][:count]
+    if tokenizer.huggingface.chat_template:
+        return [tokenizer.chat(prompt.messages) for prompt in asked]
+    return [tokenizer.encode(prompt.text) for prompt in asked]
 
 
 class Plan:
