@@ -38,6 +38,22 @@ def test_the_bytes_of_a_matrix_are_those_of_this_layout_version(to: Format) -> N
     assert (pack.LAYOUT_VERSION, found) == (VERSION, MATRIX[to]), CHANGED
 
 
+@pytest.mark.parametrize("to", MATRIX)
+def test_a_matrix_is_packed_in_pieces_that_need_little_memory(to: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pack, "_AT_ONCE", 1)
+    rounded: list[int] = []
+    one_piece = pack._int4 if to == "int4" else pack._int8
+
+    def noted(weight: Tensor, *group: int) -> pack.Weight:
+        rounded.append(weight.shape[0])
+        return one_piece(weight, *group)
+
+    monkeypatch.setattr(pack, one_piece.__name__, noted)
+    packed = pack.pack(pack.quantise(some_weight(40, 130), to), some_weight(40))
+    assert digest(packed.weights, packed.scales, packed.bias) == MATRIX[to]
+    assert rounded == ([] if to == "bf16" else [32, 8])
+
+
 def some_decoder() -> NativeSpec:
     def linear(outputs: int, inputs: int) -> LinearWeights:
         return LinearWeights(some_weight(outputs, inputs), some_weight(outputs))

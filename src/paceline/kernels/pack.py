@@ -20,7 +20,7 @@ PANEL = 32  # output columns packed together
 INPUT_MULTIPLE = 64
 ROUTER_PANEL = 16  # experts scored together
 INT4_GROUP = 32
-_AT_ONCE = 1 << 20  # weights rounded at a time, so that intermediate results stay in the cache
+_AT_ONCE = 1 << 20  # weights rounded and packed at a time, so that intermediate results stay in the cache
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,13 @@ def quantise(weight: Tensor, to: Format, group: int = INT4_GROUP) -> Weight:
     """Round a weight [outputs, inputs] to a format. int4: inputs are padded to whole groups."""
     if to == "bf16":
         return Bf16Weight(weight.to(torch.bfloat16))
-    return _int8(weight.float()) if to == "int8" else _int4(weight.float(), group)
+    parts = torch.split(weight, _rows_at_once(weight.shape[1]))
+    return stack([_int8(part.float()) if to == "int8" else _int4(part.float(), group) for part in parts])
+
+
+def _rows_at_once(inputs: int) -> int:
+    """Rows of a matrix whose copies in float32 are small beside a large one: whole panels."""
+    return max(1, _AT_ONCE // (inputs * PANEL)) * PANEL
 
 
 def _int8(weight: Tensor) -> Int8Weight:
@@ -91,19 +97,13 @@ def _int8(weight: Tensor) -> Int8Weight:
 
 
 def _int4(weight: Tensor, group: int) -> Int4Weight:
-    weight = pad(weight, (0, -weight.shape[1] % group))
-    groups = weight.view(weight.shape[0], -1, group)
-    parts = [_int4_groups(part) for part in torch.split(groups, max(1, _AT_ONCE // weight.shape[1]))]
-    values, scales, lows = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-    return Int4Weight(values.view_as(weight), scales, lows, group)
-
-
-def _int4_groups(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[M, G, group] -> codes, scales and lows of the grid with the smallest error.
+    """Codes, scales and lows of the grid with the smallest error.
 
     The lowest value is always on the grid. Tried are all grids that also contain the highest, with 15 down to 8 steps
     between them; fewer steps never give the smallest error, except on weights that had fewer bits before.
     """
+    weight = pad(weight, (0, -weight.shape[1] % group))
+    groups = weight.view(weight.shape[0], -1, group)
     low = groups.amin(dim=2, keepdim=True).half()
     span = groups.amax(dim=2, keepdim=True) - low.float()
     best = torch.full_like(span, torch.inf)
@@ -113,7 +113,8 @@ def _int4_groups(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         error = (_int4_codes(groups, scale, low) * scale.float() + low.float() - groups).square().sum(2, keepdim=True)
         better = error < best
         best, scales = torch.where(better, error, best), torch.where(better, scale, scales)
-    return _int4_codes(groups, scales, low).to(torch.uint8), scales[:, :, 0], low[:, :, 0]
+    codes = _int4_codes(groups, scales, low).to(torch.uint8)
+    return Int4Weight(codes.view_as(weight), scales[:, :, 0], low[:, :, 0], group)
 
 
 def _int4_codes(groups: Tensor, scale: Tensor, low: Tensor) -> Tensor:
@@ -188,20 +189,34 @@ def allocate(outputs: int, inputs: int, to: Format, bias: bool, take: Take, grou
 
 def fill(packed: Packed, weight: Weight, bias: Tensor | None = None) -> None:
     """Put a weight (and its bias) into the kernels' order."""
-    outputs, stored = weight.values.shape
+    outputs = weight.values.shape[0]
+    step, at = _rows_at_once(packed.inputs), 0
+    for first in range(0, outputs, step):
+        part = _some_rows(weight, first, first + step)
+        data = _panels(part, packed.inputs).contiguous().view(torch.uint8).flatten()
+        packed.weights[at : at + data.shape[0]] = data
+        at += data.shape[0]
     more = round_up(outputs, PANEL) - outputs
-    values = pad(weight.values, (0, packed.inputs - stored, 0, more))
-    if isinstance(weight, Int8Weight):
-        data = _by_panels((values.to(torch.int16) + 128).to(torch.uint8).view(torch.int32))
-    elif isinstance(weight, Bf16Weight):
-        data = _by_panels(values.contiguous().view(torch.int32))
-    else:
-        data = _pack_int4(values, weight, outputs + more, packed.inputs)
-    packed.weights.copy_(data.contiguous().view(torch.uint8).flatten())
     if packed.scales is not None and isinstance(weight, Int8Weight):
         packed.scales.copy_(pad(weight.scales, (0, more)))
     if packed.bias is not None and bias is not None:
         packed.bias.copy_(pad(bias, (0, more)))
+
+
+def _some_rows(weight: Weight, first: int, stop: int) -> Weight:
+    return reorder_rows(weight, lambda rows: rows[first:stop])
+
+
+def _panels(weight: Weight, inputs: int) -> Tensor:
+    """The weight in the kernels' order, panel by panel; its inputs and outputs are padded."""
+    outputs, stored = weight.values.shape
+    columns = round_up(outputs, PANEL)
+    values = pad(weight.values, (0, inputs - stored, 0, columns - outputs))
+    if isinstance(weight, Int8Weight):
+        return _by_panels((values.to(torch.int16) + 128).to(torch.uint8).view(torch.int32))
+    if isinstance(weight, Bf16Weight):
+        return _by_panels(values.contiguous().view(torch.int32))
+    return _pack_int4(values, weight, columns, inputs)
 
 
 def pack(weight: Weight, bias: Tensor | None = None) -> Packed:
