@@ -203,33 +203,47 @@ class DeltaWork : public SlotWork<DeltaWork> {
   template <int N> void run_columns(int j, int column) const {
     F16 recalled[N];
     for (const Token *token = tokens_, *end = tokens_ + count_; token < end; ++token) {
-      if (token->starts) walk_columns<N>(j, column, nullptr, token, recalled);
-      walk_columns<N>(j, column, token, token + 1 == end || token[1].starts ? nullptr : token + 1, recalled);
+      const Token* const next = token + 1 == end || token[1].starts ? nullptr : token + 1;
+      if (token->starts) recall<N>(j, column, *token, recalled);
+      if (token->starts) walk_columns<N, true>(j, column, *token, next, recalled);
+      else walk_columns<N, false>(j, column, *token, next, recalled);
     }
   }
 
-  // One walk over columns of the state: the end of a token and the beginning of the next; either may be null. Between
-  // them the columns lie in the block, scaled by the next token's decay, and its sums over them in `recalled`.
-  template <int N> void walk_columns(int j, int column, const Token* token, const Token* next, F16 (&recalled)[N]) const {
-    const int value = head_ * shared_ + j, v = j * s_.value_dim + column, rows = s_.key_dim, stride = s_.value_dim;
-    const bool stored = token && token + 1 == tokens_ + stored_;
-    float* const output = token && token->output ? out(token->node) + value * stride + column : nullptr;
-    const Token &ends = token ? *token : *next, &begins = next ? *next : *token;
-    const float *const k = ends.k, *const q = ends.q, *const next_k = begins.k;
-    const F16 decay = set1(begins.gates[value]), rate = set1(ends.gates[s_.value_heads + value]);
+  // What the stored state holds for a token's k.
+  template <int N> void recall(int j, int column, const Token& token, F16 (&recalled)[N]) const {
+    const float* line = state_ + j * s_.key_dim * s_.value_dim + column;
+    const F16 decay = set1(token.gates[head_ * shared_ + j]);
+    for (int i = 0; i < N; ++i) recalled[i] = zero();
+    for (int row = 0; row < s_.key_dim; ++row, line += s_.value_dim) {
+      const F16 key = set1(token.k[row]);
+      for (int i = 0; i < N; ++i) recalled[i] = fma(key, load(line + 16 * i) * decay, recalled[i]);
+    }
+  }
+
+  // Changes columns of the state by a token, and recalls what they then hold for the next one, or null. Between tokens
+  // the columns lie in the block, scaled by the next one's decay. Starts: they come from the stored state.
+  template <int N, bool Starts>
+  void walk_columns(int j, int column, const Token& token, const Token* next, F16 (&recalled)[N]) const {
+    const int value = head_ * shared_ + j, rows = s_.key_dim, stride = s_.value_dim;
+    const bool stored = &token + 1 == tokens_ + stored_;
+    const float *const k = token.k, *const q = token.q, *const next_k = next ? next->k : k;
+    const F16 rate = set1(token.gates[s_.value_heads + value]), decay = set1(token.gates[value]);
+    const F16 next_decay = set1(next ? next->gates[value] : 0.0f);
     float *line = state_ + j * rows * stride + column, *block = block_;
+    float* const output = token.output ? out(token.node) + value * stride + column : nullptr;
     F16 now[N], change[N], sums[N];
     for (int i = 0; i < N; ++i) {
-      if (token) change[i] = (load(ends.v + v + 16 * i) - recalled[i]) * rate;
+      change[i] = (load(token.v + j * stride + column + 16 * i) - recalled[i]) * rate;
       sums[i] = recalled[i] = zero();
     }
     for (int row = 0; row < rows; ++row, line += stride, block += 16 * N) {
       const F16 key = set1(k[row]), query = set1(q[row]), next_key = set1(next_k[row]);
-      for (int i = 0; i < N; ++i) now[i] = token ? fma(key, change[i], load(block + 16 * i)) : load(line + 16 * i);
+      for (int i = 0; i < N; ++i) now[i] = fma(key, change[i], Starts ? load(line + 16 * i) * decay : load(block + 16 * i));
       if (stored) for (int i = 0; i < N; ++i) store(line + 16 * i, now[i]);
       if (output) for (int i = 0; i < N; ++i) sums[i] = fma(query, now[i], sums[i]);
       if (next) for (int i = 0; i < N; ++i) {
-        now[i] = now[i] * decay;
+        now[i] = now[i] * next_decay;
         store(block + 16 * i, now[i]);
         recalled[i] = fma(next_key, now[i], recalled[i]);
       }
