@@ -159,10 +159,22 @@ struct RecurrentCall {
   int64_t window;                // inputs of a slot
 };
 
-// One token's channels and gates, a copy of the state of a part, and of the convolution's last inputs.
+constexpr int kWalkTokens = 64;    // tokens that go through a recurrent state together; a slot's window is no longer
+constexpr int kWidestBlock = 64;  // columns of it that all of them go through before the next
+
+// A part's channels of a token, and the gates of all.
+static inline int recurrent_token_floats(const RecurrentShape& s) {
+  return s.key_heads ? (s.channels / s.key_heads + s.gates + 15) / 16 * 16 : 0;
+}
+
+// A block of a state, and the tokens that go through it.
+static inline int recurrent_walk_floats(const RecurrentShape& s) {
+  return kWidestBlock * s.key_dim + kWalkTokens * recurrent_token_floats(s);
+}
+
+// The same, and the convolution's last inputs.
 static inline size_t recurrent_scratch_floats(const RecurrentShape& s) {
-  const int state = s.key_heads ? s.state / s.key_heads : 0;
-  return static_cast<size_t>(s.channels + s.gates + state + s.taps * s.channels) + 64;
+  return static_cast<size_t>(recurrent_walk_floats(s) + s.taps * s.channels) + 64;
 }
 
 // A thread's memory for lists of tokens: each of draw_scratch_items() items.

@@ -22,6 +22,7 @@ const char* Model::problem_with(const Tokens& fed, const Cache& cache) const {
 
 const char* problem_with_states(const Tokens& fed, const Cache& cache) {
   if (!cache.inputs) return "a recurrent model needs a cache with states";
+  if (cache.window > kWalkTokens) return "a slot keeps more inputs than go through a state together";
   if (fed.read > 0) return "a recurrent model reads each token of a tree once";
   for (int i = 0; i < fed.count; ++i) {
     if (i > 0 && fed.rows[i] == fed.rows[i - 1]) {

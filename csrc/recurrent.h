@@ -11,137 +11,81 @@ namespace {
 constexpr float kUnitEpsilon = 1e-6f;   // of the squared lengths of q and k
 constexpr float kSoftplusLinear = 20.0f;  // above it, softplus is its argument
 
-// Causal convolution of `size` channels from `channel` on. path: the last `taps` inputs, oldest first.
-inline void convolve(const RecurrentCall& c, const float* const* path, int channel, int size, float* out) {
+// The inputs of a convolution that end with a token's own, oldest first.
+struct Taps {
+  const float* inputs[kMostTaps];
+};
+
+// Causal convolution of `size` channels from `channel` on.
+inline void convolve(const RecurrentCall& c, const Taps& taps, int channel, int size, float* out) {
   const int channels = c.shape.channels;
   for (int i = 0; i < size; i += 16) {
     F16 total = zero();
-    for (int t = 0; t < c.shape.taps; ++t) total = fma(load(c.conv + t * channels + channel + i), load(path[t] + channel + i), total);
+    for (int t = 0; t < c.shape.taps; ++t) total = fma(load(c.conv + t * channels + channel + i), load(taps.inputs[t] + channel + i), total);
     store(out + i, total);
   }
 }
 
-// One slot's nodes through a part of a recurrent layer, the same for every kind of layer. Kind derives from it and has:
+// One slot's nodes through a part of a recurrent layer, the same for every kind of layer. Nodes below 0 are the tokens
+// before these nodes; -1 is the last one. Kind derives from it and has:
 //   each_slice(call): calls call(first channel, size) for the part's channels of the convolution
-//   read(path): computes a token up to the state. path: the convolution's inputs that end with its own
+//   walk(): computes the outputs, and the state after the certain nodes
 //   compute_gates(node, to): what a node gives to the state beside its channels, in the places of all parts
-//   apply(state): the token that was read last, through the state. Not called for layers without a state
-//   write(node, state): the same, and the node's output
 template <class Kind> class SlotWork {
  public:
   void run() {
-    if (run_.fresh) clear();
-    for (int i = 0; size_ && i < run_.applied; ++i) {
-      read_earlier(i);
-      kind().apply(state_);
-    }
-    for (int node = 0; node < run_.certain; ++node) read_and_write(node, state_);
-    if (run_.count > run_.certain) try_others();
+    if (run_.fresh) clear_tail();
+    kind().walk();
     store_tail();
     store_inputs();
   }
 
  protected:
-  // size, state_first: of the part's state among the slot's. scratch: recurrent_scratch_floats().
-  SlotWork(const RecurrentCall& call, const SlotRun& run, int size, int state_first, float* scratch)
-      : c_(call), s_(call.shape), run_(run), size_(size), token_(scratch), gates_(token_ + s_.channels), gates_of_token_(gates_),
-        trial_(gates_ + s_.gates), tails_(trial_ + size) {
-    const int64_t slot = run.slot;
-    state_ = size ? call.state + slot * s_.state + state_first : nullptr;
-    tail_ = call.tail + slot * (s_.taps - 1) * s_.channels;
-    inputs_ = call.inputs + slot * call.window * s_.input_width();
-  }
+  // tails: memory for taps - 1 inputs of the convolution.
+  SlotWork(const RecurrentCall& call, const SlotRun& run, float* tails)
+      : c_(call), s_(call.shape), run_(run), tails_(tails), tail_(call.tail + run.slot * (s_.taps - 1) * s_.channels),
+        inputs_(call.inputs + run.slot * call.window * s_.input_width()) {}
 
   float* mixed(int node) const { return c_.mixed + static_cast<size_t>(run_.first + node) * c_.mixed_stride; }
   float* out(int node) const { return c_.out + static_cast<size_t>(run_.first + node) * c_.out_stride; }
+  // An input to be applied: node lies in [-applied, 0).
+  const float* applied(int node) const { return inputs_ + (run_.applied + node) * s_.input_width(); }
+  int parent_of(int node) const {
+    return node > 0 && run_.parents ? static_cast<int>(run_.parents[node] - run_.offset) : node - 1;
+  }
+
+  Taps taps_of(int node) const {
+    Taps taps;
+    for (int t = s_.taps - 1; t >= 0; --t, node = parent_of(node)) taps.inputs[t] = input(node);
+    return taps;
+  }
 
   const RecurrentCall& c_;
   const RecurrentShape& s_;
   const SlotRun& run_;
-  const int size_;
-  float* const token_;  // [channels]: of the token that was read last
-  float* const gates_;  // of the node that was read last
-  const float* gates_of_token_;
 
  private:
   Kind& kind() { return *static_cast<Kind*>(this); }
 
-  template <class Call> void each_slice(Call call) { kind().each_slice(call); }
+  const float* input(int node) const {
+    if (node >= 0) return mixed(node);
+    return node + run_.applied >= 0 ? applied(node) : tail_ + (s_.taps - 1 + run_.applied + node) * s_.channels;
+  }
 
   void copy_slices(const float* from, float* to) {
-    each_slice([&](int channel, int size) { memcpy(to + channel, from + channel, sizeof(float) * static_cast<size_t>(size)); });
+    kind().each_slice([&](int channel, int size) { memcpy(to + channel, from + channel, sizeof(float) * static_cast<size_t>(size)); });
   }
 
-  // The state and the convolution's inputs before a text.
-  void clear() {
-    if (size_) memset(state_, 0, sizeof(float) * static_cast<size_t>(size_));
+  // The convolution's inputs before a text.
+  void clear_tail() {
     for (int t = 0; t + 1 < s_.taps; ++t) {
-      each_slice([&](int channel, int size) { memset(tail_ + t * s_.channels + channel, 0, sizeof(float) * static_cast<size_t>(size)); });
+      kind().each_slice([&](int channel, int size) { memset(tail_ + t * s_.channels + channel, 0, sizeof(float) * static_cast<size_t>(size)); });
     }
-  }
-
-  // Nodes that may be rejected go on from a copy of the state. A node that does not follow the one before it starts from
-  // the stored state again, through its ancestors.
-  void try_others() {
-    int reached = run_.certain - 1;
-    bool copied = false;
-    for (int node = run_.certain; node < run_.count; ++node) {
-      const int parent = parent_of(node);
-      if (size_ && (!copied || parent != reached)) {
-        memcpy(trial_, state_, sizeof(float) * static_cast<size_t>(size_));
-        copied = true;
-        replay(parent);
-      }
-      read_and_write(node, trial_);
-      reached = node;
-    }
-  }
-
-  void replay(int node) {
-    if (node < run_.certain) return;
-    replay(parent_of(node));
-    read_own(node);
-    kind().apply(trial_);
-  }
-
-  int parent_of(int node) const { return run_.parents ? static_cast<int>(run_.parents[node] - run_.offset) : node - 1; }
-
-  // The convolution's input `back` places before the text of these nodes: 1 is the last one.
-  const float* earlier(int back) const {
-    const int place = run_.applied - back;
-    return place >= 0 ? inputs_ + place * s_.input_width() : tail_ + (s_.taps - 1 + place) * s_.channels;
-  }
-
-  void read_earlier(int index) {
-    const float* path[kMostTaps];
-    for (int t = 0; t < s_.taps; ++t) path[t] = earlier(run_.applied - index + s_.taps - 1 - t);
-    kind().read(path);
-    gates_of_token_ = inputs_ + index * s_.input_width() + s_.channels;
-  }
-
-  void read_own(int node) {
-    const float* path[kMostTaps];
-    int at = node, back = 0;
-    for (int t = s_.taps - 1; t >= 0; --t) {
-      path[t] = at >= 0 ? mixed(at) : earlier(++back);
-      if (at >= 0) at = parent_of(at);
-    }
-    kind().read(path);
-    kind().compute_gates(node, gates_);
-    gates_of_token_ = gates_;
-  }
-
-  void read_and_write(int node, float* state) {
-    read_own(node);
-    kind().write(node, state);
   }
 
   // The convolution's inputs before the first node that may be rejected. They may lie where others are stored.
   void store_tail() {
-    for (int t = 0; t + 1 < s_.taps; ++t) {
-      const int place = run_.certain - (s_.taps - 1) + t;
-      copy_slices(place >= 0 ? mixed(place) : earlier(-place), tails_ + t * s_.channels);
-    }
+    for (int t = 0; t + 1 < s_.taps; ++t) copy_slices(input(run_.certain - (s_.taps - 1) + t), tails_ + t * s_.channels);
     for (int t = 0; t + 1 < s_.taps; ++t) copy_slices(tails_ + t * s_.channels, tail_ + t * s_.channels);
   }
 
@@ -153,8 +97,7 @@ template <class Kind> class SlotWork {
     }
   }
 
-  float *const trial_, *const tails_;
-  float *state_, *tail_, *inputs_;
+  float *const tails_, *const tail_, *const inputs_;
 };
 
 inline float softplus(float x) { return x > kSoftplusLinear ? x : __builtin_log1pf(__builtin_expf(x)); }
@@ -167,55 +110,14 @@ inline void rescale(float* x, int size, float to) {
   for (int i = 0; i < size; i += 16) store(x + i, load(x + i) * scale);
 }
 
-// One token through N vectors of columns of a value head's state [key_dim][value_dim]. Output: whether it gives its
-// output, too. The state is scaled again in the second walk: storing it in the first takes longer than the product.
-template <int N, bool Output>
-inline void advance_columns(const RecurrentShape& s, float* state, const float* q, const float* k, const float* v, float decay, float beta, float* out) {
-  const F16 by = set1(decay), rate = set1(beta);
-  F16 sums[N], change[N];
-  for (int i = 0; i < N; ++i) sums[i] = zero();
-  for (int row = 0; row < s.key_dim; ++row) {
-    const float* line = state + row * s.value_dim;
-    const F16 key = set1(k[row]);
-    for (int i = 0; i < N; ++i) sums[i] = fma(key, load(line + 16 * i) * by, sums[i]);
-  }
-  for (int i = 0; i < N; ++i) change[i] = (load(v + 16 * i) - sums[i]) * rate;
-  for (int i = 0; i < N; ++i) sums[i] = zero();
-  for (int row = 0; row < s.key_dim; ++row) {
-    float* line = state + row * s.value_dim;
-    const F16 key = set1(k[row]), query = set1(Output ? q[row] : 0.0f);
-    for (int i = 0; i < N; ++i) {
-      const F16 now = fma(key, change[i], load(line + 16 * i) * by);
-      store(line + 16 * i, now);
-      if (Output) sums[i] = fma(query, now, sums[i]);
-    }
-  }
-  for (int i = 0; Output && i < N; ++i) store(out + 16 * i, sums[i]);
-}
-
-// One token through the columns of a value head's state from `at` on, as many as fill blocks -> the first column left.
-template <int N>
-inline int advance_blocks(const RecurrentShape& s, float* state, const float* q, const float* k, const float* v, float decay, float beta, float* out, int at) {
-  for (; at + 16 * N <= s.value_dim; at += 16 * N) {
-    if (out) advance_columns<N, true>(s, state + at, q, k, v + at, decay, beta, out + at);
-    else advance_columns<N, false>(s, state + at, q, k, v + at, decay, beta, nullptr);
-  }
-  return at;
-}
-
-// One token through a value head's state. out: its output, or null for a token that was read before; the state's bits are
-// the same.
-inline void advance(const RecurrentShape& s, float* state, const float* q, const float* k, const float* v, float decay, float beta, float* out) {
-  const int left = advance_blocks<kStateBlock>(s, state, q, k, v, decay, beta, out, 0);
-  advance_blocks<1>(s, state, q, k, v, decay, beta, out, left);
-}
-
-// A gated delta net: one key head with its value heads.
+// A gated delta net: one key head with its value heads. Columns of a state do not meet. So tokens are collected first,
+// and then all of them go through a block of columns while it lies in the nearest cache.
 class DeltaWork : public SlotWork<DeltaWork> {
  public:
   DeltaWork(const RecurrentCall& call, const SlotRun& run, int key_head, float* scratch)
-      : SlotWork(call, run, call.shape.state / call.shape.key_heads, call.shape.state / call.shape.key_heads * key_head, scratch),
-        head_(key_head), shared_(s_.value_heads / s_.key_heads), q_(token_), k_(q_ + s_.key_dim), v_(k_ + s_.key_dim) {}
+      : SlotWork(call, run, scratch + recurrent_walk_floats(call.shape)), head_(key_head), shared_(s_.value_heads / s_.key_heads),
+        state_(call.state + run.slot * s_.state + key_head * shared_ * s_.key_dim * s_.value_dim), block_(scratch),
+        channels_(scratch + kWidestBlock * s_.key_dim) {}
 
   template <class Call> void each_slice(Call call) const {
     const int keys = s_.key_heads * s_.key_dim, values = shared_ * s_.value_dim;
@@ -224,16 +126,21 @@ class DeltaWork : public SlotWork<DeltaWork> {
     call(2 * keys + head_ * values, values);
   }
 
-  // q, of length key_dim ** -0.5, k, of length 1, and v [shared][value_dim].
-  void read(const float* const* path) const {
-    float* to = token_;
-    each_slice([&](int channel, int size) {
-      convolve(c_, path, channel, size, to);
-      for (int i = 0; i < size; i += 16) store(to + i, silu(load(to + i)));
-      to += size;
-    });
-    rescale(q_, s_.key_dim, 1.0f / __builtin_sqrtf(static_cast<float>(s_.key_dim)));
-    rescale(k_, s_.key_dim, 1.0f);
+  // Nodes that may be rejected go on in the block, where nothing of them is stored. One that does not follow the token
+  // before it starts from the stored state again, through its ancestors.
+  void walk() {
+    if (run_.fresh) memset(state_, 0, sizeof(float) * static_cast<size_t>(shared_ * s_.key_dim * s_.value_dim));
+    for (int node = -run_.applied; node < run_.certain; ++node) {
+      if (count_ == kWalkTokens) run_collected();
+      collect(node, node >= 0);
+      stored_ = count_;
+    }
+    for (int node = run_.certain; node < run_.count; ++node) {
+      if (count_ + node - run_.certain >= kWalkTokens) run_collected();  // its ancestors may be collected before it
+      if (parent_of(node) != reached_) replay(parent_of(node));
+      collect(node, true);
+    }
+    run_collected();
   }
 
   // Decays of the value heads, and behind those of all heads their betas.
@@ -246,31 +153,118 @@ class DeltaWork : public SlotWork<DeltaWork> {
     }
   }
 
-  void apply(float* state) const {
-    for (int j = 0; j < shared_; ++j) step(j, state, nullptr);
+ private:
+  struct Token {
+    const float *q, *k, *v;  // q has length key_dim ** -0.5, k length 1; v [shared][value_dim]
+    const float* gates;
+    int node;
+    bool output, starts;  // whether its output is wanted; whether it starts from the stored state
+  };
+
+  void replay(int node) {
+    starts_ = node < run_.certain;
+    if (starts_) return;
+    replay(parent_of(node));
+    collect(node, false);
   }
 
-  // The output is normed, and multiplied by the gate that lies behind the channels.
-  void write(int node, float* state) const {
+  void collect(int node, bool output) {
+    float* const q = channels_ + count_ * recurrent_token_floats(s_);
+    float *const k = q + s_.key_dim, *const v = k + s_.key_dim, *to = q;
+    const Taps taps = taps_of(node);
+    each_slice([&](int channel, int size) {
+      convolve(c_, taps, channel, size, to);
+      for (int i = 0; i < size; i += 16) store(to + i, silu(load(to + i)));
+      to += size;
+    });
+    rescale(q, s_.key_dim, 1.0f / __builtin_sqrtf(static_cast<float>(s_.key_dim)));
+    rescale(k, s_.key_dim, 1.0f);
+    if (node >= 0) compute_gates(node, to);
+    tokens_[count_++] = {q, k, v, node >= 0 ? to : applied(node) + s_.channels, node, output, starts_};
+    starts_ = false;
+    reached_ = node;
+  }
+
+  void run_collected() {
     for (int j = 0; j < shared_; ++j) {
-      const int first = (head_ * shared_ + j) * s_.value_dim;
-      float* to = out(node) + first;
-      const float* gate = mixed(node) + s_.channels + first;
-      step(j, state, to);
-      rms_norm(to, Norm{c_.norm, s_.value_dim, c_.epsilon}, s_.value_dim, to);
-      for (int i = 0; i < s_.value_dim; i += 16) store(to + i, load(to + i) * silu(load(gate + i)));
+      int column = 0;
+      for (; column + 16 * kStateBlock <= s_.value_dim; column += 16 * kStateBlock) run_columns<kStateBlock>(j, column);
+      for (; column < s_.value_dim; column += 16) run_columns<1>(j, column);
+      for (int i = 0; i < count_; ++i) {
+        if (tokens_[i].output) finish(tokens_[i].node, (head_ * shared_ + j) * s_.value_dim);
+      }
+    }
+    count_ = stored_ = 0;
+    starts_ = true;
+    reached_ = run_.certain - 1;
+  }
+
+  // All collected tokens through N vectors of columns of value head j.
+  template <int N> void run_columns(int j, int column) const {
+    F16 recalled[N];
+    for (const Token *token = tokens_, *end = tokens_ + count_; token < end; ++token) {
+      const Token* const next = token + 1 == end || token[1].starts ? nullptr : token + 1;
+      if (token->starts) recall<N>(j, column, *token, recalled);
+      if (token->starts) walk_columns<N, true>(j, column, *token, next, recalled);
+      else walk_columns<N, false>(j, column, *token, next, recalled);
     }
   }
 
- private:
-  void step(int j, float* states, float* to) const {
-    const int value = head_ * shared_ + j;
-    advance(s_, states + j * s_.key_dim * s_.value_dim, q_, k_, v_ + j * s_.value_dim, gates_of_token_[value],
-            gates_of_token_[s_.value_heads + value], to);
+  // What the stored state holds for a token's k.
+  template <int N> void recall(int j, int column, const Token& token, F16 (&recalled)[N]) const {
+    const float* line = state_ + j * s_.key_dim * s_.value_dim + column;
+    const F16 decay = set1(token.gates[head_ * shared_ + j]);
+    for (int i = 0; i < N; ++i) recalled[i] = zero();
+    for (int row = 0; row < s_.key_dim; ++row, line += s_.value_dim) {
+      const F16 key = set1(token.k[row]);
+      for (int i = 0; i < N; ++i) recalled[i] = fma(key, load(line + 16 * i) * decay, recalled[i]);
+    }
+  }
+
+  // Changes columns of the state by a token, and recalls what they then hold for the next one, or null. Between tokens
+  // the columns lie in the block, scaled by the next one's decay. Starts: they come from the stored state.
+  template <int N, bool Starts>
+  void walk_columns(int j, int column, const Token& token, const Token* next, F16 (&recalled)[N]) const {
+    const int value = head_ * shared_ + j, rows = s_.key_dim, stride = s_.value_dim;
+    const bool stored = &token + 1 == tokens_ + stored_;
+    const float *const k = token.k, *const q = token.q, *const next_k = next ? next->k : k;
+    const F16 rate = set1(token.gates[s_.value_heads + value]), decay = set1(token.gates[value]);
+    const F16 next_decay = set1(next ? next->gates[value] : 0.0f);
+    float *line = state_ + j * rows * stride + column, *block = block_;
+    float* const output = token.output ? out(token.node) + value * stride + column : nullptr;
+    F16 now[N], change[N], sums[N];
+    for (int i = 0; i < N; ++i) {
+      change[i] = (load(token.v + j * stride + column + 16 * i) - recalled[i]) * rate;
+      sums[i] = recalled[i] = zero();
+    }
+    for (int row = 0; row < rows; ++row, line += stride, block += 16 * N) {
+      const F16 key = set1(k[row]), query = set1(q[row]), next_key = set1(next_k[row]);
+      for (int i = 0; i < N; ++i) now[i] = fma(key, change[i], Starts ? load(line + 16 * i) * decay : load(block + 16 * i));
+      if (stored) for (int i = 0; i < N; ++i) store(line + 16 * i, now[i]);
+      if (output) for (int i = 0; i < N; ++i) sums[i] = fma(query, now[i], sums[i]);
+      if (next) for (int i = 0; i < N; ++i) {
+        now[i] = now[i] * next_decay;
+        store(block + 16 * i, now[i]);
+        recalled[i] = fma(next_key, now[i], recalled[i]);
+      }
+    }
+    if (output) for (int i = 0; i < N; ++i) store(output + 16 * i, sums[i]);
+  }
+
+  // The output of a value head is normed, and multiplied by the gate that lies behind the channels.
+  void finish(int node, int first) const {
+    float* to = out(node) + first;
+    const float* gate = mixed(node) + s_.channels + first;
+    rms_norm(to, Norm{c_.norm, s_.value_dim, c_.epsilon}, s_.value_dim, to);
+    for (int i = 0; i < s_.value_dim; i += 16) store(to + i, load(to + i) * silu(load(gate + i)));
   }
 
   const int head_, shared_;
-  float *const q_, *const k_, *const v_;
+  float *const state_, *const block_, *const channels_;  // channels_: q, k, v and gates of each collected token
+  Token tokens_[kWalkTokens];
+  int count_ = 0, stored_ = 0;  // collected tokens; those that cannot be rejected, after which the state is stored
+  int reached_ = 0;             // the last collected node
+  bool starts_ = true;          // whether the next token starts from the stored state
 };
 
 // A short convolution between two gates: some of its channels. A row has B, C and x; the convolution's inputs are B x,
@@ -278,21 +272,18 @@ class DeltaWork : public SlotWork<DeltaWork> {
 class ShortConvWork : public SlotWork<ShortConvWork> {
  public:
   ShortConvWork(const RecurrentCall& call, const SlotRun& run, int part, float* scratch)
-      : SlotWork(call, run, 0, 0, scratch), first_(bound(part)), width_(bound(part + 1) - first_) {
-    for (int node = 0; node < run.count; ++node) {
-      float* b = mixed(node) + first_;
-      for (int i = 0; i < width_; i += 16) store(b + i, load(b + i) * load(b + 2 * s_.channels + i));
-    }
-  }
+      : SlotWork(call, run, scratch), first_(bound(part)), width_(bound(part + 1) - first_) {}
 
   template <class Call> void each_slice(Call call) const { call(first_, width_); }
-  void read(const float* const* path) const { convolve(c_, path, first_, width_, token_); }
   void compute_gates(int, float*) const {}
-  void apply(float*) const {}
 
-  void write(int node, float*) const {
-    const float* c = mixed(node) + s_.channels + first_;
-    for (int i = 0; i < width_; i += 16) store(out(node) + first_ + i, load(token_ + i) * load(c + i));
+  void walk() const {
+    for (int node = 0; node < run_.count; ++node) {
+      float *const b = mixed(node) + first_, *const c = b + s_.channels, *const x = c + s_.channels, *const to = out(node) + first_;
+      for (int i = 0; i < width_; i += 16) store(b + i, load(b + i) * load(x + i));
+      convolve(c_, taps_of(node), first_, width_, to);
+      for (int i = 0; i < width_; i += 16) store(to + i, load(to + i) * load(c + i));
+    }
   }
 
  private:
