@@ -159,8 +159,8 @@ struct RecurrentCall {
   int64_t window;                // inputs of a slot
 };
 
-constexpr int kWalkTokens = 64;    // tokens that go through a recurrent state together; a slot's window is no longer
-constexpr int kWidestBlock = 64;  // columns of it that all of them go through before the next
+constexpr int kWalkTokens = 64;   // tokens that go through a recurrent state together; a slot's window is no longer
+constexpr int kWidestBlock = 64;  // columns that they go through before the next ones: 16 * kStateBlock on AVX-512
 
 // A part's channels of a token, and the gates of all.
 static inline int recurrent_token_floats(const RecurrentShape& s) {

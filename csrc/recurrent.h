@@ -9,6 +9,7 @@ namespace paceline {
 namespace {
 
 constexpr float kUnitEpsilon = 1e-6f;   // of the squared lengths of q and k
+static_assert(16 * kStateBlock <= kWidestBlock, "a block of columns fits into the scratch");
 constexpr float kSoftplusLinear = 20.0f;  // above it, softplus is its argument
 
 // The inputs of a convolution that end with a token's own, oldest first.

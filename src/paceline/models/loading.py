@@ -274,6 +274,11 @@ class _SafeTensor:
     dtype: str
     indices: tuple[int, ...] = ()
 
+    @property
+    def exact_dtype(self) -> torch.dtype:
+        """The smallest dtype that holds the numbers, as ``matrices`` asks for it."""
+        return torch.bfloat16 if self.dtype == "BF16" else torch.float32
+
     def load(self) -> Tensor:
         if not self.indices:
             return cast(Tensor, self.file.get_tensor(self.name))

@@ -46,6 +46,14 @@ class CodedTensor(Protocol):
         ...
 
 
+@runtime_checkable
+class ExactTensor(Protocol):
+    """A stored tensor that need not be read in float32 to keep its numbers."""
+
+    @property
+    def exact_dtype(self) -> torch.dtype: ...
+
+
 @dataclass
 class Outcome:
     """Counts what became of the stored matrices. kept, rounded: number of matrices by encoding."""
@@ -85,7 +93,8 @@ def _read(part: Placement, to: Format, outcome: Outcome) -> Weight:
         (outcome.rounded if codes is None else outcome.kept)[stored.stored_as] += 1
         if codes is not None:
             return codes
-    numbers = torch.empty(part.slot.shape, dtype=torch.float32)
+    dtype = stored.exact_dtype if isinstance(stored, ExactTensor) else torch.float32
+    numbers = torch.empty(part.slot.shape, dtype=dtype)
     part.read_into(numbers)
     check_finite(numbers, part.name)
     return pack.quantise(numbers, to)
