@@ -468,7 +468,7 @@ def kernels_and_llama_cpp() -> list[str]:
 
 def pad_and_split() -> list[str]:
     """Return milliseconds of a round under PAD and SPLIT by rows, and how much more arithmetic PAD does."""
-    found = load(PAD_SPLIT)["results"]
+    found = load("pad-split-qwen-0.5b-xeon-amx")["results"]
     ms = {way: ", ".join(f"{each['ms'][way]:.1f}" for each in found) for way in ("padded", "split", "native")}
     rows, padded = ", ".join(str(each["rows"]) for each in found), ", ".join(f"{each['padded']:.2f}" for each in found)
     times = f"PAD {ms['padded']}, SPLIT {ms['split']}, the CPU kernels {ms['native']} ms"
@@ -481,6 +481,7 @@ HEADLINES: dict[str, Worked] = {
     "B3": in_a_budget,
     "B4": utilisations,
     "B5": bass_and_auto,
+    "B6": pad_and_split,
     "S1": best_lengths,
     "S2": fitted_lengths,
     "S3": lambda: over_plain(1, 16),
@@ -495,11 +496,6 @@ HEADLINES: dict[str, Worked] = {
     "D5": hidden_transfer_and_short_vocabulary,
     "Q1": kernels_and_llama_cpp,
 }
-PAD_SPLIT = (
-    "pad-split-qwen-0.5b"  # of ``python -m benchmarks.pad_split --json``; once it is there, the row must state it
-)
-if (RESULTS / f"{PAD_SPLIT}.json").exists():
-    HEADLINES["B6"] = pad_and_split
 
 
 @pytest.mark.parametrize("row", HEADLINES)
