@@ -283,14 +283,13 @@ def _models(options: argparse.Namespace) -> Iterator[tuple[str, NativeModel]]:
         spec = random_spec(replace(SHAPES[shape], layers=layers), options.context + 8)
         _say(f"{shape}: {layers} of {SHAPES[shape].layers} layers, random weights")
         for name in options.formats:
-            yield shape, NativeModel(spec, shape, quantization=_quantization(name), threads=options.threads)
+            yield shape, NativeModel(spec, shape, quantization=_quantization(name))
     for checkpoint in options.checkpoints:
         for name in options.formats:
-            llm = LLM(checkpoint, drafter=None, dtype="bfloat16", quantization=_quantization(name), max_model_len=256)
+            llm = LLM(checkpoint, drafter=None, dtype="bfloat16", quantization=_quantization(name))
             model = llm.engine.models.target
             if not isinstance(model, NativeModel):
                 sys.exit(f"{checkpoint} does not run on the CPU kernels in {name}")
-            model.threads = options.threads
             yield Path(checkpoint).name.removesuffix(".gguf"), model
             llm.close()
 
@@ -311,6 +310,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seconds", type=float, default=0.5, help="for each measurement")
     options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
     kernels = native.select()
     if kernels is None:
         sys.exit(f"no kernels to measure: {native.why_none() or native.VARIABLE + '=off'}")
