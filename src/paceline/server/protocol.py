@@ -165,6 +165,25 @@ else:
     SamplingFields = create_model("SamplingFields", __base__=Strict, **_sampling_fields())
 
 
+def text_of(content: str | list[Any]) -> str:
+    """The text of a string or of parts with a text each."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def refuser(kinds: Mapping[str, str], noun: str) -> BeforeValidator:
+    """A validator that refuses objects of known types by their name."""
+
+    def check(part: Any) -> Any:
+        kind = part.get("type") if isinstance(part, dict) else None
+        why = kinds.get(kind) if isinstance(kind, str) else None
+        if why is not None:
+            context = {"noun": noun, "kind": kind, "why": why}
+            raise PydanticCustomError("part", "{noun} of type {kind} are not supported: {why}", context)
+        return part
+
+    return BeforeValidator(check)
+
+
 def said(description: str, **limits: Any) -> Any:
     """A field that may be left out."""
     return Field(None, description=description, **limits)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
 from paceline.config import StructuredOutputs
 from paceline.server import limits
-from paceline.server.protocol import ApiRequest, Label, Milliseconds, Positive, Strict, Unsupported, some
+from paceline.server.protocol import ApiRequest, Label, Milliseconds, Positive, Strict, Unsupported, refuser, some
 
 _TEXT_ONLY = "this server reads text only"
 _SERVICE = "it runs on Anthropic's own service"
@@ -23,15 +23,7 @@ _REFUSED_BLOCKS: Mapping[str, str] = {
     "server_tool_use": _SERVICE,
     "web_search_tool_result": _SERVICE,
 }
-
-
-def _named(block: Any) -> Any:
-    """Refuse blocks of known types by their name."""
-    kind = block.get("type") if isinstance(block, dict) else None
-    why = _REFUSED_BLOCKS.get(kind) if isinstance(kind, str) else None
-    if why is not None:
-        raise PydanticCustomError("block", "blocks of type {kind} are not supported: {why}", {"kind": kind, "why": why})
-    return block
+_NAMED = refuser(_REFUSED_BLOCKS, "blocks")
 
 
 class _Block(Strict):
@@ -73,9 +65,7 @@ class RedactedThinkingBlock(Strict):
     data: str
 
 
-_Texts: TypeAlias = Annotated[
-    list[Annotated[TextBlock, BeforeValidator(_named)]], Field(max_length=limits.MAX_CONTENT_PARTS, fail_fast=True)
-]
+_Texts: TypeAlias = Annotated[list[Annotated[TextBlock, _NAMED]], some(limits.MAX_CONTENT_PARTS)]
 
 
 class ToolResultBlock(_Block):
@@ -86,18 +76,9 @@ class ToolResultBlock(_Block):
     content: str | _Texts | None = None
     is_error: bool | None = None
 
-    @property
-    def text(self) -> str:
-        return text_of(self.content or "")
-
 
 Block: TypeAlias = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
-_AnyBlock: TypeAlias = Annotated[Annotated[Block, Field(discriminator="type")], BeforeValidator(_named)]
-
-
-def text_of(content: str | list[TextBlock]) -> str:
-    """The text of a string or of text blocks."""
-    return content if isinstance(content, str) else "".join(block.text for block in content)
+_AnyBlock: TypeAlias = Annotated[Annotated[Block, Field(discriminator="type")], _NAMED]
 
 
 class InputMessage(Strict):

@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from paceline.config import StructuredOutputs
 from paceline.server import limits
+from paceline.server.chat_protocol import JsonObjectFormat, TextFormat
 from paceline.server.protocol import (
     LABELS,
     ApiRequest,
@@ -18,26 +19,13 @@ from paceline.server.protocol import (
     Positive,
     Strict,
     Unsupported,
+    refuser,
     some,
 )
 
 _STORES = "this server stores no answers: send the whole conversation as input"
 _TEXT_ONLY = "this server reads text only"
 _HOSTED = "it runs on OpenAI's own service"
-
-
-def _refuser(kinds: Mapping[str, str], noun: str) -> BeforeValidator:
-    """A validator that refuses objects of known types by their name."""
-
-    def check(item: Any) -> Any:
-        kind = item.get("type") if isinstance(item, dict) else None
-        why = kinds.get(kind) if isinstance(kind, str) else None
-        if why is not None:
-            context = {"noun": noun, "kind": kind, "why": why}
-            raise PydanticCustomError("item", "{noun} of type {kind} are not supported: {why}", context)
-        return item
-
-    return BeforeValidator(check)
 
 
 class ItemText(Strict):
@@ -62,14 +50,9 @@ class RefusalPart(Strict):
 
 _REFUSED_PARTS = dict.fromkeys(("input_image", "input_file", "input_audio"), _TEXT_ONLY)
 _Part: TypeAlias = Annotated[
-    Annotated[ItemText | RefusalPart, Field(discriminator="type")], _refuser(_REFUSED_PARTS, "parts")
+    Annotated[ItemText | RefusalPart, Field(discriminator="type")], refuser(_REFUSED_PARTS, "parts")
 ]
 Content: TypeAlias = str | Annotated[list[_Part], some(limits.MAX_CONTENT_PARTS)]
-
-
-def text_of(content: Content) -> str:
-    """The text of a message or of an output."""
-    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class _Item(Strict):
@@ -144,7 +127,7 @@ _AnyItem: TypeAlias = Annotated[
         | Annotated[ReasoningItem, Tag("reasoning")],
         Discriminator(_kind),
     ],
-    _refuser(_REFUSED_ITEMS, "items"),
+    refuser(_REFUSED_ITEMS, "items"),
 ]
 
 
@@ -189,18 +172,6 @@ class Reasoning(Strict):
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class PlainText(Strict):
-    """Text without a required form."""
-
-    type: Literal["text"]
-
-
-class TextObject(Strict):
-    """Any JSON object."""
-
-    type: Literal["json_object"]
-
-
 class TextSchema(Strict):
     """JSON that follows a schema. name, description, strict: labels, as the schema always holds."""
 
@@ -214,7 +185,7 @@ class TextSchema(Strict):
 class TextOptions(Strict):
     """The form of the answer's text. verbosity: without effect."""
 
-    format: Annotated[PlainText | TextObject | TextSchema, Field(discriminator="type")] | None = None
+    format: Annotated[TextFormat | JsonObjectFormat | TextSchema, Field(discriminator="type")] | None = None
     verbosity: Label | None = None
 
 
@@ -284,4 +255,4 @@ class ResponsesRequest(ApiRequest):
         wanted = None if self.text is None else self.text.format
         if isinstance(wanted, TextSchema):
             return StructuredOutputs(json=wanted.schema_)
-        return StructuredOutputs(json_object=True) if isinstance(wanted, TextObject) else None
+        return StructuredOutputs(json_object=True) if isinstance(wanted, JsonObjectFormat) else None
