@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from paceline.config import StructuredOutputs
 from paceline.server import limits
-from paceline.server.protocol import ApiRequest, Label, Milliseconds, Positive, Strict, Unsupported, refuser, some
+from paceline.server.protocol import ApiRequest, Label, Strict, TurnRequest, Unsupported, refuser, some
 
 _TEXT_ONLY = "this server reads text only"
 _SERVICE = "it runs on Anthropic's own service"
@@ -204,24 +204,15 @@ class PromptRequest(ApiRequest):
         return self
 
 
-class MessagesRequest(PromptRequest):
+class MessagesRequest(PromptRequest, TurnRequest):
     """``POST /v1/messages``. seed, priority, timeout, deadline_ms, num_speculative_tokens: as in completions."""
 
     structure_field: ClassVar[str] = "output_config.format"
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)]
-    stream: bool | None = None
     stop_sequences: Annotated[list[str], some(limits.MAX_STOP_STRINGS)] | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    seed: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
-    num_speculative_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    priority: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    timeout: Positive | None = None
-    deadline_ms: Milliseconds | None = None
 
     @property
     def structure(self) -> StructuredOutputs | None:
-        """The required form of the answer's text. Raises ParameterError."""
         wanted = None if self.output_config is None else self.output_config.format
         return None if wanted is None else StructuredOutputs(json=wanted.schema_)

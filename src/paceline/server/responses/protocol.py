@@ -13,11 +13,9 @@ from paceline.server import limits
 from paceline.server.chat_protocol import JsonObjectFormat, TextFormat
 from paceline.server.protocol import (
     LABELS,
-    ApiRequest,
     Label,
-    Milliseconds,
-    Positive,
     Strict,
+    TurnRequest,
     Unsupported,
     refuser,
     some,
@@ -195,7 +193,7 @@ class ResponseStreamOptions(Strict):
     include_obfuscation: Literal[False] | None = None
 
 
-class ResponsesRequest(ApiRequest):
+class ResponsesRequest(TurnRequest):
     """``POST /v1/responses``.
 
     input: a text, or the items of the whole conversation. instructions: put in front of it. include: extra parts of
@@ -219,24 +217,16 @@ class ResponsesRequest(ApiRequest):
     model: Label | None = None
     input: str | Annotated[list[_AnyItem], some(limits.MAX_MESSAGES)]
     instructions: str | None = None
-    stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     tools: Annotated[list[FunctionTool], some(limits.MAX_TOOLS), BeforeValidator(_functions)] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
     include: Annotated[list[Label], some(limits.MAX_STOP_STRINGS)] | None = None
     user: Label | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    seed: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
-    num_speculative_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    priority: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    timeout: Positive | None = None
-    deadline_ms: Milliseconds | None = None
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> ResponsesRequest:
@@ -251,7 +241,6 @@ class ResponsesRequest(ApiRequest):
 
     @property
     def structure(self) -> StructuredOutputs | None:
-        """The required form of the answer's text. Raises ParameterError."""
         wanted = None if self.text is None else self.text.format
         if isinstance(wanted, TextSchema):
             return StructuredOutputs(json=wanted.schema_)
