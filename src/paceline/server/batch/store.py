@@ -17,14 +17,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from io import BytesIO
 from pathlib import Path
-from typing import IO, BinaryIO, TypeVar
+from typing import IO, Any, BinaryIO, TypeVar
 
 from pydantic import ValidationError
 
 from paceline.errors import ParameterError
 from paceline.server import errors, limits
 from paceline.server.batch.disk import full_disk_named
-from paceline.server.batch.documents import OPEN, BatchObject, FileObject, Purpose, StoredBatch, StoredFile
+from paceline.server.batch.documents import OPEN, BatchObject, FileObject, PageQuery, Purpose, StoredBatch, StoredFile
 
 K = TypeVar("K", StoredFile, StoredBatch)
 D = TypeVar("D", FileObject, BatchObject)
@@ -251,16 +251,15 @@ def new_batch_id() -> str:
     return _new_id("batch_")
 
 
-def page(documents: Sequence[D], limit: int, after: str | None) -> tuple[list[D], bool]:
-    """Return the documents after the id ``after`` and whether there are more.
-
-    Raises ApiError (400) for an unknown id.
-    """
+def page(documents: Sequence[D], query: PageQuery) -> dict[str, Any]:
+    """Return the fields of a ``Page`` of the documents. Raises ApiError (400) for an unknown id."""
     names = [each.id for each in documents]
-    if after is not None and after not in names:
+    if query.after is not None and query.after not in names:
         raise errors.invalid("no entry of the list has this id", "after")
-    rest = documents[0 if after is None else names.index(after) + 1 :]
-    return list(rest[:limit]), len(rest) > limit
+    rest = documents[0 if query.after is None else names.index(query.after) + 1 :]
+    data = rest[: query.limit]
+    first, last = (data[0].id, data[-1].id) if data else (None, None)
+    return {"data": data, "first_id": first, "last_id": last, "has_more": len(rest) > query.limit}
 
 
 def _new_id(kind: str) -> str:
