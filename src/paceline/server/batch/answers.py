@@ -52,17 +52,12 @@ class BatchContext:
 
 @dataclass(frozen=True)
 class RefusedLine:
-    """A line that is not a valid request. custom_id: the line's, if it could be read."""
+    """A line that is not a valid request. result: the output that says why."""
 
-    line: InputLine
-    error: errors.ApiError
-    custom_id: str | None = None
+    result: LineResult
 
     async def run(self) -> LineResult:
-        message = f"{self.line.where}: {self.error}"
-        fault = {"code": self.error.code or "invalid_line", "message": message, "param": self.error.param}
-        document = {"id": self.line.name, "custom_id": self.custom_id, "response": None, "error": fault}
-        return LineResult(to_json(document), failed=True)
+        return self.result
 
 
 @dataclass(frozen=True)
@@ -161,8 +156,11 @@ def read_line(read: Callable[[InputLine, object], LineTask], line: InputLine) ->
         data = parsed(line.text())
         return read(line, data)
     except errors.ApiError as error:
-        custom_id = data.get("custom_id") if isinstance(data, dict) else None
-        return RefusedLine(line, error, errors.shortened(custom_id, MAX_LABEL) if isinstance(custom_id, str) else None)
+        given = data.get("custom_id") if isinstance(data, dict) else None
+        custom_id = errors.shortened(given, MAX_LABEL) if isinstance(given, str) else None
+        fault = {"code": error.code or "invalid_line", "message": f"{line.where}: {error}", "param": error.param}
+        document = {"id": line.name, "custom_id": custom_id, "response": None, "error": fault}
+        return RefusedLine(LineResult(to_json(document), failed=True))
 
 
 def is_the_end(error: errors.ApiError) -> bool:
