@@ -83,7 +83,7 @@ class PolicyResult:
     p99: float
 
 
-def summed(latencies: Sequence[float]) -> dict[str, float]:
+def summed(latencies: Sequence[float]) -> dict[str, Any]:
     """The latencies of ``PolicyResult``, in seconds."""
     p99 = float(np.percentile(latencies, 99))
     return {"mean": statistics.fmean(latencies), "p50": statistics.median(latencies), "p99": p99}
