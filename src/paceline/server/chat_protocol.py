@@ -9,7 +9,8 @@ from pydantic import Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError, to_jsonable_python
 
 from paceline.chat.options import ChatFields
-from paceline.config import MAX_LOGPROBS, MAX_REFERENCE_CHARACTERS, StructuredOutputs
+from paceline.config import MAX_LOGPROBS, StructuredOutputs
+from paceline.config.limits import MAX_REFERENCE_CHARACTERS
 from paceline.server import limits
 from paceline.server.protocol import GenerationRequest, Label, Strict, StructuredFields, said, some, text_of
 

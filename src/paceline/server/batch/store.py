@@ -7,7 +7,6 @@ atomically.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import re
 import secrets
@@ -17,10 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from io import BytesIO
 from pathlib import Path
-from typing import IO, Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from pydantic import ValidationError
 
+from paceline.config.files import lock
 from paceline.errors import ParameterError
 from paceline.server import errors, limits
 from paceline.server.batch.disk import full_disk_named
@@ -51,7 +51,7 @@ class BatchStore:
         except OSError as error:
             raise ParameterError("batch_dir", str(path), f"a writable directory ({error})") from error
         try:
-            _take_lock(self._lock, path)
+            lock(self._lock, "batch_dir", path, "a directory that no other server uses")
             self._remove_leftovers()
             self.files = _load(self._files_at, StoredFile)
             self.batches = _load(self._batches_at, StoredBatch)
@@ -95,7 +95,7 @@ class BatchStore:
     async def receive_file(self, owner: str) -> AsyncIterator[IncomingFile]:
         """Receive a file piece by piece. It is removed at the end of the block unless ``keep`` was called."""
         self.check_limits(owner, files=1)
-        incoming_file = IncomingFile(_new_id("file-"), owner, self)
+        incoming_file = IncomingFile(new_id("file-"), owner, self)
         self.incoming[incoming_file.name] = incoming_file  # counts towards the owner's limits
         try:
             await self.work(incoming_file.open)
@@ -233,22 +233,9 @@ class IncomingFile:
         return stored.document
 
 
-def _take_lock(lock: IO[str], directory: Path) -> None:
-    """Keep other servers out of a directory. Raises ParameterError if one uses it."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise ParameterError("batch_dir", str(directory), "a directory that no other server uses") from error
-
-
 def is_open(stored: StoredBatch) -> bool:
     """Return whether a batch is unfinished."""
     return stored.document.status in OPEN
-
-
-def new_batch_id() -> str:
-    """Return a new id that cannot be predicted."""
-    return _new_id("batch_")
 
 
 def page(documents: Sequence[D], query: PageQuery) -> dict[str, Any]:
@@ -262,7 +249,8 @@ def page(documents: Sequence[D], query: PageQuery) -> dict[str, Any]:
     return {"data": data, "first_id": first, "last_id": last, "has_more": len(rest) > query.limit}
 
 
-def _new_id(kind: str) -> str:
+def new_id(kind: str) -> str:
+    """Return a new id that cannot be predicted."""
     return kind + secrets.token_hex(12)
 
 
