@@ -121,7 +121,7 @@ class Live:
     @property
     def waiting(self) -> int:
         """Commands that the engine has not taken yet; while it is paused, one per prompt."""
-        return len(self.context.service._inbox.commands)
+        return self.context.service._inbox.qsize()
 
     def wait_until_idle(self) -> None:
         """Wait until nothing of any request is left.

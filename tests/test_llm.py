@@ -20,7 +20,8 @@ import torch
 from kernels.tools import random_spec
 from model_support import NATIVE, tiny
 from paceline import LLM, SamplingParams
-from paceline.config import MAX_COUNT, MAX_REFERENCE_CHARACTERS, MIN_TEMPERATURE, MIN_TOP_P
+from paceline.config import MIN_TEMPERATURE
+from paceline.config.limits import MAX_COUNT, MAX_REFERENCE_CHARACTERS, MIN_TOP_P
 from paceline.core.outputs import RequestOutput
 from paceline.engine.engine import Request
 from paceline.engine.requests import encoded

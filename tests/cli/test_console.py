@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from paceline.cli.bench import _table
-from paceline.cli.console import latency_table, table
+from paceline.cli.console import Sheet, latency_table
 from paceline.cli.document import as_text
 from paceline.core.outputs import Latency
 from paceline.tools.bench.offline import OfflineResult, Timing
@@ -26,11 +26,11 @@ def offline(side: str, seconds: float) -> OfflineResult:
 
 TABLES = {
     "bench offline": _table([offline("plain", 12.345), offline("speculation, wrong drafts", 123.456)], 4000, "mixed"),
-    "a word too long for any column": table("t", ["", "count"], [["a" * 30, "1"], ["b c d", "2"]]),
-    "profile --max-k 32": table(
+    "a word too long for any column": Sheet("t", ["", "count"], [["a" * 30, "1"], ["b c d", "2"]]),
+    "profile --max-k 32": Sheet(
         "ms", ["batch", *(f"k={k}" for k in range(33)), "best k", "fit's k"], [["16", *(["1234.5"] * 33), "32", "31"]]
     ),
-    "quality": table(
+    "quality": Sheet(
         "beside the first precision",
         ["", "perplexity", "change", "top token\nequal", "greedy tokens\nequal", "weights MB"],
         [["bfloat16", "12345.678", "+12.34% \u00b1 0.12%", "100.0%", "100.0%", "123456"]],

@@ -10,10 +10,8 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from paceline import config as params
 from paceline.config import (
     MAX_SPECULATION_LENGTH,
-    MAX_SPECULATION_WIDTH,
     DrafterName,
     EngineConfig,
     EngineOptions,
@@ -22,7 +20,9 @@ from paceline.config import (
     StructuredOutputs,
     check_used,
     engine_config,
+    limits,
 )
+from paceline.config.limits import MAX_SPECULATION_WIDTH
 from paceline.config.ranges import check_text, rule_for
 from paceline.errors import LONGEST_SHOWN, PacelineError, ParameterError
 
@@ -42,7 +42,7 @@ BAD_SAMPLING: list[tuple[str, Any]] = [
     *[("frequency_penalty", v) for v in (-2.1, 2.1, math.inf)],
     *[("repetition_penalty", v) for v in (0, -1, math.nan, math.inf)],
     *[("stop", v) for v in ("", ["a", ""], [1], 5)],
-    *[("bad_words", v) for v in ("", [""], [1], 5, None, ["\ud800"], ["a"] * (params.MAX_BAD_WORDS + 1))],
+    *[("bad_words", v) for v in ("", [""], [1], 5, None, ["\ud800"], ["a"] * (limits.MAX_BAD_WORDS + 1))],
     *[("allowed_token_ids", v) for v in ([], (), [-1], [1.0], "ab", 5, [True])],
     *[("logits_processors", v) for v in (None, max, [1], "ab", [max, None])],
     *[("prompt_logprobs", v) for v in (-1, 21, True, 1.5)],
@@ -53,15 +53,15 @@ BAD_SAMPLING: list[tuple[str, Any]] = [
     *[("time_budget", v) for v in ("5", 0, -1, math.nan, math.inf, 10**400, True)],
     *[("best_of", v) for v in (0, -1, 1.5, True, 2**16 + 1)],
     *[("rank_by", v) for v in ("logprobs", "", 1)],
-    *[("n", v) for v in (params.MAX_ANSWERS + 1, 10**9)],
+    *[("n", v) for v in (limits.MAX_ANSWERS + 1, 10**9)],
     *[("max_tokens", v) for v in (2**31, 10**22)],
     *[("temperature", v) for v in (1e-50, 1e-31, 10**400)],
     *[("top_p", v) for v in (1e-50, 10**400)],
     *[("top_k", v) for v in (2**31, 2**63, 10**22)],
     *[("repetition_penalty", v) for v in (1e-50, 0.009, 101, 10**400)],
     *[("presence_penalty", v) for v in (10**400, -(10**400))],
-    *[("stop_token_ids", v) for v in ([2**31], [2**63], [1] * (params.MAX_STOP_TOKEN_IDS + 1), b"ab")],
-    *[("stop", v) for v in (["a"] * (params.MAX_STOP_STRINGS + 1), "a" * (params.MAX_STOP_CHARACTERS + 1), b"a")],
+    *[("stop_token_ids", v) for v in ([2**31], [2**63], [1] * (limits.MAX_STOP_TOKEN_IDS + 1), b"ab")],
+    *[("stop", v) for v in (["a"] * (limits.MAX_STOP_STRINGS + 1), "a" * (limits.MAX_STOP_CHARACTERS + 1), b"a")],
     *[("stop", v) for v in ("\ud800", ["a", "\udfff"])],
     *[("logit_bias", v) for v in ({2**31: 1}, {2**63: 1}, {1: 10**400}, dict.fromkeys(range(2**16 + 1), 1), {True: 1})],
     *[("ignore_eos", v) for v in ("false", 1, None)],

@@ -23,7 +23,7 @@ from toy import ToyModel, answers, make_engine, run
 pytestmark = pytest.mark.usefixtures("one_thread")
 PAPER = {1: 7, 2: 6, 4: 4, 8: 4, 16: 3, 32: 1}
 HERE = Identity("a CPU", "cpu", 2, "1234", "ngram", "float32", "padded", "coupled")
-POINT = SweepPoint(1, 2, 10.0, 20.0, 100.0, 2.0)
+POINT = SweepPoint(1, 2, 10.0, 20.0, 100.0, 2.0, 9.0, 11.0)
 
 
 @pytest.mark.parametrize(("rows", "k"), [(1, 7), (2, 6), (3, 4), (5, 4), (9, 3), (16, 3), (17, 1), (32, 1), (50, 1)])

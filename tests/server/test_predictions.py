@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.config import MAX_REFERENCE_CHARACTERS, SamplingParams, ServerConfig
+from paceline.config import SamplingParams, ServerConfig
+from paceline.config.limits import MAX_REFERENCE_CHARACTERS
 from paceline.llm import LLM
 from paceline.server.predictions import in_common
 from server_support import Live, start

@@ -12,7 +12,7 @@ from paceline.chat.grammars import CallSyntax, json_call
 from paceline.chat.harmony import reads_harmony
 from paceline.chat.hermes import reads_hermes
 from paceline.chat.mistral import mistral_call_id, read_mistral
-from paceline.chat.parser import GeneratorParser, OutputParser, Reader, openai_call_id, read_text, reads_calls_or_text
+from paceline.chat.parser import OutputParser, Reader, openai_call_id, read_text, reads_calls_or_text
 from paceline.chat.plain_json import reads_json
 from paceline.chat.qwen_xml import reads_qwen_xml
 from paceline.chat.thinking import ThinkingMarkers, markers_in, reads_thinking
@@ -157,13 +157,13 @@ class ChatFormat:
         Raises RequestError if tools are given and their format is not known.
         """
         if self.tools is not None and self.tools.reads_all:
-            return GeneratorParser(self.tools.reads(tools), self.tools.new_id)
+            return OutputParser(self.tools.reads(tools), self.tools.new_id)
         read = self.tool_format().reads(tools) if tools else read_text
         if tools and calls_or_text:
             read = reads_calls_or_text(self.tool_format().syntax.begin, read)
         if self.thinking is not None:
             read = reads_thinking(self.thinking, inside_thoughts, read)
-        return GeneratorParser(read, self.tools.new_id if self.tools is not None else openai_call_id)
+        return OutputParser(read, self.tools.new_id if self.tools is not None else openai_call_id)
 
     def tool_format(self) -> ToolFormat:
         """The syntax of tool calls. Raises RequestError if it is not known."""

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 from paceline.chat.grammars import any_of, json_schema, literal, special
 from paceline.chat.parser import MessageWriter, Reader
-from paceline.chat.reading import MalformedError, Markers, Reading, Source, json_string
+from paceline.chat.reading import NAME_STOP, MalformedError, Markers, Reading, Source, is_json, json_string
 from paceline.chat.values import ToolDefinition
 
-_NAME_STOP = re.compile(r"[^a-zA-Z0-9_.:/-]")
 _WORD_STOP = re.compile(r"[,:{}\[\]<\"\s]")
 
 
@@ -38,7 +37,7 @@ def reads_gemma(markers: GemmaMarkers) -> Reader:
             source.record()
             try:
                 yield from source.expect("call:")
-                name = yield from source.take_while(_NAME_STOP)
+                name = yield from source.take_while(NAME_STOP)
                 if not name or not (yield from source.is_at("{")):
                     raise MalformedError
             except MalformedError:
@@ -109,14 +108,7 @@ class _ObjectReader:
 
     def _word(self, word: str) -> None:
         """Write a bare word: a key, a number, true, false or null; anything else as a string."""
-        self._emit(json.dumps(word, ensure_ascii=False) if self._at_key or not _is_scalar(word) else word)
-
-
-def _is_scalar(word: str) -> bool:
-    try:
-        return not isinstance(json.loads(word), str)
-    except ValueError:
-        return False
+        self._emit(json.dumps(word, ensure_ascii=False) if self._at_key or not is_json(word) else word)
 
 
 # --- grammar ---

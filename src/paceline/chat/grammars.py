@@ -73,7 +73,8 @@ class CallSyntax:
         return not (one_call or self.single or self.at_start)
 
     def _rest(self, tools: Sequence[ToolDefinition], one_call: bool) -> str:
-        more = "" if one_call else f" ({self._separator}{self._begin} call)*"
+        separator = f"{literal(self.separator)} " if self.separator else ""
+        more = "" if one_call else f" ({separator}{self._begin} call)*"
         calls = "".join(f"\ncall_{n}: {self.one(tool)}" for n, tool in enumerate(tools))
         names = [f"call_{n}" for n in range(len(tools))]
         return f"rest: call{more}\ncall: {any_of(names)}{calls}\n{self.rules}\n"
@@ -81,10 +82,6 @@ class CallSyntax:
     @property
     def _begin(self) -> str:
         return self.begin_rule or special(self.begin)
-
-    @property
-    def _separator(self) -> str:
-        return f"{literal(self.separator)} " if self.separator else ""
 
 
 def json_call(arguments: str, before: str = "", end: str = "") -> Callable[[ToolDefinition], str]:

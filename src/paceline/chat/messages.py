@@ -36,15 +36,11 @@ def for_template(
 
 
 def _with_objects(message: Message) -> Message:
-    calls = message.get("tool_calls")
-    if not calls:
-        return message
-    return {**message, "tool_calls": [_with_object(call) for call in calls]}
-
-
-def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    return {**call, "function": {**function, "arguments": _object(function["arguments"])}}
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _object(call["function"]["arguments"])}}
+        for call in message.get("tool_calls") or ()
+    ]
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _object(arguments: object) -> object:

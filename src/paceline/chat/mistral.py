@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 
 from paceline.chat.calls import read_call
 from paceline.chat.grammars import json_schema, literal, special
 from paceline.chat.parser import MessageWriter
-from paceline.chat.reading import MalformedError, Markers, Reading, Source, json_value
+from paceline.chat.reading import NAME_STOP, MalformedError, Markers, Reading, Source, json_value
 from paceline.chat.values import ToolDefinition
 
 BEGIN, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _BEGIN = Markers(BEGIN)
-_NAME_STOP = re.compile(r"[^a-zA-Z0-9_.:/-]")
 
 
 def mistral_call_id() -> str:
@@ -57,10 +55,10 @@ def _array(source: Source, writer: MessageWriter) -> Reading[bool]:
 
 def _named(source: Source, writer: MessageWriter) -> Reading[bool]:
     """Read a name and its arguments. Returns False if it is no such call."""
-    name = yield from source.take_while(_NAME_STOP)
+    name = yield from source.take_while(NAME_STOP)
     try:
         if (yield from source.accept(CALL_ID)):
-            yield from source.take_while(_NAME_STOP)
+            yield from source.take_while(NAME_STOP)
         if not (yield from source.is_at("{")):
             yield from source.expect(ARGS)
         yield from source.skip_space()

@@ -11,11 +11,11 @@ from typing import Any, TypedDict, get_args
 from paceline.chat.families import FORMATS
 from paceline.chat.values import ToolChoice, ToolDefinition, ToolMode
 from paceline.config.ranges import check, is_text, is_whole
+from paceline.config.server import FIXED_VARIABLES
 from paceline.errors import ParameterError
 
 MAX_TOOLS = 512
 _NAME = re.compile(r"[a-zA-Z0-9_.:/-]{1,128}")  # free of the characters that any family's syntax gives a meaning
-_FIXED = ("messages", "tools", "add_generation_prompt")
 _THINKING_SWITCHES = ("enable_thinking", "thinking")  # template variables that switch thoughts on and off
 
 
@@ -125,9 +125,10 @@ def _names(chat_template: str, variable: str) -> bool:
 
 def template_variables(given: object) -> dict[str, Any]:
     """Variables of a chat template, checked. Raises ParameterError."""
-    allowed = f"a dictionary from names in the chat template to values, without {', '.join(_FIXED)}"
+    allowed = f"a dictionary from names in the chat template to values, without {', '.join(FIXED_VARIABLES)}"
     fields = {} if given is None else given
-    ok = isinstance(fields, dict) and all(isinstance(name, str) for name in fields) and not fields.keys() & {*_FIXED}
+    named = isinstance(fields, dict) and all(isinstance(name, str) for name in fields)
+    ok = named and fields.keys().isdisjoint(FIXED_VARIABLES)  # type: ignore[attr-defined]
     check(ok, "chat_template_kwargs", given, allowed)
     return dict(fields)  # type: ignore[call-overload, no-any-return]
 

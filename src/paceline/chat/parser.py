@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from paceline.chat.reading import Reading, Source
 from paceline.chat.values import (
@@ -15,18 +15,6 @@ from paceline.chat.values import (
     ToolCallEnd,
     ToolCallStart,
 )
-
-
-class OutputParser(Protocol):
-    """Splits the text of one answer into the events of a message."""
-
-    def feed(self, text: str) -> list[MessageEvent]:
-        """Take more of the answer; return the events that are certain now."""
-        ...
-
-    def finish(self) -> list[MessageEvent]:
-        """End the answer; return the remaining events."""
-        ...
 
 
 def openai_call_id() -> str:
@@ -98,8 +86,8 @@ Reader: TypeAlias = Callable[[Source, MessageWriter], Reading[None]]
 """Reads an answer to its end and writes its events."""
 
 
-class GeneratorParser:
-    """An ``OutputParser`` that runs a reader as text arrives."""
+class OutputParser:
+    """Splits the text of one answer into the events of a message: runs a reader as text arrives."""
 
     def __init__(self, read: Reader, new_id: Callable[[], str] = openai_call_id) -> None:
         self._source, self._writer = Source(), MessageWriter(new_id)
@@ -110,14 +98,14 @@ class GeneratorParser:
         yield from read_text(self._source, self._writer)
 
     def feed(self, text: str) -> list[MessageEvent]:
-        """See ``OutputParser``."""
+        """Take more of the answer; return the events that are certain now."""
         if text:
             self._source.add(text)
             next(self._reading, None)
         return self._writer.take()
 
     def finish(self) -> list[MessageEvent]:
-        """See ``OutputParser``."""
+        """End the answer; return the remaining events."""
         self._source.ended = True
         for _ in self._reading:
             raise AssertionError("a reader waits for text after the answer's end")

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.chat.grammars import any_of, json_schema, literal, special
+from paceline.chat.hermes import BEGIN, END
 from paceline.chat.parser import MessageWriter, Reader
-from paceline.chat.reading import MalformedError, Markers, Reading, Source
+from paceline.chat.reading import MalformedError, Markers, Reading, Source, is_json
 from paceline.chat.values import ToolDefinition
 
-BEGIN, END = "<tool_call>", "</tool_call>"
 _FUNCTION, _PARAMETER, _END_FUNCTION, _END_PARAMETER = "<function=", "<parameter=", "</function>", "</parameter>"
 _KEY_END, _VALUE_END_LINE = ">\n", f"\n{_END_PARAMETER}\n"
 _BEGINS = Markers(BEGIN, _FUNCTION)
@@ -91,7 +91,7 @@ def _value(source: Source, writer: MessageWriter, schema: object) -> Reading[boo
     pieces: list[str] = []
     marker = yield from _VALUE_END.read(source, pieces.append)
     text = "".join(pieces).removesuffix("\n")
-    writer.arguments(_as_json(text) if marker is not None else text)
+    writer.arguments(text if marker is None or is_json(text) else json.dumps(text, ensure_ascii=False))
     return marker is not None
 
 
@@ -124,15 +124,6 @@ def _is_text(schema: object) -> bool:
     if values is None:
         return not schema.keys() & {"anyOf", "allOf", "oneOf", "$ref", "const"}
     return isinstance(values, list) and all(isinstance(value, str) for value in values)
-
-
-def _as_json(text: str) -> str:
-    """The text if it is JSON, else a JSON string of it."""
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return json.dumps(text, ensure_ascii=False)
-    return text
 
 
 # --- grammar ---

@@ -17,6 +17,7 @@ Reading: TypeAlias = Generator[None, None, T]  # yields while it waits for text
 SPACE = " \t\r\n"
 _STRING_STOP = re.compile(r'["\\]')
 _PLAIN_STOP = re.compile(r"[^\s:,0-9a-zA-Z.+-]")  # characters that are no part of numbers, names and separators
+NAME_STOP = re.compile(r"[^a-zA-Z0-9_.:/-]")  # characters that are no part of a function's name
 _SCALAR_STOP = re.compile(r"[^0-9a-zA-Z.+-]")
 
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.console import latency_table, note, stderr, table
+from paceline.cli.console import Sheet, bars, latency_table, note, stderr
 from paceline.cli.document import PlottedDocument, checked_plot, command_line, end
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, Repeats, check_draft_tokens, refuse_given
 from paceline.errors import ParameterError
 
+if TYPE_CHECKING:
+    from paceline.tools.bench.traffic import PolicyResult
+
 Quick = Annotated[bool, typer.Option("--quick", help="Run a few short requests only, as a test.")]
-
-
 Traces = Annotated[str, typer.Option("--traces", help="steady, busy, varying, or several, separated by commas.")]
 Requests = Annotated[int, typer.Option("--requests", min=2, help="Requests of a trace.")]
 Interval = Annotated[float, typer.Option("--interval", help="Seconds between arrivals, on average.")]
@@ -41,7 +42,7 @@ def traffic(
 ) -> None:
     """Serve the same arriving requests with every length policy. The last line is one JSON document."""
     from paceline.tools.bench.offline import machine, versions
-    from paceline.tools.bench.traffic import PROMPTS, Load, as_json, draw, measure, summary
+    from paceline.tools.bench.traffic import PROMPTS, Load, draw, measure, summary
 
     plot = checked_plot(output)
     _need_drafter(engine)
@@ -63,14 +64,16 @@ def traffic(
     check_draft_tokens(llm, engine.drafter)
     assert llm.tokenizer is not None, "models that have a name have a tokenizer"
     prompts = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
-    results = list(measure(llm, prompts, wanted, load, repeats, _bar(quiet)))
+    results = list(measure(llm, prompts, wanted, load, repeats, bars(quiet)))
     if not quiet:
-        rows = [_traffic_row(result) for result in as_json(results)]
+        rows = [
+            _row(result, ("mean", "p50", "p99"), ("tokens_per_second", "mean_rows", "mean_k")) for result in results
+        ]
         columns = ["", "mean s", "p50 s", "p99 s", "tokens/s", "rows", "k"]
-        stderr().print(table(f"latency, {load.requests} requests, median of {repeats}", columns, rows))
+        stderr().print(Sheet(f"latency, {load.requests} requests, median of {repeats}", columns, rows))
         stderr().print(latency_table([(f"{result.trace}: {result.policy}", result.latency) for result in results]))
     draw(results, plot, llm.engine.describe())
-    document = {"load": asdict(load), "summary": summary(results), "results": as_json(results)}
+    document = {"load": asdict(load), "summary": summary(results), "results": [*map(asdict, results)]}
     document |= {"machine": machine(llm.engine.threads), "versions": versions()}
     _finish(document, llm.engine.describe(), output, plot, quiet)
 
@@ -97,24 +100,24 @@ def traffic_http(
 ) -> None:
     """Send the traffic of bench traffic to running servers, each with its policy or a limit on draft tokens."""
     from paceline.tools.bench.offline import machine, versions
-    from paceline.tools.bench.traffic import Load, as_json
+    from paceline.tools.bench.traffic import Load
     from paceline.tools.bench.traffic_http import compared, draw, measure, served
 
     plot = checked_plot(output)
     _check_intervals(interval, cv)
     load = Load(requests, interval, cv, max_tokens, max_batch_size=0)  # the server's own
     policies = served(servers)
-    results = list(measure(policies, _known_traces(traces), load, repeats, _bar(quiet), api_key))
+    results = list(measure(policies, _known_traces(traces), load, repeats, bars(quiet), api_key))
     if not quiet:
-        rows = [_http_row(result) for result in as_json(results)]
+        rows = [_row(result, ("mean", "p50", "p99", "mean_ttft"), ("tokens_per_second",)) for result in results]
         columns = ["", "mean s", "p50 s", "p99 s", "first token s", "tokens/s"]
-        stderr().print(table(f"latency over HTTP, {load.requests} requests, median of {repeats}", columns, rows))
+        stderr().print(Sheet(f"latency over HTTP, {load.requests} requests, median of {repeats}", columns, rows))
         stderr().print(latency_table([(f"{result.trace}: {result.policy}", result.latency) for result in results]))
     where = ", ".join(dict.fromkeys(policy.url for policy in policies))
     draw(results, plot, where)
     sent = {name: value for name, value in asdict(load).items() if name != "max_batch_size"}
     last = policies[-1].name
-    document = {"load": sent, "policies": [asdict(policy) for policy in policies], "results": as_json(results)}
+    document = {"load": sent, "policies": [asdict(policy) for policy in policies], "results": [*map(asdict, results)]}
     document |= {"compared": {"policy": last, "mean_latency_over": compared(results, last)}}
     document |= {"machine": machine(), "versions": versions()}
     _finish(document, where, output, plot, quiet)
@@ -153,7 +156,7 @@ def phases(
         repeats = 1
     else:
         stage = Stage(llm, PHASES, max_tokens)
-    comparison = compare(stage, repeats, _bar(quiet))
+    comparison = compare(stage, repeats, bars(quiet))
     document = comparison.as_json()
     if not quiet:
         names = [f"{phase.rows} x {phase.acceptance}" for phase in comparison.phases]
@@ -161,7 +164,7 @@ def phases(
             [name, *(f"{s:.2f}" for s in run.seconds), f"{document['over_oracle'][name]:.3f}"]
             for name, run in comparison.runs.items()
         ]
-        stderr().print(table("seconds by phase (rows x synthetic acceptance)", ["k", *names, "over oracle"], rows))
+        stderr().print(Sheet("seconds by phase (rows x synthetic acceptance)", ["k", *names, "over oracle"], rows))
         latencies = [(name, run.latency) for name, run in comparison.runs.items()]
         stderr().print(
             latency_table([(f"{k}: {n}", each) for k, of_k in latencies for n, each in zip(names, of_k, strict=True)])
@@ -190,24 +193,10 @@ def _known_traces(text: str) -> list[str]:
     return wanted
 
 
-def _bar(quiet: bool) -> Any:
-    from tqdm import tqdm
-
-    def bar(steps: Iterable[Any]) -> Iterable[Any]:
-        return tqdm(steps, desc="runs", disable=True if quiet else None)  # type: ignore[no-any-return]
-
-    return bar
-
-
-def _traffic_row(result: dict[str, Any]) -> list[str]:
-    numbers = [f"{result[name]:.3f}" for name in ("mean", "p50", "p99")]
-    rest = [f"{result[name]:.1f}" for name in ("tokens_per_second", "mean_rows", "mean_k")]
-    return [f"{result['trace']}: {result['policy']}", *numbers, *rest]
-
-
-def _http_row(result: dict[str, Any]) -> list[str]:
-    numbers = [f"{result[name]:.3f}" for name in ("mean", "p50", "p99", "mean_ttft")]
-    return [f"{result['trace']}: {result['policy']}", *numbers, f"{result['tokens_per_second']:.1f}"]
+def _row(result: PolicyResult, seconds: Sequence[str], others: Sequence[str]) -> list[str]:
+    """A row of a table. seconds: fields with three decimals; others: with one."""
+    cells = [f"{getattr(result, name):.{digits}f}" for names, digits in ((seconds, 3), (others, 1)) for name in names]
+    return [f"{result.trace}: {result.policy}", *cells]
 
 
 def _finish(document: dict[str, Any], engine: str, output: Path, plot: Path, quiet: bool) -> None:

@@ -21,8 +21,9 @@ from tqdm import tqdm
 from paceline.cli.console import note
 from paceline.cli.flags import flags_of
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, refuse_given
-from paceline.config import DEFAULT_ACCEPTANCE, MAX_COUNT, SamplingParams, ServerConfig
+from paceline.config import SamplingParams, ServerConfig
 from paceline.config.files import read_text, write_text
+from paceline.config.limits import DEFAULT_ACCEPTANCE, MAX_COUNT
 from paceline.errors import MissingPackageError, PacelineError, ParameterError
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ def batch(
     Exit code 2 if a line could not be answered, in this run or an earlier one; OUTPUT has the reason.
     """
     _need_server()
+    from paceline.server.batch.output import OutputFile
+
     engine.check()
     params = dataclasses.replace(sampling, seed=None)  # the seed is the job's
     given = [flag.name for flag in flags_of(SamplingParams) if flag.name != "seed"]
@@ -83,7 +86,11 @@ def batch(
     _check_paths(input_file, output_file, resume)
     name = served_model_name or model
     config = ServerConfig(served_model_name=name, max_waiting=MAX_COUNT, capture_seconds=0)
-    with _opened(input_file) as lines, _output(output_file) as output, _telling_how_to_go_on(output_file, output):
+    with (
+        _opened(input_file) as lines,
+        OutputFile("OUTPUT", output_file) as output,
+        _telling_how_to_go_on(output_file, output),
+    ):
 
         def begin(settings: dict[str, Any]) -> int:
             return _begun(output_file, settings, sampling.seed, done=bool(output.done))
@@ -137,12 +144,6 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         raise ParameterError("INPUT", str(path), f"a file that can be read, or - for stdin ({error})") from error
     with file:
         yield file
-
-
-def _output(path: Path) -> OutputFile:
-    from paceline.server.batch.output import OutputFile
-
-    return OutputFile("OUTPUT", path)
 
 
 @contextmanager

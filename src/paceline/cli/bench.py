@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from paceline.cli.adaptive import CHOSEN_BY_PHASES, phases, traffic, traffic_http
-from paceline.cli.console import Sheet, latency_table, note, stderr, table, working
+from paceline.cli.console import Sheet, latency_table, note, stderr, working
 from paceline.cli.document import command_line, end
 from paceline.cli.drafters import CHOSEN_BY_DRAFTERS, drafters
 from paceline.cli.flags import with_flags
@@ -32,11 +32,6 @@ if TYPE_CHECKING:
     from paceline.tools.bench.offline import OfflineResult
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed.")
-
-
-@app.callback()
-def _bench() -> None:
-    pass
 
 
 def offline(
@@ -149,4 +144,4 @@ def _table(results: list[OfflineResult], tokens: int, prompts: str) -> Sheet:
         )
     fewer = any(result.output_tokens < tokens for result in results)
     title = f"{'at most ' if fewer else ''}{tokens} tokens an answer, {prompts} prompts, greedy, median"
-    return table(title, columns, rows)
+    return Sheet(title, columns, rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TextIO
@@ -15,6 +15,7 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
+from tqdm import tqdm
 
 from paceline.core.outputs import Latency
 from paceline.errors import PacelineError
@@ -105,6 +106,11 @@ def working(what: str) -> Iterator[None]:
         yield
 
 
+def bars(quiet: bool) -> Callable[..., Any]:
+    """A function that wraps steps, with their label, to show them as a bar on a terminal."""
+    return lambda steps, what="runs": tqdm(steps, desc=what, disable=True if quiet else None)
+
+
 @dataclass(frozen=True)
 class Sheet:
     """A table whose first column is text and whose others are numbers.
@@ -174,7 +180,7 @@ def latency_table(rows: Iterable[tuple[str, Latency | None, *tuple[float | None,
         [side, *_three(known), *("" if share is None else f"{share:.1%}" for share in shares)]
         for side, known, *shares in rows
     ]
-    return table("ms/token of a batch's sequences, the first token not counted", columns, cells)
+    return Sheet("ms/token of a batch's sequences, the first token not counted", columns, cells)
 
 
 def _three(known: Latency | None) -> list[str]:
@@ -182,8 +188,3 @@ def _three(known: Latency | None) -> list[str]:
 
 
 _GAP = 2  # characters after each column
-
-
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Sheet:
-    """A table whose first column is text and whose others are numbers."""
-    return Sheet(title, columns, list(rows))

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.panel import Panel
 from tqdm import tqdm
 
-from paceline.cli.console import latency_table, note, stdout, table, working
+from paceline.cli.console import Sheet, latency_table, note, stdout, working
 from paceline.cli.options import DEFAULT_MODEL, Model
 from paceline.config import DEFAULT_SPECULATION_LENGTH, DtypeName, EngineConfig, SamplingParams
 from paceline.tools.bench.measure import BatchRun, run_batch
@@ -83,7 +83,7 @@ def show(console: Console, llm: LLM, speculative: BatchRun, plain: BatchRun) -> 
     columns = ["", "tokens/s", "ms/token\na sequence", "acceptance\nrate", "mean acc.\nlength", "rounds", "speed-up"]
     rows = [_row("plain", plain, plain), _row("speculation", speculative, plain)]
     console.print(
-        table(
+        Sheet(
             f"{len(COPYING)} prompts in one batch, {plain.tokens} tokens, greedy, median of {REPEATS} runs",
             columns,
             rows,

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.console import Sheet, note, stderr, table
+from paceline.cli.console import Sheet, bars, note, stderr
 from paceline.cli.document import PlottedDocument, checked_plot, command_line, end
-from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, Repeats, whole_numbers
+from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, Repeats, numbers, whole_numbers, words
 from paceline.errors import ParameterError
 from paceline.models.hub import own_head
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
     from paceline.tools.bench.drafters import Count, DraftCost, MeasurementPlan, Speed
-    from paceline.tools.bench.tasks import Task
 
 CHOSEN_BY_DRAFTERS = {"drafter", "num_speculative_tokens", "profile", "max_batch_size", "prefix_cache"}
 
@@ -49,11 +48,21 @@ def drafters(
     """Compare a target's drafters: n-gram lookup, draft model, trained head. The last line is one JSON document."""
     from paceline.tools.bench.drafters import MeasurementPlan, contenders, count, draft_costs, draw, speeds
     from paceline.tools.bench.offline import machine, versions
+    from paceline.tools.bench.tasks import TASKS
 
     plot = checked_plot(output)
     sizes = tuple(sorted(set(whole_numbers("--batch-sizes", batch_sizes))))
+    wanted = words("--tasks", tasks, TASKS)
+    allowed = "numbers from 0 to 2, separated by commas"
+    heats = numbers("--temperatures", temperatures, float, lambda heat: 0 <= heat <= 2, allowed)
     plan = MeasurementPlan(
-        _tasks(tasks), prompts, draft_tokens, max_tokens, _temperatures(temperatures), sizes, repeats
+        tuple(task for task in TASKS if task in wanted),
+        prompts,
+        draft_tokens,
+        max_tokens,
+        tuple(dict.fromkeys(heats)),
+        sizes,
+        repeats,
     )
     _refuse_without_model(engine)
     target = replace(engine, draft_model=None, draft_dtype="same", draft_quantization="same").load(model, quiet)
@@ -61,9 +70,9 @@ def drafters(
     with_head = _with(replace(engine, draft_quantization="same", draft_dtype="same"), model, head or own_head(model))
     known = contenders(target, with_model, with_head)
 
-    counts = list(count(known, plan, _bar(quiet)))
+    counts = list(count(known, plan, bars(quiet)))
     costs = list(draft_costs(known, plan))
-    fast = list(speeds(known, plan, _bar(quiet)))
+    fast = list(speeds(known, plan, bars(quiet)))
     if not quiet:
         for temperature in plan.temperatures:
             stderr().print(_acceptance(counts, plan, temperature))
@@ -83,26 +92,6 @@ def drafters(
     end(document, output)
 
 
-def _tasks(text: str) -> tuple[Task, ...]:
-    from paceline.tools.bench.tasks import Task
-
-    known = get_args(Task)
-    wanted = [word.strip() for word in text.split(",")]
-    if unknown := [word for word in wanted if word not in known]:
-        raise ParameterError("--tasks", unknown[0], f"some of {', '.join(known)}")
-    return tuple(task for task in known if task in wanted)
-
-
-def _temperatures(text: str) -> tuple[float, ...]:
-    try:
-        found = tuple(dict.fromkeys(float(part) for part in text.split(",")))
-    except ValueError:
-        found = ()
-    if not found or not all(0 <= each <= 2 for each in found):
-        raise ParameterError("--temperatures", text, "numbers from 0 to 2, separated by commas")
-    return found
-
-
 def _refuse_without_model(engine: EngineFlags) -> None:
     for name, value in (("draft-dtype", engine.draft_dtype), ("draft-quantization", engine.draft_quantization)):
         if engine.draft_model is None and value != "same":
@@ -113,15 +102,6 @@ def _with(engine: EngineFlags, model: str, draft: str | None) -> LLM | None:
     return None if draft is None else replace(engine, draft_model=draft).load(model, quiet=True)
 
 
-def _bar(quiet: bool) -> Any:
-    from tqdm import tqdm
-
-    def progress(steps: Iterable[Any], what: str) -> Iterable[Any]:
-        return tqdm(steps, desc=what, disable=True if quiet else None)  # type: ignore[no-any-return]
-
-    return progress
-
-
 def _acceptance(counts: Sequence[Count], plan: MeasurementPlan, temperature: float) -> Sheet:
     here = {(each.drafter, each.task): each for each in counts if each.temperature == temperature}
     rows = [
@@ -129,7 +109,7 @@ def _acceptance(counts: Sequence[Count], plan: MeasurementPlan, temperature: flo
         for name in dict.fromkeys(drafter for drafter, _ in here)
     ]
     title = f"tokens a round, {plan.k} draft tokens, temperature {temperature:g}"
-    return table(title, ["", *plan.tasks], rows)
+    return Sheet(title, ["", *plan.tasks], rows)
 
 
 def _speeds(fast: Sequence[Speed], costs: Sequence[DraftCost], plan: MeasurementPlan) -> Sheet:
@@ -142,4 +122,4 @@ def _speeds(fast: Sequence[Speed], costs: Sequence[DraftCost], plan: Measurement
         for name in dict.fromkeys(drafter for drafter, _, _ in found)
     ]
     columns = ["", f"a draft of {plan.k},\nof a round", *(f"rows {size}\nT={heat:g}" for size, heat in cells)]
-    return table("auto over plain decoding", columns, rows)
+    return Sheet("auto over plain decoding", columns, rows)

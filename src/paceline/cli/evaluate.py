@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
@@ -13,19 +14,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from paceline.cli.console import Sheet, note, stderr, table, working
+from paceline.cli.console import Sheet, note, stderr, working
 from paceline.cli.document import command_line, end
 from paceline.cli.flags import with_flags
-from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, whole_numbers
+from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, numbers, whole_numbers
 from paceline.config import SamplingParams
-from paceline.config.files import check_output, write_text
-from paceline.errors import MissingPackageError, ParameterError
+from paceline.config.files import check_directory, write_text
+from paceline.errors import MissingPackageError
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
     from paceline.tools.evaluation.curves import MeanWithError
     from paceline.tools.evaluation.journal import ProblemAnswers
-    from paceline.tools.evaluation.problems import Problem, Style
+    from paceline.tools.evaluation.problems import Problem
     from paceline.tools.evaluation.run import Configuration, ConfigurationResult, EvaluationPlan
     from paceline.tools.evaluation.sandbox import Sandbox
 
@@ -37,11 +38,6 @@ StyleOption = Annotated[
 ]
 FILES = ("journal.jsonl", "samples.jsonl", "humaneval.json", "humaneval.png")
 DEFAULT_ANSWERS, DEFAULT_BUDGETS, DEFAULT_MAX_TOKENS, DEFAULT_TEMPERATURE = "1,4,8", "1,2,3,5,8", 384, 0.8
-
-
-@app.callback()
-def _eval() -> None:
-    pass
 
 
 def humaneval(
@@ -77,7 +73,7 @@ def humaneval(
 
     The programs that the model writes are run in a sandbox. The last line of stdout is one JSON document.
     """
-    from paceline.tools.evaluation.problems import human_eval
+    from paceline.tools.evaluation.problems import human_eval, style_of
     from paceline.tools.evaluation.run import EvaluationPlan, configurations_of
     from paceline.tools.evaluation.sandbox import Sandbox
 
@@ -86,12 +82,14 @@ def humaneval(
     looks = _budgets(budgets, budget_max)
     problems = human_eval()[:limit]
     _need_matplotlib()
-    _check_directory(output)
+    check_directory("--output", output, FILES[1:])
     box = Sandbox(weak=weak_sandbox)
     if not quiet or box.isolation.missing:
         _tell(box)
     llm = replace(engine, max_batch_size=max(answers)).load(model, quiet)
-    plan = EvaluationPlan(problems, answers, _style(llm, style), params, seed)
+    assert llm.tokenizer is not None, "models that have a name have a tokenizer"
+    form = style_of(llm.tokenizer) if style == "auto" else style
+    plan = EvaluationPlan(problems, answers, form, params, seed)
     configurations = configurations_of(llm, answers)
     found = _run(plan, configurations, box, output / FILES[0], resume, quiet)
     _finish(llm, plan, configurations, box, found, looks, output)
@@ -107,35 +105,14 @@ def _need_matplotlib() -> None:
 
 def _budgets(text: str, longest: float | None) -> list[float]:
     allowed = "seconds above 0, separated by commas"
-    try:
-        budgets = sorted({float(part) for part in text.split(",")})
-    except ValueError as error:
-        raise ParameterError("--budgets", text, allowed) from error
-    if not all(0 < budget < float("inf") for budget in budgets):
-        raise ParameterError("--budgets", text, allowed)
+    budgets = sorted(set(numbers("--budgets", text, float, lambda budget: 0 < budget < math.inf, allowed)))
     return [budget for budget in budgets if longest is None or budget < longest]
-
-
-def _check_directory(output: Path) -> None:
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ParameterError("--output", str(output), f"a directory that can be written ({error})") from error
-    for name in FILES[1:]:
-        check_output("--output", output / name)
 
 
 def _tell(box: Sandbox) -> None:
     note("programs run in a sandbox: " + "; ".join(box.isolation.holds))
     for missing in box.isolation.missing:
         note(f"missing on this machine: {missing}")
-
-
-def _style(llm: LLM, wanted: Literal["auto", "chat", "completion"]) -> Style:
-    from paceline.tools.evaluation.problems import style_of
-
-    assert llm.tokenizer is not None, "models that have a name have a tokenizer"
-    return style_of(llm.tokenizer) if wanted == "auto" else wanted
 
 
 def _run(
@@ -205,10 +182,10 @@ def _tables(results: list[ConfigurationResult], problems: int) -> Iterable[Sheet
     names = [f"{result.mode}, n={result.n}" for result in results]
     first = [[name, *(_percent(r.first) for r in result.at)] for name, result in zip(names, results, strict=True)]
     every = [[name, *(_percent(r.all) for r in result.at)] for name, result in zip(names, results, strict=True)]
-    yield table(f"Pass@First of {problems} problems, in percent", columns, first)
-    yield table("Pass@All, in percent", columns, every)
+    yield Sheet(f"Pass@First of {problems} problems, in percent", columns, first)
+    yield Sheet("Pass@All, in percent", columns, every)
     columns = ["at the end, in percent", "pass@1", "ranked first less pass@1", "cut", "seconds", "all n", "accepted"]
-    yield table(
+    yield Sheet(
         "Ranking and time (± one standard error)",
         columns,
         [

@@ -49,7 +49,9 @@ def generate(
         refuse_given(context, "left out without --json, whose documents show them", "logprobs")
     entries: list[Job | Failure] = [_from_option(text, sampling, chat) for text in prompt or ()]
     if prompts_file is not None:
-        entries += parse_lines(_lines(prompts_file), sampling)
+        stdin = prompts_file == "-"
+        text = read_stdin("--prompts-file") if stdin else read_text("--prompts-file", prompts_file)
+        entries += parse_lines(text.split("\n"), sampling)
     bad = next((entry for entry in entries if isinstance(entry, Failure)), None)
     if bad is not None and not keep_going:
         raise bad.error
@@ -64,11 +66,6 @@ def _from_option(text: str, params: SamplingParams, chat: bool) -> Job:
     return Job("--prompt", params, prompt=text)
 
 
-def _lines(name: str) -> list[str]:
-    text = read_stdin("--prompts-file") if name == "-" else read_text("--prompts-file", name)
-    return text.split("\n")
-
-
 def _show_json(number: int, result: JobResult) -> None:
     _warn(result)
     typer.echo(json.dumps(as_document(number, result), ensure_ascii=json_is_ascii()))
@@ -76,13 +73,9 @@ def _show_json(number: int, result: JobResult) -> None:
 
 def _show_bare(_: int, result: JobResult) -> None:
     for output in _answers(result):
-        _note_deadline(output)
+        if output.finish_reason == "deadline":
+            note(f"cut by --time-budget after {len(output.token_ids)} tokens")
         typer.echo(output.text)
-
-
-def _note_deadline(output: CompletionOutput) -> None:
-    if output.finish_reason == "deadline":
-        note(f"cut by --time-budget after {len(output.token_ids)} tokens")
 
 
 def _show_titled(number: int, result: JobResult) -> None:

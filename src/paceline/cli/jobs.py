@@ -170,6 +170,12 @@ def as_document(number: int, result: JobResult) -> dict[str, Any]:
     }
 
 
+_METRICS = (
+    "cached_tokens", "output_tokens", "rounds", "drafted", "accepted", "acceptance_rate", "mean_acceptance_length",
+    "saved_by_sibling", "time_to_first_token", "ms_per_token",
+)  # fmt: skip
+
+
 def _answer(output: CompletionOutput) -> dict[str, Any]:
     document: dict[str, Any] = {
         "index": output.index,
@@ -177,7 +183,7 @@ def _answer(output: CompletionOutput) -> dict[str, Any]:
         "token_ids": output.token_ids,
         "finish_reason": output.finish_reason,
         "stop_reason": output.stop_reason,
-        "metrics": _metrics(output),
+        "metrics": {name: getattr(output.metrics, name) for name in _METRICS},
     }
     if output.cumulative_logprob is not None:
         document["cumulative_logprob"] = output.cumulative_logprob
@@ -185,19 +191,3 @@ def _answer(output: CompletionOutput) -> dict[str, Any]:
     if output.logprobs is not None:
         document["logprobs"] = [dataclasses.asdict(entry) for entry in output.logprobs]
     return document
-
-
-def _metrics(output: CompletionOutput) -> dict[str, Any]:
-    metrics = output.metrics
-    return {
-        "cached_tokens": metrics.cached_tokens,
-        "output_tokens": metrics.output_tokens,
-        "rounds": metrics.rounds,
-        "drafted": metrics.drafted,
-        "accepted": metrics.accepted,
-        "acceptance_rate": metrics.acceptance_rate,
-        "mean_acceptance_length": metrics.mean_acceptance_length,
-        "saved_by_sibling": metrics.saved_by_sibling,
-        "time_to_first_token": metrics.time_to_first_token,
-        "ms_per_token": metrics.ms_per_token,
-    }

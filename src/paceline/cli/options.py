@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, TypeVar, cast
 
 import typer
 
 from paceline.cli.console import note, working
 from paceline.cli.flags import from_text
-from paceline.config import DEFAULT_MODEL, MAX_COUNT, EngineConfig, EngineOptions, engine_config
+from paceline.config import DEFAULT_MODEL, EngineConfig, EngineOptions, engine_config
 from paceline.config.files import read_text
 from paceline.config.help import Help, described
-from paceline.config.limits import MAX_BYTES, Name
+from paceline.config.limits import MAX_BYTES, MAX_COUNT, Name
 from paceline.config.ranges import Texts, names_of, rules_of
 from paceline.errors import ParameterError
 
+N = TypeVar("N", int, float)
 MAX_ADAPTERS = 1024
 
 if TYPE_CHECKING:
@@ -115,15 +116,28 @@ def speculation_length(text: str) -> int | str:
     return length
 
 
-def whole_numbers(name: str, text: str) -> list[int]:
-    """The numbers of a list such as 1,2,4. Raises ParameterError."""
+def numbers(name: str, text: str, kind: Callable[[str], N], ok: Callable[[N], bool], allowed: str) -> list[N]:
+    """The numbers of a list such as 1,2,4. kind: int or float. Raises ParameterError."""
     try:
-        numbers = [int(part) for part in text.split(",")]
+        found = [kind(part) for part in text.split(",")]
     except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise ParameterError(name, text, "whole numbers of at least 1, separated by commas")
-    return numbers
+        found = []
+    if not found or not all(map(ok, found)):
+        raise ParameterError(name, text, allowed)
+    return found
+
+
+def whole_numbers(name: str, text: str) -> list[int]:
+    """The whole numbers of a list such as 1,2,4. Raises ParameterError."""
+    return numbers(name, text, int, lambda number: number >= 1, "whole numbers of at least 1, separated by commas")
+
+
+def words(name: str, text: str, known: Collection[str]) -> list[str]:
+    """The words of a list such as code,chat. Raises ParameterError for a word that is not known."""
+    found = [word.strip() for word in text.split(",")]
+    if unknown := [word for word in found if word not in known]:
+        raise ParameterError(name, unknown[0], f"some of {', '.join(known)}")
+    return found
 
 
 def refuse_given(context: typer.Context, allowed: str, *names: str) -> None:

@@ -14,7 +14,7 @@ from paceline.core.outputs import RequestOutput
 from paceline.engine.engine import Request
 from paceline.errors import PacelineError, RequestError
 from paceline.server import errors
-from paceline.server.batch.answers import BatchContext, answered, is_the_end, read_task
+from paceline.server.batch.answers import BatchContext, RefusedLine, answered, is_the_end, read_task
 from paceline.server.batch.lines import CustomIds, InputLine, seed_of
 from paceline.server.batch.window import LineResult, LineTask
 from paceline.server.context import Context, RequestOptions
@@ -73,18 +73,6 @@ class PlainTask:
         return seed_of(self.batch.seed, name) if given is None else given
 
 
-@dataclass(frozen=True)
-class PlainRefusal:
-    """A line with a prompt or messages that is invalid. custom_id: its name, if it has one."""
-
-    line: InputLine
-    error: RequestError
-    custom_id: str | None
-
-    async def run(self) -> LineResult:
-        return _outcome(self.line, self.custom_id, Failure(self.line.where, self.error))
-
-
 def _outcome(line: InputLine, custom_id: str | None, result: JobResult) -> LineResult:
     named = {} if custom_id is None else {"custom_id": custom_id}
     document = {"id": line.name} | named | as_document(line.index, result)
@@ -124,7 +112,7 @@ class LineReader:
             for message in job.messages or ():
                 check_message(message)
         except (ValueError, PacelineError) as error:  # ParameterError is both
-            return PlainRefusal(line, RequestError(str(error)), custom_id)
+            return RefusedLine(_outcome(line, custom_id, Failure(line.where, RequestError(str(error)))))
         return PlainTask(self.batch, line, job, custom_id)
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.console import latency_table, note, stdout, table
+from paceline.cli.console import Sheet, bars, latency_table, note, stdout
 from paceline.cli.document import checked_plot, command_line, end
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, Repeats, refuse_given, whole_numbers
 from paceline.core.outputs import Latency
@@ -17,7 +16,7 @@ from paceline.errors import ParameterError
 
 if TYPE_CHECKING:
     from paceline.tools.bench.fit import PaperFit
-    from paceline.tools.bench.profile import MeasuredProfile, SweepPoint
+    from paceline.tools.bench.profile import MeasuredProfile
 
 DEFAULT_SIZES, DEFAULT_MAX_K, DEFAULT_TOKENS, DEFAULT_REPEATS = "1,2,4,8,16,32", 8, 128, 3  # the paper's sweep
 
@@ -41,8 +40,6 @@ def profile(
     quiet: Quiet = False,
 ) -> None:
     """Measure all speculation lengths at all batch sizes and write a profile. The last line is one JSON document."""
-    from tqdm import tqdm
-
     from paceline.tools.bench.profile import PROMPTS, Sweep, draw, run_profile
 
     plot = checked_plot(output)
@@ -57,11 +54,8 @@ def profile(
     llm = replace(engine, num_speculative_tokens=sweep.max_k).load(model, quiet)
     assert llm.tokenizer is not None, "models that have a name have a tokenizer"
 
-    def progress(steps: Iterable[Any], what: str) -> Iterable[Any]:
-        return tqdm(steps, desc=what, disable=True if quiet else None)  # type: ignore[no-any-return]
-
     prompts = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
-    measured, fit = run_profile(llm, prompts, sweep, progress)
+    measured, fit = run_profile(llm, prompts, sweep, bars(quiet))
     measured.save(output)
     draw(measured, fit, plot, llm.engine.describe())
     if not quiet:
@@ -77,20 +71,18 @@ def _show(profile: MeasuredProfile, fit: PaperFit) -> None:
         times = [point.ms_per_token for point in profile.sweep if point.batch_size == size]
         rows.append([str(size), *(f"{ms:.1f}" for ms in times), str(best), str(fit.best(size, longest))])
     columns = ["batch", *(f"k={k}" for k in range(longest + 1)), "best k", "fit's k"]
-    stdout().print(table("ms per token of a sequence", columns, rows))
+    stdout().print(Sheet("ms per token of a sequence", columns, rows))
     shown = {0: "plain", **{k: f"k = {k}" for k in profile.best.values() if k > 0}}
     stdout().print(
         latency_table(
             [
-                (f"batch {p.batch_size}, {shown[p.k]}", _latency(p))
+                (
+                    f"batch {p.batch_size}, {shown[p.k]}",
+                    Latency(p.first_ms_per_token, p.last_ms_per_token, p.ms_per_token),
+                )
                 for p in profile.sweep
                 if p.k in (0, profile.best[p.batch_size])
             ]
         )
     )
     stdout().print(f"fit: rounds off by {fit.error:.1%}, accepted length by {fit.error_accepted:.1%} on average")
-
-
-def _latency(point: SweepPoint) -> Latency | None:
-    first, last = point.first_ms_per_token, point.last_ms_per_token
-    return None if first is None or last is None else Latency(first, last, point.ms_per_token)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.console import Sheet, stderr, table, working
+from paceline.cli.console import Sheet, stderr, working
 from paceline.cli.document import command_line, end
-from paceline.cli.options import DEFAULT_MODEL, Model
+from paceline.cli.options import DEFAULT_MODEL, Model, words
 from paceline.config import EngineOptions
 from paceline.config.files import check_output, read_text
 from paceline.errors import ParameterError
@@ -42,7 +43,7 @@ def quality(
     from paceline.tools.bench.quality import python_reference
 
     check_output("--output", output)
-    wanted = _known(precisions)
+    wanted = words("--precisions", precisions, PRECISIONS)
     content = python_reference() if text is None else read_text("--text", text)
     results, used = _measure(model, wanted, content, tokens)
     stderr().print(_table(results))
@@ -51,18 +52,11 @@ def quality(
         "model": model,
         "text": "the reference that comes with Python" if text is None else text.name,
         "tokens": used,
-        "results": [result.as_document() for result in results],
+        "results": [asdict(result) for result in results],
         "machine": machine(),
         "versions": versions(),
     }
     end(document, output)
-
-
-def _known(precisions: str) -> list[str]:
-    wanted = [word.strip() for word in precisions.split(",")]
-    if unknown := [word for word in wanted if word not in PRECISIONS]:
-        raise ParameterError("--precisions", unknown[0], f"some of {', '.join(PRECISIONS)}")
-    return wanted
 
 
 def _measure(model: str, precisions: list[str], text: str, tokens: int) -> tuple[list[Quality], int]:
@@ -102,4 +96,4 @@ def _table(results: list[Quality]) -> Sheet:
         for result in results
         for error in [result.standard_error]
     ]
-    return table("beside the first precision", columns, rows)
+    return Sheet("beside the first precision", columns, rows)

@@ -13,7 +13,7 @@ from paceline.cli.console import note, working
 from paceline.cli.document import command_line, end
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet
 from paceline.config import DraftData, DraftTraining, EngineOptions
-from paceline.config.files import check_output, write_text
+from paceline.config.files import check_directory, write_text
 from paceline.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def train_draft(
     draft model in that of transformers. The last line of stdout is the report as one JSON document. Processes that
     torchrun starts train together, on CPUs.
     """
-    check_output_directory(output)
+    check_directory("--output", output, FILES)
     options = _options(engine, max_batch_size, max_model_len)
     with working("reading the prompts"):
         from paceline.tools.training.prompts import read_questions
@@ -83,16 +83,6 @@ def _check_device(device: str) -> None:
 
     if resolve_device(device).type != "cpu":
         raise ParameterError("--device", device, "cpu where several processes learn together; on a GPU start one")
-
-
-def check_output_directory(output: Path) -> None:
-    """Raise ParameterError unless all files can be written to the directory."""
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ParameterError("--output", str(output), f"a directory that can be written ({error})") from error
-    for name in FILES:
-        check_output("--output", output / name)
 
 
 def _options(engine: EngineFlags, rows: int, longest: int) -> EngineOptions:

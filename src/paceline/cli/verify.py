@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from tqdm import tqdm
 
-from paceline.cli.console import stdout, table
+from paceline.cli.console import Sheet, stdout
 from paceline.cli.jobs import Failure, parse_lines
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, speculation_length, whole_numbers
 from paceline.config import AcceptanceName, Length, SamplingParams
@@ -106,12 +106,11 @@ def first_divergence(
     llm: LLM, number: int, prompt: Ids, found: Ids, expected: Ids, params: SamplingParams
 ) -> FirstDifference | None:
     """The first position where two answers differ, or None."""
+    from paceline.engine.prefixes import common_prefix_length
+
     if found == expected:
         return None
-    position = next(
-        (place for place, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b),
-        min(len(found), len(expected)),
-    )
+    position = common_prefix_length(found, expected, len(found))
     theirs = expected[position] if position < len(expected) else None
     ours = found[position] if position < len(found) else None
     if theirs is None or ours is None:  # one answer is longer than the other: no tie explains that
@@ -294,13 +293,13 @@ def report(llm: LLM, comparisons: Sequence[Comparison], tests: Sequence[Distribu
     """Print all results; returns whether speculation left the output unchanged."""
     console = stdout()
     columns = ["against plain decoding", "rows", "k", "equal answers", "largest gap"]
-    console.print(table("Token by token", columns, [_comparison_row(entry) for entry in comparisons]))
+    console.print(Sheet("Token by token", columns, [_comparison_row(entry) for entry in comparisons]))
     for entry in comparisons:
         for parted in entry.divergences:
             console.print(_sentence(llm, entry, parted), soft_wrap=True, markup=False)
     if tests:
         columns = ["rule", "samples", "drafts accepted", "cells", "chi-squared", "p-value"]
-        console.print(table("Distribution of the next tokens", columns, [_probability_row(test) for test in tests]))
+        console.print(Sheet("Distribution of the next tokens", columns, [_probability_row(test) for test in tests]))
     violated = [entry.what for entry in comparisons if entry.violated]
     violated += [f"the distribution under {test.acceptance}" for test in tests if test.violated]
     ties = sum(len(entry.divergences) for entry in comparisons)

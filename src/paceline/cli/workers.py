@@ -19,12 +19,12 @@ from tqdm import tqdm
 
 from paceline.cli.batch import running, settings_of
 from paceline.cli.console import note
-from paceline.cli.plain_lines import LineReader, PlainRefusal
+from paceline.cli.plain_lines import LineReader
 from paceline.config import SamplingParams, ServerConfig
 from paceline.core.hardware import default_threads
 from paceline.errors import PacelineError
 from paceline.integrations.ray.cluster import Recipe, joined, need_ray, shared
-from paceline.server.batch.answers import BatchContext, read_line, unanswered
+from paceline.server.batch.answers import BatchContext, RefusedLine, read_line, unanswered
 from paceline.server.batch.lines import InputLine, lines_of
 from paceline.server.batch.output import OutputFile
 from paceline.server.batch.window import LINES_PER_ROW, LineResult, LineTask, LineWriter, run_all
@@ -132,7 +132,7 @@ class RayRun:
 
         def read(line: InputLine, data: object) -> LineTask:
             chore = reader.read(line, data)
-            return chore if isinstance(chore, PlainRefusal) else SentLine(pool, line)
+            return chore if isinstance(chore, RefusedLine) else SentLine(pool, line)
 
         todo, began, failed = unanswered(lines_of(file, self.config.max_body_bytes), read, output), time.monotonic(), 0
         with tqdm(initial=len(output.done), desc="lines", unit="line", disable=True if self.quiet else None) as bar:

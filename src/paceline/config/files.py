@@ -10,9 +10,10 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO, Any
 
 from paceline.errors import ParameterError
 
@@ -46,6 +47,16 @@ def check_output(option: str, *paths: Path | None) -> None:
         _check_one(option, path)
 
 
+def check_directory(option: str, directory: Path, names: Iterable[str]) -> None:
+    """Make a directory. Raise ParameterError unless files of these names can be written there."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ParameterError(option, str(directory), f"a directory that can be written ({error})") from error
+    for name in names:
+        check_output(option, directory / name)
+
+
 def _check_one(option: str, path: Path) -> None:
     try:
         if path.is_dir():
@@ -58,6 +69,16 @@ def _check_one(option: str, path: Path) -> None:
         part.unlink()
     except (OSError, ValueError) as error:
         raise ParameterError(option, str(path), f"a file in a directory that can be written ({error})") from error
+
+
+def lock(file: IO[Any], option: str, path: Path, allowed: str) -> None:
+    """Keep other processes from a file or directory, until the file is closed. Raises ParameterError if one has it."""
+    import fcntl  # not on every system
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ParameterError(option, str(path), allowed) from error
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from paceline.config import MAX_REFERENCE_CHARACTERS, MAX_REFERENCES
+from paceline.config.limits import MAX_REFERENCE_CHARACTERS, MAX_REFERENCES
 from paceline.config.ranges import FileName, check, check_text
 from paceline.errors import ParameterError, RequestError, shown
 

@@ -47,6 +47,7 @@ from paceline.config.ranges import (
     is_whole,
     names_checked,
 )
+from paceline.errors import ParameterError
 
 LogitsProcessor: TypeAlias = Callable[[list[int], Any], Any]
 """(token ids of the answer so far, logits of the next token [V] float32) -> logits to draw from [V]."""
@@ -300,10 +301,8 @@ class SamplingParams:
         """Allow only one kind of restriction with structured outputs, so that some token remains."""
         check(self.allowed_token_ids != (), "allowed_token_ids", (), "None for all tokens, or at least one of them")
         if self.structured_outputs is not None and self.restriction != "structured_outputs":
-            given = getattr(self, self.restriction)
-            check(
-                False, self.restriction, given, "left out with structured_outputs, which decides which tokens may come"
-            )
+            allowed = "left out with structured_outputs, which decides which tokens may come"
+            raise ParameterError(self.restriction, getattr(self, self.restriction), allowed)
 
     @property
     def restriction(self) -> str:

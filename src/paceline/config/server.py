@@ -40,7 +40,7 @@ class Hosts:
         return hosts
 
 
-_FIXED_VARIABLES = {"messages", "tools", "add_generation_prompt"}
+FIXED_VARIABLES = ("messages", "tools", "add_generation_prompt")
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Variables:
             kept: object = json.loads(json.dumps(value))
         except (TypeError, ValueError, RecursionError):
             kept = None
-        if not isinstance(kept, dict) or kept != value or kept.keys() & _FIXED_VARIABLES:
+        if not isinstance(kept, dict) or kept != value or not kept.keys().isdisjoint(FIXED_VARIABLES):
             raise ParameterError(name, value, self.allowed)
         return kept
 

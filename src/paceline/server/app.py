@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -153,7 +153,7 @@ async def _respond(context: Context, request: Request, job: CompletionJob | Chat
     return await _respond_whole(request, job.answer())
 
 
-async def _respond_whole(request: Request, answer: Coroutine[Any, Any, bytes]) -> Response:
+async def _respond_whole(request: Request, answer: Awaitable[bytes]) -> Response:
     """Respond with one JSON document."""
     try:
         reply = await while_connected(request.receive, answer)

@@ -9,9 +9,10 @@ from pydantic import Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError, to_jsonable_python
 
 from paceline.chat.options import ChatFields
-from paceline.config import MAX_LOGPROBS, MAX_REFERENCE_CHARACTERS, StructuredOutputs
+from paceline.config import MAX_LOGPROBS, StructuredOutputs
+from paceline.config.limits import MAX_REFERENCE_CHARACTERS
 from paceline.server import limits
-from paceline.server.protocol import GenerationRequest, Label, Strict, StructuredFields, said, some
+from paceline.server.protocol import GenerationRequest, Label, Strict, StructuredFields, said, some, text_of
 
 
 class TextPart(Strict):
@@ -103,16 +104,16 @@ class Message(Strict):
 
     def plain(self) -> dict[str, Any]:
         """The message as chat templates take it."""
-        content = self.content or ""
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
         thoughts = self.reasoning if self.reasoning_content is None else self.reasoning_content
-        more = {
+        fields = {
+            "role": self.role,
+            "content": text_of(self.content or ""),
             "name": self.name,
             "tool_calls": [call.plain() for call in self.tool_calls or ()] or None,
             "tool_call_id": self.tool_call_id,
             "reasoning_content": thoughts,
         }
-        return {"role": self.role, "content": text} | {name: value for name, value in more.items() if value is not None}
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 class Prediction(Strict):
@@ -133,7 +134,7 @@ class Prediction(Strict):
 
     @property
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return text_of(self.content)
 
 
 class JsonSchema(Strict):

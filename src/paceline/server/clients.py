@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import ipaddress
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 
 from fastapi import Request
 
@@ -33,11 +33,16 @@ def key_name(key: str) -> str:
     return "key " + hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
 
-def _network(host: str) -> str:
+def address_of(host: str) -> IPv4Address | IPv6Address | None:
+    """The address that a host is in numbers; None for a name."""
     try:
-        address = ipaddress.ip_address(host)
+        return ip_address(host)
     except ValueError:
+        return None
+
+
+def _network(host: str) -> str:
+    address = address_of(host)
+    if address is None or address.version == 4:
         return host
-    if address.version == 4:
-        return host
-    return str(ipaddress.ip_network((address.packed, _NETWORK_BITS), strict=False))
+    return str(ip_network((address.packed, _NETWORK_BITS), strict=False))

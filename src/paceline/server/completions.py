@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 
-from paceline.config import COMPLETION_MAX_TOKENS, SamplingParams, StructuredOutputs
+from paceline.config import SamplingParams, StructuredOutputs
+from paceline.config.limits import COMPLETION_MAX_TOKENS
 from paceline.core.outputs import CompletionOutput, RequestOutput
 from paceline.engine.engine import Request
 from paceline.engine.scoring import PromptScores

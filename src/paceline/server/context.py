@@ -35,7 +35,7 @@ from paceline.server.generation import Generation, time_limit
 from paceline.server.limits import MAX_LOGPROB_ENTRIES
 from paceline.server.logprobs import Spelling
 from paceline.server.metrics import Meter
-from paceline.server.protocol import GenerationRequest
+from paceline.server.protocol import GenerationRequest, TurnRequest
 from paceline.server.quotas import Quotas, TokenUsage
 from paceline.server.replies import CompletionTokensDetails, PromptTokensDetails, Usage
 from paceline.server.service import EngineService
@@ -68,7 +68,7 @@ class RequestOptions:
     streaming: bool
 
     @staticmethod
-    def of(body: GenerationRequest, client: str) -> RequestOptions:
+    def of(body: GenerationRequest | TurnRequest, client: str) -> RequestOptions:
         return RequestOptions(client, body.priority or 0, time.monotonic(), body.timeout, bool(body.stream))
 
 

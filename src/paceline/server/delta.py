@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar
 
@@ -84,17 +84,11 @@ def _chained(parts: Iterable[Sequence[T]]) -> list[T]:
     return list(chain.from_iterable(parts))
 
 
-@dataclass
 class OutputCursor:
     """Position up to which each answer of a request has been delivered."""
 
-    output: RequestOutput
-    tokens: list[int] = field(init=False)
-    characters: list[int] = field(init=False)
-    ended: list[bool] = field(init=False)
-
-    def __post_init__(self) -> None:
-        n = len(self.output.candidates)
+    def __init__(self, output: RequestOutput) -> None:
+        self.output, n = output, len(output.candidates)
         self.tokens, self.characters, self.ended = [0] * n, [0] * n, [False] * n
 
     def take_new(self) -> list[Delta]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from pydantic import BaseModel
 from pydantic_core import to_json
@@ -31,6 +32,11 @@ def event(document: bytes) -> bytes:
 def named_event(name: str, document: bytes) -> bytes:
     """Format a JSON document as a server-sent event with a name."""
     return b"event: %s\n%s" % (name.encode(), event(document))
+
+
+def typed_events(documents: Iterable[Mapping[str, Any]]) -> bytes:
+    """Serialize documents as server-sent events named by their "type"."""
+    return b"".join(named_event(document["type"], to_json(document)) for document in documents)
 
 
 def _pieces(value: object, depth: int) -> Iterator[bytes]:

@@ -172,12 +172,10 @@ def from_paceline(error: PacelineError) -> ApiError:
     """Map an error that paceline raises while it checks a request to an error response."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, ParameterError):
+    if isinstance(error, (ParameterError, StructureError)):
         return invalid(str(error), error.field)
     if isinstance(error, PromptTooLongError):
         return invalid(str(error), "prompt", "context_length_exceeded")
-    if isinstance(error, StructureError):
-        return invalid(str(error), error.field)
     if isinstance(error, (RequestError, MissingPackageError)):
         return invalid(str(error))
     return ApiError(500, "server_error", str(error))

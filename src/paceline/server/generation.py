@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Iterable
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.types import Receive
 
@@ -86,7 +86,7 @@ async def time_limit(seconds: float | None) -> AsyncIterator[None]:
         raise
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
     """Return the result of ``work``. If the client disconnects first, cancel it and raise ClientGoneError."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_hang_up(receive))
     try:

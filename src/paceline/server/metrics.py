@@ -133,17 +133,14 @@ class Meter:
         self._failures = counter("round_failures", "Rounds that raised an exception.")
 
     def _make_gauges(self) -> None:
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"paceline:{name}", text, registry=self.registry)
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"paceline:{name}", text, labels, registry=self.registry)
 
         self._running_gauge = gauge("num_requests_running", "Sequences running.")
         self._waiting_gauge = gauge("num_requests_waiting", "Sequences waiting for a row.")
         self._usage_gauge = gauge("kv_cache_usage_perc", "KV cache usage by running sequences; 1 is 100 percent.")
-        self._bytes_gauge = Gauge(
-            "paceline:kv_cache_bytes",
-            "KV cache memory in bytes: of running sequences, of cached prefixes.",
-            ("held_for",),
-            registry=self.registry,
+        self._bytes_gauge = gauge(
+            "kv_cache_bytes", "KV cache memory in bytes: of running sequences, of cached prefixes.", "held_for"
         )
         self._limit_gauge = gauge("kv_cache_limit_bytes", "Limit for running sequences and cached prefixes.")
         self._batch_size = gauge("batch_size", "Rows decoded in the last round.")
@@ -166,8 +163,8 @@ class Meter:
         self._step.set_function(seconds)
 
     def _make_histograms(self) -> None:
-        def histogram(name: str, text: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
-            return Histogram(f"paceline:{name}", text, buckets=buckets, registry=self.registry)
+        def histogram(name: str, text: str, buckets: tuple[float, ...] = _SECONDS, *labels: str) -> Histogram:
+            return Histogram(f"paceline:{name}", text, labels, buckets=buckets, registry=self.registry)
 
         self._ttft = histogram("time_to_first_token_seconds", "From a request's arrival to a sequence's first token.")
         self._itl = histogram(
@@ -176,12 +173,11 @@ class Meter:
             _GAPS,
         )
         self._e2e = histogram("e2e_request_latency_seconds", "From a request's arrival to a sequence's end.")
-        self._tpot = Histogram(
-            "paceline:request_time_per_output_token_seconds",
+        self._tpot = histogram(
+            "request_time_per_output_token_seconds",
             "Per token after the first: a request's first (fastest), last (slowest) and all (mean) sequences.",
-            ("sequence",),
-            buckets=_GAPS,
-            registry=self.registry,
+            _GAPS,
+            "sequence",
         )
         self._first_difference = histogram(
             "prompt_first_difference_tokens",

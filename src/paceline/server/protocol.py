@@ -8,15 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple,
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
-from paceline.config import (
-    MAX_LOGPROBS,
-    MAX_SECONDS,
-    MIN_TIME_BUDGET,
-    RankName,
-    SamplingParams,
-    StructuredOutputs,
-)
+from paceline.config import SamplingParams, StructuredOutputs
 from paceline.config.help import Help, helps_of
+from paceline.config.limits import MAX_LOGPROBS, MAX_SECONDS, MIN_TIME_BUDGET, RankName
 from paceline.config.ranges import AnyOf, Number, Rule, Whole, rules_of
 from paceline.server import limits
 
@@ -165,6 +159,25 @@ else:
     SamplingFields = create_model("SamplingFields", __base__=Strict, **_sampling_fields())
 
 
+def text_of(content: str | list[Any]) -> str:
+    """The text of a string or of parts with a text each."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def refuser(kinds: Mapping[str, str], noun: str) -> BeforeValidator:
+    """A validator that refuses objects of known types by their name."""
+
+    def check(part: Any) -> Any:
+        kind = part.get("type") if isinstance(part, dict) else None
+        why = kinds.get(kind) if isinstance(kind, str) else None
+        if why is not None:
+            context = {"noun": noun, "kind": kind, "why": why}
+            raise PydanticCustomError("part", "{noun} of type {kind} are not supported: {why}", context)
+        return part
+
+    return BeforeValidator(check)
+
+
 def said(description: str, **limits: Any) -> Any:
     """A field that may be left out."""
     return Field(None, description=description, **limits)
@@ -260,6 +273,34 @@ class GenerationRequest(ApiRequest, SamplingFields):
 def _among(value: Any, harmless: tuple[JsonValue, ...]) -> bool:
     """Whether ``value`` equals one of them, with the same type: 0 is not false."""
     return any(type(value) is type(each) and value == each for each in harmless)
+
+
+class TurnRequest(ApiRequest):
+    """Fields of APIs that give one answer to a conversation: how it is sampled and served. None is the default.
+
+    structure_field: the API's name for the required form of the answer's text. Others: as in ``GenerationRequest``.
+    """
+
+    structure_field: ClassVar[str]
+
+    stream: bool | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
+    num_speculative_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    priority: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    timeout: Positive | None = None
+    deadline_ms: Milliseconds | None = None
+
+    @property
+    def structure(self) -> StructuredOutputs | None:
+        """The required form of the answer's text. Raises ParameterError."""
+        raise NotImplementedError
+
+    if TYPE_CHECKING:
+
+        @property
+        def model(self) -> str | None: ...
 
 
 class StructuredFields(Strict):

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil
 
-from paceline.config import MAX_COUNT
+from paceline.config.limits import MAX_COUNT
 from paceline.errors import ParameterError
 from paceline.server import errors
 from paceline.server.clients import key_name

@@ -89,17 +89,15 @@ def serve(config: ServerConfig, load: Callable[[], LLM]) -> None:
 
 
 def _serve(config: ServerConfig, load: Callable[[], LLM], sockets: list[socket.socket]) -> EngineService:
-    servers: list[Server] = []
-
     def end() -> None:
-        servers[0].should_exit = True
+        server.should_exit = True
 
     app = make_app(config, load, end)
     service: EngineService = app.state.context.service
-    servers.append(Server(app, config, service.fail_all))
+    server = Server(app, config, service.fail_all)
     watch_signals(config.shutdown_timeout + LAST_WORDS + LAST_STEP, lambda: service.is_loading)
     say_where(config, sockets)
-    servers[0].run(sockets)
+    server.run(sockets)
     return service
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import ipaddress
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -16,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from paceline.config import ServerConfig
 from paceline.errors import ParameterError
 from paceline.server import errors
-from paceline.server.clients import key_in
+from paceline.server.clients import address_of, key_in
 from paceline.server.connections import max_concurrent_requests
 from paceline.server.generation import ClientGoneError
 from paceline.server.heads import checked_head, header
@@ -77,7 +76,7 @@ class AllowedHosts:
         Every browser sends the header, so it may be absent.
         """
         name = _host_name(header.decode("latin-1"))
-        if not (self._any or not name or name in self._names or _is_address(name)):
+        if not (self._any or not name or name in self._names or address_of(name) is not None):
             raise errors.misdirected(name)
 
 
@@ -86,14 +85,6 @@ def _host_name(header: str) -> str:
     if header.startswith("["):
         return header[1:].partition("]")[0]
     return header.partition(":")[0].lower().rstrip(".")
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
 
 
 class Gate:

@@ -7,10 +7,10 @@ import gc
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Literal
 
 from tqdm import tqdm
@@ -71,28 +71,6 @@ class _LiveRequest:
 Command = Callable[[], None]
 
 
-@dataclass
-class _Inbox:
-    """Commands for the engine's thread, which sleeps while there is neither a command nor a running request."""
-
-    commands: deque[Command] = field(default_factory=deque)
-    arrived: threading.Condition = field(default_factory=threading.Condition)
-
-    def put(self, command: Command) -> None:
-        with self.arrived:
-            self.commands.append(command)
-            self.arrived.notify()
-
-    def take(self, wait: bool) -> list[Command]:
-        """Return all queued commands. wait: block until there is one."""
-        with self.arrived:
-            while wait and not self.commands:
-                self.arrived.wait()
-            commands = list(self.commands)
-            self.commands.clear()
-        return commands
-
-
 class EngineService:
     """Runs an ``LLM``'s engine in its own thread.
 
@@ -117,7 +95,7 @@ class EngineService:
         self._capture_seconds = capture_seconds
         self._step_began: float | None = None  # seconds on the clock of time.monotonic; None while idle
         meter.watch_steps(self.step_seconds)
-        self._inbox = _Inbox()
+        self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._live: dict[str, _LiveRequest] = {}
         self._llm: LLM | None = None
         self._stopping = False
@@ -229,11 +207,13 @@ class EngineService:
         check(seconds in (0, ServerConfig.capture_seconds), "capture_seconds", seconds, allowed)
 
     def _turn(self) -> None:
-        """Run all queued commands, then one round."""
+        """Run all queued commands, then one round. Sleep while there is neither a command nor a request."""
         idle = not self.engine.busy
         if idle:
             self._step_began = None
-        commands = self._inbox.take(wait=idle)
+        commands = [self._inbox.get()] if idle else []
+        while not self._inbox.empty():
+            commands.append(self._inbox.get())
         self._step_began = time.monotonic()
         for command in commands:
             command()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 from paceline.chat.options import ChatFields
 from paceline.chat.parser import OutputParser
@@ -18,29 +17,8 @@ from paceline.server import errors
 from paceline.server.context import Context, RequestOptions
 from paceline.server.delta import Delta
 from paceline.server.generation import Generation
+from paceline.server.protocol import TurnRequest
 from paceline.server.structures import AnswerForm
-
-
-class TurnBody(Protocol):
-    """Fields of a body that decide how its answer is sampled and served. None stands for the default.
-
-    structure_field: the API's name for the required form of the answer's text.
-    """
-
-    structure_field: ClassVar[str]
-    stream: bool | None
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    seed: int | None
-    num_speculative_tokens: int | None
-    priority: int | None
-    timeout: float | None
-    deadline_ms: float | None
-
-    @property
-    def model(self) -> str | None: ...
-
 
 _Growing = TextDelta | ReasoningDelta | ToolCallArgumentsDelta
 _SAMPLED = ("temperature", "top_p", "top_k", "seed", "num_speculative_tokens")
@@ -48,7 +26,7 @@ _SAMPLED = ("temperature", "top_p", "top_k", "seed", "num_speculative_tokens")
 
 @dataclass(frozen=True)
 class Conversation:
-    """What an answer is asked for. messages: in OpenAI's form. structure: form of the answer's text.
+    """What an answer is asked for. messages: in OpenAI's form.
 
     max_tokens: None for what the prompt leaves of the model's context length.
     """
@@ -57,7 +35,6 @@ class Conversation:
     fields: ChatFields
     max_tokens: int | None
     stop: Sequence[str] = ()
-    structure: StructuredOutputs | None = None
 
 
 @dataclass(frozen=True)
@@ -71,16 +48,17 @@ class Turn:
     form: AnswerForm
 
     @classmethod
-    async def prepare(cls, context: Context, body: TurnBody, conversation: Conversation, client: str) -> Turn:
+    async def prepare(cls, context: Context, body: TurnRequest, conversation: Conversation, client: str) -> Turn:
         """Validate and tokenize a conversation. Raises ApiError."""
+        context.check_model(body.model)
+        structure = await context.in_thread(lambda: body.structure)
         context.check_answers(1)
-        options = RequestOptions(client, body.priority or 0, time.monotonic(), body.timeout, bool(body.stream))
-        prompt = await prompt_of(context, conversation.messages, conversation.fields)
-        prompt = replace(prompt, structure=conversation.structure)
+        options = RequestOptions.of(body, client)
+        prompt = replace(await prompt_of(context, conversation.messages, conversation.fields), structure=structure)
         rest = max(1, context.llm.engine.max_model_len - len(prompt.token_ids))
-        params = context.for_model(body.model, await context.in_thread(_params, body, conversation, rest))
+        params = context.for_model(body.model, await context.in_thread(_params, body, conversation, structure, rest))
         request = await context.chat_request(prompt, params, options)
-        return cls(context, prompt, request, options, AnswerForm(conversation.structure, prompt, body.structure_field))
+        return cls(context, prompt, request, options, AnswerForm(structure, prompt, body.structure_field))
 
     @property
     def model(self) -> str:
@@ -112,14 +90,16 @@ async def prompt_of(context: Context, messages: Sequence[Mapping[str, Any]], fie
     return prompt
 
 
-def _params(body: TurnBody, conversation: Conversation, rest: int) -> SamplingParams:
+def _params(
+    body: TurnRequest, conversation: Conversation, structure: StructuredOutputs | None, rest: int
+) -> SamplingParams:
     """Return the sampling parameters, checked together with the structure. Raises ParameterError."""
     given = {name: value for name in _SAMPLED if (value := getattr(body, name)) is not None}
     budget = None if body.deadline_ms is None else body.deadline_ms / 1000
     max_tokens = rest if conversation.max_tokens is None else conversation.max_tokens
     stop = [text for text in conversation.stop if text]
     params = SamplingParams.from_mapping(given | {"max_tokens": max_tokens, "time_budget": budget, "stop": stop})
-    replace(params, structured_outputs=conversation.structure)
+    replace(params, structured_outputs=structure)
     return params
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -66,36 +66,25 @@ class AnswerRules:
     bytes_of: Callable[[int], bytes]
 
 
-class Phase(Protocol):
-    """The part of an answer that the next token belongs to. Phases are values: ``after`` returns the next one."""
+class Phase:
+    """The part of an answer that the next token belongs to. Phases are values: ``after`` returns the next one.
 
-    @property
-    def is_free(self) -> bool:
-        """Whether any token may come; then ``allowed`` returns None."""
-        ...
+    is_free: whether any token may come, so that ``allowed`` returns None.
+    """
+
+    is_free: ClassVar[bool] = True
 
     def allowed(self, vocabulary: int) -> np.ndarray | None:
         """Mask of the tokens that may come, bool [V]; None for all. Raises StructureError if the grammar fails."""
-        ...
+        return None
 
     def after(self, token: int) -> Phase:
         """The phase after a token. Raises StructureError if the token may not come."""
-        ...
-
-
-class _Free:
-    """Phases in which any token may come."""
-
-    @property
-    def is_free(self) -> bool:
-        return True
-
-    def allowed(self, vocabulary: int) -> np.ndarray | None:
-        return None
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class _Text(_Free):
+class _Text(Phase):
     """Free text. tail: its last bytes, with which the trigger may begin; None if no trigger can come any more."""
 
     rules: AnswerRules
@@ -128,15 +117,12 @@ class _Text(_Free):
 
 
 @dataclass(frozen=True)
-class _Grammar:
+class _Grammar(Phase):
     """Text of the grammar."""
 
+    is_free = False
     rules: AnswerRules
     cursor: GrammarCursor
-
-    @property
-    def is_free(self) -> bool:
-        return False
 
     def allowed(self, vocabulary: int) -> np.ndarray | None:
         return self.cursor.allowed(vocabulary)
@@ -149,15 +135,12 @@ class _Grammar:
 
 
 @dataclass(frozen=True)
-class _Gate:
+class _Gate(Phase):
     """The beginning of the grammar, where other tokens may come as well. others: the phases after them."""
 
+    is_free = False
     grammar: _Grammar
     others: Mapping[int, Phase]
-
-    @property
-    def is_free(self) -> bool:
-        return False
 
     def allowed(self, vocabulary: int) -> np.ndarray | None:
         found = self.grammar.cursor.allowed(vocabulary)
@@ -169,7 +152,7 @@ class _Gate:
 
 
 @dataclass(frozen=True)
-class _BeforeThoughts(_Free):
+class _BeforeThoughts(Phase):
     """The beginning of an answer that may begin with thoughts. text: the answer so far."""
 
     rules: AnswerRules
@@ -179,67 +162,53 @@ class _BeforeThoughts(_Free):
     def after(self, token: int) -> Phase:
         text = (self.text + self.rules.bytes_of(token)).lstrip()
         if text.startswith(self.thinking.begin):
-            return _Thoughts(self.rules, self.thinking)
+            return _thoughts(self.rules, self.thinking)
         if self.thinking.begin.startswith(text):
             return replace(self, text=text)
         return _Text(self.rules).after_bytes(text)
 
 
 @dataclass(frozen=True)
-class _Thoughts:
+class _Thoughts(Phase):
     """Thoughts. used: their tokens so far. tail: their last bytes, with which the end marker may begin."""
 
     rules: AnswerRules
     thinking: Thinking
-    used: int = 0
-    tail: bytes = b""
-
-    @property
-    def _over(self) -> bool:
-        return self.thinking.budget is not None and self.used >= self.thinking.budget
-
-    @property
-    def is_free(self) -> bool:
-        return not self._over
-
-    def allowed(self, vocabulary: int) -> np.ndarray | None:
-        return _only(self.thinking.closing[0], vocabulary) if self._over else None
+    used: int
+    tail: bytes
 
     def after(self, token: int) -> Phase:
-        if self._over:
-            return _Closing(self.rules, self.thinking.closing).after(token)
         text, end = self.tail + self.rules.bytes_of(token), self.thinking.end
         place = text.find(end)
         if place >= 0:
             return _behind_thoughts(self.rules, text[place + len(end) :])
-        return replace(self, used=self.used + 1, tail=text[max(0, len(text) - len(end) + 1) :])
+        return _thoughts(self.rules, self.thinking, self.used + 1, text[max(0, len(text) - len(end) + 1) :])
+
+
+def _thoughts(rules: AnswerRules, thinking: Thinking, used: int = 0, tail: bytes = b"") -> Phase:
+    """Thoughts, or their end if the budget is used up."""
+    over = thinking.budget is not None and used >= thinking.budget
+    return _Closing(rules, thinking.closing) if over else _Thoughts(rules, thinking, used, tail)
 
 
 @dataclass(frozen=True)
-class _Closing:
+class _Closing(Phase):
     """The end of thoughts whose budget is used up. tokens: what has to come."""
 
+    is_free = False
     rules: AnswerRules
     tokens: tuple[int, ...]
 
-    @property
-    def is_free(self) -> bool:
-        return False
-
     def allowed(self, vocabulary: int) -> np.ndarray | None:
-        return _only(self.tokens[0], vocabulary)
+        found = np.zeros(vocabulary, dtype=bool)
+        found[self.tokens[0]] = True
+        return found
 
     def after(self, token: int) -> Phase:
         if token != self.tokens[0]:
             raise StructureError("the thoughts have to end here")
         rest = self.tokens[1:]
         return replace(self, tokens=rest) if rest else _behind_thoughts(self.rules, b"\n")
-
-
-def _only(token: int, vocabulary: int) -> np.ndarray:
-    found = np.zeros(vocabulary, dtype=bool)
-    found[token] = True
-    return found
 
 
 def _start(rules: AnswerRules) -> GrammarCursor:
@@ -258,12 +227,12 @@ def _behind_thoughts(rules: AnswerRules, data: bytes) -> Phase:
 def _first_phase(rules: AnswerRules) -> Phase:
     thinking = rules.thinking
     if thinking is not None and thinking.inside:
-        return _Thoughts(rules, thinking)
+        return _thoughts(rules, thinking)
     if rules.start is not None and rules.trigger is None:
         grammar = _Grammar(rules, _start(rules))
         if thinking is None or thinking.begin_token is None:
             return grammar
-        return _Gate(grammar, {thinking.begin_token: _Thoughts(rules, thinking)})
+        return _Gate(grammar, {thinking.begin_token: _thoughts(rules, thinking)})
     return _Text(rules) if thinking is None else _BeforeThoughts(rules, thinking)
 
 

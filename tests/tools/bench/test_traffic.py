@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from paceline.tools.bench import profile, traffic
-from paceline.tools.bench.traffic import Load, arrivals, as_json, draw, measure, summary
+from paceline.tools.bench.traffic import Load, arrivals, draw, measure, summary
 from toy_llm import toy_llm
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -53,7 +54,7 @@ def test_every_policy_serves_every_request(tmp_path: Path) -> None:
     assert judged["steady"]["auto_over"]["auto"] == 1
     draw(results, tmp_path / "traffic.png", "a toy")
     assert (tmp_path / "traffic.png").stat().st_size > 1000
-    json.dumps(as_json(results))
+    json.dumps([asdict(result) for result in results])
 
 
 def test_with_a_profile_its_policy_takes_part_and_plain_decoding_still_does(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from paceline.config import DRAFT_KINDS, HEAD_KINDS, DraftTraining
+from paceline.config import DraftTraining
+from paceline.config.training import DRAFT_KINDS, HEAD_KINDS
 from paceline.drafters.heads.checkpoint import load_head
 from paceline.drafters.heads.feature import FeatureHead
 from paceline.errors import PacelineError

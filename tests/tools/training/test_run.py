@@ -19,7 +19,8 @@ from typer.testing import CliRunner, Result
 import paceline
 from paceline.cli.main import app
 from paceline.cli.train_draft import FILES, measuring
-from paceline.config import HEAD_KINDS, DraftData, DraftTraining, EngineOptions, SamplingParams
+from paceline.config import DraftData, DraftTraining, EngineOptions, SamplingParams
+from paceline.config.training import HEAD_KINDS
 from paceline.drafters.heads.checkpoint import read_head_config
 from paceline.llm import LLM
 from paceline.tools.training.run import TrainingRun

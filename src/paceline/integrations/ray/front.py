@@ -138,7 +138,7 @@ class Front:
         task = asyncio.ensure_future(self._answer(scope, body, relay))
         self._tasks.add(task)
         try:
-            await while_connected(receive, _outcome(task))
+            await while_connected(receive, task)
         except ClientGoneError:
             if self._final_error is not None:
                 await self._fail(relay, self._final_error)
@@ -198,10 +198,6 @@ async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
     return errors.ApiError(error.status_code, errors.INVALID, message).response(request.url.path)
-
-
-async def _outcome(task: asyncio.Task[None]) -> None:
-    await task
 
 
 class Relay:

@@ -103,22 +103,16 @@ class Deployment:
 def _serve(
     config: ServerConfig, made: Deployment, sockets: list[socket.socket], *, local: bool
 ) -> BaseException | None:
-    servers: list[Server] = []
-
     def end() -> None:
-        servers[0].should_exit = True
+        server.should_exit = True
 
     front = Front(config, made.start, end, made.lost)
-    servers.append(Server(front.app(), config, front.give_up))
-    watch_signals(config.shutdown_timeout + LAST_WORDS + LAST_STEP + _RAY_ENDS, _never)
+    server = Server(front.app(), config, front.give_up)
+    limit = config.shutdown_timeout + LAST_WORDS + LAST_STEP + _RAY_ENDS
+    watch_signals(limit, lambda: False)  # Ray must be told to stop the replicas even while they load
     say_where(config, sockets)
     try:
-        servers[0].run(sockets)
+        server.run(sockets)
     finally:
         made.end(local=local)
     return front.failure
-
-
-def _never() -> bool:
-    """False. Ray must be told to stop the replicas even while they load."""
-    return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -12,7 +12,7 @@ from pydantic_core import to_json
 
 from paceline.errors import PacelineError
 from paceline.server import errors
-from paceline.server.batch.lines import BatchLine, CustomIds, InputLine, seed_of
+from paceline.server.batch.lines import BatchLine, CustomIds, Endpoint, InputLine, seed_of
 from paceline.server.batch.output import OutputFile
 from paceline.server.batch.window import LineResult, LineTask
 from paceline.server.bodies import checked, parsed
@@ -25,7 +25,6 @@ from paceline.server.protocol import CompletionRequest, GenerationRequest
 
 log = logging.getLogger("paceline.server")
 T = TypeVar("T")
-R = TypeVar("R", bound=GenerationRequest)
 _QUEUE_FULL = 429
 
 
@@ -52,17 +51,12 @@ class BatchContext:
 
 @dataclass(frozen=True)
 class RefusedLine:
-    """A line that is not a valid request. custom_id: the line's, if it could be read."""
+    """A line that is not a valid request. result: the output that says why."""
 
-    line: InputLine
-    error: errors.ApiError
-    custom_id: str | None = None
+    result: LineResult
 
     async def run(self) -> LineResult:
-        message = f"{self.line.where}: {self.error}"
-        fault = {"code": self.error.code or "invalid_line", "message": message, "param": self.error.param}
-        document = {"id": self.line.name, "custom_id": self.custom_id, "response": None, "error": fault}
-        return LineResult(to_json(document), failed=True)
+        return self.result
 
 
 @dataclass(frozen=True)
@@ -85,10 +79,11 @@ class ApiTask:
 
     async def _answer(self) -> tuple[str, bytes]:
         """Return the response's id and the response as JSON. Raises ApiError."""
-        context = self.batch.context
+        context, (kind, prepare) = self.batch.context, _PREPARE[self.request.url]
         await self.batch.wait_for_capacity()
-        prepare = _PREPARE[self.request.url]
-        job = await prepare(context, self.request.body, self._apply_defaults, self.batch.client)
+        body = await asyncio.get_running_loop().run_in_executor(context.bodies, checked, kind, self.request.body)
+        self._apply_defaults(body)
+        job = await prepare(context, body, self.batch.client)
         return job.id, await job.answer()
 
     def _apply_defaults(self, body: GenerationRequest) -> None:
@@ -107,26 +102,11 @@ class ApiTask:
         return b'%s,"response":%s,"error":null}' % (to_json(fields)[:-1], response)
 
 
-ApplyDefaults = Callable[[GenerationRequest], None]
-
-
-async def _read(context: Context, kind: type[R], data: object, apply_defaults: ApplyDefaults) -> R:
-    body = await asyncio.get_running_loop().run_in_executor(context.bodies, checked, kind, data)
-    apply_defaults(body)
-    return body
-
-
-async def _completion(
-    context: Context, data: object, apply_defaults: ApplyDefaults, client: str
-) -> CompletionJob | ChatJob:
-    return await CompletionJob.prepare(context, await _read(context, CompletionRequest, data, apply_defaults), client)
-
-
-async def _chat(context: Context, data: object, apply_defaults: ApplyDefaults, client: str) -> CompletionJob | ChatJob:
-    return await ChatJob.prepare(context, await _read(context, ChatRequest, data, apply_defaults), client)
-
-
-_PREPARE = {"/v1/completions": _completion, "/v1/chat/completions": _chat}
+_PREPARE: Mapping[Endpoint, tuple[type[GenerationRequest], Callable[..., Awaitable[CompletionJob | ChatJob]]]] = {
+    "/v1/completions": (CompletionRequest, CompletionJob.prepare),
+    "/v1/chat/completions": (ChatRequest, ChatJob.prepare),
+}
+"""The body of each kind of line, and what prepares it for the engine."""
 
 
 def read_task(batch: BatchContext, names: CustomIds, line: InputLine, data: object) -> ApiTask:
@@ -161,8 +141,11 @@ def read_line(read: Callable[[InputLine, object], LineTask], line: InputLine) ->
         data = parsed(line.text())
         return read(line, data)
     except errors.ApiError as error:
-        custom_id = data.get("custom_id") if isinstance(data, dict) else None
-        return RefusedLine(line, error, errors.shortened(custom_id, MAX_LABEL) if isinstance(custom_id, str) else None)
+        given = data.get("custom_id") if isinstance(data, dict) else None
+        custom_id = errors.shortened(given, MAX_LABEL) if isinstance(given, str) else None
+        fault = {"code": error.code or "invalid_line", "message": f"{line.where}: {error}", "param": error.param}
+        document = {"id": line.name, "custom_id": custom_id, "response": None, "error": fault}
+        return RefusedLine(LineResult(to_json(document), failed=True))
 
 
 def is_the_end(error: errors.ApiError) -> bool:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from paceline.config import MAX_COUNT
+from paceline.config.limits import MAX_COUNT
 from paceline.server import limits
 from paceline.server.batch.lines import Endpoint
 from paceline.server.protocol import Label, Strict
 
+D = TypeVar("D")
 Purpose = Literal["batch", "batch_output"]
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 OPEN: frozenset[Status] = frozenset({"validating", "in_progress", "finalizing", "cancelling"})
@@ -36,14 +37,18 @@ class FileDeleted(BaseModel):
     deleted: bool = True
 
 
-class FileList(BaseModel):
-    """A page of the list of files."""
+class Page(BaseModel, Generic[D]):
+    """A page of a list."""
 
     object: Literal["list"] = "list"
-    data: list[FileObject]
+    data: list[D]
     first_id: str | None
     last_id: str | None
     has_more: bool
+
+
+class FileList(Page[FileObject]):
+    """A page of the list of files."""
 
 
 class BatchFault(BaseModel):
@@ -95,14 +100,8 @@ class BatchObject(BaseModel):
     metadata: dict[str, str] | None = None
 
 
-class BatchList(BaseModel):
+class BatchList(Page[BatchObject]):
     """A page of the list of batches."""
-
-    object: Literal["list"] = "list"
-    data: list[BatchObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class BatchRequest(Strict):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from paceline.config.files import lock
 from paceline.errors import PacelineError, ParameterError
 from paceline.server.batch.disk import full_disk_named
 from paceline.server.batch.lines import InputLine, parse_name
@@ -33,20 +33,13 @@ class OutputFile:
         self.done: dict[int, str] = {}
         self.failed = 0
         try:
-            self._lock(option)
+            lock(self._file, option, path, "a file that no other process writes")
             _sync_directory(path.parent)
             self._read()
         except BaseException:
             self._file.close()
             raise
         self.lines = len(self.done)
-
-    def _lock(self, option: str) -> None:
-        """Keep other processes from writing the file. Raises ParameterError if one does."""
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ParameterError(option, str(self._path), "a file that no other process writes") from error
 
     def __enter__(self) -> OutputFile:
         return self

@@ -100,9 +100,7 @@ def _add_files(app: FastAPI, access: BatchAccess) -> None:
         store, query, owner = access.runner.store, _query(FilesQuery, request), access.owner_of(request)
         mine = [stored.document for stored in store.files.values() if stored.owner == owner]
         matching = [each for each in mine if query.purpose in (None, each.purpose)]
-        data, has_more = page(matching if query.order == "asc" else matching[::-1], query.limit, query.after)
-        ends = (data[0].id, data[-1].id) if data else (None, None)
-        return document(FileList(data=data, first_id=ends[0], last_id=ends[1], has_more=has_more))
+        return document(FileList(**page(matching if query.order == "asc" else matching[::-1], query)))
 
     @app.get("/v1/files/{file_id}", response_model=FileObject)
     async def file(file_id: str, request: Request) -> Response:
@@ -135,9 +133,7 @@ def _add_batches(app: FastAPI, access: BatchAccess) -> None:
         """List the batches, newest first. Query: limit, after."""
         store, query, owner = access.runner.store, _query(PageQuery, request), access.owner_of(request)
         mine = [stored.document for stored in store.batches.values() if stored.owner == owner]
-        data, has_more = page(mine[::-1], query.limit, query.after)
-        ends = (data[0].id, data[-1].id) if data else (None, None)
-        return document(BatchList(data=data, first_id=ends[0], last_id=ends[1], has_more=has_more))
+        return document(BatchList(**page(mine[::-1], query)))
 
     @app.get("/v1/batches/{batch_id}", response_model=BatchObject)
     async def batch(batch_id: str, request: Request) -> Response:

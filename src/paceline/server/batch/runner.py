@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from paceline.config import MAX_SECONDS
+from paceline.config.limits import MAX_SECONDS
 from paceline.errors import PacelineError
 from paceline.server import errors, limits
 from paceline.server.batch.answers import BatchContext, is_the_end, read_task, unanswered
@@ -30,7 +30,7 @@ from paceline.server.batch.documents import (
 )
 from paceline.server.batch.lines import BatchLine, CustomIds, Endpoint, InputLine, lines_of
 from paceline.server.batch.output import OutputFile
-from paceline.server.batch.store import BatchStore, is_open, new_batch_id
+from paceline.server.batch.store import BatchStore, is_open, new_id
 from paceline.server.batch.window import LineResult, LineWriter, run_all
 from paceline.server.bodies import checked, parsed
 from paceline.server.clients import key_name
@@ -84,7 +84,7 @@ class BatchRunner:
         self.store.file(owner, request.input_file_id)
         now = int(time.time())
         document = BatchObject(
-            id=new_batch_id(),
+            id=new_id("batch_"),
             endpoint=request.endpoint,
             input_file_id=request.input_file_id,
             completion_window=request.completion_window,

@@ -7,7 +7,6 @@ atomically.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import re
 import secrets
@@ -17,14 +16,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from io import BytesIO
 from pathlib import Path
-from typing import IO, BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from pydantic import ValidationError
 
+from paceline.config.files import lock
 from paceline.errors import ParameterError
 from paceline.server import errors, limits
 from paceline.server.batch.disk import full_disk_named
-from paceline.server.batch.documents import OPEN, BatchObject, FileObject, Purpose, StoredBatch, StoredFile
+from paceline.server.batch.documents import OPEN, BatchObject, FileObject, PageQuery, Purpose, StoredBatch, StoredFile
 
 K = TypeVar("K", StoredFile, StoredBatch)
 D = TypeVar("D", FileObject, BatchObject)
@@ -51,7 +51,7 @@ class BatchStore:
         except OSError as error:
             raise ParameterError("batch_dir", str(path), f"a writable directory ({error})") from error
         try:
-            _take_lock(self._lock, path)
+            lock(self._lock, "batch_dir", path, "a directory that no other server uses")
             self._remove_leftovers()
             self.files = _load(self._files_at, StoredFile)
             self.batches = _load(self._batches_at, StoredBatch)
@@ -95,7 +95,7 @@ class BatchStore:
     async def receive_file(self, owner: str) -> AsyncIterator[IncomingFile]:
         """Receive a file piece by piece. It is removed at the end of the block unless ``keep`` was called."""
         self.check_limits(owner, files=1)
-        incoming_file = IncomingFile(_new_id("file-"), owner, self)
+        incoming_file = IncomingFile(new_id("file-"), owner, self)
         self.incoming[incoming_file.name] = incoming_file  # counts towards the owner's limits
         try:
             await self.work(incoming_file.open)
@@ -233,37 +233,24 @@ class IncomingFile:
         return stored.document
 
 
-def _take_lock(lock: IO[str], directory: Path) -> None:
-    """Keep other servers out of a directory. Raises ParameterError if one uses it."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise ParameterError("batch_dir", str(directory), "a directory that no other server uses") from error
-
-
 def is_open(stored: StoredBatch) -> bool:
     """Return whether a batch is unfinished."""
     return stored.document.status in OPEN
 
 
-def new_batch_id() -> str:
-    """Return a new id that cannot be predicted."""
-    return _new_id("batch_")
-
-
-def page(documents: Sequence[D], limit: int, after: str | None) -> tuple[list[D], bool]:
-    """Return the documents after the id ``after`` and whether there are more.
-
-    Raises ApiError (400) for an unknown id.
-    """
+def page(documents: Sequence[D], query: PageQuery) -> dict[str, Any]:
+    """Return the fields of a ``Page`` of the documents. Raises ApiError (400) for an unknown id."""
     names = [each.id for each in documents]
-    if after is not None and after not in names:
+    if query.after is not None and query.after not in names:
         raise errors.invalid("no entry of the list has this id", "after")
-    rest = documents[0 if after is None else names.index(after) + 1 :]
-    return list(rest[:limit]), len(rest) > limit
+    rest = documents[0 if query.after is None else names.index(query.after) + 1 :]
+    data = rest[: query.limit]
+    first, last = (data[0].id, data[-1].id) if data else (None, None)
+    return {"data": data, "first_id": first, "last_id": last, "has_more": len(rest) > query.limit}
 
 
-def _new_id(kind: str) -> str:
+def new_id(kind: str) -> str:
+    """Return a new id that cannot be predicted."""
     return kind + secrets.token_hex(12)
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import cast
 
-from pydantic_core import to_json
-
 from paceline.chat.options import ChatFields
 from paceline.chat.values import message_of
 from paceline.core.outputs import RequestOutput
 from paceline.server.context import Context, log_request
 from paceline.server.delta import Delta
-from paceline.server.documents import named_event
+from paceline.server.documents import typed_events
 from paceline.server.messages.prompt import messages_of, options_of
 from paceline.server.messages.protocol import MessagesRequest, PromptRequest
 from paceline.server.messages.replies import (
@@ -20,7 +18,6 @@ from paceline.server.messages.replies import (
     MessageStream,
     MessageTokensDetails,
     MessageUsage,
-    StreamEvent,
     TokenCount,
     content_of,
     stop_of,
@@ -42,10 +39,8 @@ class MessagesJob:
     @classmethod
     async def prepare(cls, context: Context, body: MessagesRequest, client: str) -> MessagesJob:
         """Validate and tokenize a request. Raises ApiError."""
-        context.check_model(body.model)
         fields, stop = cast("ChatFields", options_of(body)), body.stop_sequences or ()
-        structure = await context.in_thread(lambda: body.structure)
-        conversation = Conversation(messages_of(body), fields, body.max_tokens, stop, structure)
+        conversation = Conversation(messages_of(body), fields, body.max_tokens, stop)
         return cls(await Turn.prepare(context, body, conversation, client))
 
     async def answer(self) -> bytes:
@@ -74,13 +69,13 @@ class MessagesJob:
         """Yield server-sent events as tokens are generated. Raises ApiError."""
         stream, reader = MessageStream(self._begun()), self.turn.reader()
         async with self.turn.generate() as generation:
-            yield _events(stream.start())
+            yield typed_events(stream.start())
             async for update in generation.updates():
-                yield _events([event for delta in update.deltas for event in stream.feed(reader.feed(delta))])
+                yield typed_events([event for delta in update.deltas for event in stream.feed(reader.feed(delta))])
             output = generation.outputs[0]
         log_request(self.id, [output], None)
         stop, sequence = stop_of(output.outputs[0], stream.calls)
-        yield _events(stream.end(stop, sequence, MessageUsage.of(output, reader.reasoning_tokens)))
+        yield typed_events(stream.end(stop, sequence, MessageUsage.of(output, reader.reasoning_tokens)))
 
     def _begun(self) -> MessageReply:
         """The message before its first token. How many tokens come from the cache is known at its end."""
@@ -101,10 +96,6 @@ class MessagesJob:
                 output_tokens_details=MessageTokensDetails(thinking_tokens=0),
             ),
         )
-
-
-def _events(events: list[StreamEvent]) -> bytes:
-    return b"".join(named_event(event["type"], to_json(event)) for event in events)
 
 
 async def count_tokens(context: Context, body: PromptRequest) -> TokenCount:

@@ -17,6 +17,7 @@ from paceline.server.messages.protocol import (
     ToolResultBlock,
     ToolUseBlock,
 )
+from paceline.server.protocol import text_of
 
 _BILLING = re.compile(r"^x-anthropic-billing-header:[^\n]*\n?", re.MULTILINE)
 
@@ -43,7 +44,7 @@ def _others(message: InputMessage) -> Iterator[dict[str, Any]]:
         if isinstance(block, ToolResultBlock):
             yield from _joined(message.role, texts)
             texts = []
-            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": block.text}
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": text_of(block.content or "")}
         elif isinstance(block, TextBlock):
             texts.append(block.text)
     yield from _joined(message.role, texts)

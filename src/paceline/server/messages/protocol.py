@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
 from paceline.config import StructuredOutputs
 from paceline.server import limits
-from paceline.server.protocol import ApiRequest, Label, Milliseconds, Positive, Strict, Unsupported, some
+from paceline.server.protocol import ApiRequest, Label, Strict, TurnRequest, Unsupported, refuser, some
 
 _TEXT_ONLY = "this server reads text only"
 _SERVICE = "it runs on Anthropic's own service"
@@ -23,15 +23,7 @@ _REFUSED_BLOCKS: Mapping[str, str] = {
     "server_tool_use": _SERVICE,
     "web_search_tool_result": _SERVICE,
 }
-
-
-def _named(block: Any) -> Any:
-    """Refuse blocks of known types by their name."""
-    kind = block.get("type") if isinstance(block, dict) else None
-    why = _REFUSED_BLOCKS.get(kind) if isinstance(kind, str) else None
-    if why is not None:
-        raise PydanticCustomError("block", "blocks of type {kind} are not supported: {why}", {"kind": kind, "why": why})
-    return block
+_NAMED = refuser(_REFUSED_BLOCKS, "blocks")
 
 
 class _Block(Strict):
@@ -73,9 +65,7 @@ class RedactedThinkingBlock(Strict):
     data: str
 
 
-_Texts: TypeAlias = Annotated[
-    list[Annotated[TextBlock, BeforeValidator(_named)]], Field(max_length=limits.MAX_CONTENT_PARTS, fail_fast=True)
-]
+_Texts: TypeAlias = Annotated[list[Annotated[TextBlock, _NAMED]], some(limits.MAX_CONTENT_PARTS)]
 
 
 class ToolResultBlock(_Block):
@@ -86,18 +76,9 @@ class ToolResultBlock(_Block):
     content: str | _Texts | None = None
     is_error: bool | None = None
 
-    @property
-    def text(self) -> str:
-        return text_of(self.content or "")
-
 
 Block: TypeAlias = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
-_AnyBlock: TypeAlias = Annotated[Annotated[Block, Field(discriminator="type")], BeforeValidator(_named)]
-
-
-def text_of(content: str | list[TextBlock]) -> str:
-    """The text of a string or of text blocks."""
-    return content if isinstance(content, str) else "".join(block.text for block in content)
+_AnyBlock: TypeAlias = Annotated[Annotated[Block, Field(discriminator="type")], _NAMED]
 
 
 class InputMessage(Strict):
@@ -223,24 +204,15 @@ class PromptRequest(ApiRequest):
         return self
 
 
-class MessagesRequest(PromptRequest):
+class MessagesRequest(PromptRequest, TurnRequest):
     """``POST /v1/messages``. seed, priority, timeout, deadline_ms, num_speculative_tokens: as in completions."""
 
     structure_field: ClassVar[str] = "output_config.format"
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)]
-    stream: bool | None = None
     stop_sequences: Annotated[list[str], some(limits.MAX_STOP_STRINGS)] | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    seed: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
-    num_speculative_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    priority: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    timeout: Positive | None = None
-    deadline_ms: Milliseconds | None = None
 
     @property
     def structure(self) -> StructuredOutputs | None:
-        """The required form of the answer's text. Raises ParameterError."""
         wanted = None if self.output_config is None else self.output_config.format
         return None if wanted is None else StructuredOutputs(json=wanted.schema_)

@@ -6,15 +6,13 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from pydantic_core import to_json
-
 from paceline.chat.options import ChatFields
 from paceline.core.outputs import RequestOutput
 from paceline.server import errors
 from paceline.server.context import Context, log_request
 from paceline.server.delta import Delta
-from paceline.server.documents import named_event
-from paceline.server.responses.events import ResponseStream, StreamEvent
+from paceline.server.documents import typed_events
+from paceline.server.responses.events import ResponseStream
 from paceline.server.responses.prompt import messages_of, options_of
 from paceline.server.responses.protocol import ResponsesRequest
 from paceline.server.responses.replies import Response, ResponseUsage, status_of
@@ -40,10 +38,7 @@ class ResponsesJob:
     @classmethod
     async def prepare(cls, context: Context, body: ResponsesRequest, client: str) -> ResponsesJob:
         """Validate and tokenize a request. Raises ApiError."""
-        context.check_model(body.model)
-        structure = await context.in_thread(lambda: body.structure)
-        fields = cast("ChatFields", options_of(body))
-        conversation = Conversation(messages_of(body), fields, body.max_output_tokens, structure=structure)
+        conversation = Conversation(messages_of(body), cast("ChatFields", options_of(body)), body.max_output_tokens)
         return cls(await Turn.prepare(context, body, conversation, client), body)
 
     async def answer(self) -> bytes:
@@ -63,20 +58,20 @@ class ResponsesJob:
         """Yield server-sent events as tokens are generated. Raises ApiError."""
         stream, reader = self._stream, self.turn.reader()
         async with self.turn.generate() as generation:
-            yield _events(stream.start(self._response()))
+            yield typed_events(stream.start(self._response()))
             async for update in generation.updates():
-                yield _events([event for delta in update.deltas for event in stream.feed(reader.feed(delta))])
+                yield typed_events([event for delta in update.deltas for event in stream.feed(reader.feed(delta))])
             output = generation.outputs[0]
         log_request(self.id, [output], self.body.user)
-        yield _events(stream.close(status_of(output.outputs[0])))
-        yield _events([stream.end(self._ended(output, reader))])
+        yield typed_events(stream.close(status_of(output.outputs[0])))
+        yield typed_events([stream.end(self._ended(output, reader))])
 
     def on_error(self, error: errors.ApiError) -> bytes:
         """Return the last event of a stream that an error ends."""
         failed = self._response()
         failed.status = "failed"
         failed.error = {"code": error.code or error.kind, "message": str(error)}
-        return _events([self._stream.end(failed)])
+        return typed_events([self._stream.end(failed)])
 
     def _ended(self, output: RequestOutput, reader: AnswerReader) -> Response:
         response = self._response()
@@ -109,7 +104,3 @@ class ResponsesJob:
             top_p=params.top_p,
             user=body.user,
         )
-
-
-def _events(events: list[StreamEvent]) -> bytes:
-    return b"".join(named_event(event["type"], to_json(event)) for event in events)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from paceline.server.protocol import text_of
 from paceline.server.responses.protocol import (
     FunctionCallItem,
     FunctionOutputItem,
@@ -13,7 +14,6 @@ from paceline.server.responses.protocol import (
     NamedFunction,
     ReasoningItem,
     ResponsesRequest,
-    text_of,
 )
 
 Message = dict[str, Any]

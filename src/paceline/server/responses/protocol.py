@@ -10,34 +10,20 @@ from pydantic_core import PydanticCustomError
 
 from paceline.config import StructuredOutputs
 from paceline.server import limits
+from paceline.server.chat_protocol import JsonObjectFormat, TextFormat
 from paceline.server.protocol import (
     LABELS,
-    ApiRequest,
     Label,
-    Milliseconds,
-    Positive,
     Strict,
+    TurnRequest,
     Unsupported,
+    refuser,
     some,
 )
 
 _STORES = "this server stores no answers: send the whole conversation as input"
 _TEXT_ONLY = "this server reads text only"
 _HOSTED = "it runs on OpenAI's own service"
-
-
-def _refuser(kinds: Mapping[str, str], noun: str) -> BeforeValidator:
-    """A validator that refuses objects of known types by their name."""
-
-    def check(item: Any) -> Any:
-        kind = item.get("type") if isinstance(item, dict) else None
-        why = kinds.get(kind) if isinstance(kind, str) else None
-        if why is not None:
-            context = {"noun": noun, "kind": kind, "why": why}
-            raise PydanticCustomError("item", "{noun} of type {kind} are not supported: {why}", context)
-        return item
-
-    return BeforeValidator(check)
 
 
 class ItemText(Strict):
@@ -62,14 +48,9 @@ class RefusalPart(Strict):
 
 _REFUSED_PARTS = dict.fromkeys(("input_image", "input_file", "input_audio"), _TEXT_ONLY)
 _Part: TypeAlias = Annotated[
-    Annotated[ItemText | RefusalPart, Field(discriminator="type")], _refuser(_REFUSED_PARTS, "parts")
+    Annotated[ItemText | RefusalPart, Field(discriminator="type")], refuser(_REFUSED_PARTS, "parts")
 ]
 Content: TypeAlias = str | Annotated[list[_Part], some(limits.MAX_CONTENT_PARTS)]
-
-
-def text_of(content: Content) -> str:
-    """The text of a message or of an output."""
-    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class _Item(Strict):
@@ -144,7 +125,7 @@ _AnyItem: TypeAlias = Annotated[
         | Annotated[ReasoningItem, Tag("reasoning")],
         Discriminator(_kind),
     ],
-    _refuser(_REFUSED_ITEMS, "items"),
+    refuser(_REFUSED_ITEMS, "items"),
 ]
 
 
@@ -189,18 +170,6 @@ class Reasoning(Strict):
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class PlainText(Strict):
-    """Text without a required form."""
-
-    type: Literal["text"]
-
-
-class TextObject(Strict):
-    """Any JSON object."""
-
-    type: Literal["json_object"]
-
-
 class TextSchema(Strict):
     """JSON that follows a schema. name, description, strict: labels, as the schema always holds."""
 
@@ -214,7 +183,7 @@ class TextSchema(Strict):
 class TextOptions(Strict):
     """The form of the answer's text. verbosity: without effect."""
 
-    format: Annotated[PlainText | TextObject | TextSchema, Field(discriminator="type")] | None = None
+    format: Annotated[TextFormat | JsonObjectFormat | TextSchema, Field(discriminator="type")] | None = None
     verbosity: Label | None = None
 
 
@@ -224,7 +193,7 @@ class ResponseStreamOptions(Strict):
     include_obfuscation: Literal[False] | None = None
 
 
-class ResponsesRequest(ApiRequest):
+class ResponsesRequest(TurnRequest):
     """``POST /v1/responses``.
 
     input: a text, or the items of the whole conversation. instructions: put in front of it. include: extra parts of
@@ -248,24 +217,16 @@ class ResponsesRequest(ApiRequest):
     model: Label | None = None
     input: str | Annotated[list[_AnyItem], some(limits.MAX_MESSAGES)]
     instructions: str | None = None
-    stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     tools: Annotated[list[FunctionTool], some(limits.MAX_TOOLS), BeforeValidator(_functions)] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
     include: Annotated[list[Label], some(limits.MAX_STOP_STRINGS)] | None = None
     user: Label | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    seed: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
-    num_speculative_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    priority: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    timeout: Positive | None = None
-    deadline_ms: Milliseconds | None = None
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> ResponsesRequest:
@@ -280,8 +241,7 @@ class ResponsesRequest(ApiRequest):
 
     @property
     def structure(self) -> StructuredOutputs | None:
-        """The required form of the answer's text. Raises ParameterError."""
         wanted = None if self.text is None else self.text.format
         if isinstance(wanted, TextSchema):
             return StructuredOutputs(json=wanted.schema_)
-        return StructuredOutputs(json_object=True) if isinstance(wanted, TextObject) else None
+        return StructuredOutputs(json_object=True) if isinstance(wanted, JsonObjectFormat) else None

@@ -8,14 +8,9 @@ from typing import Any, Literal, TypeAlias
 from pydantic import BaseModel, model_validator
 
 from paceline.core.outputs import CompletionOutput, RequestOutput
+from paceline.server.replies import PromptTokensDetails
 
 Status: TypeAlias = Literal["in_progress", "completed", "incomplete", "failed"]
-
-
-class InputTokensDetails(BaseModel):
-    """cached_tokens: prompt tokens that were copied from cached prefixes."""
-
-    cached_tokens: int
 
 
 class OutputTokensDetails(BaseModel):
@@ -28,7 +23,7 @@ class ResponseUsage(BaseModel):
     """Token counts."""
 
     input_tokens: int
-    input_tokens_details: InputTokensDetails
+    input_tokens_details: PromptTokensDetails
     output_tokens: int
     output_tokens_details: OutputTokensDetails
     total_tokens: int
@@ -39,7 +34,7 @@ class ResponseUsage(BaseModel):
         made = sum(answer.metrics.output_tokens for answer in output.candidates)
         return ResponseUsage(
             input_tokens=prompt,
-            input_tokens_details=InputTokensDetails(cached_tokens=output.cached_tokens),
+            input_tokens_details=PromptTokensDetails(cached_tokens=output.cached_tokens),
             output_tokens=made,
             output_tokens_details=OutputTokensDetails(reasoning_tokens=reasoning_tokens),
             total_tokens=prompt + made,

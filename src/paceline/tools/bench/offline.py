@@ -20,9 +20,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+import torch
+
 from paceline.config import Length, SamplingParams
 from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.draft import Draft
+from paceline.core.hardware import cpu_name
 from paceline.core.outputs import Latency
 from paceline.drafters.base import Wrapper
 from paceline.engine.utilisation import Arithmetic
@@ -168,8 +171,6 @@ class Transformers:
         return Timing(prefill, decode, tokens, len(prompts) * tokens)
 
     def _run(self, prompts: Sequence[Ids], tokens: int) -> float:
-        import torch
-
         width = max(map(len, prompts))
         padded = torch.tensor([[0] * (width - len(ids)) + list(ids) for ids in prompts], device=self._model.device)
         mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts], device=self._model.device)
@@ -268,9 +269,6 @@ def measure(
 def machine(threads: int | None = None) -> dict[str, Any]:
     """Description of the machine. threads: CPU threads used; None: torch's number."""
     import psutil
-    import torch
-
-    from paceline.core.hardware import cpu_name
 
     return {
         "cpu": cpu_name(),
@@ -284,7 +282,6 @@ def machine(threads: int | None = None) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions of everything that affects speed."""
-    import torch
     import transformers
 
     return {

@@ -54,7 +54,7 @@ class Sweep:
 class SweepPoint:
     """One fixed length at one batch size, with real prompts; medians. ms_per_token: per sequence.
 
-    first_ms_per_token, last_ms_per_token: of the fastest and the slowest sequence; None in profiles without them.
+    first_ms_per_token, last_ms_per_token: of the fastest and the slowest sequence.
     """
 
     batch_size: int
@@ -63,8 +63,8 @@ class SweepPoint:
     ms_per_round: float
     tokens_per_second: float
     mean_acceptance_length: float
-    first_ms_per_token: float | None = None
-    last_ms_per_token: float | None = None
+    first_ms_per_token: float
+    last_ms_per_token: float
 
 
 @dataclass(frozen=True)

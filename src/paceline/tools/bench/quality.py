@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from paceline.config import SamplingParams
+from paceline.engine.prefixes import common_prefix_length
 from paceline.kernels.attention import BACKENDS
 from paceline.models.base import AnyModel
 from paceline.models.decoder import Decoder
@@ -53,10 +54,6 @@ class Quality:
     greedy_agreement: float
     weight_bytes: int
 
-    def as_document(self) -> dict[str, Any]:
-        """All fields, for JSON."""
-        return asdict(self)
-
 
 def python_reference() -> str:
     """A text that comes with every Python: its language reference."""
@@ -89,6 +86,7 @@ def _piece(model: AnyModel, tokens: list[int]) -> tuple[Tensor, Tensor]:
 def compare(precision: str, here: Predictions, first: Predictions, weight_bytes: int) -> Quality:
     """Compare ``here`` with ``first``, which predicted the same tokens."""
     difference = (first.logprobs - here.logprobs).double()
+    same = sum(common_prefix_length(a, b, len(a)) for a, b in zip(here.answers, first.answers, strict=True))
     ratio, count = math.exp(difference.mean()), len(difference)
     return Quality(
         precision=precision,
@@ -96,16 +94,6 @@ def compare(precision: str, here: Predictions, first: Predictions, weight_bytes:
         perplexity_change=ratio - 1,
         standard_error=None if count < 2 else ratio * float(difference.std()) / math.sqrt(count),
         top_token_agreement=float((here.top == first.top).float().mean()),
-        greedy_agreement=_agreement(here.answers, first.answers),
+        greedy_agreement=same / sum(map(len, first.answers)),
         weight_bytes=weight_bytes,
     )
-
-
-def _agreement(here: Sequence[Sequence[int]], there: Sequence[Sequence[int]]) -> float:
-    same = sum(_common(a, b) for a, b in zip(here, there, strict=True))
-    return same / sum(map(len, there))
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the common prefix."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

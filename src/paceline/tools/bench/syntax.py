@@ -37,7 +37,7 @@ def node_kinds(pieces: Sequence[str]) -> list[str | None]:
     seen = [end - len(piece.lstrip()) for end, piece in zip(ends, pieces, strict=True)]  # place of its first letter
     kinds: list[str | None] = [None] * len(pieces)
     for first, code in _code("".join(pieces)):
-        root, offsets = _parse(code), [0, *accumulate(map(_bytes, code))]
+        root, offsets = _parse(code), [0, *accumulate(len(letter.encode("utf-8", "replace")) for letter in code)]
         for token in range(bisect_left(seen, first), bisect_left(seen, first + len(code))):
             if pieces[token].strip():
                 at = offsets[seen[token] - first]
@@ -62,7 +62,3 @@ def _code(text: str) -> Iterator[tuple[int, str]]:
 def _parse(code: str) -> tree_sitter.Node:
     parser = tree_sitter.Parser(tree_sitter.Language(tree_sitter_python.language()))
     return parser.parse(code.encode("utf-8", "replace")).root_node
-
-
-def _bytes(letter: str) -> int:
-    return len(letter.encode("utf-8", "replace"))

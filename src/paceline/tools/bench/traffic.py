@@ -9,9 +9,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,8 +24,6 @@ from paceline.tools.bench.prompts import COPYING, OPEN
 from paceline.tools.bench.recording import Recorder, Round
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
     from paceline.llm import LLM
 
 PROMPTS = tuple(prompt for pair in zip(COPYING[1::2], OPEN[1::2], strict=True) for prompt in pair)
@@ -75,19 +73,31 @@ def arrivals(trace: str, load: Load) -> list[float]:
 
 
 @dataclass(frozen=True)
-class TrafficResult:
-    """One policy under one trace.
-
-    mean, p50, p99: latencies in seconds. mean_rows: mean number of decoding rows. mean_k: draft tokens verified per
-    row. Both are means over the time in which rows decoded. latency: milliseconds per token of the trace's first, last
-    and all sequences. series: (seconds from the start, draft tokens per row, rows) of rounds.
-    """
+class PolicyResult:
+    """One policy under one trace. mean, p50, p99: latencies in seconds."""
 
     trace: str
     policy: str
     mean: float
     p50: float
     p99: float
+
+
+def summed(latencies: Sequence[float]) -> dict[str, Any]:
+    """The latencies of ``PolicyResult``, in seconds."""
+    p99 = float(np.percentile(latencies, 99))
+    return {"mean": statistics.fmean(latencies), "p50": statistics.median(latencies), "p99": p99}
+
+
+@dataclass(frozen=True)
+class TrafficResult(PolicyResult):
+    """A policy's result in an engine.
+
+    mean_rows: mean number of decoding rows. mean_k: draft tokens verified per
+    row. Both are means over the time in which rows decoded. latency: milliseconds per token of the trace's first, last
+    and all sequences. series: (seconds from the start, draft tokens per row, rows) of rounds.
+    """
+
     tokens_per_second: float
     mean_rows: float
     mean_k: float
@@ -147,13 +157,11 @@ def _result(trace: str, policy: str, latencies: list[float], seconds: float, rou
     busy = sum(record.ms for record in rounds)
     start = rounds[0].began
     step = max(1, len(rounds) // _SERIES)
-    mean = statistics.fmean(latencies)
+    known = summed(latencies)
     return TrafficResult(
         trace=trace,
         policy=policy,
-        mean=mean,
-        p50=statistics.median(latencies),
-        p99=float(np.percentile(latencies, 99)),
+        **known,
         tokens_per_second=sum(record.tokens for record in rounds) / seconds,
         mean_rows=sum(record.rows * record.ms for record in rounds) / busy,
         mean_k=sum(record.mean_drafted * record.ms for record in rounds) / busy,
@@ -161,7 +169,7 @@ def _result(trace: str, policy: str, latencies: list[float], seconds: float, rou
         series=[
             (round(record.began - start, 3), round(record.mean_drafted, 2), record.rows) for record in rounds[::step]
         ],
-        means_of_all=[mean],
+        means_of_all=[known["mean"]],
     )
 
 
@@ -202,11 +210,6 @@ def summary(results: Sequence[TrafficResult]) -> dict[str, Any]:
     }
 
 
-def as_json(results: Sequence[DataclassInstance]) -> list[dict[str, Any]]:
-    """All measurements, for JSON."""
-    return [asdict(result) for result in results]
-
-
 def draw(results: Sequence[TrafficResult], path: Path, title: str) -> None:
     """Plot mean and p99 latency by trace and policy; below, k and rows over time under auto, trace by trace."""
     traces = list(dict.fromkeys(result.trace for result in results))
@@ -225,18 +228,7 @@ def draw(results: Sequence[TrafficResult], path: Path, title: str) -> None:
     save(figure, path, title)
 
 
-class Latencies(Protocol):
-    """The latencies in a policy's bar, in seconds."""
-
-    @property
-    def policy(self) -> str: ...
-    @property
-    def mean(self) -> float: ...
-    @property
-    def p99(self) -> float: ...
-
-
-def draw_latencies(axes: Axes, trace: str, results: Sequence[Latencies]) -> None:
+def draw_latencies(axes: Axes, trace: str, results: Sequence[PolicyResult]) -> None:
     """Plot mean latencies as bars, the 99th percentiles as triangles."""
     axes.bar([r.policy for r in results], [r.mean for r in results], label="mean")
     axes.plot([r.policy for r in results], [r.p99 for r in results], "kv", label="p99")

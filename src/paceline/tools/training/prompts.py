@@ -11,13 +11,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from paceline.config.files import read_text
 from paceline.config.inputs import as_conversations, check_message
 from paceline.config.ranges import check_text
+from paceline.engine.prefixes import common_prefix_length
 from paceline.errors import ParameterError, RequestError
 from paceline.models.tokenizer import Tokenizer
 
@@ -46,13 +46,9 @@ def opening_of(tokenizer: Tokenizer) -> Opening | None:
     if not tokenizer.huggingface.chat_template:
         return None
     one, other = (tokenizer.chat([{"role": "user", "content": words}]) for words in _PROBES)
-    before, after = _common(one, other), _common(one[::-1], other[::-1])[::-1]
+    before = one[: common_prefix_length(one, other, len(one))]
+    after = one[len(one) - common_prefix_length(one[::-1], other[::-1], len(one)) :]
     return Opening(before, tuple(token for token in after[:1] if tokenizer.is_special(token)))
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> list[int]:
-    """The longest common prefix."""
-    return [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]
 
 
 def beginning_of_text(tokenizer: Tokenizer) -> list[int]:

@@ -6,7 +6,6 @@ so an existing file is complete. A run that was killed makes the missing shards 
 
 from __future__ import annotations
 
-import fcntl
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from paceline.config.files import write_text, written_whole
+from paceline.config.files import lock, write_text, written_whole
 from paceline.errors import PacelineError, ParameterError
 from paceline.tools.training.hidden_states import TargetOutputs
 
@@ -173,8 +172,5 @@ def directory_lock(directory: Path) -> Iterator[None]:
     Raises ParameterError if another run has the lock.
     """
     with (directory / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ParameterError("--output", str(directory), "a directory that no other run works in") from error
+        lock(file, "--output", directory, "a directory that no other run works in")
         yield
