@@ -2,9 +2,9 @@
 
     python -m benchmarks.agent_turns --model qwen-coder-0.5b.gguf --output benchmarks/results/agent-turns-qwen-0.5b.json
 
-Each turn has to call a tool, and repeats all turns before. The same conversation is held with speculation and without,
-greedy, on the same weights; each side has a prefix cache of its own, and they take turns at being first. A call of
-another tool warms both up. The table has some turns: tokens of
+Each turn has to call a tool, and repeats all turns before. The engine is stepped as a server does. The same
+conversation is held with speculation and without, greedy, on the same weights; each side has a prefix cache of its own,
+and they take turns at being first. A call of another tool warms both up. The table has some turns: tokens of
 the prompt, those from the cache, and milliseconds to the first token. The last line has the share of prompt tokens that
 came from the cache after the first turn, whether all answers were equal, and medians; everything is in the JSON
 document.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any, cast
 from benchmarks.parts import engine_line
 
 from paceline import LLM, SamplingParams
+from paceline.chat.options import ChatFields, ChatOptions
 from paceline.chat.values import AssistantMessage
 from paceline.config import DrafterName, QuantizationName
 from paceline.config.limits import ToolParserName
@@ -122,10 +124,16 @@ def one_call(
     parser: ToolParserName | None,
 ) -> RequestOutput:
     """The answer to a conversation that has to call one of the tools."""
-    (output,) = llm.chat(
-        messages, params, use_tqdm=False, tools=tools, tool_choice="required", parallel_tool_calls=False,
-        tool_parser=parser,
-    )  # fmt: skip
+    fields: ChatFields = {
+        "tools": tools,
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "tool_parser": parser,
+    }
+    prompt = llm.requests.chat_prompt(messages, ChatOptions.of(fields))
+    output = llm.engine.add(llm.requests.chat_request(prompt, params, time.monotonic(), ()))
+    while llm.engine.busy:  # as a server does, which delivers each token when it comes
+        llm.engine.step()
     return output
 
 

@@ -28,7 +28,7 @@ from paceline.lengths.auto import AutoLength
 from paceline.lengths.cost import CostModel, CostTable
 
 SOURCE = f"{Path(paceline.__file__).parent}/"
-WARM_UP = 3  # steps
+WARM_UP = 4  # steps; the first one gives the first token, without a round
 STEPS = 8
 PROMPT = [5, 6, 7, 8] * 8
 

@@ -27,7 +27,7 @@ PL_EXPORT void pl_model_free(Model* model) { delete model; }
 PL_EXPORT int64_t pl_experts_read(const Model* model) { return model->experts_read(); }
 
 PL_EXPORT const char* pl_forward(Model* model, Pool* pool, const int64_t* tokens, const int64_t* rows, const int64_t* positions,
-                                 const int64_t* slots, const int64_t* parents, int count, int read,
+                                 const int64_t* slots, const int64_t* parents, int count, int read, int text,
                                  const Cache* cache, float* hidden, const int64_t* taps, int tap_count, float* features, double* seconds,
                                  const float* entering) {
   Tokens nodes = {tokens, rows, positions, slots, parents, count};
@@ -37,7 +37,8 @@ PL_EXPORT const char* pl_forward(Model* model, Pool* pool, const int64_t* tokens
   if (parents && !slots) return "a tree needs slots";
   if (read < 0 || read > count || (read > 0 && !parents)) return "only tokens of a tree may have been computed before";
   if (const char* problem = parents ? problem_with_trees(nodes, cache->capacity) : nullptr) return problem;
-  model->forward(*pool, nodes, *cache, PassOutputs{hidden, taps, tap_count, features}, seconds);
+  if (text < 0 || text > count || (text > 0 && parents)) return "only a chain may begin with tokens without hidden states";
+  model->forward(*pool, nodes, *cache, PassOutputs{hidden, taps, tap_count, features, text}, seconds);
   return nullptr;
 }
 

@@ -128,14 +128,21 @@ int chunk_end(const Tokens& tokens, int start) {
   return end > start ? end : limit;
 }
 
+// Whether layers behind the last one that writes keys, values or states are tapped.
+bool reads_beyond(const Model& model, const PassOutputs& out) {
+  const auto deepest = std::max_element(out.taps, out.taps + out.tap_count);
+  return out.tap_count > 0 && *deepest > model.last_writer;
+}
+
 }  // namespace
 
 class Pass {
  public:
+  // first: the layer to begin with. Unless it is 0, the states that enter it are in place.
   Pass(Model& model, Pool& pool, const Tokens& tokens, int offset, const Path* paths, const Cache& cache, const PassOutputs& out,
-       double* seconds)
+       double* seconds, int first = 0)
       : m_(model), k_(model.kernels), s_(model.spec), pool_(pool), tokens_(tokens), paths_(paths), cache_(cache), out_(out),
-        seconds_(seconds) {
+        seconds_(seconds), first_(static_cast<size_t>(first)) {
     if (s_.recurrent.kind) runs_ = runs_of(tokens, offset, cache, !out.hidden);
     if (s_.adapters) adapted_ = adapter_runs(tokens, cache.adapter_of);
     units_ = cut_into_units(tokens, std::max(1, std::min(kQueriesPerUnit, k_.max_queries) / m_.queries_per_key));
@@ -155,9 +162,9 @@ class Pass {
  private:
   void run(int thread) const {
     Stopwatch watch(thread == 0 ? seconds_ : nullptr);
-    embed(thread);
+    if (first_ == 0) embed(thread);
     watch.lap(kEmbed);
-    for (size_t layer = 0; layer < m_.layers.size(); ++layer) {
+    for (size_t layer = first_; layer < m_.layers.size(); ++layer) {
       tap(layer, thread);
       run_layer(layer, thread, watch);
       if (ends_with(layer)) return;
@@ -168,17 +175,14 @@ class Pass {
     for (int i = share.first; i < share.last; ++i) {
       k_.rms_norm(residual(i), norm(s_.final_norm), m_.padded_width, normed);
       tap_token(m_.layers.size() + 1, i, normed);
-      if (!out_.hidden) continue;
-      std::memcpy(out_.hidden + static_cast<size_t>(i) * static_cast<size_t>(s_.width), normed, sizeof(float) * static_cast<size_t>(s_.width));
+      if (!out_.hidden || i < out_.text) continue;
+      std::memcpy(out_.hidden + static_cast<size_t>(i - out_.text) * static_cast<size_t>(s_.width), normed, sizeof(float) * static_cast<size_t>(s_.width));
     }
     watch.lap(kPrepare);
   }
 
   // Whether the pass ends with the keys and values of this layer: nothing behind them is wanted.
-  bool ends_with(size_t layer) const {
-    const auto deepest = std::max_element(out_.taps, out_.taps + out_.tap_count);
-    return layer == static_cast<size_t>(m_.last_writer) && !out_.hidden && (out_.tap_count == 0 || *deepest <= m_.last_writer);
-  }
+  bool ends_with(size_t layer) const { return layer == static_cast<size_t>(m_.last_writer) && !out_.hidden && !reads_beyond(m_, out_); }
 
   // Writes the input of a tapped layer; it does not change before all threads have met within the layer.
   void tap(size_t layer, int thread) const {
@@ -602,6 +606,7 @@ class Pass {
   const Cache& cache_;
   const PassOutputs out_;
   double* seconds_;
+  size_t first_;
   std::vector<Unit> units_;
   std::vector<SlotRun> runs_;
   std::vector<AdapterRun> adapted_;
@@ -655,11 +660,26 @@ void Model::forward(Pool& pool, const Tokens& tokens, const Cache& cache, const 
                           tokens.entering ? tokens.entering + static_cast<size_t>(start) * width : nullptr};
     grow(pool.threads(), chunk.count);
     const size_t done = static_cast<size_t>(start - tokens.read) * width;
-    const PassOutputs here = {out.hidden ? out.hidden + done : nullptr, out.taps, out.tap_count, out.features + done * static_cast<size_t>(out.tap_count)};
+    const int text = std::clamp(out.text - start, 0, chunk.count);
+    float* hidden = out.hidden && text < chunk.count ? out.hidden + done - static_cast<size_t>(std::min(out.text, start)) * width : nullptr;
+    const bool cut = hidden && text > 0 && !reads_beyond(*this, out) && !spec.recurrent.kind && !spec.fusion && !spec.inputs;
+    const PassOutputs here = {cut ? nullptr : hidden, out.taps, out.tap_count, out.features + done * static_cast<size_t>(out.tap_count), text};
     Pass pass(*this, pool, chunk, start, paths.of(start), cache, here, seconds);
     pool.run(Pass::job, &pass);
     pass.commit();
+    if (cut) read_end(pool, chunk, text, cache, hidden, seconds);
   }
+}
+
+// Runs the last layers for the tokens from number `first` on, after a pass that ended with the keys and values of the last
+// layer that writes some.
+void Model::read_end(Pool& pool, const Tokens& chunk, int first, const Cache& cache, float* hidden, double* seconds) {
+  const Tokens end = {chunk.tokens + first, chunk.rows + first, chunk.positions + first, nullptr, nullptr, chunk.count - first};
+  const size_t stride = static_cast<size_t>(padded_width);
+  float* residual = residual_.as<float>();
+  std::memmove(residual, residual + static_cast<size_t>(first) * stride, sizeof(float) * stride * static_cast<size_t>(end.count));
+  Pass pass(*this, pool, end, first, nullptr, cache, PassOutputs{hidden, nullptr, 0, nullptr}, seconds, last_writer);
+  pool.run(Pass::job, &pass);
 }
 
 // Hidden states to logits.

@@ -13,7 +13,7 @@
 namespace paceline {
 
 // These structures mirror src/paceline/kernels/abi.py; kAbiVersion changes with them.
-constexpr int kAbiVersion = 27;
+constexpr int kAbiVersion = 28;
 
 // The small weights of a recurrent layer. qkv is its first matrix: of a gated delta net, channels and the gates of its
 // output; of a short convolution, B, C and x.
@@ -290,11 +290,12 @@ struct Tokens {
 
 // The outputs of a forward pass.
 struct PassOutputs {
-  float* hidden;        // [tokens][width]
+  float* hidden;        // [tokens - text][width]
   const int64_t* taps;  // layers
   int tap_count;
   float* features;  // [tokens][tap_count][width]: input of each of these layers; layer_count stands for the last layer's output,
                     // layer_count + 1 for the same after the final norm
+  int text = 0;     // number of leading tokens of which no hidden states are wanted
 };
 
 struct ExpertBuffers;
@@ -357,6 +358,7 @@ class Model {
   friend class HeadPass;
   friend class FusePass;
   void grow(int threads, int tokens);
+  void read_end(Pool& pool, const Tokens& chunk, int first, const Cache& cache, float* hidden, double* seconds);
 
   std::mutex one_call_at_a_time_;
   Buffer joined_, residual_, branch_, qkv_, gates_, attended_, activated_, padded_hidden_, vectors_;

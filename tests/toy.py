@@ -121,7 +121,7 @@ class FlatToy(ToyModel):
                 sums = cache.values[layer, row][:, seen[i]].sum(1)
                 total[i] += (layer + 1) * sums.repeat_interleave(self.HEADS // self.kv_heads, 0)
         features = self._features(tokens[None], positions[None], taps)
-        return HiddenStates(total.reshape(len(tokens), -1), None if features is None else features[0])
+        return HiddenStates(total.reshape(len(tokens), -1)[nodes.text :], None if features is None else features[0])
 
     def fill(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> Tensor | None:
         return self.forward(nodes, cache, taps).features

@@ -15,6 +15,7 @@ from torch import Tensor
 from paceline.config import SamplingParams
 from paceline.core import hardware
 from paceline.core.batch import Batch
+from paceline.core.draft import Draft
 from paceline.core.outputs import CompletionOutput, RequestOutput
 from paceline.engine import engine as engine_module
 from paceline.engine import request as request_module
@@ -49,10 +50,21 @@ class Spy:
         self.chunks: list[list[int]] = []
         self._prefill, self.decoder = decoder.prefill, decoder
         decoder.prefill = self.prefill  # type: ignore[method-assign]
+        self._end, self.ended = decoder.end_prompts, 0
+        decoder.end_prompts = self.end_prompts  # type: ignore[method-assign]
 
     def prefill(self, batch: Batch, rows: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> None:
         self.chunks.append([stop - start for start, stop in zip(starts, stops, strict=True)])
         self._prefill(batch, rows, starts, stops)
+
+    def end_prompts(
+        self, batch: Batch, rows: Sequence[int], starts: Sequence[int], stops: Sequence[int], count: int
+    ) -> Tensor:
+        """Last tokens, which a round would have read, are not recorded."""
+        self.ended += count
+        ends = [stop - (place >= len(stops) - count) for place, stop in enumerate(stops)]
+        self.chunks.append([stop - start for start, stop in zip(starts, ends, strict=True)])
+        return self._end(batch, rows, starts, stops, count)
 
     @property
     def tokens(self) -> int:
@@ -71,6 +83,56 @@ def step(engine: Engine) -> list[RequestOutput]:
     outputs = engine.step()
     engine.scheduler.check_integrity()
     return outputs
+
+
+def passes_of(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[list[int]]], list[list[list[int]]]]:
+    """Run the prompts together. Return the new tokens of each step, and its passes, each by its rows' tokens."""
+    outputs = [add(engine, prompt, SamplingParams(temperature=0.8, seed=3, max_tokens=6)) for prompt in prompts]
+    gained, passes, verify = [], [], engine.parts.target.verify
+    spy = Spy(engine.parts.target)
+
+    def noted(batch: Batch, draft: Draft) -> Tensor:
+        spy.chunks.append([1 + count for count in draft.drafted])
+        return verify(batch, draft)
+
+    engine.parts.target.verify = noted  # type: ignore[method-assign]
+    while engine.busy:
+        before = [len(output.outputs[0].token_ids) for output in outputs]
+        step(engine)
+        gained.append([output.outputs[0].token_ids[n:] for output, n in zip(outputs, before, strict=True)])
+        passes.append(spy.chunks[:])
+        spy.chunks.clear()
+    return gained, passes
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_pass_that_ends_a_prompt_gives_its_first_token(count: int) -> None:
+    """No round for the last token comes before it, and no draft is verified."""
+    prompts = [[5, 6, 7, 5, 6, 7, number, 5, 6] for number in range(count)]
+    options: dict[str, Any] = {"drafter": "ngram", "num_speculative_tokens": 4, "attention": "auto"}
+    gained, passes = passes_of(make_engine(FlatToy(), **options), prompts)
+    assert [len(tokens) for tokens in gained[0]] == [1] * count
+    assert passes[0] == [[8] * count], "the last token is not recorded"
+    assert max(passes[1][0]) > 1, "drafts are verified from the second token on"
+    alone = make_engine(FlatToy(), **options)
+    alone.scheduler.watched = False  # rounds only
+    expected, rounds = passes_of(alone, prompts)
+    assert rounds[0][0] == passes[0][0]
+    assert len(rounds[0]) == 2
+    for row in range(count):
+        assert [t for new in gained for t in new[row]] == [t for new in expected for t in new[row]]
+
+
+def test_while_others_decode_first_tokens_come_from_their_round() -> None:
+    engine = make_engine(FlatToy(), num_speculative_tokens=0, drafter=None, attention="auto")
+    add(engine, [1, 2, 3])
+    step(engine)
+    second, spy = add(engine, [4, 5, 6, 7]), Spy(engine.parts.target)
+    step(engine)
+    assert len(second.outputs[0].token_ids) == 1
+    assert spy.ended == 0
+    assert engine.last_verdict is not None
+    assert len(engine.last_verdict.host.tokens) == 2
 
 
 def test_a_row_that_ends_leaves_at_once_and_the_next_request_takes_its_place() -> None:

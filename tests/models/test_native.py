@@ -272,6 +272,34 @@ def test_fill_writes_the_keys_and_values_of_a_forward_pass(kernels, shape, quant
 
 
 @pytest.mark.parametrize("kernels", [*native.available()[:1], None], ids=lambda kernels: kernels and kernels.name)
+@of_every_shape
+def test_last_tokens_have_the_hidden_states_of_a_whole_pass(kernels, shape):
+    """To the bit, with all keys, values and features, wherever the tokens without hidden states end."""
+    spec = spec_of_shape(shape)
+    model, (rows, positions) = model_of(spec, kernels, "int8"), ragged({2: 40, 0: 260})
+    nodes, cache = Nodes(some_tokens(spec, 300), rows, positions), cache_for(spec)
+    for taps in ((), (1, 0), (len(spec.layers),)) if kernels else ((1, 0),):
+        whole = model.forward(nodes, cache, taps)
+        for text in (39, 256, 299, 300):
+            own = cache_for(spec)
+            ends = model.forward(nodes._replace(text=text), own, taps)
+            assert torch.equal(ends.hidden, whole.hidden[text:])
+            assert (ends.features is None) == (not taps)
+            assert not taps or torch.equal(ends.features, whole.features)
+            for table in ("keys", "values"):
+                pairs = zip(getattr(cache, table), getattr(own, table), strict=True)
+                assert all(torch.equal(*layers) for layers in pairs)
+
+
+@on_every_isa
+def test_trees_have_the_hidden_states_of_all_tokens(kernels):
+    spec = random_spec()
+    tree = Nodes(some_tokens(spec, 2), *(torch.tensor(t) for t in ([0, 0], [0, 1], [0, 1], [-1, 0])), text=1)
+    with pytest.raises(ParameterError, match="only a chain"):
+        model_of(spec, kernels).forward(tree, cache_for(spec, 1))
+
+
+@pytest.mark.parametrize("kernels", [*native.available()[:1], None], ids=lambda kernels: kernels and kernels.name)
 def test_taps_must_be_layers(kernels):
     spec, one = random_spec(), torch.zeros(1, dtype=torch.int64)
     model, none = model_of(spec, kernels), torch.empty(0, dtype=torch.int64)

@@ -22,6 +22,7 @@ class Nodes(NamedTuple):
         before if that belongs to the same row, else the text. ``slots`` and ``parents`` are both None or both set.
     read: number of leading nodes that an earlier pass has read. Their keys and values are in their slots already, and
         they only serve as parents. It is 0 except in trees.
+    text: number of leading nodes of which only keys, values and features are wanted. It is 0 in trees.
 
     The nodes of a row are consecutive, separately for nodes that were read before and for new ones. Without parents,
     positions in a row ascend by one. With parents, a node comes after its parent and is one position further.
@@ -33,6 +34,7 @@ class Nodes(NamedTuple):
     slots: Tensor | None = None
     parents: Tensor | None = None
     read: int = 0
+    text: int = 0
 
 
 class Seen(NamedTuple):

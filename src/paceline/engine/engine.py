@@ -282,7 +282,8 @@ class Engine:
     def _step(self) -> list[RequestOutput]:
         self.last_verdict = None
         changed = self.scheduler.admit()
-        if rows := len(self.scheduler.running):
+        waits = any(not row.output.finished for row in changed)  # a first token is delivered before the next round
+        if (rows := len(self.scheduler.running)) and not waits:
             self.batch.draining = self.scheduler.draining
             started = time.perf_counter()
             gained, self.last_verdict = self.runners.step()

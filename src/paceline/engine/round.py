@@ -15,6 +15,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from paceline.core.acceptance import AcceptanceRule
 from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.draft import Draft, RoundTiming, Verdict
@@ -67,6 +69,15 @@ class Speculation(RowKeepers):
         if self.native is not None and self.native.can_run(self.accept, draft):
             return self.native.run(draft)  # the same steps, in one call
         logits = self.target.verify(batch, draft)  # one forward pass -> [B, k + 1, V], or [N, V] on the CPU kernels
+        return self._accept(batch, draft, logits)
+
+    def first_tokens(self, batch: Batch, hidden: Tensor) -> Verdict:
+        """Append each row's first token, drawn from hidden [B, width] at the last token of its prompt."""
+        verdict = self._accept(batch, batch.empty_draft, self.target.logits(hidden)[:, None])
+        self.drafter.observe(batch, verdict)
+        return verdict
+
+    def _accept(self, batch: Batch, draft: Draft, logits: Tensor) -> Verdict:
         verdict = self.accept(draft, logits, batch)  # accepted draft tokens, then one recovered or bonus token
         self.target.keep(batch, verdict)  # of a tree, moves the accepted path behind the text in the KV cache
         batch.commit(verdict)  # appends the tokens, cut where a row ends

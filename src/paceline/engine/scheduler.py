@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
+import torch
+from torch import Tensor
+
 from paceline.core.batch import Batch
 from paceline.core.cache_budget import CacheUsage
 from paceline.core.draft import Verdict
@@ -63,7 +66,8 @@ class Scheduler:
     def admit(self) -> list[Sequence]:
         """Give free rows to waiting sequences, feed a chunk of prompts, and let finished prefills start to decode.
 
-        Returns the sequences that have ended: with their prompt, by their time limit, or because they failed to start.
+        Returns the sequences that have ended (with their prompt, by their time limit, or because they failed to start)
+        or gained their first token.
         """
         ended = self.overdue(time.monotonic())
         while (limit := self.admissible) > 0:
@@ -72,7 +76,7 @@ class Scheduler:
             return ended
         ended += self._join()
         if self.prefilling:
-            self._prefill()
+            ended += self._gain_first_tokens(self._prefill())
             ended += self._join()
         return ended + self.overdue(time.monotonic())  # the chunk may have taken their time
 
@@ -110,19 +114,24 @@ class Scheduler:
         """Number of rows decoding once the sequences being started and all waiting sequences have been admitted."""
         return min(self.batch.capacity, len(self.slots.used) + begun_now + len(self.waiting))
 
-    def _prefill(self) -> None:
-        """Feed one chunk; none if the next round would then end after a deadline."""
+    def _prefill(self) -> dict[int, Tensor]:
+        """Feed one chunk; none if the next round would then end after a deadline.
+
+        Returns, by slot, the hidden states [width] at the last token of the prompts that were read to their end.
+        """
         left = self._seconds_left()
         if self.running and left < self.chunks.speed.per_pass:
-            return
+            return {}
         self.chunks.awaited = self._awaited
         chosen = self.chunks.choose(self.prefilling, bool(self.running), left)
         parts = [self._until_state_stop(part) for part in chosen]
         timer = Stopwatch(self.batch.device)
-        for index in range(len(self.parts.decoders)):
+        ends = self._feed(0, parts)
+        for index in range(1, len(self.parts.decoders)):
             self._feed(index, parts)
         timer.stop()
         self.chunks.watch(parts, timer)
+        return ends
 
     def _until_state_stop(self, part: PromptSlice) -> PromptSlice:
         """Return the slice up to the first of its prompt's stops."""
@@ -145,42 +154,72 @@ class Scheduler:
         return (self.watched and not self.closed) or self._any_deadline
 
     @property
+    def _begins_at_once(self) -> bool:
+        """Whether the pass that ends a prompt also gives its first token: no round would run anyway.
+
+        A round for the last token alone would read all weights again, and with draft tokens take even longer.
+        """
+        return not self.running and self._awaited and self.parts.target.reads_ends
+
+    @property
     def _any_deadline(self) -> bool:
         return any(s.deadline < math.inf for s in chain(self.waiting, self.prefilling, self.running))
 
-    def _feed(self, index: int, parts: list[PromptSlice]) -> None:
-        """Feed the chunk to one decoder, except tokens that it has copied from another slot."""
+    def _feed(self, index: int, parts: list[PromptSlice]) -> dict[int, Tensor]:
+        """Feed the chunk to one decoder, but no tokens that were copied from another slot. Returns as ``_prefill``."""
         read = [
             (sequence, part.stop)
             for sequence, part in ((self.prefilling[part.index], part) for part in parts)
             if sequence.num_computed[index] < part.stop and (index == 0 or sequence.read_by_draft)
         ]
-        for collects in (False, True):
-            self._run(
-                index, [each for each in read if (index == 0 and each[0].collects(each[1])) == collects], collects
-            )
+        ends = self._fill(index, [each for each in read if index > 0 or not each[0].collects(each[1])])
+        self._collect([each for each in read if index == 0 and each[0].collects(each[1])])
+        return ends
 
-    def _run(self, index: int, read: list[tuple[Sequence, int]], collects: bool) -> None:
-        """Run each sequence to its stop in one pass of a decoder. collects: whether they collect hidden states.
-
-        States of recurrent layers are saved only without: a pass that returns hidden states ends like a round, whose
-        last tokens may be rejected.
-        """
+    def _fill(self, index: int, read: list[tuple[Sequence, int]]) -> dict[int, Tensor]:
+        """Run each sequence to its stop in one pass of a decoder. Returns as ``_prefill``."""
         if not read:
-            return
-        decoder, stops = self.parts.decoders[index], [stop for _, stop in read]
-        slots, starts = [s.slot for s, _ in read], [s.num_computed[index] for s, _ in read]
-        if collects:
-            hidden = decoder.read(self.batch, slots, starts, stops)
-            collect(decoder, list(zip((s.reading for s, _ in read), starts, hidden, strict=True)))
-        else:
+            return {}
+        decoder, at_once = self.parts.decoders[index], index == 0 and self._begins_at_once
+        going_on = [each for each in read if not (at_once and each[0].decodes_from(each[1]))]
+        ending = [each for each in read if at_once and each[0].decodes_from(each[1])]
+        order = [sequence for sequence, _ in (*going_on, *ending)]
+        slots, starts = [s.slot for s in order], [s.num_computed[index] for s in order]
+        stops = [*(stop for _, stop in going_on), *(stop + 1 for _, stop in ending)]
+        hidden = decoder.end_prompts(self.batch, slots, starts, stops, len(ending)) if ending else ()
+        if not ending:
             decoder.prefill(self.batch, slots, starts, stops)
         for sequence, stop in read:
             sequence.num_computed[index] = stop
-            if index == 0 and sequence.scope.kept is not None and not collects:
+            if index == 0 and sequence.scope.kept is not None:
                 # at the end, too, where a draft model may still have to read the prompt
                 wanted = stop == sequence.prefill_stop or stop in sequence.state_stops
-                self.parts.target.save_state(sequence.slot, apart=0 if wanted else STATES_APART)
+                decoder.save_state(sequence.slot, apart=0 if wanted else STATES_APART)
+        return {sequence.slot: last for (sequence, _), last in zip(ending, hidden, strict=True)}
+
+    def _collect(self, read: list[tuple[Sequence, int]]) -> None:
+        """Run each sequence to its stop in one pass of the target, and collect from the hidden states.
+
+        States of recurrent layers are not saved: such a pass ends like a round, whose last tokens may be rejected.
+        """
+        if not read:
+            return
+        target, starts = self.parts.target, [s.num_computed[0] for s, _ in read]
+        hidden = target.read(self.batch, [s.slot for s, _ in read], starts, [stop for _, stop in read])
+        collect(target, list(zip((s.reading for s, _ in read), starts, hidden, strict=True)))
+        for sequence, stop in read:
+            sequence.num_computed[0] = stop
+
+    def _gain_first_tokens(self, ends: dict[int, Tensor]) -> list[Sequence]:
+        """Give prompts that were read to their end their first token, without a round. Return what has changed."""
+        first = [sequence for sequence in self.prefilling if sequence.slot in ends and sequence.is_prefilled]
+        if not first:
+            return []
+        begun = {sequence.slot for sequence in first}
+        self.prefilling = [sequence for sequence in self.prefilling if sequence.slot not in begun]
+        self._set_running(first)
+        hidden = torch.stack([ends[sequence.slot] for sequence in self.running])
+        return self.process_outputs(self.parts.first_tokens(self.batch, hidden))
 
     def _join(self) -> list[Sequence]:
         """Let prefilled sequences start to decode, also those that waited for the prefix of another prompt.

@@ -104,6 +104,10 @@ class Sequence:
         """Whether hidden states of the prompt's tokens up to ``stop`` are wanted, at least the last one's."""
         return self.reading is not None and stop > self.reading.reusable(stop, None)
 
+    def decodes_from(self, stop: int) -> bool:
+        """Whether decoding begins once the prompt's first ``stop`` tokens are prefilled."""
+        return stop == self.prefill_stop and not self.only_read
+
     @property
     def arrival_time(self) -> float:
         return self.output.metrics.arrival_time

@@ -25,7 +25,7 @@ from paceline.core.cache import KVCache
 from paceline.core.recurrent_state import WINDOW, StatefulCache
 from paceline.kernels.pack import Format, Packed
 
-ABI_VERSION = 27  # must equal csrc/model.h's; raise both when a struct or a function changes
+ABI_VERSION = 28  # must equal csrc/model.h's; raise both when a struct or a function changes
 FORMATS: dict[Format, int] = {"int8": 0, "bf16": 1, "int4": 2}
 
 
@@ -393,7 +393,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_arena_free": (None, (c_void_p, c_size_t)),
     "pl_model_new": (c_void_p, (c_void_p, c_void_p)),
     "pl_model_free": (None, (c_void_p,)),
-    "pl_forward": (c_char_p, (*(c_void_p,) * 7, c_int, c_int, *(c_void_p,) * 3, c_int, *(c_void_p,) * 3)),
+    "pl_forward": (c_char_p, (*(c_void_p,) * 7, c_int, c_int, c_int, *(c_void_p,) * 3, c_int, *(c_void_p,) * 3)),
     "pl_experts_read": (c_int64, (c_void_p,)),
     "pl_logits": (None, (c_void_p, c_void_p, c_void_p, c_int, c_void_p, c_void_p)),
     "pl_copy_columns": (c_char_p, (*(c_void_p,) * 5, c_int64)),

@@ -261,7 +261,7 @@ class NativeDecoder:
         seconds: Tensor | None,
         entering: Tensor | None = None,
     ) -> str | None:
-        """Fill hidden [N - read, width]; returns an error message about the input, or None.
+        """Fill hidden [N - read - text, width]; returns an error message about the input, or None.
 
         hidden: None if only keys, values and features are wanted.
         tapped: layer indices, and features [N - read, taps, width] to fill with the hidden states that enter those
@@ -272,7 +272,7 @@ class NativeDecoder:
         place, laps = ctypes.addressof(cache), address(seconds)
         tree = (None, None) if nodes.parents is None else (address(nodes.slots), nodes.parents.data_ptr())
         where = nodes.rows.data_ptr(), nodes.positions.data_ptr()
-        flat = nodes.tokens.data_ptr(), *where, *tree, nodes.tokens.shape[0], nodes.read
+        flat = nodes.tokens.data_ptr(), *where, *tree, nodes.tokens.shape[0], nodes.read, nodes.text
         taps, features = _NO_TAPS if tapped is None else (_layers(tapped[0]), tapped[1].data_ptr())
         out = address(hidden), taps, len(taps), features
         problem = self._library.pl_forward(self._handle, self._pool, *flat, place, *out, laps, address(entering))

@@ -154,7 +154,7 @@ class ReferenceDecoder:
     def forward(
         self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = (), *, text: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """-> hidden [N - read, width] after the final norm, features [N - read, taps, width]; writes the cache.
+        """-> hidden [N - read - text, width] after the final norm, features [N - read, taps, width]; writes the cache.
 
         text: whether no node can be rejected later; recurrent layers then store the state after all of them.
         """
@@ -180,7 +180,7 @@ class ReferenceDecoder:
         context.finish()
         entering.append(rms_norm(x, spec.final_norm, spec.epsilon))
         features = torch.stack([entering[tap] for tap in taps], 1) if taps else None
-        return entering[-1], features
+        return entering[-1][nodes.text :], features
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden [M, width] -> [M, vocab]."""

@@ -107,7 +107,7 @@ class FlatModel(AnyModel, Protocol):
     quantization: QuantizationName | None
 
     def forward(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> HiddenStates:
-        """Run N nodes -> hidden [N, width], features [N, taps, inner width]. Writes their keys and values."""
+        """Run N nodes -> hidden [N - text, width], features [N, taps, inner width]. Writes their keys and values."""
         ...
 
     def fill(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> Tensor | None:

@@ -132,6 +132,21 @@ class Decoder(CachedRows):
             self.num_computed_tokens[row] = stop
         return hidden
 
+    @property
+    def reads_ends(self) -> bool:
+        """Whether ``end_prompts`` may be called."""
+        return self.passes.reads_ends and self.cuts_anywhere
+
+    def end_prompts(
+        self, batch: Batch, rows: Sequence[int], starts: Sequence[int], stops: Sequence[int], count: int
+    ) -> Tensor:
+        """Run tokens as ``prefill`` does -> hidden [count, width] at the last tokens of the last ``count`` slots."""
+        parts = zip(rows, starts, stops, strict=True)
+        hidden = self.passes.end([Part(row, start, batch.text[row, start:stop]) for row, start, stop in parts], count)
+        for row, stop in zip(rows, stops, strict=True):
+            self.num_computed_tokens[row] = stop
+        return hidden
+
     def copy_row(self, source: int, destination: int, length: int) -> None:
         super().copy_row(source, destination, length)
         if self.reader is not None:

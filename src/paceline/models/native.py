@@ -118,14 +118,15 @@ class NativeModel:
         self.adapters = adapters
 
     def forward(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> HiddenStates:
-        """Run N nodes -> hidden [N - read, width], features [N - read, taps, width], both float32.
+        """Run N nodes -> hidden [N - read - text, width], features [N - read, taps, width], both float32.
 
         Writes the nodes' keys and values. The first ``nodes.read`` nodes are in the cache already and are not run.
         """
         check_taps(taps, self.layers + 1)
         if self._reference is not None:
             return HiddenStates(*self._reference.forward(nodes, cache, taps))
-        hidden = torch.empty(nodes.tokens.shape[0] - nodes.read, self.width, dtype=torch.float32)
+        wanted = nodes.tokens.shape[0] - nodes.read - nodes.text
+        hidden = torch.empty(wanted, self.width, dtype=torch.float32)
         return HiddenStates(hidden, self._forward(nodes, cache, taps, hidden))
 
     def fill(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> Tensor | None:
@@ -143,8 +144,8 @@ class NativeModel:
         count = nodes.tokens.shape[0] - nodes.read
         features = torch.empty(count, len(taps), self.width, dtype=torch.float32) if taps else None
         if count > 0:
-            tensors = (None if tensor is None else tensor.contiguous() for tensor in nodes[:-1])
-            flat = Nodes(*tensors)._replace(read=nodes.read)  # type: ignore[arg-type]
+            tensors = [None if tensor is None else tensor.contiguous() for tensor in nodes[:5]]
+            flat = Nodes(*tensors)._replace(read=nodes.read, text=nodes.text)  # type: ignore[arg-type]
             tapped = None if features is None else (self.tap_places(taps), features)
             seconds = self.seconds if self.timed else None
             problem = self._packed.decoder.forward(flat, self._c_cache(cache), hidden, tapped, seconds)

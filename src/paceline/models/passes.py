@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import NamedTuple, Protocol
 
 import torch
@@ -61,7 +61,10 @@ class Passes(ABC):
     vocab_size: vocabulary of the batch. Ids beyond the model's own are clamped: only another model's padded head can
         sample them.
     reader: gets the features of every token that is run; None: features are not computed.
+    reads_ends: whether ``end`` may be called: hidden states must not depend on the other tokens of a pass.
     """
+
+    reads_ends = False
 
     def __init__(self, model: AnyModel, cache: KVCache, vocab_size: int) -> None:
         self.cache, self.reader = cache, None
@@ -100,6 +103,10 @@ class Passes(ABC):
     @abstractmethod
     def fill(self, parts: Sequence[Part]) -> None:
         """Run the parts as ``read`` does, for their keys, values and features only."""
+
+    def end(self, parts: Sequence[Part], count: int) -> Tensor:
+        """Run the parts as ``fill`` does -> hidden [count, width] at the last token of each of the last ``count``."""
+        raise NotImplementedError
 
     @abstractmethod
     def branches(self, batch: Batch, draft: Draft, new: Sequence[range]) -> Tensor:
@@ -176,12 +183,14 @@ class PaddedPasses(Passes):
 class FlatPasses(Passes):
     """Passes of a ``FlatModel``: lists of real tokens only, which run their own attention."""
 
+    reads_ends = True
+
     def __init__(self, model: FlatModel, cache: KVCache, vocab_size: int) -> None:
         super().__init__(model, cache, vocab_size)
         self._model = model
 
     def _run(self, nodes: Nodes) -> Tensor:
-        """Run N nodes and store their features -> hidden [N - read, width]."""
+        """Run N nodes and store their features -> hidden [N - read - text, width]."""
         states = self._model.forward(self._checked(nodes), self.cache, self._taps)
         self._pass_on(nodes, states.features)
         return states.hidden
@@ -237,6 +246,10 @@ class FlatPasses(Passes):
     def fill(self, parts: Sequence[Part]) -> None:
         nodes = self._checked(_listed(parts))
         self._pass_on(nodes, self._model.fill(nodes, self.cache, self._taps))
+
+    def end(self, parts: Sequence[Part], count: int) -> Tensor:
+        last = [stop - 1 for stop in accumulate(len(part.tokens) for part in parts)][-count:]
+        return self._run(_listed(parts)._replace(text=last[0]))[[place - last[0] for place in last]]
 
     def branches(self, batch: Batch, draft: Draft, new: Sequence[range]) -> Tensor:
         """The node list begins with the draft tokens that were run before, as parents of the new ones."""

@@ -93,7 +93,7 @@ class RecurrentModel:
         return self._reference
 
     def forward(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> HiddenStates:
-        """Run N nodes -> hidden [N, width], features [N, taps, width]; see ``FlatModel``."""
+        """Run N nodes -> hidden [N - text, width], features [N, taps, width]; see ``FlatModel``."""
         check_taps(taps, self.layers + 1)
         return HiddenStates(*self._decoder.forward(nodes, cache, taps))
 
