@@ -25,7 +25,7 @@ from paceline.core.cache import KVCache
 from paceline.core.recurrent_state import WINDOW, StatefulCache
 from paceline.kernels.pack import Format, Packed
 
-ABI_VERSION = 27  # must equal csrc/model.h's; raise both when a struct or a function changes
+ABI_VERSION = 28  # must equal csrc/model.h's; raise both when a struct or a function changes
 FORMATS: dict[Format, int] = {"int8": 0, "bf16": 1, "int4": 2}
 
 
@@ -81,6 +81,12 @@ class CRouter(Structure):
     _fields_ = (("weights", c_void_p), ("bias", c_void_p), ("inputs", c_int32), ("outputs", c_int32))
 
 
+class CExpertsNorms(Structure):
+    """csrc: ExpertsNorms."""
+
+    _fields_ = tuple((name, c_void_p) for name in ("router", "before", "after", "shared_after"))
+
+
 class CExperts(Structure):
     """csrc: Experts."""
 
@@ -89,6 +95,8 @@ class CExperts(Structure):
         ("gate_up", POINTER(CLinear)),
         ("down", POINTER(CLinear)),
         *((name, c_int32) for name in ("count", "used", "normalised")),
+        ("factors", c_void_p),
+        ("norms", POINTER(CExpertsNorms)),
     )
 
 

@@ -215,6 +215,8 @@ class _Packer:
             count=count,
             used=experts.used,
             normalised=experts.normalised,
+            factors=None if experts.factors is None else self._vector(experts.factors),
+            norms=None if experts.norms is None else pointer(abi.CExpertsNorms(*map(self._norm, experts.norms))),
         )
 
     def _router(self, experts: ExpertsWeights) -> abi.CRouter:
