@@ -33,13 +33,13 @@ Quantization = Literal["int8", "int4"] | None
 FORMATS: list[Quantization] = [None, "int8", "int4"]
 BOUNDS = {None: 0.03, "int8": 0.07, "int4": 0.4}  # relative errors of the model itself
 WIDE = {"hidden_size": 64, "intermediate_size": 72, "head_dim": 16, "num_hidden_layers": 2}
-FAMILIES = ["llama with biases", "qwen3", "gemma3", "olmo2", "phi3", "gemma4", "gemma4 with keys as values"]
+FAMILIES = ["llama with biases", "qwen3", "gemma3", "olmo2", "phi3", "gemma4", "gemma4 with keys as values"]  # experts: bits only
 LENGTH = 20
 
 
 def model_of(family: str) -> PreTrainedModel:
     if family.startswith("gemma4"):
-        sizes = SIZES["keys as values" if family.endswith("values") else "all kinds"]
+        sizes = SIZES[family.removeprefix("gemma4 with ") if " " in family else "all kinds"]
         return tiny_gemma4(**dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY) | sizes)
     kind, fields = NATIVE[family]
     kinds = {"layer_types": fields["layer_types"][:2]} if "layer_types" in fields else {}
@@ -106,7 +106,7 @@ def test_logits_are_those_of_adapters_in_torch(family: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("quantization", FORMATS)
-@pytest.mark.parametrize("family", ["llama with biases", "gemma3", "gemma4", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama with biases", "gemma3", "gemma4", "gemma4 with experts", "qwen3_moe"])
 def test_bits_depend_on_no_other_row_and_no_division_into_passes(
     family: str, quantization: Quantization, tmp_path: Path
 ) -> None:

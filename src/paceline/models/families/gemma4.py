@@ -1,6 +1,6 @@
-"""Gemma 4, the text model: two head widths in turn, vectors by token for every layer, keys shared by the last layers.
+"""Gemma 4, the text model: two head widths in turn, vectors by token, keys shared by last layers, experts in 26B-A4B.
 
-26B-A4B has a mixture of experts beside the MLP of every layer, each between norms of its own.
+The mixture stands beside the MLP of every layer, each between norms of its own.
 """
 
 from __future__ import annotations
