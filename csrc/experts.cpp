@@ -90,7 +90,10 @@ void ExpertsStep::choose(int token) const {
     if (e_.normalised) total += weight;
     s[best] = -std::numeric_limits<float>::infinity();
   }
-  for (int rank = 0; rank < e_.used; ++rank) weights[rank] = static_cast<float>(static_cast<double>(weights[rank]) / total);
+  for (int rank = 0; rank < e_.used; ++rank) {
+    weights[rank] = static_cast<float>(static_cast<double>(weights[rank]) / total);
+    if (e_.factors) weights[rank] *= e_.factors[chosen[rank]];
+  }
 }
 
 void ExpertsStep::multiply(int thread) const {

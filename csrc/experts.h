@@ -42,7 +42,7 @@ class ExpertsStep {
   ExpertsStep(const Experts& experts, const Kernels& kernels, Pool& pool, ExpertBuffers& buffers, Epilogue gated, int tokens, int stride)
       : e_(experts), k_(kernels), pool_(pool), b_(buffers), gated_(gated), tokens_(tokens), stride_(static_cast<size_t>(stride)) {}
 
-  // The normed input of a token [stride], which the caller fills before all threads meet.
+  // The normed input of a token [stride], which the caller fills before all threads meet: of the router, then of the experts.
   float* input(int token) const { return b_.normed.as<float>() + static_cast<size_t>(token) * stride_; }
   // Chooses every token's experts and sorts the pairs.
   void route(int thread) const;

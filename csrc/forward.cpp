@@ -213,10 +213,13 @@ class Pass {
     const float* const* changes = change(layer.changes[kChangedAttentionOut], m_.attended_.as<float>(), nullptr, layer.attention_out, thread);
     watch.lap(kPrepare);
     add(layer.attention_out, input, layer.attention_out_norm, thread, watch, nullptr, changes);
-    if (layer.experts) return run_experts(layer, thread, watch);
-    input = activate(layer, thread, watch);
-    changes = change(layer.changes[kChangedDown], m_.activated_.as<float>(), nullptr, layer.down, thread);
-    add(layer.down, input, layer.mlp_out_norm, thread, watch, layer.input ? nullptr : layer.scale_out, changes);
+    const float* scale = layer.input ? nullptr : layer.scale_out;
+    if (layer.experts) {
+      run_experts(layer, scale, thread, watch);
+    } else {
+      input = activate(layer, thread, watch);
+      add(layer.down, input, layer.mlp_out_norm, thread, watch, scale, change_down(layer, thread));
+    }
     if (layer.input) add_token_input(layer, index, thread, watch);
   }
 
@@ -235,36 +238,52 @@ class Pass {
     return input;
   }
 
+  const float* const* change_down(const Layer& layer, int thread) const {
+    return change(layer.changes[kChangedDown], m_.activated_.as<float>(), nullptr, layer.down, thread);
+  }
+
   static Epilogue gate_of(const Layer& layer) {
     constexpr Epilogue of[] = {Epilogue::kSwiglu, Epilogue::kGeglu, Epilogue::kClampedSwiglu};
     return of[layer.activation];
   }
 
-  void run_experts(const Layer& layer, int thread, Stopwatch& watch) const {
+  // scale: a factor of the sum, or null.
+  void run_experts(const Layer& layer, const float* scale, int thread, Stopwatch& watch) const {
     const ExpertsStep step(*layer.experts, k_, pool_, *m_.experts_, gate_of(layer), tokens_.count, m_.padded_width);
     const Share share(tokens_.count, thread, pool_.threads());
     const size_t stride = static_cast<size_t>(m_.padded_width);
-    for (int i = share.first; i < share.last; ++i) {
-      if (layer.post_norm) k_.rms_norm(residual(i), norm(layer.post_norm), m_.padded_width, step.input(i));
-      else std::memcpy(step.input(i), residual(i), sizeof(float) * stride);
-    }
-    pool_.meet();
+    const ExpertsNorms* norms = layer.experts->norms;
+    const auto enter = [&](const float* weight) {
+      for (int i = share.first; i < share.last; ++i) {
+        if (weight) k_.rms_norm(residual(i), norm(weight), m_.padded_width, step.input(i));
+        else std::memcpy(step.input(i), residual(i), sizeof(float) * stride);
+      }
+      pool_.meet();
+    };
+    enter(norms ? norms->router : layer.post_norm);
     step.route(thread);
+    if (norms) enter(norms->before);
     if (thread == 0) m_.experts_read_ += step.distinct(thread);
     watch.lap(kPrepare);
     const bool shared = layer.gate_up.weights != nullptr;
     if (shared) {
       const Activations input = activate(layer, thread, watch);
-      multiply(layer.down, input, Epilogue::kStore, m_.branch_.as<float>(), stride, thread);
+      multiply(layer.down, input, Epilogue::kStore, m_.branch_.as<float>(), stride, thread, change_down(layer, thread));
     }
     step.multiply(thread);
     watch.lap(kProducts);
     float* sum = m_.scratch_[static_cast<size_t>(thread)]->normed.as<float>();
     for (int i = share.first; i < share.last; ++i) {
       step.sum(i, thread, sum);
-      if (shared) k_.accumulate(m_.branch_.as<float>() + static_cast<size_t>(i) * stride, shared_weight(*layer.experts, step, i), m_.padded_width, sum);
+      float* branch = m_.branch_.as<float>() + static_cast<size_t>(i) * stride;
+      if (norms) {
+        k_.rms_norm(sum, norm(norms->after), m_.padded_width, sum);
+        k_.rms_norm(branch, norm(norms->shared_after), m_.padded_width, branch);
+      }
+      if (shared) k_.accumulate(branch, shared_weight(*layer.experts, step, i), m_.padded_width, sum);
       if (layer.mlp_out_norm) k_.rms_norm(sum, norm(layer.mlp_out_norm), m_.padded_width, sum);
       k_.accumulate(sum, 1.0f, m_.padded_width, residual(i));
+      if (scale) for (size_t j = 0; j < stride; ++j) residual(i)[j] *= *scale;
     }
     pool_.meet();
     watch.lap(kPrepare);

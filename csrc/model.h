@@ -25,12 +25,20 @@ struct Recurrent {
 
 enum Activation : int32_t { kSilu = 0, kGeluTanh = 1, kClampedSilu = 2 };
 
+// Norms of a mixture and of the MLP beside it, where each reads the hidden states and has norms of its own: before the
+// router and the experts (before the MLP: Layer::post_norm), and after the experts and the MLP.
+struct ExpertsNorms {
+  const float *router, *before, *after, *shared_after;
+};
+
 // A mixture of experts. Its layer's gate_up and down, if it has any, are an MLP that every token runs through besides.
 struct Experts {
   Router router;                 // rows of the experts, then that of the gate of the shared MLP's output, if it has one
   const Linear *gate_up, *down;  // of each expert; all have one shape
   int32_t count, used;           // experts, and experts of a token
   int32_t normalised;            // whether a token's weights are a softmax over its experts' scores, not over all
+  const float* factors;          // [count] of the experts' outputs, or null
+  const ExpertsNorms* norms;     // or null: all parts read the layer's normed hidden states
 };
 
 // What a layer adds of its token's vector (TokenInputs): norm(out(activation(gate(x)) * vector)).

@@ -53,9 +53,13 @@ def gemma4_fields(kinds: str = "sfssf", shared: int = 2, **changes: Any) -> dict
 
 
 WITHOUT_VECTORS = {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
-SIZES: dict[str, dict[str, Any]] = {  # of a model; like E2B, like the dense 31B, and with the true widths of heads
+EXPERTS = {"enable_moe_block": True, "hidden_size": 64, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 32}
+# of a model; like E2B, like the dense 31B, like 26B-A4B, and with the true widths of heads
+SIZES: dict[str, dict[str, Any]] = {
     "all kinds": {},
     "keys as values": {"kinds": "sf", "shared": 0, **WITHOUT_VECTORS},
+    "experts": {"kinds": "sf", "shared": 0, **WITHOUT_VECTORS, **EXPERTS},
+    "experts and vectors": {"kinds": "sfs", "shared": 1, **EXPERTS},
     "wide heads": {"kinds": "sfsf", "head_dim": 256, "global_head_dim": 512, "num_key_value_heads": 1},
 }
 
@@ -128,6 +132,10 @@ def write_gguf(path: Path, model: PreTrainedModel) -> Path:
     writer.add_sliding_window(config.sliding_window)
     writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    if config.enable_moe_block:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.top_k_experts)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     writer.add_uint32("gemma4.embedding_length_per_layer_input", config.hidden_size_per_layer_input)
     writer.add_float32("gemma4.final_logit_softcapping", config.final_logit_softcapping)
     rotated = int(wide * config.rope_parameters["full_attention"]["partial_rotary_factor"] / 2)
@@ -138,10 +146,11 @@ def write_gguf(path: Path, model: PreTrainedModel) -> Path:
         ours = family.safetensors.ours(name)
         if name == "lm_head.weight" or ours is None:  # tied
             continue
-        stem, suffix = ours.rsplit(".", 1)
-        numbers = [part for part in stem.split(".") if part.isdigit()]
-        place = theirs_of[".".join("{}" if part.isdigit() else part for part in stem.split("."))].format(*numbers)
-        writer.add_tensor(f"{place}.{suffix}", tensor.contiguous().numpy())
+        numbers = [part for part in ours.split(".") if part.isdigit()]
+        general = ".".join("{}" if part.isdigit() else part for part in ours.split("."))
+        stem, suffix = general.rsplit(".", 1)
+        place = theirs_of[general] if general in theirs_of else f"{theirs_of[stem]}.{suffix}"
+        writer.add_tensor(place.format(*numbers), tensor.contiguous().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,10 +1,13 @@
 """GGUF files for tests: encoders of types that the gguf package cannot write, and copies of files in other types.
 
-``python gguf_support.py SOURCE TARGET TYPE`` writes a copy with all matrices in a type, or in the mixture "Q4_K_M".
+``python gguf_support.py SOURCE TARGET TYPE`` writes a copy with all matrices in a type, or in a mixture of ``MIXTURES``.
+With LLAMA_CPP=PATH, the path of a library that has llama.cpp's functions (such as xllamacpp's), those encode.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -35,10 +38,23 @@ def begun(path: Path, architecture: str, config: Any, more_layers: int = 0) -> g
 
 def encode(values: Floats, kind: GGMLQuantizationType) -> npt.NDArray[Any]:
     """Encode numbers [rows, width] in a type."""
+    if library := os.environ.get("LLAMA_CPP"):
+        return _by_llama_cpp(ctypes.CDLL(library), np.ascontiguousarray(values, np.float32), kind)
     own = {GGMLQuantizationType.Q4_K: _q4_k, GGMLQuantizationType.Q6_K: _q6_k}.get(kind)
     if own is None:
         return gguf.quantize(np.ascontiguousarray(values, np.float32), kind)
     return own(values.reshape(-1, 256).astype(np.float32)).reshape(len(values), -1)
+
+
+def _by_llama_cpp(library: ctypes.CDLL, values: Floats, kind: GGMLQuantizationType) -> Bytes:
+    rows, width = values.shape
+    block, size = GGML_QUANT_SIZES[kind]
+    encoded = np.zeros((rows, width // block * size), np.uint8)
+    library.ggml_quantize_chunk.restype = ctypes.c_size_t
+    sizes = ctypes.c_int64(0), ctypes.c_int64(rows), ctypes.c_int64(width)
+    where = ctypes.c_void_p(values.ctypes.data), ctypes.c_void_p(encoded.ctypes.data)
+    assert library.ggml_quantize_chunk(ctypes.c_int(kind), *where, *sizes, None) == encoded.nbytes
+    return encoded
 
 
 def random_blocks(kind: GGMLQuantizationType, rows: int, blocks: int, seed: int = 0) -> Bytes:
@@ -127,7 +143,7 @@ def copy(source: Path, target: Path, kind_of: KindOf, tensors_per_part: int = 0)
         values = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
         to = kind_of(tensor.name) if values.ndim == 2 else GGMLQuantizationType.F32
         if values.shape[-1] % GGML_QUANT_SIZES[to][0]:
-            to = GGMLQuantizationType.Q8_0  # as llama.cpp, which falls back to a type with smaller blocks
+            to = _FALLBACKS.get(to, GGMLQuantizationType.Q8_0)
         writer.add_tensor(tensor.name, encode(values, to) if values.ndim == 2 else values, raw_dtype=to)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -135,29 +151,45 @@ def copy(source: Path, target: Path, kind_of: KindOf, tensors_per_part: int = 0)
     writer.close()
 
 
-def in_mixture(layers: int) -> KindOf:
-    """Return llama.cpp's choice of types for Q4_K_M: the head and half of v and down have 6 bits."""
+_Q = GGMLQuantizationType
+# llama.cpp's types for rows that are no multiple of 256 numbers
+_FALLBACKS = {_Q.Q2_K: _Q.IQ4_NL, _Q.Q3_K: _Q.IQ4_NL, _Q.Q4_K: _Q.Q5_0, _Q.Q5_K: _Q.Q5_1}
+# llama.cpp's mixtures without an importance matrix: the type of most matrices, and those of others. The head, or the
+# embedding in place of it, is Q6_K; in Q4_K_M half of the layers have v and down in Q6_K, too.
+MIXTURES: dict[str, tuple[GGMLQuantizationType, dict[str, GGMLQuantizationType]]] = {
+    "Q4_K_M": (_Q.Q4_K, {}),
+    "Q3_K_M": (_Q.Q3_K, {"attn_v": _Q.Q4_K, "ffn_down": _Q.Q4_K, "attn_output": _Q.Q4_K}),
+    "Q2_K": (_Q.Q2_K, {"attn_v": _Q.Q4_K, "ffn_down": _Q.Q3_K, "attn_output": _Q.Q3_K}),
+}
+
+
+def in_mixture(mixture: str, layers: int, *, tied: bool = False) -> KindOf:
+    """Return the choice of types of a mixture. tied: whether the file has no output head. Q2_K: of 4 queries a key."""
+    usual, others = MIXTURES[mixture]
 
     def kind_of(name: str) -> GGMLQuantizationType:
         parts = name.split(".")
-        if name == "output.weight":
-            return GGMLQuantizationType.Q6_K
-        if parts[0] == "blk" and parts[2] in ("attn_v", "ffn_down"):
-            at = int(parts[1])
-            if at < layers // 8 or at >= 7 * layers // 8 or (at - layers // 8) % 3 == 2:
-                return GGMLQuantizationType.Q6_K
-        return GGMLQuantizationType.Q4_K
+        if parts[0] == ("token_embd" if tied else "output"):
+            return _Q.Q6_K
+        if parts[0] != "blk":
+            return usual
+        part, at = parts[2], int(parts[1])
+        if mixture == "Q4_K_M" and part in ("attn_v", "ffn_down"):
+            more_bits = at < layers // 8 or at >= 7 * layers // 8 or (at - layers // 8) % 3 == 2
+            return _Q.Q6_K if more_bits else usual
+        if mixture == "Q3_K_M" and ((part == "attn_v" and at < 2) or (part == "ffn_down" and at < layers // 16)):
+            return _Q.Q5_K
+        return others.get(part, usual)
 
     return kind_of
 
 
 def main(source: Path, target: Path, kind: str) -> None:
-    if kind == "Q4_K_M":
-        reader = gguf.GGUFReader(source)
-        arch = reader.fields["general.architecture"].contents()
-        copy(source, target, in_mixture(int(reader.fields[f"{arch}.block_count"].contents())))
-    else:
-        copy(source, target, lambda _: GGMLQuantizationType[kind])
+    reader = gguf.GGUFReader(source)
+    arch = reader.fields["general.architecture"].contents()
+    layers, names = int(reader.fields[f"{arch}.block_count"].contents()), {each.name for each in reader.tensors}
+    mixed = in_mixture(kind, layers, tied="output.weight" not in names) if kind in MIXTURES else None
+    copy(source, target, mixed or (lambda _: GGMLQuantizationType[kind]))
 
 
 if __name__ == "__main__":

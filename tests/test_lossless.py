@@ -20,7 +20,7 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-from gemma4_support import tiny_assistant, tiny_native_gemma4
+from gemma4_support import SIZES, tiny_assistant, tiny_native_gemma4
 from head_support import tiny_head, tiny_native_head, tiny_transfer_head
 from paceline.config import SamplingParams, StructuredOutputs
 from paceline.core import acceptance, rules
@@ -94,13 +94,16 @@ MODELS |= {  # the same of another kind: short convolutions
     "lfm2 bf16": functools.cache(lambda: on_kernels(tiny_lfm2(), None)),
 }
 SHORT_CONVOLUTIONS = ["lfm2", "lfm2 int4", "lfm2 bf16"]
-MODELS["gemma4"] = tiny_native_gemma4  # the same, with heads of two widths and keys that layers share
+MODELS |= {  # the same, with heads of two widths and keys that layers share, or with experts between norms of their own
+    "gemma4": tiny_native_gemma4,
+    "gemma4 experts": functools.partial(tiny_native_gemma4, **SIZES["experts"]),
+}
 OTHER_STATES: dict[str, Callable[[], Model]] = {  # kinds of states that run in torch only
     "mamba2": functools.cache(lambda: ours(tiny_granite_hybrid())),
 }
 MODELS |= OTHER_STATES
-DRAFTS["native"] = DRAFTS["recurrent"] = DRAFTS["gemma4"] = lambda: tiny_native(1, 1)
-DRAFTS |= dict.fromkeys([*MIXTURES, *SHORT_CONVOLUTIONS], DRAFTS["native"])
+DRAFTS["native"] = lambda: tiny_native(1, 1)
+DRAFTS |= dict.fromkeys(["recurrent", "gemma4", "gemma4 experts", *MIXTURES, *SHORT_CONVOLUTIONS], DRAFTS["native"])
 DRAFTS |= dict.fromkeys(OTHER_STATES, lambda: tiny_llama(1))
 HEADS: dict[str, Callable[[], HeadModel]] = {
     "toy": lambda: tiny_head(ToyModel(), 8),
@@ -111,6 +114,7 @@ HEADS: dict[str, Callable[[], HeadModel]] = {
     "experts": lambda: tiny_native_head(tiny_native_experts(), 72),
     "lfm2": lambda: tiny_native_head(MODELS["lfm2"](), 48),
     "gemma4": lambda: tiny_native_head(tiny_native_gemma4(), 40),
+    "gemma4 experts": lambda: tiny_native_head(MODELS["gemma4 experts"](), 64),
 }
 ASSISTANTS = {"gemma4": lambda: tiny_assistant(tiny_native_gemma4())}
 DRAFTERS = ["model", "self", "ngram", "documents", "never", "always", "sometimes", "ragged", "short", "hybrid"]
@@ -472,7 +476,7 @@ def test_rounds_with_an_assistant_equal_plain_decoding(
         ("head", "confident", "greedy", 1),
     ],
 )
-@pytest.mark.parametrize("model", ["recurrent", "lfm2", "gemma4"])
+@pytest.mark.parametrize("model", ["recurrent", "lfm2", "gemma4", "gemma4 experts"])
 @pytest.mark.one_in(7)
 def test_rounds_of_models_with_different_layers_equal_plain_decoding(
     model: str, drafter: str, length: int | str, family: str, width: int

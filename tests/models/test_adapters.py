@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from adapter_support import write_adapter
+from adapter_support import EVERY_LINEAR, write_adapter
 from model_support import FOREIGN, NATIVE, Runner, random_tokens, tiny
 from paceline import LLM, SamplingParams
 from paceline.errors import ModelFormatError, ParameterError
@@ -53,7 +53,7 @@ def expected(model: PreTrainedModel, prompt: list[int]) -> list[int]:
 def load(path: Path, **options: Any) -> LLM:
     tokenless: dict[str, Any] = {"dtype": "float32", "max_batch_size": 4, "max_model_len": 48, "use_tqdm": False}
     adapters = {"red": path / "red", "blue": path / "blue"}
-    return LLM(load_model_of(path / "model"), adapters=adapters, **tokenless | options)
+    return LLM(load_model_of(path / "model"), **{"adapters": adapters} | tokenless | options)
 
 
 def load_model_of(path: Path) -> PreTrainedModel:
@@ -81,6 +81,40 @@ def test_rows_with_different_adapters_equal_the_merged_models_one_by_one(drafter
     found = answers(llm)
     assert found == [expected(merged[name], prompt) for name, prompt in zip(NAMES, PROMPTS, strict=True)]
     assert len({tuple(expected(merged[name], PROMPTS[0])) for name in merged}) == 3, "adapters change nothing"
+    llm.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers for it
+@pytest.mark.parametrize("drafter", ["none", "ngram", "model"])
+def test_two_of_three_rows_with_adapters_of_peft_equal_transformers_with_peft_one_by_one(
+    drafter: str, folder: Folder, tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft", reason="peft writes and runs the adapters")
+    path, _ = folder
+    random = {"lora_alpha": 24, "init_lora_weights": False}
+    every = peft.LoraConfig(r=4, target_modules=list(EVERY_LINEAR), **random)
+    some = peft.LoraConfig(r=3, target_modules=["q_proj", "v_proj", "up_proj"], use_rslora=True, **random)
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        theirs = peft.get_peft_model(load_model_of(path / "model"), every, adapter_name="red")
+        theirs.add_adapter("blue", some)
+    theirs.save_pretrained(tmp_path)
+    wanted = {}
+    for name in ("red", "blue"):
+        theirs.set_adapter(name)
+        wanted[name] = [expected(theirs, prompt) for prompt in PROMPTS]
+    with theirs.disable_adapter():
+        wanted[None] = [expected(theirs, prompt) for prompt in PROMPTS]
+    assert len({tuple(texts[0]) for texts in wanted.values()}) == 3, "adapters change nothing"
+    options = {} if drafter == "none" else {"num_speculative_tokens": 3}
+    options |= {"draft_model": load_model_of(path / "draft")} if drafter == "model" else {}
+    chosen = None if drafter == "none" else drafter
+    adapters = {name: tmp_path / name for name in ("red", "blue")}
+    llm = load(path, drafter=chosen, adapters=adapters, max_batch_size=3, **options)
+    for names in (["red", None, "blue"], ["blue", "red", None]):
+        made = llm.generate(PROMPTS[:3], [params(name) for name in names], use_tqdm=False)
+        found = [output.outputs[0].token_ids for output in made]
+        assert found == [wanted[name][row] for row, name in enumerate(names)]
     llm.close()
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -16,14 +17,18 @@ from gemma4_support import SIZES, tiny_gemma4
 from kernels.tools import ragged
 from model_support import NATIVE, VOCABULARY, Runner, random_tokens, tiny
 from paceline import LLM, SamplingParams
+from paceline.core.batch import Batch
 from paceline.core.cache import KVCache
+from paceline.core.draft import Draft, Verdict
 from paceline.core.nodes import Nodes
 from paceline.errors import ParameterError
 from paceline.kernels import native
+from paceline.lengths.calibration import Calibration, Grid
 from paceline.models.adapters import attach
 from paceline.models.loading import describe_source, load_model
 from paceline.models.native import NativeModel
 from paceline.models.transformer import Transformer
+from toy import make_engine
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -33,13 +38,13 @@ Quantization = Literal["int8", "int4"] | None
 FORMATS: list[Quantization] = [None, "int8", "int4"]
 BOUNDS = {None: 0.03, "int8": 0.07, "int4": 0.4}  # relative errors of the model itself
 WIDE = {"hidden_size": 64, "intermediate_size": 72, "head_dim": 16, "num_hidden_layers": 2}
-FAMILIES = ["llama with biases", "qwen3", "gemma3", "olmo2", "phi3", "gemma4", "gemma4 with keys as values"]
+FAMILIES = ["llama with biases", "qwen3", "gemma3", "olmo2", "phi3", "gemma4", "gemma4 with keys as values"]  # experts: bits only
 LENGTH = 20
 
 
 def model_of(family: str) -> PreTrainedModel:
     if family.startswith("gemma4"):
-        sizes = SIZES["keys as values" if family.endswith("values") else "all kinds"]
+        sizes = SIZES[family.removeprefix("gemma4 with ") if " " in family else "all kinds"]
         return tiny_gemma4(**dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY) | sizes)
     kind, fields = NATIVE[family]
     kinds = {"layer_types": fields["layer_types"][:2]} if "layer_types" in fields else {}
@@ -105,8 +110,31 @@ def test_logits_are_those_of_adapters_in_torch(family: str, tmp_path: Path) -> N
         assert max(errors[1:]) < 2 * errors[0], (quantization, errors)
 
 
+def test_adapters_are_counted_with_the_weights_and_calibrated_in_turn(tmp_path: Path) -> None:
+    theirs = model_of("llama with biases")
+    adapters = adapters_of(tmp_path, theirs)
+    ours = load_model(theirs, dtype=torch.float32)
+    bare = ours.weight_bytes(), on_kernels(theirs, {}, "int8").weight_bytes()
+    attach(ours, adapters, describe_source(theirs))
+    stored = sum(t.nbytes for path in adapters.values() for t in load_file(path / "adapter_model.safetensors").values())
+    native_model = on_kernels(theirs, adapters, "int8")
+    assert ours.weight_bytes() - bare[0] == stored
+    assert native_model.weight_bytes() - bare[1] > stored, "padded"
+    parts = make_engine(native_model, drafter="ngram", max_batch_size=4, max_model_len=48).parts
+    seen: set[tuple[int, ...]] = set()
+    accept = parts.accept
+
+    def noted(draft: Draft, found: Tensor, batch: Batch) -> Verdict:
+        seen.add(tuple(parts.target.cache.adapter_of[: batch.rows].tolist()))
+        return accept(draft, found, batch)
+
+    Calibration(parts.target, parts.drafter, noted, Grid((1, 4), (0, 1), seconds=0.0)).run()
+    assert seen == {(1,), (1, 2, 1, 2)}
+    assert not parts.target.cache.adapter_of.any()
+
+
 @pytest.mark.parametrize("quantization", FORMATS)
-@pytest.mark.parametrize("family", ["llama with biases", "gemma3", "gemma4", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama with biases", "gemma3", "gemma4", "gemma4 with experts", "qwen3_moe"])
 def test_bits_depend_on_no_other_row_and_no_division_into_passes(
     family: str, quantization: Quantization, tmp_path: Path
 ) -> None:

@@ -81,6 +81,12 @@ class CRouter(Structure):
     _fields_ = (("weights", c_void_p), ("bias", c_void_p), ("inputs", c_int32), ("outputs", c_int32))
 
 
+class CExpertsNorms(Structure):
+    """csrc: ExpertsNorms."""
+
+    _fields_ = tuple((name, c_void_p) for name in ("router", "before", "after", "shared_after"))
+
+
 class CExperts(Structure):
     """csrc: Experts."""
 
@@ -89,6 +95,8 @@ class CExperts(Structure):
         ("gate_up", POINTER(CLinear)),
         ("down", POINTER(CLinear)),
         *((name, c_int32) for name in ("count", "used", "normalised")),
+        ("factors", c_void_p),
+        ("norms", POINTER(CExpertsNorms)),
     )
 
 

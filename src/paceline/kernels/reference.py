@@ -172,7 +172,7 @@ class ReferenceDecoder:
             mix = context.recurrent if weights.recurrent else context.attention
             mixed = mix(index, layer, normed)
             x = x + norm(mixed, weights.attention_out_norm, spec.epsilon)
-            x = x + norm(layer.mlp(norm(x, weights.post_norm, spec.epsilon)), weights.mlp_out_norm, spec.epsilon)
+            x = x + norm(layer.mlp(x, spec.epsilon), weights.mlp_out_norm, spec.epsilon)
             if weights.input is not None:
                 assert vectors is not None
                 x = x + layer.token_input(x, vectors[:, index], spec.epsilon)
@@ -286,20 +286,27 @@ class _ReferenceLayer:
         to: ReferenceFormat = "fp32" if self.qkv.to == "fp32" else GATES_FORMAT
         self.gates = None if gates is None else _ReferenceLinear(gates, to)
 
-    def mlp(self, x: Tensor) -> Tensor:
-        """The output of the MLP, of the experts, or of both [N, width], from its normed input."""
-        dense, experts = self._run(self._mlp, x), self.weights.experts
+    def mlp(self, x: Tensor, epsilon: float) -> Tensor:
+        """The output of the MLP, of the experts, or of both [N, width], from the hidden states."""
+        normed = norm(x, self.weights.post_norm, epsilon)
+        dense, experts = self._run(self._mlp, normed), self.weights.experts
         if experts is None:
             return dense
-        scores = functional.linear(x, experts.router.float())
+        norms = experts.norms
+        scores = functional.linear(normed if norms is None else norm(x, norms.router, epsilon), experts.router.float())
         if experts.shared_gate:
             dense = dense * scores[:, -1:].sigmoid()
-        return dense + self._mixed(x, scores[:, : len(experts.down)], experts)
+        read = normed if norms is None else norm(x, norms.before, epsilon)
+        mixed = self._mixed(read, scores[:, : len(experts.down)], experts)
+        if norms is None:
+            return dense + mixed
+        return norm(dense, norms.shared_after, epsilon) + norm(mixed, norms.after, epsilon)
 
     def _mixed(self, x: Tensor, scores: Tensor, experts: ExpertsWeights) -> Tensor:
         """The weighted sum of the outputs of each token's experts."""
         scores = scores if experts.router_bias is None else scores + experts.router_bias.float()
         weights, chosen = route(scores, experts.used, experts.normalised)
+        weights = weights if experts.factors is None else weights * experts.factors.float()[chosen]
         outputs = x.new_empty(*chosen.shape, x.shape[1])
         for expert in torch.unique(chosen).tolist():
             token, rank = (chosen == expert).nonzero(as_tuple=True)

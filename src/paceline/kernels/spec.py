@@ -86,6 +86,18 @@ class Rotary:
 GatedActivation = Literal["silu", "gelu_tanh", "clamped_silu"]
 
 
+class ExpertsNorms(NamedTuple):
+    """Norms [width] of a mixture and of the MLP beside it, where each reads the hidden states and has its own.
+
+    Before the router, before the experts (before the MLP: ``post_norm`` of the layer), after the experts, after the MLP.
+    """
+
+    router: Tensor
+    before: Tensor
+    after: Tensor
+    shared_after: Tensor
+
+
 @dataclass(frozen=True)
 class ExpertsWeights:
     """A mixture of experts: a token runs through the ``used`` experts with the highest scores, whose outputs are added.
@@ -95,6 +107,8 @@ class ExpertsWeights:
     gate_up, down: of each expert, all of one shape; as in ``LayerWeights``.
     normalised: whether the weights of the outputs are a softmax over the scores of the token's experts; else over all.
     router_bias: added to the scores.
+    factors: [experts], of the experts' outputs; None: 1.
+    norms: None: router, experts and MLP read the layer's normed hidden states, and their outputs are added.
     """
 
     router: Tensor
@@ -103,6 +117,8 @@ class ExpertsWeights:
     used: int
     normalised: bool
     router_bias: Tensor | None = None
+    factors: Tensor | None = None
+    norms: ExpertsNorms | None = None
 
     @property
     def shared_gate(self) -> bool:

@@ -176,7 +176,7 @@ class Calibration:
         self._measure([*(p for group in (verify, draft, feed, near, far) for p in group.values())], progress)
         self._measure_again({(b, k + 1): point for (b, k), point in verify.items()})
         self._measure_again(draft)
-        self.batch.set_live(())
+        self._clear()
         steps = [max(0.0, (draft[b, many].ms - draft[b, few].ms) / (many - few)) for b in sizes]
         once, token = self._context_cost(near, far, rows)
         return CostTable(
@@ -200,6 +200,7 @@ class Calibration:
         point = self._verify(1, 0, self.context)
         for _ in range(1 + self.grid.repeats):
             point.measure()
+        self._clear()
         return point.ms
 
     def _verify_table(self, measured: dict[tuple[int, int], float]) -> tuple[tuple[float, ...], ...]:
@@ -259,7 +260,13 @@ class Calibration:
                     layer[:rows, :, :context].uniform_(-1, 1, generator=generator)
 
     def _rows(self, rows: int, context: int) -> None:
-        """Start ``rows`` rows of ``context`` random tokens, of which all caches lack the last."""
+        """Start ``rows`` rows of ``context`` random tokens, of which all caches lack the last.
+
+        They have the target's adapters (if any) in turn, so their time and the bytes that they read are in the table.
+        """
+        names = () if self.target.adapters is None else self.target.adapters.names
+        for row in range(rows if names else 0):
+            self.target.set_adapter(row, names[row % len(names)])
         draws = torch.randint(self.batch.vocab_size, (rows, context), generator=torch.Generator().manual_seed(rows))
         params = SamplingParams(temperature=0, max_tokens=self.batch.positions)
         self.batch.set_live(())
@@ -268,6 +275,12 @@ class Calibration:
         self.batch.set_live(range(rows))
         for decoder in (self.target, *self.drafter.decoders):
             decoder.pretend(rows, context - 1)
+
+    def _clear(self) -> None:
+        """End the rows of the measurement."""
+        self.batch.set_live(())
+        for row in range(max(self.grid.batch_sizes)):
+            self.target.set_adapter(row, None)
 
     def _verify(self, rows: int, k: int, context: int) -> TimedRun:
         if self.runner is not None:

@@ -79,7 +79,8 @@ class AdaptedLinear:
         return y
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return self._base.tensors()
+        changes = (change for of_adapter in self._changes.values() for change in of_adapter)
+        return *self._base.tensors(), *(matrix for change in changes for matrix in (change.down, change.up))
 
 
 @dataclass(frozen=True)

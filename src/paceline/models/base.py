@@ -68,7 +68,7 @@ class AnyModel(Protocol):
         ...
 
     def weight_bytes(self) -> int:
-        """Return the bytes of all weights. Tied weights are counted once."""
+        """Return the bytes of all weights, adapters included. Tied weights are counted once."""
         ...
 
 

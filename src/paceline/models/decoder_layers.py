@@ -27,7 +27,7 @@ from paceline.models.description import (
 )
 from paceline.models.experts import Experts
 from paceline.models.linear import Linear, LinearFactory
-from paceline.models.weights import NORMS
+from paceline.models.weights import EXPERTS_NORMS, NORMS
 
 Rotation = tuple[Tensor, Tensor]  # cos and signed sin, each [B, L, 1, R]: the first R of a head's D elements turn
 
@@ -187,10 +187,12 @@ class _PlainMLP:
 def _mlp(spec: LayerSpec, parts: WeightSource, layer: str) -> GatedMLP | _PlainMLP | Experts:
     if isinstance(spec.mlp, ExpertsSpec):
         names = [f"experts_{part}.{kind}" for part in ("gate_up", "down") for kind in ("weight", "bias")]
+        names += ["experts_scale.weight"]
         stacked = {name: tensor for name in names if (tensor := parts.find(f"{layer}.{name}")) is not None}
         shared = None if spec.mlp.shared is None else GatedMLP(spec.mlp.shared, parts, layer)
         gate = parts.linear(f"{layer}.shared_gate") if spec.mlp.shared_gate else None
-        return Experts(spec.mlp, parts.linear(f"{layer}.router"), stacked, shared, gate)
+        norms = {name: parts.norm(f"{layer}.{name}") for name in (EXPERTS_NORMS if spec.mlp.own_norms else ())}
+        return Experts(spec.mlp, parts.linear(f"{layer}.router"), stacked, shared, gate, norms)
     return (GatedMLP if spec.mlp.gated else _PlainMLP)(spec.mlp, parts, layer)
 
 
@@ -267,7 +269,9 @@ class DecoderLayer:
         if self.attention_out_norm is not None:
             out = self.attention_out_norm(out)
         x, normed = _add(steps, x, out, self.norms.get("mlp_norm"))
-        out = self.mlp(normed, steps)
+        mlp = self.mlp
+        own_norms = isinstance(mlp, Experts) and bool(mlp.norms)
+        out = mlp.with_own_norms(x, normed, steps) if own_norms else mlp(normed, steps)
         if self.mlp_out_norm is not None:
             out = self.mlp_out_norm(out)
         if self.input is None and self.scale is None:

@@ -120,6 +120,9 @@ class ExpertsSpec:
         divided by the sum of the chosen; else over all.
     router_bias: whether the router's scores have a bias.
     shared: an MLP that every token runs through besides. shared_gate: whether sigmoid(gate(x)) multiplies its output.
+    scores_scale: factor of the router's scores. scaled: whether each expert's output has a stored factor.
+    own_norms: whether the router, the experts and the shared MLP read the layer's hidden states through a norm each, and
+        the outputs of the experts and of the MLP have a norm each before they are added.
     """
 
     count: int
@@ -129,6 +132,9 @@ class ExpertsSpec:
     router_bias: bool = False
     shared: MLPSpec | None = None
     shared_gate: bool = False
+    scores_scale: float = 1.0
+    scaled: bool = False
+    own_norms: bool = False
 
     def __post_init__(self) -> None:
         possible = type(self.used) is int and type(self.count) is int and 0 < self.used <= self.count

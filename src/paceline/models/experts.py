@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.kernels.experts import route
+from paceline.kernels.gpu.state import Norm
 from paceline.kernels.gpu.steps import LayerSteps
 from paceline.models.description import ExpertsSpec
 from paceline.models.linear import Linear
@@ -25,6 +26,7 @@ class Experts:
     for all of its tokens together, expert by expert in ascending order, so the sum of a token's outputs has one order
     whatever other tokens are there.
     shared: the MLP that every token runs through besides. shared_gate: its gate, [1, W].
+    norms: those of ``EXPERTS_NORMS`` by name, if the spec asks for them.
     """
 
     def __init__(
@@ -34,9 +36,11 @@ class Experts:
         stacked: Mapping[str, Tensor],
         shared: SharedMLP | None = None,
         shared_gate: Linear | None = None,
+        norms: Mapping[str, Norm] | None = None,
     ) -> None:
         """stacked: tensors of all experts, by their names in ``models.weights``."""
         self.spec, self.router, self.shared, self.stacked = spec, router, shared, stacked
+        self.norms = norms or {}
         self.gate_up, self.down = stacked["experts_gate_up.weight"], stacked["experts_down.weight"]
         self._gate_up_bias, self._down_bias = (stacked.get(f"experts_{part}.bias") for part in ("gate_up", "down"))
         self.linears: tuple[str, ...] = ("router",)
@@ -46,21 +50,35 @@ class Experts:
 
     def __call__(self, x: Tensor, steps: LayerSteps) -> Tensor:
         """x [N, W] -> [N, W]. Synchronises with the device."""
-        weights, chosen = self.route(x)
+        out = self._mixed(x, *self.route(x), steps)
+        return out if self.shared is None else out + self._shared(x, self.shared(x, steps))
+
+    def with_own_norms(self, x: Tensor, normed: Tensor, steps: LayerSteps) -> Tensor:
+        """Hidden states x and the shared MLP's input ``normed``, [N, W] each -> [N, W]."""
+        assert self.shared is not None
+        norms = self.norms
+        mixed = self._mixed(norms["experts_norm"](x), *self.route(norms["router_norm"](x)), steps)
+        return norms["shared_out_norm"](self.shared(normed, steps)) + norms["experts_out_norm"](mixed)
+
+    def _mixed(self, x: Tensor, weights: Tensor, chosen: Tensor, steps: LayerSteps) -> Tensor:
+        """The weighted sum of the outputs of each token's experts; weights, chosen: of ``route``."""
         out = torch.zeros_like(x)
         for expert in torch.unique(chosen).tolist():
             token, place = (chosen == expert).nonzero(as_tuple=True)
             part = _multiply(x[token], self.gate_up, self._gate_up_bias, expert)
             part = _multiply(steps.gate(part, self.spec.expert.activation), self.down, self._down_bias, expert)
             out.index_add_(0, token, part * weights[token, place, None])
-        return out if self.shared is None else out + self._shared(x, self.shared(x, steps))
+        return out
 
     def _shared(self, x: Tensor, out: Tensor) -> Tensor:
         return out * self.shared_gate(x).sigmoid() if self.spec.shared_gate else out
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [N, W] -> weights, in the dtype of x, and numbers, int64, of each token's experts, [N, used] each."""
-        weights, chosen = route(self.router(x).float(), self.spec.used, self.spec.normalised)
+        scores = self.router(x).float() * self.spec.scores_scale
+        weights, chosen = route(scores, self.spec.used, self.spec.normalised)
+        factors = self.stacked.get("experts_scale.weight")
+        weights = weights if factors is None else weights * factors.float()[chosen]
         return weights.to(x.dtype), chosen
 
     def used_multiply_adds(self) -> int:

@@ -114,7 +114,7 @@ class NativeModel:
         """
         if self._packed is None:
             raise ParameterError("adapters", list(adapters.names), "none with packed weights without the CPU kernels")
-        self._packed.adapt(by_layer, len(adapters.names))
+        self._weight_bytes += self._packed.adapt(by_layer, len(adapters.names))
         self.adapters = adapters
 
     def forward(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> HiddenStates:
@@ -190,7 +190,7 @@ class NativeModel:
         return out.view(*hidden.shape[:-1], self.vocab_size)
 
     def weight_bytes(self) -> int:
-        """Return the bytes of all weights. Tied weights are counted once."""
+        """Return the bytes of all weights, adapters included. Tied weights are counted once."""
         return self._weight_bytes
 
     def multiply_adds(self) -> int:

@@ -14,6 +14,7 @@ from paceline.kernels.delta import DeltaNet
 from paceline.kernels.pack import Format, Weight
 from paceline.kernels.short_conv import ShortConv
 from paceline.kernels.spec import (
+    ExpertsNorms,
     ExpertsWeights,
     GatedActivation,
     Heads,
@@ -38,6 +39,7 @@ from paceline.models.experts import Experts
 from paceline.models.linear import Dense
 from paceline.models.mixers import mixer_of
 from paceline.models.transformer import Transformer
+from paceline.models.weights import EXPERTS_NORMS
 
 Quantization = Literal["int8", "int4"]
 
@@ -150,13 +152,17 @@ def _experts_of(spec: ExpertsSpec, name: str, source: _WeightSource) -> ExpertsW
     """Return the experts of a layer. name: of the layer, with a point."""
     router = source.linear(f"{name}router")
     rows = [router.weight, *([source.weights[f"{name}shared_gate.weight"]] if spec.shared_gate else [])]
+    router_weights = torch.cat(rows)
+    norms = [source.weights[f"{name}{norm}.weight"] for norm in EXPERTS_NORMS] if spec.own_norms else []
     return ExpertsWeights(
-        router=torch.cat(rows),
+        router=router_weights if spec.scores_scale == 1.0 else router_weights.float() * spec.scores_scale,
         gate_up=source.experts(f"{name}experts_gate_up"),
         down=source.experts(f"{name}experts_down"),
         used=spec.used,
         normalised=spec.normalised,
         router_bias=router.bias,
+        factors=source.weights.get(f"{name}experts_scale.weight"),
+        norms=ExpertsNorms(*norms) if norms else None,
     )
 
 
@@ -217,6 +223,7 @@ def weights_of(model: Transformer) -> dict[str, Tensor]:
         attention, mlp = block.attention, block.mlp
         if isinstance(mlp, Experts):
             found |= {f"layers.{i}.{name}": tensor for name, tensor in mlp.stacked.items()}
+            found |= {f"layers.{i}.{name}.weight": norm.weight for name, norm in mlp.norms.items()}
         found |= {f"layers.{i}.{name}.weight": norm.weight for name, norm in block.norms.items()}
         found |= {f"layers.{i}.scale.weight": block.scale}
         if block.input is not None:

@@ -84,10 +84,11 @@ class PackedDecoder:
         self._kept, self._kernels, self._threads = (arena, tables, ends_of), kernels, threads
         self.decoder = native.NativeDecoder(kernels, model, self._kept, threads)
 
-    def adapt(self, by_layer: Mapping[str, Mapping[int, Sequence[LowRank]]], count: int) -> None:
-        """Add the changes of ``count`` adapters. The library's decoder is made anew, so nothing may use it yet."""
+    def adapt(self, by_layer: Mapping[str, Mapping[int, Sequence[LowRank]]], count: int) -> int:
+        """Add the changes of ``count`` adapters -> their bytes. The decoder is made anew, so nothing may use it yet."""
         changes = pack_changes(self.model, by_layer, count)
         self.decoder = native.NativeDecoder(self._kernels, self.model, (*self._kept, changes), self._threads)
+        return sum(matrix.nbytes for matrix in changes)
 
 
 def _rotate_by_tables(spec: NativeSpec, model: abi.CModel) -> object:
@@ -215,6 +216,8 @@ class _Packer:
             count=count,
             used=experts.used,
             normalised=experts.normalised,
+            factors=None if experts.factors is None else self._vector(experts.factors),
+            norms=None if experts.norms is None else pointer(abi.CExpertsNorms(*map(self._norm, experts.norms))),
         )
 
     def _router(self, experts: ExpertsWeights) -> abi.CRouter:

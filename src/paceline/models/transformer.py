@@ -265,7 +265,7 @@ class Transformer:
         return tensors
 
     def weight_bytes(self) -> int:
-        """Return the bytes of all weights. Tied weights are counted once."""
+        """Return the bytes of all weights, adapters included. Tied weights are counted once."""
         tensors = [*self._kept, *(tensor for linear in self.linears() for tensor in linear.tensors())]
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 

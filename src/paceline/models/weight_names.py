@@ -6,7 +6,8 @@ norms ``attn_norm``, ``mlp_norm`` (before), ``attn_out_norm``, ``mlp_out_norm`` 
 Inputs by token (``TokenInputsSpec``) are ``input_table``, ``input_project``, ``input_norm``, and per layer
 ``input_gate``, ``input_out``, ``input_out_norm``; a number that scales a layer's output is ``scale.weight``. A
 mixture of experts has ``router``, and for all experts together ``experts_gate``, ``experts_up`` (or
-``experts_gate_up``) and ``experts_down``, or for each one ``expert.E.gate`` and so on.
+``experts_gate_up``) and ``experts_down``, or for each one ``expert.E.gate`` and so on. Factors of the experts' outputs
+are ``experts_scale.weight``; norms of a mixture's own are named in ``weights.EXPERTS_NORMS``.
 """
 
 from __future__ import annotations

@@ -202,6 +202,10 @@ def _mlp_slots(spec: MLPSpec, width: int, layer: str, stored: Collection[str]) -
     yield from _linear_slots("down", {"down": width}, spec.width, spec.bias, layer)
 
 
+# Of a mixture and the MLP beside it, in the order of ``kernels.spec.ExpertsNorms``
+EXPERTS_NORMS = ("router_norm", "experts_norm", "experts_out_norm", "shared_out_norm")
+
+
 def _experts_slots(spec: ExpertsSpec, width: int, layer: str, stored: Collection[str]) -> Slots:
     inner = spec.expert.width
     yield from _linear_slots("router", {"router": spec.count}, width, spec.router_bias, layer)
@@ -215,6 +219,10 @@ def _experts_slots(spec: ExpertsSpec, width: int, layer: str, stored: Collection
         yield from _mlp_slots(spec.shared, width, layer, stored)
     if spec.shared_gate:
         yield from _linear_slots("shared_gate", {"shared_gate": 1}, width, False, layer)
+    if spec.scaled:
+        yield from _vector(f"{layer}experts_scale.weight", spec.count)
+    for norm in EXPERTS_NORMS if spec.own_norms else ():
+        yield from _vector(f"{layer}{norm}.weight", width)
 
 
 def _of_all_experts(

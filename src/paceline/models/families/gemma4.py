@@ -1,6 +1,6 @@
-"""Gemma 4, the text model: two head widths in turn, vectors by token for every layer, keys shared by the last layers.
+"""Gemma 4, the text model: two head widths in turn, vectors by token, keys shared by last layers, experts in 26B-A4B.
 
-Mixtures of experts (26B-A4B) run through transformers' own code.
+The mixture stands beside the MLP of every layer, each between norms of its own.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 from paceline.models.description import (
     AttentionSpec,
     DecoderSpec,
+    ExpertsSpec,
     LayerSpec,
     MLPSpec,
     NormSpec,
@@ -24,6 +25,7 @@ from paceline.models.description import (
 )
 from paceline.models.families.base import (
     ACTIVATION_NAMES,
+    GGUF_EXPERTS,
     GGUF_NORMS_AFTER,
     LLAMA_GGUF_NAMES,
     LLAMA_NAMES,
@@ -90,9 +92,21 @@ def _attentions(config: PretrainedConfig) -> list[AttentionSpec] | None:
     ]
 
 
-def _mlp(config: PretrainedConfig, attention: AttentionSpec, activation: str) -> MLPSpec:
+def _mlp(config: PretrainedConfig, attention: AttentionSpec, activation: str) -> MLPSpec | ExpertsSpec:
     double = config.use_double_wide_mlp and attention.reads_layer is not None
-    return MLPSpec(config.intermediate_size * (2 if double else 1), activation)
+    mlp = MLPSpec(config.intermediate_size * (2 if double else 1), activation)
+    if not config.enable_moe_block:
+        return mlp
+    return ExpertsSpec(
+        config.num_experts,
+        config.top_k_experts,
+        MLPSpec(config.moe_intermediate_size, activation),
+        normalised=True,
+        shared=mlp,
+        scores_scale=config.hidden_size**-0.5,
+        scaled=True,
+        own_norms=True,
+    )
 
 
 def _token_inputs(config: PretrainedConfig, activation: str) -> TokenInputsSpec | None:
@@ -104,7 +118,7 @@ def _token_inputs(config: PretrainedConfig, activation: str) -> TokenInputsSpec 
 
 def _asks_for_more(config: PretrainedConfig) -> bool:
     other_tokens = config.hidden_size_per_layer_input and config.vocab_size_per_layer_input != config.vocab_size
-    return bool(config.enable_moe_block or config.use_bidirectional_attention == "all" or other_tokens)
+    return bool(config.use_bidirectional_attention == "all" or other_tokens)
 
 
 def _fields(metadata: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,6 +129,7 @@ def _fields(metadata: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, A
     near, layers = metadata["attention.sliding_window_pattern"], metadata["block_count"]
     kv_heads = _by_layer(metadata.get("attention.head_count_kv", metadata["attention.head_count"]), layers)
     mlps = _by_layer(metadata["feed_forward_length"], layers)
+    experts = metadata.get("expert_count", 0)
     widths = [metadata["attention.key_length_swa" if is_near else "attention.key_length"] for is_near in near]
     return {
         "layer_types": ["sliding_attention" if is_near else "full_attention" for is_near in near],
@@ -126,6 +141,10 @@ def _fields(metadata: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, A
         },
         "intermediate_size": mlps[0],
         "use_double_wide_mlp": mlps[-1] != mlps[0],
+        "enable_moe_block": experts > 0,
+        "num_experts": experts or None,
+        "top_k_experts": metadata.get("expert_used_count"),
+        "moe_intermediate_size": metadata.get("expert_feed_forward_length"),
         "num_kv_shared_layers": metadata.get("attention.shared_kv_layers", 0),
         "hidden_size_per_layer_input": metadata.get("embedding_length_per_layer_input", 0),
         "vocab_size_per_layer_input": metadata["vocab_size"],
@@ -151,6 +170,13 @@ def _adapt(tensors: Mapping[str, StoredTensor], _: DecoderSpec) -> Mapping[str, 
 _GGUF_NAMES = {
     **LLAMA_GGUF_NAMES,
     **GGUF_NORMS_AFTER,
+    **GGUF_EXPERTS,
+    "blk.{}.ffn_gate_up_exps": "layers.{}.experts_gate_up",
+    "blk.{}.ffn_down_exps.scale": "layers.{}.experts_scale.weight",
+    "blk.{}.ffn_gate_inp.scale": "layers.{}.router_norm.weight",
+    "blk.{}.pre_ffw_norm_2": "layers.{}.experts_norm",
+    "blk.{}.post_ffw_norm_1": "layers.{}.shared_out_norm",
+    "blk.{}.post_ffw_norm_2": "layers.{}.experts_out_norm",
     "blk.{}.layer_output_scale": "layers.{}.scale",
     "blk.{}.inp_gate": "layers.{}.input_gate",
     "blk.{}.proj": "layers.{}.input_out",
@@ -185,6 +211,14 @@ _NAMES = {
     **LLAMA_NAMES,
     **NORMS_AFTER,
     "layers.{}.pre_feedforward_layernorm": "layers.{}.mlp_norm",
+    "layers.{}.router.proj": "layers.{}.router",
+    "layers.{}.router.scale": "layers.{}.router_norm.weight",
+    "layers.{}.router.per_expert_scale": "layers.{}.experts_scale.weight",
+    "layers.{}.experts.gate_up_proj": "layers.{}.experts_gate_up.weight",
+    "layers.{}.experts.down_proj": "layers.{}.experts_down.weight",
+    "layers.{}.pre_feedforward_layernorm_2": "layers.{}.experts_norm",
+    "layers.{}.post_feedforward_layernorm_1": "layers.{}.shared_out_norm",
+    "layers.{}.post_feedforward_layernorm_2": "layers.{}.experts_out_norm",
     "layers.{}.layer_scalar": "layers.{}.scale.weight",
     "layers.{}.per_layer_input_gate": "layers.{}.input_gate",
     "layers.{}.per_layer_projection": "layers.{}.input_out",
@@ -208,7 +242,7 @@ FAMILY = Family(
         "gemma4",
         WeightNames(_GGUF_NAMES),
         fields=_fields,
-        reads=frozenset({"attention.sliding_window", "final_logit_softcapping"}),
+        reads=frozenset({"attention.sliding_window", "final_logit_softcapping", "expert_count"}),
         adapt=_adapt,
     ),
     wrapped_by=("gemma4",),

@@ -1,0 +1,176 @@
+"""The table of families: text of transformers in float32, bits of int8 on the kernels, GGUF beside safetensors.
+
+``pytest tests/models/test_table.py`` proves every row of docs/models.md; ``one_in`` leaves out rows of ``make test``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from gemma4_support import SIZES, tiny_gemma4
+from gemma4_support import write_gguf as written_gemma4
+from model_support import NATIVE, random_tokens, tiny
+from models.test_families import _written
+from models.test_lfm2_gguf import write as written_lfm2
+from models.test_qwen3_5_gguf import write as written_qwen3_5
+from models.test_sinks_and_shared_experts import _PUBLISHED, _gpt_oss, _qwen3_5_moe
+from models.test_sinks_and_shared_experts import _written as written_gpt_oss
+from paceline import LLM, SamplingParams
+from paceline.errors import ParameterError
+from paceline.kernels import native
+from paceline.models.families import FAMILIES
+from paceline.models.loading import load_model
+from recurrent_support import tiny_granite_hybrid, tiny_lfm2, tiny_qwen3_5
+from toy import answers, make_engine
+from toy import run as run_engine
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+needs_kernels = pytest.mark.skipif(native.select() is None, reason=f"no native kernels: {native.why_none()}")
+
+ROWS, TOKENS = 8, 12
+PARAMS = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logprobs=2)
+OPTIONS: dict[str, Any] = {"device": "cpu", "max_model_len": 48, "tokenizer": None}
+DRAFTERS = (None, "ngram", "model")
+HEADS = {"head_dim": 16, "tie_word_embeddings": False}  # the kernels' narrowest heads
+LAYERS = {"gemma3_text": 6, "smollm3": 4, "exaone4": 4}  # whose kinds GGUF files do not tell: those of the family
+UNTOLD = ("layer_types", "no_rope_layer_interval")
+
+
+def of_table(name: str, **changes: Any) -> PreTrainedModel:
+    """A random model of ``NATIVE``, with the kernels' narrowest heads, and layers that a GGUF file can have."""
+    kind, fields = NATIVE[name]
+    untold = {key: value for key, value in fields.items() if kind not in LAYERS or key not in UNTOLD}
+    return tiny(kind, untold | ({"num_hidden_layers": LAYERS[kind]} if kind in LAYERS else {}) | changes)
+
+
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    **{
+        name: functools.partial(of_table, name, **HEADS)
+        for name in (
+            *("llama", "llama with llama3 rope", "mistral", "mistral with a window", "ministral3"),
+            *("qwen2", "qwen3", "phi3", "granite", "olmo2", "smollm3", "exaone4 with windows"),
+            *("qwen3_moe", "granitemoe"),
+        )
+    },
+    "olmo3": functools.partial(of_table, "olmo3", **HEADS),
+    "olmoe": functools.partial(of_table, "olmoe", **HEADS, hidden_size=64),  # as wide as its heads together
+    "phi3 with a partial rotation": functools.partial(of_table, "phi3 with a partial rotation", **HEADS),
+    "gemma3": functools.partial(of_table, "gemma3", **HEADS, query_pre_attn_scalar=16),
+    "gemma4": tiny_gemma4,
+    "gemma4 with experts": functools.partial(tiny_gemma4, **SIZES["experts"]),
+    "gpt_oss": functools.partial(_gpt_oss, **_PUBLISHED),
+    "qwen3_5": tiny_qwen3_5,
+    "qwen3_5_moe": _qwen3_5_moe,
+    "lfm2": tiny_lfm2,
+    "granitemoehybrid": tiny_granite_hybrid,
+    "opt": functools.partial(of_table, "opt"),
+    "gpt2": functools.partial(of_table, "gpt2"),
+}
+UNWRITTEN = {"llama with llama3 rope", "phi3"}  # factors that test_gguf.py writes; a window, refused in GGUF files
+IN_TORCH = {"opt", "gpt2", "granitemoehybrid"}
+WRITERS: dict[str, Callable[[Path, PreTrainedModel], Path]] = {  # of families whose GGUF files are tested apart, too
+    "gemma4_text": written_gemma4,
+    "gpt_oss": lambda path, theirs: written_gpt_oss(path, theirs, gguf.GGMLQuantizationType.F32),
+    "qwen3_5_text": lambda path, theirs: written_qwen3_5(path, theirs.state_dict(), theirs.config, 0),
+    "lfm2": written_lfm2,
+}
+
+
+@functools.lru_cache(maxsize=1)
+def subject(name: str) -> PreTrainedModel:
+    return MODELS[name]()
+
+
+def prompts_of(theirs: PreTrainedModel) -> list[list[int]]:
+    return [(random_tokens(1, 3 + row, seed=row)[0] % theirs.config.vocab_size).tolist() for row in range(ROWS)]
+
+
+@functools.lru_cache(maxsize=1)
+def texts_of(name: str) -> list[list[int]]:
+    """transformers' greedy texts, each computed from the whole text for every token."""
+    theirs, texts = subject(name), []
+    with torch.inference_mode():
+        for prompt in prompts_of(theirs):
+            tokens = prompt[:]
+            for _ in range(TOKENS):
+                tokens.append(int(theirs(torch.tensor([tokens])).logits[0, -1].argmax()))
+            texts.append(tokens[len(prompt) :])
+    return texts
+
+
+def draft_of(theirs: PreTrainedModel, drafter: str | None) -> dict[str, Any]:
+    """Options of a drafter; the draft model is another random model of the same vocabulary."""
+    if drafter is None:
+        return {}
+    kind, fields = NATIVE["llama"]
+    draft = tiny(kind, fields | {"head_dim": 16, "vocab_size": theirs.config.vocab_size}, seed=5)
+    return {"num_speculative_tokens": 2} | ({"draft_model": draft} if drafter == "model" else {})
+
+
+def run(llm: LLM, prompts: Sequence[list[int]]) -> list[tuple[list[int], Any]]:
+    """Tokens and log-probabilities of every prompt."""
+    outputs = (result.outputs[0] for result in llm.generate(list(prompts), PARAMS, use_tqdm=False))
+    return [(list(output.token_ids), output.logprobs) for output in outputs]
+
+
+def test_every_family_has_a_row() -> None:
+    rows = {MODELS[name]().config.model_type for name in MODELS}
+    wrappers = {"qwen3_5", "qwen3_5_moe"}  # configurations that have the text model's as a part
+    assert rows == FAMILIES.keys() - wrappers
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.one_in(5)
+def test_greedy_text_is_that_of_transformers_with_every_drafter(name: str) -> None:
+    """In float32, for one row and for eight."""
+    theirs = subject(name)
+    for drafter in DRAFTERS:
+        for rows in (1, ROWS):
+            options = {"dtype": "float32", "max_batch_size": rows, **draft_of(theirs, drafter)}
+            found = run(LLM(theirs, drafter=drafter, **OPTIONS, **options), prompts_of(theirs)[:rows])
+            assert [tokens for tokens, _ in found] == texts_of(name)[:rows], (drafter, rows)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.one_in(5)
+def test_bits_in_int8_on_the_kernels_do_not_depend_on_batch_or_drafter(name: str) -> None:
+    """Tokens and log-probabilities of eight rows are those of plain decoding, one by one."""
+    theirs = subject(name)
+    options = {**OPTIONS, "quantization": "int8"}
+    if name in IN_TORCH:
+        with pytest.raises(ParameterError, match="without"):
+            LLM(theirs, **options)
+        return
+    alone = LLM(theirs, drafter=None, max_batch_size=1, **options)
+    assert alone.engine.parts.native is not None, "the kernels run whole rounds"
+    wanted = run(alone, prompts_of(theirs))
+    for drafter in DRAFTERS:
+        for rows in (1, ROWS):
+            llm = LLM(theirs, drafter=drafter, max_batch_size=rows, **options, **draft_of(theirs, drafter))
+            assert run(llm, prompts_of(theirs)) == wanted, (drafter, rows)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.one_in(5)
+def test_a_directory_of_safetensors_and_a_gguf_file_give_that_text(name: str, tmp_path: Path) -> None:
+    """Families that llama.cpp does not have, or not under this name, have a directory only."""
+    theirs = subject(name)
+    theirs.save_pretrained(tmp_path / "safetensors")
+    paths = [tmp_path / "safetensors"]
+    if FAMILIES[theirs.config.model_type].gguf is not None and name not in UNWRITTEN:
+        write = WRITERS.get(theirs.config.model_type, _written)
+        paths.append(write(tmp_path / "tiny.gguf", theirs))
+    for path in paths:
+        model = load_model(path, dtype=torch.float32)
+        engine = make_engine(model, drafter="ngram", max_batch_size=ROWS, max_model_len=48)
+        found = run_engine(engine, prompts_of(theirs), [PARAMS] * ROWS)
+        assert [tokens for (tokens,) in answers(found)] == texts_of(name), path.name
