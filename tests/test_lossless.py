@@ -97,6 +97,7 @@ SHORT_CONVOLUTIONS = ["lfm2", "lfm2 int4", "lfm2 bf16"]
 MODELS["gemma4"] = tiny_native_gemma4  # the same, with heads of two widths and keys that layers share
 OTHER_STATES: dict[str, Callable[[], Model]] = {  # kinds of states that run in torch only
     "mamba2": functools.cache(lambda: ours(tiny_granite_hybrid())),
+    "delta nets as on GPUs": functools.cache(lambda: as_on_gpus(tiny_qwen3_5(**SIZES["ungrouped"]))),
 }
 MODELS |= OTHER_STATES
 DRAFTS["native"] = DRAFTS["recurrent"] = DRAFTS["gemma4"] = lambda: tiny_native(1, 1)
@@ -532,6 +533,31 @@ def test_rounds_over_other_kinds_of_states_equal_plain_decoding(
 ) -> None:
     engine = speculative_engine(kind, drafter, length, family, speculation_width=width, prefill_chunk=7)
     assert answers(run(engine, PROMPTS, PARAMS[family])) == plain(kind, family)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize(
+    ("drafter", "length", "family"),
+    some_slow(
+        [
+            ("model", "random", "mixed"),
+            ("model", "auto", "greedy"),
+            ("ngram", "caps", "everything"),
+            ("ngram", "selection", "processed"),
+            ("none", 4, "siblings"),
+        ],
+        [("model", "random", "mixed"), ("ngram", "caps", "everything")],
+    ),
+)
+def test_device_rounds_over_states_equal_plain_decoding(
+    drafter: str, length: int | str, family: str, width: int
+) -> None:
+    options = {"rounds": "device", "attention": "padded", "prefill_chunk": 7, "speculation_width": width}
+    options = options if drafter == "model" else options | {"speculation_width": 1}
+    kind = "delta nets as on GPUs"
+    engine = speculative_engine(kind, drafter, length, family, **options)
+    assert answers(run(engine, PROMPTS, PARAMS[family])) == plain(kind, family)
+    assert engine.runners.rounds["device"] > 0
 
 
 @needs_kernels

@@ -18,7 +18,7 @@ from paceline.drafters.heads.loading import load_own_head
 from paceline.engine.engine import Engine
 from paceline.models.base import AnyModel
 from paceline.models.loading import load_model
-from recurrent_support import GRANITE_SIZES, LFM2_SIZES, save_with_head, tiny_granite_hybrid, tiny_lfm2
+from recurrent_support import GRANITE_SIZES, LFM2_SIZES, as_on_gpus, save_with_head, tiny_granite_hybrid, tiny_lfm2
 from toy import VOCAB, RandomLength, ScriptedTrees, answers, make_engine, make_request, run, sometimes, truth_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -91,12 +91,17 @@ def random_sizes(chance: random.Random) -> dict[str, Any]:
 
 
 KINDS = {"qwen3_5": random_qwen3_5, "lfm2": random_lfm2, "granite": random_granite}
+AS_ON_GPUS = " as on GPUs"
+SUBJECTS = [kind + suffix for kind in KINDS for suffix in ("", AS_ON_GPUS)]
 
 
 def subject_of(kind: str, seed: int, path: Path) -> Subject:
     """A random model of a random shape, with prompts of random lengths, half of which begin with one document."""
     chance = random.Random(seed)
-    found = KINDS[kind](chance, seed, path)
+    found = KINDS[kind.removesuffix(AS_ON_GPUS)](chance, seed, path)
+    if kind.endswith(AS_ON_GPUS):
+        found.target = as_on_gpus(found.theirs)
+        found.head = None if found.head is None else load_own_head(found.target, path)
     document = [chance.randrange(VOCAB) for _ in range(DOCUMENT)]
     for row in range(ROWS):
         own = [chance.randrange(VOCAB) for _ in range(chance.randint(1, 12))]
@@ -124,22 +129,26 @@ def along_trees(subject: Subject) -> None:
     assert sum(output.outputs[0].metrics.accepted for output in outputs) > 10
 
 
-def after_prefixes(subject: Subject) -> None:
+def after_prefixes(**options: Any) -> Callable[[Subject], None]:
     """One prompt after the other in two slots, after the document alone: they go on from the state at its end."""
-    engine, cached = subject.engine(2, "ngram", prefill_chunk=8), 0
-    run(engine, [subject.prompts[1][:DOCUMENT]], GREEDY[:1])
-    for prompt, params, (truth,) in zip(subject.prompts, GREEDY, subject.truth, strict=True):
-        (output,) = run(engine, [prompt], [params])
-        assert output.outputs[0].token_ids == truth
-        cached += output.cached_tokens
-    assert cached >= 2 * (DOCUMENT - 1)
+
+    def check(subject: Subject) -> None:
+        engine, cached = subject.engine(2, "ngram", prefill_chunk=8, **options), 0
+        run(engine, [subject.prompts[1][:DOCUMENT]], GREEDY[:1])
+        for prompt, params, (truth,) in zip(subject.prompts, GREEDY, subject.truth, strict=True):
+            (output,) = run(engine, [prompt], [params])
+            assert output.outputs[0].token_ids == truth
+            cached += output.cached_tokens
+        assert cached >= 2 * (DOCUMENT - 1)
+
+    return check
 
 
-def joining_and_leaving(drafter: str) -> Callable[[Subject], None]:
+def joining_and_leaving(drafter: str, **options: Any) -> Callable[[Subject], None]:
     """A way in which rows join at random rounds, and some are aborted; the others' answers must not notice."""
 
     def check(subject: Subject) -> None:
-        chance, engine = subject.chance, subject.engine(3, drafter, prefill_chunk=5)
+        chance, engine = subject.chance, subject.engine(3, drafter, prefill_chunk=5, **options)
         engine.parts.policy = RandomLength(chance.randrange(1000), longest=4)
         waiting, begun, aborted = [*range(ROWS), *range(ROWS)], {}, set()
         chance.shuffle(waiting)
@@ -168,8 +177,16 @@ WAYS: dict[str, Callable[[Subject], None]] = {
     "n-gram, alone": decoded(1, "ngram"),
     "n-gram, together": decoded(ROWS, "ngram", prefill_chunk=5),
     "trees": along_trees,
-    "prefixes": after_prefixes,
+    "prefixes": after_prefixes(),
     "joins and leaves, n-gram": joining_and_leaving("ngram"),
+}
+ON_DEVICE: dict[str, Any] = {"rounds": "device", "attention": "padded"}
+WAYS_ON_DEVICE: dict[str, Callable[[Subject], None]] = {
+    "plain, alone": decoded(1, **ON_DEVICE),
+    "plain, together": decoded(ROWS, **ON_DEVICE),
+    "n-gram, together": decoded(ROWS, "ngram", prefill_chunk=5, **ON_DEVICE),
+    "prefixes": after_prefixes(**ON_DEVICE),
+    "joins and leaves, n-gram": joining_and_leaving("ngram", **ON_DEVICE),
 }
 WAYS_WITH_HEAD: dict[str, Callable[[Subject], None]] = {
     "head, alone": decoded(1, "mtp", num_speculative_tokens=3),
@@ -182,24 +199,34 @@ WAYS_WITH_HEAD: dict[str, Callable[[Subject], None]] = {
 
 @pytest.fixture(scope="module")
 def subjects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Subject]:
-    return {kind: subject_of(kind, 0, tmp_path_factory.mktemp(kind)) for kind in KINDS}
+    return {kind: subject_of(kind, 0, tmp_path_factory.mktemp(kind)) for kind in SUBJECTS}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SUBJECTS)
 @pytest.mark.parametrize("way", WAYS)
 def test_answers_equal_transformers_own_greedy_decoding(way: str, kind: str, subjects: dict[str, Subject]) -> None:
     WAYS[way](subjects[kind])
 
 
+@pytest.mark.parametrize("kind", [kind for kind in SUBJECTS if kind.endswith(AS_ON_GPUS)])
+@pytest.mark.parametrize("way", WAYS_ON_DEVICE)
+def test_answers_of_device_rounds_equal_transformers_own(way: str, kind: str, subjects: dict[str, Subject]) -> None:
+    WAYS_ON_DEVICE[way](subjects[kind])
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", f"qwen3_5{AS_ON_GPUS}"])
 @pytest.mark.parametrize("way", WAYS_WITH_HEAD)
-def test_answers_with_the_models_own_head_equal_transformers_own(way: str, subjects: dict[str, Subject]) -> None:
-    WAYS_WITH_HEAD[way](subjects["qwen3_5"])
+def test_answers_with_the_models_own_head_equal_transformers_own(
+    way: str, kind: str, subjects: dict[str, Subject]
+) -> None:
+    WAYS_WITH_HEAD[way](subjects[kind])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SUBJECTS)
 @pytest.mark.parametrize("seed", range(1, 21))
 def test_answers_of_twenty_models_equal_transformers_own(seed: int, kind: str, tmp_path: Path) -> None:
     subject = subject_of(kind, seed, tmp_path)
-    for check in (*WAYS.values(), *(WAYS_WITH_HEAD.values() if subject.head else ())):
+    on_device = WAYS_ON_DEVICE.values() if kind.endswith(AS_ON_GPUS) else ()
+    for check in (*WAYS.values(), *on_device, *(WAYS_WITH_HEAD.values() if subject.head else ())):
         check(subject)

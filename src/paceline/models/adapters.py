@@ -22,6 +22,7 @@ from paceline.models.json_files import read_configuration
 from paceline.models.linear import Linear
 from paceline.models.loading import open_safetensors
 from paceline.models.quantised_tensors import SafeTensor
+from paceline.models.recurrent import is_recurrent
 from paceline.models.transformer import Transformer
 from paceline.models.weights import slots
 
@@ -117,7 +118,7 @@ def attach(model: AnyModel, paths: Mapping[str, Path]) -> None:
 
     Raises ModelFormatError for damaged or unsupported files, ParameterError if the model cannot have adapters.
     """
-    if not isinstance(model, Transformer):
+    if not isinstance(model, Transformer) or is_recurrent(model.spec):
         names = ", ".join(FAMILIES)
         raise ParameterError("adapters", list(paths), f"none with {model.name}; adapters need a model of {names}")
     rows, by_layer = AdapterRows(), dict[str, dict[int, list[LowRank]]]()

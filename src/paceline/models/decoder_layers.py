@@ -6,27 +6,31 @@ Shapes: B rows, L new tokens per row, H heads, G key/value heads, D head width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from paceline.kernels.attention.base import Attend, AttendAgain, AttendPacked
+from paceline.kernels.attention.base import Attend, AttendAgain, AttendPacked, HasStates
 from paceline.kernels.gpu.state import Norm, PackedHeads
 from paceline.kernels.gpu.steps import ACTIVATIONS, LayerSteps
+from paceline.kernels.spec import RecurrentMixer
 from paceline.models.description import (
     AttentionSpec,
     DecoderSpec,
     ExpertsSpec,
     LayerSpec,
     MLPSpec,
+    RecurrentSpec,
     Rotary,
     TokenInputsSpec,
 )
 from paceline.models.experts import Experts
 from paceline.models.linear import Linear, LinearFactory
+from paceline.models.mixers import gates_last, mixer_of
 from paceline.models.weights import NORMS
 
 Rotation = tuple[Tensor, Tensor]  # cos and signed sin, each [B, L, 1, R]: the first R of a head's D elements turn
@@ -57,6 +61,12 @@ class RotaryAngles:
         return cos.to(self._dtype), sin.to(self._dtype)
 
 
+_SMALL_WEIGHTS = {  # of recurrent layers
+    *(f"{name}.weight" for name in ("beta_decay", "conv", "decay_rate", "decay_bias", "delta_norm")),
+    *("conv.bias", "step_bias.weight", "skip.weight", "mamba_norm.weight"),
+}
+
+
 class WeightSource:
     """Makes the parts of a layer from the named weights, and records the tensors in use, except those of linears."""
 
@@ -70,8 +80,17 @@ class WeightSource:
             self.kept.append(tensor)
         return tensor
 
-    def linear(self, name: str) -> Linear:
-        return self._linear(self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias"))
+    def linear(self, name: str, order: Callable[[Tensor], Tensor] = lambda rows: rows) -> Linear:
+        """Return a linear layer. order: moves the rows of its weight and bias."""
+        bias = self._weights.get(f"{name}.bias")
+        return self._linear(order(self._weights[f"{name}.weight"]), None if bias is None else order(bias))
+
+    def mixer(self, spec: RecurrentSpec, layer: str) -> RecurrentMixer:
+        """Return a recurrent layer between its matrices."""
+        for name in self._weights:
+            if name.startswith(layer) and name.removeprefix(layer) in _SMALL_WEIGHTS:
+                self.find(name)
+        return mixer_of(spec, layer, self._weights)
 
     def norm(self, name: str) -> Norm:
         norm, weight = self._spec.norm, self.find(f"{name}.weight")
@@ -118,13 +137,15 @@ class _Attention:
         self.spec, self.place, self.rotary = spec, place, rotary
         self.split = [spec.heads, spec.kv_heads, spec.kv_heads] if spec.reads_layer is None else [spec.heads, 0, 0]
         self.packs = spec.qk_norm != "all" and not spec.v_norm and spec.reads_layer is None
-        self.qkv, self.output = parts.linear(f"{layer}.qkv"), parts.linear(f"{layer}.o")
+        order = {"order": partial(gates_last, spec=spec)} if spec.gated else {}
+        self.qkv, self.output = parts.linear(f"{layer}.qkv", **order), parts.linear(f"{layer}.o")
         self.qk_norm = parts.qk_norm(spec, layer)
 
     def __call__(self, x: Tensor, forward: ForwardContext) -> Tensor:
         """Attention over the cache: x [N, width] -> [N, width]."""
         spec, attend = self.spec, forward.attend
-        qkv = self.qkv(x).view(forward.rows, -1, sum(self.split), spec.head_dim)
+        own = sum(self.split)
+        qkv, gate = self.qkv(x).view(forward.rows, -1, own + spec.heads * spec.gated, spec.head_dim).tensor_split([own], 2)
         rotation = None if self.rotary is None else forward.rotations[self.rotary]
         if isinstance(attend, AttendPacked) and self.packs:
             packed = PackedHeads(qkv, spec.heads, spec.kv_heads, rotation, self.qk_norm, spec.qk_norm_eps)
@@ -136,7 +157,8 @@ class _Attention:
             else:
                 assert isinstance(attend, AttendAgain), "a cache keeps what layers share"
                 out = attend.again(self.place, q, scale=spec.scale, window=spec.window)
-        return self.output(out.transpose(1, 2).reshape(x.shape[0], -1))
+        attended = out.transpose(1, 2).reshape(x.shape[0], -1)
+        return self.output(attended * gate.reshape_as(attended).sigmoid() if spec.gated else attended)
 
     def _heads(self, qkv: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         """Split qkv [B, L, H + 2G, D] -> q [B, L, H, D], k, v [B, L, G, D], with norms and rotation applied."""
@@ -158,6 +180,26 @@ class _Attention:
             return functional.rms_norm(qk, qk.shape[-1:], None, eps) * weight
         parts = qk.split_with_sizes(self.split[:2], dim=2)
         return torch.cat([functional.rms_norm(part, part.shape[-2:], None, eps) for part in parts], 2) * weight
+
+
+class Recurrent:
+    """A recurrent layer (``RecurrentMixer``) between its matrices."""
+
+    linears = ("qkv", "output")
+
+    def __init__(self, spec: RecurrentSpec, parts: WeightSource, index: int, place: int) -> None:
+        """index: of the layer. place: number of its state."""
+        layer = f"layers.{index}."
+        self.place, self.mixer = place, parts.mixer(spec, layer)
+        self.qkv, self.output = parts.linear(f"{layer}qkv"), parts.linear(f"{layer}o")
+
+    def __call__(self, x: Tensor, forward: ForwardContext) -> Tensor:
+        """Run the rows' tokens through their states: x [N, width] -> [N, width]."""
+        attend, gates = forward.attend, self.mixer.gates
+        assert isinstance(attend, HasStates), "a cache of the model has its states"
+        assert attend.states is not None
+        of_gates = None if gates is None else functional.linear(x, gates.weight)
+        return self.output(forward.steps.recurrent(self.mixer, attend.states, self.place, self.qkv(x), of_gates))
 
 
 class GatedMLP:
@@ -230,12 +272,16 @@ class TokenInputs:
 
 
 class DecoderLayer:
-    """One layer: attention, then an MLP or a mixture of experts, with the norms and the residual sums between them."""
+    """One layer: attention or a recurrent layer, then an MLP or a mixture of experts, with the norms and the residual sums between them."""
 
     def __init__(self, decoder: DecoderSpec, parts: WeightSource, index: int, place: int, rotary: int | None) -> None:
         spec, name = decoder.layers[index], f"layers.{index}"
         self.spec, self.index = spec, index
-        self.attention = _Attention(spec.attention, parts, index, place, rotary)
+        self.mixer = (
+            _Attention(spec.mixer, parts, index, place, rotary)
+            if isinstance(spec.mixer, AttentionSpec)
+            else Recurrent(spec.mixer, parts, index, place)
+        )
         self.norms = {norm: parts.norm(f"{name}.{norm}") for norm in NORMS[spec.norms]}
         self.attention_out_norm, self.mlp_out_norm = self.norms.get("attn_out_norm"), self.norms.get("mlp_out_norm")
         self.mlp = _mlp(spec, parts, name)
@@ -243,7 +289,13 @@ class DecoderLayer:
         self.scale = parts.find(f"{name}.scale.weight")
         shared = [self.mlp.shared] if isinstance(self.mlp, Experts) and isinstance(self.mlp.shared, GatedMLP) else []
         inputs = [] if self.input is None else [self.input]
-        self.owners = (self.attention, self.mlp, *shared, *inputs)  # of linear layers
+        self.owners = (self.mixer, self.mlp, *shared, *inputs)  # of linear layers
+
+    @property
+    def attention(self) -> _Attention:
+        """The mixer, which the caller knows to be attention."""
+        assert isinstance(self.mixer, _Attention), "a recurrent layer has no attention"
+        return self.mixer
 
     @property
     def entry(self) -> Norm | None:
@@ -260,10 +312,10 @@ class DecoderLayer:
         """
         steps = forward.steps
         if self.spec.norms == "after_sum":
-            x = steps.add_norm(x, self.attention(x, forward), self.norms["attn_norm"])[1]
+            x = steps.add_norm(x, self.mixer(x, forward), self.norms["attn_norm"])[1]
             x = steps.add_norm(x, self.mlp(x, steps), self.norms["mlp_norm"])[1]
             return x, x
-        out = self.attention(normed, forward)
+        out = self.mixer(normed, forward)
         if self.attention_out_norm is not None:
             out = self.attention_out_norm(out)
         x, normed = _add(steps, x, out, self.norms.get("mlp_norm"))

@@ -230,6 +230,11 @@ class DecoderSpec:
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec))
 
     @property
+    def recurrent(self) -> tuple[RecurrentSpec, ...]:
+        """The mixer of every layer that is not attention."""
+        return tuple(layer.mixer for layer in self.layers if not isinstance(layer.mixer, AttentionSpec))
+
+    @property
     def kv_layers(self) -> tuple[KVHeads, ...]:
         """The key heads of every layer that has keys and values of its own, in the order of the cache's layers."""
         return tuple(KVHeads(a.kv_heads, a.head_dim) for a in self.attentions if a.reads_layer is None)

@@ -6,30 +6,37 @@ Tensors have B rows and L new tokens per row; ``decoder_layers`` has the layers.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from paceline.core.recurrent_state import StateShape
+from paceline.errors import ModelFormatError
 from paceline.kernels.attention.base import Attend
 from paceline.kernels.gpu.state import Norm
-from paceline.kernels.gpu.steps import steps_for
+from paceline.kernels.gpu.steps import TritonSteps, steps_for
 from paceline.models.base import HiddenStates, RowAdapters, check_taps
 from paceline.models.decoder_layers import (
     DecoderLayer,
     ForwardContext,
     GatedMLP,
+    Recurrent,
     RotaryAngles,
     TokenInputs,
     WeightSource,
 )
 from paceline.models.description import (
+    AttentionSpec,
     DecoderSpec,
+    DeltaNetSpec,
     ExpertsSpec,
     Rotary,
 )
 from paceline.models.experts import Experts
 from paceline.models.linear import Dense, Linear, LinearFactory
+from paceline.models.mixers import mixer_of
 from paceline.models.short_head import PassBytes, TorchShortHead
 
 _KV = "self_attn.k_proj", "self_attn.v_proj"
@@ -56,6 +63,18 @@ def cap(logits: Tensor, limit: float) -> Tensor:
 _OURS = {"output": "o"}  # attributes of layers whose names in ``weights.slots`` are others
 
 
+def _state_shape(spec: DecoderSpec, weights: Mapping[str, Tensor]) -> StateShape | None:
+    """Return what a slot keeps of a model's recurrent layers; None if it has none. Raises ModelFormatError."""
+    if any(attention.sinks for attention in spec.attentions):
+        raise ModelFormatError(f"{spec.family} models, which have attention sinks, run on CPUs only; use device='cpu'")
+    if len(set(spec.recurrent)) > 1:
+        raise ModelFormatError(f"{spec.family}: recurrent layers of several shapes")
+    first = next((i for i, layer in enumerate(spec.layers) if not isinstance(layer.mixer, AttentionSpec)), None)
+    if first is None:
+        return None
+    return mixer_of(spec.recurrent[0], f"layers.{first}.", weights).shape(len(spec.recurrent))
+
+
 class Transformer:
     """A decoder of a native family; implements ``Model``. spec: its description.
 
@@ -75,6 +94,7 @@ class Transformer:
     ) -> None:
         self.spec, self.name = spec, name
         self.vocab_size, self.layers = spec.vocab_size, len(spec.layers)
+        self.state_shape = _state_shape(spec, weights)
         first = spec.attentions[0]
         self.kv_heads, self.head_dim = first.kv_heads, first.head_dim
         self.kv_layers = spec.kv_layers
@@ -97,8 +117,11 @@ class Transformer:
         rotaries = rotaries_of(spec)
         self._angles = [RotaryAngles(rotary, self.dtype, self.device) for rotary in rotaries]
         numbers = {rotary: number for number, rotary in enumerate(rotaries)}
+        states = count()
         self._blocks = [
-            DecoderLayer(spec, parts, index, place, numbers.get(layer.attention.rotary))  # type: ignore[arg-type]
+            DecoderLayer(spec, parts, index, place, numbers.get(layer.mixer.rotary))  # type: ignore[arg-type]
+            if isinstance(layer.mixer, AttentionSpec)
+            else DecoderLayer(spec, parts, index, next(states), None)
             for index, (layer, place) in enumerate(zip(spec.layers, places, strict=True))
         ]
         inputs = spec.token_inputs
@@ -138,6 +161,12 @@ class Transformer:
     def reads_device(self) -> bool:
         """Whether a forward pass waits for the device, so that it cannot be captured in a graph."""
         return any(isinstance(layer.mlp, ExpertsSpec) for layer in self.spec.layers)
+
+    @property
+    def states_in_torch(self) -> bool:
+        """Whether recurrent layers run on a GPU without kernels: step by step, in more launches than a graph should."""
+        kernels = (DeltaNetSpec,) if isinstance(self.steps, TritonSteps) else ()
+        return self.device.type == "cuda" and not all(isinstance(mixer, kernels) for mixer in self.spec.recurrent)
 
     def hidden_states(
         self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int] = ()
@@ -269,5 +298,7 @@ class Transformer:
         """Return the multiply-adds of all weight matrices for one token; see ``Counted``."""
         others = [matrix for matrix in (self._project_in, self._project_out) if matrix is not None]
         experts = (block.mlp.used_multiply_adds() for block in self._blocks if isinstance(block.mlp, Experts))
+        mixers = (block.mixer.mixer for block in self._blocks if isinstance(block.mixer, Recurrent))
+        others += [mixer.gates.weight for mixer in mixers if mixer.gates is not None]
         matrices = (linear.tensors()[0].numel() for linear in self.linears())
         return sum(matrices) + sum(matrix.numel() for matrix in others) + sum(experts)

@@ -27,7 +27,9 @@ from paceline.models.gguf_config import is_head_alone
 from paceline.models.hub import resolve
 from paceline.models.loading import head_tensors, load_config, load_embedding, load_output
 from paceline.models.native import NativeModel
+from paceline.models.linear import Dense
 from paceline.models.recurrent import RecurrentModel
+from paceline.models.transformer import Transformer
 
 log = logging.getLogger("paceline")
 
@@ -112,16 +114,25 @@ def load_own_head(
     name, taps = f"{target.name} (mtp)" if path is None else str(path), (target.layers,)
     where = str(path or target.name)
     if not isinstance(target, NativeModel):
-        assert isinstance(target, RecurrentModel), "only families that it runs have such heads"
-        weights = target.weights
-        ends = weights["embed.weight"].float(), weights.get("head.weight", weights["embed.weight"]).float()
-        return TorchHead(own_head(config, stored, ends, where), name, taps, target.max_positions)
+        head = own_head(config, stored, _ends_of(target, source), where).to(target.device)
+        return TorchHead(head, name, taps, target.max_positions)
     shape = torch.empty(target.vocab_size, target.width, dtype=torch.bfloat16, device="meta")
     head = own_head(config, stored, (shape, shape), where)
     wanted = target.quantization if quantization == "same" else quantization
     if wanted == "fp8":
         raise ParameterError("draft_quantization", quantization, "None, 'int8' or 'int4' on a CPU")
     return NativeHead(head, name, taps, target.max_positions, quantization=wanted, target=target)
+
+
+def _ends_of(target: AnyModel, source: Source) -> tuple[Tensor, Tensor]:
+    """Return the embedding and the output head [V, H] of a target in torch, in the type that it computes in."""
+    if isinstance(target, Transformer):
+        embedding, output, _ = target.ends()
+        shared = isinstance(output, Dense)
+        return embedding, output.weight if shared else load_output(source, dtype=target.dtype, device=target.device)
+    assert isinstance(target, RecurrentModel), "only families that it runs have such heads"
+    weights = target.weights
+    return weights["embed.weight"].float(), weights.get("head.weight", weights["embed.weight"]).float()
 
 
 def prepare_head(
