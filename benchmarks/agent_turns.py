@@ -1,11 +1,13 @@
 """An agent's transcript, turn by turn: prompt tokens from the cache, and the time to the first token.
 
-    python benchmarks/agent_turns.py --model qwen-coder-0.5b.gguf --output benchmarks/results/agent-turns-qwen-0.5b.json
+    python -m benchmarks.agent_turns --model qwen-coder-0.5b.gguf --output benchmarks/results/agent-turns-qwen-0.5b.json
 
 Each turn has to call a tool, and repeats all turns before. The same conversation is held with speculation and without,
-turn about, greedy, on the same weights; each side has a prefix cache of its own. The last line has the share of prompt
-tokens that came from the cache after the first turn, whether all answers were equal, and medians; everything is in the
-JSON document.
+greedy, on the same weights; each side has a prefix cache of its own, and they take turns at being first. A call of
+another tool warms both up. The table has some turns: tokens of
+the prompt, those from the cache, and milliseconds to the first token. The last line has the share of prompt tokens that
+came from the cache after the first turn, whether all answers were equal, and medians; everything is in the JSON
+document.
 """
 
 from __future__ import annotations
@@ -14,9 +16,11 @@ import argparse
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
+
+from benchmarks.parts import engine_line
 
 from paceline import LLM, SamplingParams
 from paceline.chat.values import AssistantMessage
@@ -50,6 +54,8 @@ TOOLS = [
     tool("edit_file", "Replaces a text that occurs once in a file.", "path", "old", "new"),
     tool("run_tests", "Runs the tests below a folder and returns what they print.", "folder"),
 ]
+
+SHOWN = (1, 2, 5, 10, 15, 20)  # turns of the table
 
 
 @dataclass
@@ -96,16 +102,31 @@ def hold(sides: Mapping[str, Side], turns: int, functions: int, parser: ToolPars
         {"role": "user", "content": f"Give each function of shapes.py a default height of 1.\n\n{source}"},
     ]
     params = SamplingParams(temperature=0, max_tokens=200)
+    warm_up = [{"role": "user", "content": "Warm up."}], [tool("warm_up", "Does nothing.", "why")]
+    for side in sides.values():
+        one_call(side.llm, *warm_up, replace(params, cache_salt="warm-up"), parser)
     for turn in range(turns):
-        for side in sides.values():
-            (output,) = side.llm.chat(
-                messages, params, use_tqdm=False, tools=TOOLS, tool_choice="required", parallel_tool_calls=False,
-                tool_parser=parser,
-            )  # fmt: skip
+        for side in list(sides.values())[:: 1 if turn % 2 else -1]:
+            output = one_call(side.llm, messages, TOOLS, params, parser)
             side.add(output)
         message = output.outputs[0].message
         assert message is not None
         messages += next_messages(message, turn)
+
+
+def one_call(
+    llm: LLM,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]],
+    params: SamplingParams,
+    parser: ToolParserName | None,
+) -> RequestOutput:
+    """The answer to a conversation that has to call one of the tools."""
+    (output,) = llm.chat(
+        messages, params, use_tqdm=False, tools=tools, tool_choice="required", parallel_tool_calls=False,
+        tool_parser=parser,
+    )  # fmt: skip
+    return output
 
 
 def next_messages(message: AssistantMessage, turn: int) -> list[dict[str, Any]]:
@@ -132,6 +153,20 @@ def summary(sides: Mapping[str, Side]) -> dict[str, Any]:
     }
 
 
+def table(document: Mapping[str, Any]) -> list[str]:
+    """The table of turns from the JSON document: one line for each of ``SHOWN``."""
+    plain, speculative = (document["sides"][name] for name in ("plain", "speculative"))
+    return [
+        f"| {turn} | {plain['prompt_tokens'][turn - 1]} | "
+        + " | ".join(str(side["cached_tokens"][turn - 1]) for side in (plain, speculative))
+        + " | "
+        + " | ".join(f"{1000 * side['seconds_to_first_token'][turn - 1]:.0f}" for side in (plain, speculative))
+        + " |"
+        for turn in SHOWN
+        if turn <= len(plain["prompt_tokens"])
+    ]
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -149,18 +184,17 @@ def main() -> None:
     sides = {"speculative": Side(llm), "plain": Side(llm.plain())}
     hold(sides, options.turns, options.functions, cast("ToolParserName | None", options.tool_parser))
     found = summary(sides)
-    text = json.dumps(
-        {
-            "model": options.model,
-            "engine": llm.engine.describe(),
-            "machine": machine(llm.engine.threads),
-            "versions": versions(),
-            "sides": {name: side.document() for name, side in sides.items()},
-            "summary": found,
-        }
-    )
+    document = {
+        "model": Path(options.model).name,
+        "engine": engine_line(llm),
+        "machine": machine(llm.engine.threads),
+        "versions": versions(),
+        "sides": {name: side.document() for name, side in sides.items()},
+        "summary": found,
+    }
+    print("\n".join(table(document)))
     if options.output is not None:
-        options.output.write_text(text + "\n")
+        options.output.write_text(json.dumps(document) + "\n")
     print(json.dumps(found))
 
 

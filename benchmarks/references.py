@@ -111,7 +111,7 @@ def separate(options: argparse.Namespace, llm: LLM, asked: Sequence[Asked]) -> l
     def call(engine: LLM, params: SamplingParams, calls: int, rows: int) -> BatchRun:
         """For each prompt, ``calls`` calls of ``rows`` requests each."""
         seeds = [_seeds(params, rows, first=rows * call) for call in range(calls)]
-        engine.engine.scheduler.forget()
+        engine.engine.slots.forget()
         rounds = [(prompt, each) for prompt in prompts for each in seeds]
         return timed(
             lambda: [o for prompt, each in rounds for o in engine.generate([prompt] * rows, each, use_tqdm=False)]

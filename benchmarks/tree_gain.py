@@ -42,7 +42,7 @@ from paceline.core.draft import SIBLING_KIND
 from paceline.core.sampling import sequence_seed
 from paceline.drafters.branches import DraftTree
 from paceline.drafters.growth import candidates
-from paceline.drafters.lookup import CopySources, make_lookup
+from paceline.drafters.lookup import CopySources, SearchedRows, make_lookup
 from paceline.drafters.model import ModelDrafter
 from paceline.drafters.ngram import merged
 from paceline.lengths.scores import ScoreCalibration, bins_of
@@ -199,7 +199,7 @@ def lookup_trees(answer: Answer, width: int) -> MakeTree:
         size = first + place
         if depth == 0:
             return DraftTree()
-        return merged(lookup.find_all(text, torch.tensor([size]), [0], size, depth, width, beside)[0])
+        return merged(lookup.find_all(SearchedRows(text, torch.tensor([size]), [0], beside), depth, width)[0])
 
     return tree_at
 

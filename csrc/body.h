@@ -555,6 +555,10 @@ inline void finish(const LinearCall& call, int panel, int row, F16 y0, F16 y1) {
     y0 = y0 + load(linear.bias + column);
     y1 = y1 + load(linear.bias + column + 16);
   }
+  if (const float* change = call.changes ? call.changes[row] : nullptr) {
+    y0 = y0 + load(change + column);
+    y1 = y1 + load(change + column + 16);
+  }
   if (call.epilogue == Epilogue::kSwiglu) return store(out + column / 2, silu(y0) * y1);
   if (call.epilogue == Epilogue::kGeglu) return store(out + column / 2, gelu_tanh(y0) * y1);
   if (call.epilogue == Epilogue::kClampedSwiglu) return store(out + column / 2, clamped_swiglu(y0, y1));

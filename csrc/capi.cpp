@@ -28,9 +28,11 @@ PL_EXPORT int64_t pl_experts_read(const Model* model) { return model->experts_re
 
 PL_EXPORT const char* pl_forward(Model* model, Pool* pool, const int64_t* tokens, const int64_t* rows, const int64_t* positions,
                                  const int64_t* slots, const int64_t* parents, int count, int read,
-                                 const Cache* cache, float* hidden, const int64_t* taps, int tap_count, float* features, double* seconds) {
+                                 const Cache* cache, float* hidden, const int64_t* taps, int tap_count, float* features, double* seconds,
+                                 const float* entering) {
   Tokens nodes = {tokens, rows, positions, slots, parents, count};
   nodes.read = read;
+  nodes.entering = entering;
   if (const char* problem = model->problem_with(nodes, *cache)) return problem;
   if (parents && !slots) return "a tree needs slots";
   if (read < 0 || read > count || (read > 0 && !parents)) return "only tokens of a tree may have been computed before";

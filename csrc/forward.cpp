@@ -69,6 +69,24 @@ class Paths {
   std::vector<int64_t> slots_;
 };
 
+// Tokens of one adapter that follow each other.
+struct AdapterRun {
+  int first, count;
+  int32_t adapter;  // from 0 on
+};
+
+std::vector<AdapterRun> adapter_runs(const Tokens& tokens, const int32_t* adapter_of) {
+  std::vector<AdapterRun> runs;
+  for (int i = 0; i < tokens.count; ++i) {
+    const int32_t adapter = adapter_of[tokens.rows[i]] - 1;
+    if (adapter < 0) continue;
+    const bool joins = !runs.empty() && runs.back().adapter == adapter && runs.back().first + runs.back().count == i;
+    if (joins) ++runs.back().count;
+    else runs.push_back({i, 1, adapter});
+  }
+  return runs;
+}
+
 // The slots of a pass of a model with recurrent layers. text: whether none of its tokens can be rejected.
 std::vector<SlotRun> runs_of(const Tokens& tokens, int offset, const Cache& cache, bool text) {
   std::vector<SlotRun> runs;
@@ -119,6 +137,7 @@ class Pass {
       : m_(model), k_(model.kernels), s_(model.spec), pool_(pool), tokens_(tokens), paths_(paths), cache_(cache), out_(out),
         seconds_(seconds) {
     if (s_.recurrent.kind) runs_ = runs_of(tokens, offset, cache, !out.hidden);
+    if (s_.adapters) adapted_ = adapter_runs(tokens, cache.adapter_of);
     units_ = cut_into_units(tokens, std::max(1, std::min(kQueriesPerUnit, k_.max_queries) / m_.queries_per_key));
     for (auto& next : m_.next_unit_) next.store(0, std::memory_order_relaxed);
   }
@@ -187,20 +206,25 @@ class Pass {
     else run_attention(layer, index, last, thread, watch);
     if (last) return;
     auto input = prepare(m_.attended_.as<float>(), layer.attention_out.inputs, nullptr, layer.attention_out, thread);
+    const float* const* changes = change(layer.changes[kChangedAttentionOut], m_.attended_.as<float>(), nullptr, layer.attention_out, thread);
     watch.lap(kPrepare);
-    add(layer.attention_out, input, layer.attention_out_norm, thread, watch);
+    add(layer.attention_out, input, layer.attention_out_norm, thread, watch, nullptr, changes);
     if (layer.experts) return run_experts(layer, thread, watch);
-    add(layer.down, activate(layer, thread, watch), layer.mlp_out_norm, thread, watch, layer.input ? nullptr : layer.scale_out);
+    input = activate(layer, thread, watch);
+    changes = change(layer.changes[kChangedDown], m_.activated_.as<float>(), nullptr, layer.down, thread);
+    add(layer.down, input, layer.mlp_out_norm, thread, watch, layer.input ? nullptr : layer.scale_out, changes);
     if (layer.input) add_token_input(layer, index, thread, watch);
   }
 
   // The input of a dense MLP's second product.
   Activations activate(const Layer& layer, int thread, Stopwatch& watch) const {
     const Norm second = norm(layer.post_norm);
-    auto input = prepare(m_.residual_.as<float>(), m_.padded_width, layer.post_norm ? &second : nullptr, layer.gate_up, thread);
+    const Norm* before = layer.post_norm ? &second : nullptr;
+    auto input = prepare(m_.residual_.as<float>(), m_.padded_width, before, layer.gate_up, thread);
+    const float* const* changes = change(layer.changes[kChangedGateUp], m_.residual_.as<float>(), before, layer.gate_up, thread);
     watch.lap(kPrepare);
     clear_padding(m_.activated_, layer.down.inputs, layer.gate_up.outputs / 2, thread);
-    multiply(layer.gate_up, input, gate_of(layer), m_.activated_.as<float>(), static_cast<size_t>(layer.down.inputs), thread);
+    multiply(layer.gate_up, input, gate_of(layer), m_.activated_.as<float>(), static_cast<size_t>(layer.down.inputs), thread, changes);
     watch.lap(kProducts);
     input = prepare(m_.activated_.as<float>(), layer.down.inputs, nullptr, layer.down, thread);
     watch.lap(kPrepare);
@@ -294,13 +318,14 @@ class Pass {
 
   // Adds the product of a layer's part to the hidden states, after a norm (if any) of its own. scale: a factor of the sum,
   // only behind a norm; or null.
-  void add(const Linear& linear, const Activations& input, const float* after, int thread, Stopwatch& watch, const float* scale = nullptr) const {
+  void add(const Linear& linear, const Activations& input, const float* after, int thread, Stopwatch& watch, const float* scale = nullptr,
+           const float* const* changes = nullptr) const {
     const size_t stride = static_cast<size_t>(m_.padded_width);
     if (!after) {
-      multiply(linear, input, Epilogue::kAdd, m_.residual_.as<float>(), stride, thread);
+      multiply(linear, input, Epilogue::kAdd, m_.residual_.as<float>(), stride, thread, changes);
       return watch.lap(kProducts);
     }
-    multiply(linear, input, Epilogue::kStore, m_.branch_.as<float>(), stride, thread);
+    multiply(linear, input, Epilogue::kStore, m_.branch_.as<float>(), stride, thread, changes);
     watch.lap(kProducts);
     const Share share(tokens_.count, thread, pool_.threads());
     for (int i = share.first; i < share.last; ++i) {
@@ -375,8 +400,9 @@ class Pass {
     const bool joined = s_.fusion && !projects() && index == 0;
     const auto input = joined ? prepare(m_.joined_.as<float>(), 2 * m_.padded_width, nullptr, layer.qkv, thread)
                               : prepare(residual, m_.padded_width, layer.input_norm ? &first : nullptr, layer.qkv, thread);
+    const float* const* changes = change(layer.changes[kChangedQkv], residual, layer.input_norm ? &first : nullptr, layer.qkv, thread);
     watch.lap(kPrepare);
-    multiply(layer.qkv, input, Epilogue::kStore, attention.qkv, attention.qkv_stride, thread);
+    multiply(layer.qkv, input, Epilogue::kStore, attention.qkv, attention.qkv_stride, thread, changes);
     watch.lap(kProducts);
     rotate(layer, attention, thread);
     watch.lap(kRotary);
@@ -388,8 +414,9 @@ class Pass {
   void embed(int thread) const {
     const Share share(tokens_.count, thread, pool_.threads());
     for (int i = share.first; i < share.last; ++i) {
-      if (!s_.fusion) embed_token(i, residual(i));
-      else join(i);
+      if (s_.fusion) join(i);
+      else if (tokens_.entering) enter(i);
+      else embed_token(i, residual(i));
     }
     pool_.meet();
     if (s_.inputs) read_vectors(thread);
@@ -416,15 +443,20 @@ class Pass {
     }
   }
 
+  void enter(int i) const {
+    const size_t width = static_cast<size_t>(s_.width), stride = static_cast<size_t>(m_.padded_width);
+    std::memcpy(residual(i), tokens_.entering + width * static_cast<size_t>(i), sizeof(float) * width);
+    std::memset(residual(i) + width, 0, sizeof(float) * (stride - width));
+  }
+
   // A head's first layer reads the normed embedding and, behind it, the normed state that enters.
   void join(int i) const {
-    const size_t width = static_cast<size_t>(s_.width), stride = static_cast<size_t>(m_.padded_width);
+    const size_t stride = static_cast<size_t>(m_.padded_width);
     float* embedded = m_.joined_.as<float>() + 2 * stride * static_cast<size_t>(i);
     float* hidden = embedded + stride;
     embed_token(i, embedded);
     k_.rms_norm(embedded, norm(projects() ? s_.fusion->embedding_norm : m_.layers[0].input_norm), m_.padded_width, embedded);
-    std::memcpy(residual(i), tokens_.entering + width * static_cast<size_t>(i), sizeof(float) * width);
-    std::memset(residual(i) + width, 0, sizeof(float) * (stride - width));
+    enter(i);
     k_.rms_norm(residual(i), norm(s_.fusion->hidden_norm), m_.padded_width, hidden);
     if (s_.fusion->normed_residual) std::memcpy(residual(i), hidden, sizeof(float) * stride);
   }
@@ -440,10 +472,64 @@ class Pass {
     return to;
   }
 
-  void multiply(const Linear& linear, const Activations& input, Epilogue epilogue, float* out, size_t stride, int thread) const {
+  void multiply(const Linear& linear, const Activations& input, Epilogue epilogue, float* out, size_t stride, int thread,
+                const float* const* changes = nullptr) const {
     const Share share(panels(linear.outputs), thread, pool_.threads());
-    k_.linear(LinearCall{&linear, input, tokens_.count, epilogue, out, stride}, share.first, share.last);
+    k_.linear(LinearCall{&linear, input, tokens_.count, epilogue, out, stride, 0.0f, changes}, share.first, share.last);
     pool_.meet();
+  }
+
+  // What adapters add to the outputs of a linear layer, for LinearCall::changes; null: nothing. x: its input rows, before
+  // `norm` (if any). Only the panels that this thread multiplies are computed.
+  const float* const* change(const LowRank* by_adapter, const float* x, const Norm* norm, const Linear& linear, int thread) const {
+    if (!by_adapter || adapted_.empty()) return nullptr;
+    const size_t stride = static_cast<size_t>(linear.inputs);
+    float* normed = m_.normed_.as<float>();
+    if (norm) {
+      const Share share(tokens_.count, thread, pool_.threads());
+      for (int i = share.first; i < share.last; ++i) {
+        const size_t at = stride * static_cast<size_t>(i);
+        if (cache_.adapter_of[tokens_.rows[i]]) k_.rms_norm(x + at, *norm, linear.inputs, normed + at);
+      }
+      pool_.meet();
+      x = normed;
+    }
+    const auto ranks = [&](const AdapterRun& run) { return m_.ranks_.as<float>() + static_cast<size_t>(run.first) * static_cast<size_t>(m_.widest_rank); };
+    share_panels(by_adapter, thread, [&](const AdapterRun& run, const LowRank& by, int panel) {
+      k_.route(by.down, x + stride * static_cast<size_t>(run.first), run.count, stride, panel, ranks(run));
+    });
+    pool_.meet();
+    auto& changes = m_.scratch_[static_cast<size_t>(thread)]->changes;
+    changes.assign(static_cast<size_t>(tokens_.count), nullptr);
+    const Share share(panels(linear.outputs), thread, pool_.threads());
+    for (const AdapterRun& run : adapted_) {
+      const LowRank& by = by_adapter[run.adapter];
+      if (!by.down.weights) continue;
+      const size_t first = static_cast<size_t>(run.first), width = static_cast<size_t>(by.up.outputs);
+      float* out = m_.changes_.as<float>() + first * static_cast<size_t>(m_.widest_change);
+      for (int panel = share.first * 2; panel < share.last * 2; ++panel) {
+        k_.route(by.up, ranks(run), run.count, static_cast<size_t>(by.up.inputs), panel, out);
+      }
+      for (int i = 0; i < run.count; ++i) changes[first + static_cast<size_t>(i)] = out + width * static_cast<size_t>(i);
+    }
+    return changes.data();
+  }
+
+  // Threads share the panels of all runs' first products.
+  template <class Do>
+  void share_panels(const LowRank* by_adapter, int thread, Do&& compute) const {
+    const auto count = [&](const AdapterRun& run) { return padded(by_adapter[run.adapter].down.outputs, kRouterPanel) / kRouterPanel; };
+    int total = 0;
+    for (const AdapterRun& run : adapted_) total += count(run);
+    const Share share(total, thread, pool_.threads());
+    int before = 0;
+    for (const AdapterRun& run : adapted_) {
+      for (int panel = 0; panel < count(run); ++panel) {
+        const int item = before + panel;
+        if (share.first <= item && item < share.last) compute(run, by_adapter[run.adapter], panel);
+      }
+      before += count(run);
+    }
   }
 
   void rotate(const Layer& layer, const Attention& attention, int thread) const {
@@ -518,6 +604,7 @@ class Pass {
   double* seconds_;
   std::vector<Unit> units_;
   std::vector<SlotRun> runs_;
+  std::vector<AdapterRun> adapted_;
 };
 
 void Model::grow(int threads, int tokens) {
@@ -536,6 +623,11 @@ void Model::grow(int threads, int tokens) {
   }
   if (spec.inputs) vectors_.grow(n * static_cast<size_t>(padded(spec.inputs->project.outputs, kPanel)));
   padded_hidden_.grow(n * static_cast<size_t>(padded_width));
+  if (spec.adapters) {
+    normed_.grow(n * static_cast<size_t>(padded_width));
+    ranks_.grow(n * static_cast<size_t>(widest_rank));
+    changes_.grow(n * static_cast<size_t>(widest_change));
+  }
   shared_.grow(tokens, widest);
   while (static_cast<int>(scratch_.size()) < threads) scratch_.push_back(std::make_unique<Scratch>());
   for (auto& scratch : scratch_) {

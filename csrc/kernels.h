@@ -64,6 +64,7 @@ struct LinearCall {
   float* out;
   size_t out_stride;
   float limit = 0.0f;  // of kCap
+  const float* const* changes = nullptr;  // per row: numbers to add to its outputs before the epilogue, or null; or null for all rows
 };
 
 struct Range {

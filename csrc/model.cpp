@@ -13,8 +13,9 @@ const char* Model::problem_with(const Tokens& fed, const Cache& cache) const {
   for (int i = 0; i < fed.count; ++i) {
     if (fed.tokens[i] < 0 || fed.tokens[i] >= read_vocabulary()) return "a token is outside the vocabulary";
     if (fed.rows[i] < 0 || fed.rows[i] >= cache.rows) return "a row is outside the cache";
+    if (spec.adapters && (cache.adapter_of[fed.rows[i]] < 0 || cache.adapter_of[fed.rows[i]] > spec.adapters)) return "a row's adapter does not exist";
     if (fed.positions[i] < 0 || fed.positions[i] > INT32_MAX) return "a position is negative or absurdly large";
-    if (!fed.parents && i > 0 && fed.rows[i] == fed.rows[i - 1] && fed.positions[i] <= fed.positions[i - 1]) return "positions of a row do not ascend";
+    if (!fed.parents && i > 0 && fed.rows[i] == fed.rows[i - 1] && fed.positions[i] < fed.positions[i - 1] + (reads_only ? 0 : 1)) return "positions of a row do not ascend";
   }
   return spec.recurrent.kind ? problem_with_states(fed, cache) : nullptr;
 }
@@ -86,6 +87,17 @@ static int last_writer_of(const std::vector<Layer>& layers) {
   return last;
 }
 
+// The most padded outputs of a part of an adapter's changes.
+static int widest_of_changes(const ModelSpec& s, Router LowRank::* part) {
+  int found = 0;
+  for (int32_t layer = 0; layer < s.layer_count; ++layer) {
+    for (const LowRank* changes : s.layers[layer].changes) {
+      for (int32_t adapter = 0; changes && adapter < s.adapters; ++adapter) found = std::max(found, padded((changes[adapter].*part).outputs, kRouterPanel));
+    }
+  }
+  return found;
+}
+
 Model::Model(const ModelSpec& s, const Kernels& k)
     : spec(s),
       kernels(k),
@@ -97,6 +109,9 @@ Model::Model(const ModelSpec& s, const Kernels& k)
       widest_dim(widest(layers, [](const Layer& layer) { return layer.dim; })),
       queries_per_key(widest(layers, [](const Layer& layer) { return layer.heads / layer.kv_heads; })),
       last_writer(last_writer_of(layers)),
+      reads_only(std::all_of(layers.begin(), layers.end(), [](const Layer& layer) { return layer.reads_only != 0; })),
+      widest_rank(widest_of_changes(s, &LowRank::down)),
+      widest_change(widest_of_changes(s, &LowRank::up)),
       next_unit_(static_cast<size_t>(s.layer_count)),
       experts_(std::make_unique<ExpertBuffers>()) {}
 

@@ -13,7 +13,7 @@
 namespace paceline {
 
 // These structures mirror src/paceline/kernels/abi.py; kAbiVersion changes with them.
-constexpr int kAbiVersion = 25;
+constexpr int kAbiVersion = 27;
 
 // The small weights of a recurrent layer. qkv is its first matrix: of a gated delta net, channels and the gates of its
 // output; of a short convolution, B, C and x.
@@ -48,6 +48,13 @@ struct TokenInputs {
   float table_scale, project_scale, sum_scale;
 };
 
+// An adapter's change of a linear layer (LoRA): up(down(x)) is added to the layer's outputs, in their packed order. In
+// float32, with one chain of additions per number, so that a token's bits do not depend on others.
+struct LowRank {
+  Router down, up;  // up has as many outputs as the layer's panels, and as many inputs as `down` has padded outputs
+};
+
+enum Changed { kChangedQkv, kChangedAttentionOut, kChangedGateUp, kChangedDown, kChangedLayers };
 
 struct Layer {
   Linear qkv, attention_out, gate_up, down;
@@ -75,6 +82,7 @@ struct Layer {
   const float* scale_out;   // one factor of the layer's output, or null
   const Experts* experts;  // null: a dense MLP
   const float* sinks;      // of attention: [heads], or null
+  const LowRank* changes[kChangedLayers];  // of each linear layer: one of every adapter, without weights if it changes nothing; or null
 };
 
 // The extra parts of a head that reads its target's hidden states (src/paceline/drafters/heads/feature.py). Its first
@@ -112,6 +120,7 @@ struct ModelSpec {
   RecurrentShape recurrent;
   const TokenInputs* inputs;  // or null
   float logits_cap;           // 0: none
+  int32_t adapters;           // number of adapters, which Layer::changes have
 };
 
 // Tokens of every row, row after row: row i has the entries starts[i] .. starts[i + 1] - 1.
@@ -263,6 +272,7 @@ struct Cache {
   float *state, *tail, *inputs;  // of recurrent layers: RecurrentStates of src/paceline/core/recurrent_state.py; or null
   int64_t *base, *count;         // per row
   int64_t window;
+  const int32_t* adapter_of;  // per row: number of its adapter, from 1 on; 0: none
 };
 
 // The input of a forward pass (nodes.Nodes).
@@ -273,7 +283,8 @@ struct Tokens {
   const int64_t* slots;    // where keys and values go; null: at their positions
   const int64_t* parents;  // index of each token's parent, -1: the row's text; null: chains
   int count;
-  const float* entering = nullptr;  // [tokens][width]: the states that a head reads beside the tokens
+  const float* entering = nullptr;  // [tokens][width]: the states that a head reads beside the tokens; of a model without
+                                    // fusion, the first layer's input in place of the tokens
   int read = 0;                     // number of leading tokens that an earlier pass computed; they only serve as parents
 };
 
@@ -315,6 +326,7 @@ struct Quantised {
 struct Scratch {  // per thread
   Quantised rows;
   Buffer normed, attention, recurrent;
+  std::vector<const float*> changes;  // LinearCall::changes
 };
 
 class Model {
@@ -337,6 +349,8 @@ class Model {
   const int padded_width, padded_qkv, padded_attention, padded_activated;
   const int widest_dim, queries_per_key;  // of all layers
   const int last_writer;                  // the last layer that writes keys, values or a state
+  const bool reads_only;                  // whether all layers read another model's keys: a row's tokens may then share a position
+  const int widest_rank, widest_change;   // padded outputs of LowRank::down and LowRank::up; 0 without adapters
 
  private:
   friend class Pass;
@@ -346,6 +360,7 @@ class Model {
 
   std::mutex one_call_at_a_time_;
   Buffer joined_, residual_, branch_, qkv_, gates_, attended_, activated_, padded_hidden_, vectors_;
+  Buffer normed_, ranks_, changes_;  // of tokens with adapters
   Quantised shared_;
   std::vector<std::unique_ptr<Scratch>> scratch_;
   std::vector<std::atomic<int>> next_unit_;

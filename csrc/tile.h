@@ -13,11 +13,19 @@ namespace {
 constexpr int kTileRows = 16;
 constexpr int kTileBytes = 64;  // per line
 
-// Every tile has its full size, so that all kernels share one configuration.
+// Tiles 0 to 3 are sums of so many rows by 16 columns; 4 and 5 weights, lines of 16 columns; 6 and 7 the rows, of so many
+// bytes of inputs. A product takes as long as it has rows.
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t line_bytes[16] = {kTileBytes, kTileBytes, kTileBytes, kTileBytes, kTileBytes, kTileBytes, kTileBytes, kTileBytes};
-  uint8_t rows[16] = {kTileRows, kTileRows, kTileRows, kTileRows, kTileRows, kTileRows, kTileRows, kTileRows};
+  uint16_t line_bytes[16] = {};
+  uint8_t rows[16] = {};
+  TileConfig() = default;
+  TileConfig(int height, int depth) {
+    for (int i = 0; i < 8; ++i) {
+      line_bytes[i] = static_cast<uint16_t>(i < 6 ? kTileBytes : depth);
+      rows[i] = static_cast<uint8_t>(i == 4 || i == 5 ? depth / 4 : height);
+    }
+  }
 };
 
 #ifdef PL_EMULATE_TILES
@@ -26,6 +34,7 @@ struct Tile {
   alignas(64) uint8_t line[kTileRows][kTileBytes];
 };
 thread_local Tile tiles[8];
+thread_local TileConfig configured;
 
 inline float fp32(uint16_t bf16) {  // denormals count as zero
   const uint32_t bits = (bf16 & 0x7f80) ? static_cast<uint32_t>(bf16) << 16 : static_cast<uint32_t>(bf16 & 0x8000) << 16;
@@ -39,17 +48,21 @@ inline float flushed(float x) {
 }
 
 inline void load_tile(int to, const void* from, size_t stride) {
-  for (size_t m = 0; m < kTileRows; ++m) memcpy(tiles[to].line[m], static_cast<const uint8_t*>(from) + m * stride, kTileBytes);
+  for (size_t m = 0; m < configured.rows[to]; ++m) {
+    memcpy(tiles[to].line[m], static_cast<const uint8_t*>(from) + m * stride, configured.line_bytes[to]);
+  }
 }
 inline void store_tile(int from, void* to, size_t stride) {
-  for (size_t m = 0; m < kTileRows; ++m) memcpy(static_cast<uint8_t*>(to) + m * stride, tiles[from].line[m], kTileBytes);
+  for (size_t m = 0; m < configured.rows[from]; ++m) {
+    memcpy(static_cast<uint8_t*>(to) + m * stride, tiles[from].line[m], configured.line_bytes[from]);
+  }
 }
 // to[m][n] += x[m][4 k + j] * w[k][4 n + j] over k and j, x signed, w unsigned.
 inline void multiply_bytes(int to, int x, int w) {
-  for (int m = 0; m < kTileRows; ++m) {
+  for (int m = 0; m < configured.rows[to]; ++m) {
     int32_t sums[16];
     memcpy(sums, tiles[to].line[m], sizeof sums);
-    for (int k = 0; k < 16; ++k) {
+    for (int k = 0; k < configured.rows[w]; ++k) {
       for (int n = 0; n < 16; ++n) {
         for (int j = 0; j < 4; ++j) sums[n] += static_cast<int8_t>(tiles[x].line[m][4 * k + j]) * tiles[w].line[k][4 * n + j];
       }
@@ -59,11 +72,11 @@ inline void multiply_bytes(int to, int x, int w) {
 }
 // Even and odd inputs are summed separately, fused, from zero; their sum is added to the tile.
 inline void multiply_bf16(int to, int x, int w) {
-  for (int m = 0; m < kTileRows; ++m) {
+  for (int m = 0; m < configured.rows[to]; ++m) {
     float even[16] = {}, odd[16] = {}, sums[16];
     uint16_t a[32], b[32];
     memcpy(a, tiles[x].line[m], sizeof a);
-    for (int k = 0; k < 16; ++k) {
+    for (int k = 0; k < configured.rows[w]; ++k) {
       memcpy(b, tiles[w].line[k], sizeof b);
       for (int n = 0; n < 16; ++n) {
         even[n] = flushed(__builtin_fmaf(fp32(a[2 * k]), fp32(b[2 * n]), even[n]));
@@ -76,7 +89,7 @@ inline void multiply_bf16(int to, int x, int w) {
   }
 }
 
-#define PL_TILE_CONFIGURE(config) static_cast<void>(config)
+#define PL_TILE_CONFIGURE(config) static_cast<void>(configured = *(config))
 #define PL_TILE_RELEASE() static_cast<void>(0)
 #define PL_TILE_ZERO(tile) memset(&tiles[tile], 0, sizeof(Tile))
 #define PL_TILE_LOAD(tile, from, stride) load_tile(tile, from, stride)

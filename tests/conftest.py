@@ -6,6 +6,7 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,20 @@ os.environ["PACELINE_PACKED_CACHE"] = "off"  # tests must not write to the user'
 os.environ["PACELINE_COST_CACHE"] = "off"
 os.environ["PACELINE_TILE_CACHE"] = "off"
 
+from paceline.engine.utilisation import arithmetic_of
 from paceline.kernels import cpu
+from paceline.lengths.calibration import Grid
 
 torch.set_num_threads(1)  # tensors in tests are too small for several threads
+
+
+def _two_runs_of_each(capacity: int, coarse: Callable[[int], Grid] = Grid.coarse) -> Grid:
+    return replace(coarse(capacity), seconds=0.0, repeats=2, max_tokens=8)
+
+
+# Measurements of the machine are short, because no test depends on how exact they are.
+arithmetic_of.__defaults__ = (0.0,)  # seconds, for each bench
+Grid.coarse = staticmethod(_two_runs_of_each)  # type: ignore[method-assign,assignment]
 
 # No deadline, because a shared machine may stall any example; pytest-timeout ends tests that hang.
 # Shrinking a slow example can take minutes, so failures show the original one; HYPOTHESIS_PROFILE=shrink shrinks it.

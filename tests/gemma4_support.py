@@ -18,6 +18,7 @@ from paceline.models.families import FAMILIES, describe
 from paceline.models.families.gemma4 import describe_assistant
 from paceline.models.loading import load_model
 from paceline.models.native import NativeModel, Quantization
+from paceline.models.native_layers import NativeLayers
 from paceline.models.transformer import Transformer
 from paceline.models.weights import shapes
 from toy import VOCAB
@@ -91,9 +92,13 @@ def tiny_assistant(target: AnyModel, seed: int = 0) -> Assistant:
         return (values if len(shape) > 1 else 1 + values).to(target.dtype)
 
     tensors = {name: noise(*like.shape) for name, like in shapes(spec).items()}
-    decoder = Transformer(spec, tensors, "tiny assistant", places=cache_places(spec, whole))
+    places = cache_places(spec, whole)
+    decoder, layers = Transformer(spec, tensors, "tiny assistant", places=places), None
+    if isinstance(target, NativeModel) and target.runs_rounds:
+        layers = NativeLayers(spec, tensors, places, target, target.quantization)  # type: ignore[arg-type]
+        decoder.drop_layers()
     groups = Centroids(noise(6, 24), torch.randperm(VOCAB, generator=generator).view(6, -1), 3)
-    return Assistant(decoder, target, noise(VOCAB, 40), noise(24, 80), noise(40, 24), groups)
+    return Assistant(decoder, target, noise(VOCAB, 40), noise(24, 80), noise(40, 24), groups, layers)
 
 
 def write_gguf(path: Path, model: PreTrainedModel) -> Path:

@@ -20,6 +20,19 @@ Bytes = npt.NDArray[np.uint8]
 KindOf = Callable[[str], GGMLQuantizationType]
 
 
+def begun(path: Path, architecture: str, config: Any, more_layers: int = 0) -> gguf.GGUFWriter:
+    """Begin a file with the sizes that all architectures have. more_layers: of heads, behind the model's own."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_block_count(config.num_hidden_layers + more_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    return writer
+
+
 def encode(values: Floats, kind: GGMLQuantizationType) -> npt.NDArray[Any]:
     """Encode numbers [rows, width] in a type."""
     own = {GGMLQuantizationType.Q4_K: _q4_k, GGMLQuantizationType.Q6_K: _q6_k}.get(kind)

@@ -320,6 +320,7 @@ def test_plain_decoding_equals_a_model_without_a_cache_and_a_sampler_in_plain_py
 @pytest.mark.parametrize("kernels", ["auto", "off"])
 @pytest.mark.parametrize("drafter", ["model", "sometimes", "ragged"])
 @pytest.mark.parametrize("model", ["toy", "flat"])
+@pytest.mark.one_in(5)
 def test_rows_with_every_parameter_in_one_batch_equal_a_sampler_in_plain_python(
     model: str, drafter: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -448,6 +449,7 @@ def test_rounds_of_one_native_call_equal_plain_decoding(drafter: str, length: in
         ("assistant hybrid", "hybrid", "mixed", 3),
     ],
 )
+@pytest.mark.one_in(5)
 def test_rounds_with_an_assistant_equal_plain_decoding(
     drafter: str, length: int | str, family: str, width: int
 ) -> None:
@@ -472,6 +474,7 @@ def test_rounds_with_an_assistant_equal_plain_decoding(
     ],
 )
 @pytest.mark.parametrize("model", ["recurrent", "lfm2", "gemma4"])
+@pytest.mark.one_in(7)
 def test_rounds_of_models_with_different_layers_equal_plain_decoding(
     model: str, drafter: str, length: int | str, family: str, width: int
 ) -> None:
@@ -505,6 +508,7 @@ def test_rounds_of_models_with_different_layers_equal_plain_decoding(
         ),
     ],
 )
+@pytest.mark.one_in(3)
 def test_native_rounds_over_experts_and_short_convolutions_equal_plain_decoding(
     model: str, drafter: str, length: int | str, family: str, width: int
 ) -> None:
@@ -844,6 +848,7 @@ def turns(model: str, family: str) -> tuple[list[list[int]], list[list[list[int]
 
 @pytest.mark.parametrize(("drafter", "rows"), [("model", 3), ("hybrid", 6)])
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.one_in(3)
 def test_cached_prefixes_change_no_answer(model: str, drafter: str, rows: int) -> None:
     """Next chat turns and prompts with a common prefix, some of them aborted, in rows that move."""
     rng, family = random.Random(rows), "mixed"
@@ -935,6 +940,7 @@ def ranked_answers(outputs: list[RequestOutput]) -> list[list[int]]:
 @pytest.mark.parametrize("kernels", ["auto", "off"])
 @pytest.mark.parametrize("model", ["toy", "flat"])
 @pytest.mark.parametrize("drafter", some_slow(["model", "ngram", "sometimes", "ragged", "none"], ("model", "ragged")))
+@pytest.mark.one_in(3)
 def test_ranking_changes_no_answer_and_speculation_no_rank(
     drafter: str, model: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -953,6 +959,7 @@ def test_ranking_changes_no_answer_and_speculation_no_rank(
 
 
 @pytest.mark.parametrize("length", [0, 4, "auto", "random"])
+@pytest.mark.one_in(3)
 def test_ranking_stays_on_the_device(length: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No round moves to the host for ranking, also with unranked requests in the batch."""
     params = [

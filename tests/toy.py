@@ -244,29 +244,18 @@ class ToyConstraint:
     def forbids(self, answer: Sequence[int], token: int) -> bool:
         return (sum(answer) + token) % 4 == 1 or (len(answer) < 2 and token < 1)
 
-    def ask(self, draft_tokens: Sequence[int], first: int, places: int) -> ToyMaskQuery:
-        return ToyMaskQuery(self, [[*self.answer, *draft_tokens[: first + place]] for place in range(places)])
+    def mask(self, draft_tokens: Sequence[int], first: int, logits: Tensor) -> None:
+        for place, own in enumerate(logits):
+            before = [*self.answer, *draft_tokens[: first + place]]
+            for token in range(logits.shape[-1]):
+                if self.forbids(before, token):
+                    own[token] = -math.inf
 
     def advance(self, tokens: Sequence[int]) -> None:
         self.answer += tokens
 
     def is_free(self, draft_tokens: Sequence[int]) -> bool:
         return False
-
-
-@dataclass
-class ToyMaskQuery:
-    constraint: ToyConstraint
-    before: list[list[int]]  # tokens before each position
-
-    def send(self) -> None:
-        pass
-
-    def mask(self, logits: Tensor) -> None:
-        for place, before in enumerate(self.before):
-            for token in range(logits.shape[-1]):
-                if self.constraint.forbids(before, token):
-                    logits[place, token] = -math.inf
 
 
 def answers(outputs: Sequence[RequestOutput]) -> list[list[list[int]]]:

@@ -28,8 +28,11 @@ def test_a_transcript_comes_from_the_cache_with_and_without_speculation(
     flags = ["--quantization", "none", "--turns", "4", "--functions", "2", "--output", str(document)]
     monkeypatch.setattr(sys, "argv", ["agent_turns", "--model", model, *flags])
     agent_turns.main()
-    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
-    found = json.loads(document.read_text())
+    *lines, last = capsys.readouterr().out.splitlines()
+    summary, found = json.loads(last), json.loads(document.read_text())
+    assert lines[-2:] == agent_turns.table(found)
+    assert [line.split(" | ")[0] for line in lines[-2:]] == ["| 1", "| 2"]
+    assert found["model"] == "tiny"
     assert found["summary"] == summary
     assert summary["answers_equal"]
     for name, side in found["sides"].items():

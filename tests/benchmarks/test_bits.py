@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.bits import Outcome, different_between_sets
 
-RESULT = Path(__file__).parents[2] / "benchmarks/results/bits-sets-smollm2-epyc-zen4.json"
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 ONE = Outcome("avx2", "int8", "greedy", 2, 2, 8, None, 0.1, "a")
 
 
@@ -22,8 +22,10 @@ def test_bfloat16_may_differ_between_sets() -> None:
     assert different_between_sets([replace(ONE, precision="bfloat16", digest=digest) for digest in "ab"]) == []
 
 
-def test_the_committed_run_has_equal_sequences_on_three_sets() -> None:
-    outcomes = [Outcome(**outcome) for outcome in json.loads(RESULT.read_text())["outcomes"]]
-    assert {outcome.kernels for outcome in outcomes} == {"avx2", "avx512-bw", "avx512-vnni"}
+def test_the_committed_runs_have_equal_sequences_on_all_sets_of_two_machines() -> None:
+    runs = [json.loads((RESULTS / f"bits-sets-smollm2-{cpu}.json").read_text()) for cpu in ("epyc-zen4", "xeon-amx")]
+    outcomes = [Outcome(**outcome) for run in runs for outcome in run["outcomes"]]
+    vnni = {"avx512-vnni", "avx512-vnni-bf16", "avx-vnni"}
+    assert {outcome.kernels for outcome in outcomes} == {"amx", "avx2", "avx512-bw", *vnni}
     assert all(outcome.equal == outcome.sequences == 64 for outcome in outcomes)
     assert different_between_sets(outcomes) == []

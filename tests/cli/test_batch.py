@@ -107,6 +107,7 @@ def test_a_line_says_the_same_alone_in_another_order_and_after_a_resume(
     assert "c" not in changed, "it has a seed of its own"
 
 
+@pytest.mark.wide
 def test_what_was_written_at_any_byte_is_gone_on_with(paceline: Any, tiny: str, tmp_path: Path) -> None:
     source = write(tmp_path / "in", [completion(str(number), f"text {number}") for number in range(6)])
     whole, output = tmp_path / "whole", tmp_path / "out"

@@ -207,6 +207,7 @@ def test_keep_going_runs_the_good_lines(paceline: Any, tiny: str, lines: Path) -
         (["-p", "x", "--stop", "\udcff", "--quiet"], "stop="),
     ],
 )
+@pytest.mark.one_in(3)
 def test_a_bad_option_is_one_clear_error(paceline: Any, tiny: str, arguments: list[str], message: str) -> None:
     result = paceline("generate", tiny, *arguments)
     assert result.exit_code == 2

@@ -126,7 +126,7 @@ def test_text_that_an_encoding_lacks_is_one_line_that_names_the_way_out(
     encoding: str, tiny: str, tmp_path: Path
 ) -> None:
     with (tmp_path / "out").open("w", encoding=encoding) as stream:
-        code, told = run_into(stream, "generate", tiny, "-q", "-p", "x", "--max-tokens", "40")
+        code, told = run_into(stream, "generate", tiny, "-q", "-p", "x", "-n", "4", "--seed", "1", "--max-tokens", "40")
     assert code == 2
     (line,) = told.splitlines()
     assert line.startswith(f"error: standard output cannot be written: its encoding, {encoding}, has no '")

@@ -53,6 +53,13 @@ def test_a_drafter_says_what_it_needs(
     assert (config.asks_draft_model, config.looks_up) == (needs_draft_model, copies)
 
 
+def test_our_own_names_are_taken_without_a_look_at_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That look takes milliseconds, at each start of an engine."""
+    monkeypatch.setattr("paceline.config.registry.entry_points", lambda **_: pytest.fail("the metadata was read"))
+    EngineConfig(drafter="ngram", num_speculative_tokens="bass")
+    EngineConfig(drafter=NgramDrafter, num_speculative_tokens=FixedLength(2))
+
+
 @pytest.mark.usefixtures("sample")
 def test_errors_list_what_other_packages_bring_and_import_nothing() -> None:
     with pytest.raises(ParameterError, match=r"drafter='eagle' .*'auto', 'model', 'ngram', 'hybrid', .*'echo'"):

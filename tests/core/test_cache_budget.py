@@ -58,7 +58,7 @@ def reach(size: int, max_tokens: int = 3) -> int:
 
 
 def memory_of(engine: Engine) -> int:
-    return sum(taken(*decoder.cache.tables) for decoder in engine.scheduler.decoders)
+    return sum(taken(*decoder.cache.tables) for decoder in engine.parts.decoders)
 
 
 def finish(engine: Engine) -> None:
@@ -98,10 +98,10 @@ def test_a_row_begins_when_its_maximum_length_fits_beside_the_others() -> None:
     each = engine.room.bytes_for(reach(400))
     fitting = engine.room.limit // each
     assert len(scheduler.running) + len(scheduler.prefilling) == fitting < ROWS
-    assert scheduler.reserved_bytes == fitting * each
+    assert engine.slots.reserved_bytes == fitting * each
     finish(engine)
     assert [output.outputs[0].finish_reason for output in outputs] == ["length"] * 8
-    assert scheduler.reserved_bytes == 0
+    assert engine.slots.reserved_bytes == 0
 
 
 def test_a_request_that_waits_for_memory_is_not_overtaken_by_smaller_ones() -> None:
@@ -134,11 +134,11 @@ def test_the_least_recently_used_cached_prefixes_are_freed_first() -> None:
     for seed in (1, 2, 3):
         add(engine, 300, seed=seed)
         finish(engine)
-    lengths = [len(each.tokens) for each in engine.scheduler.free.prefixes.values()]
+    lengths = [len(each.tokens) for each in engine.slots.free.prefixes.values()]
     assert sorted(lengths) == [0, 0, 0, 302, 302, 302]
     add(engine, 700, seed=4)  # one cached prefix fits beside it
     finish(engine)
-    kept = [each.tokens[:300] for each in engine.scheduler.free.prefixes.values() if each.tokens]
+    kept = [each.tokens[:300] for each in engine.slots.free.prefixes.values() if each.tokens]
     assert prompt_of(300, 1) not in kept
     assert prompt_of(300, 3) in kept
     again = add(engine, 300, seed=3)
@@ -232,16 +232,16 @@ def test_cache_usage_is_reported_in_bytes(limited: bool) -> None:
     options: dict[str, Any] = {"max_batch_size": ROWS, "max_model_len": LONGEST}
     limit = limit_for([LONGEST, 300], model, **options) if limited else None
     engine = make_engine(model, **options, memory_limit=limit)
-    assert engine.filled == CacheUsage(0, 0, engine.room.limit)
+    assert engine.scheduler.filled == CacheUsage(0, 0, engine.room.limit)
     of = engine.room.bytes_for
     outputs = [add(engine, size, seed=size) for size in (300, 20)]
     engine.step()
     lengths = engine.batch.lengths[:2]
-    assert engine.filled == CacheUsage(sum(map(of, lengths)), 0, engine.room.limit)
-    assert engine.filled.fraction == engine.filled.row_bytes / engine.room.limit > 0
+    assert engine.scheduler.filled == CacheUsage(sum(map(of, lengths)), 0, engine.room.limit)
+    assert engine.scheduler.filled.fraction == engine.scheduler.filled.row_bytes / engine.room.limit > 0
     while not all(output.finished for output in outputs):
         engine.step()
-    ended = engine.filled
+    ended = engine.scheduler.filled
     assert ended.row_bytes == ended.fraction == 0
     assert of(300) + of(20) <= ended.prefix_bytes <= of(reach(300)) + of(reach(20))
     text = PromptScores(prompt_of(600))
@@ -249,9 +249,11 @@ def test_cache_usage_is_reported_in_bytes(limited: bool) -> None:
     while engine.busy:
         engine.step()
     assert None not in text.logprobs[1:]
-    assert engine.filled.row_bytes == 0
-    assert engine.filled.prefix_bytes <= engine.filled.limit_bytes
-    assert engine.filled.prefix_bytes - ended.prefix_bytes >= of(598) - of(300), "a scored text is a cached prefix"
+    assert engine.scheduler.filled.row_bytes == 0
+    assert engine.scheduler.filled.prefix_bytes <= engine.scheduler.filled.limit_bytes
+    assert engine.scheduler.filled.prefix_bytes - ended.prefix_bytes >= of(598) - of(300), (
+        "a scored text is a cached prefix"
+    )
 
 
 @pytest.mark.parametrize("kind", [ToyModel, FlatToy])

@@ -10,12 +10,25 @@ import torch
 from torch import Tensor
 from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig
 
-from gemma4_support import gemma4_fields, tiny_gemma4
+from gemma4_support import gemma4_fields, tiny_assistant, tiny_gemma4, tiny_gemma4_torch, tiny_native_gemma4
+from kernels.tools import ragged
 from paceline import LLM, SamplingParams
+from paceline.core.nodes import Nodes
+from paceline.core.slots import Slots
+from paceline.drafters.heads.assistant import AssistantDecoder
+from paceline.drafters.heads.assistant_loading import cache_places
 from paceline.drafters.heads.loading import find_head, load_head_for
 from paceline.errors import ModelFormatError, ParameterError, VocabularyMismatchError
 from paceline.kernels import native
+from paceline.kernels.abi import CCache
+from paceline.kernels.attention.reference import ReferenceAttention
+from paceline.models.families import describe
 from paceline.models.loading import load_model
+from paceline.models.native import Quantization
+from paceline.models.native_layers import NativeLayers
+from paceline.models.native_spec import weights_of
+from paceline.models.recurrent import cache_of
+from toy import VOCAB
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -111,6 +124,7 @@ def test_draft_tokens_are_those_of_transformers(head: dict[str, Any], tmp_path: 
 @pytest.mark.parametrize("drafter", ["feature", "hybrid"])
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("kernels", [False, True], ids=["torch", "int8"])
+@pytest.mark.one_in(3)
 def test_answers_are_plain_decodings(drafter: str, width: int, kernels: bool, tmp_path: Path) -> None:
     if kernels and native.select() is None:
         pytest.skip(f"no native kernels: {native.why_none()}")
@@ -121,6 +135,8 @@ def test_answers_are_plain_decodings(drafter: str, width: int, kernels: bool, tm
         speculation_width=width, tokenizer=None, max_batch_size=3, max_model_len=64, prefill_chunk=7, **options,
     )  # fmt: skip
     assert "assistant" in llm.engine.describe()
+    (decoder,) = (each for each in llm.engine.parts.drafter.decoders if isinstance(each, AssistantDecoder))
+    assert (decoder.model.native_layers is not None) == kernels
     prompts = [[5, 9, 2], list(range(1, 20)), [7], [4] * 9, list(range(20, 1, -1)), [1, 2]]
     params = [
         SamplingParams(temperature=t, seed=seed, max_tokens=16, ignore_eos=True)
@@ -130,6 +146,41 @@ def test_answers_are_plain_decodings(drafter: str, width: int, kernels: bool, tm
     plain = llm.plain().generate(prompts, params, use_tqdm=False)
     assert [one.outputs[0].token_ids for one in spoken] == [one.outputs[0].token_ids for one in plain]
     assert sum(one.outputs[0].metrics.drafted for one in spoken) > 30
+
+
+@pytest.mark.skipif(native.select() is None, reason=f"no native kernels: {native.why_none()}")
+@pytest.mark.parametrize(("quantization", "bound"), [(None, 0.01), ("int8", 0.04), ("int4", 0.3)])
+def test_layers_on_the_kernels_are_those_in_torch(quantization: Quantization | None, bound: float) -> None:
+    """For several tokens of a row at one position, in rows beyond the window and rows of two tokens."""
+    target, slow = tiny_native_gemma4(quantization="int8"), tiny_assistant(tiny_gemma4_torch())
+    cache, counts = cache_of(target, 4, 64), {0: 5, 1: 30, 3: 2}
+    rows, positions = ragged(counts)
+    target.forward(Nodes((7 * positions + rows) % VOCAB, rows, positions), cache)
+    spec, whole = slow.decoder.spec, describe({"model_type": "gemma4_text", **gemma4_fields()})
+    assert whole is not None
+    places = cache_places(spec, whole)
+    layers = NativeLayers(spec, weights_of(slow.decoder), places, target, quantization)
+    x = torch.randn(3, 2, spec.width, generator=torch.Generator().manual_seed(0))
+    slots, lengths = Slots.listed(list(counts), torch.device("cpu")), torch.tensor(list(counts.values()))
+    last = lengths[:, None].expand(-1, 2)  # behind the last key
+    backend = ReferenceAttention()
+    plan = backend.plan(last - 1, 31)
+    plan.cache_rows = slots
+
+    class Keys:
+        def again(self, layer: int, q: Tensor, *, scale: float | None, window: int | None) -> Tensor:
+            keys, values = cache.layer(layer)
+            return backend.attend(q, keys.float(), values.float(), plan, scale=scale, window=window)
+
+    exact = slow.decoder.run(x.flatten(0, 1), last, Keys())  # type: ignore[arg-type]
+    described, index = CCache.of(cache), slots.index[:, None].expand(-1, 2).flatten()
+    found = layers.run(x.flatten(0, 1), index, (last - 1).flatten(), described).view_as(exact)
+    assert (found - exact).norm() / exact.norm() < bound
+    alone = [layers.run(x[row, at, None], slots.index[row, None], last[row, at, None] - 1, described)
+             for row in range(3) for at in range(2)]  # fmt: skip
+    assert torch.equal(torch.cat(alone), found.flatten(0, 1)), "bits of a token alone"
+    moved = layers.run(x.flatten(0, 1), index, (last - 2).clamp(min=0).flatten(), described).view_as(exact)
+    assert (moved - exact).norm() / exact.norm() > 2 * bound, "positions matter too little to be seen"
 
 
 def test_an_assistant_of_another_target_is_refused(tmp_path: Path) -> None:

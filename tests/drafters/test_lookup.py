@@ -25,6 +25,7 @@ from paceline.drafters.lookup import (
     Lookup,
     LookupResult,
     NativeLookup,
+    SearchedRows,
     make_lookup,
 )
 from paceline.kernels import native
@@ -64,7 +65,7 @@ def slots_of(rows: Sequence[Text]) -> range:
 
 def found_in(lookup: Lookup[Any], rows: Sequence[Text], k: int, beside: Any = None, spare: int = 0) -> LookupResult:
     text, length = table(rows, spare)
-    return lookup.find(text, length, slots_of(rows), max(1, *map(len, rows)), k, beside)
+    return lookup.find(SearchedRows(text, length, slots_of(rows), beside), k)
 
 
 @needs_extension
@@ -89,7 +90,7 @@ def ways_in(
     lookup: Lookup[Any], rows: Sequence[Text], k: int, ways: int, beside: Any = None
 ) -> list[list[Continuation]]:
     text, length = table(rows, 2)
-    return lookup.find_all(text, length, slots_of(rows), max(1, *map(len, rows)), k, ways, beside)
+    return lookup.find_all(SearchedRows(text, length, slots_of(rows), beside), k, ways)
 
 
 @needs_extension
@@ -228,10 +229,11 @@ def test_the_number_of_positions_compared_per_pair_of_tokens_is_limited(kind: in
 @needs_extension
 @pytest.mark.parametrize("length", [-1, 4])
 def test_a_length_beyond_the_text_is_refused(length: int) -> None:
-    with pytest.raises(ValueError, match="are not all between"):
-        NativeLookup([], KERNELS[0]).find_all(torch.zeros(1, 3).long(), torch.tensor([length]), [0], 3, 2, 2)
+    rows = SearchedRows[Any](torch.zeros(1, 3, dtype=torch.int64), torch.tensor([length]), [0])
     with pytest.raises(ValueError, match="between 0 and 3"):
-        NativeLookup([], KERNELS[0]).find(torch.zeros(1, 3, dtype=torch.int64), torch.tensor([length]), [0], 9, 2)
+        NativeLookup([], KERNELS[0]).find_all(rows, 2, 2)
+    with pytest.raises(ValueError, match="between 0 and 3"):
+        NativeLookup([], KERNELS[0]).find(rows, 2)
 
 
 def test_the_machine_decides_which_implementation_searches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,14 +235,8 @@ def test_rows_with_a_constraint_draft_what_it_allows() -> None:
         def __init__(self, row: int) -> None:
             self.row = row
 
-        def ask(self, draft_tokens: Sequence[int], first: int, places: int) -> Even:
-            asked.append((self.row, len(draft_tokens), first, places))
-            return self
-
-        def send(self) -> None:
-            asked.append((self.row, "sent"))
-
-        def mask(self, logits: Tensor) -> None:
+        def mask(self, draft_tokens: Sequence[int], first: int, logits: Tensor) -> None:
+            asked.append((self.row, len(draft_tokens), first, len(logits)))
             logits[:, 1::2] = -torch.inf
 
         def advance(self, tokens: Sequence[int]) -> None:
@@ -254,8 +248,8 @@ def test_rows_with_a_constraint_draft_what_it_allows() -> None:
     batch.sampling.constraints[:2] = [Even(0), Even(1)]
     batch.sampling.any_constraint = True
     held = decoder_of(natively(feature_head()), rows).native.draft(batch, counts, None, distributions=True)
-    assert asked[:4] == [(0, 0, 0, 1), (1, 0, 0, 1), (0, "sent"), (1, "sent")]
-    assert asked[-2:] == [(0, 2, 2, 1), (0, "sent")]
+    assert asked[:2] == [(0, 0, 0, 1), (1, 0, 0, 1)]
+    assert asked[-1] == (0, 2, 2, 1)
     assert held.drafted == counts
     assert held.draft_tokens[2] == free.draft_tokens[2]
     assert not any(draft_token % 2 for line in held.draft_tokens[:2] for draft_token in line)
@@ -493,20 +487,14 @@ class Along:
     """A constraint that allows one path only, and stores the logits of each step."""
 
     def __init__(self, way: list[int]) -> None:
-        self._way, self._step = way, 0
+        self._way = way
         self.seen: dict[int, Tensor] = {}
 
-    def ask(self, draft_tokens: list[int], first: int, places: int) -> Along:
-        self._step = len(draft_tokens)
-        return self
-
-    def send(self) -> None:
-        pass
-
-    def mask(self, logits: Tensor) -> None:
-        self.seen[self._step] = logits.clone()
-        if self._step < len(self._way):
-            token = self._way[self._step]
+    def mask(self, draft_tokens: list[int], first: int, logits: Tensor) -> None:
+        step = len(draft_tokens)
+        self.seen[step] = logits.clone()
+        if step < len(self._way):
+            token = self._way[step]
             kept = logits[:, token].clone()
             logits.fill_(-torch.inf)
             logits[:, token] = kept

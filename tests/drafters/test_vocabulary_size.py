@@ -36,7 +36,7 @@ def test_mean_tokens_of_a_round() -> None:
 def test_the_size_follows_from_milliseconds_and_coverage(
     layers: float, token_ms: float, verify_ms: float, wanted: int
 ) -> None:
-    assert best_size(151_936, DraftCost(layers, token_ms, verify_ms), COVERED, acceptance=0.7, k=3) == wanted
+    assert best_size(151_936, DraftCost(layers, token_ms, verify_ms), COVERED, k=3) == wanted
 
 
 def test_the_unit_of_costs_does_not_matter() -> None:

@@ -26,7 +26,7 @@ from paceline.core.ops import RoundOps
 from paceline.core.outputs import CompletionOutput
 from paceline.core.rows import RowState, StepFeatures
 from paceline.core.sampling import sequence_seed
-from paceline.drafters.lookup import LONGEST_SUFFIX, HostLookup
+from paceline.drafters.lookup import LONGEST_SUFFIX, HostLookup, SearchedRows
 from paceline.engine.device_round import DeviceAcceptance, DeviceRound
 from paceline.engine.engine import Engine, Request
 from paceline.errors import ParameterError
@@ -253,6 +253,7 @@ SPECIAL = [
 
 @pytest.mark.parametrize("k", [0, 1, 4])
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+@pytest.mark.one_in(5)
 def test_the_device_runs_cuts_penalties_and_logprobs(k: int, acceptance: str) -> None:
     """Under the rejection rule only greedy rows are compared: their last rounds may differ in length."""
     prompts, params = [*PROMPTS[:4], *PROMPTS[: len(SPECIAL)], *PROMPTS[4:6]], [*PARAMS[:4], *SPECIAL, *PARAMS[4:6]]
@@ -481,7 +482,7 @@ def test_the_devices_ngram_drafts_equal_the_hosts(vocabulary: int, k: int) -> No
     texts = torch.randint(vocabulary, (64, 90), generator=torch.Generator().manual_seed(k))
     length = torch.arange(64) + 1
     draft_tokens, matched = copied(texts, length, k, LONGEST_SUFFIX)
-    found = HostLookup(()).find(texts, length, range(64), 90, k)
+    found = HostLookup(()).find(SearchedRows(texts, length, range(64)), k)
     assert matched.tolist() == found.matched
     for row, (size, expected) in enumerate(zip(found.matched, found.draft_tokens, strict=True)):
         assert not size or draft_tokens[row].tolist() == expected

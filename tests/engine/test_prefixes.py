@@ -101,7 +101,7 @@ def chat_engine(**options: Any) -> Engine:
 @pytest.mark.parametrize("rows", [1, 3])
 def test_the_next_turn_of_a_chat_reads_what_is_new(kind: type[ToyModel], rows: int) -> None:
     engine = chat_engine(kind=kind, max_batch_size=rows)
-    spies = [Spy(decoder) for decoder in engine.scheduler.decoders]
+    spies = [Spy(decoder) for decoder in engine.parts.decoders]
     first = ask(engine, prompt_of(30))
     assert first.cached_tokens == 0
     text = [*prompt_of(30), *first.outputs[0].token_ids]
@@ -147,7 +147,7 @@ def test_prefixes_are_copied_from_decoding_rows() -> None:
 def test_a_common_prefix_of_prompts_that_come_together_is_read_once(kind: type[ToyModel], chunk: int) -> None:
     head = prompt_of(WORTH_WAITING + 1)
     engine = chat_engine(kind=kind, max_batch_size=4, prefill_chunk=chunk)
-    spies = [Spy(decoder) for decoder in engine.scheduler.decoders]
+    spies = [Spy(decoder) for decoder in engine.parts.decoders]
     prompts = [[*head, *prompt_of(size, size)] for size in (9, 5, 14, 5)]
     outputs = run(engine, prompts, [SHORT] * 4)
     assert all(spy.tokens == len(head) + 8 + 5 - 1 + 13 for spy in spies), "the last prompt is the second again"
@@ -205,7 +205,7 @@ def test_the_least_recently_used_row_is_overwritten_first() -> None:
     )  # the first is of use again, and the oldest is the second
     ask(engine, prompt_of(40, 9))
     found = {
-        index: max(common_prefix_length(held.tokens, text, 40) for held in engine.scheduler.free.prefixes.values())
+        index: max(common_prefix_length(held.tokens, text, 40) for held in engine.slots.free.prefixes.values())
         for index, text in enumerate(texts)
     }
     assert found == {0: 35, 1: 0, 2: 40} or found == {0: 40, 1: 0, 2: 40}
@@ -262,7 +262,7 @@ def test_overwritten_prefixes_are_forgotten() -> None:
     engine.clear()
     assert ask(engine, prompt_of(30)).cached_tokens == 0
     assert ask(engine, prompt_of(30)).cached_tokens == 29
-    engine.scheduler.forget()
+    engine.slots.forget()
     assert ask(engine, prompt_of(30)).cached_tokens == 0
 
 
@@ -279,9 +279,9 @@ class SometimesHopeful(RandomLength):
 def check_caches(engine: Engine) -> None:
     """Check that every row's cache equals its text: a toy's keys and values are whole numbers that name their token."""
     scheduler = engine.scheduler
-    texts = {sequence.slot: scheduler._text(sequence) for sequence in scheduler.in_use}
-    texts |= {slot: held.tokens for slot, held in scheduler.free.prefixes.items()}
-    for index, decoder in enumerate(scheduler.decoders):
+    texts = {sequence.slot: engine.slots.text(sequence) for sequence in scheduler.in_use}
+    texts |= {slot: held.tokens for slot, held in engine.slots.free.prefixes.items()}
+    for index, decoder in enumerate(engine.parts.decoders):
         for row, text in texts.items():
             known = text[: decoder.num_computed(row)] if index else text
             if not known:
@@ -351,7 +351,7 @@ def test_device_rounds_keep_the_prefixes_of_free_rows(seed: int) -> None:
 def bits(engine: Engine, size: int) -> list[torch.Tensor]:
     """Return the only sequence's keys and values of ``size`` tokens, of all decoders."""
     (sequence,) = engine.scheduler.in_use
-    tables = [table for decoder in engine.scheduler.decoders for table in (decoder.cache.keys, decoder.cache.values)]
+    tables = [table for decoder in engine.parts.decoders for table in (decoder.cache.keys, decoder.cache.values)]
     return [table[:, sequence.slot, :, :size].clone() for table in tables]
 
 

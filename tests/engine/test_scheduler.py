@@ -127,7 +127,7 @@ def test_no_prefill_step_feeds_more_than_the_chunk() -> None:
 @pytest.mark.one_in(5)
 def test_the_samples_of_a_prompt_share_its_prefill(rows: int, chunk: int) -> None:
     engine = make_engine(ToyModel(), ToyModel(blur=0.3), drafter="model", max_batch_size=rows, prefill_chunk=chunk)
-    spies = [Spy(decoder) for decoder in engine.scheduler.decoders]
+    spies = [Spy(decoder) for decoder in engine.parts.decoders]
     output = run(engine, [[3] * 15], [SamplingParams(n=rows, max_tokens=30, seed=4)])[0]
     assert [spy.tokens for spy in spies] == [14, 14]
     assert [a.token_ids for a in output.outputs] == [
@@ -138,7 +138,7 @@ def test_the_samples_of_a_prompt_share_its_prefill(rows: int, chunk: int) -> Non
 @pytest.mark.parametrize("chunk", [3, 1000])
 def test_answers_that_end_in_their_first_round_share_a_prefill(chunk: int) -> None:
     engine = make_engine(ToyModel(), ToyModel(blur=0.3), drafter="model", max_batch_size=4, prefill_chunk=chunk)
-    spies = [Spy(decoder) for decoder in engine.scheduler.decoders]
+    spies = [Spy(decoder) for decoder in engine.parts.decoders]
     params = SamplingParams(n=4, max_tokens=1, seed=4)
     output = run(engine, [[3] * 15], [params])[0]
     assert [spy.tokens for spy in spies] == [14, 14]
@@ -150,7 +150,7 @@ def test_answers_that_end_in_their_first_round_share_a_prefill(chunk: int) -> No
 def test_a_sample_that_waited_reuses_the_row_and_prompt_of_another_sample(rows: int, tokens: int) -> None:
     models = FlatToy(), FlatToy(blur=0.3)
     engine = make_engine(*models, drafter="model", attention="auto", max_batch_size=rows)
-    spies = [Spy(decoder) for decoder in engine.scheduler.decoders]
+    spies = [Spy(decoder) for decoder in engine.parts.decoders]
     params = SamplingParams(n=5, max_tokens=tokens, seed=4)
     output = run(engine, [[3] * 15], [params])[0]
     assert [spy.tokens for spy in spies] == [14, 14]
@@ -360,7 +360,7 @@ def late_ms(engine: Engine, slow: Slow, outputs: Sequence[RequestOutput]) -> lis
     """Return the milliseconds from each request's deadline to its end, as the caller of ``step`` sees it."""
     deadlines = {output.request_id: slow.seconds for output in outputs}
     for sequence in engine.scheduler.waiting:
-        deadlines[sequence.request_id] = sequence.deadline or 0.0
+        deadlines[sequence.request_id] = sequence.deadline
     ends: dict[str, float] = {}
     while len(ends) < len(outputs):
         step(engine)

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.config import SamplingParams
 from paceline.core.outputs import RequestOutput
-from paceline.engine import request, scheduler
+from paceline.engine import request, scheduler, slot_allocator
 from paceline.models.base import AnyModel
 from recurrent_support import on_kernels, ours, tiny_granite_hybrid, tiny_lfm2, tiny_native_recurrent, tiny_recurrent
 from toy import VOCAB, answers, make_engine, run
@@ -34,7 +34,7 @@ TOKENS = 4
 def _short_distances(monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts of tests are short."""
     monkeypatch.setattr(scheduler, "STATES_APART", APART)
-    for module in (scheduler, request):
+    for module in (slot_allocator, request):
         monkeypatch.setattr(module, "WORTH_WAITING", WORTH)
 
 
@@ -72,6 +72,7 @@ def test_a_prompt_goes_on_from_the_latest_state_before_it_parts(kind: str, rows:
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("rows", [1, 2, 8])
+@pytest.mark.one_in(4)
 def test_questions_on_one_document_read_it_at_most_twice(kind: str, rows: int) -> None:
     model, document = MODELS[kind](), text_of(60, 4)
     prompts = [[*document, *text_of(3 + seed % 5, 100 + seed)] for seed in range(20)]

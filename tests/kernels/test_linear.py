@@ -46,7 +46,7 @@ def test_a_linear_layer_of_any_shape_equals_the_reference(kernels, rows, inputs,
 @on_every_isa
 @settings(max_examples=30, deadline=None)
 @given(
-    rows=st.integers(1, 30),
+    rows=st.integers(1, 30) | st.sampled_from([70, 130]),
     groups=st.integers(1, 20),
     outputs=st.integers(1, 70),
     group=st.sampled_from([32, 64]),

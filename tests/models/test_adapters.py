@@ -13,11 +13,12 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from adapter_support import write_adapter
-from model_support import FOREIGN, NATIVE, tiny
+from model_support import FOREIGN, NATIVE, Runner, random_tokens, tiny
 from paceline import LLM, SamplingParams
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.models.adapters import AdapterRows, attach
-from paceline.models.loading import load_model
+from paceline.models.loading import describe_source, load_model
+from paceline.models.transformer import Transformer
 
 PROMPTS = [[1, 2, 3, 1, 2], [7, 8, 9, 10, 7, 8], [5, 4, 5, 4, 5], [20, 21, 22, 20, 21]]
 NAMES = ["red", None, "blue", "red"]
@@ -149,7 +150,7 @@ def test_adapters_are_names_with_directories(adapters: Any, folder: Folder) -> N
 def test_a_model_of_another_family_has_no_adapters() -> None:
     kind, fields = FOREIGN["gpt_neox"]
     with pytest.raises(ParameterError, match="adapters need a model of llama"):
-        attach(load_model(tiny(kind, fields), dtype=torch.float32), {"x": Path("nowhere")})
+        attach(load_model(tiny(kind, fields), dtype=torch.float32), {"x": Path("nowhere")}, None)
 
 
 def test_rows_of_another_thread_have_no_adapter() -> None:
@@ -162,6 +163,21 @@ def test_rows_of_another_thread_have_no_adapter() -> None:
     thread.start()
     thread.join()
     assert found == [[]]
+
+
+def test_a_change_of_keys_that_are_also_values_changes_both(tmp_path: Path) -> None:
+    model = tiny(*NATIVE["gemma4 with keys as values"])
+    merged = write_adapter(tmp_path / "red", model, seed=1, modules=("k_proj",))
+    ours = load_model(model, dtype=torch.float32)
+    attach(ours, {"red": tmp_path / "red"}, describe_source(model))
+    assert isinstance(ours, Transformer)
+    assert ours.adapters is not None
+    tokens = random_tokens(1, 12)
+    ours.adapters.use([1])
+    found = Runner(ours, 1)(tokens, torch.arange(12)[None])
+    with torch.no_grad():
+        assert (found - merged(tokens).logits).abs().max() < 1e-4
+        assert (found - model(tokens).logits).abs().max() > 1e-2
 
 
 # Damaged files
@@ -226,5 +242,5 @@ def test_damage_is_refused_by_name(how: str, tmp_path: Path) -> None:
     write_adapter(tmp_path / "red", model, seed=1)
     damage(tmp_path / "red")
     with pytest.raises(ModelFormatError, match=message) as caught:
-        attach(load_model(model, dtype=torch.float32), {"red": tmp_path / "red"})
+        attach(load_model(model, dtype=torch.float32), {"red": tmp_path / "red"}, describe_source(model))
     assert "red" in str(caught.value)

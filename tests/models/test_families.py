@@ -1,7 +1,6 @@
 import ast
 from pathlib import Path
 
-import gguf
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +8,7 @@ from transformers import AutoConfig, LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import paceline
+from gguf_support import begun
 from kernels.tools import ragged
 from model_support import LLAMA3_ROPE, NATIVE, YARN_ROPE, Runner, random_tokens, rope, tiny
 from paceline import LLM, SamplingParams
@@ -171,16 +171,9 @@ def _written(path: Path, theirs: PreTrainedModel) -> Path:
     config, family = theirs.config, FAMILIES[theirs.config.model_type]
     form = family.gguf
     assert form is not None
-    writer = gguf.GGUFWriter(path, form.architecture)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    writer = begun(path, form.architecture, config)
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_rope_dimension_count(int(dim * rope.get("partial_rotary_factor", 1.0)))

@@ -116,6 +116,7 @@ def test_the_cache_holds_only_layers_with_keys_of_their_own(kind: str) -> None:
 @_NATIVE
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 @pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.one_in(2)
 def test_kernels_agree_with_their_reference_and_bits_do_not_depend_on_the_pass(
     sizes: str, quantization: Quantization | None
 ) -> None:
@@ -183,6 +184,7 @@ def test_greedy_answers_equal_those_of_transformers() -> None:
 
 @pytest.mark.parametrize("shape", ["caps", *SHAPES])
 @pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.one_in(5)
 def test_rejected_draft_tokens_and_other_branches_leave_no_trace(kind: str, shape: str) -> None:
     plain = plain_answers(kind)
     engine = make_engine(MODELS[kind](), drafter="ngram", max_batch_size=4, prefill_chunk=5)

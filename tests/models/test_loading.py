@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from gguf_support import begun
 from model_support import FOREIGN, NATIVE, VOCABULARY, Runner, random_tokens, tiny
 from paceline import LLM
 from paceline.errors import ModelFormatError, ModelNotFoundError
@@ -296,16 +297,9 @@ def _gguf_name(name: str) -> str:
 
 def _write_gguf(path: Path, model: PreTrainedModel, kind: gguf.GGMLQuantizationType, **metadata: object) -> Path:
     config, arch = model.config, model.config.model_type
-    writer = gguf.GGUFWriter(path, arch)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    writer = begun(path, arch, config)
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_token_list(["<s>", "<|im_end|>", "a", "<|endoftext|>"])
     writer.add_token_types([3, 3, 1, 3])

@@ -112,6 +112,7 @@ def forbid_loading(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.one_in(2)
 def test_the_weights_read_are_those_that_were_packed(
     family: str, quantization: Quantization | None, tmp_path: Path
 ) -> None:
@@ -256,6 +257,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("how", DAMAGE)
+@pytest.mark.one_in(3)
 def test_a_damaged_file_is_replaced_with_a_warning(
     how: str, checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

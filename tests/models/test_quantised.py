@@ -284,7 +284,7 @@ def test_numbers_that_are_not_finite_are_refused_before_they_are_rounded(tmp_pat
     tensors = load_file(file)
     tensors[f"{Q}.weight_scale_inv"][0, 0] = torch.nan
     save_file(tensors, file, {"format": "pt"})
-    with pytest.raises(ModelFormatError, match=r"layers\.0\.qkv\.weight has values that are not finite"):
+    with pytest.raises(ModelFormatError, match=r"self_attn\.q_proj\.weight has values that are not finite"):
         load_packed(tmp_path, torch.bfloat16, "int8")
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gguf_support import begun
 from paceline import LLM
 from paceline.config import SamplingParams
 from paceline.drafters.heads.decoder import TorchHead
@@ -79,16 +80,9 @@ def converted(name: str, values: Tensor, config: Any) -> Tensor:
 
 
 def write(path: Path, tensors: dict[str, Tensor], config: Any, heads: int) -> Path:
-    writer = gguf.GGUFWriter(path, "qwen35")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_block_count(config.num_hidden_layers + heads)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    writer = begun(path, "qwen35", config, heads)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_rope_dimension_count(config.head_dim // 4)
     writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)

@@ -87,6 +87,7 @@ def test_logits_equal_those_of_transformers(sizes: str) -> None:
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("rows", [1, 6])
+@pytest.mark.one_in(5)
 def test_greedy_answers_equal_those_of_transformers(sizes: str, rows: int) -> None:
     theirs = tiny_qwen3_5(1, **SIZES[sizes])
     engine = make_engine(ours(theirs), drafter="ngram", max_batch_size=rows, prefill_chunk=7)
@@ -97,6 +98,7 @@ def test_greedy_answers_equal_those_of_transformers(sizes: str, rows: int) -> No
 @pytest.mark.skipif(native.select() is None, reason=f"no native kernels: {native.why_none()}")
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 @pytest.mark.parametrize("stored", ["plain", "float8 in small blocks"])
+@pytest.mark.one_in(5)
 def test_a_checkpoint_read_while_it_is_packed_gives_the_weights_of_one_read_at_once(
     stored: str, quantization: Quantization | None, tmp_path: Path
 ) -> None:

@@ -204,6 +204,7 @@ def subjects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Subject]:
 
 @pytest.mark.parametrize("kind", SUBJECTS)
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.one_in(5)
 def test_answers_equal_transformers_own_greedy_decoding(way: str, kind: str, subjects: dict[str, Subject]) -> None:
     WAYS[way](subjects[kind])
 
@@ -216,6 +217,7 @@ def test_answers_of_device_rounds_equal_transformers_own(way: str, kind: str, su
 
 @pytest.mark.parametrize("kind", ["qwen3_5", f"qwen3_5{AS_ON_GPUS}"])
 @pytest.mark.parametrize("way", WAYS_WITH_HEAD)
+@pytest.mark.one_in(3)
 def test_answers_with_the_models_own_head_equal_transformers_own(
     way: str, kind: str, subjects: dict[str, Subject]
 ) -> None:

@@ -6,12 +6,14 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from gguf_support import begun
 from model_support import VOCABULARY, random_tokens, tiny
 from paceline import LLM, SamplingParams
 from paceline.core.nodes import Nodes
@@ -39,8 +41,8 @@ _SHAPE = {
 }
 
 
-def _gpt_oss() -> PreTrainedModel:
-    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+def _gpt_oss(**rotary: object) -> PreTrainedModel:
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16, **rotary}
     fields = {"num_local_experts": 5, "intermediate_size": 32, "sliding_window": 4, "rope_parameters": rope}
     model = tiny("gpt_oss", _SHAPE | fields)
     with torch.no_grad():
@@ -160,6 +162,74 @@ def test_experts_of_four_bits_are_read_one_by_one_and_bfloat16_holds_them(tmp_pa
     ours = _ours(theirs)
     whole = NativeModel.from_weights(ours.spec, ours.weights, "tiny")
     assert straight is not None
+    packed = straight.packed(), whole.packed()
+    assert packed[0] is not None
+    assert packed[1] is not None
+    assert torch.equal(packed[0], packed[1])
+
+
+# GGUF files
+
+_PUBLISHED = {"rope_theta": 150000.0, "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+
+
+def _written(path: Path, theirs: PreTrainedModel, experts: gguf.GGMLQuantizationType) -> Path:
+    """Write gpt-oss like llama.cpp's converter: gates and ups of experts apart, matrices [out, in]."""
+    config, rope = theirs.config, theirs.config.rope_parameters
+    writer = begun(path, "gpt-oss", config)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(rope["factor"])
+    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    writer.add_expert_count(config.num_local_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_expert_feed_forward_length(config.intermediate_size)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT_OSS, config.num_hidden_layers)
+    for name, tensor in theirs.state_dict().items():
+        stored = tensor.mT if tensor.dim() == 3 else tensor
+        halves = {name: stored}
+        if "gate_up_proj" in name:
+            out = -1 if name.endswith("_bias") else -2
+            both = stored.unflatten(out, (-1, 2)).unbind(out)
+            halves = {
+                name.replace("gate_up_proj", f"{part}_proj"): half
+                for part, half in zip(("gate", "up"), both, strict=True)
+            }
+        for half, values in halves.items():
+            suffix = ".bias" if half.endswith(("bias", "_bias")) else ".weight"
+            called = names.get_name(half.removesuffix("_bias").removesuffix(".bias").removesuffix(".weight"))
+            assert called is not None, half
+            kind = experts if tensor.dim() == 3 else gguf.GGMLQuantizationType.F32
+            writer.add_tensor(called + suffix, gguf.quantize(values.contiguous().numpy(), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_a_gguf_file_of_gpt_oss_gives_the_logits_of_transformers(tmp_path: Path) -> None:
+    theirs, tokens = _gpt_oss(**_PUBLISHED), random_tokens(1, 40)
+    model = load_model(_written(tmp_path / "tiny.gguf", theirs, gguf.GGMLQuantizationType.F32), dtype=torch.float32)
+    assert isinstance(model, RecurrentModel)
+    with torch.no_grad():
+        wanted = theirs(tokens).logits[0]
+    assert (_logits(model, tokens[0]) - wanted).abs().max() < 1e-3 * wanted.abs().max()
+
+
+@needs_kernels
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_experts_in_mxfp4_of_a_gguf_file_are_packed_like_their_numbers(
+    quantization: Quantization | None, tmp_path: Path
+) -> None:
+    path = _written(tmp_path / "tiny.gguf", _gpt_oss(**_PUBLISHED), gguf.GGMLQuantizationType.MXFP4)
+    straight, at_once = load_packed(path, torch.float32, quantization), load_model(path, dtype=torch.float32)
+    assert straight is not None
+    assert isinstance(at_once, RecurrentModel)
+    whole = NativeModel.from_weights(at_once.spec, at_once.weights, "whole", quantization=quantization)
     packed = straight.packed(), whole.packed()
     assert packed[0] is not None
     assert packed[1] is not None

@@ -12,7 +12,7 @@ import gguf
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
@@ -24,6 +24,7 @@ from paceline.errors import (
     VocabularyMismatchError,
 )
 from paceline.models import hub
+from paceline.models.gguf_tokenizer import SPLITTINGS
 from paceline.models.tokenizer import ByteDecoder, Detokenizer, Tokenizer, WindowDecoder, check_same_vocabulary
 
 pytestmark = pytest.mark.usefixtures("no_requests")
@@ -178,6 +179,15 @@ def test_a_gguf_file_gives_special_tokens_template_and_the_end_of_text(tmp_path:
 def test_a_gguf_file_uses_its_pre_tokenizer(tmp_path: Path, splitting: str, expected: list[str]) -> None:
     tokenizer = Tokenizer.load(write_gguf(tmp_path / "tiny.gguf", splitting))
     assert [tokenizer.spelling(token) for token in tokenizer.encode(" 123")] == expected
+
+
+def test_the_words_of_o200k_are_split_at_changes_of_case_and_every_three_digits() -> None:
+    """The words that the published pattern of gpt-oss's vocabulary gives (tiktoken's o200k_base)."""
+    pattern = SPLITTINGS["gpt-4o"].pattern
+    assert pattern is not None
+    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    words = [word for word, _ in split.pre_tokenize_str("Don't parseJSONFile12345 //x\n\n  y'LL")]
+    assert words == ["Don't", " parse", "JSONFile", "123", "45", " //", "x", "\n\n", " ", " y'LL"]
 
 
 @pytest.mark.parametrize("splitting", ["llama-bpe", "lfm2"])

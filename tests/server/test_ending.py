@@ -129,6 +129,7 @@ def test_a_hanging_engine_and_a_blocked_log_do_not_keep_the_process_alive(tiny: 
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+@pytest.mark.wide
 def test_one_signal_ends_loading_and_a_full_disk_does_not(tiny: str) -> None:
     with Path("/dev/full").open("w") as full, serving(tiny, "loading", full) as (process, url):
         wait_for(process, url, "loading")

@@ -72,6 +72,7 @@ def test_a_prediction_in_parts_equals_their_concatenation(live: Live, right: str
 
 @pytest.mark.parametrize("options", [{}, {"n": 4, "temperature": 1.0}, {"logprobs": True, "presence_penalty": 1.0}])
 @pytest.mark.parametrize("kind", ["right", "wrong", "short"])
+@pytest.mark.one_in(2)
 def test_a_prediction_changes_no_answer(live: Live, right: str, kind: str, options: dict[str, Any]) -> None:
     prediction = {"right": right, "wrong": "\x00" * 50, "short": "a"}[kind]
     plain, predicted = ask(live, **options), ask(live, content(prediction), **options)

@@ -67,7 +67,7 @@ def constraint_of(found: Grammars, wanted: StructuredOutputs) -> GrammarConstrai
 def mask_of(constraint: Any, draft: list[int]) -> torch.Tensor:
     """The mask after the answer and a draft: 0 for allowed tokens, -inf for others."""
     logits = torch.zeros(1, 257)
-    constraint.ask(draft, len(draft), 1).mask(logits)
+    constraint.mask(draft, len(draft), logits)
     return logits
 
 
@@ -86,7 +86,7 @@ def test_tokens_have_the_bytes_that_they_stand_for_within_a_text() -> None:
 
     def allowed() -> set[str | None]:
         logits = torch.zeros(1, size)
-        constraint.ask([], 0, 1).mask(logits)
+        constraint.mask([], 0, logits)
         return {tokenizer.spelling(token) for token in (logits[0] == 0).nonzero().flatten().tolist()}
 
     pieces: dict[str | None, int] = {piece: token for token, piece in enumerate(tokenizer.tokens())}
@@ -101,20 +101,17 @@ def test_tokens_have_the_bytes_that_they_stand_for_within_a_text() -> None:
 
 
 def test_each_node_of_a_tree_has_a_state_of_its_own(usual: Grammars) -> None:
-    """Masks of all branches, queried together as for a tree, equal those of each branch as an answer of its own."""
+    """Masks of all branches, made as for a tree, equal those of each branch as an answer of its own."""
     make = usual.compile(StructuredOutputs(regex="ab(cd|e)|b(xy)+"))
     tokenizer = Tokenizer.load(byte_tokenizer())
     branches = [tokenizer.encode(text) for text in ("", "a", "b", "ab", "bx", "abc", "bxy")]
     constraint = make()
-    queries = [constraint.ask(branch, len(branch), 1) for branch in branches]
-    for query in queries:
-        query.send()
-    for branch, query in zip(branches, queries, strict=True):
+    for branch in branches:
         together, alone = torch.zeros(1, tokenizer.vocab_size), torch.zeros(1, tokenizer.vocab_size)
-        query.mask(together)
+        constraint.mask(branch, len(branch), together)
         other = make()
         other.advance(branch)
-        other.ask([], 0, 1).mask(alone)
+        other.mask([], 0, alone)
         assert torch.equal(together, alone)
         assert alone.isinf().any()
 
@@ -283,10 +280,3 @@ def test_a_grammar_too_slow_to_recompile_in_a_round_is_recompiled_for_the_next_r
     with pytest.raises(GrammarLimitError, match="too many states"):
         follow_all()
     assert constraint_of(found, wanted)._grammar is not make()._grammar  # type: ignore[attr-defined]
-
-
-def test_an_abandoned_query_does_not_affect_later_ones(usual: Grammars) -> None:
-    make = usual.compile(StructuredOutputs(regex="ab|cd"))
-    first, second = make(), make()
-    first.ask([], 0, 1).send()  # its mask is never read
-    assert (mask_of(second, [])[0] == 0).nonzero().flatten().tolist() == [usual_token(letter) for letter in "ac"]

@@ -141,9 +141,7 @@ class RandomAnswers:
         text = b""
         for _ in range(TOKENS):
             logits = self.bias.clone()[None]
-            query = constraint.ask([], 0, 1)
-            query.send()
-            query.mask(logits)
+            constraint.mask([], 0, logits)
             token = int(torch.multinomial(logits[0].softmax(-1), 1, generator=chance))
             constraint.advance([token])
             if token in self.tokenizer.eos_token_ids:

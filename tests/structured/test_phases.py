@@ -54,7 +54,7 @@ def rules(tokenizer: Tokenizer, grammars: Grammars) -> Any:
 def allowed(constraint: PhasedConstraint, tokenizer: Tokenizer, draft: str = "") -> str | None:
     """Letters that may come after a draft, "$" for the end; None if all may."""
     tokens, logits = tokenizer.encode(draft) if draft else [], torch.zeros(1, VOCABULARY)
-    constraint.ask(tokens, len(tokens), 1).mask(logits)
+    constraint.mask(tokens, len(tokens), logits)
     found = (logits[0] == 0).nonzero()[:, 0].tolist()
     if len(found) == VOCABULARY:
         return None

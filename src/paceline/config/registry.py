@@ -94,11 +94,12 @@ class Registry(Generic[Kind]):
         return f"one of {named} (a package adds to them by an entry point in {self.group}), or {self.what}"
 
     def take(self, name: str, value: Any) -> Any:
-        if not isinstance(value, str):
-            check(isinstance(value, self.kind), name, value, self.allowed)
-            return value
-        known = value in self.words or value in self.own or value in self.names
-        check(known, name, value, self.allowed)
+        if isinstance(value, str):
+            known = value in self.words or value in self.own or value in self.names
+        else:
+            known = isinstance(value, self.kind)
+        if not known:  # ``allowed`` is made for errors only: it reads all installed packages' metadata
+            raise ParameterError(name, value, self.allowed)
         return value
 
     def get(self, given: str | Kind) -> Kind:

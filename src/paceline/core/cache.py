@@ -28,6 +28,7 @@ class KVCache(RowTables):
     heads, dim: of all layers, or of each one.
     shapes: of the tables, in the order in which layers first have them. places: each layer's table, and place in it.
     keys, values: the tables of the first layer's shape.
+    adapter_of: number of each row's adapter (``models.adapters``), int32 [rows] in the host's memory; 0: none.
 
     The position dimension is larger than ``positions``: one trash slot, and on a CPU padding to whole pages. Raises
     ParameterError if a size is below 1.
@@ -54,6 +55,7 @@ class KVCache(RowTables):
         twice = [(sizes[shape], *shape) for shape in self.shapes for _ in range(2)]
         super().__init__(twice, rows, positions, dtype, torch.device(device))
         self.keys, self.values = self.tables[:2]
+        self.adapter_of = torch.zeros(rows, dtype=torch.int32)
 
     @staticmethod
     def bytes_for(

@@ -7,7 +7,6 @@ therefore be a function of the tokens and the logits only. Assisted generation i
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -28,8 +27,12 @@ class ProcessedRow:
         self._answer: list[int] = []
         self._empty: dict[tuple[int, ...], bool] = {}  # draft tokens before a position -> no token is allowed
 
-    def ask(self, draft_tokens: Sequence[int], first: int, places: int) -> _ProcessorQuery:
-        return _ProcessorQuery(self, list(draft_tokens), first, places)
+    def mask(self, draft_tokens: Sequence[int], first: int, logits: Tensor) -> None:
+        for place, own in enumerate(logits):
+            at = first + place
+            if place and not self._goes_on(draft_tokens[at - 1], logits[place - 1]):
+                return
+            self.process(draft_tokens[:at], own)
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Append the tokens. Raises RequestError if the processors had left no token at one of their positions."""
@@ -57,30 +60,9 @@ class ProcessedRow:
                 raise RequestError(f"a logits processor returns the logits [{len(logits)}], not {shown(scores)}")
         return scores
 
-    def goes_on(self, token: int, logits: Tensor) -> bool:
+    def _goes_on(self, token: int, logits: Tensor) -> bool:
         """Whether a draft token is allowed and does not end the answer. logits: processed, [V], at its own position."""
         return token not in self._ends and bool(logits[token] > -torch.inf)
-
-
-@dataclass(frozen=True)
-class _ProcessorQuery:
-    """Mask query for ``places`` positions; position j follows the first ``first + j`` draft tokens."""
-
-    row: ProcessedRow
-    drafted: list[int]
-    first: int
-    places: int
-
-    def send(self) -> None:
-        """Do nothing: the processors run in ``mask``."""
-
-    def mask(self, logits: Tensor) -> None:
-        """Process logits [places, V] in place; positions after a rejected or final draft token stay unchanged."""
-        for place in range(self.places):
-            at = self.first + place
-            if place and not self.row.goes_on(self.drafted[at - 1], logits[place - 1]):
-                return
-            self.row.process(self.drafted[:at], logits[place])
 
 
 def processed_row(

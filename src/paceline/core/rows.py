@@ -30,27 +30,16 @@ LOGPROB_SIZES = (0, 5, MAX_LOGPROBS)  # number of most likely tokens that a comp
 _TABLES = (*_SCALARS, "floor", "seed", "prompt_length", "min_length")
 
 
-class MaskQuery(Protocol):
-    """Query to a row's constraint: which tokens may follow the row's text and some draft tokens."""
-
-    def send(self) -> None:
-        """Start the computation. All queries of a round are sent before the first ``mask`` call waits."""
-        ...
-
-    def mask(self, logits: Tensor) -> None:
-        """Set the row's logits [L, V] at the queried positions to -inf for forbidden tokens, in place.
-
-        Positions after a forbidden draft token or after the end of the answer are never drawn from and stay unchanged.
-        An exception ends the answer, because the constraint cannot be enforced any longer.
-        """
-        ...
-
-
 class Constraint(Protocol):
     """Restriction of a row's tokens, for example a grammar. It tracks the tokens that the row has gained."""
 
-    def ask(self, draft_tokens: Sequence[int], first: int, places: int) -> MaskQuery:
-        """Query ``places`` positions; position j follows the first ``first + j`` draft tokens."""
+    def mask(self, draft_tokens: Sequence[int], first: int, logits: Tensor) -> None:
+        """Set the row's logits [L, V] to -inf for forbidden tokens, in place.
+
+        Position j follows the row's text and the first ``first + j`` draft tokens. Positions after a forbidden draft
+        token or after the end of the answer are never drawn from and stay unchanged.
+        An exception ends the answer, because the constraint cannot be enforced any longer.
+        """
         ...
 
     def advance(self, tokens: Sequence[int]) -> None:
@@ -184,8 +173,8 @@ class ConstraintAfterDraft:
     constraint: Constraint
     draft_tokens: Sequence[int]
 
-    def ask(self, draft_tokens: Sequence[int], first: int, places: int) -> MaskQuery:
-        return self.constraint.ask([*self.draft_tokens, *draft_tokens], len(self.draft_tokens) + first, places)
+    def mask(self, draft_tokens: Sequence[int], first: int, logits: Tensor) -> None:
+        self.constraint.mask([*self.draft_tokens, *draft_tokens], len(self.draft_tokens) + first, logits)
 
     def advance(self, tokens: Sequence[int]) -> None:
         raise NotImplementedError("draft tokens are not committed here")

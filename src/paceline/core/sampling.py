@@ -25,7 +25,7 @@ from torch import Tensor
 from paceline.core.batch import Batch
 from paceline.core.draft import Draft
 from paceline.core.ops import DrawInputs, HostOps
-from paceline.core.rows import Constraint, MaskQuery, RowState, RowValues, StepFeatures
+from paceline.core.rows import Constraint, RowState, RowValues, StepFeatures
 from paceline.core.truncation import truncated
 
 
@@ -115,16 +115,9 @@ def adjust(logits: Tensor, batch: Batch, draft_tokens: Tensor, first: int = 0) -
 
 def _constrain(logits: Tensor, batch: Batch, draft_tokens: Tensor, first: int) -> None:
     """Set logits of tokens that each row's constraint forbids to -inf, in place."""
-    tokens, places = draft_tokens.tolist(), logits.shape[1]
-    queries = [
-        (row, constraint.ask(tokens[row], first, places))
-        for row, constraint in enumerate(batch.sampling.constraints)
-        if constraint is not None
-    ]
-    for _, query in queries:
-        query.send()
-    for row, query in queries:
-        query.mask(logits[row])
+    for constraint, tokens, own in zip(batch.sampling.constraints, draft_tokens.tolist(), logits, strict=True):
+        if constraint is not None:
+            constraint.mask(tokens, first, own)
 
 
 def _positions(batch: Batch, count: int, first: int = 0) -> Tensor:
@@ -332,26 +325,22 @@ class Choices:
 
     def _constrained(self) -> Sequence[Tensor | None]:
         """Masked copies of the logits of rows that have a constraint; None for other rows."""
-        rows = self._of_rows()
-        queries = [
-            None if constraint is None else self._queries(constraint, row, len(logits))
-            for row, (constraint, logits) in enumerate(zip(self._batch.sampling.constraints, rows, strict=True))
-        ]
-        for row_queries in queries:
-            for _, query in row_queries or ():
-                query.send()
+        rows = zip(self._batch.sampling.constraints, self._of_rows(), strict=True)
         return [
-            None if row_queries is None else _masked(row_queries, logits)
-            for row_queries, logits in zip(queries, rows, strict=True)
+            None if constraint is None else self._masked(constraint, row, logits)
+            for row, (constraint, logits) in enumerate(rows)
         ]
 
-    def _queries(self, constraint: Constraint, row: int, places: int) -> list[tuple[slice, MaskQuery]]:
-        """Mask queries for a row's positions: one for a whole chain, or one per node of a tree."""
+    def _masked(self, constraint: Constraint, row: int, logits: Tensor) -> Tensor:
+        """Masked copy of a row's logits [positions, V]: masked at once for a chain, node by node for a tree."""
+        masked = logits.clone(memory_format=torch.contiguous_format)
         if self._tree is None:
-            return [(slice(None), constraint.ask(self._draft_tokens[row].tolist(), self._first, places))]
+            constraint.mask(self._draft_tokens[row].tolist(), self._first, masked)
+            return masked
         count = int(self._tree.counts[row])
-        paths = enumerate(self._tree.token_paths[row][: count + 1])
-        return [(slice(place, place + 1), constraint.ask(path, len(path), 1)) for place, path in paths]
+        for place, path in enumerate(self._tree.token_paths[row][: count + 1]):
+            constraint.mask(path, len(path), masked[place : place + 1])
+        return masked
 
     def _of_rows(self) -> Sequence[Tensor]:
         """Logits of each row, [positions, V]."""
@@ -384,14 +373,6 @@ class Choices:
             return self.ops.likelihood(self.places, tokens)
         logits = self.adjusted
         return (logits.gather(-1, tokens[..., None])[..., 0] - logits.logsumexp(-1)).exp()
-
-
-def _masked(queries: Sequence[tuple[slice, MaskQuery]], logits: Tensor) -> Tensor:
-    """Copy logits [positions, V] and apply the queries' masks."""
-    masked = logits.clone(memory_format=torch.contiguous_format)
-    for places, query in queries:
-        query.mask(masked[places])
-    return masked
 
 
 def draw(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -50,6 +50,24 @@ class CopySources(NamedTuple, Generic[T]):
     first: int = 0
 
 
+class SearchedRows(NamedTuple, Generic[T]):
+    """B rows to search for.
+
+    text: [R, T] int64 on the CPU, with contiguous rows. length: [R] int64, tokens of each slot. slots: of the B rows.
+    beside: sources of each row; tokens that rows have gained are first added to their siblings.
+    """
+
+    text: Tensor
+    length: Tensor
+    slots: Sequence[int]
+    beside: Sequence[CopySources[T] | None] | None = None
+
+    def outside(self) -> ValueError:
+        """The error for a length that exceeds the text."""
+        lengths = self.length[list(self.slots)].tolist()
+        return ValueError(f"the rows' lengths {lengths} are not all between 0 and {self.text.shape[1]}")
+
+
 class LookupResult(NamedTuple):
     """Draft tokens of each row (at most k), the number of matched tokens, and the source."""
 
@@ -73,33 +91,12 @@ class Lookup(Protocol[T]):
         """An index of texts for ``find``, with these contents."""
         ...
 
-    def find(
-        self,
-        text: Tensor,
-        length: Tensor,
-        slots: Sequence[int],
-        longest: int,
-        k: int,
-        beside: Sequence[CopySources[T] | None] | None = None,
-    ) -> LookupResult:
-        """Find the best match of the rows in ``slots``, [B].
-
-        text: [R, T] int64 on the CPU, with contiguous rows. length: [R] int64, tokens of each slot. longest: maximum of
-        the B lengths. beside: sources of each row; tokens that rows have gained are first added to their siblings.
-        """
+    def find(self, rows: SearchedRows[T], k: int) -> LookupResult:
+        """Find the best match of each row, with at most k tokens after it."""
         ...
 
-    def find_all(
-        self,
-        text: Tensor,
-        length: Tensor,
-        slots: Sequence[int],
-        longest: int,
-        k: int,
-        ways: int,
-        beside: Sequence[CopySources[T] | None] | None = None,
-    ) -> list[list[Continuation]]:
-        """Find up to ``ways`` continuations of each row, none a prefix of an earlier one. Arguments as for ``find``.
+    def find_all(self, rows: SearchedRows[T], k: int, ways: int) -> list[list[Continuation]]:
+        """Find up to ``ways`` continuations of each row, at most k tokens long, none a prefix of an earlier one.
 
         The order is by match length, then source, then position. So the first is the result of ``find``.
         """
@@ -144,56 +141,42 @@ class NativeLookup:
     def texts(self, contents: Sequence[Sequence[int]] = ()) -> NativeTextIndex:
         return _filled(NativeTextIndex(self._kernels), contents)
 
-    def find(
-        self,
-        text: Tensor,
-        length: Tensor,
-        slots: Sequence[int],
-        longest: int,
-        k: int,
-        beside: Sequence[CopySources[NativeTextIndex] | None] | None = None,
-    ) -> LookupResult:
+    def find(self, rows: SearchedRows[NativeTextIndex], k: int) -> LookupResult:
         """See ``Lookup``. Raises ValueError if a length exceeds the text."""
-        rows, width = len(slots), min(longest, text.shape[1])
-        self._reserve(rows * (3 + k))
-        place, step = self._address, 8 * rows  # of counts, tokens matched, sources and draft tokens
-        given, where = _structs(beside), array("q", slots)
-        widest = self._search(
-            self._documents.handle,
-            None if given is None else given.buffer_info()[0],
-            *(where.buffer_info()[0], text.data_ptr(), text.stride(0), width, length.data_ptr(), rows, k),
-            *(place + 3 * step, place, place + step, place + 2 * step),
-        )
-        if widest < 0:
-            raise _beyond(length[list(slots)], width)
-        return self._read(rows, k)
+        count = len(rows.slots)
+        self._reserve(count * (3 + k))
+        place, step = self._address, 8 * count  # of counts, tokens matched, sources and draft tokens
+        found = place + 3 * step, place, place + step, place + 2 * step
+        if self._call(self._search, rows, (count, k), found) < 0:
+            raise rows.outside()
+        return self._read(count, k)
 
-    def find_all(
+    def _call(
         self,
-        text: Tensor,
-        length: Tensor,
-        slots: Sequence[int],
-        longest: int,
-        k: int,
-        ways: int,
-        beside: Sequence[CopySources[NativeTextIndex] | None] | None = None,
-    ) -> list[list[Continuation]]:
-        """See ``Lookup``. Raises ValueError if a length exceeds the text."""
-        rows, width = len(slots), min(longest, text.shape[1])
-        draft_tokens, counts, matched, sources = (
-            np.zeros((rows, ways, k), np.int64),
-            *np.zeros((3, rows, ways), np.int64),
-        )
-        made = np.zeros(rows, np.int64)
-        given, where = _structs(beside), array("q", slots)
-        problem = self._search_all(
+        search: Callable[..., int],
+        rows: SearchedRows[NativeTextIndex],
+        sizes: Sequence[int],
+        found: Iterable[int],
+    ) -> int:
+        """Call a search of the extension. sizes: its numbers of rows and tokens. found: addresses of its results."""
+        text, given, where = rows.text, _structs(rows.beside), array("q", rows.slots)
+        return search(
             self._documents.handle,
             None if given is None else given.buffer_info()[0],
-            *(where.buffer_info()[0], text.data_ptr(), text.stride(0), width, length.data_ptr(), rows, ways, k),
-            *(table.ctypes.data for table in (draft_tokens, counts, matched, sources, made)),
+            *(where.buffer_info()[0], text.data_ptr(), text.stride(0), text.shape[1], rows.length.data_ptr()),
+            *sizes,
+            *found,
         )
-        if problem < 0:
-            raise _beyond(length[list(slots)], width)
+
+    def find_all(self, rows: SearchedRows[NativeTextIndex], k: int, ways: int) -> list[list[Continuation]]:
+        """See ``Lookup``. Raises ValueError if a length exceeds the text."""
+        size = len(rows.slots)
+        draft_tokens = np.zeros((size, ways, k), np.int64)
+        counts, matched, sources = np.zeros((3, size, ways), np.int64)
+        made = np.zeros(size, np.int64)
+        tables = (table.ctypes.data for table in (draft_tokens, counts, matched, sources, made))
+        if self._call(self._search_all, rows, (size, ways, k), tables) < 0:
+            raise rows.outside()
         return [
             [
                 Continuation(
@@ -216,10 +199,6 @@ class NativeLookup:
             self._found[start : start + count].tolist() for start, count in zip(starts, numbers[:rows], strict=True)
         ]
         return LookupResult(draft_tokens, numbers[rows : 2 * rows], numbers[2 * rows :])
-
-
-def _beyond(length: Tensor, width: int) -> ValueError:
-    return ValueError(f"the rows' lengths {length.tolist()} are not all between 0 and {width}")
 
 
 def _structs(beside: Sequence[CopySources[NativeTextIndex] | None] | None) -> array[int] | None:
@@ -297,32 +276,15 @@ class HostLookup:
     def texts(self, contents: Sequence[Sequence[int]] = ()) -> HostTextIndex:
         return _filled(HostTextIndex(), contents)
 
-    def find(
-        self,
-        text: Tensor,
-        length: Tensor,
-        slots: Sequence[int],
-        longest: int,
-        k: int,
-        beside: Sequence[CopySources[HostTextIndex] | None] | None = None,
-    ) -> LookupResult:
-        found = [_longest(self._matches(*row)) for row in _caught_up(text, length, slots, beside)]
+    def find(self, rows: SearchedRows[HostTextIndex], k: int) -> LookupResult:
+        found = [_longest(self._matches(*row)) for row in _caught_up(rows)]
         ways = [Continuation([], 0, OWN) if match is None else match.continuation(k) for match in found]
         return LookupResult(
             [way.draft_tokens for way in ways], [way.matched for way in ways], [way.source for way in ways]
         )
 
-    def find_all(
-        self,
-        text: Tensor,
-        length: Tensor,
-        slots: Sequence[int],
-        longest: int,
-        k: int,
-        ways: int,
-        beside: Sequence[CopySources[HostTextIndex] | None] | None = None,
-    ) -> list[list[Continuation]]:
-        each = [self._matches(*row, MAX_POSITIONS) for row in _caught_up(text, length, slots, beside)]
+    def find_all(self, rows: SearchedRows[HostTextIndex], k: int, ways: int) -> list[list[Continuation]]:
+        each = [self._matches(*row, MAX_POSITIONS) for row in _caught_up(rows)]
         ranked = [sorted(matches, key=lambda match: -match.matched) for matches in each]
         return [_distinct((match.continuation(k) for match in matches), ways) for matches in ranked]
 
@@ -361,12 +323,10 @@ def _distinct(ways: Iterator[Continuation], most: int) -> list[Continuation]:
     return kept
 
 
-def _caught_up(
-    text: Tensor, length: Tensor, slots: Sequence[int], beside: Sequence[CopySources[HostTextIndex] | None] | None
-) -> list[tuple[list[int], CopySources[HostTextIndex]]]:
+def _caught_up(rows: SearchedRows[HostTextIndex]) -> list[tuple[list[int], CopySources[HostTextIndex]]]:
     """Text and other sources of each row, after all rows' new tokens were added to their siblings."""
-    lines = [text[slot, : int(length[slot])].tolist() for slot in slots]
-    each = [CopySources[HostTextIndex]() if one is None else one for one in beside or [None] * len(lines)]
+    lines = [rows.text[slot, : int(rows.length[slot])].tolist() for slot in rows.slots]
+    each = [CopySources[HostTextIndex]() if one is None else one for one in rows.beside or [None] * len(lines)]
     for line, one in zip(lines, each, strict=True):
         if one.siblings is not None:
             known = len(one.siblings.texts[one.number]) if one.number < len(one.siblings.texts) else 0

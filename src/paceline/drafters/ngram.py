@@ -11,7 +11,15 @@ from paceline.core.batch import Batch, ParallelSample, RequestGroup, Speculation
 from paceline.core.draft import SIBLING_KIND, Draft
 from paceline.drafters.base import Drafter, Equipment
 from paceline.drafters.branches import DraftTree, draft_of
-from paceline.drafters.lookup import LONGEST_SUFFIX, Continuation, CopySources, Lookup, TextIndex, make_lookup
+from paceline.drafters.lookup import (
+    LONGEST_SUFFIX,
+    Continuation,
+    CopySources,
+    Lookup,
+    SearchedRows,
+    TextIndex,
+    make_lookup,
+)
 
 __all__ = ["LONGEST_SUFFIX", "STRONG", "NgramDrafter"]
 
@@ -66,15 +74,15 @@ class NgramDrafter(Drafter):
     def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
         samples, slots = batch.samples, batch.slots
         sources = None if not any(samples) else [self._sources_of(sample) for sample in samples]
-        longest, device = batch.longest, batch.device
-        text, length = batch.text, batch.length
+        text, length, device = batch.text, batch.length, batch.device
         if device.type != "cpu":
-            text, length = batch.live_slots.of(text[:, :longest]).cpu(), batch.live_length.cpu()
+            text, length = batch.live_slots.of(text[:, : batch.longest]).cpu(), batch.live_length.cpu()
             slots = list(range(batch.rows))
+        rows = SearchedRows(text, length, slots, sources)
         if self.width > 1:
-            ways = self._lookup.find_all(text, length, slots, longest, wish.k, self.width, sources)
+            ways = self._lookup.find_all(rows, wish.k, self.width)
             return draft_of([merged(each) for each in ways], device)
-        found = self._lookup.find(text, length, slots, longest, wish.k, sources)
+        found = self._lookup.find(rows, wish.k)
         one_source = sources is None and not self._documents
         kinds = None if one_source else [_KINDS[source] for source in found.sources]
         return Draft.of(found.draft_tokens, device, [_CONFIDENCE[size] for size in found.matched], kinds)

@@ -41,16 +41,14 @@ def tokens_per_round(acceptance: float, k: int) -> float:
     return sum(acceptance**count for count in range(k + 1))
 
 
-def best_size(
-    vocabulary: int, cost: DraftCost, coverage: Mapping[int, float], acceptance: float = USUAL_ACCEPTANCE, k: int = 1
-) -> int:
+def best_size(vocabulary: int, cost: DraftCost, coverage: Mapping[int, float], k: int) -> int:
     """Return the size of a subset with the most tokens per cost; 0 if none beats the whole vocabulary.
 
-    coverage: by size, the fraction of the target's tokens in the subset. acceptance: with the whole vocabulary.
+    coverage: by size, the fraction of the target's tokens in the subset. k: draft tokens a round.
     """
 
     def worth(size: int, covered: float) -> float:
-        return tokens_per_round(acceptance * covered, k) / cost.round(size, k)
+        return tokens_per_round(USUAL_ACCEPTANCE * covered, k) / cost.round(size, k)
 
     worths = {size: worth(size, covered) for size, covered in coverage.items() if size < vocabulary}
     best = max(worths, key=worths.__getitem__, default=0)

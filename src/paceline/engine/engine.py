@@ -17,7 +17,6 @@ from torch import Tensor
 from paceline.config import EngineConfig
 from paceline.core.acceptance import make_rule
 from paceline.core.batch import Batch
-from paceline.core.cache_budget import CacheUsage
 from paceline.core.draft import Verdict
 from paceline.core.hardware import ignore_torch_context, threads_per_rank, torch_threads
 from paceline.core.outputs import RequestOutput
@@ -33,6 +32,7 @@ from paceline.engine.round import Speculation
 from paceline.engine.runners import HostRunner, Runners
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequences import Sequence as Row
+from paceline.engine.slot_allocator import SlotAllocator
 from paceline.errors import ParameterError
 from paceline.kernels.cpu import cpu_ops
 from paceline.kernels.gpu import ahead
@@ -89,7 +89,8 @@ class Engine:
         self.parts.policy = self._policy()
         self.parts.native = NativeRound.of(target, self.batch, self.parts.accept, self.threads)
         self.chunks = PrefillChunker(config.prefill_chunk, config.longest_pause)
-        self.scheduler = Scheduler(self.batch, self.parts, config.max_batch_size, self.chunks, room=self.room)
+        self.slots = SlotAllocator(self.batch, self.parts, self.room)
+        self.scheduler = Scheduler(self.batch, self.parts, self.slots, self.chunks)
         self._device_runner, host = self._make_device_runner(), HostRunner(self.parts, self.scheduler)
         self.runners = Runners(self.batch, *([self._device_runner] if self._device_runner else []), host)
 
@@ -156,7 +157,7 @@ class Engine:
     @ignore_torch_context
     def measure_costs(self, grid: Grid, progress: ProgressBar = iter) -> CostTable:
         """Measure the cost of rounds with these models; only while the engine is idle. All cached prefixes are lost."""
-        self.scheduler.forget()
+        self.slots.forget()
         with self._own_threads():
             return self._calibration(grid).run(progress)
 
@@ -335,11 +336,6 @@ class Engine:
                 output.close()
                 del self._requests[output.request_id]
         return outputs
-
-    @property
-    def filled(self) -> CacheUsage:
-        """Memory that the caches hold now."""
-        return self.scheduler.filled
 
     @ignore_torch_context
     @torch.inference_mode()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import Tensor
 
-from paceline.core.rows import Constraint, MaskQuery
+from paceline.core.rows import Constraint
 
 T = TypeVar("T")
 
@@ -23,8 +22,8 @@ class FaultIsolatedConstraint:
         self._constraint = constraint
         self._fault: Exception | None = None
 
-    def ask(self, draft_tokens: Sequence[int], first: int, places: int) -> MaskQuery:
-        return _FaultIsolatedMask(self, self.attempt(lambda: self._constraint.ask(draft_tokens, first, places)))
+    def mask(self, draft_tokens: Sequence[int], first: int, logits: Tensor) -> None:
+        self.attempt(lambda: self._constraint.mask(draft_tokens, first, logits))
 
     def advance(self, tokens: Sequence[int]) -> None:
         self.attempt(lambda: self._constraint.advance(tokens))
@@ -45,20 +44,3 @@ class FaultIsolatedConstraint:
         """Raise the fault of the last round, if there was one; the tokens that its row gained are then invalid."""
         if self._fault is not None:
             raise self._fault
-
-
-@dataclass(frozen=True)
-class _FaultIsolatedMask:
-    """A mask query to a fault-isolated constraint. asked: the constraint's own query; None if making it has failed."""
-
-    constraint: FaultIsolatedConstraint
-    asked: MaskQuery | None
-
-    def send(self) -> None:
-        if self.asked is not None:
-            self.constraint.attempt(self.asked.send)
-
-    def mask(self, logits: Tensor) -> None:
-        asked = self.asked
-        if asked is not None:
-            self.constraint.attempt(lambda: asked.mask(logits))

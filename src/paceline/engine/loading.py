@@ -23,11 +23,11 @@ from paceline.models.adapters import attach
 from paceline.models.base import AnyModel
 from paceline.models.boundary import Source, is_loaded, name_of
 from paceline.models.hub import resolve_tokenizer
-from paceline.models.loading import load_model
+from paceline.models.loading import describe_source, load_model
 from paceline.models.matrices import load_packed
 from paceline.models.native import NativeModel
 from paceline.models.packed_file import find_packed, would_pack
-from paceline.models.prepare import prepare
+from paceline.models.prepare import prepare, why_not_native
 from paceline.models.shares import ModelShard
 from paceline.models.tokenizer import Tokenizer
 
@@ -56,10 +56,10 @@ def load_target(
 ) -> AnyModel:
     """Load the target or, with tensor parallelism, start the other ranks and load the part of rank 0.
 
-    adapters: directories of LoRA adapters by name. A model with adapters runs through torch.
+    adapters: directories of LoRA adapters by name.
     """
     if adapters:
-        return _load_adapted(source, config, adapters)
+        return _load_adapted(source, config, begin, adapters)
     if config.tensor_parallel == 1:
         return _load(source, config, load_dtype(config), config.quantization, begin)
     from paceline.models.parallel.launch import lead
@@ -69,16 +69,17 @@ def load_target(
     return lead(source, share, load_dtype(config), device, threads)
 
 
-def _load_adapted(source: Source, config: EngineConfig, adapters: Mapping[str, Path]) -> AnyModel:
+def _load_adapted(source: Source, config: EngineConfig, begin: BeginStage, adapters: Mapping[str, Path]) -> AnyModel:
     """Load the target with adapters. Raises ParameterError for options that need other linear layers than torch's."""
-    for name, free in (("quantization", None), ("tensor_parallel", 1), ("deterministic", False)):
+    device = resolve_device(config.device)
+    frees = {"tensor_parallel": 1, "deterministic": False} | ({} if device.type == "cpu" else {"quantization": None})
+    for name, free in frees.items():
         if getattr(config, name) != free:
             raise ParameterError(name, getattr(config, name), f"{free!r} with adapters")
-    if config.attention == "native":
-        raise ParameterError("attention", config.attention, "another one with adapters, which the CPU kernels lack")
-    model = load_model(source, dtype=load_dtype(config), device=resolve_device(config.device))
-    attach(model, adapters)
-    log.info("%s has adapters, so it runs through torch and not on the CPU kernels", model.name)
+    model = _load(source, config, load_dtype(config), config.quantization, begin)
+    attach(model, adapters, describe_source(source))
+    if reason := why_not_native(model, config.attention):
+        log.info("%s with adapters runs through torch: %s", model.name, reason)
     return model
 
 

@@ -29,8 +29,7 @@ def why_not_device(parts: Speculation) -> str | None:
     """Return why the device cannot run rounds with these parts; None if it can."""
     if reason := _why_speculation_on_host(parts):
         return reason
-    decoders = [parts.target, *parts.drafter.decoders]
-    models: list[AnyModel] = [decoder.model for decoder in decoders]
+    models: list[AnyModel] = [decoder.model for decoder in parts.decoders]
     if any(isinstance(model, FlatModel) for model in models):
         return "the CPU kernels are called from the host"
     if any(decoder.vocabulary is not None for decoder in parts.drafter.decoders):
@@ -41,7 +40,7 @@ def why_not_device(parts: Speculation) -> str | None:
         return "recurrent layers of this kind have no GPU kernels"
     if parts.target.adapters is not None:
         return "adapters differ from row to row"
-    if any(decoder.backend.name == "split" for decoder in decoders):
+    if any(decoder.backend.name == "split" for decoder in parts.decoders):
         return "attention 'split' needs the lengths on the host"
     return None
 

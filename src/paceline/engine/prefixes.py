@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count, takewhile
+from itertools import count
 
 LEAST = 16  # tokens: copying fewer is not faster than reading them
 STATES_APART = 512  # tokens between the saved states of a prompt with recurrent layers, besides one at its end
@@ -45,12 +45,8 @@ def common_prefix_length(one: Sequence[int], other: Sequence[int], limit: int) -
     for start in range(0, limit, _STEP):
         stop = min(start + _STEP, limit)
         if one[start:stop] != other[start:stop]:
-            return start + sum(1 for _ in takewhile(_equal, zip(one[start:stop], other[start:stop], strict=True)))
+            return next(at for at in range(start, stop) if one[at] != other[at])
     return limit
-
-
-def _equal(pair: tuple[int, int]) -> bool:
-    return pair[0] == pair[1]
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -138,7 +139,7 @@ class Intake:
                 read_message=request.read_message,
             ),
             stream=request.make_stream(params) if request.make_stream is not None else None,
-            deadline=None if params.time_budget is None else arrival + params.time_budget,
+            deadline=math.inf if params.time_budget is None else arrival + params.time_budget,
             constraint=None if request.make_constraint is None else FaultIsolatedConstraint(request.make_constraint()),
             client=request.client,
             priority=request.priority,

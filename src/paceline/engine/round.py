@@ -48,6 +48,11 @@ class Speculation(RowKeepers):
     def keepers(self) -> tuple[RowKeeper, ...]:
         return self.drafter, self.policy
 
+    @property
+    def decoders(self) -> list[Decoder]:
+        """The decoders with per-row caches, the target's first."""
+        return [self.target, *self.drafter.decoders]
+
     def draft(self, batch: Batch, plan: SpeculationPlan) -> Draft:
         """Return up to k draft tokens per row: the drafter proposes, the policy selects."""
         if plan.k < 1:

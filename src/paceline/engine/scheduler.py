@@ -1,60 +1,43 @@
-"""Assigns slots: waiting sequences get slots, prompts are prefilled in chunks, finished sequences leave at once."""
+"""The order of passes: waiting sequences begin, prompts are prefilled in chunks, finished sequences leave at once."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from paceline.core.batch import Batch, RowStart
-from paceline.core.cache_budget import UNLIMITED, CacheUsage, KVCacheBudget
+from paceline.core.batch import Batch
+from paceline.core.cache_budget import CacheUsage
 from paceline.core.draft import Verdict
 from paceline.core.hardware import Stopwatch
 from paceline.core.outputs import FinishReason
 from paceline.engine.chunks import PrefillChunker, PromptSlice
-from paceline.engine.prefixes import (
-    STATES_APART,
-    WORTH_WAITING,
-    CachedPrefix,
-    FreeSlotPool,
-    Scope,
-    best_source,
-    common_prefix_length,
-    may_share_prefix,
-)
+from paceline.engine.prefixes import STATES_APART
 from paceline.engine.round import Speculation
-from paceline.engine.scoring import PromptReading, collect
+from paceline.engine.scoring import collect
 from paceline.engine.sequences import Sequence, end_if_outranked, finish, gain_tokens, log_failure
+from paceline.engine.slot_allocator import SlotAllocator
 from paceline.engine.waiting import Waiting
-from paceline.models.decoder import Decoder
 
 
 @dataclass
 class Scheduler:
-    """Assigns slots to sequences and runs their prefill.
+    """Runs the prefill of sequences and decides when each begins and leaves.
 
-    A sequence keeps its slot from its first chunk to its end: the place of its keys and values in all caches, of its
-    tokens and parameters in the batch, and of what drafter and policy know of it. The free slots keep their cached
-    prefixes. A new sequence starts with the longest prefix of its prompt that any slot holds.
-
-    parts: their decoders hold the caches; drafter and policy are told when sequences begin and end.
-    prefilling: sequences in prefill, in the order in which they began. running: the live rows, in their order.
+    slots: gives each sequence its slot.
     chunks: decides what is prefilled next.
-    readings: by slot, what is collected from the hidden states of its text during prefill. Only the last finished
-        text's is kept, because it may be far larger than the text.
+    prefilling: sequences in prefill, in the order in which they began. running: the live rows, in their order.
     in_flight: upper bound of tokens that a row has gained on the device, but not yet on the host.
     closed: whether no caller reads results before they end, and no requests will come before the present ones have
         ended.
     watched: whether a caller reads results before they end; other requests may come in any case.
-    room: memory of the caches. If it is short, a sequence starts only if its largest size fits beside the largest
-        sizes of all others, so that each can finish. Free slots give way, the least recently used first.
     """
 
     batch: Batch
     parts: Speculation
-    capacity: int
+    slots: SlotAllocator
     chunks: PrefillChunker
     waiting: Waiting[Sequence] = field(default_factory=Waiting)
     prefilling: list[Sequence] = field(default_factory=list)
@@ -62,13 +45,6 @@ class Scheduler:
     in_flight: int = 0
     closed: bool = False
     watched: bool = True
-    room: KVCacheBudget = UNLIMITED
-    free: FreeSlotPool = field(init=False)
-    readings: dict[int, PromptReading] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.free = FreeSlotPool(self.capacity)
-        self._size_free_slots()
 
     @property
     def draining(self) -> bool:
@@ -76,18 +52,8 @@ class Scheduler:
         return self.closed and not self.waiting and not self.prefilling
 
     @property
-    def decoders(self) -> list[Decoder]:
-        """The decoders with per-row caches, the target's first."""
-        return [self.parts.target, *self.parts.drafter.decoders]
-
-    @property
     def busy(self) -> bool:
         return bool(self.waiting or self.prefilling or self.running)
-
-    @property
-    def num_used_rows(self) -> int:
-        """Sequences that decode or are being prefilled."""
-        return len(self.running) + len(self.prefilling)
 
     @property
     def in_use(self) -> list[Sequence]:
@@ -113,19 +79,7 @@ class Scheduler:
     @property
     def admissible(self) -> int:
         """Number of samples of the next request that there are free slots and memory for."""
-        free = self.capacity - self.num_used_rows if self.waiting else 0
-        if free == 0 or not self.room.is_short:
-            return free
-        return min(free, self.room.max_rows(self._max_cache_tokens(self.waiting.first), self.reserved_bytes))
-
-    def _max_cache_tokens(self, sequence: Sequence) -> int:
-        """Return the cache positions that the sequence's row may need."""
-        return self.batch.positions_for(len(sequence.prompt) + sequence.params.max_tokens)
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Bytes reserved for the caches of the sequences that have a slot."""
-        return sum(self.room.bytes_for(sequence.reserved_tokens) for sequence in self.in_use)
+        return self.slots.num_free_for(self.waiting.first) if self.waiting else 0
 
     def _begin(self, turn: list[Sequence]) -> list[Sequence]:
         """Give slots to samples of one request. If one fails to start, only its request ends; return its samples."""
@@ -134,200 +88,27 @@ class Scheduler:
                 self._start(sequence, self._rows_soon(len(turn) - number))
             except Exception as error:  # noqa: BLE001 (any kind: it ends one request)
                 log_failure(sequence, error)
-                self._size_free_slots()
+                self.slots.size_free_slots()
                 self.waiting.extend(turn[number:])
                 return self.drop(sequence.request_id, "error", error)
         return []
 
     def _start(self, sequence: Sequence, rows_soon: int) -> None:
-        sequence.reserved_tokens = self._max_cache_tokens(sequence)
-        slot, cached = self._choose_slot(sequence)
-        self.free.prefixes[slot] = CachedPrefix()  # the slot is overwritten, even if the start fails
-        self._resize(slot, sequence.reserved_tokens)
-        self._set_row(slot, sequence)
-        sequence.output.metrics.first_scheduled = time.monotonic()
         sequence.read_by_draft = not sequence.only_read and self.parts.policy.expects_to_draft(rows_soon)
-        self.parts.join(slot)
-        for decoder in self.decoders:
-            decoder.cut_row(slot, cached)
-        sequence.num_computed, sequence.output.metrics.cached_tokens = self._cached(slot, cached), cached
-        self._copy_reading(slot, sequence, cached)
-        self.readings.pop(slot, None)
-        if sequence.reading is not None:
-            self.readings[slot] = sequence.reading
-        del self.free.prefixes[slot]
-        sequence.slot = slot
+        self.slots.take(sequence)
         self.prefilling.append(sequence)
-        self._reuse_prefix(sequence)
-
-    def _choose_slot(self, sequence: Sequence) -> tuple[int, int]:
-        """Choose a free slot. Return it, and how many of the prompt's tokens it holds."""
-        prompt, scope = sequence.prompt, sequence.scope
-        cut, common = self._cut_for(sequence), self.free.reusable_by(prompt, scope)
-        reusable = {slot: cut(slot, tokens) for slot, tokens in common.items()}
-        self._stop_where_others_part(sequence, max(common.values()), max(reusable.values()))
-        slot = self.free.choose(reusable, best_source(self._texts_in_use(sequence), prompt, scope, cut)[1])
-        if self.room.is_short:
-            slot = self._make_way(slot, reusable, sequence.reserved_tokens)
-        return slot, reusable[slot]
-
-    def _cut_for(self, sequence: Sequence) -> Callable[[int, int], int]:
-        """Return a function that returns how many of a slot's first tokens the sequence can copy."""
-        cut, reading = self.parts.target.reusable, sequence.reading
-        if reading is None:
-            return cut
-        return lambda slot, tokens: cut(slot, reading.reusable(tokens, self.readings.get(slot)))
-
-    def _copy_reading(self, source: int, sequence: Sequence, tokens: int) -> None:
-        if sequence.reading is not None:
-            sequence.reading.copy(tokens, self.readings.get(source))
-
-    def _stop_where_others_part(self, sequence: Sequence, common: int, reusable: int) -> None:
-        """Let prefill pause where the prompt parts from a text whose state was not saved there: others may part there.
-
-        common: first tokens that a free slot's text has, too. reusable: those of them that can be copied.
-        """
-        if self.parts.target.cuts_anywhere:
-            return
-        if sequence.reading is not None:  # before the first token that is scored, where other choices may part
-            sequence.state_stops.add(sequence.reading.reusable(len(sequence.prompt), None))
-        in_use = best_source(self._texts_in_use(sequence), sequence.prompt, sequence.scope)[1]
-        if (stop := max(common, in_use)) - reusable >= WORTH_WAITING:
-            sequence.state_stops.add(stop)
-
-    def _make_way(self, slot: int, reusable: dict[int, int], tokens: int) -> int:
-        """Empty free slots until a sequence of ``tokens`` positions fits. Return the free slot to use.
-
-        The slot that holds most of the prompt goes last. If it cannot stay to be copied from, it is used itself.
-        """
-        source = max(reusable, key=reusable.__getitem__)
-        victims = (other for other in self.free.by_use if other not in (slot, source))
-        needed = self.reserved_bytes + self.room.bytes_for(tokens) + self._free_slot_bytes(without=slot)
-        spare = self.room.limit - needed
-        while spare < 0 and (victim := next(victims, None)) is not None:
-            spare += self._empty(victim)
-        if spare < 0 and source != slot:
-            slot, source = (source, slot) if reusable[source] > reusable[slot] else (slot, source)
-            self._empty(source)
-        return slot
-
-    def _free_slot_bytes(self, without: int = -1) -> int:
-        """Return the bytes that free slots hold, except the slot ``without``."""
-        lengths = [len(prefix.tokens) for slot, prefix in self.free.prefixes.items() if slot != without]
-        return sum(map(self.room.bytes_for, lengths))
+        self.slots.reuse_prefix(sequence)
 
     @property
     def filled(self) -> CacheUsage:
         """The memory that caches hold now."""
         lengths = [*self.batch.lengths, *(sequence.prefilled for sequence in self.prefilling)]
-        return CacheUsage(sum(map(self.room.bytes_for, lengths)), self._free_slot_bytes(), self.room.limit)
-
-    def _empty(self, slot: int) -> int:
-        """Drop the prefix of a free slot. Return the bytes that this frees."""
-        tokens = len(self.free.prefixes[slot].tokens)
-        self.free.prefixes[slot] = CachedPrefix()
-        self.batch.free_slot(slot, 0)
-        self._resize(slot, 0)
-        return self.room.bytes_for(tokens)
-
-    def _resize(self, slot: int, positions: int) -> None:
-        """Resize a slot in all caches, if memory is short."""
-        for decoder in self.decoders if self.room.is_short else ():
-            decoder.resize_row(slot, positions)
-
-    def _size_free_slots(self) -> None:
-        """Resize the free slots to the prefixes that they hold."""
-        for slot, prefix in self.free.prefixes.items():
-            self._resize(slot, len(prefix.tokens))
-
-    def _texts_in_use(self, sequence: Sequence) -> Iterator[tuple[int, list[int], Scope]]:
-        """Yield (slot, tokens in its caches, scope) of sequences that may have a common prefix with this one."""
-        for other in self.in_use:
-            if may_share_prefix(other.prompt, sequence.prompt, sequence.scope.least):
-                yield other.slot, self._text(other), other.scope
-
-    def _text(self, sequence: Sequence) -> list[int]:
-        """Return the tokens of a sequence that the target's cache holds, without rejected draft tokens."""
-        if not sequence.is_prefilled:
-            return sequence.prompt[: sequence.num_computed[0]]
-        computed = max(0, self.batch.length_of(sequence.slot) - 1)
-        return [*sequence.prompt, *sequence.output.token_ids][:computed]
-
-    def _cached(self, slot: int, tokens: int) -> list[int]:
-        """Return how many of a slot's first ``tokens`` each decoder's cache holds; the target's holds all of them."""
-        drafts = self.decoders[1:]
-        return [tokens, *(min(tokens, decoder.num_computed(slot)) if tokens else 0 for decoder in drafts)]
-
-    def _set_row(self, slot: int, sequence: Sequence) -> None:
-        stop_tokens = tuple(sorted(sequence.stop_tokens))
-        start = sequence.prompt, sequence.params, sequence.seed, stop_tokens, sequence.constraint, sequence.member
-        deadline = math.inf if sequence.deadline is None else sequence.deadline
-        self.batch.set_row(slot, RowStart(*start, deadline))
-        self.parts.target.set_adapter(slot, sequence.params.adapter)
+        room = self.slots.room
+        return CacheUsage(sum(map(room.bytes_for, lengths)), self.slots.prefix_bytes, room.limit)
 
     def _rows_soon(self, begun_now: int) -> int:
         """Number of rows decoding once the sequences being started and all waiting sequences have been admitted."""
-        return min(self.capacity, self.num_used_rows + begun_now + len(self.waiting))
-
-    def _reuse_prefix(self, sequence: Sequence) -> None:
-        """Copy the longest prefix of a prefilling prompt that any slot holds; wait for a prefix being read."""
-        free = ((slot, prefix.tokens, prefix.scope) for slot, prefix in self.free.prefixes.items())
-        texts, cut = chain(free, self._texts_in_use(sequence)), self._cut_for(sequence)
-        source, tokens = best_source(texts, sequence.prompt, sequence.scope, cut)
-        if tokens > sequence.num_computed[0]:
-            self._copy(source, sequence, tokens)
-        self._wait_for_common_prefix(sequence)
-
-    def _copy(self, source: int, sequence: Sequence, tokens: int) -> None:
-        """Copy the first ``tokens`` of a slot to a prefilling sequence's, in all decoders' caches."""
-        sequence.output.metrics.cached_tokens += tokens - sequence.num_computed[0]
-        for index, cached in enumerate(self._cached(source, tokens)):
-            if cached > sequence.num_computed[index]:
-                self.decoders[index].copy_row(source, sequence.slot, cached)
-                sequence.num_computed[index] = cached
-        self._copy_reading(source, sequence, tokens)
-        if source in self.free.prefixes:
-            self.free.use(self.free.prefixes[source])
-
-    def _wait_for_common_prefix(self, sequence: Sequence) -> None:
-        """If two prompts have a prefix that neither has read, the one that is fed first reads it for both.
-
-        Only sequences that do not wait themselves are waited for, so there are no cycles.
-        """
-        for other in self.prefilling:
-            if other is sequence or other.waits:
-                continue
-            first, second = sorted((other, sequence), key=lambda prompt: prompt.feeding_order)
-            stop = common_prefix_length(first.prompt, second.prompt, min(first.prefill_stop, second.prefill_stop))
-            min_gain = 1 if stop == second.prefill_stop else second.scope.worth_waiting
-            if second.reading is not None:
-                stop = second.reading.reusable(stop, first.reading)
-            gain = stop - max(second.num_computed[0], second.prefix_stop)
-            already_read = second is sequence and first.prefilled >= stop  # just copied, as far as it was worth it
-            if second.scope.may_copy(first.scope) and gain >= min_gain and not already_read:
-                if not self.parts.target.cuts_anywhere:
-                    first.state_stops.add(stop)
-                second.prefix_reader, second.prefix_stop = first, stop
-
-    def _end_waits(self) -> None:
-        """End the waits whose prefix has been read, or whose reader has left, until none is left to end.
-
-        The sequences that waited copy what there is.
-        """
-        while ready := self._done_waiting():
-            for sequence in ready:
-                sequence.prefix_reader, sequence.prefix_stop = None, 0
-                self._reuse_prefix(sequence)
-
-    def _done_waiting(self) -> list[Sequence]:
-        """Return the sequences whose wait has ended."""
-        reading = {id(sequence) for sequence in self.prefilling}
-        return [
-            sequence
-            for sequence in self.prefilling
-            if (reader := sequence.prefix_reader) is not None
-            and (id(reader) not in reading or reader.prefilled >= sequence.prefix_stop)
-        ]
+        return min(self.batch.capacity, len(self.slots.used) + begun_now + len(self.waiting))
 
     def _prefill(self) -> None:
         """Feed one chunk; none if the next round would then end after a deadline."""
@@ -338,7 +119,7 @@ class Scheduler:
         chosen = self.chunks.choose(self.prefilling, bool(self.running), left)
         parts = [self._until_state_stop(part) for part in chosen]
         timer = Stopwatch(self.batch.device)
-        for index in range(len(self.decoders)):
+        for index in range(len(self.parts.decoders)):
             self._feed(index, parts)
         timer.stop()
         self.chunks.watch(parts, timer)
@@ -350,10 +131,8 @@ class Scheduler:
 
     def _seconds_left(self) -> float:
         """Return the seconds until the next round must begin to meet the earliest deadline of a row."""
-        deadlines = [s.deadline for s in self.in_use if s.deadline is not None]
-        if not deadlines:
-            return math.inf
-        return min(deadlines) - time.monotonic() - self._round_seconds
+        earliest = min((sequence.deadline for sequence in self.in_use), default=math.inf)
+        return earliest - time.monotonic() - self._round_seconds
 
     @property
     def _round_seconds(self) -> float:
@@ -363,8 +142,11 @@ class Scheduler:
     @property
     def _awaited(self) -> bool:
         """Whether it matters when each token comes, and not only when all have come."""
-        streamed = self.watched and not self.closed
-        return streamed or any(s.deadline is not None for s in chain(self.waiting, self.prefilling, self.running))
+        return (self.watched and not self.closed) or self._any_deadline
+
+    @property
+    def _any_deadline(self) -> bool:
+        return any(s.deadline < math.inf for s in chain(self.waiting, self.prefilling, self.running))
 
     def _feed(self, index: int, parts: list[PromptSlice]) -> None:
         """Feed the chunk to one decoder, except tokens that it has copied from another slot."""
@@ -386,7 +168,7 @@ class Scheduler:
         """
         if not read:
             return
-        decoder, stops = self.decoders[index], [stop for _, stop in read]
+        decoder, stops = self.parts.decoders[index], [stop for _, stop in read]
         slots, starts = [s.slot for s, _ in read], [s.num_computed[index] for s, _ in read]
         if collects:
             hidden = decoder.read(self.batch, slots, starts, stops)
@@ -405,26 +187,17 @@ class Scheduler:
 
         Returns those that end with their prompt.
         """
-        self._end_waits()
+        self.slots.end_waits()
         ready = [sequence for sequence in self.prefilling if sequence.is_prefilled]
-        ended = [sequence for sequence in ready if sequence.only_read]
         for sequence in ready:
-            self._keep_reading(sequence)
-        for sequence in ended:
-            finish(sequence, "length", time.monotonic())
-        if len(ready) > len(ended):
-            self.prefilling = [each for each in self.prefilling if each.only_read or not each.is_prefilled]
-            self._set_running([*self.running, *(each for each in ready if not each.only_read)])
-        if ended:
-            self._release_finished()
+            self.slots.keep_reading(sequence)
+            if sequence.only_read:
+                finish(sequence, "length", time.monotonic())
+        ended = self._release_finished()
+        if joining := [sequence for sequence in self.prefilling if sequence.is_prefilled]:
+            self.prefilling = [sequence for sequence in self.prefilling if not sequence.is_prefilled]
+            self._set_running([*self.running, *joining])
         return ended
-
-    def _keep_reading(self, sequence: Sequence) -> None:
-        """Keep what was collected from a text that was read, instead of the one before."""
-        if sequence.reading is not None and (kept := sequence.reading.kept()) is not None:
-            reading = {other.slot: other.reading for other in self.prefilling if not other.is_prefilled}
-            self.readings = {slot: each for slot, each in reading.items() if each is not None}
-            self.readings[sequence.slot] = kept
 
     def _set_running(self, sequences: list[Sequence]) -> None:
         self.running = sorted(sequences, key=lambda sequence: sequence.slot)
@@ -458,19 +231,15 @@ class Scheduler:
         failed = [sequence for sequence in sequences if sequence.output.error is not None]
         return [sample for one in failed for sample in self.drop(one.request_id, "error", one.output.error)]
 
-    def _release_finished(self) -> None:
-        """Free the slots of finished sequences; they keep their prefixes."""
+    def _release_finished(self) -> list[Sequence]:
+        """Free the slots of finished sequences, which keep their prefixes. Return the sequences."""
         ended = [sequence for sequence in self.in_use if sequence.output.finished]
         for sequence in ended:
-            prefix, slot = CachedPrefix(self._text(sequence), sequence.scope), sequence.slot
-            self.parts.leave(slot)
-            self.batch.free_slot(slot, len(prefix.tokens))
-            self.parts.target.set_adapter(slot, None)
-            self._resize(slot, len(prefix.tokens))
-            self.free.put(slot, prefix)
+            self.slots.release(sequence)
         if ended:
             self.prefilling = [sequence for sequence in self.prefilling if not sequence.output.finished]
             self._set_running([sequence for sequence in self.running if not sequence.output.finished])
+        return ended
 
     def drop(self, request_id: str, reason: FinishReason, error: Exception | None = None) -> list[Sequence]:
         """Finish every unfinished sequence of a request, in whatever queue. Return them."""
@@ -486,18 +255,10 @@ class Scheduler:
         for sequence in (*self.waiting, *self.prefilling, *self.running):
             if not sequence.output.finished:
                 finish(sequence, "abort", time.monotonic())
-        for sequence in self.in_use:
-            self.parts.leave(sequence.slot)
         self.waiting.clear()
         self.prefilling.clear()
         self._set_running([])
-        self.forget()
-
-    def forget(self) -> None:
-        """Drop the prefixes of free slots, whose caches were overwritten."""
-        used = {sequence.slot for sequence in self.in_use}
-        self.free.forget(slot for slot in range(self.capacity) if slot not in used)
-        self._size_free_slots()
+        self.slots.clear()
 
     def overdue(self, now: float) -> list[Sequence]:
         """Finish the sequences that cannot gain another token before their deadline; they keep their tokens.
@@ -519,7 +280,7 @@ class Scheduler:
 
         Every prompt may start, whatever earlier chunks took: the first chunk shows what a chunk takes now.
         """
-        if all(sequence.deadline is None for sequence in chain(self.waiting, self.prefilling, self.running)):
+        if not self._any_deadline:
             return
         seconds = self._round_seconds
         for sequence in self.running:
@@ -540,9 +301,8 @@ class Scheduler:
         slots = [sequence.slot for sequence in self.running]
         assert self.batch.slots == slots, "live rows and running sequences differ"
         assert self.batch.lengths == list(map(self.batch.length_of, slots)), "lengths of live rows disagree"
-        every = [*(sequence.slot for sequence in self.in_use), *self.free.prefixes]
-        assert sorted(every) == list(range(self.capacity)), "used and free slots are not all slots"
-        self._check_room()
+        assert {s.slot: s for s in self.in_use} == self.slots.used, "sequences and used slots differ"
+        self.slots.check_integrity()
         lengths = self.batch.length.tolist()
         for sequence in self.in_use:
             slot = sequence.slot
@@ -552,17 +312,3 @@ class Scheduler:
             assert 0 <= lengths[slot] - size <= self.in_flight, f"slot {slot}: the device's length disagrees"
             text = self.batch.text[slot, :size].tolist()
             assert text == sequence.prompt + sequence.output.token_ids, f"slot {slot}: tokens disagree"
-        for slot, prefix in self.free.prefixes.items():
-            assert not prefix.tokens or lengths[slot] > len(prefix.tokens), (
-                f"slot {slot}: a round would overwrite its prefix"
-            )
-
-    def _check_room(self) -> None:
-        """Check that each slot has the size reserved for it, or that of its prefix, and that all fit into memory."""
-        if not self.room.is_short:
-            return
-        sizes = {sequence.slot: sequence.reserved_tokens for sequence in self.in_use}
-        sizes |= {slot: len(prefix.tokens) for slot, prefix in self.free.prefixes.items()}
-        for decoder in self.decoders:
-            assert {slot: decoder.capacity_of(slot) for slot in sizes} == sizes, "slot sizes and reservations differ"
-        assert sum(map(self.room.bytes_for, sizes.values())) <= self.room.limit, "reservations exceed the memory limit"

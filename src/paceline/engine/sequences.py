@@ -34,7 +34,7 @@ class TextStream(Protocol):
 class Sequence:
     """One sample in the making: its tokens are ``prompt`` and ``output.token_ids``.
 
-    deadline: seconds on the clock of time.monotonic; None for no limit.
+    deadline: seconds on the clock of time.monotonic; infinite without a limit.
     rivals: all samples of its request, if only the best of them are returned.
     scope: which cached prefixes it may reuse, and who may reuse its own.
     num_computed: during prefill, the prompt tokens in each decoder's cache, the target's first.
@@ -54,7 +54,7 @@ class Sequence:
     stop_tokens: frozenset[int]
     output: CompletionOutput
     stream: TextStream | None = None
-    deadline: float | None = None
+    deadline: float = math.inf
     constraint: FaultIsolatedConstraint | None = None
     member: ParallelSample | None = None
     rivals: list[CompletionOutput] = field(default_factory=list)
@@ -78,16 +78,22 @@ class Sequence:
 
     def ends_by(self, now: float) -> bool:
         """Whether the deadline is at or before ``now``."""
-        return self.deadline is not None and self.deadline <= now
+        return self.deadline <= now
 
     @property
     def waits(self) -> bool:
         return self.prefix_reader is not None
 
     @property
+    def wait_is_over(self) -> bool:
+        """Whether the prefix that it waits for has been read, or the sequence that was to read it has ended."""
+        reader = self.prefix_reader
+        return reader is not None and (reader.output.finished or reader.prefilled >= self.prefix_stop)
+
+    @property
     def feeding_order(self) -> tuple[int, int, float]:
         """Sort key of prefill: lower ones are mostly fed first."""
-        return self.priority, self.prefill_stop - self.prefilled, math.inf if self.deadline is None else self.deadline
+        return self.priority, self.prefill_stop - self.prefilled, self.deadline
 
     @property
     def prefill_stop(self) -> int:
@@ -112,7 +118,7 @@ def gain_tokens(sequence: Sequence, verdict: Verdict, row: int, now: float, at_l
 
     Tokens that arrive after the deadline are dropped: a sample that ended by itself did so within its time budget.
     """
-    if sequence.deadline is not None and now > sequence.deadline:
+    if now > sequence.deadline:
         finish(sequence, "deadline", now)
         return
     try:

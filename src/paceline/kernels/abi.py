@@ -25,7 +25,7 @@ from paceline.core.cache import KVCache
 from paceline.core.recurrent_state import WINDOW, StatefulCache
 from paceline.kernels.pack import Format, Packed
 
-ABI_VERSION = 25  # must equal csrc/model.h's; raise both when a struct or a function changes
+ABI_VERSION = 27  # must equal csrc/model.h's; raise both when a struct or a function changes
 FORMATS: dict[Format, int] = {"int8": 0, "bf16": 1, "int4": 2}
 
 
@@ -110,6 +110,15 @@ class CTokenInputs(Structure):
     )
 
 
+class CLowRank(Structure):
+    """csrc: LowRank."""
+
+    _fields_ = (("down", CRouter), ("up", CRouter))
+
+
+CHANGED_LAYERS = ("qkv", "o", "gate_up", "down")  # csrc: Changed, by the names of ``models.weights``
+
+
 class CLayer(Structure):
     """csrc: Layer."""
 
@@ -135,6 +144,7 @@ class CLayer(Structure):
         ("scale_out", c_void_p),
         ("experts", POINTER(CExperts)),
         ("sinks", c_void_p),
+        ("changes", POINTER(CLowRank) * len(CHANGED_LAYERS)),
     )
 
 
@@ -169,6 +179,7 @@ class CModel(Structure):
         ("recurrent", CRecurrentShape),
         ("inputs", POINTER(CTokenInputs)),
         ("logits_cap", c_float),
+        ("adapters", c_int32),
     )
 
 
@@ -199,6 +210,7 @@ class CCache(Structure):
         ("bf16", c_int32),
         *((name, c_void_p) for name in ("state", "tail", "inputs", "base", "count")),
         ("window", c_int64),
+        ("adapter_of", c_void_p),
     )
 
     @classmethod
@@ -207,10 +219,10 @@ class CCache(Structure):
         tables = (CKVTable * count)(*(CKVTable.of(*cache.tables[2 * i : 2 * i + 2]) for i in range(count)))
         sizes = cache.rows, cache.positions, int(cache.keys.dtype == torch.bfloat16)
         if not isinstance(cache, StatefulCache):
-            return cls(tables, count, *sizes)
+            return cls(tables, count, *sizes, adapter_of=cache.adapter_of.data_ptr())
         states = cache.states
         places = [each.data_ptr() for each in (states.state, states.tail, states.inputs, states.base, states.count)]
-        return cls(tables, count, *sizes, *places, WINDOW)
+        return cls(tables, count, *sizes, *places, WINDOW, cache.adapter_of.data_ptr())
 
 
 class CEntries(Structure):
@@ -381,7 +393,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_arena_free": (None, (c_void_p, c_size_t)),
     "pl_model_new": (c_void_p, (c_void_p, c_void_p)),
     "pl_model_free": (None, (c_void_p,)),
-    "pl_forward": (c_char_p, (*(c_void_p,) * 7, c_int, c_int, *(c_void_p,) * 3, c_int, *(c_void_p,) * 2)),
+    "pl_forward": (c_char_p, (*(c_void_p,) * 7, c_int, c_int, *(c_void_p,) * 3, c_int, *(c_void_p,) * 3)),
     "pl_experts_read": (c_int64, (c_void_p,)),
     "pl_logits": (None, (c_void_p, c_void_p, c_void_p, c_int, c_void_p, c_void_p)),
     "pl_copy_columns": (c_char_p, (*(c_void_p,) * 5, c_int64)),

@@ -259,6 +259,7 @@ class NativeDecoder:
         hidden: Tensor | None,
         tapped: tuple[Sequence[int], Tensor] | None,
         seconds: Tensor | None,
+        entering: Tensor | None = None,
     ) -> str | None:
         """Fill hidden [N - read, width]; returns an error message about the input, or None.
 
@@ -266,6 +267,7 @@ class NativeDecoder:
         tapped: layer indices, and features [N - read, taps, width] to fill with the hidden states that enter those
             layers.
         seconds: adds the seconds of each of PHASES.
+        entering: input of the first layer [N, width], float32, in place of the tokens' embeddings.
         """
         place, laps = ctypes.addressof(cache), address(seconds)
         tree = (None, None) if nodes.parents is None else (address(nodes.slots), nodes.parents.data_ptr())
@@ -273,7 +275,7 @@ class NativeDecoder:
         flat = nodes.tokens.data_ptr(), *where, *tree, nodes.tokens.shape[0], nodes.read
         taps, features = _NO_TAPS if tapped is None else (_layers(tapped[0]), tapped[1].data_ptr())
         out = address(hidden), taps, len(taps), features
-        problem = self._library.pl_forward(self._handle, self._pool, *flat, place, *out, laps)
+        problem = self._library.pl_forward(self._handle, self._pool, *flat, place, *out, laps, address(entering))
         return None if problem is None else str(problem.decode())
 
     def round(self, call: CRound, cache: CCache, seconds: Tensor | None, threads: int | None) -> str | None:

@@ -234,10 +234,10 @@ def _group_head(of_groups: Tensor, columns: int, groups: int) -> Tensor:
     return full.view(-1, PANEL, groups).transpose(1, 2).contiguous()
 
 
-def router_panels(weight: Tensor) -> Tensor:
+def router_panels(weight: Tensor, input_multiple: int = INPUT_MULTIPLE) -> Tensor:
     """Scores' weights [experts, width] -> float32 [panel, padded width, 16 experts]."""
     experts, width = weight.shape
-    padding = (0, -width % INPUT_MULTIPLE, 0, -experts % ROUTER_PANEL)
+    padding = (0, -width % input_multiple, 0, -experts % ROUTER_PANEL)
     padded = pad(weight.float(), padding)
     return padded.view(-1, ROUTER_PANEL, padded.shape[1]).transpose(1, 2)
 

@@ -231,10 +231,12 @@ class FusionWeights:
 class NativeSpec:
     """A whole decoder with RMS norms, rotary positions and gated MLPs. head None: tied to the embedding [vocab, width].
 
-    rotary, attention_scale: of the layers that have none of their own; None: head_dim ** -0.5.
+    rotary: of the layers that have none of their own.
     embed_scale: factor of the token embedding. tap_scale: factor of the hidden states that heads read.
     heads, kv_heads, head_dim: of the layers that have none of their own.
     logits_cap: the logits are cap * tanh(logits / cap); None: they are not capped.
+    read_from: key heads of the layers of another model's cache, which all layers read; None: the model has its own.
+    ahead: how many positions further than its last key a token stands: its rotation, not what it sees.
     """
 
     width: int
@@ -251,14 +253,17 @@ class NativeSpec:
     epsilon: float = 1e-6
     embed_scale: float = 1.0
     tap_scale: float = 1.0
-    attention_scale: float | None = None
     fusion: FusionWeights | None = None
     inputs: TokenTableWeights | None = None
     logits_cap: float | None = None
+    read_from: tuple[KVHeads, ...] | None = None
+    ahead: int = 0
 
     @property
     def kv_layers(self) -> tuple[KVHeads, ...]:
         """The key heads of every layer of the cache."""
+        if self.read_from is not None:
+            return self.read_from
         heads = (self.heads_of(layer) for layer in self.layers if layer.recurrent is None and not layer.reads_only)
         return tuple(KVHeads(each.kv_heads, each.dim) for each in heads)
 
@@ -286,8 +291,7 @@ class NativeSpec:
 
     def scale_of(self, layer: LayerWeights) -> float:
         """Scale of a layer's attention."""
-        own = self.attention_scale if layer.scale is None else layer.scale
-        return self.heads_of(layer).dim ** -0.5 if own is None else own
+        return self.heads_of(layer).dim ** -0.5 if layer.scale is None else layer.scale
 
     def norm_all(self, layer: LayerWeights) -> bool:
         """Whether a layer's norms of queries and keys are over all heads together."""

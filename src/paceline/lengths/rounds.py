@@ -82,10 +82,13 @@ class AutoRound:
     def best(self, source: DraftSource, lines: list[list[float]], discount: float = 1.0) -> tuple[float, list[int]]:
         """Highest value of a set of draft tokens, and the number of each line's. discount: factor on predicted times.
 
-        A draining batch ends with its last row. So its draft tokens may take no longer than the row with the smallest
-        lead is expected to gain.
+        A draining batch ends with its last row, and rows advance unevenly where many draft tokens are wrong. So its
+        price of time is divided by the acceptance, and its draft tokens may take no longer than the row with the
+        smallest lead is expected to gain.
         """
         rate, deadlines = self.rate * discount, self.batch.deadlines
+        if self.leads:
+            rate /= source.acceptance
         max_ms = self.times.plain * (1 + source.max_extra(self.rows))
         value, counts = self.times.best(lines, rate, deadlines, max_ms)
         if self.leads and len(lines) == self.rows:

@@ -17,14 +17,16 @@ from torch import Tensor
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.models.base import AnyModel
 from paceline.models.boundary import brief, reading
+from paceline.models.description import DecoderSpec
 from paceline.models.families import FAMILIES
 from paceline.models.json_files import read_configuration
 from paceline.models.linear import Linear
 from paceline.models.loading import open_safetensors
-from paceline.models.quantised_tensors import SafeTensor
+from paceline.models.low_rank import LowRank
+from paceline.models.native import NativeModel
 from paceline.models.recurrent import is_recurrent
 from paceline.models.transformer import Transformer
-from paceline.models.weights import slots
+from paceline.models.weights import Slot, StoredTensor, check_finite, slots
 
 _CONFIGURATION, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -43,23 +45,6 @@ _REFUSED: Mapping[str, tuple[object, ...]] = {
     "use_qalora": (False, None),
     "alora_invocation_tokens": (None, []),
 }
-
-
-@dataclass(frozen=True)
-class LowRank:
-    """A change of ``width`` outputs of a linear layer from ``first`` on: (x @ down.T) @ up.T, in float32.
-
-    down [rank, inputs]; up [width, rank], with the adapter's scale.
-    """
-
-    first: int
-    down: Tensor
-    up: Tensor
-
-    def add_to(self, y: Tensor, x: Tensor) -> None:
-        """Add the change for inputs x [N, inputs] to the layer's outputs y [N, outputs], in place."""
-        part = y[:, self.first : self.first + len(self.up)]
-        part.copy_(part.float() + x.float() @ self.down.T @ self.up.T)
 
 
 class AdapterRows(threading.local):
@@ -113,42 +98,48 @@ class Adapters:
         return 0 if name is None else self.names.index(name) + 1
 
 
-def attach(model: AnyModel, paths: Mapping[str, Path]) -> None:
-    """Load adapters by name and attach them to a model, whose linear layers are replaced.
+def attach(model: AnyModel, paths: Mapping[str, Path], spec: DecoderSpec | None) -> None:
+    """Load adapters by name and attach them to a model: linear layers in torch are replaced, the kernels get matrices.
 
+    spec: the model's description; None if it has none.
     Raises ModelFormatError for damaged or unsupported files, ParameterError if the model cannot have adapters.
     """
-    if not isinstance(model, Transformer) or is_recurrent(model.spec):
+    if spec is None or is_recurrent(spec) or not isinstance(model, Transformer | NativeModel):
         names = ", ".join(FAMILIES)
         raise ParameterError("adapters", list(paths), f"none with {model.name}; adapters need a model of {names}")
     rows, by_layer = AdapterRows(), dict[str, dict[int, list[LowRank]]]()
     for number, path in enumerate(paths.values(), 1):
-        for target, change in _load(path, model):
+        for target, change in _load(path, spec, model):
             by_layer.setdefault(target, {}).setdefault(number, []).append(change)
+    adapters = Adapters(tuple(paths), rows)
+    if isinstance(model, NativeModel):
+        model.adapt(adapters, by_layer)
+        return
     for owner, attribute, name in model.layer_linears():
         if name in by_layer:
             setattr(owner, attribute, AdaptedLinear(getattr(owner, attribute), by_layer[name], rows))
-    model.adapters = Adapters(tuple(paths), rows)
+    model.adapters = adapters
 
 
-def _load(path: Path, model: Transformer) -> Iterator[tuple[str, LowRank]]:
+def _load(path: Path, spec: DecoderSpec, model: AnyModel) -> Iterator[tuple[str, LowRank]]:
     """Yield the layer and the change of every pair of matrices in an adapter's directory."""
     with reading(path):
         alpha, rooted = _settings(path)
         stored = open_safetensors(path / _WEIGHTS)
-        names = FAMILIES[model.spec.family].safetensors
+        names = FAMILIES[spec.family].safetensors
         pairs = _pairs(stored, path / _WEIGHTS)
         ours = {module: names.ours(f"{module}.weight") or "" for module in pairs}
-        linears = {
-            name: slot for name, slot in slots(model.spec, set(ours.values())).items() if _LINEAR.fullmatch(name)
-        }
+        linears: dict[str, list[Slot]] = {}  # keys that are also a layer's values have two
+        for name, slot in slots(spec, set(ours.values())).items():
+            if _LINEAR.fullmatch(name):
+                linears.setdefault(slot.source or name, []).append(slot)
         for module, sides in pairs.items():
-            slot = linears.get(ours[module])
-            if slot is None:
+            places = linears.get(ours[module])
+            if places is None:
                 raise ModelFormatError(f"{path / _WEIGHTS}: {brief(module)} is no linear layer of {model.name}")
             if len(sides) < 2:
                 raise ModelFormatError(f"{path / _WEIGHTS}: {brief(module)} has one of lora_A and lora_B alone")
-            down, up = sides["A"], sides["B"]
+            down, up, slot = sides["A"], sides["B"], places[0]
             rank = down.shape[0] if down.shape else 0
             if rank < 1 or down.shape != (rank, slot.shape[1]) or up.shape != (slot.shape[0], rank):
                 raise ModelFormatError(
@@ -156,13 +147,23 @@ def _load(path: Path, model: Transformer) -> Iterator[tuple[str, LowRank]]:
                     f"{slot.shape}"
                 )
             scale = alpha / (rank**0.5 if rooted else rank)
-            matrices = [tensor.load().to(model.device, torch.float32) for tensor in (down, up)]
-            yield slot.target.removesuffix(".weight"), LowRank(slot.first, matrices[0], matrices[1] * scale)
+            where = f"{path / _WEIGHTS}: {brief(module)}"
+            matrices = [_read(tensor, where).to(model.device) for tensor in (down, up)]
+            for slot in places:
+                change = LowRank(slot.first, slot.total, matrices[0], matrices[1] * scale)
+                yield slot.target.removesuffix(".weight"), change
 
 
-def _pairs(stored: Mapping[str, SafeTensor], file: Path) -> dict[str, dict[str, SafeTensor]]:
+def _read(tensor: StoredTensor, where: str) -> Tensor:
+    numbers = torch.empty(tensor.shape, dtype=torch.float32)
+    tensor.unpack_into(numbers)
+    check_finite(numbers, where)
+    return numbers
+
+
+def _pairs(stored: Mapping[str, StoredTensor], file: Path) -> dict[str, dict[str, StoredTensor]]:
     """Return the matrices "A" and "B" by module. Raises ModelFormatError for a tensor that is neither."""
-    pairs: dict[str, dict[str, SafeTensor]] = {}
+    pairs: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in stored.items():
         match = _PART.fullmatch(name.removeprefix(_PREFIX))
         if match is None:

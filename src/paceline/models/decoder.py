@@ -141,4 +141,4 @@ class Decoder(CachedRows):
     def set_adapter(self, slot: int, name: str | None) -> None:
         """Set the adapter of a slot; None for the model itself."""
         if self.adapters is not None:
-            self.passes.adapter_of[slot] = self.adapters.number(name)
+            self.cache.adapter_of[slot] = self.adapters.number(name)

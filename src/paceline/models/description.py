@@ -12,7 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from paceline.core.cache import KVHeads
+from paceline.errors import ModelFormatError
 from paceline.kernels.spec import Rotary as Rotary
+
+
+def check(possible: bool, what: str) -> None:
+    """Raise ModelFormatError about a configuration. what: its fields and their values."""
+    if not possible:
+        raise ModelFormatError(f"the configuration is impossible: {what}")
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,10 @@ class AttentionSpec:
     keys_as_values: bool = False
     reads_layer: int | None = None
 
+    def __post_init__(self) -> None:
+        sizes = f"num_attention_heads={self.heads}, num_key_value_heads={self.kv_heads}, head_dim={self.head_dim}"
+        check(min(self.heads, self.kv_heads, self.head_dim) > 0, sizes)
+
     @property
     def query_width(self) -> int:
         """Width of all query heads together."""
@@ -82,6 +93,12 @@ class DeltaNetSpec:
     value_dim: int
     taps: int
     norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        heads = f"linear_num_key_heads={self.key_heads}, linear_num_value_heads={self.value_heads}"
+        sizes = f"linear_key_head_dim={self.key_dim}, linear_value_head_dim={self.value_dim}"
+        check(min(self.key_heads, self.value_heads) > 0 and self.value_heads % self.key_heads == 0, heads)
+        check(min(self.key_dim, self.value_dim, self.taps) > 0, f"{sizes}, linear_conv_kernel_dim={self.taps}")
 
 
 @dataclass(frozen=True)
@@ -112,6 +129,10 @@ class ExpertsSpec:
     router_bias: bool = False
     shared: MLPSpec | None = None
     shared_gate: bool = False
+
+    def __post_init__(self) -> None:
+        possible = type(self.used) is int and type(self.count) is int and 0 < self.used <= self.count
+        check(possible, f"{self.used} of {self.count} experts (num_experts_per_tok, num_experts)")
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from paceline.errors import ModelFormatError
 from paceline.models.gguf_names import parts
-from paceline.models.gguf_tensors import PackedTensor
+from paceline.models.gguf_tensors import UNREADABLE, PackedTensor
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -181,6 +181,9 @@ def _packed(data: npt.NDArray[np.uint8], name: str, shape: tuple[int, ...], numb
         kind = GGMLQuantizationType(number)
     except ValueError as error:
         raise ValueError(f"tensor {name} is of the unknown type {number}") from error
+    if kind in UNREADABLE:
+        problem = f"tensor {name} is of type {kind.name}, which cannot be read as weights; convert the model to Q8_0"
+        raise ModelFormatError(problem)
     block, size = GGML_QUANT_SIZES[kind]
     lines = (*shape, 1) if block == 1 and len(shape) == 1 else shape  # a bias is one column, so that it can be permuted
     if not lines or lines[-1] % block:

@@ -32,9 +32,23 @@ _FIELDS = {
 }
 _NEEDED = ("context_length", "block_count", "embedding_length", "feed_forward_length", "attention.head_count")
 
-# Limits that keep a damaged header from allocating large memory: no model is wider, and each layer has own tensors.
-_WIDTHS = ("embedding_length", "feed_forward_length", "attention.head_count", "attention.head_count_kv")
-_HEAD_WIDTHS = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+# Limits that keep a damaged header from allocating large memory: no model is wider or has more experts, and each layer
+# has own tensors. The least value of the second ones is 0: a layer, or the model, has none.
+_SIZES = (
+    *("embedding_length", "feed_forward_length", "attention.head_count", "context_length", "full_attention_interval"),
+    *("attention.key_length", "attention.value_length", "attention.key_length_swa", "rope.dimension_count"),
+    *("ssm.group_count", "ssm.time_step_rank", "ssm.state_size", "ssm.inner_size", "ssm.conv_kernel"),
+    *("shortconv.l_cache", "expert_feed_forward_length", "expert_used_count"),
+)
+_OR_NONE = (
+    *("attention.head_count_kv", "attention.shared_kv_layers", "attention.sliding_window"),
+    *("embedding_length_per_layer_input", "expert_count"),
+)
+_LARGEST = {
+    **dict.fromkeys(("context_length", "attention.sliding_window"), 2**31),
+    "expert_count": 2**16,
+    "expert_used_count": 2**16,
+}
 _WIDEST = 2**20
 
 _ROPE_FIELDS = {
@@ -119,12 +133,19 @@ def _fields(file: GGUFFile) -> dict[str, Any]:
 
 
 def _check_sizes(file: GGUFFile, found: Mapping[str, Any]) -> None:
-    limits = {"block_count": len(file.tensors)} | dict.fromkeys((*_WIDTHS, *_HEAD_WIDTHS), _WIDEST)
-    for key, limit in limits.items():
-        value = found.get(key, 1)
+    layers = found["block_count"]
+    for key in ("block_count", *_SIZES, *_OR_NONE):
+        limit = len(file.tensors) if key == "block_count" else _LARGEST.get(key, _WIDEST)
+        least, value = 0 if key in _OR_NONE else 1, found.get(key, 1)
         numbers = value if isinstance(value, list) else [value]  # a list has one for each layer
-        if any(isinstance(number, int) and number > limit for number in numbers):
-            raise ModelFormatError(f"{file.path}: {key}={value} is impossible (at most {limit}); the file is broken")
+        if not all(type(number) in (int, float) and least <= number <= limit for number in numbers):
+            allowed = f"from {least} to {limit}"
+        elif isinstance(value, list) and len(value) != layers:
+            allowed = f"one for each of {layers} layers"
+        else:
+            continue
+        shown = brief(repr(value), 60)
+        raise ModelFormatError(f"{file.path}: {key}={shown} is impossible ({allowed}); the file is broken")
 
 
 def _rope(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -182,7 +203,7 @@ def describe(file: GGUFFile) -> DecoderSpec:
     config = huggingface_config(file)
     spec = FAMILIES[config.model_type].describe(config)
     if spec is None:
-        raise ModelFormatError(f"{file.path}: its type of rotary positions or its activation is not supported")
+        raise ModelFormatError(f"{file.path}: its rotary positions, activation or kinds of layers are not supported")
     changed = {layer: _with_tensors(file, layer) for layer in dict.fromkeys(spec.layers)}
     return dataclasses.replace(spec, layers=tuple(changed[layer] for layer in spec.layers))
 

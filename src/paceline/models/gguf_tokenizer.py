@@ -43,7 +43,9 @@ _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+_BEFORE = r"[^\r\n\p{L}\p{N}]?"
+_CASED = rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*"
+_CONTRACTED = rf"{_BEFORE}{_UPPER}*{_LOWER}+{_CONTRACTION}?|{_BEFORE}{_UPPER}+{_LOWER}*{_CONTRACTION}?"
 
 _GPT2 = Splitting()
 _DIGITS = Splitting(digits=True)
@@ -54,6 +56,7 @@ _QWEN35 = Splitting(
     nfc=True,
 )
 _TEKKEN = Splitting(rf"{_CASED}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}", ignore_merges=True, bos=True)
+_O200K = Splitting(rf"{_CONTRACTED}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}")
 
 SPLITTINGS: dict[str, Splitting] = {
     "gpt-2": _GPT2,
@@ -67,6 +70,7 @@ SPLITTINGS: dict[str, Splitting] = {
     "qwen35": _QWEN35,
     "deepseek-r1-qwen": _QWEN2,
     "tekken": _TEKKEN,
+    "gpt-4o": _O200K,
 }
 BY_ARCHITECTURE = {"gpt2": "gpt-2", "qwen2": "qwen2", "qwen3": "qwen2"}  # for old files without tokenizer.ggml.pre
 

@@ -121,6 +121,12 @@ def description_of(path: Path) -> DecoderSpec | None:
         return describe(_unquantised_config(path)[0])
 
 
+@reads_model
+def describe_source(source: ResolvedSource) -> DecoderSpec | None:
+    """Return the description of any model; see ``description_of``."""
+    return describe(source.config) if is_loaded(source) else description_of(source)
+
+
 def files(path: Path) -> list[Path]:
     """Return the files of the checkpoint at ``path``. Raises the errors of ``load_model``."""
     with reading(path):
@@ -256,48 +262,34 @@ def _token_ids(value: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _SafeTensor:
-    """A tensor of a memory-mapped safetensors file. dtype: its name in the file, such as "BF16"."""
+    """A tensor of a memory-mapped safetensors file, or one entry of its first dimensions.
+
+    dtype: its name in the file, such as "BF16". indices: of the entry; none for the whole.
+    """
 
     path: Path
     file: Any  # safetensors' safe_open
     name: str
     shape: tuple[int, ...]
     dtype: str
+    indices: tuple[int, ...] = ()
 
     def load(self) -> Tensor:
-        return cast(Tensor, self.file.get_tensor(self.name))
+        if not self.indices:
+            return cast(Tensor, self.file.get_tensor(self.name))
+        return cast(Tensor, self.file.get_slice(self.name)[self.indices])
 
-    def unpack_into(self, destination: Tensor) -> None:
-        destination.copy_(self.load())
+    def check_floats(self) -> None:
+        """Raise ModelFormatError for integers: they are codes of a quantised model, without their scales."""
+        if not self.dtype.startswith(("F", "BF")):
+            raise ModelFormatError(f"{self.path}: {self.name} is {self.dtype}, no floating-point numbers")
 
-    def matrix(self, index: int) -> _SafeTensorPart:
+    def matrix(self, index: int) -> _SafeTensor:
         """Return one entry of the first dimension, not read yet."""
-        return _SafeTensorPart(self, (index,))
-
-
-@dataclass(frozen=True)
-class _SafeTensorPart:
-    """One entry of a tensor's first dimensions."""
-
-    whole: _SafeTensor
-    indices: tuple[int, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.whole.shape[len(self.indices) :]
-
-    @property
-    def dtype(self) -> str:
-        return self.whole.dtype
-
-    def load(self) -> Tensor:
-        return cast(Tensor, self.whole.file.get_slice(self.whole.name)[self.indices])
-
-    def matrix(self, index: int) -> _SafeTensorPart:
-        """Return one entry of the first dimension that is left."""
-        return _SafeTensorPart(self.whole, (*self.indices, index))
+        return dataclasses.replace(self, shape=self.shape[1:], indices=(*self.indices, index))
 
     def unpack_into(self, destination: Tensor) -> None:
+        self.check_floats()
         destination.copy_(self.load())
 
 

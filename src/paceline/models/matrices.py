@@ -25,7 +25,7 @@ from paceline.models.boundary import ResolvedSource, is_loaded, reads_model
 from paceline.models.description import DecoderSpec
 from paceline.models.native import NativeModel, Quantization
 from paceline.models.native_spec import check_description, check_spec, spec_of
-from paceline.models.weights import Placement, assemble, shapes
+from paceline.models.weights import Placement, assemble, check_finite, shapes
 
 log = logging.getLogger("paceline")
 
@@ -77,16 +77,17 @@ class StoredMatrix:
 
 
 def _read(part: Placement, to: Format, outcome: Outcome) -> Weight:
-    stored, name = part.stored, part.slot.target
+    stored = part.stored
     if isinstance(stored, CodedTensor):
         codes = None if part.transposed or part.interleaved else stored.codes(to)
+        if isinstance(codes, pack.Int8Weight):
+            check_finite(codes.scales, part.name)
         (outcome.rounded if codes is None else outcome.kept)[stored.stored_as] += 1
         if codes is not None:
             return codes
     numbers = torch.empty(part.slot.shape, dtype=torch.float32)
     part.read_into(numbers)
-    if not bool(numbers.isfinite().all()):
-        raise ModelFormatError(f"{name} has values that are not finite")
+    check_finite(numbers, part.name)
     return pack.quantise(numbers, to)
 
 

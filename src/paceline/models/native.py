@@ -24,10 +24,11 @@ from paceline.kernels.pack import Format, packed_bytes
 from paceline.kernels.spec import (
     NativeSpec,
 )
-from paceline.models.base import WITHOUT_KERNELS, HiddenStates, check_taps
+from paceline.models.base import WITHOUT_KERNELS, HiddenStates, RowAdapters, check_taps
 from paceline.models.description import (
     DecoderSpec,
 )
+from paceline.models.low_rank import LowRank
 from paceline.models.native_spec import check_description, check_spec, spec_of, weights_of
 from paceline.models.packing import PackedDecoder, ReadPacked, packed_size
 from paceline.models.short_head import PackedShortHead, PassBytes, column_bytes
@@ -79,6 +80,7 @@ class NativeModel:
         assert read_packed is None or chosen is not None
         self._reference = reference.ReferenceDecoder(spec, *formats) if chosen is None else None
         self._packed = None if chosen is None else PackedDecoder(spec, formats, chosen, self.threads, read_packed)
+        self.adapters: RowAdapters | None = None
         self._caches: WeakKeyDictionary[KVCache, abi.CCache] = WeakKeyDictionary()
         self._weight_bytes, self._multiply_adds = packed_size(spec, *formats), _multiply_adds(spec)
         self._expert_sizes = _expert_sizes(spec, formats[0])
@@ -104,6 +106,16 @@ class NativeModel:
         check_description(model.spec)
         weights = weights_of(model)
         return cls.from_weights(model.spec, weights, model.name, quantization=quantization, threads=threads)
+
+    def adapt(self, adapters: RowAdapters, by_layer: Mapping[str, Mapping[int, Sequence[LowRank]]]) -> None:
+        """Add the changes of adapters, by layer and the adapter's number; a row's adapter is in ``KVCache.adapter_of``.
+
+        Before the first forward pass. Raises ParameterError without the CPU kernels.
+        """
+        if self._packed is None:
+            raise ParameterError("adapters", list(adapters.names), "none with packed weights without the CPU kernels")
+        self._packed.adapt(by_layer, len(adapters.names))
+        self.adapters = adapters
 
     def forward(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> HiddenStates:
         """Run N nodes -> hidden [N - read, width], features [N - read, taps, width], both float32.

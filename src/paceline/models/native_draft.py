@@ -333,20 +333,16 @@ class _MaskedLogits:
         self.addresses = array("q", bytes(8 * batch.rows * width))
 
     def mask_next(self) -> bool:
-        """Mask the logits of the next draw. All queries are sent before the first result is awaited."""
-        asked = {
-            self._width * row + number: constraint.ask(path, self._step, 1)
-            for row, constraint in enumerate(self._constraints)
-            if constraint is not None and self._counts[row] > self._step
-            for number, path in enumerate(self._found.paths(row, self._known[row]))
-            if len(path) == self._step
-        }
-        for question in asked.values():
-            question.send()
-        for line, question in asked.items():
-            copy = self._copies[line] = self._logits[line : line + 1].clone()
-            question.mask(copy)
-            self.addresses[line] = copy.data_ptr()
+        """Mask the logits of the next draw."""
+        for row, constraint in enumerate(self._constraints):
+            if constraint is None or self._counts[row] <= self._step:
+                continue
+            for number, path in enumerate(self._found.paths(row, self._known[row])):
+                if len(path) == self._step:
+                    line = self._width * row + number
+                    copy = self._copies[line] = self._logits[line : line + 1].clone()
+                    constraint.mask(path, self._step, copy)
+                    self.addresses[line] = copy.data_ptr()
         self._known = [len(draft_tokens) for draft_tokens in self._found.draft_tokens]
         self._step += 1
         return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, Protocol
@@ -61,9 +61,14 @@ ACTIVATIONS: dict[str, GatedActivation] = {  # those that the kernels have
 
 
 def spec_of(
-    spec: DecoderSpec, weights: Mapping[str, Tensor], readers: Mapping[str, ReadMatrix] | None = None
+    spec: DecoderSpec,
+    weights: Mapping[str, Tensor],
+    readers: Mapping[str, ReadMatrix] | None = None,
+    places: Sequence[int] | None = None,
 ) -> NativeSpec:
     """Return the kernels' spec of a model. weights: by the names of ``models.weights``.
+
+    places: the cache's layer that each layer reads; None: as its description says.
 
     readers: makes matrices while they are packed, by the names of weights, which then only give the shapes.
     Raises ModelFormatError if neither the kernels nor their reference can run the model.
@@ -83,7 +88,10 @@ def spec_of(
         rotary=attention.rotary,
         embedding=weights["embed.weight"],
         final_norm=weights["norm.weight"] * spec.logits_scale,
-        layers=[_layer_of(spec, index, source) for index in range(len(spec.layers))],
+        layers=[
+            _layer_of(spec, index, place, source)
+            for index, place in enumerate(spec.kv_places if places is None else places)
+        ],
         head=source.linear("head") if "head.weight" in weights else None,
         epsilon=spec.norm.eps,
         embed_scale=spec.embed_scale,
@@ -146,7 +154,7 @@ def _experts_of(spec: ExpertsSpec, name: str, source: _WeightSource) -> ExpertsW
     )
 
 
-def _layer_of(spec: DecoderSpec, index: int, source: _WeightSource) -> LayerWeights:
+def _layer_of(spec: DecoderSpec, index: int, place: int, source: _WeightSource) -> LayerWeights:
     layer, name = spec.layers[index], f"layers.{index}."
     mixer, mlp, weights, linear = layer.mixer, layer.mlp, source.weights, source.linear
     mixture = mlp if isinstance(mlp, ExpertsSpec) else None
@@ -174,7 +182,7 @@ def _layer_of(spec: DecoderSpec, index: int, source: _WeightSource) -> LayerWeig
         sinks=weights.get(f"{name}sinks.weight"),
         heads=None if attention is None else Heads(attention.heads, attention.kv_heads, attention.head_dim),
         v_norm=attention is not None and attention.v_norm,
-        place=None if reads is None else spec.kv_places[index],
+        place=None if reads is None else place,
         reads_only=reads is not None,
         input=None if spec.token_inputs is None else _token_input_of(name, weights, linear),
         scale_out=weights.get(f"{name}scale.weight"),

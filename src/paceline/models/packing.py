@@ -7,7 +7,7 @@ that was packed before and cached on disk (``packed_file``). The offset of each 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import pointer
 from typing import TypeAlias
 
@@ -32,6 +32,7 @@ from paceline.kernels.spec import (
     TokenInputWeights,
     TokenTableWeights,
 )
+from paceline.models.low_rank import LowRank, pack_changes
 
 ReadPacked: TypeAlias = Callable[[Tensor], None]
 """Fills memory, uint8 [packed_size], with weights that were packed before."""
@@ -80,7 +81,13 @@ class PackedDecoder:
         model = packer.pack_model(spec, *formats, ends=None if ends_of is None else ends_of.model)
         tables = _rotate_by_tables(spec, model)
         self.model = model
-        self.decoder = native.NativeDecoder(kernels, model, (arena, tables, ends_of), threads)
+        self._kept, self._kernels, self._threads = (arena, tables, ends_of), kernels, threads
+        self.decoder = native.NativeDecoder(kernels, model, self._kept, threads)
+
+    def adapt(self, by_layer: Mapping[str, Mapping[int, Sequence[LowRank]]], count: int) -> None:
+        """Add the changes of ``count`` adapters. The library's decoder is made anew, so nothing may use it yet."""
+        changes = pack_changes(self.model, by_layer, count)
+        self.decoder = native.NativeDecoder(self._kernels, self.model, (*self._kept, changes), self._threads)
 
 
 def _rotate_by_tables(spec: NativeSpec, model: abi.CModel) -> object:
@@ -89,7 +96,8 @@ def _rotate_by_tables(spec: NativeSpec, model: abi.CModel) -> object:
     for index, layer in enumerate(spec.layers):
         rotary = layer.rotary or spec.rotary
         if rotary not in tables:
-            tables[rotary] = reference.rotary_table(rotary, spec.max_positions)
+            cosine, sine = reference.rotary_table(rotary, spec.max_positions + spec.ahead)
+            tables[rotary] = cosine[spec.ahead :], sine[spec.ahead :]
         into = model.layers[index]
         into.cosine, into.sine = (table.data_ptr() for table in tables[rotary])
         into.rotary_half = len(rotary.inverse_frequencies)

@@ -63,12 +63,10 @@ class Passes(ABC):
     vocab_size: vocabulary of the batch. Ids beyond the model's own are clamped: only another model's padded head can
         sample them.
     reader: gets the features of every token that is run; None: features are not computed.
-    adapter_of: number of each slot's adapter.
     """
 
     def __init__(self, model: AnyModel, cache: KVCache, vocab_size: int) -> None:
         self.cache, self.reader = cache, None
-        self.adapter_of = [0] * cache.rows
         self._taps: tuple[int, ...] = ()
         self._last_token = model.vocab_size - 1 if model.vocab_size < vocab_size else None
 
@@ -148,7 +146,7 @@ class PaddedPasses(Passes):
         attend = (PackedCachedAttend if self.packs else CachedAttend)(self.cache, self._backend, plan, rows, states)
         if self._adapters is not None:
             assert rows.numbers is not None, "captured programs know no adapters"
-            self._adapters.use([self.adapter_of[slot] for slot in rows.numbers])
+            self._adapters.use(self.cache.adapter_of[list(rows.numbers)].tolist())
         found = self._model.hidden_states(self._known(tokens), plan.positions, attend, self._taps)
         if states is not None:
             states.finish()

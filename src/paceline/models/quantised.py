@@ -127,7 +127,8 @@ def _gptq(said: Mapping[str, Any], name: str = "GPTQ") -> Scheme:
         raise _NotReadError("'dynamic' settings by module")
     first_zero = 1 if kind == "gptq" else 0
     suffixes = frozenset({"qweight", "qzeros", "scales", "g_idx"})
-    return Scheme(name, ".qweight", suffixes, partial(GPTQTensor, bits=bits, first_zero=first_zero))
+    needed = ("g_idx",) if said.get("desc_act") else ()
+    return Scheme(name, ".qweight", suffixes, partial(GPTQTensor, bits=bits, first_zero=first_zero, needed=needed))
 
 
 def _awq(said: Mapping[str, Any], name: str = "AWQ") -> Scheme:
@@ -193,7 +194,8 @@ def _compressed(kind: str, weights: Mapping[str, Any]) -> Scheme:
     packed = {"weight_packed", "weight_scale"}
     if kind == "pack-quantized":
         suffixes = frozenset(packed | {"weight_shape", "weight_zero_point", "weight_g_idx"})
-        return Scheme(name, ".weight_packed", suffixes, partial(CompressedTensor, bits=bits))
+        needed = ("weight_zero_point",) if weights.get("symmetric") is False else ()
+        return Scheme(name, ".weight_packed", suffixes, partial(CompressedTensor, bits=bits, needed=needed))
     if kind == "mxfp4-pack-quantized":
         make = partial(MXFP4Tensor, values="weight_packed", scales="weight_scale")
         return Scheme(f"{name} MXFP4", ".weight_packed", frozenset(packed), make)

@@ -6,7 +6,7 @@ read. O, I: outputs and inputs of the matrix; G: groups of inputs that share a s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,7 +19,7 @@ from paceline.kernels.pack import INT4_GROUP, Format, Int4Weight, Int8Weight, We
 _ROWS_AT_ONCE = 1 << 20  # numbers of a matrix that are dequantised at a time
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place of each of eight outputs in a word
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_E8M0_BIAS = 127
+_E8M0_BIAS, _E8M0_NAN = 127, 255
 
 
 class SafeTensor(Protocol):
@@ -47,13 +47,18 @@ class Parts:
 
     def need(self, suffix: str, *dtypes: str, dimensions: int = 2) -> SafeTensor:
         """Return a tensor. Raises ModelFormatError if it is missing or of another dtype or number of dimensions."""
-        found = self.tensors.get(suffix)
-        if found is None:
-            raise ModelFormatError(f"{self.where} has no {suffix}")
+        self.need_all([suffix])
+        found = self.tensors[suffix]
         self.check(
             len(found.shape) == dimensions and found.dtype in dtypes, suffix, f"{dimensions} dimensions of {dtypes}"
         )
         return found
+
+    def need_all(self, suffixes: Sequence[str]) -> None:
+        """Raise ModelFormatError if a tensor is missing."""
+        for suffix in suffixes:
+            if suffix not in self.tensors:
+                raise ModelFormatError(f"{self.where} has no {suffix}")
 
     def check(self, fits: bool, suffix: str, expected: str) -> None:
         """Raise ModelFormatError if the tensor of this suffix does not fit."""
@@ -152,8 +157,9 @@ class CompressedTensor(GroupedTensor):
 
     stored_as = "pack-quantized"
 
-    def __init__(self, parts: Parts, bits: int) -> None:
+    def __init__(self, parts: Parts, bits: int, needed: Sequence[str] = ()) -> None:
         packed = parts.need("weight_packed", "I32")
+        parts.need_all(needed)
         said = parts.need("weight_shape", "I64", "I32", dimensions=1)
         parts.check(said.shape == (2,), "weight_shape", "two numbers")
         outputs, inputs = (int(size) for size in said.load().tolist())
@@ -189,8 +195,9 @@ class GPTQTensor(GroupedTensor):
 
     stored_as = "GPTQ"
 
-    def __init__(self, parts: Parts, bits: int, first_zero: int) -> None:
+    def __init__(self, parts: Parts, bits: int, first_zero: int, needed: Sequence[str] = ()) -> None:
         packed = parts.need("qweight", "I32")
+        parts.need_all(needed)
         inputs, outputs = packed.shape[0] * 32 // bits, packed.shape[1]
         super().__init__(parts, (outputs, inputs), bits)
         self._first_zero = first_zero
@@ -240,9 +247,8 @@ class ScaledTensor:
         self.shape: tuple[int, int] = (weight.shape[0], weight.shape[1])
         self._block = block or (1, self.shape[1])
         self.stored_as = "int8" if weight.dtype == "I8" else "float8"
-        found = parts.tensors.get(scale)
-        if found is None:
-            raise ModelFormatError(f"{parts.where} has no {scale}")
+        parts.need_all([scale])
+        found = parts.tensors[scale]
         blocks = tuple(-(-size // of) for size, of in zip(self.shape, self._block, strict=True))
         allowed = {blocks} if block else {(), (1,), (1, 1), (self.shape[0],), blocks}
         fits = found.shape in allowed and found.dtype in ("BF16", "F16", "F32")
@@ -335,6 +341,7 @@ def _mxfp4(packed: Tensor, exponents: Tensor) -> Tensor:
     """packed uint8 [O, I / 2], the first of two numbers in the low half; exponents uint8 [O, I / 32] -> [O, I]."""
     table = torch.tensor([*_FP4, *(-number for number in _FP4)])
     numbers = table[torch.stack((packed & 15, packed >> 4), -1).long()].view(*exponents.shape, 32)
+    numbers[exponents == _E8M0_NAN] = torch.nan
     return torch.ldexp(numbers, exponents.int()[..., None] - _E8M0_BIAS).flatten(1)
 
 

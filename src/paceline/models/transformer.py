@@ -266,6 +266,10 @@ class Transformer:
         """
         return self._embedding, self._head, self._norm
 
+    def drop_layers(self) -> None:
+        """Free the layers, which another backend runs; the ends stay usable."""
+        self._blocks = []
+
     def layer(self, index: int) -> dict[str, Tensor]:
         """Return the tensors of a layer by Llama's names, fused matrices split.
 

@@ -88,13 +88,18 @@ class Slot:
         """Shape of the whole target."""
         if not self.experts:
             return self.total, *self.shape[1:]
-        return (self.experts, self.total, self.shape[-1]) if len(self.shape) > 1 else (self.experts, self.total)
+        return (self.experts, self.total) if self._is_bias else (self.experts, self.total, self.shape[-1])
+
+    @property
+    def _is_bias(self) -> bool:
+        """Whether the weight is the biases [experts, rows] of all experts."""
+        return self.expert is None and len(self.shape) == 2
 
     def within(self, target: Tensor) -> Tensor:
         """Return the weight's place in its target."""
         if not self.experts:
             return target[self.first : self.first + self.shape[0]]
-        rows = target[:, self.first : self.first + self.shape[-2]]
+        rows = target[:, self.first : self.first + self.shape[-1 if self._is_bias else -2]]
         return rows if self.expert is None else rows[self.expert]
 
 
@@ -204,8 +209,8 @@ def _experts_slots(spec: ExpertsSpec, width: int, layer: str, stored: Collection
     yield from _of_all_experts(spec.count, "experts_gate_up", gate_up, width, layer, stored)
     yield from _of_all_experts(spec.count, "experts_down", {"experts_down": width}, inner, layer, stored)
     if spec.expert.bias:
-        for name, rows in {"experts_gate_up": 2 * inner, "experts_down": width}.items():
-            yield f"{layer}{name}.bias", Slot(f"{layer}{name}.bias", (spec.count, rows), total=spec.count)
+        yield from _expert_biases(spec.count, "experts_gate_up", gate_up, layer)
+        yield from _expert_biases(spec.count, "experts_down", {"experts_down": width}, layer)
     if spec.shared is not None:
         yield from _mlp_slots(spec.shared, width, layer, stored)
     if spec.shared_gate:
@@ -218,13 +223,29 @@ def _of_all_experts(
     """Yield the slots of a matrix of all experts: of whole parts, or of each expert's where they are stored apart."""
     first, total = 0, sum(parts.values())
     for name, rows in parts.items():
-        own = [f"{layer}expert.{expert}.{name.removeprefix('experts_')}.weight" for expert in range(count)]
-        if own[0] in stored:
-            for expert, part in enumerate(own):
-                yield part, Slot(f"{layer}{target}.weight", (rows, width), first, total, count, expert)
+        own = f"{layer}expert.{{}}.{name.removeprefix('experts_')}.weight"
+        if own.format(0) in stored:
+            for expert in range(count):
+                _check_expert(own.format(expert), count, stored)
+                slot = Slot(f"{layer}{target}.weight", (rows, width), first, total, count, expert)
+                yield own.format(expert), slot
         else:
             yield f"{layer}{name}.weight", Slot(f"{layer}{target}.weight", (count, rows, width), first, total, count)
         first += rows
+
+
+def _expert_biases(count: int, target: str, parts: Mapping[str, int], layer: str) -> Slots:
+    """Yield the slots of a matrix's biases of all experts, in the parts that the matrix is stored in."""
+    first, total = 0, sum(parts.values())
+    for name, rows in parts.items():
+        yield f"{layer}{name}.bias", Slot(f"{layer}{target}.bias", (count, rows), first, total, count)
+        first += rows
+
+
+def _check_expert(name: str, count: int, stored: Collection[str]) -> None:
+    """Raise ModelFormatError for a missing expert, before memory is spent on the names of all that are announced."""
+    if name not in stored:
+        raise ModelFormatError(f"the weight {name} is missing; the configuration asks for {count} experts")
 
 
 NORMS: dict[NormPlaces, tuple[str, ...]] = {
@@ -287,11 +308,12 @@ class Placement:
     """A stored tensor and its destination.
 
     transposed: whether it is stored [in, out]. plus_one: whether one is added to the stored values.
-    interleaved: whether outputs of the gate and of up alternate.
+    interleaved: whether outputs of the gate and of up alternate. name: file and tensor, for messages.
     """
 
     slot: Slot
     stored: StoredTensor
+    name: str
     transposed: bool = False
     plus_one: bool = False
     interleaved: bool = False
@@ -375,7 +397,7 @@ def _place(slot: Slot, names: WeightNames, stored: StoredTensor, where: str) -> 
     wanted = (*slot.shape[:-2], *slot.shape[:-3:-1]) if transposed else slot.shape
     if tuple(stored.shape) != wanted:
         raise ModelFormatError(f"{where} has the shape {tuple(stored.shape)}, the configuration asks for {wanted}")
-    return Placement(slot, stored, transposed, part in names.plus_one, part in names.interleaved)
+    return Placement(slot, stored, where, transposed, part in names.plus_one, part in names.interleaved)
 
 
 def assemble(
@@ -412,6 +434,17 @@ def _fill(placement: Placement, target: Tensor) -> None:
         place.copy_(exact + 1.0 if placement.plus_one else exact)  # rounded once, after the sum
     else:
         placement.read_into(place)
-    if place.dtype == torch.float16 and not bool(place.isfinite().all()):
-        problem = "has values beyond float16's largest, 65504"
-        raise ModelFormatError(f"{slot.target} {problem}: use dtype='float32' or 'bfloat16'")
+    check_finite(place, placement.name)
+
+
+def check_finite(numbers: Tensor, name: str) -> None:
+    """Raise ModelFormatError for numbers that are infinite or NaN. name: file and tensor.
+
+    A sum, which reads the numbers once, is finite in most cases, and then they all are.
+    """
+    if bool(numbers.sum().isfinite()) or bool(numbers.isfinite().all()):
+        return
+    if numbers.dtype == torch.float16:
+        problem = "has values beyond float16's largest, 65504, or NaN: use dtype='float32' or 'bfloat16'"
+        raise ModelFormatError(f"{name} {problem}")
+    raise ModelFormatError(f"{name} has values that are not finite")

@@ -196,10 +196,10 @@ class Meter:
         """Update the queue and cache gauges. Called after every engine step."""
         scheduler = engine.scheduler
         rows = len(scheduler.running) + len(scheduler.prefilling)
-        filled = engine.filled
+        filled = scheduler.filled
         with self._lock:
             self._running, self._waiting = rows, len(scheduler.waiting)
-            self._capacity = scheduler.capacity
+            self._capacity = engine.batch.capacity
             self._filled = filled
         self._running_gauge.set(rows)
         self._waiting_gauge.set(len(scheduler.waiting))

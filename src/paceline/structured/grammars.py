@@ -11,7 +11,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -263,9 +263,14 @@ class GrammarConstraint:
         self._tokens: list[int] = []
         self._faults: dict[tuple[int, ...], StructureError] = {}  # errors by the draft tokens after which they occur
 
-    def ask(self, draft_tokens: Sequence[int], first: int, places: int) -> GrammarMaskQuery:
+    def mask(self, draft_tokens: Sequence[int], first: int, logits: Tensor) -> None:
         """See ``Constraint``."""
-        return GrammarMaskQuery(self, draft_tokens, first, places)
+        masks = self._masks(draft_tokens, first, len(logits))
+        if masks:
+            bits = np.frombuffer(b"".join(masks), dtype=np.uint8).reshape(len(masks), -1)
+            allowed = np.unpackbits(bits, axis=1, count=logits.shape[-1], bitorder="little")
+            forbidden = torch.from_numpy(allowed == 0).to(logits.device)
+            logits[: len(masks)].masked_fill_(forbidden, -math.inf)
 
     def advance(self, tokens: Sequence[int]) -> None:
         """See ``Constraint``."""
@@ -283,7 +288,7 @@ class GrammarConstraint:
         """See ``Constraint``."""
         return False
 
-    def masks(self, draft: Sequence[int], first: int, places: int) -> list[bytes]:
+    def _masks(self, draft: Sequence[int], first: int, places: int) -> list[bytes]:
         """Masks of the tokens allowed after the first ``first + j`` draft tokens, for each j below ``places``.
 
         A mask has a bit for each token. The list is shorter if a draft token is not allowed or ends the answer. An
@@ -333,25 +338,3 @@ class GrammarConstraint:
             return False
         self._matcher = self._grammar.renewed()
         return bool(self._matcher.consume_tokens([*self._tokens, *draft]))
-
-
-@dataclass(frozen=True)
-class GrammarMaskQuery:
-    """The mask query of one row in one round. See ``rows.MaskQuery``."""
-
-    constraint: GrammarConstraint
-    draft: Sequence[int]
-    first: int
-    places: int
-
-    def send(self) -> None:
-        """See ``rows.MaskQuery``."""
-
-    def mask(self, logits: Tensor) -> None:
-        """See ``rows.MaskQuery``."""
-        masks = self.constraint.masks(self.draft, self.first, self.places)
-        if masks:
-            bits = np.frombuffer(b"".join(masks), dtype=np.uint8).reshape(len(masks), -1)
-            allowed = np.unpackbits(bits, axis=1, count=logits.shape[-1], bitorder="little")
-            forbidden = torch.from_numpy(allowed == 0).to(logits.device)
-            logits[: len(masks)].masked_fill_(forbidden, -math.inf)

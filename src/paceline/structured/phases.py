@@ -275,10 +275,6 @@ class PhasedConstraint:
         self._phase = _first_phase(rules)
         self._faults: dict[tuple[int, ...], StructureError] = {}  # errors by the draft tokens after which they occur
 
-    def ask(self, draft_tokens: Sequence[int], first: int, places: int) -> PhasedQuery:
-        """See ``Constraint``."""
-        return PhasedQuery(self, draft_tokens, first, places)
-
     def advance(self, tokens: Sequence[int]) -> None:
         """See ``Constraint``."""
         for place, token in enumerate(tokens):
@@ -301,19 +297,16 @@ class PhasedConstraint:
                 return False
         return phase.is_free
 
-    def mask(self, draft: Sequence[int], first: int, logits: Tensor) -> None:
-        """Forbid tokens in logits [places, V], in place; row j follows the first ``first + j`` draft tokens.
-
-        Rows behind a draft token that is not allowed, or that ends the answer, stay as they are.
-        """
+    def mask(self, draft_tokens: Sequence[int], first: int, logits: Tensor) -> None:
+        """See ``Constraint``."""
         phase = self._phase
         for depth in range(first + len(logits)):
-            if depth >= first and not self._mask(phase, draft[:depth], logits[depth - first]):
+            if depth >= first and not self._mask(phase, draft_tokens[:depth], logits[depth - first]):
                 return
-            if depth == len(draft) or draft[depth] in self._ends:
+            if depth == len(draft_tokens) or draft_tokens[depth] in self._ends:
                 return
             try:
-                phase = phase.after(draft[depth])
+                phase = phase.after(draft_tokens[depth])
             except StructureError:
                 return
 
@@ -327,20 +320,3 @@ class PhasedConstraint:
         if allowed is not None:
             logits.masked_fill_(torch.from_numpy(~allowed).to(logits.device), -math.inf)
         return True
-
-
-@dataclass(frozen=True)
-class PhasedQuery:
-    """The mask query of one row in one round. See ``rows.MaskQuery``."""
-
-    constraint: PhasedConstraint
-    draft: Sequence[int]
-    first: int
-    places: int
-
-    def send(self) -> None:
-        """See ``rows.MaskQuery``."""
-
-    def mask(self, logits: Tensor) -> None:
-        """See ``rows.MaskQuery``."""
-        self.constraint.mask(self.draft, self.first, logits)

@@ -484,6 +484,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.usefixtures("impatient")
+@pytest.mark.wide
 def test_on_a_really_full_disk_uploads_are_refused_and_batches_wait(tiny: str, tiny_disk: Path) -> None:
     form = {"file": ("f", b"x" * 10**6), "purpose": (None, "batch")}
     for live in start(ServerConfig(port=0, served_model_name="tiny", batch_dir=str(tiny_disk)), tiny):

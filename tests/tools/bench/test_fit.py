@@ -33,22 +33,24 @@ def test_the_fit_finds_the_papers_parameters() -> None:
 
 
 def test_the_best_length_falls_as_the_batch_grows() -> None:
-    optima = [FIT.optimum(size) for size in SIZES]
+    optima = [FIT.best(size, 100) for size in SIZES]
     assert optima == sorted(optima, reverse=True)
     assert optima[0] > 2 * optima[-1]
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_the_optimum_is_where_no_neighbour_is_better(size: int) -> None:
-    s = FIT.optimum(size)
-    here = FIT.ms_per_token(size, s)
-    assert here < min(FIT.ms_per_token(size, s * 0.98), FIT.ms_per_token(size, s * 1.02))
-    assert abs(FIT.best(size, 100) - s) <= 1
+def test_the_best_length_is_beside_the_root_of_the_derivative(size: int) -> None:
+    def grown(s: float) -> float:
+        return (1 - FIT.gamma) * s + s ** (1 - FIT.gamma) / FIT.c
+
+    place, best = FIT.batch_sizes.index(size), FIT.best(size, 100)
+    goal = FIT.gamma * FIT.beta[place] / (FIT.alpha[place] + FIT.t_s[place])
+    assert grown(best - 1) < goal < grown(best + 1)
 
 
 def test_without_acceptance_speculation_never_pays() -> None:
     fit = fit_paper(CALIBRATED, ROUNDS, [0.0] * 8)
-    assert (fit.optimum(1), fit.best(1, 8)) == (0, 0)
+    assert fit.best(1, 8) == 0
 
 
 def test_the_error_measures_the_fit() -> None:

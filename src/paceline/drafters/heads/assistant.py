@@ -21,10 +21,12 @@ from paceline.core.cache import KVCache, KVHeads
 from paceline.core.draft import Draft
 from paceline.core.row_tables import RowTables
 from paceline.drafters.heads.decoder import FusedStates, HeadDecoder, HeadModel
+from paceline.kernels import abi
 from paceline.kernels.attention.base import AttentionBackend, Plan
 from paceline.models.base import AnyModel
 from paceline.models.decoder import Decoder
 from paceline.models.draft_vocabulary import NEVER
+from paceline.models.native_layers import NativeLayers
 from paceline.models.short_head import PassBytes
 from paceline.models.transformer import Transformer
 
@@ -49,9 +51,10 @@ class Centroids:
 
 
 class Assistant(HeadModel):
-    """An assistant for one target, in torch.
+    """An assistant for one target, in torch; its layers on the CPU kernels where they run the target.
 
-    decoder: its layers and its head. embedding [V, width]: the target's, with its scale.
+    decoder: its layers and its head. layers: its layers on the kernels; ``decoder`` then has none.
+    embedding [V, width]: the target's, with its scale.
     before [inner, 2 * width], after [width, inner]: the maps between the target's hidden states and its own.
     """
 
@@ -66,8 +69,11 @@ class Assistant(HeadModel):
         before: Tensor,
         after: Tensor,
         centroids: Centroids | None,
+        layers: NativeLayers | None = None,
     ) -> None:
-        self.name, self.decoder, self.centroids = decoder.name, decoder, centroids
+        self.name, self.decoder, self.centroids, self.native_layers = decoder.name, decoder, centroids, layers
+        if layers is not None:
+            self.precision = layers.precision
         self.embedding, self.before, self.after = embedding, before, after
         self.taps, self.max_positions = (target.layers,), target.max_positions
         self.vocab_size, self.layers, self.width = decoder.vocab_size, decoder.layers, len(after)
@@ -89,7 +95,8 @@ class Assistant(HeadModel):
     def weight_bytes(self) -> int:
         others = [self.embedding, self.before, self.after]
         others += [] if self.centroids is None else [self.centroids.centroids, self.centroids.tokens]
-        return self.decoder.weight_bytes() + sum(tensor.nbytes for tensor in others)
+        packed = 0 if self.native_layers is None else self.native_layers.weight_bytes()
+        return self.decoder.weight_bytes() + packed + sum(tensor.nbytes for tensor in others)
 
 
 class _TargetStates(FusedStates):
@@ -139,6 +146,7 @@ class AssistantDecoder(HeadDecoder):
 
     def read_from(self, target: Decoder) -> None:
         self._target = target
+        self._described = abi.CCache.of(target.cache) if self.model.native_layers is not None else None
 
     def prefill(self, batch: Batch, rows: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> None:
         """Count the tokens as read."""
@@ -171,10 +179,19 @@ class AssistantDecoder(HeadDecoder):
     def _run(self, batch: Batch, tokens: Tensor, states: Tensor) -> Tensor:
         """Tokens [B, L], the states before them [B, L, width] -> hidden [B, L, inner]; notes the states after them."""
         model, last = self.model, (batch.live_length - 1)[:, None].expand_as(tokens)
-        plan = self.backend.plan((last - 1).clamp(min=0), min(batch.longest, self._target.cache.positions + 1))
-        plan.cache_rows = batch.live_slots
         embedded = functional.embedding(tokens.clamp(max=model.vocab_size - 1), model.embedding)
-        x = functional.linear(torch.cat([embedded, states], dim=-1), model.before)
-        hidden = model.decoder.run(x.flatten(0, 1), last, _TargetKeys(self._target, self.backend, plan))
+        x = functional.linear(torch.cat([embedded, states], dim=-1), model.before).flatten(0, 1)
+        hidden = self._run_layers(batch, x, last)
         self._states = functional.linear(hidden, model.after)
         return hidden
+
+    def _run_layers(self, batch: Batch, x: Tensor, last: Tensor) -> Tensor:
+        """X [B * L, inner], positions [B, L] -> hidden [B, L, inner]."""
+        model, keys = self.model, (last - 1).clamp(min=0)
+        if model.native_layers is not None and self._described is not None:
+            rows = batch.live_slots.index[:, None].expand_as(last).flatten()
+            hidden = model.native_layers.run(x, rows, keys.flatten(), self._described)
+            return hidden.to(x.dtype).view(*last.shape, -1)
+        plan = self.backend.plan(keys, min(batch.longest, self._target.cache.positions + 1))
+        plan.cache_rows = batch.live_slots
+        return model.decoder.run(x, last, _TargetKeys(self._target, self.backend, plan))

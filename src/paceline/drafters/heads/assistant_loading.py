@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from paceline.config import QuantizationName
 from paceline.drafters.heads.assistant import Assistant, Centroids
 from paceline.errors import ModelFormatError, ParameterError, VocabularyMismatchError
 from paceline.models import weights
@@ -21,7 +23,11 @@ from paceline.models.families.gemma4 import ASSISTANT, ASSISTANT_NAMES, describe
 from paceline.models.hub import resolve
 from paceline.models.json_files import read_object
 from paceline.models.loading import description_of, load_config, load_embedding, stored_tensors
+from paceline.models.native import NativeModel
+from paceline.models.native_layers import NativeLayers
 from paceline.models.transformer import Transformer
+
+log = logging.getLogger("paceline")
 
 
 class StoredFile(Protocol):
@@ -38,8 +44,16 @@ def is_assistant(path: Path) -> bool:
     return path.is_dir() and read_object(path / "config.json").get("model_type") == ASSISTANT
 
 
-def load_assistant(target: AnyModel, source: Source, path: Path, dtype: torch.dtype) -> Assistant:
+def load_assistant(
+    target: AnyModel,
+    source: Source,
+    path: Path,
+    dtype: torch.dtype,
+    quantization: QuantizationName | Literal["same"] | None = "same",
+) -> Assistant:
     """Load the assistant at ``path`` for a target that was loaded from ``source``.
+
+    quantization: of its layers if the CPU kernels run the target; "same": the target's.
 
     Raises ParameterError if ``dtype`` is not that of the target's cache, and ModelFormatError or
     VocabularyMismatchError if it was made for another target.
@@ -56,10 +70,36 @@ def load_assistant(target: AnyModel, source: Source, path: Path, dtype: torch.dt
     own = {name: _read(stored, name, shape, path).to(target.device) for name, shape in _shapes(config, spec).items()}
     parts = {name: tensor for name, tensor in stored.items() if name not in own}
     tensors = weights.assemble(weights.place(spec, ASSISTANT_NAMES, parts, str(path)), dtype, target.device)
-    decoder = Transformer(spec, tensors, str(path), places=cache_places(spec, whole))
+    places = cache_places(spec, whole)
+    decoder = Transformer(spec, tensors, str(path), places=places)
+    layers = _on_kernels(spec, tensors, places, target, quantization, path)
+    if layers is not None:
+        decoder.drop_layers()
     embedding = load_embedding(source, dtype=dtype, device=target.device) * whole.embed_scale
     before, after, *head = own.values()
-    return Assistant(decoder, target, embedding, before.to(dtype), after.to(dtype), _centroids(config, head, dtype))
+    ends = before.to(dtype), after.to(dtype), _centroids(config, head, dtype)
+    return Assistant(decoder, target, embedding, *ends, layers)
+
+
+def _on_kernels(
+    spec: DecoderSpec,
+    tensors: Mapping[str, Tensor],
+    places: Sequence[int],
+    target: AnyModel,
+    quantization: QuantizationName | Literal["same"] | None,
+    path: Path,
+) -> NativeLayers | None:
+    """Pack the layers for the CPU kernels; None, with a line in the log, if the target or they run in torch."""
+    if not isinstance(target, NativeModel) or not target.runs_rounds:
+        return None
+    wanted = target.quantization if quantization == "same" else quantization
+    if wanted == "fp8":
+        raise ParameterError("draft_quantization", quantization, "None, 'int8' or 'int4' on a CPU")
+    try:
+        return NativeLayers(spec, tensors, places, target, wanted)
+    except ModelFormatError as error:
+        log.info("the assistant %s runs in torch: %s", path, error)
+        return None
 
 
 def _shapes(config: PretrainedConfig, spec: DecoderSpec) -> dict[str, tuple[int, ...]]:

@@ -74,17 +74,16 @@ def load_head(
     return head.requires_grad_(False).eval()
 
 
-def save_head(head: Head, directory: Path, *, embedding: bool = False, output: bool = True) -> None:
+def save_head(head: Head, directory: Path, *, output: bool = True) -> None:
     """Write config.json and model.safetensors in the speculators layout, which vLLM reads. Each file appears complete.
 
-    embedding: whether to include the token embedding, which readers otherwise take from the target.
+    The token embedding is left out: readers take it from the target.
     output: whether to include the output embedding. Without it, a head that shares the target's is half as large, but
         other programs need it.
     """
     directory.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
-    if not embedding:
-        del state[_EMBEDDING]
+    del state[_EMBEDDING]
     if not output:
         del state[_OUTPUT]
     # safetensors refuses two names for the same memory

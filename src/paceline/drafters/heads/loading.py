@@ -74,9 +74,9 @@ def load_head_for(
     if path.is_file():
         return load_own_head(target, source, path, quantization=quantization)
     if is_assistant(path):
-        if quantization not in ("same", None):
-            raise ParameterError("draft_quantization", quantization, "None with an assistant, which runs in torch")
-        return load_assistant(target, source, path, dtype)
+        if quantization not in ("same", None) and not isinstance(target, NativeModel):
+            raise ParameterError("draft_quantization", quantization, "None with an assistant that runs in torch")
+        return load_assistant(target, source, path, dtype, quantization)
     config = read_head_config(path)
     taps = _check_target(config, target, source, path)
     head = load_head(

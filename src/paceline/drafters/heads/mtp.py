@@ -19,7 +19,7 @@ from paceline.drafters.heads.head import Head
 from paceline.drafters.heads.layers import HeadStep, rms_norm
 from paceline.errors import ModelFormatError
 from paceline.kernels.attention.base import Attend
-from paceline.models.weights import StoredTensor
+from paceline.models.weights import StoredTensor, check_finite
 
 PREFIX = "mtp."
 _NORMS = ("norm.weight", "_norm_embedding.weight", "_norm_hidden.weight", "layernorm.weight")  # stored around 0
@@ -62,7 +62,7 @@ def own_head(
     stored: the tensors of the checkpoint, of which those named ``mtp.*`` are read. ends: the target's embedding and
     output head [V, H], which are shared; on device "meta" where the CPU kernels have them.
 
-    Raises ModelFormatError if a tensor is missing, unknown or of another shape.
+    Raises ModelFormatError if a tensor is missing, unknown, of another shape, or has numbers that are not finite.
     """
     head_config = _config_of(config)
     with torch.device("meta"):
@@ -74,7 +74,7 @@ def own_head(
     if wrong:
         raise ModelFormatError(f"{where}: the tensor mtp.{wrong[0]} is missing, unknown or of another shape")
     vocabulary = head_config.draft_vocab_size
-    state = {name: _read(name, tensor, ends[0].dtype) for name, tensor in found.items()}
+    state = {name: _read(name, tensor, ends[0].dtype, f"{where}: {PREFIX}{name}") for name, tensor in found.items()}
     state |= {"embed_tokens.weight": ends[0], "lm_head.weight": ends[1]}
     state |= {"d2t": torch.zeros(vocabulary, dtype=torch.int64), "t2d": torch.ones(vocabulary, dtype=torch.bool)}
     head.load_state_dict(state, assign=True)
@@ -93,8 +93,9 @@ def _config_of(config: PretrainedConfig) -> HeadConfig:
     return HeadConfig(fields, *sizes, taps=(text.num_hidden_layers,), norm_output=True, own=True)
 
 
-def _read(name: str, stored: StoredTensor, dtype: torch.dtype) -> Tensor:
-    """Read a tensor; norms are stored less one."""
+def _read(name: str, stored: StoredTensor, dtype: torch.dtype, where: str) -> Tensor:
+    """Read a tensor; norms are stored less one. Raises ModelFormatError for numbers that are not finite."""
     exact = torch.empty(stored.shape, dtype=torch.float32)
     stored.unpack_into(exact)
+    check_finite(exact, where)
     return (exact + 1.0 if name.endswith(_NORMS) else exact).to(dtype)

@@ -221,18 +221,9 @@ def rejection_kernel(
     draft_token = tl.load(draft_tokens + row * (LENGTH - 1) + place, mask=real, other=0)
     heat = tl.load(temperature + slot)
     p = draft_probabilities(
-        p_logits,
-        p_maxima,
-        p_leaders,
-        p_masses,
-        row * LENGTH + place,
-        draft_token,
-        real,
-        heat,
-        p_stride,
-        BLOCKS,
-        BLOCKS_UP,
-    )
+        p_logits, p_maxima, p_leaders, p_masses, row * LENGTH + place, draft_token, real, heat, p_stride,
+        BLOCKS, BLOCKS_UP,
+    )  # fmt: skip
     q = draft_probabilities(
         q_logits, q_maxima, q_leaders, q_masses, row * (LENGTH - 1) + place, draft_token, real, heat, q_stride,
         BLOCKS, BLOCKS_UP,

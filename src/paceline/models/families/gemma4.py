@@ -20,6 +20,7 @@ from paceline.models.description import (
     MLPSpec,
     NormSpec,
     TokenInputsSpec,
+    check,
 )
 from paceline.models.families.base import (
     ACTIVATION_NAMES,
@@ -78,8 +79,11 @@ def _attentions(config: PretrainedConfig) -> list[AttentionSpec] | None:
         )
         for kind, of_kind in kinds.items()
     }
-    own = config.num_hidden_layers - config.num_kv_shared_layers
+    shared = config.num_kv_shared_layers
+    own = config.num_hidden_layers - shared
     last = {kind: layer for layer, kind in enumerate(config.layer_types[:own])}  # whose keys the others read
+    all_owned = shared >= 0 and own > 0 and last.keys() == kinds.keys()
+    check(all_owned, f"num_kv_shared_layers={shared} of num_hidden_layers={config.num_hidden_layers}")
     return [
         replace(of_kinds[kind], reads_layer=None if layer < own else last[kind])
         for layer, kind in enumerate(config.layer_types)

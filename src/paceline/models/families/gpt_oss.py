@@ -5,12 +5,23 @@ The layers' computations are those of OpenAI's "gpt-oss-120b & gpt-oss-20b model
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from transformers import PretrainedConfig
 
 from paceline.models.description import DecoderSpec, MLPSpec
-from paceline.models.families.base import LLAMA_NAMES, Family, biases_of, llama_like, with_experts
+from paceline.models.families.base import (
+    GGUF_EXPERTS,
+    LLAMA_GGUF_NAMES,
+    LLAMA_NAMES,
+    Family,
+    GGUFForm,
+    biases_of,
+    llama_like,
+    with_experts,
+)
 from paceline.models.weight_names import WeightNames
 
 _GATE = 1.702, 7.0  # slope and limit of "clamped_silu"
@@ -37,6 +48,31 @@ _NAMES = {
     "layers.{}.mlp.experts.down_proj_bias": "layers.{}.experts_down.bias",
 }
 
+
+def _gguf_fields(metadata: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers of experts, the window, and the rotary positions, whose settings llama.cpp has by default."""
+    return {
+        "num_local_experts": metadata["expert_count"],
+        "num_experts_per_tok": metadata["expert_used_count"],
+        "intermediate_size": metadata["expert_feed_forward_length"],
+        "sliding_window": metadata["attention.sliding_window"],
+        "rope_parameters": {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, **rope},
+    }
+
+
+_GGUF_NAMES = {
+    **LLAMA_GGUF_NAMES,
+    **GGUF_EXPERTS,
+    "blk.{}.post_attention_norm": "layers.{}.mlp_norm",
+    "blk.{}.attn_sinks": "layers.{}.sinks",
+}
+_FORM = GGUFForm(
+    "gpt-oss",
+    WeightNames(_GGUF_NAMES),
+    fields=_gguf_fields,
+    reads=frozenset({"expert_count", "attention.sliding_window"}),
+)
+
 FAMILY = Family(
     "gpt_oss",
     _describe,
@@ -46,4 +82,5 @@ FAMILY = Family(
         transposed=frozenset({"experts_gate_up", "experts_down"}),
         interleaved=frozenset({"experts_gate_up"}),
     ),
+    _FORM,
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from paceline.models.description import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormSpec, ShortConvSpec
+from paceline.models.description import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormSpec, ShortConvSpec, check
 from paceline.models.families.base import LLAMA_GGUF_NAMES, LLAMA_NAMES, ChangedTensor, Family, GGUFForm
 from paceline.models.families.rotary import head_dim, longest_sequence, rotary_of
 from paceline.models.weight_names import WeightNames
@@ -68,7 +68,9 @@ _NAMES = {
 
 def _gguf_fields(metadata: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of the layers: those without key heads are convolutions. The width of the MLP is final."""
-    heads = [int(count) for count in metadata["attention.head_count_kv"]]
+    counts = metadata["attention.head_count_kv"]
+    check(isinstance(counts, list), f"attention.head_count_kv={counts!r}, which must tell the kinds of the layers")
+    heads = [int(count) for count in counts]
     return {
         "num_key_value_heads": max(heads),
         "layer_types": ["full_attention" if count else "conv" for count in heads],

@@ -34,7 +34,7 @@ def describe(config: PretrainedConfig, mlp: MLPSpec | ExpertsSpec) -> DecoderSpe
     rotary = rotary_of(text)
     if rotary is None or text.attention_bias or not {"full_attention"} <= set(text.layer_types) <= _KINDS:
         return None
-    if ACTIVATION_NAMES.get(text.hidden_act) != "silu" or text.linear_num_value_heads % text.linear_num_key_heads:
+    if ACTIVATION_NAMES.get(text.hidden_act) != "silu":
         return None
     heads = text.num_attention_heads, text.num_key_value_heads, head_dim(text)
     eps = text.rms_norm_eps

@@ -9,7 +9,7 @@ import torch
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from paceline.models.description import Rotary
+from paceline.models.description import Rotary, check
 
 
 def longest_sequence(config: PretrainedConfig) -> int:
@@ -28,7 +28,9 @@ def longest_sequence(config: PretrainedConfig) -> int:
 
 def head_dim(config: PretrainedConfig) -> int:
     """Width of an attention head: that of the configuration, else the model's width divided by the heads."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    width = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    check(width > 0, f"head_dim={width}")
+    return width
 
 
 def rotary_of(config: PretrainedConfig, layers: str | None = None) -> Rotary | None:

@@ -45,34 +45,6 @@ class PaperFit:
         place = self.batch_sizes.index(size)
         return ((self.alpha[place] + self.t_s[place]) * s + self.beta[place]) / (self.accepted(s) + 1)
 
-    def optimum(self, size: int) -> float:
-        """The s with the fewest milliseconds per token; 0 if speculation never pays.
-
-        It is the root of the derivative of ms_per_token:
-
-            (1 - gamma) s + s ** (1 - gamma) / c = gamma beta_b / (alpha_b + t_S)
-
-        The left side grows with s, so there is one root. Its second term comes from the token that every round gives;
-        without it the root would be gamma beta_b / ((1 - gamma) (alpha_b + t_S)).
-        """
-        place = self.batch_sizes.index(size)
-        slope = self.alpha[place] + self.t_s[place]
-        if slope <= 0 or self.gamma >= 1:
-            return math.inf
-        if self.c <= 0 or self.gamma <= 0:
-            return 0.0
-        goal, low, high = self.gamma * self.beta[place] / slope, 0.0, 1.0
-
-        def grown(s: float) -> float:
-            return float((1 - self.gamma) * s + s ** (1 - self.gamma) / self.c)
-
-        while grown(high) < goal:
-            high *= 2
-        for _ in range(60):
-            middle = (low + high) / 2
-            low, high = (middle, high) if grown(middle) < goal else (low, middle)
-        return high
-
     def best(self, size: int, longest: int) -> int:
         """The best integer number of draft tokens from 0 to ``longest``."""
         return min(range(longest + 1), key=lambda s: self.ms_per_token(size, s))

@@ -19,6 +19,7 @@ def of(optional: Mapping[str, Schema] | None = None, **required: Schema) -> Sche
 
 
 def some(items: Schema, low: int, high: int) -> Schema:
+    """Return the schema of an array of ``low`` to ``high`` items."""
     return {"type": "array", "items": items, "minItems": low, "maxItems": high}
 
 
@@ -64,7 +65,7 @@ SCHEMAS: list[Schema] = [
         "$defs": {"node": of({"next": {"anyOf": [DIGIT, {"type": "null"}]}}, value=DIGIT)},
     },
     {"type": "object", "additionalProperties": DIGIT, "minProperties": 1, "maxProperties": 1},
-    of(**{f"field_{n}": {"type": "boolean"} for n in range(8)}),
+    of(None, **{f"field_{n}": {"type": "boolean"} for n in range(8)}),
     of(choice={"anyOf": [of(kind={"const": "a"}, a=DIGIT), of(kind={"const": "b"}, b=SHORT)]}),
     of(messages=some(of(role={"enum": ["user", "assistant"]}, text=SHORT), 1, 2)),
     of(empty={"type": "array", "maxItems": 0}, text={"type": "string", "minLength": 1, "maxLength": 40}),

@@ -1,0 +1,594 @@
+"""Damaged model files, kind by kind and damage by damage, and a process that loads each and measures its memory.
+
+``python hostile_files.py FOLDER`` prints one JSON line per case. Unlike ``damaged_files``, whose damage is random,
+every case here must be refused, and says what the message must have.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import gemma4_support
+from adapter_support import write_adapter
+from model_support import NATIVE, tiny
+from models.test_families import _written
+from models.test_lfm2_gguf import write as write_lfm2
+from models.test_quantised import SHAPE
+from models.test_qwen3_5_gguf import write as write_qwen35
+from models.test_qwen3_5_gguf import write_apart
+from models.test_sinks_and_shared_experts import _gpt_oss
+from models.test_sinks_and_shared_experts import _written as _write_gpt_oss
+from paceline.drafters.heads.loading import load_head_for
+from paceline.errors import ModelFormatError
+from paceline.kernels import native
+from paceline.models.adapters import attach
+from paceline.models.loading import describe_source, load_model
+from paceline.models.matrices import load_packed
+from quantised_support import CONVERTERS, write
+from recurrent_support import tiny_lfm2, tiny_qwen3_5
+
+SECONDS = 20  # limit of one load
+Q = "model.layers.0.self_attn.q_proj"
+Load = Callable[[Path], object]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One damage. build: writes the whole model into a folder; cached by ``kind``. damage: changes it.
+
+    load: must raise ModelFormatError, whose message has the folder's name and matches ``pattern``.
+    """
+
+    kind: str
+    what: str
+    build: Callable[[Path], object]
+    damage: Callable[[Path], object]
+    load: tuple[Load, ...]
+    pattern: str
+
+
+def in_torch(path: Path) -> None:
+    load_model(_only(path), dtype=torch.float32)
+
+
+def in_int8(path: Path) -> None:
+    if load_packed(_only(path), torch.bfloat16, "int8") is None:
+        in_torch(path)  # as engines do
+
+
+def in_int4(path: Path) -> None:
+    if load_packed(_only(path), torch.bfloat16, "int4") is None:
+        in_torch(path)
+
+
+def _only(path: Path) -> Path:
+    """Return the folder, or the (first) GGUF file in it."""
+    return next(iter(sorted(path.glob("*.gguf"))), path)
+
+
+EVERY: tuple[Load, ...] = (in_torch, in_int8, in_int4) if native.select() is not None else (in_torch,)
+TWO = EVERY[:2]
+
+
+# Safetensors, quantised
+
+
+def edit_tensors(
+    change: Callable[[dict[str, Tensor]], object], name: str = "model.safetensors"
+) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        tensors = {key: tensor.clone() for key, tensor in load_file(path / name).items()}
+        change(tensors)
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path / name, {"format": "pt"})
+
+    return damage
+
+
+def replaced(key: str, make: Callable[[Tensor], Tensor]) -> Callable[[Path], None]:
+    return edit_tensors(lambda tensors: tensors.update({key: make(tensors[key])}))
+
+
+def dropped(key: str) -> Callable[[Path], None]:
+    return edit_tensors(lambda tensors: tensors.pop(key))
+
+
+def _first(value: float) -> Callable[[Tensor], Tensor]:
+    def make(tensor: Tensor) -> Tensor:
+        tensor.view(-1)[0] = value
+        return tensor
+
+    return make
+
+
+def _other_type(tensor: Tensor) -> Tensor:
+    return tensor.float().to(torch.int64) if tensor.is_floating_point() else tensor.float()
+
+
+_CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "half": lambda t: t[: len(t) // 2],
+    "empty": lambda t: t[:0],
+    "twice": lambda t: torch.cat([t, t]),
+    "one dimension more": lambda t: t[None],
+    "one dimension less": lambda t: t.flatten() if t.dim() > 1 else t.new_zeros(()),
+    "another type": _other_type,
+}
+
+
+def quantised_cases() -> Iterator[Case]:
+    for kind, converter in CONVERTERS.items():
+        built, _ = converter.convert(torch.randn(128, 128, generator=torch.Generator().manual_seed(0)))
+
+        def build(path: Path, converter: Any = converter) -> None:
+            write(path, tiny("llama", NATIVE["llama"][1] | SHAPE), converter)
+
+        for suffix, tensor in built.items():
+            key, names = f"{Q}.{suffix}", re.escape(Q)
+            if suffix != "g_idx" or "order" in kind:
+                yield Case(kind, f"no {suffix}", build, dropped(key), EVERY, names)
+            for what, change in _CHANGES.items():
+                if what == "one dimension less" and tensor.shape[-1] == 1:
+                    continue  # scales of rows may be stored so
+                yield Case(kind, f"{suffix}: {what}", build, replaced(key, change), EVERY, names)
+            if tensor.is_floating_point():
+                for value in (torch.nan, torch.inf) if tensor.dtype != torch.float8_e4m3fn else (torch.nan,):
+                    yield Case(kind, f"{suffix}: {value}", build, replaced(key, _first(value)), EVERY, names)
+            if suffix == "g_idx":
+                for value in (-1, 2**31 - 1):
+                    yield Case(kind, f"{suffix}: {value}", build, replaced(key, _first(value)), EVERY, names)
+            if suffix == "weight_shape":
+                for value in (-1, 0, 2**62):
+                    yield Case(kind, f"{suffix}: {value}", build, replaced(key, _first(value)), EVERY, names)
+        if "MXFP4" in kind:
+            names = re.escape(Q)
+            damage = replaced(f"{Q}.weight_scale", _first(255))
+            yield Case(kind, "a scale that is no number", build, damage, EVERY, names)
+        if f"{Q}.weight" not in {f"{Q}.{suffix}" for suffix in built}:
+            both = edit_tensors(lambda tensors: tensors.update({f"{Q}.weight": torch.zeros(128, 128)}))
+            yield Case(kind, "stored twice", build, both, EVERY, re.escape(f"{Q}.weight"))
+        if kind == "GPTQ":
+            yield from file_cases(kind, build, "model.safetensors")
+
+
+def file_cases(kind: str, build: Callable[[Path], object], file: str) -> Iterator[Case]:
+    """Damage of a safetensors file as bytes."""
+
+    def bytes_changed(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+        return lambda path: (path / file).write_bytes(change((path / file).read_bytes()))  # type: ignore[return-value]
+
+    def header(change: Callable[[str], str]) -> Callable[[bytes], bytes]:
+        def changed(content: bytes) -> bytes:
+            end = 8 + int.from_bytes(content[:8], "little")
+            text = change(content[8:end].decode()).encode()
+            return len(text).to_bytes(8, "little") + text + content[end:]
+
+        return changed
+
+    changes: dict[str, Callable[[bytes], bytes]] = {
+        "without its last byte": lambda content: content[:-1],
+        "half a file": lambda content: content[: len(content) // 2],
+        "an empty file": lambda content: b"",
+        "a huge header": lambda content: (2**62).to_bytes(8, "little") + content[8:],
+        "a tensor twice": header(lambda text: text[:-1] + "," + text[1:]),
+        "bytes behind the last tensor": lambda content: content + bytes(64),
+    }
+    for what, change in changes.items():
+        yield Case(kind, what, build, bytes_changed(change), EVERY, re.escape(file))
+
+
+# Shards
+
+
+def build_shards(path: Path) -> None:
+    tiny("llama", NATIVE["llama"][1] | SHAPE).save_pretrained(path, max_shard_size="300KB")
+
+
+def shard_cases() -> Iterator[Case]:
+    def shards(path: Path) -> list[Path]:
+        return sorted(path.glob("model-*.safetensors"))
+
+    def another(path: Path) -> None:
+        model = tiny("llama", NATIVE["llama"][1] | SHAPE | {"hidden_size": 64})
+        model.save_pretrained(path / "other", max_shard_size="100KB")
+        shutil.copy(sorted((path / "other").glob("model-*"))[0], shards(path)[0])
+        shutil.rmtree(path / "other")
+
+    cases: dict[str, tuple[Callable[[Path], object], str]] = {
+        "one of them twice": (lambda path: shutil.copy(shards(path)[0], shards(path)[1]), "model-00002-of"),
+        "one missing": (lambda path: shards(path)[1].unlink(), "model-00002-of"),
+        "one of another model": (another, "model."),
+        "one cut": (lambda path: shards(path)[1].write_bytes(shards(path)[1].read_bytes()[:-1]), "model-00002-of"),
+        "no index": (lambda path: (path / "model.safetensors.index.json").unlink(), "model.safetensors.index.json"),
+    }
+    for what, (damage, word) in cases.items():
+        yield Case("shards", what, build_shards, damage, TWO, word)
+    for what, value in {"weights of words": torch.int32, "weights of truths": torch.bool}.items():
+        damage = replaced("model.norm.weight", lambda t, value=value: t.to(value))
+        yield Case("plain", what, build_plain, damage, TWO, r"model\.safetensors.*model\.norm\.weight")
+    for key in (f"{Q}.weight", "model.norm.weight", "model.embed_tokens.weight"):
+        yield Case("plain", f"NaN in {key}", build_plain, replaced(key, _first(torch.nan)), TWO, re.escape(key))
+        yield Case("plain", f"half of {key}", build_plain, replaced(key, _CHANGES["half"]), TWO, re.escape(key))
+
+
+def build_plain(path: Path) -> None:
+    tiny("llama", NATIVE["llama"][1] | SHAPE).save_pretrained(path)
+
+
+# Configurations
+
+_LAYER_TYPES: tuple[Any, ...] = (
+    ["full_attention"], ["full_attention"] * 50, ["x"] * 3, [3, 3, 3], "full_attention", {}, [[]] * 3,
+)  # fmt: skip
+_COUNTS: tuple[Any, ...] = (0, -1, 7, 10**5, 2**62, 1.5, "8", [2])
+CONFIGURATIONS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[Any, ...]]]] = {}
+
+
+def of_family(name: str) -> Callable[[Path], object]:
+    return lambda path: tiny(*NATIVE[name]).save_pretrained(path)
+
+
+for _name in ("qwen3_moe", "olmoe"):
+    CONFIGURATIONS[_name] = (
+        of_family(_name),
+        {
+            "num_local_experts" if _name == "qwen3_moe" else "num_experts": _COUNTS,
+            "num_experts_per_tok": (0, -1, 6, 10**5, 2**62, "8", [2]),
+        },
+    )
+CONFIGURATIONS["qwen3_moe"][1]["moe_intermediate_size"] = _COUNTS
+CONFIGURATIONS["granitemoe"] = of_family("granitemoe"), {"num_local_experts": _COUNTS}
+CONFIGURATIONS["gpt_oss"] = (
+    lambda path: _gpt_oss().save_pretrained(path),
+    {"num_local_experts": _COUNTS, "num_experts_per_tok": (0, -1, 6, 10**5), "layer_types": _LAYER_TYPES},
+)
+CONFIGURATIONS["gemma3"] = of_family("gemma3"), {"layer_types": _LAYER_TYPES, "head_dim": _COUNTS}
+CONFIGURATIONS["gemma4"] = (
+    of_family("gemma4"),
+    {
+        "layer_types": _LAYER_TYPES, "num_kv_shared_layers": (-1, 5, 7, 10**5, 2**62, "x", [2]),
+        "hidden_size_per_layer_input": _COUNTS[1:],
+    },
+)  # fmt: skip
+CONFIGURATIONS["lfm2"] = (
+    lambda path: tiny_lfm2().save_pretrained(path),
+    {"layer_types": _LAYER_TYPES, "conv_L_cache": (0, -1, 7, 10**5, 2**62, "x", [2])},
+)
+CONFIGURATIONS["qwen3_5"] = (
+    lambda path: tiny_qwen3_5().save_pretrained(path),
+    {
+        "layer_types": _LAYER_TYPES, "linear_num_key_heads": _COUNTS, "linear_num_value_heads": _COUNTS,
+        "linear_key_head_dim": _COUNTS, "linear_value_head_dim": _COUNTS, "linear_conv_kernel_dim": (0, -1, 7, 2**62),
+    },
+)  # fmt: skip
+
+
+def configuration_cases() -> Iterator[Case]:
+    def changed(key: str, value: Any) -> Callable[[Path], None]:
+        def damage(path: Path) -> None:
+            file = path / "config.json"
+            file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+
+        return damage
+
+    for kind, (build, keys) in CONFIGURATIONS.items():
+        for key, values in keys.items():
+            for value in values:
+                text = json.dumps(value)
+                yield Case(
+                    kind,
+                    f"{key}={text[:40]}",
+                    build,
+                    changed(key, value),
+                    TWO,
+                    f"{key}|experts|weights? .*layers|has the shape",
+                )
+
+
+# GGUF
+
+Edit = Callable[[gguf.GGUFWriter], object]
+
+
+def rewritten(edit: Edit) -> Callable[[Path], None]:
+    """Copy the only GGUF file with a change of the writer's metadata and tensors."""
+
+    def damage(path: Path) -> None:
+        source = _only(path)
+        reader = gguf.GGUFReader(source)
+        writer = gguf.GGUFWriter(source.with_suffix(".new"), reader.fields["general.architecture"].contents())
+        for field in reader.fields.values():
+            if not field.name.startswith(("GGUF.", "general.architecture")):
+                kind, *inner = field.types
+                writer.add_key_value(field.name, field.contents(), kind, inner[-1] if inner else None)
+        for tensor in reader.tensors:
+            writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+        edit(writer)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        source.with_suffix(".new").replace(source)
+
+    return damage
+
+
+def _write_gemma3(path: Path) -> None:
+    kind, fields = NATIVE["gemma3"]
+    fields = {key: value for key, value in fields.items() if key != "layer_types"}
+    _written(path / "model.gguf", tiny(kind, fields | {"query_pre_attn_scalar": 8, "num_hidden_layers": 6}))
+
+
+def _write_experts(path: Path) -> None:
+    kind, fields = NATIVE["qwen3_moe"]
+    _written(path / "model.gguf", tiny(kind, fields | {"tie_word_embeddings": False}))
+
+
+def _write_qwen35(path: Path) -> None:
+    theirs = tiny_qwen3_5(2)
+    write_qwen35(path / "model.gguf", theirs.state_dict(), theirs.config, 0)
+
+
+GGUF: dict[str, tuple[Callable[[Path], object], str, dict[str, tuple[Any, ...]]]] = {
+    "gemma3 in GGUF": (_write_gemma3, "blk.1.attn_q.weight", {}),
+    "gemma4 in GGUF": (
+        lambda path: gemma4_support.write_gguf(path / "model.gguf", gemma4_support.tiny_gemma4()),
+        "blk.1.attn_q.weight",
+        {"attention.shared_kv_layers": (10**6, -1), "embedding_length_per_layer_input": (7, 2**31)},
+    ),
+    "lfm2 in GGUF": (
+        lambda path: write_lfm2(path / "model.gguf", tiny_lfm2()), "blk.0.shortconv.in_proj.weight",
+        {"shortconv.l_cache": (0, 10**6), "attention.head_count_kv": ([2], [2**30] * 9, 7, "x")},
+    ),
+    "qwen35 in GGUF": (
+        _write_qwen35, "blk.0.attn_qkv.weight",
+        {"ssm.group_count": (0, 7, 2**31), "ssm.time_step_rank": (0, 7, 2**31), "ssm.state_size": (0, 10**6),
+         "ssm.inner_size": (0, 7, 2**31), "full_attention_interval": (0, 10**6, -1)},
+    ),
+    "gpt-oss in GGUF": (
+        lambda path: _write_gpt_oss(path / "model.gguf", _gpt_oss(), gguf.GGMLQuantizationType.MXFP4),
+        "blk.1.attn_q.weight",
+        {"expert_count": (0, 3, 2**31), "attention.sliding_window": ("x",)},
+    ),
+    "experts in GGUF": (
+        _write_experts, "blk.0.ffn_up_exps.weight",
+        {"expert_count": (0, 3, 10**6, 2**31), "expert_used_count": (0, 6, 2**31),
+         "expert_feed_forward_length": (0, 7, 2**31)},
+    ),
+}  # fmt: skip
+
+
+# What a changed key leads to, where the message cannot know the key
+_CONSEQUENCES = (
+    "has the shape|linear_num|num_kv_shared_layers|experts|misses the weights|no use for the weights|kinds of layers"
+)
+
+
+def gguf_cases() -> Iterator[Case]:
+    def key_set(key: str, value: Any) -> Edit:
+        kinds = {int: gguf.GGUFValueType.INT64, str: gguf.GGUFValueType.STRING, list: gguf.GGUFValueType.ARRAY}
+
+        def edit(writer: gguf.GGUFWriter) -> None:
+            full = next(iter(writer.kv_data[0].values())).value + "." + key
+            inner = gguf.GGUFValueType.INT64 if isinstance(value, list) else None
+            writer.kv_data[0][full] = gguf.gguf_writer.GGUFValue(value, kinds[type(value)], inner)
+
+        return edit
+
+    def key_removed(key: str) -> Edit:
+        return lambda writer: writer.kv_data[0].pop(
+            next(name for name in writer.kv_data[0] if name.endswith("." + key))
+        )
+
+    def tensor_set(name: str, make: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]) -> Edit:
+        def edit(writer: gguf.GGUFWriter) -> None:
+            values = np.ascontiguousarray(make(writer.tensors[0].pop(name).tensor))
+            kind = gguf.GGMLQuantizationType.I32 if values.dtype == np.int32 else gguf.GGMLQuantizationType.F32
+            writer.add_tensor(name, values, raw_dtype=kind)
+
+        return edit
+
+    def with_nan(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        values.reshape(-1)[0] = np.nan
+        return values
+
+    arrays: dict[str, Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]] = {
+        "half": lambda t: t[: len(t) // 2],
+        "turned": lambda t: np.swapaxes(t, -1, -2)[..., :-1],
+        "one dimension less": lambda t: t.reshape(-1),
+        "words": lambda t: t.astype(np.int32),
+        "NaN": with_nan,
+    }
+    for kind, (build, name, keys) in GGUF.items():
+        file = r"model\.gguf.*"
+        layer, part = name.split(".")[1:3]
+        tensor = rf"({re.escape(name)}|layers\.{layer}\.)"
+        yield Case(
+            kind, f"no {name}", build, rewritten(lambda w, name=name: w.tensors[0].pop(name)), TWO, file + tensor
+        )
+        for what, make in arrays.items():
+            yield Case(kind, f"{name}: {what}", build, rewritten(tensor_set(name, make)), TWO, file + tensor)
+        for key, values in keys.items():
+            yield Case(
+                kind,
+                f"no {key}",
+                build,
+                rewritten(key_removed(key)),
+                TWO,
+                file + rf"({key}|{_CONSEQUENCES})",
+            )
+            for value in values:
+                yield Case(
+                    kind,
+                    f"{key}={str(value)[:30]}",
+                    build,
+                    rewritten(key_set(key, value)),
+                    TWO,
+                    file + rf"({key}|{_CONSEQUENCES})",
+                )
+        for part in (2, 8, 50):
+            yield Case(kind, f"1/{part} of the file", build, partial(_cut, part=part), TWO, file)
+        yield Case(kind, "a name twice", build, _second_name, TWO, file)
+
+
+def _cut(path: Path, part: int) -> None:
+    content = _only(path).read_bytes()
+    _only(path).write_bytes(content[: len(content) // part])
+
+
+def _second_name(path: Path) -> None:
+    content = _only(path).read_bytes()
+    _only(path).write_bytes(content.replace(b"blk.1.attn_norm.weight", b"blk.0.attn_norm.weight"))
+
+
+# Draft heads and adapters
+
+
+def _build_apart(path: Path) -> None:
+    write_apart(path, seed=4)
+
+
+def load_apart(path: Path) -> None:
+    model = path / "model.gguf"
+    load_head_for(load_model(model, dtype=torch.float32), model, path / "mtp-model.gguf", dtype=torch.float32)
+
+
+def head_cases() -> Iterator[Case]:
+    head = "mtp-model.gguf"
+
+    def edited(edit: Edit) -> Callable[[Path], None]:
+        def damage(path: Path) -> None:
+            (path / "head").mkdir()
+            (path / head).rename(path / "head" / head)
+            rewritten(edit)(path / "head")
+            (path / "head" / head).rename(path / head)
+
+        return damage
+
+    def resized(name: str) -> Edit:
+        def edit(writer: gguf.GGUFWriter) -> None:
+            values = writer.tensors[0].pop(name).tensor
+            writer.add_tensor(name, values[: len(values) // 2], raw_dtype=gguf.GGMLQuantizationType.F32)
+
+        return edit
+
+    def with_nan(name: str) -> Edit:
+        def edit(writer: gguf.GGUFWriter) -> None:
+            writer.tensors[0][name].tensor.reshape(-1)[0] = np.nan
+
+        return edit
+
+    for name, ours in (("blk.3.nextn.eh_proj.weight", "mtp.fc"), ("blk.3.attn_q.weight", "q_proj")):
+        for what, edit in {"half": resized(name), "NaN": with_nan(name)}.items():
+            yield Case(
+                "a head apart", f"{name}: {what}", _build_apart, edited(edit), (load_apart,), f"{head}.*({name}|{ours})"
+            )
+    drop = "blk.3.attn_q.weight"
+    damage = edited(lambda writer: writer.tensors[0].pop(drop))
+    yield Case("a head apart", f"no {drop}", _build_apart, damage, (load_apart,), f"{head}.*q_proj")
+    cut = lambda path: (path / head).write_bytes((path / head).read_bytes()[:-1000])  # noqa: E731
+    yield Case("a head apart", "cut", _build_apart, cut, (load_apart,), head)
+
+
+def _build_adapter(path: Path) -> None:
+    write_adapter(path / "red", tiny(*NATIVE["llama"]), seed=1)
+
+
+def load_adapter(path: Path) -> None:
+    model = tiny(*NATIVE["llama"])
+    attach(load_model(model, dtype=torch.float32), {"red": path / "red"}, describe_source(model))
+
+
+def adapter_cases() -> Iterator[Case]:
+    side, file = f"base_model.model.{Q}.lora_A.weight", "red/adapter_model.safetensors"
+    makes: dict[str, Callable[[Tensor], Tensor]] = {
+        **_CHANGES, "NaN": _first(torch.nan), "infinite": _first(torch.inf),
+    }  # fmt: skip
+    for what, make in makes.items():
+        damage = edit_tensors(lambda tensors, make=make: tensors.update({side: make(tensors[side])}), file)
+        yield Case("an adapter", f"lora_A: {what}", _build_adapter, damage, (load_adapter,), f"{file}.*{Q}")
+    for case in file_cases("an adapter", _build_adapter, file):
+        yield Case(case.kind, case.what, case.build, case.damage, (load_adapter,), case.pattern)
+
+
+def cases() -> Iterator[Case]:
+    yield from quantised_cases()
+    yield from shard_cases()
+    yield from configuration_cases()
+    yield from gguf_cases()
+    yield from head_cases()
+    yield from adapter_cases()
+
+
+# One process
+
+
+def _peak_kib(reset: bool = False) -> int:
+    """Return the process's resident memory, or its peak since the last reset."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    field = "VmRSS" if reset else "VmHWM"
+    return int(next(line for line in Path("/proc/self/status").read_text().splitlines() if field in line).split()[1])
+
+
+def outcome(load: Load, path: Path) -> dict[str, Any]:
+    before = _peak_kib(reset=True)
+    signal.alarm(SECONDS)
+    try:
+        load(path)
+        found = {"end": "loaded"}
+    except ModelFormatError as error:
+        found = {"end": "refused", "message": str(error)}
+    except BaseException as error:  # noqa: BLE001  (any other exception is what the test looks for)
+        found = {"end": type(error).__name__, "message": str(error)[:500]}
+    signal.alarm(0)
+    return {**found, "kib": _peak_kib() - before}
+
+
+def _hung(*_: object) -> None:
+    raise TimeoutError(f"more than {SECONDS} s")
+
+
+def main(folder: Path, only: str = "") -> None:
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGALRM, _hung)
+    for case in cases():
+        if only not in f"{case.kind}: {case.what}":
+            continue
+        whole, place = folder / "whole" / case.kind, folder / "damaged" / case.kind
+        if not whole.is_dir():
+            whole.mkdir(parents=True)
+            case.build(whole)
+            for load in case.load:
+                load(whole)  # also warms up the allocator
+        shutil.rmtree(place.parent, ignore_errors=True)
+        shutil.copytree(whole, place)
+        case.damage(place)
+        size = sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
+        for load in case.load:
+            found = outcome(load, place)
+            told = {
+                "case": f"{case.kind}: {case.what}",
+                "by": load.__name__,
+                "pattern": case.pattern,
+                "place": str(place),
+                "bytes": size,
+            }
+            print(json.dumps(told | found), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -1,0 +1,41 @@
+"""Damaged files of every kind are refused with file and tensor (or configuration key), within the file's own memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hostile_files
+
+SLACK_KIB = 8 << 10  # of the interpreter: loading adds up to 3 MiB, whatever the files
+
+
+def fault(found: dict[str, Any]) -> str | None:
+    """Return what is wrong with the outcome of a load; None if nothing is."""
+    if found["end"] != "refused":
+        return "not refused"
+    if found["place"] not in found["message"] or not re.search(found["pattern"], found["message"]):
+        return "another message"
+    return "too much memory" if found["kib"] > 2 * (found["bytes"] >> 10) + SLACK_KIB else None
+
+
+@pytest.mark.timeout(600)
+def test_damaged_files_are_refused_by_name_within_their_own_memory(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, hostile_files.__file__, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    loads = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(loads) > 500
+    assert [{"fault": fault(found), **found} for found in loads if fault(found)] == []
