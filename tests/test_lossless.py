@@ -40,7 +40,17 @@ from paceline.lengths.auto import AutoLength
 from paceline.lengths.base import FixedLength, ProfiledLength
 from paceline.lengths.cost import CostModel
 from paceline.models.base import AnyModel, Model
-from recurrent_support import on_kernels, ours, tiny_granite_hybrid, tiny_lfm2, tiny_mtp, tiny_native_recurrent
+from recurrent_support import (
+    SIZES,
+    as_on_gpus,
+    on_kernels,
+    ours,
+    tiny_granite_hybrid,
+    tiny_lfm2,
+    tiny_mtp,
+    tiny_native_recurrent,
+    tiny_qwen3_5,
+)
 from simulation import linear_costs
 from toy import (
     SHAPES,

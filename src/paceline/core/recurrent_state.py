@@ -221,7 +221,7 @@ class RowsPass:
 
     @cached_property
     def applied(self) -> Tensor:
-        """[B] int64: inputs of each slot's last pass that lie before ``start``, as of the first call; 0 if it is idle."""
+        """[B] int64: inputs of each slot's last pass that lie before ``start``, as of the first call; 0: it is idle."""
         between = (self.start - self.states.base[self.slots]).clamp(0, WINDOW)
         return between.masked_fill((self.start == 0) | (self.counts == 0), 0)
 

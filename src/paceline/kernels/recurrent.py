@@ -73,9 +73,7 @@ def run_rows(part: RowsPass, layer: int, mixer: RecurrentMixer, inputs: Tensor) 
 
 def _chosen(where: Tensor, one: _State, other: _State) -> _State:
     """The rows' entries of ``one`` where [B] is true, else those of ``other``."""
-    first, second = (
-        torch.where(where.view(-1, *[1] * (a.dim() - 1)), a, b) for a, b in zip(one, other, strict=True)
-    )
+    first, second = (torch.where(where.view(-1, *[1] * (a.dim() - 1)), a, b) for a, b in zip(one, other, strict=True))
     return first, second
 
 

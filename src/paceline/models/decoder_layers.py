@@ -6,9 +6,8 @@ Shapes: B rows, L new tokens per row, H heads, G key/value heads, D head width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from torch.nn import functional
 from paceline.kernels.attention.base import Attend, AttendAgain, AttendPacked, HasStates
 from paceline.kernels.gpu.state import Norm, PackedHeads
 from paceline.kernels.gpu.steps import ACTIVATIONS, LayerSteps
-from paceline.kernels.spec import RecurrentMixer
+from paceline.kernels.spec import LinearWeights, RecurrentMixer
 from paceline.models.description import (
     AttentionSpec,
     DecoderSpec,
@@ -30,7 +29,7 @@ from paceline.models.description import (
 )
 from paceline.models.experts import Experts
 from paceline.models.linear import Linear, LinearFactory
-from paceline.models.mixers import gates_last, mixer_of
+from paceline.models.mixers import gate_last, mixer_of
 from paceline.models.weights import NORMS
 
 Rotation = tuple[Tensor, Tensor]  # cos and signed sin, each [B, L, 1, R]: the first R of a head's D elements turn
@@ -61,12 +60,6 @@ class RotaryAngles:
         return cos.to(self._dtype), sin.to(self._dtype)
 
 
-_SMALL_WEIGHTS = {  # of recurrent layers
-    *(f"{name}.weight" for name in ("beta_decay", "conv", "decay_rate", "decay_bias", "delta_norm")),
-    *("conv.bias", "step_bias.weight", "skip.weight", "mamba_norm.weight"),
-}
-
-
 class WeightSource:
     """Makes the parts of a layer from the named weights, and records the tensors in use, except those of linears."""
 
@@ -80,17 +73,21 @@ class WeightSource:
             self.kept.append(tensor)
         return tensor
 
-    def linear(self, name: str, order: Callable[[Tensor], Tensor] = lambda rows: rows) -> Linear:
-        """Return a linear layer. order: moves the rows of its weight and bias."""
-        bias = self._weights.get(f"{name}.bias")
-        return self._linear(order(self._weights[f"{name}.weight"]), None if bias is None else order(bias))
+    def linear(self, name: str) -> Linear:
+        return self._linear(self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias"))
+
+    def qkv(self, spec: AttentionSpec, layer: str) -> Linear:
+        """Return the linear layer of queries, keys and values, with the gates of gated attention behind them."""
+        stored = LinearWeights(self._weights[f"{layer}.qkv.weight"], self._weights.get(f"{layer}.qkv.bias"))
+        ordered = gate_last(stored, spec)
+        return self._linear(ordered.weight, ordered.bias)
 
     def mixer(self, spec: RecurrentSpec, layer: str) -> RecurrentMixer:
-        """Return a recurrent layer between its matrices."""
-        for name in self._weights:
-            if name.startswith(layer) and name.removeprefix(layer) in _SMALL_WEIGHTS:
-                self.find(name)
-        return mixer_of(spec, layer, self._weights)
+        """Return a recurrent layer between its matrices. layer: its name, with a point."""
+        mixer = mixer_of(spec, layer, self._weights)
+        self.kept += [part for part in vars(mixer).values() if isinstance(part, Tensor)]
+        self.kept += [] if mixer.gates is None else [mixer.gates.weight]
+        return mixer
 
     def norm(self, name: str) -> Norm:
         norm, weight = self._spec.norm, self.find(f"{name}.weight")
@@ -131,21 +128,23 @@ class ForwardContext:
 class _Attention:
     linears = ("qkv", "output")
 
-    def __init__(self, spec: AttentionSpec, parts: WeightSource, index: int, place: int, rotary: int | None) -> None:
-        """index: of the layer. place: its layer of the cache. rotary: number of its rotary positions; None: none."""
+    def __init__(
+        self, spec: AttentionSpec, parts: WeightSource, index: int, place: int, rotaries: Mapping[Rotary, int]
+    ) -> None:
+        """index: of the layer. place: its layer of the cache. rotaries: the numbers of rotary positions."""
         layer = f"layers.{index}"
-        self.spec, self.place, self.rotary = spec, place, rotary
+        self.spec, self.place = spec, place
+        self.rotary = None if spec.rotary is None else rotaries[spec.rotary]
         self.split = [spec.heads, spec.kv_heads, spec.kv_heads] if spec.reads_layer is None else [spec.heads, 0, 0]
         self.packs = spec.qk_norm != "all" and not spec.v_norm and spec.reads_layer is None
-        order = {"order": partial(gates_last, spec=spec)} if spec.gated else {}
-        self.qkv, self.output = parts.linear(f"{layer}.qkv", **order), parts.linear(f"{layer}.o")
+        self.qkv, self.output = parts.qkv(spec, layer), parts.linear(f"{layer}.o")
         self.qk_norm = parts.qk_norm(spec, layer)
 
     def __call__(self, x: Tensor, forward: ForwardContext) -> Tensor:
         """Attention over the cache: x [N, width] -> [N, width]."""
         spec, attend = self.spec, forward.attend
-        own = sum(self.split)
-        qkv, gate = self.qkv(x).view(forward.rows, -1, own + spec.heads * spec.gated, spec.head_dim).tensor_split([own], 2)
+        heads = self.qkv(x).view(forward.rows, -1, sum(self.split) + spec.heads * spec.gated, spec.head_dim)
+        qkv, gate = heads.tensor_split([sum(self.split)], dim=2)
         rotation = None if self.rotary is None else forward.rotations[self.rotary]
         if isinstance(attend, AttendPacked) and self.packs:
             packed = PackedHeads(qkv, spec.heads, spec.kv_heads, rotation, self.qk_norm, spec.qk_norm_eps)
@@ -188,7 +187,7 @@ class Recurrent:
     linears = ("qkv", "output")
 
     def __init__(self, spec: RecurrentSpec, parts: WeightSource, index: int, place: int) -> None:
-        """index: of the layer. place: number of its state."""
+        """index: of the layer. place: of its state."""
         layer = f"layers.{index}."
         self.place, self.mixer = place, parts.mixer(spec, layer)
         self.qkv, self.output = parts.linear(f"{layer}qkv"), parts.linear(f"{layer}o")
@@ -272,13 +271,16 @@ class TokenInputs:
 
 
 class DecoderLayer:
-    """One layer: attention or a recurrent layer, then an MLP or a mixture of experts, with the norms and the residual sums between them."""
+    """One layer: attention or a recurrent layer, then an MLP or a mixture of experts, with norms and residual sums."""
 
-    def __init__(self, decoder: DecoderSpec, parts: WeightSource, index: int, place: int, rotary: int | None) -> None:
+    def __init__(
+        self, decoder: DecoderSpec, parts: WeightSource, index: int, place: int, rotaries: Mapping[Rotary, int]
+    ) -> None:
+        """index: of the layer. place: see ``DecoderSpec.places``. rotaries: the numbers of rotary positions."""
         spec, name = decoder.layers[index], f"layers.{index}"
         self.spec, self.index = spec, index
         self.mixer = (
-            _Attention(spec.mixer, parts, index, place, rotary)
+            _Attention(spec.mixer, parts, index, place, rotaries)
             if isinstance(spec.mixer, AttentionSpec)
             else Recurrent(spec.mixer, parts, index, place)
         )

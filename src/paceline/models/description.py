@@ -9,6 +9,7 @@ multipliers of every residual branch (``without_residual_scale``).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Literal, TypeAlias
 
 from paceline.core.cache import KVHeads
@@ -261,15 +262,16 @@ class DecoderSpec:
         return tuple(KVHeads(a.kv_heads, a.head_dim) for a in self.attentions if a.reads_layer is None)
 
     @property
-    def kv_places(self) -> tuple[int, ...]:
-        """The number, among ``kv_layers``, of the layer whose keys each layer reads; -1 for recurrent layers."""
+    def places(self) -> tuple[int, ...]:
+        """The number of the keys that each layer reads, among ``kv_layers``, or of its state, among ``recurrent``."""
         places: list[int] = []
-        owners = 0
+        keys, states = count(), count()
         for layer in self.layers:
-            own = isinstance(layer.mixer, AttentionSpec) and layer.mixer.reads_layer is None
-            source = None if own or not isinstance(layer.mixer, AttentionSpec) else layer.mixer.reads_layer
-            places.append(owners if own else -1 if source is None else places[source])
-            owners += own
+            if not isinstance(layer.mixer, AttentionSpec):
+                places.append(next(states))
+            else:
+                source = layer.mixer.reads_layer
+                places.append(next(keys) if source is None else places[source])
         return tuple(places)
 
 

@@ -11,7 +11,7 @@ from paceline.kernels.delta import DeltaHeads, DeltaNet
 from paceline.kernels.mamba2 import Mamba2, Mamba2Heads
 from paceline.kernels.short_conv import ShortConv
 from paceline.kernels.spec import LinearWeights, RecurrentMixer
-from paceline.models.description import AttentionSpec, DeltaNetSpec, Mamba2Spec, RecurrentSpec
+from paceline.models.description import AttentionSpec, DeltaNetSpec, Mamba2Spec, MixerSpec, RecurrentSpec
 
 
 def mixer_of(spec: RecurrentSpec, name: str, weights: Mapping[str, Tensor]) -> RecurrentMixer:
@@ -26,14 +26,17 @@ def mixer_of(spec: RecurrentSpec, name: str, weights: Mapping[str, Tensor]) -> R
     return ShortConv(_conv_of(name, weights))
 
 
-def gates_last(rows: Tensor, spec: AttentionSpec) -> Tensor:
-    """Move the gates of gated attention, each stored behind its head's query, behind all queries, keys and values.
-
-    rows [outputs, ...]: the fused weight, or its bias.
-    """
+def gate_last(qkv: LinearWeights, spec: MixerSpec) -> LinearWeights:
+    """Move the gates of gated attention, each stored behind its head's query, behind all queries, keys and values."""
+    if not isinstance(spec, AttentionSpec) or not spec.gated:
+        return qkv
     stacked = 2 * spec.query_width
-    heads = rows[:stacked].view(spec.heads, 2, spec.head_dim, *rows.shape[1:])
-    return torch.cat([heads[:, 0].flatten(0, 1), rows[stacked:], heads[:, 1].flatten(0, 1)])
+
+    def order(rows: Tensor) -> Tensor:
+        heads = rows[:stacked].view(spec.heads, 2, spec.head_dim, *rows.shape[1:])
+        return torch.cat([heads[:, 0].flatten(0, 1), rows[stacked:], heads[:, 1].flatten(0, 1)])
+
+    return qkv.reordered(order)
 
 
 def _conv_of(name: str, weights: Mapping[str, Tensor]) -> Tensor:

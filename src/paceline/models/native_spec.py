@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal, Protocol
 
 import torch
@@ -31,12 +30,11 @@ from paceline.models.description import (
     DeltaNetSpec,
     ExpertsSpec,
     Mamba2Spec,
-    MixerSpec,
     TokenInputsSpec,
 )
 from paceline.models.experts import Experts
 from paceline.models.linear import Dense
-from paceline.models.mixers import gates_last, mixer_of
+from paceline.models.mixers import gate_last, mixer_of
 from paceline.models.transformer import Transformer
 
 Quantization = Literal["int8", "int4"]
@@ -90,7 +88,7 @@ def spec_of(
         final_norm=weights["norm.weight"] * spec.logits_scale,
         layers=[
             _layer_of(spec, index, place, source)
-            for index, place in enumerate(spec.kv_places if places is None else places)
+            for index, place in enumerate(spec.places if places is None else places)
         ],
         head=source.linear("head") if "head.weight" in weights else None,
         epsilon=spec.norm.eps,
@@ -108,13 +106,6 @@ def _token_table_of(
         return None
     scales = spec.table_scale, spec.project_scale, spec.sum_scale
     return TokenTableWeights(linear("input_table"), linear("input_project"), weights["input_norm.weight"], *scales)
-
-
-def gate_last(qkv: LinearWeights, spec: MixerSpec) -> LinearWeights:
-    """Move the gates of gated attention behind its queries, keys and values."""
-    if not isinstance(spec, AttentionSpec) or not spec.gated:
-        return qkv
-    return qkv.reordered(partial(gates_last, spec=spec))
 
 
 @dataclass(frozen=True)

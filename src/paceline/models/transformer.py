@@ -6,17 +6,16 @@ Tensors have B rows and L new tokens per row; ``decoder_layers`` has the layers.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import count
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from paceline.core.recurrent_state import StateShape
 from paceline.errors import ModelFormatError
 from paceline.kernels.attention.base import Attend
 from paceline.kernels.gpu.state import Norm
 from paceline.kernels.gpu.steps import TritonSteps, steps_for
+from paceline.kernels.spec import RecurrentMixer
 from paceline.models.base import HiddenStates, RowAdapters, check_taps
 from paceline.models.decoder_layers import (
     DecoderLayer,
@@ -28,7 +27,6 @@ from paceline.models.decoder_layers import (
     WeightSource,
 )
 from paceline.models.description import (
-    AttentionSpec,
     DecoderSpec,
     DeltaNetSpec,
     ExpertsSpec,
@@ -36,7 +34,6 @@ from paceline.models.description import (
 )
 from paceline.models.experts import Experts
 from paceline.models.linear import Dense, Linear, LinearFactory
-from paceline.models.mixers import mixer_of
 from paceline.models.short_head import PassBytes, TorchShortHead
 
 _KV = "self_attn.k_proj", "self_attn.v_proj"
@@ -63,16 +60,12 @@ def cap(logits: Tensor, limit: float) -> Tensor:
 _OURS = {"output": "o"}  # attributes of layers whose names in ``weights.slots`` are others
 
 
-def _state_shape(spec: DecoderSpec, weights: Mapping[str, Tensor]) -> StateShape | None:
-    """Return what a slot keeps of a model's recurrent layers; None if it has none. Raises ModelFormatError."""
+def _check(spec: DecoderSpec) -> None:
+    """Raise ModelFormatError for a model that ``Transformer`` cannot run."""
     if any(attention.sinks for attention in spec.attentions):
         raise ModelFormatError(f"{spec.family} models, which have attention sinks, run on CPUs only; use device='cpu'")
     if len(set(spec.recurrent)) > 1:
         raise ModelFormatError(f"{spec.family}: recurrent layers of several shapes")
-    first = next((i for i, layer in enumerate(spec.layers) if not isinstance(layer.mixer, AttentionSpec)), None)
-    if first is None:
-        return None
-    return mixer_of(spec.recurrent[0], f"layers.{first}.", weights).shape(len(spec.recurrent))
 
 
 class Transformer:
@@ -92,9 +85,9 @@ class Transformer:
         linear: LinearFactory = Dense,
         places: Sequence[int] | None = None,
     ) -> None:
+        _check(spec)
         self.spec, self.name = spec, name
         self.vocab_size, self.layers = spec.vocab_size, len(spec.layers)
-        self.state_shape = _state_shape(spec, weights)
         first = spec.attentions[0]
         self.kv_heads, self.head_dim = first.kv_heads, first.head_dim
         self.kv_layers = spec.kv_layers
@@ -105,7 +98,7 @@ class Transformer:
         self.steps = steps_for(self.device)
         self.adapters: RowAdapters | None = None  # see ``models.adapters``
         parts = WeightSource(spec, weights, linear)
-        self._build(parts, spec.kv_places if places is None else places)
+        self._build(parts, spec.places if places is None else places)
         self._kept = tuple(parts.kept)
 
     def _build(self, parts: WeightSource, places: Sequence[int]) -> None:
@@ -117,17 +110,16 @@ class Transformer:
         rotaries = rotaries_of(spec)
         self._angles = [RotaryAngles(rotary, self.dtype, self.device) for rotary in rotaries]
         numbers = {rotary: number for number, rotary in enumerate(rotaries)}
-        states = count()
-        self._blocks = [
-            DecoderLayer(spec, parts, index, place, numbers.get(layer.mixer.rotary))  # type: ignore[arg-type]
-            if isinstance(layer.mixer, AttentionSpec)
-            else DecoderLayer(spec, parts, index, next(states), None)
-            for index, (layer, place) in enumerate(zip(spec.layers, places, strict=True))
-        ]
+        self._blocks = [DecoderLayer(spec, parts, index, place, numbers) for index, place in enumerate(places)]
+        mixers = self._recurrent_mixers()
+        self.state_shape = mixers[0].shape(len(mixers)) if mixers else None
         inputs = spec.token_inputs
         self._token_inputs = None if inputs is None else TokenInputs(inputs, parts, self.dtype)
         self._norm = parts.norm("norm") if spec.final_norm else None
         self._head = parts.linear("embed" if spec.tied else "head")
+
+    def _recurrent_mixers(self) -> list[RecurrentMixer]:
+        return [block.mixer.mixer for block in self._blocks if isinstance(block.mixer, Recurrent)]
 
     def _linears(self) -> Iterator[tuple[object, str]]:
         """Yield the owner and attribute name of each linear layer."""
@@ -302,7 +294,6 @@ class Transformer:
         """Return the multiply-adds of all weight matrices for one token; see ``Counted``."""
         others = [matrix for matrix in (self._project_in, self._project_out) if matrix is not None]
         experts = (block.mlp.used_multiply_adds() for block in self._blocks if isinstance(block.mlp, Experts))
-        mixers = (block.mixer.mixer for block in self._blocks if isinstance(block.mixer, Recurrent))
-        others += [mixer.gates.weight for mixer in mixers if mixer.gates is not None]
+        others += [mixer.gates.weight for mixer in self._recurrent_mixers() if mixer.gates is not None]
         matrices = (linear.tensors()[0].numel() for linear in self.linears())
         return sum(matrices) + sum(matrix.numel() for matrix in others) + sum(experts)

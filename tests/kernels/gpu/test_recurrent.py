@@ -84,7 +84,9 @@ class Walk:
     def begin(self, slot: int) -> None:
         self.after[slot], self.length[slot] = self._start, 0
 
-    def run(self, slot: int, inputs: Tensor, parents: Sequence[int]) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
+    def run(
+        self, slot: int, inputs: Tensor, parents: Sequence[int]
+    ) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
         """Run nodes after a slot's text -> their outputs, and what lies behind each. parents: -1 is the text."""
         reached, outputs = [], []
         for own, parent in zip(inputs, parents, strict=True):

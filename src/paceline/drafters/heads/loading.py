@@ -9,6 +9,7 @@ from pathlib import Path, PurePath
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from paceline.config import QuantizationName
 from paceline.drafters.heads.assistant_loading import is_assistant, load_assistant
@@ -25,9 +26,9 @@ from paceline.models.families import FAMILIES
 from paceline.models.gguf import GGUFFile
 from paceline.models.gguf_config import is_head_alone
 from paceline.models.hub import resolve
+from paceline.models.linear import Dense
 from paceline.models.loading import head_tensors, load_config, load_embedding, load_output
 from paceline.models.native import NativeModel
-from paceline.models.linear import Dense
 from paceline.models.recurrent import RecurrentModel
 from paceline.models.transformer import Transformer
 
@@ -128,8 +129,9 @@ def _ends_of(target: AnyModel, source: Source) -> tuple[Tensor, Tensor]:
     """Return the embedding and the output head [V, H] of a target in torch, in the type that it computes in."""
     if isinstance(target, Transformer):
         embedding, output, _ = target.ends()
-        shared = isinstance(output, Dense)
-        return embedding, output.weight if shared else load_output(source, dtype=target.dtype, device=target.device)
+        if isinstance(output, Dense):
+            return embedding, output.weight
+        return embedding, load_output(source, dtype=target.dtype, device=target.device)
     assert isinstance(target, RecurrentModel), "only families that it runs have such heads"
     weights = target.weights
     return weights["embed.weight"].float(), weights.get("head.weight", weights["embed.weight"]).float()

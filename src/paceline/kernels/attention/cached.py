@@ -12,7 +12,7 @@ from paceline.kernels.gpu.state import PackedHeads
 
 
 class CachedAttend:
-    """An ``Attend`` over the rows of a cache in ``rows``, for one forward pass. states: its recurrent states, if any."""
+    """An ``Attend`` over the rows of a cache in ``rows``, for one forward pass. states: its recurrent ones, if any."""
 
     def __init__(
         self, cache: KVCache, backend: AttentionBackend, plan: Plan, rows: Slots, states: RowsPass | None = None

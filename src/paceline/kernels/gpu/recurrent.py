@@ -162,8 +162,8 @@ def delta_kernel(
                 CHANNELS, WIDTH, TAPS, TREE,
             )  # fmt: skip
             k = convolved(
-                own, earlier, before, path, conv, time, known, q_at + KEY_HEADS * KEY_DIM, is_key, begin, projected_stride,
-                CHANNELS, WIDTH, TAPS, TREE,
+                own, earlier, before, path, conv, time, known, KEY_HEADS * KEY_DIM + q_at, is_key, begin,
+                projected_stride, CHANNELS, WIDTH, TAPS, TREE,
             )  # fmt: skip
             v = convolved(
                 own, earlier, before, path, conv, time, known, v_at, is_value, begin, projected_stride,
