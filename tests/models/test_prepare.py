@@ -9,13 +9,15 @@ from typing import Any, cast
 import pytest
 import torch
 
+from paceline.config import SamplingParams
 from paceline.errors import ParameterError
 from paceline.kernels.attention import make_backend
 from paceline.kernels.gpu import launch
 from paceline.models import prepare as module
 from paceline.models.prepare import prepare
 from paceline.models.transformer import Transformer
-from toy import ToyModel, make_engine, tiny_llama
+from recurrent_support import as_on_gpus, tiny_qwen3_5
+from toy import ToyModel, make_engine, run, tiny_llama
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -86,6 +88,24 @@ def test_on_cuda_4_bits_and_foreign_models_are_refused(monkeypatch: pytest.Monke
         module._with_triton(fresh_llama(), "int4", deterministic=False)
     with pytest.raises(ParameterError, match=r"deterministic=True.*native family"):
         module._with_triton(ToyModel(), None, deterministic=True)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_on_cuda_hybrids_have_8_bit_weights_and_are_not_deterministic(
+    quantization: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The product of a delta net's gates is torch's, whose bits depend on the batch."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    monkeypatch.setattr(launch, "interpreted", lambda: True)
+    model = as_on_gpus(tiny_qwen3_5())
+    with pytest.raises(ParameterError, match=r"deterministic=True.*recurrent layers"):
+        module._with_triton(model, quantization, deterministic=True)
+    if quantization is not None:
+        before = model.weight_bytes()
+        assert module._with_triton(model, quantization, deterministic=False).weight_bytes() < before / 2
+        engine = make_engine(model, rounds="device", attention="padded")
+        (output,) = run(engine, [[1, 2, 3]], [SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)])
+        assert len(output.outputs[0].token_ids) == 4
 
 
 def test_on_a_cpu_fp8_is_refused() -> None:

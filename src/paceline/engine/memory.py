@@ -74,8 +74,8 @@ def state_bytes(target: AnyModel, config: EngineConfig, rows: int) -> int:
     shape = state_shape_of(target)
     if shape is None:
         return 0
-    window = min(config.max_draft_tokens * config.most_width, MAX_SPECULATION_LENGTH) + 1
-    window = window if grows_on(target.device) else WINDOW  # the pages behind it stay untouched on a CPU only
+    drafted = min(config.max_draft_tokens * config.most_width, MAX_SPECULATION_LENGTH) + 1
+    window = drafted if grows_on(target.device) else WINDOW  # on a CPU the pages behind it stay untouched
     return rows * shape.slot_bytes(window) + shape.state_bytes
 
 

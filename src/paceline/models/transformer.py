@@ -14,7 +14,7 @@ from torch.nn import functional
 from paceline.errors import ModelFormatError
 from paceline.kernels.attention.base import Attend
 from paceline.kernels.gpu.state import Norm
-from paceline.kernels.gpu.steps import TritonSteps, steps_for
+from paceline.kernels.gpu.steps import steps_for
 from paceline.kernels.spec import RecurrentMixer
 from paceline.models.base import HiddenStates, RowAdapters, check_taps
 from paceline.models.decoder_layers import (
@@ -28,7 +28,6 @@ from paceline.models.decoder_layers import (
 )
 from paceline.models.description import (
     DecoderSpec,
-    DeltaNetSpec,
     ExpertsSpec,
     Rotary,
 )
@@ -156,9 +155,8 @@ class Transformer:
 
     @property
     def states_in_torch(self) -> bool:
-        """Whether recurrent layers run on a GPU without kernels: step by step, in more launches than a graph should."""
-        kernels = (DeltaNetSpec,) if isinstance(self.steps, TritonSteps) else ()
-        return self.device.type == "cuda" and not all(isinstance(mixer, kernels) for mixer in self.spec.recurrent)
+        """Whether recurrent layers run on a GPU without kernels: token by token, in more launches than a graph has."""
+        return self.device.type == "cuda" and not all(map(self.steps.has_kernel, self._recurrent_mixers()))
 
     def hidden_states(
         self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int] = ()

@@ -64,6 +64,10 @@ class LayerSteps(Protocol):
         """
         ...
 
+    def has_kernel(self, mixer: RecurrentMixer) -> bool:
+        """Whether ``recurrent`` is a few launches, however many tokens there are."""
+        ...
+
 
 class TorchSteps:
     """Plain torch: two launches per operation on a device."""
@@ -81,6 +85,9 @@ class TorchSteps:
         inputs, kept = mixer.split(projected.float(), None if gates is None else gates.float())
         mixed = run_rows(part, layer, mixer, inputs.view(len(part.slots), part.nodes, -1))
         return mixer.finish(mixed.flatten(0, 1), kept).to(projected.dtype)
+
+    def has_kernel(self, mixer: RecurrentMixer) -> bool:
+        return False
 
 
 class TritonSteps:
@@ -106,6 +113,9 @@ class TritonSteps:
 
         assert gates is not None, "a gated delta net has gates"
         return delta_net(mixer, part, layer, projected, gates)
+
+    def has_kernel(self, mixer: RecurrentMixer) -> bool:
+        return isinstance(mixer, DeltaNet)
 
 
 def steps_for(device: torch.device) -> LayerSteps:
