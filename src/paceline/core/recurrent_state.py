@@ -199,8 +199,8 @@ class RowsPass:
 
     slots, start, counts: [B] int64: of each row, its slot, the position of its first node, and its real nodes. A row
         without any is idle: its slot does not change.
-    nodes: L. text: whether no node can be rejected, as in prefill; else the first is text, and the inputs of the others
-        are kept. At most ``WINDOW`` can be.
+    nodes: L. text: whether no node can be rejected, as in prefill; else the inputs of the last ``WINDOW`` are kept, all
+        but the first's, which is text. A tree has no more.
     positions, paths: [B, L] int64 and [B, L, L] int32, of trees: each node's position, and the nodes on the path to it,
         itself last, then L as padding. None: the nodes are a chain.
     """
@@ -217,7 +217,12 @@ class RowsPass:
     @cached_property
     def certain(self) -> Tensor:
         """[B] int64: leading nodes whose inputs become part of the stored state."""
-        return self.counts if self.text else self.counts.clamp(max=1)
+        return self.counts if self.text else torch.minimum(self.counts, (self.counts - WINDOW).clamp(min=1))
+
+    @property
+    def kept(self) -> int:
+        """Upper bound of the inputs that a slot keeps of this pass."""
+        return 0 if self.text else min(self.nodes - 1, WINDOW)
 
     @cached_property
     def applied(self) -> Tensor:
@@ -238,7 +243,7 @@ class RowsPass:
         states, certain, busy = self.states, self.certain, self.counts > 0
         for table, now in ((states.base, self.start + certain), (states.count, self.counts - certain)):
             table[self.slots] = torch.where(busy, now, table[self.slots])
-        states.kept = max(states.kept, 0 if self.text else self.nodes - 1)
+        states.kept = max(states.kept, self.kept)
 
 
 class StatefulCache(KVCache):

@@ -64,11 +64,19 @@ def run_rows(part: RowsPass, layer: int, mixer: RecurrentMixer, inputs: Tensor) 
         stored = _chosen(part.certain > node, after, stored)
         outputs.append(output)
     states.state[layer, slots], states.tail[layer, slots] = _chosen(part.counts > 0, stored, before)
-    if not part.text:
-        earlier = states.inputs[layer, slots, : part.nodes - 1]
-        own = torch.where((part.counts > 0)[:, None, None], inputs[:, 1:], earlier)
-        states.inputs[layer, slots, : part.nodes - 1] = own
+    _keep_inputs(part, layer, inputs)
     return torch.stack(outputs, 1)
+
+
+def _keep_inputs(part: RowsPass, layer: int, inputs: Tensor) -> None:
+    """Store the inputs [B, L, input_width] of the nodes that are not certain; what lies behind them is undefined."""
+    tables = part.states.inputs[layer]
+    node = part.certain[:, None] + torch.arange(part.kept, device=inputs.device)
+    row = torch.arange(len(part.slots), device=inputs.device)[:, None]
+    own = inputs[row, node.clamp(max=part.nodes - 1)]
+    tables[part.slots, : part.kept] = torch.where(
+        (part.counts > 0)[:, None, None], own, tables[part.slots, : part.kept]
+    )
 
 
 def _chosen(where: Tensor, one: _State, other: _State) -> _State:

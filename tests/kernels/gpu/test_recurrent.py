@@ -14,7 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed")
 
 from paceline.core.nodes import Tree
-from paceline.core.recurrent_state import RecurrentStates, RowsPass
+from paceline.core.recurrent_state import WINDOW, RecurrentStates, RowsPass
 from paceline.kernels.attention.base import Plan
 from paceline.kernels.delta import DeltaHeads, DeltaNet
 from paceline.kernels.gpu.steps import LayerSteps, TorchSteps, TritonSteps
@@ -195,3 +195,18 @@ def test_passes_give_what_a_walk_along_the_accepted_tokens_gives(way: str, seed:
             passes.prefill(slots)
         else:
             passes.verify(slots, tree=passes.chance.random() < 0.5)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.one_in(3)
+def test_after_more_tokens_than_a_window_a_text_goes_on_from_one_of_the_last(way: str) -> None:
+    """As where hidden states of a prompt are read, whose text may be cut afterwards."""
+    steps, name = WAYS[way]
+    torch.manual_seed(0)
+    passes = Passes(steps, MIXERS[name](), random.Random(0))
+    after = passes.run([0, 2], [list(range(-1, WINDOW + 2)), [-1, 0]], text=False, tree=False)
+    for slot, reached, accepted in zip((0, 2), after, (5, 1), strict=True):
+        passes.walk.after[slot] = reached[accepted - 1]
+        passes.walk.length[slot] += accepted
+    assert passes.states.base.tolist() == [3, 0, 1]
+    passes.run([0, 2], [[-1], [-1, 0, 1]], text=False, tree=False)
