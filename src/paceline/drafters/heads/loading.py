@@ -105,7 +105,8 @@ def load_own_head(
     """Load the head in the checkpoint of ``target``, with the target's embedding and output head.
 
     path: a GGUF file with the head alone; None: the target's own files.
-    quantization: as for ``load_head_for``. Raises ModelFormatError if its tensors are damaged or another model's.
+    quantization: as for ``load_head_for``. Raises ModelFormatError if its tensors are damaged or another model's, and
+        ParameterError if the quantization is not possible.
     """
     config = load_config(source)
     family = FAMILIES.get(config.get_text_config().model_type)
@@ -115,6 +116,8 @@ def load_own_head(
     name, taps = f"{target.name} (mtp)" if path is None else str(path), (target.layers,)
     where = str(path or target.name)
     if not isinstance(target, NativeModel):
+        if quantization not in ("same", None):
+            raise ParameterError("draft_quantization", quantization, "None with the target's own head in torch")
         head = own_head(config, stored, _ends_of(target, source), where).to(target.device)
         return TorchHead(head, name, taps, target.max_positions)
     shape = torch.empty(target.vocab_size, target.width, dtype=torch.bfloat16, device="meta")
