@@ -18,12 +18,11 @@ from typer.testing import CliRunner
 from paceline.cli.main import app as cli
 from paceline.config import ServerConfig
 from paceline.errors import ModelFormatError, ParameterError
-from paceline.models.description import MLPSpec
+from paceline.models.description import DecoderSpec, DeltaNetSpec, MLPSpec
 from paceline.models.families import FAMILIES
 from paceline.models.families.base import Family
 from paceline.models.gguf_tensors import READABLE, UNREADABLE, fate
 from paceline.models.native_spec import check_description
-from paceline.models.recurrent import is_recurrent
 from paceline.models.shares import ModelShard
 
 WIDTH = 100  # characters of a terminal
@@ -201,7 +200,6 @@ def _columns(alike: list[Family]) -> Iterator[str]:
     family = alike[0]
     spec = family.describe(AutoConfig.for_model(family.model_type, **family.usual))
     assert spec is not None, "the usual configuration of a family runs"
-    dense = all(isinstance(layer.mlp, MLPSpec) for layer in spec.layers)
     about = sys.modules[family.describe.__module__].__doc__ or ""
     yield about.splitlines()[0].removesuffix(".")
     yield ", ".join(f"`{name}`" for each in alike for name in (each.model_type, *each.wrapped_by))
@@ -212,16 +210,22 @@ def _columns(alike: list[Family]) -> Iterator[str]:
         yield "no: needs " + str(error).partition(" without ")[2]
     else:
         yield "bf16, int8, int4"
-    if is_recurrent(spec):
-        yield "no"
-    else:
-        yield "bf16, int8, fp8; graphs" if dense else "bf16; no graphs"
+    yield _on_gpus(spec)
     try:
         ModelShard(0, 2).local(spec)
     except ParameterError:
         yield "no"
     else:
         yield "yes"
+
+
+def _on_gpus(spec: DecoderSpec) -> str:
+    if any(attention.sinks for attention in spec.attentions):
+        return "no"
+    if not all(isinstance(layer.mlp, MLPSpec) for layer in spec.layers):
+        return "bf16; no graphs"
+    has_kernels = all(isinstance(mixer, DeltaNetSpec) for mixer in spec.recurrent)
+    return f"bf16, int8, fp8; {'graphs' if has_kernels else 'no graphs'}"
 
 
 def write_families(page: Path) -> None:

@@ -26,6 +26,7 @@ from paceline.drafters.heads.native import NativeHead
 from paceline.models.loading import load_model
 from paceline.models.native import NativeModel, Quantization
 from paceline.models.recurrent import RecurrentModel
+from paceline.models.transformer import Transformer
 from paceline.models.weights import LoadedTensor
 from toy import POSITIONS, VOCAB
 
@@ -175,6 +176,12 @@ def on_kernels(theirs: PreTrainedModel, quantization: Quantization | None = "int
     """The same model on the CPU kernels."""
     model = ours(theirs)
     return NativeModel.from_weights(model.spec, model.weights, model.name, quantization=quantization, threads=1)
+
+
+def as_on_gpus(theirs: PreTrainedModel) -> Transformer:
+    """The same model as GPUs run it: in padded passes over states and caches, here in torch."""
+    model = ours(theirs)
+    return Transformer(model.spec, model.weights, model.name)
 
 
 def tiny_recurrent(seed: int = 0, **sizes: Any) -> RecurrentModel:

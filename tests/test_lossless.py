@@ -40,7 +40,17 @@ from paceline.lengths.auto import AutoLength
 from paceline.lengths.base import FixedLength, ProfiledLength
 from paceline.lengths.cost import CostModel
 from paceline.models.base import AnyModel, Model
-from recurrent_support import on_kernels, ours, tiny_granite_hybrid, tiny_lfm2, tiny_mtp, tiny_native_recurrent
+from recurrent_support import (
+    SIZES,
+    as_on_gpus,
+    on_kernels,
+    ours,
+    tiny_granite_hybrid,
+    tiny_lfm2,
+    tiny_mtp,
+    tiny_native_recurrent,
+    tiny_qwen3_5,
+)
 from simulation import linear_costs
 from toy import (
     SHAPES,
@@ -96,10 +106,11 @@ MODELS |= {  # the same of another kind: short convolutions
 SHORT_CONVOLUTIONS = ["lfm2", "lfm2 int4", "lfm2 bf16"]
 MODELS |= {  # the same, with heads of two widths and keys that layers share, or with experts between norms of their own
     "gemma4": tiny_native_gemma4,
-    "gemma4 experts": functools.partial(tiny_native_gemma4, **SIZES["experts"]),
+    "gemma4 experts": functools.partial(tiny_native_gemma4, 5, **SIZES["experts and vectors"]),
 }
 OTHER_STATES: dict[str, Callable[[], Model]] = {  # kinds of states that run in torch only
     "mamba2": functools.cache(lambda: ours(tiny_granite_hybrid())),
+    "delta nets as on GPUs": functools.cache(lambda: as_on_gpus(tiny_qwen3_5(**SIZES["ungrouped"]))),
 }
 MODELS |= OTHER_STATES
 DRAFTS["native"] = lambda: tiny_native(1, 1)
@@ -115,6 +126,7 @@ HEADS: dict[str, Callable[[], HeadModel]] = {
     "lfm2": lambda: tiny_native_head(MODELS["lfm2"](), 48),
     "gemma4": lambda: tiny_native_head(tiny_native_gemma4(), 40),
     "gemma4 experts": lambda: tiny_native_head(MODELS["gemma4 experts"](), 64),
+    "delta nets as on GPUs": lambda: tiny_head(MODELS["delta nets as on GPUs"](), 48),
 }
 ASSISTANTS = {"gemma4": lambda: tiny_assistant(tiny_native_gemma4())}
 DRAFTERS = ["model", "self", "ngram", "documents", "never", "always", "sometimes", "ragged", "short", "hybrid"]
@@ -540,6 +552,31 @@ def test_rounds_over_other_kinds_of_states_equal_plain_decoding(
 ) -> None:
     engine = speculative_engine(kind, drafter, length, family, speculation_width=width, prefill_chunk=7)
     assert answers(run(engine, PROMPTS, PARAMS[family])) == plain(kind, family)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "length", "family", "width"),
+    some_slow(
+        [
+            ("model", "random", "mixed", 1),
+            ("model", "caps", "greedy", 3),
+            ("model", "auto", "siblings", 2),
+            ("head", "random", "mixed", 1),
+            ("head", 4, "greedy", 2),
+            ("ngram", "caps", "greedy", 1),
+            ("none", 4, "siblings", 1),
+        ],
+        [("model", "caps", "greedy", 3), ("head", "random", "mixed", 1)],
+    ),
+)
+def test_device_rounds_over_states_equal_plain_decoding(
+    drafter: str, length: int | str, family: str, width: int
+) -> None:
+    kind, options = "delta nets as on GPUs", {"rounds": "device", "attention": "padded", "prefill_chunk": 7}
+    engine = speculative_engine(kind, drafter, length, family, speculation_width=width, **options)
+    assert answers(run(engine, PROMPTS, PARAMS[family])) == plain(kind, family)
+    assert engine.runners.rounds["device"] > 10
+    assert engine.runners.rounds["host"] == 0 or family == "mixed"
 
 
 @needs_kernels

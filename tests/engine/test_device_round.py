@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
 
 from batches import new_batch
 from paceline.config import SamplingParams
@@ -35,11 +36,13 @@ from paceline.kernels.gpu.graphs import Graphs, NoOtherRanks, Ring, Ticket, Uplo
 from paceline.kernels.gpu.lookup import copied
 from paceline.kernels.gpu.ops import ReferenceOps, TritonOps
 from paceline.kernels.gpu.state import read_record, read_trees
+from paceline.kernels.gpu.steps import TorchSteps, TritonSteps
 from paceline.lengths.auto import AutoLength
 from paceline.lengths.cost import CostModel
 from paceline.models.base import Model
 from paceline.models.decoder import Decoder
 from paceline.models.draft_decoder import DraftDecoder
+from recurrent_support import as_on_gpus, tiny_granite_hybrid, tiny_lfm2, tiny_qwen3_5
 from simulation import linear_costs
 from toy import (
     POSITIONS,
@@ -426,9 +429,12 @@ def logits_of(model: Model, text: list[int]) -> Tensor:
 # --- no reads ---------------------------------------------------------------------------------------------------------
 
 
+WITH_STATES = (lambda: as_on_gpus(tiny_qwen3_5()), lambda: tiny_llama(1))
+
+
 def runner(ops: RoundOps, rule: DeviceAcceptance, model: str = "llama", rows: int = 3, width: int = 1) -> DeviceRound:
     """Return a device round with prefilled rows of different lengths."""
-    target, draft = (make() for make in MODELS[model])
+    target, draft = (make() for make in (MODELS | {"hybrid": WITH_STATES})[model])
     batch = new_batch(rows, POSITIONS, VOCAB)
     from paceline.kernels.attention import make_backend
 
@@ -450,18 +456,20 @@ RULES = {
 }
 
 
+@pytest.mark.parametrize("model", ["llama", "hybrid"])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("k", [0, 3])
-def test_a_round_reads_nothing_from_the_device(rule: str, k: int) -> None:
-    rounds = runner(ReferenceOps(), RULES[rule])
+def test_a_round_reads_nothing_from_the_device(rule: str, k: int, model: str) -> None:
+    rounds = runner(ReferenceOps(), RULES[rule], model)
     with torch.inference_mode(), NoHostReads():
         rounds.program(3, k, 64)
         rounds.program(3, k, 64, StepFeatures(adjusts=True, cuts=True, logprobs=5))
         rounds._catch_up(3, 4, 64)
 
 
-def test_a_round_of_trees_reads_nothing_from_the_device() -> None:
-    rounds = runner(ReferenceOps(), RULES["coupled"], width=2)
+@pytest.mark.parametrize("model", ["llama", "hybrid"])
+def test_a_round_of_trees_reads_nothing_from_the_device(model: str) -> None:
+    rounds = runner(ReferenceOps(), RULES["coupled"], model, width=2)
     with torch.inference_mode(), NoHostReads():
         rounds.program(3, 3, 64)
         rounds.program(3, 3, 64, StepFeatures(cuts=True))
@@ -533,6 +541,22 @@ def test_the_loop_reads_only_one_record_per_round(monkeypatch: pytest.MonkeyPatc
         for _ in range(5):
             assert engine.step()
     assert len(reads) == 5
+
+
+@pytest.mark.parametrize(
+    ("theirs", "on_device"), [(tiny_qwen3_5, True), (tiny_lfm2, False), (tiny_granite_hybrid, False)]
+)
+def test_kinds_of_states_without_kernels_stay_on_the_host_and_the_start_line_says_so(
+    theirs: Callable[[], PreTrainedModel], on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = as_on_gpus(theirs())
+    engine = make_engine(target, rounds="host")
+    monkeypatch.setattr(target, "device", torch.device("cuda"))
+    monkeypatch.setattr(target, "steps", TritonSteps())
+    reason = "rounds='host'" if on_device else "recurrent layers of this kind have no GPU kernels"
+    assert f"rounds by the host ({reason}); " in engine.describe()
+    monkeypatch.setattr(target, "steps", TorchSteps())
+    assert "rounds by the host (recurrent layers of this kind have no GPU kernels); " in engine.describe()
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -20,8 +20,10 @@ from paceline.engine.engine import Engine, Request
 from paceline.engine.scoring import PromptScores
 from paceline.errors import EmptyPromptError, ParameterError, PromptTooLongError
 from paceline.llm import LLM
+from paceline.models import loading
 from paceline.models.decoder import Decoder
 from paceline.models.passes import PaddedPasses
+from paceline.models.transformer import Transformer
 from recurrent_support import tiny_config
 
 PLAIN = {"drafter": None, "num_speculative_tokens": 0, "max_batch_size": 2, "dtype": "float32"}
@@ -98,11 +100,14 @@ def test_what_cannot_be_embedded_is_refused() -> None:
     assert llm.embed([], use_tqdm=False).shape[0] == 0
 
 
+@pytest.mark.parametrize("as_on_gpus", [False, True])
 @pytest.mark.parametrize(("rows", "most"), [(1, 64), (2, 85), (7, 144)])
 def test_a_recurrent_state_is_reused_only_where_it_can_be_cut(
-    monkeypatch: pytest.MonkeyPatch, rows: int, most: int
+    monkeypatch: pytest.MonkeyPatch, rows: int, most: int, as_on_gpus: bool
 ) -> None:
     """The choices of a question start from the state before them, once one choice has been read."""
+    if as_on_gpus:
+        monkeypatch.setattr(loading, "RecurrentModel", Transformer)
     model = Qwen3_5ForCausalLM(tiny_config()).eval()
     llm = LLM(model, **PLAIN | {"max_batch_size": rows})  # type: ignore[arg-type]
     read = count_reads(monkeypatch)

@@ -74,7 +74,7 @@ def test_a_state_goes_on_after_rejected_draft_tokens_and_from_where_it_was_saved
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_memory_plan_counts_what_slots_keep(name: str) -> None:
+def test_the_memory_plan_counts_what_slots_keep(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, sizes = MODELS[name]
     model = ours(make(**sizes))
     cache = cache_of(model, 5, 16)
@@ -85,6 +85,8 @@ def test_the_memory_plan_counts_what_slots_keep(name: str) -> None:
     config = EngineConfig(drafter="ngram", num_speculative_tokens=4)
     shape = states.shape
     assert state_bytes(model, config, 4) == 4 * shape.slot_bytes(5) + shape.state_bytes
+    monkeypatch.setattr(model, "device", torch.device("cuda"))  # which allocates what a CPU would not touch
+    assert state_bytes(model, config, 4) == 4 * shape.slot_bytes(WINDOW) + shape.state_bytes
     assert states.inputs.shape[2] == WINDOW
     assert states.state[0, 0].numel() == math.prod(states.shape.state)
 

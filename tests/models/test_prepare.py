@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import copy
 import weakref
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 
+from paceline.config import SamplingParams
+from paceline.drafters.heads.decoder import TorchHead
+from paceline.drafters.heads.loading import load_own_head
 from paceline.errors import ParameterError
 from paceline.kernels.attention import make_backend
 from paceline.kernels.gpu import launch
 from paceline.models import prepare as module
 from paceline.models.prepare import prepare
 from paceline.models.transformer import Transformer
-from toy import ToyModel, make_engine, tiny_llama
+from recurrent_support import as_on_gpus, save_with_head
+from toy import ToyModel, answers, make_engine, run, tiny_llama
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -86,6 +91,33 @@ def test_on_cuda_4_bits_and_foreign_models_are_refused(monkeypatch: pytest.Monke
         module._with_triton(fresh_llama(), "int4", deterministic=False)
     with pytest.raises(ParameterError, match=r"deterministic=True.*native family"):
         module._with_triton(ToyModel(), None, deterministic=True)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_on_cuda_hybrids_have_8_bit_weights_and_are_not_deterministic(
+    quantization: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The product of a delta net's gates is torch's, whose bits depend on the batch."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    monkeypatch.setattr(launch, "interpreted", lambda: True)
+    model = as_on_gpus(save_with_head(tmp_path)[0])
+    with pytest.raises(ParameterError, match=r"deterministic=True.*recurrent layers"):
+        module._with_triton(model, quantization, deterministic=True)
+    if quantization is not None:
+        before = model.weight_bytes()
+        assert module._with_triton(model, quantization, deterministic=False).weight_bytes() < before / 2
+        options = {"rounds": "device", "attention": "padded", "num_speculative_tokens": 2}
+        params = [SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)]
+        head = load_own_head(model, tmp_path)  # whose vocabulary is the target's, read anew
+        with pytest.raises(ParameterError, match=r"draft_quantization='int8'.*torch"):
+            load_own_head(model, tmp_path, quantization="int8")
+        assert isinstance(head, TorchHead)
+        assert head.head.lm_head.weight.dtype == model.dtype
+        plain, drafted = (
+            answers(run(make_engine(model, *heads, drafter=drafter, **options), [[1, 2, 3]], params))
+            for heads, drafter in (((), "ngram"), ((head,), "mtp"))
+        )
+        assert plain == drafted
 
 
 def test_on_a_cpu_fp8_is_refused() -> None:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -18,14 +18,16 @@ from paceline.drafters.heads.loading import load_own_head
 from paceline.engine.engine import Engine
 from paceline.models.base import AnyModel
 from paceline.models.loading import load_model
-from recurrent_support import GRANITE_SIZES, LFM2_SIZES, save_with_head, tiny_granite_hybrid, tiny_lfm2
+from recurrent_support import GRANITE_SIZES, LFM2_SIZES, as_on_gpus, save_with_head, tiny_granite_hybrid, tiny_lfm2
 from toy import VOCAB, RandomLength, ScriptedTrees, answers, make_engine, make_request, run, sometimes, truth_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+WITH_HEAD = ("mtp", "hybrid")  # drafters that read one
 ROWS = 8
 TOKENS = 14
 DOCUMENT = 20  # tokens that all prompts of a prefix test begin with
+ON_DEVICE: dict[str, Any] = {"rounds": "device", "attention": "padded"}
 GREEDY = [SamplingParams(temperature=0, max_tokens=TOKENS, seed=row) for row in range(ROWS)]
 
 
@@ -53,6 +55,9 @@ class Subject:
             for _ in range(TOKENS):
                 text.append(int(self.theirs(torch.tensor([text])).logits[0, -1].argmax()))
         return text[len(prompt) :]
+
+
+Way: TypeAlias = Callable[[Subject], None]
 
 
 def random_qwen3_5(chance: random.Random, seed: int, path: Path) -> Subject:
@@ -91,12 +96,17 @@ def random_sizes(chance: random.Random) -> dict[str, Any]:
 
 
 KINDS = {"qwen3_5": random_qwen3_5, "lfm2": random_lfm2, "granite": random_granite}
+AS_ON_GPUS = " as on GPUs"
+SUBJECTS = [kind + suffix for kind in KINDS for suffix in ("", AS_ON_GPUS)]
 
 
 def subject_of(kind: str, seed: int, path: Path) -> Subject:
     """A random model of a random shape, with prompts of random lengths, half of which begin with one document."""
     chance = random.Random(seed)
-    found = KINDS[kind](chance, seed, path)
+    found = KINDS[kind.removesuffix(AS_ON_GPUS)](chance, seed, path)
+    if kind.endswith(AS_ON_GPUS):
+        found.target = as_on_gpus(found.theirs)
+        found.head = None if found.head is None else load_own_head(found.target, path)
     document = [chance.randrange(VOCAB) for _ in range(DOCUMENT)]
     for row in range(ROWS):
         own = [chance.randrange(VOCAB) for _ in range(chance.randint(1, 12))]
@@ -105,12 +115,13 @@ def subject_of(kind: str, seed: int, path: Path) -> Subject:
     return found
 
 
-def decoded(rows: int, drafter: str | None = None, **options: Any) -> Callable[[Subject], None]:
+def decoded(rows: int, drafter: str | None = None, **options: Any) -> Way:
     """A way to run all prompts at once."""
 
     def check(subject: Subject) -> None:
         engine = subject.engine(rows, drafter, **options)
         assert answers(run(engine, subject.prompts, GREEDY)) == subject.truth
+        assert (engine.runners.rounds["host"] == 0) == ("rounds" in options)
 
     return check
 
@@ -124,22 +135,26 @@ def along_trees(subject: Subject) -> None:
     assert sum(output.outputs[0].metrics.accepted for output in outputs) > 10
 
 
-def after_prefixes(subject: Subject) -> None:
+def after_prefixes(**options: Any) -> Way:
     """One prompt after the other in two slots, after the document alone: they go on from the state at its end."""
-    engine, cached = subject.engine(2, "ngram", prefill_chunk=8), 0
-    run(engine, [subject.prompts[1][:DOCUMENT]], GREEDY[:1])
-    for prompt, params, (truth,) in zip(subject.prompts, GREEDY, subject.truth, strict=True):
-        (output,) = run(engine, [prompt], [params])
-        assert output.outputs[0].token_ids == truth
-        cached += output.cached_tokens
-    assert cached >= 2 * (DOCUMENT - 1)
+
+    def check(subject: Subject) -> None:
+        engine, cached = subject.engine(2, "ngram", prefill_chunk=8, **options), 0
+        run(engine, [subject.prompts[1][:DOCUMENT]], GREEDY[:1])
+        for prompt, params, (truth,) in zip(subject.prompts, GREEDY, subject.truth, strict=True):
+            (output,) = run(engine, [prompt], [params])
+            assert output.outputs[0].token_ids == truth
+            cached += output.cached_tokens
+        assert cached >= 2 * (DOCUMENT - 1)
+
+    return check
 
 
-def joining_and_leaving(drafter: str) -> Callable[[Subject], None]:
+def joining_and_leaving(drafter: str, **options: Any) -> Way:
     """A way in which rows join at random rounds, and some are aborted; the others' answers must not notice."""
 
     def check(subject: Subject) -> None:
-        chance, engine = subject.chance, subject.engine(3, drafter, prefill_chunk=5)
+        chance, engine = subject.chance, subject.engine(3, drafter, prefill_chunk=5, **options)
         engine.parts.policy = RandomLength(chance.randrange(1000), longest=4)
         waiting, begun, aborted = [*range(ROWS), *range(ROWS)], {}, set()
         chance.shuffle(waiting)
@@ -161,47 +176,57 @@ def joining_and_leaving(drafter: str) -> Callable[[Subject], None]:
     return check
 
 
-WITH_HEAD = ("mtp", "hybrid")  # drafters that read one
-WAYS: dict[str, Callable[[Subject], None]] = {
-    "plain, alone": decoded(1),
-    "plain, together": decoded(ROWS),
-    "n-gram, alone": decoded(1, "ngram"),
-    "n-gram, together": decoded(ROWS, "ngram", prefill_chunk=5),
-    "trees": along_trees,
-    "prefixes": after_prefixes,
-    "joins and leaves, n-gram": joining_and_leaving("ngram"),
-}
-WAYS_WITH_HEAD: dict[str, Callable[[Subject], None]] = {
-    "head, alone": decoded(1, "mtp", num_speculative_tokens=3),
-    **{f"head, k {k}": decoded(ROWS, "mtp", num_speculative_tokens=k) for k in (1, 2, 3, 4)},
-    "head, trees": decoded(ROWS, "mtp", num_speculative_tokens=3, speculation_width=2),
-    "hybrid, in chunks": decoded(4, "hybrid", num_speculative_tokens=2, prefill_chunk=4),
-    "joins and leaves, head": joining_and_leaving("mtp"),
-}
+def ways(**options: Any) -> dict[str, Way]:
+    """Ways in which the host and the device can run rounds. options: of the engine."""
+    return {
+        "plain, alone": decoded(1, **options),
+        "plain, together": decoded(ROWS, **options),
+        "n-gram, together": decoded(ROWS, "ngram", prefill_chunk=5, **options),
+        "prefixes": after_prefixes(**options),
+        "joins and leaves, n-gram": joining_and_leaving("ngram", **options),
+    }
+
+
+def ways_with_head(**options: Any) -> dict[str, Way]:
+    """The same with a model's own head."""
+    return {
+        "head, alone": decoded(1, "mtp", num_speculative_tokens=3, **options),
+        **{f"head, k {k}": decoded(ROWS, "mtp", num_speculative_tokens=k, **options) for k in (1, 2, 3, 4)},
+        "head, trees": decoded(ROWS, "mtp", num_speculative_tokens=3, speculation_width=2, **options),
+        "joins and leaves, head": joining_and_leaving("mtp", **options),
+    }
+
+
+def ways_of(kind: str) -> dict[str, Way]:
+    """All ways to run a kind of ``SUBJECTS``."""
+    has_head, as_gpus = kind.startswith("qwen3_5"), kind.endswith(AS_ON_GPUS)
+    found = ways() | {"n-gram, alone": decoded(1, "ngram"), "trees": along_trees}
+    on_device = ways(**ON_DEVICE) if as_gpus else {}
+    if has_head:
+        found |= ways_with_head()
+        found["hybrid, in chunks"] = decoded(4, "hybrid", num_speculative_tokens=2, prefill_chunk=4)
+        on_device |= ways_with_head(**ON_DEVICE) if as_gpus else {}
+    return found | {f"{name}, on the device": way for name, way in on_device.items()}
+
+
+CASES = [(kind, way) for kind in SUBJECTS for way in ways_of(kind)]
 
 
 @pytest.fixture(scope="module")
 def subjects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Subject]:
-    return {kind: subject_of(kind, 0, tmp_path_factory.mktemp(kind)) for kind in KINDS}
+    return {kind: subject_of(kind, 0, tmp_path_factory.mktemp(kind)) for kind in SUBJECTS}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.one_in(5)
-def test_answers_equal_transformers_own_greedy_decoding(way: str, kind: str, subjects: dict[str, Subject]) -> None:
-    WAYS[way](subjects[kind])
-
-
-@pytest.mark.parametrize("way", WAYS_WITH_HEAD)
-@pytest.mark.one_in(3)
-def test_answers_with_the_models_own_head_equal_transformers_own(way: str, subjects: dict[str, Subject]) -> None:
-    WAYS_WITH_HEAD[way](subjects["qwen3_5"])
+@pytest.mark.parametrize(("kind", "way"), CASES)
+@pytest.mark.one_in(4)
+def test_answers_equal_transformers_own_greedy_decoding(kind: str, way: str, subjects: dict[str, Subject]) -> None:
+    ways_of(kind)[way](subjects[kind])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SUBJECTS)
 @pytest.mark.parametrize("seed", range(1, 21))
 def test_answers_of_twenty_models_equal_transformers_own(seed: int, kind: str, tmp_path: Path) -> None:
     subject = subject_of(kind, seed, tmp_path)
-    for check in (*WAYS.values(), *(WAYS_WITH_HEAD.values() if subject.head else ())):
+    for check in ways_of(kind).values():
         check(subject)

@@ -17,6 +17,7 @@ from gguf_support import begun
 from model_support import VOCABULARY, random_tokens, tiny
 from paceline import LLM, SamplingParams
 from paceline.core.nodes import Nodes
+from paceline.errors import ModelFormatError
 from paceline.kernels import native
 from paceline.models.loading import load_model
 from paceline.models.matrices import load_packed
@@ -24,7 +25,8 @@ from paceline.models.native import NativeModel, Quantization
 from paceline.models.native_spec import spec_of
 from paceline.models.recurrent import RecurrentModel, cache_of
 from quantised_support import mxfp4_blocks
-from recurrent_support import randomise
+from recurrent_support import as_on_gpus, randomise
+from toy import make_engine, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_kernels = pytest.mark.skipif(native.select() is None, reason=f"no native kernels: {native.why_none()}")
@@ -106,6 +108,23 @@ def test_greedy_text_is_that_of_transformers_with_and_without_speculation(name: 
         llm = LLM(theirs, drafter=drafter, **options)  # type: ignore[arg-type]
         found = llm.generate(prompts[:rows], params, use_tqdm=False)
         assert [list(output.outputs[0].token_ids) for output in found] == wanted[:rows], drafter
+
+
+def test_experts_between_recurrent_layers_run_as_on_gpus() -> None:
+    theirs = _qwen3_5_moe()
+    prompts = [random_tokens(1, 3 + row, seed=row)[0].tolist() for row in range(4)]
+    engine = make_engine(as_on_gpus(theirs), drafter="ngram", num_speculative_tokens=2, max_model_len=48)
+    params = [SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)] * len(prompts)
+    for prompt, output in zip(prompts, run(engine, prompts, params), strict=True):
+        text = [*prompt, *output.outputs[0].token_ids]
+        with torch.no_grad():
+            wanted = theirs(torch.tensor([text])).logits[0].argmax(-1)
+        assert text[len(prompt) :] == wanted[len(prompt) - 1 : -1].tolist()
+
+
+def test_sinks_are_refused_on_gpus() -> None:
+    with pytest.raises(ModelFormatError, match="gpt_oss models, which have attention sinks, run on CPUs only"):
+        as_on_gpus(_gpt_oss())
 
 
 @needs_kernels

@@ -25,7 +25,7 @@ def test_logits_of_whole_sequences_equal_those_of_transformers(name: str) -> Non
     logits = runner(tokens, torch.arange(12).expand(2, -1))
     assert logits.dtype == torch.float32
     assert (logits - theirs(tokens).logits).abs().max() < TOLERANCE
-    assert runner.calls == list(ours.spec.kv_places)
+    assert runner.calls == list(ours.spec.places)
 
 
 @pytest.mark.parametrize("name", NATIVE)

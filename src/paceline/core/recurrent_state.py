@@ -15,6 +15,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -78,11 +79,14 @@ class SlotPass:
 class RecurrentStates:
     """States of all slots, float32. L recurrent layers, R slots.
 
+    Padded passes (``RowsPass``) read and write them without a read by the host, so that they can be captured.
+
     state [L, R, *shape.state]: after the first ``base[slot]`` tokens.
     tail [L, R, taps - 1, channels]: convolution inputs of the last of these tokens; zeros before the text.
     inputs [L, R, WINDOW, input_width]: of the tokens from position ``base`` on, ``count[slot]`` of them, by slot of the
         KV cache: the input at index i belongs to the token in cache slot base + i.
-    base, count: [R] int64, on the host.
+    base, count: [R] int64, where the states are. On a device, ``reusable``, ``save`` and ``copy`` wait for it.
+    kept: upper bound of ``count`` after padded passes.
 
     Besides, states at some lengths of the slots' texts can be saved, one more than there are slots: they let another
     text begin with a part of this one.
@@ -97,8 +101,8 @@ class RecurrentStates:
         self.state = zeros(*shape.state)
         self.tail = zeros(shape.taps - 1, shape.channels)
         self.inputs = zeros(WINDOW, shape.input_width)
-        self.base = torch.zeros(slots, dtype=torch.int64)
-        self.count = torch.zeros(slots, dtype=torch.int64)
+        self.base, self.count = (torch.zeros(slots, dtype=torch.int64, device=device) for _ in range(2))
+        self.kept = 0
         # (slot, tokens of its text) -> state and tail after them; the least recently used first
         self._saved: OrderedDict[tuple[int, int], tuple[Tensor, Tensor]] = OrderedDict()
 
@@ -150,10 +154,9 @@ class RecurrentStates:
 
     def keep(self, slots: Tensor, text: Tensor, paths: Tensor) -> None:
         """Move the inputs of accepted tree nodes behind the text; arguments as for ``RowTables.keep``."""
-        for slot, start, path in zip(slots.tolist(), text.tolist(), paths.tolist(), strict=True):
-            first = start - int(self.base[slot])
-            kept = self.inputs[:, slot, [first + node for node in path]]
-            self.inputs[:, slot, first : first + len(path)] = kept
+        order = torch.arange(paths.shape[1], device=paths.device)
+        ran = text == self.base[slots]  # idle rows of a captured program did not
+        self.inputs[:, slots[:, None], order] = self.inputs[:, slots[:, None], torch.where(ran[:, None], paths, order)]
 
     def plan(self, nodes: Nodes, *, text: bool) -> list[SlotPass]:
         """Split a forward pass by slots, and check that each can go on where its nodes begin.
@@ -188,6 +191,59 @@ class RecurrentStates:
         for each in passes:
             self.base[each.slot] = each.start + each.certain
             self.count[each.slot] = each.stop - each.first - each.certain
+
+
+@dataclass(frozen=True)
+class RowsPass:
+    """A padded forward pass over states: B rows of L nodes, each row in its own slot.
+
+    slots, start, counts: [B] int64: of each row, its slot, the position of its first node, and its real nodes. A row
+        without any is idle: its slot does not change.
+    nodes: L. text: whether no node can be rejected, as in prefill; else the inputs of the last ``WINDOW`` are kept, all
+        but the first's, which is text. A tree has no more.
+    positions, paths: [B, L] int64 and [B, L, L] int32, of trees: each node's position, and the nodes on the path to it,
+        itself last, then L as padding. None: the nodes are a chain.
+    """
+
+    states: RecurrentStates
+    slots: Tensor
+    start: Tensor
+    counts: Tensor
+    nodes: int
+    text: bool
+    positions: Tensor | None = None
+    paths: Tensor | None = None
+
+    @cached_property
+    def certain(self) -> Tensor:
+        """[B] int64: leading nodes whose inputs become part of the stored state."""
+        return self.counts if self.text else torch.minimum(self.counts, (self.counts - WINDOW).clamp(min=1))
+
+    @property
+    def kept(self) -> int:
+        """Upper bound of the inputs that a slot keeps of this pass."""
+        return 0 if self.text else min(self.nodes - 1, WINDOW)
+
+    @cached_property
+    def applied(self) -> Tensor:
+        """[B] int64: inputs of each slot's last pass that lie before ``start``, as of the first call; 0: it is idle."""
+        between = (self.start - self.states.base[self.slots]).clamp(0, WINDOW)
+        return between.masked_fill((self.start == 0) | (self.counts == 0), 0)
+
+    @cached_property
+    def parents(self) -> Tensor | None:
+        """[B, L] int64, of trees: the number of each node's parent, -1: the text."""
+        if self.positions is None or self.paths is None:
+            return None
+        depth = (self.positions - self.start[:, None])[..., None]
+        return self.paths.long().gather(2, (depth - 1).clamp(min=0)).masked_fill(depth == 0, -1).squeeze(2)
+
+    def finish(self) -> None:
+        """Note what the slots hold after the pass, once all layers have run."""
+        states, certain, busy = self.states, self.certain, self.counts > 0
+        for table, now in ((states.base, self.start + certain), (states.count, self.counts - certain)):
+            table[self.slots] = torch.where(busy, now, table[self.slots])
+        states.kept = max(states.kept, self.kept)
 
 
 class StatefulCache(KVCache):

@@ -138,11 +138,9 @@ class RowState:
         tokens: [B, k + 1] int64. accepted: [B] int64. Returns the number of tokens that each row gained, [B] int64, and
         whether the row had ended before, [B] bool.
         """
-        length, limit, stops = (self.slots.of(getattr(self.tables, name)) for name in ("length", "limit", "stops"))
+        length, limit, stops = self._ends()
         place = torch.arange(tokens.shape[1], device=tokens.device)
-        room = limit - length
-        ended = self._stopped(length, stops) | (room <= 0)
-        ended |= torch.arange(self.rows, device=tokens.device) >= self.live
+        room, ended = limit - length, self.ended()
         stopping = ((tokens[..., None] == stops[:, None]) & (stops >= 0)[:, None]).any(2)
         first_stop = torch.where(stopping, place, tokens.shape[1]).amin(1)
         gained = torch.minimum(torch.minimum(accepted, first_stop) + 1, room).masked_fill(ended, 0)
@@ -150,6 +148,16 @@ class RowState:
         self.text[self.slots.index[:, None], at] = torch.where(place < gained[:, None], tokens, self.text_at(at))
         self.tables.length[self.slots.where] = length + gained
         return gained, ended
+
+    def ended(self) -> Tensor:
+        """Whether each row gains no tokens any more: it is idle, or its answer is complete. [B] bool."""
+        length, limit, stops = self._ends()
+        idle = torch.arange(self.rows, device=length.device) >= self.live
+        return self._stopped(length, stops) | (limit <= length) | idle
+
+    def _ends(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Length, limit [B] and stop tokens [B, S] of the rows now."""
+        return self.slots.of(self.tables.length), self.slots.of(self.tables.limit), self.slots.of(self.tables.stops)
 
     def _stopped(self, length: Tensor, stops: Tensor) -> Tensor:
         """Whether each row's answer ends with one of its stop tokens, [B] bool."""

@@ -293,7 +293,9 @@ class DeviceRound:
         """Return the target's logits [B, k + 1, V] after each row's last token and after each of its draft tokens."""
         start = (before - 1).clamp(min=0)
         tokens = torch.cat([_text(state, start, 1), draft.tokens], dim=1)
-        return self.target.logits(self.target.forward(tokens, start, span, state.slots, tree=draft.tree))
+        # only recurrent states ask which tokens are real: keys and values of others are overwritten unread
+        counts = None if self.target.cuts_anywhere else (draft.counts + 1).masked_fill(state.ended(), 0)
+        return self.target.logits(self.target.forward(tokens, start, span, state.slots, counts, draft.tree))
 
     def _judge(self, draft: Draft, logits: Tensor, state: RowState) -> Tensor:
         if self.rule.independent:

@@ -9,6 +9,7 @@ from paceline.config import MAX_SPECULATION_LENGTH, EngineConfig
 from paceline.core.cache import KVCache
 from paceline.core.cache_budget import KVCacheBudget
 from paceline.core.hardware import available_memory
+from paceline.core.recurrent_state import WINDOW
 from paceline.core.row_tables import grows_on
 from paceline.drafters.heads.decoder import HeadModel
 from paceline.drafters.heads.native import NativeHead
@@ -73,7 +74,8 @@ def state_bytes(target: AnyModel, config: EngineConfig, rows: int) -> int:
     shape = state_shape_of(target)
     if shape is None:
         return 0
-    window = min(config.max_draft_tokens * config.most_width, MAX_SPECULATION_LENGTH) + 1
+    drafted = min(config.max_draft_tokens * config.most_width, MAX_SPECULATION_LENGTH) + 1
+    window = drafted if grows_on(target.device) else WINDOW  # on a CPU the pages behind it stay untouched
     return rows * shape.slot_bytes(window) + shape.state_bytes
 
 

@@ -36,6 +36,8 @@ def why_not_device(parts: Speculation) -> str | None:
         return "the draft vocabulary is chosen on the host"
     if any(getattr(model, "reads_device", False) for model in models):
         return "a model runs through transformers' own code"
+    if any(getattr(model, "states_in_torch", False) for model in models):
+        return "recurrent layers of this kind have no GPU kernels"
     if parts.target.adapters is not None:
         return "adapters differ from row to row"
     if any(decoder.backend.name == "split" for decoder in parts.decoders):

@@ -67,7 +67,8 @@ class Decoder(CachedRows):
 
         longest: upper bound of all positions except those of padding, known to the host.
         rows: the rows of the cache; None: its first ones.
-        counts [B]: number of real tokens per row. The others are padding, whose hidden states are undefined.
+        counts [B]: number of real tokens per row. The others are padding, whose hidden states are undefined. Recurrent
+            states of a row without any do not change.
         tree: parents and depths of the tokens if they are no chain. Not for a FlatModel.
         """
         rows = Slots.listed(range(len(tokens)), tokens.device) if rows is None else rows

@@ -13,20 +13,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from paceline.kernels.attention.base import Attend, AttendAgain, AttendPacked
+from paceline.kernels.attention.base import Attend, AttendAgain, AttendPacked, HasStates
 from paceline.kernels.gpu.state import Norm, PackedHeads
 from paceline.kernels.gpu.steps import ACTIVATIONS, LayerSteps
+from paceline.kernels.spec import LinearWeights, RecurrentMixer
 from paceline.models.description import (
     AttentionSpec,
     DecoderSpec,
     ExpertsSpec,
     LayerSpec,
     MLPSpec,
+    RecurrentSpec,
     Rotary,
     TokenInputsSpec,
 )
 from paceline.models.experts import Experts
 from paceline.models.linear import Linear, LinearFactory
+from paceline.models.mixers import gate_last, mixer_of
 from paceline.models.weights import EXPERTS_NORMS, NORMS
 
 Rotation = tuple[Tensor, Tensor]  # cos and signed sin, each [B, L, 1, R]: the first R of a head's D elements turn
@@ -73,6 +76,19 @@ class WeightSource:
     def linear(self, name: str) -> Linear:
         return self._linear(self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias"))
 
+    def qkv(self, spec: AttentionSpec, layer: str) -> Linear:
+        """Return the linear layer of queries, keys and values, with the gates of gated attention behind them."""
+        stored = LinearWeights(self._weights[f"{layer}.qkv.weight"], self._weights.get(f"{layer}.qkv.bias"))
+        ordered = gate_last(stored, spec)
+        return self._linear(ordered.weight, ordered.bias)
+
+    def mixer(self, spec: RecurrentSpec, layer: str) -> RecurrentMixer:
+        """Return a recurrent layer between its matrices. layer: its name, with a point."""
+        mixer = mixer_of(spec, layer, self._weights)
+        self.kept += [part for part in vars(mixer).values() if isinstance(part, Tensor)]
+        self.kept += [] if mixer.gates is None else [mixer.gates.weight]
+        return mixer
+
     def norm(self, name: str) -> Norm:
         norm, weight = self._spec.norm, self.find(f"{name}.weight")
         if norm.kind == "rms":
@@ -112,19 +128,23 @@ class ForwardContext:
 class _Attention:
     linears = ("qkv", "output")
 
-    def __init__(self, spec: AttentionSpec, parts: WeightSource, index: int, place: int, rotary: int | None) -> None:
-        """index: of the layer. place: its layer of the cache. rotary: number of its rotary positions; None: none."""
+    def __init__(
+        self, spec: AttentionSpec, parts: WeightSource, index: int, place: int, rotaries: Mapping[Rotary, int]
+    ) -> None:
+        """index: of the layer. place: its layer of the cache. rotaries: the numbers of rotary positions."""
         layer = f"layers.{index}"
-        self.spec, self.place, self.rotary = spec, place, rotary
+        self.spec, self.place = spec, place
+        self.rotary = None if spec.rotary is None else rotaries[spec.rotary]
         self.split = [spec.heads, spec.kv_heads, spec.kv_heads] if spec.reads_layer is None else [spec.heads, 0, 0]
         self.packs = spec.qk_norm != "all" and not spec.v_norm and spec.reads_layer is None
-        self.qkv, self.output = parts.linear(f"{layer}.qkv"), parts.linear(f"{layer}.o")
+        self.qkv, self.output = parts.qkv(spec, layer), parts.linear(f"{layer}.o")
         self.qk_norm = parts.qk_norm(spec, layer)
 
     def __call__(self, x: Tensor, forward: ForwardContext) -> Tensor:
         """Attention over the cache: x [N, width] -> [N, width]."""
         spec, attend = self.spec, forward.attend
-        qkv = self.qkv(x).view(forward.rows, -1, sum(self.split), spec.head_dim)
+        heads = self.qkv(x).view(forward.rows, -1, sum(self.split) + spec.heads * spec.gated, spec.head_dim)
+        qkv, gate = heads.tensor_split([sum(self.split)], dim=2)
         rotation = None if self.rotary is None else forward.rotations[self.rotary]
         if isinstance(attend, AttendPacked) and self.packs:
             packed = PackedHeads(qkv, spec.heads, spec.kv_heads, rotation, self.qk_norm, spec.qk_norm_eps)
@@ -136,7 +156,8 @@ class _Attention:
             else:
                 assert isinstance(attend, AttendAgain), "a cache keeps what layers share"
                 out = attend.again(self.place, q, scale=spec.scale, window=spec.window)
-        return self.output(out.transpose(1, 2).reshape(x.shape[0], -1))
+        attended = out.transpose(1, 2).reshape(x.shape[0], -1)
+        return self.output(attended * gate.reshape_as(attended).sigmoid() if spec.gated else attended)
 
     def _heads(self, qkv: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         """Split qkv [B, L, H + 2G, D] -> q [B, L, H, D], k, v [B, L, G, D], with norms and rotation applied."""
@@ -158,6 +179,26 @@ class _Attention:
             return functional.rms_norm(qk, qk.shape[-1:], None, eps) * weight
         parts = qk.split_with_sizes(self.split[:2], dim=2)
         return torch.cat([functional.rms_norm(part, part.shape[-2:], None, eps) for part in parts], 2) * weight
+
+
+class Recurrent:
+    """A recurrent layer (``RecurrentMixer``) between its matrices."""
+
+    linears = ("qkv", "output")
+
+    def __init__(self, spec: RecurrentSpec, parts: WeightSource, index: int, place: int) -> None:
+        """index: of the layer. place: of its state."""
+        layer = f"layers.{index}."
+        self.place, self.mixer = place, parts.mixer(spec, layer)
+        self.qkv, self.output = parts.linear(f"{layer}qkv"), parts.linear(f"{layer}o")
+
+    def __call__(self, x: Tensor, forward: ForwardContext) -> Tensor:
+        """Run the rows' tokens through their states: x [N, width] -> [N, width]."""
+        attend, gates = forward.attend, self.mixer.gates
+        assert isinstance(attend, HasStates), "a cache of the model has its states"
+        assert attend.states is not None
+        of_gates = None if gates is None else functional.linear(x, gates.weight)
+        return self.output(forward.steps.recurrent(self.mixer, attend.states, self.place, self.qkv(x), of_gates))
 
 
 class GatedMLP:
@@ -232,12 +273,19 @@ class TokenInputs:
 
 
 class DecoderLayer:
-    """One layer: attention, then an MLP or a mixture of experts, with the norms and the residual sums between them."""
+    """One layer: attention or a recurrent layer, then an MLP or a mixture of experts, with norms and residual sums."""
 
-    def __init__(self, decoder: DecoderSpec, parts: WeightSource, index: int, place: int, rotary: int | None) -> None:
+    def __init__(
+        self, decoder: DecoderSpec, parts: WeightSource, index: int, place: int, rotaries: Mapping[Rotary, int]
+    ) -> None:
+        """index: of the layer. place: see ``DecoderSpec.places``. rotaries: the numbers of rotary positions."""
         spec, name = decoder.layers[index], f"layers.{index}"
         self.spec, self.index = spec, index
-        self.attention = _Attention(spec.attention, parts, index, place, rotary)
+        self.mixer = (
+            _Attention(spec.mixer, parts, index, place, rotaries)
+            if isinstance(spec.mixer, AttentionSpec)
+            else Recurrent(spec.mixer, parts, index, place)
+        )
         self.norms = {norm: parts.norm(f"{name}.{norm}") for norm in NORMS[spec.norms]}
         self.attention_out_norm, self.mlp_out_norm = self.norms.get("attn_out_norm"), self.norms.get("mlp_out_norm")
         self.mlp = _mlp(spec, parts, name)
@@ -245,7 +293,13 @@ class DecoderLayer:
         self.scale = parts.find(f"{name}.scale.weight")
         shared = [self.mlp.shared] if isinstance(self.mlp, Experts) and isinstance(self.mlp.shared, GatedMLP) else []
         inputs = [] if self.input is None else [self.input]
-        self.owners = (self.attention, self.mlp, *shared, *inputs)  # of linear layers
+        self.owners = (self.mixer, self.mlp, *shared, *inputs)  # of linear layers
+
+    @property
+    def attention(self) -> _Attention:
+        """The mixer, which the caller knows to be attention."""
+        assert isinstance(self.mixer, _Attention), "a recurrent layer has no attention"
+        return self.mixer
 
     @property
     def entry(self) -> Norm | None:
@@ -262,10 +316,10 @@ class DecoderLayer:
         """
         steps = forward.steps
         if self.spec.norms == "after_sum":
-            x = steps.add_norm(x, self.attention(x, forward), self.norms["attn_norm"])[1]
+            x = steps.add_norm(x, self.mixer(x, forward), self.norms["attn_norm"])[1]
             x = steps.add_norm(x, self.mlp(x, steps), self.norms["mlp_norm"])[1]
             return x, x
-        out = self.attention(normed, forward)
+        out = self.mixer(normed, forward)
         if self.attention_out_norm is not None:
             out = self.attention_out_norm(out)
         x, normed = _add(steps, x, out, self.norms.get("mlp_norm"))

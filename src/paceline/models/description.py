@@ -9,6 +9,7 @@ multipliers of every residual branch (``without_residual_scale``).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Literal, TypeAlias
 
 from paceline.core.cache import KVHeads
@@ -257,20 +258,26 @@ class DecoderSpec:
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec))
 
     @property
+    def recurrent(self) -> tuple[RecurrentSpec, ...]:
+        """The mixer of every layer that is not attention."""
+        return tuple(layer.mixer for layer in self.layers if not isinstance(layer.mixer, AttentionSpec))
+
+    @property
     def kv_layers(self) -> tuple[KVHeads, ...]:
         """The key heads of every layer that has keys and values of its own, in the order of the cache's layers."""
         return tuple(KVHeads(a.kv_heads, a.head_dim) for a in self.attentions if a.reads_layer is None)
 
     @property
-    def kv_places(self) -> tuple[int, ...]:
-        """The number, among ``kv_layers``, of the layer whose keys each layer reads; -1 for recurrent layers."""
+    def places(self) -> tuple[int, ...]:
+        """The number of the keys that each layer reads, among ``kv_layers``, or of its state, among ``recurrent``."""
         places: list[int] = []
-        owners = 0
+        keys, states = count(), count()
         for layer in self.layers:
-            own = isinstance(layer.mixer, AttentionSpec) and layer.mixer.reads_layer is None
-            source = None if own or not isinstance(layer.mixer, AttentionSpec) else layer.mixer.reads_layer
-            places.append(owners if own else -1 if source is None else places[source])
-            owners += own
+            if not isinstance(layer.mixer, AttentionSpec):
+                places.append(next(states))
+            else:
+                source = layer.mixer.reads_layer
+                places.append(next(keys) if source is None else places[source])
         return tuple(places)
 
 

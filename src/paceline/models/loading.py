@@ -449,7 +449,8 @@ def _transformer(
 ) -> Model | RecurrentModel:
     spec = _untied_if_stored(spec, names, stored)
     tensors = weights.assemble(weights.place(spec, names, stored, where), dtype, device, progress=progress)
-    return (RecurrentModel if is_recurrent(spec) else Transformer)(spec, tensors, where)
+    in_torch = is_recurrent(spec) and device.type == "cpu"  # unrounded, and what the CPU kernels are packed from
+    return (RecurrentModel if in_torch else Transformer)(spec, tensors, where)
 
 
 def _untied_if_stored(spec: DecoderSpec, names: WeightNames, stored: Mapping[str, weights.StoredTensor]) -> DecoderSpec:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from paceline.kernels.delta import DeltaHeads, DeltaNet
 from paceline.kernels.mamba2 import Mamba2, Mamba2Heads
 from paceline.kernels.short_conv import ShortConv
 from paceline.kernels.spec import LinearWeights, RecurrentMixer
-from paceline.models.description import DeltaNetSpec, Mamba2Spec, RecurrentSpec
+from paceline.models.description import AttentionSpec, DeltaNetSpec, Mamba2Spec, MixerSpec, RecurrentSpec
 
 
 def mixer_of(spec: RecurrentSpec, name: str, weights: Mapping[str, Tensor]) -> RecurrentMixer:
@@ -23,6 +24,19 @@ def mixer_of(spec: RecurrentSpec, name: str, weights: Mapping[str, Tensor]) -> R
     if isinstance(spec, Mamba2Spec):
         return _mamba2_of(spec, name, weights)
     return ShortConv(_conv_of(name, weights))
+
+
+def gate_last(qkv: LinearWeights, spec: MixerSpec) -> LinearWeights:
+    """Move the gates of gated attention, each stored behind its head's query, behind all queries, keys and values."""
+    if not isinstance(spec, AttentionSpec) or not spec.gated:
+        return qkv
+    stacked = 2 * spec.query_width
+
+    def order(rows: Tensor) -> Tensor:
+        heads = rows[:stacked].view(spec.heads, 2, spec.head_dim, *rows.shape[1:])
+        return torch.cat([heads[:, 0].flatten(0, 1), rows[stacked:], heads[:, 1].flatten(0, 1)])
+
+    return qkv.reordered(order)
 
 
 def _conv_of(name: str, weights: Mapping[str, Tensor]) -> Tensor:

@@ -31,13 +31,11 @@ from paceline.models.description import (
     DeltaNetSpec,
     ExpertsSpec,
     Mamba2Spec,
-    MixerSpec,
-    RecurrentSpec,
     TokenInputsSpec,
 )
 from paceline.models.experts import Experts
 from paceline.models.linear import Dense
-from paceline.models.mixers import mixer_of
+from paceline.models.mixers import gate_last, mixer_of
 from paceline.models.transformer import Transformer
 from paceline.models.weights import EXPERTS_NORMS
 
@@ -92,7 +90,7 @@ def spec_of(
         final_norm=weights["norm.weight"] * spec.logits_scale,
         layers=[
             _layer_of(spec, index, place, source)
-            for index, place in enumerate(spec.kv_places if places is None else places)
+            for index, place in enumerate(spec.places if places is None else places)
         ],
         head=source.linear("head") if "head.weight" in weights else None,
         epsilon=spec.norm.eps,
@@ -110,19 +108,6 @@ def _token_table_of(
         return None
     scales = spec.table_scale, spec.project_scale, spec.sum_scale
     return TokenTableWeights(linear("input_table"), linear("input_project"), weights["input_norm.weight"], *scales)
-
-
-def gate_last(qkv: LinearWeights, spec: MixerSpec) -> LinearWeights:
-    """Move the gates of the heads, each stored behind its head's query, behind all queries, keys and values."""
-    if not isinstance(spec, AttentionSpec) or not spec.gated:
-        return qkv
-    stacked = 2 * spec.query_width
-
-    def order(rows: Tensor) -> Tensor:
-        heads = rows[:stacked].view(spec.heads, 2, spec.head_dim, *rows.shape[1:])
-        return torch.cat([heads[:, 0].flatten(0, 1), rows[stacked:], heads[:, 1].flatten(0, 1)])
-
-    return qkv.reordered(order)
 
 
 @dataclass(frozen=True)
@@ -247,19 +232,13 @@ def weights_of(model: Transformer) -> dict[str, Tensor]:
 def check_description(spec: DecoderSpec) -> None:
     """Raise ModelFormatError for a model that the kernels cannot run."""
     check_reference(spec)
-    mixers = recurrent_layers(spec)
-    if any(isinstance(mixer, Mamba2Spec) for mixer in mixers):
+    if any(isinstance(mixer, Mamba2Spec) for mixer in spec.recurrent):
         raise ModelFormatError(f"{_REFUSAL.format(spec.family)} kernels for Mamba-2 layers")
-    if any(isinstance(mixer, DeltaNetSpec) and mixer.norm_eps != spec.norm.eps for mixer in mixers):
+    if any(isinstance(mixer, DeltaNetSpec) and mixer.norm_eps != spec.norm.eps for mixer in spec.recurrent):
         raise ModelFormatError(f"{_REFUSAL.format(spec.family)} recurrent layers with the norms' epsilon")
 
 
 _REFUSAL = "the CPU kernels cannot run a {} model without"
-
-
-def recurrent_layers(spec: DecoderSpec) -> list[RecurrentSpec]:
-    """Return the mixer of every layer that is not attention."""
-    return [layer.mixer for layer in spec.layers if not isinstance(layer.mixer, AttentionSpec)]
 
 
 def check_reference(spec: DecoderSpec) -> None:
@@ -278,8 +257,8 @@ def check_reference(spec: DecoderSpec) -> None:
         ),
         "experts of one shape in all layers": len({replace(mixture, shared=None) for mixture in experts}) <= 1,
         "rotary positions": all(attention.rotary is not None for attention in attentions),
-        "heads of one shape beside recurrent layers": len(shapes) == 1 or not recurrent_layers(spec),
-        "recurrent layers of one shape": len(set(recurrent_layers(spec))) <= 1,
+        "heads of one shape beside recurrent layers": len(shapes) == 1 or not spec.recurrent,
+        "recurrent layers of one shape": len(set(spec.recurrent)) <= 1,
         "attention in some layer": bool(attentions),
         "vectors by token for its MLP's activation": spec.token_inputs is None
         or {mlp.activation for mlp in mlps} == {spec.token_inputs.activation},

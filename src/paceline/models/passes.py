@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, groupby
 from typing import NamedTuple, Protocol
 
@@ -17,8 +18,9 @@ from paceline.core.batch import Batch
 from paceline.core.cache import KVCache
 from paceline.core.draft import Draft, real_places
 from paceline.core.nodes import Nodes, Tree
+from paceline.core.recurrent_state import RowsPass, StatefulCache
 from paceline.core.slots import Slots
-from paceline.kernels.attention import AttentionBackend
+from paceline.kernels.attention import AttentionBackend, Plan
 from paceline.kernels.attention.cached import CachedAttend, PackedCachedAttend
 from paceline.models.base import AnyModel, FlatModel, Model, RowAdapters
 
@@ -140,40 +142,61 @@ class PaddedPasses(Passes):
         rows: Slots,
         counts: Tensor | None = None,
         tree: Tree | None = None,
+        *,
+        text: bool = False,
     ) -> Tensor:
+        """See ``Decoder.forward``. text: whether no token can be rejected later."""
         depths = torch.arange(tokens.shape[1], device=tokens.device) if tree is None else tree.depths
         ancestors = None if tree is None else tree.ancestors
         plan = self._backend.plan(start[:, None] + depths, min(longest, self.cache.positions + 1), ancestors)
-        attend = (PackedCachedAttend if self.packs else CachedAttend)(self.cache, self._backend, plan, rows)
+        states = self._over_states(plan, start, rows, counts, text=text)
+        attend = (PackedCachedAttend if self.packs else CachedAttend)(self.cache, self._backend, plan, rows, states)
         if self._adapters is not None:
             assert rows.numbers is not None, "captured programs know no adapters"
             self._adapters.use(self.cache.adapter_of[list(rows.numbers)].tolist())
-        states = self._model.hidden_states(self._known(tokens), plan.positions, attend, self._taps)
-        if self.reader is not None and states.features is not None:
+        found = self._model.hidden_states(self._known(tokens), plan.positions, attend, self._taps)
+        if states is not None:
+            states.finish()
+        if self.reader is not None and found.features is not None:
             of_tokens = rows.index[:, None].expand_as(tokens).flatten()
-            self.reader.read(of_tokens, plan.slots.flatten(), states.features.flatten(0, 1))
-        return states.hidden
+            self.reader.read(of_tokens, plan.slots.flatten(), found.features.flatten(0, 1))
+        return found.hidden
+
+    def _over_states(
+        self, plan: Plan, start: Tensor, rows: Slots, counts: Tensor | None, *, text: bool
+    ) -> RowsPass | None:
+        """Return the pass over the recurrent states; None if the model has none."""
+        if not isinstance(self.cache, StatefulCache):
+            return None
+        nodes = plan.positions.shape[1]
+        counts = torch.full_like(start, nodes) if counts is None else counts
+        part = RowsPass(self.cache.states, rows.index, start, counts, nodes, text)
+        return part if plan.ancestors is None else replace(part, positions=plan.positions, paths=plan.paths)
 
     def verify(self, batch: Batch, draft: Draft) -> Tensor:
         return self.block(batch, draft)
 
     def read(self, parts: Sequence[Part]) -> list[Tensor]:
+        return self._run(parts, text=False)
+
+    def fill(self, parts: Sequence[Part]) -> None:
+        self._run(parts, text=True)
+
+    def _run(self, parts: Sequence[Part], *, text: bool) -> list[Tensor]:
         """Each group of consecutive slots is one pass, over a view of the cache."""
         hidden: list[Tensor] = []
         for _, run in groupby(enumerate(parts), lambda entry: entry[1].slot - entry[0]):
-            hidden += self._read_consecutive([part for _, part in run])
+            hidden += self._run_consecutive([part for _, part in run], text=text)
         return hidden
 
-    def _read_consecutive(self, parts: Sequence[Part]) -> list[Tensor]:
+    def _run_consecutive(self, parts: Sequence[Part], *, text: bool) -> list[Tensor]:
         slots, firsts, texts = zip(*parts, strict=True)
         device, sizes = texts[0].device, [len(text) for text in texts]
         tokens = torch.nn.utils.rnn.pad_sequence(list(texts), batch_first=True)
         start, counts = torch.tensor(firsts, device=device), torch.tensor(sizes, device=device)
-        hidden = self.forward(tokens, start, max(firsts) + max(sizes), Slots.listed(slots, device), counts)
+        longest = max(firsts) + max(sizes)
+        hidden = self.forward(tokens, start, longest, Slots.listed(slots, device), counts, text=text)
         return [of_row[:size] for of_row, size in zip(hidden, sizes, strict=True)]
-
-    def fill(self, parts: Sequence[Part]) -> None:
-        self.read(parts)
 
     def branches(self, batch: Batch, draft: Draft, new: Sequence[range]) -> Tensor:
         row = [row for row, indices in enumerate(new) for _ in indices]

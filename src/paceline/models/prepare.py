@@ -69,6 +69,8 @@ def _with_triton(model: AnyModel, quantization: QuantizationName | None, determi
         raise ParameterError(field, value, f"not possible here: {model.name} is not of a native family")
     if model.reads_device:
         raise ParameterError(field, value, f"not possible yet: {model.name} is a mixture of experts")
+    if deterministic and model.state_shape is not None:
+        raise ParameterError("deterministic", deterministic, f"not possible yet: {model.name} has recurrent layers")
     if quantization == "int4":
         raise ParameterError(field, value, "'int8' or 'fp8' on CUDA devices")
     if quantization == "fp8" and not has_fp8(model.device):

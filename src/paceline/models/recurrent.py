@@ -15,7 +15,6 @@ from paceline.config import QuantizationName
 from paceline.core.cache import KVCache, KVHeads
 from paceline.core.nodes import Nodes
 from paceline.core.recurrent_state import StatefulCache, StateShape
-from paceline.errors import ModelFormatError
 from paceline.kernels import reference
 from paceline.models.base import WITHOUT_KERNELS, AnyModel, HiddenStates, OwnKVLayers, check_taps
 from paceline.models.description import AttentionSpec, DecoderSpec, MixerSpec
@@ -50,10 +49,7 @@ def cache_of(model: AnyModel, rows: int, positions: int) -> KVCache:
 
 
 def is_recurrent(spec: DecoderSpec) -> bool:
-    """Whether ``RecurrentModel`` runs a model: one with recurrent layers, gated attention or attention sinks.
-
-    The attention backends of ``Transformer`` have neither gates nor sinks.
-    """
+    """Whether ``RecurrentModel`` runs a model on a CPU: one with recurrent layers, gated attention or sinks."""
     return not all(_is_usual(layer.mixer) for layer in spec.layers)
 
 
@@ -64,8 +60,7 @@ def _is_usual(mixer: MixerSpec) -> bool:
 class RecurrentModel:
     """A decoder with recurrent layers, unrounded in torch; implements ``FlatModel`` and ``Recurrent``.
 
-    weights: tensors by the names of ``models.weights.slots``. They are computed with in float32.
-    Raises ModelFormatError on another device than the CPU.
+    weights: tensors by the names of ``models.weights.slots``, on the CPU. They are computed with in float32.
     """
 
     kernels = WITHOUT_KERNELS
@@ -73,8 +68,6 @@ class RecurrentModel:
 
     def __init__(self, spec: DecoderSpec, weights: Mapping[str, Tensor], name: str) -> None:
         embedding = weights["embed.weight"]
-        if embedding.device.type != "cpu":
-            raise ModelFormatError(f"{name}: {spec.family} models run on CPUs only; use device='cpu'")
         self.spec, self.weights, self.name = spec, weights, name
         self._packable = packable = spec_of(spec, weights)
         self.vocab_size, self.layers, self.width = spec.vocab_size, len(spec.layers), spec.width

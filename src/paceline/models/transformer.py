@@ -11,14 +11,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from paceline.errors import ModelFormatError
 from paceline.kernels.attention.base import Attend
 from paceline.kernels.gpu.state import Norm
 from paceline.kernels.gpu.steps import steps_for
+from paceline.kernels.spec import RecurrentMixer
 from paceline.models.base import HiddenStates, RowAdapters, check_taps
 from paceline.models.decoder_layers import (
     DecoderLayer,
     ForwardContext,
     GatedMLP,
+    Recurrent,
     RotaryAngles,
     TokenInputs,
     WeightSource,
@@ -56,6 +59,14 @@ def cap(logits: Tensor, limit: float) -> Tensor:
 _OURS = {"output": "o"}  # attributes of layers whose names in ``weights.slots`` are others
 
 
+def _check(spec: DecoderSpec) -> None:
+    """Raise ModelFormatError for a model that ``Transformer`` cannot run."""
+    if any(attention.sinks for attention in spec.attentions):
+        raise ModelFormatError(f"{spec.family} models, which have attention sinks, run on CPUs only; use device='cpu'")
+    if len(set(spec.recurrent)) > 1:
+        raise ModelFormatError(f"{spec.family}: recurrent layers of several shapes")
+
+
 class Transformer:
     """A decoder of a native family; implements ``Model``. spec: its description.
 
@@ -73,6 +84,7 @@ class Transformer:
         linear: LinearFactory = Dense,
         places: Sequence[int] | None = None,
     ) -> None:
+        _check(spec)
         self.spec, self.name = spec, name
         self.vocab_size, self.layers = spec.vocab_size, len(spec.layers)
         first = spec.attentions[0]
@@ -85,7 +97,7 @@ class Transformer:
         self.steps = steps_for(self.device)
         self.adapters: RowAdapters | None = None  # see ``models.adapters``
         parts = WeightSource(spec, weights, linear)
-        self._build(parts, spec.kv_places if places is None else places)
+        self._build(parts, spec.places if places is None else places)
         self._kept = tuple(parts.kept)
 
     def _build(self, parts: WeightSource, places: Sequence[int]) -> None:
@@ -97,14 +109,16 @@ class Transformer:
         rotaries = rotaries_of(spec)
         self._angles = [RotaryAngles(rotary, self.dtype, self.device) for rotary in rotaries]
         numbers = {rotary: number for number, rotary in enumerate(rotaries)}
-        self._blocks = [
-            DecoderLayer(spec, parts, index, place, numbers.get(layer.attention.rotary))  # type: ignore[arg-type]
-            for index, (layer, place) in enumerate(zip(spec.layers, places, strict=True))
-        ]
+        self._blocks = [DecoderLayer(spec, parts, index, place, numbers) for index, place in enumerate(places)]
+        mixers = self._recurrent_mixers()
+        self.state_shape = mixers[0].shape(len(mixers)) if mixers else None
         inputs = spec.token_inputs
         self._token_inputs = None if inputs is None else TokenInputs(inputs, parts, self.dtype)
         self._norm = parts.norm("norm") if spec.final_norm else None
         self._head = parts.linear("embed" if spec.tied else "head")
+
+    def _recurrent_mixers(self) -> list[RecurrentMixer]:
+        return [block.mixer.mixer for block in self._blocks if isinstance(block.mixer, Recurrent)]
 
     def _linears(self) -> Iterator[tuple[object, str]]:
         """Yield the owner and attribute name of each linear layer."""
@@ -138,6 +152,11 @@ class Transformer:
     def reads_device(self) -> bool:
         """Whether a forward pass waits for the device, so that it cannot be captured in a graph."""
         return any(isinstance(layer.mlp, ExpertsSpec) for layer in self.spec.layers)
+
+    @property
+    def states_in_torch(self) -> bool:
+        """Whether recurrent layers run on a GPU without kernels: token by token, in more launches than a graph has."""
+        return self.device.type == "cuda" and not all(map(self.steps.has_kernel, self._recurrent_mixers()))
 
     def hidden_states(
         self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int] = ()
@@ -273,5 +292,6 @@ class Transformer:
         """Return the multiply-adds of all weight matrices for one token; see ``Counted``."""
         others = [matrix for matrix in (self._project_in, self._project_out) if matrix is not None]
         experts = (block.mlp.used_multiply_adds() for block in self._blocks if isinstance(block.mlp, Experts))
+        others += [mixer.gates.weight for mixer in self._recurrent_mixers() if mixer.gates is not None]
         matrices = (linear.tensors()[0].numel() for linear in self.linears())
         return sum(matrices) + sum(matrix.numel() for matrix in others) + sum(experts)

@@ -80,6 +80,7 @@ TYPES = {
     "seed": "*i64", "length": "*i64", "values": "*fp64", "tokens": "*i32", "drawn": "*i32", "draft_tokens": "*i64",
     "counts": "*i64", "text": "*i64", "prompt_length": "*i64", "limit": "*i64", "stops": "*i64", "live": "*i64",
     "record": "*i64", "accepted": "*i64", "rate": "fp32", "scales": "*fp32", "tickets": "*i32", "cosine": "*fp32",
+    "start": "*i64", "applied": "*i64", "certain": "*i64", "paths": "*i32",
     "own": "*fp32", "seen": "*fp32", "presence": "*fp32", "frequency": "*fp32",
     "repetition": "*fp32", "min_length": "*i64", "floors": "*fp32", "top_k": "*i64", "top_p": "*fp32",
     "frequencies": "*fp32", "amplitude": "fp32", "epsilon": "fp32",
@@ -237,7 +238,30 @@ def between() -> dict[str, Used]:
     return found
 
 
-FAMILIES = [attention, drawing, accepting, shaping, linears, rotary, between]
+def recurrent() -> dict[str, Used]:
+    from paceline.kernels.gpu.recurrent import COLUMNS, VALUES, delta_kernel, finish_kernel, keep_kernel
+
+    found = {}
+    shapes = [(16, 16), (16, 32), (16, 48)]  # key and value heads of the smaller Qwen3.5, and of the larger ones
+    for element in list(POINTERS.values())[: 1 if FEW else None]:
+        types = dict.fromkeys(("projected", "gates", "conv", "decay_bias", "norm", "out"), element)
+        types |= dict.fromkeys(("rate", "state", "tail", "inputs", "mixed"), "*fp32")
+        for keys, values in shapes[: 1 if FEW or element != "*bf16" else None]:
+            heads = {"KEY_HEADS": keys, "VALUE_HEADS": values, "KEY_DIM": 128, "VALUE_DIM": 128}
+            blocks = {"TAPS": 4, "KEPT": 32, "BLOCK_K": 128, "BLOCK_V": VALUES, "SCALE": 128**-0.5}
+            for tree in (False, True):
+                constants = heads | blocks | {"TREE": tree}
+                key = f"delta {element} heads={keys}/{values} tree={tree}"
+                found[key] = build(delta_kernel, constants, fusion=False, **types)
+            channels = 128 * (2 * keys + values)
+            sizes = {"CHANNELS": channels, "WIDTH": channels + 2 * values, "TAPS": 4, "KEPT": 32, "BLOCK": COLUMNS}
+            found[f"keep {element} heads={keys}/{values}"] = build(keep_kernel, sizes, **types)
+            line = {"VALUE_HEADS": values, "VALUE_DIM": 128, "CHANNELS": channels, "BLOCK_V": 128}
+            found[f"finish delta {element} heads={keys}/{values}"] = build(finish_kernel, line, warps=1, **types)
+    return found
+
+
+FAMILIES = [attention, drawing, accepting, shaping, linears, rotary, between, recurrent]
 HEAD = """# The kernels, and what they use
 
 Registers and bytes spilled are a thread's, bytes of shared memory a program's, as the assembler says them for each

@@ -210,6 +210,8 @@ class HeadPasses(PaddedPasses):
         rows: Slots,
         counts: Tensor | None = None,
         tree: Tree | None = None,
+        *,
+        text: bool = False,
     ) -> Tensor:
         """Read tokens of the text, [B, L], from position ``start``, [B], on. Returns normed states [B, L, width]."""
         assert tree is None, "a head reads trees in ``block``"

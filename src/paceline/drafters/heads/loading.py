@@ -9,6 +9,7 @@ from pathlib import Path, PurePath
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from paceline.config import QuantizationName
 from paceline.drafters.heads.assistant_loading import is_assistant, load_assistant
@@ -25,9 +26,11 @@ from paceline.models.families import FAMILIES
 from paceline.models.gguf import GGUFFile
 from paceline.models.gguf_config import is_head_alone
 from paceline.models.hub import resolve
+from paceline.models.linear import Dense
 from paceline.models.loading import head_tensors, load_config, load_embedding, load_output
 from paceline.models.native import NativeModel
 from paceline.models.recurrent import RecurrentModel
+from paceline.models.transformer import Transformer
 
 log = logging.getLogger("paceline")
 
@@ -102,7 +105,8 @@ def load_own_head(
     """Load the head in the checkpoint of ``target``, with the target's embedding and output head.
 
     path: a GGUF file with the head alone; None: the target's own files.
-    quantization: as for ``load_head_for``. Raises ModelFormatError if its tensors are damaged or another model's.
+    quantization: as for ``load_head_for``. Raises ModelFormatError if its tensors are damaged or another model's, and
+        ParameterError if the quantization is not possible.
     """
     config = load_config(source)
     family = FAMILIES.get(config.get_text_config().model_type)
@@ -112,16 +116,28 @@ def load_own_head(
     name, taps = f"{target.name} (mtp)" if path is None else str(path), (target.layers,)
     where = str(path or target.name)
     if not isinstance(target, NativeModel):
-        assert isinstance(target, RecurrentModel), "only families that it runs have such heads"
-        weights = target.weights
-        ends = weights["embed.weight"].float(), weights.get("head.weight", weights["embed.weight"]).float()
-        return TorchHead(own_head(config, stored, ends, where), name, taps, target.max_positions)
+        if quantization not in ("same", None):
+            raise ParameterError("draft_quantization", quantization, "None with the target's own head in torch")
+        head = own_head(config, stored, _ends_of(target, source), where).to(target.device)
+        return TorchHead(head, name, taps, target.max_positions)
     shape = torch.empty(target.vocab_size, target.width, dtype=torch.bfloat16, device="meta")
     head = own_head(config, stored, (shape, shape), where)
     wanted = target.quantization if quantization == "same" else quantization
     if wanted == "fp8":
         raise ParameterError("draft_quantization", quantization, "None, 'int8' or 'int4' on a CPU")
     return NativeHead(head, name, taps, target.max_positions, quantization=wanted, target=target)
+
+
+def _ends_of(target: AnyModel, source: Source) -> tuple[Tensor, Tensor]:
+    """Return the embedding and the output head [V, H] of a target in torch, in the type that it computes in."""
+    if isinstance(target, Transformer):
+        embedding, output, _ = target.ends()
+        if isinstance(output, Dense):
+            return embedding, output.weight
+        return embedding, load_output(source, dtype=target.dtype, device=target.device)
+    assert isinstance(target, RecurrentModel), "only families that it runs have such heads"
+    weights = target.weights
+    return weights["embed.weight"].float(), weights.get("head.weight", weights["embed.weight"]).float()
 
 
 def prepare_head(

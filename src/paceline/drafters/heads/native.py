@@ -24,9 +24,10 @@ from paceline.kernels.attention import AttentionBackend
 from paceline.kernels.pack import INPUT_MULTIPLE
 from paceline.kernels.spec import FusionWeights, LayerWeights, LinearWeights, NativeSpec
 from paceline.models.draft_vocabulary import NEVER
+from paceline.models.mixers import gate_last
 from paceline.models.native import HEAD_FORMAT, LAYER_FORMAT, NativeModel, Quantization
 from paceline.models.native_draft import NativeDrafting
-from paceline.models.native_spec import check_description, check_spec, gate_last
+from paceline.models.native_spec import check_description, check_spec
 from paceline.models.packing import PackedDecoder, packed_size
 from paceline.models.short_head import PackedShortHead, PassBytes, column_bytes
 

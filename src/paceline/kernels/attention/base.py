@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from paceline.core.recurrent_state import RowsPass
 from paceline.core.slots import Slots
 from paceline.kernels.gpu.state import PackedHeads
 
@@ -114,6 +115,16 @@ class AttendAgain(Protocol):
 
     def again(self, layer: int, q: Tensor, *, scale: float | None, window: int | None) -> Tensor:
         """Attention of q [B, H, L, D] over what this forward pass has written to the cache's layer -> [B, H, L, D]."""
+        ...
+
+
+@runtime_checkable
+class HasStates(Protocol):
+    """An ``Attend`` of a forward pass that may run recurrent layers, too."""
+
+    @property
+    def states(self) -> RowsPass | None:
+        """The pass over the rows' recurrent states; None if the model has none."""
         ...
 
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 from torch import Tensor
 
 from paceline.core.cache import KVCache
+from paceline.core.recurrent_state import RowsPass
 from paceline.core.slots import Slots
 from paceline.kernels.attention.base import AttentionBackend, Plan
 from paceline.kernels.gpu.state import PackedHeads
 
 
 class CachedAttend:
-    """An ``Attend`` over the rows of a cache in ``rows``, for one forward pass."""
+    """An ``Attend`` over the rows of a cache in ``rows``, for one forward pass. states: its recurrent ones, if any."""
 
-    def __init__(self, cache: KVCache, backend: AttentionBackend, plan: Plan, rows: Slots) -> None:
-        self.cache, self.backend, self.plan, self.rows = cache, backend, plan, rows
+    def __init__(
+        self, cache: KVCache, backend: AttentionBackend, plan: Plan, rows: Slots, states: RowsPass | None = None
+    ) -> None:
+        self.cache, self.backend, self.plan, self.rows, self.states = cache, backend, plan, rows, states
         plan.cache_rows = rows
         self._indices: dict[int, Tensor] = {}  # by table of the cache
 

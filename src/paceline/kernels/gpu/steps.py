@@ -9,8 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from paceline.core.recurrent_state import RowsPass
+from paceline.kernels.delta import DeltaNet
 from paceline.kernels.gpu.launch import why_not
 from paceline.kernels.gpu.state import Norm
+from paceline.kernels.recurrent import run_rows
+from paceline.kernels.spec import RecurrentMixer
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -51,6 +55,19 @@ class LayerSteps(Protocol):
         """[N, 2 I], gates first -> activation(gate) * up, [N, I]."""
         ...
 
+    def recurrent(
+        self, mixer: RecurrentMixer, part: RowsPass, layer: int, projected: Tensor, gates: Tensor | None
+    ) -> Tensor:
+        """Run a padded pass through a recurrent layer's states -> the input of its second matrix [N, ...].
+
+        layer: of the states. projected, gates [N, ...]: outputs of the first matrix and of ``mixer.gates``.
+        """
+        ...
+
+    def has_kernel(self, mixer: RecurrentMixer) -> bool:
+        """Whether ``recurrent`` is a few launches, however many tokens there are."""
+        ...
+
 
 class TorchSteps:
     """Plain torch: two launches per operation on a device."""
@@ -61,6 +78,16 @@ class TorchSteps:
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         return gate(gate_up, activation)
+
+    def recurrent(
+        self, mixer: RecurrentMixer, part: RowsPass, layer: int, projected: Tensor, gates: Tensor | None
+    ) -> Tensor:
+        inputs, kept = mixer.split(projected.float(), None if gates is None else gates.float())
+        mixed = run_rows(part, layer, mixer, inputs.view(len(part.slots), part.nodes, -1))
+        return mixer.finish(mixed.flatten(0, 1), kept).to(projected.dtype)
+
+    def has_kernel(self, mixer: RecurrentMixer) -> bool:
+        return False
 
 
 class TritonSteps:
@@ -76,6 +103,19 @@ class TritonSteps:
 
         run = by_triton if activation in ACTIVATIONS else gate
         return run(gate_up, activation)
+
+    def recurrent(
+        self, mixer: RecurrentMixer, part: RowsPass, layer: int, projected: Tensor, gates: Tensor | None
+    ) -> Tensor:
+        if not isinstance(mixer, DeltaNet):
+            return TorchSteps().recurrent(mixer, part, layer, projected, gates)
+        from paceline.kernels.gpu.recurrent import delta_net
+
+        assert gates is not None, "a gated delta net has gates"
+        return delta_net(mixer, part, layer, projected, gates)
+
+    def has_kernel(self, mixer: RecurrentMixer) -> bool:
+        return isinstance(mixer, DeltaNet)
 
 
 def steps_for(device: torch.device) -> LayerSteps:

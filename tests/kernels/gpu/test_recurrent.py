@@ -1,0 +1,212 @@
+"""Recurrent layers over padded passes, in the kernels and in torch, against a plain walk along each row's path."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from paceline.core.nodes import Tree
+from paceline.core.recurrent_state import WINDOW, RecurrentStates, RowsPass
+from paceline.kernels.attention.base import Plan
+from paceline.kernels.delta import DeltaHeads, DeltaNet
+from paceline.kernels.gpu.steps import LayerSteps, TorchSteps, TritonSteps
+from paceline.kernels.mamba2 import Mamba2, Mamba2Heads
+from paceline.kernels.short_conv import ShortConv
+from paceline.kernels.spec import LinearWeights, RecurrentMixer
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:overflow")]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SLOTS, LAYERS = 3, 2
+HEADS = {
+    "grouped": DeltaHeads(1, 2, 16, 16, 4),
+    "two blocks": DeltaHeads(1, 1, 24, 48, 2),
+    "many taps": DeltaHeads(2, 2, 8, 12, 5),
+}
+
+
+def delta(heads: DeltaHeads, dtype: torch.dtype = torch.float32) -> DeltaNet:
+    return DeltaNet(
+        heads=heads,
+        gates=LinearWeights(torch.empty(0)),
+        conv=normal(heads.channels, heads.taps).to(dtype),
+        rate=-normal(heads.value_heads).exp() / 4,  # states that decay slowly enough to matter
+        bias=normal(heads.value_heads).to(dtype),
+        norm=normal(heads.value_dim).to(dtype),
+        epsilon=1e-6,
+    )
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape).to(DEVICE)
+
+
+def mamba2() -> Mamba2:
+    heads = Mamba2Heads(4, 8, 2, 16, 3)
+    vectors = -normal(4).exp() / 4, normal(4), normal(4), normal(heads.width)
+    return Mamba2(heads, normal(heads.channels, 3), normal(heads.channels), *vectors, 1e-6)
+
+
+MIXERS: dict[str, Callable[[], RecurrentMixer]] = {
+    **{f"delta {name}": lambda heads=heads: delta(heads) for name, heads in HEADS.items()},  # type: ignore[misc]
+    "mamba-2": mamba2,
+    "short convolution": lambda: ShortConv(normal(24, 3)),
+}
+WAYS = {f"triton, {name}": (TritonSteps(), name) for name in MIXERS if "delta" in name}
+WAYS |= {f"torch, {name}": (TorchSteps(), name) for name in MIXERS}
+
+
+def width_of(mixer: RecurrentMixer) -> int:
+    """Outputs of a layer's first matrix."""
+    if isinstance(mixer, DeltaNet):
+        return mixer.heads.channels + mixer.heads.value_heads * mixer.heads.value_dim
+    if isinstance(mixer, Mamba2):
+        return mixer.heads.width + mixer.heads.channels + mixer.heads.heads
+    return 3 * mixer.shape(1).channels
+
+
+class Walk:
+    """The texts of slots, each with its state and last inputs after its tokens so far: the truth, token by token."""
+
+    def __init__(self, mixer: RecurrentMixer) -> None:
+        self.mixer, shape = mixer, mixer.shape(1)
+        start = torch.zeros(shape.state, device=DEVICE), torch.zeros(shape.taps - 1, shape.channels, device=DEVICE)
+        self.after = [start] * SLOTS
+        self.length, self._start = [0] * SLOTS, start
+
+    def begin(self, slot: int) -> None:
+        self.after[slot], self.length[slot] = self._start, 0
+
+    def run(
+        self, slot: int, inputs: Tensor, parents: Sequence[int]
+    ) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
+        """Run nodes after a slot's text -> their outputs, and what lies behind each. parents: -1 is the text."""
+        reached, outputs = [], []
+        for own, parent in zip(inputs, parents, strict=True):
+            state, tail = self.after[slot] if parent < 0 else reached[parent]
+            channels = tail.shape[1]
+            window = torch.cat([tail, own[None, :channels]])
+            output, state = self.mixer.append(state, window, own[channels:])
+            reached.append((state, window[1:]))
+            outputs.append(output)
+        return outputs, reached
+
+
+class Passes:
+    """Padded passes of random rows through a layer of states, each checked against ``Walk``."""
+
+    def __init__(self, steps: LayerSteps, mixer: RecurrentMixer, chance: random.Random) -> None:
+        self.steps, self.mixer, self.chance = steps, mixer, chance
+        self.states = RecurrentStates(mixer.shape(LAYERS), SLOTS, DEVICE)
+        for table in (self.states.state, self.states.tail, self.states.inputs):
+            table.normal_()  # what earlier texts left
+        self.walk = Walk(mixer)
+
+    def run(self, slots: list[int], parents: list[list[int]], *, text: bool, tree: bool) -> list[list[Any]]:
+        """Run nodes with these parents -> what lies behind each. A slot with no nodes is idle, and stays as it is."""
+        counts, longest = [len(each) for each in parents], max(map(len, parents))
+        gated = isinstance(self.mixer, DeltaNet)
+        projected = normal(len(slots) * longest, width_of(self.mixer))
+        gates = normal(len(projected), 2 * self.mixer.heads.value_heads) if gated else None  # type: ignore[attr-defined]
+        start = torch.tensor([self.walk.length[slot] for slot in slots], device=DEVICE)
+        part = RowsPass(
+            self.states, torch.tensor(slots, device=DEVICE), start, torch.tensor(counts, device=DEVICE), longest, text
+        )
+        if tree:
+            padded = [[*each[1:], *[-1] * (longest - len(each))][: longest - 1] for each in parents]
+            below = torch.tensor([[max(-1, parent - 1) for parent in each] for each in padded], device=DEVICE)
+            ancestors, depths = Tree.of(below, part.counts.clamp(min=1) - 1)
+            plan = Plan(start[:, None] + depths, 0, ancestors)
+            part = replace(part, positions=plan.positions, paths=plan.paths)
+        before = [table.clone() for table in (self.states.state, self.states.tail, self.states.inputs)]
+        found = self.steps.recurrent(self.mixer, part, 1, projected, gates).view(len(slots), longest, -1)
+        part.finish()
+        idle = [slot for slot in range(SLOTS) if slot not in slots or not counts[slots.index(slot)]]
+        for table, old in zip((self.states.state, self.states.tail, self.states.inputs), before, strict=True):
+            assert torch.equal(table[0], old[0]), "another layer's"
+            assert torch.equal(table[1, idle], old[1, idle])
+        inputs, kept = self.mixer.split(projected, gates)
+        after = []
+        for row, slot in enumerate(slots):
+            lines = slice(row * longest, row * longest + counts[row])
+            outputs, reached = self.walk.run(slot, inputs[lines], parents[row])
+            if outputs:
+                wanted = self.mixer.finish(torch.stack(outputs), kept[lines])
+                torch.testing.assert_close(found[row, : counts[row]], wanted, atol=1e-4, rtol=1e-4)
+            after.append(reached)
+        return after
+
+    def prefill(self, slots: list[int]) -> None:
+        sizes = [self.chance.choice([1, 2, 6]) for _ in slots]
+        after = self.run(slots, [list(range(-1, size - 1)) for size in sizes], text=True, tree=False)
+        for slot, size, reached in zip(slots, sizes, after, strict=True):
+            self.walk.after[slot] = reached[-1]
+            self.walk.length[slot] += size
+
+    def verify(self, slots: list[int], *, tree: bool) -> None:
+        """A round: a path from the root on is accepted. Rows have different numbers of draft tokens; some are idle."""
+        chance = self.chance
+        sizes = [chance.choice([0, 1, 3, 4]) for _ in slots]
+        parents = [
+            [chance.randrange(max(0, node - 3), node) if tree and node else node - 1 for node in range(size)]
+            for size in sizes
+        ]
+        if not any(sizes):
+            return
+        after = self.run(slots, parents, text=False, tree=tree)
+        paths = []
+        for slot, own, reached in zip(slots, parents, after, strict=True):
+            path = []
+            if own:
+                place = chance.randrange(len(own))
+                self.walk.after[slot] = reached[place]
+                while place > 0:
+                    path.append(place - 1)
+                    place = own[place]
+                self.walk.length[slot] += len(path) + 1
+            paths.append(path[::-1])
+        if tree and (width := max(sizes) - 1):
+            lines = [[*path, *range(len(path), width)] for path in paths]
+            length = [self.walk.length[slot] - len(path) for slot, path in zip(slots, paths, strict=True)]
+            self.states.keep(*(torch.tensor(each, device=DEVICE) for each in (slots, length, lines)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.one_in(3)
+def test_passes_give_what_a_walk_along_the_accepted_tokens_gives(way: str, seed: int) -> None:
+    """Chunked prompts, rounds of chains and trees, idle rows; texts begin anew in slots that others had."""
+    steps, name = WAYS[way]
+    torch.manual_seed(seed)
+    passes = Passes(steps, MIXERS[name](), random.Random(seed))
+    for _ in range(9):
+        slots = passes.chance.sample(range(SLOTS), passes.chance.randint(1, SLOTS))
+        for slot in slots:
+            if passes.chance.random() < 0.15:
+                passes.walk.begin(slot)
+        if passes.chance.random() < 0.3:
+            passes.prefill(slots)
+        else:
+            passes.verify(slots, tree=passes.chance.random() < 0.5)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.one_in(3)
+def test_after_more_tokens_than_a_window_a_text_goes_on_from_one_of_the_last(way: str) -> None:
+    """As where hidden states of a prompt are read, whose text may be cut afterwards."""
+    steps, name = WAYS[way]
+    torch.manual_seed(0)
+    passes = Passes(steps, MIXERS[name](), random.Random(0))
+    after = passes.run([0, 2], [list(range(-1, WINDOW + 2)), [-1, 0]], text=False, tree=False)
+    for slot, reached, accepted in zip((0, 2), after, (5, 1), strict=True):
+        passes.walk.after[slot] = reached[accepted - 1]
+        passes.walk.length[slot] += accepted
+    assert passes.states.base.tolist() == [3, 0, 1]
+    passes.run([0, 2], [[-1], [-1, 0, 1]], text=False, tree=False)
