@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from paceline.drafters.heads.chimera import ChimeraHead
 from paceline.drafters.heads.config import HeadConfig
 from paceline.drafters.heads.decoder import TorchHead
 from paceline.drafters.heads.feature import FeatureHead
@@ -29,8 +30,9 @@ WIDTH, MLP, HEADS, KV_HEADS, VOCABULARY, DRAFTED = 24, 40, 4, 2, 61, 17
 MASK = 5  # mask token of a parallel head
 PARALLEL = {"speculators_model_type": "peagle", "architectures": ["PEagleSpeculator"], "mask_token_id": MASK}
 
-TRANSFERS = 3  # draft tokens of a hidden transfer head
+TRANSFERS = 3  # draft tokens of a hidden transfer or Chimera head
 TRANSFER = {"speculators_model_type": "hidden_transfer", "transfers": TRANSFERS}
+CHIMERA = {"speculators_model_type": "chimera", "residual_heads": TRANSFERS}
 
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
@@ -151,6 +153,25 @@ def random_transfer(*, width: int = WIDTH, biased: bool = False, **options: Any)
     return tensors | {"transfer": torch.randn(TRANSFERS, width, 2 * width, generator=generator) * 0.2}
 
 
+def random_chimera(*, width: int = WIDTH, **options: Any) -> dict[str, Tensor]:
+    """Random tensors of a Chimera head, whose layers are plain transformer layers."""
+    tensors = random_transfer(width=width, **options)
+    del tensors["transfer"]
+    generator = torch.Generator().manual_seed(options.get("seed", 0) + 1)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator) * 0.3
+
+    return tensors | {
+        "embed_norm.weight": 1 + noise(width),
+        "hidden_norm.weight": 1 + noise(width),
+        "trigram_in.weight": noise(width, 3 * width),
+        "trigram_out.weight": noise(width, width),
+        "fc.weight": noise(width, width),
+        "heads": noise(TRANSFERS, width, width),
+    }
+
+
 def write(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
@@ -176,6 +197,12 @@ def published_transfer(directory: Path) -> Path:
     fields = TRANSFER | {"draft_vocab_size": 16, "eagle_aux_hidden_state_layer_ids": [1]}
     tensors = random_transfer(width=32, vocabulary=VOCAB, drafted=16, depth=2)
     return write(directory, speculators_config(SHAPE | {"num_hidden_layers": 2}, **fields), tensors)
+
+
+def published_chimera(directory: Path) -> Path:
+    """A Chimera head for the tiny Llama."""
+    fields = CHIMERA | {"draft_vocab_size": 16, "eagle_aux_hidden_state_layer_ids": [0, 2]}
+    return write(directory, speculators_config(SHAPE, **fields), random_chimera(width=32, vocabulary=VOCAB, drafted=16))
 
 
 def flat_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -306,8 +333,31 @@ class TransferReading(Reading):
         return self.step(token, hidden + size * (self.t["transfer"][step] @ read), position + 1)
 
 
+class ChimeraReading(Reading):
+    """Reference implementation of a Chimera head. The streams of a token are its embedding and the last one."""
+
+    def text(self, tokens: Sequence[int], streams: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        before, self.end = streams[0][0], len(tokens)
+        for place, (token, (current, last)) in enumerate(zip(tokens, streams[: len(tokens)], strict=True)):
+            three = (before, current, self.t["embed_tokens.weight"][token])
+            trigram = [self.norm(embedded, "embed_norm") for embedded in three]
+            inner = torch.nn.functional.silu(self.t["trigram_in.weight"] @ torch.cat(trigram))
+            x = trigram[-1] + self.t["trigram_out.weight"] @ inner
+            context, _ = self.through(x, self.norm(x, "layers.0.input_layernorm"), place)
+            self.sum = context + self.t["fc.weight"] @ self.norm(last, "hidden_norm")
+            before = current
+        return self.after(0, self.sum, len(tokens) - 1)
+
+    def after(self, draft_token: int, state: Tensor, position: int) -> tuple[Tensor, Tensor]:
+        """The next head; neither draft token nor position matters to it."""
+        block = self.t["heads"][min(position + 1 - self.end, TRANSFERS - 1)]
+        normed = self.norm(self.sum + torch.nn.functional.silu(block @ self.sum), "norm")
+        return state, self.t["lm_head.weight"] @ normed
+
+
 def reading_of(tensors: Mapping[str, Tensor], **options: Any) -> Reading:
-    return (TransferReading if "transfer" in tensors else Reading)(tensors, **options)
+    kinds = {"transfer": TransferReading, "heads": ChimeraReading}
+    return next((kinds[name] for name in kinds if name in tensors), Reading)(tensors, **options)
 
 
 def read_step_by_step(reading: Reading, tokens: Sequence[int], streams: Tensor, steps: int) -> list[list[Tensor]]:
@@ -352,6 +402,17 @@ def tiny_transfer_head(target: AnyModel, target_width: int, seed: int = 0) -> To
     options = {"width": target_width, "vocabulary": vocabulary, "drafted": drafted, "depth": 2, "seed": seed, "dim": 4}
     head.load_state_dict(random_transfer(**options))
     return TorchHead(head.requires_grad_(False), "tiny head", (1,), target.max_positions)
+
+
+def tiny_chimera_head(target: AnyModel, target_width: int, seed: int = 0) -> TorchHead:
+    """Random Chimera head with the same vocabulary as ``tiny_head``."""
+    vocabulary, drafted, taps = target.vocab_size, 2 * target.vocab_size // 3, (0, target.layers)
+    shape = layers(hidden_size=target_width, vocab_size=vocabulary, head_dim=4)
+    head = ChimeraHead(
+        HeadConfig({"model_type": "llama", **shape}, target_width, drafted, taps, residual_heads=TRANSFERS)
+    )
+    head.load_state_dict(random_chimera(width=target_width, vocabulary=vocabulary, drafted=drafted, seed=seed, dim=4))
+    return TorchHead(head.requires_grad_(False), "tiny head", taps, target.max_positions)
 
 
 def tiny_native_head(

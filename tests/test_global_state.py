@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gemma4_support import tiny_assistant, tiny_native_gemma4
-from head_support import published, published_transfer, tiny_native_head
+from head_support import published, published_chimera, published_transfer, tiny_native_head
 from model_support import NATIVE, tiny
 from paceline import LLM, SamplingParams
 from paceline.config import ServerConfig
@@ -80,12 +80,13 @@ HEADS: dict[str, Callable[[Path], Path]] = {
     "feature": published,
     "parallel": partial(published, parallel=True),
     "hidden transfer": published_transfer,
+    "chimera": published_chimera,
 }
 
 
 @pytest.mark.parametrize("drafter", ["feature", "hybrid"])
 @pytest.mark.parametrize("kind", HEADS)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_an_engine_with_a_head_changes_no_global_state(tmp_path: Path, kind: str, drafter: str) -> None:
     head, target = HEADS[kind](tmp_path), tiny_llama_of_transformers()
     with unchanged():

@@ -21,7 +21,7 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from gemma4_support import SIZES, tiny_assistant, tiny_native_gemma4
-from head_support import tiny_head, tiny_native_head, tiny_transfer_head
+from head_support import tiny_chimera_head, tiny_head, tiny_native_head, tiny_transfer_head
 from paceline.config import SamplingParams, StructuredOutputs
 from paceline.core import acceptance, rules
 from paceline.core.batch import Batch, SpeculationPlan
@@ -136,14 +136,23 @@ PARALLEL_HEADS: dict[str, Callable[[], HeadModel]] = {
     "llama": lambda: tiny_head(tiny_llama(), 32, parallel=True),
     "native": lambda: tiny_native_head(tiny_native(1), 72, parallel=True),
 }
-TRANSFER_HEADS: dict[str, Callable[[], HeadModel]] = {
-    "toy": lambda: tiny_transfer_head(ToyModel(), 8),
-    "flat": lambda: tiny_transfer_head(FlatToy(), 8),
-    "llama": lambda: tiny_transfer_head(tiny_llama(), 32),
+IN_TORCH: dict[str, Callable[[AnyModel, int], HeadModel]] = {
+    "transfer": tiny_transfer_head,
+    "chimera": tiny_chimera_head,
 }
-DRAFTERS += ["head", "head hybrid", "parallel", "transfer"]
+WIDTHS = {"toy": 8, "flat": 8, "llama": 32}
+
+
+def torch_head(kind: str, model: str) -> HeadModel:
+    return IN_TORCH[kind](TARGETS[model](), WIDTHS[model])
+
+
+TORCH_HEADS: dict[str, dict[str, Callable[[], HeadModel]]] = {
+    kind: {model: functools.partial(torch_head, kind, model) for model in TARGETS} for kind in IN_TORCH
+}
+DRAFTERS += ["head", "head hybrid", "parallel", *IN_TORCH]
 BRANCHING = ["ngram", "documents", "model", "hybrid"]  # drafters whose draft tokens may be trees
-BRANCHING_IN_TORCH = [*BRANCHING, "head", "head hybrid", "parallel", "transfer"]
+BRANCHING_IN_TORCH = [*BRANCHING, "head", "head hybrid", "parallel", *IN_TORCH]
 BRANCHING_NATIVELY = [*BRANCHING, "head", "head hybrid", "parallel", "parallel hybrid"]
 LENGTHS = [1, 4, "bass", "auto", "profiled", "random", "caps", "selection", "stops", "confident"]
 ON_DEVICE = [1, 4, "bass", "auto", "random", "caps", "selection"]
@@ -289,11 +298,11 @@ def speculative_engine(model: str, drafter: str, length: int | str, family: str,
     """An engine with any drafter and length policy of this file."""
     drafts = {"model": DRAFTS, "hybrid": DRAFTS, "self": MODELS, "head": HEADS, "head hybrid": HEADS}
     drafts |= dict.fromkeys(("assistant", "assistant hybrid"), ASSISTANTS)
-    drafts |= {"parallel": PARALLEL_HEADS, "parallel hybrid": PARALLEL_HEADS, "transfer": TRANSFER_HEADS}
+    drafts |= {"parallel": PARALLEL_HEADS, "parallel hybrid": PARALLEL_HEADS, **TORCH_HEADS}
     draft = drafts[drafter][model]() if drafter in drafts else None
     same = {"model": "model", "ngram": "ngram", "hybrid": "hybrid", "head": "feature", "head hybrid": "hybrid"}
     same |= {"assistant": "feature", "assistant hybrid": "hybrid"}
-    same |= {"parallel": "feature", "parallel hybrid": "hybrid", "transfer": "feature"}
+    same |= {"parallel": "feature", "parallel hybrid": "hybrid", **dict.fromkeys(IN_TORCH, "feature")}
     scripts = {"never": never, "always": always, "sometimes": sometimes, "ragged": sometimes, "short": sometimes}
     others = {"self": "model", "documents": "ngram"} | dict.fromkeys(scripts, "ngram")  # replaced by a script below
     named = (same | others).get(drafter)
@@ -591,16 +600,15 @@ def test_a_native_head_equals_plain_decoding_in_host_and_native_rounds(drafter: 
 
 @needs_kernels
 @pytest.mark.parametrize("width", [1, 3])
-@pytest.mark.parametrize("kind", ["feature", "parallel", "hidden_transfer"])
+@pytest.mark.parametrize("kind", ["feature", "parallel", *IN_TORCH])
 @pytest.mark.parametrize("drafter", ["feature", "hybrid"])
 @pytest.mark.one_in(5)
 def test_a_torch_head_on_a_native_target_equals_plain_decoding(drafter: str, kind: str, width: int) -> None:
     target = tiny_native(1)
     documents = nearly_the_answers("native", "mixed") if drafter == "hybrid" else []
     options = {"drafter": drafter, "documents": documents, "prefill_chunk": 7, "speculation_width": width}
-    transfers = kind == "hidden_transfer"
-    head = tiny_transfer_head(target, 72) if transfers else tiny_head(target, 72, parallel=kind == "parallel")
-    engine = make_engine(target, head, eos=EOS, **options)
+    make = IN_TORCH.get(kind, functools.partial(tiny_head, parallel=kind == "parallel"))
+    engine = make_engine(target, make(target, 72), eos=EOS, **options)
     engine.parts.policy = RandomLength(seed=4)
     assert answers(run(engine, PROMPTS, MIXED)) == plain("native", "mixed")
     assert "rounds by the host (the drafter reads the target's hidden states)" in engine.describe()
@@ -1420,9 +1428,9 @@ def small_engine(drafter: str, rule: str, k: int, rows: int = 50) -> Engine:
         draft = tiny_native_head(SMALL_TARGET(), 8)  # its vocabulary has two of the four tokens
     if drafter == "parallel":
         draft = tiny_head(SMALL_TARGET(), 8, parallel=True)
-    if drafter == "transfer":
-        draft = tiny_transfer_head(SMALL_TARGET(), 8)
-    named = {"parallel": "feature", "transfer": "feature"}.get(
+    if drafter in IN_TORCH:
+        draft = IN_TORCH[drafter](SMALL_TARGET(), 8)
+    named = {"parallel": "feature", **dict.fromkeys(IN_TORCH, "feature")}.get(
         drafter, drafter if drafter in ("model", "ngram", "hybrid", "feature") else None
     )
     engine = make_engine(
@@ -1476,6 +1484,7 @@ MORE_CASES = [
     ("parallel", "coupled", 2),
     ("parallel", "rejection", 2),
     ("transfer", "rejection", 2),
+    ("chimera", "rejection", 2),
     ("independent draft", "rejection", 2),
 ]
 SLOW_CASES = [

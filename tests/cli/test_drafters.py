@@ -61,7 +61,8 @@ def test_the_document_has_every_drafter_on_every_task(
     timed = {(each["drafter"], each["batch_size"], each["temperature"]) for each in document["speeds"]}
     assert timed == {(name, size, heat) for name in names if name != "siblings" for size in (1, 2) for heat in (0, 0.8)}
     assert all(each["speed_up"] > 0 for each in document["speeds"])
-    assert all(each["share"] >= 0 for each in document["costs"])
+    assert all(each["share"] >= 0 and (each["ms"] > 0) == (each["share"] > 0) for each in document["costs"])
+    assert any(each["ms"] > 0 for each in document["costs"])
 
 
 @pytest.mark.parametrize(

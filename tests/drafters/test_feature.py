@@ -16,8 +16,10 @@ from torch import Tensor
 from head_support import (
     TRANSFERS,
     published,
+    published_chimera,
     published_transfer,
     reading_of,
+    tiny_chimera_head,
     tiny_head,
     tiny_transfer_head,
 )
@@ -131,7 +133,9 @@ KINDS: dict[str, Callable[[AnyModel, int], TorchHead]] = {
     "feature": tiny_head,
     "parallel": partial(tiny_head, parallel=True),
     "hidden_transfer": tiny_transfer_head,
+    "chimera": tiny_chimera_head,
 }
+ONE_PASS = {"hidden_transfer": tiny_transfer_head, "chimera": tiny_chimera_head}  # with a longest draft
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -239,7 +243,7 @@ def test_a_head_that_has_not_drafted_for_long_reads_its_missing_tokens(kind: str
     assert watched.compared["draft tokens"] > 50
 
 
-@pytest.mark.parametrize(("kind", "passes"), [("feature", 3), ("parallel", 1), ("hidden_transfer", 1)])
+@pytest.mark.parametrize(("kind", "passes"), [("feature", 3), *((kind, 1) for kind in [*KINDS][1:])])
 def test_some_heads_draft_in_one_pass(kind: str, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_llama()
     head = KINDS[kind](target, 32)
@@ -268,9 +272,10 @@ def test_some_heads_draft_in_one_pass(kind: str, passes: int, monkeypatch: pytes
     assert calls["step"] == passes * 3
 
 
-def test_hidden_states_are_transferred_for_a_limited_number_of_draft_tokens() -> None:
+@pytest.mark.parametrize("kind", ONE_PASS)
+def test_heads_with_maps_of_their_own_per_draft_token_make_no_more_than_they_have(kind: str) -> None:
     target = tiny_llama()
-    engine = make_engine(target, tiny_transfer_head(target, 32), drafter="feature", num_speculative_tokens=8)
+    engine = make_engine(target, ONE_PASS[kind](target, 32), drafter="feature", num_speculative_tokens=8)
     drafted, propose = set(), engine.parts.drafter.propose
 
     def asked(batch: Batch, wish: SpeculationPlan) -> Draft:
@@ -301,16 +306,19 @@ def test_the_hidden_states_of_a_tree_follow_the_accepted_path() -> None:
     assert decoder.streams.fused[1, 5:8, 0].tolist() == [1.0, 3.0, 2.0]
 
 
-@pytest.mark.parametrize("kind", [tiny_head, partial(tiny_head, parallel=True), tiny_transfer_head])
-def test_a_head_runs_beside_a_callers_autocast(kind: Callable[..., TorchHead]) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_runs_beside_a_callers_autocast(kind: str) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        outputs = run(make_engine(tiny_llama(), kind(tiny_llama(), 32), drafter="feature"), PROMPTS[:3], PARAMS[:3])
+        outputs = run(
+            make_engine(tiny_llama(), KINDS[kind](tiny_llama(), 32), drafter="feature"), PROMPTS[:3], PARAMS[:3]
+        )
     assert [len(output.outputs[0].token_ids) for output in outputs] == [5, 7, 9]
 
 
-def test_memory_counts_the_stored_hidden_states() -> None:
+@pytest.mark.parametrize("kind", ["feature", "chimera"])
+def test_memory_counts_the_stored_hidden_states(kind: str) -> None:
     target = tiny_llama()
-    head = tiny_head(target, 32)
+    head = KINDS[kind](target, 32)
     config = EngineConfig(drafter="feature", max_batch_size=3, max_model_len=POSITIONS, dtype="float32", device="cpu")
     engine = make_engine(target, head, drafter="feature", max_batch_size=3)
     (decoder,) = engine.parts.drafter.decoders
@@ -321,7 +329,7 @@ def test_memory_counts_the_stored_hidden_states() -> None:
     longest = sum(table.nbytes for table in (*cache, streams))
     assert used < plan.caches - alone.caches <= longest
     assert used <= plan.caches - alone.caches - 3 * head.stream_bytes(POSITIONS) <= sum(table.nbytes for table in cache)
-    assert 0 < 3 * head.stream_bytes(POSITIONS) <= streams.nbytes
+    assert 0 < 3 * POSITIONS * streams[0, 0].nbytes <= 3 * head.stream_bytes(POSITIONS) <= streams.nbytes
 
 
 def llm_with(head: Path, **options: Any) -> LLM:
@@ -371,12 +379,17 @@ def test_a_parallel_heads_directory_is_a_draft_model(tmp_path: Path, rule: str) 
 
 
 @pytest.mark.usefixtures("no_requests")
-def test_a_directory_of_a_head_that_transfers_hidden_states_is_a_draft_model(tmp_path: Path) -> None:
-    llm = llm_with(published_transfer(tmp_path), drafter="feature")
+@pytest.mark.parametrize(
+    ("publish", "called"), [(published_transfer, "hidden-transfer head"), (published_chimera, "Chimera head")]
+)
+def test_a_directory_of_a_head_of_our_own_kinds_is_a_draft_model(
+    tmp_path: Path, publish: Callable[[Path], Path], called: str
+) -> None:
+    llm = llm_with(publish(tmp_path), drafter="feature")
     found = accepted(llm)
     assert found[1] > 0
     assert found[0] == accepted(llm.plain())[0]
-    assert "drafter hidden-transfer head " in llm.engine.describe()
+    assert f"drafter {called} " in llm.engine.describe()
 
 
 @pytest.mark.usefixtures("no_requests")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from head_support import (
+    CHIMERA,
     DRAFTED,
     PARALLEL,
     TRANSFER,
@@ -22,6 +23,7 @@ from head_support import (
     flat_config,
     flat_names,
     layers,
+    random_chimera,
     random_head,
     random_transfer,
     read_step_by_step,
@@ -110,25 +112,29 @@ def test_a_head_computes_what_the_format_defines(
 
 
 @pytest.mark.parametrize(
-    ("shape", "made"),
+    ("kind", "shape", "made"),
     [
-        ({"num_hidden_layers": 2}, {"depth": 2}),
-        ({"model_type": "qwen2", "head_dim": WIDTH // 4}, {"biased": True}),
-        ({"model_type": "qwen3", "head_dim": WIDTH // 4}, {"qk_norm": True}),
+        (TRANSFER, {"num_hidden_layers": 2}, {"depth": 2}),
+        (TRANSFER, {"model_type": "qwen2", "head_dim": WIDTH // 4}, {"biased": True}),
+        (TRANSFER, {"model_type": "qwen3", "head_dim": WIDTH // 4}, {"qk_norm": True}),
+        (CHIMERA, {}, {}),
+        (CHIMERA, {"num_hidden_layers": 2}, {"depth": 2}),
+        (CHIMERA, WINDOWED | {"sliding_window": 2}, {"qk_norm": True}),
     ],
-    ids=["two layers", "qwen2", "qwen3"],
+    ids=["two layers", "qwen2", "qwen3", "chimera", "chimera, two layers", "chimera, window 2"],
 )
-def test_hidden_states_are_transferred_as_the_paper_describes(
-    tmp_path: Path, shape: dict[str, Any], made: dict[str, Any]
+def test_heads_of_our_own_kinds_compute_what_their_papers_describe(
+    tmp_path: Path, kind: dict[str, Any], shape: dict[str, Any], made: dict[str, Any]
 ) -> None:
     """Also after the head was written and read again."""
-    tensors = random_transfer(**made)
-    fields = TRANSFER | {"eagle_aux_hidden_state_layer_ids": [3]}
+    chimera = kind is CHIMERA
+    tensors = random_chimera(**made) if chimera else random_transfer(**made)
+    fields = kind | {"eagle_aux_hidden_state_layer_ids": [0, 9] if chimera else [3]}
     head = loaded(write(tmp_path / "one", speculators_config(layers(**shape, **THETA), **fields), tensors))
     save_head(head, tmp_path / "two")
-    tokens, features = text(streams=1)
+    tokens, features = text(streams=1 + chimera)
     for place in (0, 5, LENGTH - 1):
-        reading = reading_of(tensors, theta=500.0)
+        reading = reading_of(tensors, theta=500.0, window=shape.get("sliding_window", 0))
         state, logits = reading.text(tokens[0, : place + 1].tolist(), list(features[0]))
         for step, ours in enumerate(head.unroll(tokens, features, 8)):
             torch.testing.assert_close(ours[0, place], logits, rtol=1e-4, atol=1e-4)
@@ -252,9 +258,21 @@ def test_a_target_with_too_few_layers_is_refused() -> None:
         config.taps_of(9)
 
 
+def test_a_chimera_head_reads_the_last_hidden_state_of_its_target() -> None:
+    config, _ = HeadConfig.read(residual())
+    assert config.taps_of(9) == (0, 9)
+    with pytest.raises(ModelFormatError, match=r"layers \(0, 9\); this target has 10 layers"):
+        config.taps_of(10)
+
+
 def transferring(shape: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
     """The configuration of a hidden transfer head."""
     return speculators_config(shape or layers(), **TRANSFER | {"eagle_aux_hidden_state_layer_ids": [3]} | fields)
+
+
+def residual(**fields: Any) -> dict[str, Any]:
+    """The configuration of a Chimera head."""
+    return speculators_config(layers(), **CHIMERA | {"eagle_aux_hidden_state_layer_ids": [0, 9]} | fields)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -287,6 +305,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "transfers of the usual streams": (transferring(eagle_aux_hidden_state_layer_ids=None), "settings of other kinds"),
     "transfers and switches": (transferring(norm_output=True), "settings of other kinds"),
     "transfers into windows": (transferring(layers(**WINDOWED, sliding_window=3)), "settings of other kinds"),
+    "no residual heads": (residual(residual_heads=None), "lacks residual_heads"),
+    "no residual head": (residual(residual_heads=0), "residual_heads of the head's configuration is 1 to"),
+    "residual heads of the usual streams": (residual(eagle_aux_hidden_state_layer_ids=None), "settings of other kinds"),
+    "residual heads without an embedding": (
+        residual(eagle_aux_hidden_state_layer_ids=[1, 9]),
+        "settings of other kinds",
+    ),
+    "residual heads and switches": (residual(fc_norm=True), "settings of other kinds"),
+    "residual heads of another width": (residual(target_hidden_size=32), "settings of other kinds"),
     "no rows": (speculators_config(layers(), paceline={"paying_rows": {"cpu": 0}}), "from 1 up, not {'cpu': 0}"),
     "rows of words": (speculators_config(layers(), paceline={"paying_rows": {"cpu": "2"}}), "whole number"),
     "rows of nothing": (speculators_config(layers(), paceline=2), "must be an object, not 2"),

@@ -9,7 +9,7 @@ from paceline.config.help import Help, described
 from paceline.config.limits import MAX_COUNT, MAX_PREFILL_CHUNK, MAX_ROWS, MAX_SECONDS, Count, Share
 from paceline.config.ranges import Number, OneOf, Whole, check_fields
 
-HEAD_KINDS = ("feature", "parallel", "hidden_transfer")
+HEAD_KINDS = ("feature", "parallel", "hidden_transfer", "chimera")
 DRAFT_KINDS = (*HEAD_KINDS, "model")
 
 
@@ -44,8 +44,9 @@ class DraftTraining:
         OneOf(DRAFT_KINDS),
         Help(
             "feature: a head that drafts token by token (EAGLE-3); parallel: all tokens in one pass (P-EAGLE); "
-            "hidden_transfer: with the target's last layers, all tokens in one pass (2404.12022); model: a draft model "
-            "of some of the target's layers."
+            "hidden_transfer: with the target's last layers, all tokens in one pass (2404.12022); chimera: with "
+            "trigrams of tokens and a residual head per draft token (2402.15758); model: a draft model of some of the "
+            "target's layers."
         ),
     ] = "feature"
     epochs: Annotated[float, Number(1e-3, 1e6), Help("Passes over the data.")] = 8.0

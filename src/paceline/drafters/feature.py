@@ -22,8 +22,9 @@ class FeatureDrafter(ModelDrafter):
     """Uses a trained head like a draft model: it samples, scores and reports distributions in the same way.
 
     An EAGLE-3 head (arXiv 2503.01840) reads each draft token before it makes the next. A parallel head (P-EAGLE, arXiv
-    2602.01469) reads masks instead, and a hidden transfer head (arXiv 2404.12022) pseudo hidden states. These two make
-    the logits of all draft tokens in one pass, before the first is sampled.
+    2602.01469) reads masks instead, a hidden transfer head (arXiv 2404.12022) pseudo hidden states, and a Chimera head
+    (arXiv 2402.15758) nothing. These three make the logits of all draft tokens in one pass, before the first is
+    sampled.
 
     Tokens outside of the head's vocabulary have probability 0. After a round the head reads the accepted tokens again,
     now with the target's hidden states. A row of one token has no hidden states yet, and gets no draft tokens. Trees
@@ -61,6 +62,7 @@ class FeatureDrafter(ModelDrafter):
             "feature": "head",
             "parallel": "parallel head",
             "hidden_transfer": "hidden-transfer head",
+            "chimera": "Chimera head",
             "assistant": "assistant",
         }
         return f"{kind[self._model.kind]} {draft}"

@@ -15,12 +15,22 @@ from torch import Tensor
 from paceline.config import DraftTraining
 from paceline.config.training import DRAFT_KINDS, HEAD_KINDS
 from paceline.drafters.heads.checkpoint import load_head
+from paceline.drafters.heads.chimera import ChimeraHead
 from paceline.drafters.heads.feature import FeatureHead
 from paceline.errors import PacelineError
+from paceline.llm import LLM
 from paceline.tools.training.acceptance import DRAFT_LENGTH, _correct, _rounds_through
 from paceline.tools.training.batches import ExampleDataset, TrainingBatch, collate
+from paceline.tools.training.hidden_states import HiddenStateReader
 from paceline.tools.training.learn import Trainer, scale_for, schedule
-from paceline.tools.training.objective import Teacher, counted_positions, draft_logits, loss, token_index
+from paceline.tools.training.objective import (
+    Teacher,
+    counted_positions,
+    draft_logits,
+    features_of,
+    loss,
+    token_index,
+)
 from paceline.tools.training.shards import Example, Shard
 from paceline.tools.training.target import Target, coverage, most_frequent
 
@@ -104,6 +114,18 @@ def test_the_loss_is_the_weighted_mean_of_the_steps(trainer: Trainer) -> None:
     assert 0 < float(variation.detach()) <= 1
 
 
+def test_a_chimera_head_is_trained_on_what_it_reads_in_decoding(whole: Path, target: str, llm: LLM) -> None:
+    trainer = make_trainer(whole, target, replace(OPTIONS, kind="chimera"))
+    batch, head = first_batch(trainer), trainer.head
+    assert isinstance(head, ChimeraHead)
+    tokens = batch.tokens[0, : batch.lengths[0]]
+    reader = HiddenStateReader(llm.engine.models.target, head.config.taps or (), len(tokens), threads=1)
+    (outputs,) = reader.read([tokens.tolist()])
+    embedding, last = features_of(head, batch, trainer.scale)[0, : len(tokens)].unbind(1)
+    assert torch.equal(last, outputs.features[:, 1].float())
+    assert torch.allclose(embedding, outputs.features[:, 0].float(), atol=0.02 * float(embedding.abs().max()))
+
+
 def first_batch(trainer: Trainer) -> TrainingBatch:
     return next(trainer.dataset.batches(trainer.dataset.epoch(0, 0, 256)))
 
@@ -137,14 +159,14 @@ def test_measured_acceptance_is_that_of_drafting_token_by_token(trained: Trainer
 
 def drafted(head: FeatureHead, batch: TrainingBatch, row: int, place: int, scale: Tensor, most: int) -> int:
     """Number of draft tokens, at most ``most``, that match the text after ``place``."""
-    text, features = batch.tokens[row], batch.features[row].float() * scale[:, None]
+    text, features = batch.tokens[row], features_of(head, batch, scale)[row]
     known = text[1 : place + 2].tolist()
     for step in range(most):
         padding = [0] * 3  # unroll's last positions are meaningless
         tokens = torch.tensor([[*known, *padding]])
         read = torch.cat((features[: place + 1], torch.zeros(tokens.shape[1] - place - 1, *features.shape[1:])))
         passes = list(head.states(tokens, read[None], step + 1))
-        if len(passes) <= step:  # a hidden transfer head drafts no more tokens than it has passes
+        if len(passes) <= step:  # some heads draft no more tokens than they have passes
             return step
         normed = passes[-1]
         draft_token = int(head.targets[head.logits(normed[0, place]).argmax()])
@@ -225,9 +247,9 @@ def test_the_finished_head_takes_unscaled_hidden_states(kind: str, target: str, 
     trainer = make_trainer(whole, target, replace(OPTIONS, kind=kind))
     batch = first_batch(trainer)
     finished = trainer.finished().float()
-    scaled = batch.features[:, :-1].float() * trainer.scale[:, None]
+    scaled, unscaled = (features_of(trainer.head, batch, scale)[:, :-1] for scale in (trainer.scale, torch.ones(3)))
     all_ours = trainer.head.unroll(batch.tokens[:, 1:], scaled, 3)
-    all_theirs = finished.unroll(batch.tokens[:, 1:], batch.features[:, :-1].float(), 3)
+    all_theirs = finished.unroll(batch.tokens[:, 1:], unscaled, 3)
     for ours, theirs in zip(all_ours, all_theirs, strict=True):
         assert torch.allclose(ours, theirs, atol=0.05 * float(ours.detach().abs().max()))
     loaded = load_head(whole, dtype=torch.float32, embedding=Target.load(target).embedding)

@@ -25,10 +25,11 @@ _FAMILIES = ("llama", "qwen3")  # model_type of a head's own layers; the target'
 _COPIED = (*_FAMILIES, "qwen2")  # model_type of layers copied from the target
 _OWN = ("qwen3_5_text",)  # model_type of targets whose checkpoints have a head of their own
 _FLAT_ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle3")
-_KINDS = {  # from speculators_model_type to the class name in speculators; the last is paceline's own
+_KINDS = {  # from speculators_model_type to the class name in speculators; the last two are paceline's own
     "eagle3": "Eagle3Speculator",
     "peagle": "PEagleSpeculator",
     "hidden_transfer": "HiddenTransferSpeculator",
+    "chimera": "ChimeraSpeculator",
 }
 _OTHER_KINDS = ("eagle", "dflash", "dflash2", "dspark", "mtp", "mlp", "independent")
 _USUAL_STREAMS = 3
@@ -36,12 +37,13 @@ _USUAL_STREAMS = 3
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """Configuration of a head. There are three kinds:
+    """Configuration of a head. There are four kinds:
 
     * EAGLE-3 and 3.1 (arXiv 2503.01840): decoder layers over a token's embedding and the target's hidden states.
     * Parallel (P-EAGLE, arXiv 2602.01469; ParallelSpec, arXiv 2410.05589): the same, with a mask in place of hidden
       states that the target has not computed, so that one pass makes all draft tokens.
     * Hidden transfer (arXiv 2404.12022): copies of the target's last layers, over the hidden state that enters them.
+    * Chimera (arXiv 2402.15758): decoder layers over trigrams of tokens, and a residual head for each draft token.
 
     transformer: its layers as a Hugging Face configuration: model_type (llama or qwen3), hidden_size,
         intermediate_size, num_attention_heads, num_key_value_heads, num_hidden_layers, vocab_size (the target's), rope.
@@ -54,6 +56,7 @@ class HeadConfig:
     norm_output: whether the next step reads the output of the last norm instead of its input (EAGLE-3.1).
     mask_token: the target's token whose embedding is part of the mask; None: a head without a mask.
     transfers: largest number of draft tokens of a hidden transfer head; 0: another kind.
+    residual_heads: the same of a Chimera head, whose taps are 0 and the target's number of layers.
     own: whether it is the target's own head (MTP), from the target's checkpoint.
     verifier, architectures: name and classes of the target, from the checkpoint.
     paying_rows: by device ("cpu", "cuda"), the largest batch for which it was measured to pay; empty: not measured.
@@ -72,6 +75,7 @@ class HeadConfig:
     norm_output: bool = False
     mask_token: int | None = None
     transfers: int = 0
+    residual_heads: int = 0
     own: bool = False
     verifier: str = ""
     architectures: tuple[str, ...] = ()
@@ -97,6 +101,8 @@ class HeadConfig:
             < decoder.vocab_size,
             "transfers together with settings of other kinds of heads": self.transfers > 0
             and not self._only_transfers(),
+            "residual_heads together with settings of other kinds of heads": self.residual_heads > 0
+            and not self._only_residual_heads(),
         }
         if found := [what for what, there in wrong.items() if there]:
             raise ModelFormatError(f"the head's configuration has {' and '.join(found)}")
@@ -121,16 +127,32 @@ class HeadConfig:
 
     def _only_transfers(self) -> bool:
         """Whether it has no settings of other kinds, one hidden state as wide as its layers, and no sliding window."""
-        plain = not any(getattr(self, name) for name in _SWITCHES) and self.mask_token is None
         windows = {attention.window for attention in self.decoder.attentions}
-        return plain and self.target_width == self.width and self.streams == 1 and windows == {None}
+        return self._is_plain() and self.streams == 1 and windows == {None}
+
+    def _only_residual_heads(self) -> bool:
+        """Whether it has no settings of other kinds, and reads the embedding and one more hidden state."""
+        return (
+            self._is_plain() and not self.transfers and self.streams == 2 and self.taps is not None and not self.taps[0]
+        )
+
+    def _is_plain(self) -> bool:
+        """Whether it has no switches, no mask, and the target's width."""
+        switched = any(getattr(self, name) for name in _SWITCHES)
+        return not switched and self.mask_token is None and self.target_width == self.width
 
     @property
     def kind(self) -> str:
         """Kind of the head, as ``paceline train-draft`` names it."""
         if self.own:
             return "mtp"
-        return "hidden_transfer" if self.transfers else "parallel" if self.parallel else "feature"
+        by_setting = {"hidden_transfer": self.transfers, "chimera": self.residual_heads, "parallel": self.parallel}
+        return next((kind for kind, has_it in by_setting.items() if has_it), "feature")
+
+    @property
+    def max_draft_tokens(self) -> int | None:
+        """Longest draft; None: no limit."""
+        return self.transfers or self.residual_heads or None
 
     @property
     def parallel(self) -> bool:
@@ -145,7 +167,8 @@ class HeadConfig:
     def taps_of(self, layers: int) -> tuple[int, ...]:
         """Layers whose input is read, of a target with ``layers`` layers. Raises ModelFormatError if one is missing."""
         taps = (2, layers // 2, layers - 3) if self.taps is None else self.taps
-        if not all(0 <= tap < layers for tap in taps):
+        fits = taps == (0, layers) if self.residual_heads else all(0 <= tap < layers for tap in taps)
+        if not fits:
             raise ModelFormatError(
                 f"the head reads the inputs of the target's layers {taps}; this target has {layers} layers, 0 to "
                 f"{layers - 1}"
@@ -173,7 +196,7 @@ class HeadConfig:
         target = {"name_or_path": self.verifier or None, "architectures": list(self.architectures)}
         kind = {"feature": "eagle3", "parallel": "peagle"}.get(self.kind, self.kind)
         more: dict[str, Any] = {"mask_token_id": self.mask_token} if self.parallel else {}
-        more |= {"transfers": self.transfers} if self.transfers else {}
+        more |= {name: getattr(self, name) for name in _MOST_DRAFTED if getattr(self, name)}
         more |= {"paceline": {"paying_rows": dict(self.paying_rows)}} if self.paying_rows else {}
         return {
             "architectures": [_KINDS[kind]],
@@ -218,11 +241,10 @@ def _from_speculators(fields: Mapping[str, Any]) -> HeadConfig:
         raise ModelFormatError(f"speculators_model_type: {known}; supported are {', '.join(_KINDS)}")
     if kind in _NEEDS and fields.get(_NEEDS[kind]) is None:
         raise ModelFormatError(f"the head's configuration lacks {_NEEDS[kind]}, which a {kind} head needs")
-    transfers = _number(fields, "transfers", 0) if kind == "hidden_transfer" else None
-    if transfers is not None and not 0 < transfers <= MAX_SPECULATION_LENGTH:
-        raise ModelFormatError(
-            f"transfers of the head's configuration is 1 to {MAX_SPECULATION_LENGTH}, not {transfers}"
-        )
+    drafted: dict[str, Any] = {name: _number(fields, name, 0) for name in _MOST_DRAFTED if _NEEDS.get(kind) == name}
+    for name, count in drafted.items():
+        if not 0 < count <= MAX_SPECULATION_LENGTH:
+            raise ModelFormatError(f"{name} of the head's configuration is 1 to {MAX_SPECULATION_LENGTH}, not {count}")
     transformer = _object(fields, "transformer_layer_config")
     transformer = {"model_type": "qwen3"} | transformer  # the default of the format
     config = _object(fields, "speculators_config")
@@ -233,7 +255,7 @@ def _from_speculators(fields: Mapping[str, Any]) -> HeadConfig:
         taps=_taps(fields, 0),
         **{name: _flag(fields, name) for name in _SWITCHES},
         mask_token=_number(fields, "mask_token_id", 0) if kind == "peagle" else None,
-        transfers=transfers or 0,
+        **drafted,
         verifier=str(verifier.get("name_or_path") or ""),
         architectures=tuple(map(str, _list(verifier, "architectures"))),
         speculative_tokens=_proposed(config),
@@ -262,7 +284,8 @@ def _from_flat(fields: Mapping[str, Any]) -> HeadConfig:
 
 
 _SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-_NEEDS = {"peagle": "mask_token_id", "hidden_transfer": "transfers"}
+_MOST_DRAFTED = ("transfers", "residual_heads")
+_NEEDS = {"peagle": "mask_token_id", "hidden_transfer": "transfers", "chimera": "residual_heads"}
 _FLAT_PARALLEL = ("parallel_drafting", "ptd_token_id", "pard_token")
 _NO_LAYERS = (*_SWITCHES, "architectures", "eagle_config", "draft_vocab_size", "target_hidden_size", "auto_map")
 

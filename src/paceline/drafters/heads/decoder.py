@@ -48,7 +48,7 @@ class HeadModel:
         attention, self.width = shape.layers[0].attention, shape.width
         self.kv_heads, self.head_dim = attention.kv_heads, attention.head_dim
         self.dtype, self.device = head.dtype, head.device
-        self.kind, self.max_draft_tokens = head.config.kind, head.config.transfers or None
+        self.kind, self.max_draft_tokens = head.config.kind, head.config.max_draft_tokens
         self.one_pass = self.kind not in ("feature", "mtp")
         self.paying_rows = head.config.paying_rows.get(self.device.type)
 
@@ -69,11 +69,16 @@ class HeadModel:
         """See ``Shortenable``."""
         raise NotImplementedError
 
+    @property
+    def stream_width(self) -> int:
+        """Width of its fused hidden states."""
+        return self.width
+
     def stream_bytes(self, positions: int) -> int:
         """Bytes of a row's fused hidden states for ``positions`` tokens, beside keys and values."""
         if grows_on(self.device):
-            return RowTables.row_bytes(1, (1, 1, self.width), positions, self.dtype)
-        return (positions + 1) * self.width * self.dtype.itemsize
+            return RowTables.row_bytes(1, (1, 1, self.stream_width), positions, self.dtype)
+        return (positions + 1) * self.stream_width * self.dtype.itemsize
 
 
 class TorchHead(HeadModel):
@@ -82,6 +87,10 @@ class TorchHead(HeadModel):
     def __init__(self, head: Head, name: str, taps: Sequence[int], max_positions: int) -> None:
         super().__init__(head, name, taps, max_positions)
         self.head, self._targets = head, head.targets
+
+    @property
+    def stream_width(self) -> int:
+        return self.head.fused_width
 
     def logits(self, hidden: Tensor) -> Tensor:
         own = self.head.logits(hidden).float()
@@ -105,12 +114,13 @@ class TorchHead(HeadModel):
 class FusedStates:
     """The target's hidden states at every position of every slot, fused.
 
-    fused: [R, P + 1 or a few more, width], for R rows of P positions. Writes beyond a row's end go to the extra ones.
+    fused: [R, P + 1 or a few more, stream width], for R rows of P positions. Writes beyond a row's end go to the extra
+        ones.
     """
 
     def __init__(self, model: HeadModel, rows: int, positions: int) -> None:
         self.taps = model.taps
-        self._table = RowTables([(1, 1, model.width)], rows, positions, model.dtype, model.device)
+        self._table = RowTables([(1, 1, model.stream_width)], rows, positions, model.dtype, model.device)
         self.fused = self._table.tables[0][0, :, 0]
 
     def read(self, rows: Tensor, slots: Tensor, features: Tensor) -> None:
@@ -127,7 +137,7 @@ class FusedStates:
         self._table.resize(row, positions)
 
     def at(self, rows: Slots, places: Tensor) -> Tensor:
-        """Fused hidden states [B, L, width] at ``places`` [B, L] of the rows."""
+        """Fused hidden states [B, L, stream width] at ``places`` [B, L] of the rows."""
         return self.fused[rows.index[:, None], places.clamp(max=self._table.positions)]
 
 
@@ -140,6 +150,11 @@ class TorchFusedStates(FusedStates):
 
     def read(self, rows: Tensor, slots: Tensor, features: Tensor) -> None:
         self.fused[rows, self._table.within(rows, slots)] = self._head.fuse(features)
+
+    def at(self, rows: Slots, places: Tensor) -> Tensor:
+        """See ``FusedStates.at``; followed by those of the place before, for a head that looks back."""
+        here = super().at(rows, places)
+        return torch.cat((here, super().at(rows, (places - 1).clamp(min=0))), -1) if self._head.looks_back else here
 
 
 class HeadDecoder(DraftDecoder):
@@ -284,19 +299,19 @@ class TorchHeadDecoder(HeadDecoder):
         State i gives the logits of draft token i. k > 1: only for heads that draft in one pass. Positions after the
         text do not count as read.
         """
-        seen, late = self.num_computed_tokens[batch.live_slots.where], self.head.late
-        place = seen[:, None] + torch.arange(max(1, lag) + late + k - 1, device=batch.device)
+        seen, more = self.num_computed_tokens[batch.live_slots.where], self.head.positions_after(k)
+        place = seen[:, None] + torch.arange(max(1, lag) + more, device=batch.device)
         before = (place - 1).clamp(min=0)
         read = batch.text_at(place), self.streams.at(batch.live_slots, before)
-        tokens, hidden = read if late + k == 1 else self._with_ahead(batch, place, *read, late + k - 1)
-        self.passes.run(tokens, hidden, before, batch.longest + late + k - 1, batch.live_slots)
-        ahead = torch.arange(late, late + k, device=batch.device)
+        tokens, hidden = read if more == 0 else self._with_ahead(batch, place, *read, more)
+        self.passes.run(tokens, hidden, before, batch.longest + more, batch.live_slots)
+        ahead = torch.arange(self.head.late, more + 1, device=batch.device)
         last = (batch.live_length - seen - 1).clamp(min=0)[:, None] + ahead
         self.num_computed_tokens[batch.live_slots.where] = batch.live_length
         last = last[..., None].expand(-1, -1, self.head.config.width)
         state, normed = (part.gather(1, last) for part in self.passes.last)
         self.passes.states = state[:, -1:]
-        return normed
+        return self.head.spread(normed, k)
 
     def begin_draft(self, text: Tensor, before: Tensor, span: int, rows: Slots) -> Tensor:
         normed = super().begin_draft(text, before, span, rows)

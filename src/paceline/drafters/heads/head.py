@@ -30,10 +30,13 @@ class Head(nn.Module):
     late: positions after the text's last one at which the first draft token is predicted.
     at_any_size: whether training may scale the hidden states. unrolls: whether training lets it read its own draft
         tokens.
+    reads_ends: whether it reads the target's embedding and last hidden state, not the usual ones in between.
+    looks_back: whether a position also reads the fused hidden states of the position before.
     """
 
     late = 0
     at_any_size = unrolls = True
+    reads_ends = looks_back = False
     d2t: Tensor
     t2d: Tensor
 
@@ -64,6 +67,11 @@ class Head(nn.Module):
         return self.lm_head.weight.device
 
     @property
+    def fused_width(self) -> int:
+        """Width of what ``fuse`` returns."""
+        return self.config.width
+
+    @property
     def targets(self) -> Tensor:
         """Token id of the target for each token of the head, [Vd] int64."""
         return torch.arange(self.d2t.shape[0], device=self.d2t.device) + self.d2t
@@ -74,8 +82,12 @@ class Head(nn.Module):
         self.t2d.zero_()[targets] = True
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Fuse the target's hidden states [..., S, target width] to what ``step`` reads, [..., H]."""
+        """Fuse the target's hidden states [..., S, target width] to what ``step`` reads, [..., fused width]."""
         raise NotImplementedError
+
+    def positions_after(self, count: int) -> int:
+        """Number of positions after the text's last one at which a pass for ``count`` draft tokens runs."""
+        return self.late + count - 1
 
     def ahead(self, token: Tensor, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Inputs at ``count`` positions after the text, for heads that draft in one pass.
@@ -99,6 +111,10 @@ class Head(nn.Module):
     def _outputs(self, hidden: Tensor) -> HeadStep:
         normed = self.norm(hidden)
         return HeadStep(normed if self.config.norm_output else hidden, normed)
+
+    def spread(self, normed: Tensor, count: int) -> Tensor:
+        """Normed states [B, count, H] of draft tokens, from the output of ``step`` at the positions that draft."""
+        return normed
 
     def logits(self, normed: Tensor) -> Tensor:
         """Logits [..., Vd] over the head's vocabulary, from normed states [..., H]."""

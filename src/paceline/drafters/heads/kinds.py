@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from paceline.drafters.heads.chimera import ChimeraHead
 from paceline.drafters.heads.config import HeadConfig
 from paceline.drafters.heads.feature import FeatureHead
 from paceline.drafters.heads.head import Head
 from paceline.drafters.heads.transfer import TransferHead
 
+_CLASSES: dict[str, Callable[[HeadConfig], Head]] = {"hidden_transfer": TransferHead, "chimera": ChimeraHead}
+
 
 def make_head(config: HeadConfig) -> Head:
     """A head with this configuration. Its weights are not set."""
-    return TransferHead(config) if config.kind == "hidden_transfer" else FeatureHead(config)
+    return _CLASSES.get(config.kind, FeatureHead)(config)

@@ -95,7 +95,7 @@ def spec_of_head(head: Head, max_positions: int) -> NativeSpec:
     """Weights and sizes of a head for the kernels. Raises ModelFormatError if they cannot run it."""
     shape, config, state = head.config.decoder, head.config, head.state_dict()
     if not isinstance(head, FeatureHead | MtpHead):
-        raise ModelFormatError("hidden transfer heads run in torch only")
+        raise ModelFormatError("hidden transfer and Chimera heads run in torch only")
     check_description(shape)
     own = isinstance(head, MtpHead)
     first = shape.layers[0].attention

@@ -213,11 +213,12 @@ def mixed_batches(tasks: Sequence[Task], size: int) -> list[list[str]]:
 
 @dataclass(frozen=True)
 class DraftCost:
-    """The time of drafting k tokens for each row, as a fraction of a plain round."""
+    """The time of drafting k tokens for each row: in milliseconds, and as a fraction of a plain round."""
 
     drafter: str
     batch_size: int
     k: int
+    ms: float
     share: float
 
 
@@ -228,7 +229,8 @@ def draft_costs(drafters: Sequence[Contender], plan: MeasurementPlan) -> Iterato
             engine = each.llm.with_options(max_batch_size=max(plan.batch_sizes)).engine
             costs = engine.measure_costs(Grid(plan.batch_sizes, (0, plan.k), COST_SECONDS))
             for size in plan.batch_sizes:
-                yield DraftCost(each.name, size, plan.k, costs.draft_ms(size, plan.k) / costs.verify_ms(size, 0))
+                ms = costs.draft_ms(size, plan.k)
+                yield DraftCost(each.name, size, plan.k, ms, ms / costs.verify_ms(size, 0))
 
 
 def draw(counts: Sequence[Count], fast: Sequence[Speed], path: Path, title: str) -> None:

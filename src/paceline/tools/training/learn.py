@@ -35,7 +35,8 @@ _LOGITS_COPIES = 4  # tensors of the logits' size that one draft token needs: lo
 class Progress:
     """The state of a training run, saved in each checkpoint.
 
-    step: index within the epoch. passes: tokens seen so far. seconds: training time, earlier runs included.
+    step: index within the epoch. passes: tokens seen so far. seconds, cpu_seconds: training time, and that of all
+        threads of this process, earlier runs included.
     losses: the first draft token's loss, for each step. looks: evaluations, each with ``passes`` and ``seconds``.
     """
 
@@ -43,6 +44,7 @@ class Progress:
     step: int = 0
     passes: int = 0
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
     losses: list[float] = field(default_factory=list)
     looks: list[dict[str, Any]] = field(default_factory=list)
 
@@ -88,12 +90,13 @@ class Trainer:
             self.load(checkpoint)
         evaluate, save = _Every(self.options.evaluate_every), _Every(self.options.checkpoint_every)
         batches = self._batches()
-        mark = time.monotonic()
+        mark, cpu_mark = time.monotonic(), time.process_time()
         while self.fraction_done < 1:
             self._train_step(*next(batches))
-            now = time.monotonic()
+            now, cpu_now = time.monotonic(), time.process_time()
             seconds = self.ranks.total(now - mark) / self.ranks.size  # equal on all ranks, so that all end together
             self.progress.seconds, mark = self.progress.seconds + seconds, now
+            self.progress.cpu_seconds, cpu_mark = self.progress.cpu_seconds + cpu_now - cpu_mark, cpu_now
             if not self.ranks.first:
                 continue
             on_step()

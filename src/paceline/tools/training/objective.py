@@ -34,10 +34,16 @@ class StepLogits(NamedTuple):
 
 def draft_logits(head: Learner, batch: TrainingBatch, scale: Tensor, steps: int) -> Iterator[StepLogits]:
     """The logits of each step of a draft. scale [S]: factors for the hidden states."""
-    features = batch.features.to(head.dtype) * scale[:, None]
-    for step, normed in enumerate(head.drafts(batch.tokens, features, steps)):
+    for step, normed in enumerate(head.drafts(batch.tokens, features_of(head, batch, scale), steps)):
         positions = counted_positions(batch, step)
         yield StepLogits(positions, head.logits(normed.flatten(0, 1)[positions]))
+
+
+def features_of(head: Learner, batch: TrainingBatch, scale: Tensor) -> Tensor:
+    """The hidden states [B, T, S, W] that the head reads. scale: factors for the recorded ones."""
+    if isinstance(head, Head) and head.reads_ends:
+        return torch.stack((head.embed_tokens(batch.tokens), batch.hidden.to(head.dtype)), dim=2)
+    return batch.features.to(head.dtype) * scale[:, None]
 
 
 def counted_positions(batch: TrainingBatch, step: int) -> Tensor:

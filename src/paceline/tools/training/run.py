@@ -163,6 +163,7 @@ def _report(plan: TrainingRun, trainer: Trainer, held_out: Shard, shards: Sequen
             "coverage_of_held_out": coverage(held_out, head.targets.cpu()),
         },
         "seconds_of_training": progress.seconds,
+        "cpu_seconds_of_training": progress.cpu_seconds,
         "passes": progress.passes,
         "losses": progress.losses,
         "acceptance": progress.looks,

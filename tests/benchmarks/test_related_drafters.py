@@ -1,0 +1,112 @@
+"""The bench of the related papers' drafters: on a tiny target, whose figures mean nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from benchmarks.related_drafters import DRAFT_TOKENS, KINDS, OPENINGS, arguments, main, summary, usable, written_prompts
+
+from benchmarks import related_drafters
+from cli.conftest import make_tokenizer
+from paceline.config import DRAFT_KINDS
+from paceline.models.tokenizer import Tokenizer
+from paceline.tools.bench.drafters import Count
+from paceline.tools.bench.tasks import PROMPTS, TASKS
+from tools.training.conftest import SIZES, save_target
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LEFT_OUT = ("--tokens", "900", "--epochs", "4", "--quantization", "int8")  # the bench sets these
+LONGER = {"96": "320"}  # positions: every byte is a token of the tiny target
+TRAINING = [LONGER.get(each, each) for each in SIZES if each not in LEFT_OUT]
+
+
+def test_every_kind_that_can_be_trained_takes_part() -> None:
+    assert set(KINDS) == {*DRAFT_KINDS, "ngram"}
+    options = arguments(["model", "--folder", "a", "--output", "b", "--vocab", "64"])
+    assert options.training == ["--vocab", "64"]
+    assert options.kinds == [*KINDS]
+
+
+def test_prompts_of_the_six_tasks_are_never_trained_on() -> None:
+    told = [PROMPTS[task][3] for task in TASKS]
+    assert usable(["one ", "", *told, "two", "one", f" {told[0]}\n"]) == ["one", "two"]
+
+
+def test_the_target_writes_as_many_prompts_after_each_opening(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[list[int], Any]] = []
+
+    def generate(prompts: list[list[int]], params: list[Any], **_: Any) -> list[Any]:
+        asked.extend(zip(prompts, params, strict=True))
+        return [SimpleNamespace(outputs=[SimpleNamespace(text=f" {place}")]) for place in range(len(prompts))]
+
+    tokenizer = Tokenizer.load(make_tokenizer())
+    llm: Any = SimpleNamespace(tokenizer=tokenizer, generate=generate)
+    found = written_prompts(llm, 2 * len(OPENINGS))
+    texts = [tokenizer.decode(prompt) for prompt, _ in asked]
+    assert texts == [f"[user]{words}" for words in (*OPENINGS, *OPENINGS)]
+    assert found == [f"{words} {place}".strip() for place, words in enumerate((*OPENINGS, *OPENINGS))]
+    assert len({params.seed for _, params in asked}) == len(asked)
+
+
+def test_a_summary_is_the_mean_over_tasks() -> None:
+    def counted(rates: tuple[float | None, ...], accepted: int, temperature: float = 0.0) -> Count:
+        return Count("head", "code", temperature, 9, 10, 30, accepted, rates, 0.0)
+
+    counts = [counted((0.5, 0.25, None), 10), counted((0.3, None, None), 6), counted((1.0, 1.0, 1.0), 30, 0.8)]
+    assert summary(counts, 0) == "T=0: accepted 0.400 0.250 -, 1.80 tokens per round"
+
+
+@pytest.mark.wide
+def test_kinds_are_trained_counted_and_timed_in_several_sittings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("paceline.tools.bench.drafters.COST_SECONDS", 0.02)
+    monkeypatch.setattr(related_drafters, "TOKENS_OF_A_CONVERSATION", 25)
+    target, folder, output = save_target(tmp_path / "tiny"), tmp_path / "trained", tmp_path / "found.json"
+    common = [target, "--folder", str(folder), "--output", str(output), "--tokens", "300", "--prompts", "1"]
+    common += ["--max-tokens", "6", *TRAINING]
+
+    main([*common, "--minutes", "0.01", "--kinds", "chimera", "ngram"])
+    made = [folder / "chimera" / "report.json", *(folder / "data").glob("*.safetensors")]
+    written = [path.stat().st_mtime_ns for path in made]
+    before = json.loads(output.read_text())["results"]
+    main([*common, "--minutes", "0.01", "--kinds", "chimera", "model"])
+    assert [path.stat().st_mtime_ns for path in made] == written, "neither data nor head were made again"
+    assert len([*(folder / "data").glob("*.safetensors")]) == len(made) - 1 > 1
+    results = json.loads(output.read_text())["results"]
+    assert {name: results[name] for name in before} == before
+    assert [*results] == ["chimera", "ngram", "model"]
+    for kind in ("chimera", "model"):
+        training = results[kind]["training"]
+        assert training["minutes"] >= 0.01
+        assert training["steps"] > 0
+        assert training["cpu_seconds"] > 0
+        assert len(training["held_out"]["conditional"]) == 4
+        assert training["data"] == results["chimera"]["training"]["data"]
+    assert "training" not in results["ngram"]
+    for result in results.values():
+        cells = {(each["task"], each["temperature"]): each for each in result["acceptance"]}
+        assert [*cells] == [(task, heat) for task in TASKS for heat in (0, 0.8)]
+        assert all(len(each["by_position"]) == DRAFT_TOKENS for each in cells.values())
+    assert "drafter Chimera head chimera " in results["chimera"]["engine"]
+
+    timing = ["--minutes", "0.01", "--times", "--batch-sizes", "1", "2", "--repeats", "1"]
+    main([*common, *timing, "--kinds", "chimera", "model", "ngram"])
+    found = json.loads(output.read_text())["results"]
+    assert {name: found[name] for name in results} == results
+    timed = [(each["drafter"], each["batch_size"]) for each in found["times"]["draft_costs"]]
+    assert timed == [(kind, rows) for kind in ("chimera", "model", "ngram") for rows in (1, 2)]
+    assert all(each["ms"] > 0 for each in found["times"]["draft_costs"] if each["drafter"] != "ngram")
+    assert {
+        (each["drafter"], each["batch_size"], each["temperature"]) for each in found["times"]["auto_over_plain"]
+    } == {(kind, rows, heat) for kind, rows in timed for heat in (0, 0.8)}
+    assert str(tmp_path) not in output.read_text()
+    with pytest.raises(SystemExit, match="holds no drafter"):
+        main([*common, *timing, "--kinds", "parallel"])
+    with pytest.raises(SystemExit, match="other settings"):
+        main([*common, "--minutes", "0.02", "--kinds", "ngram"])
