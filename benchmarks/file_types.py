@@ -3,7 +3,8 @@
     LLAMA_CPP=.../xllamacpp.abi3.so python tests/gguf_support.py qwen-coder-0.5b.gguf qwen-Q2_K.gguf Q2_K
     python -m benchmarks.file_types qwen-coder-0.5b.gguf qwen-Q2_K.gguf ... --output FILE
 
-Every copy is run in each precision and compared with the original in bfloat16, on the text of ``paceline bench quality``.
+Every copy is run in each precision and compared with the original in bfloat16, on the text of
+``paceline bench quality``.
 The document is written after each run, and a call goes on with the runs that it lacks.
 """
 
@@ -27,6 +28,7 @@ ORIGINAL = "bfloat16"
 
 
 def main() -> None:
+    """Measure what the document lacks."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", type=Path, nargs="+", help="the original, then its copies")
     parser.add_argument("--precisions", default="bfloat16,int8,int4")
@@ -52,6 +54,7 @@ def main() -> None:
 
 
 def begun(original: Path, tokens: int) -> dict[str, Any]:
+    """A document without results."""
     text = "the reference that comes with Python"
     return {"original": original.name, "text": text, "tokens": tokens, "results": []} | {
         "machine": machine(),

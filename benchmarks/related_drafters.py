@@ -27,8 +27,8 @@ from typing import Any
 from benchmarks.parts import Parts, engine_line
 
 from paceline import LLM, SamplingParams
-from paceline.config.training import DRAFT_KINDS
 from paceline.config.files import write_text
+from paceline.config.training import DRAFT_KINDS
 from paceline.tools.bench.drafters import Contender, Count, MeasurementPlan, count, draft_costs, speeds
 from paceline.tools.bench.offline import machine, versions
 from paceline.tools.bench.tasks import PROMPTS, TASKS

@@ -53,7 +53,8 @@ def gemma4_fields(kinds: str = "sfssf", shared: int = 2, **changes: Any) -> dict
 
 
 WITHOUT_VECTORS = {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
-EXPERTS = {"enable_moe_block": True, "hidden_size": 64, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 32}
+EXPERTS: dict[str, Any] = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 32}
+EXPERTS |= {"hidden_size": 64}
 # of a model; like E2B, like the dense 31B, like 26B-A4B, and with the true widths of heads
 SIZES: dict[str, dict[str, Any]] = {
     "all kinds": {},

@@ -1,6 +1,6 @@
 """GGUF files for tests: encoders of types that the gguf package cannot write, and copies of files in other types.
 
-``python gguf_support.py SOURCE TARGET TYPE`` writes a copy with all matrices in a type, or in a mixture of ``MIXTURES``.
+``python gguf_support.py SOURCE TARGET TYPE`` writes a copy with all matrices in a type, or in one of ``MIXTURES``.
 With LLAMA_CPP=PATH, the path of a library that has llama.cpp's functions (such as xllamacpp's), those encode.
 """
 

@@ -20,7 +20,8 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-from gemma4_support import SIZES, tiny_assistant, tiny_native_gemma4
+from gemma4_support import SIZES as GEMMA4_SIZES
+from gemma4_support import tiny_assistant, tiny_native_gemma4
 from head_support import tiny_chimera_head, tiny_head, tiny_native_head, tiny_transfer_head
 from paceline.config import SamplingParams, StructuredOutputs
 from paceline.core import acceptance, rules
@@ -106,7 +107,7 @@ MODELS |= {  # the same of another kind: short convolutions
 SHORT_CONVOLUTIONS = ["lfm2", "lfm2 int4", "lfm2 bf16"]
 MODELS |= {  # the same, with heads of two widths and keys that layers share, or with experts between norms of their own
     "gemma4": tiny_native_gemma4,
-    "gemma4 experts": functools.partial(tiny_native_gemma4, 5, **SIZES["experts and vectors"]),
+    "gemma4 experts": functools.partial(tiny_native_gemma4, 5, **GEMMA4_SIZES["experts and vectors"]),
 }
 OTHER_STATES: dict[str, Callable[[], Model]] = {  # kinds of states that run in torch only
     "mamba2": functools.cache(lambda: ours(tiny_granite_hybrid())),

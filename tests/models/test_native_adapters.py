@@ -38,7 +38,8 @@ Quantization = Literal["int8", "int4"] | None
 FORMATS: list[Quantization] = [None, "int8", "int4"]
 BOUNDS = {None: 0.03, "int8": 0.07, "int4": 0.4}  # relative errors of the model itself
 WIDE = {"hidden_size": 64, "intermediate_size": 72, "head_dim": 16, "num_hidden_layers": 2}
-FAMILIES = ["llama with biases", "qwen3", "gemma3", "olmo2", "phi3", "gemma4", "gemma4 with keys as values"]  # experts: bits only
+# Of models with experts, only the bits are compared.
+FAMILIES = ["llama with biases", "qwen3", "gemma3", "olmo2", "phi3", "gemma4", "gemma4 with keys as values"]
 LENGTH = 20
 
 

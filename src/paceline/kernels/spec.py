@@ -89,7 +89,8 @@ GatedActivation = Literal["silu", "gelu_tanh", "clamped_silu"]
 class ExpertsNorms(NamedTuple):
     """Norms [width] of a mixture and of the MLP beside it, where each reads the hidden states and has its own.
 
-    Before the router, before the experts (before the MLP: ``post_norm`` of the layer), after the experts, after the MLP.
+    They stand before the router, before the experts, after the experts and after the MLP. The norm before the MLP is
+    ``post_norm`` of the layer.
     """
 
     router: Tensor

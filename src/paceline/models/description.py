@@ -122,8 +122,8 @@ class ExpertsSpec:
     router_bias: whether the router's scores have a bias.
     shared: an MLP that every token runs through besides. shared_gate: whether sigmoid(gate(x)) multiplies its output.
     scores_scale: factor of the router's scores. scaled: whether each expert's output has a stored factor.
-    own_norms: whether the router, the experts and the shared MLP read the layer's hidden states through a norm each, and
-        the outputs of the experts and of the MLP have a norm each before they are added.
+    own_norms: whether the router, the experts and the shared MLP read the layer's hidden states through a norm each,
+        and the outputs of the experts and of the MLP have a norm each before they are added.
     """
 
     count: int
