@@ -324,8 +324,10 @@ class DecoderLayer:
             out = self.attention_out_norm(out)
         x, normed = _add(steps, x, out, self.norms.get("mlp_norm"))
         mlp = self.mlp
-        own_norms = isinstance(mlp, Experts) and bool(mlp.norms)
-        out = mlp.with_own_norms(x, normed, steps) if own_norms else mlp(normed, steps)
+        if isinstance(mlp, Experts) and mlp.norms:
+            out = mlp.with_own_norms(x, normed, steps)
+        else:
+            out = mlp(normed, steps)
         if self.mlp_out_norm is not None:
             out = self.mlp_out_norm(out)
         if self.input is None and self.scale is None:
