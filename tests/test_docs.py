@@ -14,6 +14,9 @@ from typer.testing import CliRunner
 
 import real_models
 from paceline.cli.main import app
+from paceline.core.ops import RoundOps
+from paceline.kernels.abi import SIGNATURES
+from paceline.kernels.gpu.steps import LayerSteps
 
 ROOT = Path(__file__).parent.parent
 GENERATE = ["generate", "smollm2-135m"]  # a model that comes with the package
@@ -145,6 +148,51 @@ def test_the_files_that_the_internals_name_exist(page: str) -> None:
     folders = SOURCE, ROOT / "tests"
     there = [name for name in named if (ROOT / name).is_file() or any(list(folder.rglob(name)) for folder in folders)]
     assert [name for name in named if name not in there] == []
+
+
+def implementations() -> list[list[tuple[str, str]]]:
+    """Files and names in each cell of the table of implementations, behind its first column."""
+    section = (ROOT / "docs" / "reference-internals.md").read_text().split("### One definition, several")[1]
+    lines = [line for line in section.split("\n### ")[0].split("\n## ")[0].splitlines() if line.startswith("| ")][2:]
+    cells = [cell for line in lines for cell in line.strip("| ").split(" | ")[1:]]
+    return [re.findall(r"`([\w/]+\.(?:py|cpp|h))::(\w+)`", cell) for cell in cells]
+
+
+def defines(file: str, name: str) -> bool:
+    """Whether a file of the package, of the tests or of the kernels defines a function or class of this name."""
+    folders = SOURCE, ROOT, ROOT / "tests", ROOT / "tests" / "kernels"
+    texts = [(folder / file).read_text() for folder in folders if (folder / file).is_file()]
+    definition = rf"^ *(?:def|class) {name}\b" if file.endswith(".py") else rf"^\w.*\b{name}\("
+    return any(re.search(definition, text, re.MULTILINE) for text in texts)
+
+
+@pytest.mark.skipif(not (SOURCE / "core").is_dir(), reason="the page shows the modules in their folders")
+def test_functions_with_several_implementations_exist_and_a_test_holds_them_together() -> None:
+    cells = implementations()
+    assert [f"{file}::{name}" for cell in cells for file, name in cell if not defines(file, name)] == []
+    assert all(cell and all(name.startswith("test_") for _, name in cell) for cell in cells[3::4])
+
+
+ADMINISTRATION = {  # functions of the kernels' library that compute nothing, or only for benchmarks
+    *("pl_abi_version", "pl_source_hash", "pl_kernels", "pl_obstacle", "pl_multiplies_correctly", "pl_experts_read"),
+    *(f"pl_{each}" for owned in ("pool", "arena", "model", "texts") for each in (f"{owned}_new", f"{owned}_free")),
+    *("pl_texts_append", "pl_read"),
+}
+
+
+@pytest.mark.skipif(not (SOURCE / "core").is_dir(), reason="the page shows the modules in their folders")
+def test_every_operation_of_a_device_and_every_kernel_is_among_these() -> None:
+    named = {name for cell in implementations() for _, name in cell}
+    methods = {name for protocol in (RoundOps, LayerSteps) for name, each in vars(protocol).items() if callable(each)}
+    operations = {name for name in methods if not name.startswith("_")} - {"has_kernel"}
+    assert (operations | SIGNATURES.keys()) - named == ADMINISTRATION
+
+
+def test_the_modules_that_the_kernels_name_exist() -> None:
+    """Comments of the C++ sources name what defines them."""
+    named = {name for file in (ROOT / "csrc").iterdir() for name in re.findall(r"src/\w+/[\w/]+\.py", file.read_text())}
+    assert len(named) > 5
+    assert [name for name in named if not (ROOT / name).is_file()] == []
 
 
 @pytest.mark.skipif(not (SOURCE / "core").is_dir(), reason="the page shows the modules in their folders")

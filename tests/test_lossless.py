@@ -834,17 +834,46 @@ def test_batch_composition_and_order_change_no_answer(rows: int, chunk: int) -> 
     assert found == [plain("toy", "mixed")[i] for i in order]
 
 
-def test_requests_that_arrive_during_decoding_change_no_answer() -> None:
-    rng = random.Random(3)
-    engine = speculative_engine("toy", "model", "random", "mixed", max_batch_size=3, prefill_chunk=4)
-    outputs, waiting = {}, list(range(len(PROMPTS)))
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("model", "drafter", "rounds"),
+    [
+        *itertools.product(["toy", "flat"], DRAFTERS, ["host"]),
+        *itertools.product(["toy"], ["model", "self", "head", "ngram", "none"], ["device"]),
+        *itertools.product(["native"], ["self", *BRANCHING_NATIVELY], ["host"]),
+        *itertools.product(["recurrent", "lfm2"], ["model", "ngram", "head"], ["host"]),
+    ],
+)
+@pytest.mark.one_in(7)
+def test_random_arrivals_cancellations_and_time_outs_change_no_answer(
+    model: str, drafter: str, rounds: str, family: str
+) -> None:
+    """Slots pass from one sequence to the next while others decode; an answer cut short begins as the whole one."""
+    rng = random.Random(f"{model}, {drafter}, {rounds}, {family}")
+    options = {"rounds": rounds, "attention": "padded"} if rounds == "device" else {}
+    engine = speculative_engine(model, drafter, "random", family, max_batch_size=3, prefill_chunk=4, **options)
+    waiting = rng.sample(range(len(PROMPTS)), len(PROMPTS)) * 3
+    outputs: list[tuple[int, RequestOutput]] = []
     while waiting or engine.busy:
         if waiting and rng.random() < 0.4:
-            index = waiting.pop(rng.randrange(len(waiting)))
-            outputs[index] = engine.add(make_request(PROMPTS[index], MIXED[index]))
+            index = waiting.pop()
+            outputs.append((index, engine.add(make_request(PROMPTS[index], PARAMS[family][index]))))
+        in_use = engine.scheduler.in_use
+        if in_use and rng.random() < 0.1:
+            engine.abort(rng.choice(in_use).request_id)
+        if in_use and rng.random() < 0.1:
+            rng.choice(in_use).deadline = 0.0
         engine.step()
         engine.scheduler.check_integrity()
-    assert answers([outputs[i] for i in range(len(PROMPTS))]) == plain("toy", "mixed")
+    cut = Counter[str]()
+    for index, output in outputs:
+        for answer, whole in zip(output.candidates, plain(model, family)[index], strict=True):
+            reason, found = str(answer.finish_reason), answer.token_ids
+            assert found == (whole[: len(found)] if reason in ("abort", "deadline") else whole)
+            assert drafter != "self" or answer.metrics.accepted == answer.metrics.drafted, "its caches are the target's"
+            cut[reason] += 1
+    assert cut["abort"] > 0
+    assert cut["deadline"] > 0
 
 
 def test_an_engine_used_again_gives_the_same_answers() -> None:

@@ -216,7 +216,8 @@ class RoundTimes:
         below, so a dense model's times are convex. A mixture of experts reads more and more, but ever fewer new experts
         for each further token, so its times need not be.
     least: [one less], the smallest step of the hull from each number of draft tokens on, in milliseconds.
-    error: standard error of ms[0], in milliseconds. as_of: number of observed rounds when this was computed.
+    plain: T(0), milliseconds of a round without draft tokens. error: its standard error, in milliseconds.
+    as_of: number of observed rounds when this was computed.
     """
 
     ms: list[float]
@@ -224,19 +225,16 @@ class RoundTimes:
     error: float
     as_of: int
     least: list[float] = field(init=False)
+    plain: float = field(init=False)
 
     def __post_init__(self) -> None:
         steps = np.diff(self.hull)
         object.__setattr__(self, "least", np.minimum.accumulate(steps[::-1])[::-1].tolist())
-
-    @property
-    def plain(self) -> float:
-        """T(0): milliseconds of a round without draft tokens."""
-        return self.ms[0]
+        object.__setattr__(self, "plain", self.ms[0])
 
     def extra(self, draft_tokens: int) -> float:
         """T(n) - T(0): milliseconds that ``draft_tokens`` draft tokens add to a plain round."""
-        return self.ms_of(draft_tokens) - self.ms[0]
+        return self.ms_of(draft_tokens) - self.plain
 
     def ms_of(self, draft_tokens: int) -> float:
         """T(n): milliseconds of a round that verifies ``draft_tokens`` draft tokens, all rows together."""
@@ -300,6 +298,7 @@ class CostModel:
         self._times: dict[tuple[int, int], RoundTimes] = {}
         self._draft_tables: dict[int, tuple[float, float]] = {}  # by number of rows: ms of one pass, of a further one
         self._draft_ratios: dict[int, RunningMean] = {}  # by number of rows: measured / tabulated
+        self._next_passes: dict[int, float] = {}  # results of ``next_pass_ms`` since the last draft of so many rows
 
     def times(self, rows: int, context: float) -> RoundTimes:
         """Corrected times, at most ``REFRESH_ROUNDS`` rounds old. context: tokens per row, met within a factor of two.
@@ -339,12 +338,16 @@ class CostModel:
 
     def next_pass_ms(self, rows: int) -> float:
         """Milliseconds that one more pass adds to a draft."""
-        return self.draft_ms(rows, 2) - self.draft_ms(rows, 1)
+        known = self._next_passes.get(rows)
+        if known is None:
+            known = self._next_passes[rows] = self.draft_ms(rows, 2) - self.draft_ms(rows, 1)
+        return known
 
     def observe_draft(self, rows: int, passes: int, ms: float) -> None:
         """Learn from a draft that took ``ms`` milliseconds."""
         ratio = self._draft_ratios.setdefault(rows, RunningMean(1.0))
         ratio.learn(min(max(0.0, ms) / self._tabulated_draft(rows, passes), MAX_FACTOR * max(1.0, ratio.value)))
+        self._next_passes.pop(rows, None)
 
     def _tabulated_draft(self, rows: int, passes: int) -> float:
         if rows not in self._draft_tables:  # kept: a policy asks after every draft token

@@ -105,16 +105,12 @@ class AutoRound:
         scores, parents: score and parent of each row's draft tokens so far.
         """
         bins = [bins_of(len(line), line, tree) for line, tree in zip(scores, parents, strict=True)]
-        lines, acceptance = self.lines(source, bins, parents, first), source.acceptance
-        children = [
-            [acceptance * gain for place, gain in enumerate(line) if place not in tree]
-            for line, tree in zip(lines, parents, strict=True)
-        ]
-        before, after = (
-            self.best(source, [sorted(line, reverse=True) for line in candidates])[0]
-            for candidates in (lines, [[*line, *new] for line, new in zip(lines, children, strict=True)])
-        )
-        return after - before
+        acceptance, before, after = source.acceptance, [], []
+        for line, tree in zip(self.lines(source, bins, parents, first), parents, strict=True):
+            children = [acceptance * gain for place, gain in enumerate(line) if place not in tree]
+            before.append(sorted(line, reverse=True))
+            after.append(sorted(line + children, reverse=True))
+        return self.best(source, after)[0] - self.best(source, before)[0]
 
 
 def best_depth(

@@ -94,10 +94,11 @@ class ScoreCalibration:
 
         bins: one per draft token. parents: index of each one's parent, -1 for none; None: a chain.
         """
+        chances = {bin_: self.chance(slot, bin_) for bin_ in set(bins)}
         survivals: list[float] = []
         for place, bin_ in enumerate(bins):
             parent = place - 1 if parents is None else parents[place]
-            survivals.append(self.chance(slot, bin_) * (survivals[parent] if parent >= 0 else 1.0))
+            survivals.append(chances[bin_] * (survivals[parent] if parent >= 0 else 1.0))
         return survivals
 
     def learn(self, judged: Sequence[Sequence[JudgedToken]], slots: Sequence[int]) -> None:
@@ -144,7 +145,7 @@ class ScoreCalibration:
         self._misses.clear()
 
     def _learn_row(self, slot: int, judged: Sequence[JudgedToken]) -> None:
-        missed, expected = sum(not right for _, right in judged), sum(self._miss(bin_) for bin_, _ in judged)
+        missed, expected = sum([not right for _, right in judged]), sum([self._miss(bin_) for bin_, _ in judged])
         self.rows.setdefault(slot, _MissOdds()).learn(len(judged), missed, expected, ROW_FADE)
 
     def _learn_bins(self, judged: Sequence[Sequence[JudgedToken]]) -> None:

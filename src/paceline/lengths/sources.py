@@ -78,7 +78,7 @@ class DraftSource:
         """Learn from a round, as ``ScoreCalibration.learn`` does."""
         self.calibration.learn(judged, slots)
         self.judged = self.judged * ACCEPTANCE_FADE + sum(map(len, judged))
-        self.right = self.right * ACCEPTANCE_FADE + sum(right for line in judged for _, right in line)
+        self.right = self.right * ACCEPTANCE_FADE + sum([right for line in judged for _, right in line])
 
     def learn_draft(self, draft: Draft, verdict: Verdict, slots: Sequence[int]) -> None:
         """Learn what the verdict says about a draft of the same round, even if none of its tokens was verified."""
