@@ -144,7 +144,8 @@ def write(directory: Path, shape: str, layers: int | None = None) -> None:
     config = SHAPES[shape]()
     if layers is not None:
         config.num_hidden_layers = layers
-        config.layer_types = config.layer_types and config.layer_types[:layers]
+        if (kinds := getattr(config, "layer_types", None)) is not None:
+            config.layer_types = kinds[:layers]
     write_model(directory, config)
     if isinstance(config, Qwen3_5TextConfig):
         file = directory / "model.safetensors"
