@@ -20,7 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -32,7 +32,7 @@ from paceline.core.recurrent_state import StatefulCache
 from paceline.engine.utilisation import fastest, kernel_rate
 from paceline.kernels import native
 from paceline.kernels.pack import Format
-from paceline.kernels.spec import ExpertsWeights, LayerWeights, LinearWeights, NativeSpec, Rotary
+from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec, Rotary
 from paceline.models.native import NativeModel, Quantization
 from paceline.models.recurrent import cache_of, kv_layers_of
 from paceline.models.short_head import column_bytes
@@ -55,16 +55,12 @@ class Shape:
     head_dim: int
     ffn: int
     vocab_size: int
-    experts: int = 0  # of a layer; 0: MLPs, else mixtures of experts that are ``ffn`` wide
-    used: int = 0  # experts of a token
 
 
 SHAPES = {
     "smollm2-135m": Shape(576, 30, 9, 3, 64, 1536, 49152),
     "qwen2.5-0.5b": Shape(896, 24, 14, 2, 64, 4864, 151936),
     "qwen2.5-1.5b": Shape(1536, 28, 12, 2, 128, 8960, 151936),
-    "qwen3-30b-a3b": Shape(2048, 48, 32, 4, 128, 768, 151936, experts=128, used=8),
-    "gpt-oss-20b": Shape(2880, 24, 64, 8, 64, 2880, 201088, experts=32, used=4),  # without sinks and biases
 }
 
 
@@ -152,13 +148,11 @@ def random_spec(shape: Shape, positions: int) -> NativeSpec:
     def linear(outputs: int, inputs: int) -> LinearWeights:
         return LinearWeights((torch.randn(outputs, inputs) * inputs**-0.5).bfloat16())
 
-    gate_up, down = linear(2 * shape.ffn, shape.width), linear(shape.width, shape.ffn)
     layer = LayerWeights(
         qkv=linear(qkv, shape.width),
         attention_out=linear(shape.width, shape.heads * shape.head_dim),
-        gate_up=None if shape.experts else gate_up,
-        down=None if shape.experts else down,
-        experts=_experts(shape, gate_up, down) if shape.experts else None,
+        gate_up=linear(2 * shape.ffn, shape.width),
+        down=linear(shape.width, shape.ffn),
         input_norm=torch.ones(shape.width),
         post_norm=torch.ones(shape.width),
     )
@@ -175,12 +169,6 @@ def random_spec(shape: Shape, positions: int) -> NativeSpec:
         final_norm=torch.ones(shape.width),
         layers=[layer] * shape.layers,
     )
-
-
-def _experts(shape: Shape, gate_up: LinearWeights, down: LinearWeights) -> ExpertsWeights:
-    """A random router over experts that share their weights, of which packing makes copies."""
-    router = torch.randn(shape.experts, shape.width) * shape.width**-0.5
-    return ExpertsWeights(router, [gate_up] * shape.experts, [down] * shape.experts, shape.used, normalised=True)
 
 
 def _moved_bytes(model: NativeModel, nodes: Nodes, cache: KVCache, positions: int) -> int:
@@ -279,9 +267,8 @@ def _line(step: Step) -> str:
 def _models(options: argparse.Namespace) -> Iterator[tuple[str, NativeModel]]:
     """Every shape and every checkpoint, in every format."""
     for shape in options.shapes:
-        layers = min(options.layers or SHAPES[shape].layers, SHAPES[shape].layers)
-        spec = random_spec(replace(SHAPES[shape], layers=layers), options.context + 8)
-        _say(f"{shape}: {layers} of {SHAPES[shape].layers} layers, random weights")
+        spec = random_spec(SHAPES[shape], options.context + 8)
+        _say(f"{shape}: random weights")
         for name in options.formats:
             yield shape, NativeModel(spec, shape, quantization=_quantization(name))
     for checkpoint in options.checkpoints:
@@ -305,7 +292,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--checkpoints", nargs="*", default=[], help="models to load, with or instead of shapes")
     parser.add_argument("--formats", nargs="+", choices=_FORMATS, default=["int8", "bf16"])
     parser.add_argument("--steps", nargs="+", default=_STEPS, help="rows x tokens a row (default: %(default)s)")
-    parser.add_argument("--layers", type=int, help="keep only a shape's first layers, so many as fit into memory")
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seconds", type=float, default=0.5, help="for each measurement")

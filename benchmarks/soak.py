@@ -1,6 +1,6 @@
 """Random requests join, leave, are cancelled and time out under every drafter for minutes: texts equal, memory flat.
 
-    python benchmarks/random_qwen3_5.py DIRECTORY --shape tiny
+    python -m benchmarks.random_models DIRECTORY --shape qwen3.5-tiny
     python -m benchmarks.soak DIRECTORY --drafters none,ngram,mtp,hybrid --minutes 30
 
 Requests are drawn from a pool, with the parameters and references of ``fuzz.py``. Plain decoding of each alone, without

@@ -51,7 +51,7 @@ PAIRS = {
     "qwen-q8_0": Pair("qwen-coder-1.5b-q8_0", None, {"qwen-coder-1.5b-q8_0": 3.1}),
     "smollm2": Pair("smollm2-135m", None, {"smollm2-135m": 0.3}),
     "gemma3": Pair("gemma3-270m", None, {"gemma3-270m": 0.6}),
-    # made by: python benchmarks/random_qwen3_5.py random-qwen3.5-0.8b --shape 0.8b (texts without meaning)
+    # made by: python -m benchmarks.random_models random-qwen3.5-0.8b --shape qwen3.5-0.8b (texts without meaning)
     "random-qwen3.5": Pair("random-qwen3.5-0.8b", None, {"random-qwen3.5-0.8b": 1.6}),
 }
 

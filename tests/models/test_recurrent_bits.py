@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.random_qwen3_5 import write
+from benchmarks.random_models import write
 
 from paceline import LLM
 from paceline.config import SamplingParams
@@ -30,7 +30,7 @@ OPTIONS: dict[str, Any] = {"device": "cpu", "max_batch_size": 16, "max_model_len
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny")
     if request.param == "qwen3_5":
-        write(path, "tiny")
+        write(path, "qwen3.5-tiny")
     else:
         theirs = tiny_lfm2(3, **LFM2_SIZES["other"])
         theirs.config.max_position_embeddings = OPTIONS["max_model_len"]

@@ -1,16 +1,19 @@
-"""Write a random Qwen3.5 checkpoint with a draft head, a byte tokenizer and a chat template, for benchmarks.
+"""Write a random checkpoint of a published shape, with a byte tokenizer and a chat template, for benchmarks.
 
-    python benchmarks/random_qwen3_5.py DIRECTORY --shape tiny
-    python benchmarks/bits.py DIRECTORY --drafter mtp --widths 1,3
-    python benchmarks/random_qwen3_5.py DIRECTORY --shape 2b
-    paceline bench DIRECTORY --quantization int8
+    PYTHONPATH=src:. python -m benchmarks.random_models DIRECTORY --shape qwen3.5-tiny
+    PYTHONPATH=src:. python -m benchmarks.bits DIRECTORY --drafter mtp --widths 1,3
+    PYTHONPATH=src:. python -m benchmarks.random_models DIRECTORY --shape qwen3-30b-a3b --layers 6
+    PYTHONPATH=src:. python -m benchmarks.kernels --shapes --checkpoints DIRECTORY
 
 The text that such a model writes has no meaning. The shapes are those that are published, to our knowledge.
+Qwen3.5's have a draft head.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,18 +22,21 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from torch import Tensor
 from transformers import (
+    AutoModelForCausalLM,
+    Gemma4TextConfig,
+    GptOssConfig,
     PreTrainedConfig,
-    PreTrainedModel,
     PreTrainedTokenizerFast,
-    Qwen3_5ForCausalLM,
     Qwen3_5TextConfig,
+    Qwen3MoeConfig,
 )
 
+POSITIONS = 4096
 # width, inner width, layers, heads, key heads, head width; key heads, value heads and width of states; vocabulary
-SHAPES = {
-    "tiny": (128, 192, 8, 4, 2, 32, 2, 4, 32, 320),
-    "0.8b": (1024, 3584, 24, 8, 2, 256, 16, 16, 128, 248320),
-    "2b": (2048, 6144, 24, 8, 2, 256, 16, 16, 128, 248320),
+_QWEN3_5 = {
+    "qwen3.5-tiny": (128, 192, 8, 4, 2, 32, 2, 4, 32, 320),
+    "qwen3.5-0.8b": (1024, 3584, 24, 8, 2, 256, 16, 16, 128, 248320),
+    "qwen3.5-2b": (2048, 6144, 24, 8, 2, 256, 16, 16, 128, 248320),
 }
 CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
@@ -38,9 +44,9 @@ CHAT_TEMPLATE = (
 )
 
 
-def configuration(shape: str) -> Qwen3_5TextConfig:
-    """Return the configuration of a shape."""
-    width, inner, layers, heads, kv_heads, dim, keys, values, state, vocabulary = SHAPES[shape]
+def qwen3_5(shape: str) -> Qwen3_5TextConfig:
+    """Three gated delta nets to one layer of attention."""
+    width, inner, layers, heads, kv_heads, dim, keys, values, state, vocabulary = _QWEN3_5[shape]
     return Qwen3_5TextConfig(
         vocab_size=vocabulary,
         hidden_size=width,
@@ -53,12 +59,62 @@ def configuration(shape: str) -> Qwen3_5TextConfig:
         linear_num_value_heads=values,
         linear_key_head_dim=state,
         linear_value_head_dim=state,
-        max_position_embeddings=4096,
+        max_position_embeddings=POSITIONS,
         tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
         mtp_num_hidden_layers=1,
         eos_token_id=None,
     )
+
+
+def gemma4_e2b() -> Gemma4TextConfig:
+    """Every fifth layer has no window, the last 20 read the keys of earlier ones."""
+    kinds = ["full_attention" if layer % 5 == 4 else "sliding_attention" for layer in range(35)]
+    return Gemma4TextConfig(
+        hidden_size=1536,
+        intermediate_size=6144,
+        use_double_wide_mlp=True,
+        num_hidden_layers=len(kinds),
+        layer_types=kinds,
+        num_attention_heads=8,
+        num_key_value_heads=1,
+        num_kv_shared_layers=20,
+        hidden_size_per_layer_input=256,
+        final_logit_softcapping=30.0,
+        max_position_embeddings=POSITIONS,
+        eos_token_id=None,
+    )
+
+
+def qwen3_30b_a3b() -> Qwen3MoeConfig:
+    """A mixture of 128 experts, eight of which a token runs through."""
+    return Qwen3MoeConfig(
+        vocab_size=151936,
+        hidden_size=2048,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        max_position_embeddings=POSITIONS,
+        eos_token_id=None,
+    )
+
+
+def gpt_oss_20b() -> GptOssConfig:
+    """A mixture of 32 experts, four of which a token runs through; every other layer has a window."""
+    return GptOssConfig(num_hidden_layers=24, num_local_experts=32, eos_token_id=None)
+
+
+SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
+    **{shape: functools.partial(qwen3_5, shape) for shape in _QWEN3_5},
+    "gemma4-e2b": gemma4_e2b,
+    "qwen3-30b-a3b": qwen3_30b_a3b,
+    "gpt-oss-20b": gpt_oss_20b,
+}
 
 
 def head_tensors(config: Qwen3_5TextConfig) -> dict[str, Tensor]:
@@ -83,20 +139,23 @@ def head_tensors(config: Qwen3_5TextConfig) -> dict[str, Tensor]:
     return {name: tensor.bfloat16() for name, tensor in found.items()}
 
 
-def write(directory: Path, shape: str) -> None:
-    """Write the checkpoint."""
-    config = configuration(shape)
-    write_model(directory, Qwen3_5ForCausalLM, config)
-    file = directory / "model.safetensors"
-    save_file(load_file(file) | head_tensors(config), file, metadata={"format": "pt"})
+def write(directory: Path, shape: str, layers: int | None = None) -> None:
+    """Write the checkpoint. layers: how many of them, from the first on; None: all."""
+    config = SHAPES[shape]()
+    if layers is not None:
+        config.num_hidden_layers = layers
+        if (kinds := getattr(config, "layer_types", None)) is not None:
+            config.layer_types = kinds[:layers]
+    write_model(directory, config)
+    if isinstance(config, Qwen3_5TextConfig):
+        file = directory / "model.safetensors"
+        save_file(load_file(file) | head_tensors(config), file, metadata={"format": "pt"})
 
 
-def write_model(directory: Path, kind: type[PreTrainedModel], config: PreTrainedConfig) -> None:
+def write_model(directory: Path, config: PreTrainedConfig) -> None:
     """Write a random model in bfloat16, scaled so that its texts do not repeat one token, and a byte tokenizer."""
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    model = kind(config)
-    torch.set_default_dtype(torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() > 1:
@@ -114,9 +173,10 @@ def main() -> None:
     """Parse and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3.5-tiny")
+    parser.add_argument("--layers", type=int, help="keep only the first layers, as many as fit into memory")
     arguments = parser.parse_args()
-    write(arguments.directory, arguments.shape)
+    write(arguments.directory, arguments.shape, arguments.layers)
 
 
 if __name__ == "__main__":
