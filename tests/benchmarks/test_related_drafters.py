@@ -12,7 +12,7 @@ from benchmarks.related_drafters import DRAFT_TOKENS, KINDS, OPENINGS, arguments
 
 from benchmarks import related_drafters
 from cli.conftest import make_tokenizer
-from paceline.config import DRAFT_KINDS
+from paceline.config.training import DRAFT_KINDS
 from paceline.models.tokenizer import Tokenizer
 from paceline.tools.bench.drafters import Count
 from paceline.tools.bench.tasks import PROMPTS, TASKS

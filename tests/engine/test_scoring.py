@@ -322,8 +322,8 @@ def test_a_fault_in_a_pass_leaves_no_text_half_scored(monkeypatch: pytest.Monkey
     _scored(engine, prompts[0] + continuations[0], 0)
     forward = PaddedPasses.forward
 
-    def fails(*given: object) -> Tensor:
-        forward(*given)  # type: ignore[arg-type]
+    def fails(*given: Any, **named: Any) -> Tensor:
+        forward(*given, **named)
         raise RuntimeError("mine")
 
     monkeypatch.setattr(PaddedPasses, "forward", fails)
