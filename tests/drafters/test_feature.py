@@ -301,9 +301,9 @@ def test_tokens_outside_the_heads_vocabulary_have_probability_0() -> None:
 def test_the_hidden_states_of_a_tree_follow_the_accepted_path() -> None:
     target = tiny_llama()
     decoder = TorchHeadDecoder(tiny_head(target, 32), ReferenceAttention(), 3, 20)
-    decoder.streams.fused[1, 5:9] = torch.arange(4.0)[:, None]
-    decoder.streams.keep_paths(torch.tensor([1]), torch.tensor([5]), torch.tensor([[1, 3, 2]]))
-    assert decoder.streams.fused[1, 5:8, 0].tolist() == [1.0, 3.0, 2.0]
+    decoder.fused_states.fused[1, 5:9] = torch.arange(4.0)[:, None]
+    decoder.fused_states.keep_paths(torch.tensor([1]), torch.tensor([5]), torch.tensor([[1, 3, 2]]))
+    assert decoder.fused_states.fused[1, 5:8, 0].tolist() == [1.0, 3.0, 2.0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -324,12 +324,12 @@ def test_memory_counts_the_stored_hidden_states(kind: str) -> None:
     (decoder,) = engine.parts.drafter.decoders
     assert isinstance(decoder, HeadDecoder)
     plan, alone = (plan_memory(target, draft, config, 3, POSITIONS) for draft in (head, None))
-    streams, cache = decoder.streams.fused, (decoder.cache.keys, decoder.cache.values)
+    states, cache = decoder.fused_states.fused, (decoder.cache.keys, decoder.cache.values)
     used = sum(POSITIONS * table.nbytes // table.shape[-2] for table in cache)  # rows take whole pages
-    longest = sum(table.nbytes for table in (*cache, streams))
+    longest = sum(table.nbytes for table in (*cache, states))
     assert used < plan.caches - alone.caches <= longest
-    assert used <= plan.caches - alone.caches - 3 * head.stream_bytes(POSITIONS) <= sum(table.nbytes for table in cache)
-    assert 0 < 3 * POSITIONS * streams[0, 0].nbytes <= 3 * head.stream_bytes(POSITIONS) <= streams.nbytes
+    assert used <= plan.caches - alone.caches - 3 * head.fused_bytes(POSITIONS) <= sum(table.nbytes for table in cache)
+    assert 0 < 3 * POSITIONS * states[0, 0].nbytes <= 3 * head.fused_bytes(POSITIONS) <= states.nbytes
 
 
 def llm_with(head: Path, **options: Any) -> LLM:

@@ -32,7 +32,7 @@ pytestmark = [
 SLOTS = (0, 2, 3, 5)
 TEXTS = [[(5 * i + 2 * row) % VOCAB for i in range(size)] for row, size in enumerate((1, 12, 2, 31))]
 K = 5
-STREAM = 72  # width of the tiny target
+TARGET_WIDTH = 72  # width of the tiny target
 
 PARAMS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
@@ -59,7 +59,7 @@ def drafters(acceptance: str) -> tuple[ModelDrafter, ModelDrafter]:
 
 
 def commit(batch: Batch, draft: Draft, accepted: list[int]) -> Verdict:
-    """Accept so many draft tokens of each row, and append one more token."""
+    """Accept the given number of draft tokens of each row, and append one more token."""
     lines = [[*line[:count], 4] for line, count in zip(draft.draft_tokens, accepted, strict=True)]
     verdict = Verdict.of(HostVerdict(lines, accepted, draft.drafted))
     batch.commit(verdict)
@@ -108,7 +108,7 @@ def test_a_draft_ends_where_the_policy_stops_it() -> None:
 
 def engine_of(drafter: str, policy: LengthPolicy | None = None, **options: Any) -> Engine:
     target = tiny_native(1)
-    draft = tiny_native(2) if drafter == "model" else tiny_native_head(target, STREAM)
+    draft = tiny_native(2) if drafter == "model" else tiny_native_head(target, TARGET_WIDTH)
     engine = make_engine(target, draft, drafter=drafter, attention="auto", **options)
     if policy is not None:
         engine.parts.policy = policy

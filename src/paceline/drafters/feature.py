@@ -54,7 +54,7 @@ class FeatureDrafter(ModelDrafter):
 
     @property
     def reader(self) -> FeatureReader:
-        return self.head.streams
+        return self.head.fused_states
 
     def describe(self, draft: str | None) -> str:
         kind = {

@@ -219,7 +219,7 @@ class PlannedDraft(Draft):
         return self._take()
 
     def note_made(self, seconds: float) -> None:
-        """Take the draft tokens after a round that began with the call, which took so many seconds."""
+        """Take the draft tokens after a round that began with the call. seconds: what the call took."""
         self.late_seconds, self.draft_tokens = seconds, self._take()
 
     def _take(self) -> list[list[int]]:
