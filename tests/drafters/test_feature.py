@@ -190,25 +190,25 @@ def test_siblings_in_a_tree_are_the_best_tokens_after_their_path(kind: str) -> N
     assert all(compared[depth, 2] + compared[depth, 3] > 5 for depth in range(3))
 
 
-@pytest.mark.parametrize("reads", [2, HeadDecoder.reads])
+@pytest.mark.parametrize("fed", [2, HeadDecoder.fed_tokens])
 @pytest.mark.parametrize("rounds", ["every round", "now and then"])
 @pytest.mark.one_in(3)
-def test_a_device_draws_what_the_reference_does(rounds: str, reads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After rounds of all lengths, none included: what a head lacks is read beforehand, or in the round itself.
+def test_a_device_draws_what_the_reference_does(rounds: str, fed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds of all lengths, none included: the head reads its missing tokens beforehand, or in the round itself.
 
-    Whatever it draft tokens is kept nine times in ten, so that it lacks much.
+    Nine of ten draft tokens are accepted, so the head misses many tokens.
     """
-    monkeypatch.setattr(HeadDecoder, "reads", reads)
+    monkeypatch.setattr(HeadDecoder, "fed_tokens", fed)
     target = tiny_llama()
     head = tiny_head(target, 32)
     device = {"rounds": "device", "attention": "padded", "acceptance": "synthetic:0.9", "benchmark": True}
     engine = make_engine(target, head, drafter="feature", prefill_chunk=7, **device)
     engine.parts.policy = FixedLength(4) if rounds == "every round" else RandomLength(seed=3)
     assert engine._device_round is not None
-    draft_token, compared = engine._device_round._draft_chain, Counter[str]()
+    draft_chain, compared = engine._device_round._draft_chain, Counter[str]()
 
     def check(state: RowState, before: Tensor, k: int, *rest: Any) -> Draft:
-        found = draft_token(state, before, k, *rest)
+        found = draft_chain(state, before, k, *rest)
         for row, count in enumerate(found.drafted[: engine.batch.rows] if k else ()):
             text = state.text[state.slots.index[row], : int(before[row])].tolist()
             if len(text) < 2:

@@ -100,7 +100,9 @@ def rounded(head: FeatureHead, quantization: Quantization | None) -> dict[str, T
     return state
 
 
-def laws_of(tensors: dict[str, Tensor], switches: Sequence[str], which: int, draft_tokens: Sequence[int]) -> Tensor:
+def distributions_of(
+    tensors: dict[str, Tensor], switches: Sequence[str], which: int, draft_tokens: Sequence[int]
+) -> Tensor:
     """Distributions [k, V] of the reference for each of these draft tokens, given those before it."""
     text, targets = TEXTS[which], tensors["d2t"] + torch.arange(len(tensors["d2t"]))
     reading = Reading(tensors, switches)
@@ -133,7 +135,7 @@ def test_distributions_equal_the_reference_step_by_step(kind: str) -> None:
     assert draft.probabilities is not None
     for row, draft_tokens in enumerate(draft.draft_tokens):
         if draft_tokens:
-            expected = laws_of(rounded(head, None), options.get("switches", ()), rows[row], draft_tokens)
+            expected = distributions_of(rounded(head, None), options.get("switches", ()), rows[row], draft_tokens)
             found = draft.probabilities[row, : len(draft_tokens)]
             assert bool((found[:, ~head.t2d] == 0).all())
             assert float((found - expected).abs().max()) < 0.02
@@ -147,7 +149,7 @@ def test_weights_may_have_fewer_bits(quantization: Quantization, most: float) ->
     draft = drafting.draft(batch, [3, 3], None, distributions=True)
     assert draft.probabilities is not None
     for row, which in enumerate((1, 3)):
-        expected = laws_of(rounded(head, quantization), (), which, draft.draft_tokens[row])
+        expected = distributions_of(rounded(head, quantization), (), which, draft.draft_tokens[row])
         assert float((draft.probabilities[row] - expected).abs().max()) < most
 
 
@@ -204,7 +206,7 @@ def test_a_draft_that_the_length_policy_stops_ends_there_with_scores() -> None:
     assert draft.drafted == [2, 1]
     whole = decoder_of(natively(feature_head()), [1, 3]).native.draft(batch, [2, 1], None, distributions=True)
     assert draft.confidence is not None
-    distributions = laws_of(rounded(feature_head(), None), (), 1, draft.draft_tokens[0])
+    distributions = distributions_of(rounded(feature_head(), None), (), 1, draft.draft_tokens[0])
     chances = [
         float(distribution[draft_token])
         for distribution, draft_token in zip(distributions, draft.draft_tokens[0], strict=True)

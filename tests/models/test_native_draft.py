@@ -88,8 +88,8 @@ def test_a_draft_equals_the_one_made_step_by_step(kind: str, acceptance: str, sc
         verdict = commit(batch, draft, accepted)
         at_once.observe(batch, verdict)
         by_steps.observe(batch, verdict)
-        lags = [drafter.decoder.lags(batch) for drafter in (at_once, by_steps)]
-        assert lags[0][0] == lags[1][0], "the reference drafts K tokens for every row: row 0 has them in both"
+        missing = [drafter.decoder.missing_tokens(batch) for drafter in (at_once, by_steps)]
+        assert missing[0][0] == missing[1][0], "the reference drafts K tokens for every row: row 0 has them in both"
 
 
 def test_a_draft_ends_where_the_policy_stops_it() -> None:
@@ -103,7 +103,7 @@ def test_a_draft_ends_where_the_policy_stops_it() -> None:
     draft = at_once.propose(batch, SpeculationPlan(K, stop_drafting=stop))
     assert draft.drafted == [3] * 4
     assert seen == [1, 2, 3]
-    assert at_once.decoder.lags(batch) == [-2] * 4, "all draft tokens but the last are in the cache"
+    assert at_once.decoder.missing_tokens(batch) == [-2] * 4, "all draft tokens but the last are in the cache"
 
 
 def engine_of(drafter: str, policy: LengthPolicy | None = None, **options: Any) -> Engine:

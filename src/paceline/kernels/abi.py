@@ -414,7 +414,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_lookup_all": (c_int64, (*(c_void_p,) * 4, *(c_int64,) * 2, c_void_p, *(c_int64,) * 3, *(c_void_p,) * 5)),
     "pl_draw": (None, (c_void_p,) * 4),
     "pl_accept": (None, (c_void_p,) * 8),
-    "pl_law": (None, (c_void_p,) * 4),
+    "pl_probabilities": (None, (c_void_p,) * 4),
     "pl_round": (c_char_p, (c_void_p,) * 5),
     "pl_gain": (None, (*(c_void_p,) * 3, c_int64, c_void_p, c_int64, c_void_p)),
     "pl_likelihood": (None, (c_void_p,) * 5),

@@ -153,7 +153,7 @@ class AssistantDecoder(HeadDecoder):
         for row, stop in zip(rows, stops, strict=True):
             self.num_computed_tokens[row] = max(1, stop)
 
-    def next_hidden(self, batch: Batch, lag: int) -> Tensor:
+    def next_hidden(self, batch: Batch, missing: int) -> Tensor:
         """Read each row's last token -> hidden [B, inner]. A row of one token gets no meaning."""
         self.num_computed_tokens[batch.live_slots.where] = batch.live_length
         return self._run(batch, batch.pending(), self._root(batch))[:, 0]

@@ -164,7 +164,7 @@ class HeadDecoder(DraftDecoder):
     """
 
     fused_states: FusedStates
-    reads = 8  # accepted draft tokens were read without hidden states, and are read again
+    fed_tokens = 8  # accepted draft tokens were read without hidden states, and are read again
 
     def __init__(
         self, model: HeadModel, backend: AttentionBackend, rows: int, positions: int, vocab_size: int | None = None
@@ -178,7 +178,7 @@ class HeadDecoder(DraftDecoder):
     def read_after(self, before: Tensor, kept: Tensor) -> Tensor:
         return before
 
-    def lag_after(self, k: int) -> int:
+    def missing_after(self, k: int) -> int:
         return k + 1
 
     def note_draft_tokens(self, batch: Batch, count: int) -> None:
@@ -286,21 +286,21 @@ class TorchHeadDecoder(HeadDecoder):
     def _new_passes(self) -> Passes:
         return HeadPasses(self.model, self)
 
-    def next_hidden(self, batch: Batch, lag: int) -> Tensor:
-        """Read the missing tokens, at most ``lag`` per row. Returns normed states [B, width] at each row's last token.
+    def next_hidden(self, batch: Batch, missing: int) -> Tensor:
+        """Read at most ``missing`` tokens per row. Returns normed states [B, width] at each row's last token.
 
         A row of one token has nothing to read yet; its result has no meaning.
         """
-        return self.read_ahead(batch, lag, 1)[:, 0]
+        return self.read_ahead(batch, missing, 1)[:, 0]
 
-    def read_ahead(self, batch: Batch, lag: int, k: int) -> Tensor:
+    def read_ahead(self, batch: Batch, missing: int, k: int) -> Tensor:
         """Like ``next_hidden``, with positions after the text in the same pass. Returns normed states [B, k, width].
 
         State i gives the logits of draft token i. k > 1: only for heads that draft in one pass. Positions after the
         text do not count as read.
         """
         seen, more = self.num_computed_tokens[batch.live_slots.where], self.head.positions_after(k)
-        place = seen[:, None] + torch.arange(max(1, lag) + more, device=batch.device)
+        place = seen[:, None] + torch.arange(max(1, missing) + more, device=batch.device)
         before = (place - 1).clamp(min=0)
         read = batch.text_at(place), self.fused_states.at(batch.live_slots, before)
         tokens, hidden = read if more == 0 else self._with_ahead(batch, place, *read, more)

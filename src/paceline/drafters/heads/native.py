@@ -195,8 +195,8 @@ class NativeHeadDecoder(HeadDecoder):
     def rewind(self, batch: Batch) -> None:
         """Nothing to rewind: draft tokens never count as read, and the last token is read again when needed."""
 
-    def lags(self, batch: Batch) -> list[int]:
-        return self.native.lags(batch)
+    def missing_tokens(self, batch: Batch) -> list[int]:
+        return self.native.missing_tokens(batch)
 
     def prefill(self, batch: Batch, rows: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> None:
         self.native.read(batch, rows, starts, stops)
