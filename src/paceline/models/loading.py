@@ -133,7 +133,7 @@ def files(path: Path) -> list[Path]:
         return parts(path) if path.is_file() else [path / "config.json", *_weight_files(path)]
 
 
-def stored_tensors(path: Path) -> dict[str, SafeTensor]:
+def stored_tensors(path: Path) -> dict[str, _SafeTensor]:
     """Return the tensors of the safetensors files in directory ``path``, not read yet.
 
     Raises the errors of ``load_model``.
@@ -261,7 +261,7 @@ def _token_ids(value: Any) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class SafeTensor:
+class _SafeTensor:
     """A tensor of a memory-mapped safetensors file, or one entry of its first dimensions.
 
     dtype: its name in the file, such as "BF16". indices: of the entry; none for the whole.
@@ -289,7 +289,7 @@ class SafeTensor:
         if not self.dtype.startswith(("F", "BF")):
             raise ModelFormatError(f"{self.path}: {self.name} is {self.dtype}, no floating-point numbers")
 
-    def matrix(self, index: int) -> SafeTensor:
+    def matrix(self, index: int) -> _SafeTensor:
         """Return one entry of the first dimension, not read yet."""
         return dataclasses.replace(self, shape=self.shape[1:], indices=(*self.indices, index))
 
@@ -364,9 +364,9 @@ def _some(files: Sequence[Path]) -> str:
     return ", ".join(file.name for file in files[:4]) + others
 
 
-def _stored(files: Sequence[Path]) -> dict[str, SafeTensor]:
+def _stored(files: Sequence[Path]) -> dict[str, _SafeTensor]:
     """Return the tensors of all files, not read yet. Raises ModelFormatError for a name that is in two files."""
-    found: dict[str, SafeTensor] = {}
+    found: dict[str, _SafeTensor] = {}
     for file in files:
         tensors = open_safetensors(file)
         if duplicates := found.keys() & tensors.keys():
@@ -384,7 +384,7 @@ def _no_weights(path: Path) -> str:
     return f"{path} has no *.safetensors file"
 
 
-def open_safetensors(path: Path) -> dict[str, SafeTensor]:
+def open_safetensors(path: Path) -> dict[str, _SafeTensor]:
     """Return the tensors of one file, not read yet. Raises ModelFormatError."""
     try:
         file: Any = safe_open(str(path), framework="pt")
@@ -395,9 +395,9 @@ def open_safetensors(path: Path) -> dict[str, SafeTensor]:
         raise ModelFormatError(broken) from error
 
 
-def _safe_tensor(path: Path, file: Any, name: str) -> SafeTensor:
+def _safe_tensor(path: Path, file: Any, name: str) -> _SafeTensor:
     view = file.get_slice(name)
-    return SafeTensor(path, file, name, tuple(view.get_shape()), view.get_dtype())
+    return _SafeTensor(path, file, name, tuple(view.get_shape()), view.get_dtype())
 
 
 def _unquantised_config(path: Path) -> tuple[PretrainedConfig, Scheme | None]:
@@ -412,7 +412,7 @@ def _unquantised_config(path: Path) -> tuple[PretrainedConfig, Scheme | None]:
     return config, scheme
 
 
-def _read_by(scheme: Scheme | None, stored: Mapping[str, SafeTensor]) -> Mapping[str, weights.StoredTensor]:
+def _read_by(scheme: Scheme | None, stored: Mapping[str, _SafeTensor]) -> Mapping[str, weights.StoredTensor]:
     return stored if scheme is None else matrices(stored, scheme, lambda tensor: tensor.path)
 
 

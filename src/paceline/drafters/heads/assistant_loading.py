@@ -22,9 +22,10 @@ from paceline.models.families import describe
 from paceline.models.families.gemma4 import ASSISTANT, ASSISTANT_NAMES, describe_assistant
 from paceline.models.hub import resolve
 from paceline.models.json_files import read_object
-from paceline.models.loading import SafeTensor, description_of, load_config, load_embedding, stored_tensors
+from paceline.models.loading import description_of, load_config, load_embedding, stored_tensors
 from paceline.models.native import NativeModel
 from paceline.models.native_layers import NativeLayers
+from paceline.models.quantised_tensors import SafeTensor
 from paceline.models.transformer import Transformer
 
 log = logging.getLogger("paceline")
