@@ -305,7 +305,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--checkpoints", nargs="*", default=[], help="models to load, with or instead of shapes")
     parser.add_argument("--formats", nargs="+", choices=_FORMATS, default=["int8", "bf16"])
     parser.add_argument("--steps", nargs="+", default=_STEPS, help="rows x tokens a row (default: %(default)s)")
-    parser.add_argument("--layers", type=int, help="keep only a shape's first layers, as many as fit into memory")
+    parser.add_argument("--layers", type=int, help="keep only a shape's first layers, so many as fit into memory")
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seconds", type=float, default=0.5, help="for each measurement")
