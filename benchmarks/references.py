@@ -32,7 +32,7 @@ from paceline.core.outputs import RequestOutput
 from paceline.drafters import NgramDrafter
 from paceline.tools.bench.measure import BatchRun, turns
 from paceline.tools.bench.offline import machine, versions
-from paceline.tools.bench.sets import SETS, Asked
+from paceline.tools.bench.sets import SETS, BenchPrompt
 
 Side = tuple[str, Callable[[], BatchRun]]
 
@@ -69,11 +69,11 @@ def timed(run: Callable[[], list[RequestOutput]]) -> BatchRun:
     return BatchRun(time.perf_counter() - started, outputs)
 
 
-def edits(options: argparse.Namespace, llm: LLM, asked: Sequence[Asked]) -> list[Side]:
+def edits(options: argparse.Namespace, llm: LLM, tasks: Sequence[BenchPrompt]) -> list[Side]:
     """The three sides of ``edits``."""
     plain = llm.plain()
-    prompts = [llm.tokens_of_chat(each.messages) for each in asked]
-    originals = [each.references for each in asked]
+    prompts = [llm.tokens_of_chat(each.messages) for each in tasks]
+    originals = [each.references for each in tasks]
     params = SamplingParams(temperature=0, max_tokens=options.max_tokens)
     return [
         ("plain", lambda: timed(lambda: plain.generate(prompts, params, use_tqdm=False))),
@@ -82,11 +82,11 @@ def edits(options: argparse.Namespace, llm: LLM, asked: Sequence[Asked]) -> list
     ]
 
 
-def siblings(options: argparse.Namespace, llm: LLM, asked: Sequence[Asked]) -> list[Side]:
+def siblings(options: argparse.Namespace, llm: LLM, tasks: Sequence[BenchPrompt]) -> list[Side]:
     """The sides of ``siblings``; each prompt runs alone."""
     alone = llm.with_options(max_batch_size=options.rows)
     alone.engine.parts.drafter = NgramDrafter(siblings=False)
-    prompts = [llm.tokens_of_chat(each.messages) for each in asked]
+    prompts = [llm.tokens_of_chat(each.messages) for each in tasks]
     one = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens, seed=1)
     many = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens, seed=1, n=options.n)
 
@@ -102,9 +102,9 @@ def siblings(options: argparse.Namespace, llm: LLM, asked: Sequence[Asked]) -> l
     return sides[1:] if options.counts else sides  # with counts, separate requests equal samples without siblings
 
 
-def separate(options: argparse.Namespace, llm: LLM, asked: Sequence[Asked]) -> list[Side]:
+def separate(options: argparse.Namespace, llm: LLM, tasks: Sequence[BenchPrompt]) -> list[Side]:
     """The sides of ``separate``."""
-    prompts = [llm.tokens_of_chat(each.messages) for each in asked]
+    prompts = [llm.tokens_of_chat(each.messages) for each in tasks]
     one = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens, seed=1, ignore_eos=True)
     copying = llm.with_options(prefix_cache=True)
 
@@ -155,7 +155,7 @@ def main() -> None:
     """Measure, print, write."""
     options = arguments()
     set_ = SETS["edits"] if options.what == "edits" else SETS["retrieval"]
-    asked = set_[options.first : options.first + options.prompts]
+    tasks = set_[options.first : options.first + options.prompts]
     length = int(options.k) if options.k.isdigit() else options.k
     llm = LLM(
         options.model,
@@ -166,9 +166,9 @@ def main() -> None:
         max_model_len=1024,
         prefix_cache=False,  # the time of prefill is part of the measurement
     )
-    sides = {"edits": edits, "siblings": siblings, "separate": separate}[options.what](options, llm, asked)
+    sides = {"edits": edits, "siblings": siblings, "separate": separate}[options.what](options, llm, tasks)
     runs: dict[str, list[BatchRun]] = {name: [] for name, _ in sides}
-    llm.generate([llm.tokens_of_chat(asked[0].messages)], SamplingParams(max_tokens=8), use_tqdm=False)  # warm-up
+    llm.generate([llm.tokens_of_chat(tasks[0].messages)], SamplingParams(max_tokens=8), use_tqdm=False)  # warm-up
     started, longest = time.monotonic(), 0.0
     for turn in turns(sides, 1 if options.counts else options.repeats):
         began = time.monotonic()
@@ -187,8 +187,8 @@ def main() -> None:
     document = {
         "benchmark": "references",
         "command": "python " + " ".join(sys.argv),
-        "prompts": f"{len(asked)} of {options.what if options.what == 'edits' else 'retrieval'}",
-        "prompt_tokens": [len(llm.tokens_of_chat(each.messages)) for each in asked],
+        "prompts": f"{len(tasks)} of {options.what if options.what == 'edits' else 'retrieval'}",
+        "prompt_tokens": [len(llm.tokens_of_chat(each.messages)) for each in tasks],
         "engine": llm.engine.describe(),
         "machine": machine(llm.engine.threads),
         "versions": versions(),

@@ -58,7 +58,7 @@ def record(model: Path, file: Path) -> None:
 
 @dataclass
 class Text:
-    """A prompt and its recorded answer. ``draft`` is what the search finds after so many tokens of the answer."""
+    """A prompt and its recorded answer. ``draft``: what the search finds after a given number of its tokens."""
 
     prompt: list[int]
     answer: list[int]

@@ -67,7 +67,7 @@ def _summary(name: str, runs: Sequence[BatchRun], plain: Sequence[BatchRun], cha
         "over_plain": statistics.median(a.seconds / b.seconds for a, b in zip(plain, runs, strict=True)),
         "time_of_chains": statistics.median(b.seconds / a.seconds for a, b in zip(chains, runs, strict=True)),
         "tokens_a_round": sum(run.tokens for run in runs) / rounds,
-        "guesses_a_round": sum(metrics.drafted for metrics in each) / rounds,
+        "draft_tokens_a_round": sum(metrics.drafted for metrics in each) / rounds,
         "saved_by_sibling": sum(metrics.saved_by_sibling for metrics in each) / rounds,
     }
 

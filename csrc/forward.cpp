@@ -747,7 +747,7 @@ class FusePass {
     const Share rows(rows_, thread, pool_.threads());
     float* own = m_.scratch_[static_cast<size_t>(thread)]->normed.as<float>();
     for (int i = rows.first; i < rows.last; ++i) lay(i, own);
-    const Norm joint = {f_.joint_norm, f_.streams * f_.stream_width, m_.spec.epsilon};
+    const Norm joint = {f_.joint_norm, f_.tap_count * f_.target_width, m_.spec.epsilon};
     m_.kernels.quantise(m_.joined_.as<float>(), f_.joint_norm ? &joint : nullptr, f_.fuse, m_.shared_.view, rows);
     pool_.meet();
     const Share share(panels(f_.fuse.outputs), thread, pool_.threads());
@@ -755,24 +755,24 @@ class FusePass {
     m_.kernels.linear(call, share.first, share.last);
   }
 
-  // One token's hidden states side by side, each normed if there are stream norms.
+  // One token's hidden states side by side, each normed if the taps have norms.
   void lay(int i, float* own) const {
-    const size_t width = static_cast<size_t>(f_.stream_width), all = width * static_cast<size_t>(f_.streams);
+    const size_t width = static_cast<size_t>(f_.target_width), all = width * static_cast<size_t>(f_.tap_count);
     const size_t inputs = static_cast<size_t>(f_.fuse.inputs);
-    const int stride = padded(f_.stream_width, kInputMultiple);
+    const int stride = padded(f_.target_width, kInputMultiple);
     const float* from = features_ + all * static_cast<size_t>(i);
     float* to = m_.joined_.as<float>() + inputs * static_cast<size_t>(i);
     std::memset(to + all, 0, sizeof(float) * (inputs - all));
-    if (!f_.stream_norms) {
+    if (!f_.tap_norms) {
       std::memcpy(to, from, sizeof(float) * all);
       return;
     }
-    for (size_t stream = 0; stream < static_cast<size_t>(f_.streams); ++stream) {
-      std::memcpy(own, from + stream * width, sizeof(float) * width);
+    for (size_t tap = 0; tap < static_cast<size_t>(f_.tap_count); ++tap) {
+      std::memcpy(own, from + tap * width, sizeof(float) * width);
       std::memset(own + width, 0, sizeof(float) * (static_cast<size_t>(stride) - width));
-      const Norm norm = {f_.stream_norms + stream * static_cast<size_t>(stride), f_.stream_width, m_.spec.epsilon};
+      const Norm norm = {f_.tap_norms + tap * static_cast<size_t>(stride), f_.target_width, m_.spec.epsilon};
       m_.kernels.rms_norm(own, norm, stride, own);
-      std::memcpy(to + stream * width, own, sizeof(float) * width);
+      std::memcpy(to + tap * width, own, sizeof(float) * width);
     }
   }
 
@@ -786,7 +786,7 @@ class FusePass {
 
 void Model::fuse(Pool& pool, const float* features, int rows, float* out) {
   std::lock_guard<std::mutex> lock(one_call_at_a_time_);
-  const size_t all = static_cast<size_t>(spec.fusion->streams) * static_cast<size_t>(spec.fusion->stream_width);
+  const size_t all = static_cast<size_t>(spec.fusion->tap_count) * static_cast<size_t>(spec.fusion->target_width);
   for (int start = 0; start < rows; start += kChunk) {
     const int count = std::min(kChunk, rows - start);
     grow(pool.threads(), count);

@@ -476,7 +476,7 @@ const char* run_draft(Model& head, Pool& pool, const DraftCall& call, const Cach
 
 using namespace paceline;
 
-PL_EXPORT void pl_keep_streams(Model* head, Pool* pool, const Kept* kept, const int64_t* rows, const int64_t* slots, const float* features,
+PL_EXPORT void pl_keep_fused(Model* head, Pool* pool, const Kept* kept, const int64_t* rows, const int64_t* slots, const float* features,
                                int count) {
   keep_states(*head, *pool, *kept, rows, slots, features, count);
 }

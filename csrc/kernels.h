@@ -8,8 +8,8 @@
 namespace paceline {
 
 enum Format : int32_t { kInt8 = 0, kBf16 = 1, kInt4 = 2 };
-// Of a gate and up: silu(gate) * up, gelu(gate) * up (tanh), and gpt-oss's, see clamped_swiglu. kSilu, kGelu: of every output.
-// kCap: limit * tanh(y / limit).
+// kSwiglu: silu(gate) * up. kGeglu: gelu(gate) * up (tanh). kClampedSwiglu: gpt-oss's, see clamped_swiglu. kSilu and kGelu
+// apply to every output. kCap: limit * tanh(y / limit).
 enum class Epilogue { kStore, kAdd, kSwiglu, kGeglu, kClampedSwiglu, kSilu, kGelu, kCap };
 
 constexpr int kPanel = 32;            // output columns that are packed and computed together

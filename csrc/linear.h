@@ -28,8 +28,8 @@ struct Prefetch {
   }
 };
 
-// Prefetches the lines of one group of weights, which is read in so many parts of a panel's width: together as much as
-// steps of a whole panel.
+// Prefetches the lines of one group of weights, which is read in kParts parts of a panel's width. Together they prefetch as
+// much as the steps of a whole panel.
 template <int kParts, bool kNear, bool kOnlyPass>
 class GroupPrefetch {
  public:

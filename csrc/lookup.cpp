@@ -144,7 +144,7 @@ struct Found {
   int64_t matched = 0, source = 0, count = 0;
 };
 
-// Of equally long matches the first wins: own text, references, siblings, documents. The siblings include the row's own
+// Among equally long matches the first wins: own text, references, siblings, documents. The siblings include the row's own
 // text, which can only win with a longer match than its own search found.
 Found look_up(const Row& row, const Texts* documents, const RowSources& row_sources, int64_t k, int64_t* draft_tokens) {
   const Texts* others[] = {row_sources.references, row_sources.siblings, documents};

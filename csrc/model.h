@@ -98,7 +98,7 @@ struct Layer {
 // the target, or the head's own last state.
 struct Fusion {
   Linear fuse;                // of all hidden states side by side
-  const float* stream_norms;  // [streams][padded stream width], or null
+  const float* tap_norms;  // [tap_count][padded target width], or null
   const float* joint_norm;    // of all hidden states side by side, or null
   const float* hidden_norm;
   const int64_t* targets;  // the target's token id of each of the head's tokens
@@ -106,7 +106,7 @@ struct Fusion {
                            // reads its own draft tokens
   int64_t mask_token;      // and in place of the draft token
   int64_t vocabulary;      // the target's
-  int32_t streams, stream_width;
+  int32_t tap_count, target_width;
   int32_t normed_residual;  // whether the first layer adds to the normed state
   int32_t normed_state;     // whether the next step reads the output of the last norm
   // A model's own head (MTP): `fuse` maps the normed embedding and the normed state behind it to the first layer's input,
@@ -346,7 +346,7 @@ class Model {
   void forward(Pool& pool, const Tokens& tokens, const Cache& cache, const PassOutputs& out, double* seconds);
   // head: an output head with the model's inputs, whose outputs are the logits of a row.
   void logits(Pool& pool, const float* hidden, int rows, float* out, const Linear& head);
-  void fuse(Pool& pool, const float* features, int rows, float* out);        // for a head: [rows][streams][stream width] -> [rows][width]
+  void fuse(Pool& pool, const float* features, int rows, float* out);        // for a head: [rows][tap_count][target width] -> [rows][width]
   const char* problem_with(const Tokens& tokens, const Cache& cache) const;  // or null
   int64_t experts_read() const { return experts_read_; }  // experts whose weights were read, all layers and passes together
   int64_t vocabulary() const { return spec.head.outputs; }

@@ -337,7 +337,7 @@ PL_EXPORT void pl_accept(const Kernels* kernels, Pool* pool, const DrawCall* cal
 }
 
 // The distributions that tokens are drawn from: out [rows][block][vocabulary].
-PL_EXPORT void pl_law(const Kernels* kernels, Pool* pool, const DrawCall* call, float* out) {
+PL_EXPORT void pl_probabilities(const Kernels* kernels, Pool* pool, const DrawCall* call, float* out) {
   at_places(*pool, *call, [&](const Draw& draw, int64_t row, int64_t place) {
     kernels->probabilities(draw, out + (row * call->block + place) * call->vocabulary);
   });

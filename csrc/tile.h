@@ -13,8 +13,8 @@ namespace {
 constexpr int kTileRows = 16;
 constexpr int kTileBytes = 64;  // per line
 
-// Tiles 0 to 3 are sums of so many rows by 16 columns; 4 and 5 weights, lines of 16 columns; 6 and 7 the rows, of so many
-// bytes of inputs. A product takes as long as it has rows.
+// Tiles 0 to 3 are sums, rows by 16 columns; 4 and 5 are weights, lines of 16 columns; 6 and 7 are the rows' inputs. The
+// time of a product grows with its rows.
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t line_bytes[16] = {};

@@ -47,7 +47,7 @@ def build() -> tuple[Path, Path]:
 
 
 def check(wheel: Path, sdist: Path, python: str) -> None:
-    """Install both, one after the other, where there is no compiler and nobody was before."""
+    """Install both, one after the other, in an empty environment without a compiler."""
     with tempfile.TemporaryDirectory() as scratch:
         bare, home = Path(scratch, "bare"), Path(scratch, "home")
         home.mkdir()

@@ -89,7 +89,7 @@ def random_head(
     *,
     width: int = WIDTH,
     target_width: int = WIDTH,
-    streams: int = 3,
+    tap_count: int = 3,
     depth: int = 1,
     vocabulary: int = VOCABULARY,
     drafted: int = DRAFTED,
@@ -108,7 +108,7 @@ def random_head(
 
     chosen = torch.randperm(vocabulary, generator=generator)[:drafted].sort().values
     tensors = {
-        "fc.weight": noise(width, streams * target_width),
+        "fc.weight": noise(width, tap_count * target_width),
         "norm.weight": 1 + noise(width),
         "lm_head.weight": noise(drafted, width) * 3,
         "embed_tokens.weight": noise(vocabulary, width),
@@ -131,17 +131,17 @@ def random_head(
         if qk_norm:
             tensors |= {f"{layer}self_attn.{name}_norm.weight": 1 + noise(dim) for name in "qk"}
     if "fc_norm" in switches:
-        tensors |= {f"fc_norm.{stream}.weight": 1 + noise(target_width) for stream in range(streams)}
+        tensors |= {f"fc_norm.{tap}.weight": 1 + noise(target_width) for tap in range(tap_count)}
     if "norm_before_fc" in switches:
-        tensors["input_norm.weight"] = 1 + noise(streams * target_width)
+        tensors["input_norm.weight"] = 1 + noise(tap_count * target_width)
     if parallel:
-        tensors["mask_hidden"] = noise(1, 1, streams * target_width) * 3
+        tensors["mask_hidden"] = noise(1, 1, tap_count * target_width) * 3
     return tensors
 
 
 def random_transfer(*, width: int = WIDTH, biased: bool = False, **options: Any) -> dict[str, Tensor]:
     """Random tensors of a hidden transfer head, whose layers are plain transformer layers."""
-    tensors = random_head(width=width, target_width=width, streams=1, **options)
+    tensors = random_head(width=width, target_width=width, tap_count=1, **options)
     generator = torch.Generator().manual_seed(options.get("seed", 0))
     del tensors["fc.weight"], tensors["layers.0.hidden_norm.weight"]
     for part in "qkv":
@@ -183,7 +183,7 @@ def published(
     directory: Path, *, flat: bool = False, own_embedding: bool = True, parallel: bool = False, **fields: Any
 ) -> Path:
     """A head for the tiny Llama in either layout."""
-    tensors = random_head(width=32, target_width=32, streams=2, vocabulary=VOCAB, drafted=16, parallel=parallel)
+    tensors = random_head(width=32, target_width=32, tap_count=2, vocabulary=VOCAB, drafted=16, parallel=parallel)
     if not own_embedding:
         del tensors["embed_tokens.weight"]
     fields = {"draft_vocab_size": 16} | TAPS | (PARALLEL if parallel else {}) | fields
@@ -240,11 +240,11 @@ class Reading:
     def norm(self, x: Tensor, name: str) -> Tensor:
         return _normed(x, self.t[f"{name}.weight"], self.eps)
 
-    def fused(self, streams: Tensor) -> Tensor:
+    def fused(self, states: Tensor) -> Tensor:
         """Fuse the target's hidden states [S, target width] to the head's input [H]."""
         if "fc_norm" in self.switches:
-            streams = torch.stack([self.norm(stream, f"fc_norm.{i}") for i, stream in enumerate(streams)])
-        flat = streams.flatten()
+            states = torch.stack([self.norm(state, f"fc_norm.{i}") for i, state in enumerate(states)])
+        flat = states.flatten()
         if "norm_before_fc" in self.switches:
             flat = self.norm(flat, "input_norm")
         return self.t["fc.weight"] @ flat
@@ -302,24 +302,24 @@ class Reading:
         for kept in self.kept:
             del kept[places:]
 
-    def text(self, tokens: Sequence[int], streams: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Read a text: tokens[i] is token i + 1, streams[i] are the hidden states of token i.
+    def text(self, tokens: Sequence[int], states: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Read a text: tokens[i] is token i + 1, states[i] are the hidden states of token i.
 
         Returns the state and the logits of the first draft token.
         """
         for place, token in enumerate(tokens):
-            read = self.step(token, self.fused(streams[place]), place)
+            read = self.step(token, self.fused(states[place]), place)
         return read
 
 
 class TransferReading(Reading):
     """Reference implementation of a hidden transfer head."""
 
-    def text(self, tokens: Sequence[int], streams: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        for place, stream in enumerate(streams[: len(tokens)]):
-            self.step(tokens[place], stream[-1], place)
-        self.last, self.end = (tokens[-1], streams[len(tokens) - 1][-1]), len(tokens)
-        return self.after(tokens[-1], streams[-1], len(tokens) - 1)
+    def text(self, tokens: Sequence[int], states: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        for place, state in enumerate(states[: len(tokens)]):
+            self.step(tokens[place], state[-1], place)
+        self.last, self.end = (tokens[-1], states[len(tokens) - 1][-1]), len(tokens)
+        return self.after(tokens[-1], states[-1], len(tokens) - 1)
 
     def step(self, token: int, hidden: Tensor, position: int) -> tuple[Tensor, Tensor]:
         return self.through(hidden, self.norm(hidden, "layers.0.input_layernorm"), position)
@@ -334,11 +334,11 @@ class TransferReading(Reading):
 
 
 class ChimeraReading(Reading):
-    """Reference implementation of a Chimera head. The streams of a token are its embedding and the last one."""
+    """Reference implementation of a Chimera head. The hidden states of a token are its embedding and the last one."""
 
-    def text(self, tokens: Sequence[int], streams: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        before, self.end = streams[0][0], len(tokens)
-        for place, (token, (current, last)) in enumerate(zip(tokens, streams[: len(tokens)], strict=True)):
+    def text(self, tokens: Sequence[int], states: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        before, self.end = states[0][0], len(tokens)
+        for place, (token, (current, last)) in enumerate(zip(tokens, states[: len(tokens)], strict=True)):
             three = (before, current, self.t["embed_tokens.weight"][token])
             trigram = [self.norm(embedded, "embed_norm") for embedded in three]
             inner = torch.nn.functional.silu(self.t["trigram_in.weight"] @ torch.cat(trigram))
@@ -360,14 +360,14 @@ def reading_of(tensors: Mapping[str, Tensor], **options: Any) -> Reading:
     return next((kinds[name] for name in kinds if name in tensors), Reading)(tensors, **options)
 
 
-def read_step_by_step(reading: Reading, tokens: Sequence[int], streams: Tensor, steps: int) -> list[list[Tensor]]:
+def read_step_by_step(reading: Reading, tokens: Sequence[int], states: Tensor, steps: int) -> list[list[Tensor]]:
     """Logits of draft step s at every position i, as result[s][i], with the true tokens as input.
 
     tokens[i] is token i + 1 of the text.
     """
     found: list[list[Tensor]] = [[] for _ in range(steps)]
     for place in range(len(tokens)):
-        hidden = reading.fused(streams[place])
+        hidden = reading.fused(states[place])
         for step in range(min(steps, len(tokens) - place)):
             read = reading.step if step == 0 else reading.after
             hidden, logits = read(tokens[place + step], hidden, place + step)
@@ -446,7 +446,7 @@ def tiny_feature_head(
     tensors = random_head(
         width=16,
         target_width=target_width,
-        streams=len(taps),
+        tap_count=len(taps),
         depth=depth,
         vocabulary=vocabulary,
         drafted=drafted,

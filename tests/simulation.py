@@ -26,7 +26,7 @@ def linear_costs(
     return CostTable(SIZES, LENGTHS, 100, times, (draft_once,) * n, (draft_step,) * n, **more)  # type: ignore[arg-type]
 
 
-def told(verdict: Verdict, plan: SpeculationPlan, draft_ms: float = 0.0, verify_ms: float = 10.0) -> Verdict:
+def with_timing(verdict: Verdict, plan: SpeculationPlan, draft_ms: float = 0.0, verify_ms: float = 10.0) -> Verdict:
     """The verdict with what the engine tells the policy of its round."""
     verdict.note, verdict.timing = plan.note, RoundTiming(draft_ms, verify_ms)
     return verdict
@@ -68,7 +68,7 @@ class Simulation:
             tokens = torch.zeros(batch.rows, k + 1, dtype=torch.int64)
             verdict = Verdict(tokens, torch.tensor(accepted), torch.tensor(caps))
             batch.commit(verdict)
-            policy.observe(batch, told(verdict, wish, draft_ms, verify_ms))
+            policy.observe(batch, with_timing(verdict, wish, draft_ms, verify_ms))
             self.tokens += sum(accepted) + batch.rows
             self.asked.append(k)
 
@@ -98,7 +98,7 @@ class Reader:
     def __init__(self, rows: int, prompt: int = 0) -> None:
         self.seen, self.prompt = [0] * rows, prompt
 
-    def lags(self, batch: Batch) -> list[int]:
+    def missing_tokens(self, batch: Batch) -> list[int]:
         return [length - self.seen[slot] for slot, length in zip(batch.slots, batch.lengths, strict=True)]
 
     def spared(self, batch: Batch) -> int:
@@ -196,7 +196,7 @@ class DraftSimulation:
         batch.commit(verdict)
         for row in range(*self._read):
             self.reader.seen[batch.slots[row]] = batch.lengths[row] - 1
-        policy.observe(batch, told(verdict, wish, 1000 * (ready - began), 1000 * (self.now - ready)))
+        policy.observe(batch, with_timing(verdict, wish, 1000 * (ready - began), 1000 * (self.now - ready)))
         self.rounds += 1
         self.gained += sum(accepted) + len(accepted)
         self.verified.append(counts)
@@ -213,7 +213,7 @@ class DraftSimulation:
             return self._draft(who, replace(wish, k=0)) if copied is None else copied
         first, stop = self._read = wish.stretch(self.batch.rows)
         spared = self.reader.spared(self.batch) if stop - first == self.batch.rows else 0
-        self._reads(sum(self.reader.lags(self.batch)[first:stop]) - (stop - first) - spared)
+        self._reads(sum(self.reader.missing_tokens(self.batch)[first:stop]) - (stop - first) - spared)
         return self._draft(who, replace(wish, k=k))
 
     def place(self, row: int) -> int:

@@ -160,7 +160,7 @@ def test_smollm2_gives_the_same_seeded_text_with_and_without_speculation() -> No
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("quantization", ["int8", None])
-def test_smollm2_answers_as_without_speculation_where_trees_are_guessed(quantization: str | None) -> None:
+def test_smollm2_answers_as_without_speculation_with_trees(quantization: str | None) -> None:
     """Through the CPU kernels a node's bits are plain decoding's: so is every token, drawn or greedy."""
     path = real_models.find("smollm2-135m")
     llm = LLM(path, drafter="ngram", num_speculative_tokens=9, quantization=quantization, max_batch_size=4)

@@ -125,7 +125,7 @@ class Timed:
 
 
 class Tensors:
-    """A case's queries, and keys and values of so many layers that they exceed all caches."""
+    """A case's queries, and keys and values of enough layers to exceed all caches."""
 
     def __init__(self, case: Case, device: torch.device, dtype: torch.dtype) -> None:
         self.case, self.device = case, device

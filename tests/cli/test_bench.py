@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from paceline.tools.bench import offline
-from paceline.tools.bench.sets import SETS, Asked
+from paceline.tools.bench.sets import SETS, BenchPrompt
 
 
 @pytest.mark.parametrize("how", [["--drafter", "none"], [], ["--drafter", "ngram", "--compare", "transformers"]])
@@ -57,7 +57,7 @@ def test_answers_that_the_longest_sequence_ends_count_as_they_came(paceline: Any
 def test_the_document_tells_whether_references_were_copied_from(
     paceline: Any, tiny: str, how: list[str], copied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    short = (Asked("a b c", ("d e f",)),)
+    short = (BenchPrompt("a b c", ("d e f",)),)
     monkeypatch.setattr("paceline.tools.bench.offline.SETS", {**SETS, "edits": short})
     given: list[Any] = []
     sides_for = offline.sides_for

@@ -99,7 +99,7 @@ def test_an_answer_that_ends_early_is_a_violation(llm: LLM, prompts: list[list[i
     assert found.gap == math.inf
 
 
-def test_the_exact_law_sums_to_one_and_has_a_cell_for_everything(llm: LLM, prompts: list[list[int]]) -> None:
+def test_the_exact_distribution_sums_to_one_and_has_a_cell_for_everything(llm: LLM, prompts: list[list[int]]) -> None:
     distribution = exact_distribution(llm, prompts[0])
     assert sum(distribution.values()) == pytest.approx(1.0)
     vocabulary = llm.engine.models.target.vocab_size
@@ -110,7 +110,7 @@ def test_the_exact_law_sums_to_one_and_has_a_cell_for_everything(llm: LLM, promp
 
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
-def test_samples_follow_the_law(llm: LLM, prompts: list[list[int]], rule: Any) -> None:
+def test_samples_follow_the_distribution(llm: LLM, prompts: list[list[int]], rule: Any) -> None:
     found = distribution_test(llm, prompts[0], rule, samples=600)
     assert found.cells > 3
     assert found.drafted > 600
@@ -118,7 +118,7 @@ def test_samples_follow_the_law(llm: LLM, prompts: list[list[int]], rule: Any) -
     assert not found.violated
 
 
-def test_a_wrong_law_is_noticed(llm: LLM, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_distribution_is_noticed(llm: LLM, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     distribution = exact_distribution(llm, prompts[0])
     flat = {cell: p**0.7 for cell, p in distribution.items()}
     wrong = {cell: p / sum(flat.values()) for cell, p in flat.items()}

@@ -54,7 +54,7 @@ def test_a_drafter_says_what_it_needs(
 
 
 def test_our_own_names_are_taken_without_a_look_at_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That look takes milliseconds, at each start of an engine."""
+    """Reading the metadata takes milliseconds at each start of an engine."""
     monkeypatch.setattr("paceline.config.registry.entry_points", lambda **_: pytest.fail("the metadata was read"))
     EngineConfig(drafter="ngram", num_speculative_tokens="bass")
     EngineConfig(drafter=NgramDrafter, num_speculative_tokens=FixedLength(2))

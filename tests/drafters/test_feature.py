@@ -190,25 +190,25 @@ def test_siblings_in_a_tree_are_the_best_tokens_after_their_path(kind: str) -> N
     assert all(compared[depth, 2] + compared[depth, 3] > 5 for depth in range(3))
 
 
-@pytest.mark.parametrize("reads", [2, HeadDecoder.reads])
+@pytest.mark.parametrize("fed", [2, HeadDecoder.fed_tokens])
 @pytest.mark.parametrize("rounds", ["every round", "now and then"])
 @pytest.mark.one_in(3)
-def test_a_device_draws_what_the_reference_does(rounds: str, reads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After rounds of all lengths, none included: what a head lacks is read beforehand, or in the round itself.
+def test_a_device_draws_what_the_reference_does(rounds: str, fed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds of all lengths, none included: the head reads its missing tokens beforehand, or in the round itself.
 
-    Whatever it draft tokens is kept nine times in ten, so that it lacks much.
+    Nine of ten draft tokens are accepted, so the head misses many tokens.
     """
-    monkeypatch.setattr(HeadDecoder, "reads", reads)
+    monkeypatch.setattr(HeadDecoder, "fed_tokens", fed)
     target = tiny_llama()
     head = tiny_head(target, 32)
     device = {"rounds": "device", "attention": "padded", "acceptance": "synthetic:0.9", "benchmark": True}
     engine = make_engine(target, head, drafter="feature", prefill_chunk=7, **device)
     engine.parts.policy = FixedLength(4) if rounds == "every round" else RandomLength(seed=3)
     assert engine._device_round is not None
-    draft_token, compared = engine._device_round._draft_chain, Counter[str]()
+    draft_chain, compared = engine._device_round._draft_chain, Counter[str]()
 
     def check(state: RowState, before: Tensor, k: int, *rest: Any) -> Draft:
-        found = draft_token(state, before, k, *rest)
+        found = draft_chain(state, before, k, *rest)
         for row, count in enumerate(found.drafted[: engine.batch.rows] if k else ()):
             text = state.text[state.slots.index[row], : int(before[row])].tolist()
             if len(text) < 2:
@@ -301,9 +301,9 @@ def test_tokens_outside_the_heads_vocabulary_have_probability_0() -> None:
 def test_the_hidden_states_of_a_tree_follow_the_accepted_path() -> None:
     target = tiny_llama()
     decoder = TorchHeadDecoder(tiny_head(target, 32), ReferenceAttention(), 3, 20)
-    decoder.streams.fused[1, 5:9] = torch.arange(4.0)[:, None]
-    decoder.streams.keep_paths(torch.tensor([1]), torch.tensor([5]), torch.tensor([[1, 3, 2]]))
-    assert decoder.streams.fused[1, 5:8, 0].tolist() == [1.0, 3.0, 2.0]
+    decoder.fused_states.fused[1, 5:9] = torch.arange(4.0)[:, None]
+    decoder.fused_states.keep_paths(torch.tensor([1]), torch.tensor([5]), torch.tensor([[1, 3, 2]]))
+    assert decoder.fused_states.fused[1, 5:8, 0].tolist() == [1.0, 3.0, 2.0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -324,12 +324,12 @@ def test_memory_counts_the_stored_hidden_states(kind: str) -> None:
     (decoder,) = engine.parts.drafter.decoders
     assert isinstance(decoder, HeadDecoder)
     plan, alone = (plan_memory(target, draft, config, 3, POSITIONS) for draft in (head, None))
-    streams, cache = decoder.streams.fused, (decoder.cache.keys, decoder.cache.values)
+    states, cache = decoder.fused_states.fused, (decoder.cache.keys, decoder.cache.values)
     used = sum(POSITIONS * table.nbytes // table.shape[-2] for table in cache)  # rows take whole pages
-    longest = sum(table.nbytes for table in (*cache, streams))
+    longest = sum(table.nbytes for table in (*cache, states))
     assert used < plan.caches - alone.caches <= longest
-    assert used <= plan.caches - alone.caches - 3 * head.stream_bytes(POSITIONS) <= sum(table.nbytes for table in cache)
-    assert 0 < 3 * POSITIONS * streams[0, 0].nbytes <= 3 * head.stream_bytes(POSITIONS) <= streams.nbytes
+    assert used <= plan.caches - alone.caches - 3 * head.fused_bytes(POSITIONS) <= sum(table.nbytes for table in cache)
+    assert 0 < 3 * POSITIONS * states[0, 0].nbytes <= 3 * head.fused_bytes(POSITIONS) <= states.nbytes
 
 
 def llm_with(head: Path, **options: Any) -> LLM:

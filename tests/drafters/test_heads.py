@@ -53,10 +53,10 @@ def loaded(path: Path, embedding: Tensor | None = None) -> Head:
     return load_head(path, dtype=torch.float32, embedding=embedding)
 
 
-def text(width: int = WIDTH, streams: int = 3) -> tuple[Tensor, Tensor]:
+def text(width: int = WIDTH, tap_count: int = 3) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(VOCABULARY, (1, LENGTH), generator=generator)
-    return tokens, torch.randn(1, LENGTH, streams, width, generator=generator)
+    return tokens, torch.randn(1, LENGTH, tap_count, width, generator=generator)
 
 
 def unrolled(head: Head, tokens: Tensor, features: Tensor, steps: int = 3) -> list[Tensor]:
@@ -132,7 +132,7 @@ def test_heads_of_our_own_kinds_compute_what_their_papers_describe(
     fields = kind | {"eagle_aux_hidden_state_layer_ids": [0, 9] if chimera else [3]}
     head = loaded(write(tmp_path / "one", speculators_config(layers(**shape, **THETA), **fields), tensors))
     save_head(head, tmp_path / "two")
-    tokens, features = text(streams=1 + chimera)
+    tokens, features = text(tap_count=1 + chimera)
     for place in (0, 5, LENGTH - 1):
         reading = reading_of(tensors, theta=500.0, window=shape.get("sliding_window", 0))
         state, logits = reading.text(tokens[0, : place + 1].tolist(), list(features[0]))
@@ -281,7 +281,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a model": ({"architectures": ["LlamaForCausalLM"], **layers()}, "not of a head"),
     "another architecture": (flat_config(layers(), architectures=["Eagle2Llama"]), "'Eagle2Llama' is not supported"),
     "other layers": (speculators_config(layers(model_type="gpt2")), "model_type 'gpt2'"),
-    "one stream": (flat_config(layers(), eagle_config={"use_aux_hidden_state": False}), "EAGLE-1"),
+    "one hidden state": (flat_config(layers(), eagle_config={"use_aux_hidden_state": False}), "EAGLE-1"),
     "many flat layers": (flat_config(layers(num_hidden_layers=2)), "num_hidden_layers=2"),
     "both norms": (speculators_config(layers(), fc_norm=True, norm_before_fc=True), "both norm_before_fc and fc_norm"),
     "quantised": (speculators_config(layers(), quantization_config={"bits": 4}), "quantised"),
@@ -301,13 +301,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a flat parallel one": (flat_config(layers(), ptd_token_id=3), "ptd_token_id: parallel heads are supported only"),
     "no transfers": (transferring(transfers=None), "lacks transfers"),
     "no draft token": (transferring(transfers=0), "transfers of the head's configuration is 1 to"),
-    "transfers of many streams": (transferring(eagle_aux_hidden_state_layer_ids=[1, 2]), "settings of other kinds"),
-    "transfers of the usual streams": (transferring(eagle_aux_hidden_state_layer_ids=None), "settings of other kinds"),
+    "transfers of several layers": (transferring(eagle_aux_hidden_state_layer_ids=[1, 2]), "settings of other kinds"),
+    "transfers of the usual layers": (transferring(eagle_aux_hidden_state_layer_ids=None), "settings of other kinds"),
     "transfers and switches": (transferring(norm_output=True), "settings of other kinds"),
     "transfers into windows": (transferring(layers(**WINDOWED, sliding_window=3)), "settings of other kinds"),
     "no residual heads": (residual(residual_heads=None), "lacks residual_heads"),
     "no residual head": (residual(residual_heads=0), "residual_heads of the head's configuration is 1 to"),
-    "residual heads of the usual streams": (residual(eagle_aux_hidden_state_layer_ids=None), "settings of other kinds"),
+    "residual heads of the usual layers": (residual(eagle_aux_hidden_state_layer_ids=None), "settings of other kinds"),
     "residual heads without an embedding": (
         residual(eagle_aux_hidden_state_layer_ids=[1, 9]),
         "settings of other kinds",

@@ -40,14 +40,14 @@ pytestmark = [
     pytest.mark.skipif(not native.available(), reason=f"no kernels here: {native.why_none()}"),
 ]
 
-STREAM = 72  # the width of the tiny target
+TARGET_WIDTH = 72  # the width of the tiny target
 TAPS = (0, 1)
 TEXTS = [[(5 * i + 2 * row) % VOCAB for i in range(size)] for row, size in enumerate((1, 12, 2, 31))]
 PLAIN = SamplingParams(temperature=1.0, max_tokens=20, seed=1)
 
 
 def feature_head(**options: Any) -> FeatureHead:
-    return tiny_feature_head(VOCAB, STREAM, TAPS, dim=16, **options)
+    return tiny_feature_head(VOCAB, TARGET_WIDTH, TAPS, dim=16, **options)
 
 
 def natively(head: FeatureHead, quantization: Quantization | None = None) -> NativeHead:
@@ -57,7 +57,7 @@ def natively(head: FeatureHead, quantization: Quantization | None = None) -> Nat
 def features_of(texts: Sequence[Sequence[int]]) -> list[Tensor]:
     """Hidden states that a target might have for each token, [text, taps, width]."""
     generator = torch.Generator().manual_seed(3)
-    return [torch.randn(len(text), len(TAPS), STREAM, generator=generator) for text in texts]
+    return [torch.randn(len(text), len(TAPS), TARGET_WIDTH, generator=generator) for text in texts]
 
 
 FEATURES = features_of(TEXTS)
@@ -68,7 +68,7 @@ def decoder_of(head: NativeHead, rows: Sequence[int]) -> NativeHeadDecoder:
     decoder = NativeHeadDecoder(head, ReferenceAttention(), len(rows), POSITIONS, VOCAB)
     for row, which in enumerate(rows):
         places = torch.arange(len(TEXTS[which]) - 1)
-        decoder.streams.read(torch.full_like(places, row), places, FEATURES[which][:-1])
+        decoder.fused_states.read(torch.full_like(places, row), places, FEATURES[which][:-1])
     return decoder
 
 
@@ -100,7 +100,9 @@ def rounded(head: FeatureHead, quantization: Quantization | None) -> dict[str, T
     return state
 
 
-def laws_of(tensors: dict[str, Tensor], switches: Sequence[str], which: int, draft_tokens: Sequence[int]) -> Tensor:
+def distributions_of(
+    tensors: dict[str, Tensor], switches: Sequence[str], which: int, draft_tokens: Sequence[int]
+) -> Tensor:
     """Distributions [k, V] of the reference for each of these draft tokens, given those before it."""
     text, targets = TEXTS[which], tensors["d2t"] + torch.arange(len(tensors["d2t"]))
     reading = Reading(tensors, switches)
@@ -119,7 +121,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "query and key norms": {"qk_norm": True},
     "two layers": {"depth": 2},
     "parallel": {"parallel": True},
-    "parallel, a norm for each stream": {"parallel": True, "switches": ["fc_norm"]},
+    "parallel, a norm for each tap": {"parallel": True, "switches": ["fc_norm"]},
 }
 
 
@@ -129,11 +131,11 @@ def test_distributions_equal_the_reference_step_by_step(kind: str) -> None:
     head = feature_head(**options)
     rows, counts = [0, 1, 2, 3], [3, 4, 0, 2]
     draft = decoder_of(natively(head), rows).native.draft(batch_of(rows), counts, None, distributions=True)
-    assert draft.drafted == [0, 4, 0, 2], "a text of one token has no streams yet"
+    assert draft.drafted == [0, 4, 0, 2], "a text of one token has no hidden states yet"
     assert draft.probabilities is not None
     for row, draft_tokens in enumerate(draft.draft_tokens):
         if draft_tokens:
-            expected = laws_of(rounded(head, None), options.get("switches", ()), rows[row], draft_tokens)
+            expected = distributions_of(rounded(head, None), options.get("switches", ()), rows[row], draft_tokens)
             found = draft.probabilities[row, : len(draft_tokens)]
             assert bool((found[:, ~head.t2d] == 0).all())
             assert float((found - expected).abs().max()) < 0.02
@@ -147,7 +149,7 @@ def test_weights_may_have_fewer_bits(quantization: Quantization, most: float) ->
     draft = drafting.draft(batch, [3, 3], None, distributions=True)
     assert draft.probabilities is not None
     for row, which in enumerate((1, 3)):
-        expected = laws_of(rounded(head, quantization), (), which, draft.draft_tokens[row])
+        expected = distributions_of(rounded(head, quantization), (), which, draft.draft_tokens[row])
         assert float((draft.probabilities[row] - expected).abs().max()) < most
 
 
@@ -204,7 +206,7 @@ def test_a_draft_that_the_length_policy_stops_ends_there_with_scores() -> None:
     assert draft.drafted == [2, 1]
     whole = decoder_of(natively(feature_head()), [1, 3]).native.draft(batch, [2, 1], None, distributions=True)
     assert draft.confidence is not None
-    distributions = laws_of(rounded(feature_head(), None), (), 1, draft.draft_tokens[0])
+    distributions = distributions_of(rounded(feature_head(), None), (), 1, draft.draft_tokens[0])
     chances = [
         float(distribution[draft_token])
         for distribution, draft_token in zip(distributions, draft.draft_tokens[0], strict=True)
@@ -308,7 +310,7 @@ def test_draft_tokens_do_not_depend_on_what_happened_to_their_rows(chunk: int, r
     """Prompts in chunks, siblings that copy a prompt, rows that move, rounds without draft tokens, for some rows
     only."""
     target = tiny_native(1)
-    head = tiny_native_head(target, STREAM, parallel="parallel" in rounds)
+    head = tiny_native_head(target, TARGET_WIDTH, parallel="parallel" in rounds)
     engine = make_engine(target, head, drafter="feature", prefill_chunk=chunk, max_batch_size=4)
     engine.parts.policy = RandomLength(seed=chunk)
     if rounds == "host":
@@ -333,7 +335,7 @@ class Late(RandomLength):
 
 def test_a_prompt_that_was_not_read_is_read_for_one_of_its_answers() -> None:
     target = tiny_native(1)
-    head = tiny_native_head(target, STREAM)
+    head = tiny_native_head(target, TARGET_WIDTH)
     engine = make_engine(target, head, drafter="feature", max_batch_size=4)
     engine.scheduler.watched = False  # all rows begin in one round
     (decoder,), engine.parts.policy, read = engine.parts.drafter.decoders, Late(seed=1), list[int]()
@@ -353,7 +355,7 @@ def test_a_prompt_that_was_not_read_is_read_for_one_of_its_answers() -> None:
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Counts the calls of each function of the library."""
     calls, library = Counter[str](), native.available()[0].library
-    for name in ("pl_draft", "pl_round", "pl_forward", "pl_logits", "pl_keep_streams", "pl_draw", "pl_accept"):
+    for name in ("pl_draft", "pl_round", "pl_forward", "pl_logits", "pl_keep_fused", "pl_draw", "pl_accept"):
         monkeypatch.setattr(library, name, _counting(calls, name, getattr(library, name)))
     return calls
 
@@ -372,7 +374,7 @@ def test_a_round_with_a_head_or_draft_model_is_one_native_call_and_no_tensor_ope
     drafter: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tiny_native(1)
-    draft = tiny_native(2) if drafter == "model" else tiny_native_head(target, STREAM)
+    draft = tiny_native(2) if drafter == "model" else tiny_native_head(target, TARGET_WIDTH)
     engine = make_engine(target, draft, drafter=drafter, num_speculative_tokens=3)
     params = SamplingParams(temperature=temperature, max_tokens=40, seed=2)
     for prompt in PROMPTS[1:4]:
@@ -391,7 +393,7 @@ def test_a_round_with_a_head_or_draft_model_is_one_native_call_and_no_tensor_ope
 def test_copied_prompts_give_the_same_bits_as_prompts_read_anew(temperature: float) -> None:
     """Answers and draft tokens: the head reads the hidden states of copied prompts."""
     target = tiny_native(1)
-    head = tiny_native_head(target, STREAM)
+    head = tiny_native_head(target, TARGET_WIDTH)
     first = [(3 * i) % VOCAB for i in range(40)]
     params = SamplingParams(temperature=temperature, max_tokens=12, seed=9)
 
@@ -430,7 +432,7 @@ def test_a_head_runs_where_its_target_does() -> None:
         prepare_head(half, "head", TAPS, target, "fp8")
     with pytest.raises(ParameterError, match="its target does not run on the CPU kernels"):
         prepare_head(half, "head", TAPS, tiny_llama(), "int8")
-    small = tiny_feature_head(VOCAB, STREAM, TAPS, dim=4).bfloat16()
+    small = tiny_feature_head(VOCAB, TARGET_WIDTH, TAPS, dim=4).bfloat16()
     assert isinstance(prepare_head(small, "head", TAPS, target), TorchHead)
     with pytest.raises(ParameterError, match="a head width that is a multiple of 16"):
         prepare_head(small, "head", TAPS, target, "int8")
@@ -438,7 +440,7 @@ def test_a_head_runs_where_its_target_does() -> None:
 
 def test_only_rounds_with_distributions_need_torch() -> None:
     target = tiny_native(1)
-    head, slow = tiny_native_head(target, STREAM), tiny_head(target, STREAM)
+    head, slow = tiny_native_head(target, TARGET_WIDTH), tiny_head(target, TARGET_WIDTH)
     needs = {
         (rule, kind): make_engine(target, draft, drafter=kind, acceptance=rule).parts.drafter.uses_torch
         for rule in ("coupled", "rejection")
@@ -450,7 +452,7 @@ def test_only_rounds_with_distributions_need_torch() -> None:
 
 def test_memory_counts_what_a_native_head_stores() -> None:
     target = tiny_native(1)
-    head = tiny_native_head(target, STREAM)
+    head = tiny_native_head(target, TARGET_WIDTH)
     config = EngineConfig(drafter="feature", max_batch_size=3, max_model_len=POSITIONS, dtype="float32", device="cpu")
     engine = make_engine(target, head, drafter="feature", max_batch_size=3)
     drafter = engine.parts.drafter
@@ -458,13 +460,13 @@ def test_memory_counts_what_a_native_head_stores() -> None:
     (decoder,) = drafter.decoders
     assert isinstance(decoder, NativeHeadDecoder)
     plan, alone = (plan_memory(target, draft, config, 3, POSITIONS) for draft in (head, None))
-    tables = decoder.cache.keys, decoder.cache.values, decoder.streams.fused
+    tables = decoder.cache.keys, decoder.cache.values, decoder.fused_states.fused
     used, most = 3 * POSITIONS * 4 * (2 * 2 * 16 + 16), sum(table.nbytes for table in tables)  # rows take whole pages
     assert used <= plan.caches - alone.caches <= most
-    assert used / 5 <= 3 * head.stream_bytes(POSITIONS) <= decoder.streams.fused.nbytes
-    torchs = plan_memory(target, tiny_head(target, STREAM), config, 3, POSITIONS)
+    assert used / 5 <= 3 * head.fused_bytes(POSITIONS) <= decoder.fused_states.fused.nbytes
+    torchs = plan_memory(target, tiny_head(target, TARGET_WIDTH), config, 3, POSITIONS)
     tokens = 3 * (config.max_draft_tokens + 1)
-    assert plan.workspace - torchs.workspace == 4 * (3 * VOCAB + tokens * len(TAPS) * STREAM)
+    assert plan.workspace - torchs.workspace == 4 * (3 * VOCAB + tokens * len(TAPS) * TARGET_WIDTH)
 
 
 # --- trees: what ``Growth`` grows from the same logits, node by node --------------------------------------------------

@@ -394,10 +394,10 @@ def test_a_tree_is_the_chain_and_the_next_best_candidates_beside_it(model: str, 
     """After every round, whatever was accepted: the draft model's cache must equal the text."""
     engine = engine_on("device", model, speculation_width=width)
     assert engine._device_round is not None
-    draft_token, compared, draft = engine._device_round._draft_trees, Counter[str](), MODELS[model][1]()
+    draft_trees, compared, draft = engine._device_round._draft_trees, Counter[str](), MODELS[model][1]()
 
     def check(state: RowState, before: Tensor, k: int, *rest: Any) -> Draft:
-        found = draft_token(state, before, k, *rest)
+        found = draft_trees(state, before, k, *rest)
         for row, draft_tokens in enumerate(found.drafted[: engine.batch.rows]):
             if state.values.temperature[row] > 0:
                 continue

@@ -337,8 +337,8 @@ def assert_the_same(engine: Engine, other: Engine) -> None:
 
 def kept_of(engine: Engine) -> list[torch.Tensor]:
     target = engine.parts.target
-    streams = [target.reader.fused] if isinstance(target.reader, NativeFusedStates) else []
-    return [engine.batch.text, engine.batch.length, target.cache.keys, target.cache.values, *streams]
+    fused = [target.reader.fused] if isinstance(target.reader, NativeFusedStates) else []
+    return [engine.batch.text, engine.batch.length, target.cache.keys, target.cache.values, *fused]
 
 
 WEIGHTS_AND_CACHES: list[tuple[Quantization | None, torch.dtype]] = [

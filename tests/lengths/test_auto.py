@@ -27,7 +27,7 @@ from paceline.lengths.records import RunningMean
 from paceline.lengths.scores import LONGEST_AUTO, bins_of
 from paceline.lengths.sources import PRIOR_TOKENS
 from paceline.models.draft_decoder import DraftDecoder
-from simulation import LENGTHS, RIGHT, SIZES, WRONG, DraftSimulation, Reader, Simulation, linear_costs, told
+from simulation import LENGTHS, RIGHT, SIZES, WRONG, DraftSimulation, Reader, Simulation, linear_costs, with_timing
 from toy import FlatToy, ToyModel, answers, make_engine, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -189,7 +189,7 @@ class Behind(Reader):
     def __init__(self, lacks: list[int]) -> None:
         self.lacks = lacks
 
-    def lags(self, batch: Batch) -> list[int]:
+    def missing_tokens(self, batch: Batch) -> list[int]:
         return [1 + lack for lack in self.lacks[: batch.rows]]
 
 
@@ -229,7 +229,7 @@ def test_a_trial_drafts_only_for_the_row_with_the_fewest_missing_tokens(ranks: b
             wrong = Draft(torch.full((4, 1), RIGHT), torch.ones(4, dtype=torch.int64), confidence=[[0.9]] * 4)
             drafted = policy.select(simulation.batch, wrong).counts.tolist()
         verdict = verdict_of([[WRONG]] * 4, drafted)
-        policy.observe(simulation.batch, told(verdict, wish, draft_ms, costs.verify_ms(4, 0)))
+        policy.observe(simulation.batch, with_timing(verdict, wish, draft_ms, costs.verify_ms(4, 0)))
     assert wish.caps == [0, 0, wish.k, 0]
     assert wish.k == 1 or ranks
 
@@ -638,13 +638,13 @@ def test_where_nothing_pays_it_backs_off_until_a_trial_is_affordable() -> None:
 def test_a_price_that_rises_as_fast_as_the_budget_ends_no_back_off_early() -> None:
     """The missing tokens of a draft model grow round by round, and with them the price of a trial."""
     simulation, policy, looked = resting()
-    lags: list[int] = []
+    asked_at: list[int] = []
 
-    def lag(_batch: Batch) -> list[int]:
-        lags.append(len(simulation.asked))
-        return [2 + lags[-1]] * 8
+    def missing(_batch: Batch) -> list[int]:
+        asked_at.append(len(simulation.asked))
+        return [2 + asked_at[-1]] * 8
 
-    policy.decoders[0].lags = lag  # type: ignore[method-assign]
+    policy.decoders[0].missing_tokens = missing  # type: ignore[method-assign]
     policy.costs.feed_ms = lambda tokens: 0.01 * tokens  # type: ignore[method-assign]
     simulation.asked.clear()
     simulation.play(policy, 200)
@@ -865,7 +865,7 @@ def test_a_round_observed_late_teaches_of_the_rows_that_were_in_it() -> None:
     plan = policy.choose(batch)
     policy._round.source, policy._round.token_weights = policy.model_drafts, [0.25, 1.75]
     batch.set_live([1, 2])
-    policy.observe(batch, told(Verdict.of(HostVerdict([[1, 1, 1], []], [2, 0], [2, 0])), plan, 0.0, 1.0))
+    policy.observe(batch, with_timing(Verdict.of(HostVerdict([[1, 1, 1], []], [2, 0], [2, 0])), plan, 0.0, 1.0))
     assert set(policy._progress.rows) == {1}
     assert policy.model_drafts.rate(2) == pytest.approx(2 + 2 * 1.75 * 2)  # one row stands for both
 
@@ -880,7 +880,7 @@ def test_what_a_round_teaches_about_a_row_is_kept_by_slot() -> None:
         draft = Draft(torch.ones(2, 1, dtype=torch.int64), torch.tensor([1, 1]), confidence=[[0.9], [0.9]])
         drafted = policy.select(batch, draft).drafted
         verdict = Verdict.of(HostVerdict([[1, 1], [2]], [1, 0], drafted))
-        policy.observe(batch, told(verdict, plan))
+        policy.observe(batch, with_timing(verdict, plan))
     policy.choose(batch)
     unknown, fast, slow = policy._progress.leads(range(3))
     assert slow < unknown < fast
@@ -977,7 +977,7 @@ def played(policy: AutoLength, batch: Batch, copies: Draft, gained: list[int]) -
         kept += 1
     verdict = Verdict(torch.tensor([gained[: kept + 1]]), torch.tensor([kept]), draft.counts)
     batch.commit(verdict)
-    policy.observe(batch, told(verdict, wish, 15.0, 45.0))
+    policy.observe(batch, with_timing(verdict, wish, 15.0, 45.0))
     return asked
 
 

@@ -119,7 +119,7 @@ def test_a_prompt_that_was_not_read_is_read_once_for_all_answers_when_it_is_want
     (draft,), catch_up = engine.parts.drafter.decoders, engine.parts.drafter.decoders[0].catch_up
 
     def watched(batch: Batch) -> None:
-        expected = sum(draft.lags(batch)) - batch.rows - draft.spared(batch) + sum(read)
+        expected = sum(draft.missing_tokens(batch)) - batch.rows - draft.spared(batch) + sum(read)
         catch_up(batch)
         surprises.append(expected - sum(read))
 

@@ -17,7 +17,7 @@ from paceline.core.draft import Draft, Verdict
 from paceline.lengths.auto import AutoLength
 from paceline.lengths.cost import CostModel, CostTable
 from paceline.lengths.scores import LONGEST_AUTO, ScoreCalibration, bins_of, bins_of_draft, judge
-from simulation import linear_costs, told
+from simulation import linear_costs, with_timing
 from toy import SHAPES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -188,7 +188,7 @@ def play(policy: AutoLength, chances: Sequence[float], tree: Tree, rounds: int, 
             ]
         gained = [*truth[: len(kept)], truth[len(kept)] if len(kept) < len(truth) else 63]
         verdict = Verdict(torch.tensor([gained]), torch.tensor([len(kept)]), torch.tensor([size]))
-        policy.observe(batch, told(verdict, wish, 0.0, costs.verify_ms(1, size)))
+        policy.observe(batch, with_timing(verdict, wish, 0.0, costs.verify_ms(1, size)))
         verified.append(size)
     return verified
 

@@ -90,12 +90,12 @@ def test_a_full_row_decodes_its_last_token_beside_long_drafts(name: str) -> None
                 assert logits[row, place].tolist() == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize("lags", [[1, 1, 1], [1, 3, 2], [1, 6, 1]])
-def test_next_hidden_runs_the_missing_tokens_of_each_row(lags: list[int]) -> None:
+@pytest.mark.parametrize("missing", [[1, 1, 1], [1, 3, 2], [1, 6, 1]])
+def test_next_hidden_runs_the_missing_tokens_of_each_row(missing: list[int]) -> None:
     model = ToyModel()
     decoder, batch = setup(model)
-    decoder.num_computed_tokens[:3] = torch.tensor([len(p) - lag for p, lag in zip(PROMPTS, lags, strict=True)])
-    logits = decoder.logits(decoder.next_hidden(batch, max(lags)))
+    decoder.num_computed_tokens[:3] = torch.tensor([len(p) - each for p, each in zip(PROMPTS, missing, strict=True)])
+    logits = decoder.logits(decoder.next_hidden(batch, max(missing)))
     for row, prompt in enumerate(PROMPTS):
         assert logits[row].tolist() == logits_after(model, prompt)
     assert decoder.num_computed_tokens[:3].tolist() == [len(prompt) for prompt in PROMPTS]

@@ -100,7 +100,7 @@ def test_attention_in_both_directions_runs_through_transformers() -> None:
 
 @pytest.mark.parametrize("kind", ["torch", "int8"])
 def test_the_cache_holds_only_layers_with_keys_of_their_own(kind: str) -> None:
-    """Of five layers three: two with windows, whose heads are narrower, and one without."""
+    """Three of five layers: two with windows and narrower heads, and one without."""
     model = MODELS[kind]()
     assert model.kv_layers == (KVHeads(2, 16), KVHeads(2, 32), KVHeads(2, 16))  # type: ignore[attr-defined]
     cache = cache_of(model, 3, 50)

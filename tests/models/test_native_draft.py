@@ -32,7 +32,7 @@ pytestmark = [
 SLOTS = (0, 2, 3, 5)
 TEXTS = [[(5 * i + 2 * row) % VOCAB for i in range(size)] for row, size in enumerate((1, 12, 2, 31))]
 K = 5
-STREAM = 72  # width of the tiny target
+TARGET_WIDTH = 72  # width of the tiny target
 
 PARAMS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
@@ -59,7 +59,7 @@ def drafters(acceptance: str) -> tuple[ModelDrafter, ModelDrafter]:
 
 
 def commit(batch: Batch, draft: Draft, accepted: list[int]) -> Verdict:
-    """Accept so many draft tokens of each row, and append one more token."""
+    """Accept the given number of draft tokens of each row, and append one more token."""
     lines = [[*line[:count], 4] for line, count in zip(draft.draft_tokens, accepted, strict=True)]
     verdict = Verdict.of(HostVerdict(lines, accepted, draft.drafted))
     batch.commit(verdict)
@@ -88,8 +88,8 @@ def test_a_draft_equals_the_one_made_step_by_step(kind: str, acceptance: str, sc
         verdict = commit(batch, draft, accepted)
         at_once.observe(batch, verdict)
         by_steps.observe(batch, verdict)
-        lags = [drafter.decoder.lags(batch) for drafter in (at_once, by_steps)]
-        assert lags[0][0] == lags[1][0], "the reference drafts K tokens for every row: row 0 has them in both"
+        missing = [drafter.decoder.missing_tokens(batch) for drafter in (at_once, by_steps)]
+        assert missing[0][0] == missing[1][0], "the reference drafts K tokens for every row: row 0 has them in both"
 
 
 def test_a_draft_ends_where_the_policy_stops_it() -> None:
@@ -103,12 +103,12 @@ def test_a_draft_ends_where_the_policy_stops_it() -> None:
     draft = at_once.propose(batch, SpeculationPlan(K, stop_drafting=stop))
     assert draft.drafted == [3] * 4
     assert seen == [1, 2, 3]
-    assert at_once.decoder.lags(batch) == [-2] * 4, "all draft tokens but the last are in the cache"
+    assert at_once.decoder.missing_tokens(batch) == [-2] * 4, "all draft tokens but the last are in the cache"
 
 
 def engine_of(drafter: str, policy: LengthPolicy | None = None, **options: Any) -> Engine:
     target = tiny_native(1)
-    draft = tiny_native(2) if drafter == "model" else tiny_native_head(target, STREAM)
+    draft = tiny_native(2) if drafter == "model" else tiny_native_head(target, TARGET_WIDTH)
     engine = make_engine(target, draft, drafter=drafter, attention="auto", **options)
     if policy is not None:
         engine.parts.policy = policy

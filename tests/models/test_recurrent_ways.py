@@ -43,7 +43,7 @@ class Subject:
     truth: list[list[list[int]]] = field(default_factory=list)
 
     def engine(self, rows: int, drafter: str | None = None, **options: Any) -> Engine:
-        """An engine of so many rows, with the head for those drafters that read one."""
+        """An engine with a number of rows, and with the head for those drafters that read one."""
         return make_engine(
             self.target, self.head if drafter in WITH_HEAD else None, drafter=drafter, max_batch_size=rows, **options
         )

@@ -161,7 +161,7 @@ def test_a_checkpoint_read_by_expert_gives_the_weights_of_one_read_at_once(
 
 @needs_kernels
 def test_experts_of_four_bits_are_read_one_by_one_and_bfloat16_holds_them(tmp_path: Path) -> None:
-    """As gpt-oss is published: MXFP4 blocks of [experts, outputs, inputs]."""
+    """MXFP4 blocks of [experts, outputs, inputs], the form in which gpt-oss is published."""
     theirs = _gpt_oss()
     tensors: dict[str, Tensor] = {}
     for name, tensor in theirs.state_dict().items():

@@ -33,8 +33,8 @@ class Echo(RowKeepers, Drafter):
         return Draft(batch.tokens[: batch.rows].gather(1, place), torch.full_like(batch.live_length, wish.k))
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
-        for row, (kept, guessed) in enumerate(zip(verdict.host.accepted, verdict.host.drafted, strict=True)):
-            if kept < guessed and row in self.periods:
+        for row, (kept, drafted) in enumerate(zip(verdict.host.accepted, verdict.host.drafted, strict=True)):
+            if kept < drafted and row in self.periods:
                 self.periods[row] += 1
 
 

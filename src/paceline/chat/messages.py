@@ -31,8 +31,8 @@ def for_template(
         raise RequestError(
             "the model's chat template has no tools; choose a tool parser (json or hermes) to use it anyway"
         )
-    told = [_as_text(message, form) for message in messages]
-    return (_instructed(told, form.instructions(tools)) if tools else told), []
+    converted = [_as_text(message, form) for message in messages]
+    return (_instructed(converted, form.instructions(tools)) if tools else converted), []
 
 
 def _with_objects(message: Message) -> Message:

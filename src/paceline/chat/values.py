@@ -36,7 +36,7 @@ class ToolDefinition:
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """Which calls an answer may have. name: the only function that may be called; it then has to be."""
+    """The calls that an answer may have. name: the only function that may be called, and then has to be."""
 
     mode: ToolMode = "auto"
     name: str | None = None

@@ -17,7 +17,7 @@ from paceline.models.hub import own_head
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
-    from paceline.tools.bench.drafters import Count, DraftCost, MeasurementPlan, Speed
+    from paceline.tools.bench.drafters import Count, DraftTime, MeasurementPlan, Speed
 
 CHOSEN_BY_DRAFTERS = {"drafter", "num_speculative_tokens", "profile", "max_batch_size", "prefix_cache"}
 
@@ -112,7 +112,7 @@ def _acceptance(counts: Sequence[Count], plan: MeasurementPlan, temperature: flo
     return Sheet(title, ["", *plan.tasks], rows)
 
 
-def _speeds(fast: Sequence[Speed], costs: Sequence[DraftCost], plan: MeasurementPlan) -> Sheet:
+def _speeds(fast: Sequence[Speed], costs: Sequence[DraftTime], plan: MeasurementPlan) -> Sheet:
     cells = [(size, temperature) for temperature in plan.temperatures for size in plan.batch_sizes]
     found = {(each.drafter, each.batch_size, each.temperature): each.speed_up for each in fast}
     shares = {(each.drafter, each.batch_size): each.share for each in costs}

@@ -121,11 +121,11 @@ def _run(plan: TrainingRun, model: str, options: EngineOptions, ranks: TrainingR
     with Bars(plan, quiet) as bars:
         found = train(plan, llm, target, bars.callbacks, ranks)
     about = {"command": command_line(), "target": model, "engine": engine, "machine": computer, "versions": versions()}
-    told = about | {"measure": measuring(plan, model, options)} | found
-    if not draw(told, plan.output / FILES[2], f"A drafter for {model}. {engine}"):
+    report = about | {"measure": measuring(plan, model, options)} | found
+    if not draw(report, plan.output / FILES[2], f"A drafter for {model}. {engine}"):
         note('no plot: it needs matplotlib (pip install "paceline[bench]")')
-    write_text(plan.output / FILES[1], as_markdown(told))
-    end(told, plan.output / FILES[0])
+    write_text(plan.output / FILES[1], as_markdown(report))
+    end(report, plan.output / FILES[0])
 
 
 def measuring(plan: TrainingRun, model: str, options: EngineOptions) -> str:

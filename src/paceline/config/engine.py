@@ -21,9 +21,9 @@ from paceline.config.limits import (
     AcceptanceName,
     AttentionName,
     DrafterName,
+    DraftTokenCount,
     DraftVocabulary,
     DtypeName,
-    Guesses,
     Length,
     QuantizationName,
     RoundsName,
@@ -56,7 +56,7 @@ class EngineConfig:
         ),
     ] = "auto"
     num_speculative_tokens: Annotated[
-        Guesses | Annotated[str | LengthKind, LENGTHS],
+        DraftTokenCount | Annotated[str | LengthKind, LENGTHS],
         Help(
             "Draft tokens a round: a number, auto (chosen by measured costs and acceptance), bass (by the last round's "
             "acceptance), profiled (by a profile), or a length policy that a package adds.",

@@ -258,7 +258,7 @@ class TokenNumbers:
 
 
 @dataclass(frozen=True)
-class Part:
+class InstanceOf:
     """An instance of a dataclass; a mapping of its fields becomes one."""
 
     kind: type

@@ -26,7 +26,7 @@ from paceline.config.limits import (
     MIN_TIME_BUDGET,
     MIN_TOP_P,
     Count,
-    Guesses,
+    DraftTokenCount,
     Name,
     Penalty,
     RankName,
@@ -34,8 +34,8 @@ from paceline.config.limits import (
 )
 from paceline.config.ranges import (
     Functions,
+    InstanceOf,
     Number,
-    Part,
     Texts,
     TokenIds,
     TokenNumbers,
@@ -242,7 +242,7 @@ class SamplingParams:
         ),
     ] = None
     num_speculative_tokens: Annotated[
-        Guesses | None,
+        DraftTokenCount | None,
         Help("Maximum draft tokens a round for this prompt; 0 is plain decoding. Default: the engine's."),
     ] = None
     keep_prefix: Annotated[
@@ -265,7 +265,7 @@ class SamplingParams:
     ] = None
     structured_outputs: Annotated[
         StructuredOutputs | None,
-        Part(StructuredOutputs),
+        InstanceOf(StructuredOutputs),
         Help(
             'Form of the answer: {"json": SCHEMA}, {"json_object": true}, {"regex": "..."}, {"choice": ["...", "..."]} '
             'or {"grammar": "..."}.',

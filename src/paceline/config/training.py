@@ -61,7 +61,7 @@ class DraftTraining:
     layers: Annotated[
         int | None,
         Whole(1, MAX_COUNT),
-        Help("Layers of a draft model; heads refuse it. Default: one for eight of the target's, at least two."),
+        Help("Layers of a draft model; heads refuse it. Default: one in eight of the target's, at least two."),
     ] = None
     vocab: Annotated[
         int,

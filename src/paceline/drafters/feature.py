@@ -54,7 +54,7 @@ class FeatureDrafter(ModelDrafter):
 
     @property
     def reader(self) -> FeatureReader:
-        return self.head.streams
+        return self.head.fused_states
 
     def describe(self, draft: str | None) -> str:
         kind = {
@@ -80,13 +80,13 @@ class FeatureDrafter(ModelDrafter):
     def _reading(self, batch: Batch, k: int) -> ComputeLogits:
         if not self._model.one_pass:
             return super()._reading(batch, k)
-        hidden = cast(TorchHeadDecoder, self.head).read_ahead(batch, self._lag(batch), k)
+        hidden = cast(TorchHeadDecoder, self.head).read_ahead(batch, self._missing(batch), k)
         return lambda draft_tokens: self.head.logits(hidden[:, draft_tokens.shape[1]])[:, None]
 
     def _branching(self, batch: Batch, k: int, grown: Growth) -> Callable[[int], Tensor]:
         if not self._model.one_pass:
             return super()._branching(batch, k, grown)
-        hidden = cast(TorchHeadDecoder, self.head).read_ahead(batch, self._lag(batch), k)
+        hidden = cast(TorchHeadDecoder, self.head).read_ahead(batch, self._missing(batch), k)
         return lambda depth: self.head.logits(hidden[[row for row, _ in grown.new], depth])
 
 

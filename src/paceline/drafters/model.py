@@ -15,7 +15,7 @@ from paceline.drafters.branches import draft_of
 from paceline.drafters.growth import Growth
 from paceline.drafters.heads.decoder import HeadDecoder
 from paceline.errors import ParameterError
-from paceline.models.draft_decoder import USUAL_LAG, DraftDecoder
+from paceline.models.draft_decoder import USUAL_MISSING, DraftDecoder
 
 # From the draft tokens so far, [B, n], to the draft model's logits after them, [B, 1, V].
 ComputeLogits = Callable[[Tensor], Tensor]
@@ -53,7 +53,7 @@ class ModelDrafter(Drafter):
     scores_subset = True
     auto_width = 1  # width 2 took 1.00 to 1.14 times as long at one row (benchmarks/trees.py)
     sources = ("draft model",)
-    at_once = USUAL_LAG  # missing tokens per row that the first drafting pass reads; a larger backlog is read in chunks
+    at_once = USUAL_MISSING  # tokens per row that the first drafting pass reads; more are read in chunks before
 
     def __init__(self, decoder: DraftDecoder, acceptance: str, width: int = 1) -> None:
         self.decoder, self.width = decoder, width
@@ -88,7 +88,7 @@ class ModelDrafter(Drafter):
 
     def _propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
         if (native := self._native) is not None:  # one call, apart from a large backlog
-            self._lag(batch)
+            self._missing(batch)
             distributions = self._independent and not batch.sampling.all_greedy
             counts = wish.counts(batch)
             return native.draft(batch, counts, wish.stop_drafting, distributions=distributions, width=self.width)
@@ -141,15 +141,15 @@ class ModelDrafter(Drafter):
 
     def _read_up(self, batch: Batch) -> Tensor:
         """Feed the missing tokens of the text. Returns the hidden state at each row's last token, [B, width]."""
-        return self.decoder.next_hidden(batch, self._lag(batch))
+        return self.decoder.next_hidden(batch, self._missing(batch))
 
-    def _lag(self, batch: Batch) -> int:
+    def _missing(self, batch: Batch) -> int:
         """Largest number of missing tokens of a row, after a large backlog has been read up to the last token."""
-        lag = max(self.decoder.lags(batch))
-        if lag > self.at_once:
+        missing = max(self.decoder.missing_tokens(batch))
+        if missing > self.at_once:
             self.decoder.catch_up(batch)
             return 1
-        return lag
+        return missing
 
     def _stops(self, stop_drafting: StopDrafting, batch: Batch, chances: Tensor, scores: list[list[float]]) -> bool:
         """Append the likelihoods of the newest draft tokens, [B, 1], to the scores, and ask whether to stop."""

@@ -11,8 +11,9 @@ from paceline.errors import ParameterError
 from paceline.models.base import AnyModel, FlatModel
 from paceline.models.short_head import PassBytes, Shortenable
 
-# Fraction of answers' tokens in a subset of so many tokens, which follows them or has the smallest ids. Counted on
-# 8,521 tokens that Qwen2.5-Coder-1.5B (151,936 tokens) wrote; see docs/drafters.md and benchmarks/short_vocabulary.py.
+# Fraction of the answers' tokens that a subset of the vocabulary covers, by its size: the most frequent tokens
+# (FOLLOWING) or the smallest ids (FIXED). Counted on 8,521 tokens that Qwen2.5-Coder-1.5B (151,936 tokens) wrote; see
+# docs/drafters.md and benchmarks/short_vocabulary.py.
 FOLLOWING: Mapping[int, float] = {8192: 0.91, 16384: 0.94, 32768: 0.97, 65536: 0.99}
 FIXED: Mapping[int, float] = {8192: 0.80, 16384: 0.88, 32768: 0.93, 65536: 0.97}
 USUAL_ACCEPTANCE = 0.7  # of a draft token whose predecessors were accepted; the choice hardly depends on it

@@ -62,9 +62,9 @@ def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], opt
     template = tokenizer.chat_template
     form = chat_format(template, options.tool_parser)
     offered = options.offered
-    told, tools = for_template([*map(check_message, messages)], options.tools, form.tools, template)
+    converted, tools = for_template([*map(check_message, messages)], options.tools, form.tools, template)
     special = form.special_tokens(offered)  # raises if the syntax of calls is not known
-    tokens = tokenizer.chat(told, options.variables(template), tools)
+    tokens = tokenizer.chat(converted, options.variables(template), tools)
     kept = frozenset(token for token in map(tokenizer.special_id, special) if token is not None)
     return ChatPrompt(tokens, options, form, kept, tokenizer.spell(tokens[-_TAIL:]))
 

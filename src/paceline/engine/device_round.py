@@ -134,9 +134,9 @@ class DeviceRound:
     def catch_up(self, rows: int, missing: int, longest: int) -> None:
         """Feed the draft model up to ``missing`` tokens per row, except the last ones, which the round itself feeds."""
         assert self.draft is not None, "there is no draft model"
-        if missing <= self.draft.reads:
+        if missing <= self.draft.fed_tokens:
             return
-        width = 1 << (missing - self.draft.reads - 1).bit_length()
+        width = 1 << (missing - self.draft.fed_tokens - 1).bit_length()
         self.graphs.run(*self._catch_up_program(self.bucket(rows), width, self._span(longest)))
 
     def _catch_up_program(self, bucket: int, width: int, span: int) -> Named:
@@ -286,7 +286,7 @@ class DeviceRound:
         step = proposed.shape[1]
         if step > 0:
             return self.draft.logits(self.draft.continue_draft(proposed[:, -1:], step, before, span, state.slots))
-        text = _text(state, state.slots.of(self.draft.num_computed_tokens), self.draft.reads)
+        text = _text(state, state.slots.of(self.draft.num_computed_tokens), self.draft.fed_tokens)
         return self.draft.logits(self.draft.begin_draft(text, before, span, state.slots))
 
     def _verify(self, state: RowState, before: Tensor, draft: Draft, span: int) -> Tensor:

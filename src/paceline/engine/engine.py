@@ -211,7 +211,7 @@ class Engine:
         return self._description.identity()
 
     def describe(self) -> str:
-        """Return one line that says what runs, and why not something else."""
+        """Return one line that says what runs, and why a faster path does not."""
         return self._description.describe(self.runners)
 
     @ignore_torch_context

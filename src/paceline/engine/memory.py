@@ -93,7 +93,7 @@ def _cache_bytes(model: AnyModel, positions: int) -> int:
     else:
         heads, dims = [each.heads for each in layers], [each.dim for each in layers]
         kept = KVCache.bytes_for(len(layers), 1, heads, positions, dims, model.dtype)
-    return kept + (model.stream_bytes(positions) if isinstance(model, HeadModel) else 0)
+    return kept + (model.fused_bytes(positions) if isinstance(model, HeadModel) else 0)
 
 
 def check_memory(target: AnyModel, draft: AnyModel | None, config: EngineConfig, positions: int) -> KVCacheBudget:

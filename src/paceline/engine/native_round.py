@@ -65,11 +65,11 @@ class NativeRound:
         if isinstance(target.reader, NativeFusedStates):
             self._describe_head(target.reader)
 
-    def _describe_head(self, streams: NativeFusedStates) -> None:
+    def _describe_head(self, states: NativeFusedStates) -> None:
         """Describe the draft head: the call fuses and stores the hidden states that the head reads."""
-        call, self._taps = self._call, torch.tensor(self._model.tap_places(streams.taps))
-        call.head, call.kept = streams.model.decoder.handle, streams.described
-        call.taps, call.tap_count = address(self._taps), len(streams.taps)
+        call, self._taps = self._call, torch.tensor(self._model.tap_places(states.taps))
+        call.head, call.kept = states.model.decoder.handle, states.described
+        call.taps, call.tap_count = address(self._taps), len(states.taps)
 
     @staticmethod
     def of(target: Decoder, batch: Batch, rule: AcceptanceRule, threads: int | None = None) -> NativeRound | None:

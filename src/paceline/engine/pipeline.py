@@ -166,9 +166,9 @@ class DeviceRunner:
         running, counted = self.scheduler.running, {id(sequence) for sequence in self._drafted_rows}
         missing = self._missing_after_draft + self._plain_rounds
         if any(id(sequence) not in counted for sequence in running):
-            missing = max(max(decoder.lags(self.batch)) for decoder in decoders)
+            missing = max(max(decoder.missing_tokens(self.batch)) for decoder in decoders)
         self._drafted_rows, self._plain_rounds = list(running), 0
-        self._missing_after_draft = decoders[0].lag_after(k)
+        self._missing_after_draft = decoders[0].missing_after(k)
         return missing
 
     def _count_in_flight(self) -> None:

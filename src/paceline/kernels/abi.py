@@ -161,10 +161,10 @@ class CFusion(Structure):
 
     _fields_ = (
         ("fuse", CLinear),
-        *((name, c_void_p) for name in ("stream_norms", "joint_norm", "hidden_norm", "targets", "mask")),
+        *((name, c_void_p) for name in ("tap_norms", "joint_norm", "hidden_norm", "targets", "mask")),
         ("mask_token", c_int64),
         ("vocabulary", c_int64),
-        *((name, c_int32) for name in ("streams", "stream_width", "normed_residual", "normed_state")),
+        *((name, c_int32) for name in ("tap_count", "target_width", "normed_residual", "normed_state")),
         ("embedding_norm", c_void_p),
     )
 
@@ -296,7 +296,7 @@ class CTextRows(Structure):
 class CKept(Structure):
     """csrc: Kept."""
 
-    _fields_ = (("streams", c_void_p), ("capacity", c_int64), ("bf16", c_int32))
+    _fields_ = (("states", c_void_p), ("capacity", c_int64), ("bf16", c_int32))
 
 
 class CShortHead(Structure):
@@ -405,7 +405,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_experts_read": (c_int64, (c_void_p,)),
     "pl_logits": (None, (c_void_p, c_void_p, c_void_p, c_int, c_void_p, c_void_p)),
     "pl_copy_columns": (c_char_p, (*(c_void_p,) * 5, c_int64)),
-    "pl_keep_streams": (None, (*(c_void_p,) * 6, c_int)),
+    "pl_keep_fused": (None, (*(c_void_p,) * 6, c_int)),
     "pl_draft": (c_char_p, (c_void_p,) * 5),
     "pl_texts_new": (c_void_p, ()),
     "pl_texts_free": (None, (c_void_p,)),
@@ -414,7 +414,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_lookup_all": (c_int64, (*(c_void_p,) * 4, *(c_int64,) * 2, c_void_p, *(c_int64,) * 3, *(c_void_p,) * 5)),
     "pl_draw": (None, (c_void_p,) * 4),
     "pl_accept": (None, (c_void_p,) * 8),
-    "pl_law": (None, (c_void_p,) * 4),
+    "pl_probabilities": (None, (c_void_p,) * 4),
     "pl_round": (c_char_p, (c_void_p,) * 5),
     "pl_gain": (None, (*(c_void_p,) * 3, c_int64, c_void_p, c_int64, c_void_p)),
     "pl_likelihood": (None, (c_void_p,) * 5),

@@ -49,7 +49,7 @@ class CpuOps:
     def probabilities(self, places: DrawInputs) -> Tensor:
         found = torch.empty(places.rows, places.block, places.vocabulary, dtype=torch.float32)
         call, _alive = _call(places)
-        self._library.pl_law(self._handle, self._pool, ctypes.addressof(call), found.data_ptr())
+        self._library.pl_probabilities(self._handle, self._pool, ctypes.addressof(call), found.data_ptr())
         return found
 
     def likelihood(self, places: DrawInputs, tokens: Tensor) -> Tensor:

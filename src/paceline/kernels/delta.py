@@ -35,7 +35,7 @@ class DeltaHeads:
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
-class _TokenInput(NamedTuple):
+class _DeltaInput(NamedTuple):
     """q, k [H, D], v [H, V], decay and beta [H] of one token."""
 
     q: Tensor
@@ -90,14 +90,14 @@ class DeltaNet:
         normed = functional.rms_norm(mixed, mixed.shape[-1:], self.norm.float(), self.epsilon)
         return normed.flatten(1) * functional.silu(kept)
 
-    def _token(self, window: Tensor, gates: Tensor) -> _TokenInput:
+    def _token(self, window: Tensor, gates: Tensor) -> _DeltaInput:
         heads = self.heads
         mixed = functional.silu(convolve(window, self.conv))
         keys = heads.key_heads * heads.key_dim
         q, k, v = mixed.split_with_sizes([keys, keys, heads.channels - 2 * keys])
         shared = heads.value_heads // heads.key_heads
         q, k = (_unit(x.view(heads.key_heads, -1)).repeat_interleave(shared, 0) for x in (q, k))
-        return _TokenInput(q * heads.key_dim**-0.5, k, v.view(heads.value_heads, -1), *gates.chunk(2))
+        return _DeltaInput(q * heads.key_dim**-0.5, k, v.view(heads.value_heads, -1), *gates.chunk(2))
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -201,7 +201,7 @@ def kernel_threads(threads: int) -> Iterator[None]:
 
 
 def current_pool(kernels: Kernels, threads: int | None = None) -> Pool:
-    """The pool that ``kernel_threads`` asks for; else one with ``threads`` threads (default: torch's number)."""
+    """Return the pool of ``kernel_threads``, or one with ``threads`` threads (default: torch's number)."""
     return pool(kernels, _wanted.get() or threads or torch.get_num_threads())
 
 
@@ -290,10 +290,10 @@ class NativeDecoder:
         """Address of the decoder, for calls on another decoder. This object must be kept alive."""
         return int(self._handle)
 
-    def keep_streams(self, kept: CKept, rows: Tensor, slots: Tensor, features: Tensor) -> None:
-        """For a head: fuse features [N, streams, stream width] and keep them at rows, slots [N] int64."""
+    def keep_fused(self, kept: CKept, rows: Tensor, slots: Tensor, features: Tensor) -> None:
+        """For a head: fuse features [N, taps, target width] and keep them at rows, slots [N] int64."""
         where = rows.data_ptr(), slots.data_ptr(), features.data_ptr(), rows.shape[0]
-        self._library.pl_keep_streams(self._handle, self._pool, ctypes.addressof(kept), *where)
+        self._library.pl_keep_fused(self._handle, self._pool, ctypes.addressof(kept), *where)
 
     def draft(self, call: CDraft, cache: CCache) -> str | None:
         """For a head: read the tokens it has not computed, then draft; returns an error message about the input, or

@@ -87,7 +87,7 @@ GatedActivation = Literal["silu", "gelu_tanh", "clamped_silu"]
 
 
 class ExpertsNorms(NamedTuple):
-    """Norms [width] of a mixture and of the MLP beside it, where each reads the hidden states and has its own.
+    """Separate norms [width] of a mixture of experts and of the MLP beside it; both read the hidden states.
 
     They stand before the router, before the experts, after the experts and after the MLP. The norm before the MLP is
     ``post_norm`` of the layer.
@@ -219,7 +219,7 @@ class FusionWeights:
     """Extra weights of a head that reads its target's hidden states; its first layer's qkv has twice the inputs.
 
     fuse: all hidden states, concatenated, to the width.
-    stream_norms: [streams, stream width], or joint_norm [streams * stream width]: norms applied before fuse.
+    tap_norms: [taps, target width], or joint_norm [taps * target width]: norms applied before fuse.
     hidden_norm: [width], norm of the fused input beside the embedding.
     targets: [outputs of the head] int64, ascending: the target's token id of each of the head's tokens.
     vocabulary: size of the target's vocabulary, all of which the head reads.
@@ -233,9 +233,9 @@ class FusionWeights:
     hidden_norm: Tensor
     targets: Tensor
     vocabulary: int
-    streams: int
-    stream_width: int
-    stream_norms: Tensor | None = None
+    tap_count: int
+    target_width: int
+    tap_norms: Tensor | None = None
     joint_norm: Tensor | None = None
     mask: Tensor | None = None
     mask_token: int = 0
@@ -311,5 +311,5 @@ class NativeSpec:
         return self.heads_of(layer).dim ** -0.5 if layer.scale is None else layer.scale
 
     def norm_all(self, layer: LayerWeights) -> bool:
-        """Whether a layer's norms of queries and keys are over all heads together."""
+        """Whether a layer normalises queries and keys over all heads together."""
         return layer.q_norm is not None and layer.q_norm.numel() > self.heads_of(layer).dim

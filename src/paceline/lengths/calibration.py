@@ -331,7 +331,7 @@ class Calibration:
 
         def run() -> None:
             if self.runner is not None:
-                reads = self.drafter.decoders[0].reads  # the last tokens are read by the round itself
+                reads = self.drafter.decoders[0].fed_tokens  # the last tokens are read by the round itself
                 self.runner.catch_up(1, tokens + reads, self.context)
                 self.batch.length[:1].tolist()  # waits for the device
                 return

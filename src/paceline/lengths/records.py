@@ -36,7 +36,7 @@ class RunningMean:
         self._squares = self._squares * ROUND_FADE + off * off * known / self._weight
 
     def doubt(self, observations: float) -> None:
-        """Count the record as at most that many observations. Value and standard error stay."""
+        """Limit the record's weight to a number of observations. Value and standard error stay."""
         share = min(1.0, observations / self._weight)
         self._weight, self._squares = self._weight * share, self._squares * share * share
 

@@ -129,9 +129,9 @@ class CacheBacklog:
         self.decoders = decoders
 
     def missing(self, batch: Batch) -> MissingTokens:
-        lags = [decoder.lags(batch) for decoder in self.decoders]
+        missing = [decoder.missing_tokens(batch) for decoder in self.decoders]
         shared = sum(decoder.spared(batch) for decoder in self.decoders)
-        return MissingTokens([sum(of_row) - len(lags) for of_row in zip(*lags, strict=True)] or [0], shared)
+        return MissingTokens([sum(of_row) - len(missing) for of_row in zip(*missing, strict=True)] or [0], shared)
 
     def count_round(self, drafted: bool) -> None:
         pass

@@ -181,7 +181,7 @@ class _Attention:
         return torch.cat([functional.rms_norm(part, part.shape[-2:], None, eps) for part in parts], 2) * weight
 
 
-class Recurrent:
+class RecurrentLayer:
     """A recurrent layer (``RecurrentMixer``) between its matrices."""
 
     linears = ("qkv", "output")
@@ -284,7 +284,7 @@ class DecoderLayer:
         self.mixer = (
             _Attention(spec.mixer, parts, index, place, rotaries)
             if isinstance(spec.mixer, AttentionSpec)
-            else Recurrent(spec.mixer, parts, index, place)
+            else RecurrentLayer(spec.mixer, parts, index, place)
         )
         self.norms = {norm: parts.norm(f"{name}.{norm}") for norm in NORMS[spec.norms]}
         self.attention_out_norm, self.mlp_out_norm = self.norms.get("attn_out_norm"), self.norms.get("mlp_out_norm")

@@ -20,20 +20,20 @@ from paceline.models.draft_vocabulary import DraftVocabulary
 if TYPE_CHECKING:
     from paceline.models.native_draft import NativeDrafting
 
-USUAL_LAG = 2  # tokens missing in a draft model's cache if all are accepted: the last draft token and the bonus token
+USUAL_MISSING = 2  # tokens missing in its cache if all are accepted: the last draft token and the bonus token
 CATCH_UP_CHUNK = 256  # tokens per pass over all rows when a cache has fallen behind
 
 
 class DraftDecoder(Decoder):
     """The decoder of a draft model.
 
-    reads: tokens per row that a device draft feeds before its first draft token. If more are missing, the earlier ones
-        are fed beforehand.
+    fed_tokens: tokens per row that a device draft feeds before its first draft token. If more are missing, the earlier
+        ones are fed beforehand.
     native: drafts in one call of the CPU kernels; None: step by step.
     vocabulary: the tokens that it scores; None: all.
     """
 
-    reads = USUAL_LAG
+    fed_tokens = USUAL_MISSING
     native: NativeDrafting | None = None
     vocabulary: DraftVocabulary | None = None
 
@@ -46,7 +46,7 @@ class DraftDecoder(Decoder):
     def logits(self, hidden: Tensor) -> Tensor:
         return super().logits(hidden) if self.vocabulary is None else self.vocabulary.logits(hidden)
 
-    def lags(self, batch: Batch) -> list[int]:
+    def missing_tokens(self, batch: Batch) -> list[int]:
         """Return the number of tokens of each row that are missing in the cache. Synchronises with the device."""
         return (batch.live_length - self.num_computed_tokens[batch.live_slots.where]).tolist()
 
@@ -96,10 +96,10 @@ class DraftDecoder(Decoder):
             self.prefill(batch, [batch.slots[row] for row in rows], starts, stops)
             starts = stops
 
-    def next_hidden(self, batch: Batch, lag: int) -> Tensor:
-        """Run the missing tokens, at most ``lag`` per row -> hidden [B, width] at each row's last token."""
+    def next_hidden(self, batch: Batch, missing: int) -> Tensor:
+        """Run at most ``missing`` tokens per row -> hidden [B, width] at each row's last token."""
         computed, length = self.num_computed_tokens[batch.live_slots.where], batch.live_length
-        tokens = batch.text_at(computed[:, None] + torch.arange(lag, device=batch.device))
+        tokens = batch.text_at(computed[:, None] + torch.arange(missing, device=batch.device))
         hidden = self.forward(tokens, computed, batch.longest, batch.live_slots, length - computed)
         last = (length - computed - 1)[:, None, None].expand(-1, 1, hidden.shape[-1])
         self.num_computed_tokens[batch.live_slots.where] = length
@@ -126,9 +126,9 @@ class DraftDecoder(Decoder):
         """
         return before + kept
 
-    def lag_after(self, k: int) -> int:
+    def missing_after(self, k: int) -> int:
         """Return the most tokens of a row that may be missing after a round with ``k`` draft tokens."""
-        return USUAL_LAG
+        return USUAL_MISSING
 
     def hidden_after(self, batch: Batch, draft_tokens: Tensor) -> Tensor:
         """Run the last of draft_tokens [B, n] int64 -> hidden [B, width] at it. The earlier ones were run."""

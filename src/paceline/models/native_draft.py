@@ -69,8 +69,8 @@ class NativeDrafting:
         """Logits [lines, V] of ``NEVER``. The kernels overwrite those of the tokens that are scored."""
         return torch.full((lines, self._vocab_size), NEVER, dtype=torch.float32)
 
-    def lags(self, batch: Batch) -> list[int]:
-        """See ``DraftDecoder.lags``."""
+    def missing_tokens(self, batch: Batch) -> list[int]:
+        """See ``DraftDecoder.missing_tokens``."""
         rows = zip(batch.slots, batch.lengths, strict=True)
         return [length - max(self._first, self._computed[slot]) for slot, length in rows]
 
@@ -219,7 +219,7 @@ class PlannedDraft(Draft):
         return self._take()
 
     def note_made(self, seconds: float) -> None:
-        """Take the draft tokens after a round that began with the call, which took so many seconds."""
+        """Take the draft tokens after a round that began with the call. seconds: what the call took."""
         self.late_seconds, self.draft_tokens = seconds, self._take()
 
     def _take(self) -> list[list[int]]:
@@ -246,9 +246,9 @@ class NativeDraftDecoder(DraftDecoder):
         super().__init__(model, backend, rows, positions, vocab_size)
         self.native = NativeDrafting(self, model.packed_decoder.decoder)
 
-    def lags(self, batch: Batch) -> list[int]:
+    def missing_tokens(self, batch: Batch) -> list[int]:
         assert self.native is not None
-        return self.native.lags(batch)
+        return self.native.missing_tokens(batch)
 
     def rewind(self, batch: Batch) -> None:
         assert self.native is not None

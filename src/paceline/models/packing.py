@@ -157,18 +157,18 @@ class _Packer:
         return head, None if spec.head is None else self._vector(self._padded(spec.embedding), torch.bfloat16)
 
     def _fusion(self, fusion: FusionWeights, to: Format) -> abi.CFusion:
-        norms, joint = fusion.stream_norms, fusion.joint_norm
+        norms, joint = fusion.tap_norms, fusion.joint_norm
         return abi.CFusion(
             fuse=self._linear(fusion.fuse, to),
-            stream_norms=None if norms is None else self._vector(self._padded(norms)),
+            tap_norms=None if norms is None else self._vector(self._padded(norms)),
             joint_norm=None if joint is None else self._vector(self._padded(joint)),
             hidden_norm=self._vector(self._padded(fusion.hidden_norm)),
             targets=self._vector(fusion.targets, torch.int64),
             mask=None if fusion.mask is None else self._vector(fusion.mask),
             mask_token=fusion.mask_token,
             vocabulary=fusion.vocabulary,
-            streams=fusion.streams,
-            stream_width=fusion.stream_width,
+            tap_count=fusion.tap_count,
+            target_width=fusion.target_width,
             normed_residual=fusion.normed_residual,
             normed_state=fusion.normed_state,
             embedding_norm=None if fusion.embedding_norm is None else self._vector(self._padded(fusion.embedding_norm)),

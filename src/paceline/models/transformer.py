@@ -21,7 +21,7 @@ from paceline.models.decoder_layers import (
     DecoderLayer,
     ForwardContext,
     GatedMLP,
-    Recurrent,
+    RecurrentLayer,
     RotaryAngles,
     TokenInputs,
     WeightSource,
@@ -118,7 +118,7 @@ class Transformer:
         self._head = parts.linear("embed" if spec.tied else "head")
 
     def _recurrent_mixers(self) -> list[RecurrentMixer]:
-        return [block.mixer.mixer for block in self._blocks if isinstance(block.mixer, Recurrent)]
+        return [block.mixer.mixer for block in self._blocks if isinstance(block.mixer, RecurrentLayer)]
 
     def _linears(self) -> Iterator[tuple[object, str]]:
         """Yield the owner and attribute name of each linear layer."""

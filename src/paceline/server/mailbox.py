@@ -28,7 +28,7 @@ class Mailbox:
         return len(self._items)
 
     def put(self, item: MailboxItem) -> None:
-        """Add an update. Never waits."""
+        """Add an update without waiting."""
         self._items.append(item)
         self._arrived.set()
         if len(self._items) > self._max_items:

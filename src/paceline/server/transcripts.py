@@ -1,4 +1,4 @@
-"""Where the prompts of one client first differ: the usual reason why a long transcript is not found in the cache.
+"""First differences between the prompts of one client, the usual reason why a transcript is not found in the cache.
 
 An agent's next prompt repeats its last one. A date or a counter near the beginning that changes each time makes the
 whole rest new to the prefix cache, and nothing else shows it.

@@ -200,7 +200,7 @@ def test_passes_give_what_a_walk_along_the_accepted_tokens_gives(way: str, seed:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.one_in(3)
 def test_after_more_tokens_than_a_window_a_text_goes_on_from_one_of_the_last(way: str) -> None:
-    """As where hidden states of a prompt are read, whose text may be cut afterwards."""
+    """A prompt is read beyond its window for its hidden states, and its text is cut afterwards."""
     steps, name = WAYS[way]
     torch.manual_seed(0)
     passes = Passes(steps, MIXERS[name](), random.Random(0))

@@ -82,7 +82,7 @@ class Assistant(HeadModel):
 
     @property
     def pass_bytes(self) -> PassBytes | None:
-        """None: an assistant has no short vocabulary; its groups of tokens serve the same end."""
+        """None: instead of a short vocabulary, an assistant has groups of tokens."""
         return None
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -130,19 +130,19 @@ class AssistantDecoder(HeadDecoder):
     """Decoder of an ``Assistant``. There is nothing to read before it drafts: the target has read the text."""
 
     model: Assistant
-    streams: _TargetStates
+    fused_states: _TargetStates
 
     def __init__(
         self, model: Assistant, backend: AttentionBackend, rows: int, positions: int, vocab_size: int | None = None
     ) -> None:
-        self.streams = _TargetStates(model, rows, positions)
+        self.fused_states = _TargetStates(model, rows, positions)
         super().__init__(model, backend, rows, positions, vocab_size)
         self._target: Decoder
         self._states: Tensor  # [B, n, width]: own states at the text's last token and at the draft tokens
 
     def _new_cache(self, model: AnyModel, rows: int, positions: int) -> KVCache:
         """The stored states, whose rows are resized, copied and cut like those of keys and values."""
-        return cast(KVCache, self.streams.table)
+        return cast(KVCache, self.fused_states.table)
 
     def read_from(self, target: Decoder) -> None:
         self._target = target
@@ -153,7 +153,7 @@ class AssistantDecoder(HeadDecoder):
         for row, stop in zip(rows, stops, strict=True):
             self.num_computed_tokens[row] = max(1, stop)
 
-    def next_hidden(self, batch: Batch, lag: int) -> Tensor:
+    def next_hidden(self, batch: Batch, missing: int) -> Tensor:
         """Read each row's last token -> hidden [B, inner]. A row of one token gets no meaning."""
         self.num_computed_tokens[batch.live_slots.where] = batch.live_length
         return self._run(batch, batch.pending(), self._root(batch))[:, 0]
@@ -174,7 +174,7 @@ class AssistantDecoder(HeadDecoder):
 
     def _root(self, batch: Batch) -> Tensor:
         """The target's hidden state before each row's last token, [B, 1, width]."""
-        return self.streams.at(batch.live_slots, (batch.live_length - 2).clamp(min=0)[:, None])
+        return self.fused_states.at(batch.live_slots, (batch.live_length - 2).clamp(min=0)[:, None])
 
     def _run(self, batch: Batch, tokens: Tensor, states: Tensor) -> Tensor:
         """Tokens [B, L], the states before them [B, L, width] -> hidden [B, L, inner]; notes the states after them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,18 +25,10 @@ from paceline.models.json_files import read_object
 from paceline.models.loading import description_of, load_config, load_embedding, stored_tensors
 from paceline.models.native import NativeModel
 from paceline.models.native_layers import NativeLayers
+from paceline.models.quantised_tensors import SafeTensor
 from paceline.models.transformer import Transformer
 
 log = logging.getLogger("paceline")
-
-
-class StoredFile(Protocol):
-    """A tensor of a safetensors file, not read yet."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def load(self) -> Tensor: ...
 
 
 def is_assistant(path: Path) -> bool:
@@ -115,7 +107,7 @@ def _shapes(config: PretrainedConfig, spec: DecoderSpec) -> dict[str, tuple[int,
     return shapes
 
 
-def _read(stored: Mapping[str, StoredFile], name: str, shape: tuple[int, ...], path: Path) -> Tensor:
+def _read(stored: Mapping[str, SafeTensor], name: str, shape: tuple[int, ...], path: Path) -> Tensor:
     if name not in stored or stored[name].shape != shape:
         found = f"has the shape {stored[name].shape}" if name in stored else "is missing"
         raise ModelFormatError(f"{path}: {name} {found}, the configuration asks for {shape}")

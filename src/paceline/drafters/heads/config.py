@@ -32,7 +32,7 @@ _KINDS = {  # from speculators_model_type to the class name in speculators; the 
     "chimera": "ChimeraSpeculator",
 }
 _OTHER_KINDS = ("eagle", "dflash", "dflash2", "dspark", "mtp", "mlp", "independent")
-_USUAL_STREAMS = 3
+_USUAL_TAP_COUNT = 3
 
 
 @dataclass(frozen=True)
@@ -128,13 +128,12 @@ class HeadConfig:
     def _only_transfers(self) -> bool:
         """Whether it has no settings of other kinds, one hidden state as wide as its layers, and no sliding window."""
         windows = {attention.window for attention in self.decoder.attentions}
-        return self._is_plain() and self.streams == 1 and windows == {None}
+        return self._is_plain() and self.tap_count == 1 and windows == {None}
 
     def _only_residual_heads(self) -> bool:
         """Whether it has no settings of other kinds, and reads the embedding and one more hidden state."""
-        return (
-            self._is_plain() and not self.transfers and self.streams == 2 and self.taps is not None and not self.taps[0]
-        )
+        reads_two = self.taps is not None and len(self.taps) == 2 and self.taps[0] == 0
+        return self._is_plain() and not self.transfers and reads_two
 
     def _is_plain(self) -> bool:
         """Whether it has no switches, no mask, and the target's width."""
@@ -160,9 +159,9 @@ class HeadConfig:
         return self.mask_token is not None
 
     @property
-    def streams(self) -> int:
+    def tap_count(self) -> int:
         """Number of the target's hidden states per token that are fused."""
-        return _USUAL_STREAMS if self.taps is None else len(self.taps)
+        return _USUAL_TAP_COUNT if self.taps is None else len(self.taps)
 
     def taps_of(self, layers: int) -> tuple[int, ...]:
         """Layers whose input is read, of a target with ``layers`` layers. Raises ModelFormatError if one is missing."""

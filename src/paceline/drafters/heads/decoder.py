@@ -70,15 +70,15 @@ class HeadModel:
         raise NotImplementedError
 
     @property
-    def stream_width(self) -> int:
+    def fused_width(self) -> int:
         """Width of its fused hidden states."""
         return self.width
 
-    def stream_bytes(self, positions: int) -> int:
+    def fused_bytes(self, positions: int) -> int:
         """Bytes of a row's fused hidden states for ``positions`` tokens, beside keys and values."""
         if grows_on(self.device):
-            return RowTables.row_bytes(1, (1, 1, self.stream_width), positions, self.dtype)
-        return (positions + 1) * self.stream_width * self.dtype.itemsize
+            return RowTables.row_bytes(1, (1, 1, self.fused_width), positions, self.dtype)
+        return (positions + 1) * self.fused_width * self.dtype.itemsize
 
 
 class TorchHead(HeadModel):
@@ -89,7 +89,7 @@ class TorchHead(HeadModel):
         self.head, self._targets = head, head.targets
 
     @property
-    def stream_width(self) -> int:
+    def fused_width(self) -> int:
         return self.head.fused_width
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -114,13 +114,13 @@ class TorchHead(HeadModel):
 class FusedStates:
     """The target's hidden states at every position of every slot, fused.
 
-    fused: [R, P + 1 or a few more, stream width], for R rows of P positions. Writes beyond a row's end go to the extra
+    fused: [R, P + 1 or a few more, fused width], for R rows of P positions. Writes beyond a row's end go to the extra
         ones.
     """
 
     def __init__(self, model: HeadModel, rows: int, positions: int) -> None:
         self.taps = model.taps
-        self._table = RowTables([(1, 1, model.stream_width)], rows, positions, model.dtype, model.device)
+        self._table = RowTables([(1, 1, model.fused_width)], rows, positions, model.dtype, model.device)
         self.fused = self._table.tables[0][0, :, 0]
 
     def read(self, rows: Tensor, slots: Tensor, features: Tensor) -> None:
@@ -137,7 +137,7 @@ class FusedStates:
         self._table.resize(row, positions)
 
     def at(self, rows: Slots, places: Tensor) -> Tensor:
-        """Fused hidden states [B, L, stream width] at ``places`` [B, L] of the rows."""
+        """Fused hidden states [B, L, fused width] at ``places`` [B, L] of the rows."""
         return self.fused[rows.index[:, None], places.clamp(max=self._table.positions)]
 
 
@@ -163,8 +163,8 @@ class HeadDecoder(DraftDecoder):
     seen: [R], number of tokens read, at least 1: the first one counts as read.
     """
 
-    streams: FusedStates
-    reads = 8  # accepted draft tokens were read without hidden states, and are read again
+    fused_states: FusedStates
+    fed_tokens = 8  # accepted draft tokens were read without hidden states, and are read again
 
     def __init__(
         self, model: HeadModel, backend: AttentionBackend, rows: int, positions: int, vocab_size: int | None = None
@@ -178,7 +178,7 @@ class HeadDecoder(DraftDecoder):
     def read_after(self, before: Tensor, kept: Tensor) -> Tensor:
         return before
 
-    def lag_after(self, k: int) -> int:
+    def missing_after(self, k: int) -> int:
         return k + 1
 
     def note_draft_tokens(self, batch: Batch, count: int) -> None:
@@ -197,7 +197,7 @@ class HeadDecoder(DraftDecoder):
 
     def resize_row(self, row: int, positions: int) -> None:
         super().resize_row(row, positions)
-        self.streams.resize_row(row, positions)
+        self.fused_states.resize_row(row, positions)
 
     def cut_row(self, row: int, length: int) -> None:
         super().cut_row(row, max(1, length))
@@ -215,7 +215,7 @@ class HeadPasses(PaddedPasses):
 
     def __init__(self, model: TorchHead, decoder: HeadDecoder) -> None:
         super().__init__(model, decoder.cache, decoder.backend, decoder.vocab_size, None)  # type: ignore[arg-type]
-        self._head, self._streams, self._last_token = model.head, decoder.streams, model.vocab_size - 1
+        self._head, self._fused_states, self._last_token = model.head, decoder.fused_states, model.vocab_size - 1
 
     def forward(
         self,
@@ -231,7 +231,7 @@ class HeadPasses(PaddedPasses):
         """Read tokens of the text, [B, L], from position ``start``, [B], on. Returns normed states [B, L, width]."""
         assert tree is None, "a head reads trees in ``block``"
         places = (start[:, None] - 1 + torch.arange(tokens.shape[1], device=tokens.device)).clamp(min=0)
-        return self.run(tokens, self._streams.at(rows, places), places, longest, rows)
+        return self.run(tokens, self._fused_states.at(rows, places), places, longest, rows)
 
     def run(
         self,
@@ -263,7 +263,7 @@ class HeadPasses(PaddedPasses):
         chain = torch.arange(draft.k + 1, device=root.device).expand(batch.rows, -1)
         tree, places = draft.tree, chain[:, :-1] if draft.parents is None else draft.parents + 1
         before = self.states.gather(1, places[..., None].expand(-1, -1, self.states.shape[-1]))
-        hidden = torch.cat([self._streams.at(batch.live_slots, root), before], dim=1)
+        hidden = torch.cat([self._fused_states.at(batch.live_slots, root), before], dim=1)
         tokens = torch.cat([batch.pending(), draft.tokens], dim=1)
         depths, ancestors = (chain, None) if tree is None else (tree.depths, tree.ancestors)
         normed = self.run(tokens, hidden, root + depths, batch.longest + draft.k, batch.live_slots, ancestors)
@@ -280,29 +280,29 @@ class TorchHeadDecoder(HeadDecoder):
     def __init__(
         self, model: TorchHead, backend: AttentionBackend, rows: int, positions: int, vocab_size: int | None = None
     ) -> None:
-        self.head, self.streams = model.head, TorchFusedStates(model, rows, positions)
+        self.head, self.fused_states = model.head, TorchFusedStates(model, rows, positions)
         super().__init__(model, backend, rows, positions, vocab_size)
 
     def _new_passes(self) -> Passes:
         return HeadPasses(self.model, self)
 
-    def next_hidden(self, batch: Batch, lag: int) -> Tensor:
-        """Read the missing tokens, at most ``lag`` per row. Returns normed states [B, width] at each row's last token.
+    def next_hidden(self, batch: Batch, missing: int) -> Tensor:
+        """Read at most ``missing`` tokens per row. Returns normed states [B, width] at each row's last token.
 
         A row of one token has nothing to read yet; its result has no meaning.
         """
-        return self.read_ahead(batch, lag, 1)[:, 0]
+        return self.read_ahead(batch, missing, 1)[:, 0]
 
-    def read_ahead(self, batch: Batch, lag: int, k: int) -> Tensor:
+    def read_ahead(self, batch: Batch, missing: int, k: int) -> Tensor:
         """Like ``next_hidden``, with positions after the text in the same pass. Returns normed states [B, k, width].
 
         State i gives the logits of draft token i. k > 1: only for heads that draft in one pass. Positions after the
         text do not count as read.
         """
         seen, more = self.num_computed_tokens[batch.live_slots.where], self.head.positions_after(k)
-        place = seen[:, None] + torch.arange(max(1, lag) + more, device=batch.device)
+        place = seen[:, None] + torch.arange(max(1, missing) + more, device=batch.device)
         before = (place - 1).clamp(min=0)
-        read = batch.text_at(place), self.streams.at(batch.live_slots, before)
+        read = batch.text_at(place), self.fused_states.at(batch.live_slots, before)
         tokens, hidden = read if more == 0 else self._with_ahead(batch, place, *read, more)
         self.passes.run(tokens, hidden, before, batch.longest + more, batch.live_slots)
         ahead = torch.arange(self.head.late, more + 1, device=batch.device)
@@ -330,7 +330,7 @@ class TorchHeadDecoder(HeadDecoder):
         tokens, hidden: those of the text; entries after its end are replaced by ``Head.ahead``'s.
         """
         end = batch.live_length[:, None]
-        last, before = batch.text_at(end - 1), self.streams.at(batch.live_slots, (end - 2).clamp(min=0))
+        last, before = batch.text_at(end - 1), self.fused_states.at(batch.live_slots, (end - 2).clamp(min=0))
         further, behind = self.head.ahead(last[:, 0], before[:, 0], count)
         known, step = place < end, (place - end).clamp(0, count - 1)
         tokens = torch.where(known, tokens, further.gather(1, step))

@@ -34,22 +34,22 @@ class FeatureHead(Head):
         super().__init__(config, joined=1)
         self.mask_hidden: nn.Parameter | None = None
         if config.parallel:
-            self.mask_hidden = nn.Parameter(torch.randn(1, 1, config.streams * config.target_width))
+            self.mask_hidden = nn.Parameter(torch.randn(1, 1, config.tap_count * config.target_width))
 
     def _add_fusion(self, config: HeadConfig) -> None:
-        self.fc = nn.Linear(config.streams * config.target_width, config.width, bias=False)
+        self.fc = nn.Linear(config.tap_count * config.target_width, config.width, bias=False)
         self.fc_norm = self.input_norm = None
         if config.fc_norm:
-            self.fc_norm = nn.ModuleList(rms_norm(config.target_width, config) for _ in range(config.streams))
+            self.fc_norm = nn.ModuleList(rms_norm(config.target_width, config) for _ in range(config.tap_count))
         if config.norm_before_fc:
-            self.input_norm = rms_norm(config.streams * config.target_width, config)
+            self.input_norm = rms_norm(config.tap_count * config.target_width, config)
 
     def fuse(self, features: Tensor) -> Tensor:
         """Fuse the target's hidden states [..., S, target width] to the input of the first step, [..., H]."""
         features = features.to(self.fc.weight.dtype)
         if self.fc_norm is not None:
             parts = zip(self.fc_norm, features.unbind(-2), strict=True)
-            features = torch.stack([norm(stream) for norm, stream in parts], dim=-2)
+            features = torch.stack([norm(state) for norm, state in parts], dim=-2)
         flat = features.flatten(-2)
         return cast(Tensor, self.fc(flat if self.input_norm is None else self.input_norm(flat)))
 
@@ -61,7 +61,7 @@ class FeatureHead(Head):
 
     def mask(self) -> Tensor | None:
         """The fused mask of a parallel head, [H]; None for other heads."""
-        return None if self.mask_hidden is None else self.fuse(self.mask_hidden.view(self.config.streams, -1))
+        return None if self.mask_hidden is None else self.fuse(self.mask_hidden.view(self.config.tap_count, -1))
 
     def step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> HeadStep:
         embedded = self.embed_tokens(tokens).to(hidden.dtype)

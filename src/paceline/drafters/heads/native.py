@@ -123,7 +123,7 @@ def spec_of_head(head: Head, max_positions: int) -> NativeSpec:
             window=shape.layers[index].attention.window,
         )
 
-    norms = [state[f"fc_norm.{stream}.weight"] for stream in range(config.streams)] if config.fc_norm else None
+    norms = [state[f"fc_norm.{tap}.weight"] for tap in range(config.tap_count)] if config.fc_norm else None
     spec = NativeSpec(
         width=shape.width,
         heads=first.heads,
@@ -143,9 +143,9 @@ def spec_of_head(head: Head, max_positions: int) -> NativeSpec:
             embedding_norm=state["pre_fc_norm_embedding.weight"] if own else None,
             targets=head.targets[order],
             vocabulary=shape.vocab_size,
-            streams=config.streams,
-            stream_width=config.target_width,
-            stream_norms=None if norms is None else torch.stack(norms),
+            tap_count=config.tap_count,
+            target_width=config.target_width,
+            tap_norms=None if norms is None else torch.stack(norms),
             joint_norm=state["input_norm.weight"] if config.norm_before_fc else None,
             mask=None if isinstance(head, MtpHead) else head.mask(),
             mask_token=config.mask_token or 0,
@@ -175,28 +175,28 @@ class NativeFusedStates(FusedStates):
 
     def read(self, rows: Tensor, slots: Tensor, features: Tensor) -> None:
         columns = rows.contiguous(), slots.contiguous(), features.float().contiguous()
-        self.model.decoder.keep_streams(self.described, *columns)
+        self.model.decoder.keep_fused(self.described, *columns)
 
 
 class NativeHeadDecoder(HeadDecoder):
     """Reads and drafts in one call."""
 
-    streams: NativeFusedStates
+    fused_states: NativeFusedStates
     native: NativeDrafting
 
     def __init__(
         self, model: NativeHead, backend: AttentionBackend, rows: int, positions: int, vocab_size: int | None = None
     ) -> None:
         super().__init__(model, backend, rows, positions, vocab_size)
-        self.streams = NativeFusedStates(model, rows, positions)
-        kept = self.streams.described, self.streams
+        self.fused_states = NativeFusedStates(model, rows, positions)
+        kept = self.fused_states.described, self.fused_states
         self.native = NativeDrafting(self, model.decoder, first=1, kept=kept)
 
     def rewind(self, batch: Batch) -> None:
         """Nothing to rewind: draft tokens never count as read, and the last token is read again when needed."""
 
-    def lags(self, batch: Batch) -> list[int]:
-        return self.native.lags(batch)
+    def missing_tokens(self, batch: Batch) -> list[int]:
+        return self.native.missing_tokens(batch)
 
     def prefill(self, batch: Batch, rows: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> None:
         self.native.read(batch, rows, starts, stops)

@@ -36,7 +36,7 @@ def _chained(before: bytes, part: str) -> bytes:
 
 
 class Affinity:
-    """Which replica has which prefixes cached, and how many requests each has in flight. Thread-safe."""
+    """The cached prefixes and the number of requests in flight of each replica. Thread-safe."""
 
     def __init__(self, slack: int = _SLACK, remembered: int = _REMEMBERED) -> None:
         self._slack, self._most = slack, remembered

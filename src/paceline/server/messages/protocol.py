@@ -130,7 +130,7 @@ class ClientTool(_Block):
 
 
 class MessageToolChoice(Strict):
-    """Which tools the model has to call. name: of the one, for type "tool"."""
+    """The tools that the model has to call. name: of the tool, for type "tool"."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Label | None = None

@@ -212,7 +212,7 @@ def mixed_batches(tasks: Sequence[Task], size: int) -> list[list[str]]:
 
 
 @dataclass(frozen=True)
-class DraftCost:
+class DraftTime:
     """The time of drafting k tokens for each row: in milliseconds, and as a fraction of a plain round."""
 
     drafter: str
@@ -222,7 +222,7 @@ class DraftCost:
     share: float
 
 
-def draft_costs(drafters: Sequence[Contender], plan: MeasurementPlan) -> Iterator[DraftCost]:
+def draft_costs(drafters: Sequence[Contender], plan: MeasurementPlan) -> Iterator[DraftTime]:
     """The cost of each drafter, measured like ``auto`` does."""
     for each in drafters:
         if each.answers == 1:
@@ -230,7 +230,7 @@ def draft_costs(drafters: Sequence[Contender], plan: MeasurementPlan) -> Iterato
             costs = engine.measure_costs(Grid(plan.batch_sizes, (0, plan.k), COST_SECONDS))
             for size in plan.batch_sizes:
                 ms = costs.draft_ms(size, plan.k)
-                yield DraftCost(each.name, size, plan.k, ms, ms / costs.verify_ms(size, 0))
+                yield DraftTime(each.name, size, plan.k, ms, ms / costs.verify_ms(size, 0))
 
 
 def draw(counts: Sequence[Count], fast: Sequence[Speed], path: Path, title: str) -> None:

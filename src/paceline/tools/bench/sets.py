@@ -17,8 +17,8 @@ SetName = Literal["stubs", "chat", "edits", "retrieval"]
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A user's message. references: texts that the answer repeats in parts."""
+class BenchPrompt:
+    """A user's message. references: texts that the answer partly repeats."""
 
     text: str
     references: tuple[str, ...] = ()
@@ -41,18 +41,18 @@ STUBS = texts("sets", "stubs")  # signature and docstring of a function to be co
 (_HANDBOOK,) = texts("sets", "handbook")
 
 
-def _edit(change: str, language: str, code: str) -> Asked:
+def _edit(change: str, language: str, code: str) -> BenchPrompt:
     text = f"{change} Answer with the whole file and nothing else.\n\n```{language}\n{code}```"
-    return Asked(text, (f"```{language}\n{code}```",))
+    return BenchPrompt(text, (f"```{language}\n{code}```",))
 
 
-def _lookup(question: str) -> Asked:
-    return Asked(f"{_HANDBOOK}\n\n{question} Answer in the handbook's own words.", (_HANDBOOK,))
+def _lookup(question: str) -> BenchPrompt:
+    return BenchPrompt(f"{_HANDBOOK}\n\n{question} Answer in the handbook's own words.", (_HANDBOOK,))
 
 
-SETS: Mapping[SetName, tuple[Asked, ...]] = {
-    "stubs": tuple(Asked(f"Complete this function.\n\n```python\n{stub}\n```") for stub in STUBS),
-    "chat": tuple(map(Asked, (*OPEN, *texts("sets", "chat")))),
+SETS: Mapping[SetName, tuple[BenchPrompt, ...]] = {
+    "stubs": tuple(BenchPrompt(f"Complete this function.\n\n```python\n{stub}\n```") for stub in STUBS),
+    "chat": tuple(map(BenchPrompt, (*OPEN, *texts("sets", "chat")))),
     "edits": tuple(_edit(*edit) for edit in EDITS),
     "retrieval": tuple(map(_lookup, texts("sets", "retrieval"))),
 }
