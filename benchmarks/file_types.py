@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=1000, help="of this call")
     parser.add_argument("--output", type=Path, required=True)
     asked = parser.parse_args()
-    document = json.loads(asked.output.read_text()) if asked.output.exists() else begun(asked.files[0], asked.tokens)
+    document = json.loads(asked.output.read_text()) if asked.output.exists() else begun(asked.files, asked.tokens)
     kept = asked.output.with_suffix(".pt")
     first = Predictions(**torch.load(kept)) if kept.exists() else None
     wanted = [(file, precision) for file in asked.files for precision in asked.precisions.split(",")]
@@ -53,10 +53,15 @@ def main() -> None:
         print(file.name, precision, quality["perplexity"], quality["perplexity_change"])
 
 
-def begun(original: Path, tokens: int) -> dict[str, Any]:
-    """A document without results."""
-    text = "the reference that comes with Python"
-    return {"original": original.name, "text": text, "tokens": tokens, "results": []} | {
+def begun(files: list[Path], tokens: int) -> dict[str, Any]:
+    """A document without results. files: the original, then its copies."""
+    names = [file.name for file in files]
+    return {
+        "command": f"python -m benchmarks.file_types {' '.join(names)}",
+        "original": names[0],
+        "text": "the reference that comes with Python",
+        "tokens": tokens,
+        "results": [],
         "machine": machine(),
         "versions": versions(),
     }

@@ -247,22 +247,22 @@ class Pass {
     return of[layer.activation];
   }
 
-  // scale: a factor of the sum, or null.
+  // Adds a mixture and the MLP beside it, if there is one, to the hidden states. scale: a factor of the sum, or null.
   void run_experts(const Layer& layer, const float* scale, int thread, Stopwatch& watch) const {
     const ExpertsStep step(*layer.experts, k_, pool_, *m_.experts_, gate_of(layer), tokens_.count, m_.padded_width);
     const Share share(tokens_.count, thread, pool_.threads());
     const size_t stride = static_cast<size_t>(m_.padded_width);
     const ExpertsNorms* norms = layer.experts->norms;
-    const auto enter = [&](const float* weight) {
+    const auto write_inputs = [&](const float* weight) {  // of the norm, or null
       for (int i = share.first; i < share.last; ++i) {
         if (weight) k_.rms_norm(residual(i), norm(weight), m_.padded_width, step.input(i));
         else std::memcpy(step.input(i), residual(i), sizeof(float) * stride);
       }
       pool_.meet();
     };
-    enter(norms ? norms->router : layer.post_norm);
+    write_inputs(norms ? norms->router : layer.post_norm);
     step.route(thread);
-    if (norms) enter(norms->before);
+    if (norms) write_inputs(norms->before);
     if (thread == 0) m_.experts_read_ += step.distinct(thread);
     watch.lap(kPrepare);
     const bool shared = layer.gate_up.weights != nullptr;
@@ -276,11 +276,11 @@ class Pass {
     for (int i = share.first; i < share.last; ++i) {
       step.sum(i, thread, sum);
       float* branch = m_.branch_.as<float>() + static_cast<size_t>(i) * stride;
-      if (norms) {
-        k_.rms_norm(sum, norm(norms->after), m_.padded_width, sum);
-        k_.rms_norm(branch, norm(norms->shared_after), m_.padded_width, branch);
+      if (norms) k_.rms_norm(sum, norm(norms->after), m_.padded_width, sum);
+      if (shared) {
+        if (norms) k_.rms_norm(branch, norm(norms->shared_after), m_.padded_width, branch);
+        k_.accumulate(branch, shared_weight(*layer.experts, step, i), m_.padded_width, sum);
       }
-      if (shared) k_.accumulate(branch, shared_weight(*layer.experts, step, i), m_.padded_width, sum);
       if (layer.mlp_out_norm) k_.rms_norm(sum, norm(layer.mlp_out_norm), m_.padded_width, sum);
       k_.accumulate(sum, 1.0f, m_.padded_width, residual(i));
       if (scale) for (size_t j = 0; j < stride; ++j) residual(i)[j] *= *scale;
@@ -289,13 +289,14 @@ class Pass {
     watch.lap(kPrepare);
   }
 
-  // The sigmoid of a score in double: a library's rounding of floats does not matter.
+  // The weight of the shared MLP's output: 1, or the sigmoid of its gate's score. It is computed in double, so that it
+  // does not depend on a library's rounding of floats.
   static float shared_weight(const Experts& experts, const ExpertsStep& step, int token) {
     if (experts.router.outputs == experts.count) return 1.0f;
     return static_cast<float>(1.0 / (1.0 + std::exp(-static_cast<double>(step.shared_score(token)))));
   }
 
-  // What the layer adds of its tokens' vectors.
+  // Adds the part of a layer that reads its tokens' vectors (Gemma 4's per-layer embeddings), and scales the sum.
   void add_token_input(const Layer& layer, size_t index, int thread, Stopwatch& watch) const {
     const TokenInput& part = *layer.input;
     const size_t stride = static_cast<size_t>(part.out.inputs), width = static_cast<size_t>(s_.inputs->width);

@@ -1,6 +1,7 @@
 """Reference pages made from the code: every command's --help, the server's OpenAPI as tables, the model families.
 
-``python docs/generated.py`` writes the table of families into ``docs/models.md``, which a test compares.
+``python docs/generated.py`` writes the tables of families and of GGUF's types into ``docs/models.md`` and
+``docs/files.md``, which tests compare.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ def _kind(schema: dict[str, Any]) -> str:
 
 
 def gguf_types() -> Iterator[str]:
-    """Markdown lines: a table of the types, their size, and what becomes of their numbers in each precision."""
+    """Lines of a Markdown table: one row per type, its size, and what becomes of its numbers in each precision."""
     from gguf import GGML_QUANT_SIZES
 
     yield from ("| type | bits a weight | in bfloat16 | in int8 | in int4 |", "| --- | --- | --- | --- | --- |")
@@ -172,13 +173,12 @@ def gguf_types() -> Iterator[str]:
         fates = " | ".join(fate(kind, to) for to in ("bf16", "int8", "int4"))
         yield f"| {kind.name} | {8 * size / block:.4g} | {fates} |"
     refused = ", ".join(sorted(kind.name for kind in UNREADABLE))
-    yield from ("", f"Not weights, or not read by the `gguf` package: {refused}.", "")
+    yield f"| {refused} | | refused | refused | refused |"
 
 
 PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "reference-cli": command_line,
     "reference-http": http,
-    "files": gguf_types,
 }
 
 
@@ -229,10 +229,21 @@ def _on_gpus(spec: DecoderSpec) -> str:
 
 
 def write_families(page: Path) -> None:
-    """Replace the table of the page."""
-    before, _, rest = page.read_text().partition("| family |")
+    """Replace the table of families of a page."""
+    _write_table(page, families())
+
+
+def write_types(page: Path) -> None:
+    """Replace the table of GGUF's types of a page."""
+    _write_table(page, gguf_types())
+
+
+def _write_table(page: Path, lines: Iterator[str]) -> None:
+    """Replace the table whose first column has the name of the first column of ``lines``."""
+    table = list(lines)
+    before, _, rest = page.read_text().partition(f"| {table[0].split()[1]} |")
     after = rest.partition("\n\n")[2]
-    page.write_text(before + "\n".join(families()) + "\n\n" + after)
+    page.write_text(before + "\n".join(table) + "\n\n" + after)
 
 
 # Docstrings
@@ -261,3 +272,4 @@ def _in_list(made: list[str]) -> bool:
 
 if __name__ == "__main__":
     write_families(Path(__file__).parent / "models.md")
+    write_types(Path(__file__).parent / "files.md")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import gguf
 import torch
 from torch import Tensor
-from transformers import Gemma4AssistantConfig, PreTrainedModel
+from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig, PreTrainedModel
 
 from model_support import tiny
 from paceline.drafters.heads.assistant import Assistant, Centroids
@@ -80,6 +83,50 @@ def tiny_gemma4_torch(seed: int = 0, **sizes: Any) -> Transformer:
 def tiny_native_gemma4(seed: int = 0, quantization: Quantization | None = "int8", **sizes: Any) -> NativeModel:
     """The same model on the CPU kernels."""
     return NativeModel.from_transformer(tiny_gemma4_torch(seed, **sizes), quantization=quantization, threads=1)
+
+
+OF_ASSISTANT: dict[str, Any] = {
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 0,
+    "use_double_wide_mlp": False,
+    "final_logit_softcapping": None,
+}
+
+GROUPS = {"use_ordered_embeddings": True, "num_centroids": 6, "centroid_intermediate_top_k": 2}
+
+
+@contextmanager
+def assistants_may_be_made() -> Iterator[None]:
+    """Let transformers 5.23 make a decoder without keys of its own, which every assistant is; else it refuses."""
+    usual = Gemma4TextConfig.kv_sharing_modes
+
+    def modes(config: Gemma4TextConfig) -> list[str | None]:
+        if config.num_kv_shared_layers == config.num_hidden_layers:
+            return ["reuse"] * config.num_hidden_layers
+        return usual.fget(config)  # type: ignore[attr-defined, no-any-return]
+
+    with mock.patch.object(Gemma4TextConfig, "kv_sharing_modes", property(modes)):
+        yield
+
+
+def save_assistant(path: Path, seed: int = 0, *, width: int = 40, **more: Any) -> Gemma4AssistantForCausalLM:
+    """A random assistant of four layers for ``tiny_gemma4``."""
+    fields = gemma4_fields("sssf", 4, **OF_ASSISTANT, **more.pop("text", {}))
+    config = Gemma4AssistantConfig(text_config=fields, backbone_hidden_size=width, **more)
+    with assistants_may_be_made():
+        model = Gemma4AssistantForCausalLM(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.state_dict(keep_vars=True).items():
+            if name.endswith("token_ordering"):
+                weight.copy_(torch.randperm(len(weight), generator=generator))
+            else:
+                noise = torch.randn(weight.shape, generator=generator)
+                weight.copy_(noise * 0.3 if weight.dim() > 1 else 1 + noise * 0.2)
+    model.save_pretrained(path)
+    return model
 
 
 def tiny_assistant(target: AnyModel, seed: int = 0) -> Assistant:

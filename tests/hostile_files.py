@@ -1,6 +1,6 @@
 """Damaged model files, kind by kind and damage by damage, and a process that loads each and measures its memory.
 
-``python hostile_files.py FOLDER`` prints one JSON line per case. Unlike ``damaged_files``, whose damage is random,
+``python hostile_files.py FOLDER PART`` prints one JSON line per case. Unlike ``damaged_files``, whose damage is random,
 every case here must be refused, and says what the message must have.
 """
 
@@ -24,6 +24,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import gemma4_support
+import gguf_support
+import head_support
 from adapter_support import write_adapter
 from model_support import NATIVE, tiny
 from models.test_families import _written
@@ -33,14 +35,15 @@ from models.test_qwen3_5_gguf import write as write_qwen35
 from models.test_qwen3_5_gguf import write_apart
 from models.test_sinks_and_shared_experts import _gpt_oss
 from models.test_sinks_and_shared_experts import _written as _write_gpt_oss
-from paceline.drafters.heads.loading import load_head_for
+from paceline.drafters.heads.checkpoint import load_head
+from paceline.drafters.heads.loading import load_head_for, load_own_head
 from paceline.errors import ModelFormatError
 from paceline.kernels import native
 from paceline.models.adapters import attach
 from paceline.models.loading import describe_source, load_model
 from paceline.models.matrices import load_packed
 from quantised_support import CONVERTERS, write
-from recurrent_support import tiny_lfm2, tiny_qwen3_5
+from recurrent_support import save_with_head, tiny_lfm2, tiny_qwen3_5
 
 SECONDS = 20  # limit of one load
 Q = "model.layers.0.self_attn.q_proj"
@@ -178,12 +181,16 @@ def file_cases(kind: str, build: Callable[[Path], object], file: str) -> Iterato
 
         return changed
 
+    def second_name(text: str) -> str:
+        first, second, *_ = (name for name in json.loads(text) if name != "__metadata__")
+        return text.replace(f'"{second}"', f'"{first}"')
+
     changes: dict[str, Callable[[bytes], bytes]] = {
         "without its last byte": lambda content: content[:-1],
         "half a file": lambda content: content[: len(content) // 2],
         "an empty file": lambda content: b"",
         "a huge header": lambda content: (2**62).to_bytes(8, "little") + content[8:],
-        "a tensor twice": header(lambda text: text[:-1] + "," + text[1:]),
+        "a tensor twice": header(second_name),
         "bytes behind the last tensor": lambda content: content + bytes(64),
     }
     for what, change in changes.items():
@@ -223,9 +230,66 @@ def shard_cases() -> Iterator[Case]:
         yield Case("plain", f"NaN in {key}", build_plain, replaced(key, _first(torch.nan)), TWO, re.escape(key))
         yield Case("plain", f"half of {key}", build_plain, replaced(key, _CHANGES["half"]), TWO, re.escape(key))
 
+    for key in (f"{Q}.weight", "model.norm.weight"):
+        yield Case("bfloat16", f"NaN in {key}", build_bf16, replaced(key, _first(torch.nan)), EVERY, re.escape(key))
+        yield Case("bfloat16", f"half of {key}", build_bf16, replaced(key, _CHANGES["half"]), EVERY, re.escape(key))
+    experts = "model.layers.1.experts.gate_up_proj", "model.layers.1.experts.down_proj"
+    others = "router.proj.weight", "router.scale", "router.per_expert_scale", "pre_feedforward_layernorm_2.weight"
+    build = CONFIGURATIONS["gemma4's experts"][0]
+    for key in (*experts, *(f"model.layers.1.{name}" for name in others)):
+        damages = {"no": dropped(key), "NaN in": replaced(key, _first(torch.nan))}
+        damages |= {f"{what} of": replaced(key, _CHANGES[what]) for what in ("half", "twice", "another type")}
+        for what, damage in damages.items():
+            yield Case("gemma4's experts", f"{what} {key}", build, damage, TWO, re.escape(key) + r"|layers\.1\.")
+
 
 def build_plain(path: Path) -> None:
     tiny("llama", NATIVE["llama"][1] | SHAPE).save_pretrained(path)
+
+
+def build_bf16(path: Path) -> None:
+    tiny("llama", NATIVE["llama"][1] | SHAPE).bfloat16().save_pretrained(path)
+
+
+# Files that are large beside the interpreter
+
+LARGE = SHAPE | {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 36}
+LAST = "model.layers.35.mlp.up_proj.weight"
+
+
+def in_bf16(path: Path) -> None:
+    load_model(_only(path), dtype=torch.bfloat16)
+
+
+def build_large(path: Path) -> None:
+    tiny("llama", NATIVE["llama"][1] | LARGE).bfloat16().save_pretrained(path)
+
+
+def build_large_gguf(path: Path) -> None:
+    whole = _written(path / "whole", tiny("llama", NATIVE["llama"][1] | LARGE))
+    gguf_support.copy(whole, path / "model.gguf", lambda _: Kind.Q8_0)
+    whole.unlink()
+
+
+def large_cases() -> Iterator[Case]:
+    """Damage at the end of files of 25 and 50 MB, in precisions that need no more: what was read must not pile up."""
+    loads = (in_bf16, *EVERY[1:])
+    name = "blk.35.ffn_up.weight"
+    damages = {
+        "NaN": replaced(LAST, _first(torch.nan)),
+        "half": replaced(LAST, _CHANGES["half"]),
+        "cut": lambda path: (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:-1]),
+    }
+    for what, damage in damages.items():
+        yield Case("a large file", f"{what} at the end", build_large, damage, loads, rf"{re.escape(LAST)}|safetensors")
+
+    def no_number(writer: gguf.GGUFWriter) -> None:
+        writer.tensors[0][name].tensor.reshape(-1)[:] = 255
+
+    gguf_damages = {"NaN": rewritten(no_number), "cut": partial(_cut, part=2)}
+    for what, damage in gguf_damages.items():
+        pattern = r"model\.gguf.*(blk|layers)\."
+        yield Case("a large GGUF file", f"{what} at the end", build_large_gguf, damage, EVERY[1:] or loads, pattern)
 
 
 # Configurations
@@ -263,6 +327,10 @@ CONFIGURATIONS["gemma4"] = (
         "hidden_size_per_layer_input": _COUNTS[1:],
     },
 )  # fmt: skip
+CONFIGURATIONS["gemma4's experts"] = (
+    lambda path: gemma4_support.tiny_gemma4(**gemma4_support.SIZES["experts"]).save_pretrained(path),
+    {"num_experts": _COUNTS, "top_k_experts": (0, -1, 6, 10**5, 2**62, "8", [2]), "moe_intermediate_size": _COUNTS},
+)
 CONFIGURATIONS["lfm2"] = (
     lambda path: tiny_lfm2().save_pretrained(path),
     {"layer_types": _LAYER_TYPES, "conv_L_cache": (0, -1, 7, 10**5, 2**62, "x", [2])},
@@ -342,8 +410,40 @@ def _write_qwen35(path: Path) -> None:
     write_qwen35(path / "model.gguf", theirs.state_dict(), theirs.config, 0)
 
 
+def _write_gemma4_experts(path: Path) -> None:
+    gemma4_support.write_gguf(path / "model.gguf", gemma4_support.tiny_gemma4(**gemma4_support.SIZES["experts"]))
+
+
+def _write_in_types(path: Path, tensors_per_part: int = 0) -> None:
+    """Write a Llama with a matrix of a type in each place. tensors_per_part: split it; 0: one file."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+    whole = _written(path / "whole", tiny("llama", NATIVE["llama"][1] | SHAPE | sizes))
+    gguf_support.copy(whole, path / "model.gguf", lambda name: TYPES.get(name, Kind.Q5_0), tensors_per_part)
+    whole.unlink()
+
+
+Kind = gguf.GGMLQuantizationType
+TYPES = {
+    f"blk.0.{part}.weight": kind
+    for part, kind in {
+        "attn_q": Kind.Q4_K, "attn_k": Kind.Q6_K, "attn_v": Kind.Q8_0, "attn_output": Kind.Q4_0, "ffn_gate": Kind.Q4_1,
+    }.items()
+}  # fmt: skip
+
 GGUF: dict[str, tuple[Callable[[Path], object], str, dict[str, tuple[Any, ...]]]] = {
     "gemma3 in GGUF": (_write_gemma3, "blk.1.attn_q.weight", {}),
+    "gemma4's experts in GGUF": (
+        _write_gemma4_experts,
+        " ".join(
+            f"blk.1.{name}"
+            for name in (
+                *("ffn_gate_up_exps.weight", "ffn_down_exps.scale", "ffn_gate_inp.scale"),
+                *("pre_ffw_norm_2.weight", "post_ffw_norm_1.weight", "post_ffw_norm_2.weight"),
+            )
+        ),
+        {"expert_count": (3, 10**6, 2**31), "expert_used_count": (0, 6, 2**31),
+         "expert_feed_forward_length": (0, 7, 2**31), "attention.sliding_window_pattern": (7, [1] * 9)},
+    ),
     "gemma4 in GGUF": (
         lambda path: gemma4_support.write_gguf(path / "model.gguf", gemma4_support.tiny_gemma4()),
         "blk.1.attn_q.weight",
@@ -412,15 +512,16 @@ def gguf_cases() -> Iterator[Case]:
         "words": lambda t: t.astype(np.int32),
         "NaN": with_nan,
     }
-    for kind, (build, name, keys) in GGUF.items():
+    of_vectors = {what: arrays[what] for what in ("half", "words", "NaN")}
+    for kind, (build, names, keys) in GGUF.items():
         file = r"model\.gguf.*"
-        layer, part = name.split(".")[1:3]
-        tensor = rf"({re.escape(name)}|layers\.{layer}\.)"
-        yield Case(
-            kind, f"no {name}", build, rewritten(lambda w, name=name: w.tensors[0].pop(name)), TWO, file + tensor
-        )
-        for what, make in arrays.items():
-            yield Case(kind, f"{name}: {what}", build, rewritten(tensor_set(name, make)), TWO, file + tensor)
+        for name in names.split():
+            tensor = rf"({re.escape(name)}|layers\.{name.split('.')[1]}\.)"
+            yield Case(
+                kind, f"no {name}", build, rewritten(lambda w, name=name: w.tensors[0].pop(name)), TWO, file + tensor
+            )
+            for what, make in (of_vectors if "norm" in name or "scale" in name else arrays).items():
+                yield Case(kind, f"{name}: {what}", build, rewritten(tensor_set(name, make)), TWO, file + tensor)
         for key, values in keys.items():
             yield Case(
                 kind,
@@ -442,6 +543,59 @@ def gguf_cases() -> Iterator[Case]:
         for part in (2, 8, 50):
             yield Case(kind, f"1/{part} of the file", build, partial(_cut, part=part), TWO, file)
         yield Case(kind, "a name twice", build, _second_name, TWO, file)
+
+
+def type_cases() -> Iterator[Case]:
+    """Damage of quantised matrices in a GGUF file."""
+
+    def edited(name: str, edit: Callable[[Any], object]) -> Callable[[Path], None]:
+        return rewritten(lambda writer: edit(writer.tensors[0][name]))
+
+    def no_number(info: Any) -> None:
+        info.tensor.reshape(-1)[:] = 255
+
+    for name, kind in TYPES.items():
+        other = Kind.Q8_0 if kind != Kind.Q8_0 else Kind.Q4_0
+        edits: dict[str, Callable[[Any], object]] = {
+            "scales that are no numbers": no_number,
+            "another type": lambda info, other=other: setattr(info, "dtype", other),
+            "words": lambda info: setattr(info, "dtype", Kind.I32),
+            "half": lambda info: setattr(info, "shape", (info.shape[0] // 2, *info.shape[1:])),
+            "a huge row": lambda info: setattr(info, "shape", (info.shape[0], 2**40)),
+        }
+        for what, edit in edits.items():
+            where = rf"model\.gguf.*({re.escape(name)}|layers\.0\.|overlap|ends|bytes)"
+            yield Case("types in GGUF", f"{name}: {what}", _write_in_types, edited(name, edit), EVERY, where)
+
+
+def split_cases() -> Iterator[Case]:
+    def part(path: Path, number: int) -> Path:
+        return sorted(path.glob("model-*.gguf"))[number - 1]
+
+    def cut(path: Path, number: int) -> None:
+        part(path, number).write_bytes(part(path, number).read_bytes()[:-1000])
+
+    def another(path: Path) -> None:
+        (path / "other").mkdir()
+        _write_in_types(path / "other")
+        shutil.copy(path / "other" / "model.gguf", part(path, 2))
+        shutil.rmtree(path / "other")
+
+    def no_number(path: Path) -> None:
+        content = bytearray(part(path, 2).read_bytes())
+        content[-64:] = b"\xff" * 64
+        part(path, 2).write_bytes(content)
+
+    damages: dict[str, tuple[Callable[[Path], object], str]] = {
+        "one missing": (lambda path: part(path, 2).unlink(), "00002-of"),
+        "one twice": (lambda path: shutil.copy(part(path, 1), part(path, 2)), "00002-of"),
+        "the first cut": (partial(cut, number=1), "00001-of"),
+        "the second cut": (partial(cut, number=2), "00002-of"),
+        "one of another model": (another, "00002-of"),
+        "scales that are no numbers": (no_number, r"gguf.*(layers\.0|blk\.0|norm|embed)"),
+    }
+    for what, (damage, pattern) in damages.items():
+        yield Case("a split GGUF", what, partial(_write_in_types, tensors_per_part=5), damage, EVERY, pattern)
 
 
 def _cut(path: Path, part: int) -> None:
@@ -503,6 +657,56 @@ def head_cases() -> Iterator[Case]:
     yield Case("a head apart", "cut", _build_apart, cut, (load_apart,), head)
 
 
+def _build_eagle(path: Path) -> None:
+    head_support.write(path / "head", head_support.flat_config(head_support.layers()), head_support.random_head())
+
+
+def load_eagle(path: Path) -> None:
+    load_head(path / "head", dtype=torch.float32)
+
+
+def load_mtp(path: Path) -> None:
+    load_own_head(load_model(path, dtype=torch.float32), path)
+
+
+def _build_assistant(path: Path) -> None:
+    gemma4_support.tiny_gemma4().save_pretrained(path)
+    gemma4_support.save_assistant(path / "head", **gemma4_support.GROUPS)
+
+
+def load_assistant(path: Path) -> None:
+    load_head_for(load_model(path, dtype=torch.float32), path, path / "head", dtype=torch.float32)
+
+
+def stored_head_cases() -> Iterator[Case]:
+    """Damage of heads in safetensors."""
+    layer = "layers.0.self_attn.q_proj.weight"
+    kinds: dict[str, tuple[Callable[[Path], object], Load, str, tuple[str, ...]]] = {
+        "a head of EAGLE's kind": (_build_eagle, load_eagle, "head", ("fc.weight", "norm.weight", layer, "d2t")),
+        "a head in the checkpoint": (partial(save_with_head, seed=4), load_mtp, ".", ("mtp.fc.weight", f"mtp.{layer}")),
+        "an assistant": (
+            _build_assistant, load_assistant, "head",
+            ("pre_projection.weight", "masked_embedding.centroids.weight", "masked_embedding.token_ordering",
+             f"model.{layer}"),
+        ),
+    }  # fmt: skip
+    for kind, (build, load, folder, names) in kinds.items():
+        file = f"{folder}/model.safetensors"
+        for name in names:
+            integers = name in ("d2t", "masked_embedding.token_ordering")
+            own = {"outside": _first(10**6)} if integers else {"NaN": _first(torch.nan)}
+            changes = {what: _CHANGES[what] for what in ("half", "empty", "twice", "another type")} | own
+            place = rf"{re.escape(name.removesuffix('.weight'))}|{re.escape(name.removeprefix('model.'))}"
+            for what, change in changes.items():
+                damage = edit_tensors(lambda t, name=name, change=change: t.update({name: change(t[name])}), file)
+                yield Case(kind, f"{name}: {what}", build, damage, (load,), place)
+            gone = edit_tensors(lambda t, name=name: t.pop(name), file)
+            if name != "d2t":  # which the other table of the vocabulary implies
+                yield Case(kind, f"no {name}", build, gone, (load,), rf"{place}|layers\.0\.")
+        for case in file_cases(kind, build, file):
+            yield Case(case.kind, case.what, case.build, case.damage, (load,), "safetensors")
+
+
 def _build_adapter(path: Path) -> None:
     write_adapter(path / "red", tiny(*NATIVE["llama"]), seed=1)
 
@@ -520,17 +724,35 @@ def adapter_cases() -> Iterator[Case]:
     for what, make in makes.items():
         damage = edit_tensors(lambda tensors, make=make: tensors.update({side: make(tensors[side])}), file)
         yield Case("an adapter", f"lora_A: {what}", _build_adapter, damage, (load_adapter,), f"{file}.*{Q}")
+    settings = {
+        "peft_type": ("LOHA", 3, None), "lora_alpha": ("8", True, 1e300, None, [8]), "use_dora": (True,),
+        "bias": ("all",), "modules_to_save": (["lm_head"],),
+    }  # fmt: skip
+    for key, values in settings.items():
+        for value in values:
+
+            def changed(path: Path, key: str = key, value: object = value) -> None:
+                config = path / "red" / "adapter_config.json"
+                config.write_text(json.dumps(json.loads(config.read_text()) | {key: value}))
+
+            yield Case("an adapter", f"{key}={value}", _build_adapter, changed, (load_adapter,), f"config.json.*{key}")
+    other = edit_tensors(lambda tensors: tensors.update({f"{side}x": tensors.pop(side)}), file)
+    yield Case("an adapter", "another name", _build_adapter, other, (load_adapter,), f"{file}.*{Q}")
     for case in file_cases("an adapter", _build_adapter, file):
         yield Case(case.kind, case.what, case.build, case.damage, (load_adapter,), case.pattern)
 
 
-def cases() -> Iterator[Case]:
-    yield from quantised_cases()
-    yield from shard_cases()
-    yield from configuration_cases()
-    yield from gguf_cases()
-    yield from head_cases()
-    yield from adapter_cases()
+PARTS: dict[str, tuple[Callable[[], Iterator[Case]], ...]] = {
+    "quantised safetensors": (quantised_cases,),
+    "safetensors and configurations": (shard_cases, configuration_cases, large_cases),
+    "GGUF": (gguf_cases, type_cases, split_cases),
+    "heads and adapters": (head_cases, stored_head_cases, adapter_cases),
+}
+
+
+def cases(part: str) -> Iterator[Case]:
+    for some in PARTS[part]:
+        yield from some()
 
 
 # One process
@@ -562,10 +784,10 @@ def _hung(*_: object) -> None:
     raise TimeoutError(f"more than {SECONDS} s")
 
 
-def main(folder: Path, only: str = "") -> None:
+def main(folder: Path, part: str, only: str = "") -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGALRM, _hung)
-    for case in cases():
+    for case in cases(part):
         if only not in f"{case.kind}: {case.what}":
             continue
         whole, place = folder / "whole" / case.kind, folder / "damaged" / case.kind

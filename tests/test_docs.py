@@ -58,11 +58,12 @@ def test_the_pythons_of_a_page_run_one_after_the_other(page: Path, capsys: pytes
     assert "Paris" in capsys.readouterr().out
 
 
-def test_the_table_of_families_is_that_of_the_code(tmp_path: Path) -> None:
-    page = tmp_path / "models.md"
-    page.write_text((ROOT / "docs" / "models.md").read_text())
-    runpy.run_path(str(ROOT / "docs" / "generated.py"))["write_families"](page)
-    assert page.read_text() == (ROOT / "docs" / "models.md").read_text(), "python docs/generated.py writes it"
+@pytest.mark.parametrize(("name", "write"), [("models", "write_families"), ("files", "write_types")])
+def test_tables_of_families_and_of_types_are_those_of_the_code(name: str, write: str, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text((ROOT / "docs" / f"{name}.md").read_text())
+    runpy.run_path(str(ROOT / "docs" / "generated.py"))[write](page)
+    assert page.read_text() == (ROOT / "docs" / f"{name}.md").read_text(), "python docs/generated.py writes it"
 
 
 def test_every_page_is_in_the_table_of_contents() -> None:

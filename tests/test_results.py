@@ -111,6 +111,12 @@ def test_what_is_said_below_the_table_is_what_was_measured() -> None:
 # --- memory of rows; a thousand lines ---------------------------------------------------------------------------------
 
 
+def rows_of(page: str, head: str) -> list[list[str]]:
+    """The cells of the table of a page whose first line begins with ``head``."""
+    lines = (ROOT / "docs" / f"{page}.md").read_text().split(f"\n{head}")[1].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+
+
 def text_below(heading: str) -> str:
     return " ".join(PAGE.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0].split())
 
@@ -520,7 +526,7 @@ def test_every_run_is_the_one_whose_json_lies_there() -> None:
         if written is not None:
             assert re.sub(r" --output \S+", "", written) == command.strip("`"), found[1]
         assert re.fullmatch(r"\d{4}-\d\d-\d\d, `[0-9a-f]{7}`", when)
-    counted = {"calls", "transcript", "methods", "nodes"}
+    counted = {"calls", "transcript", "methods", "nodes", "files"}
     timed = {"peers", "edits", "separate", "open", "prefixes", "scoring", "memory", "lines"}
     assert used == HEADLINES.keys() | counted | timed
 
@@ -599,6 +605,29 @@ def test_acceptance_by_node_is_the_committed_runs() -> None:
             assert shown == f"{100 * accepted:.0f} ± {100 * error:.0f} % of {drafted:,}", (node, run)
 
 
+def test_the_perplexity_of_file_types_is_the_committed_run() -> None:
+    run, rows = load("quality-files-qwen-0.5b-xeon-amx"), rows_of("files", "| file | matrices | ")
+    found = {(each["file"].removesuffix(".gguf"), each["precision"]): each for each in run["results"]}
+    original, precisions = run["original"].removesuffix(".gguf"), ("bfloat16", "int8", "int4")
+    assert {file for file, *_ in rows} == {file for file, _ in found}
+    for file, types, *cells in rows:
+        counts = sorted(found[file, "bfloat16"]["types"].items(), key=lambda count: -count[1])
+        assert types == ", ".join(f"{many} {kind}" for kind, many in counts)
+        for precision, shown in zip(precisions, cells, strict=True):
+            here = found.get((file, precision))
+            if here is None:
+                assert shown == "not run"
+            elif (file, precision) == (original, "bfloat16"):
+                assert shown == f"{here['perplexity']:.2f}"
+                assert f"the perplexity there is {shown}." in (ROOT / "docs" / "files.md").read_text()
+            else:
+                change = f"{100 * here['perplexity_change']:+.2f} ± {100 * here['standard_error']:.2f} %"
+                assert shown == change, (file, precision)
+    beside = {key: each["perplexity"] / found[key[0], "bfloat16"]["perplexity"] - 1 for key, each in found.items()}
+    assert max(abs(change) for (_, to), change in beside.items() if to == "int8") < 0.003
+    assert all(0.04 < change < 0.05 for (_, to), change in beside.items() if to == "int4")
+
+
 # --- docs/cpu.md ------------------------------------------------------------------------------------------------------
 
 CPU_COLUMNS = [(shape, to) for shape in ("qwen2.5-1.5b", "smollm2-135m") for to in ("int8", "int4", "bf16")]
@@ -606,8 +635,7 @@ CPU_COLUMNS = [(shape, to) for shape in ("qwen2.5-1.5b", "smollm2-135m") for to 
 
 def cpu_rows(head: str) -> list[list[str]]:
     """The cells of the table of docs/cpu.md whose first line begins with ``head``."""
-    lines = (ROOT / "docs" / "cpu.md").read_text().split(f"\n{head}")[1].split("\n\n")[0].splitlines()[2:]
-    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    return rows_of("cpu", head)
 
 
 def cpu_step(machine: str, kernels: str, step: str, column: tuple[str, str]) -> dict[str, Any]:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig
+from transformers import Gemma4AssistantForCausalLM
 
-from gemma4_support import gemma4_fields, tiny_assistant, tiny_gemma4, tiny_gemma4_torch, tiny_native_gemma4
+from gemma4_support import (
+    GROUPS,
+    assistants_may_be_made,
+    gemma4_fields,
+    save_assistant,
+    tiny_assistant,
+    tiny_gemma4,
+    tiny_gemma4_torch,
+    tiny_native_gemma4,
+)
 from kernels.tools import ragged
 from paceline import LLM, SamplingParams
 from paceline.core.nodes import Nodes
@@ -32,45 +42,11 @@ from toy import VOCAB
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-OWN = {
-    "hidden_size": 24,
-    "intermediate_size": 32,
-    "hidden_size_per_layer_input": 0,
-    "vocab_size_per_layer_input": 0,
-    "use_double_wide_mlp": False,
-    "final_logit_softcapping": None,
-}
-GROUPS = {"use_ordered_embeddings": True, "num_centroids": 6, "centroid_intermediate_top_k": 2}
-
 
 @pytest.fixture(autouse=True)
-def all_layers_may_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformers 5.23 refuses a decoder without keys of its own, which every assistant is."""
-    usual = Gemma4TextConfig.kv_sharing_modes
-
-    def modes(config: Gemma4TextConfig) -> list[str | None]:
-        if config.num_kv_shared_layers == config.num_hidden_layers:
-            return ["reuse"] * config.num_hidden_layers
-        return usual.fget(config)  # type: ignore[attr-defined, no-any-return]
-
-    monkeypatch.setattr(Gemma4TextConfig, "kv_sharing_modes", property(modes))
-
-
-def save_assistant(path: Path, seed: int = 0, *, width: int = 40, **more: Any) -> Gemma4AssistantForCausalLM:
-    """A random assistant of four layers for ``tiny_gemma4``."""
-    fields = gemma4_fields("sssf", 4, **OWN, **more.pop("text", {}))
-    config = Gemma4AssistantConfig(text_config=fields, backbone_hidden_size=width, **more)
-    model = Gemma4AssistantForCausalLM(config).eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, weight in model.state_dict(keep_vars=True).items():
-            if name.endswith("token_ordering"):
-                weight.copy_(torch.randperm(len(weight), generator=generator))
-            else:
-                noise = torch.randn(weight.shape, generator=generator)
-                weight.copy_(noise * 0.3 if weight.dim() > 1 else 1 + noise * 0.2)
-    model.save_pretrained(path)
-    return model
+def all_layers_may_share() -> Iterator[None]:
+    with assistants_may_be_made():
+        yield
 
 
 @torch.inference_mode()

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from batches import new_batch
+from model_support import NATIVE, tiny
 from paceline.config import SamplingParams
 from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.core.draft import Draft, Verdict
@@ -42,6 +43,7 @@ from paceline.lengths.cost import CostModel
 from paceline.models.base import Model
 from paceline.models.decoder import Decoder
 from paceline.models.draft_decoder import DraftDecoder
+from paceline.models.loading import load_model
 from recurrent_support import as_on_gpus, tiny_granite_hybrid, tiny_lfm2, tiny_qwen3_5
 from simulation import linear_costs
 from toy import (
@@ -557,6 +559,15 @@ def test_kinds_of_states_without_kernels_stay_on_the_host_and_the_start_line_say
     assert f"rounds by the host ({reason}); " in engine.describe()
     monkeypatch.setattr(target, "steps", TorchSteps())
     assert "rounds by the host (recurrent layers of this kind have no GPU kernels); " in engine.describe()
+
+
+def test_rounds_of_experts_stay_on_the_host_and_the_start_line_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = load_model(tiny(*NATIVE["qwen3_moe"]), dtype=torch.float32)
+    with pytest.raises(ParameterError, match="experts that a router chose"):
+        make_engine(target, rounds="device", max_model_len=64)
+    engine = make_engine(target, rounds="host", max_model_len=64)
+    monkeypatch.setattr(target, "device", torch.device("cuda"))
+    assert "rounds by the host (the experts that a router chose are read on the host); " in engine.describe()
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -27,9 +27,10 @@ def fault(found: dict[str, Any]) -> str | None:
 
 
 @pytest.mark.timeout(600)
-def test_damaged_files_are_refused_by_name_within_their_own_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", hostile_files.PARTS)
+def test_damaged_files_are_refused_by_name_within_their_own_memory(part: str, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, hostile_files.__file__, str(tmp_path)],
+        [sys.executable, hostile_files.__file__, str(tmp_path), part],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -37,5 +38,11 @@ def test_damaged_files_are_refused_by_name_within_their_own_memory(tmp_path: Pat
     )
     assert done.returncode == 0, done.stderr[-3000:]
     loads = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(loads) > 500
+    assert len(loads) > 100
     assert [{"fault": fault(found), **found} for found in loads if fault(found)] == []
+
+
+def test_the_page_says_how_many_cases_and_kinds_there_are() -> None:
+    found = [case.kind for part in hostile_files.PARTS for case in hostile_files.cases(part)]
+    page = (Path(__file__).parents[2] / "docs" / "files.md").read_text()
+    assert f"(`tests/hostile_files.py`: {len(found):,} cases over {len(set(found))} kinds of files and models)" in page

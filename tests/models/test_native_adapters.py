@@ -38,14 +38,18 @@ Quantization = Literal["int8", "int4"] | None
 FORMATS: list[Quantization] = [None, "int8", "int4"]
 BOUNDS = {None: 0.03, "int8": 0.07, "int4": 0.4}  # relative errors of the model itself
 WIDE = {"hidden_size": 64, "intermediate_size": 72, "head_dim": 16, "num_hidden_layers": 2}
-# Of models with experts, only the bits are compared.
-FAMILIES = ["llama with biases", "qwen3", "gemma3", "olmo2", "phi3", "gemma4", "gemma4 with keys as values"]
+# Tokens that use every expert: with fewer, rounding may choose others, so of such models only the bits are compared.
+ALL_SIZES = SIZES | {"every expert": SIZES["experts"] | {"top_k_experts": SIZES["experts"]["num_experts"]}}
+FAMILIES = [
+    *("llama with biases", "qwen3", "gemma3", "olmo2", "phi3"),
+    *("gemma4", "gemma4 with keys as values", "gemma4 with every expert"),
+]
 LENGTH = 20
 
 
 def model_of(family: str) -> PreTrainedModel:
     if family.startswith("gemma4"):
-        sizes = SIZES[family.removeprefix("gemma4 with ") if " " in family else "all kinds"]
+        sizes = ALL_SIZES[family.removeprefix("gemma4 with ") if " " in family else "all kinds"]
         return tiny_gemma4(**dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY) | sizes)
     kind, fields = NATIVE[family]
     kinds = {"layer_types": fields["layer_types"][:2]} if "layer_types" in fields else {}

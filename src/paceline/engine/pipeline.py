@@ -34,10 +34,8 @@ def why_not_device(parts: Speculation) -> str | None:
         return "the CPU kernels are called from the host"
     if any(decoder.vocabulary is not None for decoder in parts.drafter.decoders):
         return "the draft vocabulary is chosen on the host"
-    if any(getattr(model, "reads_device", False) for model in models):
-        return "a model runs through transformers' own code"
-    if any(getattr(model, "states_in_torch", False) for model in models):
-        return "recurrent layers of this kind have no GPU kernels"
+    if obstacles := [obstacle for model in models if (obstacle := getattr(model, "device_obstacle", None))]:
+        return str(obstacles[0])
     if parts.target.adapters is not None:
         return "adapters differ from row to row"
     if any(decoder.backend.name == "split" for decoder in parts.decoders):

@@ -121,7 +121,8 @@ class HuggingFaceModel:
     Raises ModelFormatError if its attention cannot use paceline's cache, or if its logits differ from the model's own.
     """
 
-    reads_device = True  # transformers' code may synchronise with the device, so it is not captured in a CUDA graph
+    # it may synchronise with the device, so it is not captured in a CUDA graph
+    device_obstacle = "a model runs through transformers' own code"
 
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config.get_text_config()

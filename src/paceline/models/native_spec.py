@@ -136,19 +136,22 @@ class _WeightSource:
 def _experts_of(spec: ExpertsSpec, name: str, source: _WeightSource) -> ExpertsWeights:
     """Return the experts of a layer. name: of the layer, with a point."""
     router = source.linear(f"{name}router")
-    rows = [router.weight, *([source.weights[f"{name}shared_gate.weight"]] if spec.shared_gate else [])]
-    router_weights = torch.cat(rows)
+    gate = [source.weights[f"{name}shared_gate.weight"]] if spec.shared_gate else []
     norms = [source.weights[f"{name}{norm}.weight"] for norm in EXPERTS_NORMS] if spec.own_norms else []
     return ExpertsWeights(
-        router=router_weights if spec.scores_scale == 1.0 else router_weights.float() * spec.scores_scale,
+        router=torch.cat([_scaled(router.weight, spec.scores_scale), *gate]),
         gate_up=source.experts(f"{name}experts_gate_up"),
         down=source.experts(f"{name}experts_down"),
         used=spec.used,
         normalised=spec.normalised,
-        router_bias=router.bias,
+        router_bias=None if router.bias is None else _scaled(router.bias, spec.scores_scale),
         factors=source.weights.get(f"{name}experts_scale.weight"),
         norms=ExpertsNorms(*norms) if norms else None,
     )
+
+
+def _scaled(tensor: Tensor, factor: float) -> Tensor:
+    return tensor if factor == 1.0 else tensor.float() * factor
 
 
 def _layer_of(spec: DecoderSpec, index: int, place: int, source: _WeightSource) -> LayerWeights:

@@ -67,7 +67,7 @@ def _with_triton(model: AnyModel, quantization: QuantizationName | None, determi
     require_triton(model.device, field, value)
     if not isinstance(model, Transformer):
         raise ParameterError(field, value, f"not possible here: {model.name} is not of a native family")
-    if model.reads_device:
+    if model.has_experts:
         raise ParameterError(field, value, f"not possible yet: {model.name} is a mixture of experts")
     if deterministic and model.state_shape is not None:
         raise ParameterError("deterministic", deterministic, f"not possible yet: {model.name} has recurrent layers")

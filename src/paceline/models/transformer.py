@@ -149,14 +149,20 @@ class Transformer:
         return [getattr(owner, name) for owner, name in self._linears()]
 
     @property
-    def reads_device(self) -> bool:
-        """Whether a forward pass waits for the device, so that it cannot be captured in a graph."""
+    def has_experts(self) -> bool:
+        """Whether a layer is a mixture of experts."""
         return any(isinstance(layer.mlp, ExpertsSpec) for layer in self.spec.layers)
 
     @property
-    def states_in_torch(self) -> bool:
-        """Whether recurrent layers run on a GPU without kernels: token by token, in more launches than a graph has."""
-        return self.device.type == "cuda" and not all(map(self.steps.has_kernel, self._recurrent_mixers()))
+    def device_obstacle(self) -> str | None:
+        """Return why the device cannot run whole rounds of this model; None if it can.
+
+        Recurrent layers without kernels run token by token, in more launches than a graph has.
+        """
+        if self.has_experts:
+            return "the experts that a router chose are read on the host"
+        has_kernels = self.device.type != "cuda" or all(map(self.steps.has_kernel, self._recurrent_mixers()))
+        return None if has_kernels else "recurrent layers of this kind have no GPU kernels"
 
     def hidden_states(
         self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int] = ()

@@ -30,6 +30,8 @@ from paceline.models.transformer import Transformer
 
 log = logging.getLogger("paceline")
 
+_ORDER = "masked_embedding.token_ordering"  # the tokens, group by group
+
 
 def is_assistant(path: Path) -> bool:
     """Whether the directory holds an assistant."""
@@ -69,7 +71,7 @@ def load_assistant(
         decoder.drop_layers()
     embedding = load_embedding(source, dtype=dtype, device=target.device) * whole.embed_scale
     before, after, *head = own.values()
-    ends = before.to(dtype), after.to(dtype), _centroids(config, head, dtype)
+    ends = before.to(dtype), after.to(dtype), _centroids(config, head, dtype, path)
     return Assistant(decoder, target, embedding, *ends, layers)
 
 
@@ -103,7 +105,7 @@ def _shapes(config: PretrainedConfig, spec: DecoderSpec) -> dict[str, tuple[int,
     }
     if config.use_ordered_embeddings:
         shapes["masked_embedding.centroids.weight"] = config.num_centroids, spec.width
-        shapes["masked_embedding.token_ordering"] = (spec.vocab_size,)
+        shapes[_ORDER] = (spec.vocab_size,)
     return shapes
 
 
@@ -111,18 +113,23 @@ def _read(stored: Mapping[str, SafeTensor], name: str, shape: tuple[int, ...], p
     if name not in stored or stored[name].shape != shape:
         found = f"has the shape {stored[name].shape}" if name in stored else "is missing"
         raise ModelFormatError(f"{path}: {name} {found}, the configuration asks for {shape}")
-    return stored[name].load()
+    tensor = stored[name].load()
+    if tensor.is_floating_point() == (name == _ORDER):
+        raise ModelFormatError(f"{path}: {name} has the unsupported type {tensor.dtype}")
+    weights.check_finite(tensor, f"{path}: {name}")
+    return tensor
 
 
-def _centroids(config: PretrainedConfig, head: Sequence[Tensor], dtype: torch.dtype) -> Centroids | None:
+def _centroids(config: PretrainedConfig, head: Sequence[Tensor], dtype: torch.dtype, path: Path) -> Centroids | None:
     if not head:
         return None
     centroids, order = head
     vocabulary, opened = len(order), config.centroid_intermediate_top_k
     if vocabulary % len(centroids) or not 0 < opened <= len(centroids):
-        raise ModelFormatError(f"{opened} of {len(centroids)} groups of {vocabulary} tokens cannot be opened")
+        asked = f"centroid_intermediate_top_k={opened} of num_centroids={len(centroids)} groups of {vocabulary} tokens"
+        raise ModelFormatError(f"{path}: {asked} cannot be opened")
     if not bool(((order >= 0) & (order < vocabulary)).all()):
-        raise ModelFormatError("masked_embedding.token_ordering has a token outside of the vocabulary")
+        raise ModelFormatError(f"{path}: {_ORDER} has a token outside of the vocabulary")
     return Centroids(centroids.to(dtype), order.long().view(len(centroids), -1), opened)
 
 

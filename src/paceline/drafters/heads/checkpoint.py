@@ -18,6 +18,7 @@ from paceline.errors import ModelFormatError
 from paceline.models.boundary import ResolvedSource, brief, reading, reads_model
 from paceline.models.json_files import read_configuration, read_object
 from paceline.models.loading import PICKLES, stored_tensors
+from paceline.models.weights import check_finite
 
 _FLAT_LAYER = "midlayer."
 _EMBEDDING = "embed_tokens.weight"
@@ -155,6 +156,7 @@ def _compare(tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], where:
         if tensor.shape != wanted[name].shape:
             shapes = f"{list(tensor.shape)}, but config.json implies {list(wanted[name].shape)}"
             raise ModelFormatError(f"{where}: {name} has the shape {shapes}")
+        check_finite(tensor, f"{where}: {name}")
 
 
 def _dtype_for(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:

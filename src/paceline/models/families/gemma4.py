@@ -127,6 +127,8 @@ def _fields(metadata: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, A
     Wide layers turn a part of each head. ``rope_freqs.weight`` has which, so their positions are plain here.
     """
     near, layers = metadata["attention.sliding_window_pattern"], metadata["block_count"]
+    by_layer = isinstance(near, list) and len(near) == layers
+    check(by_layer, f"attention.sliding_window_pattern={near}, not one for each of {layers} layers")
     kv_heads = _by_layer(metadata.get("attention.head_count_kv", metadata["attention.head_count"]), layers)
     mlps = _by_layer(metadata["feed_forward_length"], layers)
     experts = metadata.get("expert_count", 0)
@@ -143,8 +145,8 @@ def _fields(metadata: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, A
         "use_double_wide_mlp": mlps[-1] != mlps[0],
         "enable_moe_block": experts > 0,
         "num_experts": experts or None,
-        "top_k_experts": metadata.get("expert_used_count"),
-        "moe_intermediate_size": metadata.get("expert_feed_forward_length"),
+        "top_k_experts": metadata["expert_used_count"] if experts else None,
+        "moe_intermediate_size": metadata["expert_feed_forward_length"] if experts else None,
         "num_kv_shared_layers": metadata.get("attention.shared_kv_layers", 0),
         "hidden_size_per_layer_input": metadata.get("embedding_length_per_layer_input", 0),
         "vocab_size_per_layer_input": metadata["vocab_size"],
