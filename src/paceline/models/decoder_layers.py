@@ -324,10 +324,7 @@ class DecoderLayer:
             out = self.attention_out_norm(out)
         x, normed = _add(steps, x, out, self.norms.get("mlp_norm"))
         mlp = self.mlp
-        if isinstance(mlp, Experts) and mlp.norms:
-            out = mlp.with_own_norms(x, normed, steps)
-        else:
-            out = mlp(normed, steps)
+        out = mlp.with_own_norms(x, normed, steps) if isinstance(mlp, Experts) and mlp.norms else mlp(normed, steps)
         if self.mlp_out_norm is not None:
             out = self.mlp_out_norm(out)
         if self.input is None and self.scale is None:
