@@ -122,7 +122,7 @@ def delta_kernel(
     WIDTH: tl.constexpr = CHANNELS + 2 * VALUE_HEADS
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot, begin, applied_count = tl.load(slots + row), tl.load(start + row), tl.load(applied + row).to(tl.int32)
-    count, certain_count = tl.load(counts + row).to(tl.int32), tl.load(certain + row).to(tl.int32)
+    count, certain_count = tl.load(counts + row).to(tl.int32), tl.load(certain + row)
     key, value = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     is_key, is_value = key < KEY_DIM, value < VALUE_DIM
     q_at = head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + key
