@@ -1,6 +1,6 @@
 """The CPU kernels compared with their floor: ``PYTHONPATH=src:. python -m benchmarks.kernels``.
 
-The last line of the output is a JSON document.
+The last line of the output is a JSON document. ``--table FILE ...`` prints what is in such documents as a table.
 
 First the machine is measured: read bandwidth, and the kernels' multiply-adds per second on cached weights. Then come
     whole decode steps (forward and head) with random weights of a shape, or with those of a checkpoint: the floor of a
@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -264,6 +265,25 @@ def _line(step: Step) -> str:
     return f"{head} | head {step.head_ms:.2f}, {parts}"
 
 
+def table(documents: Sequence[dict[str, Any]]) -> str:
+    """Return the steps of documents in Markdown: a line for each model and format, a column for each kind of step."""
+    steps = [step for document in documents for step in document["steps"]]
+    found = {
+        (f"{step['shape']}, {step['format']}", f"{step['rows']} x {step['tokens']}"): _cell(step) for step in steps
+    }
+    names, kinds = (list(dict.fromkeys(key)) for key in zip(*found, strict=True))
+    lines = [[name, *(found.get((name, kind), "-") for kind in kinds)] for name in names]
+    head = ["model: rows x tokens", *kinds]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines))
+
+
+def _cell(step: dict[str, Any]) -> str:
+    """Milliseconds of a step, the floor's share of them, and what sets the floor."""
+    floors = {"memory": step["memory_floor_ms"], "arithmetic": step["compute_floor_ms"]}
+    limit = max(floors, key=floors.__getitem__)
+    return f"{step['total_ms']:.1f} ms, {100 * floors[limit] / step['total_ms']:.0f} % {limit}"
+
+
 def _models(options: argparse.Namespace) -> Iterator[tuple[str, NativeModel]]:
     """Every shape and every checkpoint, in every format."""
     for shape in options.shapes:
@@ -295,7 +315,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seconds", type=float, default=0.5, help="for each measurement")
+    parser.add_argument("--table", type=Path, nargs="+", help="documents to print as a table; nothing is measured")
     options = parser.parse_args(arguments)
+    if options.table:
+        _say(table([json.loads(path.read_text(encoding="utf-8")) for path in options.table]))
+        return
     torch.set_num_threads(options.threads)
     kernels = native.select()
     if kernels is None:

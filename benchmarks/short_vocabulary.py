@@ -1,14 +1,17 @@
-"""What drafts from a part of the vocabulary lose and save, counted without timing on recorded answers.
+"""What drafts from a part of the vocabulary lose and save: counted on recorded answers, and timed.
 
     python -m benchmarks.tree_gain record qwen-coder-1.5b.gguf --quantization int8 --output answers.json
     python -m benchmarks.short_vocabulary --answers answers.json --vocabulary 151936 --output coverage.json
     python -m benchmarks.short_vocabulary qwen-coder-0.5b.gguf --quantization int8 --answers answers.json
+    python -m benchmarks.short_vocabulary qwen3.5-0.8b --quantization int8 --rows 1 4 8
 
 covered: fraction of the answers' tokens that are in the subset when they come, answers one after the other, shuffled;
     fixed: the subset keeps the smallest ids; following: it follows prompts and answers, as in an engine.
 accepted: fraction of places at which the draft model's first draft token is the target's own draw, under the target's
     noise, after the true text before it.
 mib: of weights that a draft pass reads.
+first_ms: of the first draft token of all rows, which also reads what the last round accepted. ms: of one more. Sizes
+    take turns, and the median counts. Size 0: the whole vocabulary. plain_round_ms: of a round without drafts.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,12 +32,16 @@ from torch import Tensor
 from paceline.config import SamplingParams
 from paceline.core.batch import Batch, RowStart
 from paceline.core.sampling import Choices, sequence_seed
+from paceline.lengths.calibration import Grid
+from paceline.lengths.cost import CostTable
 from paceline.llm import LLM
 from paceline.models.draft_vocabulary import NEVER, DraftVocabulary
 from paceline.models.short_head import Shortenable
+from paceline.tools.bench.offline import machine
 from paceline.tools.bench.sets import SetName
 
 SIZES = (4096, 8192, 16384, 32768, 65536)
+DRAFTED = (0, 3)  # draft tokens of the rounds that a draft pass is timed by
 
 
 class Listing:
@@ -138,16 +146,61 @@ def acceptance(answers: Sequence[Answer], llm: LLM) -> list[dict[str, Any]]:
     return results
 
 
+def passes(llm: LLM, rows: Sequence[int], sizes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
+    """Milliseconds of drafting by size of the subset, for each number of rows. ``llm`` drafts with a model or head."""
+    grid = Grid(tuple(sorted(rows)), DRAFTED)
+    sides = {
+        size: llm.with_options(draft_vocab_size=size, max_batch_size=max(rows), num_speculative_tokens=max(DRAFTED))
+        for size in (0, *sizes)
+    }
+    costs: dict[int, list[CostTable]] = {size: [] for size in sides}
+    for _ in range(repeats):
+        for size, side in sides.items():
+            costs[size].append(side.engine.measure_costs(grid))
+    return [{"size": size, "rows": list(grid.batch_sizes), **_medians(found)} for size, found in costs.items()]
+
+
+def _medians(costs: Sequence[CostTable]) -> dict[str, list[float]]:
+    """Medians of several measurements, by number of rows."""
+    first = [[once + step for once, step in zip(each.draft_once, each.draft_step, strict=True)] for each in costs]
+    plain = [[line[0] for line in each.verify] for each in costs]
+    times: dict[str, Sequence[Sequence[float]]] = {
+        "first_ms": first,
+        "ms": [each.draft_step for each in costs],
+        "plain_round_ms": plain,
+    }
+    return {
+        name: [round(statistics.median(of_rows), 3) for of_rows in zip(*of_all, strict=True)]
+        for name, of_all in times.items()
+    }
+
+
 def main() -> None:
-    """Count, print, write."""
+    """Count, time, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", help="the draft model; without it, only coverage is counted")
+    parser.add_argument("model", nargs="?", help="the draft model, or with --rows the target")
     parser.add_argument("--quantization", default=None)
-    parser.add_argument("--answers", type=Path, required=True)
+    parser.add_argument("--answers", type=Path, help="recorded answers, to count on")
     parser.add_argument("--sets", nargs="+", default=list(get_args(SetName)), choices=get_args(SetName))
     parser.add_argument("--vocabulary", type=int, help="of the target, for coverage")
+    parser.add_argument("--rows", type=int, nargs="+", help="time drafts of so many rows")
+    parser.add_argument("--draft-model", help="whose drafts are timed; without it, those of the target's own head")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[8192, 16384, 32768], help="sizes that are timed")
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
+    found: dict[str, Any] = {}
+    if options.answers is not None:
+        found |= _counted(options)
+    if options.rows is not None:
+        found |= _timed(options)
+    text = json.dumps(found, indent=1)
+    print(text)
+    if options.output is not None:
+        options.output.write_text(text + "\n", encoding="utf-8")
+
+
+def _counted(options: argparse.Namespace) -> dict[str, Any]:
     answers = [each for each in read(options.answers) if each.prompts in options.sets]
     found: dict[str, Any] = {"answers": len(answers), "tokens": sum(len(each.answer) for each in answers)}
     if options.model is not None:
@@ -159,10 +212,26 @@ def main() -> None:
         }
     if options.vocabulary is not None:
         found |= {"vocabulary": options.vocabulary, "coverage": coverage(answers, options.vocabulary)}
-    text = json.dumps(found, indent=1)
-    print(text)
-    if options.output is not None:
-        options.output.write_text(text + "\n", encoding="utf-8")
+    return found
+
+
+def _timed(options: argparse.Namespace) -> dict[str, Any]:
+    draft = options.draft_model
+    llm = LLM(
+        options.model,
+        draft_model=draft,
+        drafter="mtp" if draft is None else "model",
+        quantization=options.quantization,
+        dtype="bfloat16",
+        max_model_len=1024,
+    )
+    return {
+        "model": Path(options.model).name,
+        "drafter": "mtp" if draft is None else Path(draft).name,
+        "quantization": options.quantization,
+        "machine": machine(llm.engine.threads),
+        "passes": passes(llm, options.rows, options.sizes, options.repeats),
+    }
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import node_acceptance
+from benchmarks import kernels, node_acceptance
 from paceline.engine.utilisation import Arithmetic, Peak
 
 ROOT = Path(__file__).parent.parent
@@ -677,6 +677,31 @@ def test_the_other_instruction_sets_are_the_committed_run(machine: str, head: st
         for column, shown in zip(CPU_COLUMNS, cells, strict=True):
             run = cpu_step(machine, name.strip("`"), step, column)
             assert shown == f"{run['over_best']:.2f}, {100 * run['of_floor']:.0f} %", (name, step, column)
+
+
+SHAPES = ("kernels-hybrids-xeon-amx", "kernels-models-xeon-amx")
+
+
+def test_hybrids_and_mixtures_beside_their_floors_are_the_committed_runs() -> None:
+    """``python -m benchmarks.kernels --table FILE ...`` prints the table."""
+    runs = [load(name) for name in SHAPES if (RESULTS / f"{name}.json").exists()]
+    page = (ROOT / "docs" / "cpu.md").read_text()
+    shown = [line for line in page.splitlines() if line.startswith("| model: rows x tokens | ")]
+    assert bool(shown) == bool(runs)
+    assert not runs or f"\n\n{kernels.table(runs)}\n\n" in page
+
+
+def test_the_table_of_steps_names_what_sets_the_floor() -> None:
+    step = {"shape": "small", "format": "int8", "rows": 8, "tokens": 1, "total_ms": 10.04}
+    small = [step | {"memory_floor_ms": 8.0, "compute_floor_ms": 2.0}]
+    small += [step | {"tokens": 4, "memory_floor_ms": 8.0, "compute_floor_ms": 9.0}]
+    other = [small[0] | {"shape": "other"}]
+    assert kernels.table([{"steps": small}, {"steps": other}]).splitlines() == [
+        "| model: rows x tokens | 8 x 1 | 8 x 4 |",
+        "| --- | --- | --- |",
+        "| small, int8 | 10.0 ms, 80 % memory | 10.0 ms, 90 % arithmetic |",
+        "| other, int8 | 10.0 ms, 80 % memory | - |",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,20 @@
-"""What a short draft vocabulary loses: coverage of recorded answers."""
+"""What a short draft vocabulary loses and saves: coverage of recorded answers, and times of drafts."""
 
 from __future__ import annotations
 
+import json
 import random
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from benchmarks.short_vocabulary import Listing, coverage, stretches
 from benchmarks.tree_gain import Answer
 
+from benchmarks import random_qwen3_5, short_vocabulary
+from paceline.engine.engine import Engine
+from paceline.kernels import native
 from paceline.models.draft_vocabulary import FIRST_CHOICE, DraftVocabulary
 
 VOCABULARY, SIZE = 9000, 4096
@@ -30,3 +36,29 @@ def test_stretches_cover_an_answer_and_change_where_the_subset_does() -> None:
     found = list(stretches(answer([8000] * 200, [1]), subset, True))
     assert [(first, stop) for first, stop, _ in found] == [(0, FIRST_CHOICE - 1), (FIRST_CHOICE - 1, 200)]
     assert [bool(torch.isin(torch.tensor(8000), tokens)) for *_, tokens in found] == [False, True]
+
+
+@pytest.mark.skipif(native.select() is None, reason=f"no native kernels: {native.why_none()}")
+def test_drafts_of_a_models_own_head_are_timed_with_each_size_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random_qwen3_5.write(tmp_path / "tiny", "tiny")
+    measured, measure = [], Engine.measure_costs
+
+    def noted(engine: Engine, *rest: object) -> object:
+        measured.append(engine.config.draft_vocab_size)
+        return measure(engine, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Engine, "measure_costs", noted)
+    to = tmp_path / "passes.json"
+    sizes = ["--rows", "4", "1", "--sizes", "64", "128", "--repeats", "2", "--output", str(to)]
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "tiny"), "--quantization", "int8", *sizes])
+    short_vocabulary.main()
+    found = json.loads(to.read_text())
+    assert (found["model"], found["drafter"]) == ("tiny", "mtp")
+    assert [line["size"] for line in found["passes"]] == [0, 64, 128]
+    assert measured == [0, 64, 128] * 2
+    for line in found["passes"]:
+        assert line["rows"] == [1, 4]
+        assert len(line["ms"]) == 2
+        assert all(ms > 0 for ms in (*line["first_ms"], *line["plain_round_ms"]))

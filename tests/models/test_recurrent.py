@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, Qwen3_5ForCausalLM
 
 from paceline.config import SamplingParams
 from paceline.core.nodes import Nodes
-from paceline.core.recurrent_state import WINDOW, StatefulCache
+from paceline.core.recurrent_state import WINDOW, RecurrentStates, StatefulCache, StateShape
 from paceline.kernels import native
 from paceline.models.loading import load_model
 from paceline.models.matrices import load_packed
@@ -184,6 +184,16 @@ def test_a_slot_continues_only_where_its_state_is_known() -> None:
     torch.testing.assert_close(*continued, rtol=0, atol=0)
     model.forward(chain([1] * (WINDOW + 5), 0), cache)  # more than a window: the first of them are certain
     assert (int(states.base[0]), int(states.count[0])) == (5, WINDOW)
+
+
+def test_accepted_paths_are_moved_in_rows_that_ran_and_in_no_idle_one() -> None:
+    """A round of a device also gives a path for each row whose answer is complete."""
+    states = RecurrentStates(StateShape(layers=1, taps=2, channels=1), slots=3)
+    states.inputs[0, :, :3, 0] = torch.arange(9.0).view(3, 3)
+    states.base.copy_(torch.tensor([4, 5, 6]))
+    paths = torch.tensor([[1, 2, 0]] * 2)
+    states.keep(torch.tensor([2, 0]), torch.tensor([6, 9]), paths)
+    assert states.inputs[0, :, :3, 0].tolist() == [[0, 1, 2], [3, 4, 5], [7, 8, 6]]
 
 
 @pytest.mark.parametrize("kernels", [*native.available(), *native.emulated()], ids=lambda kernels: kernels.name)

@@ -32,7 +32,7 @@ PANELS: Mapping[type, str] = {
 }
 _TUNED = "tuned once for all targets; Python can set it"
 NOT_FLAGS: Mapping[type, Mapping[str, str]] = {
-    EngineConfig: {"benchmark": "commands return real texts; paceline bench sets it itself"},
+    EngineConfig: {"benchmark": "commands return real texts; benchmarks in Python set it"},
     SamplingParams: {
         "logits_processors": "functions cannot be written on a command line",
         "prompt_logprobs": "only LLM.generate, chat and stream read prompts for it",

@@ -111,7 +111,7 @@ def build(
 
 
 def attention() -> dict[str, Used]:
-    from paceline.kernels.attention.ragged import Tiles, attend_kernel, join_kernel
+    from paceline.kernels.attention.ragged import Tiles, attend_kernel, join_kernel, join_warps, largest_tile
 
     found: dict[str, Used] = {}
     shapes = [  # head width, tile, shared heads, stretch, window, tree
@@ -120,6 +120,9 @@ def attention() -> dict[str, Used]:
         (128, 64, 4, 256, True, "none"),
         (64, 16, 4, 0, True, "ancestors"),
         (64, 16, 4, 256, True, "paths"),
+        (256, 16, 4, 0, False, "none"),
+        (256, largest_tile(256), 4, 0, False, "ancestors"),
+        (512, largest_tile(512), 8, 0, False, "none"),
     ]
     cases = [("*bf16", shape) for shape in shapes] + [("*fp32", shapes[0]), ("*fp16", shapes[1])]
     if FEW:
@@ -130,14 +133,15 @@ def attention() -> dict[str, Used]:
             "BLOCK_D": dim, "SPLIT_SIZE": split, "WINDOWED": window, "TREE": tree,
             "HEAD_TILES": 1,
         }  # fmt: skip
-        warps = Tiles().warps_for(tile)
+        tiles, size = Tiles(), 4 if element == "*fp32" else 2
         key = f"attend {element} D={dim} tile={tile} tree={tree}"
         of_tree = "*i32" if tree == "paths" else "*i8"
         found[key] = build(
-            attend_kernel, constants, warps=warps, q=element, k=element, v=element, out=element, tree=of_tree
-        )
+            attend_kernel, constants, warps=tiles.warps_for(tile, dim), stages=tiles.stages_for(dim, size),
+            tree=of_tree, q=element, k=element, v=element, out=element,
+        )  # fmt: skip
         constants = {"DIM": dim, "BLOCK_D": dim, "BLOCK_S": 16}
-        found[f"join {element} D={dim}"] = build(join_kernel, constants, warps=1, out=element)
+        found[f"join {element} D={dim}"] = build(join_kernel, constants, warps=join_warps(dim), out=element)
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +16,16 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from paceline.core.nodes import Tree
 from paceline.core.recurrent_state import WINDOW, RecurrentStates, RowsPass
+from paceline.core.slots import Slots
+from paceline.kernels.attention import make_backend
 from paceline.kernels.attention.base import Plan
 from paceline.kernels.delta import DeltaHeads, DeltaNet
 from paceline.kernels.gpu.steps import LayerSteps, TorchSteps, TritonSteps
 from paceline.kernels.mamba2 import Mamba2, Mamba2Heads
 from paceline.kernels.short_conv import ShortConv
 from paceline.kernels.spec import LinearWeights, RecurrentMixer
+from paceline.models.decoder import Decoder
+from recurrent_support import as_on_gpus, tiny_qwen3_5
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:overflow")]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -210,3 +215,36 @@ def test_after_more_tokens_than_a_window_a_text_goes_on_from_one_of_the_last(way
         passes.walk.length[slot] += accepted
     assert passes.states.base.tolist() == [3, 0, 1]
     passes.run([0, 2], [[-1], [-1, 0, 1]], text=False, tree=False)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.one_in(3)
+def test_an_idle_row_applies_its_accepted_inputs_when_it_goes_on_and_not_before(way: str) -> None:
+    steps, name = WAYS[way]
+    torch.manual_seed(0)
+    passes = Passes(steps, MIXERS[name](), random.Random(0))
+    for slot, reached in enumerate(passes.run([0, 1], [[-1, 0, 1]] * 2, text=False, tree=False)):
+        passes.walk.after[slot] = reached[-1]
+        passes.walk.length[slot] = 3
+    passes.run([0, 1], [[-1], []], text=False, tree=False)
+    passes.run([1], [[-1, 0]], text=False, tree=False)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the tiny model is on the CPU; test_device.py compares whole models")
+def test_a_hybrid_on_the_kernels_gives_the_hidden_states_of_torch() -> None:
+    """Gated attention with partial rotary positions and norms, written to the cache in one launch, beside the states.
+
+    The last pass is a tree. Padding is not compared.
+    """
+    model = as_on_gpus(tiny_qwen3_5())
+    on_kernels = copy(model)
+    on_kernels.steps = TritonSteps()
+    decoders = [Decoder(each, make_backend("ragged", torch.device("cpu")), 3, 40) for each in (model, on_kernels)]
+    decoders[1].passes.packs = True  # type: ignore[attr-defined]
+    rows, tokens = Slots.listed([2, 0], torch.device("cpu")), torch.arange(10).view(2, 5)
+    tree = Tree.of(torch.tensor([[-1, -1, 0, 2], [-1, 0, 0, -1]]), torch.tensor([4, 3]))
+    for start, counts, shape in (([0, 0], [5, 3], None), ([3, 1], [1, 5], None), ([4, 5], [5, 4], tree)):
+        arguments = torch.tensor(start), 40, rows, torch.tensor(counts), shape
+        hidden = [decoder.forward(tokens, *arguments) for decoder in decoders]
+        real = torch.arange(5) < torch.tensor(counts)[:, None]
+        torch.testing.assert_close(hidden[1][real], hidden[0][real], atol=1e-4, rtol=1e-4)

@@ -213,14 +213,30 @@ class Tiles:
     warps: int = 4
     stages: int = 2
 
-    def warps_for(self, queries: int) -> int:
+    def warps_for(self, queries: int, width: int) -> int:
         """Warps per program: doubled for the largest tile, which spills registers otherwise (docs/gpu-kernels.md)."""
-        return self.warps if queries < _LARGEST_TILE else 2 * self.warps
+        return self.warps if queries < largest_tile(width) else 2 * self.warps
+
+    def stages_for(self, width: int, bytes_each: int) -> int:
+        """Tiles of keys that a program loads at once; bytes_each: of a key's number."""
+        return self.stages if width * bytes_each <= _WIDEST_PIPELINED else 1
 
 
 FIXED = Tiles(queries=_SMALLEST_TILE, positions=64, split=256)
 _MOST_SPLITS = 64
-_LARGEST_TILE = 64
+_LARGEST_TILE = 64  # queries of a tile
+_LARGEST_NUMBERS = 64 * 128  # numbers of a tile of queries: more take too many registers
+_WIDEST_PIPELINED = 512  # bytes of a head: two tiles of wider keys exceed a program's shared memory on sm_89
+
+
+def join_warps(width: int) -> int:
+    """Warps of a program that joins the splits of a head of ``width`` numbers."""
+    return max(1, width // 256)
+
+
+def largest_tile(width: int) -> int:
+    """Queries of the largest tile, of heads of ``width`` numbers, a power of 2."""
+    return max(_SMALLEST_TILE, min(_LARGEST_TILE, _LARGEST_NUMBERS // width))
 
 
 class RaggedAttention:
@@ -245,11 +261,11 @@ class RaggedAttention:
         groups = k_cache.shape[1]
         shared = heads // groups
         kind, tree = self._tree(plan)
-        tile = self.tiles.queries or _tile(shared * length, q.dtype)
+        block_d = max(_SMALLEST_TILE, triton.next_power_of_2(dim))
+        tile = self.tiles.queries or _tile(shared * length, q.dtype, block_d)
         head_tiles = triton.cdiv(shared, tile)
         tiles = head_tiles * length if kind == "paths" else triton.cdiv(shared * length, tile)
         splits, split_size = self._splits(rows * groups * tiles, plan.longest, q.device)
-        block_d = max(_SMALLEST_TILE, triton.next_power_of_2(dim))
         joined = splits if splits > 1 else 0
         partial = torch.empty((joined, rows, length, heads, dim), dtype=torch.float32, device=q.device)
         levels = torch.empty((joined, rows, length, heads), dtype=torch.float32, device=q.device)
@@ -284,13 +300,14 @@ class RaggedAttention:
             WINDOWED=window is not None,
             TREE=kind,
             HEAD_TILES=head_tiles,
-            num_warps=self.tiles.warps_for(tile),
-            num_stages=self.tiles.stages,
+            num_warps=self.tiles.warps_for(tile, block_d),
+            num_stages=self.tiles.stages_for(block_d, q.element_size()),
         )
         if joined:
             lines = rows * length * heads
             join_kernel[(lines,)](
-                partial, levels, out, lines, splits, DIM=dim, BLOCK_D=block_d, BLOCK_S=_JOINED_AT_ONCE, num_warps=1
+                partial, levels, out, lines, splits, DIM=dim, BLOCK_D=block_d, BLOCK_S=_JOINED_AT_ONCE,
+                num_warps=join_warps(block_d),
             )  # fmt: skip
         return out.transpose(1, 2)
 
@@ -311,8 +328,11 @@ class RaggedAttention:
         return max(1, min(wanted, most)), 0
 
 
-def _tile(queries: int, dtype: torch.dtype) -> int:
-    """Queries per tile. float32 takes the smallest: without tensor cores, larger tiles only use up registers."""
+def _tile(queries: int, dtype: torch.dtype, width: int) -> int:
+    """Queries per tile, of heads of ``width`` numbers.
+
+    float32 takes the smallest: without tensor cores, larger tiles only use up registers.
+    """
     if dtype == torch.float32:
         return _SMALLEST_TILE
-    return int(min(_LARGEST_TILE, max(_SMALLEST_TILE, triton.next_power_of_2(queries))))
+    return int(min(largest_tile(width), max(_SMALLEST_TILE, triton.next_power_of_2(queries))))

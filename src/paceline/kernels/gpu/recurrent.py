@@ -121,8 +121,8 @@ def delta_kernel(
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     WIDTH: tl.constexpr = CHANNELS + 2 * VALUE_HEADS
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    slot, begin = tl.load(slots + row), tl.load(start + row)
-    known, count, sure = tl.load(applied + row).to(tl.int32), tl.load(counts + row).to(tl.int32), tl.load(certain + row)
+    slot, begin, applied_count = tl.load(slots + row), tl.load(start + row), tl.load(applied + row).to(tl.int32)
+    count, certain_count = tl.load(counts + row).to(tl.int32), tl.load(certain + row)
     key, value = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     is_key, is_value = key < KEY_DIM, value < VALUE_DIM
     q_at = head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + key
@@ -134,11 +134,11 @@ def delta_kernel(
     cell = state + (slot * VALUE_HEADS + head) * KEY_DIM * VALUE_DIM + key[:, None] * VALUE_DIM + value[None, :]
     real = is_key[:, None] & is_value[None, :]
     goes_on = ((begin > 0) & (count > 0)).to(tl.int32)
-    held = tl.load(cell, mask=real & (key < goes_on * KEY_DIM)[:, None], other=0.0)
+    current = tl.load(cell, mask=real & (key < goes_on * KEY_DIM)[:, None], other=0.0)
     rate_of_head = tl.load(rate + head)
     bias_of_head = tl.load(decay_bias + head).to(tl.float32)
 
-    for node in range(-known, count):
+    for node in range(-applied_count, count):
         last, first = node, node
         path = paths
         if TREE:
@@ -150,43 +150,43 @@ def delta_kernel(
                 if parent != node - 1:  # from the stored state again, through the node's ancestors
                     first = tl.minimum(last, 1)
                     tl.debug_barrier()
-                    held = tl.load(cell, mask=real, other=0.0)
+                    current = tl.load(cell, mask=real, other=0.0)
         read = tl.zeros([BLOCK_V], dtype=tl.float32)
         for time in range(first, last + 1):
-            at, place = time, known + time
-            is_own = place >= known
+            at, place = time, applied_count + time
+            is_own = place >= applied_count
             if TREE:
                 at = tl.load(path + time, mask=is_own, other=0)
             q = convolved(
-                own, earlier, before, path, conv, time, known, q_at, is_key, begin, projected_stride,
+                own, earlier, before, path, conv, time, applied_count, q_at, is_key, begin, projected_stride,
                 CHANNELS, WIDTH, TAPS, TREE,
             )  # fmt: skip
             k = convolved(
-                own, earlier, before, path, conv, time, known, KEY_HEADS * KEY_DIM + q_at, is_key, begin,
+                own, earlier, before, path, conv, time, applied_count, KEY_HEADS * KEY_DIM + q_at, is_key, begin,
                 projected_stride, CHANNELS, WIDTH, TAPS, TREE,
             )  # fmt: skip
             v = convolved(
-                own, earlier, before, path, conv, time, known, v_at, is_value, begin, projected_stride,
+                own, earlier, before, path, conv, time, applied_count, v_at, is_value, begin, projected_stride,
                 CHANNELS, WIDTH, TAPS, TREE,
             )  # fmt: skip
             q = q * (tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * SCALE)
             k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
             from_node, from_slot = own_gates + at * gates_stride, earlier + place * WIDTH + CHANNELS + head
             raw_beta = tl.load(from_node, mask=is_own, other=0.0).to(tl.float32)
-            raw_beta += tl.load(from_slot, mask=place < known, other=0.0)
+            raw_beta += tl.load(from_slot, mask=place < applied_count, other=0.0)
             raw = tl.load(from_node + VALUE_HEADS, mask=is_own, other=0.0).to(tl.float32)
-            raw += tl.load(from_slot + VALUE_HEADS, mask=place < known, other=0.0) + bias_of_head
+            raw += tl.load(from_slot + VALUE_HEADS, mask=place < applied_count, other=0.0) + bias_of_head
             beta = 1.0 / (1.0 + tl.exp(-raw_beta))
             softplus = tl.where(raw > 20.0, raw, tl.log(1.0 + tl.exp(tl.minimum(raw, 20.0))))
-            held = held * tl.exp(rate_of_head * softplus)
-            recalled = tl.sum(held * k[:, None], 0)
-            held = held + k[:, None] * ((v - recalled) * beta)[None, :]
-            read = tl.sum(held * q[:, None], 0)
+            current = current * tl.exp(rate_of_head * softplus)
+            recalled = tl.sum(current * k[:, None], 0)
+            current = current + k[:, None] * ((v - recalled) * beta)[None, :]
+            read = tl.sum(current * q[:, None], 0)
         if node >= 0:
             to = mixed + ((row * nodes + node) * VALUE_HEADS + head) * VALUE_DIM + value
             tl.store(to, read, mask=is_value)
-        if node == sure - 1:
-            tl.store(cell, held, mask=real)
+        if node == certain_count - 1:
+            tl.store(cell, current, mask=real)
 
 
 @triton.jit(do_not_specialize=["nodes"])
@@ -211,8 +211,8 @@ def keep_kernel(
 ) -> None:
     """Grid (B, blocks): tail [R, TAPS - 1, C] before the first uncertain node, inputs [R, KEPT, WIDTH] from it on."""
     row = tl.program_id(0).to(tl.int64)
-    slot, begin, known = tl.load(slots + row), tl.load(start + row), tl.load(applied + row).to(tl.int32)
-    count, sure = tl.load(counts + row).to(tl.int32), tl.load(certain + row).to(tl.int32)
+    slot, begin, applied_count = tl.load(slots + row), tl.load(start + row), tl.load(applied + row).to(tl.int32)
+    count, certain_count = tl.load(counts + row).to(tl.int32), tl.load(certain + row).to(tl.int32)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_channel = column < CHANNELS
     own = projected + row * nodes * projected_stride
@@ -220,17 +220,18 @@ def keep_kernel(
     before = tail + slot * (TAPS - 1) * CHANNELS
     if count > 0:
         for tap in tl.static_range(TAPS - 1):  # an entry comes from behind its place: ascending order loses none
-            at = sure - (TAPS - 1) + tap
+            at = certain_count - (TAPS - 1) + tap
             x = input_at(
-                own, earlier, before, at, at, known, column, is_channel, begin, projected_stride, CHANNELS, WIDTH, TAPS
+                own, earlier, before, at, at, applied_count, column, is_channel, begin, projected_stride,
+                CHANNELS, WIDTH, TAPS,
             )  # fmt: skip
             tl.store(before + tap * CHANNELS + column, x, mask=is_channel)
         own_gates = gates + row * nodes * gates_stride + column - CHANNELS
         is_gate = (column >= CHANNELS) & (column < WIDTH)
-        for node in range(sure, count):
+        for node in range(certain_count, count):
             x = tl.load(own + node * projected_stride + column, mask=is_channel, other=0.0).to(tl.float32)
             x += tl.load(own_gates + node * gates_stride, mask=is_gate, other=0.0).to(tl.float32)
-            tl.store(earlier + (node - sure) * WIDTH + column, x, mask=column < WIDTH)
+            tl.store(earlier + (node - certain_count) * WIDTH + column, x, mask=column < WIDTH)
 
 
 @triton.jit
