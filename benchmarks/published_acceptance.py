@@ -1,6 +1,6 @@
 """Rounds of a model with random weights at a published acceptance: tokens per second by rows and draft tokens.
 
-    python benchmarks/random_qwen3_5.py DIRECTORY --shape 0.8b
+    python -m benchmarks.random_models DIRECTORY --shape qwen3.5-0.8b
     python -m benchmarks.published_acceptance DIRECTORY --quantization int8 --rows 1 4 8 --lengths 1 2 3
 
 The acceptance is SYNTHETIC. The model's own head drafts; then its draft tokens are replaced: at each position, the

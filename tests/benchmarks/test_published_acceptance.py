@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import published_acceptance, random_qwen3_5
+from benchmarks import published_acceptance, random_models
 from paceline.kernels import native
 
 pytestmark = pytest.mark.skipif(native.select() is None, reason=f"no native kernels: {native.why_none()}")
 
 
 def test_acceptance_is_the_given_one_position_by_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    random_qwen3_5.write(tmp_path / "tiny", "tiny")
+    random_models.write(tmp_path / "tiny", "qwen3.5-tiny")
     to = tmp_path / "rounds.json"
     sizes = ["--rows", "1", "4", "--lengths", "1", "2", "--max-tokens", "48", "--repeats", "1", "--output", str(to)]
     monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "tiny"), "--rates", "0.8", "0", *sizes])

@@ -12,7 +12,7 @@ import torch
 from benchmarks.short_vocabulary import Listing, coverage, stretches
 from benchmarks.tree_gain import Answer
 
-from benchmarks import random_qwen3_5, short_vocabulary
+from benchmarks import random_models, short_vocabulary
 from paceline.engine.engine import Engine
 from paceline.kernels import native
 from paceline.models.draft_vocabulary import FIRST_CHOICE, DraftVocabulary
@@ -42,7 +42,7 @@ def test_stretches_cover_an_answer_and_change_where_the_subset_does() -> None:
 def test_drafts_of_a_models_own_head_are_timed_with_each_size_in_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    random_qwen3_5.write(tmp_path / "tiny", "tiny")
+    random_models.write(tmp_path / "tiny", "qwen3.5-tiny")
     measured, measure = [], Engine.measure_costs
 
     def noted(engine: Engine, *rest: object) -> object:
