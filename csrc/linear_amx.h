@@ -5,6 +5,7 @@
 
 #include <type_traits>
 
+#define PL_FAR_BYTES  // on processors with tiles the few misses that L1 allows limit even one row of bytes
 #include "linear_avx512.h"
 #include "tile.h"
 

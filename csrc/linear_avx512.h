@@ -9,7 +9,12 @@ namespace {
 constexpr int kMostRows = 12;        // of bf16: 24 sums, 2 weights, 1 activation: 27 of the 32 registers
 constexpr int kMostByteRows = 6;     // half of the registers are the sums over groups: in memory they cost 10 % of the time
 constexpr int kNearRows = 8;         // of bf16: up to these only memory limits, beyond them arithmetic does, too
-constexpr int kNearByteRows = 4;     // the same for bytes and nibbles
+constexpr int kNearNibbleRows = 4;   // the same for nibbles
+#ifdef PL_FAR_BYTES
+constexpr int kNearByteRows = 0;
+#else
+constexpr int kNearByteRows = 4;
+#endif
 
 inline __m512i weight_line(const uint8_t* w) { return _mm512_loadu_si512(w); }
 inline __m512i four_bytes(const uint8_t* x) {
@@ -101,7 +106,7 @@ struct Bf16Block {
 
 template <int R, bool kOnlyPass>
 struct Int4Block {
-  static constexpr int kMost = kMostByteRows, kNear = kNearByteRows;
+  static constexpr int kMost = kMostByteRows, kNear = kNearNibbleRows;
   static void run(const LinearCall& call, const uint8_t* w, int panel, int first, Prefetch prefetch) {
     const size_t stride = call.input.stride;
     const uint8_t* x = call.input.data + stride * static_cast<size_t>(first);
