@@ -183,9 +183,11 @@ def _moved_bytes(model: NativeModel, nodes: Nodes, cache: KVCache, positions: in
 
 
 def _table_bytes(model: NativeModel) -> int:
-    """Bytes of a table with vectors for each layer, of which a token reads a line."""
-    inputs = model.packed_decoder.model.inputs
-    return inputs.contents.table.outputs * column_bytes(inputs.contents.table) if inputs else 0
+    """Bytes of tables of which a token reads one line: an untied embedding, in bfloat16, and vectors for each layer."""
+    packed = model.packed_decoder.model
+    embedding = 0 if model.tied else 2 * model.vocab_size * packed.head.inputs
+    inputs = packed.inputs
+    return embedding + (inputs.contents.table.outputs * column_bytes(inputs.contents.table) if inputs else 0)
 
 
 def _resume(cache: KVCache, position: int, applied: int) -> None:
