@@ -75,6 +75,52 @@ def test_the_table_of_peers_is_what_was_measured() -> None:
         assert rows[name] == [round(speed(*given, batch)) for batch in BATCHES], name
 
 
+# --- Gemma 3, and a hybrid with random weights ------------------------------------------------------------------------
+
+GEMMA, HYBRID = "peers-gemma3-xeon-amx", "peers-random-qwen3.5-xeon-amx"
+MODEL_PEERS = {
+    "Gemma 3": {
+        "paceline, int8, plain": (GEMMA, "paceline-int8", ["plain"]),
+        "paceline, int8, n-gram, `auto`": (GEMMA, "paceline-int8", ["ngram"]),
+        "OpenVINO GenAI, int8, plain": (GEMMA, "openvino", ["plain"]),
+        "OpenVINO GenAI, int8, n-gram": (GEMMA, "openvino", ["ngram"]),
+        "transformers, bf16": (GEMMA, "transformers", ["plain"]),
+    },
+    "A hybrid with random weights": {
+        "paceline, int8": (HYBRID, "paceline-int8", ["plain"]),
+        "paceline, bf16": (HYBRID, "paceline-bf16", ["plain"]),
+        "transformers, bf16": (HYBRID, "transformers", ["plain"]),
+    },
+}
+
+
+@pytest.mark.parametrize(("heading", "batches"), [("Gemma 3", (1, 4, 8)), ("A hybrid with random weights", (1, 8))])
+def test_the_tables_of_other_models_beside_peers_are_what_was_measured(heading: str, batches: Sequence[int]) -> None:
+    rows = {name: numbers for name, *numbers in table(heading)}
+    assert rows.keys() == MODEL_PEERS[heading].keys()
+    for name, given in MODEL_PEERS[heading].items():
+        assert rows[name] == [f"{speed(*given, batch):.0f}" for batch in batches], name
+
+
+def test_speculation_on_a_hybrid_is_what_was_measured() -> None:
+    run, rows = load("acceptance-qwen3.5-0.8b-xeon-amx"), table("Speculation on a hybrid")
+    assert (run["acceptance"], run["rates"], len(rows)) == ("synthetic", [0.82], 4)
+    for k, *said in rows:
+        assert said == [f"{side(run, f'k={k}', batch)['tokens_per_second']:.0f}" for batch in (1, 4, 8)], k
+    plain = side(run, "k=0", 8)["tokens_per_second"] / side(run, "k=0", 1)["tokens_per_second"]
+    many = f"8 rows carry {run['more_rows_carry']:.1f} times the tokens of one row"
+    assert f"{many}; plain rows carry {plain:.1f} times." in PAGE.read_text()
+
+
+def test_the_time_of_a_short_draft_vocabulary_is_what_was_measured() -> None:
+    whole, short, *_ = load("short-vocabulary-qwen3.5-0.8b-xeon-amx")["passes"]
+    one, eight = ((f"{short['ms'][place]:.1f}", f"{whole['ms'][place]:.1f}") for place in (0, 2))
+    said = (
+        f"a draft token takes {one[0]} ms in place of {one[1]} at one row, {eight[0]} in place of {eight[1]} at eight."
+    )
+    assert f"Scoring {short['size']:,} tokens instead, {said}" in " ".join(PAGE.read_text().split())
+
+
 # --- better answers in the same time ----------------------------------------------------------------------------------
 
 EVALUATED = "humaneval-qwen-epyc-zen4"
@@ -527,7 +573,7 @@ def test_every_run_is_the_one_whose_json_lies_there() -> None:
             assert re.sub(r" --output \S+", "", written) == command.strip("`"), found[1]
         assert re.fullmatch(r"\d{4}-\d\d-\d\d, `[0-9a-f]{7}`", when)
     counted = {"calls", "transcript", "methods", "nodes", "files"}
-    timed = {"peers", "edits", "separate", "open", "prefixes", "scoring", "memory", "lines"}
+    timed = {"peers", "edits", "separate", "open", "prefixes", "scoring", "memory", "lines", "gemma", "hybrid", "steps"}
     assert used == HEADLINES.keys() | counted | timed
 
 
