@@ -6,6 +6,7 @@
 The acceptance is SYNTHETIC. The model's own head drafts; then its draft tokens are replaced: at each position, the
     given fraction by the target's own tokens, the others by wrong ones. So drafting, verification and acceptance take
     their true time, and the texts are those of plain decoding, which is checked. The last line is one JSON document.
+    With ``--drafter free`` drafting takes no time: for models without a head, to see what verification costs.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from paceline.core.draft import Draft
 from paceline.core.sampling import sequence_seed
 from paceline.drafters.base import Drafter, Wrapper
 from paceline.tools.bench.offline import Ids, OfflineResult, Paceline, machine, measure, prompts_for
+from paceline.tools.bench.phases import FreeDrafter
 
 
 class ReplacedDrafts(Wrapper):
@@ -68,9 +70,12 @@ def answers_of(llm: LLM, prompts: Sequence[Ids], tokens: int) -> list[Ids]:
 
 
 def run(
-    llm: LLM, rows: int, lengths: Sequence[int], rates: Sequence[float], tokens: int, repeats: int
+    llm: LLM, rows: int, lengths: Sequence[str], rates: Sequence[float], tokens: int, repeats: int, free: bool
 ) -> list[OfflineResult]:
-    """Time plain decoding and each number of draft tokens on one batch. Exits if a text is not plain decoding's."""
+    """Time plain decoding and each number of draft tokens on one batch. Exits if a text is not plain decoding's.
+
+    free: whether drafts take no time, in place of those of the model's own head.
+    """
     prompts, _ = prompts_for(llm, "open", rows)
     plain = llm.plain().with_options(max_batch_size=rows)
     wanted = answers_of(plain, prompts, tokens)
@@ -78,8 +83,9 @@ def run(
     truth = {sequence_seed(seed, 0): [*prompt, *answer] for seed, (prompt, answer) in enumerate(texts)}
     sides = [Paceline("k=0", plain)]
     for k in lengths:
-        side = llm.with_options(max_batch_size=rows, num_speculative_tokens=k)
-        side.engine.parts.drafter = ReplacedDrafts(side.engine.parts.drafter, truth, rates)
+        side = llm.with_options(max_batch_size=rows, num_speculative_tokens=k if k == "auto" else int(k))
+        parts = side.engine.parts
+        parts.drafter = ReplacedDrafts(FreeDrafter() if free else parts.drafter, truth, rates)
         if answers_of(side, prompts, tokens) != wanted:
             sys.exit(f"{rows} rows, k={k}: a text is not that of plain decoding")
         sides.append(Paceline(f"k={k}", side))
@@ -98,10 +104,13 @@ def more_rows_carry(results: Sequence[OfflineResult]) -> float:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="with a draft head of its own")
+    parser.add_argument("model")
+    parser.add_argument("--drafter", choices=("mtp", "free"), default="mtp", help="the model's own head, or no time")
     parser.add_argument("--quantization", default="int8")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1, 2, 3], help="draft tokens per row and round")
+    parser.add_argument(
+        "--lengths", nargs="+", default=["1", "2", "3"], help="draft tokens per row and round: numbers, or auto"
+    )
     parser.add_argument(
         "--rates", type=float, nargs="+", default=[0.82], help="acceptance by position; the last goes on"
     )
@@ -109,9 +118,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
+    free = options.drafter == "free"
     llm = LLM(
         options.model,
-        drafter="mtp",
+        drafter="ngram" if free else "mtp",
         quantization=options.quantization,
         dtype="bfloat16",
         max_model_len=1024,
@@ -119,7 +129,7 @@ def main() -> None:
     )
     results = []
     for rows in options.rows:
-        for result in run(llm, rows, options.lengths, options.rates, options.max_tokens, options.repeats):
+        for result in run(llm, rows, options.lengths, options.rates, options.max_tokens, options.repeats, free):
             results.append(result)
             accepted = result.median.acceptance_rate
             share = "" if accepted is None else f", {accepted:.0%} accepted"
@@ -128,6 +138,7 @@ def main() -> None:
         "model": Path(options.model).name,
         "quantization": options.quantization,
         "acceptance": "synthetic",
+        "drafter": options.drafter,
         "rates": options.rates,
         "machine": machine(llm.engine.threads),
         "more_rows_carry": round(more_rows_carry(results), 3),

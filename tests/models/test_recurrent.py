@@ -5,15 +5,18 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Sequence
+from mmap import PAGESIZE
 from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.state_memory import resident
 from transformers import PreTrainedModel, Qwen3_5ForCausalLM
 
 from paceline.config import SamplingParams
 from paceline.core.nodes import Nodes
 from paceline.core.recurrent_state import WINDOW, RecurrentStates, StatefulCache, StateShape
+from paceline.core.row_tables import GROWS
 from paceline.kernels import native
 from paceline.models.loading import load_model
 from paceline.models.matrices import load_packed
@@ -184,6 +187,18 @@ def test_a_slot_continues_only_where_its_state_is_known() -> None:
     torch.testing.assert_close(*continued, rtol=0, atol=0)
     model.forward(chain([1] * (WINDOW + 5), 0), cache)  # more than a window: the first of them are certain
     assert (int(states.base[0]), int(states.count[0])) == (5, WINDOW)
+
+
+@pytest.mark.skipif(not GROWS, reason="elsewhere memory is allocated as a whole")
+def test_memory_is_taken_by_the_inputs_that_were_kept_and_by_no_others() -> None:
+    page = PAGESIZE // 4  # numbers of four bytes: the input of a token fills a page
+    states = RecurrentStates(StateShape(layers=2, taps=2, channels=page), slots=3)
+    tables = states.state, states.tail, states.inputs
+    assert [resident(table) for table in tables] == [0, 0, 0]
+    states.inputs[:, 0, :4] = 1
+    states.base[0], states.count[0] = 5, 4
+    states.copy(0, 2, 8)
+    assert resident(states.inputs) == 2 * (4 + 3) * 4 * page, "of four tokens, and of three that were copied"
 
 
 def test_accepted_paths_are_moved_in_rows_that_ran_and_in_no_idle_one() -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from paceline.config import MAX_SPECULATION_LENGTH
 from paceline.core.cache import KVCache
 from paceline.core.nodes import Nodes
+from paceline.core.row_tables import zeros_by_page
 
 WINDOW = MAX_SPECULATION_LENGTH  # inputs that a slot keeps: those of a round's draft tokens
 
@@ -96,11 +97,11 @@ class RecurrentStates:
         self.shape, self.slots = shape, slots
 
         def zeros(*sizes: int) -> Tensor:
-            return torch.zeros(shape.layers, slots, *sizes, dtype=torch.float32, device=device)
+            return zeros_by_page(shape.layers, slots, *sizes, dtype=torch.float32, device=device)
 
         self.state = zeros(*shape.state)
         self.tail = zeros(shape.taps - 1, shape.channels)
-        self.inputs = zeros(WINDOW, shape.input_width)
+        self.inputs = zeros(WINDOW, shape.input_width)  # few rounds fill the window
         self.base, self.count = (torch.zeros(slots, dtype=torch.int64, device=device) for _ in range(2))
         self.kept = 0
         # (slot, tokens of its text) -> state and tail after them; the least recently used first
@@ -144,9 +145,11 @@ class RecurrentStates:
             self.state[:, target], self.tail[:, target] = saved
             self.base[target], self.count[target] = tokens, 0
             return
-        for table in (self.state, self.tail, self.inputs) if source != target else ():
-            table[:, target] = table[:, source]
-        self.base[target], self.count[target] = base, tokens - base
+        applied = tokens - base
+        if source != target:
+            self.state[:, target], self.tail[:, target] = self.state[:, source], self.tail[:, source]
+            self.inputs[:, target, :applied] = self.inputs[:, source, :applied]
+        self.base[target], self.count[target] = base, applied
 
     def pretend(self, slots: Sequence[int], position: int) -> None:
         """Let slots continue at ``position`` from whatever state they hold, to measure times."""

@@ -28,6 +28,17 @@ def grows_on(device: torch.device) -> bool:
     return GROWS and device.type == "cpu"
 
 
+def zeros_by_page(*shape: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """A tensor of zeros. Where rows grow, its pages take memory when they are first written. Raises CapacityError."""
+    if not grows_on(torch.device(device)) or 0 in shape:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return _zeros_in(_reserve(math.prod(shape) * dtype.itemsize), dtype).view(shape)
+
+
+def _zeros_in(memory: mmap.mmap, dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype)
+
+
 class RowTables:
     """Tables [outer, row, inner, slot, dim], initially zero.
 
@@ -118,7 +129,7 @@ class _Pages:
         self._slot = dim * dtype.itemsize
         self._stripe = width * self._slot
         self._memory = _reserve(math.prod(shape) * dtype.itemsize)
-        self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8).view(dtype).view(shape)
+        self.tensor = _zeros_in(self._memory, dtype).view(shape)
 
     def give_back(self, row: int, slots: int) -> None:
         """Free all of a row but its first ``slots`` slots. Freed slots read as zeros."""
