@@ -112,6 +112,23 @@ def test_speculation_on_a_hybrid_is_what_was_measured() -> None:
     assert f"{many}; plain rows carry {plain:.1f} times." in PAGE.read_text()
 
 
+def test_the_memory_of_recurrent_states_is_what_was_measured() -> None:
+    run = {(line["rows"], line["draft_tokens"]): line for line in load("state-memory-qwen3.5-0.8b-xeon-amx")["results"]}
+    for k, *said in table("Memory of recurrent states"):
+        sides = [run[rows, int(k)] for rows in (1, 4, 8)]
+        assert said == [*(f"{each['resident'] / 1e6:.1f}" for each in sides), f"{sides[-1]['over_first']:.2f}"], k
+    assert max(abs(each["planned"] / each["resident"] - 1) for each in run.values()) < 0.03
+    assert {each["saved"] for (rows, _), each in run.items() if rows == 1} == {40402944}, "two of 20 MB"
+
+
+def test_speculation_on_a_mixture_is_what_was_measured() -> None:
+    run, rows = load("acceptance-qwen3-30b-a3b-xeon-amx"), table("Speculation on a mixture of experts")
+    assert (run["acceptance"], run["rates"], run["drafter"], len(rows)) == ("synthetic", [0.8], "free", 6)
+    for k, *said in rows:
+        sides = [side(run, f"k={k.strip('`')}", batch) for batch in (1, 4, 8)]
+        assert said == [*(f"{each['tokens_per_second']:.0f}" for each in sides), f"{sides[-1]['speed_up']:.2f}"], k
+
+
 def test_the_time_of_a_short_draft_vocabulary_is_what_was_measured() -> None:
     whole, short, *_ = load("short-vocabulary-qwen3.5-0.8b-xeon-amx")["passes"]
     one, eight = ((f"{short['ms'][place]:.1f}", f"{whole['ms'][place]:.1f}") for place in (0, 2))
@@ -573,7 +590,20 @@ def test_every_run_is_the_one_whose_json_lies_there() -> None:
             assert re.sub(r" --output \S+", "", written) == command.strip("`"), found[1]
         assert re.fullmatch(r"\d{4}-\d\d-\d\d, `[0-9a-f]{7}`", when)
     counted = {"calls", "transcript", "methods", "nodes", "files"}
-    timed = {"peers", "edits", "separate", "open", "prefixes", "scoring", "memory", "lines", "gemma", "hybrid", "steps"}
+    timed = {
+        "peers",
+        "edits",
+        "separate",
+        "open",
+        "prefixes",
+        "scoring",
+        "memory",
+        "lines",
+        "gemma",
+        "hybrid",
+        "mixture",
+        "steps",
+    }
     assert used == HEADLINES.keys() | counted | timed
 
 
