@@ -296,8 +296,9 @@ def utilisations() -> list[str]:
 
 
 def bass_and_auto() -> list[str]:
+    run = load("offline-qwen-int8-small-xeon-amx")
     return [
-        f"`{name}` " + ", ".join(f"{side(load(PAIR), f'k={name}', batch)['speed_up']:.2f}" for batch in (1, 2, 4))
+        f"`{name}` " + ", ".join(f"{side(run, f'k={name}', batch)['speed_up']:.2f}" for batch in (1, 2, 4, 8))
         for name in ("bass", "auto")
     ]
 
@@ -315,12 +316,14 @@ def fitted_lengths() -> list[str]:
 
 
 def varying_traffic() -> list[str]:
-    found = load("traffic-smollm2-int8-epyc-zen4")["summary"]["varying"]
-    return [f"{found['auto_over_best_fixed']:.2f}", f"{found['auto_over']['plain']:.2f}"]
+    found = load("traffic-smollm2-int8-xeon-amx")["summary"]
+    over = [found[trace]["auto_over"] for trace in ("steady", "busy", "varying")]
+    assert {each["best_fixed"] for each in found.values()} == {"fixed 2"}
+    return [", ".join(f"{each[policy]:.2f}" for each in over) for policy in ("fixed 2", "plain")]
 
 
 def equal_sequences() -> list[str]:
-    runs = [load(f"bits-{name}-epyc-zen4")["outcomes"] for name in ("smollm2", "qwen")]
+    runs = [load(f"bits-{name}-xeon-amx")["outcomes"] for name in ("smollm2", "qwen")]
     return [f"{sum(o['equal'] for o in run)} of {sum(o['sequences'] for o in run)}" for run in runs]
 
 
@@ -329,9 +332,21 @@ def with_references() -> list[str]:
     return [f"{found['speed_up']:.1f} times", f"decoding alone {found['speed_up_decoding']:.1f}"]
 
 
+def without_gain() -> list[str]:
+    """Return how much longer rounds take where ``auto`` has wrong draft tokens only."""
+    found = []
+    for name in ("smollm2", "qwen"):
+        run = load(f"auto-wrong-{name}-int8-xeon-amx")
+        sizes = sorted({line["batch_size"] for line in run["results"]})
+        slower = [100 / side(run, "k=auto, wrong drafts", size)["speed_up"] - 100 for size in sizes]
+        found.append(", ".join(f"{part:+.1f}" for part in slower))
+    return found
+
+
 def over_an_oracle() -> list[str]:
-    over = load("phases-smollm2-int8-epyc-zen4")["over_oracle"]
-    return [f"{over['auto']:.2f}", f"{min(over[k] for k in over if k.isdigit()):.2f}"]
+    over = load("phases-smollm2-int8-xeon-amx")["over_oracle"]
+    fixed = min(over[k] for k in over if k.isdigit())
+    return [f"`auto` takes {over['auto']:.2f}", f"the best fixed length {fixed:.2f}", f"`bass` {over['bass']:.2f}"]
 
 
 COUNTED = {
@@ -558,6 +573,7 @@ HEADLINES: dict[str, Worked] = {
     "E1": equal_sequences,
     "L1": with_references,
     "A1": over_an_oracle,
+    "A2": without_gain,
     "D1": heads_of_ours,
     "D2": parallel,
     "D3": nearest_to_chimera,
@@ -756,6 +772,16 @@ def test_the_other_instruction_sets_are_the_committed_run(machine: str, head: st
 
 
 SHAPES = ("kernels-hybrids-xeon-amx", "kernels-models-xeon-amx")
+
+
+def test_what_precisions_cost_is_what_was_measured() -> None:
+    page = (ROOT / "docs" / "cpu.md").read_text()
+    for model, name in (("SmolLM2-135M", "smollm2"), ("Qwen2.5-Coder-1.5B", "qwen")):
+        whole, *rounded = load(f"quality-{name}-epyc-zen4")["results"]
+        cells = [
+            f"{100 * each['perplexity_change']:+.2f} %, {100 * each['top_token_agreement']:.1f} %" for each in rounded
+        ]
+        assert f"| {model} | {whole['perplexity']:.2f} | {' | '.join(cells)} |" in page
 
 
 def test_hybrids_and_mixtures_beside_their_floors_are_the_committed_runs() -> None:

@@ -1,29 +1,28 @@
-"""The JSON document and the plot."""
+"""The JSON document and the plot.
+
+    python -m benchmarks.peers.report STUBS.json CHAT.json --plot docs/img/peers.png
+
+draws runs that were made on one machine beside each other.
+"""
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
-from benchmarks.peers.config import OWN_MODES, ROOT
+from benchmarks.peers.config import PLOT, ROOT
 from benchmarks.peers.schedule import Configuration, Outcome, label
 
 FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16", "avx_vnni")
-TITLES = {
-    "plain": "plain decoding",
-    "draft": "draft model",
-    "ngram": "n-gram (prompt lookup)",
-    "hybrid": "n-gram or draft model",
-}
-REASONS = {"failed": "", "left out": "far behind its best mode, not repeated"}
 UNITS = {
     "tokens_per_s": "new tokens of all rows / total_s, prefill included",
     "decode_tokens_per_s": "new tokens of all rows after each row's first / decode_s",
@@ -141,26 +140,23 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
     partial.replace(path)
 
 
-def plot(document: Mapping[str, Any], path: Path) -> None:
-    """Plot aggregate tokens/s by batch size: one panel per mode, and one with every peer's best."""
+def plot(documents: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Plot aggregate tokens/s by batch size: one panel per document, every engine in its best mode at each size."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    entries = document["results"]
-    panels = [(TITLES[mode], [e for e in entries if e["mode"] == mode]) for mode in OWN_MODES]
-    panels = [(title, found) for title, found in panels if found] + [("each one's best mode", _best(entries))]
-    figure, axes = plt.subplots(1, len(panels), figsize=(4.6 * len(panels), 4.8), squeeze=False, sharey=True)
-    colours = _colours(entries, plt.get_cmap("tab10"))
-    for axis, (title, found) in zip(axes[0], panels, strict=True):
-        _panel(axis, title, found, colours)
+    figure, axes = plt.subplots(1, len(documents), figsize=(6.2 * len(documents), 4.8), squeeze=False)
+    names = list(dict.fromkeys(_name(entry) for document in documents for entry in document["results"]))
+    colours = {name: plt.get_cmap("tab10")(place % 10) for place, name in enumerate(names)}
+    for axis, document in zip(axes[0], documents, strict=True):
+        _panel(axis, document, colours)
     axes[0][0].set_ylabel("new tokens/s, all rows, prefill included")
-    axes[0][0].set_ylim(bottom=0)
-    names = {name: line for axis in axes[0] for line, name in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend(names.values(), names.keys(), loc="lower center", ncols=6, fontsize=8, frameon=False)
-    figure.suptitle(_title(document), fontsize=10)
-    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    lines = {name: line for axis in axes[0] for line, name in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(lines.values(), lines.keys(), loc="lower center", ncols=4, fontsize=8, frameon=False)
+    figure.suptitle(_title(documents[0]), fontsize=10)
+    figure.tight_layout(rect=(0, 0.09, 1, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -169,50 +165,40 @@ def plot(document: Mapping[str, Any], path: Path) -> None:
 def _title(document: Mapping[str, Any]) -> str:
     computer, settings = document["machine"], document["settings"]
     models = " + ".join(name for name in (settings["target"], settings["draft"]) if name)
-    prompts = settings.get("prompts", "stubs")  # older documents have no prompts field: there was one set
-    tokens = f"{prompts}: {settings['prompt_tokens_mean']:.0f} + {settings['max_tokens']} tokens"
-    return (
-        f"{models}, greedy, {tokens} per row; {computer['cpu']}, {settings['threads']} threads; {document['date'][:10]}"
-    )
+    cores = f"{computer['cpu']}, {settings['threads']} threads"
+    return f"{models}, greedy, each engine in its best mode; {cores}; {document['date'][:10]}"
 
 
-def _colours(entries: Iterable[Mapping[str, Any]], palette: Any) -> dict[str, Any]:
-    return {peer: palette(index % 10) for index, peer in enumerate(dict.fromkeys(e["peer"] for e in entries))}
+def _name(entry: Mapping[str, Any]) -> str:
+    engine, precision = entry["peer"], entry["precision"]
+    return f"{engine.removesuffix(f'-{precision}')}, {precision}"
 
 
-def _best(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    best: dict[tuple[str, int], Mapping[str, Any]] = {}
+def best(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Each peer's fastest mode at each batch size, of those that ran."""
+    found: dict[tuple[str, int], Mapping[str, Any]] = {}
     for entry in (entry for entry in entries if entry.get("tokens_per_s")):
         point = (entry["peer"], entry["batch"])
-        if point not in best or entry["tokens_per_s"] > best[point]["tokens_per_s"]:
-            best[point] = entry
-    return list(best.values())
+        if point not in found or entry["tokens_per_s"] > found[point]["tokens_per_s"]:
+            found[point] = entry
+    return list(found.values())
 
 
-def _panel(axis: Any, title: str, entries: Sequence[Mapping[str, Any]], colours: Mapping[str, Any]) -> None:
-    for peer, colour in colours.items():
-        points = sorted((e["batch"], e["tokens_per_s"]) for e in entries if e["peer"] == peer and e.get("tokens_per_s"))
-        precision = next((e["precision"] for e in entries if e["peer"] == peer), "")
+def _panel(axis: Any, document: Mapping[str, Any], colours: Mapping[str, Any]) -> None:
+    entries, settings = best(document["results"]), document["settings"]
+    for name, colour in colours.items():
+        points = sorted((entry["batch"], entry["tokens_per_s"]) for entry in entries if _name(entry) == name)
+        style = {"linewidth": 2.4} if name.startswith("paceline") else {"linewidth": 1.3, "linestyle": "--"}
         if points:
-            name = peer if peer.endswith(precision) else f"{peer} ({precision})"
-            style = {"linewidth": 2.4} if peer.startswith("paceline") else {"linewidth": 1.3, "linestyle": "--"}
             axis.plot(*zip(*points, strict=True), marker="o", color=colour, label=name, **style)
-    for line, text in enumerate(_missing(entries)):
-        axis.annotate(text, (0.02, 0.01 + 0.04 * line), xycoords="axes fraction", fontsize=6, color="firebrick")
     batches = sorted({entry["batch"] for entry in entries})
     axis.set_xscale("log", base=2)
     axis.set_xticks(batches, [str(batch) for batch in batches])
-    axis.set(title=title, xlabel="batch")
+    prompts = settings.get("prompts", "stubs")  # older documents have no prompts field: there was one set
+    tokens = f"{settings['prompt_tokens_mean']:.0f} + {settings['max_tokens']} tokens a row"
+    axis.set(title=f"{prompts}, {tokens}", xlabel="rows")
+    axis.set_ylim(bottom=0)
     axis.grid(alpha=0.3)
-
-
-def _missing(entries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for each peer and reason of missing points, with the batch sizes."""
-    found: dict[tuple[str, str], list[int]] = {}
-    for entry in entries:
-        if entry["status"] in REASONS:
-            found.setdefault((entry["peer"], entry.get("error", REASONS[entry["status"]])), []).append(entry["batch"])
-    return [f"{peer} b={','.join(map(str, batches))}: {error[:60]}" for (peer, error), batches in found.items()]
 
 
 def table(entries: Sequence[Mapping[str, Any]], prompts: str) -> str:
@@ -235,3 +221,16 @@ def _cell(entry: Mapping[str, Any] | None) -> str:
 def failures(outcomes: Sequence[Outcome]) -> list[str]:
     """The failed configurations with their error lines."""
     return [f"{label(o.configuration)}: {o.error}" for o in outcomes if o.error is not None]
+
+
+def main() -> None:
+    """Draw documents that earlier runs wrote."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("documents", type=Path, nargs="+")
+    parser.add_argument("--plot", type=Path, default=PLOT)
+    options = parser.parse_args()
+    plot([json.loads(path.read_text(encoding="utf-8")) for path in options.documents], options.plot)
+
+
+if __name__ == "__main__":
+    main()

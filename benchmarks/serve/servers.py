@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-READY_WITHIN = 180  # seconds
+READY_WITHIN = 600  # seconds; vLLM compiles when it starts
 ENDED_WITHIN = 30  # seconds
 
 

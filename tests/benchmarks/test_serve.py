@@ -70,3 +70,15 @@ def test_a_server_that_does_not_start_reports_its_last_line(tmp_path: Path) -> N
     command = ["sh", "-c", "echo starting; echo 'an error of its own' >&2; exit 1"]
     with pytest.raises(ServerError, match="an error of its own"), running(command, free_port(), tmp_path / "log"):
         pass
+
+
+def test_the_table_of_the_servers_is_the_committed_run() -> None:
+    root = Path(__file__).parents[2]
+    run = json.loads((root / "benchmarks" / "results" / "serve-smollm2-xeon-amx.json").read_text())
+    page = (root / "docs" / "serving.md").read_text().split("## Under load")[1]
+    rows = [line.strip("| ").split(" | ")[1:] for line in page.splitlines() if line.startswith("|")][2:]
+    assert len(rows) == 4
+    for place, cells in enumerate(rows):
+        loads = [contender["loads"][place] for contender in run["contenders"]]
+        said = [cell.replace(" requests/s", "").replace(" a token", "") for cell in cells]
+        assert said == [f"{load['requests_per_s']:.1f}, {load['itl_ms_p50']:.1f} ms" for load in loads]

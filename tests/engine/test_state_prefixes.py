@@ -82,7 +82,7 @@ def test_a_prompt_goes_on_from_the_latest_state_before_it_parts(kind: str, rows:
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("rows", [1, 2, 8])
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(11)
 def test_questions_on_one_document_read_it_at_most_twice(kind: str, rows: int) -> None:
     model, document = MODELS[kind](), text_of(60, 4)
     prompts = [[*document, *text_of(3 + seed % 5, 100 + seed)] for seed in range(20)]

@@ -142,7 +142,7 @@ def error(x, expected):
 @of_every_shape
 @quantised_every_way
 @pytest.mark.parametrize("kernels", [*EVERY, None], ids=lambda kernels: kernels.name if kernels else "reference")
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(11)
 def test_the_forward_pass_agrees_with_plain_torch(kernels, shape, quantization):
     spec = spec_of_shape(shape)
     model, tokens = model_of(spec, kernels, quantization), some_tokens(spec, 60)
@@ -193,7 +193,7 @@ IN_COMPANY = [(shape, quantization, dtype) for shape in SHAPES for quantization 
         for case in IN_COMPANY
     ],
 )
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(13)
 def test_results_are_bitwise_independent_of_other_tokens_in_the_call(kernels, shape, quantization, dtype):
     spec = spec_of_shape(shape)
     model = model_of(spec, kernels, quantization)
@@ -254,7 +254,7 @@ def test_the_features_of_a_long_prefill_are_those_of_a_chunked_one(kernels):
 @pytest.mark.parametrize("kernels", [*EVERY, None], ids=lambda kernels: kernels.name if kernels else "reference")
 @quantised_every_way
 @of_every_shape
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(11)
 def test_fill_writes_the_keys_and_values_of_a_forward_pass(kernels, shape, quantization):
     """``fill`` also returns the same features."""
     spec = spec_of_shape(shape)
@@ -273,6 +273,7 @@ def test_fill_writes_the_keys_and_values_of_a_forward_pass(kernels, shape, quant
 
 @pytest.mark.parametrize("kernels", [*native.available()[:1], None], ids=lambda kernels: kernels and kernels.name)
 @of_every_shape
+@pytest.mark.one_in(11)
 def test_last_tokens_have_the_hidden_states_of_a_whole_pass(kernels, shape):
     """To the bit, with all keys, values and features, wherever the tokens without hidden states end."""
     spec = spec_of_shape(shape)

@@ -154,6 +154,7 @@ def smollm2() -> Path:
     return real_models.find("smollm2-135m")
 
 
+@pytest.mark.wide
 def test_a_cached_gguf_model_gives_the_same_answers(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=24)
 

@@ -214,7 +214,7 @@ def test_accepted_paths_are_moved_in_rows_that_ran_and_in_no_idle_one() -> None:
 @pytest.mark.parametrize("kernels", [*native.available(), *native.emulated()], ids=lambda kernels: kernels.name)
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 @pytest.mark.parametrize("name", THEIRS)
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(13)
 def test_kernels_agree_with_their_reference_and_bits_do_not_depend_on_the_pass(
     name: str, quantization: Quantization | None, kernels: native.Kernels
 ) -> None:

@@ -151,6 +151,7 @@ def test_a_tree_sees_the_text_and_its_ancestors_only(tiles: str, data: st.DataOb
 @pytest.mark.usefixtures("ordered_products")
 @settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
+@pytest.mark.wide
 def test_deterministic_bits_do_not_depend_on_the_batch(data: st.DataObject) -> None:
     """A query alone, at k = 0, in a batch of one: the same bits as in a batch with a block of draft tokens."""
     pick = data.draw

@@ -185,7 +185,7 @@ class Passes:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(7)
 def test_passes_give_what_a_walk_along_the_accepted_tokens_gives(way: str, seed: int) -> None:
     """Chunked prompts, rounds of chains and trees, idle rows; texts begin anew in slots that others had."""
     steps, name = WAYS[way]
@@ -203,7 +203,7 @@ def test_passes_give_what_a_walk_along_the_accepted_tokens_gives(way: str, seed:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(7)
 def test_after_more_tokens_than_a_window_a_text_goes_on_from_one_of_the_last(way: str) -> None:
     """A prompt is read beyond its window for its hidden states, and its text is cut afterwards."""
     steps, name = WAYS[way]
@@ -231,6 +231,7 @@ def test_an_idle_row_applies_its_accepted_inputs_when_it_goes_on_and_not_before(
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the tiny model is on the CPU; test_device.py compares whole models")
+@pytest.mark.wide
 def test_a_hybrid_on_the_kernels_gives_the_hidden_states_of_torch() -> None:
     """Gated attention with partial rotary positions and norms, written to the cache in one launch, beside the states.
 
