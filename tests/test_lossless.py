@@ -345,7 +345,7 @@ def test_plain_decoding_equals_a_model_without_a_cache_and_a_sampler_in_plain_py
 @pytest.mark.parametrize("kernels", ["auto", "off"])
 @pytest.mark.parametrize("drafter", ["model", "sometimes", "ragged"])
 @pytest.mark.parametrize("model", ["toy", "flat"])
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(11)
 def test_rows_with_every_parameter_in_one_batch_equal_a_sampler_in_plain_python(
     model: str, drafter: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -359,7 +359,7 @@ def test_rows_with_every_parameter_in_one_batch_equal_a_sampler_in_plain_python(
 
 @pytest.mark.parametrize(("backend", "length"), BACKENDS_AND_LENGTHS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(7)
 def test_coupled_and_greedy_rows_equal_plain_decoding(drafter: str, length: int | str, backend: str) -> None:
     engine = speculative_engine("toy", drafter, length, "mixed", attention=backend, prefill_chunk=7)
     assert answers(run(engine, PROMPTS, MIXED)) == plain("toy", "mixed")
@@ -368,7 +368,7 @@ def test_coupled_and_greedy_rows_equal_plain_decoding(drafter: str, length: int 
 @pytest.mark.parametrize("backend", ["padded", "split"])
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(7)
 def test_greedy_equals_plain_decoding_under_both_rules(drafter: str, rule: str, backend: str) -> None:
     engine = speculative_engine("toy", drafter, "random", "greedy", attention=backend, acceptance=rule)
     assert answers(run(engine, PROMPTS, GREEDY)) == plain("toy", "greedy")
@@ -376,7 +376,7 @@ def test_greedy_equals_plain_decoding_under_both_rules(drafter: str, rule: str, 
 
 @pytest.mark.parametrize("length", some_slow(LENGTHS, (4, "random", "caps", "selection")))
 @pytest.mark.parametrize("drafter", ["ngram", "always", "sometimes", "ragged"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(7)
 def test_certain_draft_tokens_under_the_rejection_rule_are_coupled(drafter: str, length: int | str) -> None:
     engine = speculative_engine("toy", drafter, length, "mixed", acceptance="rejection")
     assert answers(run(engine, PROMPTS, MIXED)) == plain("toy", "mixed")
@@ -406,7 +406,7 @@ RULES_AND_LENGTHS = [(rule, k) for rule in ("coupled", "rejection") for k in (1,
 
 @pytest.mark.parametrize(("rule", "length"), some_slow(RULES_AND_LENGTHS, [("coupled", "random")]))
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(7)
 def test_restricted_rows_equal_plain_decoding(drafter: str, length: int | str, rule: str) -> None:
     """Under the rejection rule this holds for the greedy rows."""
     engine = speculative_engine("toy", drafter, length, "processed", acceptance=rule, prefill_chunk=7)
@@ -474,7 +474,7 @@ def test_rounds_of_one_native_call_equal_plain_decoding(drafter: str, length: in
         ("assistant hybrid", "hybrid", "mixed", 3),
     ],
 )
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(11)
 def test_rounds_with_an_assistant_equal_plain_decoding(
     drafter: str, length: int | str, family: str, width: int
 ) -> None:
@@ -533,7 +533,7 @@ def test_rounds_of_models_with_different_layers_equal_plain_decoding(
         ),
     ],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(7)
 def test_native_rounds_over_experts_and_short_convolutions_equal_plain_decoding(
     model: str, drafter: str, length: int | str, family: str, width: int
 ) -> None:
@@ -592,7 +592,7 @@ def test_device_rounds_over_states_equal_plain_decoding(
 @needs_kernels
 @pytest.mark.parametrize("family", ["greedy", "mixed", "everything"])
 @pytest.mark.parametrize("drafter", ["head", "head hybrid", "parallel", "parallel hybrid"])
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(11)
 def test_a_native_head_equals_plain_decoding_in_host_and_native_rounds(drafter: str, family: str) -> None:
     engine = speculative_engine("native", drafter, "random", family, prefill_chunk=7)
     engine.parts.native = None
@@ -603,7 +603,7 @@ def test_a_native_head_equals_plain_decoding_in_host_and_native_rounds(drafter: 
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("kind", ["feature", "parallel", *IN_TORCH])
 @pytest.mark.parametrize("drafter", ["feature", "hybrid"])
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(11)
 def test_a_torch_head_on_a_native_target_equals_plain_decoding(drafter: str, kind: str, width: int) -> None:
     target = tiny_native(1)
     documents = nearly_the_answers("native", "mixed") if drafter == "hybrid" else []
@@ -669,7 +669,7 @@ def test_a_rule_that_replaces_the_engines_own_is_called() -> None:
         [*itertools.product(["padded"], DRAFTERS), ("split", "model"), ("split", "ragged")],
     ),
 )
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(11)
 def test_a_real_transformer_equals_its_plain_decoding(drafter: str, backend: str, family: str) -> None:
     engine = speculative_engine("llama", drafter, "random", family, attention=backend, prefill_chunk=11)
     assert answers(run(engine, PROMPTS, PARAMS[family])) == plain("llama", family)
@@ -700,7 +700,7 @@ def test_ragged_attention_equals_plain_decoding_in_company(model: str, drafter: 
 @pytest.mark.parametrize(("drafter", "length"), [("echo", 4), ("ngram", "careful"), ("echo", "careful")])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("model", ["toy", "native"])
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(11)
 def test_drafters_and_lengths_of_another_package_equal_plain_decoding(
     model: str, drafter: str, length: int | str, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -723,7 +723,7 @@ def test_drafters_and_lengths_of_another_package_equal_plain_decoding(
     ),  # without a drafter there is no length
 )
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(11)
 def test_device_rounds_equal_plain_decoding(drafter: str, length: int | str, family: str) -> None:
     """In the mixed family the device runs some rounds and the host the others."""
     options = {"rounds": "device", "attention": "padded", "prefill_chunk": 7}
@@ -740,7 +740,7 @@ def test_device_rounds_equal_plain_decoding(drafter: str, length: int | str, fam
         [("model", 4), ("model", "auto"), ("model", "random"), ("self", 4), ("self", "caps"), ("head", "random")],
     ),
 )
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(11)
 def test_trees_in_device_rounds_equal_plain_decoding(drafter: str, length: int | str, width: int, family: str) -> None:
     """Rounds of rows with penalties or log-probabilities run on the host."""
     options = {"rounds": "device", "attention": "padded", "prefill_chunk": 7, "speculation_width": width}
@@ -754,7 +754,7 @@ def test_trees_in_device_rounds_equal_plain_decoding(drafter: str, length: int |
     some_slow(["random", "caps", "selection", "stops", "auto", "budget", "confident"], ("random", "auto", "selection")),
 )
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(11)
 def test_a_model_with_attention_of_its_own_is_fed_exactly_the_real_tokens(drafter: str, length: str) -> None:
     engine = speculative_engine("flat", drafter, length, "mixed", attention="auto", prefill_chunk=7)
     assert answers(run(engine, PROMPTS, MIXED)) == plain("toy", "mixed")
@@ -901,7 +901,7 @@ def turns(model: str, family: str) -> tuple[list[list[int]], list[list[list[int]
 
 @pytest.mark.parametrize(("drafter", "rows"), [("model", 3), ("hybrid", 6)])
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(7)
 def test_cached_prefixes_change_no_answer(model: str, drafter: str, rows: int) -> None:
     """Next chat turns and prompts with a common prefix, some of them aborted, in rows that move."""
     rng, family = random.Random(rows), "mixed"
@@ -993,7 +993,7 @@ def ranked_answers(outputs: list[RequestOutput]) -> list[list[int]]:
 @pytest.mark.parametrize("kernels", ["auto", "off"])
 @pytest.mark.parametrize("model", ["toy", "flat"])
 @pytest.mark.parametrize("drafter", some_slow(["model", "ngram", "sometimes", "ragged", "none"], ("model", "ragged")))
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(7)
 def test_ranking_changes_no_answer_and_speculation_no_rank(
     drafter: str, model: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1012,7 +1012,7 @@ def test_ranking_changes_no_answer_and_speculation_no_rank(
 
 
 @pytest.mark.parametrize("length", [0, 4, "auto", "random"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(7)
 def test_ranking_stays_on_the_device(length: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No round moves to the host for ranking, also with unranked requests in the batch."""
     params = [
@@ -1066,7 +1066,7 @@ def tree_engine(
 @pytest.mark.parametrize("script", ["never", "always", "sometimes"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("backend", ["padded", "split"])
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(11)
 def test_trees_equal_plain_decoding(shape: str, script: str, backend: str) -> None:
     engine = tree_engine("toy", script, shape, "mixed", attention=backend, prefill_chunk=7)
     assert answers(run(engine, PROMPTS, MIXED)) == plain("toy", "mixed")
@@ -1075,7 +1075,7 @@ def test_trees_equal_plain_decoding(shape: str, script: str, backend: str) -> No
 @pytest.mark.parametrize("kernels", ["auto", "off"])
 @pytest.mark.parametrize("script", ["never", "always", "sometimes"])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(11)
 def test_trees_of_a_model_with_attention_of_its_own_equal_plain_decoding(
     shape: str, script: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1218,7 +1218,7 @@ DRAFTED: list[tuple[int | str, int, str]] = [
 
 @pytest.mark.parametrize(("length", "width", "family"), DRAFTED)
 @pytest.mark.parametrize("drafter", BRANCHING_IN_TORCH)
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(11)
 def test_drafted_trees_equal_plain_decoding(drafter: str, width: int, length: int | str, family: str) -> None:
     engine = speculative_engine("flat", drafter, length, family, speculation_width=width, prefill_chunk=7)
     kept = count_siblings(engine)
@@ -1230,7 +1230,7 @@ def test_drafted_trees_equal_plain_decoding(drafter: str, width: int, length: in
 @pytest.mark.parametrize("backend", ["padded", "split"])
 @pytest.mark.parametrize("model", ["toy", "llama"])
 @pytest.mark.parametrize("drafter", BRANCHING_IN_TORCH)
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(11)
 def test_drafted_trees_with_any_attention_equal_plain_decoding(drafter: str, model: str, backend: str) -> None:
     engine = speculative_engine(model, drafter, 4, "mixed", speculation_width=3, attention=backend, prefill_chunk=7)
     kept = count_siblings(engine)
@@ -1253,7 +1253,7 @@ def test_drafted_trees_equal_plain_decoding_in_host_and_native_rounds(drafter: s
 @needs_kernels
 @pytest.mark.parametrize("width", [1, "auto", 2, 4])
 @pytest.mark.parametrize("drafter", BRANCHING_NATIVELY)
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(11)
 def test_rounds_run_in_one_native_call_at_any_width(drafter: str, width: int | str) -> None:
     engine = speculative_engine("native", drafter, 4, "greedy", speculation_width=width)
     kept, rounds_by = count_siblings(engine), count_native_rounds(engine)
@@ -1266,7 +1266,7 @@ def test_rounds_run_in_one_native_call_at_any_width(drafter: str, width: int | s
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("script", ["never", "always", "sometimes"])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(11)
 def test_trees_in_rounds_of_one_native_call_equal_plain_decoding(shape: str, script: str, family: str) -> None:
     engine = tree_engine("native", script, shape, family, prefill_chunk=7)
     rounds_by = count_native_rounds(engine)
@@ -1278,7 +1278,7 @@ def test_trees_in_rounds_of_one_native_call_equal_plain_decoding(shape: str, scr
 @needs_kernels
 @pytest.mark.parametrize(("length", "width", "family"), DRAFTED)
 @pytest.mark.parametrize("drafter", ["head", "head hybrid", "parallel"])
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(11)
 def test_trees_of_a_native_head_equal_plain_decoding(drafter: str, width: int, length: int | str, family: str) -> None:
     engine = speculative_engine("native", drafter, length, family, speculation_width=width, prefill_chunk=7)
     kept = count_siblings(engine)
@@ -1319,7 +1319,7 @@ def test_other_rules_draft_chains_and_refuse_a_width(rule: str) -> None:
         [*itertools.product(["toy"], LENGTHS), ("flat", "random"), ("llama", "random")],
     ),
 )
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(11)
 def test_a_model_that_drafts_for_itself_is_always_accepted(model: str, rule: str, length: int | str) -> None:
     engine = speculative_engine(model, "self", length, "mixed", acceptance=rule, prefill_chunk=7)
     for output in run(engine, PROMPTS, MIXED):
@@ -1529,7 +1529,7 @@ SLOW_CASES = [
     ("drafter", "rule", "k", "knobs"),
     [*FAST_CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(7)
 def test_three_tokens_follow_the_exact_distribution(drafter: str, rule: str, k: int, knobs: str) -> None:
     params = SamplingParams(n=SAMPLES, max_tokens=3, seed=20, **SMALL_PARAMS[knobs])
     assert p_value(small_engine(drafter, rule, k), params) > 1e-3
@@ -1552,7 +1552,7 @@ def test_tokens_outside_of_a_heads_vocabulary_keep_the_distribution(rule: str, k
 
 @pytest.mark.parametrize("rule", [SLOW_COUPLED, "rejection"])
 @pytest.mark.parametrize("policy", ["stops", "confident"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(7)
 def test_drafts_whose_length_depends_on_their_tokens_keep_the_distribution(policy: str, rule: str) -> None:
     """Whether drafting stops depends on the draft tokens so far and their likelihoods."""
     engine = small_engine("model", rule, 3)
@@ -1562,7 +1562,7 @@ def test_drafts_whose_length_depends_on_their_tokens_keep_the_distribution(polic
 
 @pytest.mark.parametrize("rule", [SLOW_COUPLED, "rejection"])
 @pytest.mark.parametrize("policy", ["hybrid", "by the first token"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(7)
 def test_ngram_drafts_between_drafts_of_a_model_keep_the_distribution(policy: str, rule: str) -> None:
     engine = small_engine("hybrid", rule, 3, rows=250)  # enough rows to have rounds in which many find no match
     engine.parts.policy = cheap_hybrid(engine) if policy == "hybrid" else CopyByFirstToken()

@@ -24,10 +24,15 @@ def load(name: str) -> dict[str, Any]:
     return document
 
 
+def table_lines(page: Path, heading: str) -> list[str]:
+    """The lines of the first table below a heading."""
+    below = page.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return [line for line in below.splitlines() if line.startswith("|")]
+
+
 def table(heading: str) -> list[list[str]]:
     """The cells of the first table below a heading, without its head."""
-    below = PAGE.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    lines = [line for line in below.splitlines() if line.startswith("|")]
+    lines = table_lines(PAGE, heading)
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
 
 
@@ -69,10 +74,43 @@ def speed(run: str, peer: str, modes: Sequence[str], batch: int) -> float:
 
 
 def test_the_table_of_peers_is_what_was_measured() -> None:
-    rows = {name: [float(number.strip("*")) for number in numbers] for name, *numbers in table("Beside other engines")}
+    rows = {
+        name: [float(number.strip("*")) for number in numbers]
+        for name, *numbers in table("Beside other engines, on a Zen 4")
+    }
     assert rows.keys() == PEERS.keys()
     for name, given in PEERS.items():
         assert rows[name] == [round(speed(*given, batch)) for batch in BATCHES], name
+
+
+XEON = "Beside other engines, on a Xeon with AMX"
+AMX_PEERS = {
+    "paceline, int8, plain": ("int8", "paceline-int8", ("plain",)),
+    "**paceline, int8, `auto`**": ("int8", "paceline-int8", ("ngram", "draft")),
+    "OpenVINO GenAI, int8": ("int8", "openvino", ANY),
+    "paceline, bf16, plain": ("bf16", "paceline-bf16", ("plain",)),
+    "**paceline, bf16, `auto`**": ("bf16", "paceline-bf16", ("ngram",)),
+    "vLLM, bf16": ("bf16", "vllm", ANY),
+}
+
+
+def amx_speeds(name: str) -> list[float]:
+    """Tokens per second on stubs at 1, 4, 8 rows, and in chat."""
+    precision, peer, modes = AMX_PEERS[name]
+    runs = [f"peers-qwen-{precision}-{prompts}-xeon-amx" for prompts in ("stubs", "chat")]
+    return [speed(run, peer, modes, batch) for run in runs for batch in (1, 4, 8)]
+
+
+def test_peers_on_a_xeon_are_what_was_measured() -> None:
+    rows = {name: [number.strip("*") for number in numbers] for name, *numbers in table(XEON)}
+    assert rows == {name: [f"{found:.0f}" for found in amx_speeds(name)] for name in AMX_PEERS}
+    for ours, theirs in (("**paceline, int8, `auto`**", "OpenVINO GenAI"), ("**paceline, bf16, `auto`**", "vLLM")):
+        other = next(amx_speeds(name) for name in AMX_PEERS if name.startswith(theirs))
+        over = [f"{mine / found:.2f}" for mine, found in zip(amx_speeds(ours), other, strict=True)]
+        said = f"{', '.join(over[:3])} times as fast as {theirs} on stubs, {', '.join(over[3:])} times on chat."
+        assert said in " ".join(PAGE.read_text().split())
+    lines = [line for line in table_lines(PAGE, XEON) if line not in (ROOT / "README.md").read_text()]
+    assert lines == [], "README has the same table"
 
 
 # --- Gemma 3, and a hybrid with random weights ------------------------------------------------------------------------

@@ -59,7 +59,7 @@ def blind(simulation: Simulation, costs: CostTable) -> AutoLength:
 @pytest.mark.parametrize("rows", [1, pytest.param(4, marks=pytest.mark.slow), 16])
 @pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.6, 0.9])
 @pytest.mark.parametrize("name", COSTS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(11)
 def test_it_finds_the_length_that_pays_best(name: str, acceptance: float, rows: int) -> None:
     costs, goodput = COSTS[name], {}
     fixed = {0, best_length(costs, acceptance, rows)}
@@ -98,7 +98,7 @@ def test_a_table_that_is_wrong_threefold_is_replaced_by_real_rounds_within_50(fa
 
 @pytest.mark.parametrize("rows", [1, 4, 16])
 @pytest.mark.parametrize("name", ["dear", "draft model"])
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(11)
 def test_where_no_draft_token_is_kept_trials_cost_less_than_one_percent(name: str, rows: int) -> None:
     simulation = Simulation(COSTS[name], lambda row, place: 0.0)
     simulation.rows(rows)
@@ -113,7 +113,7 @@ def test_where_no_draft_token_is_kept_trials_cost_less_than_one_percent(name: st
 
 
 @pytest.mark.parametrize("rows", [1, 16])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(11)
 def test_draft_tokens_that_become_good_are_noticed_within_about_100_rounds(rows: int) -> None:
     delays = []
     for seed in range(9):
@@ -158,7 +158,7 @@ PHASES = ((1, 0.9), (16, 0.9), (16, 0.1), (1, 0.1), (1, 0.9))
 
 
 @pytest.mark.parametrize("name", COSTS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(11)
 def test_through_changing_phases_it_stays_near_an_oracle_and_beats_every_fixed_length(name: str) -> None:
     def seconds(policy_name: int | str) -> list[float]:
         rate = [0.0]
@@ -261,7 +261,7 @@ class Script(LengthPolicy):
 
 
 @pytest.mark.parametrize("only", [None, 0, 1, 2])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(11)
 def test_after_500_plain_rounds_the_draft_models_cache_is_right(only: int | None) -> None:
     model = ToyModel(max_positions=700)
     engine = make_engine(
@@ -340,7 +340,7 @@ def test_a_plain_check_that_was_paid_for_runs_although_there_are_ngram_drafts() 
 
 @pytest.mark.parametrize("drafter", ["model", "ngram", "hybrid"])
 @pytest.mark.parametrize("toy", [ToyModel, FlatToy])
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(11)
 def test_the_default_is_auto_and_lossless(toy: Callable[..., ToyModel], drafter: str) -> None:
     draft = None if drafter == "ngram" else toy(blur=0.3)
     assert EngineConfig().num_speculative_tokens == "auto"
@@ -502,7 +502,7 @@ def coins(chance: dict[int, float], seed: int = 0, score: float = 0.8) -> Callab
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 @pytest.mark.parametrize("rows", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("draining", [False, True], ids=["open", "draining"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(11)
 def test_ngram_drafts_that_are_always_wrong_cost_next_to_nothing(rows: int, noise: float, draining: bool) -> None:
     def tokens_a_second(policy: str, seed: int) -> float:
         simulation = DraftSimulation(CPU, lambda row: [(0.95, False)] * 8, rows, noise=noise, seed=seed, look=SEARCH)
@@ -528,7 +528,7 @@ def test_where_draft_tokens_are_wrong_most_rounds_do_not_even_search(
 
 @pytest.mark.parametrize("noise", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
 @pytest.mark.parametrize("rows", [1, 2, 4, 8, 16])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(11)
 def test_short_answers_gain_as_much_as_with_the_best_fixed_length(rows: int, noise: float) -> None:
     """Mean seconds until a row ends: rows that differ, 64 tokens, true costs as predicted, noisy times."""
     chance = {row: (0.95, 0.6, 0.2, 0.85)[row % 4] for row in range(rows)}
@@ -774,7 +774,7 @@ def fixed(k: int) -> Maker:
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("chance", "score"), [(0.9, 0.9), (0.8, 0.5), (0.6, 0.95), (0.3, 0.6)])
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(11)
 def test_scores_without_information_match_the_best_fixed_length(chance: float, score: float, rows: int) -> None:
     best = max(tokens_a_second(fixed(k), steady(chance, score), None, rows) for k in (0, 1, 2, 3, 5, 8))
     assert tokens_a_second(drafting, steady(chance, score), None, rows) > 0.94 * best
@@ -786,7 +786,7 @@ def test_informative_scores_beat_every_fixed_length() -> None:
 
 
 @pytest.mark.parametrize("seed", range(100, 124))
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(11)
 def test_a_good_draft_model_survives_wrong_first_draft_tokens(seed: int) -> None:
     simulation = simulated(telling(), None, 1, seed, 300)
     simulation.play(drafting(simulation))
@@ -908,7 +908,7 @@ def test_good_ngram_drafts_are_used_and_the_draft_model_is_not(rows: int) -> Non
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("bad", [stray, steady(0.0, STRONG)], ids=["stray", "sure and wrong"])
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(11)
 def test_bad_ngram_drafts_cost_next_to_nothing(bad: Kind, rows: int) -> None:
     simulation = simulated(telling(), bad, rows, tokens=300)
     simulation.play(hybrid(simulation))
@@ -929,7 +929,7 @@ FIRST_DRAFTS = 4  # rounds that a draft model which is always wrong may take bef
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("copies", [by_turns, stray])
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(11)
 def test_beside_a_draft_model_that_is_always_wrong_ngram_drafts_are_as_fast_as_alone(copies: Kind, rows: int) -> None:
     """Apart from the few drafts that show that it is wrong."""
     tried = FIRST_DRAFTS * (PAIR.round_ms(rows, PRIOR_TOKENS) - PAIR.round_ms(rows, 0)) / 1000
