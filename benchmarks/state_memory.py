@@ -45,8 +45,9 @@ def states_of(llm: LLM) -> RecurrentStates:
 
 def measure(llm: LLM, rows: int, length: int, prompt: int, tokens: int) -> dict[str, Any]:
     """Let ``rows`` rows decode with ``length`` draft tokens; returns planned and resident bytes."""
-    side = llm.with_options(max_batch_size=rows, num_speculative_tokens=length) if length else llm.plain()
-    side = side.with_options(max_batch_size=rows)
+    side = (llm.with_options(num_speculative_tokens=length) if length else llm.plain()).with_options(
+        max_batch_size=rows
+    )
     prompts = [[1 + (31 * row + 7 * place) % 97 for place in range(prompt)] for row in range(rows)]
     side.generate(prompts, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True), use_tqdm=False)
     states, engine = states_of(side), side.engine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ PANELS = (
     ("ttft_ms_p50", "ttft_ms_p99", "time to first token, ms"),
     ("itl_ms_p50", "itl_ms_p99", "time between tokens, ms"),
 )
-MARKERS = "osD^v"
+MARKERS = "osD^vPX"  # in turn
 
 
 def draw(document: Mapping[str, Any], path: Path) -> None:
@@ -23,7 +24,7 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
 
     figure, axes = plt.subplots(1, len(PANELS), figsize=(13, 4.4), layout="constrained")
     for axis, (solid, dashed, title) in zip(axes, PANELS, strict=True):
-        for contender, marker in zip(document["contenders"], MARKERS, strict=False):
+        for contender, marker in zip(document["contenders"], cycle(MARKERS), strict=False):
             _line(axis, contender, marker, solid, dashed)
         axis.set(title=title, xlabel="clients", xscale="log", yscale="log")
         axis.set_xticks(document["settings"]["clients"], labels=list(map(str, document["settings"]["clients"])))
