@@ -276,7 +276,7 @@ def test_log_probabilities_are_torchs_and_ties_go_to_the_smaller_token(
     own, ids, values = CpuOps(kernels).logprobs(
         logits[real] if packed else logits, Gained(tokens, accepted, counts), wanted
     )
-    logprobs = logits.log_softmax(-1)
+    logprobs = logits.double().log_softmax(-1)  # torch's own float32 is 7e-5 off at this vocabulary with AVX2
     assert ids.shape[-1] == min(20, vocab)
     for row, count in enumerate(wanted):
         for place in range(int(accepted[row]) + 1 if count >= 0 else 0):

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from paceline.config import EngineConfig, QuantizationName
 from paceline.config.ranges import FileName
 from paceline.core.hardware import resolve_device, resolve_dtype, threads_per_rank
+from paceline.drafters.heads.assistant_loading import is_assistant
 from paceline.drafters.heads.decoder import HeadModel
 from paceline.drafters.heads.loading import load_head_for
 from paceline.errors import ParameterError
@@ -91,7 +92,9 @@ def load_draft(source: Source, config: EngineConfig, begin: BeginStage) -> AnyMo
 
 def load_head(path: Path, source: Source, target: AnyModel, config: EngineConfig) -> HeadModel:
     """Load a trained draft head from a directory. source: where the target was loaded from."""
-    dtype = load_dtype(config, of_draft=True)
+    # an assistant reads its target's cache, whose dtype the CPU kernels choose
+    follows = config.draft_dtype == "same" and is_assistant(path)
+    dtype = target.dtype if follows else load_dtype(config, of_draft=True)
     return load_head_for(target, source, path, dtype=dtype, quantization=config.draft_quantization)
 
 

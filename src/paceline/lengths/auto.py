@@ -217,9 +217,14 @@ class AutoLength(RowKeepers, LengthPolicy):
         return feed_ms + self.costs.draft_ms(rows, 1) + round_.times.extra(rows)
 
     def _begin_trial(self, round_: AutoRound, offer: Offer, rows: range, feed_ms: float) -> None:
-        """Use the source in this round although it looks unprofitable. Its record then counts little."""
+        """Use the source in this round although it looks unprofitable. Its record then counts little.
+
+        Its rate of better times is forgotten: at that price it would have to be as good as then at once.
+        """
         source = offer.source
-        round_.source, round_.rate, round_.feed_ms = source, offer.rate, feed_ms
+        source.rates.pop(round_.rows, None)
+        rate = sum(round_.token_weights) / round_.times.plain
+        round_.source, round_.rate, round_.feed_ms = source, rate, feed_ms
         round_.trial, round_.trial_rows = True, None if len(rows) == round_.rows else rows
         source.gain(round_.rows, partial(self._prior_gain, source, round_.rows)).doubt(MAX_DOUBTED)
         if source is self.model_drafts:
