@@ -1037,3 +1037,30 @@ def test_draft_tokens_beyond_what_a_request_allows_are_neither_verified_nor_judg
     assert played(policy, batch, copied(0.99), [RIGHT] * 9) == 0
     assert batch.lengths[0] == 12
     assert sum(policy.ngram_drafts.calibration.tried) == 1
+
+
+def test_drafts_that_pay_again_are_noticed_although_they_once_paid_much_better() -> None:
+    """A trial is priced at plain decoding's rate: 61 rounds on average; at the first phase's rate it was 82."""
+    lines = (6.5, 7.5, 8.5, 10.5, 14.0), (16.0, 26.0, 36.0, 56.0, 96.0)
+    costs, rounds = CostTable((1, 16), (0, 1, 2, 4, 8), 100, lines, (0.0,) * 2, (0.0,) * 2), []
+    for seed in range(6):
+        rng, chance = random.Random(seed), [0.0]
+        simulation = DraftSimulation(
+            costs, lambda _, rng=rng, chance=chance: sixteen(rng, chance[0]), 16, 20_000, 0.1, seed, look=0.3
+        )  # fmt: skip
+        policy = AutoLength(CostModel(costs))
+        for row in range(16):
+            simulation.batch.set_row(row, RowStart([RIGHT] * 8, SamplingParams(max_tokens=20_000), row))
+            policy.join(row)
+        for rows, chance[0] in ((1, 0.95), (16, 0.9), (16, 0.1), (1, 0.1), (1, 0.9)):
+            simulation.batch.set_live(range(rows))
+            gained, before = simulation.gained, simulation.rounds
+            while simulation.gained - gained < 300 * rows:
+                simulation._round(policy)
+        rounds.append(simulation.rounds - before)
+    assert mean(rounds) < 72
+
+
+def sixteen(rng: random.Random, chance: float) -> list[ScriptedToken]:
+    """Sixteen draft tokens of one score, each right with this probability."""
+    return [(0.8, rng.random() < chance) for _ in range(LONGEST_AUTO)]
