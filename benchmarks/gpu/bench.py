@@ -35,7 +35,7 @@ NOTE = (
     "A round's time does not depend on acceptance: each is timed once, at 0.8 (some at 0.9), and a "
     "speed-up at acceptance a counts (1 - a^(k+1)) / (1 - a) tokens per round; the measured one is reported, too."
 )
-_EXPECTED_SECONDS = {"round": 2.0, "verify": 2.0, "auto": 25.0, "trace": 5.0}  # seconds, including models and capture
+_EXPECTED_SECONDS = {"round": 2.0, "verify": 2.0, "auto": 17.0, "trace": 5.0}  # seconds, including models and capture
 _WORKSPACE = 3 << 30  # bytes for logits, activations and graphs
 _ATTENTION_SHARE, _REHEARSAL_SHARE = 0.1, 0.12  # fractions of the budget; the second per pair of models
 
@@ -282,7 +282,7 @@ class Bench:
             return Measured(cell, ms, self._floor_ms(cell, cell.setting.context))
         timed = stage.run(cell.k, effort)
         if cell.kind == "trace":
-            return Traced(cell, timed.round_ms, stage.busy_ms(cell.k))
+            return Traced(cell, timed.round_ms, stage.trace(cell.k))
         floor_ms = self._floor_ms(cell, timed.context)
         return Measured(cell, timed.round_ms, floor_ms, timed, stage.queued_ms(cell.k, effort.rounds))
 
@@ -310,7 +310,7 @@ class Bench:
         target, draft = (Weights(config, setting.format, size) for config in (pair.target, pair.draft))
         if cell.kind == "verify":
             return 1e3 * pass_work(target, setting.rows, cell.k + 1, context).seconds(ceiling)
-        return 1e3 * round_floor(target, draft, setting.rows, cell.k, context, ceiling)
+        return 1e3 * round_floor(target, draft, setting.rows, cell.k, context, ceiling, setting.width)
 
     def _attend(self) -> None:
         """Measure attention alone, the most important cases."""

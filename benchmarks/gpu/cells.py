@@ -6,7 +6,7 @@ First come the cells that the requested figures need, format by format; then who
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import Any, Literal, TypeVar
 
@@ -18,11 +18,16 @@ from paceline.errors import ParameterError
 Kind = Literal["round", "verify", "auto", "trace"]
 RATE = 0.8  # the synthetic acceptance rate; a round's time does not depend on it
 RATES = (0.7, 0.8, 0.85, 0.9)
+TREE_ROWS = (1, 4)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The properties shared by cells that use the same tensors. context: tokens of every row before the first round."""
+    """The properties shared by cells that use the same tensors.
+
+    context: tokens of every row before the first round. width: draft tokens at each of k depths; more than one form a
+        tree, which nothing is accepted of (the draft model's weights are random).
+    """
 
     pair: str
     format: WeightFormat
@@ -30,6 +35,7 @@ class Setting:
     context: int
     rows: int
     rate: float = RATE
+    width: int = 1
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,8 @@ class Cell:
         s = self.setting
         what = "auto" if self.kind == "auto" else f"{self.kind} k={self.k}"
         rate = "" if s.rate == RATE else f", synthetic acceptance {s.rate:g}"
-        return f"{s.pair} {s.format} {s.attention}, context {s.context}, {s.rows} rows, {what}{rate}"
+        tree = "" if s.width == 1 else f", trees {s.width} wide"
+        return f"{s.pair} {s.format} {s.attention}, context {s.context}, {s.rows} rows, {what}{rate}{tree}"
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self.setting), "k": self.k, "kind": self.kind}
@@ -70,6 +77,7 @@ class Axes:
         RATE,
         0.2,
     )  # acceptance rates; auto must not lose when no draft token is accepted, either
+    trees: Mapping[int, tuple[int, ...]] = field(default_factory=lambda: {2: (4, 6), 4: (4, 6)})  # depths by width
 
     def chosen(self, pairs: str | None, formats: str | None, rows: str | None, lengths: str | None) -> Axes:
         """These axes with values from the command line; None keeps an axis."""
@@ -87,7 +95,7 @@ class Axes:
     @staticmethod
     def tiny() -> Axes:
         """Axes for a CPU: every kind of cell once."""
-        return Axes(contexts=(24,), rows=(2,), lengths=(0, 2), autos=(RATE,))
+        return Axes(contexts=(24,), rows=(2,), lengths=(0, 2), autos=(RATE,), trees={2: (2,)})
 
 
 _Name = TypeVar("_Name", bound=str)
@@ -126,10 +134,14 @@ def _shown(axes: Axes, pair: str, to: WeightFormat, *, autos: bool) -> Iterator[
     for rows in axes.rows:
         yield from _rounds(replace(base, rows=rows), _likely(axes.lengths, rows))
     yield from _rounds(replace(base, rate=0.9), [k for k in _likely(axes.lengths, base.rows) if k > 0])
-    for other in axes.attentions[1:]:
-        yield from _rounds(replace(base, attention=other), (0, longest))
     for rows, rate in product(axes.rows[:4] if autos else (), axes.autos):
         yield Cell(replace(base, rows=rows, rate=rate), 0, "auto")
+    tree_rows = [rows for rows in TREE_ROWS if autos and rows in axes.rows]
+    for rows, (width, depths) in product(tree_rows, axes.trees.items()):
+        yield from _rounds(replace(base, rows=rows), depths)
+        yield from _rounds(replace(base, rows=rows, width=width), depths)
+    for other in axes.attentions[1:]:
+        yield from _rounds(replace(base, attention=other), (0, longest))
 
 
 def traces(axes: Axes) -> list[Cell]:

@@ -96,10 +96,15 @@ def pass_work(model: Weights, rows: int, tokens: int, context: float) -> Work:
     return Work(parameters * WEIGHT_BYTES[model.format] + cached, 2 * parameters * rows * tokens + attending)
 
 
-def round_floor(target: Weights, draft: Weights, rows: int, k: int, context: float, ceiling: Ceiling) -> float:
-    """Lower bound on a round's seconds: k passes of the draft model, one after the other, and one of the target."""
+def round_floor(
+    target: Weights, draft: Weights, rows: int, k: int, context: float, ceiling: Ceiling, width: int = 1
+) -> float:
+    """Lower bound on a round's seconds: k passes of the draft model, one after the other, and one of the target.
+
+    width: draft tokens per row that the target verifies for each of them.
+    """
     drafting = k * pass_work(draft, rows, 1, context).seconds(ceiling)
-    return drafting + pass_work(target, rows, k + 1, context).seconds(ceiling)
+    return drafting + pass_work(target, rows, k * width + 1, context).seconds(ceiling)
 
 
 def tokens_a_round(acceptance: float, k: int) -> float:

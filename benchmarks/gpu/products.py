@@ -8,7 +8,7 @@ from memory as in a forward pass. The quantisation error is reported with the ti
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import product
@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from benchmarks.gpu.floors import best_seconds
+from benchmarks.gpu.models import WeightFormat
+from benchmarks.gpu.rehearsal import Place, Task, in_parallel, rehearse_products, row_tiles
 from torch import Tensor
 from torch.nn import functional
 
@@ -100,6 +102,8 @@ def tiled(to: Format, matrices: list[Tensor], rows: Tensor) -> list[Way]:
 def makers(rows: int) -> dict[str, Maker]:
     """The methods by name."""
     found: dict[str, Maker] = {"16 bits, torch": dense, "fp8 x fp8, torch": float8}
+    if rows <= LARGEST_ROWS:
+        found["16 bits, our tiles"] = partial(tiled, "same")
     formats: tuple[Format, ...] = ("int8", "fp8")
     for to in formats:
         found[f"{to}, widened"] = partial(widened, to)
@@ -141,20 +145,30 @@ def _seconds(made: list[Way], x: Tensor, device: torch.device, repeats: int) -> 
 
 
 def cases(*, tiny: bool = False) -> list[Product]:
-    """Llama 8B's matrices; the row counts of verification and prefill, first those where the methods differ."""
+    """Llama 8B's matrices; the row counts of decoding, verification and prefill."""
     if tiny:
         return [Product(32, 64, rows) for rows in (3, 80)]
     shapes = ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096))
-    return [Product(*shape, rows) for rows, shape in product((128, 64, 256, 512, 32, 16, 2048), shapes)]
+    return [Product(*shape, rows) for rows, shape in product((8, 64, 1, 128, 256, 32, 512, 16, 2048), shapes)]
 
 
-def sweep(wanted: Iterable[Product], device: torch.device, dtype: torch.dtype, seconds: float) -> Iterator[Timed]:
-    """Measure the cases that can begin within ``seconds``."""
+def sweep(wanted: Sequence[Product], device: torch.device, dtype: torch.dtype, seconds: float) -> Iterator[Timed]:
+    """Compile the first cases' kernels in parallel, then measure the cases that can begin within ``seconds``."""
     end = time.perf_counter() + seconds
+    if device.type == "cuda":
+        in_parallel(rehearsals(wanted, Place(device, dtype)), seconds / 2)
     for case in wanted:
         if time.perf_counter() > end:
             return
         yield measure(case, device, dtype, 1 if device.type == "cpu" else 20)
+
+
+def rehearsals(wanted: Sequence[Product], place: Place) -> list[Task]:
+    """One task per matrix and format, for the rows of the first two cases of each matrix."""
+    shapes = dict.fromkeys((case.outputs, case.inputs) for case in wanted)
+    rows = row_tiles([case.rows for case in wanted[: 2 * len(shapes)]])
+    formats: tuple[WeightFormat, ...] = ("int8", "bf16", "fp8")
+    return [partial(rehearse_products, shape, False, to, rows, place) for to in formats for shape in shapes]
 
 
 def describe(timed: Timed) -> str:

@@ -1,31 +1,26 @@
-"""Compile the kernels of the rounds before any of them is timed: in several processes at once, as CPUs allow.
+"""Compile the kernels of 8-bit products before any is timed: in several processes at once, as CPUs allow.
 
 Triton caches compiled kernels on disk, where the measuring process finds them. A hundred kernels per model, a second
-each, would otherwise use up the budget. Nothing depends on it: other kernels are compiled at first use.
+each, would otherwise use up the budget. Nothing depends on it: other kernels are compiled at first use, the few of
+attention and of the steps between products among them.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 
 import torch
-from benchmarks.gpu.cells import Cell, Setting
-from benchmarks.gpu.models import Pair, WeightFormat, matrices, random_model
-from benchmarks.gpu.stage import ROOM, Stage
-
-from paceline.core.cache import KVCache
-from paceline.models.description import DecoderSpec
+from benchmarks.gpu.cells import Cell
+from benchmarks.gpu.models import Pair, WeightFormat, matrices
 
 Task = Callable[[], None]
 _MOST_WORKERS = 15
-_MOST_CACHE = 1 << 30  # bytes of a rehearsal's cache rows; larger ones are compiled in the measurement
-_ROWS = (1, 8, 16, 24, 32, 40, 64, 128)  # one of each kind of row count for which Triton compiles a product
 
 
 @dataclass(frozen=True)
@@ -37,16 +32,21 @@ class Place:
 
 
 def tasks_for(pair: Pair, cells: Sequence[Cell], place: Place) -> list[Task]:
-    """The rounds of the cells on one layer, by length; and the products of the 8-bit formats, by matrix."""
-    mine = [cell for cell in cells if cell.setting.pair == pair.name and cell.setting.attention == "ragged"]
-    formats = list(dict.fromkeys(cell.setting.format for cell in mine if cell.setting.format != "bf16"))
-    settings = list(dict.fromkeys(replace(cell.setting, format="bf16") for cell in mine))
-    lengths = sorted({cell.k for cell in mine if cell.kind == "round"}, reverse=True)
-    rounds: list[Task] = [partial(rehearse_rounds, pair, settings, k, place) for k in lengths]
-    return [*_products(pair, formats, place), *rounds]
+    """The products of the cells' 8-bit formats, by matrix."""
+    mine = [cell for cell in cells if cell.setting.pair == pair.name and cell.setting.format != "bf16"]
+    tokens = {cell.setting.rows * count for cell in mine for count in (1, cell.k * cell.setting.width + 1)}
+    formats = list(dict.fromkeys(cell.setting.format for cell in mine))
+    return list(_products(pair, formats, row_tiles(tokens), place))
 
 
-def _products(pair: Pair, formats: Sequence[WeightFormat], place: Place) -> Iterator[Task]:
+def row_tiles(tokens: Iterable[int]) -> list[int]:
+    """The tiles of rows that products of so many tokens take: Triton compiles a kernel for each."""
+    from paceline.kernels.gpu.linear import ROW_TILES
+
+    return sorted({next((tile for tile in ROW_TILES if count <= tile), ROW_TILES[-1]) for count in tokens})
+
+
+def _products(pair: Pair, formats: Sequence[WeightFormat], rows: Sequence[int], place: Place) -> Iterator[Task]:
     """The products, the largest matrices first."""
     shapes = {
         (shape, config.layers[0].dense.bias and name.startswith("layers."))
@@ -55,42 +55,22 @@ def _products(pair: Pair, formats: Sequence[WeightFormat], place: Place) -> Iter
     }
     for shape, biased in sorted(shapes, reverse=True):
         for to in formats:
-            yield partial(rehearse_products, shape, biased, to, place)
+            yield partial(rehearse_products, shape, biased, to, rows, place)
 
 
 @torch.inference_mode()
-def rehearse_rounds(pair: Pair, settings: Sequence[Setting], k: int, place: Place) -> None:
-    """Run one round with k draft tokens in every setting, with one layer of each model, without capture."""
-    short = replace(pair, target=_one_layer(pair.target), draft=_one_layer(pair.draft))
-    target, draft = (random_model(c, pair.name, "bf16", place.dtype, place.device) for c in (short.target, short.draft))
-    for setting in settings:
-        if _cache_bytes(short.target, setting, place.dtype) <= _MOST_CACHE:
-            Stage(target, draft, setting, capture=False).rounds(k, 1)
-
-
-def _one_layer(config: DecoderSpec) -> DecoderSpec:
-    return replace(config, layers=config.layers[:1])
-
-
-def _cache_bytes(config: DecoderSpec, setting: Setting, dtype: torch.dtype) -> int:
-    positions = setting.context + ROOM
-    attention = config.layers[0].attention
-    shape = len(config.layers), setting.rows, attention.kv_heads, positions, attention.head_dim
-    return KVCache.bytes_for(*shape, dtype)
-
-
-@torch.inference_mode()
-def rehearse_products(shape: tuple[int, int], biased: bool, to: WeightFormat, place: Place) -> None:
-    """Run every candidate tile for every kind of row count."""
+def rehearse_products(
+    shape: tuple[int, int], biased: bool, to: WeightFormat, row_counts: Sequence[int], place: Place
+) -> None:
+    """Run every candidate tile for these numbers of rows."""
     from paceline.kernels.gpu.linear import Linears
 
     outputs, inputs = shape
     weight = torch.randn(shape, dtype=place.dtype, device=place.device)
     bias = torch.zeros(outputs, dtype=place.dtype, device=place.device) if biased else None
-    assert to != "bf16", "torch's own products need no rehearsal"
-    linears = Linears(to)
+    linears = Linears("same" if to == "bf16" else to)
     layer = linears(weight, bias)
-    for rows in _ROWS:
+    for rows in row_counts:
         x = torch.zeros(rows, inputs, dtype=place.dtype, device=place.device)
         for tile in linears.candidates(layer, x):
             layer.run(x, tile)
@@ -99,7 +79,8 @@ def rehearse_products(shape: tuple[int, int], biased: bool, to: WeightFormat, pl
 def in_parallel(tasks: Sequence[Task], seconds: float) -> list[str]:
     """Run the tasks in processes of their own, as far as the time allows -> their errors.
 
-    A task that is running when the time is over is finished; tasks that have not started are skipped.
+    A task that is running when the time is over is finished, so that no measurement shares the device with it; tasks
+    that have not started are skipped.
     """
     if not tasks:
         return []
@@ -107,13 +88,13 @@ def in_parallel(tasks: Sequence[Task], seconds: float) -> list[str]:
     workers = max(1, min(_MOST_WORKERS, (os.cpu_count() or 2) - 1, len(tasks)))
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         futures = [pool.submit(task) for task in tasks]
-        done, late = wait(futures, timeout=max(0.0, end - time.perf_counter()))
-        pool.shutdown(wait=False, cancel_futures=True)
-    errors = [_error(future) for future in done]
-    left = [f"{len(late)} tasks were skipped for lack of time"] if late else []
+        wait(futures, timeout=max(0.0, end - time.perf_counter()))
+        skipped = [future for future in futures if future.cancel()]
+    errors = [_error(future) for future in futures if future not in skipped]
+    left = [f"{len(skipped)} tasks were skipped for lack of time"] if skipped else []
     return [*dict.fromkeys(error for error in errors if error), *left]
 
 
 def _error(future: Future[None]) -> str | None:
-    error = None if future.cancelled() else future.exception()
+    error = future.exception()
     return None if error is None else f"{type(error).__name__}: {error}".splitlines()[0]

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from benchmarks.gpu.auto import AutoRun
 from benchmarks.gpu.cells import RATE, RATES, Cell, Setting
 from benchmarks.gpu.floors import tokens_a_round
-from benchmarks.gpu.stage import TimedRounds
+from benchmarks.gpu.stage import TimedRounds, Trace
 
 
 @dataclass(frozen=True)
@@ -56,19 +56,19 @@ class Automatic:
 
 @dataclass(frozen=True)
 class Traced:
-    """A round of the same cell: its time without tracing, and the time in which some kernel ran."""
+    """A round of the same cell: its time without tracing, and its trace."""
 
     cell: Cell
     ms: float
-    busy_ms: float
+    traced: Trace
 
     @property
     def idle(self) -> float:
         """Fraction of the round in which the device was idle, between rounds and between kernels."""
-        return max(0.0, 1 - self.busy_ms / self.ms)
+        return max(0.0, 1 - self.traced.busy_ms / self.ms)
 
     def as_json(self) -> dict[str, Any]:
-        return {**self.cell.as_json(), "ms": self.ms, "busy_ms": self.busy_ms, "idle": self.idle}
+        return {**self.cell.as_json(), "ms": self.ms, "idle": self.idle, **asdict(self.traced)}
 
 
 Result: TypeAlias = Measured | Automatic | Traced

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +27,7 @@ from paceline.models.transformer import Transformer
 
 ROOM = 160  # tokens that a row may gain before it is reset
 _TRACED_ROUNDS = 8
+_NAMED_KERNELS = 16
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,8 @@ class Stage:
         self.batch = Batch(setting.rows, positions, target.vocab_size, self.device)
         self._fill(target.vocab_size)
         self._capture = capture and setting.attention != "split"  # split attention needs sizes from the host
-        rule = DeviceAcceptance(synthetic=setting.rate)
-        self.round = DeviceRound(self.target, self._draft, self.batch, rule, capture=self._capture)
+        rule = DeviceAcceptance(synthetic=setting.rate if setting.width == 1 else None)
+        self.round = DeviceRound(self.target, self._draft, self.batch, rule, capture=self._capture, width=setting.width)
 
     def _fill(self, vocab_size: int) -> None:
         """Random text; greedy decoding without an end."""
@@ -148,10 +149,11 @@ class Stage:
         """
         self._begin_anew()
         rows, graphs = self.setting.rows, Graphs(self.device, capture=self._capture)
+        slots = self.batch.state(rows).slots
         start, tokens = self.batch.length[:rows] - 1, self.batch.text[:rows, : k + 1].clone()
 
         def run() -> Tensor:
-            return self.target.logits(self.target.forward(tokens, start, self.longest + 1))
+            return self.target.logits(self.target.forward(tokens, start, self.longest + 1, slots))
 
         return best_seconds(lambda: graphs.run(k, run), self.device, repeats) * 1e3
 
@@ -167,10 +169,10 @@ class Stage:
 
         return seconds_of(launch, self.device) / count * 1e3
 
-    def busy_ms(self, k: int) -> float:
-        """Milliseconds of a round in which the device runs some kernel.
+    def trace(self, k: int) -> Trace:
+        """Trace some rounds. It may slow down later measurements in this process.
 
-        Tracing may slow down later measurements in this process. Raises TraceError if there is no trace.
+        Raises TraceError if there is no trace.
         """
         if self.device.type != "cuda":
             raise TraceError("only CUDA devices are traced")
@@ -178,10 +180,32 @@ class Stage:
         self.rounds(k, 1)
         with profile(activities=[ProfilerActivity.CUDA]) as trace:
             self.rounds(k, count)
-        spans = [(e.time_range.start, e.time_range.end) for e in trace.events() if e.device_type.name == "CUDA"]
-        if not spans:
+        kernels = [event for event in trace.events() if event.device_type.name == "CUDA"]
+        if not kernels:
             raise TraceError("the profiler saw no kernel: CUPTI does not work here")
-        return covered(spans) / 1e3 / count
+        by_name: Counter[str] = Counter()
+        for kernel in kernels:
+            by_name[kernel.name] += kernel.time_range.elapsed_us() / count
+        launched = Counter(kernel.name for kernel in kernels)
+        busy = covered([(kernel.time_range.start, kernel.time_range.end) for kernel in kernels])
+        most = by_name.most_common(_NAMED_KERNELS)
+        return Trace(busy / 1e3 / count, {name: KernelTime(us, launched[name] / count) for name, us in most})
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """A kernel's microseconds and launches in one round."""
+
+    us: float
+    launches: float
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A round on the device. busy_ms: milliseconds in which some kernel runs. kernels: the longest ones, by name."""
+
+    busy_ms: float
+    kernels: dict[str, KernelTime]
 
 
 class TraceError(PacelineError):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import pickle
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,7 +22,7 @@ from benchmarks.gpu.bench import Bench, FreeSlotPool, Options
 from benchmarks.gpu.cells import Axes, Cell, Setting, plan
 from benchmarks.gpu.floors import tokens_a_round
 from benchmarks.gpu.models import PAIRS, random_model, tiny
-from benchmarks.gpu.rehearsal import Place, in_parallel, rehearse_products, rehearse_rounds, tasks_for
+from benchmarks.gpu.rehearsal import Place, in_parallel, rehearse_products, row_tiles, tasks_for
 from benchmarks.gpu.run import app
 from benchmarks.gpu.stage import ROOM, Effort, Stage, TraceError, covered
 from typer.testing import CliRunner
@@ -83,7 +85,7 @@ def test_single_passes_and_queued_rounds_leave_the_rows_unchanged() -> None:
     assert stage.verify_ms(2, repeats=2) > 0
     assert stage.queued_ms(2, rounds=3) > 0
     with pytest.raises(TraceError, match="CUDA"):
-        stage.busy_ms(2)
+        stage.trace(2)
 
 
 def test_overlapping_spans_are_counted_once() -> None:
@@ -147,17 +149,30 @@ def test_cells_without_time_are_dropped_and_listed() -> None:
     assert any("dropped for lack of time" in line for line in said)
 
 
-def test_rehearsals_compile_the_kernels_of_the_rounds() -> None:
+def test_rehearsals_compile_the_kernels_of_8_bit_products() -> None:
     pair, place = tiny(PAIRS["llama-8b"]), Place(CPU, torch.float32)
     ragged = Setting("llama-8b", "int8", "ragged", 8, 1)
     cells = [Cell(ragged, 0), Cell(ragged, 1), Cell(replace(ragged, attention="padded"), 5)]
+    assert tasks_for(pair, [Cell(replace(ragged, format="bf16"), 1)], place) == []
     tasks = tasks_for(pair, cells, place)
     assert pickle.loads(pickle.dumps(tasks))  # they go to other processes
-    kinds = [task.func for task in tasks if isinstance(task, partial)]
-    assert kinds.count(rehearse_rounds) == 2
-    assert kinds.count(rehearse_products) > 4
-    for kind in (rehearse_rounds, rehearse_products):
-        tasks[kinds.index(kind)]()
+    assert {task.func for task in tasks if isinstance(task, partial)} == {rehearse_products}
+    assert len(tasks) > 4
+    tasks[0]()
+
+
+def test_the_tiles_of_rows_are_those_of_the_products() -> None:
+    assert row_tiles([1, 8, 17, 64, 512]) == [16, 32, 64, 128]
+
+
+def test_no_rehearsal_runs_on_beside_the_measurements() -> None:
+    """What has begun is awaited; the others never begin."""
+    began = time.perf_counter()
+    errors = in_parallel([partial(time.sleep, 0.3)] * 200, 0.0)
+    assert errors
+    assert "skipped for lack of time" in errors[0]
+    assert multiprocessing.active_children() == []
+    assert time.perf_counter() - began < 60
 
 
 def test_failed_rehearsals_are_only_reported() -> None:

@@ -11,7 +11,7 @@ from benchmarks.gpu.auto import AutoRun
 from benchmarks.gpu.cells import Axes, Cell, Setting, plan, traces
 from benchmarks.gpu.results import Automatic, Measured, Results, Traced
 from benchmarks.gpu.show import Line, show
-from benchmarks.gpu.stage import TimedRounds
+from benchmarks.gpu.stage import TimedRounds, Trace
 
 BASE = Setting("gpt-7.8b", "bf16", "ragged", 600, 8)
 AXES = Axes(pairs=("gpt-7.8b",), formats=("bf16",), contexts=(600,), rows=(8, 1), lengths=(0, 7))
@@ -104,8 +104,8 @@ def test_lines_say_whether_the_wanted_figures_were_met() -> None:
         measured(BASE, 7, 9.0, gained=4.0),
         Measured(Cell(BASE, 0, "verify"), 6.0, 5.0),
         Measured(Cell(BASE, 7, "verify"), 7.5, 5.0),
-        Traced(Cell(BASE, 0, "trace"), 7.0, 6.95),
-        Traced(Cell(BASE, 7, "trace"), 9.0, 8.0),
+        Traced(Cell(BASE, 0, "trace"), 7.0, Trace(6.95, {})),
+        Traced(Cell(BASE, 7, "trace"), 9.0, Trace(8.0, {})),
         Automatic(Cell(BASE, 0, "auto"), AutoRun(100, 97, 0.8)),
         Automatic(Cell(replace(BASE, rows=1), 0, "auto"), AutoRun(100, 250, 0.8)),
     )

@@ -192,9 +192,9 @@ def linears() -> dict[str, Used]:
     from paceline.kernels.gpu.linear import CANDIDATES, linear_kernel
 
     found = {}
-    cases = [("*i8", "*bf16"), ("*fp8e4nv", "*bf16"), ("*bf16", "*bf16")]
+    cases = [("*i16", "*bf16"), ("*fp8e4nv", "*bf16"), ("*bf16", "*bf16")]
     if not FEW:
-        cases += [("*i8", "*fp16"), ("*fp8e4nv", "*fp16"), ("*fp16", "*fp16")]
+        cases += [("*i16", "*fp16"), ("*fp8e4nv", "*fp16"), ("*fp16", "*fp16")]
     for weight, element in cases:
         if weight == "*fp8e4nv" and ARCH < 89:
             continue
@@ -204,9 +204,11 @@ def linears() -> dict[str, Used]:
                 constants = {
                     "SCALED": weight != element, "BIASED": False, "PARTS": parts,
                     "BLOCK_M": block_m, "BLOCK_N": tile.outputs, "BLOCK_K": tile.inputs,
+                    "WIDENING": element[1:] if weight == "*i16" else "single",
                 }  # fmt: skip
                 types = {"x": element, "out": element, "bias": element, "weight": weight}
-                key = f"linear {weight} {element} {candidate.outputs}x{candidate.inputs} rows={block_m} parts={parts}"
+                name = "pairs of int8" if weight == "*i16" else weight
+                key = f"linear {name} {element} {candidate.outputs}x{candidate.inputs} rows={block_m} parts={parts}"
                 found[key] = build(linear_kernel, constants, warps=tile.warps, stages=tile.stages, **types)
     return found
 

@@ -1,7 +1,8 @@
 """Matrix products of a few tokens with 8-bit weights (W8A16), which are read once.
 
 Shapes: M rows (tokens), K inputs, N outputs. Weights [N, K] are int8 or float8 (e4m3) with one scale per output; they
-    are widened to the activations' type in registers, sums are float32. The weights are the product's left side,
+    are widened to the activations' type in registers, sums are float32. Two int8 weights lie in 16 bits (``paired``),
+    which tensor cores read as they are, and which few instructions widen. The weights are the product's left side,
     because there are many outputs and few rows. With few outputs the inputs are split, too, to fill the GPU: the last
     program to arrive at a tile adds the parts in a fixed order, so the bits do not depend on the order of arrival. With
     many rows the tiles that read the same weights run side by side: the first one fetches them from memory, the others
@@ -20,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from paceline.kernels.gpu.launch import multiprocessors, shared_memory
+from paceline.kernels.gpu.launch import interpreted, multiprocessors, shared_memory
 
 Format = Literal["int8", "fp8", "same"]
 LARGEST_ROWS = 256  # beyond it torch multiplies with the widened matrix: compute dominates, not memory traffic
@@ -31,6 +32,31 @@ _FEWEST_INPUTS = 512  # smallest part when the inputs are split
 _PROGRAMS_EACH = 4  # programs per multiprocessor to aim at
 _MOST_WARPS = 8  # warps per program: with more, a thread may have half the registers
 _MOST_REGISTERS = 80  # per thread, of 255; with 96 the compiler spills on some architectures (docs/gpu-kernels.md)
+_LARGEST_STEP = 1 << 14  # inputs of all rows in a step with 8-bit weights; with more the compiler spills on sm_80
+_GROUP = tl.constexpr(64)  # inputs: the 16 bits of a pair hold the weights of inputs i and i + 32 of a group
+
+# Each takes two pairs, [a, b] and [c, d] with a and c in the low bytes, and returns (a, c) and (b, d). The bits of a
+# number from 0 to 127 (255 in float16) are put into the mantissa of 128 (1024), from which a sum takes the rest away.
+_TO_BF16 = tl.constexpr("""{
+    .reg .b32 low, high, signs, sign_low, sign_high, one;
+    mov.b32 one, 0x3F803F80;
+    shr.u32 high, $2, 8;
+    lop3.b32 low, $2, 0x007F007F, 0x43004300, 0xEA;
+    lop3.b32 sign_low, $2, 0x00800080, 0xC300C300, 0xEA;
+    lop3.b32 signs, high, 0x00800080, 0xC300C300, 0xEA;
+    lop3.b32 high, high, 0x007F007F, 0x43004300, 0xEA;
+    fma.rn.bf16x2 $0, low, one, sign_low;
+    fma.rn.bf16x2 $1, high, one, signs;
+}""")
+_TO_FP16 = tl.constexpr("""{
+    .reg .b32 low, high, less;
+    mov.b32 less, 0xE480E480;
+    shr.u32 high, $2, 8;
+    lop3.b32 low, $2, 0x00FF00FF, 0x64806480, 0x6A;
+    lop3.b32 high, high, 0x00FF00FF, 0x64806480, 0x6A;
+    add.rn.f16x2 $0, low, less;
+    add.rn.f16x2 $1, high, less;
+}""")
 
 
 @triton.jit(do_not_specialize=["rows"])  # one compiled kernel per tile serves any number of rows
@@ -52,22 +78,52 @@ def linear_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    WIDENING: tl.constexpr,
 ) -> None:
-    """Grid (row tiles, output tiles, parts of the inputs): out [M, N] = x [M, K] @ weight[N, K].T * scales + bias."""
+    """Grid (row tiles, output tiles, parts of the inputs): out [M, N] = x [M, K] @ weight[N, K].T * scales + bias.
+
+    WIDENING: "single" weights are loaded one by one; "pairs" of them (``paired``) are widened by Triton's own
+        conversions, and pairs for "bf16" or "fp16" activations by the instructions above, with the same results.
+    """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     part = tl.program_id(2)
     share = tl.cdiv(tl.cdiv(inputs, BLOCK_K), PARTS) * BLOCK_K
     start = part * share
     stop = tl.minimum(start + share, inputs)
-    weight_line = weight + n.to(tl.int64)[:, None] * inputs
     x_line = x + m.to(tl.int64)[None, :] * x_stride
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for first in range(start, stop, BLOCK_K):
-        k = first + tl.arange(0, BLOCK_K)
-        w = tl.load(weight_line + k[None, :], mask=(n < outputs)[:, None] & (k < stop)[None, :], other=0.0)
-        a = tl.load(x_line + k[:, None], mask=(m < rows)[None, :] & (k < stop)[:, None], other=0.0)
-        sums += tl.dot(w.to(a.dtype), a, input_precision="ieee")
+    if WIDENING == "single":
+        weight_line = weight + n.to(tl.int64)[:, None] * inputs
+        for first in range(start, stop, BLOCK_K):
+            k = first + tl.arange(0, BLOCK_K)
+            w = tl.load(weight_line + k[None, :], mask=(n < outputs)[:, None] & (k < stop)[None, :], other=0.0)
+            a = tl.load(x_line + k[:, None], mask=(m < rows)[None, :] & (k < stop)[:, None], other=0.0)
+            sums += tl.dot(w.to(a.dtype), a, input_precision="ieee")
+    else:
+        weight_line = weight + n.to(tl.int64)[:, None] * (tl.cdiv(inputs, _GROUP) * (_GROUP // 2))
+        pair = tl.arange(0, BLOCK_K // 2)
+        low = pair // (_GROUP // 2) * _GROUP + pair % (_GROUP // 2)
+        for first in range(start, stop, BLOCK_K):
+            k = first + low
+            w_place = weight_line + (first // 2 + pair)[None, :]
+            w = tl.load(w_place, mask=(n < outputs)[:, None] & (k < stop)[None, :], other=0)
+            x_place = x_line + k[:, None]
+            a = tl.load(x_place, mask=(m < rows)[None, :] & (k < stop)[:, None], other=0.0)
+            further = (m < rows)[None, :] & (k + _GROUP // 2 < stop)[:, None]
+            b = tl.load(x_place + _GROUP // 2, mask=further, other=0.0)
+            if WIDENING == "bf16":
+                w_low, w_high = tl.inline_asm_elementwise(
+                    _TO_BF16, "=r,=r,r", [w], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+                )
+            elif WIDENING == "fp16":
+                w_low, w_high = tl.inline_asm_elementwise(
+                    _TO_FP16, "=r,=r,r", [w], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+                )
+            else:
+                w_low, w_high = ((w << 8) >> 8).to(tl.int16).to(a.dtype), (w >> 8).to(a.dtype)
+            sums += tl.dot(w_low, a, input_precision="ieee")
+            sums += tl.dot(w_high, b, input_precision="ieee")
 
     inside = (n < outputs)[:, None] & (m < rows)[None, :]
     place = m.to(tl.int64)[None, :] * outputs + n[:, None]
@@ -126,14 +182,16 @@ class LinearTile:
 
         weight, x: bytes per weight and per input. The order of the sums stays.
         """
-        tile = self
+        tile, fewest = self, _GROUP.value if weight == 1 else 16
+        while weight == 1 and block_m * tile.inputs > _LARGEST_STEP and tile.inputs > fewest:
+            tile = replace(tile, inputs=tile.inputs // 2)
         while tile.shared_bytes(block_m, weight, x) > most and tile.stages > 2:
             tile = replace(tile, stages=tile.stages - 1)
-        while tile.shared_bytes(block_m, weight, x) > most and tile.inputs > 16:
+        while tile.shared_bytes(block_m, weight, x) > most and tile.inputs > fewest:
             tile = replace(tile, inputs=tile.inputs // 2)
         if tile.registers(block_m) > _MOST_REGISTERS and tile.warps < _MOST_WARPS:
             tile = replace(tile, warps=_MOST_WARPS)
-        while tile.registers(block_m) > _MOST_REGISTERS and tile.inputs > 16:
+        while tile.registers(block_m) > _MOST_REGISTERS and tile.inputs > fewest:
             tile = replace(tile, inputs=tile.inputs // 2)
         return tile
 
@@ -149,26 +207,63 @@ CANDIDATES = (
 
 @dataclass(frozen=True)
 class Quantized:
-    """Quantised weights: values [N, K] int8, float8 or unchanged; scales [N] float32, None for unchanged values."""
+    """Quantised weights: scales [N] float32, None for unchanged values; inputs: K.
+
+    values: [N, K] float8 or unchanged; pairs of int8 (``paired``).
+    """
 
     values: Tensor
     scales: Tensor | None
+    inputs: int
+
+    def unscaled(self, dtype: torch.dtype) -> Tensor:
+        """The quantised numbers [N, K]."""
+        if self.values.dtype != torch.int16:
+            return self.values.to(dtype)
+        return unpaired(self.values, dtype)[:, : self.inputs]
 
     def widened(self, dtype: torch.dtype) -> Tensor:
         """The dequantised weights [N, K]."""
         if self.scales is None:
             return self.values.to(dtype)
-        return (self.values.float() * self.scales[:, None]).to(dtype)
+        return (self.unscaled(torch.float32) * self.scales[:, None]).to(dtype)
+
+
+def paired(values: Tensor) -> Tensor:
+    """Pair int8 weights [N, K] -> [N, P] int16. K is filled up with zeros to a multiple of 64.
+
+    In each group of 64 inputs, number i and number i + 32 are the low and the high byte of a pair.
+    """
+    filled = functional.pad(values, (0, -values.shape[1] % _GROUP.value))
+    groups = filled.view(len(values), -1, 2, _GROUP.value // 2)
+    return groups.transpose(2, 3).contiguous().view(torch.int16).flatten(1)
+
+
+def unpaired(pairs: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weights [N, 2 P] of pairs [N, P], widened in one operation."""
+    out = torch.empty(len(pairs), 2 * pairs.shape[1], dtype=dtype, device=pairs.device)
+    half = _GROUP.value // 2
+    out.view(len(pairs), -1, 2, half).transpose(2, 3).copy_(pairs.view(torch.int8).view(len(pairs), -1, half, 2))
+    return out
 
 
 def quantise(weight: Tensor, to: Format) -> Quantized:
     """Quantise with one scale per output: the largest amplitude becomes the format's largest number."""
+    inputs = weight.shape[1]
     if to == "same":
-        return Quantized(weight, None)
+        return Quantized(weight, None, inputs)
     largest = 127.0 if to == "int8" else torch.finfo(_FP8).max
     scales = weight.float().abs().amax(1).clamp(min=1e-30) / largest
     values = weight.float() / scales[:, None]
-    return Quantized(values.round().to(torch.int8) if to == "int8" else values.to(_FP8), scales)
+    return Quantized(paired(values.round().to(torch.int8)) if to == "int8" else values.to(_FP8), scales, inputs)
+
+
+def widening(weight: Tensor, x: Tensor) -> str:
+    """The kernel's WIDENING for these weights and activations."""
+    if weight.dtype != torch.int16:
+        return "single"
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+    return "pairs" if interpreted() else names.get(x.dtype, "pairs")
 
 
 def linear(
@@ -176,7 +271,7 @@ def linear(
 ) -> Tensor:
     """x [M, K] -> [M, N]. tickets: int32 zeros, one per tile of the result; they are zeros again afterwards."""
     rows, inputs = x.shape
-    outputs = weight.values.shape[0]
+    outputs = len(weight.values)
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     partial = out if tile.parts == 1 else torch.empty((tile.parts, rows, outputs), dtype=torch.float32, device=x.device)
     linear_kernel[(triton.cdiv(rows, block_m), triton.cdiv(outputs, tile.outputs), tile.parts)](
@@ -197,6 +292,7 @@ def linear(
         BLOCK_M=block_m,
         BLOCK_N=tile.outputs,
         BLOCK_K=tile.inputs,
+        WIDENING=widening(weight.values, x),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -205,7 +301,7 @@ def linear(
 
 def linear_reference(x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
     """Reference implementation of ``linear`` in plain torch: float32 sums, the scale last."""
-    sums = x.float() @ weight.values.float().T
+    sums = x.float() @ weight.unscaled(torch.float32).T
     sums = sums if weight.scales is None else sums * weight.scales
     return (sums if bias is None else sums + bias.float()).to(x.dtype)
 
@@ -224,8 +320,8 @@ def widened_linear(x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
     if weight.scales is None:
         return functional.linear(x, weight.values, bias)
     if x.dtype == torch.float16:
-        return functional.linear(x, weight.values.to(x.dtype).mul_(weight.scales[:, None]), bias)
-    sums = functional.linear(x, weight.values.to(x.dtype)) * weight.scales
+        return functional.linear(x, weight.unscaled(x.dtype).mul_(weight.scales[:, None]), bias)
+    sums = functional.linear(x, weight.unscaled(x.dtype)) * weight.scales
     return (sums if bias is None else sums + bias).to(x.dtype)
 
 
@@ -250,13 +346,13 @@ class Linears:
 
     def shape(self, layer: SmallRowLinear, rows: int) -> Shape:
         """The key that a tile is chosen by."""
-        outputs, inputs = layer.weight.values.shape
-        return outputs, inputs, self.block_m(rows)
+        return len(layer.weight.values), layer.weight.inputs, self.block_m(rows)
 
     def candidates(self, layer: SmallRowLinear, x: Tensor) -> list[LinearTile | None]:
         """The tiles that may be the fastest for x's rows; None stands for torch's own product."""
         outputs, inputs, block_m = self.shape(layer, x.shape[0])
-        sizes = layer.weight.values.element_size(), x.element_size(), shared_memory(x.device)
+        bytes_each = x.element_size() if layer.weight.scales is None else 1
+        sizes = bytes_each, x.element_size(), shared_memory(x.device)
         tiles = [tile.fitted(block_m, *sizes).filled(outputs, inputs, x.device) for tile in CANDIDATES]
         widens = x.shape[0] > ROW_TILES[-2] and not self.deterministic
         return [*dict.fromkeys(tiles), *([None] if widens else [])]
