@@ -84,7 +84,7 @@ def test_the_table_of_peers_is_what_was_measured() -> None:
         assert rows[name] == [round(speed(*given, batch)) for batch in BATCHES], name
 
 
-XEON = "Beside other engines, on a Xeon with AMX"
+XEON, ZEN3 = "Beside other engines, on a Xeon with AMX", "Beside other engines, on a Zen 3"
 AMX_PEERS = {
     "paceline, int8, plain": ("int8", "paceline-int8", ("plain",)),
     "**paceline, int8, `auto`**": ("int8", "paceline-int8", ("ngram", "draft")),
@@ -95,23 +95,48 @@ AMX_PEERS = {
 }
 
 
-def amx_speeds(name: str) -> list[float]:
+def amx_speeds(name: str, machine: str = "xeon-amx") -> list[float]:
     """Tokens per second on stubs at 1, 4, 8 rows, and in chat."""
     precision, peer, modes = AMX_PEERS[name]
-    runs = [f"peers-qwen-{precision}-{prompts}-xeon-amx" for prompts in ("stubs", "chat")]
+    runs = [f"peers-qwen-{precision}-{prompts}-{machine}" for prompts in ("stubs", "chat")]
     return [speed(run, peer, modes, batch) for run in runs for batch in (1, 4, 8)]
 
 
-def test_peers_on_a_xeon_are_what_was_measured() -> None:
-    rows = {name: [number.strip("*") for number in numbers] for name, *numbers in table(XEON)}
-    assert rows == {name: [f"{found:.0f}" for found in amx_speeds(name)] for name in AMX_PEERS}
-    for ours, theirs in (("**paceline, int8, `auto`**", "OpenVINO GenAI"), ("**paceline, bf16, `auto`**", "vLLM")):
-        other = next(amx_speeds(name) for name in AMX_PEERS if name.startswith(theirs))
-        over = [f"{mine / found:.2f}" for mine, found in zip(amx_speeds(ours), other, strict=True)]
+@pytest.mark.parametrize(
+    ("heading", "machine", "precisions"), [(XEON, "xeon-amx", ("int8", "bf16")), (ZEN3, "epyc-zen3", ("int8",))]
+)
+def test_peers_on_stubs_and_chat_are_what_was_measured(heading: str, machine: str, precisions: Sequence[str]) -> None:
+    rows = {name: [number.strip("*") for number in numbers] for name, *numbers in table(heading)}
+    measured = {name: amx_speeds(name, machine) for name, side in AMX_PEERS.items() if side[0] in precisions}
+    assert rows == {name: [f"{found:.0f}" for found in speeds] for name, speeds in measured.items()}
+    for precision, theirs in zip(precisions, ("OpenVINO GenAI", "vLLM"), strict=False):
+        ours = measured[f"**paceline, {precision}, `auto`**"]
+        other = next(speeds for name, speeds in measured.items() if name.startswith(theirs))
+        over = [f"{mine / found:.2f}" for mine, found in zip(ours, other, strict=True)]
         said = f"{', '.join(over[:3])} times as fast as {theirs} on stubs, {', '.join(over[3:])} times on chat."
         assert said in " ".join(PAGE.read_text().split())
-    lines = [line for line in table_lines(PAGE, XEON) if line not in (ROOT / "README.md").read_text()]
-    assert lines == [], "README has the same table"
+
+
+def test_readme_has_the_table_of_the_xeon() -> None:
+    assert [line for line in table_lines(PAGE, XEON) if line not in (ROOT / "README.md").read_text()] == []
+
+
+def test_remarks_on_the_zen3_are_what_was_measured() -> None:
+    plain, auto = (amx_speeds(name, "epyc-zen3") for name in list(AMX_PEERS)[:2])
+    run = "peers-qwen-int8-stubs-epyc-zen3"
+    theirs = [speed(run, "openvino", modes, 1) for modes in (("ngram",), ("plain",))]
+    text = text_below(ZEN3)
+    assert f"`auto` has {auto[4] / plain[4]:.2f} of plain decoding's speed" in text
+    (chat,) = [
+        r
+        for r in load("peers-qwen-int8-chat-epyc-zen3")["results"]
+        if (r["peer"], r["mode"], r["batch"]) == ("paceline-int8", "ngram", 4)
+    ]
+    assert chat["tokens_per_s"] == auto[4]
+    assert f"made {chat['samples'][0]['drafted']} draft tokens there" in text
+    assert f"it had {theirs[0] / theirs[1]:.2f} of its plain speed" in text
+    over = [mine / found for mine, found in zip(auto, amx_speeds("OpenVINO GenAI, int8", "epyc-zen3"), strict=True)]
+    assert f"{min(over):.1f} to {max(over):.1f} times as fast as OpenVINO" in (ROOT / "README.md").read_text()
 
 
 # --- Gemma 3, and a hybrid with random weights ------------------------------------------------------------------------
@@ -721,6 +746,40 @@ def test_what_was_measured_on_a_gpu_is_what_stands_there() -> None:
             assert [figure for figure in GPU_HEADLINES[row]() if figure not in ours] == [], row
         else:
             assert ours == "nothing of ours yet", row
+
+
+def opening_figures() -> list[str]:
+    """The figures that the page opens with, each from the run that its section names."""
+
+    def over(ours: Sequence[float], theirs: Sequence[float]) -> str:
+        return ", ".join(f"{mine / other:.2f}" for mine, other in zip(ours[:3], theirs, strict=False))
+
+    xeon, zen3 = ({name: amx_speeds(name, machine) for name in names} for machine, names in OPENING_RUNS.items())
+    zen4 = [[speed(*PEERS[name], rows) for rows in (1, 4, 8)] for name in INT8]
+    _, int8, int4 = kernels_and_llama_cpp()
+    one, four, eight = in_a_budget()
+    return [
+        f"{over(*(xeon[name] for name in INT8))} times as fast as in OpenVINO GenAI",
+        f"{over(*zen4)} times on a Zen 4",
+        f"{over(*(zen3[name] for name in INT8))} times on a Zen 3",
+        f"{over(*(xeon[name] for name in BF16))} times as fast as in vLLM",
+        int8.replace("over", "over llama.cpp's").replace("Q8_0", "Q8_0 is"),
+        int4,
+        ", ".join(over_plain(1, 4, 8)).replace("at 1", "at 1 row"),
+        ", ".join(gpu_gain("gpt-7.8b-bf16", rows) for rows in (1, 8, 32, 64)),
+        f"Of {sum(int(each.split()[0]) for each in equal_sequences())} sequences",
+        f"{one}, {four}, and a loss, {eight.replace(' at', ', at')}",
+    ]
+
+
+INT8 = "**paceline, int8, `auto`**", "OpenVINO GenAI, int8"
+BF16 = "**paceline, bf16, `auto`**", "vLLM, bf16"
+OPENING_RUNS = {"xeon-amx": (*INT8, *BF16), "epyc-zen3": INT8}
+
+
+def test_the_page_opens_with_figures_of_its_runs() -> None:
+    opening = " ".join(PAGE.read_text().split("\nEvery figure on this page")[0].split())
+    assert [figure for figure in opening_figures() if figure not in opening] == []
 
 
 GPU_SHARES = {"llama-8b-bf16": (8, 1, 32, 64), "gpt-7.8b-bf16": (8, 1, 32, 64), "llama-8b-int8": (8, 1)}
