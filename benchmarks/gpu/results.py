@@ -50,8 +50,7 @@ class Automatic:
     run: AutoRun
 
     def as_json(self) -> dict[str, Any]:
-        run = {**asdict(self.run), "over_plain": self.run.over_plain}
-        return {**self.cell.as_json(), "tokens_a_second": run, "acceptance": "synthetic"}
+        return {**self.cell.as_json(), "tokens_a_second": self.run.as_json(), "acceptance": "synthetic"}
 
 
 @dataclass(frozen=True)

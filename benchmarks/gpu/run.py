@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -117,6 +118,44 @@ def products(device: Device = "cuda", budget: Budget = 120, tiny: Tiny = False, 
         _say(bench.describe(each))
         document |= {"cases": timed, "dropped": len(wanted) - len(timed)}
         write(document)
+    end(document, output)
+
+
+@app.command()
+def transformers(
+    device: Device = "cuda",
+    tiny: Tiny = False,
+    output: Output = None,
+    pairs: Pairs = "llama-8b",
+    rows: Rows = "8,1,32",
+    tokens: Annotated[int, typer.Option("--tokens", min=16, help="Tokens that each row decodes.")] = 256,
+) -> None:
+    """Plain decoding and auto beside transformers' ``generate``, in bf16, on random weights of the same sizes;
+    acceptance is SYNTHETIC. The last line of stdout is one JSON document.
+    """
+    check_output("--output", output)
+    place = _device(device, tiny)
+    from importlib.metadata import version
+
+    from benchmarks.gpu.auto import beside_transformers
+    from benchmarks.gpu.bench import Options, device_name, random_pair, versions
+    from benchmarks.gpu.cells import Axes, Setting
+
+    options = Options.tiny_on(place, 0) if tiny else Options(place, Axes())
+    axes = options.axes.chosen(pairs, None, rows, None)
+    document: dict[str, Any] = {
+        "command": command_line(),
+        "acceptance": "synthetic",
+        "device": device_name(place),
+        "versions": {**versions(), "transformers": version("transformers")},
+        "cases": [],
+    }
+    for pair, count in product(axes.pairs, axes.rows):
+        setting = Setting(pair, "bf16", "ragged", axes.contexts[0], count)
+        found = beside_transformers(*random_pair(pair, "bf16", options), setting, tokens)
+        document["cases"].append({**asdict(setting), "tokens": tokens, "tokens_a_second": found})
+        _say(f"{pair}, {count} rows: {', '.join(f'{name} {rate:.0f}' for name, rate in found.items())} tokens/s")
+        _writer(output)(document)
     end(document, output)
 
 

@@ -106,8 +106,8 @@ def test_lines_say_whether_the_wanted_figures_were_met() -> None:
         Measured(Cell(BASE, 7, "verify"), 7.5, 5.0),
         Traced(Cell(BASE, 0, "trace"), 7.0, Trace(6.95, {})),
         Traced(Cell(BASE, 7, "trace"), 9.0, Trace(8.0, {})),
-        Automatic(Cell(BASE, 0, "auto"), AutoRun(100, 97, 0.8)),
-        Automatic(Cell(replace(BASE, rows=1), 0, "auto"), AutoRun(100, 250, 0.8)),
+        Automatic(Cell(BASE, 0, "auto"), AutoRun(100, 97, 0.8, 50)),
+        Automatic(Cell(replace(BASE, rows=1), 0, "auto"), AutoRun(100, 250, 0.8, 90)),
     )
     lines = show(results, [], AXES)
     assert (line := line_of(lines, "plain decoding")).met is False
@@ -142,7 +142,7 @@ def test_attention_is_judged_by_its_worst_case() -> None:
 
 def test_documents_say_that_acceptance_is_synthetic() -> None:
     results = results_of(
-        measured(BASE, 0, 6.0), measured(BASE, 7, 9.0), Automatic(Cell(BASE, 0, "auto"), AutoRun(1, 2, None))
+        measured(BASE, 0, 6.0), measured(BASE, 7, 9.0), Automatic(Cell(BASE, 0, "auto"), AutoRun(1, 2, None, 1))
     )
     for document in [*results.speedups_as_json(), results.as_json()[0]["played"], results.as_json()[-1]]:
         assert document["acceptance"] == "synthetic"

@@ -25,12 +25,13 @@ from paceline.kernels.attention import make_backend
 from paceline.kernels.gpu import ahead
 from paceline.kernels.gpu.graphs import Graphs, Named, Program
 from paceline.lengths import FixedLength, LengthPolicy
-from paceline.lengths.auto import AutoLength
+from paceline.lengths.auto import DEPTHS, AutoLength
 from paceline.lengths.base import FIRST, BassLength, ProfiledLength
 from paceline.lengths.calibration import Grid
-from paceline.lengths.scores import LONGEST_AUTO
+from paceline.lengths.cost import CostModel
 from paceline.models.decoder import Decoder
 from paceline.models.draft_decoder import DraftDecoder
+from simulation import linear_costs
 from toy import VOCAB, ToyModel, answers, make_engine, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -123,20 +124,20 @@ def test_without_a_draft_model_only_plain_rounds_are_captured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "first", "most"),
+    ("policy", "first", "all_lengths"),
     [
-        (FixedLength(4), [4, 3, 2, 1, 0], 4),
-        (BassLength(), [FIRST, FIRST - 1, FIRST + 1, FIRST - 2], MAX_SPECULATION_LENGTH),
-        (ProfiledLength({1: 5, 8: 2}), [2, 1, 3, 0, 4, 5], 5),
-        (AutoLength.__new__(AutoLength), [0, 1, 2, 3], LONGEST_AUTO),
+        (FixedLength(4), [4, 3, 2, 1, 0], range(5)),
+        (BassLength(), [FIRST, FIRST - 1, FIRST + 1, FIRST - 2], range(MAX_SPECULATION_LENGTH + 1)),
+        (ProfiledLength({1: 5, 8: 2}), [2, 1, 3, 0, 4, 5], range(6)),
+        (AutoLength(CostModel(linear_costs()), ranks=False), [0, 1, 2, 3], (0, *DEPTHS)),
     ],
 )
 def test_all_lengths_of_a_policy_are_listed_the_likeliest_first(
-    policy: LengthPolicy, first: list[int], most: int
+    policy: LengthPolicy, first: list[int], all_lengths: Sequence[int]
 ) -> None:
     told = likely_lengths(policy, 8)
     assert told[: len(first)] == first
-    assert sorted(told) == list(range(most + 1))
+    assert sorted(told) == list(all_lengths)
 
 
 # --- until when -------------------------------------------------------------------------------------------------------

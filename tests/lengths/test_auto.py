@@ -139,8 +139,10 @@ def test_draft_tokens_that_become_bad_are_noticed_within_a_few_rounds(rows: int,
     policy = blind(simulation, DRAFT_MODEL)
     simulation.play(policy, 300)
     rate[0] = 0.0
-    simulation.play(policy, rounds + 1)
-    assert simulation.asked[-1] == 0
+    simulation.play(policy, rounds)
+    assert simulation.asked[-1] <= 1
+    simulation.play(policy, 20)
+    assert simulation.asked[-5:] == [0] * 5
 
 
 def test_a_length_per_batch_size_that_falls_as_the_batch_grows() -> None:

@@ -14,7 +14,9 @@ import pytest
 
 import hostile_files
 
-SLACK_KIB = 8 << 10  # of the interpreter: loading adds up to 3 MiB, whatever the files
+# Of the interpreter: usually 3 MiB, whatever the files; 12.5 MiB were seen in a process's first load in int8. A third
+# copy of a large file is 25 MiB.
+SLACK_KIB = 16 << 10
 
 
 def fault(found: dict[str, Any]) -> str | None:

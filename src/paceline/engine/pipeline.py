@@ -199,12 +199,9 @@ class DeviceRunner:
 
 
 def likely_lengths(policy: LengthPolicy, rows: int) -> list[int]:
-    """Return every draft length that rounds of ``rows`` rows may have, the likeliest first.
-
-    All lengths are possible: rounds get shorter when the rows are close to their ends.
-    """
+    """Return every draft length that rounds of ``rows`` rows may have, the likeliest first."""
     usual = policy.length_for(rows)
-    return sorted(range(policy.max_draft_tokens + 1), key=lambda k: abs(k - usual))
+    return sorted(policy.possible_lengths, key=lambda k: abs(k - usual))
 
 
 def _reordered(launched: HostVerdict, lines: list[int | None], logprobs: Logprobs | None) -> Verdict:

@@ -57,6 +57,9 @@ NGRAM_ALLOWANCE = 1.0
 SEARCH_PRIOR = 0.2  # tokens per row that a search for n-gram drafts is assumed to gain, before the first
 NGRAM_TIME_CAP = 0.2  # without it n-gram drafts lose 0.5 %; 0.1 gives 0.991 (docs/log.md)
 DRAIN_DEFICIT = 0.5  # plain rounds that drafts may cost a draining batch; with 0 it often gives up drafts that pay
+# Where one length serves all rows, these: a GPU captures each for each number of rows. They lose at most 1 % of the
+# speed of all 16; 1, 2, 4, 8, 16 would lose up to 2.7 % (docs/log.md).
+DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 RETRY_DISCOUNT = 0.5  # the retry of ``_counts_to_verify`` assumes that drafts cost this share of what is predicted
 
 
@@ -137,6 +140,10 @@ class AutoLength(RowKeepers, LengthPolicy):
     @property
     def reads_drafts(self) -> bool:
         return self._ranks
+
+    @property
+    def possible_lengths(self) -> Sequence[int]:
+        return super().possible_lengths if self._ranks else (0, *DEPTHS)
 
     @property
     def keepers(self) -> tuple[RowKeeper, ...]:
@@ -239,8 +246,8 @@ class AutoLength(RowKeepers, LengthPolicy):
             caps = [round_.k if row in rows else 0 for row in range(round_.rows)]
         if not self._ranks:
             plan = SpeculationPlan(round_.k, caps, note=round_).within(round_.batch)
-            round_.k = round_.passes = plan.k
-            return plan
+            round_.k = round_.passes = max((k for k in self.possible_lengths if k <= plan.k), default=0)
+            return replace(plan, k=round_.k)
         searches_first = self._searches and not round_.trial
         fallback = self._fallback if searches_first else lambda _batch, _ngram_draft: round_.k
         k = LONGEST_AUTO if searches_first else round_.k
@@ -260,7 +267,7 @@ class AutoLength(RowKeepers, LengthPolicy):
         allowed = [min(LONGEST_AUTO, most) for most in round_.batch.max_draft_tokens]
         lines = round_.lines(source, [bins_of(count) for count in allowed], [self._shape] * round_.rows)
         gains = map(sum, zip_longest(*lines, fillvalue=0.0))
-        value, tokens, k = best_depth(self.costs, gains, round_.times, round_.rows, rate)
+        value, tokens, k = best_depth(self.costs, gains, round_.times, round_.rows, rate, self.possible_lengths)
         return value + min(1.0, source.calibration.error()) * tokens, k
 
     def _gain(self, source: DraftSource, rows: int) -> RunningMean:

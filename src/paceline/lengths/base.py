@@ -85,6 +85,14 @@ class LengthPolicy(RowKeeper):
         """Usual draft tokens per row for ``rows`` rows. Captured rounds near this length are prepared first."""
         return 0
 
+    @property
+    def possible_lengths(self) -> Sequence[int]:
+        """The draft lengths that rounds may have, by default all up to the longest.
+
+        Rounds are also shortened when the rows are near their ends.
+        """
+        return range(self.max_draft_tokens + 1)
+
 
 class FixedLength(LengthPolicy):
     """k draft tokens for every row in every round."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import itemgetter
@@ -12,7 +12,7 @@ from typing import TypeAlias
 from paceline.core.batch import Batch
 from paceline.core.draft import Draft
 from paceline.lengths.cost import CostModel, RoundTimes
-from paceline.lengths.scores import bins_of, bins_of_draft
+from paceline.lengths.scores import LONGEST_AUTO, bins_of, bins_of_draft
 from paceline.lengths.sources import DraftSource
 
 Parents: TypeAlias = Sequence[int] | None  # index of each draft token's parent in its row, -1 for none; None: a chain
@@ -114,14 +114,20 @@ class AutoRound:
 
 
 def best_depth(
-    costs: CostModel, gains: Iterable[float], times: RoundTimes, rows: int, rate: float
+    costs: CostModel,
+    gains: Iterable[float],
+    times: RoundTimes,
+    rows: int,
+    rate: float,
+    depths: Container[int] = range(1, LONGEST_AUTO + 1),
 ) -> tuple[float, float, int]:
     """Value, expected tokens and depth of the best draft that is equally deep in every row, at least 1.
 
-    gains: expected tokens at depth 1, 2, ..., all rows together.
+    gains: expected tokens at depth 1, 2, ..., all rows together. depths: those that are allowed.
     """
     values = [
         (tokens - rate * (times.extra(rows * k) + costs.draft_ms(rows, k)), tokens, k)
         for k, tokens in enumerate(accumulate(gains), 1)
+        if k in depths
     ]
     return max(values, key=itemgetter(0), default=(-math.inf, 0.0, 1))

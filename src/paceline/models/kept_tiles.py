@@ -26,7 +26,7 @@ log = logging.getLogger("paceline")
 VARIABLE = "PACELINE_TILE_CACHE"
 SECONDS = 60.0  # time limit of one load's tuning; compiling a kernel takes about one second
 Tiles: TypeAlias = dict[Shape, LinearTile | None]
-METHOD = 2  # version of the kernels: raise it when a kernel changes, which discards older choices
+METHOD = 3  # version of the kernels: raise it when a kernel changes, which discards older choices
 
 
 def kernel_seconds(function: Callable[[], object]) -> float:

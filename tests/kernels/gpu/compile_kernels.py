@@ -86,7 +86,7 @@ TYPES = {
     "frequencies": "*fp32", "amplitude": "fp32", "epsilon": "fp32",
 }  # fmt: skip
 BLOCKS = {"BLOCKS": 32, "BLOCKS_UP": 32}
-ROW = {"LENGTH": 8, "LENGTH_UP": 8, "STOPS": 4, "STOPS_UP": 4}
+ROW = {"LENGTH_UP": 8, "STOPS": 4, "STOPS_UP": 4}
 
 
 def arguments(kernel: Any, constants: dict[str, Any], **types: str) -> dict[str, str]:
@@ -148,7 +148,7 @@ def attention() -> dict[str, Used]:
 def drawing() -> dict[str, Used]:
     from paceline.kernels.gpu import draw
 
-    cut = dict(LENGTH=8, BLOCK=draw.BLOCK, **BLOCKS)
+    cut = dict(BLOCK=draw.BLOCK, **BLOCKS)
     return {
         "leader": build(draw.leader_kernel, {"BLOCKS": 32, "BLOCK": draw.BLOCK}, warps=8),
         "leader bf16": build(draw.leader_kernel, {"BLOCKS": 32, "BLOCK": draw.BLOCK}, warps=8, logits="*bf16"),
@@ -162,15 +162,15 @@ def accepting() -> dict[str, Used]:
     from paceline.kernels.gpu import accept
     from paceline.kernels.gpu.draw import BLOCK
 
-    wide = {"LENGTH": 8, "BLOCK": BLOCK, **BLOCKS}
+    wide = {"BLOCK": BLOCK, **BLOCKS}
     return {
         "coupled": build(accept.coupled_kernel, {"SYNTHETIC": False, **BLOCKS, **ROW}),
         "coupled synthetic": build(accept.coupled_kernel, {"SYNTHETIC": True, **BLOCKS, **ROW}),
         "mass": build(accept.mass_kernel, wide, warps=8),
-        "judge": build(accept.rejection_kernel, {"LENGTH": 8, "LENGTH_UP": 8, **BLOCKS}),
+        "judge": build(accept.rejection_kernel, {"LENGTH_UP": 8, **BLOCKS}),
         "recover": build(accept.recover_kernel, wide, warps=8),
         "finish": build(accept.finish_kernel, {**BLOCKS, **ROW}),
-        "logprob": build(accept.logprob_kernel, {"RECORD": 11, "LENGTH": 8, "LENGTH_UP": 8, **BLOCKS}),
+        "logprob": build(accept.logprob_kernel, {"LENGTH_UP": 8, **BLOCKS}),
     }
 
 
@@ -178,11 +178,11 @@ def shaping() -> dict[str, Used]:
     from paceline.kernels.gpu import shape
     from paceline.kernels.gpu.draw import BLOCK
 
-    adjust = {"LENGTH": 8, "STOPS": 8, "BLOCK": BLOCK}
+    adjust = {"STOPS": 8, "BLOCK": BLOCK}
     found = {"adjust": build(shape.adjust_kernel, adjust, warps=8, fusion=False, out="*fp32", counts="*fp32")}
     for element in list(POINTERS.values())[: 1 if FEW else None]:
         types = {"logits": element, "out": "*fp32"}
-        cut = {"LENGTH": 8, "BLOCK": BLOCK, **BLOCKS}
+        cut = {"BLOCK": BLOCK, **BLOCKS}
         options = {"warps": 8, "fusion": False, "most": shape.MOST_REGISTERS}
         found[f"cut {element}"] = build(shape.cut_kernel, cut, **options, **types)
     return found
@@ -199,16 +199,16 @@ def linears() -> dict[str, Used]:
         if weight == "*fp8e4nv" and ARCH < 89:
             continue
         for candidate in CANDIDATES if element == "*bf16" and not FEW else CANDIDATES[:1]:
-            for parts, block_m in ((1, 16), (1, 64), (1, 128), (4, 64))[3 * FEW :]:
+            for split, block_m in ((False, 16), (False, 64), (False, 128), (True, 64))[3 * FEW :]:
                 tile = candidate.fitted(block_m, 1 + (weight == element), 2, LARGEST_SHARED[ARCH])
                 constants = {
-                    "SCALED": weight != element, "BIASED": False, "PARTS": parts,
+                    "SCALED": weight != element, "BIASED": False, "SPLIT": split,
                     "BLOCK_M": block_m, "BLOCK_N": tile.outputs, "BLOCK_K": tile.inputs,
                     "WIDENING": element[1:] if weight == "*i16" else "single",
                 }  # fmt: skip
                 types = {"x": element, "out": element, "bias": element, "weight": weight}
                 name = "pairs of int8" if weight == "*i16" else weight
-                key = f"linear {name} {element} {candidate.outputs}x{candidate.inputs} rows={block_m} parts={parts}"
+                key = f"linear {name} {element} {candidate.outputs}x{candidate.inputs} rows={block_m} split={split}"
                 found[key] = build(linear_kernel, constants, warps=tile.warps, stages=tile.stages, **types)
     return found
 

@@ -1,4 +1,5 @@
-"""Count the kernels that prompts of new lengths would compile; test_compile.py runs it without the interpreter.
+"""Count the kernels that prompts and drafts of new lengths would compile; test_compile.py runs it without the
+    interpreter.
 
 Nothing is compiled or launched: a driver without a device chooses the kernels, and a hook records what would be
     compiled. Prints the number after warm-up, which is the number of stalls that users would see.
@@ -8,15 +9,24 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from kernels.gpu.rows import make_batch
+from paceline.core.batch import Batch
+from paceline.core.draft import Draft
+from paceline.core.rows import StepFeatures
+from paceline.core.sampling import Purpose
 from paceline.kernels.attention.ragged import FIXED, RaggedAttention, Tiles
+from paceline.kernels.gpu.accept import coupled, own_logprobs, rejection
+from paceline.kernels.gpu.draw import Noise, draw
 from paceline.kernels.gpu.linear import LARGEST_ROWS, Linears
 from paceline.kernels.gpu.rotary import turn_and_store
+from paceline.kernels.gpu.shape import shaped
 from paceline.kernels.gpu.state import Norm, PackedHeads
 from paceline.kernels.gpu.steps import TritonSteps
 
@@ -59,6 +69,29 @@ def read_prompt(attention: RaggedAttention, linears: Linears, rows: int, length:
     linears(torch.zeros(128, 256, dtype=torch.bfloat16))(x)
 
 
+def finish_round(batch: Batch, k: int, *, independent: bool) -> None:
+    """The kernels that follow the logits of a round of ``k`` draft tokens, and those of the last draft token's draw."""
+    rows = batch.state(batch.rows)
+    logits = torch.zeros(rows.rows, k + 1, batch.vocab_size)
+    tokens, counts = torch.zeros(rows.rows, k, dtype=torch.int64), torch.zeros(rows.rows, dtype=torch.int64)
+    draft = Draft(tokens, counts, logits=logits[:, :k] if independent and k else None)
+    asks = StepFeatures(adjusts=True, cuts=True)
+    logits = shaped(logits, rows, asks, tokens)
+    record = (rejection if independent else coupled)(draft, logits, rows)
+    own_logprobs(logits, record)
+    if k:
+        draw(shaped(logits[:, :1], rows, asks, tokens, k - 1), Noise.of(rows), k - 1, Purpose.DRAW)
+
+
+def count_of_drafts(lengths: Sequence[int]) -> int:
+    """Kernels that rounds of these lengths would compile."""
+    before, batch = len(seen), make_batch([0.0, 1.0], 5000)
+    for k in lengths:
+        for independent in (False, True):
+            finish_round(batch, k, independent=independent)
+    return len(seen) - before
+
+
 def main() -> None:
     triton.runtime.driver.set_active(NoDevice())
     triton.knobs.runtime.jit_cache_hook = note
@@ -73,7 +106,9 @@ def main() -> None:
         for _ in range(30):
             read_prompt(attention, linears, rng.randint(1, 5), rng.randint(1, 700), rng.choice([0, 0, 16, 301, 1024]))
         print(len(seen) - warm, file=sys.stdout)
-        print("\n".join(sorted(seen)), file=sys.stderr)
+    assert count_of_drafts([0, 1, 3, 7, 15, 16]) > 0
+    print(count_of_drafts(range(17)), file=sys.stdout)
+    print("\n".join(sorted(seen)), file=sys.stderr)
 
 
 if __name__ == "__main__":

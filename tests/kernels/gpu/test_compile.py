@@ -22,7 +22,8 @@ MAY_SPILL = "*fp32"  # float32 is for comparisons; its products have no tensor c
 
 def run(script: str, *arguments: str, **environment: str) -> str:
     """Its standard output, with kernels compiled instead of interpreted."""
-    own = {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT / "src"), **environment}
+    paths = os.pathsep.join(map(str, (ROOT / "src", ROOT / "tests")))
+    own = {"TRITON_INTERPRET": "0", "PYTHONPATH": paths, **environment}
     command = [sys.executable, str(HERE / script), *arguments]
     done = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -35,8 +36,13 @@ def committed() -> dict[str, list[str]]:
     return {name: cells.split(" | ") for name, cells in lines}
 
 
+def spilled(cell: str) -> int:
+    """Bytes."""
+    return 0 if cell == "-" else int(cell.split(" / ")[1])
+
+
 def spills(cell: str) -> bool:
-    return cell != "-" and cell.split(" / ")[1] != "0"
+    return spilled(cell) > 0
 
 
 def test_every_kernel_compiles_for_sm_90_and_is_in_the_table(tmp_path: Path) -> None:
@@ -56,13 +62,18 @@ def test_the_table_equals_the_compilers_output(tmp_path: Path) -> None:
     assert table.read_text() == TABLE.read_text(), "write the table anew: its first lines say how"
 
 
-def test_in_16_and_8_bits_nothing_spills() -> None:
+def test_in_16_and_8_bits_nothing_spills_but_a_few_tiles_of_unquantised_weights() -> None:
     found = committed()
     assert len(found) > 100
     assert {len(cells) for cells in found.values()} == {4}, "sm_80, sm_89, sm_90, sm_100"
-    assert [name for name, cells in found.items() if MAY_SPILL not in name and any(map(spills, cells))] == []
+    spilling = {name: cells for name, cells in found.items() if MAY_SPILL not in name and any(map(spills, cells))}
+    assert [name for name in spilling if not re.match(r"linear \*(bf|fp)16 \*", name)] == []
+    assert max(spilled(cell) for cells in spilling.values() for cell in cells) <= 40
+    assert not any(spills(cells[2]) for cells in spilling.values()), "on sm_90"
 
 
-def test_prompts_of_new_lengths_compile_nothing() -> None:
-    """Thirty prompts after a warm-up of five, with tiles by shape and with fixed ones."""
-    assert run("count_compilations.py").split() == ["0", "0"]
+def test_prompts_and_drafts_of_new_lengths_compile_nothing() -> None:
+    """Thirty prompts after a warm-up of five, with tiles by shape and with fixed ones; drafts of 0 to 16 tokens after
+    0, 1, 3, 7, 15 and 16.
+    """
+    assert run("count_compilations.py").split() == ["0", "0", "0"]

@@ -108,7 +108,7 @@ def test_deterministic_rows_do_not_depend_on_their_neighbours() -> None:
 
 
 def test_the_fastest_tile_is_measured_once_for_each_shape() -> None:
-    seconds = iter([5.0, 4.0, 1.0, 3.0, 2.0])
+    seconds = iter([5.0, 4.0, 1.0])
     calls: list[float] = []
 
     def timer(call: object) -> float:
@@ -119,7 +119,7 @@ def test_the_fastest_tile_is_measured_once_for_each_shape() -> None:
     layer, x = linears(torch.randn(40, 32, device=DEVICE)), torch.randn(3, 32, device=DEVICE)
     for rows in (x, x, x[:1]):
         layer(rows)
-    assert len(calls) == 5
+    assert len(calls) == 3
     assert linears.tile(layer, x) == CANDIDATES[2]
 
 
@@ -200,11 +200,14 @@ def test_tiles_fit_the_devices_shared_memory(shared: int) -> None:
                     assert fitted == tile
 
 
-def test_parts_are_chosen_so_that_the_busiest_multiprocessor_has_the_least_to_do() -> None:
-    """80 tiles on 132 of them: in four parts 320 programs, three here and two there; in six 480, four at most."""
-    here = torch.device("cpu")  # stands for an H100
-    tile = LinearTile(outputs=64, inputs=128)
-    assert [tile.filled(5120, inputs, here).parts for inputs in (5120, 20480)] == [6, 6]
-    assert tile.filled(1536, 1536, here).parts == 3
-    assert tile.filled(28672, 4096, here).parts == 1
-    assert tile.filled(64, 576, here).parts == 1  # a part has at least 512 inputs
+def test_parts_put_one_to_three_programs_on_every_multiprocessor() -> None:
+    here = torch.device("cpu")  # stands for an H100 and its 132
+
+    def parts(outputs: int, inputs: int) -> list[int]:
+        return [tile.parts for tile in LinearTile(outputs=64).split(outputs, inputs, here)]
+
+    assert parts(4096, 14336) == [4, 2, 6]  # of 64 tiles
+    assert parts(6144, 4096) == [2, 1, 4]
+    assert parts(28672, 4096) == [1]  # 448 tiles fill it three times
+    assert parts(64, 1100) == [2]  # a part has at least 512 inputs
+    assert parts(64, 100) == [1]

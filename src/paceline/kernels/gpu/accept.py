@@ -3,7 +3,8 @@
 Shapes: B rows, k draft tokens, L = k + 1 positions, V vocabulary, S stop tokens. The rules are those of ``rules.py``,
     the commit is ``rows.RowState.gain``, the noise is that of ``sampling.py``. Every function here appends a row's new
     tokens to its text, updates its length, and returns the round's record [B, L + 3] int64: tokens, accepted, drafted,
-    gained. A row that has ended (limit or stop token) gains nothing: the host may be a round behind.
+    gained. A row that has ended (limit or stop token) gains nothing: the host may be a round behind. Kernels take L as
+    ``per_row``, a number, so that one compiled kernel serves up to the next power of two (``LENGTH_UP``).
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def commit(
     stops: tl.tensor,
     live: tl.tensor,
     record: tl.tensor,
-    LENGTH: tl.constexpr,
+    per_row: tl.tensor,
     LENGTH_UP: tl.constexpr,
     STOPS: tl.constexpr,
     STOPS_UP: tl.constexpr,
@@ -70,11 +71,11 @@ def commit(
     gained = tl.where(ended, 0, gained)
     tl.store(text + slot * text_stride + before + place, tokens, mask=place < gained)
     tl.store(length + slot, before + gained)
-    line = record + row * (LENGTH + 3)
-    tl.store(line + place, tokens, mask=place < LENGTH)
-    tl.store(line + LENGTH, tl.where(ended, 0, accepted).to(tl.int64))
-    tl.store(line + LENGTH + 1, tl.where(ended, 0, drafted).to(tl.int64))
-    tl.store(line + LENGTH + 2, gained)
+    line = record + row * (per_row + 3)
+    tl.store(line + place, tokens, mask=place < per_row)
+    tl.store(line + per_row, tl.where(ended, 0, accepted).to(tl.int64))
+    tl.store(line + per_row + 1, tl.where(ended, 0, drafted).to(tl.int64))
+    tl.store(line + per_row + 2, gained)
 
 
 @triton.jit
@@ -84,7 +85,7 @@ def leading(kept: tl.tensor, counts: tl.tensor, LENGTH_UP: tl.constexpr) -> tl.t
     return tl.min(tl.where(kept & (place < counts), LENGTH_UP, place), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["per_row"])
 def coupled_kernel(
     values: tl.tensor,
     drawn: tl.tensor,
@@ -105,7 +106,7 @@ def coupled_kernel(
     SYNTHETIC: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCKS_UP: tl.constexpr,
-    LENGTH: tl.constexpr,
+    per_row: tl.tensor,
     LENGTH_UP: tl.constexpr,
     STOPS: tl.constexpr,
     STOPS_UP: tl.constexpr,
@@ -116,14 +117,14 @@ def coupled_kernel(
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     place, block = tl.arange(0, LENGTH_UP), tl.arange(0, BLOCKS_UP)
-    at = (row * LENGTH + place)[:, None] * BLOCKS + block[None, :]
-    there = (place < LENGTH)[:, None] & (block < BLOCKS)[None, :]
+    at = (row * per_row + place)[:, None] * BLOCKS + block[None, :]
+    there = (place < per_row)[:, None] & (block < BLOCKS)[None, :]
     value = tl.load(values + at, mask=there, other=float("-inf"))
     token = tl.load(drawn + at, mask=there, other=2147483647)
     best = tl.max(value, 1)
     draws = tl.min(tl.where(value == best[:, None], token, 2147483647), 1).to(tl.int64)
     draws = tl.where(draws == 2147483647, 0, draws)  # all logits were NaN
-    draft_token = tl.load(draft_tokens + row * (LENGTH - 1) + place, mask=place < LENGTH - 1, other=-1)
+    draft_token = tl.load(draft_tokens + row * (per_row - 1) + place, mask=place < per_row - 1, other=-1)
     drafted = tl.load(counts + row)
     if SYNTHETIC:
         a, b = noise_key(tl.load(seed + slot), tl.load(length + slot) + place, synthetic_salt)
@@ -133,11 +134,11 @@ def coupled_kernel(
         accepted = leading(draft_token == draws, drafted, LENGTH_UP)
     commit(
         row, slot, draws, accepted, drafted, text, text_stride, length, prompt_length, limit, stops, live, record,
-        LENGTH, LENGTH_UP, STOPS, STOPS_UP,
+        per_row, LENGTH_UP, STOPS, STOPS_UP,
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["per_row"])
 def mass_kernel(
     logits: tl.tensor,
     maxima: tl.tensor,
@@ -146,7 +147,7 @@ def mass_kernel(
     masses: tl.tensor,
     line_stride: tl.tensor,
     vocab: tl.tensor,
-    LENGTH: tl.constexpr,
+    per_row: tl.tensor,
     BLOCKS: tl.constexpr,
     BLOCKS_UP: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -155,7 +156,7 @@ def mass_kernel(
     line, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + line * line_stride + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
-    heat = tl.load(temperature + tl.load(slots + line // LENGTH))
+    heat = tl.load(temperature + tl.load(slots + line // per_row))
     score = scaled_logits(x, line_max(maxima, line, BLOCKS, BLOCKS_UP), heat)
     tl.store(masses + line * BLOCKS + block, tl.sum(tl.exp(score), 0))
 
@@ -188,7 +189,7 @@ def draft_probabilities(
     return tl.where(heat == 0.0, (draft_token == first).to(tl.float32), warm)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["per_row"])
 def rejection_kernel(
     p_logits: tl.tensor,
     p_maxima: tl.tensor,
@@ -208,7 +209,7 @@ def rejection_kernel(
     slots: tl.tensor,
     salt: tl.tensor,
     accepted: tl.tensor,
-    LENGTH: tl.constexpr,
+    per_row: tl.tensor,
     LENGTH_UP: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCKS_UP: tl.constexpr,
@@ -217,15 +218,15 @@ def rejection_kernel(
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     place = tl.arange(0, LENGTH_UP)
-    real = place < LENGTH - 1
-    draft_token = tl.load(draft_tokens + row * (LENGTH - 1) + place, mask=real, other=0)
+    real = place < per_row - 1
+    draft_token = tl.load(draft_tokens + row * (per_row - 1) + place, mask=real, other=0)
     heat = tl.load(temperature + slot)
     p = draft_probabilities(
-        p_logits, p_maxima, p_leaders, p_masses, row * LENGTH + place, draft_token, real, heat, p_stride,
+        p_logits, p_maxima, p_leaders, p_masses, row * per_row + place, draft_token, real, heat, p_stride,
         BLOCKS, BLOCKS_UP,
     )  # fmt: skip
     q = draft_probabilities(
-        q_logits, q_maxima, q_leaders, q_masses, row * (LENGTH - 1) + place, draft_token, real, heat, q_stride,
+        q_logits, q_maxima, q_leaders, q_masses, row * (per_row - 1) + place, draft_token, real, heat, q_stride,
         BLOCKS, BLOCKS_UP,
     )  # fmt: skip
     a, b = noise_key(tl.load(seed + slot), tl.load(length + slot) + place, salt)
@@ -257,7 +258,7 @@ def probabilities(
     return tl.where(heat == 0.0, cold, warm)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["per_row"])
 def recover_kernel(
     p_logits: tl.tensor,
     p_maxima: tl.tensor,
@@ -279,7 +280,7 @@ def recover_kernel(
     salt: tl.tensor,
     values: tl.tensor,
     tokens: tl.tensor,
-    LENGTH: tl.constexpr,
+    per_row: tl.tensor,
     BLOCKS: tl.constexpr,
     BLOCKS_UP: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -293,12 +294,12 @@ def recover_kernel(
     heat = tl.load(temperature + slot)
     kept = tl.load(accepted + row)
     p = probabilities(
-        p_logits, p_maxima, p_leaders, p_masses, row * LENGTH + kept, column, inside, heat, p_stride, BLOCKS, BLOCKS_UP
+        p_logits, p_maxima, p_leaders, p_masses, row * per_row + kept, column, inside, heat, p_stride, BLOCKS, BLOCKS_UP
     )
     rest = p
     if kept < tl.load(counts + row):
         q = probabilities(
-            q_logits, q_maxima, q_leaders, q_masses, row * (LENGTH - 1) + kept, column, inside, heat, q_stride,
+            q_logits, q_maxima, q_leaders, q_masses, row * (per_row - 1) + kept, column, inside, heat, q_stride,
             BLOCKS, BLOCKS_UP,
         )  # fmt: skip
         rest = tl.maximum(p - q, 0.0)
@@ -319,7 +320,7 @@ def recover_kernel(
         tl.store(tokens + choice * rows * BLOCKS + at, found)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["per_row"])
 def finish_kernel(
     values: tl.tensor,
     drawn: tl.tensor,
@@ -337,7 +338,7 @@ def finish_kernel(
     record: tl.tensor,
     BLOCKS: tl.constexpr,
     BLOCKS_UP: tl.constexpr,
-    LENGTH: tl.constexpr,
+    per_row: tl.tensor,
     LENGTH_UP: tl.constexpr,
     STOPS: tl.constexpr,
     STOPS_UP: tl.constexpr,
@@ -351,15 +352,15 @@ def finish_kernel(
     whole = first_best(values, drawn, row + rows, BLOCKS, BLOCKS_UP)
     token = tl.where(something, rest, whole).to(tl.int64)
     kept = tl.load(accepted + row)
-    draft_token = tl.load(draft_tokens + row * (LENGTH - 1) + place, mask=place < LENGTH - 1, other=0)
+    draft_token = tl.load(draft_tokens + row * (per_row - 1) + place, mask=place < per_row - 1, other=0)
     tokens = tl.where(place < kept, draft_token, tl.where(place == kept, token, 0))
     commit(
         row, tl.load(slots + row), tokens, kept, tl.load(counts + row), text, text_stride, length, prompt_length, limit,
-        stops, live, record, LENGTH, LENGTH_UP, STOPS, STOPS_UP,
+        stops, live, record, per_row, LENGTH_UP, STOPS, STOPS_UP,
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["record_stride", "per_row"])
 def logprob_kernel(
     logits: tl.tensor,
     maxima: tl.tensor,
@@ -367,22 +368,22 @@ def logprob_kernel(
     record: tl.tensor,
     own: tl.tensor,
     line_stride: tl.tensor,
-    RECORD: tl.constexpr,
-    LENGTH: tl.constexpr,
+    record_stride: tl.tensor,
+    per_row: tl.tensor,
     LENGTH_UP: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCKS_UP: tl.constexpr,
 ) -> None:
-    """Grid (B): log-probabilities of a record's tokens [B, RECORD] under their lines -> own [B, LENGTH] float32."""
+    """Grid (B): log-probabilities of a record's tokens under their lines -> own [B, L] float32."""
     row = tl.program_id(0).to(tl.int64)
     place, block = tl.arange(0, LENGTH_UP), tl.arange(0, BLOCKS_UP)
-    real = place < LENGTH
-    line = row * LENGTH + place
+    real = place < per_row
+    line = row * per_row + place
     at = line[:, None] * BLOCKS + block[None, :]
     there = real[:, None] & (block < BLOCKS)[None, :]
     top = tl.max(tl.load(maxima + at, mask=there, other=float("-inf")), 1)
     mass = tl.sum(tl.load(masses + at, mask=there, other=0.0), 1)
-    token = tl.load(record + row * RECORD + place, mask=real, other=0)
+    token = tl.load(record + row * record_stride + place, mask=real, other=0)
     x = tl.load(logits + line * line_stride + token, mask=real, other=0.0).to(tl.float32)
     tl.store(own + line, x - tl.where(real, top, 0.0) - tl.log(tl.where(real, mass, 1.0)), mask=real)
 
@@ -397,7 +398,7 @@ def _row_arguments(rows: RowState, record: Tensor) -> tuple[Tensor | int, ...]:
 def _shape(k: int, rows: RowState) -> dict[str, int]:
     stops = rows.tables.stops.shape[1]
     up = triton.next_power_of_2
-    return {"LENGTH": k + 1, "LENGTH_UP": up(k + 1), "STOPS": stops, "STOPS_UP": up(stops)}
+    return {"per_row": k + 1, "LENGTH_UP": up(k + 1), "STOPS": stops, "STOPS_UP": up(stops)}
 
 
 def coupled(draft: Draft, logits: Tensor, rows: RowState, synthetic: float | None = None, block: int = BLOCK) -> Tensor:
@@ -442,7 +443,7 @@ def _softmax_tables(logits: Tensor, temperature: Tensor, slots: Tensor, blocks: 
         masses,
         lines.stride(0),
         blocks.vocab,
-        LENGTH=logits.shape[1],
+        per_row=logits.shape[1],
         BLOCK=blocks.size,
         num_warps=_WARPS,
         **blocks.shape,
@@ -459,8 +460,8 @@ def own_logprobs(logits: Tensor, record: Tensor, block: int = BLOCK) -> Tensor:
     lines, maxima, _, masses, stride = _softmax_tables(logits, one, all_at_one, blocks)
     own = torch.empty((rows, length), dtype=torch.float32, device=logits.device)
     logprob_kernel[(rows,)](
-        lines, maxima, masses, record, own, stride, RECORD=record.shape[1],
-        LENGTH=length, LENGTH_UP=triton.next_power_of_2(length), num_warps=4, **blocks.shape,
+        lines, maxima, masses, record, own, stride, record.stride(0),
+        per_row=length, LENGTH_UP=triton.next_power_of_2(length), num_warps=4, **blocks.shape,
     )  # fmt: skip
     return own
 
@@ -481,13 +482,13 @@ def rejection(draft: Draft, logits: Tensor, rows: RowState, block: int = BLOCK) 
     own = of.temperature, of.seed, of.length, slots
     rejection_kernel[(rows.rows,)](
         *p, *q, draft.tokens, draft.counts, *own, salt(Purpose.ACCEPT), accepted,
-        LENGTH=shape["LENGTH"], LENGTH_UP=shape["LENGTH_UP"], num_warps=4, **blocks.shape,
+        per_row=shape["per_row"], LENGTH_UP=shape["LENGTH_UP"], num_warps=4, **blocks.shape,
     )  # fmt: skip
     values = torch.empty((2, rows.rows, blocks.count), dtype=torch.float64, device=logits.device)
     tokens = torch.empty((2, rows.rows, blocks.count), dtype=torch.int32, device=logits.device)
     recover_kernel[(rows.rows, blocks.count)](
         *p, *q, accepted, draft.counts, *own, blocks.vocab, salt(Purpose.RECOVER), values, tokens,
-        LENGTH=shape["LENGTH"], BLOCK=blocks.size, num_warps=_WARPS, **blocks.shape,
+        per_row=shape["per_row"], BLOCK=blocks.size, num_warps=_WARPS, **blocks.shape,
     )  # fmt: skip
     finish_kernel[(rows.rows,)](
         values, tokens, draft.tokens, accepted, draft.counts, *_row_arguments(rows, record),

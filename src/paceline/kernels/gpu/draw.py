@@ -99,7 +99,7 @@ def noisy_best(
     return best, found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "per_row"])
 def draw_kernel(
     logits: tl.tensor,
     maxima: tl.tensor,
@@ -114,7 +114,7 @@ def draw_kernel(
     vocab: tl.tensor,
     first: tl.tensor,
     salt: tl.tensor,
-    LENGTH: tl.constexpr,
+    per_row: tl.tensor,
     CUT: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCKS_UP: tl.constexpr,
@@ -122,10 +122,10 @@ def draw_kernel(
 ) -> None:
     """Grid (N, blocks): each block's best noisy score -> values [N, blocks] float64, its token -> tokens, int32.
 
-    Line b * LENGTH + j stands at position length[slots[b]] + first + j. CUT: column c is token ids[c] (ascending).
+    Line b * per_row + j stands at position length[slots[b]] + first + j. CUT: column c is token ids[c] (ascending).
     """
     line, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    slot = tl.load(slots + line // LENGTH)
+    slot = tl.load(slots + line // per_row)
     column = block * BLOCK + tl.arange(0, BLOCK)
     inside = column < vocab
     x = tl.load(logits + line * line_stride + column, mask=inside, other=float("-inf")).to(tl.float32)
@@ -135,7 +135,7 @@ def draw_kernel(
     if CUT:
         token = tl.load(ids + column, mask=inside, other=0).to(tl.int32)
     if heat > 0.0:
-        position = tl.load(length + slot) + first + line % LENGTH
+        position = tl.load(length + slot) + first + line % per_row
         a, b = noise_key(tl.load(seed + slot), position, salt)
         best, found = noisy_best(score, near_gumbel(bits24(a, b, token)), a, b, token, inside)
     else:
@@ -221,7 +221,7 @@ def noisy_blocks(
         blocks.vocab,
         first,
         salt(purpose),
-        LENGTH=lines // rows,
+        per_row=lines // rows,
         CUT=ids is not None,
         BLOCK=blocks.size,
         num_warps=_WARPS,

@@ -53,8 +53,7 @@ class NoOtherRanks:
         pass
 
 
-MOST_GRAPHS = 256  # more than `auto` needs: 7 buckets of rows x 17 lengths x two kinds of requests
-_WARM_UPS = 2  # the first run compiles and picks kernels; the second finds everything in place
+MOST_GRAPHS = 256  # more than `auto` needs: 7 buckets of rows x 9 lengths x two kinds of requests
 
 
 class Graphs:
@@ -113,8 +112,7 @@ class Graphs:
             side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                for _ in range(_WARM_UPS):
-                    program()
+                program()  # compiles and picks kernels
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             with self._other_ranks.capturing() as number, torch.cuda.graph(graph, pool=self._pool):  # type: ignore[arg-type]

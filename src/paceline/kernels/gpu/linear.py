@@ -29,7 +29,7 @@ ROW_TILES = (16, 32, 64, 128)
 FIXED_ROWS = 64  # rows per tile in deterministic mode, whatever the number of rows
 _FP8 = torch.float8_e4m3fn
 _FEWEST_INPUTS = 512  # smallest part when the inputs are split
-_PROGRAMS_EACH = 4  # programs per multiprocessor to aim at
+_PROGRAMS_EACH = (2, 1, 3)  # per multiprocessor; more parts than that cost more for their sums than they gain
 _MOST_WARPS = 8  # warps per program: with more, a thread may have half the registers
 _MOST_REGISTERS = 80  # per thread, of 255; with 96 the compiler spills on some architectures (docs/gpu-kernels.md)
 _LARGEST_STEP = 1 << 14  # inputs of all rows in a step with 8-bit weights; with more the compiler spills on sm_80
@@ -59,7 +59,7 @@ _TO_FP16 = tl.constexpr("""{
 }""")
 
 
-@triton.jit(do_not_specialize=["rows"])  # one compiled kernel per tile serves any number of rows
+@triton.jit(do_not_specialize=["rows", "parts"])  # one compiled kernel per tile serves any number of them
 def linear_kernel(
     x: tl.tensor,
     weight: tl.tensor,
@@ -72,9 +72,10 @@ def linear_kernel(
     x_stride: tl.tensor,
     inputs: tl.tensor,
     outputs: tl.tensor,
+    parts: tl.tensor,
     SCALED: tl.constexpr,
     BIASED: tl.constexpr,
-    PARTS: tl.constexpr,
+    SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -82,15 +83,17 @@ def linear_kernel(
 ) -> None:
     """Grid (row tiles, output tiles, parts of the inputs): out [M, N] = x [M, K] @ weight[N, K].T * scales + bias.
 
+    SPLIT: whether there are several parts.
     WIDENING: "single" weights are loaded one by one; "pairs" of them (``paired``) are widened by Triton's own
         conversions, and pairs for "bf16" or "fp16" activations by the instructions above, with the same results.
     """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    part = tl.program_id(2)
-    share = tl.cdiv(tl.cdiv(inputs, BLOCK_K), PARTS) * BLOCK_K
-    start = part * share
-    stop = tl.minimum(start + share, inputs)
+    part, start, stop = tl.program_id(2), 0, inputs
+    if SPLIT:
+        share = tl.cdiv(tl.cdiv(inputs, BLOCK_K), parts) * BLOCK_K
+        start = part * share
+        stop = tl.minimum(start + share, inputs)
     x_line = x + m.to(tl.int64)[None, :] * x_stride
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if WIDENING == "single":
@@ -128,14 +131,14 @@ def linear_kernel(
     inside = (n < outputs)[:, None] & (m < rows)[None, :]
     place = m.to(tl.int64)[None, :] * outputs + n[:, None]
     last = True
-    if PARTS > 1:
+    if SPLIT:
         tl.store(partial + part.to(tl.int64) * rows * outputs + place, sums, mask=inside)
         tl.debug_barrier()  # all of the program's parts are stored before it takes its ticket
         ticket = tickets + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        last = tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == PARTS - 1
+        last = tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == parts - 1
         if last:
             sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            for other in range(PARTS):
+            for other in range(parts):
                 line = tl.cast(other, tl.int64) * rows * outputs
                 sums += tl.load(partial + line + place, mask=inside, other=0.0, cache_modifier=".cg")
             tl.store(ticket, 0)
@@ -155,18 +158,14 @@ class LinearTile:
     inputs: int = 128
     parts: int = 1
     warps: int = 4
-    stages: int = 4
+    stages: int = 3
 
-    def filled(self, outputs: int, inputs: int, device: torch.device) -> LinearTile:
-        """The tile with the number of parts that fills the GPU best, without a short last wave of programs."""
+    def split(self, outputs: int, inputs: int, device: torch.device) -> list[LinearTile]:
+        """The tile with each number of parts that may be the best: a few programs per multiprocessor, none too many."""
         tiles, chip = triton.cdiv(outputs, self.outputs), multiprocessors(device)
-        most = max(1, min(_PROGRAMS_EACH * chip // tiles, inputs // _FEWEST_INPUTS))
-        return replace(self, parts=min(range(1, most + 1), key=lambda parts: self._busiest(tiles, inputs, parts, chip)))
-
-    def _busiest(self, tiles: int, inputs: int, parts: int, chip: int) -> tuple[int, int]:
-        """Steps of the busiest multiprocessor; ties go to more parts, which hide each other's latency."""
-        steps = triton.cdiv(triton.cdiv(inputs, self.inputs), parts)
-        return triton.cdiv(tiles * parts, chip) * steps, -parts
+        most = max(1, inputs // _FEWEST_INPUTS)
+        parts = dict.fromkeys(max(1, min(each * chip // tiles, most)) for each in _PROGRAMS_EACH)
+        return [replace(self, parts=count) for count in parts]
 
     def shared_bytes(self, block_m: int, weight: int, x: int) -> int:
         """Shared memory of a program in bytes; weight, x: bytes per weight and per input."""
@@ -196,12 +195,10 @@ class LinearTile:
         return tile
 
 
-CANDIDATES = (
+CANDIDATES = (  # the best of 33 for int8 on an H200: the second for at most 16 rows, the third for many outputs
     LinearTile(),
-    LinearTile(outputs=64, inputs=256, stages=3),
-    LinearTile(outputs=128, inputs=128, warps=8, stages=3),
-    LinearTile(outputs=128, inputs=64, warps=4, stages=4),
-    LinearTile(outputs=32, inputs=256, stages=4),
+    LinearTile(inputs=256),
+    LinearTile(outputs=128, warps=8),
 )
 
 
@@ -286,9 +283,10 @@ def linear(
         x.stride(0),
         inputs,
         outputs,
+        tile.parts,
         SCALED=weight.scales is not None,
         BIASED=bias is not None,
-        PARTS=tile.parts,
+        SPLIT=tile.parts > 1,
         BLOCK_M=block_m,
         BLOCK_N=tile.outputs,
         BLOCK_K=tile.inputs,
@@ -353,7 +351,8 @@ class Linears:
         outputs, inputs, block_m = self.shape(layer, x.shape[0])
         bytes_each = x.element_size() if layer.weight.scales is None else 1
         sizes = bytes_each, x.element_size(), shared_memory(x.device)
-        tiles = [tile.fitted(block_m, *sizes).filled(outputs, inputs, x.device) for tile in CANDIDATES]
+        fitted = [tile.fitted(block_m, *sizes) for tile in CANDIDATES]
+        tiles = [split for tile in fitted for split in tile.split(outputs, inputs, x.device)]
         widens = x.shape[0] > ROW_TILES[-2] and not self.deterministic
         return [*dict.fromkeys(tiles), *([None] if widens else [])]
 

@@ -26,7 +26,7 @@ _LOG2_E = tl.constexpr(LOG2_E)
 _P5, _P4, _P3, _P2, _P1, _P0 = (tl.constexpr(coefficient) for coefficient in TWO_TO)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["draft_stride", "first", "per_row"])
 def adjust_kernel(
     logits: tl.tensor,
     counts: tl.tensor,
@@ -44,17 +44,17 @@ def adjust_kernel(
     line_stride: tl.tensor,
     vocab: tl.tensor,
     first: tl.tensor,
-    LENGTH: tl.constexpr,
+    per_row: tl.tensor,
     STOPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Grid (N, blocks): penalties and minimum length -> out [N, V] float32.
 
-    Line b * LENGTH + j follows row b's first ``first + j`` draft tokens, which are counted; counts, seen [B, V]
+    Line b * per_row + j follows row b's first ``first + j`` draft tokens, which are counted; counts, seen [B, V]
     describe its text. slots: [B] int64, the rows' places in presence, ..., stops.
     """
     line, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row, before = line // LENGTH, first + (line % LENGTH).to(tl.int32)
+    row, before = line // per_row, first + (line % per_row).to(tl.int32)
     column = block * BLOCK + tl.arange(0, BLOCK)
     inside = column < vocab
     x = tl.load(logits + line * line_stride + column, mask=inside, other=float("-inf")).to(tl.float32)
@@ -147,7 +147,7 @@ def lowest_kept(
     return low
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["per_row"])
 def cut_kernel(
     logits: tl.tensor,
     maxima: tl.tensor,
@@ -159,14 +159,14 @@ def cut_kernel(
     out: tl.tensor,
     line_stride: tl.tensor,
     vocab: tl.tensor,
-    LENGTH: tl.constexpr,
+    per_row: tl.tensor,
     BLOCKS: tl.constexpr,
     BLOCKS_UP: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Grid (N): min-p, top-k, then top-p of the remaining tokens -> out [N, V] float32, -inf for removed tokens."""
     line = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + line // LENGTH)
+    slot = tl.load(slots + line // per_row)
     heat, floor = tl.load(temperature + slot), tl.load(floors + slot)
     top = line_max(maxima, line, BLOCKS, BLOCKS_UP)
     least = tl.full([], _LOWEST, tl.int64)
@@ -218,7 +218,7 @@ def _adjusted(lines: Tensor, rows: RowState, draft_tokens: Tensor, first: int, b
     adjust_kernel[(lines.shape[0], blocks.count)](
         lines, counts, seen, draft_tokens, draft_tokens.stride(0), of.presence_penalty, of.frequency_penalty,
         of.repetition_penalty, of.length, of.min_length, of.stops, rows.slots.index, out, lines.stride(0), blocks.vocab,
-        first, LENGTH=lines.shape[0] // rows.rows, STOPS=of.stops.shape[1], BLOCK=blocks.size, num_warps=_WARPS,
+        first, per_row=lines.shape[0] // rows.rows, STOPS=of.stops.shape[1], BLOCK=blocks.size, num_warps=_WARPS,
         enable_fp_fusion=False,
     )  # fmt: skip
     return out
@@ -230,7 +230,7 @@ def _cut(lines: Tensor, rows: RowState, blocks: Blocks) -> Tensor:
     out = torch.empty(lines.shape, dtype=torch.float32, device=lines.device)
     cut_kernel[(lines.shape[0],)](
         lines, maxima, of.temperature, of.floor, of.top_k, of.top_p, rows.slots.index, out, lines.stride(0),
-        blocks.vocab, LENGTH=lines.shape[0] // rows.rows, BLOCK=blocks.size, num_warps=_WARPS, enable_fp_fusion=False,
+        blocks.vocab, per_row=lines.shape[0] // rows.rows, BLOCK=blocks.size, num_warps=_WARPS, enable_fp_fusion=False,
         maxnreg=MOST_REGISTERS, **blocks.shape,
     )  # fmt: skip
     return out
