@@ -795,6 +795,25 @@ def test_the_gpu_pages_table_is_what_was_measured(run: str) -> None:
         assert f"| {model}, {to} | {rows} | {figures} |" in lines
 
 
+@pytest.mark.parametrize("acceptance", [0.8, 0.2])
+def test_the_gpu_pages_table_of_auto_is_what_was_measured(acceptance: float) -> None:
+    lines = table_lines(ROOT / "docs" / "gpu.md", "What was measured")
+    cells = load("gpu-llama-8b-bf16-h200")["cells"]
+    runs = {c["rows"]: c["tokens_a_second"] for c in cells if (c["kind"], c["rate"]) == ("auto", acceptance)}
+    for rows in (1, 8, 32, 64):
+        over, first, ahead = (runs[rows][name] for name in ("over_plain", "first_over_plain", "captured"))
+        captured = f"{ahead['programs']}, {ahead['seconds']:.1f}, {ahead['bytes'] / 2**20:.0f}"
+        assert f"| {rows} | {acceptance} | {over:.2f} | {first:.2f} | {captured} |" in lines
+
+
+def test_what_stands_beside_transformers_on_a_gpu_is_what_was_measured() -> None:
+    speeds = {case["rows"]: case["tokens_a_second"] for case in load("gpu-transformers-h200")["cases"]}
+    plain, auto = ([speeds[rows][name] / speeds[rows]["transformers"] for rows in (1, 8)] for name in ("plain", "auto"))
+    words = " ".join((ROOT / "docs" / "gpu.md").read_text().split())
+    assert f"{plain[0]:.1f} times as fast at 1 row and {plain[1]:.1f} times at 8" in words
+    assert f"`auto` at acceptance 0.8 {auto[0]:.1f} and {auto[1]:.1f} times" in words
+
+
 def test_the_table_of_deadlines_is_the_committed_run() -> None:
     cells = load("deadlines-smollm2-int8-epyc-zen4")["cells"]
     rows = [
