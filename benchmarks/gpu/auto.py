@@ -33,6 +33,9 @@ class Captured:
     seconds: float
     bytes: int
 
+    def __str__(self) -> str:
+        return f"{self.programs} programs captured ahead in {self.seconds:.1f} s, {self.bytes / 2**20:.0f} MiB"
+
 
 @dataclass(frozen=True)
 class AutoRun:
@@ -149,10 +152,10 @@ def random_prompts(setting: Setting, vocab_size: int) -> Sequence[list[int]]:
 
 
 def beside_transformers(target: Transformer, draft: Transformer, setting: Setting, tokens: int) -> dict[str, float]:
-    """Tokens per second of plain decoding, of ``auto`` and of transformers' ``generate``, in turn.
+    """Tokens per second of plain decoding, of ``auto`` and of transformers' plain ``generate``, in turn.
 
-    transformers has a model of the target's sizes, also with random weights. Its prefill is subtracted: a call of few
-    tokens. Everything is captured before; acceptance is synthetic.
+    transformers has a Llama of the target's sizes, also with random weights. Its prefill is subtracted: the time of a
+    call for few tokens. Likely rounds are captured before; acceptance is synthetic.
     """
     models = Models(target, draft)
     plain, auto = (Decoding(models, setting, tokens, length) for length in (0, "auto"))

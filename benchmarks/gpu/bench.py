@@ -351,7 +351,8 @@ def describe(result: Result) -> str:
         case Automatic():
             run = result.run
             times = f"{run.over_plain:.2f}x plain, {run.first_over_plain:.2f}x in a fresh engine"
-            return f"{name}: {run.auto:.0f} tokens/s, {times}; {run.captured}"
+            ahead = "" if run.captured is None else f"; {run.captured}"
+            return f"{name}: {run.auto:.0f} tokens/s, {times}{ahead}"
         case Traced():
             return f"{name}: {result.ms:.3f} ms, idle {result.idle:.1%}"
     queued = "" if result.queued_ms is None else f", {result.queued_ms:.3f} without waiting for the host"

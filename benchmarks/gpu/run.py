@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from benchmarks.gpu.show import Line
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+_PROGRAM = "python -m benchmarks.gpu.run"
 Device = Annotated[str, typer.Option("--device", help="cuda, cuda:1, ...; cpu only for a functional test (--tiny).")]
 Budget = Annotated[
     float, typer.Option("--budget", min=1, help="Seconds; cells that do not fit are dropped and listed.")
@@ -59,7 +59,7 @@ def rounds(
 
     options = Options.tiny_on(place, budget) if tiny else Options(place, Axes(), budget)
     options = replace(options, axes=options.axes.chosen(pairs, formats, rows, lengths))
-    bench = Bench(options, command_line(), _say, _writer(output))
+    bench = Bench(options, command_line(_PROGRAM), _say, _writer(output))
     report = bench.run()
     _show(bench.lines())
     end(report.as_json(bench.lines()), output)
@@ -84,7 +84,7 @@ def attention(
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
     ceiling, wanted = measure_ceiling(place, dtype, small=tiny), bench.cases(tiny=tiny)
     document: dict[str, Any] = {
-        "command": command_line(),
+        "command": command_line(_PROGRAM),
         "device": device_name(place),
         "copy_gb_s": ceiling.copy_bytes / 1e9,
         "versions": versions(),
@@ -111,7 +111,7 @@ def products(device: Device = "cuda", budget: Budget = 120, tiny: Tiny = False, 
     from benchmarks.gpu.bench import device_name, versions
 
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
-    document: dict[str, Any] = {"command": command_line(), "device": device_name(place), "versions": versions()}
+    document: dict[str, Any] = {"command": command_line(_PROGRAM), "device": device_name(place), "versions": versions()}
     wanted, timed, write = bench.cases(tiny=tiny), [], _writer(output)
     for each in bench.sweep(wanted, place, dtype, budget):
         timed.append(each.as_json())
@@ -126,12 +126,11 @@ def transformers(
     device: Device = "cuda",
     tiny: Tiny = False,
     output: Output = None,
-    pairs: Pairs = "llama-8b",
     rows: Rows = "8,1,32",
     tokens: Annotated[int, typer.Option("--tokens", min=16, help="Tokens that each row decodes.")] = 256,
 ) -> None:
-    """Plain decoding and auto beside transformers' ``generate``, in bf16, on random weights of the same sizes;
-    acceptance is SYNTHETIC. The last line of stdout is one JSON document.
+    """Plain decoding and auto beside transformers' plain ``generate``, in bf16, on random weights of llama-8b's sizes;
+    auto's acceptance is SYNTHETIC. The last line of stdout is one JSON document.
     """
     check_output("--output", output)
     place = _device(device, tiny)
@@ -142,19 +141,21 @@ def transformers(
     from benchmarks.gpu.cells import Axes, Setting
 
     options = Options.tiny_on(place, 0) if tiny else Options(place, Axes())
-    axes = options.axes.chosen(pairs, None, rows, None)
+    axes = options.axes.chosen("llama-8b", None, rows, None)
     document: dict[str, Any] = {
-        "command": command_line(),
+        "command": command_line(_PROGRAM),
         "acceptance": "synthetic",
         "device": device_name(place),
         "versions": {**versions(), "transformers": version("transformers")},
         "cases": [],
     }
-    for pair, count in product(axes.pairs, axes.rows):
-        setting = Setting(pair, "bf16", "ragged", axes.contexts[0], count)
-        found = beside_transformers(*random_pair(pair, "bf16", options), setting, tokens)
+    for count in axes.rows:
+        setting = Setting(axes.pairs[0], "bf16", "ragged", axes.contexts[0], count)
+        found = beside_transformers(*random_pair(setting.pair, setting.format, options), setting, tokens)
         document["cases"].append({**asdict(setting), "tokens": tokens, "tokens_a_second": found})
-        _say(f"{pair}, {count} rows: {', '.join(f'{name} {rate:.0f}' for name, rate in found.items())} tokens/s")
+        _say(
+            f"{setting.pair}, {count} rows: {', '.join(f'{name} {rate:.0f}' for name, rate in found.items())} tokens/s"
+        )
         _writer(output)(document)
     end(document, output)
 

@@ -139,7 +139,8 @@ def test_draft_tokens_that_become_bad_are_noticed_within_a_few_rounds(rows: int,
     policy = blind(simulation, DRAFT_MODEL)
     simulation.play(policy, 300)
     rate[0] = 0.0
-    simulation.play(policy, rounds)
+    simulation.play(policy, rounds + 1)
+    assert 0 in simulation.asked[-rounds - 1 :]
     assert simulation.asked[-1] <= 1
     simulation.play(policy, 20)
     assert simulation.asked[-5:] == [0] * 5

@@ -18,9 +18,9 @@ PlottedDocument = Annotated[
 ]
 
 
-def command_line() -> str:
-    """The command line of this process."""
-    return shlex.join(["paceline", *sys.argv[1:]])
+def command_line(program: str = "paceline") -> str:
+    """The command line of this process. program: how users start it."""
+    return f"{program} {shlex.join(sys.argv[1:])}"
 
 
 def checked_plot(output: Path) -> Path:

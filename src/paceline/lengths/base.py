@@ -87,10 +87,7 @@ class LengthPolicy(RowKeeper):
 
     @property
     def possible_lengths(self) -> Sequence[int]:
-        """The draft lengths that rounds may have, by default all up to the longest.
-
-        Rounds are also shortened when the rows are near their ends.
-        """
+        """The draft lengths that rounds may have, those shortened near the rows' ends included; by default all."""
         return range(self.max_draft_tokens + 1)
 
 

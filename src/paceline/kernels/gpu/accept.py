@@ -4,7 +4,7 @@ Shapes: B rows, k draft tokens, L = k + 1 positions, V vocabulary, S stop tokens
     the commit is ``rows.RowState.gain``, the noise is that of ``sampling.py``. Every function here appends a row's new
     tokens to its text, updates its length, and returns the round's record [B, L + 3] int64: tokens, accepted, drafted,
     gained. A row that has ended (limit or stop token) gains nothing: the host may be a round behind. Kernels take L as
-    ``per_row``, a number, so that one compiled kernel serves up to the next power of two (``LENGTH_UP``).
+    ``per_row``, a runtime argument: one compiled kernel serves all L up to the next power of two (``LENGTH_UP``).
 """
 
 from __future__ import annotations
