@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,11 +39,22 @@ class Captured:
 
 
 @dataclass(frozen=True)
+class Rounds:
+    """The rounds of a run that had ``rows`` rows and ``k`` draft tokens for each; seconds: of all of them together."""
+
+    rows: int
+    k: int
+    rounds: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class AutoRun:
     """Tokens per second of all rows together, without prefill: medians of three runs each, in turn.
 
     first: auto's first run in a fresh engine, which captures every round that it needs. The other runs come after the
     remaining rounds were captured ahead. acceptance: accepted / drafted; None if nothing was drafted.
+    rounds: of auto's last run. fixed: the engine with ``fixed_length`` draft tokens in every round.
     """
 
     plain: float
@@ -50,6 +62,9 @@ class AutoRun:
     acceptance: float | None
     first: float
     captured: Captured | None = None
+    rounds: list[Rounds] = field(default_factory=list)
+    fixed: float | None = None
+    fixed_length: int | None = None
 
     @property
     def over_plain(self) -> float:
@@ -63,15 +78,27 @@ class AutoRun:
         return {**asdict(self), "over_plain": self.over_plain, "first_over_plain": self.first_over_plain}
 
 
-def auto_over_plain(target: Transformer, draft: Transformer, setting: Setting, tokens: int) -> AutoRun:
-    """Generate ``tokens`` tokens per row, plainly and with auto, in turn; acceptance is synthetic."""
+def auto_over_plain(
+    target: Transformer, draft: Transformer, setting: Setting, tokens: int, fixed_length: int | None = None
+) -> AutoRun:
+    """Generate ``tokens`` tokens per row, plainly, with auto and with a fixed length, in turn; acceptance is synthetic.
+
+    fixed_length: draft tokens per round; None: no such runs.
+    """
     models = Models(target, draft)
     plain, auto = (Decoding(models, setting, tokens, length) for length in (0, "auto"))
+    runs = {"plain": plain.run, "auto": auto.run}
+    if fixed_length is not None:
+        runs["fixed"] = Decoding(models, setting, tokens, fixed_length).run
+        runs["fixed"]()  # captures
     plain.run()
     first = auto.run()
     captured = auto.capture()
-    medians = in_turn({"plain": plain.run, "auto": auto.run})
-    return AutoRun(medians["plain"], medians["auto"], auto.acceptance, first, captured)
+    medians = in_turn(runs)
+    fixed = medians.get("fixed")
+    return AutoRun(
+        medians["plain"], medians["auto"], auto.acceptance, first, captured, auto.rounds, fixed, fixed_length
+    )
 
 
 def in_turn(runs: Mapping[str, Callable[[], float]], repeats: int = _REPEATS) -> dict[str, float]:
@@ -89,6 +116,7 @@ class Decoding:
     def __init__(self, models: Models, setting: Setting, tokens: int, length: Length) -> None:
         self._setting, self._tokens = setting, tokens
         self.acceptance: float | None = None  # of the last run
+        self.rounds: list[Rounds] = []  # of the last run
         config = EngineConfig(
             drafter="model",
             num_speculative_tokens=length,
@@ -112,12 +140,22 @@ class Decoding:
             raise ParameterError("tokens", self._tokens, "enough tokens that all rows decode at the same time")
         answers = [output.outputs[0] for output in outputs]
         before, began = sum(len(answer.token_ids) for answer in answers), time.perf_counter()
-        while engine.busy:
-            engine.step()
+        self._finish()
         took = time.perf_counter() - began
         drafted = sum(answer.metrics.drafted for answer in answers)
         self.acceptance = sum(answer.metrics.accepted for answer in answers) / drafted if drafted else None
         return (sum(len(answer.token_ids) for answer in answers) - before) / took
+
+    def _finish(self) -> None:
+        """Step until all rows have ended; each step processes a round, and takes about as long."""
+        engine, found = self._engine, defaultdict[tuple[int, int], list[float]](list)
+        while engine.busy:
+            began = time.perf_counter()
+            engine.step()
+            if engine.last_verdict is not None:
+                drafted = engine.last_verdict.host.drafted
+                found[len(drafted), max(drafted)].append(time.perf_counter() - began)
+        self.rounds = [Rounds(*key, len(seconds), sum(seconds)) for key, seconds in sorted(found.items())]
 
     def _all_decode(self) -> bool:
         """Step until all rows decode at once; False if that never happens."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from benchmarks.gpu import attention
 from benchmarks.gpu.auto import auto_over_plain
-from benchmarks.gpu.cells import Axes, Cell, Setting, plan, traces
+from benchmarks.gpu.cells import RATE, Axes, Cell, Setting, plan, traces
 from benchmarks.gpu.floors import Ceiling, Weights, measure_ceiling, pass_work, round_floor
 from benchmarks.gpu.models import PAIRS, Pair, WeightFormat, random_model, tiny
 from benchmarks.gpu.rehearsal import Place, in_parallel, tasks_for
@@ -295,7 +295,9 @@ class Bench:
     def _automatic(self, cell: Cell) -> Automatic:
         self._stage = None
         target, draft = self._models(cell.setting)
-        return Automatic(cell, auto_over_plain(target, draft, cell.setting, self.options.auto_tokens))
+        best = self.report.results.best(cell.setting, cell.setting.rate) if cell.setting.rate == RATE else None
+        length = None if best is None else best[1]
+        return Automatic(cell, auto_over_plain(target, draft, cell.setting, self.options.auto_tokens, length))
 
     def _staged(self, setting: Setting) -> Stage:
         """The last cell's stage, if the setting is the same; else a new one."""
@@ -351,6 +353,8 @@ def describe(result: Result) -> str:
         case Automatic():
             run = result.run
             times = f"{run.over_plain:.2f}x plain, {run.first_over_plain:.2f}x in a fresh engine"
+            if run.fixed is not None:
+                times += f", {run.fixed / run.plain:.2f}x with k={run.fixed_length}"
             ahead = "" if run.captured is None else f"; {run.captured}"
             return f"{name}: {run.auto:.0f} tokens/s, {times}{ahead}"
         case Traced():

@@ -5,6 +5,7 @@ First come the cells that the requested figures need, format by format; then who
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
@@ -19,6 +20,8 @@ Kind = Literal["round", "verify", "auto", "trace"]
 RATE = 0.8  # the synthetic acceptance rate; a round's time does not depend on it
 RATES = (0.7, 0.8, 0.85, 0.9)
 TREE_ROWS = (1, 4)
+ATTENTIONS: dict[AttentionName, None] = dict.fromkeys(("ragged", "padded", "split"))
+_LONGEST_CONTEXT = 65_536
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class Axes:
 
     pairs: tuple[str, ...] = ("gpt-7.8b", "llama-8b")
     formats: tuple[WeightFormat, ...] = ("bf16", "int8", "fp8")
-    attentions: tuple[AttentionName, ...] = ("ragged", "padded", "split")
+    attentions: tuple[AttentionName, ...] = tuple(ATTENTIONS)
     contexts: tuple[int, ...] = (600, 8000)
     rows: tuple[int, ...] = (8, 1, 32, 64, 4, 2, 16)
     lengths: tuple[int, ...] = (0, 7, 6, 8, 5, 4, 3, 2, 10, 9, 1)
@@ -79,7 +82,17 @@ class Axes:
     )  # acceptance rates; auto must not lose when no draft token is accepted, either
     trees: Mapping[int, tuple[int, ...]] = field(default_factory=lambda: {2: (4, 6), 4: (4, 6)})  # depths by width
 
-    def chosen(self, pairs: str | None, formats: str | None, rows: str | None, lengths: str | None) -> Axes:
+    def chosen(
+        self,
+        pairs: str | None = None,
+        formats: str | None = None,
+        rows: str | None = None,
+        lengths: str | None = None,
+        *,
+        contexts: str | None = None,
+        attentions: str | None = None,
+        autos: str | None = None,
+    ) -> Axes:
         """These axes with values from the command line; None keeps an axis."""
         counts = [0, *_numbers("--lengths", lengths, 0, MAX_SPECULATION_LENGTH)] if lengths else self.lengths
         if len(set(counts)) < 2:
@@ -90,6 +103,9 @@ class Axes:
             formats=_named("--formats", formats, WEIGHT_BYTES) if formats else self.formats,
             rows=_numbers("--rows", rows, 1, 64) if rows else self.rows,
             lengths=tuple(dict.fromkeys(counts)),
+            contexts=_numbers("--contexts", contexts, 1, _LONGEST_CONTEXT) if contexts else self.contexts,
+            attentions=_named("--attentions", attentions, ATTENTIONS) if attentions else self.attentions,
+            autos=_rates("--autos", autos) if autos else self.autos,
         )
 
     @staticmethod
@@ -115,6 +131,17 @@ def _numbers(option: str, text: str, least: int, most: int) -> tuple[int, ...]:
     if not all(each.isdecimal() and len(each) < 9 and least <= int(each) <= most for each in given):
         raise ParameterError(option, text, f"numbers from {least} to {most}, separated by commas")
     return tuple(dict.fromkeys(map(int, given)))
+
+
+def _rates(option: str, text: str) -> tuple[float, ...]:
+    """Fractions from a comma-separated list. Raises ParameterError."""
+    try:
+        rates = tuple(dict.fromkeys(float(each) for each in text.split(",")))
+    except ValueError:
+        rates = (math.nan,)
+    if not all(0 <= rate <= 1 for rate in rates):
+        raise ParameterError(option, text, "fractions from 0 to 1, separated by commas")
+    return rates
 
 
 def plan(axes: Axes) -> list[Cell]:

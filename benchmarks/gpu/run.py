@@ -35,6 +35,11 @@ Rows = Annotated[str | None, typer.Option("--rows", help="1 to 64, the most impo
 Lengths = Annotated[
     str | None, typer.Option("--lengths", help="Draft tokens per round; 0 is always included, and first.")
 ]
+Contexts = Annotated[
+    str | None, typer.Option("--contexts", help="Tokens of every row before the first round: 600,8000.")
+]
+Attentions = Annotated[str | None, typer.Option("--attentions", help="ragged,padded,split; the first one everywhere.")]
+Autos = Annotated[str | None, typer.Option("--autos", help="Acceptance rates of the engine with auto: 0.8,0.2.")]
 Output = Annotated[Path | None, typer.Option("--output", help="Write the JSON document to a file, too, as it grows.")]
 
 
@@ -48,6 +53,9 @@ def rounds(
     formats: Formats = None,
     rows: Rows = None,
     lengths: Lengths = None,
+    contexts: Contexts = None,
+    attentions: Attentions = None,
+    autos: Autos = None,
 ) -> None:
     """Rounds on a GPU compared with their floors; acceptance is SYNTHETIC. The last line of stdout is one JSON
     document.
@@ -58,7 +66,8 @@ def rounds(
     from benchmarks.gpu.cells import Axes
 
     options = Options.tiny_on(place, budget) if tiny else Options(place, Axes(), budget)
-    options = replace(options, axes=options.axes.chosen(pairs, formats, rows, lengths))
+    others = {"contexts": contexts, "attentions": attentions, "autos": autos}
+    options = replace(options, axes=options.axes.chosen(pairs, formats, rows, lengths, **others))
     bench = Bench(options, command_line(_PROGRAM), _say, _writer(output))
     report = bench.run()
     _show(bench.lines())
@@ -141,7 +150,7 @@ def transformers(
     from benchmarks.gpu.cells import Axes, Setting
 
     options = Options.tiny_on(place, 0) if tiny else Options(place, Axes())
-    axes = options.axes.chosen("llama-8b", None, rows, None)
+    axes = options.axes.chosen("llama-8b", rows=rows)
     document: dict[str, Any] = {
         "command": command_line(_PROGRAM),
         "acceptance": "synthetic",

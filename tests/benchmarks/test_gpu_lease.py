@@ -101,24 +101,31 @@ def test_axes_are_chosen_in_the_order_of_their_importance() -> None:
     assert (axes.pairs, axes.formats, axes.rows, axes.lengths) == (
         ("llama-8b",), ("int8", "bf16"), (64, 1), (0, 7, 2),
     )  # fmt: skip
-    assert Axes().chosen(None, None, None, None) == Axes()
+    axes = Axes().chosen(contexts="8000", attentions="padded,ragged", autos="0.2,0.9,0.2")
+    assert (axes.contexts, axes.attentions, axes.autos) == ((8000,), ("padded", "ragged"), (0.2, 0.9))
+    assert Axes().chosen() == Axes()
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("axis", "given", "message"),
     [
-        (("gpt", None, None, None), r"--pairs='gpt'.*gpt-7.8b,llama-8b"),
-        ((None, "int4", None, None), r"--formats='int4'.*bf16,int8,fp8"),
-        ((None, None, "0", None), r"--rows='0'.*from 1 to 64"),
-        ((None, None, "8,,1", None), r"--rows="),
-        ((None, None, None, "0"), r"--lengths='0'.*at least one length above 0"),
-        ((None, None, None, "-1"), r"--lengths='-1'"),
-        ((None, None, None, "9" * 99), r"--lengths="),
+        ("pairs", "gpt", r"--pairs='gpt'.*gpt-7.8b,llama-8b"),
+        ("formats", "int4", r"--formats='int4'.*bf16,int8,fp8"),
+        ("rows", "0", r"--rows='0'.*from 1 to 64"),
+        ("rows", "8,,1", r"--rows="),
+        ("lengths", "0", r"--lengths='0'.*at least one length above 0"),
+        ("lengths", "-1", r"--lengths='-1'"),
+        ("lengths", "9" * 99, r"--lengths="),
+        ("contexts", "0", r"--contexts='0'.*from 1 to 65536"),
+        ("attentions", "flat", r"--attentions='flat'.*ragged,padded,split"),
+        ("autos", "0.8,", r"--autos='0.8,'.*fractions from 0 to 1"),
+        ("autos", "1.2", r"--autos="),
+        ("autos", "nan", r"--autos="),
     ],
 )
-def test_unknown_axes_are_refused(given: tuple[str | None, ...], message: str) -> None:
+def test_unknown_axes_are_refused(axis: str, given: str, message: str) -> None:
     with pytest.raises(ParameterError, match=message):
-        Axes().chosen(*given)
+        Axes().chosen(**{axis: given})
 
 
 def test_auto_is_also_measured_at_low_acceptance() -> None:
