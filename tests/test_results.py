@@ -727,13 +727,15 @@ def test_every_run_is_the_one_whose_json_lies_there() -> None:
 def gpu_round(run: str, rows: int, k: int, **others: Any) -> dict[str, Any]:
     """The cell of a round; others: fields in which it differs from ragged chains at acceptance 0.8."""
     wanted = {"attention": "ragged", "rate": 0.8, "width": 1, "kind": "round", "rows": rows, "k": k} | others
+    wanted = {"context": 600} | wanted
     (found,) = [c for c in load(f"gpu-{run}-h200")["cells"] if wanted.items() <= c.items()]
     return dict(found)
 
 
-def gpu_gain(run: str, rows: int, rate: str = "0.8") -> str:
+def gpu_gain(run: str, rows: int, rate: str = "0.8", context: int = 600) -> str:
     """The best length's tokens per second over plain decoding, and that length."""
-    (found,) = [s for s in load(f"gpu-{run}-h200")["speedups"] if (s["rows"], s["attention"]) == (rows, "ragged")]
+    wanted = {"rows": rows, "attention": "ragged", "context": context}
+    (found,) = [s for s in load(f"gpu-{run}-h200")["speedups"] if wanted.items() <= s.items()]
     best = found["best"][rate]
     return f"{best['speedup']:.2f} (k = {best['k']})"
 
@@ -815,34 +817,71 @@ def test_the_page_opens_with_figures_of_its_runs() -> None:
     assert [figure for figure in opening_figures() if figure not in opening] == []
 
 
-GPU_SHARES = {"llama-8b-bf16": (8, 1, 32, 64), "gpt-7.8b-bf16": (8, 1, 32, 64), "llama-8b-int8": (8, 1)}
+GPU_RUNS = {
+    **{
+        run: (run.rsplit("-", 1)[1], 600, (8, 1, 32, 64))
+        for run in ("llama-8b-bf16", "gpt-7.8b-bf16", "llama-8b-int8", "llama-8b-fp8")
+    },
+    "llama-8b-bf16-contexts": ("bf16, context of 8000", 8000, (32, 64)),
+}
 
 
-@pytest.mark.parametrize("run", GPU_SHARES)
+@pytest.mark.parametrize("run", GPU_RUNS)
 def test_the_gpu_pages_table_is_what_was_measured(run: str) -> None:
     lines = table_lines(ROOT / "docs" / "gpu.md", "What was measured")
-    for rows in GPU_SHARES[run]:
-        plain = gpu_round(run, rows, 0)
-        figures = f"{plain['ms']:.2f} ms | {plain['of_floor']:.0%} | {gpu_gain(run, rows)}".replace("%", " %")
-        model, to = run.rsplit("-", 1)
-        assert f"| {model}, {to} | {rows} | {figures} |" in lines
+    label, context, sizes = GPU_RUNS[run]
+    for rows in sizes:
+        plain, gain = gpu_round(run, rows, 0, context=context), gpu_gain(run, rows, context=context)
+        figures = f"{plain['ms']:.2f} ms | {plain['of_floor']:.0%} | {gain}".replace("%", " %")
+        assert f"| {run.split('b-')[0]}b, {label} | {rows} | {figures} |" in lines
+
+
+def gpu_autos(run: str, acceptance: float = 0.8) -> dict[int, dict[str, Any]]:
+    """The engine with ``auto``, by rows."""
+    cells = load(f"gpu-{run}-h200")["cells"]
+    return {c["rows"]: c["tokens_a_second"] for c in cells if (c["kind"], c["rate"]) == ("auto", acceptance)}
 
 
 @pytest.mark.parametrize("acceptance", [0.8, 0.2])
 def test_the_gpu_pages_table_of_auto_is_what_was_measured(acceptance: float) -> None:
     lines = table_lines(ROOT / "docs" / "gpu.md", "What was measured")
-    cells = load("gpu-llama-8b-bf16-h200")["cells"]
-    runs = {c["rows"]: c["tokens_a_second"] for c in cells if (c["kind"], c["rate"]) == ("auto", acceptance)}
+    runs = gpu_autos("llama-8b-bf16", acceptance) | gpu_autos("llama-8b-bf16-64-rows", acceptance)
     for rows in (1, 8, 32, 64):
         over, first, ahead = (runs[rows][name] for name in ("over_plain", "first_over_plain", "captured"))
         captured = f"{ahead['programs']}, {ahead['seconds']:.1f}, {ahead['bytes'] / 2**20:.0f}"
         assert f"| {rows} | {acceptance} | {over:.2f} | {first:.2f} | {captured} |" in lines
 
 
+def gpu_words() -> str:
+    return " ".join((ROOT / "docs" / "gpu.md").read_text().split())
+
+
+def test_auto_stands_beside_fixed_lengths_as_measured() -> None:
+    older, before, after = (gpu_autos(f"llama-8b-bf16{name}") for name in ("", "-contexts", "-64-rows"))
+    int8 = gpu_autos("llama-8b-int8")
+    fixed = [run["fixed"] / run["plain"] for run in (after[64], before[32], int8[8], int8[64])]
+    words, over = gpu_words(), "over_plain"
+    assert f"k = 3 in every round reaches {fixed[0]:.2f} at 64 rows and {fixed[1]:.2f} at 32" in words
+    assert f"{before[64][over]:.2f} and {older[64][over]:.2f} times plain decoding in two runs" in words
+    assert f"{int8[8][over]:.2f} times plain decoding at 8 rows and {int8[64][over]:.2f} at 64" in words
+    assert f"k = 7 and 4 in every round give {fixed[2]:.2f} and {fixed[3]:.2f}" in words
+    usual = [max(run[64]["rounds"], key=lambda line: line["rounds"])["k"] for run in (before, after)]  # type: ignore[no-any-return]
+    assert usual == [6, 3]
+
+
+def test_8_bit_products_on_a_gpu_are_as_measured() -> None:
+    for to in ("int8", "fp8"):
+        for rows in (1, 64, 128, 512):
+            cases = [case["us"] for case in load("gpu-products-h200")["cases"] if case["rows"] == rows]
+            ways = [f"{to}, our tiles", *([f"{to}, widened"] if rows > 64 else [])]
+            over = [min(us[way] for way in ways if way in us) / us["16 bits, torch"] for us in cases]
+            assert f"{min(over):.2f} to {max(over):.2f}" in gpu_words(), (to, rows)
+
+
 def test_what_stands_beside_transformers_on_a_gpu_is_what_was_measured() -> None:
     speeds = {case["rows"]: case["tokens_a_second"] for case in load("gpu-transformers-h200")["cases"]}
     plain, auto = ([speeds[rows][name] / speeds[rows]["transformers"] for rows in (1, 8)] for name in ("plain", "auto"))
-    words = " ".join((ROOT / "docs" / "gpu.md").read_text().split())
+    words = gpu_words()
     assert f"{plain[0]:.1f} times as fast at 1 row and {plain[1]:.1f} times at 8" in words
     assert f"`auto` at acceptance 0.8 {auto[0]:.1f} and {auto[1]:.1f} times" in words
 

@@ -12,6 +12,7 @@ from paceline.core.draft import Draft, Verdict
 from paceline.engine.native_round import NativeRound
 from paceline.kernels import native
 from paceline.lengths import calibration as calibration_module
+from paceline.lengths.auto import DEPTHS
 from paceline.lengths.calibration import Calibration, Grid, TimedRun
 from paceline.lengths.cost import CostTable
 from toy import ToyModel, make_engine, run, slow_answer, tiny_native, tiny_native_experts
@@ -34,6 +35,13 @@ def test_long_rounds_of_many_rows_are_skipped_but_every_size_has_two_lengths() -
     grid = Grid((1, 16, 64), (0, 1, 3, 7), max_tokens=64)
     assert [grid.measured(rows) for rows in grid.batch_sizes] == [(0, 1, 3, 7), (0, 1, 3), (0, 1)]
     assert Grid((64,), (0, 1, 7)).measured(64) == (0, 1, 7)
+
+
+def test_on_a_gpu_rounds_of_many_tokens_are_measured_not_extrapolated() -> None:
+    (coarse,) = Grid.coarse.__defaults__  # the test suite shortens its table; this is the table itself
+    grid = coarse(64, on_device=True)
+    assert {grid.measured(rows) for rows in grid.batch_sizes} == {(0, 1, 3, 8)}
+    assert set(grid.lengths) <= {0, *DEPTHS}
 
 
 def test_skipped_rounds_are_extrapolated() -> None:

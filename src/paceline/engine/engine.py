@@ -183,7 +183,8 @@ class Engine:
         )
         if key not in known:
             with self._own_threads():
-                calibration = self._calibration(Grid.coarse(config.max_batch_size))
+                grid = Grid.coarse(config.max_batch_size, on_device=self._device_round is not None)
+                calibration = self._calibration(grid)
                 known[key] = kept_or_measured(calibration, self._stored_costs())
         return known[key]
 

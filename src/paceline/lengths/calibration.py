@@ -30,6 +30,7 @@ CONTEXT_ROWS = 4  # rows in those: enough to time them, few enough for their mem
 FEEDS = (1, 16, 64)  # missing tokens that a draft model reads
 MAX_SPREAD = 1.25  # ratio of two fastest times that only a busy machine explains: an idle one spreads by up to 7 %
 COARSE_TOKENS = 64  # tokens of the largest verification while an engine starts: bounds its start-up time
+DEVICE_TOKENS = 1024  # the same of a GPU, where few tokens say nothing: their time is that of reading the weights
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,14 @@ class Grid:
     max_tokens: int | None = None
 
     @staticmethod
-    def coarse(capacity: int) -> Grid:
-        """Few sizes, for the start of an engine: 1, 2, 4, ... rows and the capacity; 0, 1, 3 and 7 draft tokens."""
+    def coarse(capacity: int, *, on_device: bool = False) -> Grid:
+        """Few sizes, for the start of an engine: 1, 2, 4, ... rows and the capacity; 0, 1, 3 and 7 draft tokens.
+
+        on_device: rounds are captured; 8 instead of 7, a length that ``auto`` captures anyway.
+        """
         sizes = {capacity} | {2**power for power in range(capacity.bit_length() - 1)}
-        return Grid(tuple(sorted(sizes)), (0, 1, 3, 7), max_tokens=COARSE_TOKENS)
+        lengths, most = ((0, 1, 3, 8), DEVICE_TOKENS) if on_device else ((0, 1, 3, 7), COARSE_TOKENS)
+        return Grid(tuple(sorted(sizes)), lengths, max_tokens=most)
 
     def measured(self, rows: int) -> tuple[int, ...]:
         """Lengths to measure with ``rows`` rows: at least two, so that the others can be extrapolated."""

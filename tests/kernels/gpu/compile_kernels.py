@@ -47,14 +47,15 @@ def compile_kernel(kernel: Any, signature: dict[str, str], constants: dict[str, 
     compiled = triton.compile(source, target=GPUTarget("cuda", ARCH, 32), options=options)
     shared = int(compiled.metadata.shared)
     assert shared <= LARGEST_SHARED[ARCH], f"{shared} bytes of shared memory, {LARGEST_SHARED[ARCH]} there are"
-    registers, spilled = assembled(compiled.asm["ptx"])
+    registers, spilled, code = assembled(compiled.asm["ptx"])
+    assert (spoilt := overwritten_operands(code)) == [], f"written while a product may still read it: {spoilt}"
     return Used(registers, spilled, shared)
 
 
-def assembled(ptx: str) -> tuple[int, int]:
-    """Registers, and bytes of spilled stores, from the assembler's output."""
+def assembled(ptx: str) -> tuple[int, int, str]:
+    """Registers and bytes of spilled stores, from the assembler's output, and the instructions."""
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "kernel.ptx")
+        source, result = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(ptx)
         command = [
             get_ptxas(ARCH).path,
@@ -62,13 +63,48 @@ def assembled(ptx: str) -> tuple[int, int]:
             f"--gpu-name={sm_arch_from_capability(ARCH)}",
             str(source),
             "-o",
-            "/dev/null",
+            str(result),
         ]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        disassemble = [triton.knobs.nvidia.nvdisasm.path, "-c", str(result)]
+        code = subprocess.run(disassemble, capture_output=True, text=True, check=True).stdout
     registers, spilled = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill stores", said)
     assert registers, said
     assert spilled, said
-    return int(registers[1]), int(spilled[1])
+    return int(registers[1]), int(spilled[1]), code
+
+
+def overwritten_operands(code: str) -> list[str]:
+    """The instructions of sm_90 that write a register which a product may still be read from.
+
+    HGMMA reads its left operand, if that is in registers, while later instructions run, up to ``WARPGROUP.DEPBAR``.
+    Loops are followed once.
+    """
+    lines = re.findall(r"^\s*(\.L_x_\d+):|^\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", code, re.MULTILINE)
+    labels = {label: place for place, (label, _) in enumerate(lines) if label}
+    place, taken, read, found = 0, set[int](), set[int](), []
+    while place < len(lines):
+        instruction = re.sub(r"^@!?U?P\w+ ", "", lines[place][1])
+        written = re.match(r"(\S+) +R(\d+)", instruction)
+        branch = re.match(r"BRA `\((\.L_x_\d+)\)", instruction)
+        if instruction.startswith("WARPGROUP.DEPBAR"):
+            read = set()
+        elif left := re.match(r"HGMMA\S* R\d+, R(\d+),", instruction):
+            read |= {int(left[1]) + offset for offset in range(4)}
+        elif written and not instruction.startswith("HGMMA"):
+            count = _registers_written(written[1])
+            found += [instruction] * bool(read & set(range(int(written[2]), int(written[2]) + count)))
+        elif branch and labels.get(branch[1], place) < place and place not in taken:
+            taken.add(place)
+            place = labels[branch[1]]
+        place += 1
+    return found
+
+
+def _registers_written(operation: str) -> int:
+    if ".128" in operation or ".M88.4" in operation:
+        return 4
+    return 2 if ".64" in operation or ".WIDE" in operation or ".M88.2" in operation else 1
 
 
 TYPES = {
@@ -189,7 +225,7 @@ def shaping() -> dict[str, Used]:
 
 
 def linears() -> dict[str, Used]:
-    from paceline.kernels.gpu.linear import CANDIDATES, linear_kernel
+    from paceline.kernels.gpu.linear import CANDIDATES, linear_kernel, widen_kernel
 
     found = {}
     cases = [("*i16", "*bf16"), ("*fp8e4nv", "*bf16"), ("*bf16", "*bf16")]
@@ -204,12 +240,16 @@ def linears() -> dict[str, Used]:
                 constants = {
                     "SCALED": weight != element, "BIASED": False, "SPLIT": split,
                     "BLOCK_M": block_m, "BLOCK_N": tile.outputs, "BLOCK_K": tile.inputs,
-                    "WIDENING": element[1:] if weight == "*i16" else "single",
+                    "WIDENING": element[1:] if weight == "*i16" else "single", "MAJOR": ARCH // 10,
                 }  # fmt: skip
                 types = {"x": element, "out": element, "bias": element, "weight": weight}
                 name = "pairs of int8" if weight == "*i16" else weight
                 key = f"linear {name} {element} {candidate.outputs}x{candidate.inputs} rows={block_m} split={split}"
                 found[key] = build(linear_kernel, constants, warps=tile.warps, stages=tile.stages, **types)
+        if weight != element:
+            name = "pairs of int8" if weight == "*i16" else weight
+            shape = {"PAIRED": weight == "*i16", "SCALED": element == "*fp16", "BLOCK": 1024}
+            found[f"widen {name} {element}"] = build(widen_kernel, shape, weight=weight, out=element)
     return found
 
 

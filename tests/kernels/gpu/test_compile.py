@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.wide
-
 pytest.importorskip("triton", reason="triton is not installed")
+
+from kernels.gpu.compile_kernels import overwritten_operands
+
+pytestmark = pytest.mark.wide
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -52,6 +54,36 @@ def test_every_kernel_compiles_for_sm_90_and_is_in_the_table(tmp_path: Path) -> 
     names = {line.removeprefix("sm_90 ").rsplit(": ", 1)[0] for line in lines}
     assert names <= committed().keys(), "write the table anew: its first lines say how"
     assert not [line for line in lines if spills(line.rsplit(": ", 1)[1])]
+
+
+LOOP = """
+.L_x_0:
+        /*0010*/                   LDSM.16.M88.4 R8, [R3+UR4] ;
+        /*0020*/                   WARPGROUP.ARRIVE ;
+        /*0030*/                   HGMMA.64x128x16.F32.BF16 R24, R8, gdesc[UR4], R24, gsb0 ;
+        /*0040*/                   {}
+        /*0050*/              @!P4 BRA `(.L_x_0) ;
+        /*0060*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0070*/                   IMAD.MOV.U32 R8, RZ, RZ, R2 ;
+"""
+
+
+@pytest.mark.parametrize(
+    ("instruction", "spoilt"),
+    [
+        ("WARPGROUP.DEPBAR.LE gsb0, 0x0 ;", []),
+        ("BAR.SYNC 0x0 ;", ["LDSM.16.M88.4 R8, [R3+UR4]"]),  # in the loop's second pass
+        (
+            "@P1 IMAD.MOV.U32 R11, RZ, RZ, R2 ;",
+            ["IMAD.MOV.U32 R11, RZ, RZ, R2", "LDSM.16.M88.4 R8, [R3+UR4]", "IMAD.MOV.U32 R11, RZ, RZ, R2"],
+        ),
+    ],
+)
+def test_registers_that_are_written_before_a_product_has_read_them_are_found(
+    instruction: str, spoilt: list[str]
+) -> None:
+    """As in code of Triton 3.6, which had the tiles of 128 x 128 numbers wrong (docs/log.md)."""
+    assert overwritten_operands(LOOP.format(instruction)) == spoilt
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -25,6 +25,7 @@ from paceline.kernels.gpu.linear import (
     paired,
     quantise,
     unpaired,
+    widen,
     widened_linear,
 )
 from paceline.models.linear import Linear
@@ -169,16 +170,68 @@ class Widths(TorchDispatchMode):
         return out
 
 
+class Widening:
+    """Counts launches of the widening kernel, and hides what the interpreter does for it from ``Widths``."""
+
+    def __init__(self) -> None:
+        self.kernel, self.launches = module.widen_kernel, 0
+
+    def __getitem__(self, grid: tuple[int, int]) -> Any:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            self.launches += 1
+            with _disable_current_modes():
+                self.kernel[grid](*args, **kwargs)
+
+        return launch
+
+
 @pytest.mark.parametrize("to", ["int8", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_beyond_that_the_matrix_is_widened_by_one_operator(to: str, dtype: torch.dtype) -> None:
-    weight, bias = quantise(torch.randn(512, 300), to), torch.randn(512).to(dtype)  # type: ignore[arg-type]
-    x = torch.randn(4, 300).to(dtype)
+def test_beyond_that_the_matrix_is_widened_by_one_launch(
+    to: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, bias = quantise(torch.randn(512, 300, device=DEVICE), to), torch.randn(512, device=DEVICE).to(dtype)  # type: ignore[arg-type]
+    x, widening = torch.randn(4, 300, device=DEVICE).to(dtype), Widening()
+    monkeypatch.setattr(module, "widen_kernel", widening)
     with Widths() as widths:
         found = widened_linear(x, weight, bias)
     torch.testing.assert_close(found, linear_reference(x, weight, bias), atol=0.3, rtol=3e-2)
-    matrices = 2 if dtype == torch.float16 else 1
-    assert widths.written < (matrices + 0.1) * 512 * 320 * dtype.itemsize
+    assert widening.launches == 1
+    assert widths.written < 0.1 * 512 * 320 * dtype.itemsize
+
+
+@pytest.mark.parametrize("to", ["int8", "fp8"])
+@pytest.mark.parametrize("inputs", [1, 63, 300, 2500])
+def test_the_widening_kernel_equals_its_reference(to: str, inputs: int) -> None:
+    """Exactly; with more inputs than a program has."""
+    weight = quantise(torch.randn(5, inputs, device=DEVICE), to)  # type: ignore[arg-type]
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        assert torch.equal(widen(weight, dtype, scaled=False), weight.unscaled(dtype))
+    for dtype in (torch.float16, torch.float32):  # bf16 sums are scaled instead
+        assert torch.equal(widen(weight, dtype, scaled=True), weight.widened(dtype))
+
+
+def test_a_tile_whose_product_is_wrong_here_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As if a compiler had spoilt some: one number in a thousand is a tenth of the others' size off."""
+    wrong = list(CANDIDATES[:2])
+    right = module.linear
+
+    def spoilt(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | None, tile: LinearTile, *rest: Any) -> Any:
+        found = right(x, weight, bias, tile, *rest)
+        if tile in wrong:
+            found.flatten()[::1000] += 0.1 * found.square().mean().sqrt()
+        return found
+
+    monkeypatch.setattr(module, "linear", spoilt)
+    linears = Linears("int8", timer=lambda _call: 1.0)
+    layer, x = linears(torch.randn(40, 32, device=DEVICE)), torch.randn(3, 32, device=DEVICE)
+    assert linears.tile(layer, x) == CANDIDATES[2]
+    assert caplog.text.count("its product is wrong here (3 x 32 by 40, LinearTile(") == 2
+    linears.tiles.clear()
+    wrong.append(CANDIDATES[2])
+    assert linears.tile(layer, x) is None  # torch's own
 
 
 def test_sums_of_float16_do_not_overflow_before_they_are_scaled() -> None:

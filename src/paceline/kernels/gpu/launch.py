@@ -41,7 +41,13 @@ def require_triton(device: torch.device, field: str, value: object) -> None:
 @cache
 def has_fp8(device: torch.device) -> bool:
     """Whether the device converts float8 (Ada, Hopper and later); True where there is no GPU to ask."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= _FIRST_WITH_FP8
+    return device.type != "cuda" or capability(device) >= _FIRST_WITH_FP8
+
+
+@cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability; (0, 0) where there is no GPU to ask."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 @cache

@@ -11,6 +11,7 @@ Shapes: M rows (tokens), K inputs, N outputs. Weights [N, K] are int8 or float8 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -21,7 +22,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from paceline.kernels.gpu.launch import interpreted, multiprocessors, shared_memory
+from paceline.kernels.gpu.launch import capability, interpreted, multiprocessors, shared_memory
+
+log = logging.getLogger("paceline")
 
 Format = Literal["int8", "fp8", "same"]
 LARGEST_ROWS = 256  # beyond it torch multiplies with the widened matrix: compute dominates, not memory traffic
@@ -33,6 +36,8 @@ _PROGRAMS_EACH = (2, 1, 3)  # per multiprocessor; more parts than that cost more
 _MOST_WARPS = 8  # warps per program: with more, a thread may have half the registers
 _MOST_REGISTERS = 80  # per thread, of 255; with 96 the compiler spills on some architectures (docs/gpu-kernels.md)
 _LARGEST_STEP = 1 << 14  # inputs of all rows in a step with 8-bit weights; with more the compiler spills on sm_80
+_WIDEN_BLOCK = 1024  # stored weights per program of ``widen``
+_FARTHEST = 0.05  # from torch's product, by the root mean square of the sums; rounding to bf16 gives 0.02 at most
 _GROUP = tl.constexpr(64)  # inputs: the 16 bits of a pair hold the weights of inputs i and i + 32 of a group
 
 # Each takes two pairs, [a, b] and [c, d] with a and c in the low bytes, and returns (a, c) and (b, d). The bits of a
@@ -59,6 +64,12 @@ _TO_FP16 = tl.constexpr("""{
 }""")
 
 
+@triton.jit
+def _finished(sums: tl.tensor) -> tl.tensor:
+    """The sums, unchanged, once they are there: instructions that assemble to nothing, but for which products end."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [sums], dtype=tl.float32, is_pure=True, pack=1)
+
+
 @triton.jit(do_not_specialize=["rows", "parts"])  # one compiled kernel per tile serves any number of them
 def linear_kernel(
     x: tl.tensor,
@@ -80,12 +91,17 @@ def linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WIDENING: tl.constexpr,
+    MAJOR: tl.constexpr,
 ) -> None:
     """Grid (row tiles, output tiles, parts of the inputs): out [M, N] = x [M, K] @ weight[N, K].T * scales + bias.
 
     SPLIT: whether there are several parts.
     WIDENING: "single" weights are loaded one by one; "pairs" of them (``paired``) are widened by Triton's own
         conversions, and pairs for "bf16" or "fp16" activations by the instructions above, with the same results.
+    MAJOR: the GPU's compute capability, its first number; 0 in the interpreter. On two kinds Triton's code would
+        otherwise be wrong (docs/log.md). On 9 (Hopper) a step's products end before the next step widens its weights:
+        Triton 3.6 overwrites registers that they may still be read from. On 10 and later (Blackwell) the two products
+        of a step have sums of their own (triton-lang/triton#10821).
     """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -103,7 +119,10 @@ def linear_kernel(
             w = tl.load(weight_line + k[None, :], mask=(n < outputs)[:, None] & (k < stop)[None, :], other=0.0)
             a = tl.load(x_line + k[:, None], mask=(m < rows)[None, :] & (k < stop)[:, None], other=0.0)
             sums += tl.dot(w.to(a.dtype), a, input_precision="ieee")
+            if SCALED and MAJOR == 9:
+                sums = _finished(sums)
     else:
+        others = sums
         weight_line = weight + n.to(tl.int64)[:, None] * (tl.cdiv(inputs, _GROUP) * (_GROUP // 2))
         pair = tl.arange(0, BLOCK_K // 2)
         low = pair // (_GROUP // 2) * _GROUP + pair % (_GROUP // 2)
@@ -126,7 +145,14 @@ def linear_kernel(
             else:
                 w_low, w_high = ((w << 8) >> 8).to(tl.int16).to(a.dtype), (w >> 8).to(a.dtype)
             sums += tl.dot(w_low, a, input_precision="ieee")
-            sums += tl.dot(w_high, b, input_precision="ieee")
+            if MAJOR >= 10:
+                others += tl.dot(w_high, b, input_precision="ieee")
+            else:
+                sums += tl.dot(w_high, b, input_precision="ieee")
+            if MAJOR == 9:
+                sums = _finished(sums)
+        if MAJOR >= 10:
+            sums += others
 
     inside = (n < outputs)[:, None] & (m < rows)[None, :]
     place = m.to(tl.int64)[None, :] * outputs + n[:, None]
@@ -291,6 +317,7 @@ def linear(
         BLOCK_N=tile.outputs,
         BLOCK_K=tile.inputs,
         WIDENING=widening(weight.values, x),
+        MAJOR=capability(x.device)[0],
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -309,6 +336,44 @@ Timer = Callable[[Callable[[], object]], float]
 """Runs a call several times; returns the seconds of one."""
 
 
+@triton.jit
+def widen_kernel(
+    weight: tl.tensor,
+    scales: tl.tensor,
+    out: tl.tensor,
+    inputs: tl.tensor,
+    PAIRED: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Grid (outputs, blocks of weights): the weights, times their scales if ``SCALED``, in out's type [N, K]."""
+    line = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    scale = tl.load(scales + line) if SCALED else 1.0
+    if PAIRED:
+        half = _GROUP // 2
+        pairs = tl.cdiv(inputs, _GROUP) * half
+        w = tl.load(weight + line * pairs + place, mask=place < pairs, other=0)
+        k = place // half * _GROUP + place % half
+        low, high = ((w << 8) >> 8).to(tl.float32) * scale, (w >> 8).to(tl.float32) * scale
+        tl.store(out + line * inputs + k, low.to(out.dtype.element_ty), mask=k < inputs)
+        tl.store(out + line * inputs + k + half, high.to(out.dtype.element_ty), mask=k + half < inputs)
+    else:
+        w = tl.load(weight + line * inputs + place, mask=place < inputs, other=0.0).to(tl.float32) * scale
+        tl.store(out + line * inputs + place, w.to(out.dtype.element_ty), mask=place < inputs)
+
+
+def widen(weight: Quantized, dtype: torch.dtype, *, scaled: bool) -> Tensor:
+    """The quantised numbers [N, K], times their scales if ``scaled``: ``unscaled`` and ``widened`` in one pass."""
+    values, scales = weight.values, weight.scales
+    assert scales is not None, "16-bit weights need no widening"
+    out = torch.empty((len(values), weight.inputs), dtype=dtype, device=values.device)
+    grid = len(values), triton.cdiv(values.shape[1], _WIDEN_BLOCK)
+    is_paired = values.dtype == torch.int16
+    widen_kernel[grid](values, scales, out, weight.inputs, PAIRED=is_paired, SCALED=scaled, BLOCK=_WIDEN_BLOCK)
+    return out
+
+
 def widened_linear(x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
     """The product by torch with the widened matrix, for many rows: five bytes of memory traffic per weight.
 
@@ -318,9 +383,9 @@ def widened_linear(x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
     if weight.scales is None:
         return functional.linear(x, weight.values, bias)
     if x.dtype == torch.float16:
-        return functional.linear(x, weight.unscaled(x.dtype).mul_(weight.scales[:, None]), bias)
-    sums = functional.linear(x, weight.unscaled(x.dtype)) * weight.scales
-    return (sums if bias is None else sums + bias).to(x.dtype)
+        return functional.linear(x, widen(weight, x.dtype, scaled=True), bias)
+    sums = functional.linear(x, widen(weight, x.dtype, scaled=False))
+    return sums.mul_(weight.scales) if bias is None else (sums * weight.scales + bias).to(x.dtype)
 
 
 class Linears:
@@ -367,10 +432,21 @@ class Linears:
         return self.tiles[shape]
 
     def fastest(self, layer: SmallRowLinear, x: Tensor, timer: Timer) -> LinearTile | None:
-        """The fastest candidate for x's rows."""
-        tiles = self.candidates(layer, x)
+        """The fastest candidate for x's rows, of those whose product is right here: compilers have had bugs."""
+        tiles = [tile for tile in self.candidates(layer, x) if tile is None or is_right(layer, x, tile)] or [None]
         timed = [(timer(lambda tile=tile: layer.run(x, tile)), place) for place, tile in enumerate(tiles)]  # type: ignore[misc]
         return tiles[min(timed)[1]]
+
+
+def is_right(layer: SmallRowLinear, x: Tensor, tile: LinearTile) -> bool:
+    """Whether the tile's product is torch's, but for rounding. A warning names one that is not."""
+    expected = layer.run(x, None).float()
+    farthest = float((layer.run(x, tile).float() - expected).abs().max() / expected.square().mean().sqrt())
+    if farthest <= _FARTHEST:
+        return True
+    shape = f"{x.shape[0]} x {x.shape[1]} by {len(layer.weight.values)}"
+    log.warning("a GPU kernel is not used, as its product is wrong here (%s, %s; off by %.3g)", shape, tile, farthest)
+    return False
 
 
 class SmallRowLinear:
