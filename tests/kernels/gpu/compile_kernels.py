@@ -225,7 +225,7 @@ def shaping() -> dict[str, Used]:
 
 
 def linears() -> dict[str, Used]:
-    from paceline.kernels.gpu.linear import CANDIDATES, linear_kernel, widen_kernel
+    from paceline.kernels.gpu.linear import CANDIDATES, linear_kernel, most_registers, widen_kernel
 
     found = {}
     cases = [("*i16", "*bf16"), ("*fp8e4nv", "*bf16"), ("*bf16", "*bf16")]
@@ -245,7 +245,8 @@ def linears() -> dict[str, Used]:
                 types = {"x": element, "out": element, "bias": element, "weight": weight}
                 name = "pairs of int8" if weight == "*i16" else weight
                 key = f"linear {name} {element} {candidate.outputs}x{candidate.inputs} rows={block_m} split={split}"
-                found[key] = build(linear_kernel, constants, warps=tile.warps, stages=tile.stages, **types)
+                options = {"warps": tile.warps, "stages": tile.stages, "most": most_registers(ARCH // 10)}
+                found[key] = build(linear_kernel, constants, **options, **types)
         if weight != element:
             name = "pairs of int8" if weight == "*i16" else weight
             shape = {"PAIRED": weight == "*i16", "SCALED": element == "*fp16", "BLOCK": 1024}

@@ -289,12 +289,17 @@ def widening(weight: Tensor, x: Tensor) -> str:
     return "pairs" if interpreted() else names.get(x.dtype, "pairs")
 
 
+def most_registers(major: int) -> int | None:
+    """A thread's limit of registers; None: the assembler's. For Blackwell it stops at 80 by itself, and spills."""
+    return 255 if major >= 10 else None
+
+
 def linear(
     x: Tensor, weight: Quantized, bias: Tensor | None, tile: LinearTile, tickets: Tensor, block_m: int
 ) -> Tensor:
     """x [M, K] -> [M, N]. tickets: int32 zeros, one per tile of the result; they are zeros again afterwards."""
     rows, inputs = x.shape
-    outputs = len(weight.values)
+    outputs, major = len(weight.values), capability(x.device)[0]
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     partial = out if tile.parts == 1 else torch.empty((tile.parts, rows, outputs), dtype=torch.float32, device=x.device)
     linear_kernel[(triton.cdiv(rows, block_m), triton.cdiv(outputs, tile.outputs), tile.parts)](
@@ -317,9 +322,10 @@ def linear(
         BLOCK_N=tile.outputs,
         BLOCK_K=tile.inputs,
         WIDENING=widening(weight.values, x),
-        MAJOR=capability(x.device)[0],
+        MAJOR=major,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        maxnreg=most_registers(major),
     )
     return out
 
