@@ -38,7 +38,7 @@ from paceline.kernels.gpu.lookup import copied
 from paceline.kernels.gpu.ops import ReferenceOps, TritonOps
 from paceline.kernels.gpu.state import read_record, read_trees
 from paceline.kernels.gpu.steps import TorchSteps, TritonSteps
-from paceline.lengths.auto import AutoLength
+from paceline.lengths.auto import DEPTHS, AutoLength
 from paceline.lengths.cost import CostModel
 from paceline.models.base import Model
 from paceline.models.decoder import Decoder
@@ -384,6 +384,48 @@ def test_the_least_recently_used_graphs_are_evicted(monkeypatch: pytest.MonkeyPa
     assert forgotten == [2]
     assert graphs.run("d", lambda: torch.zeros(1)).item() == 1, "as it was captured"
     assert [*graphs.keys, next(numbers)] == ["a", "b", "d", 4]
+
+
+class Rerun:
+    """Replaces a CUDA graph by running the program again."""
+
+    def __init__(self, program: Callable[[], Tensor], result: Tensor) -> None:
+        self.program, self.result = program, result
+
+    def replay(self) -> None:
+        self.result.copy_(self.program())
+
+
+def test_auto_is_told_which_rounds_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_on("device", num_speculative_tokens="auto")
+    device, runner = engine._device_round, engine._device_runner
+    assert device is not None
+    assert runner is not None
+
+    def capture(program: Callable[[], Tensor]) -> tuple[Rerun, Tensor, int]:
+        with device._all_rows_idle():
+            result = program().clone()
+        return Rerun(program, result), result, 0
+
+    assert device.is_captured(1), "nothing is captured on a CPU"
+    monkeypatch.setattr(device.graphs, "captures", True)
+    monkeypatch.setattr(device.graphs, "_capture", capture)
+    for prompt in PROMPTS[:3]:
+        engine.add(Request(prompt, SamplingParams(max_tokens=60, seed=1, ignore_eos=True)))
+    while engine.batch.rows < 3:
+        engine.step()
+    for _ in range(8):
+        engine.step()
+        assert device.is_captured(runner._in_flight[-1].k)
+    assert not all(map(device.is_captured, DEPTHS))
+    engine.add(Request(PROMPTS[3], SamplingParams(max_tokens=60, seed=1, top_p=0.9, ignore_eos=True)))
+    while engine.batch.rows < 4:
+        engine.step()
+    engine.step()
+    last = runner._in_flight[-1].k
+    assert device.is_captured(last), "with the new row's cuts"
+    monkeypatch.setattr(type(engine.batch.sampling), "step_features", StepFeatures(adjusts=True))
+    assert not device.is_captured(last), "with penalties"
 
 
 # --- trees ------------------------------------------------------------------------------------------------------------

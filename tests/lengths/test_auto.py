@@ -72,6 +72,51 @@ def test_it_finds_the_length_that_pays_best(name: str, acceptance: float, rows: 
     assert goodput["auto"] > 0.98 * goodput[0]
 
 
+class Captures:
+    """A device that captures rounds at their first use, for ``capture_ms`` each."""
+
+    def __init__(self, capture_ms: float, *captured: int) -> None:
+        self.capture_ms, self.captured = capture_ms, list(captured)
+
+    def is_captured(self, k: int, /) -> bool:
+        return k in self.captured
+
+
+def lengths_on(device: Captures, rounds: int = 300) -> list[int]:
+    """The length of each round of four rows whose draft tokens are mostly right."""
+
+    class Launched(AutoLength):
+        def choose(self, batch: Batch) -> SpeculationPlan:
+            plan = super().choose(batch)
+            lengths.append(plan.k)
+            if not device.is_captured(plan.k):
+                device.captured.append(plan.k)
+            return plan
+
+    lengths: list[int] = []
+    simulation = Simulation(FREE, lambda row, place: 0.8)
+    simulation.rows(4)
+    simulation.play(Launched(CostModel(FREE), ranks=False, device=device), rounds)
+    return lengths
+
+
+def test_a_length_is_captured_once_the_captured_ones_have_cost_as_much_as_a_capture() -> None:
+    at_once, later, never = (Captures(ms, 0, 1) for ms in (0.0, 40.0, 1e9))
+    free, waiting, thrifty = (lengths_on(device) for device in (at_once, later, never))
+    assert set(thrifty) <= {0, 1}
+    assert never.captured == [0, 1]
+    usual = max(set(free), key=free.count)
+    assert usual > 1
+    first = next(place for place, k in enumerate(waiting) if k > 1)
+    assert next(place for place, k in enumerate(free) if k > 1) < first < 40  # a round takes some 12 ms
+    assert max(set(waiting), key=waiting.count) > 1
+    assert len(later.captured) <= len(at_once.captured)
+
+
+def test_without_any_captured_length_the_best_is_captured_at_once() -> None:
+    assert lengths_on(Captures(1e9, 0), 40)[0] == lengths_on(Captures(0.0, 0), 40)[0] > 0
+
+
 def test_costs_that_were_measured_wrongly_are_corrected_by_real_rounds() -> None:
     simulation = Simulation(FREE, lambda row, place: 0.8)
     simulation.rows(4)

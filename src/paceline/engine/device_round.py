@@ -142,6 +142,19 @@ class DeviceRound:
     def _catch_up_program(self, bucket: int, width: int, span: int) -> Named:
         return ("catch up", bucket, width, span), lambda: self._catch_up(bucket, width, span)
 
+    @property
+    def capture_ms(self) -> float:
+        """Milliseconds that capturing a round takes."""
+        return self.graphs.capture_ms
+
+    def is_captured(self, k: int) -> bool:
+        """Whether a round of k draft tokens for the batch's rows needs no capture first, as none of the host does."""
+        batch, k = self.batch, self._feasible_length(k)
+        if not self.graphs.captures or batch.sampling.needs_host:
+            return True
+        span = self._span(batch.longest + k * self.width)
+        return (self.bucket(batch.rows), k, span, batch.sampling.step_features) in self.graphs
+
     def capture_ahead(
         self, lengths: Callable[[int], Sequence[int]], seconds: float, progress: Progress = iter
     ) -> Ahead | None:

@@ -137,7 +137,7 @@ class Engine:
             drafter.decoders,
             ragged=self._on_kernels,
             copies=drafter.copies,
-            overlaps=self._device_round is not None,
+            device=self._device_round,
             paying_rows=drafter.paying_rows,
         )
         return make_policy(config.num_speculative_tokens if config.draft_tokens else 0, means)

@@ -42,7 +42,7 @@ from statistics import fmean
 from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.draft import Draft, RoundTiming, Verdict
 from paceline.core.row_keeper import RowKeeper, RowKeepers
-from paceline.lengths.base import LengthPolicy, PolicyInputs
+from paceline.lengths.base import CapturedRounds, LengthPolicy, PolicyInputs
 from paceline.lengths.cost import CostModel
 from paceline.lengths.records import REFRESH_ROUNDS, Backoff, ExplorationBudget, RowProgress, RunningMean
 from paceline.lengths.rounds import AutoRound, Parents, best_depth
@@ -91,6 +91,7 @@ class AutoLength(RowKeepers, LengthPolicy):
     copies: whether the drafter has n-gram drafts, beside its decoders' if there are any.
     ranks: whether drafts are seen before verification, and each draft token pays for itself.
     backlog: what the decoders' caches lack; None: read from them.
+    device: as in ``PolicyInputs``.
     paying_rows: as in ``PolicyInputs``. Batches of more rows never use the decoders, whatever the costs say.
     """
 
@@ -106,8 +107,10 @@ class AutoLength(RowKeepers, LengthPolicy):
         copies: bool = True,
         ranks: bool = True,
         backlog: Backlog | None = None,
+        device: CapturedRounds | None = None,
     ) -> None:
-        self.costs, self.decoders, self._ranks = costs, decoders, ranks
+        self.costs, self.decoders, self._ranks, self._device = costs, decoders, ranks, device
+        self._missed_ms = 0.0  # that captured rounds took more than better ones would have, since the last capture
         self.model_drafts = DraftSource(DRAFT_MODEL_ALLOWANCE)
         self.ngram_drafts = DraftSource(NGRAM_ALLOWANCE, NGRAM_TIME_CAP, by_rows=False)
         self._backlog = backlog or CacheBacklog(decoders)
@@ -124,8 +127,8 @@ class AutoLength(RowKeepers, LengthPolicy):
 
     @classmethod
     def build(cls, inputs: PolicyInputs, /) -> AutoLength:
-        backlog = CountedBacklog(len(inputs.decoders)) if inputs.overlaps else None
-        policy = cls(CostModel(inputs.costs()), inputs.decoders, inputs.copies, inputs.ragged, backlog)
+        backlog = CountedBacklog(len(inputs.decoders)) if inputs.device else None
+        policy = cls(CostModel(inputs.costs()), inputs.decoders, inputs.copies, inputs.ragged, backlog, inputs.device)
         policy.paying_rows = inputs.paying_rows
         return policy
 
@@ -246,7 +249,8 @@ class AutoLength(RowKeepers, LengthPolicy):
             caps = [round_.k if row in rows else 0 for row in range(round_.rows)]
         if not self._ranks:
             plan = SpeculationPlan(round_.k, caps, note=round_).within(round_.batch)
-            round_.k = round_.passes = max((k for k in self.possible_lengths if k <= plan.k), default=0)
+            lengths = {*self._captured_lengths(), round_.k}
+            round_.k = round_.passes = max((k for k in lengths if k <= plan.k), default=0)
             return replace(plan, k=round_.k)
         searches_first = self._searches and not round_.trial
         fallback = self._fallback if searches_first else lambda _batch, _ngram_draft: round_.k
@@ -257,17 +261,44 @@ class AutoLength(RowKeepers, LengthPolicy):
         """Draft tokens per row to plan for."""
         if self._ranks:
             return min(LONGEST_AUTO, source.first_depth)
-        return 1 if round_.trial else self._best_length(round_, source, round_.rate)[1]
+        return 1 if round_.trial else self._best_or_captured_length(round_, source)
 
-    def _best_length(self, round_: AutoRound, source: DraftSource, rate: float) -> tuple[float, int]:
+    def _best_or_captured_length(self, round_: AutoRound, source: DraftSource) -> int:
+        """The best length, or the best of the captured ones.
+
+        Another one is captured once the captured ones have taken as much longer than it, since the last capture, as a
+        capture takes. So what captures cost is at most what they could have saved.
+        """
+        value, best = self._best_length(round_, source, round_.rate)
+        if self._device is None or self._device.is_captured(best):
+            return best
+        captured_value, captured = self._best_length(round_, source, round_.rate, self._captured_lengths())
+        self._missed_ms += (value - captured_value) / round_.rate
+        if captured != best and self._missed_ms < self._device.capture_ms:
+            return captured
+        self._missed_ms = 0.0
+        return best
+
+    def _captured_lengths(self) -> Sequence[int]:
+        """The lengths that need no capture first; all of them if there is none with draft tokens."""
+        if self._device is None:
+            return self.possible_lengths
+        captured = [k for k in self.possible_lengths if self._device.is_captured(k)]
+        return captured if any(captured) else self.possible_lengths
+
+    def _best_length(
+        self, round_: AutoRound, source: DraftSource, rate: float, lengths: Sequence[int] | None = None
+    ) -> tuple[float, int]:
         """Value of the best number of draft tokens per row, at least 1, and that number; by position alone.
 
-        The value includes one standard error of the acceptance, at most doubling the tokens.
+        The value includes one standard error of the acceptance, at most doubling the tokens. lengths: the possible ones
+        if None.
         """
         allowed = [min(LONGEST_AUTO, most) for most in round_.batch.max_draft_tokens]
         lines = round_.lines(source, [bins_of(count) for count in allowed], [self._shape] * round_.rows)
         gains = map(sum, zip_longest(*lines, fillvalue=0.0))
-        value, tokens, k = best_depth(self.costs, gains, round_.times, round_.rows, rate, self.possible_lengths)
+        depths = self.possible_lengths if lengths is None else lengths
+        value, tokens, k = best_depth(self.costs, gains, round_.times, round_.rows, rate, depths)
         return value + min(1.0, source.calibration.error()) * tokens, k
 
     def _gain(self, source: DraftSource, rows: int) -> RunningMean:

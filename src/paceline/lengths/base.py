@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from paceline.config import MAX_SPECULATION_LENGTH
 from paceline.core.batch import Batch, SpeculationPlan
@@ -155,6 +155,19 @@ class ProfiledLength(LengthPolicy):
         return self._lengths[min(bisect_left(self._sizes, rows), len(self._sizes) - 1)]
 
 
+class CapturedRounds(Protocol):
+    """The rounds of a device, each captured at its first use."""
+
+    @property
+    def capture_ms(self) -> float:
+        """Milliseconds that a capture takes."""
+        ...
+
+    def is_captured(self, k: int, /) -> bool:
+        """Whether rounds of k draft tokens for the batch's rows run without a capture first."""
+        ...
+
+
 @dataclass(frozen=True)
 class PolicyInputs:
     """What an engine offers for building a policy. Nothing is measured or read before a policy calls for it.
@@ -165,8 +178,8 @@ class PolicyInputs:
     ragged: whether verification time depends on the total number of tokens, however they are spread over the rows.
         Otherwise every row pays for the longest draft.
     copies: whether the drafter has n-gram drafts, which cost nothing.
-    overlaps: whether rounds run on a device and are chosen before the previous one is observed. Costs are then those
-        of such rounds.
+    device: the captured rounds, where they run on a device and are chosen before the previous one is observed; costs
+        are then those of such rounds. None: rounds run on the host.
     paying_rows: largest batch for which the draft model was measured to pay; None: not measured.
     """
 
@@ -175,5 +188,5 @@ class PolicyInputs:
     decoders: Sequence[DraftDecoder] = ()
     ragged: bool = False
     copies: bool = False
-    overlaps: bool = False
+    device: CapturedRounds | None = None
     paying_rows: int | None = None
