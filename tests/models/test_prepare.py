@@ -77,10 +77,10 @@ def test_8_bit_weights_replace_the_original_ones(to: Any, fewer: int, monkeypatc
 def test_fp8_is_refused_if_the_device_does_not_support_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "interpreted", lambda: True)
     for capability, supported in (((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)):
-        launch.has_fp8.cache_clear()
+        launch.capability.cache_clear()
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         assert launch.has_fp8(CUDA) == supported
-    launch.has_fp8.cache_clear()
+    launch.capability.cache_clear()
     monkeypatch.setattr(module, "has_fp8", lambda device: False)
     with pytest.raises(ParameterError, match=r"quantization='fp8'.*'int8'.*no float8"):
         module._with_triton(fresh_llama(), "fp8", deterministic=False)

@@ -38,7 +38,6 @@ def require_triton(device: torch.device, field: str, value: object) -> None:
         raise ParameterError(field, value, f"not possible here: {obstacle}")
 
 
-@cache
 def has_fp8(device: torch.device) -> bool:
     """Whether the device converts float8 (Ada, Hopper and later); True where there is no GPU to ask."""
     return device.type != "cuda" or capability(device) >= _FIRST_WITH_FP8
