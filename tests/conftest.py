@@ -29,7 +29,7 @@ torch.set_num_threads(1)  # tensors in tests are too small for several threads
 
 
 def _two_runs_of_each(capacity: int, coarse: Callable[..., Grid] = Grid.coarse, **options: bool) -> Grid:
-    return replace(coarse(capacity, **options), seconds=0.0, repeats=2, max_tokens=9)
+    return replace(coarse(capacity, **options), seconds=0.0, repeats=2, max_tokens=8)
 
 
 # Measurements of the machine are short, because no test depends on how exact they are.

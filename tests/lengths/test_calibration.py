@@ -39,7 +39,7 @@ def test_long_rounds_of_many_rows_are_skipped_but_every_size_has_two_lengths() -
 
 def test_on_a_gpu_rounds_of_many_tokens_are_measured_not_extrapolated() -> None:
     (coarse,) = Grid.coarse.__defaults__  # the test suite shortens its table; this is the table itself
-    grid = coarse(64, on_device=True)
+    grid = coarse(64, on_gpu=True)
     assert {grid.measured(rows) for rows in grid.batch_sizes} == {(0, 1, 3, 8)}
     assert set(grid.lengths) <= {0, *DEPTHS}
 

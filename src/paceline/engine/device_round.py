@@ -144,11 +144,11 @@ class DeviceRound:
 
     @property
     def capture_ms(self) -> float:
-        """Milliseconds that capturing a round takes."""
+        """Milliseconds of the fastest capture so far; infinity before the first."""
         return self.graphs.capture_ms
 
     def is_captured(self, k: int) -> bool:
-        """Whether a round of k draft tokens for the batch's rows needs no capture first, as none of the host does."""
+        """Whether a round of k draft tokens for the batch's rows needs no capture first; the host's never need one."""
         batch, k = self.batch, self._feasible_length(k)
         if not self.graphs.captures or batch.sampling.needs_host:
             return True

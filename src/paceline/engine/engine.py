@@ -183,7 +183,7 @@ class Engine:
         )
         if key not in known:
             with self._own_threads():
-                grid = Grid.coarse(config.max_batch_size, on_device=self._device_round is not None)
+                grid = Grid.coarse(config.max_batch_size, on_gpu=self.models.target.device.type == "cuda")
                 calibration = self._calibration(grid)
                 known[key] = kept_or_measured(calibration, self._stored_costs())
         return known[key]

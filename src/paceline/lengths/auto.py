@@ -110,7 +110,7 @@ class AutoLength(RowKeepers, LengthPolicy):
         device: CapturedRounds | None = None,
     ) -> None:
         self.costs, self.decoders, self._ranks, self._device = costs, decoders, ranks, device
-        self._missed_ms = 0.0  # that captured rounds took more than better ones would have, since the last capture
+        self._missed_ms = 0.0  # what a better length that is not captured would have saved since the last capture
         self.model_drafts = DraftSource(DRAFT_MODEL_ALLOWANCE)
         self.ngram_drafts = DraftSource(NGRAM_ALLOWANCE, NGRAM_TIME_CAP, by_rows=False)
         self._backlog = backlog or CacheBacklog(decoders)
@@ -249,8 +249,9 @@ class AutoLength(RowKeepers, LengthPolicy):
             caps = [round_.k if row in rows else 0 for row in range(round_.rows)]
         if not self._ranks:
             plan = SpeculationPlan(round_.k, caps, note=round_).within(round_.batch)
-            lengths = {*self._captured_lengths(), round_.k}
-            round_.k = round_.passes = max((k for k in lengths if k <= plan.k), default=0)
+            if plan.k < round_.k:  # near the rows' ends
+                round_.k = max((k for k in self._captured_lengths() if k <= plan.k), default=0)
+            round_.passes = round_.k
             return replace(plan, k=round_.k)
         searches_first = self._searches and not round_.trial
         fallback = self._fallback if searches_first else lambda _batch, _ngram_draft: round_.k
@@ -266,8 +267,8 @@ class AutoLength(RowKeepers, LengthPolicy):
     def _best_or_captured_length(self, round_: AutoRound, source: DraftSource) -> int:
         """The best length, or the best of the captured ones.
 
-        Another one is captured once the captured ones have taken as much longer than it, since the last capture, as a
-        capture takes. So what captures cost is at most what they could have saved.
+        The best one is captured once it would have saved, since the last capture, as much time as a capture takes.
+        Captures therefore cost at most what they could have saved.
         """
         value, best = self._best_length(round_, source, round_.rate)
         if self._device is None or self._device.is_captured(best):

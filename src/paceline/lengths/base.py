@@ -160,7 +160,7 @@ class CapturedRounds(Protocol):
 
     @property
     def capture_ms(self) -> float:
-        """Milliseconds that a capture takes."""
+        """Milliseconds of the fastest capture so far; infinity before the first."""
         ...
 
     def is_captured(self, k: int, /) -> bool:

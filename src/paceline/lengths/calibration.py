@@ -30,7 +30,8 @@ CONTEXT_ROWS = 4  # rows in those: enough to time them, few enough for their mem
 FEEDS = (1, 16, 64)  # missing tokens that a draft model reads
 MAX_SPREAD = 1.25  # ratio of two fastest times that only a busy machine explains: an idle one spreads by up to 7 %
 COARSE_TOKENS = 64  # tokens of the largest verification while an engine starts: bounds its start-up time
-DEVICE_TOKENS = 1024  # the same of a GPU, where few tokens say nothing: their time is that of reading the weights
+# The same on a GPU, where few tokens only take the time of reading the weights: 8 draft tokens of 64 rows are 576.
+GPU_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,13 @@ class Grid:
     max_tokens: int | None = None
 
     @staticmethod
-    def coarse(capacity: int, *, on_device: bool = False) -> Grid:
+    def coarse(capacity: int, *, on_gpu: bool = False) -> Grid:
         """Few sizes, for the start of an engine: 1, 2, 4, ... rows and the capacity; 0, 1, 3 and 7 draft tokens.
 
-        on_device: rounds are captured; 8 instead of 7, a length that ``auto`` captures anyway.
+        on_gpu: more tokens, and 8 instead of 7, a length that ``auto`` captures anyway.
         """
         sizes = {capacity} | {2**power for power in range(capacity.bit_length() - 1)}
-        lengths, most = ((0, 1, 3, 8), DEVICE_TOKENS) if on_device else ((0, 1, 3, 7), COARSE_TOKENS)
+        lengths, most = ((0, 1, 3, 8), GPU_TOKENS) if on_gpu else ((0, 1, 3, 7), COARSE_TOKENS)
         return Grid(tuple(sorted(sizes)), lengths, max_tokens=most)
 
     def measured(self, rows: int) -> tuple[int, ...]:

@@ -82,7 +82,7 @@ LOOP = """
 def test_registers_that_are_written_before_a_product_has_read_them_are_found(
     instruction: str, spoilt: list[str]
 ) -> None:
-    """As in code of Triton 3.6, which had the tiles of 128 x 128 numbers wrong (docs/log.md)."""
+    """Triton 3.6 compiled such code for tiles of 128 x 128 numbers (docs/log.md)."""
     assert overwritten_operands(LOOP.format(instruction)) == spoilt
 
 

@@ -214,21 +214,21 @@ def test_the_widening_kernel_equals_its_reference(to: str, inputs: int) -> None:
 def test_a_tile_whose_product_is_wrong_here_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As if a compiler had spoilt some: one number in a thousand is a tenth of the others' size off."""
+    """One number in a thousand is off by the others' size, which a compiler's mistake did to some."""
     wrong = list(CANDIDATES[:2])
     right = module.linear
 
     def spoilt(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | None, tile: LinearTile, *rest: Any) -> Any:
         found = right(x, weight, bias, tile, *rest)
         if tile in wrong:
-            found.flatten()[::1000] += 0.1 * found.square().mean().sqrt()
+            found.flatten()[::1000] += found.square().mean().sqrt()
         return found
 
     monkeypatch.setattr(module, "linear", spoilt)
     linears = Linears("int8", timer=lambda _call: 1.0)
     layer, x = linears(torch.randn(40, 32, device=DEVICE)), torch.randn(3, 32, device=DEVICE)
     assert linears.tile(layer, x) == CANDIDATES[2]
-    assert caplog.text.count("its product is wrong here (3 x 32 by 40, LinearTile(") == 2
+    assert caplog.text.count("wrong products on this GPU and is not used (3 x 32 by 40, LinearTile(") == 2
     linears.tiles.clear()
     wrong.append(CANDIDATES[2])
     assert linears.tile(layer, x) is None  # torch's own
