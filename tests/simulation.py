@@ -11,7 +11,7 @@ import torch
 from paceline.config import SamplingParams
 from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.core.draft import Draft, RoundTiming, Verdict
-from paceline.lengths.base import LengthPolicy
+from paceline.lengths.base import LengthPolicy, UnreadPrompt
 from paceline.lengths.cost import CostTable
 
 SIZES, LENGTHS = (1, 2, 4, 8, 16), tuple(range(9))
@@ -171,7 +171,8 @@ class DraftSimulation:
 
     def _begin(self, policy: LengthPolicy) -> None:
         """Prefill; the drafter reads the prompts if the policy wants it."""
-        reads = not self.asks or policy.expects_to_draft(self.rows)
+        prompt = UnreadPrompt(self.prompt - 1, self.rows if self.one_prompt else 1, self.tokens)
+        reads = not self.asks or policy.reads_prompt(self.rows, prompt)
         self.reader.seen[: self.rows] = [self.prompt - 1 if reads else 0] * self.rows
         if self.asks and reads:
             self._reads((self.prompt - 1) * (1 if self.one_prompt else self.rows))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from itertools import pairwise
@@ -9,13 +10,13 @@ from itertools import pairwise
 import pytest
 
 from paceline.config import SamplingParams
-from paceline.core.batch import Batch, SpeculationPlan
+from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.engine.engine import Engine
 from paceline.lengths.auto import AutoLength
-from paceline.lengths.base import FixedLength
+from paceline.lengths.base import FixedLength, UnreadPrompt
 from paceline.lengths.cost import CostModel
 from paceline.lengths.records import RunningMean
-from simulation import LENGTHS, SIZES, DraftSimulation, linear_costs
+from simulation import LENGTHS, SIZES, DraftSimulation, Reader, linear_costs
 from toy import FlatToy, ToyModel, answers, make_engine, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -75,6 +76,62 @@ def test_an_uncertain_gain_gets_an_allowance_of_its_standard_error() -> None:
         brought.learn(value)
     assert brought.value < 0
     assert policy.expects_to_draft(8)
+
+
+def slow_reader(gain: float) -> AutoLength:
+    """A policy whose draft model reads a token in 1 ms and gains this many tokens per row of a round of 10 ms."""
+    costs = linear_costs(verify=10.0, token=0.0, feed_tokens=(1, 400), feed=(1.0, 400.0))
+    policy = AutoLength(CostModel(costs), [Reader(8)], copies=False)  # type: ignore[list-item]
+    for rows in (1, 8):
+        policy.model_drafts.gains[rows] = RunningMean(gain)
+    return policy
+
+
+@pytest.mark.parametrize(("rows", "sharing", "least"), [(8, 8, 400), (8, 1, 3200), (1, 1, 400)])
+def test_a_prompt_is_read_if_what_is_left_of_its_answers_repays_it(rows: int, sharing: int, least: int) -> None:
+    """At 0.1 tokens a round, 400 tokens repay the 40 rounds of each row that reading takes, for one row or for all."""
+    policy = slow_reader(0.1)
+    assert not policy.reads_prompt(rows, UnreadPrompt(400, sharing, least - 1))
+    assert policy.reads_prompt(rows, UnreadPrompt(400, sharing, least + 1))
+    assert policy.reads_prompt(rows, UnreadPrompt(0, sharing, 1))
+    assert not slow_reader(-0.1).reads_prompt(rows, UnreadPrompt(0, sharing, math.inf))
+
+
+@pytest.mark.parametrize(("tokens", "reads"), [(60, False), (600, True)])
+def test_eight_short_answers_do_not_wait_for_a_draft_model_that_saves_little(tokens: int, reads: bool) -> None:
+    """Nine draft tokens of ten are right and save a fifth of the time, but reading takes as long as 40 rounds."""
+    costs = linear_costs(verify=4.0, token=0.75, feed_tokens=(1, 400), feed=(1.0, 400.0))
+    rng = random.Random(1)
+    simulation = DraftSimulation(costs, lambda _: [(0.9, rng.random() < 0.9)], 8, tokens, prompt=400, asks=True)
+    simulation.one_prompt, simulation.reader.prompt = True, 400
+    policy = AutoLength(CostModel(costs), [simulation.reader], copies=False)  # type: ignore[list-item]
+    policy.model_drafts.gains[8] = RunningMean(0.19)
+    assert simulation.play(policy) <= 1.01 * tokens * costs.verify_ms(8, 0) / 1000
+    assert (simulation.read > 0) == reads
+
+
+@pytest.mark.parametrize("rounds", ["host", "device"])
+def test_an_answer_is_expected_to_be_as_long_as_recent_ones(rounds: str) -> None:
+    """Those that are cut or still run count with their tokens."""
+    engine = make_engine(ToyModel(), max_batch_size=4, rounds=rounds, attention="padded")
+    assert engine.batch.usual_answer == math.inf
+    params = SamplingParams(temperature=1.0, n=4, max_tokens=12, seed=3, stop_token_ids=[3])
+    (output,) = run(engine, [PROMPT], [params])
+    ends = [answer.finish_reason for answer in output.outputs]
+    assert set(ends) == {"stop", "length"}
+    tokens = sum(len(answer.token_ids) for answer in output.outputs)
+    assert engine.batch.usual_answer == pytest.approx(tokens / ends.count("stop"), rel=0.05)
+
+
+def test_a_draft_model_that_fell_behind_catches_up_only_for_answers_that_are_expected_to_repay_it() -> None:
+    """However many tokens the request allows."""
+    policy = slow_reader(0.1)
+    batch = Batch(1, 10_000, 8)
+    batch.set_row(0, RowStart([1] * 400, SamplingParams(max_tokens=9_000), 1))
+    batch.set_live([0])
+    assert policy.choose(batch).k > 0
+    batch.usual_answer = 200.0
+    assert policy.choose(batch).k == 0
 
 
 @pytest.mark.parametrize(("n", "chance", "tokens"), [(1, 0.5, 40), (8, None, 0), (8, 0.9, 40), (8, 0.5, 0)])

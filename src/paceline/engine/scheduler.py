@@ -20,9 +20,17 @@ from paceline.engine.chunks import PrefillChunker, PromptSlice
 from paceline.engine.prefixes import STATES_APART
 from paceline.engine.round import Speculation
 from paceline.engine.scoring import collect
-from paceline.engine.sequences import Sequence, end_if_outranked, finish, gain_tokens, log_failure
+from paceline.engine.sequences import (
+    AnswerLengths,
+    Sequence,
+    end_if_outranked,
+    finish,
+    gain_tokens,
+    log_failure,
+)
 from paceline.engine.slot_allocator import SlotAllocator
 from paceline.engine.waiting import Waiting
+from paceline.lengths.base import UnreadPrompt
 
 
 @dataclass
@@ -36,6 +44,7 @@ class Scheduler:
     closed: whether no caller reads results before they end, and no requests will come before the present ones have
         ended.
     watched: whether a caller reads results before they end; other requests may come in any case.
+    answers: lengths of recent answers.
     """
 
     batch: Batch
@@ -48,6 +57,7 @@ class Scheduler:
     in_flight: int = 0
     closed: bool = False
     watched: bool = True
+    answers: AnswerLengths = field(default_factory=AnswerLengths)
 
     @property
     def draining(self) -> bool:
@@ -98,10 +108,17 @@ class Scheduler:
         return []
 
     def _start(self, sequence: Sequence, rows_soon: int) -> None:
-        sequence.read_by_draft = not sequence.only_read and self.parts.policy.expects_to_draft(rows_soon)
+        sequence.read_by_draft = not sequence.only_read and self._is_for_draft_models(sequence, rows_soon)
         self.slots.take(sequence)
         self.prefilling.append(sequence)
         self.slots.reuse_prefix(sequence)
+
+    def _is_for_draft_models(self, sequence: Sequence, rows_soon: int) -> bool:
+        """Whether draft models should read the prompt before it decodes."""
+        rows = sequence.member.group.answers if sequence.member else 1
+        answer = min(sequence.params.max_tokens, self.batch.usual_answer)
+        prompt = UnreadPrompt(sequence.prefill_stop, min(rows, rows_soon), answer)
+        return self.parts.policy.reads_prompt(rows_soon, prompt)
 
     @property
     def filled(self) -> CacheUsage:
@@ -275,9 +292,11 @@ class Scheduler:
         ended = [sequence for sequence in self.in_use if sequence.output.finished]
         for sequence in ended:
             self.slots.release(sequence)
+            self.answers.add(sequence)
         if ended:
             self.prefilling = [sequence for sequence in self.prefilling if not sequence.output.finished]
             self._set_running([sequence for sequence in self.running if not sequence.output.finished])
+            self.batch.usual_answer = self.answers.expected(self.running)
         return ended
 
     def drop(self, request_id: str, reason: FinishReason, error: Exception | None = None) -> list[Sequence]:

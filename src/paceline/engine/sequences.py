@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,6 +16,8 @@ from paceline.core.outputs import CompletionOutput, FinishReason, TokenKind, Tok
 from paceline.engine.guard import FaultIsolatedConstraint
 from paceline.engine.prefixes import Scope
 from paceline.engine.scoring import PromptReading
+
+ANSWER_FADE = 0.98  # weight of all earlier answers after one more: about the last 50 count
 
 log = logging.getLogger("paceline")
 
@@ -115,6 +118,33 @@ class Sequence:
     @property
     def is_prefilled(self) -> bool:
         return self.prefilled == self.prefill_stop
+
+
+@dataclass
+class AnswerLengths:
+    """Tokens of recent answers and how many of these ended by themselves.
+
+    Answers that are cut or still running count with their tokens, too. Otherwise the short ones, which end first, would
+    make the estimate too small.
+    """
+
+    tokens: float = 0.0
+    ends: float = 0.0
+
+    def add(self, sequence: Sequence) -> None:
+        """Count a finished answer."""
+        ended = sequence.output.finish_reason == "stop"
+        fade = ANSWER_FADE if ended else 1.0
+        self.tokens = self.tokens * fade + len(sequence.output.token_ids)
+        self.ends = self.ends * fade + ended
+
+    def expected(self, running: Iterable[Sequence]) -> float:
+        """Tokens until an answer ends by itself; infinity before any has.
+
+        The maximum-likelihood estimate if every token is equally likely to be the last one.
+        """
+        tokens = self.tokens + sum(len(sequence.output.token_ids) for sequence in running)
+        return tokens / self.ends if self.ends else math.inf
 
 
 def gain_tokens(sequence: Sequence, verdict: Verdict, row: int, now: float, at_limit: int) -> None:

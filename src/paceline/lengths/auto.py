@@ -16,7 +16,7 @@ down a tree, so the best tokens of a chain are a prefix and the best nodes of a 
   rate * (time of one drafting pass).
 * Whether to draft: a source of draft tokens (a draft model, or the search for n-gram drafts) is used while its recent
   net gain, plus an allowance for its standard error, exceeds rate * F. F is the time to read what the draft model has
-  missed, divided by the remaining rounds.
+  missed, divided by the tokens that a row is expected to gain yet. The same decides whether it reads a new prompt.
 * n-gram drafts replace the draft model's where their value exceeds the draft model's recent net gain.
 * Exploration: a share of run time pays for trials of a source that looks unprofitable. Its record counts little then.
 
@@ -42,7 +42,7 @@ from statistics import fmean
 from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.draft import Draft, RoundTiming, Verdict
 from paceline.core.row_keeper import RowKeeper, RowKeepers
-from paceline.lengths.base import CapturedRounds, LengthPolicy, PolicyInputs
+from paceline.lengths.base import CapturedRounds, LengthPolicy, PolicyInputs, UnreadPrompt
 from paceline.lengths.cost import CostModel
 from paceline.lengths.records import REFRESH_ROUNDS, Backoff, ExplorationBudget, RowProgress, RunningMean
 from paceline.lengths.rounds import AutoRound, Parents, best_depth
@@ -136,9 +136,14 @@ class AutoLength(RowKeepers, LengthPolicy):
         return self.name if self.paying_rows is None else f"{self.name} (drafts for up to {self.paying_rows} rows)"
 
     def expects_to_draft(self, rows: int) -> bool:
-        source = self.model_drafts
-        gain = self._gain(source, rows)
-        return self._may_use_decoders(rows) and gain.value + source.allowance * gain.error > 0
+        return self._may_use_decoders(rows) and self._hoped_gain(self.model_drafts, rows) > 0
+
+    def reads_prompt(self, rows: int, prompt: UnreadPrompt) -> bool:
+        if not self.expects_to_draft(rows):
+            return False
+        source, plain = self.model_drafts, self.costs.times(rows, self.costs.table.context).plain
+        price = max(source.rate(rows), rows / plain) * self.costs.feed_ms(prompt.tokens)
+        return _repays(self._hoped_gain(source, rows) * prompt.rows, prompt.answer_tokens, price)
 
     @property
     def reads_drafts(self) -> bool:
@@ -192,11 +197,11 @@ class AutoLength(RowKeepers, LengthPolicy):
         return self.paying_rows is None or rows <= self.paying_rows
 
     def _offer(self, round_: AutoRound, source: DraftSource) -> Offer:
-        gain, missing = self._gain(source, round_.rows), NOTHING_MISSING
+        missing = NOTHING_MISSING
         if source is self.model_drafts:
             missing = self._backlog.missing(round_.batch)
         rate = max(source.rate(round_.rows), sum(round_.token_weights) / round_.times.plain)
-        value = (gain.value + source.allowance * gain.error) * round_.rows
+        value = self._hoped_gain(source, round_.rows) * round_.rows
         if not self._ranks:
             value = self._best_length(round_, source, rate)[0]
         return Offer(source, rate, value, missing, self.costs.feed_ms(missing.total))
@@ -204,9 +209,9 @@ class AutoLength(RowKeepers, LengthPolicy):
     def _pays(self, round_: AutoRound, offer: Offer) -> bool:
         """Whether the gain pays for reading what is missing, and the batch can still make up for a loss."""
         batch = round_.batch
-        rounds_left = max(limit - length for limit, length in zip(batch.limits, batch.lengths, strict=True))
+        left = max(limit - length for limit, length in zip(batch.limits, batch.lengths, strict=True))
         is_behind = bool(round_.leads) and fmean(round_.leads) < -DRAIN_DEFICIT
-        return offer.value > offer.rate * offer.feed_ms / max(rounds_left, 1) and not is_behind
+        return _repays(offer.value, min(left, batch.usual_answer), offer.rate * offer.feed_ms) and not is_behind
 
     def _lacks_plain_time(self, round_: AutoRound, offer: Offer) -> bool:
         """Whether the gain is within the uncertainty of a plain round's predicted time, and none ran just before."""
@@ -305,6 +310,11 @@ class AutoLength(RowKeepers, LengthPolicy):
     def _gain(self, source: DraftSource, rows: int) -> RunningMean:
         """Recent net gain per row of rounds with the source."""
         return source.gain(rows, partial(self._prior_gain, source, rows))
+
+    def _hoped_gain(self, source: DraftSource, rows: int) -> float:
+        """The same with the source's allowance for the error."""
+        gain = self._gain(source, rows)
+        return gain.value + source.allowance * gain.error
 
     def _prior_gain(self, source: DraftSource, rows: int) -> float:
         """Net gain per row, in tokens, that is assumed before the first round with the source."""
@@ -456,6 +466,14 @@ class AutoLength(RowKeepers, LengthPolicy):
             counts = zip(verdict.host.accepted, verdict.host.depths, strict=True)
             bins = [(kept, bins_of(min(kept + 1, depth))) for kept, depth in counts]
             source.learn([[(bin_, place < kept) for place, bin_ in enumerate(line)] for kept, line in bins], slots)
+
+
+def _repays(gain: float, tokens_left: float, price: float) -> bool:
+    """Whether a net gain for each token that a row has left is worth more than a price that is paid once, in tokens.
+
+    At the rate of the rounds with draft tokens, the gain of one of them is what they save per token of a row.
+    """
+    return gain > 0 and gain * tokens_left > price
 
 
 def _accepted_by_slot(batch: Batch, verdict: Verdict) -> dict[int, int]:

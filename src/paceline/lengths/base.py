@@ -22,6 +22,18 @@ INCREMENT = 2  # draft tokens added after a round in which some row accepted eve
 SHRINK = 10  # other rounds remove ceil(l / SHRINK) draft tokens, and one more if the round before removed some, too
 
 
+@dataclass(frozen=True)
+class UnreadPrompt:
+    """A prompt that draft models have not read.
+
+    tokens: to read. rows: that share it. answer_tokens: that each of them is expected to gain.
+    """
+
+    tokens: int
+    rows: int
+    answer_tokens: float
+
+
 class LengthPolicy(RowKeeper):
     """Decides how many tokens to draft. Each round calls ``choose``, ``select`` if draft tokens are seen, ``observe``.
 
@@ -76,6 +88,10 @@ class LengthPolicy(RowKeeper):
     def expects_to_draft(self, rows: int) -> bool:
         """Whether a batch of ``rows`` rows is likely to get draft tokens, so that draft models should read prompts."""
         return True
+
+    def reads_prompt(self, rows: int, prompt: UnreadPrompt) -> bool:
+        """Whether draft models should read a prompt before its rows decode, in a batch of ``rows`` rows."""
+        return self.expects_to_draft(rows)
 
     def describe(self) -> str:
         """The policy in words, for the start-up message."""

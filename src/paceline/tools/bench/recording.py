@@ -11,6 +11,7 @@ from paceline.core.draft import Draft, Verdict
 from paceline.core.outputs import Latency
 from paceline.core.row_keeper import RowKeeper, RowKeepers
 from paceline.lengths import LengthPolicy
+from paceline.lengths.base import UnreadPrompt
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,9 @@ class Recorder(RowKeepers, LengthPolicy):
 
     def expects_to_draft(self, rows: int) -> bool:
         return self.inner.expects_to_draft(rows)
+
+    def reads_prompt(self, rows: int, prompt: UnreadPrompt) -> bool:
+        return self.inner.reads_prompt(rows, prompt)
 
     @property
     def keepers(self) -> tuple[RowKeeper, ...]:
