@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from dataclasses import replace
 from itertools import pairwise
 
@@ -94,6 +95,8 @@ def test_a_prompt_is_read_if_what_is_left_of_its_answers_repays_it(rows: int, sh
     assert not policy.reads_prompt(rows, UnreadPrompt(400, sharing, least - 1))
     assert policy.reads_prompt(rows, UnreadPrompt(400, sharing, least + 1))
     assert policy.reads_prompt(rows, UnreadPrompt(0, sharing, 1))
+    assert not policy.reads_prompt(rows, UnreadPrompt(400, sharing, math.inf, seconds=0.01 * (least - 1)))
+    assert policy.reads_prompt(rows, UnreadPrompt(400, sharing, math.inf, seconds=0.01 * (least + 1)))
     assert not slow_reader(-0.1).reads_prompt(rows, UnreadPrompt(0, sharing, math.inf))
 
 
@@ -124,14 +127,20 @@ def test_an_answer_is_expected_to_be_as_long_as_recent_ones(rounds: str) -> None
 
 
 def test_a_draft_model_that_fell_behind_catches_up_only_for_answers_that_are_expected_to_repay_it() -> None:
-    """However many tokens the request allows."""
-    policy = slow_reader(0.1)
-    batch = Batch(1, 10_000, 8)
-    batch.set_row(0, RowStart([1] * 400, SamplingParams(max_tokens=9_000), 1))
-    batch.set_live([0])
-    assert policy.choose(batch).k > 0
-    batch.usual_answer = 200.0
-    assert policy.choose(batch).k == 0
+    """However many tokens the request allows, and within its time budget: 200 plain rounds take 2 seconds."""
+
+    def chosen(usual_answer: float, seconds: float) -> int:
+        batch = Batch(1, 10_000, 8)
+        start = RowStart([1] * 400, SamplingParams(max_tokens=9_000), 1, deadline=time.monotonic() + seconds)
+        batch.set_row(0, start)
+        batch.set_live([0])
+        batch.usual_answer = usual_answer
+        return slow_reader(0.1).choose(batch).k
+
+    assert chosen(math.inf, math.inf) > 0
+    assert chosen(200.0, math.inf) == 0
+    assert chosen(math.inf, 2.0) == 0
+    assert chosen(500.0, 5.0) > 0
 
 
 @pytest.mark.parametrize(("n", "chance", "tokens"), [(1, 0.5, 40), (8, None, 0), (8, 0.9, 40), (8, 0.5, 0)])

@@ -117,7 +117,8 @@ class Scheduler:
         """Whether draft models should read the prompt before it decodes."""
         rows = sequence.member.group.answers if sequence.member else 1
         answer = min(sequence.params.max_tokens, self.batch.usual_answer)
-        prompt = UnreadPrompt(sequence.prefill_stop, min(rows, rows_soon), answer)
+        seconds = sequence.deadline - time.monotonic()
+        prompt = UnreadPrompt(sequence.prefill_stop, min(rows, rows_soon), answer, seconds)
         return self.parts.policy.reads_prompt(rows_soon, prompt)
 
     @property

@@ -33,6 +33,7 @@ length for all rows.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -143,7 +144,8 @@ class AutoLength(RowKeepers, LengthPolicy):
             return False
         source, plain = self.model_drafts, self.costs.times(rows, self.costs.table.context).plain
         price = max(source.rate(rows), rows / plain) * self.costs.feed_ms(prompt.tokens)
-        return _repays(self._hoped_gain(source, rows) * prompt.rows, prompt.answer_tokens, price)
+        tokens = min(prompt.answer_tokens, 1000 * prompt.seconds / plain)
+        return _repays(self._hoped_gain(source, rows) * prompt.rows, tokens, price)
 
     @property
     def reads_drafts(self) -> bool:
@@ -208,10 +210,8 @@ class AutoLength(RowKeepers, LengthPolicy):
 
     def _pays(self, round_: AutoRound, offer: Offer) -> bool:
         """Whether the gain pays for reading what is missing, and the batch can still make up for a loss."""
-        batch = round_.batch
-        left = max(limit - length for limit, length in zip(batch.limits, batch.lengths, strict=True))
         is_behind = bool(round_.leads) and fmean(round_.leads) < -DRAIN_DEFICIT
-        return _repays(offer.value, min(left, batch.usual_answer), offer.rate * offer.feed_ms) and not is_behind
+        return _repays(offer.value, _tokens_left(round_), offer.rate * offer.feed_ms) and not is_behind
 
     def _lacks_plain_time(self, round_: AutoRound, offer: Offer) -> bool:
         """Whether the gain is within the uncertainty of a plain round's predicted time, and none ran just before."""
@@ -466,6 +466,14 @@ class AutoLength(RowKeepers, LengthPolicy):
             counts = zip(verdict.host.accepted, verdict.host.depths, strict=True)
             bins = [(kept, bins_of(min(kept + 1, depth))) for kept, depth in counts]
             source.learn([[(bin_, place < kept) for place, bin_ in enumerate(line)] for kept, line in bins], slots)
+
+
+def _tokens_left(round_: AutoRound) -> float:
+    """Tokens that a row of the batch is expected to gain yet, at the pace of plain decoding."""
+    batch = round_.batch
+    allowed = max(limit - length for limit, length in zip(batch.limits, batch.lengths, strict=True))
+    seconds = max(batch.deadlines) - time.monotonic()
+    return min(allowed, batch.usual_answer, 1000 * seconds / round_.times.plain)
 
 
 def _repays(gain: float, tokens_left: float, price: float) -> bool:

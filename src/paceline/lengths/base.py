@@ -26,12 +26,14 @@ SHRINK = 10  # other rounds remove ceil(l / SHRINK) draft tokens, and one more i
 class UnreadPrompt:
     """A prompt that draft models have not read.
 
-    tokens: to read. rows: that share it. answer_tokens: that each of them is expected to gain.
+    tokens: to read. rows: that share it. answer_tokens: that each of them is expected to gain. seconds: until their
+    deadline.
     """
 
     tokens: int
     rows: int
     answer_tokens: float
+    seconds: float = math.inf
 
 
 class LengthPolicy(RowKeeper):
