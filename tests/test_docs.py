@@ -1,6 +1,5 @@
 """Documentation cannot rot: its Python runs, its commands and flags exist, its links lead somewhere; the site."""
 
-import json
 import re
 import runpy
 import shlex
@@ -90,21 +89,6 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "POST /v1/completions" in (tmp_path / "site" / "reference-http.html").read_text()
     assert "--num-speculative-tokens" in (tmp_path / "site" / "reference-cli.html").read_text()
-
-
-def test_the_readmes_sentence_on_another_processor_is_what_the_results_say() -> None:
-    """Its table is compared in test_results.py."""
-    run = json.loads((ROOT / "benchmarks/results/peers-qwen-openvino-epyc-zen4.json").read_text())
-    played = [result for result in run["results"] if result["status"] == "ok"]
-
-    def best(peer: str) -> str:
-        speeds = [
-            max(r["tokens_per_s"] for r in played if (r["peer"], r["batch"]) == (peer, batch)) for batch in (1, 4, 8)
-        ]
-        return "{:.0f}, {:.0f} and {:.0f}".format(*speeds)
-
-    said = f"{best('paceline-int8')} tokens per second, beside {best('openvino')} of OpenVINO."
-    assert said in " ".join((ROOT / "README.md").read_text().split())
 
 
 @pytest.mark.parametrize("command", commands(), ids=" ".join)

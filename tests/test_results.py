@@ -52,21 +52,6 @@ def side(run: dict[str, Any], name: str, batch: int) -> dict[str, Any]:
 # --- beside other engines ---------------------------------------------------------------------------------------------
 
 ANY = ("plain", "ngram", "draft")
-PEERS = {
-    "paceline, int8, plain": ("peers-qwen-openvino-epyc-zen4", "paceline-int8", ("plain",)),
-    "**paceline, int8, `auto`**": ("peers-qwen-openvino-epyc-zen4", "paceline-int8", ("ngram", "draft")),
-    "OpenVINO GenAI, int8": ("peers-qwen-openvino-epyc-zen4", "openvino", ANY),
-    "*paceline in the run with vLLM*": ("peers-qwen-vllm-epyc-zen4", "paceline-int8", ANY),
-    "vLLM, bf16": ("peers-qwen-vllm-epyc-zen4", "vllm", ANY),
-    "*paceline in the run with llama.cpp and transformers, one sample each*": (
-        "peers-qwen-epyc-zen4",
-        "paceline-int8",
-        ANY,
-    ),
-    "llama.cpp, 4-bit GGUF": ("peers-qwen-epyc-zen4", "llamacpp", ANY),
-    "transformers, bf16": ("peers-qwen-epyc-zen4", "transformers", ANY),
-}
-BATCHES = (1, 4, 8, 16)
 
 
 def speed(run: str, peer: str, modes: Sequence[str], batch: int) -> float:
@@ -74,18 +59,8 @@ def speed(run: str, peer: str, modes: Sequence[str], batch: int) -> float:
     return max(float(r["tokens_per_s"]) for r in played if r["mode"] in modes)
 
 
-def test_the_table_of_peers_is_what_was_measured() -> None:
-    rows = {
-        name: [float(number.strip("*")) for number in numbers]
-        for name, *numbers in table("Beside other engines, on a Zen 4")
-    }
-    assert rows.keys() == PEERS.keys()
-    for name, given in PEERS.items():
-        assert rows[name] == [round(speed(*given, batch)) for batch in BATCHES], name
-
-
-XEON, ZEN3 = "Beside other engines, on a Xeon with AMX", "Beside other engines, on a Zen 3"
-AMX_PEERS = {
+XEON, ZEN5, ZEN3 = (f"Beside other engines, on a {machine}" for machine in ("Xeon with AMX", "Zen 5", "Zen 3"))
+PEERS = {
     "paceline, int8, plain": ("int8", "paceline-int8", ("plain",)),
     "**paceline, int8, `auto`**": ("int8", "paceline-int8", ("ngram", "draft")),
     "OpenVINO GenAI, int8": ("int8", "openvino", ANY),
@@ -95,19 +70,30 @@ AMX_PEERS = {
 }
 
 
-def amx_speeds(name: str, machine: str = "xeon-amx") -> list[float]:
-    """Tokens per second on stubs at 1, 4, 8 rows, and in chat."""
-    precision, peer, modes = AMX_PEERS[name]
-    runs = [f"peers-qwen-{precision}-{prompts}-{machine}" for prompts in ("stubs", "chat")]
-    return [speed(run, peer, modes, batch) for run in runs for batch in (1, 4, 8)]
+PLAIN_INT8, *INT8 = list(PEERS)[:3]
+BF16 = list(PEERS)[4:]
+
+
+def peer_speeds(
+    name: str, machine: str, sets: Sequence[str] = ("stubs", "chat"), rows: Sequence[int] = (1, 4, 8)
+) -> list[float]:
+    """Tokens per second of each set of prompts at each number of rows."""
+    precision, peer, modes = PEERS[name]
+    runs = [f"peers-qwen-{precision}-{prompts}-{machine}" for prompts in sets]
+    return [speed(run, peer, modes, batch) for run in runs for batch in rows]
 
 
 @pytest.mark.parametrize(
-    ("heading", "machine", "precisions"), [(XEON, "xeon-amx", ("int8", "bf16")), (ZEN3, "epyc-zen3", ("int8",))]
+    ("heading", "machine", "precisions"),
+    [
+        (XEON, "xeon-amx", ("int8", "bf16")),
+        (ZEN5, "epyc-zen5", ("int8", "bf16")),
+        (ZEN3, "epyc-zen3", ("int8",)),
+    ],
 )
 def test_peers_on_stubs_and_chat_are_what_was_measured(heading: str, machine: str, precisions: Sequence[str]) -> None:
     rows = {name: [number.strip("*") for number in numbers] for name, *numbers in table(heading)}
-    measured = {name: amx_speeds(name, machine) for name, side in AMX_PEERS.items() if side[0] in precisions}
+    measured = {name: peer_speeds(name, machine) for name, side in PEERS.items() if side[0] in precisions}
     assert rows == {name: [f"{found:.0f}" for found in speeds] for name, speeds in measured.items()}
     for precision, theirs in zip(precisions, ("OpenVINO GenAI", "vLLM"), strict=False):
         ours = measured[f"**paceline, {precision}, `auto`**"]
@@ -117,12 +103,29 @@ def test_peers_on_stubs_and_chat_are_what_was_measured(heading: str, machine: st
         assert said in " ".join(PAGE.read_text().split())
 
 
-def test_readme_has_the_table_of_the_xeon() -> None:
-    assert [line for line in table_lines(PAGE, XEON) if line not in (ROOT / "README.md").read_text()] == []
+def test_readme_has_the_table_of_the_zen5() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert [line for line in table_lines(PAGE, ZEN5) if line not in readme] == []
+    ours, theirs = (peer_speeds(name, "xeon-amx") for name in INT8)
+    over = [mine / other for mine, other in zip(ours, theirs, strict=True)]
+    assert f"in int8, `auto` is {min(over):.1f} to {max(over):.1f} times as fast as OpenVINO" in readme
+
+
+def test_remarks_on_the_zen5_are_what_was_measured() -> None:
+    text, sides = text_below(ZEN5), (*INT8, PLAIN_INT8)
+    edits = [peer_speeds(name, "epyc-zen5", ["edits"]) for name in sides]
+    ours, theirs, plain = (", ".join(f"{found:.0f}" for found in side) for side in edits)
+    over = ", ".join(f"{mine / other:.2f}" for mine, other in zip(*edits[:2], strict=True))
+    assert f"{ours} tokens per second at 1, 4, 8 rows beside {theirs} of OpenVINO GenAI, {over} times" in text
+    assert f"plain decoding has {plain}." in text
+    ours, theirs, plain = (f"{peer_speeds(name, 'epyc-zen5', ['stubs'], [16])[0]:.0f}" for name in sides)
+    assert f"plain {plain}, `auto` {ours}, OpenVINO GenAI {theirs} tokens per second" in text
+    gains = ", ".join(over_plain(1, 4, 8)).replace("at 1", "times at 1 row")
+    assert f"speculation on stubs gains {gains}" in text
 
 
 def test_remarks_on_the_zen3_are_what_was_measured() -> None:
-    plain, auto = (amx_speeds(name, "epyc-zen3") for name in list(AMX_PEERS)[:2])
+    plain, auto = (peer_speeds(name, "epyc-zen3") for name in list(PEERS)[:2])
     run = "peers-qwen-int8-stubs-epyc-zen3"
     theirs = [speed(run, "openvino", modes, 1) for modes in (("ngram",), ("plain",))]
     text = text_below(ZEN3)
@@ -135,7 +138,7 @@ def test_remarks_on_the_zen3_are_what_was_measured() -> None:
     assert chat["tokens_per_s"] == auto[4]
     assert f"made {chat['samples'][0]['drafted']} draft tokens there" in text
     assert f"it had {theirs[0] / theirs[1]:.2f} of its plain speed" in text
-    over = [mine / found for mine, found in zip(auto, amx_speeds("OpenVINO GenAI, int8", "epyc-zen3"), strict=True)]
+    over = [mine / found for mine, found in zip(auto, peer_speeds("OpenVINO GenAI, int8", "epyc-zen3"), strict=True)]
     assert f"{min(over):.1f} to {max(over):.1f} times as fast as OpenVINO" in (ROOT / "README.md").read_text()
 
 
@@ -344,13 +347,14 @@ PAIR = "offline-qwen-int8-small-epyc-zen4"
 
 
 def at_batch_8() -> list[str]:
-    tokens = speed(*PEERS["**paceline, int8, `auto`**"], 8)
+    (tokens,) = peer_speeds(INT8[0], "epyc-zen5", ["stubs"], [8])
     return [f"{1000 * 8 / tokens:.0f} ms", f"{tokens:.0f} tokens/s"]
 
 
 def over_plain(*batches: int) -> list[str]:
-    ours, plain = PEERS["**paceline, int8, `auto`**"], PEERS["paceline, int8, plain"]
-    return [f"{speed(*ours, batch) / speed(*plain, batch):.2f} at {batch}" for batch in batches]
+    """Speed of ``auto`` on stubs over plain decoding's."""
+    ours, plain = (peer_speeds(name, "epyc-zen5", ["stubs"], batches) for name in (INT8[0], PLAIN_INT8))
+    return [f"{mine / other:.2f} at {batch}" for mine, other, batch in zip(ours, plain, batches, strict=True)]
 
 
 QWEN_MULTIPLY_ADDS = 28 * (2 * 1536 * 1536 + 2 * 1536 * 256 + 3 * 1536 * 8960) + 151936 * 1536  # layers, head
@@ -810,28 +814,26 @@ def opening_figures() -> list[str]:
     def over(ours: Sequence[float], theirs: Sequence[float]) -> str:
         return ", ".join(f"{mine / other:.2f}" for mine, other in zip(ours[:3], theirs, strict=False))
 
-    xeon, zen3 = ({name: amx_speeds(name, machine) for name in names} for machine, names in OPENING_RUNS.items())
-    zen4 = [[speed(*PEERS[name], rows) for rows in (1, 4, 8)] for name in INT8]
+    xeon, zen5, zen3 = ({name: peer_speeds(name, machine) for name in names} for machine, names in OPENING_RUNS.items())
     _, int8, int4 = kernels_and_llama_cpp()
-    *zen5, lost = in_a_budget()
+    *won, lost = in_a_budget()
     return [
         f"{over(*(xeon[name] for name in INT8))} times as fast as in OpenVINO GenAI",
-        f"{over(*zen4)} times on a Zen 4",
+        f"{over(*(zen5[name] for name in INT8))} times on a Zen 5",
         f"{over(*(zen3[name] for name in INT8))} times on a Zen 3",
         f"{over(*(xeon[name] for name in BF16))} times as fast as in vLLM",
+        f"{over(*(zen5[name] for name in BF16))} times on the Zen 5",
         int8.replace("over", "over llama.cpp's").replace("Q8_0", "Q8_0 is"),
         int4,
         ", ".join(over_plain(1, 4, 8)).replace("at 1", "at 1 row"),
         ", ".join(gpu_gain("gpt-7.8b-bf16", rows) for rows in (1, 8, 32, 64)),
         f"Of {sum(int(each.split()[0]) for each in equal_sequences())} sequences",
-        ", ".join(zen5),
+        ", ".join(won),
         lost.replace("on a Zen 4", "on a Zen 4 a loss,").removesuffix(" at n = 8"),
     ]
 
 
-INT8 = "**paceline, int8, `auto`**", "OpenVINO GenAI, int8"
-BF16 = "**paceline, bf16, `auto`**", "vLLM, bf16"
-OPENING_RUNS = {"xeon-amx": (*INT8, *BF16), "epyc-zen3": INT8}
+OPENING_RUNS = {"xeon-amx": (*INT8, *BF16), "epyc-zen5": (*INT8, *BF16), "epyc-zen3": INT8}
 
 
 def test_the_page_opens_with_figures_of_its_runs() -> None:
