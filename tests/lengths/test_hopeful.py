@@ -143,6 +143,17 @@ def test_a_draft_model_that_fell_behind_catches_up_only_for_answers_that_are_exp
     assert chosen(500.0, 5.0) > 0
 
 
+def test_a_prompt_whose_prefix_the_draft_model_has_cached_needs_only_its_rest_to_be_repaid() -> None:
+    engine, read = engine_with()
+    asked: list[UnreadPrompt] = []
+    engine.parts.policy.reads_prompt = lambda rows, prompt: asked.append(prompt) or True  # type: ignore[method-assign]
+    params = SamplingParams(temperature=0, max_tokens=1)
+    for prompt in (PROMPT, [*PROMPT, 1, 2, 3]):
+        run(engine, [prompt], [params])
+    assert [prompt.tokens for prompt in asked] == [40, 3]
+    assert read == [40, 3]
+
+
 @pytest.mark.parametrize(("n", "chance", "tokens"), [(1, 0.5, 40), (8, None, 0), (8, 0.9, 40), (8, 0.5, 0)])
 def test_no_draft_model_reads_a_prompt_before_the_first_token_that_it_is_not_wanted_for(
     n: int, chance: float | None, tokens: int

@@ -108,17 +108,18 @@ class Scheduler:
         return []
 
     def _start(self, sequence: Sequence, rows_soon: int) -> None:
-        sequence.read_by_draft = not sequence.only_read and self._is_for_draft_models(sequence, rows_soon)
         self.slots.take(sequence)
         self.prefilling.append(sequence)
         self.slots.reuse_prefix(sequence)
+        sequence.read_by_draft = not sequence.only_read and self._is_for_draft_models(sequence, rows_soon)
 
     def _is_for_draft_models(self, sequence: Sequence, rows_soon: int) -> bool:
         """Whether draft models should read the prompt before it decodes."""
+        unread = sequence.prefill_stop - min(sequence.num_computed[1:], default=0)
         rows = sequence.member.group.answers if sequence.member else 1
         answer = min(sequence.params.max_tokens, self.batch.usual_answer)
         seconds = sequence.deadline - time.monotonic()
-        prompt = UnreadPrompt(sequence.prefill_stop, min(rows, rows_soon), answer, seconds)
+        prompt = UnreadPrompt(unread, min(rows, rows_soon), answer, seconds)
         return self.parts.policy.reads_prompt(rows_soon, prompt)
 
     @property
