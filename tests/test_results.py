@@ -120,6 +120,13 @@ def test_remarks_on_the_zen5_are_what_was_measured() -> None:
     assert f"plain decoding has {plain}." in text
     ours, theirs, plain = (f"{peer_speeds(name, 'epyc-zen5', ['stubs'], [16])[0]:.0f}" for name in sides)
     assert f"plain {plain}, `auto` {ours}, OpenVINO GenAI {theirs} tokens per second" in text
+    run = "peers-qwen-bf16-transformers-epyc-zen5"
+    found = [
+        [speed(run, *side, rows) for rows in (1, 4, 8)] for side in (("transformers", ANY), ("paceline-bf16", ANY[1:]))
+    ]
+    theirs, ours = (", ".join(f"{each:.0f}" for each in side) for side in found)
+    over = ", ".join(f"{mine / other:.2f}" for other, mine in zip(*found, strict=True))
+    assert f"{theirs} tokens per second beside {ours} of paceline with `auto`, {over} times as fast" in text
     gains = ", ".join(over_plain(1, 4, 8)).replace("at 1", "times at 1 row")
     assert f"speculation on stubs gains {gains}" in text
 
