@@ -245,6 +245,19 @@ def test_the_table_of_answers_within_a_budget_is_what_was_measured() -> None:
         assert said == [*first, every[-1], f"{found['seconds_to_all']:.1f}"], (n, mode)
 
 
+def test_what_the_readme_says_of_humaneval_is_what_was_measured() -> None:
+    def in_two_seconds(run: str, n: int) -> list[str]:
+        sides = {each["mode"]: each["at"][0] for each in load(run)["results"] if each["n"] == n}
+        assert {side["budget"] for side in sides.values()} == {2}
+        return [percent(sides[mode]["first"]) for mode in ("auto", "plain")]
+
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    auto, plain = in_two_seconds(EVALUATED, 8)
+    assert f"`auto` solves {auto} % within two seconds on a Zen 5 and plain decoding {plain} %" in readme
+    assert "in the same time, {} and {} %.".format(*in_two_seconds(ZEN_4_EVALUATED, 8)) in readme
+    assert "With one answer it is {} and {} % on the Zen 5.".format(*in_two_seconds(EVALUATED, 1)) in readme
+
+
 def test_what_is_said_below_the_table_is_what_was_measured() -> None:
     run = load(EVALUATED)
     text = " ".join(PAGE.read_text().split("\n## Better answers in the same time\n")[1].split("\n## ")[0].split())

@@ -117,24 +117,24 @@ def test_eight_short_answers_do_not_wait_for_a_draft_model_that_saves_little(tok
 def test_an_answer_is_expected_to_be_as_long_as_recent_ones(rounds: str) -> None:
     """Those that are cut or still run count with their tokens."""
     engine = make_engine(ToyModel(), max_batch_size=4, rounds=rounds, attention="padded")
-    assert engine.batch.usual_answer == math.inf
+    assert engine.batch.expected_tokens == math.inf
     params = SamplingParams(temperature=1.0, n=4, max_tokens=12, seed=3, stop_token_ids=[3])
     (output,) = run(engine, [PROMPT], [params])
     ends = [answer.finish_reason for answer in output.outputs]
     assert set(ends) == {"stop", "length"}
     tokens = sum(len(answer.token_ids) for answer in output.outputs)
-    assert engine.batch.usual_answer == pytest.approx(tokens / ends.count("stop"), rel=0.05)
+    assert engine.batch.expected_tokens == pytest.approx(tokens / ends.count("stop"), rel=0.05)
 
 
 def test_a_draft_model_that_fell_behind_catches_up_only_for_answers_that_are_expected_to_repay_it() -> None:
     """However many tokens the request allows, and within its time budget: 200 plain rounds take 2 seconds."""
 
-    def chosen(usual_answer: float, seconds: float) -> int:
+    def chosen(expected_tokens: float, seconds: float) -> int:
         batch = Batch(1, 10_000, 8)
         start = RowStart([1] * 400, SamplingParams(max_tokens=9_000), 1, deadline=time.monotonic() + seconds)
         batch.set_row(0, start)
         batch.set_live([0])
-        batch.usual_answer = usual_answer
+        batch.expected_tokens = expected_tokens
         return slow_reader(0.1).choose(batch).k
 
     assert chosen(math.inf, math.inf) > 0

@@ -183,8 +183,8 @@ class Batch:
     first: number of row 0 among all live rows; not 0 in a part of a batch.
     ops: operations that replace torch operators on the host; None uses torch.
     draining: whether these are the last rows: no request waits, and none will come.
-    usual_answer: tokens that a row is expected to gain until its answer ends by itself, whatever it has gained;
-        infinity before any has.
+    expected_tokens: tokens that a row is expected to gain until its answer ends by itself, however many it has gained;
+        infinity before any answer has ended so.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class Batch:
         self.sampling = SamplingRows(capacity, vocab_size, device)
         self.text_rows = TextRows(self.text, self.length, self.sampling.prompt_length, self.limit, self.stops)
         self.draining = False
-        self.usual_answer = math.inf
+        self.expected_tokens = math.inf
         self._list_rows(())
 
     @property

@@ -20,14 +20,7 @@ from paceline.engine.chunks import PrefillChunker, PromptSlice
 from paceline.engine.prefixes import STATES_APART
 from paceline.engine.round import Speculation
 from paceline.engine.scoring import collect
-from paceline.engine.sequences import (
-    AnswerLengths,
-    Sequence,
-    end_if_outranked,
-    finish,
-    gain_tokens,
-    log_failure,
-)
+from paceline.engine.sequences import AnswerLengths, Sequence, end_if_outranked, finish, gain_tokens, log_failure
 from paceline.engine.slot_allocator import SlotAllocator
 from paceline.engine.waiting import Waiting
 from paceline.lengths.base import UnreadPrompt
@@ -111,13 +104,13 @@ class Scheduler:
         self.slots.take(sequence)
         self.prefilling.append(sequence)
         self.slots.reuse_prefix(sequence)
-        sequence.read_by_draft = not sequence.only_read and self._is_for_draft_models(sequence, rows_soon)
+        sequence.read_by_draft = not sequence.only_read and self._draft_models_read(sequence, rows_soon)
 
-    def _is_for_draft_models(self, sequence: Sequence, rows_soon: int) -> bool:
+    def _draft_models_read(self, sequence: Sequence, rows_soon: int) -> bool:
         """Whether draft models should read the prompt before it decodes."""
         unread = sequence.prefill_stop - min(sequence.num_computed[1:], default=0)
         rows = sequence.member.group.answers if sequence.member else 1
-        answer = min(sequence.params.max_tokens, self.batch.usual_answer)
+        answer = min(sequence.params.max_tokens, self.batch.expected_tokens)
         seconds = sequence.deadline - time.monotonic()
         prompt = UnreadPrompt(unread, min(rows, rows_soon), answer, seconds)
         return self.parts.policy.reads_prompt(rows_soon, prompt)
@@ -298,7 +291,7 @@ class Scheduler:
         if ended:
             self.prefilling = [sequence for sequence in self.prefilling if not sequence.output.finished]
             self._set_running([sequence for sequence in self.running if not sequence.output.finished])
-            self.batch.usual_answer = self.answers.expected(self.running)
+            self.batch.expected_tokens = self.answers.expected(self.running)
         return ended
 
     def drop(self, request_id: str, reason: FinishReason, error: Exception | None = None) -> list[Sequence]:

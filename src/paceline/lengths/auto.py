@@ -33,7 +33,6 @@ length for all rows.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -137,7 +136,7 @@ class AutoLength(RowKeepers, LengthPolicy):
         return self.name if self.paying_rows is None else f"{self.name} (drafts for up to {self.paying_rows} rows)"
 
     def expects_to_draft(self, rows: int) -> bool:
-        return self._may_use_decoders(rows) and self._hoped_gain(self.model_drafts, rows) > 0
+        return self._may_use_decoders(rows) and self._optimistic_gain(self.model_drafts, rows) > 0
 
     def reads_prompt(self, rows: int, prompt: UnreadPrompt) -> bool:
         if not self.expects_to_draft(rows):
@@ -145,7 +144,7 @@ class AutoLength(RowKeepers, LengthPolicy):
         source, plain = self.model_drafts, self.costs.times(rows, self.costs.table.context).plain
         price = max(source.rate(rows), rows / plain) * self.costs.feed_ms(prompt.tokens)
         tokens = min(prompt.answer_tokens, 1000 * prompt.seconds / plain)
-        return _repays(self._hoped_gain(source, rows) * prompt.rows, tokens, price)
+        return _repays(self._optimistic_gain(source, rows) * prompt.rows, tokens, price)
 
     @property
     def reads_drafts(self) -> bool:
@@ -203,7 +202,7 @@ class AutoLength(RowKeepers, LengthPolicy):
         if source is self.model_drafts:
             missing = self._backlog.missing(round_.batch)
         rate = max(source.rate(round_.rows), sum(round_.token_weights) / round_.times.plain)
-        value = self._hoped_gain(source, round_.rows) * round_.rows
+        value = self._optimistic_gain(source, round_.rows) * round_.rows
         if not self._ranks:
             value = self._best_length(round_, source, rate)[0]
         return Offer(source, rate, value, missing, self.costs.feed_ms(missing.total))
@@ -211,7 +210,7 @@ class AutoLength(RowKeepers, LengthPolicy):
     def _pays(self, round_: AutoRound, offer: Offer) -> bool:
         """Whether the gain pays for reading what is missing, and the batch can still make up for a loss."""
         is_behind = bool(round_.leads) and fmean(round_.leads) < -DRAIN_DEFICIT
-        return _repays(offer.value, _tokens_left(round_), offer.rate * offer.feed_ms) and not is_behind
+        return _repays(offer.value, round_.tokens_left, offer.rate * offer.feed_ms) and not is_behind
 
     def _lacks_plain_time(self, round_: AutoRound, offer: Offer) -> bool:
         """Whether the gain is within the uncertainty of a plain round's predicted time, and none ran just before."""
@@ -311,8 +310,8 @@ class AutoLength(RowKeepers, LengthPolicy):
         """Recent net gain per row of rounds with the source."""
         return source.gain(rows, partial(self._prior_gain, source, rows))
 
-    def _hoped_gain(self, source: DraftSource, rows: int) -> float:
-        """The same with the source's allowance for the error."""
+    def _optimistic_gain(self, source: DraftSource, rows: int) -> float:
+        """Recent net gain per row, plus the source's allowance for its standard error."""
         gain = self._gain(source, rows)
         return gain.value + source.allowance * gain.error
 
@@ -466,14 +465,6 @@ class AutoLength(RowKeepers, LengthPolicy):
             counts = zip(verdict.host.accepted, verdict.host.depths, strict=True)
             bins = [(kept, bins_of(min(kept + 1, depth))) for kept, depth in counts]
             source.learn([[(bin_, place < kept) for place, bin_ in enumerate(line)] for kept, line in bins], slots)
-
-
-def _tokens_left(round_: AutoRound) -> float:
-    """Tokens that a row of the batch is expected to gain yet, at the pace of plain decoding."""
-    batch = round_.batch
-    allowed = max(limit - length for limit, length in zip(batch.limits, batch.lengths, strict=True))
-    seconds = max(batch.deadlines) - time.monotonic()
-    return min(allowed, batch.usual_answer, 1000 * seconds / round_.times.plain)
 
 
 def _repays(gain: float, tokens_left: float, price: float) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -56,6 +57,14 @@ class AutoRound:
     @property
     def drafting_rows(self) -> int:
         return self.rows if self.trial_rows is None else len(self.trial_rows)
+
+    @property
+    def tokens_left(self) -> float:
+        """Tokens that a row of the batch is still expected to gain, at the pace of plain decoding."""
+        batch = self.batch
+        allowed = max(limit - length for limit, length in zip(batch.limits, batch.lengths, strict=True))
+        seconds = max(batch.deadlines) - time.monotonic()
+        return min(allowed, batch.expected_tokens, 1000 * seconds / self.times.plain)
 
     def lines(
         self, source: DraftSource, bins: Sequence[Sequence[int]], trees: Sequence[Parents], first: int = 0

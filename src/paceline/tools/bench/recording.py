@@ -73,9 +73,6 @@ class Recorder(RowKeepers, LengthPolicy):
     def select(self, batch: Batch, draft: Draft) -> Draft:
         return self.inner.select(batch, draft)
 
-    def expects_to_draft(self, rows: int) -> bool:
-        return self.inner.expects_to_draft(rows)
-
     def reads_prompt(self, rows: int, prompt: UnreadPrompt) -> bool:
         return self.inner.reads_prompt(rows, prompt)
 
