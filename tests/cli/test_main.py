@@ -155,6 +155,7 @@ class Interrupting:
         if name == {interrupted!r}:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(10)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background may inherit "ignore"
 sys.meta_path.insert(0, Interrupting())
 sys.argv = ["paceline", "--version"]
 runpy.run_module("paceline", run_name="__main__")
