@@ -129,6 +129,8 @@ def profile(llm: LLM, batch_size: int, k: int, params: SamplingParams) -> Profil
     ]
     while len(engine.scheduler.running) < batch_size:
         engine.step()
+        if any(output.finished for output in outputs):
+            raise ParameterError("max_tokens", params.max_tokens, "enough that no row ends before all decode")
     for _ in range(WARM_UP_ROUNDS):
         engine.step()
     before = sum(len(output.outputs[0].token_ids) for output in outputs)

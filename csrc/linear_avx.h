@@ -193,7 +193,7 @@ struct Int8Block {
           }
         }
       }
-      prefetch.at += kSteps * (kOnlyPass ? kStepBytes : kStepBytes / 2);
+      prefetch.advance<kOnlyPass>(kSteps);
     }
     const float* scales = call.linear->scales + panel * kPanel;
     for (int r = 0; r < R; ++r) finish(call, panel, first + r, load(totals[r]) * load(scales), load(totals[r] + 16) * load(scales + 16));
@@ -248,7 +248,7 @@ struct Int4Block {
         for (int r = 0; r < R; ++r) add_group(call, first + r, g, head + 2 * column, exact[r], totals[r] + column);
       }
       w += steps * kStepBytes;
-      prefetch.at += steps * (kOnlyPass ? kStepBytes : kStepBytes / 2) + (kOnlyPass ? 4 * kPanel : 0);
+      prefetch.advance<kOnlyPass>(steps, 4 * kPanel);
     }
     for (int r = 0; r < R; ++r) finish(call, panel, first + r, load(totals[r]), load(totals[r] + 16));
   }
@@ -293,7 +293,7 @@ struct Bf16Block {
         add_inputs(w + 4 * column, x, stride, s, Ahead(prefetch, column / (C * kLanes), kSteps));
         for (int r = 0; r < R; ++r) for (int c = 0; c < C; ++c) put(totals[r] + column + c * kLanes, s[r][c]);
       }
-      prefetch.at += kSteps * (kOnlyPass ? kStepBytes : kStepBytes / 2);
+      prefetch.advance<kOnlyPass>(kSteps);
     }
     for (int r = 0; r < R; ++r) finish(call, panel, first + r, load(totals[r]), load(totals[r] + 16));
   }

@@ -53,7 +53,7 @@ struct Int8Block {
           stay(s[r]);
         }
       }
-      prefetch.at += kSteps * (kOnlyPass ? kStepBytes : kStepBytes / 2);
+      prefetch.advance<kOnlyPass>(kSteps);
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r) {
         const F16 scale = scale_of(call.input, first + r, g * kActivationGroup);
@@ -133,7 +133,7 @@ struct Int4Block {
           stay(s[r]);
         }
       }
-      prefetch.at += steps * (kOnlyPass ? kStepBytes : kStepBytes / 2) + (kOnlyPass ? 4 * kPanel : 0);
+      prefetch.advance<kOnlyPass>(steps, 4 * kPanel);
       const F16 scale0 = load_fp16(reinterpret_cast<const uint16_t*>(head)), scale1 = load_fp16(reinterpret_cast<const uint16_t*>(head) + 16);
       const F16 low0 = load_fp16(reinterpret_cast<const uint16_t*>(head) + 32), low1 = load_fp16(reinterpret_cast<const uint16_t*>(head) + 48);
 #pragma GCC unroll 12

@@ -147,7 +147,7 @@ struct Int8Block {
           for (int c = 0; c < C; ++c) add_bytes(totals[r] + column + c * kLanes, row_of(s[r / 2][c], r % 2), call, first + r, g);
         }
       }
-      prefetch.at += kSteps * (kOnlyPass ? kStepBytes : kStepBytes / 2);
+      prefetch.advance<kOnlyPass>(kSteps);
     }
     finish_bytes<R>(call, panel, first, totals);
   }
@@ -175,7 +175,7 @@ struct Int4Block {
           }
         }
       }
-      prefetch.at += steps * (kOnlyPass ? kStepBytes : kStepBytes / 2) + (kOnlyPass ? 4 * kPanel : 0);
+      prefetch.advance<kOnlyPass>(steps, 4 * kPanel);
     }
     finish_rows<R>(call, panel, first, totals);
   }
@@ -198,7 +198,7 @@ struct Bf16Block {
         add_chunks<Halves>(w + kVectorBytes * static_cast<size_t>(part * C), x, begin, begin + 2 * kInputMultiple, s, ahead);
         for (int p = 0; p < P; ++p) for (int c = 0; c < C; ++c) sums[p][part * C + c] = s[p][c];
       }
-      prefetch.at += kSteps * (kOnlyPass ? kStepBytes : kStepBytes / 2);
+      prefetch.advance<kOnlyPass>(kSteps);
     }
     for (int r = 0; r < R; ++r) for (int c = 0; c < kPanel / kLanes; ++c) put(totals[r] + c * kLanes, row_of(sums[r / 2][c], r % 2));
     finish_rows<R>(call, panel, first, totals);
@@ -260,7 +260,7 @@ struct Int8Block {
         add_group(w + 4 * column, x, call.input.stride, s, Ahead(prefetch, column / (C * kLanes), kSteps));
         for (int r = 0; r < R; ++r) for (int c = 0; c < C; ++c) add_bytes(totals[r] + column + c * kLanes, s[r][c], call, first + r, g);
       }
-      prefetch.at += kSteps * (kOnlyPass ? kStepBytes : kStepBytes / 2);
+      prefetch.advance<kOnlyPass>(kSteps);
     }
     finish_bytes<R>(call, panel, first, totals);
   }
@@ -303,7 +303,7 @@ struct Int4Block {
           }
         }
       }
-      prefetch.at += steps * (kOnlyPass ? kStepBytes : kStepBytes / 2) + (kOnlyPass ? 4 * kPanel : 0);
+      prefetch.advance<kOnlyPass>(steps, 4 * kPanel);
     }
     finish_rows<R>(call, panel, first, totals);
   }
@@ -351,7 +351,7 @@ struct Bf16Block {
         }
         for (int r = 0; r < R; ++r) for (int c = 0; c < C; ++c) put(totals[r] + column + c * kLanes, s[r][c]);
       }
-      prefetch.at += kSteps * (kOnlyPass ? kStepBytes : kStepBytes / 2);
+      prefetch.advance<kOnlyPass>(kSteps);
     }
     finish_rows<R>(call, panel, first, totals);
   }

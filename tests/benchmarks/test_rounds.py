@@ -80,3 +80,9 @@ def test_time_outside_of_products_and_attention() -> None:
 def test_a_model_without_the_kernels_clocks_is_refused() -> None:
     with pytest.raises(ParameterError, match="CPU kernels"):
         profile(toy_llm(), 2, 0, PARAMS)
+
+
+@needs_kernels
+def test_rows_that_end_before_all_decode_are_an_error_and_not_an_endless_run() -> None:
+    with pytest.raises(ParameterError, match="max_tokens"):
+        profile(tiny_llm(), 3, 0, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
