@@ -59,7 +59,9 @@ def speed(run: str, peer: str, modes: Sequence[str], batch: int) -> float:
     return max(float(r["tokens_per_s"]) for r in played if r["mode"] in modes)
 
 
-XEON, ZEN5, ZEN3 = (f"Beside other engines, on a {machine}" for machine in ("Xeon with AMX", "Zen 5", "Zen 3"))
+XEON, ZEN5, CASCADE_LAKE, ZEN3 = (
+    f"Beside other engines, on a {machine}" for machine in ("Xeon with AMX", "Zen 5", "Cascade Lake", "Zen 3")
+)
 PEERS = {
     "paceline, int8, plain": ("int8", "paceline-int8", ("plain",)),
     "**paceline, int8, `auto`**": ("int8", "paceline-int8", ("ngram", "draft")),
@@ -88,6 +90,7 @@ def peer_speeds(
     [
         (XEON, "xeon-amx", ("int8", "bf16")),
         (ZEN5, "epyc-zen5", ("int8", "bf16")),
+        (CASCADE_LAKE, "cascade-lake", ("int8",)),
         (ZEN3, "epyc-zen3", ("int8",)),
     ],
 )
@@ -131,6 +134,24 @@ def test_remarks_on_the_zen5_are_what_was_measured() -> None:
     assert f"speculation on stubs gains {gains}" in text
 
 
+def test_remarks_on_the_cascade_lake_are_what_was_measured() -> None:
+    text = text_below(CASCADE_LAKE)
+    plain = {
+        run["peer"]: run["samples"]
+        for run in load("peers-qwen-int8-stubs-cascade-lake")["results"]
+        if (run["mode"], run["batch"]) == ("plain", 8)
+    }
+    prefill, whole = (
+        {peer: f"{statistics.median(each[part] for each in samples):.1f}" for peer, samples in plain.items()}
+        for part in ("prefill_s", "total_s")
+    )
+    ours, theirs = ((prefill[peer], whole[peer]) for peer in ("paceline-int8", "openvino"))
+    assert f"takes {ours[0]} of plain decoding's {ours[1]} seconds, {theirs[0]} of OpenVINO's {theirs[1]}" in text
+    before, after = (peer_speeds(name, "cascade-lake") for name in (PLAIN_INT8, INT8[0]))
+    gains = [f"{mine / found:.2f}" for mine, found in zip(after, before, strict=True)]
+    assert f"gains {', '.join(gains[:3])} times on stubs, {', '.join(gains[3:])} times on chat" in text
+
+
 def test_remarks_on_the_zen3_are_what_was_measured() -> None:
     plain, auto = (peer_speeds(name, "epyc-zen3") for name in list(PEERS)[:2])
     run = "peers-qwen-int8-stubs-epyc-zen3"
@@ -145,8 +166,17 @@ def test_remarks_on_the_zen3_are_what_was_measured() -> None:
     assert chat["tokens_per_s"] == auto[4]
     assert f"made {chat['samples'][0]['drafted']} draft tokens there" in text
     assert f"it had {theirs[0] / theirs[1]:.2f} of its plain speed" in text
-    over = [mine / found for mine, found in zip(auto, peer_speeds("OpenVINO GenAI, int8", "epyc-zen3"), strict=True)]
-    assert f"{min(over):.1f} to {max(over):.1f} times as fast as OpenVINO" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("machine", "words"),
+    [("cascade-lake", "On a Cascade Lake, which has VNNI but no"), ("epyc-zen3", "On a Zen 3, which")],
+)
+def test_readme_says_how_much_faster_older_processors_are(machine: str, words: str) -> None:
+    ours, theirs = (peer_speeds(name, machine) for name in INT8)
+    over = [mine / found for mine, found in zip(ours, theirs, strict=True)]
+    (line,) = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith(words)]
+    assert f"{min(over):.1f} to {max(over):.1f} times as fast as OpenVINO" in line
 
 
 # --- Gemma 3, and a hybrid with random weights ------------------------------------------------------------------------
@@ -214,10 +244,11 @@ def test_the_time_of_a_short_draft_vocabulary_is_what_was_measured() -> None:
 
 # --- better answers in the same time ----------------------------------------------------------------------------------
 
-EVALUATED, NGRAM_EVALUATED, ZEN_4_EVALUATED = (
+EVALUATED, NGRAM_EVALUATED, ZEN_4_EVALUATED, CASCADE_LAKE_EVALUATED = (
     "humaneval-qwen-epyc-zen5",
     "humaneval-qwen-ngram-epyc-zen5",
     "humaneval-qwen-n8-epyc-zen4",
+    "humaneval-qwen-n8-cascade-lake",
 )
 
 
@@ -245,6 +276,16 @@ def test_the_table_of_answers_within_a_budget_is_what_was_measured() -> None:
         assert said == [*first, every[-1], f"{found['seconds_to_all']:.1f}"], (n, mode)
 
 
+def test_answers_within_a_budget_on_a_cascade_lake_are_what_was_measured() -> None:
+    run, text = load(CASCADE_LAKE_EVALUATED), text_below("Better answers in the same time")
+    assert (run["texts_changed_by_speculation"], len(run["problems"])) == (0, 80)
+    at = {each["mode"]: [percent(reading["first"]) for reading in each["at"]][:4] for each in run["results"]}
+    plain, auto = ", ".join(at["plain"]), ", ".join(at["auto"])
+    assert f"At 3, 5, 8, 12 s plain decoding has {plain} % there and `auto` {auto} %" in text
+    ends = " and ".join(f"{each['seconds_to_all']:.1f}" for each in run["results"])
+    assert f"all eight answers end after {ends} s" in text
+
+
 def test_what_the_readme_says_of_humaneval_is_what_was_measured() -> None:
     def in_two_seconds(run: str, n: int) -> list[str]:
         sides = {each["mode"]: each["at"][0] for each in load(run)["results"] if each["n"] == n}
@@ -261,7 +302,8 @@ def test_what_the_readme_says_of_humaneval_is_what_was_measured() -> None:
 def test_what_is_said_below_the_table_is_what_was_measured() -> None:
     run = load(EVALUATED)
     text = " ".join(PAGE.read_text().split("\n## Better answers in the same time\n")[1].split("\n## ")[0].split())
-    for half in [half for run in (EVALUATED, NGRAM_EVALUATED, ZEN_4_EVALUATED) for half in half_ways(run)]:
+    runs = EVALUATED, NGRAM_EVALUATED, ZEN_4_EVALUATED, CASCADE_LAKE_EVALUATED
+    for half in [half for run in runs for half in half_ways(run)]:
         plain, ours, budget = 100 * half["plain"], 100 * half["speculation"], half["budget"]
         gain, error = 100 * half["gain"]["mean"], 100 * half["gain"]["error"]
         said = f"n = {half['n']}: {plain:.0f} and {ours:.0f} % at {budget:.1f} s"
@@ -834,12 +876,15 @@ def opening_figures() -> list[str]:
     def over(ours: Sequence[float], theirs: Sequence[float]) -> str:
         return ", ".join(f"{mine / other:.2f}" for mine, other in zip(ours[:3], theirs, strict=False))
 
-    xeon, zen5, zen3 = ({name: peer_speeds(name, machine) for name in names} for machine, names in OPENING_RUNS.items())
+    xeon, zen5, cascade_lake, zen3 = (
+        {name: peer_speeds(name, machine) for name in names} for machine, names in OPENING_RUNS.items()
+    )
     _, int8, int4 = kernels_and_llama_cpp()
     *won, lost = in_a_budget()
     return [
         f"{over(*(xeon[name] for name in INT8))} times as fast as in OpenVINO GenAI",
         f"{over(*(zen5[name] for name in INT8))} times on a Zen 5",
+        f"{over(*(cascade_lake[name] for name in INT8))} times on a Cascade Lake",
         f"{over(*(zen3[name] for name in INT8))} times on a Zen 3",
         f"{over(*(xeon[name] for name in BF16))} times as fast as in vLLM",
         f"{over(*(zen5[name] for name in BF16))} times on the Zen 5",
@@ -853,7 +898,7 @@ def opening_figures() -> list[str]:
     ]
 
 
-OPENING_RUNS = {"xeon-amx": (*INT8, *BF16), "epyc-zen5": (*INT8, *BF16), "epyc-zen3": INT8}
+OPENING_RUNS = {"xeon-amx": (*INT8, *BF16), "epyc-zen5": (*INT8, *BF16), "cascade-lake": INT8, "epyc-zen3": INT8}
 
 
 def test_the_page_opens_with_figures_of_its_runs() -> None:
