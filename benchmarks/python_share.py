@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
 import torch
+from benchmarks.rounds import warm_up
 
 from paceline.config import QuantizationName, SamplingParams
 from paceline.core.hardware import cpu_name
@@ -92,14 +93,11 @@ class Share:
 
 
 def share_of(llm: LLM, rows: int, params: SamplingParams, clock: NativeTime) -> Share:
-    """Decode ``rows`` prompts until the first has ended."""
+    """Decode ``rows`` prompts until the first has ended. Raises ParameterError if one ends too early."""
     engine = llm.with_options(drafter="ngram", num_speculative_tokens="auto", max_batch_size=rows).engine
     assert llm.tokenizer is not None
     outputs = [engine.add(Request(llm.tokenizer.encode(COPYING[row % len(COPYING)]), params)) for row in range(rows)]
-    while len(engine.scheduler.running) < rows:
-        engine.step()
-    for _ in range(WARM_UP_ROUNDS):
-        engine.step()
+    warm_up(engine, outputs, WARM_UP_ROUNDS)
     before = sum(len(output.outputs[0].token_ids) for output in outputs)
     rounds: list[dict[str, float]] = []
     while len(engine.scheduler.running) == rows:

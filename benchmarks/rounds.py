@@ -24,6 +24,7 @@ import torch
 
 from paceline.config import DrafterName, QuantizationName, SamplingParams
 from paceline.core.hardware import cpu_name
+from paceline.core.outputs import RequestOutput
 from paceline.engine.engine import Engine, Request
 from paceline.errors import ParameterError
 from paceline.kernels import native
@@ -127,12 +128,7 @@ def profile(llm: LLM, batch_size: int, k: int, params: SamplingParams) -> Profil
     outputs = [
         engine.add(Request(llm.tokenizer.encode(COPYING[row % len(COPYING)]), params)) for row in range(batch_size)
     ]
-    while len(engine.scheduler.running) < batch_size:
-        engine.step()
-        if any(output.finished for output in outputs):
-            raise ParameterError("max_tokens", params.max_tokens, "enough that no row ends before all decode")
-    for _ in range(WARM_UP_ROUNDS):
-        engine.step()
+    warm_up(engine, outputs, WARM_UP_ROUNDS)
     before = sum(len(output.outputs[0].token_ids) for output in outputs)
     rounds = _run_rounds(engine, model, batch_size)
     tokens = sum(len(output.outputs[0].token_ids) for output in outputs) - before
@@ -149,6 +145,16 @@ def profile(llm: LLM, batch_size: int, k: int, params: SamplingParams) -> Profil
         round_ms=round(sum(parts.values()), 3),
         parts_ms=dict(sorted(parts.items(), key=lambda part: -part[1])),
     )
+
+
+def warm_up(engine: Engine, outputs: Sequence[RequestOutput], rounds: int) -> None:
+    """Step until all rows decode, then ``rounds`` more times. Raises ParameterError if a row ends meanwhile."""
+    while rounds or len(engine.scheduler.running) < len(outputs):
+        rounds -= len(engine.scheduler.running) == len(outputs)
+        engine.step()
+        if any(output.finished for output in outputs):
+            longest = max(len(output.outputs[0].token_ids) for output in outputs)
+            raise ParameterError("max_tokens", longest, "enough that no row ends before all decode and are warm")
 
 
 def _run_rounds(engine: Engine, model: NativeModel, batch_size: int) -> list[dict[str, float]]:
