@@ -154,7 +154,7 @@ def warm_up(engine: Engine, outputs: Sequence[RequestOutput], rounds: int) -> No
         engine.step()
         if any(output.finished for output in outputs):
             longest = max(len(output.outputs[0].token_ids) for output in outputs)
-            raise ParameterError("max_tokens", longest, "enough that no row ends before all decode and are warm")
+            raise ParameterError("max_tokens", longest, "more tokens; a row ended before the warm-up did")
 
 
 def _run_rounds(engine: Engine, model: NativeModel, batch_size: int) -> list[dict[str, float]]:
