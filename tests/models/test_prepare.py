@@ -9,17 +9,24 @@ from typing import Any, cast
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
-from paceline.config import SamplingParams
+from model_support import NATIVE, tiny
+from paceline.config import EngineConfig, SamplingParams
+from paceline.core import hardware
 from paceline.drafters.heads.decoder import TorchHead
 from paceline.drafters.heads.loading import load_own_head
+from paceline.engine.loading import load_dtype
 from paceline.errors import ParameterError
+from paceline.kernels import native
 from paceline.kernels.attention import make_backend
 from paceline.kernels.gpu import launch
 from paceline.models import prepare as module
-from paceline.models.prepare import prepare
+from paceline.models.loading import load_model
+from paceline.models.native import NativeModel
+from paceline.models.prepare import prepare, would_run_natively
 from paceline.models.transformer import Transformer
-from recurrent_support import as_on_gpus, save_with_head
+from recurrent_support import as_on_gpus, save_with_head, tiny_granite_hybrid, tiny_qwen3_5
 from toy import ToyModel, answers, make_engine, run, tiny_llama
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -140,6 +147,58 @@ def test_without_a_gpu_ragged_attention_is_for_tests(monkeypatch: pytest.MonkeyP
         make_engine(ToyModel(), attention="ragged")
     assert make_backend("auto", CPU).name == "padded"
     assert make_backend("auto", CUDA).name == "ragged"
+
+
+_WIDER = {"hidden_size": 64, "head_dim": 16, "global_head_dim": 32}
+
+
+@pytest.mark.parametrize("wide", [False, True])  # heads as wide as the kernels need
+def test_a_configuration_tells_what_the_kernels_run(wide: bool) -> None:
+    told, run = set(), set()
+    models = {name: tiny(kind, _widened(fields) if wide else fields) for name, (kind, fields) in NATIVE.items()}
+    for name, model in [*models.items(), ("qwen3_5", tiny_qwen3_5()), ("granite 4", tiny_granite_hybrid())]:
+        if would_run_natively(model, CPU, "auto"):
+            told.add(name)
+        if isinstance(prepare(load_model(model, dtype=torch.bfloat16), "auto", None), NativeModel):
+            run.add(name)
+    assert told == run
+    assert {"qwen3_5"} < run if wide else {"qwen3_5"} == run
+
+
+def _widened(fields: dict[str, Any]) -> dict[str, Any]:
+    return fields | {name: size for name, size in _WIDER.items() if name in fields}
+
+
+@pytest.mark.parametrize(
+    ("options", "target", "draft"),
+    [
+        ({}, torch.bfloat16, torch.float32),
+        ({"quantization": "int8"}, torch.bfloat16, torch.float32),
+        ({"attention": "padded"}, torch.float32, torch.float32),
+        ({"dtype": "float32"}, torch.float32, torch.float32),
+        ({"dtype": "float32", "draft_dtype": "auto"}, torch.float32, torch.float32),
+        ({"draft_dtype": "bfloat16"}, torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_auto_is_bfloat16_on_the_kernels_of_every_processor(
+    options: Any, target: torch.dtype, draft: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft model is one that the kernels do not run."""
+    monkeypatch.setattr(hardware, "_cpu_flags", lambda: {"avx2"})
+    config, llama, gpt2 = EngineConfig(**options), _llama_of_the_kernels(), tiny(*NATIVE["gpt2"])
+    assert load_dtype(config, llama) == target
+    assert load_dtype(config, gpt2, of_draft=True) == draft
+    assert load_dtype(config, llama, of_draft=True) == (target if "draft_dtype" not in options else torch.bfloat16)
+
+
+def test_auto_is_float32_without_kernels_and_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "_cpu_flags", lambda: {"avx2"})
+    monkeypatch.setattr(native, "select", lambda: None)
+    assert load_dtype(EngineConfig(), _llama_of_the_kernels()) == torch.float32
+
+
+def _llama_of_the_kernels() -> PreTrainedModel:
+    return tiny("llama", NATIVE["llama"][1] | {"head_dim": 16})
 
 
 @pytest.mark.parametrize("name", ["padded", "split", "auto"])

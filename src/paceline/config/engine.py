@@ -132,7 +132,7 @@ class EngineConfig:
     dtype: Annotated[
         DtypeName,
         Help(
-            "Precision. auto is bfloat16 where native, else float16 (CUDA), float32 (CPU).",
+            "Precision. auto is bfloat16 on the CPU kernels and where native, else float16 (CUDA), float32 (CPU).",
             more='"float16" needs CUDA and models whose hidden states stay below 65504.',
         ),
     ] = "auto"

@@ -28,7 +28,7 @@ from paceline.models.loading import describe_source, load_model
 from paceline.models.matrices import load_packed
 from paceline.models.native import NativeModel
 from paceline.models.packed_file import find_packed, would_pack
-from paceline.models.prepare import prepare, why_not_native
+from paceline.models.prepare import prepare, why_not_native, would_run_natively
 from paceline.models.shares import ModelShard
 from paceline.models.tokenizer import Tokenizer
 
@@ -44,12 +44,19 @@ def loading_progress(shown: bool) -> Iterator[BeginStage]:
         yield lambda stage: bar.set_description_str(stage, refresh=True)
 
 
-def load_dtype(config: EngineConfig, *, of_draft: bool = False) -> torch.dtype:
-    """Dtype in which the target is loaded or, with ``of_draft``, the draft model or head. Raises ParameterError."""
+def load_dtype(config: EngineConfig, source: Source | None = None, *, of_draft: bool = False) -> torch.dtype:
+    """Dtype in which the target is loaded or, with ``of_draft``, the draft model or head. Raises ParameterError.
+
+    source: the model; for a head its target, if the CPU kernels run that. "auto" is bfloat16 for what the kernels run:
+        on processors without bfloat16 instructions they multiply in float32, but read half of the bytes.
+    """
     device = resolve_device(config.device)
-    if of_draft and config.draft_dtype != "same":
-        return resolve_dtype(config.draft_dtype, device, "draft_dtype")
-    return resolve_dtype(config.dtype, device)
+    own = of_draft and config.draft_dtype != "same"
+    name, field = (config.draft_dtype, "draft_dtype") if own else (config.dtype, "dtype")
+    dtype = resolve_dtype(name, device, field)
+    if name != "auto" or source is None or dtype == torch.bfloat16:
+        return dtype
+    return torch.bfloat16 if would_run_natively(source, device, config.attention) else dtype
 
 
 def load_target(
@@ -62,7 +69,7 @@ def load_target(
     if adapters:
         return _load_adapted(source, config, begin, adapters)
     if config.tensor_parallel == 1:
-        return _load(source, config, load_dtype(config), config.quantization, begin)
+        return _load(source, config, load_dtype(config, source), config.quantization, begin)
     from paceline.models.parallel.launch import lead
 
     device, share = resolve_device(config.device), ModelShard(0, config.tensor_parallel)
@@ -77,7 +84,7 @@ def _load_adapted(source: Source, config: EngineConfig, begin: BeginStage, adapt
     for name, free in frees.items():
         if getattr(config, name) != free:
             raise ParameterError(name, getattr(config, name), f"{free!r} with adapters")
-    model = _load(source, config, load_dtype(config), config.quantization, begin)
+    model = _load(source, config, load_dtype(config, source), config.quantization, begin)
     attach(model, adapters, describe_source(source))
     if reason := why_not_native(model, config.attention):
         log.info("%s with adapters runs through torch: %s", model.name, reason)
@@ -87,14 +94,15 @@ def _load_adapted(source: Source, config: EngineConfig, begin: BeginStage, adapt
 def load_draft(source: Source, config: EngineConfig, begin: BeginStage) -> AnyModel:
     """Load the draft model in its own dtype and quantization."""
     quantization = config.quantization if config.draft_quantization == "same" else config.draft_quantization
-    return _load(source, config, load_dtype(config, of_draft=True), quantization, begin)
+    return _load(source, config, load_dtype(config, source, of_draft=True), quantization, begin)
 
 
 def load_head(path: Path, source: Source, target: AnyModel, config: EngineConfig) -> HeadModel:
     """Load a trained draft head from a directory. source: where the target was loaded from."""
     # an assistant reads its target's cache, whose dtype the CPU kernels choose
     follows = config.draft_dtype == "same" and is_assistant(path)
-    dtype = target.dtype if follows else load_dtype(config, of_draft=True)
+    on_kernels = source if isinstance(target, NativeModel) else None
+    dtype = target.dtype if follows else load_dtype(config, on_kernels, of_draft=True)
     return load_head_for(target, source, path, dtype=dtype, quantization=config.draft_quantization)
 
 

@@ -16,7 +16,6 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from paceline.errors import ModelFormatError
 from paceline.kernels import pack
 from paceline.kernels.pack import Format, Weight
 from paceline.kernels.spec import NativeSpec
@@ -24,8 +23,8 @@ from paceline.models import loading
 from paceline.models.boundary import ResolvedSource, is_loaded, reads_model
 from paceline.models.description import DecoderSpec
 from paceline.models.native import NativeModel, Quantization
-from paceline.models.native_spec import check_description, check_spec, spec_of
-from paceline.models.weights import Placement, assemble, check_finite, shapes
+from paceline.models.native_spec import covers, spec_of
+from paceline.models.weights import Placement, assemble, check_finite
 
 log = logging.getLogger("paceline")
 
@@ -128,10 +127,7 @@ def _spec(
     readers = _readers(placements, outcome)
     others = [placement for placement in placements if placement.slot.target not in readers]
     tensors = {target: _shape(matrix) for target, matrix in readers.items()}
-    try:
-        check_description(description)
-        check_spec(spec_of(description, shapes(description)))
-    except ModelFormatError:
+    if not covers(description):
         return None
     return spec_of(description, tensors | assemble(others, dtype, torch.device("cpu")), readers)
 

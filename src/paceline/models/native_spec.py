@@ -37,7 +37,7 @@ from paceline.models.experts import Experts
 from paceline.models.linear import Dense
 from paceline.models.mixers import gate_last, mixer_of
 from paceline.models.transformer import Transformer
-from paceline.models.weights import EXPERTS_NORMS
+from paceline.models.weights import EXPERTS_NORMS, shapes
 
 Quantization = Literal["int8", "int4"]
 
@@ -230,6 +230,16 @@ def weights_of(model: Transformer) -> dict[str, Tensor]:
             raise ModelFormatError(f"{model.name}: weights of kind {type(linear).__name__} cannot be packed")
         found |= {f"{name}.weight": linear.weight, f"{name}.bias": linear.bias}
     return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def covers(description: DecoderSpec) -> bool:
+    """Whether the kernels run models of this description, which its weights do not change."""
+    try:
+        check_description(description)
+        check_spec(spec_of(description, shapes(description)))
+    except ModelFormatError:
+        return False
+    return True
 
 
 def check_description(spec: DecoderSpec) -> None:
