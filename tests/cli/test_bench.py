@@ -21,7 +21,7 @@ def test_the_command_ends_with_one_json_document(paceline: Any, tiny: str, tmp_p
     sides = [
         "plain",
         *(["speculation"] if "none" not in how else []),
-        *(["transformers"] if "transformers" in how else []),
+        *(["transformers, float32"] if "transformers" in how else []),
     ]
     assert [(r["batch_size"], r["side"]) for r in document["results"]] == [(b, s) for b in (1, 2) for s in sides]
     assert all(r["decode_seconds"] > 0 and r["output_tokens"] == 6 for r in document["results"])
@@ -30,7 +30,7 @@ def test_the_command_ends_with_one_json_document(paceline: Any, tiny: str, tmp_p
     assert peak["source"] in result.stderr
     for r in document["results"]:
         done = 2 * counted * r["tokens"] / r["decode_seconds"]
-        theirs = r["side"] == "transformers"
+        theirs = r["side"] == "transformers, float32"
         assert r["utilisation"] == (None if theirs else pytest.approx(done / peak["operations_per_second"]))
         assert theirs or 0 < r["latency"]["first"] <= r["latency"]["all"] <= r["latency"]["last"]
     assert {"cpu", "cores"} <= document["machine"].keys()

@@ -105,7 +105,7 @@ def test_answers_are_plain_decodings(drafter: str, width: int, kernels: bool, tm
     if kernels and native.select() is None:
         pytest.skip(f"no native kernels: {native.why_none()}")
     save_assistant(tmp_path, **GROUPS)
-    quantization = "int8" if kernels else None  # float32 is what "auto" is on CPUs without bfloat16
+    quantization = "int8" if kernels else None
     llm = LLM(
         tiny_gemma4(), draft_model=tmp_path, drafter=drafter, num_speculative_tokens=3, speculation_width=width,
         tokenizer=None, max_batch_size=3, max_model_len=64, prefill_chunk=7, dtype="float32", quantization=quantization,

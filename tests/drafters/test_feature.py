@@ -14,30 +14,40 @@ import torch
 from torch import Tensor
 
 from head_support import (
+    SHAPE,
+    TAPS,
     TRANSFERS,
     published,
     published_chimera,
     published_transfer,
+    random_head,
     reading_of,
+    speculators_config,
     tiny_chimera_head,
     tiny_head,
     tiny_transfer_head,
+    write,
 )
+from model_support import NATIVE, tiny
 from paceline import LLM
 from paceline.config import EngineConfig, SamplingParams
+from paceline.core import hardware
 from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.draft import Draft
 from paceline.core.rows import RowState
 from paceline.drafters.heads.decoder import HeadDecoder, TorchHead, TorchHeadDecoder
+from paceline.drafters.heads.native import NativeHead
 from paceline.engine.engine import Engine
 from paceline.engine.memory import plan_memory
 from paceline.errors import ModelFormatError, ParameterError, VocabularyMismatchError
+from paceline.kernels import native
 from paceline.kernels.attention.reference import ReferenceAttention
 from paceline.lengths import FixedLength
 from paceline.lengths.auto import AutoLength
 from paceline.models.base import AnyModel
 from paceline.models.decoder import Decoder
 from paceline.models.loading import load_embedding
+from paceline.models.native import NativeModel
 from toy import (
     POSITIONS,
     VOCAB,
@@ -390,6 +400,31 @@ def test_a_directory_of_a_head_of_our_own_kinds_is_a_draft_model(
     assert found[1] > 0
     assert found[0] == accepted(llm.plain())[0]
     assert f"drafter {called} " in llm.engine.describe()
+
+
+@pytest.mark.usefixtures("no_requests")
+@pytest.mark.skipif(not native.available(), reason=f"no kernels here: {native.why_none()}")
+def test_by_default_heads_are_in_bfloat16_where_the_kernels_run_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On processors without instructions for bfloat16."""
+    monkeypatch.setattr(hardware, "_cpu_flags", lambda: {"avx2"})
+    sizes = {"hidden_size": 32, "vocab_size": VOCAB, "head_dim": 16, "num_hidden_layers": 2}
+    target = tiny("llama", NATIVE["llama"][1] | sizes)
+    tensors = random_head(width=32, target_width=32, tap_count=2, vocabulary=VOCAB, dim=16)
+    config = speculators_config(SHAPE | {"head_dim": 16}, draft_vocab_size=17, **TAPS)
+    heads = {
+        "feature": write(tmp_path / "feature", config, tensors),
+        "narrow": published(tmp_path / "narrow"),
+        "chimera": published_chimera(tmp_path / "chimera"),
+    }
+    found = {}
+    for kind, path in heads.items():
+        llm = LLM(target, path, drafter="feature", tokenizer=None, device="cpu", max_model_len=32, use_tqdm=False)
+        assert isinstance(llm.engine.models.target, NativeModel)
+        assert isinstance(llm.engine.models.draft, NativeHead) == (kind == "feature")
+        found[kind] = llm.engine.models.draft.dtype
+    assert found == {"feature": torch.bfloat16, "narrow": torch.float32, "chimera": torch.float32}
 
 
 @pytest.mark.usefixtures("no_requests")

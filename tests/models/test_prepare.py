@@ -12,11 +12,11 @@ import torch
 from transformers import PreTrainedModel
 
 from model_support import NATIVE, tiny
-from paceline.config import EngineConfig, SamplingParams
+from paceline import LLM
+from paceline.config import SamplingParams
 from paceline.core import hardware
 from paceline.drafters.heads.decoder import TorchHead
 from paceline.drafters.heads.loading import load_own_head
-from paceline.engine.loading import load_dtype
 from paceline.errors import ParameterError
 from paceline.kernels import native
 from paceline.kernels.attention import make_backend
@@ -26,7 +26,7 @@ from paceline.models.loading import load_model
 from paceline.models.native import NativeModel
 from paceline.models.prepare import prepare, would_run_natively
 from paceline.models.transformer import Transformer
-from recurrent_support import as_on_gpus, save_with_head, tiny_granite_hybrid, tiny_qwen3_5
+from recurrent_support import as_on_gpus, save_tokenizer, save_with_head, tiny_granite_hybrid, tiny_lfm2, tiny_qwen3_5
 from toy import ToyModel, answers, make_engine, run, tiny_llama
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -149,31 +149,38 @@ def test_without_a_gpu_ragged_attention_is_for_tests(monkeypatch: pytest.MonkeyP
     assert make_backend("auto", CUDA).name == "ragged"
 
 
-_WIDER = {"hidden_size": 64, "head_dim": 16, "global_head_dim": 32}
+_WIDER = {"hidden_size": 64, "head_dim": 16, "global_head_dim": 32, "hidden_size_per_layer_input": 16}
 
 
+needs_kernels = pytest.mark.skipif(not native.available(), reason=f"no kernels here: {native.why_none()}")
+
+
+@needs_kernels
 @pytest.mark.parametrize("wide", [False, True])  # heads as wide as the kernels need
 def test_a_configuration_tells_what_the_kernels_run(wide: bool) -> None:
     told, run = set(), set()
     models = {name: tiny(kind, _widened(fields) if wide else fields) for name, (kind, fields) in NATIVE.items()}
-    for name, model in [*models.items(), ("qwen3_5", tiny_qwen3_5()), ("granite 4", tiny_granite_hybrid())]:
+    recurrent = {"qwen3_5": tiny_qwen3_5(), "lfm2": tiny_lfm2(), "granite 4": tiny_granite_hybrid()}
+    for name, model in (models | recurrent).items():
         if would_run_natively(model, CPU, "auto"):
             told.add(name)
         if isinstance(prepare(load_model(model, dtype=torch.bfloat16), "auto", None), NativeModel):
             run.add(name)
     assert told == run
-    assert {"qwen3_5"} < run if wide else {"qwen3_5"} == run
+    assert {"qwen3_5", "lfm2"} < run if wide else {"qwen3_5", "lfm2"} == run
+    assert "gemma4" in run or not wide
 
 
 def _widened(fields: dict[str, Any]) -> dict[str, Any]:
-    return fields | {name: size for name, size in _WIDER.items() if name in fields}
+    return fields | {name: size for name, size in _WIDER.items() if fields.get(name)}
 
 
+@needs_kernels
 @pytest.mark.parametrize(
     ("options", "target", "draft"),
     [
         ({}, torch.bfloat16, torch.float32),
-        ({"quantization": "int8"}, torch.bfloat16, torch.float32),
+        ({"quantization": "int8", "draft_quantization": None}, torch.bfloat16, torch.float32),
         ({"attention": "padded"}, torch.float32, torch.float32),
         ({"dtype": "float32"}, torch.float32, torch.float32),
         ({"dtype": "float32", "draft_dtype": "auto"}, torch.float32, torch.float32),
@@ -181,20 +188,35 @@ def _widened(fields: dict[str, Any]) -> dict[str, Any]:
     ],
 )
 def test_auto_is_bfloat16_on_the_kernels_of_every_processor(
-    options: Any, target: torch.dtype, draft: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    options: Any, target: torch.dtype, draft: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The draft model is one that the kernels do not run."""
+    """The draft model is one that the kernels do not run; then they change places."""
     monkeypatch.setattr(hardware, "_cpu_flags", lambda: {"avx2"})
-    config, llama, gpt2 = EngineConfig(**options), _llama_of_the_kernels(), tiny(*NATIVE["gpt2"])
-    assert load_dtype(config, llama) == target
-    assert load_dtype(config, gpt2, of_draft=True) == draft
-    assert load_dtype(config, llama, of_draft=True) == (target if "draft_dtype" not in options else torch.bfloat16)
+    _llama_of_the_kernels().save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    gpt2, common = tiny(*NATIVE["gpt2"]), {"tokenizer": None, "device": "cpu", "max_model_len": 32, "use_tqdm": False}
+    for source in (tmp_path, _llama_of_the_kernels()):
+        models = LLM(source, gpt2, **common, **options).engine.models
+        assert isinstance(models.target, NativeModel) == (target == torch.bfloat16)
+        assert (models.target.dtype, models.draft.dtype) == (target, draft)
+    if not options:
+        models = LLM(gpt2, tmp_path, **common).engine.models
+        assert (models.target.dtype, models.draft.dtype) == (torch.float32, torch.bfloat16)
+        assert isinstance(models.draft, NativeModel)
 
 
 def test_auto_is_float32_without_kernels_and_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "_cpu_flags", lambda: {"avx2"})
     monkeypatch.setattr(native, "select", lambda: None)
-    assert load_dtype(EngineConfig(), _llama_of_the_kernels()) == torch.float32
+    llm = LLM(_llama_of_the_kernels(), drafter=None, tokenizer=None, device="cpu", max_model_len=32, use_tqdm=False)
+    assert llm.engine.models.target.dtype == torch.float32
+
+
+def test_the_start_line_names_what_the_kernels_lack_and_not_the_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "_cpu_flags", lambda: {"avx2"})
+    llm = LLM(tiny(*NATIVE["llama"]), drafter=None, tokenizer=None, device="cpu", max_model_len=32, use_tqdm=False)
+    assert llm.engine.models.target.dtype == torch.float32
+    assert "a head width that is a multiple of 16" in llm.engine.describe()
 
 
 def _llama_of_the_kernels() -> PreTrainedModel:

@@ -132,8 +132,8 @@ class EngineConfig:
     dtype: Annotated[
         DtypeName,
         Help(
-            "Precision. auto is bfloat16 on the CPU kernels and where native, else float16 (CUDA), float32 (CPU).",
-            more='"float16" needs CUDA and models whose hidden states stay below 65504.',
+            "Precision. auto: bfloat16 on the CPU kernels and where the device has it; else float16 (CUDA), float32.",
+            more='"auto" is decided for each model. "float16" needs CUDA and hidden states that stay below 65504.',
         ),
     ] = "auto"
     quantization: Annotated[

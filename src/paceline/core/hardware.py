@@ -50,7 +50,7 @@ def threads_per_rank(ranks: int) -> int:
 
 
 def native_bfloat16(device: torch.device) -> bool:
-    """Whether the device multiplies bfloat16 in hardware. Without that, other types are faster."""
+    """Whether the device multiplies bfloat16 in hardware. Without that, torch is faster in other types."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)  # Ampere and later
     flags = _cpu_flags()
@@ -113,8 +113,8 @@ def resolve_device(name: str) -> torch.device:
 def resolve_dtype(name: str, device: torch.device, field: str = "dtype") -> torch.dtype:
     """Convert a name to a dtype.
 
-    "auto" is bfloat16 where the device multiplies it natively, else float16 on CUDA and float32 on CPUs. Raises
-    ParameterError for ``field`` if float16 is requested on a CPU, whose kernels support bfloat16 instead.
+    "auto" is what torch multiplies fastest: bfloat16 where the device has instructions for it, else float16 on CUDA and
+    float32 on CPUs. Raises ParameterError for ``field`` if float16 is requested on a CPU.
     """
     on_cuda = device.type == "cuda"
     if name == "auto" and native_bfloat16(device):

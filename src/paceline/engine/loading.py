@@ -18,7 +18,7 @@ from paceline.config.ranges import FileName
 from paceline.core.hardware import resolve_device, resolve_dtype, threads_per_rank
 from paceline.drafters.heads.assistant_loading import is_assistant
 from paceline.drafters.heads.decoder import HeadModel
-from paceline.drafters.heads.loading import load_head_for
+from paceline.drafters.heads.loading import load_head_for, runs_natively
 from paceline.errors import ParameterError
 from paceline.models.adapters import attach
 from paceline.models.base import AnyModel
@@ -44,19 +44,19 @@ def loading_progress(shown: bool) -> Iterator[BeginStage]:
         yield lambda stage: bar.set_description_str(stage, refresh=True)
 
 
-def load_dtype(config: EngineConfig, source: Source | None = None, *, of_draft: bool = False) -> torch.dtype:
+def load_dtype(
+    config: EngineConfig, on_kernels: Callable[[], bool] = lambda: False, *, of_draft: bool = False
+) -> torch.dtype:
     """Dtype in which the target is loaded or, with ``of_draft``, the draft model or head. Raises ParameterError.
 
-    source: the model; for a head its target, if the CPU kernels run that. "auto" is bfloat16 for what the kernels run:
-        on processors without bfloat16 instructions they multiply in float32, but read half of the bytes.
+    on_kernels: whether the CPU kernels will run it; asked where it matters. Then "auto" is bfloat16: without
+        instructions for it they multiply in float32, but read half of the bytes.
     """
     device = resolve_device(config.device)
     own = of_draft and config.draft_dtype != "same"
     name, field = (config.draft_dtype, "draft_dtype") if own else (config.dtype, "dtype")
     dtype = resolve_dtype(name, device, field)
-    if name != "auto" or source is None or dtype == torch.bfloat16:
-        return dtype
-    return torch.bfloat16 if would_run_natively(source, device, config.attention) else dtype
+    return torch.bfloat16 if name == "auto" and dtype == torch.float32 and on_kernels() else dtype
 
 
 def load_target(
@@ -69,7 +69,7 @@ def load_target(
     if adapters:
         return _load_adapted(source, config, begin, adapters)
     if config.tensor_parallel == 1:
-        return _load(source, config, load_dtype(config, source), config.quantization, begin)
+        return _load(source, config, begin)
     from paceline.models.parallel.launch import lead
 
     device, share = resolve_device(config.device), ModelShard(0, config.tensor_parallel)
@@ -84,7 +84,7 @@ def _load_adapted(source: Source, config: EngineConfig, begin: BeginStage, adapt
     for name, free in frees.items():
         if getattr(config, name) != free:
             raise ParameterError(name, getattr(config, name), f"{free!r} with adapters")
-    model = _load(source, config, load_dtype(config, source), config.quantization, begin)
+    model = _load(source, config, begin)
     attach(model, adapters, describe_source(source))
     if reason := why_not_native(model, config.attention):
         log.info("%s with adapters runs through torch: %s", model.name, reason)
@@ -93,26 +93,27 @@ def _load_adapted(source: Source, config: EngineConfig, begin: BeginStage, adapt
 
 def load_draft(source: Source, config: EngineConfig, begin: BeginStage) -> AnyModel:
     """Load the draft model in its own dtype and quantization."""
-    quantization = config.quantization if config.draft_quantization == "same" else config.draft_quantization
-    return _load(source, config, load_dtype(config, source, of_draft=True), quantization, begin)
+    return _load(source, config, begin, of_draft=True)
 
 
 def load_head(path: Path, source: Source, target: AnyModel, config: EngineConfig) -> HeadModel:
     """Load a trained draft head from a directory. source: where the target was loaded from."""
-    # an assistant reads its target's cache, whose dtype the CPU kernels choose
-    follows = config.draft_dtype == "same" and is_assistant(path)
-    on_kernels = source if isinstance(target, NativeModel) else None
-    dtype = target.dtype if follows else load_dtype(config, on_kernels, of_draft=True)
+    if is_assistant(path) and config.draft_dtype in ("same", "auto"):
+        dtype = target.dtype  # an assistant reads its target's cache, whose dtype the CPU kernels choose
+    else:
+        dtype = load_dtype(config, lambda: runs_natively(path, target), of_draft=True)
     return load_head_for(target, source, path, dtype=dtype, quantization=config.draft_quantization)
 
 
-def _load(
-    source: Source, config: EngineConfig, dtype: torch.dtype, quantization: QuantizationName | None, begin: BeginStage
-) -> AnyModel:
+def _load(source: Source, config: EngineConfig, begin: BeginStage, *, of_draft: bool = False) -> AnyModel:
     """Load a model from the cache of packed weights or, if it has none, from its source; then fill the cache."""
     device = resolve_device(config.device)
     name = name_of(source) if is_loaded(source) else os.fspath(source)
     begin(f"loading {name}")
+    dtype = load_dtype(config, lambda: would_run_natively(source, device, config.attention), of_draft=of_draft)
+    quantization = config.quantization
+    if of_draft and config.draft_quantization != "same":
+        quantization = config.draft_quantization
     cached_file = find_packed(source, dtype, device, config.attention, quantization)
     if cached_file is not None and (packed := cached_file.load()) is not None:
         return packed

@@ -23,7 +23,7 @@ from paceline.models import loading
 from paceline.models.boundary import ResolvedSource, is_loaded, reads_model
 from paceline.models.description import DecoderSpec
 from paceline.models.native import NativeModel, Quantization
-from paceline.models.native_spec import covers, spec_of
+from paceline.models.native_spec import obstacle_of, spec_of
 from paceline.models.weights import Placement, assemble, check_finite
 
 log = logging.getLogger("paceline")
@@ -127,7 +127,7 @@ def _spec(
     readers = _readers(placements, outcome)
     others = [placement for placement in placements if placement.slot.target not in readers]
     tensors = {target: _shape(matrix) for target, matrix in readers.items()}
-    if not covers(description):
+    if obstacle_of(description) is not None:
         return None
     return spec_of(description, tensors | assemble(others, dtype, torch.device("cpu")), readers)
 

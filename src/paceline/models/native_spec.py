@@ -232,14 +232,14 @@ def weights_of(model: Transformer) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
-def covers(description: DecoderSpec) -> bool:
-    """Whether the kernels run models of this description, which its weights do not change."""
+def obstacle_of(description: DecoderSpec) -> str | None:
+    """Return why the kernels cannot run models of this description, whatever their weights; None if they can."""
     try:
         check_description(description)
         check_spec(spec_of(description, shapes(description)))
-    except ModelFormatError:
-        return False
-    return True
+    except ModelFormatError as error:
+        return str(error)
+    return None
 
 
 def check_description(spec: DecoderSpec) -> None:

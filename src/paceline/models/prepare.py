@@ -14,7 +14,7 @@ from paceline.models.base import AnyModel, Model, SharedModel
 from paceline.models.boundary import Source
 from paceline.models.loading import describe_source
 from paceline.models.native import NativeModel
-from paceline.models.native_spec import check_description, covers
+from paceline.models.native_spec import obstacle_of
 from paceline.models.recurrent import RecurrentModel
 from paceline.models.transformer import Transformer
 
@@ -109,10 +109,8 @@ def _obstacle(model: AnyModel, quantization: QuantizationName | None) -> str | N
         return f"{model.name} is not of a native family"
     if quantization == "fp8":
         return "fp8 weights need a CUDA device; on a CPU use 'int8' or 'int4'"
-    try:
-        check_description(model.spec)
-    except ModelFormatError as error:
-        return str(error)
+    if obstacle := obstacle_of(model.spec):
+        return obstacle
     dtype = model.weights_dtype if isinstance(model, RecurrentModel) else model.dtype
     if quantization is None and dtype != torch.bfloat16:
         return "the native kernels run bfloat16 or quantized weights; set dtype='bfloat16'"
@@ -129,7 +127,7 @@ def would_run_natively(source: Source, device: torch.device, attention: Attentio
     if attention == "auto" and native.select() is None:
         return False
     description = describe_source(source)
-    return description is not None and covers(description)
+    return description is not None and obstacle_of(description) is None
 
 
 def why_not_native(model: AnyModel, attention: AttentionName) -> str | None:

@@ -18,7 +18,7 @@ from paceline.drafters.heads.config import HeadConfig
 from paceline.drafters.heads.decoder import HeadModel, TorchHead
 from paceline.drafters.heads.head import Head
 from paceline.drafters.heads.mtp import PREFIX, own_head
-from paceline.drafters.heads.native import NativeHead
+from paceline.drafters.heads.native import NativeHead, obstacle_of_head
 from paceline.errors import ModelFormatError, ParameterError, VocabularyMismatchError
 from paceline.models.base import AnyModel
 from paceline.models.boundary import Source, is_loaded, name_of
@@ -88,6 +88,13 @@ def load_head_for(
         output=lambda: load_output(source, dtype=dtype, device=target.device),
     )
     return prepare_head(head, str(path), taps, target, quantization)
+
+
+def runs_natively(path: Path, target: AnyModel) -> bool:
+    """Whether the CPU kernels will run the head in the directory ``path`` if its dtype allows it."""
+    if not isinstance(target, NativeModel) or not target.runs_rounds or not is_head(path):
+        return False
+    return obstacle_of_head(read_head_config(path)) is None
 
 
 def has_own_head(source: Source) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from paceline.core.batch import Batch
+from paceline.drafters.heads.config import HeadConfig
 from paceline.drafters.heads.decoder import FusedStates, HeadDecoder, HeadModel
 from paceline.drafters.heads.feature import FeatureHead
 from paceline.drafters.heads.head import Head
@@ -27,7 +28,7 @@ from paceline.models.draft_vocabulary import NEVER
 from paceline.models.mixers import gate_last
 from paceline.models.native import HEAD_FORMAT, LAYER_FORMAT, NativeModel, Quantization
 from paceline.models.native_draft import NativeDrafting
-from paceline.models.native_spec import check_description, check_spec
+from paceline.models.native_spec import check_spec, obstacle_of
 from paceline.models.packing import PackedDecoder, packed_size
 from paceline.models.short_head import PackedShortHead, PassBytes, column_bytes
 
@@ -91,12 +92,19 @@ class NativeHead(HeadModel):
         return PackedShortHead(self._packed, size)
 
 
+def obstacle_of_head(config: HeadConfig) -> str | None:
+    """Return why the kernels cannot run heads of this configuration; None if they can."""
+    if config.kind in ("hidden_transfer", "chimera"):
+        return "hidden transfer and Chimera heads run in torch only"
+    return obstacle_of(config.decoder)
+
+
 def spec_of_head(head: Head, max_positions: int) -> NativeSpec:
     """Weights and sizes of a head for the kernels. Raises ModelFormatError if they cannot run it."""
     shape, config, state = head.config.decoder, head.config, head.state_dict()
-    if not isinstance(head, FeatureHead | MtpHead):
-        raise ModelFormatError("hidden transfer and Chimera heads run in torch only")
-    check_description(shape)
+    if obstacle := obstacle_of_head(config):
+        raise ModelFormatError(obstacle)
+    assert isinstance(head, FeatureHead | MtpHead)
     own = isinstance(head, MtpHead)
     first = shape.layers[0].attention
     assert first.rotary is not None

@@ -25,10 +25,11 @@ import torch
 from paceline.config import Length, SamplingParams
 from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.draft import Draft
-from paceline.core.hardware import cpu_name
+from paceline.core.hardware import cpu_name, resolve_dtype
 from paceline.core.outputs import Latency
 from paceline.drafters.base import Wrapper
 from paceline.engine.utilisation import Arithmetic
+from paceline.models.native import NativeModel
 from paceline.tools.bench.measure import run_batch, split_times, turns
 from paceline.tools.bench.prompts import COPYING, OPEN
 from paceline.tools.bench.sets import SETS, SetName
@@ -147,9 +148,10 @@ class Paceline:
 
 
 class Transformers:
-    """The same checkpoint in transformers' ``generate``, greedy, the batch padded on the left."""
+    """The same checkpoint in transformers' ``generate``, greedy, the batch padded on the left.
 
-    name = "transformers"
+    Its dtype is the target's or, beside the CPU kernels, torch's fastest: float32 without bfloat16 instructions.
+    """
 
     def __init__(self, source: str, like: LLM) -> None:
         import transformers
@@ -163,7 +165,10 @@ class Transformers:
         packs = getattr(transformers, "GgufConfig", None)  # newer versions keep a GGUF packed, slow in bfloat16
         if extra and packs is not None:
             extra["quantization_config"] = packs(dequantize=True)
-        self._model = AutoModelForCausalLM.from_pretrained(str(where), dtype=target.dtype, **extra).to(target.device)
+        on_kernels = isinstance(target, NativeModel)
+        dtype = resolve_dtype("auto", target.device) if on_kernels else target.dtype
+        self.name = f"transformers, {str(dtype).removeprefix('torch.')}"
+        self._model = AutoModelForCausalLM.from_pretrained(str(where), dtype=dtype, **extra).to(target.device)
         self._model.generation_config.eos_token_id = None  # every answer gets its full length
 
     def time(self, prompts: Sequence[Ids], tokens: int) -> Timing:
