@@ -27,8 +27,8 @@ from paceline.models.hub import resolve_tokenizer
 from paceline.models.loading import describe_source, load_model
 from paceline.models.matrices import load_packed
 from paceline.models.native import NativeModel
-from paceline.models.packed_file import find_packed, would_pack
-from paceline.models.prepare import prepare, why_not_native, would_run_natively
+from paceline.models.packed_file import find_packed, would_pack, would_run_natively
+from paceline.models.prepare import prepare, why_not_native
 from paceline.models.shares import ModelShard
 from paceline.models.tokenizer import Tokenizer
 

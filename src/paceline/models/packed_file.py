@@ -35,7 +35,7 @@ from paceline.models import hub, loading
 from paceline.models.boundary import reading
 from paceline.models.kept import is_on
 from paceline.models.native import NativeModel, Quantization
-from paceline.models.native_spec import spec_of
+from paceline.models.native_spec import obstacle_of, spec_of
 from paceline.models.weights import shapes
 from paceline.version import __version__
 
@@ -67,6 +67,17 @@ def would_pack(
     if device.type != "cpu" or attention not in ("auto", "native") or quantization == "fp8":
         return False
     return native.select() is not None and (quantization is not None or dtype == torch.bfloat16)
+
+
+def would_run_natively(source: loading.Source, device: torch.device, attention: AttentionName) -> bool:
+    """Whether the native kernels would run a model in bfloat16, according to its configuration.
+
+    Raises the errors of ``load_model``.
+    """
+    if device.type != "cpu" or not (attention == "native" or would_pack(torch.bfloat16, device, attention, None)):
+        return False
+    description = loading.describe_source(source)
+    return description is not None and obstacle_of(description) is None
 
 
 def packed_file(source: loading.Source, dtype: torch.dtype, quantization: Quantization | None) -> PackedFile | None:

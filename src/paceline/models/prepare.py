@@ -11,8 +11,6 @@ from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import native
 from paceline.kernels.gpu.launch import has_fp8, require_triton
 from paceline.models.base import AnyModel, Model, SharedModel
-from paceline.models.boundary import Source
-from paceline.models.loading import describe_source
 from paceline.models.native import NativeModel
 from paceline.models.native_spec import obstacle_of
 from paceline.models.recurrent import RecurrentModel
@@ -115,19 +113,6 @@ def _obstacle(model: AnyModel, quantization: QuantizationName | None) -> str | N
     if quantization is None and dtype != torch.bfloat16:
         return "the native kernels run bfloat16 or quantized weights; set dtype='bfloat16'"
     return None
-
-
-def would_run_natively(source: Source, device: torch.device, attention: AttentionName) -> bool:
-    """Whether the native kernels would run a model in bfloat16, according to its configuration.
-
-    Raises the errors of ``load_model``.
-    """
-    if device.type != "cpu" or attention not in ("auto", "native"):
-        return False
-    if attention == "auto" and native.select() is None:
-        return False
-    description = describe_source(source)
-    return description is not None and obstacle_of(description) is None
 
 
 def why_not_native(model: AnyModel, attention: AttentionName) -> str | None:
