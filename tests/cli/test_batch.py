@@ -410,7 +410,11 @@ def test_an_interrupted_job_says_how_many_lines_are_done_and_how_to_go_on(tiny: 
 
 def _run(tiny: str, source: Path, output: Path, *flags: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "paceline.cli.main", "batch", str(source), str(output), tiny, *SEEDED, *flags]
-    return subprocess.Popen(command, stderr=subprocess.PIPE)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background may inherit "ignore"
+    try:
+        return subprocess.Popen(command, stderr=subprocess.PIPE)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _lines_in(path: Path) -> int:
