@@ -22,8 +22,9 @@ def test_bfloat16_may_differ_between_sets() -> None:
     assert different_between_sets([replace(ONE, precision="bfloat16", digest=digest) for digest in "ab"]) == []
 
 
-def test_the_committed_runs_have_equal_sequences_on_all_sets_of_two_machines() -> None:
-    runs = [json.loads((RESULTS / f"bits-sets-smollm2-{cpu}.json").read_text()) for cpu in ("epyc-zen4", "xeon-amx")]
+def test_the_committed_runs_have_equal_sequences_on_all_sets_of_three_machines() -> None:
+    machines = ("epyc-zen4", "xeon-amx", "epyc-zen3")
+    runs = [json.loads((RESULTS / f"bits-sets-smollm2-{cpu}.json").read_text()) for cpu in machines]
     outcomes = [Outcome(**outcome) for run in runs for outcome in run["outcomes"]]
     vnni = {"avx512-vnni", "avx512-vnni-bf16", "avx-vnni"}
     assert {outcome.kernels for outcome in outcomes} == {"amx", "avx2", "avx512-bw", *vnni}
