@@ -166,6 +166,14 @@ def test_remarks_on_the_zen3_are_what_was_measured() -> None:
     assert f"at most {max(drafted)} draft tokens in 64 rounds" in text
     gains = [f"{mine / found:.2f}" for mine, found in zip(auto[:3], plain[:3], strict=True)]
     assert f"speculation gains {', '.join(gains)} times on stubs, {auto[3] / plain[3]:.2f} at one row of chat" in text
+    second = [
+        [speed("peers-qwen-int8-stubs-epyc-zen3-2", peer, modes, rows) for rows in (1, 4, 8)]
+        for _, peer, modes in list(PEERS.values())[:3]
+    ]
+    over = [
+        [f"{mine / found:.2f}" for mine, found in zip(second[1], side, strict=True)] for side in (second[2], second[0])
+    ]
+    assert f"has {', '.join(over[0])} times OpenVINO's speed, and {', '.join(over[1])} times plain decoding's" in text
     behind = [r["left_out"] for r in load("peers-qwen-int8-chat-epyc-zen3")["results"] if r["status"] == "left out"]
     shares = sorted(int(re.search(r"(\d+)% of this peer's best", reason)[1]) for reason in behind)  # type: ignore[index]
     assert f"{shares[0]} to {shares[-1]} % of its plain speed" in text
