@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from paceline.models.boundary import brief
 from paceline.models.description import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, Rotary
 from paceline.models.families import FAMILIES, GGUF_FAMILIES
 from paceline.models.families.base import Family, GGUFForm
-from paceline.models.gguf import GGUFFile
+from paceline.models.gguf import GGUFFile, TextArray
 from paceline.models.gguf_tensors import PackedTensor
 from paceline.models.weights import StoredTensor
 
@@ -284,9 +284,8 @@ def eos_token_ids(file: GGUFFile) -> tuple[int, ...]:
     """Return the tokens that end a text: those of the metadata, then known control tokens, as in llama.cpp."""
     tokens, kinds = listed(file, "tokens"), listed(file, "token_type")
     named = [token_id(file, kind) for kind in ("eos", "eot", "eom")]
-    known = (
-        i for i, (token, kind) in enumerate(zip(tokens, kinds, strict=False)) if kind == _CONTROL and token in _ENDS
-    )
+    control = [index for index, kind in enumerate(kinds[: len(tokens)]) if kind == _CONTROL]
+    known = (index for index in control if tokens[index] in _ENDS)
     return tuple(dict.fromkeys([*(token for token in named if token is not None), *known]))
 
 
@@ -302,9 +301,9 @@ def token_id(file: GGUFFile, role: str) -> int | None:
     raise ModelFormatError(f"{file.path}: {key}={found!r} is not one of its {count} tokens")
 
 
-def listed(file: GGUFFile, key: str) -> list[Any]:
+def listed(file: GGUFFile, key: str) -> Sequence[Any]:
     """Return a list of the tokenizer's metadata; empty if the file has none. Raises ModelFormatError."""
     found = file.metadata.get(f"tokenizer.ggml.{key}", [])
-    if not isinstance(found, list):
+    if not isinstance(found, (list, TextArray)):
         raise ModelFormatError(f"{file.path}: tokenizer.ggml.{key} is not a list; the file is broken")
     return found

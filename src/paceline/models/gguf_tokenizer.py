@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from paceline.errors import ModelFormatError
 from paceline.models import gguf_config
-from paceline.models.gguf import GGUFFile
+from paceline.models.gguf import GGUFFile, TextArray
 
 _CONTROL, _USER_DEFINED = 3, 4  # token types: special; ordinary, but never split
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # stands for a space in SentencePiece's tokens
@@ -176,9 +176,9 @@ def _with_roles(file: GGUFFile, tokenizer: Tokenizer, tokens: list[str], *, bos:
 
 def _texts(file: GGUFFile, key: str) -> list[str]:
     found = file.metadata.get(f"tokenizer.ggml.{key}")
-    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+    if not isinstance(found, TextArray):
         raise ModelFormatError(f"{file.path}: tokenizer.ggml.{key} is not a list of strings; the file is broken")
-    return found
+    return list(found)
 
 
 def _pair(merge: str) -> tuple[str, str]:
