@@ -33,7 +33,6 @@ class FeatureDrafter(ModelDrafter):
 
     name = "feature"
     sources = ("head",)
-    at_once = 16  # more than a draft model: draft tokens are not kept in the cache, so all accepted ones are missing
 
     def __init__(self, decoder: HeadDecoder, acceptance: str, width: int = 1) -> None:
         super().__init__(decoder, acceptance, width)

@@ -53,7 +53,7 @@ class ModelDrafter(Drafter):
     scores_subset = True
     auto_width = 1  # width 2 took 1.00 to 1.14 times as long at one row (benchmarks/trees.py)
     sources = ("draft model",)
-    at_once = USUAL_MISSING  # tokens per row that the first drafting pass reads; more are read in chunks before
+    at_once = 16  # tokens per row that the first drafting pass reads; more are read in chunks before
 
     def __init__(self, decoder: DraftDecoder, acceptance: str, width: int = 1) -> None:
         self.decoder, self.width = decoder, width
@@ -62,6 +62,8 @@ class ModelDrafter(Drafter):
         native = decoder.native
         self._native = native if native is not None and (width == 1 or native.branches) else None
         self.uses_torch = self._native is None or self._independent
+        if self._native is None and not isinstance(decoder, HeadDecoder):
+            self.at_once = USUAL_MISSING  # torch pads all rows of the pass to the longest
 
     @classmethod
     def build(cls, equipment: Equipment, /) -> ModelDrafter:

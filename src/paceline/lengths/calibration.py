@@ -27,7 +27,7 @@ ProgressBar = Callable[[Sequence["TimedRun"]], Iterable["TimedRun"]]
 CONTEXT = 96  # tokens per row in most measurements
 LONG_CONTEXT = 768  # tokens per row in the measurements of what context costs
 CONTEXT_ROWS = 4  # rows in those: enough to time them, few enough for their memory
-FEEDS = (1, 16, 64)  # missing tokens that a draft model reads
+FEEDS = (1, 15, 64)  # missing tokens that a draft model reads; up to 15 in its first pass (``ModelDrafter.at_once``)
 MAX_SPREAD = 1.25  # ratio of two fastest times that only a busy machine explains: an idle one spreads by up to 7 %
 COARSE_TOKENS = 64  # tokens of the largest verification while an engine starts: bounds its start-up time
 # The same on a GPU, where few tokens only take the time of reading the weights: 8 draft tokens of 64 rows are 576.
@@ -175,7 +175,7 @@ class Calibration:
         verify = {(b, k): self._verify(b, k, self.context) for b in sizes for k in self.grid.measured(b)}
         few, many = 1, 1 + max(lengths)
         draft = {(b, k): self._draft(b, k) for b in sizes for k in (few, many)}
-        feed = {n: self._feed(n) for n in FEEDS if n < self.context and self.drafter.decoders}
+        feed = {n: self._feed(n) for n in (0, *FEEDS) if n < self.context and self.drafter.decoders}
         rows = min(CONTEXT_ROWS, max(sizes))
         near = {k: self._verify(rows, k, self.context) for k in (0, max(lengths))}
         far = {k: self._verify(rows, k, self.long_context) for k in (0, max(lengths))}
@@ -185,6 +185,7 @@ class Calibration:
         self._clear()
         steps = [max(0.0, (draft[b, many].ms - draft[b, few].ms) / (many - few)) for b in sizes]
         once, token = self._context_cost(near, far, rows)
+        read = {n: max(0.0, point.ms - feed[0].ms) for n, point in feed.items() if n > 0}
         return CostTable(
             batch_sizes=sizes,
             lengths=lengths,
@@ -195,8 +196,8 @@ class Calibration:
             draft_step=tuple(steps),
             context_once=once,
             context_token=token,
-            feed_tokens=tuple(feed) or (1,),
-            feed=tuple(point.ms for point in feed.values()) or (0.0,),
+            feed_tokens=tuple(read) or (1,),
+            feed=tuple(read.values()) or (0.0,),
         )
 
     @torch.inference_mode()
@@ -333,20 +334,21 @@ class Calibration:
         return TimedRun(run, lambda: self._rows(rows, self.context))
 
     def _feed(self, tokens: int) -> TimedRun:
-        start, stop = self.context - 1 - tokens, self.context - 1
-
-        def run() -> None:
-            if self.runner is not None:
-                reads = self.drafter.decoders[0].fed_tokens  # the last tokens are read by the round itself
-                self.runner.catch_up(1, tokens + reads, self.context)
-                self.batch.length[:1].tolist()  # waits for the device
-                return
-            for decoder in self.drafter.decoders:
-                decoder.prefill(self.batch, [0], [start], [stop])
+        """Draft one token for a row after reading ``tokens`` missing ones. On a device, only read them."""
 
         def prepare() -> None:
             self._rows(1, self.context)
             for decoder in self.drafter.decoders:
-                decoder.pretend(1, start)
+                decoder.pretend(1, self.context - 1 - tokens)
 
-        return TimedRun(run, prepare)
+        if (runner := self.runner) is None:
+            return TimedRun(self._draft(1, 1).run, prepare)
+        if tokens == 0:
+            return TimedRun(lambda: None, ms=0.0)
+
+        def read() -> None:
+            reads = self.drafter.decoders[0].fed_tokens  # the last tokens are read by the round itself
+            runner.catch_up(1, tokens + reads, self.context)
+            self.batch.length[:1].tolist()  # waits for the device
+
+        return TimedRun(read, prepare)

@@ -72,7 +72,7 @@ class CostTable:
     draft_once[i], draft_step[i]: drafting k tokens for batch_sizes[i] rows takes draft_once + k * draft_step.
     context_once, context_token: extra verification time per row and position of context beyond ``context``: once, and
         for each token fed.
-    feed[i]: the draft model reads feed_tokens[i] missing tokens of one row.
+    feed[i]: added to a draft by reading feed_tokens[i] missing tokens of one row first.
     weight_bytes[i][j]: bytes of the target's weights that such a verification reads. A mixture of experts reads more
         with more tokens, since they run through more different experts. Empty: all sizes read the same.
 
