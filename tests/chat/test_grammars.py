@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken
@@ -96,6 +97,56 @@ def test_a_tool_without_a_schema_may_get_any_arguments(kind: str, grammars: Gram
     assert GrammarCursor.at_start(grammar).after_all(tokenizer.encode(written)).ended
     (call,) = read(kind, written).tool_calls
     assert json.loads(call.arguments) == {"a": "b"}
+
+
+OPTIONAL = {"type": "object", "properties": {name: {"type": "integer"} for name in ("a", "b", "c")}}
+FILE = {"type": "object", "properties": {"q": {"type": "string"}, "n": {"type": "integer"}}, "required": ["q"]}
+
+
+@pytest.mark.parametrize("kind", ["gemma", "function_gemma"])
+@pytest.mark.parametrize("has_tokens", [True, False])
+@pytest.mark.parametrize(
+    ("schema", "written", "arguments"),
+    [
+        (FILE, "{q:QUOTEif x < y: <b> <| \n<QUOTE}", {"q": "if x < y: <b> <| \n<"}),
+        (FILE, "{q:QUOTEQUOTE,n:3}", {"q": "", "n": 3}),
+        (OPTIONAL, "{}", {}),
+        (OPTIONAL, "{b:1}", {"b": 1}),
+        (OPTIONAL, "{a:1,c:2}", {"a": 1, "c": 2}),
+        (OPTIONAL | {"required": ["b"]}, "{b:1,c:2}", {"b": 1, "c": 2}),
+    ],
+)
+def test_gemma_calls_may_have_any_text_and_any_optional_arguments(
+    kind: str,
+    has_tokens: bool,
+    schema: dict[str, Any],
+    written: str,
+    arguments: dict[str, Any],
+    tokenizer: Tokenizer,
+    grammars: Grammars,
+) -> None:
+    if not has_tokens:
+        tokenizer = Tokenizer.load(byte_tokenizer())
+        grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)
+    form = FORMATS[kind]
+    begin, end, quote = form.special
+    grammar = grammars.grammar(
+        StructuredOutputs(grammar=form.syntax.forced([ToolDefinition("f", parameters=schema)], one_call=True))
+    )
+    text = f"{begin}call:f{written.replace('QUOTE', quote)}{end}"
+    assert GrammarCursor.at_start(grammar).after_all(tokenizer.encode(text)).ended
+    (call,) = read(kind, text).tool_calls
+    assert json.loads(call.arguments) == arguments
+
+
+@pytest.mark.parametrize("kind", [kind for kind, form in FORMATS.items() if kind != "auto"])
+def test_parameters_may_refer_to_the_definitions_of_their_schema(
+    kind: str, tokenizer: Tokenizer, grammars: Grammars
+) -> None:
+    item = {"$defs": {"Item": {"enum": ["x", 3]}}, "properties": {"item": {"$ref": "#/$defs/Item"}}}
+    tool = ToolDefinition("f", parameters={"type": "object", "required": ["item"], **item})
+    grammar = grammars.grammar(StructuredOutputs(grammar=FORMATS[kind].syntax.forced([tool], one_call=True)))
+    assert not GrammarCursor.at_start(grammar).ended
 
 
 def test_every_format_has_its_name_in_the_configuration() -> None:

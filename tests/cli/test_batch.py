@@ -408,11 +408,25 @@ def test_an_interrupted_job_says_how_many_lines_are_done_and_how_to_go_on(tiny: 
     assert told == f"interrupted: {_lines_in(output)} lines are in {output}; {how}"
 
 
+@pytest.mark.wide
+def test_an_interrupted_job_does_not_wait_for_more_input(tiny: str, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    with _run(tiny, Path("-"), output) as process:
+        assert process.stdin is not None
+        assert process.stderr is not None
+        process.stdin.write(json.dumps(completion("a", "text")).encode() + b"\n")
+        process.stdin.flush()  # and then waits, open
+        wait_until(lambda: _lines_in(output) >= 1 or process.poll() is not None)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) == 130
+        assert b"interrupted: 1 lines are in" in process.stderr.read()
+
+
 def _run(tiny: str, source: Path, output: Path, *flags: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "paceline.cli.main", "batch", str(source), str(output), tiny, *SEEDED, *flags]
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background may inherit "ignore"
     try:
-        return subprocess.Popen(command, stderr=subprocess.PIPE)
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
     finally:
         signal.signal(signal.SIGINT, before)
 

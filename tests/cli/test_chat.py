@@ -1,8 +1,12 @@
 """``paceline chat``: a conversation grows, mistakes do not end it."""
 
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
+
 from paceline import LLM, SamplingParams
+from paceline.core.outputs import RequestOutput
 
 OPTIONS = ("--temperature", "0", "--max-tokens", "6", "--dtype", "float32", "--quiet", "--ignore-eos")
 
@@ -20,6 +24,25 @@ def test_each_answer_knows_the_turns_before_it(paceline: Any, tiny: str) -> None
         expected += answer + "\n"
     assert result.exit_code == 0
     assert result.stdout == expected
+
+
+def test_an_answer_that_ends_in_an_error_is_reported_and_forgotten(
+    paceline: Any, tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    once = paceline("chat", tiny, *OPTIONS, stdin="more\n")
+    stream, failures = LLM.stream, iter([True, False])
+
+    def failing(llm: LLM, *args: Any, **kwargs: Any) -> Iterator[RequestOutput]:
+        fails = next(failures)
+        for output in stream(llm, *args, **kwargs):
+            if fails and output.finished:
+                output.outputs[0].error = ValueError("out of states")
+            yield output
+
+    monkeypatch.setattr(LLM, "stream", failing)
+    result = paceline("chat", tiny, *OPTIONS, stdin="hello\nmore\n")
+    assert "the answer could not be completed: out of states" in result.stderr
+    assert result.stdout.endswith("\n" + once.stdout), "the second turn does not see the first"
 
 
 def test_clear_forgets_and_exit_leaves(paceline: Any, tiny: str) -> None:

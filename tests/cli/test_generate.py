@@ -9,6 +9,7 @@ import pytest
 from typer.testing import Result
 
 from adapter_support import write_adapter
+from paceline.core.outputs import RequestOutput
 from paceline.engine.engine import Engine
 
 GREEDY = ("--temperature", "0", "--max-tokens", "12", "--dtype", "float32", "--ignore-eos")
@@ -245,6 +246,28 @@ def test_ctrl_c_shows_what_had_finished(paceline: Any, tiny: str, lines: Path, m
     assert result.exit_code == 130
     (document,) = [json.loads(line) for line in result.stdout.splitlines()]
     assert document["prompt"] == "short"
+
+
+def test_an_answer_that_ends_in_an_error_is_reported_and_counted(
+    paceline: Any, tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Engine.step
+
+    def failing(engine: Engine) -> list[RequestOutput]:
+        outputs = step(engine)
+        for output in outputs:
+            if output.finished and output.request_id == "1":
+                output.outputs[0].finish_reason, output.outputs[0].error = "error", ValueError("out of states")
+        return outputs
+
+    monkeypatch.setattr(Engine, "step", failing)
+    for form in ([], ["--json"]):
+        result = paceline("generate", tiny, "-p", "a", "-p", "b", *GREEDY, *form)
+        assert result.exit_code == 2
+        assert "prompt 2: the answer could not be completed: out of states" in result.stderr
+    first, second = [json.loads(line)["outputs"][0] for line in result.stdout.splitlines()]
+    assert "error" not in first
+    assert second["error"] == "out of states"
 
 
 def test_the_best_answers_come_first_and_say_what_their_rank_comes_from(paceline: Any, tiny: str) -> None:

@@ -34,6 +34,7 @@ def test_speculation_as_vllm_spells_it(text: str, drafter: str, draft_model: str
         ('{"method": "eagle"}', "method='eagle'.*'draft_model', 'ngram'"),
         ('{"method": "ngram", "prompt_lookup_max": 4}', "prompt_lookup_max"),
         ('{"model": 3}', "the draft model's name"),
+        ('{"method": []}', "'draft_model', 'ngram'"),
         ("[]", "a JSON object"),
         ("{", "a JSON object"),
     ],
@@ -43,9 +44,10 @@ def test_speculation_that_is_not_ours_is_refused_by_name(text: str, says: str) -
         with_json(EngineFlags(), text)
 
 
-def test_a_drafter_is_spelled_once() -> None:
-    with pytest.raises(ParameterError, match="without --drafter and --draft-model"):
-        with_json(EngineFlags(drafter=None), '{"method": "ngram"}')
+@pytest.mark.parametrize("flags", [{"drafter": None}, {"draft_model": "a"}, {"num_speculative_tokens": 8}])
+def test_speculation_is_spelled_once(flags: dict[str, Any]) -> None:
+    with pytest.raises(ParameterError, match="without --drafter, --draft-model and --num-speculative-tokens"):
+        with_json(EngineFlags(**flags), '{"method": "ngram"}')
 
 
 def test_keys_come_from_flags_the_environment_and_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from paceline.errors import RequestError
 from paceline.models import chat_template
 from paceline.models.chat_template import ChatTemplate
 from paceline.models.gguf import GGUFFile
+from polling import PATIENCE
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 TALK = [
@@ -101,6 +103,38 @@ def test_memory_and_text_length_are_limited(monkeypatch: pytest.MonkeyPatch) -> 
 def test_errors_of_a_template_keep_its_message() -> None:
     with pytest.raises(RequestError, match=r"^roles must alternate$"):
         ChatTemplate("{{ raise_exception('roles must alternate') }}", SPECIAL).render(TALK)
+
+
+CHATML = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+BY_ROLE = (
+    "{% for m in messages %}{% if m.role in ('system', 'user') %}{{ m.role }}: {{ m.content }}\n{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "role"), [(CHATML, "system"), (BY_ROLE, "system"), (CHATML + "{# developer #}", "developer")]
+)
+def test_the_role_developer_is_that_of_the_system_unless_the_template_knows_it(template: str, role: str) -> None:
+    talk = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    assert ChatTemplate(template, SPECIAL).render(talk) == f"{role}: be brief\nuser: hello\n"
+
+
+def test_a_message_that_the_template_leaves_out_for_its_role_is_refused() -> None:
+    talk = [{"role": "System", "content": " be brief "}, {"role": "user", "content": "hello"}]
+    assert "System: " in ChatTemplate(CHATML, SPECIAL).render(talk)
+    with pytest.raises(RequestError, match=r"role 'System'; use system, developer"):
+        ChatTemplate(BY_ROLE, SPECIAL).render(talk)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_to_the_whole_process_group_costs_no_conversation(number: signal.Signals) -> None:
+    template = ChatTemplate("done", SPECIAL)
+    template.render(TALK)
+    assert template._process is not None
+    template._process.send_signal(number)
+    if number == signal.SIGKILL:
+        template._process.wait(PATIENCE)
+    assert template.render(TALK) == "done"
 
 
 def test_one_process_serves_all_conversations_and_ends_with_its_template() -> None:

@@ -139,6 +139,13 @@ def test_a_failed_download_says_what_to_do_and_leaves_nothing(index: Path) -> No
     assert list(hub.cache_directory().iterdir()) == []
 
 
+def test_a_cache_that_cannot_be_written_is_one_clear_error(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_CACHE", str(index / "file" / "cache"))
+    (index / "file").touch()
+    with pytest.raises(ModelNotFoundError, match=r"cannot be written.*PACELINE_CACHE"):
+        hub.pull("tiny", progress=False)
+
+
 def test_an_interrupted_download_leaves_nothing(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

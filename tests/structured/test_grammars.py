@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 import weakref
 from typing import Any
 
@@ -18,6 +19,7 @@ from paceline.llm import LLM
 from paceline.models.tokenizer import Tokenizer
 from paceline.structured import grammars as module
 from paceline.structured.grammars import GrammarConstraint, Grammars
+from paceline.structured.lark import translated
 from paceline.structured.limits import GrammarLimits
 from paceline.structured.trial import GrammarLimitError, try_out
 from polling import PATIENCE
@@ -134,7 +136,6 @@ def test_an_error_in_another_branch_does_not_end_the_answer(usual: Grammars) -> 
     ("limits", "wanted"),
     [
         ({"compile_cpu_seconds": 0.3}, BOMB),
-        ({"compile_wall_seconds": 0.3}, BOMB),
         ({"compile_cpu_seconds": 60, "compile_memory_bytes": 0}, BOMB),
     ],
 )
@@ -145,6 +146,23 @@ def test_structures_that_exceed_a_compile_limit_are_refused(limits: dict[str, An
             found.compile(wanted)
     found._limits = GrammarLimits()  # on a busy machine an ordinary structure may take longer than the test's limit
     found.compile(WORDS)
+
+
+@pytest.mark.usefixtures("many_parts")
+def test_a_trial_that_a_busy_machine_ends_says_nothing_about_the_structure() -> None:
+    found = grammars(compile_wall_seconds=0.0)
+    with pytest.raises(StructureError, match="too busy; try again"):
+        found.compile(BOMB)
+    found._limits = GrammarLimits(compile_cpu_seconds=0.3, compile_wall_seconds=60)
+    with pytest.raises(StructureError, match="too much"):
+        found.compile(BOMB)
+
+
+@pytest.mark.parametrize("text", ['"\\', r"\"", r"\/", "/", '"a', "//", "#"])
+def test_a_grammar_of_literals_without_an_end_is_read_in_linear_time(text: str) -> None:
+    started = time.process_time()
+    translated("start: " + text * (2**18 // len(text)), str, {})
+    assert time.process_time() - started < 2
 
 
 @pytest.mark.parametrize("schema", [{"const": -(2**63) + 1}, {"enum": [-(2**63)]}])

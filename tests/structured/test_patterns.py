@@ -37,6 +37,11 @@ def plain(pattern: object) -> str:
         (r"(a)\1", "a backreference"),
         ("[]a]", "empty class"),
         ("a{,3}", "count without a minimum"),
+        (r"[a-z(]\((?=b)", "a lookaround"),
+        (r"\\\\(?=a)", "a lookaround"),
+        (r"[^(?]+(?i)", "flags"),
+        (r"[\b]", "a word boundary"),
+        ("[" * 4096, "broken"),
         ("a++", "possessive"),
         ("(", "broken"),
         ("*", "broken"),
@@ -65,6 +70,8 @@ def test_unsupported_patterns_are_refused_quickly(pattern: object, message: str)
         ("(?:a|b(c|d)){2}", ["abc", "bdbd"], ["a", "abd bd"]),
         (r"[\\\[^-]+", ["\\[^-"], ["a"]),
         ("", [""], ["a"]),
+        (r"^\(?\d{3}\)?[-. ]?\d{4}$", ["(030) 1234", "030-1234"], ["030--1234"]),
+        (r"[a-z.,!(?)]+\{,x", ["(why?){,x"], ["{,x"]),
     ],
 )
 def test_the_rewritten_pattern_matches_the_same_texts(pattern: str, yes: list[str], no: list[str]) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from paceline.chat.grammars import any_of, json_schema, literal, special
 from paceline.chat.parser import MessageWriter, Reader
@@ -121,20 +122,27 @@ def writes_gemma(markers: GemmaMarkers) -> Callable[[ToolDefinition], str]:
     """
 
     def one(tool: ToolDefinition) -> str:
-        properties = tool.properties
-        if properties is None:
+        if tool.properties is None:
             return f"{literal(f'call:{tool.name}')} object {special(markers.end)}"
-        required = [name for name in tool.parameters.get("required", ()) if name in properties]
-        keys = [*required, *(name for name in properties if name not in required)]
-        parts, first = [], True
-        for key in keys:
-            pair = f"{literal(('' if first else ',') + key + ':')} {_value_rule(properties[key], markers.quote)}"
-            parts.append(pair if key in required else f"({pair}")
-            first = False
-        closing = ")?" * (len(keys) - len(required))
-        return " ".join([literal(f"call:{tool.name}{{"), *parts, closing, literal("}"), special(markers.end)])
+        arguments = _arguments(tool.properties, tool.parameters.get("required", ()), markers.quote)
+        return " ".join([literal(f"call:{tool.name}{{"), arguments, literal("}"), special(markers.end)])
 
     return one
+
+
+def _arguments(properties: Mapping[str, Any], named: Sequence[str], quote: str) -> str:
+    """The arguments of a call: required ones first, then any of the others."""
+    pairs = {name: f"{literal(name + ':')} {_value_rule(schema, quote)}" for name, schema in properties.items()}
+    required = [name for name in named if name in pairs]
+    optional = [name for name in pairs if name not in required]
+
+    def further(names: Sequence[str]) -> str:
+        return " ".join(f'("," {pairs[name]})?' for name in names)
+
+    if required:
+        return f"""{' "," '.join(pairs[name] for name in required)} {further(optional)}"""
+    by_first = [f"{pairs[name]} {further(optional[place:])}" for place, name in enumerate(optional, 1)]
+    return f"{any_of(by_first)}?" if by_first else ""
 
 
 def _value_rule(schema: object, quote: str) -> str:
@@ -152,10 +160,11 @@ def value_rules(quote: str) -> str:
     """Rules of values in Gemma's form."""
     return (
         f'value: string | NUMBER | BOOLEAN | "null" | array | object\n'
-        f"string: {special(quote)} STRING_TEXT {special(quote)}\n"
+        f"string: {special(quote)} string_end\n"
+        f"string_end[suffix={special(quote)}]: /(.|\\n)*/\n"
         'array: "[" (value ("," value)*)? "]"\n'
         'object: "{" (KEY ":" value ("," KEY ":" value)*)? "}"\n'
-        "STRING_TEXT: /[^<]*/\nKEY: /[a-zA-Z_][a-zA-Z0-9_]{0,63}/\n"
+        "KEY: /[a-zA-Z_][a-zA-Z0-9_]{0,63}/\n"
         'BOOLEAN: "true" | "false"\n'
         "NUMBER: /-?(0|[1-9][0-9]{0,17})(\\.[0-9]{1,17})?/\n"
     )

@@ -134,11 +134,17 @@ def write_call(tool: ToolDefinition) -> str:
     required = set(tool.parameters.get("required", ()))
     parts = [literal(f"\n{_FUNCTION}{tool.name}>\n")]
     for key, schema in (tool.properties or {}).items():
-        value = f"{literal(_PARAMETER + key + _KEY_END)} {_value_rule(schema)}"
+        value = f"{literal(_PARAMETER + key + _KEY_END)} {_value_rule(_with_definitions(schema, tool.parameters))}"
         parts.append(f"({value})" if key in required else f"({value})?")
     if tool.properties is None:
         parts.append("any_parameter*")
     return " ".join([*parts, literal(f"{_END_FUNCTION}\n"), special(END)])
+
+
+def _with_definitions(schema: object, root: Mapping[str, Any]) -> object:
+    """The schema of a parameter with the definitions of the whole, to which it may refer."""
+    found = {name: root[name] for name in ("$defs", "definitions") if name in root}
+    return {**found, **schema} if isinstance(schema, Mapping) else schema
 
 
 def _value_rule(schema: object) -> str:

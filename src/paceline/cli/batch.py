@@ -135,8 +135,8 @@ def _check_paths(source: Path, output: Path, resume: bool) -> None:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
-    if str(path) == "-":
-        yield sys.stdin.buffer
+    if str(path) == "-":  # a buffer of its own, because a thread may still wait for a line when the process ends
+        yield open(sys.stdin.fileno(), "rb", closefd=False)  # noqa: SIM115  (closing it would wait for that line)
         return
     try:
         file = path.open("rb")

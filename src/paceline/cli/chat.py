@@ -63,7 +63,7 @@ def _turn(llm: LLM, messages: Messages, line: str, params: SamplingParams, quiet
 
 
 def _stream(llm: LLM, prompt: list[int], params: SamplingParams, quiet: bool) -> str:
-    """Write the answer as it grows and return it; Ctrl-C ends it and keeps the text so far."""
+    """Write the answer as it grows and return it; Ctrl-C ends it and keeps the text so far. Raises RequestError."""
     shown = ""
     try:
         for output in llm.stream(prompt, params):
@@ -80,4 +80,7 @@ def _stream(llm: LLM, prompt: list[int], params: SamplingParams, quiet: bool) ->
             note(f"{metrics.output_tokens} tokens in {metrics.rounds} rounds{kept}{read}")
     except KeyboardInterrupt:
         typer.echo()
+        return shown
+    if answer.error is not None:
+        raise RequestError(f"the answer could not be completed: {answer.error}") from answer.error
     return shown

@@ -15,7 +15,7 @@ from paceline.cli.options import DEFAULT_MODEL, AdaptedEngineFlags, Model, Quiet
 from paceline.config import SamplingParams
 from paceline.config.files import read_stdin, read_text
 from paceline.core.outputs import CompletionOutput
-from paceline.errors import ParameterError
+from paceline.errors import ParameterError, RequestError
 
 
 def generate(
@@ -67,19 +67,19 @@ def _from_option(text: str, params: SamplingParams, chat: bool) -> Job:
 
 
 def _show_json(number: int, result: JobResult) -> None:
-    _warn(result)
+    _warn(number, result)
     typer.echo(json.dumps(as_document(number, result), ensure_ascii=json_is_ascii()))
 
 
-def _show_bare(_: int, result: JobResult) -> None:
-    for output in _answers(result):
+def _show_bare(number: int, result: JobResult) -> None:
+    for output in _answers(number, result):
         if output.finish_reason == "deadline":
             note(f"cut by --time-budget after {len(output.token_ids)} tokens")
         typer.echo(output.text)
 
 
 def _show_titled(number: int, result: JobResult) -> None:
-    answers = _answers(result)
+    answers = _answers(number, result)
     for output in answers:
         sample = f", answer {output.index + 1}" if len(answers) > 1 else ""
         stdout().print(Rule(Text(f"prompt {number + 1}{sample}{_standing(output)}"), align="left", style="dim"))
@@ -93,11 +93,13 @@ def _standing(output: CompletionOutput) -> str:
     return rank + (", cut by the time budget" if output.finish_reason == "deadline" else "")
 
 
-def _answers(result: JobResult) -> list[CompletionOutput]:
-    _warn(result)
+def _answers(number: int, result: JobResult) -> list[CompletionOutput]:
+    _warn(number, result)
     return [] if isinstance(result, Failure) else result.outputs
 
 
-def _warn(result: JobResult) -> None:
+def _warn(number: int, result: JobResult) -> None:
     if isinstance(result, Failure):
         report_error(result.error)
+    elif result.error is not None:
+        report_error(RequestError(f"prompt {number + 1}: the answer could not be completed: {result.error}"))

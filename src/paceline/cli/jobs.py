@@ -93,9 +93,10 @@ def run_jobs(
     """Run all jobs in one batch and show their results in order, each as soon as all before it are shown.
 
     A job that cannot be served is an error before anything runs, unless ``keep_going``: then it is shown as a Failure.
-    Returns how many failed. After an interrupt, everything that had finished is shown.
+    Returns how many failed, those whose answers ended in an error included. After an interrupt, everything that had
+    finished is shown.
     """
-    engine, order = llm.engine, _InOrder(show)
+    engine, order, broken = llm.engine, _InOrder(show), 0
     try:
         served = [_add(llm, number, entry, keep_going) for number, entry in enumerate(entries)]
         failed = [(number, result) for number, result in enumerate(served) if isinstance(result, Failure)]
@@ -107,6 +108,7 @@ def run_jobs(
                 for output in engine.step():
                     if output.finished:
                         bar.update()
+                        broken += output.error is not None
                         order.add(int(output.request_id), output)
     except KeyboardInterrupt:
         order.show_rest()
@@ -114,7 +116,7 @@ def run_jobs(
     finally:
         engine.scheduler.closed = False
         engine.clear()
-    return len(failed)
+    return len(failed) + broken
 
 
 def _add(llm: LLM, number: int, entry: Job | Failure, keep_going: bool) -> JobResult:
@@ -190,4 +192,6 @@ def _answer(output: CompletionOutput) -> dict[str, Any]:
         document["mean_logprob"] = output.mean_logprob
     if output.logprobs is not None:
         document["logprobs"] = [dataclasses.asdict(entry) for entry in output.logprobs]
+    if output.error is not None:
+        document["error"] = str(output.error)
     return document

@@ -102,12 +102,14 @@ def on_ray(flags: EngineFlags, config: ServerConfig, model: str, replicas: int |
 
 def with_json(flags: EngineFlags, text: str) -> EngineFlags:
     """The options with speculation as vLLM spells it in JSON. Raises ParameterError."""
-    if flags.drafter != EngineConfig.drafter or flags.draft_model is not None:
-        raise ParameterError("speculative_config", text, "given alone, without --drafter and --draft-model")
+    alone = EngineConfig.drafter, None, EngineConfig.num_speculative_tokens
+    if (flags.drafter, flags.draft_model, flags.num_speculative_tokens) != alone:
+        names = "--drafter, --draft-model and --num-speculative-tokens"
+        raise ParameterError("speculative_config", text, f"given alone, without {names}")
     given = _parse(text)
     model = given.pop("model", None)
     method = given.pop("method", "ngram" if model is None else "draft_model")
-    if method not in _METHODS:
+    if not isinstance(method, str) or method not in _METHODS:
         raise ParameterError("speculative_config.method", method, "one of " + ", ".join(map(repr, _METHODS)))
     if model is not None and not isinstance(model, str):
         raise ParameterError("speculative_config.model", model, "the draft model's name")

@@ -20,6 +20,7 @@ SECONDS = 5  # CPU time for one conversation
 WALL_SECONDS = 60.0  # elapsed time for one conversation; more than SECONDS because the machine may be busy
 MEMORY = 512 << 20  # bytes in addition to those of the idle process
 CHARACTERS = 16 << 20  # length of the text of one conversation
+_ROLES = ("system", "developer", "user", "assistant", "tool")  # which templates may leave out, as they choose
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _PROGRAM = Path(__file__).parent / "template_process.py"
 
@@ -41,10 +42,12 @@ class ChatTemplate:
         """Return the conversation as text, with the generation prompt appended.
 
         fields: further template variables; they override the defaults, such as ``add_generation_prompt``.
-        Raises RequestError if the template fails or ``fields`` cannot be encoded as JSON.
+        Raises RequestError if the template fails or leaves out a message of a role that it does not know, or if
+        ``fields`` cannot be encoded as JSON.
         """
         defaults = {"tools": None, "documents": None, "add_generation_prompt": True, **self._variables}
-        variables = defaults | dict(fields or {}) | {"messages": [_completed(message) for message in messages]}
+        given = [self._with_known_role(_completed(message)) for message in messages]
+        variables = defaults | dict(fields or {}) | {"messages": given}
         try:
             line = json.dumps(variables)
         except (TypeError, ValueError, RecursionError) as error:
@@ -53,10 +56,17 @@ class ChatTemplate:
             reply = self._exchange(line)
         if "error" in reply:
             raise RequestError(brief(reply["error"]))
+        _check_roles(given, reply["text"])
         return reply["text"]
 
+    def _with_known_role(self, message: dict[str, Any]) -> dict[str, Any]:
+        """OpenAI's role "developer" is its later name of "system", which most templates do not know."""
+        later_name = message.get("role") == "developer" and "developer" not in str(self._settings["template"])
+        return {**message, "role": "system"} if later_name else message
+
     def _exchange(self, line: str) -> dict[str, str]:
-        process = self._process = self._process or self._start()
+        known = self._process
+        process = self._process = known if known is not None and known.poll() is None else self._start()
         assert process.stdin is not None
         assert process.stdout is not None
         timer = threading.Timer(WALL_SECONDS, process.kill)
@@ -94,6 +104,14 @@ def _completed(message: Mapping[str, Any]) -> dict[str, Any]:
     fields = {name: value for name, value in message.items() if value is not None}
     reasoning = next((fields[name] for name in _THOUGHTS if name in fields), None)
     return fields if reasoning is None else {"thinking": reasoning, **fields, "reasoning_content": reasoning}
+
+
+def _check_roles(messages: Sequence[Mapping[str, Any]], text: str) -> None:
+    """Raise RequestError if the text lacks a message whose role is not among the usual ones."""
+    for message in messages:
+        role, content = message.get("role"), message.get("content")
+        if role not in _ROLES and isinstance(content, str) and content.strip() not in text:
+            raise RequestError(f"it leaves out messages of the role {role!r}; use {', '.join(_ROLES)}")
 
 
 def _exit_reason(process: subprocess.Popen[str]) -> str:

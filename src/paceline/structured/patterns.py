@@ -42,7 +42,9 @@ _DIALECTS = {
     r"\\a": r"\a, which dialects read differently",
     r"\\[1-9]": "a backreference",
 }
-_DIALECT = re.compile(r"\\\\|" + "|".join(f"({sign})" for sign in _DIALECTS))
+# Behind them, what has none of these meanings: any other escape, and the characters of a class.
+_OTHERS = r"\\.|\[\^?(?:\\[^bBAZza1-9]|[^\]\\])++\]"
+_DIALECT = re.compile("|".join([r"\\\\", *(f"({sign})" for sign in _DIALECTS), _OTHERS]), re.DOTALL)
 
 
 # --- sets of characters ---------------------------------------------------------

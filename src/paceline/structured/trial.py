@@ -34,7 +34,7 @@ def try_out(grammar: str, limits: GrammarLimits, stopped: Callable[[], bool]) ->
     """Compile a grammar in a separate process, and follow it for a few tokens.
 
     stopped: returns True once the request has ended. Raises GrammarLimitError if the grammar exceeds a limit, and
-    StructureError if it cannot be followed or the request has ended.
+    StructureError if it cannot be followed, if the request has ended, or if the machine is too busy to tell.
     """
     settings = json.dumps({**asdict(limits), "paths": [path for path in sys.path if path]})
     deadline = time.monotonic() + limits.compile_wall_seconds
@@ -49,7 +49,9 @@ def try_out(grammar: str, limits: GrammarLimits, stopped: Callable[[], bool]) ->
                 output = _output_of(process, deadline, stopped)
             finally:
                 process.kill()
-    if output is None or process.returncode == -signal.SIGPROF:
+    if output is None or process.returncode == -signal.SIGKILL:  # no fault of the grammar: it may be tried again
+        raise StructureError("the requested structure could not be compiled: the machine is too busy; try again")
+    if process.returncode == -signal.SIGPROF:
         raise GrammarLimitError(f"compiling it takes more than {limits.compile_cpu_seconds:g} s")
     if not output:
         raise GrammarLimitError("compiling it exceeds the memory limit, or crashes")

@@ -53,7 +53,8 @@ def walk(matcher: LLMatcher, ends: Collection[int], steps: int) -> None:
 
 def main() -> None:
     """Print llguidance's errors as JSON. The kernel kills this process at its limits."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a server that shuts down on Ctrl-C still finishes its answers
+    for number in (signal.SIGINT, signal.SIGTERM):  # a server that shuts down still finishes its answers
+        signal.signal(number, signal.SIG_IGN)
     limits = json.loads(sys.argv[1])
     sys.path[:0] = limits["paths"]
     signal.setitimer(signal.ITIMER_PROF, limits["compile_cpu_seconds"])

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from pydantic_core import to_json
@@ -128,10 +131,31 @@ async def unanswered(
         line = next(lines, None)
         return None if line is None else (line, read_line(read, line))
 
-    while (found := await asyncio.to_thread(following)) is not None:
+    while (found := await _in_daemon_thread(following)) is not None:
         line, task = found
         if not output.has(line):
             yield task
+
+
+async def _in_daemon_thread(work: Callable[[], T]) -> T:
+    """Run ``work`` in a thread that nothing waits for: an interrupt does not wait for a terminal's next line."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def finish(set_outcome: Callable[[], None]) -> None:
+        if not done.cancelled():
+            set_outcome()
+
+    def run() -> None:
+        try:
+            set_outcome = partial(done.set_result, work())
+        except BaseException as error:  # noqa: BLE001  (raised again where it is awaited)
+            set_outcome = partial(done.set_exception, error)
+        with suppress(RuntimeError):  # the loop has been closed
+            loop.call_soon_threadsafe(finish, set_outcome)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await done
 
 
 def read_line(read: Callable[[InputLine, object], LineTask], line: InputLine) -> LineTask:
