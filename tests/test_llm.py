@@ -20,9 +20,10 @@ import torch
 from kernels.tools import random_spec
 from model_support import NATIVE, tiny
 from paceline import LLM, SamplingParams
+from paceline.chat.values import AssistantMessage
 from paceline.config import MIN_TEMPERATURE
 from paceline.config.limits import MAX_COUNT, MAX_REFERENCE_CHARACTERS, MIN_TOP_P
-from paceline.core.outputs import RequestOutput
+from paceline.core.outputs import CompletionOutput, RequestOutput
 from paceline.engine.engine import Request
 from paceline.engine.requests import encoded
 from paceline.errors import (
@@ -588,6 +589,14 @@ def test_an_llm_is_closed_at_the_end_of_a_with_statement() -> None:
         assert llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     with pytest.raises(PacelineError, match="was closed"):
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+
+
+def test_the_answer_of_a_chat_is_pickled_with_its_message() -> None:
+    answer = CompletionOutput(0, "hello", read_message=lambda text: AssistantMessage(None, text, []))
+    copied = pickle.loads(pickle.dumps(answer))
+    assert copied == answer
+    assert copied.message == answer.message == AssistantMessage(None, "hello", [])
+    assert pickle.loads(pickle.dumps(CompletionOutput(0, "hello"))).message is None
 
 
 @pytest.mark.parametrize("duplicate", [pickle.dumps, copy.copy, copy.deepcopy])

@@ -31,6 +31,7 @@ from transformers.generation.streamers import BaseStreamer
 from model_support import FOREIGN, NATIVE, VOCABULARY, tiny
 from paceline.errors import ParameterError
 from paceline.integrations.transformers.call_config import HONOURED, NEUTRAL, OTHERS
+from paceline.integrations.transformers.hooks import Processed, Record
 from paceline.transformers import generate
 from server_support import byte_tokenizer
 
@@ -167,6 +168,14 @@ def test_scores_and_logits_are_those_of_transformers() -> None:
         assert len(theirs[kind]) == len(ours[kind])
         for there, here in zip(theirs[kind], ours[kind], strict=True):
             torch.testing.assert_close(there, here, rtol=1e-4, atol=1e-4)
+
+
+def test_scores_end_with_an_end_token_that_was_drafted() -> None:
+    record, logits = Record(), torch.arange(4.0)
+    row = Processed(torch.tensor([[1]]), (), {2}, record)
+    row.scores([], logits)
+    row.advance([2, 3])  # the token behind the end was drawn from logits that no processor has seen
+    assert [scores.tolist() for scores in record.scores] == [logits.tolist()]
 
 
 SAMPLED: dict[str, dict[str, Any]] = {
@@ -333,12 +342,14 @@ def test_fields_are_honoured_or_refused_and_exist() -> None:
     assert set(GenerationConfig().to_dict()) >= HONOURED
 
 
-def test_changed_weights_rebuild_the_engine_and_deleted_models_are_freed() -> None:
+@pytest.mark.parametrize("through_data", [False, True])
+def test_changed_weights_rebuild_the_engine_and_deleted_models_are_freed(through_data: bool) -> None:
     model, prompts = model_of(), padded([7, 3])
     before = generate(model, **prompts, max_new_tokens=9, do_sample=False, **DRAFT_LENGTH)
     with torch.no_grad():
         for weight in model.parameters():
-            weight.mul_(-0.7)
+            (weight.data if through_data else weight).mul_(-0.7)
+    del weight
     theirs, ours = both(model, prompts, max_new_tokens=9, do_sample=False)
     assert torch.equal(theirs, ours)
     assert not torch.equal(before, ours)

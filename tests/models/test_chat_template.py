@@ -137,6 +137,29 @@ def test_a_signal_to_the_whole_process_group_costs_no_conversation(number: signa
     assert template.render(TALK) == "done"
 
 
+class InterruptedOnce:
+    """A pipe whose first line is interrupted by Ctrl-C before it is read."""
+
+    def __init__(self, pipe: Any) -> None:
+        self.close, self._readline, self._interrupts = pipe.close, pipe.readline, True
+
+    def readline(self) -> str:
+        if self._interrupts:
+            self._interrupts = False
+            raise KeyboardInterrupt
+        return str(self._readline())
+
+
+def test_after_an_interrupt_the_next_conversation_gets_its_own_text() -> None:
+    template = ChatTemplate("{{ messages[0].content }}", SPECIAL)
+    template.render(TALK)
+    assert template._process is not None
+    template._process.stdout = InterruptedOnce(template._process.stdout)  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        template.render([{"role": "user", "content": "one"}])
+    assert template.render([{"role": "user", "content": "two"}]) == "two"
+
+
 def test_one_process_serves_all_conversations_and_ends_with_its_template() -> None:
     template = ChatTemplate("{{ messages | length }}", SPECIAL)
     assert [template.render(TALK[:size]) for size in (1, 2, 3)] == ["1", "2", "3"]

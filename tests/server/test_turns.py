@@ -47,6 +47,15 @@ def test_the_tokens_of_thoughts_are_counted(pieces: list[str], tokens: int, at_o
     assert reader.reasoning_tokens == tokens
 
 
+def test_text_that_was_held_back_for_a_stop_string_comes_when_a_deadline_ends_the_answer() -> None:
+    reader = AnswerReader(chat_format(TEMPLATE).parser())
+    assert reader.feed(delta(["yes.", ""], ends=False)) == [TextDelta("yes.")]
+    late = Delta(0, "END OF", [], [], [], [], CompletionOutput(0, finish_reason="deadline"))
+    assert reader.feed(late) == [TextDelta("END OF")]
+    joined = AnswerReader(chat_format(TEMPLATE).parser()).feed(Delta.joined([delta(["yes.", ""], ends=False), late]))
+    assert joined == [TextDelta("yes.END OF")]
+
+
 def test_a_call_after_thoughts_is_the_same_in_any_pieces() -> None:
     text = f"<think>hm</think>I look.{CALL}"
     tools = [ToolDefinition("f")]

@@ -72,13 +72,18 @@ def _check_one(option: str, path: Path) -> None:
 
 
 def lock(file: IO[Any], option: str, path: Path, allowed: str) -> None:
-    """Keep other processes from a file or directory, until the file is closed. Raises ParameterError if one has it."""
+    """Keep other processes from a file or directory, until the file is closed.
+
+    Raises ParameterError if another one has it, or if the file system has no locks.
+    """
     import fcntl  # not on every system
 
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise ParameterError(option, str(path), allowed) from error
+    except OSError as error:
+        raise ParameterError(option, str(path), f"on a file system that can lock files ({error})") from error
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from paceline.chat.values import AssistantMessage
 from paceline.config import RankName
@@ -139,6 +139,10 @@ class CompletionOutput:
         if self.read_message is not None and (self._message is None or self._message[0] != self.text):
             self._message = self.text, self.read_message(self.text)
         return None if self._message is None else self._message[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: the message as it is, without what reads it."""
+        return {**vars(self), "_message": self.message and (self.text, self.message), "read_message": None}
 
     @property
     def mean_logprob(self) -> float | None:

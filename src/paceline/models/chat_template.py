@@ -77,6 +77,10 @@ class ChatTemplate:
             reply = process.stdout.readline()
         except OSError:  # the process has exited
             reply = ""
+        except BaseException:  # an interrupt: the next conversation must not get this one's text
+            self._process = None
+            _end(process)
+            raise
         finally:
             timer.cancel()
         if reply.endswith("\n"):

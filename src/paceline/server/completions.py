@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from paceline.config import SamplingParams, StructuredOutputs
 from paceline.config.limits import COMPLETION_MAX_TOKENS
-from paceline.core.outputs import CompletionOutput, RequestOutput
+from paceline.core.outputs import CompletionOutput, FinishReason, RequestOutput
 from paceline.engine.engine import Request
 from paceline.engine.scoring import PromptScores
 from paceline.models.tokenizer import Detokenizer
@@ -121,12 +121,17 @@ class CompletionJob:
         outputs, n = await generation.finish(), self.body.n or 1
         if not self._only_read:
             return outputs
+        late = {output.request_id for output in outputs if output.outputs[0].finish_reason == "deadline"}
+
+        def reason(request: Request) -> FinishReason:
+            return "deadline" if request.request_id in late else "length"
+
         return [
             RequestOutput(
                 request.request_id or "",
                 None,
                 request.prompt_token_ids,
-                [CompletionOutput(i, finish_reason="length", logprobs=[]) for i in range(n)],
+                [CompletionOutput(i, finish_reason=reason(request), logprobs=[]) for i in range(n)],
             )
             for request in self.requests
         ]

@@ -158,9 +158,9 @@ def failed(error: Exception) -> ApiError:
     return from_paceline(error) if isinstance(error, PacelineError) else round_failed()
 
 
-def unavailable(message: str, code: str, retry_after: int = 1) -> ApiError:
+def unavailable(message: str, code: str) -> ApiError:
     """503: not ready, too busy or shutting down."""
-    return ApiError(503, "server_error", message, code=code, retry_after=retry_after)
+    return ApiError(503, "server_error", message, code=code, retry_after=1)
 
 
 def timed_out(seconds: float) -> ApiError:

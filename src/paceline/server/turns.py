@@ -127,6 +127,8 @@ class AnswerReader:
     def feed(self, delta: Delta) -> list[MessageEvent]:
         """Take more of the answer; at its end return the remaining events, too."""
         events = [event for piece in delta.pieces for event in self._feed(piece)]
+        if held_back := delta.text[sum(map(len, delta.pieces)) :]:  # of a token that was delivered before
+            events += self._counted(self._parser.feed(held_back))
         return merged(events if delta.ended is None else [*events, *self._counted(self._parser.finish())])
 
     def _feed(self, piece: str) -> list[MessageEvent]:

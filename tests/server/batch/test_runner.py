@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -28,6 +29,7 @@ from paceline.core.outputs import RequestOutput
 from paceline.engine.engine import Engine
 from paceline.errors import ParameterError
 from paceline.server import limits
+from paceline.server.batch.documents import BatchFault, BatchFaults
 from paceline.server.batch.runner import BATCH_PRIORITY, BatchRunner
 from paceline.server.batch.store import BatchStore
 from paceline.server.errors import ApiError
@@ -412,6 +414,27 @@ def test_a_batch_waits_while_the_disk_is_full_and_completes_afterwards(live: Liv
     assert (batch.request_counts.completed, batch.request_counts.failed) == (12, 1)
     whole = ended(api, begin(api, lines).id)
     assert texts(content(api, batch.output_file_id)) == texts(content(api, whole.output_file_id))
+
+
+@pytest.mark.usefixtures("impatient")
+def test_errors_that_a_step_finds_survive_a_full_disk() -> None:
+    runner, found, steps = (
+        BatchRunner.__new__(BatchRunner),
+        BatchFaults(data=[BatchFault(code="x", message="y")]),
+        list[object](),
+    )
+    stored = SimpleNamespace(document=SimpleNamespace(id="batch-1", errors=None))
+
+    async def step(stored: Any) -> None:
+        steps.append(stored.document.errors)
+        if len(steps) == 1:
+            stored.document.errors = found
+        if len(steps) < 3:
+            raise ApiError(507, "server_error", "No space left", code="disk_full")
+
+    runner._step = step  # type: ignore[method-assign]
+    asyncio.run(runner._step_with_space(stored))  # type: ignore[arg-type]
+    assert steps == [None, found, found]
 
 
 @pytest.mark.usefixtures("impatient")

@@ -67,7 +67,7 @@ def test_a_conversation_with_tools_and_thoughts() -> None:
     assert [call["id"] for call in said["tool_calls"]] == ["t1", "t2"]
     assert json.loads(said["tool_calls"][0]["function"]["arguments"]) == {"path": "ä.py"}
     assert first == {"role": "tool", "tool_call_id": "t1", "content": "ab"}
-    assert second == {"role": "tool", "tool_call_id": "t2", "content": ""}
+    assert second == {"role": "tool", "tool_call_id": "t2", "content": "Error"}
     assert last == {"role": "user", "content": "Go on."}
 
 

@@ -28,6 +28,7 @@ from paceline.models.loading import max_positions
 _DTYPES: dict[torch.dtype, DtypeName] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _DTYPES_ON_CUDA: dict[torch.dtype, DtypeName] = {**_DTYPES, torch.float16: "float16"}
 _NOT_HERE = ("synced_gpus", "negative_prompt_ids", "negative_prompt_attention_mask", "custom_generate")
+_SAMPLES = 4  # numbers of each weight that tell whether it has changed
 Allowed = Callable[[int, Tensor], list[int]]
 
 
@@ -231,8 +232,13 @@ class _Call:
         )
 
     def _recorded(self, kind: str, longest: int) -> tuple[Tensor, ...]:
-        """Per token of the longest answer [B * n, V]; an answer that has ended repeats its last token's."""
-        each = [getattr(record, kind) for record in self.records]
+        """Per token of the longest answer [B * n, V]; an answer that has ended repeats its last token's.
+
+        Those of an answer without tokens are 0.
+        """
+        each: list[list[Tensor]] = [getattr(record, kind) for record in self.records]
+        nothing = [torch.zeros_like(found[0]) for found in each if found][:1]
+        each = [found or nothing for found in each]
         steps = [torch.stack([found[min(place, len(found) - 1)] for found in each]) for place in range(longest)]
         return tuple(step.to(self.prompts.device) for step in steps)
 
@@ -315,7 +321,12 @@ def _positions(model: PreTrainedModel, assistant: PreTrainedModel | None, call: 
     return min(most, 1 << (call.length - 1).bit_length())
 
 
-def _stamp(model: PreTrainedModel) -> tuple[tuple[int, int], ...]:
-    """A value that changes when weights do: each tensor's address and version counter."""
-    weights = model.state_dict(keep_vars=True).values()
-    return tuple((weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in weights)
+def _stamp(model: PreTrainedModel) -> tuple[object, ...]:
+    """A value that changes when weights do: each tensor's address, its version counter and a few of its numbers.
+
+    Changes through ``weight.data`` are not counted in the version.
+    """
+    weights = list(model.state_dict(keep_vars=True).values())
+    samples = [weight.detach().reshape(-1)[:: max(1, weight.numel() // _SAMPLES)] for weight in weights]
+    versions = ((weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in weights)
+    return *versions, *torch.cat([sample.to("cpu", torch.float32) for sample in samples]).nan_to_num().tolist()

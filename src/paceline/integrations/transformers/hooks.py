@@ -46,10 +46,12 @@ class Processed(ProcessedRow):
         super().advance(tokens)
         self._text = torch.cat([self._text, self._text.new_tensor([tokens])], 1)
         if self._record is not None:
-            for place in range(len(tokens)):
+            for place, token in enumerate(tokens):
                 raw, scores = self._logits[tuple(tokens[:place])]
                 self._record.raw.append(raw)
                 self._record.scores.append(scores)
+                if token in self._ends:  # what comes after it was not processed
+                    break
         self._logits.clear()
 
     def scores(self, draft_tokens: Sequence[int], logits: Tensor) -> Tensor:

@@ -141,7 +141,7 @@ class BatchRunner:
 
     async def _step_with_space(self, stored: StoredBatch) -> None:
         """Run a step; retry while the disk is full, and show that in the batch's errors meanwhile."""
-        pause, since, faults = _FIRST_WAIT, time.monotonic(), stored.document.errors
+        pause, since = _FIRST_WAIT, time.monotonic()
         while True:
             try:
                 await self._step(stored)
@@ -150,6 +150,7 @@ class BatchRunner:
                 if not is_full(error) or time.monotonic() - since > _GIVE_UP:
                     raise
                 log.warning("batch %s waits %g s: %s", stored.document.id, pause, error)
+                faults = stored.document.errors  # the step may have found some
                 _set_error(stored.document, error)
             try:
                 await asyncio.sleep(pause)

@@ -44,7 +44,8 @@ def _others(message: InputMessage) -> Iterator[dict[str, Any]]:
         if isinstance(block, ToolResultBlock):
             yield from _joined(message.role, texts)
             texts = []
-            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": text_of(block.content or "")}
+            said = text_of(block.content or "") or ("Error" if block.is_error else "")
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": said}
         elif isinstance(block, TextBlock):
             texts.append(block.text)
     yield from _joined(message.role, texts)

@@ -69,7 +69,7 @@ _Texts: TypeAlias = Annotated[list[Annotated[TextBlock, _NAMED]], some(limits.MA
 
 
 class ToolResultBlock(_Block):
-    """What a call returned."""
+    """What a call returned. is_error: the content says what failed; without content the model reads "Error"."""
 
     type: Literal["tool_result"]
     tool_use_id: Label
