@@ -246,6 +246,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "another method": (_settings(peft_type="IA3"), "peft_type='IA3'"),
     "dora": (_settings(use_dora=True), "use_dora=True is not supported"),
+    "another start": (_settings(init_lora_weights="pissa_niter_4"), "'pissa_niter_4' changes the model's own weights"),
     "whole modules": (_settings(modules_to_save=["lm_head"]), "modules_to_save"),
     "alpha as text": (_settings(lora_alpha="8"), "lora_alpha='8' is not a number"),
     "infinite alpha": (_settings(lora_alpha=float("inf")), "lora_alpha=inf"),

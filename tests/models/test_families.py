@@ -1,5 +1,6 @@
 import ast
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from paceline.models.transformer import Transformer
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 _SHORT_LONG = {"short_factor": [1.0] * 3, "long_factor": [4.0] * 3, "original_max_position_embeddings": 16}
+_LONGROPE = {"short_factor": [1.0, 2.0, 3.0], "long_factor": [4.0] * 3, "original_max_position_embeddings": 32}
 _ROPES = {
     "default": rope("default"),
     "linear": rope("linear", factor=3.0),
@@ -189,6 +191,14 @@ def _written(path: Path, theirs: PreTrainedModel) -> Path:
     ):  # fmt: skip
         if hasattr(config, field):
             writer.add_float32(f"{form.architecture}.{key}", getattr(config, field))
+    if rope["rope_type"] == "llama3":
+        plain = rope["rope_theta"] ** -(torch.arange(0, dim, 2) / dim)
+        writer.add_tensor("rope_freqs.weight", (plain / theirs.model.rotary_emb.inv_freq).numpy())
+    if rope["rope_type"] == "longrope":
+        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+        writer.add_rope_scaling_attn_factors(theirs.model.rotary_emb.attention_scaling)
+        for kind in ("short", "long"):
+            writer.add_tensor(f"rope_factors_{kind}.weight", torch.tensor(rope[f"{kind}_factor"]).numpy())
     theirs_of = {ours: name for name, ours in form.names.parts.items()}
     for name, tensor in theirs.state_dict().items():
         ours = family.safetensors.ours(name)
@@ -223,6 +233,7 @@ _IN_GGUF = [
     "olmo2",
     "smollm3",
     "exaone4 with windows",
+    "exaone4",
 ]
 
 
@@ -231,14 +242,36 @@ def test_a_gguf_file_gives_the_logits_of_its_safetensors(name: str, tmp_path: Pa
     """Layers whose kinds GGUF files do not tell are those that llama.cpp knows by the family."""
     changes = {"gemma3": 6, "smollm3": 4, "exaone4 with windows": 4}
     kind, fields = NATIVE[name]
-    fields = {key: value for key, value in fields.items() if key not in ("layer_types", "no_rope_layer_interval")}
+    told = () if name == "exaone4" else ("layer_types", "no_rope_layer_interval")
+    fields = {key: value for key, value in fields.items() if key not in told}
     heads = {"query_pre_attn_scalar": 8} if name == "gemma3" else {}
     theirs = tiny(kind, fields | heads | {"num_hidden_layers": changes.get(name, 3), "tie_word_embeddings": False})
-    ours = load_model(_written(tmp_path / "tiny.gguf", theirs), dtype=torch.float32)
-    tokens = random_tokens(1, 12)
+    _check_gguf(tmp_path / "tiny.gguf", theirs, 12)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("exaone4 with windows", LLAMA3_ROPE | {"num_hidden_layers": 4}),
+        ("phi3", {}),
+        ("phi3", rope("longrope", **_LONGROPE) | {"original_max_position_embeddings": 32, "sliding_window": 2**18}),
+    ],
+    ids=["exaone4 with llama3 rope", "phi3 with a window", "phi3 with longrope"],
+)
+def test_a_gguf_file_gives_the_logits_of_its_variant(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    kind, usual = NATIVE[name]
+    usual = {key: value for key, value in usual.items() if key != "layer_types"}
+    ours = _check_gguf(tmp_path / "tiny.gguf", tiny(kind, usual | fields | {"tie_word_embeddings": False}), 30)
+    assert ours.max_positions == (32 if "original_max_position_embeddings" in fields else 64)
+
+
+def _check_gguf(path: Path, theirs: PreTrainedModel, length: int) -> Any:
+    ours = load_model(_written(path, theirs), dtype=torch.float32)
+    tokens = random_tokens(1, length)
     with torch.no_grad():
         wanted = theirs(tokens).logits
-    assert (Runner(ours, 1)(tokens, torch.arange(12)[None]) - wanted).abs().max() < 1e-3
+    assert (Runner(ours, 1)(tokens, torch.arange(length)[None]) - wanted).abs().max() < 1e-3
+    return ours
 
 
 _NOT_FAMILIES = {"gguf_tokenizer.py"}  # "llama" and "gpt2" are kinds of tokenizers there

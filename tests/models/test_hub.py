@@ -7,9 +7,11 @@ import time
 import tomllib
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 
 from model_support import NATIVE, tiny
 from paceline.errors import ModelFormatError, ModelNotFoundError
@@ -107,10 +109,6 @@ def test_pull_fetches_an_embedded_model_and_resolve_finds_it(index: Path) -> Non
     path = hub.pull("tiny", progress=False)
     assert path.read_bytes() == CONTENT
     assert hub.resolve("tiny") == path
-
-
-def test_resolve_fetches_if_allowed(index: Path) -> None:
-    assert hub.resolve("tiny", fetch=True).read_bytes() == CONTENT
 
 
 def test_a_second_pull_finds_the_cache(index: Path) -> None:
@@ -255,6 +253,15 @@ def test_a_mistyped_path_is_refused_with_the_nearest_file(tmp_path: Path) -> Non
 def test_a_hub_model_in_the_cache_needs_no_network(offline_hub: Path) -> None:
     snapshot = fill_hub_cache(offline_hub, {"config.json": "{}", "model.safetensors": ""})
     assert hub.resolve("acme/little") == snapshot
+
+
+def test_copies_of_the_weights_in_other_forms_are_not_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **fields: asked.update(fields) or tmp_path)
+    hub._try_snapshot("acme/little", local=False)
+    files = ["config.json", "model-1.safetensors", "original/model.safetensors", "consolidated.safetensors"]
+    patterns = asked["allow_patterns"], asked["ignore_patterns"]
+    assert list(filter_repo_objects(files, allow_patterns=patterns[0], ignore_patterns=patterns[1])) == files[:2]
 
 
 def test_a_hub_name_may_have_a_revision(offline_hub: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -143,6 +144,28 @@ class InMemory:
         return InMemory(self.tensor[index], self.dtype)
 
 
+def test_what_changes_nothing_is_read(tmp_path: Path, checkpoints: dict) -> None:
+    """Older checkpoints name their settings otherwise, call dense matrices a sparsity, and have biases of zeros."""
+    name = next(name for name in CONVERTERS if name.startswith("compressed"))
+    shutil.copytree(checkpoints[name][0], tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    config = json.loads(file.read_text())
+    said = config.pop("quantization_config") | {"sparsity_config": {"format": "dense", "global_sparsity": 0.1}}
+    file.write_text(json.dumps(config | {"compression_config": said}))
+    (weights,) = (tmp_path / "model").glob("*.safetensors")
+    tensors = load_file(weights)
+    save_file(tensors | {f"{Q}.bias": torch.zeros(128)}, weights)
+    tokens, positions = random_tokens(1, 8), torch.arange(8)[None]
+    logits = [
+        Runner(load_model(path, dtype=torch.float32), 1)(tokens, positions)
+        for path in (tmp_path / "model", checkpoints[name][0])
+    ]
+    assert torch.equal(*logits)
+    save_file(tensors | {f"{Q}.bias": torch.ones(128)}, weights)
+    with pytest.raises(ModelFormatError, match=r"has no use for.*q_proj\.bias"):
+        load_model(tmp_path / "model", dtype=torch.float32)
+
+
 # What is refused
 
 
@@ -159,6 +182,10 @@ class InMemory:
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "the layout 'gemv'"),
         ({"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:x"}, "the packing 'auto_round:x'"),
         ({"quant_method": "compressed-tensors", "config_groups": {}}, "no config_groups"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"a": 3}, "sparsity_config": {"format": "2of4"}},
+            "sparsity_config",
+        ),
         ({"quant_method": "compressed-tensors", "config_groups": {"a": 3}}, "a group of config_groups without weights"),
         ([], "config.json cannot be used"),
     ],

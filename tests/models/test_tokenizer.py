@@ -4,9 +4,11 @@ import json
 import os
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import gguf
 import pytest
@@ -16,6 +18,9 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
+from paceline.chat.options import ChatOptions
+from paceline.chat.values import ToolDefinition
+from paceline.engine.chat import chat_prompt
 from paceline.errors import (
     ModelFormatError,
     ModelNotFoundError,
@@ -143,19 +148,31 @@ def test_a_broken_gguf_file_is_refused(tmp_path: Path) -> None:
         Tokenizer.load(path)
 
 
-def write_gguf(path: Path, splitting: str | None, architecture: str = "llama") -> Path:
-    """Write a GGUF file without weights that has the byte-level vocabulary of these tests."""
+def write_gguf(
+    path: Path,
+    splitting: str | None,
+    architecture: str = "llama",
+    more: Mapping[str, int] = MappingProxyType({}),
+    **metadata: Any,
+) -> Path:
+    """Write a GGUF file without weights that has the byte-level vocabulary of these tests.
+
+    more: types of further tokens, by name. metadata: of the tokenizer.
+    """
     state = json.loads(byte_level_backend(["hello", " 12"]).to_str())
     vocabulary = state["model"]["vocab"]
-    tokens = [*sorted(vocabulary, key=vocabulary.get), "<eos>", "<tool call>", "<pad>"]
+    tokens = [*sorted(vocabulary, key=vocabulary.get), "<eos>", "<tool call>", "<pad>", *more]
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
-    writer.add_token_types([1] * (len(tokens) - 3) + [3, 4, 5])
+    writer.add_token_types([1] * (len(tokens) - len(more) - 3) + [3, 4, 5, *more.values()])
     writer.add_token_merges([" ".join(pair) for pair in state["model"]["merges"]])
     writer.add_eos_token_id(tokens.index("<eos>"))
     writer.add_bos_token_id(tokens.index("<eos>"))
     writer.add_chat_template(TEMPLATE)
+    for key, value in metadata.items():
+        add = writer.add_array if isinstance(value, list) else writer.add_string
+        add(f"tokenizer.{key.replace('__', '.')}", value)
     if splitting is not None:
         writer.add_tokenizer_pre(splitting)
     writer.write_header_to_file()
@@ -173,8 +190,57 @@ def test_a_gguf_file_gives_special_tokens_template_and_the_end_of_text(tmp_path:
 
 
 @pytest.mark.parametrize(
+    ("more", "ends"),
+    [
+        ({"<|return|>": 3, "<|call|>": 3, "<|end|>": 3}, ["<|return|>", "<|call|>"]),
+        ({"<|return|>": 3, "<|end|>": 3}, ["<|return|>", "<|end|>"]),
+        ({"<|end|>": 4}, ["<|end|>"]),
+        ({"<|end|>": 1}, []),
+        ({"<turn|>": 3, "<|tool_response>": 4, "<x>": 3}, ["<turn|>", "<|tool_response>"]),
+    ],
+    ids=["harmony", "half of it", "user-defined", "text", "gemma4"],
+)
+def test_known_tokens_of_a_gguf_file_end_a_text(tmp_path: Path, more: dict[str, int], ends: list[str]) -> None:
+    tokenizer = Tokenizer.load(write_gguf(tmp_path / "tiny.gguf", "gpt-2", more=more))
+    assert {tokenizer.spelling(token) for token in tokenizer.eos_token_ids} == {"<eos>", *ends}
+
+
+def test_a_gguf_file_may_list_several_ends(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", "gpt-2", ggml__eos_token_ids=[0, 3])
+    assert {0, 3} < set(Tokenizer.load(path).eos_token_ids)
+    path = write_gguf(tmp_path / "other.gguf", "gpt-2", ggml__eos_token_ids=[10**6])
+    with pytest.raises(ModelFormatError, match="eos_token_ids=1000000 is not one of"):
+        Tokenizer.load(path)
+
+
+WITH_TOOLS = "{{ tools | length }} tools{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<bot>"
+
+
+@pytest.mark.parametrize("how", ["gguf", "transformers"])
+def test_conversations_with_tools_have_their_own_template_if_there_is_one(tmp_path: Path, how: str) -> None:
+    if how == "gguf":
+        tokenizer = Tokenizer.load(write_gguf(tmp_path / "tiny.gguf", "gpt-2", chat_template__tool_use=WITH_TOOLS))
+    else:
+        made = byte_level()
+        made.huggingface.chat_template = {"default": TEMPLATE, "tool_use": WITH_TOOLS}
+        tokenizer = made
+    talk = [{"role": "user", "content": "hello"}]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    assert tokenizer.decode(tokenizer.chat(talk)) == "<user>hello<bot>"
+    assert tokenizer.decode(tokenizer.chat(talk, tools=[tool])) == "1 tools<user>hello<bot>"
+    prompt = chat_prompt(tokenizer, talk, ChatOptions(tools=(ToolDefinition("f"),), tool_parser="json"))
+    assert tokenizer.decode(prompt.token_ids).startswith("1 tools")
+
+
+@pytest.mark.parametrize(
     ("splitting", "expected"),
-    [("gpt-2", ["Ġ12", "3"]), ("smollm", ["Ġ", "1", "2", "3"]), ("qwen2", ["Ġ", "1", "2", "3"])],
+    [
+        ("gpt-2", ["Ġ12", "3"]),
+        ("refact", ["Ġ", "1", "2", "3"]),
+        ("dbrx", ["Ġ", "1", "2", "3"]),
+        ("smollm", ["Ġ", "1", "2", "3"]),
+        ("qwen2", ["Ġ", "1", "2", "3"]),
+    ],
 )
 def test_a_gguf_file_uses_its_pre_tokenizer(tmp_path: Path, splitting: str, expected: list[str]) -> None:
     tokenizer = Tokenizer.load(write_gguf(tmp_path / "tiny.gguf", splitting))

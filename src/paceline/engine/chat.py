@@ -59,7 +59,7 @@ class ChatPrompt:
 
 def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> ChatPrompt:
     """Render a conversation. Raises RequestError, ParameterError."""
-    template = tokenizer.chat_template
+    template = tokenizer.chat_template(tools=bool(options.tools))
     form = chat_format(template, options.tool_parser)
     offered = options.offered
     converted, tools = for_template([*map(check_message, messages)], options.tools, form.tools, template)

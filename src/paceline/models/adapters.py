@@ -47,6 +47,10 @@ _REFUSED: Mapping[str, tuple[object, ...]] = {
 }
 
 
+# Initialisations for which peft changes the model's own weights whenever it loads the adapter.
+_CHANGES_MODEL = ("pissa", "olora", "corda", "lora_ga", "loftq")
+
+
 class AdapterRows(threading.local):
     """The adapter of each row in the forward pass that this thread runs.
 
@@ -184,6 +188,12 @@ def _settings(path: Path) -> tuple[float, bool]:
     for key, off in _REFUSED.items():
         if key in said and said[key] not in off:
             raise ModelFormatError(f"{file}: {key}={brief(repr(said[key]), 60)} is not supported; merge the adapter")
+    initialised = said.get("init_lora_weights")
+    if isinstance(initialised, str) and initialised.lower().startswith(_CHANGES_MODEL):
+        raise ModelFormatError(
+            f"{file}: init_lora_weights={brief(repr(initialised), 60)} changes the model's own weights; save the "
+            "adapter with peft's path_initial_model_for_weight_conversion, or merge it"
+        )
     alpha = said.get("lora_alpha")
     if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not abs(alpha) < 1e6:
         raise ModelFormatError(f"{file}: lora_alpha={brief(repr(alpha), 60)} is not a number")

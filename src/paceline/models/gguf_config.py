@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,8 +73,13 @@ _REFUSED = (
     "embedding_scale",
 )
 
-# llama.cpp's list of control tokens that end a text even if the metadata do not name them.
+# llama.cpp's list of tokens that end a text even if the metadata do not name them.
 _ENDS = {
+    "<|return|>",
+    "<|call|>",
+    "<turn|>",
+    "<|tool_response>",
+    "<eos>",
     "<|eot_id|>",
     "<|im_end|>",
     "<|end|>",
@@ -85,13 +90,16 @@ _ENDS = {
     "< EOT >",
     "_<EOT>",
 }
-_CONTROL = 3
+_SHORT_FACTORS = "rope_factors_short.weight"  # of longrope, for sequences up to the original length
+_HARMONY_ENDS = "<|return|>", "<|call|>"  # where a vocabulary has both, "<|end|>" ends a message, and not the text
+_TEXT_TYPES = 1, 6  # token types: ordinary ones and bytes
 
 
 def check(file: GGUFFile) -> None:
     """Raise ModelFormatError if the file needs an unsupported feature. Cheap: reads only the metadata."""
     found = _metadata(file)
-    if refused := [key for key in _REFUSED if found.get(key) and key not in form(file).reads]:
+    reads = form(file).reads | ({"rope.scaling.attn_factor"} if _SHORT_FACTORS in file.tensors else set())
+    if refused := [key for key in _REFUSED if found.get(key) and key not in reads]:
         raise ModelFormatError(f"{file.path}: the metadata ask for {', '.join(refused)}, which is not supported")
 
 
@@ -204,40 +212,56 @@ def describe(file: GGUFFile) -> DecoderSpec:
     spec = FAMILIES[config.model_type].describe(config)
     if spec is None:
         raise ModelFormatError(f"{file.path}: its rotary positions, activation or kinds of layers are not supported")
-    changed = {layer: _with_tensors(file, layer) for layer in dict.fromkeys(spec.layers)}
-    return dataclasses.replace(spec, layers=tuple(changed[layer] for layer in spec.layers))
+    scales = _are_scaled(spec)
+    changed = {layer: _with_tensors(file, layer, scaled=scales(layer)) for layer in dict.fromkeys(spec.layers)}
+    spec = dataclasses.replace(spec, layers=tuple(changed[layer] for layer in spec.layers))
+    original = _metadata(file).get("rope.scaling.original_context_length")
+    if _SHORT_FACTORS not in file.tensors or original is None:
+        return spec
+    return dataclasses.replace(spec, max_positions=min(spec.max_positions, int(original)))  # as ``longest_sequence``
 
 
-def _with_tensors(file: GGUFFile, layer: LayerSpec) -> LayerSpec:
-    """Return the layer with the rotary scaling and the biases that the file has."""
+def _are_scaled(spec: DecoderSpec) -> Callable[[LayerSpec], bool]:
+    """Return whether the file's rotary factors are those of a layer.
+
+    They are of layers without a window where models have both, unless only layers with a window have positions.
+    """
+    attentions = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, AttentionSpec)]
+    full = [of.rotary for of in attentions if of.window is None and of.rotary is not None]
+    without_positions = not any(any(rotary.inverse_frequencies) for rotary in full)
+    return lambda layer: without_positions or layer.attention.window is None
+
+
+def _with_tensors(file: GGUFFile, layer: LayerSpec, *, scaled: bool) -> LayerSpec:
+    """Return the layer with the biases that the file has and, if it is ``scaled``, with the rotary scaling."""
     mlp = layer.mlp
     if isinstance(mlp, MLPSpec):
         mlp = dataclasses.replace(mlp, bias="blk.0.ffn_down.bias" in file.tensors)
     if not isinstance(layer.mixer, AttentionSpec):
         return dataclasses.replace(layer, mlp=mlp)
-    # the file's factors are of layers without a window, where models have both
-    factors = file.tensors.get("rope_freqs.weight") if layer.attention.window is None else None
+    factors = next((name for name in ("rope_freqs.weight", _SHORT_FACTORS) if name in file.tensors), None)
     rotary = layer.attention.rotary
+    if rotary is not None and factors is not None and scaled:
+        rotary = _with_factors(rotary, factors, file.tensors[factors], _metadata(file))
     attention = dataclasses.replace(
         layer.attention,
-        rotary=None if rotary is None else _with_factors(rotary, factors),
+        rotary=rotary,
         bias=any(f"blk.0.attn_{part}.bias" in file.tensors for part in ("q", "qkv")),
         output_bias="blk.0.attn_output.bias" in file.tensors,
     )
     return dataclasses.replace(layer, mixer=attention, mlp=mlp)
 
 
-def _with_factors(rotary: Rotary, stored: PackedTensor | None) -> Rotary:
-    """Apply Llama 3.1's rotary scaling, which llama.cpp stores as one divisor per frequency."""
-    if stored is None:
-        return rotary
+def _with_factors(rotary: Rotary, name: str, stored: PackedTensor, metadata: Mapping[str, Any]) -> Rotary:
+    """Apply the rotary scaling of Llama 3.1, or of longrope, which llama.cpp stores as one divisor per frequency."""
     count = len(rotary.inverse_frequencies)
     if stored.shape != (count,):
-        raise ModelFormatError(f"rope_freqs.weight has the shape {stored.shape}, the configuration asks for {(count,)}")
+        raise ModelFormatError(f"{name} has the shape {stored.shape}, the configuration asks for {(count,)}")
     factors = torch.empty(stored.shape, dtype=torch.float32)
     stored.unpack_into(factors)
     frequencies = torch.tensor(rotary.inverse_frequencies, dtype=torch.float32) / factors
-    return dataclasses.replace(rotary, inverse_frequencies=tuple(frequencies.tolist()))
+    scaling = rotary.scaling * float(metadata.get("rope.scaling.attn_factor", 1.0))
+    return dataclasses.replace(rotary, inverse_frequencies=tuple(frequencies.tolist()), scaling=scaling)
 
 
 def head_tensors(file: GGUFFile) -> Mapping[str, StoredTensor]:
@@ -281,12 +305,14 @@ def _ordered(name: str, stored: PackedTensor, heads: Mapping[str, int]) -> Packe
 
 
 def eos_token_ids(file: GGUFFile) -> tuple[int, ...]:
-    """Return the tokens that end a text: those of the metadata, then known control tokens, as in llama.cpp."""
+    """Return the tokens that end a text: those of the metadata, then known tokens that are no text, as in llama.cpp."""
     tokens, kinds = listed(file, "tokens"), listed(file, "token_type")
-    named = [token_id(file, kind) for kind in ("eos", "eot", "eom")]
-    control = [index for index, kind in enumerate(kinds[: len(tokens)]) if kind == _CONTROL]
-    known = (index for index in control if tokens[index] in _ENDS)
-    return tuple(dict.fromkeys([*(token for token in named if token is not None), *known]))
+    named = [*(token_id(file, kind) for kind in ("eos", "eot", "eom")), *listed(file, "eos_token_ids")]
+    special = [index for index, kind in enumerate(kinds[: len(tokens)]) if kind not in _TEXT_TYPES]
+    known = {tokens[index]: index for index in special if tokens[index] in _ENDS}
+    if known.keys() >= set(_HARMONY_ENDS):
+        known.pop("<|end|>", None)
+    return tuple(dict.fromkeys([*(_checked_id(file, token) for token in named if token is not None), *known.values()]))
 
 
 def token_id(file: GGUFFile, role: str) -> int | None:
@@ -295,8 +321,14 @@ def token_id(file: GGUFFile, role: str) -> int | None:
     Raises ModelFormatError if the named id is outside the vocabulary.
     """
     key = f"tokenizer.ggml.{role}_token_id"
-    found, count = file.metadata.get(key), len(listed(file, "tokens"))
-    if found is None or (isinstance(found, int) and 0 <= found < count):
+    found = file.metadata.get(key)
+    return None if found is None else _checked_id(file, found, key)
+
+
+def _checked_id(file: GGUFFile, found: Any, key: str = "tokenizer.ggml.eos_token_ids") -> int:
+    """Return the id of a token. Raises ModelFormatError if it is outside the vocabulary."""
+    count = len(listed(file, "tokens"))
+    if isinstance(found, int) and 0 <= found < count:
         return found
     raise ModelFormatError(f"{file.path}: {key}={found!r} is not one of its {count} tokens")
 

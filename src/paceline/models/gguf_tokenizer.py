@@ -7,7 +7,7 @@ as the original tokenizer does to give the same token ids. SentencePiece tokeniz
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -49,7 +49,8 @@ _CONTRACTED = rf"{_BEFORE}{_UPPER}*{_LOWER}+{_CONTRACTION}?|{_BEFORE}{_UPPER}+{_
 
 _GPT2 = Splitting()
 _DIGITS = Splitting(digits=True)
-_LLAMA3 = Splitting(rf"{_CONTRACTION}|{_WORD}|\p{{N}}{{1,3}}|{_SIGNS}|{_SPACES}", ignore_merges=True, bos=True)
+_GPT4 = Splitting(rf"{_CONTRACTION}|{_WORD}|\p{{N}}{{1,3}}|{_SIGNS}|{_SPACES}")
+_LLAMA3 = replace(_GPT4, ignore_merges=True, bos=True)
 _QWEN2 = Splitting(rf"{_CONTRACTION}|{_WORD}|\p{{N}}|{_SIGNS}|{_SPACES}", nfc=True)
 _QWEN35 = Splitting(
     rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}",
@@ -60,8 +61,13 @@ _O200K = Splitting(rf"{_CONTRACTED}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]
 
 SPLITTINGS: dict[str, Splitting] = {
     "gpt-2": _GPT2,
+    "olmo": _GPT2,
+    "exaone4": _GPT2,
     "smollm": _DIGITS,
     "starcoder": _DIGITS,
+    "refact": _DIGITS,
+    "dbrx": _GPT4,
+    "smaug-bpe": _GPT4,
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
@@ -169,9 +175,15 @@ def _with_roles(file: GGUFFile, tokenizer: Tokenizer, tokens: list[str], *, bos:
         unk_token=named["unknown"],
         pad_token=named["padding"],
         add_bos_token=bool(metadata.get("tokenizer.ggml.add_bos_token", bos)),
-        chat_template=metadata.get("tokenizer.chat_template"),
+        chat_template=_chat_template(file),
         clean_up_tokenization_spaces=False,  # name_or_path is left out: transformers would look it up on the hub
     )
+
+
+def _chat_template(file: GGUFFile) -> Any:
+    """Return the chat template, or both by transformers' names if there is one for conversations with tools."""
+    default, with_tools = (file.metadata.get(f"tokenizer.chat_template{name}") for name in ("", ".tool_use"))
+    return {"default": default, "tool_use": with_tools} if default and with_tools else default
 
 
 def _texts(file: GGUFFile, key: str) -> list[str]:

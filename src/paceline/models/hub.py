@@ -37,6 +37,7 @@ HUB_NAME = re.compile(
 HUB_FILES = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
 HUB_TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja")
 _MODEL_FILES = (*HUB_FILES, *HUB_TOKENIZER_FILES)
+_SECOND_COPIES = ("*/*.safetensors", "consolidated*")  # of the weights, in the form of their maker's own programs
 STALE_AFTER = 24 * 3600.0  # seconds after which a partial download is deleted
 _NETWORK = threading.RLock()  # held while fetching from the hub, and inside no_network
 
@@ -86,13 +87,13 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "paceline"
 
 
-def resolve(source: str | os.PathLike[str], *, fetch: bool = False) -> Path:
+def resolve(source: str | os.PathLike[str]) -> Path:
     """Return the directory or .gguf file of a model.
 
     source: a local path, the name of an embedded model or head, or a hub name. A hub name is ``ORG/NAME`` or
     ``ORG/NAME@REVISION``, where the revision is a branch, a tag or a commit. Of a repository with GGUF files,
     ``ORG/NAME:TYPE`` is the model of that type; of a split one, its first file.
-    fetch: whether to fetch an embedded model that is not in the cache. Hub models are always fetched.
+    An embedded model has to be in the cache (``pull``); hub models are fetched.
     Raises ModelNotFoundError if there is no such model, ModelFormatError for a file that is no .gguf.
     """
     path = Path(source).expanduser()
@@ -102,7 +103,7 @@ def resolve(source: str | os.PathLike[str], *, fetch: bool = False) -> Path:
     if name in HEADS:
         return _HEADS / name
     if name in EMBEDDED:
-        return pull(name) if fetch else _embedded_in_cache(name)
+        return _embedded_in_cache(name)
     if HUB_NAME.fullmatch(name) and path.suffix != ".gguf":
         return _hub_model(name)
     raise ModelNotFoundError(f"no model {name!r}: {_suggestion(name)}")
@@ -392,7 +393,11 @@ def _try_snapshot(name: str, *, local: bool, patterns: Sequence[str] = _MODEL_FI
     try:
         with _NETWORK:
             found = snapshot_download(
-                repository, revision=revision, allow_patterns=list(patterns), local_files_only=local
+                repository,
+                revision=revision,
+                allow_patterns=list(patterns),
+                ignore_patterns=list(_SECOND_COPIES),
+                local_files_only=local,
             )
             return Path(found)
     except Exception as error:  # noqa: BLE001  (not found, no network, no permission, bad name: callers report it)

@@ -38,7 +38,7 @@ _IGNORED = re.compile(r".*\.(input_scale|input_zero_point|output_scale|[kqv]_sca
 
 @dataclass(frozen=True)
 class Scheme:
-    """Storage format of a checkpoint's matrices. name: for messages. marks: the suffix that a matrix is known by.
+    """Storage format of a checkpoint's matrices. name: for messages. mark: the suffix that a matrix is known by.
 
     suffixes: of all tensors of a matrix. make: the matrix from its tensors.
     """
@@ -54,7 +54,7 @@ def scheme_of(configuration: Mapping[str, Any], where: Path) -> Scheme | None:
 
     Raises ModelFormatError for a scheme that is not read.
     """
-    said = configuration.get("quantization_config")
+    said = configuration.get("quantization_config", configuration.get("compression_config"))
     if said is None and configuration.get("quantization") is not None:
         said = {"quant_method": "mlx"}
     if said is None:
@@ -173,9 +173,11 @@ def _compressed_tensors(said: Mapping[str, Any]) -> Scheme:
     groups = said.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise _NotReadError("no config_groups")
-    for key in ("transform_config", "sparsity_config"):
-        if said.get(key):
-            raise _NotReadError(key)
+    sparsity = said.get("sparsity_config")
+    if said.get("transform_config"):
+        raise _NotReadError("transform_config")
+    if sparsity and not (isinstance(sparsity, dict) and sparsity.get("format") == "dense"):  # all zeros are stored
+        raise _NotReadError("sparsity_config")
     kinds = {str(_weights_of(group).get("format") or said.get("format")) for group in groups.values()}
     settings = [_weights_of(group)["weights"] for group in groups.values()]
     if len(kinds) > 1 or len({_bits(weights, 4, 8, key="num_bits") for weights in settings}) > 1:

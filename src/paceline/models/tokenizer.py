@@ -43,6 +43,7 @@ class Tokenizer:
         self.vocab_size = len(tokenizer)
         added = tokenizer.added_tokens_decoder.items()
         self._special = {index for index, token in added if token.special} | set(tokenizer.all_special_ids)
+        self._renderers: dict[str, ChatTemplate] = {}  # by template
         # Memoised per token id.
         self.bytes_in_text, self.bytes_spelled = cache(self._bytes_in_text), cache(self._bytes_spelled)
 
@@ -90,13 +91,15 @@ class Tokenizer:
         """Return the text of tokens; special tokens appear by their names."""
         return str(self.huggingface.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    @property
-    def chat_template(self) -> str:
-        """The chat template. Raises RequestError if there is none, or several without a default."""
+    def chat_template(self, *, tools: bool = False) -> str:
+        """Return the chat template; if there is one for conversations with ``tools`` ("tool_use"), that one.
+
+        Raises RequestError if there is none, or several without a default.
+        """
         if not self.huggingface.chat_template:
             raise RequestError(f"{self.name} has no chat template; give plain prompts instead of messages")
         try:
-            return str(self.huggingface.get_chat_template())
+            return str(self.huggingface.get_chat_template(tools=[{}] if tools else None))
         except ValueError as error:  # several templates without a default one
             raise RequestError(brief(error)) from error
 
@@ -130,14 +133,12 @@ class Tokenizer:
 
     def render(self, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any] | None = None) -> str:
         """Return the conversation as the text that ``chat`` encodes. Raises RequestError."""
+        template = self.chat_template(tools=bool(fields and fields.get("tools")))
+        renderer = self._renderers.setdefault(template, ChatTemplate(template, self.huggingface.special_tokens_map))
         try:
-            return self._chat_template.render(messages, fields)
+            return renderer.render(messages, fields)
         except RequestError as error:
             raise RequestError(f"the chat template of {self.name} refuses these messages: {error}") from error
-
-    @cached_property
-    def _chat_template(self) -> ChatTemplate:
-        return ChatTemplate(self.chat_template, self.huggingface.special_tokens_map)
 
     @cached_property
     def _control_tokens(self) -> ControlTokens:

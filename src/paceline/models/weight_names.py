@@ -16,7 +16,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-_FREQUENCIES = re.compile(r".*rotary_emb\.inv_freq|rope_freqs\.weight")  # gguf_config reads the latter itself
+# gguf_config itself reads those of GGUF files
+_FREQUENCIES = re.compile(r".*rotary_emb\.inv_freq|rope_freqs\.weight|rope_factors_(long|short)\.weight")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 

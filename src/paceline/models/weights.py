@@ -10,7 +10,6 @@ from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from paceline.errors import ModelFormatError
 from paceline.models.description import (
@@ -358,10 +357,20 @@ def place(spec: DecoderSpec, names: WeightNames, stored: Mapping[str, StoredTens
     free = slots(spec, {our for our in ours.values() if our is not None})
     theirs = {our: name for name, our in ours.items()}
     sources = {our: slot.source or our for our, slot in free.items()}
-    _refuse(spec, where, "has no use for", [name for name, our in ours.items() if our not in sources.values()])
+    unused = [name for name, our in ours.items() if our not in sources.values()]
+    _refuse(spec, where, "has no use for", [name for name in unused if not _is_no_change(ours[name], stored[name])])
     _refuse(spec, where, "misses", sorted(set(sources.values()) - theirs.keys()))
     from_where = {our: theirs[source] for our, source in sources.items()}
     return [_place(free[our], names, stored[name], f"{where}: {name}") for our, name in from_where.items()]
+
+
+def _is_no_change(name: str | None, tensor: StoredTensor) -> bool:
+    """Whether a tensor is a bias of zeros, which some programs that quantise add to every matrix."""
+    if name is None or not name.endswith(".bias") or len(tensor.shape) != 1:
+        return False
+    values = torch.empty(tensor.shape, dtype=torch.float32)
+    tensor.unpack_into(values)
+    return not values.any()
 
 
 def _unread(spec: DecoderSpec) -> set[str]:
@@ -408,9 +417,7 @@ def _place(slot: Slot, names: WeightNames, stored: StoredTensor, where: str) -> 
     return Placement(slot, stored, where, transposed, part in names.plus_one, part in names.interleaved)
 
 
-def assemble(
-    placements: Sequence[Placement], dtype: torch.dtype, device: torch.device, *, progress: bool = False
-) -> dict[str, Tensor]:
+def assemble(placements: Sequence[Placement], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
     """Return the model's tensors by name. Each stored tensor is read once, directly into its destination."""
     shared = {p.slot.target: _shareable(p, dtype, device) for p in placements}
     tensors = {name: tensor for name, tensor in shared.items() if tensor is not None}
@@ -419,8 +426,7 @@ def assemble(
         if p.slot.target not in tensors:
             tensors[p.slot.target] = torch.empty(p.slot.target_shape, dtype=dtype, device=device)
     with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
-        jobs = pool.map(lambda p: _fill(p, tensors[p.slot.target]), copied)
-        deque(tqdm(jobs, "loading", len(copied), unit=" tensors", disable=not progress), maxlen=0)
+        deque(pool.map(lambda p: _fill(p, tensors[p.slot.target]), copied), maxlen=0)
     return tensors
 
 

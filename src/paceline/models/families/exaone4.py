@@ -26,7 +26,9 @@ def _describe(config: PretrainedConfig) -> DecoderSpec | None:
 
 
 def _fields(metadata: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, Any]:
-    return {"sliding_window": metadata.get("attention.sliding_window")}
+    window = metadata.get("attention.sliding_window")
+    kinds = {} if window else {"layer_types": ["full_attention"] * metadata["block_count"]}
+    return {"sliding_window": window, **kinds}
 
 
 FAMILY = Family(

@@ -23,5 +23,10 @@ FAMILY = Family(
     "phi3",
     _describe,
     WeightNames({**LLAMA_NAMES, **_FUSED}, prefixes=("model.",)),
-    GGUFForm("phi3", WeightNames({**LLAMA_GGUF_NAMES, **_GGUF_FUSED})),
+    GGUFForm(
+        "phi3",
+        WeightNames({**LLAMA_GGUF_NAMES, **_GGUF_FUSED}),
+        fields=lambda metadata, _: {"sliding_window": metadata.get("attention.sliding_window")},
+        reads=frozenset({"attention.sliding_window"}),
+    ),
 )

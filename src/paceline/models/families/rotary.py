@@ -17,10 +17,13 @@ def longest_sequence(config: PretrainedConfig) -> int:
 
     With longrope they change beyond the original length. The result of a row would then depend on the other rows of
     its batch, so longer sequences are not allowed. Nor are they where queries grow with the position (Llama 4's
-    scaling), which begins at the original length.
+    scaling), which begins at the original length. With yarn it is at least the original length times the factor:
+    model cards add yarn to configurations whose ``max_position_embeddings`` is that of the model without it.
     """
     longest = int(config.max_position_embeddings)
     rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "yarn" and rope.get("original_max_position_embeddings"):
+        longest = max(longest, int(rope["factor"] * rope["original_max_position_embeddings"]))
     if rope.get("rope_type") == "longrope" or rope.get("llama_4_scaling_beta"):
         return min(longest, int(rope["original_max_position_embeddings"]))
     return longest
