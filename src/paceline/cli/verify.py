@@ -215,14 +215,12 @@ def chi_squared(observed: Sequence[int], probabilities: Sequence[float]) -> tupl
     return statistic, len(pairs), p_value
 
 
-def distribution_test(
-    llm: LLM, prompt: Ids, acceptance: AcceptanceName, samples: int, seed: int = 0
-) -> DistributionTest:
+def distribution_test(llm: LLM, prompt: Ids, acceptance: AcceptanceName, samples: int) -> DistributionTest:
     """Sample short continuations of ``prompt`` under a rule, always drafting, and test them against the exact
     distribution.
     """
     distribution = exact_distribution(llm, prompt)
-    params = SamplingParams(n=samples, max_tokens=len(BRANCHES), temperature=1.0, seed=seed, ignore_eos=True)
+    params = SamplingParams(n=samples, max_tokens=len(BRANCHES), temperature=1.0, seed=0, ignore_eos=True)
     side = llm.with_options(acceptance=acceptance, num_speculative_tokens=len(BRANCHES))
     (output,) = side.generate([prompt], params, use_tqdm=False)
     counts = count_cells((answer.token_ids for answer in output.outputs), distribution)

@@ -154,11 +154,6 @@ class Draft:
         """Ancestors and depths of the positions; None for a chain."""
         return None if self.parents is None else Tree.of(self.parents, self.counts)
 
-    @cached_property
-    def ragged(self) -> bool:
-        """Whether some row has fewer than k draft tokens. Synchronizes with the device."""
-        return not bool(self.real.all())
-
     @staticmethod
     def empty(rows: int, device: torch.device) -> Draft:
         """Draft without tokens for ``rows`` rows: the round is plain decoding."""

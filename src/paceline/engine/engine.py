@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -47,8 +46,6 @@ from paceline.models.decoder import Decoder
 from paceline.models.fingerprint import is_from_files
 
 __all__ = ["Engine", "Models", "Request"]
-
-log = logging.getLogger("paceline")
 
 
 class Engine:

@@ -29,8 +29,10 @@ from transformers import (
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from paceline.core.cache import KVCache
+from paceline.core.slots import Slots
 from paceline.errors import ModelFormatError, PacelineError
 from paceline.kernels.attention.base import Attend
+from paceline.kernels.attention.cached import CachedAttend
 from paceline.kernels.attention.reference import ReferenceAttention
 from paceline.models.base import HiddenStates, check_taps
 from paceline.models.boundary import brief, name_of, reading
@@ -303,16 +305,8 @@ class HuggingFaceModel:
         return KVCache(self.layers, 2, self.kv_heads, CHECK_LENGTH, self.head_dim, self.dtype, self.device)
 
     def _compare(self, tokens: Tensor, positions: Tensor, cache: KVCache, expected: Tensor) -> None:
-        backend = ReferenceAttention()
-        rows = torch.arange(len(positions), device=self.device)
-        plan, index = backend.plan(positions, CHECK_LENGTH), cache.write_index(rows, positions)
-
-        def attend(
-            layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: int | None = None
-        ) -> Tensor:
-            cache.write(layer, index, k, v)
-            return backend.attend(q, cache.keys[layer], cache.values[layer], plan, scale=scale, window=window)
-
+        backend, rows = ReferenceAttention(), Slots.listed(range(len(positions)), self.device)
+        attend = CachedAttend(cache, backend, backend.plan(positions, CHECK_LENGTH), rows)
         found = self.logits(self.hidden_states(tokens.gather(1, positions), positions, attend).hidden)
         wanted = expected.gather(1, positions[:, :, None].expand(-1, -1, expected.shape[-1]))
         error = _distance(found, wanted)

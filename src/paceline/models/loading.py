@@ -39,13 +39,12 @@ PICKLES = ("*.bin", "*.pt", "*.pth")
 
 @reads_model
 def load_model(
-    source: ResolvedSource, *, dtype: torch.dtype, device: torch.device | str = "cpu", progress: bool = False
+    source: ResolvedSource, *, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> Model | RecurrentModel:
     """Load the model of ``source`` in ``dtype`` (float32, bfloat16 or float16).
 
     Families in ``families.FAMILIES`` run through ``Transformer``, others through transformers' own code. The
     weights of a loaded Hugging Face model are shared if dtype and layout allow.
-    progress: whether to show a progress bar.
     Raises ModelNotFoundError if there is no such model, ModelFormatError if its files are damaged, incomplete or
     pickled, or the model is not supported.
     """
@@ -53,7 +52,7 @@ def load_model(
     if is_loaded(source):
         return _from_loaded(source, dtype, device)
     load = _from_gguf if source.is_file() else _from_directory
-    return load(source, dtype, device, progress)
+    return load(source, dtype, device)
 
 
 @reads_model
@@ -298,7 +297,7 @@ class _SafeTensor:
         destination.copy_(self.load())
 
 
-def _from_directory(path: Path, dtype: torch.dtype, device: torch.device, progress: bool) -> Model | RecurrentModel:
+def _from_directory(path: Path, dtype: torch.dtype, device: torch.device) -> Model | RecurrentModel:
     config, scheme = _unquantised_config(path)
     stored = _read_by(scheme, _stored(_weight_files(path)))
     spec = describe(config)
@@ -311,7 +310,7 @@ def _from_directory(path: Path, dtype: torch.dtype, device: torch.device, progre
         from paceline.models.huggingface import HuggingFaceModel  # importing it takes as long as importing torch
 
         return HuggingFaceModel.from_directory(path, dtype=dtype, device=device)
-    return _transformer(spec, _names(config), stored, str(path), dtype, device, progress)
+    return _transformer(spec, _names(config), stored, str(path), dtype, device)
 
 
 def _directory_config(path: Path) -> PretrainedConfig:
@@ -419,11 +418,11 @@ def _read_by(scheme: Scheme | None, stored: Mapping[str, _SafeTensor]) -> Mappin
 # GGUF files and loaded models
 
 
-def _from_gguf(path: Path, dtype: torch.dtype, device: torch.device, progress: bool) -> Model | RecurrentModel:
+def _from_gguf(path: Path, dtype: torch.dtype, device: torch.device) -> Model | RecurrentModel:
     file = GGUFFile(path)
     spec = gguf_config.describe(file)
     stored = gguf_config.tensors(file, spec)
-    return _transformer(spec, gguf_config.form(file).names, stored, str(path), dtype, device, progress)
+    return _transformer(spec, gguf_config.form(file).names, stored, str(path), dtype, device)
 
 
 def _from_loaded(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> Model | RecurrentModel:
@@ -435,7 +434,7 @@ def _from_loaded(model: PreTrainedModel, dtype: torch.dtype, device: torch.devic
         return HuggingFaceModel(model if fits else copy.deepcopy(model).to(device=device, dtype=dtype))
     stored = {name: weights.LoadedTensor(tensor.detach()) for name, tensor in model.state_dict().items()}
     where = name_of(model)
-    return _transformer(spec, _names(model.config), stored, where, dtype, device, progress=False)
+    return _transformer(spec, _names(model.config), stored, where, dtype, device)
 
 
 def _transformer(
@@ -445,10 +444,9 @@ def _transformer(
     where: str,
     dtype: torch.dtype,
     device: torch.device,
-    progress: bool,
 ) -> Model | RecurrentModel:
     spec = _untied_if_stored(spec, names, stored)
-    tensors = weights.assemble(weights.place(spec, names, stored, where), dtype, device, progress=progress)
+    tensors = weights.assemble(weights.place(spec, names, stored, where), dtype, device)
     in_torch = is_recurrent(spec) and device.type == "cpu"  # unrounded, and what the CPU kernels are packed from
     return (RecurrentModel if in_torch else Transformer)(spec, tensors, where)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -38,8 +38,6 @@ from paceline.models.linear import Dense
 from paceline.models.mixers import gate_last, mixer_of
 from paceline.models.transformer import Transformer
 from paceline.models.weights import EXPERTS_NORMS, shapes
-
-Quantization = Literal["int8", "int4"]
 
 
 class ReadMatrix(Protocol):

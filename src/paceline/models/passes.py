@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.core.batch import Batch
 from paceline.core.cache import KVCache
-from paceline.core.draft import Draft, real_places
+from paceline.core.draft import Draft, depths_of, real_places
 from paceline.core.nodes import Nodes, Tree
 from paceline.core.recurrent_state import RowsPass, StatefulCache
 from paceline.core.slots import Slots
@@ -282,12 +282,10 @@ class FlatPasses(Passes):
         node_of = {draft_token: node for node, draft_token in enumerate(order)}
         draft_parents = draft.host_parents or [list(range(-1, draft.k - 1))] * batch.rows
         parents = [node_of.get((row, draft_parents[row][index]), -1) for row, index in order]
-        depths: list[int] = []
-        for parent in parents:
-            depths.append(0 if parent < 0 else depths[parent] + 1)
+        depths = depths_of(parents)
         tokens = [draft.draft_tokens[row][index] for row, index in order]
         rows = [batch.slots[row] for row, _ in order]
-        positions = [batch.lengths[row] + depth for (row, _), depth in zip(order, depths, strict=True)]
+        positions = [batch.lengths[row] + depth - 1 for (row, _), depth in zip(order, depths, strict=True)]
         slots = [batch.lengths[row] + index for row, index in order]
         return self._run(Nodes(*torch.tensor([tokens, rows, positions, slots, parents]))._replace(read=read))
 

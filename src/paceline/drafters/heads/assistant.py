@@ -22,7 +22,8 @@ from paceline.core.draft import Draft
 from paceline.core.row_tables import RowTables
 from paceline.drafters.heads.decoder import FusedStates, HeadDecoder, HeadModel
 from paceline.kernels import abi
-from paceline.kernels.attention.base import AttentionBackend, Plan
+from paceline.kernels.attention.base import AttentionBackend
+from paceline.kernels.attention.cached import CachedAttend
 from paceline.models.base import AnyModel
 from paceline.models.decoder import Decoder
 from paceline.models.draft_vocabulary import NEVER
@@ -110,22 +111,6 @@ class _TargetStates(FusedStates):
         self.fused[rows, self._table.within(rows, slots)] = features[:, 0].to(self.fused.dtype)
 
 
-class _TargetKeys:
-    """An ``AttendAgain`` over the keys and values in the target's cache."""
-
-    def __init__(self, target: Decoder, backend: AttentionBackend, plan: Plan) -> None:
-        self._target, self._backend, self._plan = target, backend, plan
-
-    def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: int | None = None
-    ) -> Tensor:
-        raise AssertionError("an assistant has no keys of its own")
-
-    def again(self, layer: int, q: Tensor, *, scale: float | None, window: int | None) -> Tensor:
-        keys, values = self._target.cache.layer(layer)
-        return self._backend.attend(q, keys, values, self._plan, scale=scale, window=window)
-
-
 class AssistantDecoder(HeadDecoder):
     """Decoder of an ``Assistant``. There is nothing to read before it drafts: the target has read the text."""
 
@@ -193,5 +178,5 @@ class AssistantDecoder(HeadDecoder):
             hidden = model.native_layers.run(x, rows, keys.flatten(), self._described)
             return hidden.to(x.dtype).view(*last.shape, -1)
         plan = self.backend.plan(keys, min(batch.longest, self._target.cache.positions + 1))
-        plan.cache_rows = batch.live_slots
-        return model.decoder.run(x, last, _TargetKeys(self._target, self.backend, plan))
+        target_keys = CachedAttend(self._target.cache, self.backend, plan, batch.live_slots)
+        return model.decoder.run(x, last, target_keys)

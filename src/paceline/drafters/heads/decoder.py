@@ -160,7 +160,7 @@ class TorchFusedStates(FusedStates):
 class HeadDecoder(DraftDecoder):
     """Reads token j of a row at position j - 1, with the hidden states of token j - 1. The first token is never read.
 
-    seen: [R], number of tokens read, at least 1: the first one counts as read.
+    ``num_computed_tokens`` is at least 1: the first token counts as read.
     """
 
     fused_states: FusedStates

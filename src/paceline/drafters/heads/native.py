@@ -7,7 +7,6 @@ values and fused hidden states are stored as for a head in torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -31,8 +30,6 @@ from paceline.models.native_draft import NativeDrafting
 from paceline.models.native_spec import check_spec, obstacle_of
 from paceline.models.packing import PackedDecoder, packed_size
 from paceline.models.short_head import PackedShortHead, PassBytes, column_bytes
-
-T = TypeVar("T")
 
 
 class NativeHead(HeadModel):

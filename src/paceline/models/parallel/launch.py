@@ -7,7 +7,6 @@ They find each other in a store: a private file, or the launcher's store. Rank 0
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 import subprocess
@@ -35,8 +34,6 @@ from paceline.models.parallel.group import FOREVER, Ranks
 from paceline.models.parallel.model import LeadingPart, PartOfModel, RankProcesses
 from paceline.models.parallel.plan import Op, Step, as_numbers
 from paceline.models.shares import ModelShard
-
-log = logging.getLogger("paceline")
 
 _LOOK = 0.02  # seconds between two checks whether the others are ready
 _WATCH = 0.2  # seconds between two checks whether they still run
@@ -157,11 +154,11 @@ def _how(status: int) -> str:
     return f"killed by signal {-status}" if status < 0 else f"exit status {status}"
 
 
-def launched_share(environment: Mapping[str, str] = os.environ) -> ModelShard | None:
+def launched_share() -> ModelShard | None:
     """This process's rank if a launcher has started it, else None."""
-    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         return None
-    return ModelShard(int(environment["RANK"]), int(environment["WORLD_SIZE"]))
+    return ModelShard(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 
 
 def check_launched(ranks: int) -> ModelShard | None:

@@ -111,9 +111,8 @@ def run_batch(
     params: SamplingParams | Sequence[SamplingParams],
     *,
     references: Sequence[Sequence[str]] | None = None,
-    progress: bool = False,
 ) -> BatchRun:
     """Run all prompts at once and time the batch."""
     started = time.perf_counter()
-    outputs = llm.generate(list(prompts), params, references=references, use_tqdm=progress)
+    outputs = llm.generate(list(prompts), params, references=references, use_tqdm=False)
     return BatchRun(time.perf_counter() - started, outputs)

@@ -60,10 +60,10 @@ class Script(Wrapper):
 
     name = "synthetic acceptance"
 
-    def __init__(self, inner: Drafter, rule: AcceptanceRule, seed: int = 0) -> None:
+    def __init__(self, inner: Drafter, rule: AcceptanceRule) -> None:
         super().__init__(inner)
         self.rule, self.rate = rule, 1.0
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator().manual_seed(0)
         self._proposed: Draft | None = None
 
     def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
