@@ -13,6 +13,7 @@ from tokenizers import AddedToken
 
 from paceline.chat.families import FORMATS, ChatFormat
 from paceline.chat.grammars import json_schema
+from paceline.chat.options import tools_of
 from paceline.chat.values import AssistantMessage, ToolDefinition, message_of
 from paceline.config import StructuredOutputs
 from paceline.config.limits import ToolParserName
@@ -147,6 +148,102 @@ def test_parameters_may_refer_to_the_definitions_of_their_schema(
     tool = ToolDefinition("f", parameters={"type": "object", "required": ["item"], **item})
     grammar = grammars.grammar(StructuredOutputs(grammar=FORMATS[kind].syntax.forced([tool], one_call=True)))
     assert not GrammarCursor.at_start(grammar).ended
+
+
+REFERS = {"$defs": {"E": {"enum": ["x", 3]}}}
+REFUSED = object()
+NULLABLE = {"type": ["string", "null"]}
+OPTIONAL_TEXT = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+QWEN_VALUES = [
+    (NULLABLE | {"enum": ["c", None]}, "null", None),
+    (NULLABLE | {"enum": ["c", None]}, '"c"', "c"),
+    (NULLABLE | {"enum": ["c", None]}, "None", REFUSED),
+    (NULLABLE, "null", None),
+    (NULLABLE, "nullable", "nullable"),
+    (NULLABLE, "nul", "nul"),
+    (NULLABLE, "", ""),
+    ({"type": "string"}, "null", "null"),
+    (OPTIONAL_TEXT, "Paris", "Paris"),
+    (OPTIONAL_TEXT, "null", None),
+    ({"type": "string", "const": "dog"}, "dog", "dog"),
+    ({"type": "string", "const": "dog"}, "cat", REFUSED),
+    ({"const": 3}, "3", 3),
+    ({"$ref": "#/$defs/E"}, "3", 3),
+    ({"$ref": "#/$defs/E"}, "4", REFUSED),
+    ({"$ref": "#/properties/other"}, '{"a": 1}', {"a": 1}),
+    ({"type": "array", "items": {"$ref": "#"}}, '[{"v": [], "other": {"a": 2}}]', [{"v": [], "other": {"a": 2}}]),
+    ({"type": "array", "items": {"$ref": "#"}}, "[[[]]]", REFUSED),
+    ({"type": "string"}, "see </parameter> here", REFUSED),
+    ({"type": "string"}, "a\n<b>", "a\n<b>"),
+]
+MARK = '<|"|>'
+GEMMA_VALUES = [
+    ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "3", 3),
+    ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "null", None),
+    ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, f"{MARK}x{MARK}", REFUSED),
+    ({"type": ["integer", "null"]}, f"{MARK}x{MARK}", REFUSED),
+    ({"enum": [1, 2]}, "2", 2),
+    ({"enum": [1, 2]}, "9", REFUSED),
+    ({"const": "dog"}, f"{MARK}dog{MARK}", "dog"),
+    ({"const": "dog"}, f"{MARK}cat{MARK}", REFUSED),
+    (NULLABLE | {"enum": ["a", None]}, "null", None),
+    (NULLABLE | {"enum": ["a", None]}, f"{MARK}b{MARK}", REFUSED),
+    ({"$ref": "#/$defs/E"}, f"{MARK}x{MARK}", "x"),
+    ({"$ref": "#/$defs/E"}, "4", REFUSED),
+    ({"$ref": "#"}, "{v:1}", {"v": 1}),
+    ({"type": "object"}, "{a-b:1.5e3}", {"a-b": 1500.0}),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "schema", "text", "value"),
+    [*(("qwen_xml", *each) for each in QWEN_VALUES), *(("gemma", *each) for each in GEMMA_VALUES)],
+)
+def test_values_that_a_schema_has_are_allowed_and_read_as_they_are(
+    kind: str, schema: dict[str, Any], text: str, value: object, tokenizer: Tokenizer, grammars: Grammars
+) -> None:
+    other = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    parameters = {
+        **REFERS,
+        "type": "object",
+        "properties": {"v": schema, "other": other},
+        "required": ["v"],
+        "additionalProperties": False,
+    }
+    form, tool = FORMATS[kind], ToolDefinition("f", parameters=parameters)
+    grammar = grammars.grammar(StructuredOutputs(grammar=form.syntax.forced([tool], one_call=True)))
+    written = {
+        "qwen_xml": f"<tool_call>\n<function=f>\n<parameter=v>\n{text}\n</parameter>\n</function>\n</tool_call>",
+        "gemma": f"<|tool_call>call:f{{v:{text}}}<tool_call|>",
+    }[kind]
+    cursor = GrammarCursor.at_start(grammar)
+    for token in tokenizer.encode(written):
+        if not cursor.allowed(tokenizer.vocab_size)[token]:
+            assert value is REFUSED
+            return
+        cursor = cursor.after(token)
+    assert cursor.ended
+    for step in (1, 3, len(written)):
+        parser = ChatFormat(None, form).parser([tool])
+        pieces = [written[at : at + step] for at in range(0, len(written), step)]
+        (call,) = message_of([*(e for piece in pieces for e in parser.feed(piece)), *parser.finish()]).tool_calls
+        assert json.loads(call.arguments) == {"v": value}
+
+
+def test_tools_may_have_their_parameters_by_reference() -> None:
+    node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/N"}}}
+    function = {"name": "f", "parameters": {"$defs": {"N": node}, "$ref": "#/$defs/N"}}
+    (tool,) = tools_of([{"type": "function", "function": function}])
+    assert tool.properties == node["properties"]
+    assert "$ref" not in tool.parameters
+    either = {"anyOf": [node, {"type": "object"}]}
+    (tool,) = tools_of([{"type": "function", "function": {"name": "f", "parameters": either}}])
+    assert tool.parameters == either
 
 
 def test_every_format_has_its_name_in_the_configuration() -> None:

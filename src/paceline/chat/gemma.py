@@ -6,13 +6,15 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from paceline.chat.grammars import any_of, json_schema, literal, special
+from paceline.chat.grammars import any_of, enumerated, json_schema, literal, special
 from paceline.chat.parser import MessageWriter, Reader
 from paceline.chat.reading import NAME_STOP, MalformedError, Markers, Reading, Source, is_json, json_string
 from paceline.chat.values import ToolDefinition
 
+_DEEPEST = 8  # references and alternatives of an argument that are followed
 _WORD_STOP = re.compile(r"[,:{}\[\]<\"\s]")
 
 
@@ -118,22 +120,25 @@ class _ObjectReader:
 def writes_gemma(markers: GemmaMarkers) -> Callable[[ToolDefinition], str]:
     """Return the grammar of a call after its begin marker.
 
-    It enforces names of arguments, numbers and enumerated strings, but not what arrays and objects contain.
+    It enforces names of arguments, their types and enumerated values, but not what arrays and objects contain.
     """
 
     def one(tool: ToolDefinition) -> str:
         if tool.properties is None:
             return f"{literal(f'call:{tool.name}')} object {special(markers.end)}"
-        arguments = _arguments(tool.properties, tool.parameters.get("required", ()), markers.quote)
+        arguments = _arguments(tool, tool.properties, markers.quote)
         return " ".join([literal(f"call:{tool.name}{{"), arguments, literal("}"), special(markers.end)])
 
     return one
 
 
-def _arguments(properties: Mapping[str, Any], named: Sequence[str], quote: str) -> str:
+def _arguments(tool: ToolDefinition, properties: Mapping[str, Any], quote: str) -> str:
     """The arguments of a call: required ones first, then any of the others."""
-    pairs = {name: f"{literal(name + ':')} {_value_rule(schema, quote)}" for name, schema in properties.items()}
-    required = [name for name in named if name in pairs]
+    pairs = {
+        name: f"{literal(name + ':')} {_value_rule(schema, tool.parameters, quote)}"
+        for name, schema in properties.items()
+    }
+    required = [name for name in tool.parameters.get("required", ()) if name in pairs]
     optional = [name for name in pairs if name not in required]
 
     def further(names: Sequence[str]) -> str:
@@ -145,15 +150,30 @@ def _arguments(properties: Mapping[str, Any], named: Sequence[str], quote: str) 
     return f"{any_of(by_first)}?" if by_first else ""
 
 
-def _value_rule(schema: object, quote: str) -> str:
-    kind = schema.get("type") if isinstance(schema, dict) else None
-    values = schema.get("enum") if isinstance(schema, dict) else None
-    if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
-        mark = special(quote)
-        return any_of([f"{mark} {literal(value)} {mark}" for value in values])
+def _value_rule(schema: object, root: Mapping[str, Any], quote: str, depth: int = 0) -> str:
+    """A value as a grammar. root: the schema that references are to. depth: of references and alternatives so far."""
+    if not isinstance(schema, Mapping) or depth > _DEEPEST:
+        return "value"
+    inner = partial(_value_rule, root=root, quote=quote, depth=depth + 1)
+    values, kind, options = enumerated(schema), schema.get("type"), schema.get("anyOf")
+    if values and not any(isinstance(value, (list, dict)) for value in values):
+        return any_of([_constant(value, quote) for value in values])
+    if isinstance(options, list) and options:
+        return any_of([inner(option) for option in options])
+    if isinstance(kind, list) and kind:
+        return any_of([inner({**schema, "type": each}) for each in kind])
+    for name in ("$defs", "definitions"):
+        found, (place, _, target) = root.get(name), str(schema.get("$ref")).rpartition("/")
+        if place == f"#/{name}" and isinstance(found, Mapping) and target in found:
+            return inner(found[target])
     if kind in ("integer", "number", "boolean", "null"):
         return json_schema(schema)
     return kind if kind in ("string", "array", "object") else "value"
+
+
+def _constant(value: object, quote: str) -> str:
+    mark = special(quote)
+    return f"{mark} {literal(value)} {mark}" if isinstance(value, str) else literal(json.dumps(value))
 
 
 def value_rules(quote: str) -> str:
@@ -164,7 +184,7 @@ def value_rules(quote: str) -> str:
         f"string_end[suffix={special(quote)}]: /(.|\\n)*/\n"
         'array: "[" (value ("," value)*)? "]"\n'
         'object: "{" (KEY ":" value ("," KEY ":" value)*)? "}"\n'
-        "KEY: /[a-zA-Z_][a-zA-Z0-9_]{0,63}/\n"
+        "KEY: /[a-zA-Z_$][a-zA-Z0-9_.$-]{0,63}/\n"
         'BOOLEAN: "true" | "false"\n'
-        "NUMBER: /-?(0|[1-9][0-9]{0,17})(\\.[0-9]{1,17})?/\n"
+        "NUMBER: /-?(0|[1-9][0-9]{0,17})(\\.[0-9]{1,17})?([eE][-+]?[0-9]{1,2})?/\n"
     )

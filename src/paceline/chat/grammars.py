@@ -6,8 +6,9 @@ What these grammars allow, the family's reader reads as calls.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from paceline.chat.values import ToolDefinition
 
@@ -30,6 +31,27 @@ def json_schema(schema: object) -> str:
 def any_of(expressions: Sequence[str]) -> str:
     """One of several expressions."""
     return f"({' | '.join(expressions)})"
+
+
+def enumerated(schema: object) -> list[Any] | None:
+    """The values of an enumeration or constant; None for other schemas."""
+    if not isinstance(schema, Mapping):
+        return None
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return values if isinstance(values, list) else None
+
+
+def kinds_of(schema: Mapping[str, Any]) -> set[str] | None:
+    """The types that a schema names, in "type" or as pydantic names an optional string; None if it names none so."""
+    kinds, options = schema.get("type"), schema.get("anyOf")
+    if isinstance(kinds, str):
+        return {kinds}
+    if isinstance(kinds, list):
+        return {kind for kind in kinds if isinstance(kind, str)}
+    if not isinstance(options, list) or not all(isinstance(option, Mapping) for option in options):
+        return None
+    found = sorted(str(option.get("type")) for option in options if enumerated(option) is None)
+    return {"string", "null"} if found == ["null", "string"] and len(options) == 2 else None
 
 
 @dataclass(frozen=True)

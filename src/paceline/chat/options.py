@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict, get_args
 
@@ -101,9 +101,7 @@ class ChatOptions:
     def variables(self, chat_template: str) -> dict[str, Any]:
         """Variables for the chat template. Raises ParameterError for those that it has no use for."""
         given = dict(self.chat_template_kwargs)
-        for name in given:
-            allowed = "a variable that the model's chat template names"
-            check(_names(chat_template, name), "chat_template_kwargs", name, allowed)
+        check_variables(given, chat_template)
         known = {**self.default_template_kwargs, **self._effort(chat_template), **given}
         return {**known, "add_generation_prompt": self.add_generation_prompt}
 
@@ -117,6 +115,13 @@ class ChatOptions:
         allowed = "left out or none: the model's chat template knows no such setting"
         check(bool(found) or effort == "none", "reasoning_effort", effort, allowed)
         return found
+
+
+def check_variables(names: Iterable[str], chat_template: str) -> None:
+    """Raise ParameterError for variables that a chat template has no use for."""
+    for name in names:
+        allowed = "a variable that the model's chat template names"
+        check(_names(chat_template, name), "chat_template_kwargs", name, allowed)
 
 
 def _names(chat_template: str, variable: str) -> bool:
@@ -155,10 +160,21 @@ def _tool(given: object) -> ToolDefinition:
     parameters = {"properties": {}} if parameters is None else parameters
     ok = is_text(name) and is_text(description) and isinstance(strict, bool) and _is_schema(parameters)
     check(ok, "tools", given, allowed)
-    parameters = dict(parameters)
-    kind = parameters.setdefault("type", "object")
+    parameters = _resolved(dict(parameters))
+    kind = parameters.get("type", "object")
     check(kind == "object", "tools", kind, "functions whose parameters are an object")
+    if not parameters.keys() & {"$ref", "anyOf", "oneOf", "allOf"}:
+        parameters["type"] = kind
     return ToolDefinition(str(name), str(description), parameters, strict)
+
+
+def _resolved(parameters: dict[str, Any]) -> dict[str, Any]:
+    """The parameters in place of a reference to a definition, as pydantic describes recursive models."""
+    definitions, target = parameters.get("$defs"), str(parameters.get("$ref")).removeprefix("#/$defs/")
+    found = definitions.get(target) if isinstance(definitions, Mapping) else None
+    if not isinstance(found, Mapping) or parameters.keys() - {"$defs", "$ref", "description", "title"}:
+        return parameters
+    return {**found, "$defs": definitions}
 
 
 def _is_schema(value: object) -> bool:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.chat.grammars import any_of, json_schema, literal, special
+from paceline.chat.grammars import any_of, enumerated, json_schema, kinds_of, literal, special
 from paceline.chat.hermes import BEGIN, END
 from paceline.chat.parser import MessageWriter, Reader
 from paceline.chat.reading import MalformedError, Markers, Reading, Source, is_json
@@ -87,7 +87,8 @@ def _value(source: Source, writer: MessageWriter, schema: object) -> Reading[boo
     """Read a value and write it as JSON. Returns False if the answer ends within it."""
     yield from source.accept("\n")
     if _is_text(schema):
-        return (yield from _text_value(source, writer))
+        kinds = kinds_of(schema) if isinstance(schema, Mapping) else None
+        return (yield from _text_value(source, writer, nullable="null" in (kinds or ())))
     pieces: list[str] = []
     marker = yield from _VALUE_END.read(source, pieces.append)
     text = "".join(pieces).removesuffix("\n")
@@ -95,18 +96,31 @@ def _value(source: Source, writer: MessageWriter, schema: object) -> Reading[boo
     return marker is not None
 
 
-def _text_value(source: Source, writer: MessageWriter) -> Reading[bool]:
-    """Write a string as it arrives; the newline before the end marker is no part of it."""
-    held = ""
+def _text_value(source: Source, writer: MessageWriter, *, nullable: bool) -> Reading[bool]:
+    """Write a string as it arrives; the newline before the end marker is no part of it.
 
-    def add(text: str) -> None:
-        nonlocal held
+    nullable: whether the text "null" is no string.
+    """
+    held, begun = "", False
+
+    def add(text: str, may_be_null: bool = nullable) -> None:
+        nonlocal held, begun
         whole = held + text
+        if may_be_null and not begun and "null\n".startswith(whole):
+            held = whole
+            return
         held = "\n" if whole.endswith("\n") else ""
-        writer.arguments(json.dumps(whole.removesuffix("\n"), ensure_ascii=False)[1:-1])
+        writer.arguments(("" if begun else '"') + json.dumps(whole.removesuffix("\n"), ensure_ascii=False)[1:-1])
+        begun = True
 
-    writer.arguments('"')
+    if not nullable:
+        add("")
     marker = yield from _VALUE_END.read(source, add)
+    if marker is not None and not begun and held.removesuffix("\n") == "null":
+        writer.arguments("null")
+        return True
+    if not begun:
+        add("", may_be_null=False)
     if marker is None:
         return False
     writer.arguments('"')
@@ -114,16 +128,16 @@ def _text_value(source: Source, writer: MessageWriter) -> Reading[bool]:
 
 
 def _is_text(schema: object) -> bool:
-    """Whether values of a schema are strings. Those of parameters without a schema are, too."""
+    """Whether values of a schema are strings, or null in their place. Those of parameters without a schema are, too."""
     if not isinstance(schema, Mapping):
         return True
-    kinds = schema.get("type")
+    values = enumerated(schema)
+    if values is not None:
+        return all(isinstance(value, str) for value in values)
+    kinds = kinds_of(schema)
     if kinds is not None:
-        return kinds == "string" or (isinstance(kinds, list) and "string" in kinds)
-    values = schema.get("enum")
-    if values is None:
-        return not schema.keys() & {"anyOf", "allOf", "oneOf", "$ref", "const"}
-    return isinstance(values, list) and all(isinstance(value, str) for value in values)
+        return "string" in kinds
+    return not schema.keys() & {"type", "anyOf", "allOf", "oneOf", "$ref"}
 
 
 # --- grammar ---
@@ -134,17 +148,12 @@ def write_call(tool: ToolDefinition) -> str:
     required = set(tool.parameters.get("required", ()))
     parts = [literal(f"\n{_FUNCTION}{tool.name}>\n")]
     for key, schema in (tool.properties or {}).items():
-        value = f"{literal(_PARAMETER + key + _KEY_END)} {_value_rule(_with_definitions(schema, tool.parameters))}"
+        rooted = tool.rooted(schema) if isinstance(schema, Mapping) else schema
+        value = f"{literal(_PARAMETER + key + _KEY_END)} {_value_rule(rooted)}"
         parts.append(f"({value})" if key in required else f"({value})?")
     if tool.properties is None:
         parts.append("any_parameter*")
     return " ".join([*parts, literal(f"{_END_FUNCTION}\n"), special(END)])
-
-
-def _with_definitions(schema: object, root: Mapping[str, Any]) -> object:
-    """The schema of a parameter with the definitions of the whole, to which it may refer."""
-    found = {name: root[name] for name in ("$defs", "definitions") if name in root}
-    return {**found, **schema} if isinstance(schema, Mapping) else schema
 
 
 def _value_rule(schema: object) -> str:
@@ -152,11 +161,12 @@ def _value_rule(schema: object) -> str:
     end = literal(_VALUE_END_LINE)
     if not _is_text(schema):
         return f"{json_schema(schema)} {end}"
-    values = schema.get("enum") if isinstance(schema, Mapping) else None
+    values = enumerated(schema)
     return f"{any_of([literal(str(value)) for value in values])} {end}" if values else "text"
 
 
 RULES = (
-    f"text[suffix={literal(_VALUE_END_LINE)}]: /(.|\\n)*/\n"
+    f'text: text_end "\\n"\n'
+    f"text_end[suffix={literal(_END_PARAMETER)}]: /(.|\\n)*/\n"
     f'any_parameter: "{_PARAMETER}" /[a-zA-Z_][a-zA-Z0-9_]{{0,63}}/ ">\\n" text'
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -28,10 +29,32 @@ class ToolDefinition:
         found = self.parameters.get("properties")
         return found if isinstance(found, Mapping) else None
 
+    def rooted(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        """A schema of the parameters as one of its own: its references are those of the whole."""
+        if '"$ref"' not in json.dumps(schema):
+            return dict(schema)
+        return {**_moved(schema), "$defs": {_ROOT: _moved(self.parameters)}}
+
     def as_openai(self) -> dict[str, Any]:
         """The definition in OpenAI's form, which chat templates expect."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
+
+
+_ROOT = "tool"
+
+
+def _moved(schema: Any) -> Any:
+    """The schema with its references to a root that is now a definition."""
+    if isinstance(schema, list):
+        return [_moved(value) for value in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    found = {key: _moved(value) for key, value in schema.items()}
+    target = schema.get("$ref")
+    if isinstance(target, str) and target.startswith("#"):
+        found["$ref"] = f"#/$defs/{_ROOT}{target[1:]}"
+    return found
 
 
 @dataclass(frozen=True)

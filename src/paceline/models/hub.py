@@ -181,7 +181,7 @@ def _embedded_in_cache(name: str) -> Path:
     path = _embedded_path(name)
     if path.is_file():
         return path
-    raise ModelNotFoundError(f"{name} is not in the cache ({path.parent}); run: paceline pull {name}")
+    raise ModelNotFoundError(f"{name} is not in the cache ({path}); run: paceline pull {name}")
 
 
 def _is_intact(path: Path, model: EmbeddedModel) -> bool:

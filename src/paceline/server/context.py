@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from fastapi import Request as HttpRequest
 from pydantic import BaseModel
 
-from paceline.chat.options import ChatFields, ChatOptions
+from paceline.chat.options import ChatFields, ChatOptions, check_variables
 from paceline.config import SamplingParams, ServerConfig
 from paceline.core.outputs import Metrics, RequestOutput
 from paceline.engine.chat import ChatPrompt
 from paceline.engine.engine import Request
+from paceline.engine.requests import needed
 from paceline.engine.scoring import EMBEDDED, PooledStates
 from paceline.errors import PacelineError, RequestError
 from paceline.models.infill import InfillMarkers
@@ -72,6 +73,19 @@ class RequestOptions:
         return RequestOptions(client, body.priority or 0, time.monotonic(), body.timeout, bool(body.stream))
 
 
+def _loaded(load: Callable[[], LLM], config: ServerConfig) -> LLM:
+    """Load the model. Raises ParameterError for ``chat_template_kwargs`` that its chat template has no use for.
+
+    Raises RequestError if it has no chat template.
+    """
+    llm = load()
+    if config.chat_template_kwargs:
+        tokenizer = needed(llm.tokenizer, "chat_template_kwargs")
+        templates = [tokenizer.chat_template(tools=tools) for tools in (False, True)]
+        check_variables(config.chat_template_kwargs, "\n".join(templates))
+    return llm
+
+
 class Context:
     """Everything that the routes of one server share.
 
@@ -82,7 +96,8 @@ class Context:
     def __init__(self, config: ServerConfig, load: Callable[[], LLM], on_end: Callable[[], None]) -> None:
         self.config = config
         self.meter = Meter(config.log_interval)
-        self.service = EngineService(load, self.meter, on_end, config.stall_timeout, config.capture_seconds)
+        checked = functools.partial(_loaded, load, config)
+        self.service = EngineService(checked, self.meter, on_end, config.stall_timeout, config.capture_seconds)
         self.quotas = Quotas(config.api_keys)
         self.admission = Admission(config.max_waiting, config.max_waiting_tokens)
         self.created = int(time.time())

@@ -190,8 +190,15 @@ class _Rewriter:
     def _unanchored(self, nodes: list[Any]) -> list[Any]:
         while nodes and str(nodes[0][0]) == "AT" and str(nodes[0][1]) == "AT_BEGINNING":
             nodes = nodes[1:]
+        return self._without_end(nodes)
+
+    def _without_end(self, nodes: list[Any]) -> list[Any]:
+        """The parser moves what alternatives begin with, such as ^, in front of them: their ends are inside then."""
         while nodes and str(nodes[-1][0]) == "AT" and str(nodes[-1][1]) == "AT_END":
             nodes = nodes[:-1]
+        if nodes and str(nodes[-1][0]) == "BRANCH":
+            code, (group, branches) = nodes[-1]
+            return [*nodes[:-1], (code, (group, [self._without_end(list(branch)) for branch in branches]))]
         return nodes
 
     def _sequence(self, nodes: Any) -> str:
@@ -220,20 +227,20 @@ def _characters(code: str, argument: Any) -> Ranges:
     if code == "NOT_LITERAL":
         return without(((0, _LAST),), ((argument, argument),))
     negated = str(argument[0][0]) == "NEGATE"
-    listed = union(*(_member(str(kind), value) for kind, value in argument[negated:]))
+    listed = union(*(_member(str(kind), value, negated) for kind, value in argument[negated:]))
     return without(((0, _LAST),), listed) if negated else listed
 
 
-def _member(kind: str, value: Any) -> Ranges:
+def _member(kind: str, value: Any, negated: bool) -> Ranges:
+    """The characters of a class's member. White space that not all dialects know is in no class."""
     if kind == "LITERAL":
         return ((value, value),)
     if kind == "RANGE":
         return (value,)
     name = str(value).removeprefix("CATEGORY_")
-    if not name.startswith("NOT_"):
-        return _CATEGORIES[name]
-    positive = name.removeprefix("NOT_")
-    return without(((0, _LAST),), _ECMA_SPACE if positive == "SPACE" else _CATEGORIES[positive])
+    positive, complement = name.removeprefix("NOT_"), name.startswith("NOT_")
+    found = _ECMA_SPACE if positive == "SPACE" and complement != negated else _CATEGORIES[positive]
+    return without(((0, _LAST),), found) if complement else found
 
 
 def one_of(ranges: Ranges, spelled: Ranges) -> str:
