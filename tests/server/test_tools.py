@@ -13,10 +13,10 @@ import pytest
 
 from chat_support import ADD, PING, save_chat_model
 from paceline.config import ServerConfig
-from paceline.errors import ParameterError, RequestError
+from paceline.errors import ParameterError
 from paceline.server.context import _loaded
 from paceline.structured import grammars
-from server_support import Live, load, save_model, start
+from server_support import Live, load, start
 
 pytest.importorskip("llguidance", reason="structured outputs need the extra 'structured'")
 
@@ -303,10 +303,7 @@ def test_strict_tools_that_exceed_a_limit_together_are_named(live: Live, monkeyp
 
 def test_default_variables_are_those_that_the_template_names(tmp_path: Path) -> None:
     chat = save_chat_model(tmp_path / "chat", "{{ enable_thinking }}{{ messages[0].content }}")
-    plain = save_model(tmp_path / "plain")
     known, unknown = (ServerConfig(chat_template_kwargs={name: True}) for name in ("enable_thinking", "enable_thinkng"))
     assert _loaded(lambda: load(chat), known).tokenizer is not None
     with pytest.raises(ParameterError, match=r"^chat_template_kwargs='enable_thinkng'"):
         _loaded(lambda: load(chat), unknown)
-    with pytest.raises(RequestError, match="no chat template"):
-        _loaded(lambda: load(plain), known)
