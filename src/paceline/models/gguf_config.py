@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -212,8 +212,8 @@ def describe(file: GGUFFile) -> DecoderSpec:
     spec = FAMILIES[config.model_type].describe(config)
     if spec is None:
         raise ModelFormatError(f"{file.path}: its rotary positions, activation or kinds of layers are not supported")
-    scales = _are_scaled(spec)
-    changed = {layer: _with_tensors(file, layer, scaled=scales(layer)) for layer in dict.fromkeys(spec.layers)}
+    windows = _scales_windows(spec)
+    changed = {layer: _with_tensors(file, layer, scales_windows=windows) for layer in dict.fromkeys(spec.layers)}
     spec = dataclasses.replace(spec, layers=tuple(changed[layer] for layer in spec.layers))
     original = _metadata(file).get("rope.scaling.original_context_length")
     if _SHORT_FACTORS not in file.tensors or original is None:
@@ -221,19 +221,15 @@ def describe(file: GGUFFile) -> DecoderSpec:
     return dataclasses.replace(spec, max_positions=min(spec.max_positions, int(original)))  # as ``longest_sequence``
 
 
-def _are_scaled(spec: DecoderSpec) -> Callable[[LayerSpec], bool]:
-    """Return whether the file's rotary factors are those of a layer.
-
-    They are of layers without a window where models have both, unless only layers with a window have positions.
-    """
+def _scales_windows(spec: DecoderSpec) -> bool:
+    """Whether the file's rotary factors are those of layers with a window, too: if no other layer has positions."""
     attentions = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, AttentionSpec)]
     full = [of.rotary for of in attentions if of.window is None and of.rotary is not None]
-    without_positions = not any(any(rotary.inverse_frequencies) for rotary in full)
-    return lambda layer: without_positions or layer.attention.window is None
+    return not any(any(rotary.inverse_frequencies) for rotary in full)
 
 
-def _with_tensors(file: GGUFFile, layer: LayerSpec, *, scaled: bool) -> LayerSpec:
-    """Return the layer with the biases that the file has and, if it is ``scaled``, with the rotary scaling."""
+def _with_tensors(file: GGUFFile, layer: LayerSpec, *, scales_windows: bool) -> LayerSpec:
+    """Return the layer with the rotary scaling and the biases that the file has."""
     mlp = layer.mlp
     if isinstance(mlp, MLPSpec):
         mlp = dataclasses.replace(mlp, bias="blk.0.ffn_down.bias" in file.tensors)
@@ -241,7 +237,7 @@ def _with_tensors(file: GGUFFile, layer: LayerSpec, *, scaled: bool) -> LayerSpe
         return dataclasses.replace(layer, mlp=mlp)
     factors = next((name for name in ("rope_freqs.weight", _SHORT_FACTORS) if name in file.tensors), None)
     rotary = layer.attention.rotary
-    if rotary is not None and factors is not None and scaled:
+    if rotary is not None and factors is not None and (scales_windows or layer.attention.window is None):
         rotary = _with_factors(rotary, factors, file.tensors[factors], _metadata(file))
     attention = dataclasses.replace(
         layer.attention,
