@@ -92,6 +92,19 @@ def test_a_draft_equals_the_one_made_step_by_step(kind: str, acceptance: str, sc
         assert missing[0][0] == missing[1][0], "the reference drafts K tokens for every row: row 0 has them in both"
 
 
+@pytest.mark.parametrize("behind", [0, 3, 15])
+def test_the_first_pass_reads_what_a_row_has_missed(behind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = batch_of(SamplingParams(temperature=0, max_tokens=40))
+    at_once, by_steps = drafters("coupled")
+    for drafter in (at_once, by_steps):
+        drafter.propose(batch, SpeculationPlan(1))
+        for slot, length in zip(batch.slots, batch.lengths, strict=True):
+            drafter.decoder.num_computed_tokens[slot] = max(0, length - 1 - behind)
+    monkeypatch.setattr(at_once.decoder, "catch_up", lambda *_: pytest.fail("a pass of its own"))
+    draft, expected = (drafter.propose(batch, SpeculationPlan(K)) for drafter in (at_once, by_steps))
+    assert draft.draft_tokens == expected.draft_tokens
+
+
 def test_a_draft_ends_where_the_policy_stops_it() -> None:
     batch = batch_of(SamplingParams(temperature=0, max_tokens=40))
     (at_once, _), seen = drafters("coupled"), list[int]()
