@@ -42,7 +42,7 @@ def enumerated(schema: object) -> list[Any] | None:
 
 
 def kinds_of(schema: Mapping[str, Any]) -> set[str] | None:
-    """The types that a schema names, in "type" or as pydantic names an optional string; None if it names none so."""
+    """The types that a schema allows: those of "type", or string and null if ``anyOf`` is exactly these; else None."""
     kinds, options = schema.get("type"), schema.get("anyOf")
     if isinstance(kinds, str):
         return {kinds}

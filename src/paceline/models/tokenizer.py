@@ -43,7 +43,7 @@ class Tokenizer:
         self.vocab_size = len(tokenizer)
         added = tokenizer.added_tokens_decoder.items()
         self._special = {index for index, token in added if token.special} | set(tokenizer.all_special_ids)
-        self._renderers: dict[str, ChatTemplate] = {}  # by template
+        self._renderer = cache(self._make_renderer)  # by template
         # Memoised per token id.
         self.bytes_in_text, self.bytes_spelled = cache(self._bytes_in_text), cache(self._bytes_spelled)
 
@@ -134,11 +134,13 @@ class Tokenizer:
     def render(self, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any] | None = None) -> str:
         """Return the conversation as the text that ``chat`` encodes. Raises RequestError."""
         template = self.chat_template(tools=bool(fields and fields.get("tools")))
-        renderer = self._renderers.setdefault(template, ChatTemplate(template, self.huggingface.special_tokens_map))
         try:
-            return renderer.render(messages, fields)
+            return self._renderer(template).render(messages, fields)
         except RequestError as error:
             raise RequestError(f"the chat template of {self.name} refuses these messages: {error}") from error
+
+    def _make_renderer(self, template: str) -> ChatTemplate:
+        return ChatTemplate(template, self.huggingface.special_tokens_map)
 
     @cached_property
     def _control_tokens(self) -> ControlTokens:

@@ -358,13 +358,13 @@ def place(spec: DecoderSpec, names: WeightNames, stored: Mapping[str, StoredTens
     theirs = {our: name for name, our in ours.items()}
     sources = {our: slot.source or our for our, slot in free.items()}
     unused = [name for name, our in ours.items() if our not in sources.values()]
-    _refuse(spec, where, "has no use for", [name for name in unused if not _is_no_change(ours[name], stored[name])])
+    _refuse(spec, where, "has no use for", [name for name in unused if not _is_zero_bias(ours[name], stored[name])])
     _refuse(spec, where, "misses", sorted(set(sources.values()) - theirs.keys()))
     from_where = {our: theirs[source] for our, source in sources.items()}
     return [_place(free[our], names, stored[name], f"{where}: {name}") for our, name in from_where.items()]
 
 
-def _is_no_change(name: str | None, tensor: StoredTensor) -> bool:
+def _is_zero_bias(name: str | None, tensor: StoredTensor) -> bool:
     """Whether a tensor is a bias of zeros, which some programs that quantise add to every matrix."""
     if name is None or not name.endswith(".bias") or len(tensor.shape) != 1:
         return False

@@ -39,7 +39,8 @@ def translated(text: str, schema: Callable[[Any], str], special: Mapping[str, in
         place = found.end()
         word = found["word"]
         if found["suffix"] is not None:
-            pieces.append(_until(found["before"], *_value_at(found["suffix"], 0, "special"), special))
+            name, _ = _value_at(found["suffix"], 0, "special")
+            pieces.append(_until(found["before"], name, special))
         elif word is None:
             pieces.append(found[0])
         elif word in ("json", "special"):
@@ -58,8 +59,8 @@ def _value_at(text: str, place: int, word: str) -> tuple[Any, int]:
         raise StructureError(f"the grammar has %{word} without JSON behind it: {error}") from error
 
 
-def _until(before: str, name: Any, _end: int, special: Mapping[str, int]) -> str:
-    """What follows a rule's name: text and a special token. llguidance refuses these in a suffix."""
+def _until(before: str, name: Any, special: Mapping[str, int]) -> str:
+    """What follows the name of a rule that ends with a special token, which llguidance refuses in a suffix."""
     token = _special(name, special)
     return f": {before} {token}" if name in special else f"[suffix={token}]: {before}"
 

@@ -232,7 +232,7 @@ def _characters(code: str, argument: Any) -> Ranges:
 
 
 def _member(kind: str, value: Any, negated: bool) -> Ranges:
-    """The characters of a class's member. White space that not all dialects know is in no class."""
+    r"""The characters of a class's member. White space that only some dialects know is in neither \s nor \S."""
     if kind == "LITERAL":
         return ((value, value),)
     if kind == "RANGE":
