@@ -230,7 +230,7 @@ inline void prefetch(const void* from, size_t bytes) {
   for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(from) + i);
 }
 
-// The slot of a key on a tree token's path; arbitrary for keys beyond what the token sees.
+// The slot of a key on a tree token's path; the key itself or any slot of the path for keys beyond what the token sees.
 inline int64_t slot_of(const Path& path, int64_t key) {
   return key < path.from ? key : path.slots[(key < path.last ? key : path.last) - path.from];
 }
@@ -239,7 +239,10 @@ inline int64_t slot_of(const Path& path, int64_t key) {
 template <class T>
 __attribute__((noinline)) void transpose_along(const Attention& a, const T* keys, const Path& path, int first, float* out) {
   const T* rows[16];
-  for (int i = 0; i < 16; ++i) rows[i] = keys + static_cast<size_t>(slot_of(path, first + i)) * a.position_stride;
+  for (int i = 0; i < 16; ++i) {
+    const int64_t key = first + i < a.capacity ? first + i : a.capacity;  // never read beyond the cache
+    rows[i] = keys + static_cast<size_t>(slot_of(path, key)) * a.position_stride;
+  }
   transpose_keys(rows, a.dim, out);
 }
 

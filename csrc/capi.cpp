@@ -15,7 +15,12 @@ PL_EXPORT const Kernels* pl_kernels(const char* name) { return kernels_named(nam
 PL_EXPORT const char* pl_obstacle(const char* name) { return obstacle_to(name); }
 PL_EXPORT int pl_multiplies_correctly(const Kernels* kernels) { return multiplies_correctly(*kernels); }
 
-PL_EXPORT Pool* pl_pool_new(int threads) { return new Pool(threads); }
+// Null if the system refuses a thread.
+PL_EXPORT Pool* pl_pool_new(int threads) try {
+  return new Pool(threads);
+} catch (const std::exception&) {
+  return nullptr;
+}
 PL_EXPORT void pl_pool_free(Pool* pool) { delete pool; }
 
 // Memory for weights in huge pages, so that reading gigabytes sequentially does not stop for address translation.

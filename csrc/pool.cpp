@@ -49,10 +49,17 @@ void Barrier::wait() {
 }
 
 Pool::Pool(int threads) : threads_(threads), barrier_(threads) {
-  for (int thread = 1; thread < threads; ++thread) workers_.emplace_back([this, thread] { work(thread); });
+  try {
+    for (int thread = 1; thread < threads; ++thread) workers_.emplace_back([this, thread] { work(thread); });
+  } catch (...) {  // the system starts no more
+    stop();
+    throw;
+  }
 }
 
-Pool::~Pool() {
+Pool::~Pool() { stop(); }
+
+void Pool::stop() {
   stopping_.store(true);
   announce();
   for (auto& worker : workers_) worker.join();

@@ -26,7 +26,7 @@ class Pool {
  public:
   using Job = void (*)(void* context, int thread);
 
-  explicit Pool(int threads);
+  explicit Pool(int threads);  // throws std::system_error or std::bad_alloc if the system refuses a thread
   ~Pool();
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
@@ -39,6 +39,7 @@ class Pool {
  private:
   void work(int thread);
   void announce();
+  void stop();
 
   const int threads_;
   Barrier barrier_;

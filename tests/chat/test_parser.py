@@ -107,6 +107,11 @@ RECORDED += [
     ),
     ("qwen_xml", "<tool_call>\n<function=add", (None, "<tool_call>\n<function=add", [])),
     ("qwen_xml", "<tool_call><function=a b>", (None, "<tool_call><function=a b>", [])),
+    (
+        "qwen_xml",
+        "<function=get_weather>\n<parameter=n>\nNaN\n</parameter>\n</function>",
+        (None, "", [("get_weather", '{"n": "NaN"}', True)]),
+    ),
     ("qwen_xml", "<function=add>\nstray", (None, "stray", [("add", "{}", False)])),
     ("qwen_xml", "<function=add><parameter=a>\n12\n", (None, "", [("add", '{"a": "12', False)])),
     (

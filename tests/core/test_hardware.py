@@ -177,3 +177,11 @@ def test_float16_is_refused_on_a_cpu(flag: str, auto: torch.dtype, monkeypatch: 
     assert hardware.resolve_dtype("auto", cpu) == auto
     with pytest.raises(ParameterError, match=r"draft_dtype='float16'.*'float32' or 'bfloat16' on a CPU"):
         hardware.resolve_dtype("float16", cpu, "draft_dtype")
+
+
+def test_a_gpu_that_is_not_the_first_is_refused_with_the_way_to_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches of Triton, graphs and events go to a thread's current device."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert hardware.resolve_device("cuda:0") == torch.device("cuda:0")
+    with pytest.raises(ParameterError, match="CUDA_VISIBLE_DEVICES=1"):
+        hardware.resolve_device("cuda:1")

@@ -154,6 +154,22 @@ def test_changing_lengths_and_waiting_rows_change_no_output(
     assert answers(run(engine, PROMPTS, PARAMS)) == answers(run(plain, PROMPTS, PARAMS))
 
 
+@pytest.mark.parametrize("options", [{"drafter": None}, {"drafter": "ngram"}, {"speculation_width": 2}], ids=str)
+def test_idle_slots_may_be_longer_than_all_rows_that_run(options: dict[str, Any]) -> None:
+    """Padded rounds read as many positions as the rows that run have; a free slot keeps the prompt it had."""
+
+    def outputs(rounds: str) -> list[Any]:
+        size = {"max_positions": 1024}
+        settings = {"drafter": "model", "num_speculative_tokens": 4, "max_model_len": 1024, "max_batch_size": 4}
+        target, draft = ToyModel(**size), ToyModel(blur=0.3, **size)
+        engine = make_engine(target, draft, rounds=rounds, attention="padded", **(settings | options))
+        first = run(engine, [[i * 7 % 22 + 1 for i in range(700)]], [SamplingParams(temperature=0, max_tokens=5)])
+        prompts = [[i, 2, 3, 1, 2, 3, 1] for i in (1, 2, 3)]
+        return answers(first + run(engine, prompts, 3 * [SamplingParams(temperature=0, max_tokens=40)]))
+
+    assert outputs("device") == outputs("host")
+
+
 def test_auto_observes_device_rounds_one_round_late() -> None:
     """Rows wait, join and end while rounds are in flight. Costs are those of device rounds, so none has to be timed."""
     engine = engine_on("device", num_speculative_tokens="auto", max_batch_size=3)

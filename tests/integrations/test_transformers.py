@@ -7,7 +7,7 @@ import json
 import re
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, LogitsProcessorLi
 from transformers.generation.streamers import BaseStreamer
 
 from model_support import FOREIGN, NATIVE, VOCABULARY, tiny
-from paceline.errors import ParameterError
+from paceline.errors import ModelError, PacelineError, ParameterError
 from paceline.integrations.transformers.call_config import HONOURED, NEUTRAL, OTHERS
 from paceline.integrations.transformers.hooks import Processed, Record
 from paceline.transformers import generate
@@ -305,6 +305,7 @@ CALLED: dict[str, Any] = {  # what is refused deeper down, by the caller's name
     "eos_token_id": [-1, [2, VOCABULARY], "x", 1.5],
     "min_new_tokens": [-2],
     "max_time": [-1.0],
+    "repetition_penalty": [0.0],
     "num_assistant_tokens": [100],
     "prompt_lookup_num_tokens": [100],
     "assistant_model": ["foo", 5],
@@ -357,6 +358,70 @@ def test_changed_weights_rebuild_the_engine_and_deleted_models_are_freed(through
     del model
     gc.collect()
     assert gone() is None
+
+
+def test_a_model_that_computes_something_else_than_its_weights_say_is_refused() -> None:
+    """A steering hook. It is removed, put on again and moved, and every call sees it."""
+    model, prompts = model_of(), padded([6])
+    fields: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+    plain = generate(model, **prompts, **fields, **DRAFT_LENGTH)
+    hook = model.get_submodule("model.layers.1").register_forward_hook(lambda module, args, output: output * -3)
+    with pytest.raises(ModelError, match="Hooks"):
+        generate(model, **prompts, **fields, **DRAFT_LENGTH)
+    hook.remove()
+    again = generate(model, **prompts, **fields, **DRAFT_LENGTH)
+    assert isinstance(plain, Tensor)
+    assert isinstance(again, Tensor)
+    assert torch.equal(plain, again)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft calls what transformers calls otherwise now
+def test_adapters_of_peft_may_be_switched_between_calls() -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model, prompts = model_of("gpt_neox"), padded([6])
+    config = peft.LoraConfig(r=4, target_modules=["query_key_value"], init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config)
+    for context in (nullcontext, adapted.disable_adapter, nullcontext):
+        with context():
+            theirs, ours = both(model, prompts, max_new_tokens=8, do_sample=False)
+        assert torch.equal(theirs, ours)
+
+
+@pytest.mark.parametrize("short", ["model", "assistant_model"])
+def test_answers_beyond_the_positions_are_refused_not_cut(short: str) -> None:
+    name, config = NATIVE["llama"]
+    little = tiny(name, {**config, "max_position_embeddings": 8}, seed=1)
+    models = (little, None) if short == "model" else (model_of(), little)
+    with pytest.raises(
+        ParameterError, match=f"max_new_tokens=4 .* at most 2 after a prompt of 6 tokens: {short} has 8"
+    ):
+        generate(models[0], **padded([6]), assistant_model=models[1], max_new_tokens=4, **DRAFT_LENGTH)
+
+
+def test_a_call_inside_of_a_call_is_an_error_not_a_wait() -> None:
+    class Again(BaseStreamer):  # type: ignore[misc]
+        def put(self, value: Tensor) -> None:
+            generate(model, **padded([3]), max_new_tokens=2)
+
+        def end(self) -> None:
+            pass
+
+    model = model_of()
+    with pytest.raises(PacelineError, match="called generate on the model that runs it"):
+        generate(model, **padded([6]), max_new_tokens=4, streamer=Again(), **DRAFT_LENGTH)
+    assert generate(model, **padded([3]), max_new_tokens=2, do_sample=False, **DRAFT_LENGTH) is not None
+
+
+def test_a_model_without_its_weights_is_refused() -> None:
+    with pytest.raises(ParameterError, match="with all of its weights in memory"):
+        generate(model_of().to("meta"), **padded([6]), max_new_tokens=4)
+
+
+def test_the_cache_of_older_checkpoints_is_ignored_as_transformers_does() -> None:
+    model = model_of()
+    model.generation_config.cache_implementation = "hybrid"
+    theirs, ours = both(model, padded([6]), max_new_tokens=4, do_sample=False)
+    assert torch.equal(theirs, ours)
 
 
 def test_a_processors_exception_reaches_the_caller_and_the_next_call_works() -> None:

@@ -126,3 +126,45 @@ def test_every_set_runs_or_has_an_obstacle():
 @pytest.mark.skipif(build.compiler() is None, reason="needs a compiler")
 def test_a_compiler_that_does_not_know_the_flags_is_noticed():
     assert not build._knows(build.compiler() or "", ("-mno-such-instructions",))
+
+
+@needs_extension
+def test_threads_that_the_system_refuses_are_an_error():
+    script = (
+        "import resource\nfrom paceline.kernels import native\nkernels = native.available()[0]\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))\n"
+        "try:\n    native.pool(kernels, 2000)\nexcept ValueError as error:\n    print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("threads=2000 is not allowed: fewer")
+
+
+GUARDED = """
+import ctypes, torch
+from kernels.tools import cache_for, random_spec
+from paceline.core import row_tables
+from paceline.core.nodes import Nodes
+from paceline.models.native import NativeModel
+
+libc = ctypes.CDLL(None)
+libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t, *4 * [ctypes.c_int]]
+libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+def reserve(size):
+    memory = libc.mmap(None, size + 4096, 3, 0x22, -1, 0)
+    assert libc.mprotect(memory + size, 4096, 0) == 0
+    return (ctypes.c_uint8 * size).from_address(memory)
+
+row_tables._reserve = reserve
+spec = random_spec(width=128, heads=2, kv_heads=1, head_dim=256, layers=1, max_positions=64)
+model, cache, n = NativeModel(spec, "random", threads=1), cache_for(spec, rows=1, positions=23), 20
+model.fill(Nodes(torch.arange(n), torch.zeros(n, dtype=torch.int64), torch.arange(n)), cache)
+siblings = [[5, 6, 7], [0, 0, 0], [n, n + 1, n + 1], [n, n + 1, n + 2], [-1, 0, 0]]
+print(model.forward(Nodes(*map(torch.tensor, siblings)), cache).hidden.shape[0])
+"""
+
+
+@needs_extension
+def test_a_tree_at_the_end_of_a_cache_reads_nothing_beyond_it():
+    done = subprocess.run([sys.executable, "-c", GUARDED], capture_output=True, text=True)
+    assert done.stdout == "3\n", done.stderr

@@ -255,6 +255,18 @@ def test_a_hub_model_in_the_cache_needs_no_network(offline_hub: Path) -> None:
     assert hub.resolve("acme/little") == snapshot
 
 
+def test_a_cached_model_without_its_tokenizer_is_fetched_whole(
+    offline_hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers leaves such a cache where only the model was asked for; without network it is used as it is."""
+    cached = fill_hub_cache(offline_hub, {"config.json": "{}", "model.safetensors": ""})
+    assert hub.resolve("acme/little") == cached
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
+    monkeypatch.setattr(hub, "_try_snapshot", lambda name, local: cached if local else tmp_path)
+    assert hub.resolve("acme/little") == tmp_path
+
+
 def test_copies_of_the_weights_in_other_forms_are_not_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: dict[str, Any] = {}
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **fields: asked.update(fields) or tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -220,6 +221,17 @@ def test_the_start_line_names_what_the_kernels_lack_and_not_the_dtype(monkeypatc
     assert "a head width that is a multiple of 16" in llm.engine.describe()
 
 
+@pytest.mark.parametrize("options", [{}, {"quantization": "int8"}, {"attention": "native"}], ids=str)
+def test_the_start_line_says_that_the_kernels_are_missing(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without kernels "auto" is float32, which is not what keeps them from running."""
+    monkeypatch.setattr(hardware, "_cpu_flags", lambda: {"avx2"})
+    monkeypatch.setattr(native, "select", lambda: None)
+    monkeypatch.setattr(native, "why_none", lambda: "the C++ extension is not built")
+    options = {"device": "cpu", "max_model_len": 32, "use_tqdm": False} | options
+    llm = LLM(_llama_of_the_kernels(), drafter=None, tokenizer=None, **options)
+    assert "(not native: the C++ extension is not built)" in llm.engine.describe()
+
+
 def _llama_of_the_kernels() -> PreTrainedModel:
     return tiny("llama", NATIVE["llama"][1] | {"head_dim": 16})
 
@@ -228,3 +240,37 @@ def _llama_of_the_kernels() -> PreTrainedModel:
 def test_determinism_is_refused_by_other_attention_backends(name: Any) -> None:
     with pytest.raises(ParameterError, match=r"deterministic=True.*ragged"):
         make_backend(name, CPU, deterministic=True)
+
+
+@pytest.mark.parametrize(
+    ("compute", "hip", "reason"),
+    [((9, 0), "6.4", "AMD"), ((6, 1), None, "7.5 or later"), ((7, 5), None, None), ((12, 0), None, None)],
+)
+def test_triton_names_gpus_that_it_does_not_support(
+    compute: tuple[int, int], hip: str | None, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(launch, "capability", lambda device: compute)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    found = launch.why_not(CUDA)
+    assert found is None if reason is None else found is not None and reason in found
+
+
+def test_8_bits_on_old_gpus_need_float16(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    monkeypatch.setattr(launch, "interpreted", lambda: True)
+    monkeypatch.setattr(module, "native_bfloat16", lambda device: False)
+    model = fresh_llama()
+    model.dtype = torch.bfloat16
+    with pytest.raises(ParameterError, match="dtype='float16'"):
+        module._with_triton(model, "int8", deterministic=False)
+
+
+def test_deterministic_products_are_refused_where_some_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    monkeypatch.setattr(launch, "interpreted", lambda: True)
+    model = fresh_llama()
+    model.spec = replace(model.spec, embed_width=16)
+    with pytest.raises(ParameterError, match="projects its embeddings"):
+        module._with_triton(model, None, deterministic=True)

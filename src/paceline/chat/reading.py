@@ -218,9 +218,13 @@ def json_string(source: Source) -> Reading[str]:
 
 
 def is_json(text: str) -> bool:
-    """Whether a text is one complete JSON value."""
+    """Whether a text is one complete JSON value; NaN and Infinity, which Python reads, are none."""
     try:
-        json.loads(text)
+        json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         return False
     return True
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")

@@ -175,7 +175,9 @@ class EngineConfig:
         ),
     ] = True
     device: Annotated[
-        str, Text(filled=True), Help("cpu, cuda, cuda:1, ...; auto is the first CUDA device if there is one.")
+        str,
+        Text(filled=True),
+        Help("cpu or cuda, the first CUDA device that the process sees; auto is cuda if there is one."),
     ] = "auto"
     tensor_parallel: Annotated[
         int,
@@ -185,7 +187,7 @@ class EngineConfig:
             "--tensor-parallel",
             "--tensor-parallel-size",
             more="Each rank has a part of every matrix and of the cache. The engine starts the others, unless "
-            "torchrun has; devices count from ``device``. Drafting, sampling and scheduling stay in the first.",
+            "torchrun has. Drafting, sampling and scheduling stay in the first.",
         ),
     ] = 1
     threads: Annotated[

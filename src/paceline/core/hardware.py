@@ -19,7 +19,7 @@ from paceline.errors import ParameterError
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_DEVICES = "'auto', 'cpu', 'cuda' or 'cuda:N'"
+_DEVICES = "'auto', 'cpu' or 'cuda'"
 
 
 def available_memory(device: torch.device) -> int:
@@ -107,6 +107,9 @@ def resolve_device(name: str) -> torch.device:
         raise ParameterError("device", name, _DEVICES)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ParameterError("device", name, f"this machine has {torch.cuda.device_count()} CUDA devices")
+    if device.index:  # graphs, events and Triton's launches go to the thread's current device, which is the first
+        hidden = f"'cuda', in a process that sees this GPU only: set CUDA_VISIBLE_DEVICES={device.index}"
+        raise ParameterError("device", name, hidden)
     return device
 
 

@@ -258,6 +258,8 @@ class DeviceRound:
 
     def _draft_lookup(self, state: RowState, k: int, span: int) -> Draft:
         """Draft k tokens per row from its own text; none if its last tokens do not occur earlier."""
+        if k == 0:
+            return Draft(state.length.new_empty((state.rows, 0)), torch.zeros_like(state.length))
         tokens, matched = copied(state.slots.of(state.text[:, :span]), state.length, k, LONGEST_SUFFIX)
         return Draft(tokens, self._caps.device[: state.rows].clamp(max=k) * (matched > 0))
 

@@ -107,6 +107,11 @@ def _is_for_this_machine() -> bool:
     return (sys.platform, platform.machine()) in _MACHINES
 
 
+def directory() -> Path:
+    """Where the library is; PACELINE_BUILD_DIR names another place than the package (a sanitised build)."""
+    return Path(os.environ.get("PACELINE_BUILD_DIR") or PACKAGE)
+
+
 def source_hash(sources: Path = SOURCES) -> str:
     """Digest of the C++ sources, to be compared with the one in a library; empty if there are no sources."""
     files = sorted(path for path in sources.glob("*") if path.suffix in (".cpp", ".h"))
@@ -145,6 +150,13 @@ def build(destination: Path = PACKAGE, sources: Path = SOURCES, extra: tuple[str
     cxx = compiler()
     if cxx is None:
         raise BuildError(what_is_missing())
+    try:
+        return _build(cxx, destination, sources, extra)
+    except OSError as error:
+        raise BuildError(f"{destination} cannot be written: {error}") from error
+
+
+def _build(cxx: str, destination: Path, sources: Path, extra: tuple[str, ...]) -> Path:
     machine = target(cxx)
     newer = machine == "x86_64" and _knows(cxx, _NEWER)
     files = files_for(machine, newer, sources)
@@ -181,9 +193,8 @@ def main() -> None:
     """Build in place; --sanitize builds for AddressSanitizer."""
     sanitize = "--sanitize" in sys.argv[1:]
     extra = ("-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-g", "-O1") if sanitize else ()
-    destination = Path(os.environ.get("PACELINE_BUILD_DIR", PACKAGE))
     try:
-        print(f"built {build(destination, extra=extra)}")  # noqa: T201 (the command's answer)
+        print(f"built {build(directory(), extra=extra)}")  # noqa: T201 (the command's answer)
     except BuildError as error:
         sys.exit(f"paceline's kernels were not built: {error}")
 

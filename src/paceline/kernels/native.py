@@ -55,8 +55,8 @@ class Kernels:
 
 
 def library_path() -> Path:
-    """Path of the extension; PACELINE_BUILD_DIR names another directory (a sanitised build)."""
-    return Path(os.environ.get("PACELINE_BUILD_DIR", build.PACKAGE)) / build.LIBRARY
+    """Path of the extension."""
+    return build.directory() / build.LIBRARY
 
 
 @cache
@@ -171,6 +171,8 @@ class Pool:
     def __init__(self, library: ctypes.CDLL, threads: int) -> None:
         self.threads = threads
         self.handle = library.pl_pool_new(threads)
+        if not self.handle:
+            raise ParameterError("threads", threads, "fewer: the system refuses to start so many")
 
 
 _pools: dict[int, Pool] = {}
@@ -179,7 +181,7 @@ os.register_at_fork(after_in_child=_pools.clear)
 
 
 def pool(kernels: Kernels, threads: int) -> Pool:
-    """The process's pool with this number of threads. Raises ParameterError below 1."""
+    """The process's pool with this number of threads. Raises ParameterError below 1, or if they cannot be started."""
     if threads < 1:
         raise ParameterError("threads", threads, "at least 1")
     if threads not in _pools:

@@ -122,7 +122,7 @@ def resolve_tokenizer(source: str | os.PathLike[str]) -> Path:
     patterns = ("config.json", *HUB_TOKENIZER_FILES)
     for local in (True, False):
         found = _try_snapshot(name, local=local, patterns=patterns)
-        if isinstance(found, Path) and any(next(found.glob(pattern), None) for pattern in HUB_TOKENIZER_FILES):
+        if isinstance(found, Path) and _has_tokenizer(found):
             return found
     if isinstance(found, Exception):
         raise ModelNotFoundError(_hub_failed(name, found)) from found
@@ -354,10 +354,13 @@ def _hub_snapshot(name: str) -> Path:
     It has the config, safetensors and tokenizer files; pickles are never fetched.
     """
     cached = _try_snapshot(name, local=True)
-    if isinstance(cached, Path) and _is_complete(cached):
-        return cached
+    usable = cached if isinstance(cached, Path) and _is_complete(cached) else None
+    if usable is not None and _has_tokenizer(usable):
+        return usable
     fetched = _try_snapshot(name, local=False)
     if isinstance(fetched, Exception):
+        if usable is not None:  # perhaps the model has no tokenizer
+            return usable
         raise ModelNotFoundError(_hub_failed(name, fetched)) from fetched
     if not _is_complete(fetched):
         raise ModelFormatError(
@@ -402,6 +405,10 @@ def _try_snapshot(name: str, *, local: bool, patterns: Sequence[str] = _MODEL_FI
             return Path(found)
     except Exception as error:  # noqa: BLE001  (not found, no network, no permission, bad name: callers report it)
         return error
+
+
+def _has_tokenizer(snapshot: Path) -> bool:
+    return any(next(snapshot.glob(pattern), None) for pattern in HUB_TOKENIZER_FILES)
 
 
 def _is_complete(snapshot: Path) -> bool:

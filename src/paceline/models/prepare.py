@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.config import AttentionName, QuantizationName
+from paceline.core.hardware import native_bfloat16
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import native
 from paceline.kernels.gpu.launch import has_fp8, require_triton
@@ -71,12 +72,16 @@ def _with_triton(model: AnyModel, quantization: QuantizationName | None, determi
         raise ParameterError(field, value, f"not possible yet: {model.name} is a mixture of experts")
     if deterministic and model.state_shape is not None:
         raise ParameterError("deterministic", deterministic, f"not possible yet: {model.name} has recurrent layers")
+    if deterministic and model.spec.embed_width != model.spec.width:
+        raise ParameterError("deterministic", deterministic, f"not possible yet: {model.name} projects its embeddings")
     if quantization == "int4":
         raise ParameterError(field, value, "'int8' or 'fp8' on CUDA devices")
     if quantization == "fp8" and not has_fp8(model.device):
         raise ParameterError(
             field, value, f"'int8': {model.device} has no float8; it needs an Ada, Hopper or later GPU"
         )
+    if quantization == "int8" and model.dtype == torch.bfloat16 and not native_bfloat16(model.device):
+        raise ParameterError(field, value, "possible on GPUs before Ampere with dtype='float16' only")
     from paceline.kernels.gpu.linear import Linears
 
     to: Format = "same" if quantization is None else quantization
@@ -116,8 +121,15 @@ def _obstacle(model: AnyModel, quantization: QuantizationName | None) -> str | N
 
 
 def why_not_native(model: AnyModel, attention: AttentionName) -> str | None:
-    """Return why ``attention="auto"`` did not choose the native kernels, for the start line; None if it did."""
-    if attention != "auto" or isinstance(model, NativeModel):
+    """Return why a model that may run on the native kernels does not, for the start line; None if it does."""
+    kernels_missing = model.device.type == "cpu" and native.select() is None and native.why_none()
+    if isinstance(model, NativeModel):
+        return kernels_missing or None
+    if attention != "auto":
         return None
+    if kernels_missing:
+        return kernels_missing
     obstacle = _obstacle(model, None)
-    return obstacle or (native.why_none() if native.select() is None else "the kernels do not cover this architecture")
+    if obstacle is None and native.select() is None:
+        return f"{native.VARIABLE} is off"
+    return obstacle or "the kernels do not cover this architecture"

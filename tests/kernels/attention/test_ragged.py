@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -13,7 +15,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from paceline.config import MAX_SPECULATION_LENGTH
 from paceline.core.nodes import Tree
 from paceline.core.slots import Slots
-from paceline.kernels.attention import BACKENDS
+from paceline.kernels.attention import BACKENDS, ragged
 from paceline.kernels.attention.ragged import FIXED, RaggedAttention, Tiles
 from paceline.kernels.attention.reference import ReferenceAttention
 
@@ -215,3 +217,52 @@ def test_half_precision_is_as_close_as_its_format() -> None:
 
 def test_the_backend_is_registered() -> None:
     assert BACKENDS["ragged"]().name == "ragged"
+
+
+@pytest.mark.parametrize(
+    ("compute", "limit", "dtype", "width", "queries", "positions"),
+    [
+        ((7, 5), 64, torch.float16, 128, 64, 64),  # 65,536 bytes, as Triton reports
+        ((7, 5), 64, torch.float16, 256, 16, 32),  # 49,152; with 64 positions 81,920
+        ((7, 5), 64, torch.float16, 256, 32, 32),  # 65,536; 98,304
+        ((7, 5), 64, torch.float32, 256, 16, 32),  # 51,264; 86,080
+        ((8, 0), 163, torch.float32, 512, 16, 32),  # 100,416; 168,000
+        ((8, 6), 99, torch.float32, 512, 16, 32),
+        ((8, 6), 99, torch.bfloat16, 512, 16, 64),  # 83,968
+        ((9, 0), 227, torch.float32, 512, 16, 64),
+    ],
+)
+def test_tiles_fit_into_a_programs_shared_memory(
+    compute: tuple[int, int],
+    limit: int,
+    dtype: torch.dtype,
+    width: int,
+    queries: int,
+    positions: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ragged, "capability", lambda device: compute)
+    monkeypatch.setattr(ragged, "shared_memory", lambda device: limit << 10)
+    assert Tiles().positions_for(queries, width, dtype.itemsize, torch.device("cuda")) == positions
+
+
+@pytest.mark.usefixtures("ordered_products")
+def test_long_chunks_of_deterministic_attention_take_bounded_memory_and_keep_their_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache, most = ragged_cache([600, 590], 1, 600, 16, seed=5), 1 << 14
+    where = (torch.arange(40) + torch.tensor([[560], [550]])).to(DEVICE)
+    q, backend = torch.randn(2, 2, 40, 16, device=DEVICE), RaggedAttention(deterministic=True)
+    whole = backend.attend(q, *cache, backend.plan(where, 600), scale=None, window=None)
+    monkeypatch.setattr(ragged, "_MOST_SCRATCH", most)
+    sizes, empty = [], torch.empty
+
+    def recorded(*size: Any, **options: Any) -> Tensor:
+        made = empty(*size, **options)
+        sizes.append(made.nbytes)
+        return made
+
+    monkeypatch.setattr(torch, "empty", recorded)
+    parts = backend.attend(q, *cache, backend.plan(where, 600), scale=None, window=None)
+    assert torch.equal(parts, whole)
+    assert max(sizes) <= most < 3 * whole.nbytes  # of three splits

@@ -96,3 +96,15 @@ def test_nan_logits_give_a_token_of_the_vocabulary() -> None:
         noise.temperature.fill_(temperature)
         drawn = kernels.draw(logits, noise, 0, Purpose.DRAW, block=16)
         assert bool(((drawn >= 0) & (drawn < 40)).all())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.filterwarnings("ignore:All-NaN", "ignore:invalid value")
+def test_an_infinite_logit_wins(temperature: float) -> None:
+    """A head in float16 that exceeds its range."""
+    logits = torch.randn(2, 1, 40, device=DEVICE)
+    logits[:, :, 29] = torch.inf
+    types = (torch.float32, torch.int64, torch.int64, torch.int64)
+    noise = kernels.Noise(*(torch.zeros(2, device=DEVICE, dtype=type_) for type_ in types))
+    noise.temperature.fill_(temperature)
+    assert kernels.draw(logits, noise, 0, Purpose.DRAW, block=16).unique().tolist() == [29]

@@ -119,7 +119,10 @@ def merged(
         raise ParameterError("generation_config", given, "a transformers GenerationConfig")
     config = GenerationConfig() if given is None else copy.deepcopy(given)
     if model.generation_config is not None:
-        config.update(**model.generation_config.to_dict(), defaults_only=True)
+        own = model.generation_config.to_dict()
+        if own.get("cache_implementation") == "hybrid":  # of older checkpoints with windows; transformers drops it, too
+            del own["cache_implementation"]
+        config.update(**own, defaults_only=True)
     rest: dict[str, Any] = config.update(**fields)
     config.top_k = TOP_K if config.top_k is None else config.top_k
     for name, value in config.to_dict().items():
@@ -216,7 +219,8 @@ class CallConfig:
         }
         if processed:
             return SamplingParams(temperature=float(self.sampled), **common)
-        common |= {"repetition_penalty": config.repetition_penalty or 1.0, "min_tokens": self.min_tokens}
+        penalty = 1.0 if config.repetition_penalty is None else config.repetition_penalty
+        common |= {"repetition_penalty": penalty, "min_tokens": self.min_tokens}
         if not self.sampled:
             return SamplingParams(temperature=0.0, **common)
         return SamplingParams(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,7 +19,7 @@ from paceline.config import DtypeName, EngineOptions
 from paceline.core.hardware import ignore_torch_context
 from paceline.core.outputs import CompletionOutput, RequestOutput
 from paceline.engine.engine import Engine, Request
-from paceline.errors import ParameterError
+from paceline.errors import ModelError, PacelineError, ParameterError
 from paceline.integrations.transformers.assistant import check_assistant
 from paceline.integrations.transformers.call_config import CallConfig, by_their_names, merged
 from paceline.integrations.transformers.hooks import Criteria, Criterion, Processed, Processor, Record
@@ -28,6 +29,9 @@ from paceline.models.loading import max_positions
 _DTYPES: dict[torch.dtype, DtypeName] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _DTYPES_ON_CUDA: dict[torch.dtype, DtypeName] = {**_DTYPES, torch.float16: "float16"}
 _NOT_HERE = ("synced_gpus", "negative_prompt_ids", "negative_prompt_attention_mask", "custom_generate")
+_CHECKED_TOKENS = 12
+_TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 1.0, torch.float16: 0.3}  # of log-probabilities
+_SWITCHES = "_disable_adapters", "_active_adapter"  # of peft's layers
 _SAMPLES = 4  # numbers of each weight that tell whether it has changed
 Allowed = Callable[[int, Tensor], list[int]]
 
@@ -84,7 +88,7 @@ def generate(
             raise ParameterError("streamer", streamer, "for one prompt with one answer")
         call = _Call(prompts, call_config, list(logits_processor or ()), criteria, prefix_allowed_tokens_fn, streamer)
         kept = _kept(model)
-        with kept.lock:
+        with kept.alone():
             return call.run(kept.engine(model, assistant_model, call))
 
 
@@ -250,10 +254,22 @@ class _Kept:
     """A model's engine, with or without an assistant, for the weights they had when it was built."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self._lock, self._thread = threading.Lock(), 0
         self._llm: LLM | None = None
         self._weights: object = None
         self._options: object = None
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Wait until no other thread runs the model. Raises PacelineError inside of a call by the same thread."""
+        if self._thread == threading.get_ident():
+            raise PacelineError("a processor, criterion or streamer called generate on the model that runs it")
+        with self._lock:
+            self._thread = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._thread = 0
 
     def engine(self, model: PreTrainedModel, assistant: PreTrainedModel | None, call: _Call) -> Engine:
         weights = _stamp(model), None if assistant is None else _stamp(assistant)
@@ -294,7 +310,30 @@ def _load(model: PreTrainedModel, assistant: PreTrainedModel | None, call: _Call
     options |= EngineOptions(device=str(model.device), dtype=known[model.dtype])
     if assistant is not None:
         options["draft_dtype"] = known.get(assistant.dtype, "same")
-    return LLM(model, assistant, use_tqdm=False, **options)
+    llm = LLM(model, assistant, use_tqdm=False, **options)
+    _check_logits(llm, model)
+    return llm
+
+
+def _check_logits(llm: LLM, model: PreTrainedModel) -> None:
+    """Raise ModelError for a model that computes something else than its weights and its configuration say.
+
+    Hooks and changed modules do. Families that run through transformers' own code are compared when they are loaded.
+    """
+    if model.training:  # dropout would change its logits, and is not applied here
+        return
+    count = max(2, min(_CHECKED_TOKENS, llm.engine.max_model_len - 1))
+    tokens = torch.arange(count) % model.config.get_text_config().vocab_size
+    (found,) = llm.score([tokens[:1].tolist()], [tokens[1:].tolist()], use_tqdm=False)
+    with torch.no_grad():
+        logits = model(input_ids=tokens[None].to(model.device), use_cache=False).logits[0, :-1].float().cpu()
+    expected = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+    error = (torch.tensor(found.logprobs) - expected).abs().max().item()
+    if not error <= _TOLERANCE[model.dtype]:
+        raise ModelError(
+            f"{type(model).__name__} does not compute what its weights and configuration say: log-probabilities differ "
+            f"by {error:.2g}. Hooks, replaced modules and own forward methods are run by model.generate only"
+        )
 
 
 def _options(llm: LLM, model: PreTrainedModel, assistant: PreTrainedModel | None, call: _Call) -> EngineOptions:
@@ -317,16 +356,32 @@ def _sized(model: PreTrainedModel, assistant: PreTrainedModel | None, call: _Cal
 
 def _positions(model: PreTrainedModel, assistant: PreTrainedModel | None, call: _Call) -> int:
     """Positions of a row: the next power of two, so that calls of other lengths fit, too."""
-    most = min(max_positions(each) for each in (model, assistant) if each is not None)
+    most = max_positions(model)
+    if assistant is not None and max_positions(assistant) < most:
+        most = max_positions(assistant)
+    wanted = call.length - min(call.prompts.paddings)
+    if wanted > most:
+        who = "assistant_model" if most < max_positions(model) else "model"
+        prompt = wanted - call.call_config.max_tokens
+        allowed = f"at most {most - prompt} after a prompt of {prompt} tokens: {who} has {most} positions"
+        raise ParameterError("max_new_tokens", call.call_config.max_tokens, allowed)
     return min(most, 1 << (call.length - 1).bit_length())
 
 
 def _stamp(model: PreTrainedModel) -> tuple[object, ...]:
-    """A value that changes when weights do: each tensor's address, its version counter and a few of its numbers.
+    """A value that changes when the model does: its configuration, hooks and active adapters, and of each tensor the
+    address, the version counter and a few of its numbers.
 
-    Changes through ``weight.data`` are not counted in the version.
+    Changes through ``weight.data`` are not counted in the version, and are seen only if they change those numbers.
     """
     weights = list(model.state_dict(keep_vars=True).values())
+    if any(not isinstance(weight, Tensor) or weight.is_meta for weight in weights):
+        raise ParameterError("model", type(model).__name__, "with all of its weights in memory, as torch's own tensors")
     samples = [weight.detach().reshape(-1)[:: max(1, weight.numel() // _SAMPLES)] for weight in weights]
     versions = ((weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in weights)
-    return *versions, *torch.cat([sample.to("cpu", torch.float32) for sample in samples]).nan_to_num().tolist()
+    code = [
+        (*module._forward_hooks, "before", *module._forward_pre_hooks, *(vars(module).get(name) for name in _SWITCHES))
+        for module in model.modules()
+    ]
+    numbers = torch.cat([sample.to("cpu", torch.float32) for sample in samples]).nan_to_num().tolist()
+    return model.config.to_dict(), code, *versions, *numbers

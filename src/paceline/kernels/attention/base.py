@@ -73,9 +73,10 @@ class Plan:
         """Whether each query sees a key [B, L, longest], and the keys' positions [B, 1, longest]."""
         rows, length = self.positions.shape
         key = torch.arange(self.longest + length, device=self.positions.device)  # new keys may lie beyond ``longest``
+        slots = self.slots.clamp(max=len(key) - 1)[:, None]  # idle rows' lie anywhere, and nothing of them is used
         seen = (key < self.positions[:, :1, None]).repeat(1, length, 1)
-        seen.scatter_(2, self.slots[:, None].expand(-1, length, -1), ancestors)
-        at = key.repeat(rows, 1, 1).scatter_(2, self.slots[:, None], self.positions[:, None])
+        seen.scatter_(2, slots.expand(-1, length, -1), ancestors)
+        at = key.repeat(rows, 1, 1).scatter_(2, slots, self.positions[:, None])
         return seen[..., : self.longest], at[..., : self.longest]
 
 

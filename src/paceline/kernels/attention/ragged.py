@@ -9,7 +9,7 @@ The kernel computes a row's splits from the positions of its queries, so lengths
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels.attention.base import Plan
-from paceline.kernels.gpu.launch import multiprocessors
+from paceline.kernels.gpu.launch import capability, multiprocessors, shared_memory
 
 _LOG2_E = 1.4426950408889634
 _SMALLEST_TILE = 16  # smallest tile side that tl.dot multiplies
@@ -221,11 +221,29 @@ class Tiles:
         """Tiles of keys that a program loads at once; bytes_each: of a key's number."""
         return self.stages if width * bytes_each <= _WIDEST_PIPELINED else 1
 
+    def positions_for(self, queries: int, width: int, bytes_each: int, device: torch.device) -> int:
+        """Positions of a tile, so few that a program's shared memory suffices.
+
+        The sizes are those that Triton 3.9 reports for compute capabilities from 7.5 to 9.0.
+        """
+        stages, positions = self.stages_for(width, bytes_each), self.positions
+        copies_twice = bytes_each == 2 and capability(device) < _FIRST_WITH_ASYNC_COPIES
+
+        def used(positions: int) -> int:
+            lines = 2 * (queries + positions) if copies_twice else queries + stages * positions
+            return lines * width * bytes_each + (0 if copies_twice else 4 * queries * positions + 64)
+
+        while positions > _SMALLEST_TILE and used(positions) > shared_memory(device):
+            positions //= 2
+        return positions
+
 
 FIXED = Tiles(queries=_SMALLEST_TILE, positions=64, split=256)
 _MOST_SPLITS = 64
 _LARGEST_TILE = 64  # queries of a tile
 _LARGEST_NUMBERS = 64 * 128  # numbers of a tile of queries: more take too many registers
+_FIRST_WITH_ASYNC_COPIES = 8, 0  # compute capability
+_MOST_SCRATCH = 256 << 20  # bytes of the splits' results: more new tokens are attended to in parts
 _WIDEST_PIPELINED = 512  # bytes of a head: two tiles of wider keys exceed a program's shared memory on sm_89
 
 
@@ -265,8 +283,16 @@ class RaggedAttention:
         tile = self.tiles.queries or _tile(shared * length, q.dtype, block_d)
         head_tiles = triton.cdiv(shared, tile)
         tiles = head_tiles * length if kind == "paths" else triton.cdiv(shared * length, tile)
+        positions = self.tiles.positions_for(tile, block_d, q.element_size(), q.device)
         splits, split_size = self._splits(rows * groups * tiles, plan.longest, q.device)
         joined = splits if splits > 1 else 0
+        most = max(tile, _MOST_SCRATCH // (4 * max(joined, 1) * rows * heads * dim))
+        if joined and length > most and plan.ancestors is None:
+            plans = [replace(plan, positions=part.contiguous()) for part in torch.split(plan.positions, most, 1)]
+            pieces = zip(torch.split(q, most, 2), plans, strict=True)
+            return torch.cat(
+                [self.attend(piece, k_cache, v_cache, own, scale=scale, window=window) for piece, own in pieces], 2
+            )
         partial = torch.empty((joined, rows, length, heads, dim), dtype=torch.float32, device=q.device)
         levels = torch.empty((joined, rows, length, heads), dtype=torch.float32, device=q.device)
         out = torch.empty((rows, length, heads, dim), dtype=q.dtype, device=q.device)
@@ -294,7 +320,7 @@ class RaggedAttention:
             SHARED=shared,
             DIM=dim,
             BLOCK_M=tile,
-            BLOCK_N=self.tiles.positions,
+            BLOCK_N=positions,
             BLOCK_D=block_d,
             SPLIT_SIZE=split_size,
             WINDOWED=window is not None,

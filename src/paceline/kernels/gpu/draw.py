@@ -66,7 +66,8 @@ def first_best(
 @triton.jit
 def scaled_logits(x: tl.tensor, top: tl.tensor, temperature: tl.tensor) -> tl.tensor:
     """Logits minus the largest one, divided by the temperature (unless it is 0): ``sampling.warp`` without cuts."""
-    return tl.div_rn(x - top, tl.where(temperature == 0.0, 1.0, temperature) + tl.zeros_like(x))
+    below = tl.where(x == float("inf"), 0.0, x - top)  # inf - inf would be NaN, and inf is the largest logit
+    return tl.div_rn(below, tl.where(temperature == 0.0, 1.0, temperature) + tl.zeros_like(x))
 
 
 @triton.jit

@@ -10,10 +10,12 @@ from torch.nn import functional
 def copied(text: Tensor, length: Tensor, k: int, longest_suffix: int) -> tuple[Tensor, Tensor]:
     """Draft tokens [B, k] by prompt lookup, and the number of tokens matched [B].
 
-    text [B, P], length [B]. The longest match of a row's end wins, of equal ones the latest, as in ``drafters.lookup``.
-    With 0 tokens matched the draft tokens are meaningless. If fewer than k tokens follow the match, they repeat.
+    text [B, P], length [B]; rows longer than P are idle, and their draft tokens arbitrary. The longest match of a row's
+    end wins, of equal ones the latest, as in ``drafters.lookup``. With 0 tokens matched the draft tokens are
+    meaningless. If fewer than k tokens follow the match, they repeat.
     """
     size = text.shape[1]
+    length = length.clamp(max=size)
     order = torch.arange(size, device=text.device)
     last = length[:, None] - 1 - torch.arange(longest_suffix, device=text.device)
     suffix = torch.where(last >= 0, text.gather(1, last.clamp(min=0)), -2)

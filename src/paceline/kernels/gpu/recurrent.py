@@ -1,4 +1,4 @@
-"""Gated delta nets over the states of slots, token by token, without snapshots. They never ran on a GPU.
+"""Gated delta nets over the states of slots, token by token, without snapshots.
 
 The contract is that of the CPU kernels (``csrc/recurrent.h``). The first kernel applies the accepted inputs of the
 slot's last pass while it reads the state, runs the row's nodes, and stores the state after the certain ones. The second
