@@ -1,4 +1,4 @@
-"""An ``LLM`` on toy models, without files and without a tokenizer."""
+"""An ``LLM`` on toy models, without files."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from paceline.engine.engine import Engine, Models
 from paceline.engine.requests import RequestMaker
 from paceline.engine.sharing import SharedEngine
 from paceline.llm import LLM
-from toy import ToyModel
+from paceline.models.tokenizer import Tokenizer
+from toy import VOCAB, ToyModel
 
 
-def toy_llm(positions: int = 200, **options: Any) -> LLM:
+def toy_llm(positions: int = 200, tokenizer: Tokenizer | None = None, **options: Any) -> LLM:
     options = {"max_batch_size": 4, "max_model_len": positions, "device": "cpu", "dtype": "float32"} | options
-    draft = ToyModel(max_positions=positions, blur=0.2) if options.get("drafter") == "model" else None
+    vocab = VOCAB if tokenizer is None else tokenizer.vocab_size
+    draft = ToyModel(vocab, max_positions=positions, blur=0.2) if options.get("drafter") == "model" else None
     llm = LLM.__new__(LLM)
-    llm.tokenizer = None
-    llm._models = Models(ToyModel(max_positions=positions), draft)
-    llm.requests = RequestMaker(None, llm._models.target.vocab_size, llm._models.eos_token_ids)
+    llm.tokenizer = tokenizer
+    llm._models = Models(ToyModel(vocab, max_positions=positions), draft)
+    llm.requests = RequestMaker(tokenizer, vocab, llm._models.eos_token_ids)
     llm._shared = SharedEngine(Engine(llm._models, EngineConfig(**options)))
     return llm

@@ -32,6 +32,7 @@ from paceline.config.inputs import (
     as_adapters,
     as_conversations,
     as_documents,
+    as_gaps,
     as_prompt,
     as_prompts,
     as_sources,
@@ -44,7 +45,7 @@ from paceline.core.hardware import (
 )
 from paceline.core.outputs import RequestOutput, Score
 from paceline.drafters.heads.loading import find_head, has_own_head, load_own_head
-from paceline.engine.calls import CallArguments, Made, OnError
+from paceline.engine.calls import CallArguments, Made, OnError, check_params
 from paceline.engine.chat import ChatPrompt
 from paceline.engine.engine import Engine, Models, Request
 from paceline.engine.loading import (
@@ -58,7 +59,7 @@ from paceline.engine.loading import (
     loading_progress,
     serve_other_rank,
 )
-from paceline.engine.requests import RequestMaker, encoded, needed
+from paceline.engine.requests import RequestMaker, continued, encoded, needed
 from paceline.engine.scoring import EMBEDDED, PooledStates, PromptReading, PromptScores
 from paceline.engine.sharing import SharedCall, SharedEngine
 from paceline.errors import EmptyPromptError, PacelineError, ParameterError
@@ -252,8 +253,10 @@ class LLM:
         """
         tokenizer = needed(self.tokenizer, "infill")
         markers = InfillMarkers.of(tokenizer)
-        prompts = [markers.prompt(tokenizer, before, after) for before, after in gaps]
-        return self.generate(prompts, markers.ended(params or SamplingParams()), use_tqdm=use_tqdm)
+        prompts = [markers.prompt(tokenizer, before, after) for before, after in as_gaps(gaps)]
+        params = SamplingParams() if params is None else params
+        check_params(params)
+        return self.generate(prompts, markers.ended(params), use_tqdm=use_tqdm)
 
     def tokens_of_chat(self, messages: Sequence[Message], **options: Unpack[ChatFields]) -> list[int]:
         """Token ids of a conversation in the format of the model's chat template. options: see ``ChatFields``.
@@ -337,8 +340,10 @@ class LLM:
         prompt_tokens = encoded(self.tokenizer, prompt)
         if isinstance(prompt, str) and isinstance(continuation, str):
             tokens = encoded(self.tokenizer, prompt + continuation)
+        elif isinstance(continuation, str):
+            tokens = prompt_tokens + continued(self.tokenizer, prompt_tokens, continuation)
         else:
-            tokens = prompt_tokens + encoded(self.tokenizer, continuation, plain=True)
+            tokens = prompt_tokens + list(continuation)
         if not prompt_tokens:
             raise EmptyPromptError("a prompt has no tokens, so its continuation has no context")
         if len(prompt_tokens) >= len(tokens):

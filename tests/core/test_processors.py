@@ -40,6 +40,17 @@ def test_a_row_without_any_allowed_token_ends_and_no_other_row_changes(drafter: 
     assert other.outputs[0].token_ids == alone.outputs[0].token_ids
 
 
+@pytest.mark.parametrize("drafter", [None, "ngram"])
+def test_a_processor_that_leaves_only_end_tokens_before_min_tokens_ends_its_request(drafter: str | None) -> None:
+    def process(answer: list[int], logits: Tensor) -> Tensor:
+        return logits.masked_fill(torch.arange(len(logits)) != (5 if len(answer) < 3 else 9), -math.inf)
+
+    params = SamplingParams(temperature=0, max_tokens=8, min_tokens=5, stop_token_ids=[9], logits_processors=[process])
+    (found,) = run(make_engine(ToyModel(), drafter=drafter), [PROMPT], [params])
+    assert found.outputs[0].finish_reason == "error"
+    assert found.outputs[0].token_ids == [5, 5, 5][: len(found.outputs[0].token_ids)]
+
+
 @pytest.mark.parametrize(
     "process",
     [

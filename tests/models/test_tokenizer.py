@@ -12,7 +12,7 @@ from typing import Any
 
 import gguf
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
@@ -122,6 +122,14 @@ def test_a_directory_gives_the_tokenizer_that_was_saved_there(tmp_path: Path) ->
     assert loaded.encode("hello world 日本") == byte_level().encode("hello world 日本")
     assert loaded.eos_token_ids == byte_level().eos_token_ids
     assert loaded.name == str(tmp_path)
+
+
+def test_a_file_of_mistrals_own_tokenizer_beside_it_changes_nothing(tmp_path: Path) -> None:
+    """Such directories load with and without the package mistral-common."""
+    byte_level().huggingface.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
+    (tmp_path / "tekken.json").write_text("{}")
+    assert Tokenizer.load(tmp_path).encode("hello") == byte_level().encode("hello")
 
 
 def test_a_directory_without_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -347,6 +355,27 @@ def test_pieces_of_any_text_join_to_the_decoded_text(make: object, parts: list[s
 
 
 @BOTH
+@given(parts=st.lists(st.one_of(st.sampled_from(TEXTS), st.text(max_size=8)), min_size=1, max_size=6), data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_a_text_and_its_continuation_join_to_the_decoded_text(make: Any, parts: list[str], data: st.DataObject) -> None:
+    """Cut anywhere between tokens, but not within a character."""
+    tokenizer = make()
+    ids = tokenizer.encode("the" + "".join(parts))
+    cut = data.draw(st.integers(1, len(ids)))
+    begun = tokenizer.decode(ids[:cut])
+    assume("\ufffd" not in begun)
+    detokenizer = Detokenizer(tokenizer, after=tokenizer.last_of_text(ids[:cut]))
+    assert begun + "".join(stream(detokenizer, ids[cut:])) == tokenizer.decode(ids)
+
+
+@BOTH
+def test_a_continuation_has_the_tokens_that_it_has_in_the_whole_text(make: Any) -> None:
+    tokenizer = make()
+    for text in ("the", " the", "  the cat", "at"):
+        assert tokenizer.encode("a.") + tokenizer.encode_inside(text, tokenizer.encode) == tokenizer.encode("a." + text)
+
+
+@BOTH
 def test_incomplete_characters_are_held_back(make: object) -> None:
     tokenizer = make()  # type: ignore[operator]
     pieces = stream(Detokenizer(tokenizer), tokenizer.encode("the 👩‍👩‍👧 cat"))
@@ -478,6 +507,45 @@ def test_stop_strings_are_not_searched_before_min_tokens() -> None:
     detokenizer = Detokenizer(byte_level(), ("b",), min_tokens=2)
     assert stream(detokenizer, byte_level().encode("abab")) == ["a", "b", "a", "", ""]
     assert detokenizer.stopped == "b"
+
+
+def test_a_stop_string_may_begin_within_min_tokens() -> None:
+    detokenizer = Detokenizer(byte_level(), ("bcd", "ab"), min_tokens=2)
+    assert stream(detokenizer, byte_level().encode("abcde")) == ["", "a", "", "", "", ""]
+    assert detokenizer.stopped == "bcd"
+
+
+@pytest.mark.parametrize(("stop", "released"), [("\n", "the"), ("日", "the\n\n"), ("e\n\n", "th"), ("\n.", "the\n")])
+def test_a_stop_string_of_byte_tokens_is_found_with_its_last_byte(stop: str, released: str) -> None:
+    tokenizer = sentencepiece()
+    unknown = [f"<0x{byte:02X}>" for byte in "\n\n日".encode()]
+    ids = tokenizer.huggingface.convert_tokens_to_ids(["▁the", *unknown, "."])
+    if stop == "\n.":  # ends after the run
+        del ids[3:6]
+    detokenizer, needed = Detokenizer(tokenizer, (stop,)), 0
+    while detokenizer.stopped is None:
+        detokenizer.push(ids[needed])
+        needed += 1
+    assert detokenizer.text == released
+    assert needed == {"\n": 2, "日": 6, "e\n\n": 3, "\n.": 4}[stop]
+
+
+@given(data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_stop_strings_of_any_bytes_are_those_of_the_decoded_text(data: st.DataObject) -> None:
+    tokenizer = sentencepiece()
+    some = [*(f"<0x{byte:02X}>" for byte in "\né日\x80".encode()), "a", "▁"]
+    drawn = data.draw(st.lists(st.sampled_from(some), max_size=12))
+    ids = tokenizer.huggingface.convert_tokens_to_ids(drawn)
+    detokenizer = Detokenizer(tokenizer, ("\n", "日"))
+    for count, token in enumerate(ids, 1):
+        detokenizer.push(token)
+        if detokenizer.stopped is not None:
+            whole = tokenizer.decode(ids[:count])
+            assert whole.startswith(detokenizer.text + detokenizer.stopped)
+            return
+    detokenizer.finish()
+    assert (detokenizer.stopped is not None) == ("\n" in tokenizer.decode(ids) or "日" in tokenizer.decode(ids))
 
 
 def test_the_cost_of_a_token_does_not_depend_on_the_length_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,14 @@ def as_documents(name: str, documents: object) -> list[str | list[int]]:
     return [as_prompt(name, document) for document in given]
 
 
+def as_gaps(gaps: object) -> list[tuple[str | list[int], str | list[int]]]:
+    """Pairs of the texts before and after a gap. Raises ParameterError."""
+    allowed = "a list of pairs (before, after), each text a string or token ids"
+    if not isinstance(gaps, list | tuple) or not all(isinstance(gap, list | tuple) and len(gap) == 2 for gap in gaps):
+        raise ParameterError("gaps", gaps, allowed)
+    return [(as_prompt("gaps", before), as_prompt("gaps", after)) for before, after in gaps]
+
+
 def as_sources(name: str, sources: object) -> list[str | list[int]]:
     """Texts or lists of token ids to copy from, none empty or blank. Raises ParameterError."""
     given = as_documents(name, sources)

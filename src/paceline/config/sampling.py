@@ -70,6 +70,7 @@ class Schema:
         return text
 
 
+@names_checked
 @described
 @dataclass(frozen=True)
 class StructuredOutputs:

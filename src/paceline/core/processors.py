@@ -19,11 +19,11 @@ from paceline.errors import ParameterError, RequestError, shown
 class ProcessedRow:
     """Constraint (``rows.Constraint``) that applies a row's logits processors at each position.
 
-    ends: tokens that end the answer.
+    ends: tokens that end the answer. min_tokens: number of first tokens that are none of them.
     """
 
-    def __init__(self, processors: Sequence[LogitsProcessor], ends: Collection[int]) -> None:
-        self._processors, self._ends = processors, ends
+    def __init__(self, processors: Sequence[LogitsProcessor], ends: Collection[int], min_tokens: int = 0) -> None:
+        self._processors, self._ends, self._min_tokens = processors, ends, min_tokens
         self._answer: list[int] = []
         self._empty: dict[tuple[int, ...], bool] = {}  # draft tokens before a position -> no token is allowed
 
@@ -48,8 +48,15 @@ class ProcessedRow:
         """Apply the processors to logits [V] after these draft tokens, in place."""
         scores = self.scores(drafted, logits)
         # The target comes last in a round, so this entry overwrites the one for a draft model's logits.
-        self._empty[tuple(drafted)] = not bool((scores > -torch.inf).any())
+        self._empty[tuple(drafted)] = not self._left(scores, len(self._answer) + len(drafted))
         logits.copy_(scores)
+
+    def _left(self, scores: Tensor, place: int) -> bool:
+        """Whether a token is left at a place of the answer."""
+        left = scores > -torch.inf
+        if place < self._min_tokens:
+            left[[token for token in self._ends if token < len(left)]] = False
+        return bool(left.any())
 
     def scores(self, drafted: Sequence[int], logits: Tensor) -> Tensor:
         """Processed logits, float32 [V]; the argument [V] is not changed."""
@@ -81,7 +88,7 @@ def processed_row(
         processors.append(partial(_keep_allowed, torch.tensor(params.allowed_token_ids)))
     if words:
         processors.append(partial(_forbid_words, words))
-    return partial(ProcessedRow, [*processors, *params.logits_processors], frozenset(ends))
+    return partial(ProcessedRow, [*processors, *params.logits_processors], frozenset(ends), params.min_tokens)
 
 
 def _spellings(word: str) -> Iterator[str]:

@@ -181,8 +181,12 @@ class Intake:
         if restriction and request.make_constraint is None:
             allowed = "given to LLM.generate or LLM.request, which make its constraint with the tokenizer"
             raise ParameterError(restriction, getattr(request.params, restriction), allowed)
-        if not isinstance(request.priority, int):
+        if not isinstance(request.priority, int) or isinstance(request.priority, bool):
             raise ParameterError("priority", request.priority, "a whole number; lower ones are served first")
+        if request.arrival is not None and (
+            not isinstance(request.arrival, int | float) or request.arrival != request.arrival
+        ):
+            raise ParameterError("arrival", request.arrival, "seconds on the clock of time.monotonic, or None")
         self._check_references(request)
         ids: dict[str, Iterable[int]] = {
             "token_ids" if request.only_read else "prompt_token_ids": request.prompt_token_ids,

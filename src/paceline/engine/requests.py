@@ -46,8 +46,9 @@ class RequestMaker:
         """Make the request of a prompt. See ``LLM.request``."""
         check_params(params)
         text = prompt if isinstance(prompt, str) else None
-        make_stream = self._make_detokenizer if self._tokenizer is not None else None
-        tokens = encoded(self._tokenizer, prompt)
+        tokens, make_stream = encoded(self._tokenizer, prompt), None
+        if self._tokenizer is not None:
+            make_stream = partial(self._make_detokenizer, after=self._tokenizer.last_of_text(tokens))
         texts = as_references("references", references)
         reference_ids = [encoded(self._tokenizer, reference, plain=True) for reference in texts]
         make_constraint = self.constraint(params)
@@ -100,7 +101,8 @@ class RequestMaker:
             return None
 
         def encode(word: str) -> list[int]:
-            return needed(self._tokenizer, "bad_words").encode(word, add_special_tokens=False)
+            tokenizer = needed(self._tokenizer, "bad_words")
+            return tokenizer.encode_inside(word, partial(tokenizer.encode, add_special_tokens=False))
 
         eos = () if params.ignore_eos else self._eos_token_ids
         return processed_row(params, encode, (*eos, *params.stop_token_ids), self._vocab_size)
@@ -121,7 +123,9 @@ class RequestMaker:
     def _chat_rules(self) -> ChatRules:
         return ChatRules(needed(self._tokenizer, "chat"), self._eos_token_ids, lambda: self._grammars)
 
-    def _make_detokenizer(self, params: SamplingParams, kept_special: frozenset[int] = frozenset()) -> Detokenizer:
+    def _make_detokenizer(
+        self, params: SamplingParams, kept_special: frozenset[int] = frozenset(), after: int | None = None
+    ) -> Detokenizer:
         assert self._tokenizer is not None
         return Detokenizer(
             self._tokenizer,
@@ -130,6 +134,7 @@ class RequestMaker:
             params.min_tokens,
             params.skip_special_tokens,
             kept_special,
+            after,
         )
 
 
@@ -141,6 +146,16 @@ def encoded(tokenizer: Tokenizer | None, prompt: Prompt, plain: bool = False) ->
     if not isinstance(prompt, str):
         return list(prompt)
     return needed(tokenizer, "a text prompt").encode(prompt, add_special_tokens=not plain)
+
+
+def continued(tokenizer: Tokenizer | None, before: Sequence[int], text: str) -> list[int]:
+    """Token ids of a text, without special tokens, that continues the tokens ``before`` it.
+
+    Raises ParameterError without a tokenizer.
+    """
+    tokenizer = needed(tokenizer, "a text")
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    return encode(text) if tokenizer.last_of_text(before) is None else tokenizer.encode_inside(text, encode)
 
 
 def needed(tokenizer: Tokenizer | None, what: str) -> Tokenizer:

@@ -242,6 +242,8 @@ def finish(sequence: Sequence, reason: FinishReason, now: float) -> None:
     except Exception as error:  # noqa: BLE001 (any kind: it ends one request)
         fail(sequence, error, now)
         return
+    if reason in ("length", "deadline") and sequence.stream is not None and sequence.stream.stopped is not None:
+        reason, sequence.output.stop_reason = "stop", sequence.stream.stopped  # in the text that was held back
     sequence.output.finish_reason = reason
     sequence.output.metrics.finished = now
 

@@ -10,9 +10,6 @@ from paceline.config import SamplingParams
 from paceline.errors import RequestError
 from paceline.models.tokenizer import Tokenizer
 
-_ANCHOR = "#"  # a character before a text, so that a SentencePiece tokenizer adds no space in front of the text itself
-
-
 Text: TypeAlias = str | list[int]
 
 
@@ -66,7 +63,7 @@ class InfillMarkers:
 
     def ended(self, params: SamplingParams) -> SamplingParams:
         """Return the parameters with the ends of a gap as further stop tokens."""
-        return replace(params, stop_token_ids=[*params.stop_token_ids, *self.ends])
+        return replace(params, stop_token_ids=list(dict.fromkeys([*params.stop_token_ids, *self.ends])))
 
     def prompt(self, tokenizer: Tokenizer, before: Text, after: Text) -> list[int]:
         """Return the token ids of the prompt for a gap between two texts, given as strings or token ids."""
@@ -85,7 +82,4 @@ def _markers(ids: Mapping[str, int], family: Spellings) -> InfillMarkers:
 def _ids(tokenizer: Tokenizer, text: Text) -> list[int]:
     if not isinstance(text, str):
         return text
-    if tokenizer.is_byte_level():
-        return tokenizer.encode_as_text(text)
-    anchor, anchored = tokenizer.encode_as_text(_ANCHOR), tokenizer.encode_as_text(_ANCHOR + text)
-    return anchored[len(anchor) :] if anchored[: len(anchor)] == anchor else tokenizer.encode_as_text(text)
+    return tokenizer.encode_inside(text, tokenizer.encode_as_text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ from tokenizers import decoders
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from paceline.config.inputs import check_message
+from paceline.config.limits import MAX_STOP_CHARACTERS
 from paceline.config.ranges import check_text
 from paceline.errors import ModelFormatError, RequestError, VocabularyMismatchError
 from paceline.models import gguf_config
@@ -82,6 +83,17 @@ class Tokenizer:
             return self.encode(text, add_special_tokens=False)
         check_text("prompt", text)
         return self._control_tokens.encode([message], lambda hidden: str(hidden[0]["content"]))
+
+    def encode_inside(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
+        """Return the token ids of a text that follows another one.
+
+        SentencePiece tokenizers put a space in front of a text that stands alone. encode: encodes such a text without
+        special tokens.
+        """
+        if self.is_byte_level():
+            return encode(text)
+        anchor, anchored = encode(_ANCHOR), encode(_ANCHOR + text)
+        return anchored[len(anchor) :] if anchored[: len(anchor)] == anchor else encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens without special tokens."""
@@ -190,6 +202,13 @@ class Tokenizer:
         """Whether the token is special, so that ``decode`` leaves it out."""
         return token_id in self._special
 
+    def last_of_text(self, ids: Sequence[int]) -> int | None:
+        """Return the last token that is neither special nor a byte (<0xE2>); None without one."""
+        return next((token for token in reversed(ids) if not self.is_special(token) and not self._is_byte(token)), None)
+
+    def _is_byte(self, token_id: int) -> bool:
+        return _BYTE_TOKEN.fullmatch(self.spelling(token_id) or "") is not None
+
     def is_byte_level(self) -> bool:
         """Whether the text of tokens is the concatenation of their bytes."""
         fast = isinstance(self.huggingface, PreTrainedTokenizerFast)
@@ -208,7 +227,8 @@ def _from_directory(path: Path) -> PreTrainedTokenizerBase:
     if (path / "config.json").is_file():  # AutoTokenizer reads it to choose the class
         read_configuration(path / "config.json")
     with reading(path, "has no usable tokenizer"):
-        found = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        options = {"local_files_only": True, "trust_remote_code": False, "mistral_format": False}
+        found = AutoTokenizer.from_pretrained(str(path), **options)
         _check_vocabulary_file(found, path)
         found.decode(found("a text")["input_ids"])  # settings of a wrong type raise only when they are used
     return found
@@ -245,7 +265,13 @@ def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
 
 
 class TokenDecoder(Protocol):
-    """Decodes tokens incrementally. The concatenation of all returned texts is the decoded whole."""
+    """Decodes tokens incrementally. The concatenation of all returned texts is the decoded whole.
+
+    held: the end of the text that is held back although it may be complete.
+    """
+
+    @property
+    def held(self) -> str: ...
 
     def push(self, token_id: int) -> str:
         """Take one more token; return the text that is complete now."""
@@ -265,6 +291,7 @@ class ByteDecoder:
         self._bytes_of = tokenizer.bytes_in_text if skip_special else tokenizer.bytes_spelled
         self._bytes_spelled, self._kept_special = tokenizer.bytes_spelled, kept_special
         self._pending = b""  # the beginning of a character
+        self.held = ""  # characters are released as soon as they are complete
 
     def push(self, token_id: int) -> str:
         bytes_of = self._bytes_spelled if token_id in self._kept_special else self._bytes_of
@@ -282,16 +309,29 @@ class WindowDecoder:
     """Incremental decoder for other vocabularies (SentencePiece).
 
     Decodes the tokens that were not released yet, with the last released one as context. A run of byte tokens (<0xE2>)
-    is held back until it ends, because single bytes may be parts of a character.
+    is held back until it ends, because single bytes may be parts of a character, and because one that is not makes the
+    whole run undecodable.
+
+    after: a token before the first one, no byte; without one, the text begins here, and its first space is not shown.
+    held: the end of the text of the run, if the run were complete.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, skip_special: bool = True, kept_special: Collection[int] = frozenset()
+        self,
+        tokenizer: Tokenizer,
+        skip_special: bool = True,
+        kept_special: Collection[int] = frozenset(),
+        after: int | None = None,
     ) -> None:
         self._tokenizer, self._skip_special, self._kept_special = tokenizer, skip_special, kept_special
         self._decode = tokenizer.decode if skip_special else tokenizer.spell
-        self._context: list[int] = []
+        self._context: list[int] = [] if after is None else [after]
         self._pending: list[int] = []
+        self._run = _ByteRun()
+
+    @property
+    def held(self) -> str:
+        return self._run.text
 
     def push(self, token_id: int) -> str:
         if token_id in self._kept_special:
@@ -299,7 +339,9 @@ class WindowDecoder:
         if self._skip_special and self._tokenizer.is_special(token_id):
             return ""
         self._pending.append(token_id)
-        if _BYTE_TOKEN.fullmatch(self._tokenizer.spelling(token_id) or ""):
+        spelling = self._tokenizer.spelling(token_id) or ""
+        if _BYTE_TOKEN.fullmatch(spelling):
+            self._run.push(bytes.fromhex(spelling[3:5]))
             return ""
         return self.finish()
 
@@ -308,11 +350,31 @@ class WindowDecoder:
             return ""
         before = self._decode(self._context)
         text = self._decode([*self._context, *self._pending])
-        self._context, self._pending = self._pending[-1:], []
+        self._context, self._pending, self._run = self._pending[-1:], [], _ByteRun()
         return text[len(before) :]
 
 
+class _ByteRun:
+    """The last characters of a run of byte tokens. text: empty unless the run is UTF-8 and ends with a character."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._tail = ""
+        self._broken = False
+
+    @property
+    def text(self) -> str:
+        return "" if self._broken or self._decoder.getstate()[0] else self._tail
+
+    def push(self, byte: bytes) -> None:
+        try:
+            self._tail = (self._tail + self._decoder.decode(byte))[-MAX_STOP_CHARACTERS:]
+        except UnicodeDecodeError:
+            self._broken = True
+
+
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
+_ANCHOR = "#"  # a text before another one
 
 
 # GPT-2's spelling of bytes: printable bytes are spelled as themselves, the others as letters from U+0100 on. Characters
@@ -326,8 +388,10 @@ class Detokenizer:
 
     stop: strings that end the text. The one that ends first counts; of two with the same end, the longer one.
     include_stop: whether the text ends after the stop string instead of before it.
-    min_tokens: number of first tokens whose text is not searched for stop strings.
+    min_tokens: number of first tokens in whose text no stop string ends.
     skip_special: whether special tokens are left out. kept_special: special tokens that are not, even then.
+    after: a token before the answer (``Tokenizer.last_of_text``), if the answer continues a text. A SentencePiece
+        vocabulary then keeps the space of the answer's first token.
 
     text: the text released so far. stopped: the stop string that was found; no text is released after it.
     """
@@ -340,9 +404,13 @@ class Detokenizer:
         min_tokens: int = 0,
         skip_special: bool = True,
         kept_special: Collection[int] = frozenset(),
+        after: int | None = None,
     ) -> None:
-        kind = ByteDecoder if tokenizer.is_byte_level() else WindowDecoder
-        self._decoder: TokenDecoder = kind(tokenizer, skip_special, kept_special)
+        self._decoder: TokenDecoder
+        if tokenizer.is_byte_level():
+            self._decoder = ByteDecoder(tokenizer, skip_special, kept_special)
+        else:
+            self._decoder = WindowDecoder(tokenizer, skip_special, kept_special, after)
         self._stop, self._include_stop, self._unsearched_tokens = stop, include_stop, min_tokens
         self._pending = ""  # decoded text that may be the beginning of a stop string
         self.text = ""
@@ -358,7 +426,9 @@ class Detokenizer:
         fresh = self._decoder.push(token_id)
         if self._unsearched_tokens > 0:
             self._unsearched_tokens -= 1
-            return self._release(fresh)
+            return self._hold_back(self._pending + fresh)
+        if self._stop and (self._pending + self._decoder.held).endswith(self._stop):
+            fresh += self._decoder.finish()
         return self._scan(fresh)
 
     def finish(self) -> str:
@@ -382,6 +452,10 @@ class Detokenizer:
             start, self.stopped = found
             self._pending = ""
             return self._release(text[: start + len(self.stopped) * self._include_stop])
+        return self._hold_back(text)
+
+    def _hold_back(self, text: str) -> str:
+        """Release a text without the end that may begin a stop string."""
         end = len(text) - _open_stop(text, self._stop)
         self._pending = text[end:]
         return self._release(text[:end])
@@ -395,7 +469,11 @@ def _first_stop(text: str, stops: tuple[str, ...]) -> tuple[int, str] | None:
 
 
 def _open_stop(text: str, stops: tuple[str, ...]) -> int:
-    """Return the number of characters at the end of ``text`` that may begin a stop string."""
+    """Return the number of characters at the end of ``text`` that may begin a stop string, but are none."""
     longest = max((len(stop) - 1 for stop in stops), default=0)
     sizes = range(min(longest, len(text)), 0, -1)
-    return next((size for size in sizes if any(stop.startswith(text[-size:]) for stop in stops)), 0)
+    return next((size for size in sizes if any(_begins(stop, text[-size:]) for stop in stops)), 0)
+
+
+def _begins(stop: str, text: str) -> bool:
+    return len(text) < len(stop) and stop.startswith(text)
