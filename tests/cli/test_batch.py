@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import math
 import os
 import random
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from paceline.engine.scheduler import Scheduler
+from paceline.engine.sequences import Sequence
 from paceline.errors import PacelineError, ParameterError
 from paceline.server.batch.lines import count_lines, lines_of, seed_of
 from paceline.server.batch.output import OutputFile
@@ -87,6 +91,26 @@ def test_both_forms_in_their_order_with_openais_shape(
     assert answer["body"]["usage"]["completion_tokens"] == 12
     assert entries[2]["outputs"][0]["metrics"]["output_tokens"] == 6
     assert len({entry["id"] for entry in entries}) == 6
+
+
+def test_budgets_of_lines_begin_with_their_rows(
+    paceline: Any, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines wait behind other lines of their file, in both forms."""
+    started, start = [], Scheduler._start
+
+    def recorded(self: Scheduler, sequence: Sequence, rows_soon: int) -> None:
+        assert sequence.deadline == math.inf
+        start(self, sequence, rows_soon)
+        if sequence.params.time_budget is not None:  # not the warm-up's
+            started.append(sequence.deadline - time.monotonic())
+
+    monkeypatch.setattr(Scheduler, "_start", recorded)
+    lines = [completion("a", "one", deadline_ms=60_000), chat("b", "two", deadline_ms=60_000)]
+    lines.append({"prompt": "three", "max_tokens": 6, "time_budget": 60.0})
+    paceline("batch", str(write(tmp_path / "in", lines)), str(tmp_path / "out"), tiny, *SEEDED)
+    assert len(started) == 3
+    assert all(50 < seconds <= 60 for seconds in started)
 
 
 def test_a_line_says_the_same_alone_in_another_order_and_after_a_resume(

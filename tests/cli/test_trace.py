@@ -32,3 +32,9 @@ def test_nodes_of_code_are_told_where_there_is_a_parser_and_else_what_brings_one
     assert result.exit_code == 0, result.stderr
     assert ("node of the syntax tree" in output.read_text()) == there
     assert ('needs: pip install "paceline[trace]"' in result.stderr) == (not there)
+
+
+def test_a_page_in_the_place_of_the_model_is_refused(paceline: Any, tiny: str, tmp_path: Path) -> None:
+    result = paceline("trace", tiny, "-p", "abc", *ANSWER)
+    assert result.exit_code == 2
+    assert "ends in .html" in result.stderr

@@ -165,6 +165,18 @@ def test_a_budget_counts_from_the_arrival_and_waiting_counts(clock: Clock) -> No
     assert waits.outputs[0].metrics.first_scheduled is None
 
 
+def test_a_budget_may_count_from_the_row(clock: Clock) -> None:
+    engine = make_engine(ToyModel(), max_batch_size=1)
+    add(engine, max_tokens=10)
+    params = SamplingParams(temperature=0, max_tokens=10, time_budget=3.0)
+    waits = engine.add(Request([1, 2, 3], params, budget_from_row=True))
+    while not waits.finished:
+        engine.step()
+        clock.now += 1.0
+    assert waits.outputs[0].finish_reason == "deadline"
+    assert 1 <= len(waits.outputs[0].token_ids) <= 3
+
+
 def test_tokens_of_a_round_after_the_deadline_are_dropped(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sample that ended by itself did so within its budget, so one run gives the curve over all budgets."""
     engine = make_engine(ToyModel())

@@ -64,6 +64,13 @@ def test_context_costs_by_row_and_by_token() -> None:
     assert CostModel(table).times(2, 300).ms[2 * 3] == pytest.approx(table.round_ms(2, 3, 300))
 
 
+def test_a_round_of_more_draft_tokens_than_the_table_has_is_learned_from() -> None:
+    """A trial of a tree verifies all of its tokens."""
+    model = CostModel(TABLE)
+    model.observe(1, 10 * len(model.times(1, 100).ms), 100, 10.0)
+    assert model.times(1, 100).plain > 0
+
+
 def test_a_table_survives_json() -> None:
     import json
 

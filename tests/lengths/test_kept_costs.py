@@ -102,6 +102,7 @@ def damaged(**changes: object) -> str:
         damaged(draft_once=[]),
         damaged(verify=[]),
         damaged(context=-1),
+        damaged(context=10**400),
         damaged(context="many"),
         damaged(context_token=math.nan),
         damaged(feed=[math.inf]),

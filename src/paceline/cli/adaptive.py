@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -180,8 +181,8 @@ def _need_drafter(engine: EngineFlags) -> None:
 
 
 def _check_intervals(interval: float, cv: float) -> None:
-    if interval <= 0 or cv <= 0:
-        raise ParameterError("--interval, --cv", (interval, cv), "numbers above 0")
+    if not (0 < interval < math.inf and 0 < cv < math.inf):
+        raise ParameterError("--interval, --cv", (interval, cv), "finite numbers above 0")
 
 
 def _known_traces(text: str) -> list[str]:

@@ -30,7 +30,7 @@ ABOUT_THE_PROMPTS = (
 
 def demo(
     model: Model = DEFAULT_MODEL,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Maximum tokens of an answer.")] = 96,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=2, help="Maximum tokens of an answer.")] = 96,
     num_speculative_tokens: Annotated[
         int, typer.Option("--num-speculative-tokens", "-k", help="Draft tokens a round.")
     ] = DEFAULT_SPECULATION_LENGTH,

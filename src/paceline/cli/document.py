@@ -18,9 +18,21 @@ PlottedDocument = Annotated[
 ]
 
 
+_SECRET = "--api-key"
+
+
 def command_line(program: str = "paceline") -> str:
-    """The command line of this process. program: how users start it."""
-    return f"{program} {shlex.join(sys.argv[1:])}"
+    """The command line of this process without its secrets, for documents that are published.
+
+    program: how users start it.
+    """
+    words = sys.argv[1:]
+    for place, word in enumerate(words):
+        if word == _SECRET and place + 1 < len(words):
+            words[place + 1] = "..."
+        elif word.startswith(f"{_SECRET}="):
+            words[place] = f"{_SECRET}=..."
+    return f"{program} {shlex.join(words)}"
 
 
 def checked_plot(output: Path) -> Path:

@@ -42,7 +42,7 @@ class PlainTask:
     async def _answer(self) -> RequestOutput:
         """The job's output. Raises ApiError."""
         context, job = self.batch.context, self.job
-        options = RequestOptions(self.batch.client, self.batch.priority, time.monotonic(), None, False)
+        options = RequestOptions(self.batch.client, self.batch.priority, time.monotonic(), None, False, of_batch=True)
         context.check_answers(job.params.answers)
         async with context.generate(
             [await self._request(options)], options, form=AnswerForm(job.params.structured_outputs)

@@ -12,6 +12,7 @@ from paceline.cli.console import note
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet
 from paceline.config import SamplingParams
 from paceline.config.files import check_output, written_whole
+from paceline.errors import ParameterError
 
 WITHOUT = {
     "n",
@@ -33,6 +34,8 @@ def trace(
     quiet: Quiet = False,
 ) -> None:
     """Show an answer token by token, with the tree of draft tokens that each round verified."""
+    if output.suffix.lower() not in (".html", ".htm"):
+        raise ParameterError("OUT.html", str(output), "the page's path, which ends in .html; the model comes after it")
     check_output("OUT.html", output)
     llm = replace(engine, max_batch_size=1, rounds="host").load(model, quiet)
     from paceline.tools.bench import syntax

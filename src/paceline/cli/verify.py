@@ -23,9 +23,18 @@ from tqdm import tqdm
 
 from paceline.cli.console import Sheet, stdout
 from paceline.cli.jobs import Failure, parse_lines
-from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, speculation_length, whole_numbers
+from paceline.cli.options import (
+    DEFAULT_MODEL,
+    EngineFlags,
+    Model,
+    Quiet,
+    check_draft_tokens,
+    speculation_length,
+    whole_numbers,
+)
 from paceline.config import AcceptanceName, Length, SamplingParams
 from paceline.config.files import read_text
+from paceline.config.limits import MAX_ANSWERS
 from paceline.core.outputs import RequestOutput
 from paceline.errors import ParameterError
 from paceline.tools.bench.prompts import COPYING, FORKED, OPEN
@@ -244,7 +253,13 @@ def verify(
     lengths: Annotated[str, typer.Option("--lengths", help="Speculation lengths, separated by commas.")] = "4,bass",
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens of each compared answer.")] = 32,
     samples: Annotated[
-        int, typer.Option("--samples", help="Continuations sampled for the test of the distribution; 0: no test.")
+        int,
+        typer.Option(
+            "--samples",
+            min=0,
+            max=MAX_ANSWERS,
+            help="Continuations sampled for the test of the distribution; 0: no test.",
+        ),
     ] = 1000,
     quiet: Quiet = False,
 ) -> None:
@@ -252,6 +267,7 @@ def verify(
     sizes, ks = whole_numbers("--batch-sizes", batch_sizes), [speculation_length(part) for part in lengths.split(",")]
     given = _texts(prompt, prompts_file)
     llm = engine.load(model, quiet)
+    check_draft_tokens(llm, engine.drafter)
     prompts = [_encode(llm, text) for text in given or [*COPYING[:4], *OPEN[:4]]]
     greedy = SamplingParams(temperature=0, max_tokens=max_tokens)
     rules: tuple[AcceptanceName, ...] = ("coupled", "rejection") if samples else ()

@@ -134,16 +134,17 @@ class RayRun:
             chore = reader.read(line, data)
             return chore if isinstance(chore, RefusedLine) else SentLine(pool, line)
 
-        todo, began, failed = unanswered(lines_of(file, self.config.max_body_bytes), read, output), time.monotonic(), 0
+        todo = unanswered(lines_of(file, self.config.max_body_bytes), read, output)
+        began, answered, failed = time.monotonic(), 0, 0
         with tqdm(initial=len(output.done), desc="lines", unit="line", disable=True if self.quiet else None) as bar:
 
             def tell(outcome: LineResult) -> None:
-                nonlocal failed
+                nonlocal answered, failed  # a bar that is not shown does not count
+                answered += 1
                 failed += outcome.failed
                 bar.update()
 
             await run_all(todo, LineWriter(output.append), window=window, in_order=self.in_order, on_result=tell)
-            answered = bar.n - len(output.done)
         if not self.quiet:
             note(f"{answered} lines in {time.monotonic() - began:.1f} s; {failed} failed")
         return failed

@@ -134,7 +134,9 @@ class SamplingParams:
     ] = None
     max_tokens: Annotated[Count, Help("Maximum tokens of an answer.")] = 128
     min_tokens: Annotated[
-        int, Whole(0, MAX_COUNT), Help("Tokens before which no end-of-text or stop token may come.")
+        int,
+        Whole(0, MAX_COUNT),
+        Help("Tokens before which no end-of-text or stop token may come, nor a stop string end."),
     ] = 0
     temperature: Annotated[
         float,

@@ -40,6 +40,7 @@ class Request:
     client: name of the sender; clients take turns when requests wait for a row.
     priority: requests with lower values go first, whatever their client.
     read_message: splits the text of a chat's answer; see ``CompletionOutput``.
+    budget_from_row: whether ``time_budget`` counts from the moment when an answer gets a row instead of ``arrival``.
     """
 
     prompt_token_ids: list[int]
@@ -55,6 +56,7 @@ class Request:
     reading: PromptReading | None = None
     only_read: bool = False
     read_message: Callable[[str], AssistantMessage] | None = None
+    budget_from_row: bool = False
 
     @property
     def text_to_read(self) -> list[int]:
@@ -139,7 +141,10 @@ class Intake:
                 read_message=request.read_message,
             ),
             stream=request.make_stream(params) if request.make_stream is not None else None,
-            deadline=math.inf if params.time_budget is None else arrival + params.time_budget,
+            deadline=math.inf
+            if params.time_budget is None or request.budget_from_row
+            else arrival + params.time_budget,
+            budget_from_row=request.budget_from_row,
             constraint=None if request.make_constraint is None else FaultIsolatedConstraint(request.make_constraint()),
             client=request.client,
             priority=request.priority,

@@ -38,6 +38,7 @@ class Sequence:
     """One sample in the making: its tokens are ``prompt`` and ``output.token_ids``.
 
     deadline: seconds on the clock of time.monotonic; infinite without a limit.
+    budget_from_row: whether the deadline is set when it gets a slot.
     rivals: all samples of its request, if only the best of them are returned.
     scope: which cached prefixes it may reuse, and who may reuse its own.
     num_computed: during prefill, the prompt tokens in each decoder's cache, the target's first.
@@ -73,6 +74,7 @@ class Sequence:
     state_stops: set[int] = field(default_factory=set)
     slot: int = -1
     reserved_tokens: int = 0
+    budget_from_row: bool = False
 
     @property
     def prefilled(self) -> int:

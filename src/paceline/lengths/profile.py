@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -71,11 +72,11 @@ class Profile:
             profile = Profile(
                 identity=Identity(**document["identity"]),
                 costs=CostTable.from_json(document["costs"]),
-                best={int(size): int(k) for size, k in document["best"].items()},
+                best={int(size): operator.index(k) for size, k in document["best"].items()},
                 source=str(path),
             )
             _check_lengths(profile.best)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise ProfileError(
                 f"the profile {path} is damaged: {error!r}; make a new one with: paceline profile"
             ) from error

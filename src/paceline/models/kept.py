@@ -59,7 +59,7 @@ class CachedDocument(Generic[T]):
             found = self.read(json.loads(self.path.read_text(encoding="utf-8")))
         except FileNotFoundError:
             return None
-        except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
+        except (OSError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             log.warning("the cached %s in %s cannot be used (%r): measuring again", self.kind, self.path, error)
             return None
         log.info("%s read from %s", self.kind, self.path)

@@ -53,11 +53,11 @@ class ChatJob:
         self.id, self.created = self.context.new_id("chatcmpl"), int(time.time())
 
     @classmethod
-    async def prepare(cls, context: Context, body: ChatRequest, client: str) -> ChatJob:
+    async def prepare(cls, context: Context, body: ChatRequest, client: str, *, of_batch: bool = False) -> ChatJob:
         """Validate and tokenize a request. Raises ApiError."""
         context.check_model(body.model)
         context.check_answers(body.answers)
-        options = RequestOptions.of(body, client)
+        options = RequestOptions.of(body, client, of_batch=of_batch)
         prompt = await context.chat_prompt(body.conversation, body.chat_fields)
         tokens = prompt.token_ids
         params = body.sampling(_max_tokens(context, body, tokens), (body.top_logprobs or 0) if body.logprobs else None)

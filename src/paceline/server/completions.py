@@ -68,11 +68,13 @@ class CompletionJob:
         self.id, self.created = self.context.new_id("cmpl"), int(time.time())
 
     @classmethod
-    async def prepare(cls, context: Context, body: CompletionRequest, client: str) -> CompletionJob:
+    async def prepare(
+        cls, context: Context, body: CompletionRequest, client: str, *, of_batch: bool = False
+    ) -> CompletionJob:
         """Validate and tokenize a request. Raises ApiError."""
         context.check_model(body.model)
         context.check_answers(len(body.prompts) * body.answers)
-        options = RequestOptions.of(body, client)
+        options = RequestOptions.of(body, client, of_batch=of_batch)
         params = body.sampling(_max_tokens(body) or 1, body.logprobs)
         params = context.for_model(body.model, params)
         tokens = [await _encode(context, prompt, body.suffix) for prompt in body.prompts]

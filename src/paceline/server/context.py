@@ -60,6 +60,7 @@ class RequestOptions:
 
     client: identity for fair queueing. arrival: seconds on the clock of ``time.monotonic``. timeout: seconds until the
     request fails (None: the server's default). streaming: whether tokens are delivered round by round.
+    of_batch: whether it is a line of a batch, which waits behind other lines: its time budget begins with its row.
     """
 
     client: str
@@ -67,10 +68,11 @@ class RequestOptions:
     arrival: float
     timeout: float | None
     streaming: bool
+    of_batch: bool = False
 
     @staticmethod
-    def of(body: GenerationRequest | TurnRequest, client: str) -> RequestOptions:
-        return RequestOptions(client, body.priority or 0, time.monotonic(), body.timeout, bool(body.stream))
+    def of(body: GenerationRequest | TurnRequest, client: str, *, of_batch: bool = False) -> RequestOptions:
+        return RequestOptions(client, body.priority or 0, time.monotonic(), body.timeout, bool(body.stream), of_batch)
 
 
 def _loaded(load: Callable[[], LLM], config: ServerConfig) -> LLM:
@@ -273,7 +275,7 @@ class Context:
             priority=options.priority,
         )
         self.llm.engine.check(request)
-        return request
+        return replace(request, budget_from_row=options.of_batch)
 
     def check_logprobs(self, requests: Sequence[Request], top: int | None, *, read: bool = False) -> None:
         """Raise ApiError (400) if the reply would hold too many log-probabilities.

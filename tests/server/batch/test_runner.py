@@ -29,9 +29,9 @@ from paceline.core.outputs import RequestOutput
 from paceline.engine.engine import Engine
 from paceline.errors import ParameterError
 from paceline.server import limits
-from paceline.server.batch.documents import BatchFault, BatchFaults
+from paceline.server.batch.documents import BatchCounts, BatchFault, BatchFaults, BatchObject, StoredBatch
 from paceline.server.batch.runner import BATCH_PRIORITY, BatchRunner
-from paceline.server.batch.store import BatchStore
+from paceline.server.batch.store import BatchStore, new_id
 from paceline.server.errors import ApiError
 from paceline.server.security import UploadReceiver
 from polling import PATIENCE, wait_until
@@ -540,6 +540,27 @@ def test_without_a_batch_directory_the_error_names_the_flag(tiny: str) -> None:
         for reply in (live.get("/v1/files"), live.get("/v1/batches"), live.post("/v1/files", {})):
             assert reply.status_code == 404
             assert "--batch-dir" in reply.json()["error"]["message"]
+
+
+def test_batches_and_files_of_one_second_keep_their_order(tmp_path: Path) -> None:
+    """Batches run oldest first, and clients page through lists, also across a restart."""
+
+    async def fill(store: BatchStore) -> None:
+        for number in range(8):
+            document = BatchObject(
+                id=new_id("batch_"), endpoint="/v1/completions", input_file_id="file-x", completion_window="24h",
+                created_at=5, expires_at=9, request_counts=BatchCounts(), metadata={"number": str(number)},
+            )  # fmt: skip
+            await store.add_batch(StoredBatch(owner="me", made=time.time_ns(), seed=0, document=document))
+
+    store = BatchStore(tmp_path)
+    asyncio.run(fill(store))
+    store.close()
+    (tmp_path / "batches" / "batch_gone.answers").write_text("")
+    again = BatchStore(tmp_path)
+    assert [each.document.metadata for each in again.batches.values()] == [{"number": str(n)} for n in range(8)]
+    assert not (tmp_path / "batches" / "batch_gone.answers").exists()
+    again.close()
 
 
 def test_a_batch_directory_is_used_by_one_server(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -26,6 +28,7 @@ PAUSE = 0.03  # seconds between two chunks
 class Fake(ThreadingHTTPServer):
     """Answers every completion with two chunks of three tokens. refuse: the message of a 429 instead.
 
+    ends: what the stream has after the chunks; "nothing" breaks the connection within a chunk.
     together: the first answer waits until this number of requests has arrived.
     """
 
@@ -36,6 +39,7 @@ class Fake(ThreadingHTTPServer):
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.refuse: str | None = None
+        self.ends: tuple[str, ...] = ("usage", "[DONE]")
         self.together = threading.Barrier(1)
 
     @property
@@ -59,12 +63,16 @@ class Handler(BaseHTTPRequestHandler):
         self.server.together.wait(PATIENCE)
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
+        if "nothing" in self.server.ends:
+            self.send_header("Content-Length", "1000000")
         self.end_headers()
         for _ in range(2):
             self._send(json.dumps({"choices": [{"text": "abc"}], "usage": None}))
             time.sleep(PAUSE)
-        self._send(json.dumps({"choices": [], "usage": {"completion_tokens": body["max_tokens"]}}))
-        self._send("[DONE]")
+        if "usage" in self.server.ends:
+            self._send(json.dumps({"choices": [], "usage": {"completion_tokens": body["max_tokens"]}}))
+        if "[DONE]" in self.server.ends:
+            self._send("[DONE]")
 
     def _send(self, data: str) -> None:
         self.wfile.write(f"data: {data}\n\n".encode())
@@ -155,6 +163,40 @@ def test_a_refusal_ends_the_benchmark_with_the_servers_message(fake: Fake) -> No
     fake.refuse = "too many requests wait"
     with pytest.raises(PacelineError, match=r"429: too many requests wait"):
         list(measure(served([fake.url]), ["busy"], LOAD, 1, lambda steps: steps))
+
+
+@pytest.mark.parametrize(
+    ("ends", "message"),
+    [
+        (("usage",), "ended a stream without [DONE]"),
+        (("[DONE]",), "ended a stream without usage"),
+        (("nothing",), "the connection to http://127.0.0.1"),
+    ],
+)
+def test_a_stream_that_is_cut_off_is_no_answer(fake: Fake, ends: tuple[str, ...], message: str) -> None:
+    fake.ends = ends
+    with pytest.raises(PacelineError, match=re.escape(message)):
+        list(measure(served([fake.url]), ["busy"], LOAD, 1, lambda steps: steps))
+
+
+def test_the_document_does_not_have_the_key(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "http.json"
+    options = ["--traces", "busy", "--requests", "2", "--interval", "0.01", "--output", str(file)]
+    for key in (["--api-key", "sk-secret"], ["--api-key=sk-secret"]):
+        words = ["bench", "traffic-http", f"x={fake.url}", *key, *options]
+        monkeypatch.setattr(sys, "argv", ["paceline", *words])
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 0, result.output
+        assert "sk-secret" not in result.stdout + file.read_text()
+        assert "--api-key" in json.loads(file.read_text())["command"]
+    assert fake.keys[-1] == "Bearer sk-secret"
+
+
+@pytest.mark.parametrize("wrong", [("--interval", "nan"), ("--interval", "inf"), ("--cv", "nan"), ("--cv", "0")])
+def test_intervals_that_never_end_are_refused(fake: Fake, wrong: tuple[str, str]) -> None:
+    result = CliRunner().invoke(app, ["bench", "traffic-http", f"x={fake.url}", *wrong])
+    assert result.exit_code != 0
+    assert not fake.bodies
 
 
 def test_a_missing_server_is_reported() -> None:

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from functools import cache
@@ -435,6 +436,14 @@ def test_a_program_ends_when_the_evaluation_is_killed(make: Callable[..., Sandbo
         evaluation.send_signal(signal.SIGKILL)
         evaluation.wait()
     wait_until(lambda: not runner.is_running())
+
+
+def test_deep_directories_are_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A program that makes them ended the whole evaluation."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    nested = "import os\nfor _ in range(3000):\n    os.mkdir('a')\n    os.chdir('a')\ndef f(x): return x"
+    weak().run(nested, CHECK, "f")
+    assert list(tmp_path.iterdir()) == []
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -104,6 +104,14 @@ def test_questions_are_read_from_a_file(llm: LLM, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "content"), [("a.jsonl", '"a\u2028b"\r\n"c\x85"\n'), ("a.txt", "a\u2028b\r\nc\x85\n")]
+)
+def test_only_line_ends_separate_questions(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_bytes(content.encode())
+    assert read_questions(tmp_path / name) == [(("user", "a\u2028b"),), (("user", "c\x85"),)]
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "two different"),
@@ -112,6 +120,15 @@ def test_questions_are_read_from_a_file(llm: LLM, tmp_path: Path) -> None:
         ('"one"\n{"messages": [{"role": "user"}]}', "prompt 2"),
         ('"one"\nnot json', "prompt 2"),
         ('"one"\n"\\ud800"', "prompt 2"),
+        ('"one"\n{"prompt": "two", "tools": []}', "prompt 2.*tools would be ignored"),
+        (
+            '"one"\n[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]',
+            "prompt 2.*the last message is an answer",
+        ),
+        (
+            '"one"\n[{"role": "user", "content": "a"}, {"role": "tool", "content": "b", "tool_call_id": "c"}]',
+            "prompt 2.*tool_call_id",
+        ),
     ],
 )
 def test_invalid_question_files_are_refused(tmp_path: Path, text: str, message: str) -> None:

@@ -136,6 +136,31 @@ def test_resuming_with_another_setting_names_the_original_one(
     assert f"{tmp_path} was begun {begun}: " in other.stderr.splitlines()[-1]
 
 
+def test_another_attempt_on_the_same_data_may_have_other_settings(whole: Path, target: str, tmp_path: Path) -> None:
+    """After training diverged, or was refused, before it had written anything."""
+    shutil.copytree(whole / "data", tmp_path / "data")
+    shutil.copy(whole / "training.json", tmp_path)
+    done = call(target, *SIZES, "--output", str(tmp_path), "--resume", "--learning-rate", "0.001")
+    assert done.exit_code == 0, done.stderr
+    assert json.loads((tmp_path / "training.json").read_text())["learning_rate"] == 0.001
+
+
+@pytest.mark.parametrize("options", [("--answer-tokens", "95"), ("--answer-tokens", "96")])
+def test_answers_that_leave_no_room_for_questions_are_refused_and_leave_no_settings(
+    target: str, tmp_path: Path, options: tuple[str, str]
+) -> None:
+    (tmp_path / "prompts.txt").write_text("why is the sky blue?\nwhy is it not?\n")
+    refused = call(
+        target, *SIZES, *options, "--prompts", str(tmp_path / "prompts.txt"), "--output", str(tmp_path / "o")
+    )
+    assert refused.exit_code == 2
+    assert "--max-model-len" in refused.stderr
+    again = call(
+        target, *SIZES, "--prompts", str(tmp_path / "prompts.txt"), "--output", str(tmp_path / "o"), "--minutes", "0.01"
+    )
+    assert again.exit_code == 0, again.stderr
+
+
 def test_a_disk_that_is_too_small_is_refused_with_the_space_needed(
     target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

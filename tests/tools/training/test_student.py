@@ -45,12 +45,13 @@ def test_layers_are_taken_evenly_from_the_first_to_the_last() -> None:
 
 
 def test_the_configuration_keeps_the_types_of_the_layers_taken() -> None:
-    config = LlamaConfig(num_hidden_layers=4)
+    config = LlamaConfig(num_hidden_layers=4, quantization_config={"quant_method": "compressed-tensors"})
     config.layer_types = ["full_attention", "sliding_attention", "full_attention", "full_attention"]
     found = student_config(config, [1, 3], tied=True)
     assert (found.num_hidden_layers, found.layer_types) == (2, ["sliding_attention", "full_attention"])
     assert found.architectures == ["LlamaForCausalLM"]
     assert found.tie_word_embeddings
+    assert not hasattr(found, "quantization_config"), "the draft model is saved in bfloat16"
     assert config.num_hidden_layers == 4, "it is a copy"
 
 

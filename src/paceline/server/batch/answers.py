@@ -86,7 +86,7 @@ class ApiTask:
         await self.batch.wait_for_capacity()
         body = await asyncio.get_running_loop().run_in_executor(context.bodies, checked, kind, self.request.body)
         self._apply_defaults(body)
-        job = await prepare(context, body, self.batch.client)
+        job = await prepare(context, body, self.batch.client, of_batch=True)
         return job.id, await job.answer()
 
     def _apply_defaults(self, body: GenerationRequest) -> None:

@@ -138,15 +138,21 @@ class FilesQuery(PageQuery):
 
 
 class StoredFile(BaseModel):
-    """A file's document on disk. owner: the only client that may see it."""
+    """A file's document on disk. owner: the only client that may see it. made: as a batch's."""
 
     owner: str
+    made: int = 0
     document: FileObject
 
 
 class StoredBatch(BaseModel):
-    """A batch's document on disk. owner: the only client that may see it. seed: base of its lines' seeds."""
+    """A batch's document on disk.
+
+    owner: the only client that may see it. made: nanoseconds of the clock, since ``created_at`` has whole seconds; 0 in
+    documents of older versions. seed: base of its lines' seeds.
+    """
 
     owner: str
+    made: int = 0
     seed: int
     document: BatchObject

@@ -94,7 +94,7 @@ class BatchRunner:
             metadata=request.metadata,
         )
         seed = secrets.randbits(63) if request.seed is None else request.seed
-        stored = StoredBatch(owner=owner, seed=seed, document=document)
+        stored = StoredBatch(owner=owner, made=time.time_ns(), seed=seed, document=document)
         await self.store.add_batch(stored)
         self._begin(stored)
         return document

@@ -66,6 +66,9 @@ class BatchStore:
         for path in [*self._files_at.iterdir(), *self._batches_at.iterdir()]:
             if path.suffix == _PART or (path.suffix == ".data" and not path.with_suffix(".json").exists()):
                 path.unlink()
+        for path in self._batches_at.glob("*.answers"):
+            if not path.with_suffix(".json").exists():
+                path.unlink()
         for path in self._files_at.glob("*.json"):  # the content of these was deleted already
             if not path.with_suffix(".data").exists():
                 path.unlink()
@@ -107,7 +110,8 @@ class BatchStore:
     async def adopt(self, owner: str, name: str, filename: str, path: Path) -> FileObject:
         """Make an existing file of this directory a stored file. Calling it again after a crash completes the move."""
         size = (path if path.exists() else self.content(name)).stat().st_size
-        stored = StoredFile(owner=owner, document=_file(name, filename, size, "batch_output"))
+        document = _file(name, filename, size, "batch_output")
+        stored = StoredFile(owner=owner, made=time.time_ns(), document=document)
 
         def move() -> None:
             if path.exists():
@@ -220,7 +224,8 @@ class IncomingFile:
 
     async def keep(self, filename: str) -> FileObject:
         """Make it a stored file and return its document."""
-        stored = StoredFile(owner=self.owner, document=_file(self.name, filename, self._size, "batch"))
+        document = _file(self.name, filename, self._size, "batch")
+        stored = StoredFile(owner=self.owner, made=time.time_ns(), document=document)
 
         def move() -> None:
             self._file.flush()
@@ -294,4 +299,5 @@ def _load(path: Path, kind: type[K]) -> dict[str, K]:
             found.append(kind.model_validate_json(file.read_bytes()))
         except (OSError, ValidationError) as error:
             raise ParameterError("batch_dir", str(file), "a document that this server wrote") from error
-    return {stored.document.id: stored for stored in sorted(found, key=lambda stored: stored.document.created_at)}
+    found.sort(key=lambda stored: (stored.document.created_at, stored.made))
+    return {stored.document.id: stored for stored in found}

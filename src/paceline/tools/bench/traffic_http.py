@@ -96,14 +96,28 @@ class HttpResult(PolicyResult):
 
 
 async def ask(client: httpx.AsyncClient, body: dict[str, Any], due: float) -> Answered:
-    """Send one completion and read its stream. Raises PacelineError with the server's message if it refuses."""
-    first, tokens = 0.0, 0
+    """Send one completion and read its stream.
+
+    Raises PacelineError with the server's message if it refuses, and if the stream breaks off or has no usage.
+    """
+    import httpx
+
+    try:
+        return await _ask(client, body, due)
+    except httpx.HTTPError as error:
+        raise PacelineError(f"the connection to {client.base_url} broke: {error or type(error).__name__}") from error
+
+
+async def _ask(client: httpx.AsyncClient, body: dict[str, Any], due: float) -> Answered:
+    first, tokens, ended = 0.0, None, None
     async with client.stream("POST", "/v1/completions", json=body) as reply:
         if reply.status_code != 200:
             detail = (await reply.aread()).decode(errors="replace")
             raise PacelineError(f"the server answered {reply.status_code}: {detail}")
         async for line in reply.aiter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
+            if line == "data: [DONE]":
+                ended = time.perf_counter()
+            if not line.startswith("data: ") or ended is not None:
                 continue
             chunk = json.loads(line.removeprefix("data: "))
             if "error" in chunk:
@@ -112,7 +126,8 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any], due: float) -> An
                 first = time.perf_counter() - due
             if chunk.get("usage"):
                 tokens = chunk["usage"]["completion_tokens"]
-    ended = time.perf_counter()
+    if ended is None or tokens is None:
+        raise PacelineError(f"{client.base_url} ended a stream without {'usage' if ended else '[DONE]'}")
     return Answered(first or ended - due, ended - due, tokens, ended)
 
 

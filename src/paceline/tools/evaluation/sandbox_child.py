@@ -52,6 +52,7 @@ _SYS_MOUNT_SETATTR = 442  # on every architecture
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID = 1, 2
 _PR_SET_NO_NEW_PRIVS = 38
+_PR_SET_PDEATHSIG = 1
 _CAPABILITY_VERSION_3 = 0x20080522
 
 # seccomp.h (libseccomp), asm-generic/ioctls.h, linux/fcntl.h
@@ -265,6 +266,7 @@ def run_and_exit(job: dict[str, Any], calls: SystemCalls, null: int, secret: int
         _close_all_but(secret, verdict)
         os.chdir(WORK if job["enclosed"] else job["directory"])
         give_up_rights()
+        _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # after the change of ids, which clears it
         limit(job["cpu_seconds"], job["memory_bytes"])
         os.write(verdict, _run_program(job, calls, secret))
     finally:

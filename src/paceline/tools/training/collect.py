@@ -33,6 +33,9 @@ class Collector:
         assert llm.tokenizer is not None, "models that have a name have a tokenizer"
         self.llm, self.data, self.tokenizer = llm, data, llm.tokenizer
         self.longest = llm.engine.max_model_len
+        self._room = self.longest - data.answer_tokens  # for a question
+        if self._room < 1:
+            raise ParameterError("--answer-tokens", data.answer_tokens, f"fewer than --max-model-len ({self.longest})")
         self._reader = HiddenStateReader(llm.engine.models.target, taps, self.longest, llm.engine.threads)
         self.left_out = 0  # questions too long to leave room for an answer
         self._from_file = None if questions is None else self._encoded(questions)
@@ -41,10 +44,9 @@ class Collector:
 
     def _encoded(self, questions: Sequence[Question]) -> tuple[list[list[int]], list[list[int]]]:
         """The tokens of the training and the held-out questions, without those too long for an answer."""
-        room = self.longest - self.data.answer_tokens
-        encoded = {q: tokens for q in questions if 0 < len(tokens := tokens_of(q, self.tokenizer)) <= room}
+        encoded = {q: tokens for q in questions if 0 < len(tokens := tokens_of(q, self.tokenizer)) <= self._room}
         if len(encoded) < 2:
-            allowed = f"at least two prompts of at most {room} tokens; raise --max-model-len for longer ones"
+            allowed = f"at least two prompts of at most {self._room} tokens; raise --max-model-len for longer ones"
             raise ParameterError("--prompts", f"{len(questions)} prompts", allowed)
         self.left_out = len(questions) - len(encoded)
         training, held_out = split(list(encoded), self.data.seed)
@@ -70,7 +72,10 @@ class Collector:
         if shard is None:
             texts = self._texts(number)
             if not texts:
-                raise PacelineError("the target wrote no usable answers: give it prompts with --prompts")
+                raise PacelineError(
+                    "the target wrote no usable questions or answers: give prompts with --prompts, or raise "
+                    "--max-model-len"
+                )
             stored.write(number, texts, list(self._reader.read([text.tokens for text in texts])))
             shard = stored.open(number)
             assert shard is not None
@@ -99,7 +104,7 @@ class Collector:
         outputs = self.llm.generate([self._opening.tokens] * size, params, use_tqdm=False)
         texts = [self.tokenizer.decode(output.outputs[0].token_ids).strip() for output in outputs]
         encoded = [tokens_of((("user", text),), self.tokenizer) for text in texts if text]
-        return [tokens for tokens in encoded if str(tokens) not in self._held_out]
+        return [tokens for tokens in encoded if len(tokens) <= self._room and str(tokens) not in self._held_out]
 
     def _answered(self, questions: Sequence[list[int]], number: int, *, unprompted: bool) -> list[TrainingConversation]:
         """Generate an answer to each question.

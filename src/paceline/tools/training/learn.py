@@ -138,7 +138,10 @@ class Trainer:
         has_part = float(len(self.ranks.part(step)) > 0)
         first = self.ranks.total(first * has_part)
         if not math.isfinite(first):
-            raise PacelineError(f"training diverged at step {len(progress.losses)}: take a lower --learning-rate")
+            raise PacelineError(
+                f"training diverged at step {len(progress.losses)}: take a lower --learning-rate with --resume, which "
+                "keeps the data, after removing training.safetensors if it is there"
+            )
         self._optimizer.zero_grad()
         (total * has_part).backward()  # type: ignore[no-untyped-call]
         self.ranks.all_reduce([weight.grad for weight in self._trained.values() if weight.grad is not None])

@@ -67,7 +67,7 @@ def read_questions(path: Path) -> list[Question]:
 
     Empty lines and repeated questions are dropped. Raises ParameterError, which names the prompt.
     """
-    lines = [line for line in read_text("--prompts", path).splitlines() if line.strip()]
+    lines = [line for line in read_text("--prompts", path).split("\n") if line.strip()]  # JSON may contain U+2028
     as_json = path.suffix.lower() in _JSON
     questions = [_from_json(path, n, line) if as_json else _from_text(line) for n, line in enumerate(lines, 1)]
     different = list(dict.fromkeys(questions))
@@ -77,17 +77,24 @@ def read_questions(path: Path) -> list[Question]:
 
 
 def _from_text(text: str) -> Question:
-    return (("user", text),)
+    return (("user", text.removesuffix("\r")),)
 
 
 def _from_json(path: Path, number: int, line: str) -> Question:
     try:
         value: Any = json.loads(line)
+        if isinstance(value, dict) and (more := value.keys() - {"messages", "prompt"}):
+            raise RequestError(f"{sorted(more)[0]} would be ignored: leave it out")
         value = value.get("messages", value.get("prompt")) if isinstance(value, dict) else value
         if isinstance(value, str) and value.strip():
             return _from_text(check_text("prompt", value))
         (conversation,) = as_conversations(value)
-        return tuple((message["role"], message["content"]) for message in map(check_message, conversation))
+        messages = list(map(check_message, conversation))
+        if more := {name for message in messages for name in message} - {"role", "content"}:
+            raise RequestError(f"messages with {sorted(more)[0]} cannot be learned from")
+        if messages[-1]["role"] == "assistant":
+            raise RequestError("the last message is an answer: leave it out")
+        return tuple((message["role"], message["content"]) for message in messages)
     except (ValueError, RequestError, RecursionError) as error:
         raise ParameterError("--prompts", f"{path}, prompt {number}", f"{_LINE} ({error})") from error
 

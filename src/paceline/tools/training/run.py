@@ -81,8 +81,8 @@ def collect(plan: TrainingRun, llm: LLM, callbacks: TrainingCallbacks) -> tuple[
     taps = taps_of(llm.engine.models.target.layers)
     directory = plan.output / "data"
     directory.mkdir(exist_ok=True)
+    collector = Collector(llm, plan.data, taps, plan.questions)  # before the settings: it may refuse them
     stored = Shards(directory, settings_of(llm, plan.data, taps, plan.questions), resume=plan.resume)
-    collector = Collector(llm, plan.data, taps, plan.questions)
     if collector.left_out:
         callbacks.note(
             f"{collector.left_out} prompts are skipped, too long to leave room for an answer: --max-model-len"
@@ -101,8 +101,11 @@ def train(
     settings = {name: value for name, value in asdict(plan.training).items() if name not in _RESUMABLE}
     wanted = {**settings, "timed": plan.training.minutes is not None, "tokens": plan.data.tokens}
     before = {"kind": DraftTraining.kind}  # older versions had only this kind and did not write it
-    check_settings(plan.output / "training.json", wanted, resume=plan.resume, before=before)
+    file = plan.output / "training.json"
+    if not plan.checkpoint.exists():  # no training goes on, so it may have other settings than the last attempt
+        file.unlink(missing_ok=True)
     held_out, shards = collect(plan, llm, callbacks)
+    check_settings(file, wanted, resume=plan.resume, before=before)
     device, threads = llm.engine.models.target.device, llm.engine.threads
     tokenizer = llm.tokenizer
     llm.close()

@@ -39,6 +39,7 @@ def usual_layers(layers: int) -> int:
 def student_config(target: PreTrainedConfig, layers: Sequence[int], *, tied: bool) -> PreTrainedConfig:
     """The target's configuration, reduced to the given layers. tied: whether output and embedding share weights."""
     config = deepcopy(target)
+    config.__dict__.pop("quantization_config", None)  # what is saved is not quantised
     config.num_hidden_layers = len(layers)
     if getattr(config, "layer_types", None):
         config.layer_types = [config.layer_types[layer] for layer in layers]

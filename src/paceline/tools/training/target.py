@@ -63,6 +63,8 @@ class Target:
         assert isinstance(head, Dense), "weights are not quantized here"
         taken = _taken(source, kind, model, published, layers)
         rope = getattr(published, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0}
+        if any(isinstance(each, dict) for each in rope.values()):  # by the type of a layer (OLMo 3)
+            rope = rope.get("full_attention") or next(iter(rope.values()))
         return Target(
             source, published, model.spec, dict(rope), embedding, head.weight, _weight(norm),
             tuple(model.layer(index) for index in taken), taken,
