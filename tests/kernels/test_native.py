@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 
@@ -128,15 +129,26 @@ def test_a_compiler_that_does_not_know_the_flags_is_noticed():
     assert not build._knows(build.compiler() or "", ("-mno-such-instructions",))
 
 
+REFUSED = """
+import psutil, resource
+from paceline.kernels import native
+
+kernels = native.available()[0]
+limit = psutil.Process().memory_info().vms + (1 << 30)  # a thread's stack takes 2 MiB of it or more
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+try:
+    native.pool(kernels, 2000)
+except ValueError as error:
+    print(error)
+"""
+
+
 @needs_extension
+@pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer's own memory has no limit")
 def test_threads_that_the_system_refuses_are_an_error():
-    script = (
-        "import resource\nfrom paceline.kernels import native\nkernels = native.available()[0]\n"
-        "resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))\n"
-        "try:\n    native.pool(kernels, 2000)\nexcept ValueError as error:\n    print(error)"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("threads=2000 is not allowed: fewer")
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", REFUSED], env=env, capture_output=True, text=True)
+    assert done.stdout.startswith("threads=2000 is not allowed: fewer"), done.stderr
 
 
 GUARDED = """
@@ -166,5 +178,6 @@ print(model.forward(Nodes(*map(torch.tensor, siblings)), cache).hidden.shape[0])
 
 @needs_extension
 def test_a_tree_at_the_end_of_a_cache_reads_nothing_beyond_it():
-    done = subprocess.run([sys.executable, "-c", GUARDED], capture_output=True, text=True)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", GUARDED], env=env, capture_output=True, text=True)
     assert done.stdout == "3\n", done.stderr

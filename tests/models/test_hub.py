@@ -6,6 +6,7 @@ import sys
 import time
 import tomllib
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -255,16 +256,23 @@ def test_a_hub_model_in_the_cache_needs_no_network(offline_hub: Path) -> None:
     assert hub.resolve("acme/little") == snapshot
 
 
-def test_a_cached_model_without_its_tokenizer_is_fetched_whole(
+def test_the_tokenizer_of_a_cached_model_is_fetched_if_it_is_not_there(
     offline_hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """transformers leaves such a cache where only the model was asked for; without network it is used as it is."""
+    """transformers leaves such a cache where only the model was asked for; loading it needs no network."""
     cached = fill_hub_cache(offline_hub, {"config.json": "{}", "model.safetensors": ""})
+    asked = []
+
+    def snapshot(name: str, local: bool, patterns: Sequence[str] = ()) -> Path:
+        asked.append(local)
+        return cached if local else tmp_path
+
+    monkeypatch.setattr(hub, "_try_snapshot", snapshot)
     assert hub.resolve("acme/little") == cached
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        (tmp_path / name).write_text("{}")
-    monkeypatch.setattr(hub, "_try_snapshot", lambda name, local: cached if local else tmp_path)
-    assert hub.resolve("acme/little") == tmp_path
+    assert asked == [True]
+    assert hub.pull("acme/little") == cached, "a model without a tokenizer"
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert hub.resolve_tokenizer("acme/little") == tmp_path
 
 
 def test_copies_of_the_weights_in_other_forms_are_not_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -242,19 +242,13 @@ def test_determinism_is_refused_by_other_attention_backends(name: Any) -> None:
         make_backend(name, CPU, deterministic=True)
 
 
-@pytest.mark.parametrize(
-    ("compute", "hip", "reason"),
-    [((9, 0), "6.4", "AMD"), ((6, 1), None, "7.5 or later"), ((7, 5), None, None), ((12, 0), None, None)],
-)
-def test_triton_names_gpus_that_it_does_not_support(
-    compute: tuple[int, int], hip: str | None, reason: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("hip", ["6.4", None])
+def test_amds_gpus_are_named_as_the_reason(hip: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch for them calls their devices cuda, too."""
     pytest.importorskip("triton", reason="triton is not installed")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(launch, "capability", lambda device: compute)
     monkeypatch.setattr(torch.version, "hip", hip)
     found = launch.why_not(CUDA)
-    assert found is None if reason is None else found is not None and reason in found
+    assert (found is not None and "AMD" in found) == (hip is not None)
 
 
 def test_8_bits_on_old_gpus_need_float16(monkeypatch: pytest.MonkeyPatch) -> None:

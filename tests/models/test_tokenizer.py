@@ -515,6 +515,36 @@ def test_a_stop_string_may_begin_within_min_tokens() -> None:
     assert detokenizer.stopped == "bcd"
 
 
+@pytest.mark.parametrize(
+    ("stop", "ids", "released", "stopped"),
+    [
+        (("ab", "abc"), "abx", "abx", None),
+        (("ab", "abc"), "abc", "", "abc"),
+        (("ab",), "ab", "ab", None),
+        (("ab",), "abab", "ab", "ab"),
+    ],
+)
+def test_no_stop_string_ends_within_min_tokens(
+    stop: tuple[str, ...], ids: str, released: str, stopped: str | None
+) -> None:
+    detokenizer = Detokenizer(byte_level(), stop, min_tokens=2)
+    assert "".join(stream(detokenizer, byte_level().encode(ids))) == released
+    assert detokenizer.stopped == stopped
+
+
+@pytest.mark.parametrize("last", [".", None])
+def test_no_stop_string_of_bytes_ends_within_min_tokens(last: str | None) -> None:
+    tokens = ["▁the", "<0x0A>", *([last] if last else [])]
+    detokenizer = Detokenizer(sentencepiece(), ("\n",), min_tokens=2)
+    stream(detokenizer, sentencepiece().huggingface.convert_tokens_to_ids(tokens))
+    assert (detokenizer.stopped, detokenizer.text) == (None, f"the\n{last or ''}")
+
+
+def test_ids_outside_of_the_vocabulary_are_no_text() -> None:
+    for tokenizer in (byte_level(), sentencepiece()):
+        assert tokenizer.last_of_text([-1, 2**70]) is None
+
+
 @pytest.mark.parametrize(("stop", "released"), [("\n", "the"), ("日", "the\n\n"), ("e\n\n", "th"), ("\n.", "the\n")])
 def test_a_stop_string_of_byte_tokens_is_found_with_its_last_byte(stop: str, released: str) -> None:
     tokenizer = sentencepiece()

@@ -108,8 +108,8 @@ def resolve_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ParameterError("device", name, f"this machine has {torch.cuda.device_count()} CUDA devices")
     if device.index:  # graphs, events and Triton's launches go to the thread's current device, which is the first
-        hidden = f"'cuda', in a process that sees this GPU only: set CUDA_VISIBLE_DEVICES={device.index}"
-        raise ParameterError("device", name, hidden)
+        allowed = "'cuda', in a process that sees this GPU only: set CUDA_VISIBLE_DEVICES before it starts"
+        raise ParameterError("device", name, allowed)
     return device
 
 

@@ -323,7 +323,8 @@ class CostModel:
     def observe(self, rows: int, draft_tokens: int, context: float, ms: float) -> None:
         """Learn from a round that took ``ms`` milliseconds with ``draft_tokens`` draft tokens, all rows together."""
         table, correction = self._tabulated(rows), self._correction_of(rows)
-        draft_tokens = min(draft_tokens, len(table.ms) - 1)  # a trial of a tree may have more
+        if draft_tokens >= len(table.ms):  # a trial of a wide tree, which the table does not know
+            return
         base, log_tokens = table.ms.item(draft_tokens), table.log_tokens.item(draft_tokens)
         at_context = base + table.ms_per_position.item(draft_tokens) * (context - self.table.context)
         tabulated = max(at_context, MIN_FACTOR * base)

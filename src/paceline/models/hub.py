@@ -21,7 +21,7 @@ import threading
 import time
 import zipfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -139,8 +139,12 @@ def pull(name: str, progress: bool = True) -> Path:
     if name in EMBEDDED:
         target = _embedded_path(name)
         return target if _is_intact(target, EMBEDDED[name]) else _fetch_embedded(name, target, progress)
-    if HUB_NAME.fullmatch(name):
-        return _hub_model(name)
+    if match := HUB_NAME.fullmatch(name):
+        path = _hub_model(name)
+        if not match["type"] and not _has_tokenizer(path):  # transformers caches models without, if asked for no more
+            with suppress(ModelFormatError):  # the model has none
+                resolve_tokenizer(name)
+        return path
     raise ModelNotFoundError(f"cannot pull {name!r}: {_suggestion(name)}")
 
 
@@ -354,13 +358,10 @@ def _hub_snapshot(name: str) -> Path:
     It has the config, safetensors and tokenizer files; pickles are never fetched.
     """
     cached = _try_snapshot(name, local=True)
-    usable = cached if isinstance(cached, Path) and _is_complete(cached) else None
-    if usable is not None and _has_tokenizer(usable):
-        return usable
+    if isinstance(cached, Path) and _is_complete(cached):
+        return cached
     fetched = _try_snapshot(name, local=False)
     if isinstance(fetched, Exception):
-        if usable is not None:  # perhaps the model has no tokenizer
-            return usable
         raise ModelNotFoundError(_hub_failed(name, fetched)) from fetched
     if not _is_complete(fetched):
         raise ModelFormatError(

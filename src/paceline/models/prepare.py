@@ -122,12 +122,12 @@ def _obstacle(model: AnyModel, quantization: QuantizationName | None) -> str | N
 
 def why_not_native(model: AnyModel, attention: AttentionName) -> str | None:
     """Return why a model that may run on the native kernels does not, for the start line; None if it does."""
-    kernels_missing = model.device.type == "cpu" and native.select() is None and native.why_none()
+    kernels_missing = native.why_none() if model.device.type == "cpu" and native.select() is None else ""
     if isinstance(model, NativeModel):
         return kernels_missing or None
     if attention != "auto":
         return None
-    if kernels_missing:
+    if kernels_missing and isinstance(model, Transformer | RecurrentModel) and obstacle_of(model.spec) is None:
         return kernels_missing
     obstacle = _obstacle(model, None)
     if obstacle is None and native.select() is None:

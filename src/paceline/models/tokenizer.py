@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import os
 import re
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
@@ -23,7 +24,7 @@ from paceline.models.chat_template import ChatTemplate
 from paceline.models.control_tokens import ControlTokens
 from paceline.models.gguf import GGUFFile
 from paceline.models.gguf_tokenizer import load_gguf_tokenizer
-from paceline.models.hub import resolve
+from paceline.models.hub import resolve_tokenizer
 from paceline.models.json_files import read_configuration
 
 Written = tuple[list[dict[str, Any]], list[Mapping[str, Any]]]  # messages and tools
@@ -56,7 +57,7 @@ class Tokenizer:
         """
         if isinstance(source, PreTrainedTokenizerBase):
             return cls(source, source.name_or_path or type(source).__name__, _own_eos(source))
-        path = resolve(source)
+        path = resolve_tokenizer(source)
         with reading(path):
             if path.is_file():
                 file = GGUFFile(path)
@@ -92,8 +93,11 @@ class Tokenizer:
         """
         if self.is_byte_level():
             return encode(text)
-        anchor, anchored = encode(_ANCHOR), encode(_ANCHOR + text)
-        return anchored[len(anchor) :] if anchored[: len(anchor)] == anchor else encode(text)
+        for before in _ANCHORS:
+            anchor, anchored = encode(before), encode(before + text)
+            if anchored[: len(anchor)] == anchor:
+                return anchored[len(anchor) :]
+        return encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens without special tokens."""
@@ -204,10 +208,11 @@ class Tokenizer:
 
     def last_of_text(self, ids: Sequence[int]) -> int | None:
         """Return the last token that is neither special nor a byte (<0xE2>); None without one."""
-        return next((token for token in reversed(ids) if not self.is_special(token) and not self._is_byte(token)), None)
+        return next((token for token in reversed(ids) if self._is_text(token)), None)
 
-    def _is_byte(self, token_id: int) -> bool:
-        return _BYTE_TOKEN.fullmatch(self.spelling(token_id) or "") is not None
+    def _is_text(self, token_id: int) -> bool:
+        known = 0 <= token_id < self.vocab_size and not self.is_special(token_id)
+        return known and not _BYTE_TOKEN.fullmatch(self.spelling(token_id) or "")
 
     def is_byte_level(self) -> bool:
         """Whether the text of tokens is the concatenation of their bytes."""
@@ -374,7 +379,7 @@ class _ByteRun:
 
 
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
-_ANCHOR = "#"  # a text before another one
+_ANCHORS = "#", ".", "x"  # texts before another one, at least one of which does not merge with it
 
 
 # GPT-2's spelling of bytes: printable bytes are spelled as themselves, the others as letters from U+0100 on. Characters
@@ -411,7 +416,8 @@ class Detokenizer:
             self._decoder = ByteDecoder(tokenizer, skip_special, kept_special)
         else:
             self._decoder = WindowDecoder(tokenizer, skip_special, kept_special, after)
-        self._stop, self._include_stop, self._unsearched_tokens = stop, include_stop, min_tokens
+        self._stop, self._include_stop, self._first_tokens = stop, include_stop, min_tokens
+        self._searched_from = 0  # index in the text; no stop string ends before it
         self._pending = ""  # decoded text that may be the beginning of a stop string
         self.text = ""
         self.stopped: str | None = None
@@ -424,8 +430,9 @@ class Detokenizer:
         if self.stopped is not None:
             return ""
         fresh = self._decoder.push(token_id)
-        if self._unsearched_tokens > 0:
-            self._unsearched_tokens -= 1
+        if self._first_tokens > 0:
+            self._first_tokens -= 1
+            self._searched_from = sum(map(len, (self.text, self._pending, fresh, self._decoder.held)))
             return self._hold_back(self._pending + fresh)
         if self._stop and (self._pending + self._decoder.held).endswith(self._stop):
             fresh += self._decoder.finish()
@@ -435,6 +442,8 @@ class Detokenizer:
         """End the answer; return the text that was held back."""
         if self.stopped is not None:
             return ""
+        if self._first_tokens > 0:  # it has ended within them
+            self._searched_from = sys.maxsize
         released = self._scan(self._decoder.finish())
         pending, self._pending = self._pending, ""
         return released + self._release(pending)
@@ -447,7 +456,7 @@ class Detokenizer:
         if not self._stop:
             return self._release(fresh)
         text = self._pending + fresh
-        found = _first_stop(text, self._stop)
+        found = _first_stop(text, self._stop, self._searched_from - len(self.text))
         if found is not None:
             start, self.stopped = found
             self._pending = ""
@@ -461,9 +470,12 @@ class Detokenizer:
         return self._release(text[:end])
 
 
-def _first_stop(text: str, stops: tuple[str, ...]) -> tuple[int, str] | None:
-    """Return (start, stop string) of the stop string that ends first, the longer of two with the same end."""
-    starts = [(text.find(stop), stop) for stop in stops]
+def _first_stop(text: str, stops: tuple[str, ...], after: int) -> tuple[int, str] | None:
+    """Return (start, stop string) of the stop string that ends first, the longer of two with the same end.
+
+    after: index in the text; none may end at it or before it.
+    """
+    starts = [(text.find(stop, max(0, after - len(stop) + 1)), stop) for stop in stops]
     found = [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
     return min(found)[1:] if found else None
 

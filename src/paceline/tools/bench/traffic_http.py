@@ -104,7 +104,7 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any], due: float) -> An
 
     try:
         return await _ask(client, body, due)
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, ValueError) as error:  # ValueError: a chunk that was cut off
         raise PacelineError(f"the connection to {client.base_url} broke: {error or type(error).__name__}") from error
 
 

@@ -76,6 +76,10 @@ def read_questions(path: Path) -> list[Question]:
     return different
 
 
+_OF_PROMPTS = {"tools", "functions", "system", "documents", "chat_template_kwargs"}
+_OF_MESSAGES = {"tool_calls", "tool_call_id", "name"}
+
+
 def _from_text(text: str) -> Question:
     return (("user", text.removesuffix("\r")),)
 
@@ -83,14 +87,14 @@ def _from_text(text: str) -> Question:
 def _from_json(path: Path, number: int, line: str) -> Question:
     try:
         value: Any = json.loads(line)
-        if isinstance(value, dict) and (more := value.keys() - {"messages", "prompt"}):
+        if isinstance(value, dict) and (more := value.keys() & _OF_PROMPTS):
             raise RequestError(f"{sorted(more)[0]} would be ignored: leave it out")
         value = value.get("messages", value.get("prompt")) if isinstance(value, dict) else value
         if isinstance(value, str) and value.strip():
             return _from_text(check_text("prompt", value))
         (conversation,) = as_conversations(value)
         messages = list(map(check_message, conversation))
-        if more := {name for message in messages for name in message} - {"role", "content"}:
+        if more := {name for message in messages for name in message} & _OF_MESSAGES:
             raise RequestError(f"messages with {sorted(more)[0]} cannot be learned from")
         if messages[-1]["role"] == "assistant":
             raise RequestError("the last message is an answer: leave it out")

@@ -102,7 +102,9 @@ def train(
     wanted = {**settings, "timed": plan.training.minutes is not None, "tokens": plan.data.tokens}
     before = {"kind": DraftTraining.kind}  # older versions had only this kind and did not write it
     file = plan.output / "training.json"
-    if not plan.checkpoint.exists():  # no training goes on, so it may have other settings than the last attempt
+    if plan.checkpoint.exists():
+        check_settings(file, wanted, resume=plan.resume, before=before)
+    else:  # no training goes on, so it may have other settings than the last attempt
         file.unlink(missing_ok=True)
     held_out, shards = collect(plan, llm, callbacks)
     check_settings(file, wanted, resume=plan.resume, before=before)
