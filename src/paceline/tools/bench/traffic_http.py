@@ -109,15 +109,14 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any], due: float) -> An
 
 
 async def _ask(client: httpx.AsyncClient, body: dict[str, Any], due: float) -> Answered:
-    first, tokens, ended = 0.0, None, None
+    first, tokens, done = 0.0, None, False
     async with client.stream("POST", "/v1/completions", json=body) as reply:
         if reply.status_code != 200:
             detail = (await reply.aread()).decode(errors="replace")
             raise PacelineError(f"the server answered {reply.status_code}: {detail}")
         async for line in reply.aiter_lines():
-            if line == "data: [DONE]":
-                ended = time.perf_counter()
-            if not line.startswith("data: ") or ended is not None:
+            done = done or line == "data: [DONE]"
+            if not line.startswith("data: ") or done:
                 continue
             chunk = json.loads(line.removeprefix("data: "))
             if "error" in chunk:
@@ -126,8 +125,9 @@ async def _ask(client: httpx.AsyncClient, body: dict[str, Any], due: float) -> A
                 first = time.perf_counter() - due
             if chunk.get("usage"):
                 tokens = chunk["usage"]["completion_tokens"]
-    if ended is None or tokens is None:
-        raise PacelineError(f"{client.base_url} ended a stream without {'usage' if ended else '[DONE]'}")
+    ended = time.perf_counter()
+    if not done or tokens is None:
+        raise PacelineError(f"{client.base_url} ended a stream without {'usage' if done else '[DONE]'}")
     return Answered(first or ended - due, ended - due, tokens, ended)
 
 
