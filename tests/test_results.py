@@ -166,14 +166,32 @@ def test_remarks_on_the_zen3_are_what_was_measured() -> None:
     assert f"at most {max(drafted)} draft tokens in 64 rounds" in text
     gains = [f"{mine / found:.2f}" for mine, found in zip(auto[:3], plain[:3], strict=True)]
     assert f"speculation gains {', '.join(gains)} times on stubs, {auto[3] / plain[3]:.2f} at one row of chat" in text
-    second = [
-        [speed("peers-qwen-int8-stubs-epyc-zen3-2", peer, modes, rows) for rows in (1, 4, 8)]
-        for _, peer, modes in list(PEERS.values())[:3]
+    stubs = "peers-qwen-int8-stubs-epyc-zen3"
+    idle = [
+        r for r in load(stubs)["results"] if (r["peer"], r["mode"]) == ("paceline-int8", "draft") and r["batch"] > 1
     ]
-    over = [
-        [f"{mine / found:.2f}" for mine, found in zip(second[1], side, strict=True)] for side in (second[2], second[0])
+    assert {sample["drafted"] for r in idle for sample in r["samples"]} == {0}
+    (lookup,) = [
+        r for r in load(stubs)["results"] if (r["peer"], r["mode"], r["batch"]) == ("paceline-int8", "ngram", 8)
     ]
-    assert f"has {', '.join(over[0])} times OpenVINO's speed, and {', '.join(over[1])} times plain decoding's" in text
+    share = lookup["tokens_per_s"] / plain[2]
+    assert f"n-gram lookup alone has {share:.2f} of plain decoding's speed at eight rows of stubs" in text
+    assert f"with {lookup['acceptance']:.2f} of its draft tokens accepted" in text
+    singles = [
+        [
+            [speed(f"{stubs}-{run}", peer, modes, rows) for rows in (1, 4, 8)]
+            for _, peer, modes in list(PEERS.values())[:3]
+        ]
+        for run in (1, 2)
+    ]
+    over, gains = (
+        " and ".join(
+            ", ".join(f"{mine / found:.2f}" for mine, found in zip(each[1], each[side], strict=True))
+            for each in singles
+        )
+        for side in (2, 0)
+    )
+    assert f"have {over} times OpenVINO's speed, and {gains} times plain decoding's" in text
     behind = [r["left_out"] for r in load("peers-qwen-int8-chat-epyc-zen3")["results"] if r["status"] == "left out"]
     shares = sorted(int(re.search(r"(\d+)% of this peer's best", reason)[1]) for reason in behind)  # type: ignore[index]
     assert f"{shares[0]} to {shares[-1]} % of its plain speed" in text
