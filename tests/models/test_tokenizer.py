@@ -29,8 +29,9 @@ from paceline.errors import (
     VocabularyMismatchError,
 )
 from paceline.models import hub
+from paceline.models.detokenizer import ByteDecoder, Detokenizer, WindowDecoder
 from paceline.models.gguf_tokenizer import SPLITTINGS
-from paceline.models.tokenizer import ByteDecoder, Detokenizer, Tokenizer, WindowDecoder, check_same_vocabulary
+from paceline.models.tokenizer import Tokenizer, check_same_vocabulary
 
 pytestmark = pytest.mark.usefixtures("no_requests")
 
@@ -538,6 +539,12 @@ def test_no_stop_string_of_bytes_ends_within_min_tokens(last: str | None) -> Non
     detokenizer = Detokenizer(sentencepiece(), ("\n",), min_tokens=2)
     stream(detokenizer, sentencepiece().huggingface.convert_tokens_to_ids(tokens))
     assert (detokenizer.stopped, detokenizer.text) == (None, f"the\n{last or ''}")
+
+
+def test_a_character_after_min_tokens_stays_whole() -> None:
+    """The text of the first tokens ends with a stop string and may begin a longer one."""
+    detokenizer = Detokenizer(byte_level(), ("ab", "xabc"), min_tokens=3)
+    assert "".join(stream(detokenizer, byte_level().encode("xabé"))) == "xabé"
 
 
 def test_ids_outside_of_the_vocabulary_are_no_text() -> None:

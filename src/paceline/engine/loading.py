@@ -23,7 +23,6 @@ from paceline.errors import ParameterError
 from paceline.models.adapters import attach
 from paceline.models.base import AnyModel
 from paceline.models.boundary import Source, is_loaded, name_of
-from paceline.models.hub import resolve_tokenizer
 from paceline.models.loading import describe_source, load_model
 from paceline.models.matrices import load_packed
 from paceline.models.native import NativeModel
@@ -145,10 +144,9 @@ def load_tokenizer(source: Source, tokenizer: TokenizerSource | None) -> Tokeniz
     """
     if tokenizer is None:
         return Tokenizer.load(source) if isinstance(source, (str, os.PathLike)) else None
-    if isinstance(tokenizer, PreTrainedTokenizerBase):
-        return Tokenizer.load(tokenizer)
-    FileName("a loaded PreTrainedTokenizerBase, or a directory, a file or a name").take("tokenizer", tokenizer)
-    return Tokenizer.load(resolve_tokenizer(tokenizer))
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        FileName("a loaded PreTrainedTokenizerBase, or a directory, a file or a name").take("tokenizer", tokenizer)
+    return Tokenizer.load(tokenizer)
 
 
 def check_model_source(name: str, source: object) -> None:

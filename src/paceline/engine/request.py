@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from paceline.chat.values import AssistantMessage
 from paceline.config import LOOKS_UP, MAX_REFERENCE_TOKENS, MAX_REFERENCES, EngineConfig, SamplingParams
+from paceline.config.ranges import is_number, is_whole
 from paceline.core.batch import ParallelSample, RequestGroup
 from paceline.core.outputs import CompletionOutput, Metrics, RequestOutput
 from paceline.core.rows import Constraint
@@ -125,7 +126,7 @@ class Intake:
     def _sequence(self, common: _SharedFields, index: int) -> Row:
         request, params, arrival = common.request, common.request.params, common.arrival
         eos = () if params.ignore_eos else self.eos_token_ids
-        rate = self.config.synthetic_acceptance
+        rate, budget = self.config.synthetic_acceptance, math.inf if params.time_budget is None else params.time_budget
         metrics = Metrics(arrival, prompt_tokens=len(request.prompt_token_ids), synthetic_acceptance=rate)
         return Row(
             request_id=common.request_id,
@@ -141,9 +142,7 @@ class Intake:
                 read_message=request.read_message,
             ),
             stream=request.make_stream(params) if request.make_stream is not None else None,
-            deadline=math.inf
-            if params.time_budget is None or request.budget_from_row
-            else arrival + params.time_budget,
+            deadline=math.inf if request.budget_from_row else arrival + budget,
             budget_from_row=request.budget_from_row,
             constraint=None if request.make_constraint is None else FaultIsolatedConstraint(request.make_constraint()),
             client=request.client,
@@ -186,11 +185,9 @@ class Intake:
         if restriction and request.make_constraint is None:
             allowed = "given to LLM.generate or LLM.request, which make its constraint with the tokenizer"
             raise ParameterError(restriction, getattr(request.params, restriction), allowed)
-        if not isinstance(request.priority, int) or isinstance(request.priority, bool):
+        if not is_whole(request.priority):
             raise ParameterError("priority", request.priority, "a whole number; lower ones are served first")
-        if request.arrival is not None and (
-            not isinstance(request.arrival, int | float) or request.arrival != request.arrival
-        ):
+        if request.arrival is not None and (not is_number(request.arrival) or math.isnan(request.arrival)):
             raise ParameterError("arrival", request.arrival, "seconds on the clock of time.monotonic, or None")
         self._check_references(request)
         ids: dict[str, Iterable[int]] = {

@@ -16,7 +16,8 @@ from paceline.engine.calls import check_params
 from paceline.engine.chat import ChatPrompt, ChatRules, chat_prompt, check_beside_rules
 from paceline.engine.engine import Request
 from paceline.errors import ParameterError
-from paceline.models.tokenizer import Detokenizer, Tokenizer
+from paceline.models.detokenizer import Detokenizer
+from paceline.models.tokenizer import Tokenizer
 from paceline.structured import Grammars
 
 ConstraintFactory = Callable[[], Constraint]

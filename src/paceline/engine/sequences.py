@@ -23,7 +23,7 @@ log = logging.getLogger("paceline")
 
 
 class TextStream(Protocol):
-    """Turns a sequence's tokens into text and finds stop strings (``models.tokenizer``)."""
+    """Turns a sequence's tokens into text and finds stop strings (``models.detokenizer``)."""
 
     text: str
     stopped: str | None

@@ -318,7 +318,7 @@ def _load(model: PreTrainedModel, assistant: PreTrainedModel | None, call: _Call
 def _check_logits(llm: LLM, model: PreTrainedModel) -> None:
     """Raise ModelError for a model that computes something else than its weights and its configuration say.
 
-    Hooks and changed modules do. Families that run through transformers' own code are compared when they are loaded.
+    Hooks and replaced modules change what it computes.
     """
     if model.training:  # dropout would change its logits, and is not applied here
         return
@@ -356,13 +356,16 @@ def _sized(model: PreTrainedModel, assistant: PreTrainedModel | None, call: _Cal
 
 
 def _positions(model: PreTrainedModel, assistant: PreTrainedModel | None, call: _Call) -> int:
-    """Positions of a row: the next power of two, so that calls of other lengths fit, too."""
-    most = max_positions(model)
-    if assistant is not None and max_positions(assistant) < most:
-        most = max_positions(assistant)
-    wanted = call.length - min(call.prompts.paddings)
+    """Positions of a row: the next power of two, so that calls of other lengths fit, too.
+
+    Raises ParameterError for a call that needs more positions than the model or its assistant has.
+    """
+    limits = {"model": max_positions(model)}
+    if assistant is not None:
+        limits["assistant_model"] = max_positions(assistant)
+    who = min(limits, key=lambda name: limits[name])
+    most, wanted = limits[who], call.length - min(call.prompts.paddings)
     if wanted > most:
-        who = "assistant_model" if most < max_positions(model) else "model"
         prompt = wanted - call.call_config.max_tokens
         if prompt >= most:
             raise ParameterError("input_ids", f"{prompt} tokens", f"fewer than {most}: {who} has {most} positions")

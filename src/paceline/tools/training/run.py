@@ -102,12 +102,13 @@ def train(
     wanted = {**settings, "timed": plan.training.minutes is not None, "tokens": plan.data.tokens}
     before = {"kind": DraftTraining.kind}  # older versions had only this kind and did not write it
     file = plan.output / "training.json"
-    if plan.checkpoint.exists():
+    goes_on = plan.checkpoint.exists()
+    if goes_on:
         check_settings(file, wanted, resume=plan.resume, before=before)
-    else:  # no training goes on, so it may have other settings than the last attempt
-        file.unlink(missing_ok=True)
     held_out, shards = collect(plan, llm, callbacks)
-    check_settings(file, wanted, resume=plan.resume, before=before)
+    if not goes_on:  # the last attempt may have had other settings, and the data does not depend on them
+        file.unlink(missing_ok=True)
+        check_settings(file, wanted, resume=plan.resume, before=before)
     device, threads = llm.engine.models.target.device, llm.engine.threads
     tokenizer = llm.tokenizer
     llm.close()
