@@ -5,6 +5,7 @@ A batch that was interrupted continues where it ended: the same command with --r
 
 import json
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -17,8 +18,9 @@ with requests.open("w") as file:
         line = {"custom_id": f"q-{number}", "method": "POST", "url": "/v1/chat/completions", "body": body}
         file.write(json.dumps(line) + "\n")
 
-command = ["paceline", "batch", str(requests), str(answers), "smollm2-135m", "--seed", "7", "--in-order", "--quiet"]
-subprocess.run(command, check=True)
+paceline = [sys.executable, "-m", "paceline"]  # the same as the command `paceline`
+model = ["smollm2-135m", "--seed", "7", "--in-order", "--quiet"]
+subprocess.run([*paceline, "batch", str(requests), str(answers), *model], check=True)
 
 for text in answers.read_text().splitlines():
     answer = json.loads(text)

@@ -6,8 +6,8 @@ A drafter cannot change the output: the target verifies what it proposes. docs/e
 import torch
 
 from paceline import LLM, SamplingParams
-from paceline.core.batch import Batch, SpeculationPlan
-from paceline.core.draft import Draft
+from paceline.batch import Batch, SpeculationPlan
+from paceline.draft import Draft
 from paceline.drafters import Drafter
 
 

@@ -5,6 +5,7 @@ A server that is already running needs only the part with the client.
 
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
 
@@ -14,8 +15,9 @@ with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     port = free.getsockname()[1]
 
-command = ["paceline", "serve", "smollm2-135m", "--port", str(port), "--max-batch-size", "4", "--max-model-len", "512"]
-server = subprocess.Popen(command)
+paceline = [sys.executable, "-m", "paceline"]  # the same as the command `paceline`
+limits = ["--max-batch-size", "4", "--max-model-len", "512"]
+server = subprocess.Popen([*paceline, "serve", "smollm2-135m", "--port", str(port), *limits])
 try:
     while True:  # /health answers 503 until the model is loaded
         try:

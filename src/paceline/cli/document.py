@@ -6,12 +6,14 @@ import json
 import math
 import shlex
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from paceline.config.files import check_output, write_text
+from paceline.errors import MissingPackageError
 
 PlottedDocument = Annotated[
     Path, typer.Option("--output", help="The JSON document; the plot has the same name with .png.")
@@ -35,8 +37,17 @@ def command_line(program: str = "paceline") -> str:
     return f"{program} {shlex.join(words)}"
 
 
+def need_matplotlib(extra: str) -> None:
+    """Raise MissingPackageError, which names the extra, before the work and not after it."""
+    try:
+        import_module("matplotlib")
+    except ImportError as error:
+        raise MissingPackageError(error.name, extra) from error
+
+
 def checked_plot(output: Path) -> Path:
-    """The plot's path beside the document's. Raises ParameterError unless both can be written."""
+    """The plot's path beside the document's. Raises ParameterError unless both can be written, and MissingPackageError."""
+    need_matplotlib("bench")
     plot = output.with_suffix(".png")
     check_output("--output", output, plot)
     return plot

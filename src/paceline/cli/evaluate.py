@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from paceline.cli.console import Sheet, note, stderr, working
-from paceline.cli.document import command_line, end
+from paceline.cli.document import command_line, end, need_matplotlib
 from paceline.cli.flags import with_flags
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, numbers, whole_numbers
 from paceline.config import SamplingParams
@@ -81,7 +81,7 @@ def humaneval(
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, time_budget=budget_max)
     looks = _budgets(budgets, budget_max)
     problems = human_eval()[:limit]
-    _need_matplotlib()
+    need_matplotlib("eval")
     check_directory("--output", output, FILES[1:])
     box = Sandbox(weak=weak_sandbox)
     if not quiet or box.isolation.missing:
@@ -93,14 +93,6 @@ def humaneval(
     configurations = configurations_of(llm, answers)
     found = _run(plan, configurations, box, output / FILES[0], resume, quiet)
     _finish(llm, plan, configurations, box, found, looks, output)
-
-
-def _need_matplotlib() -> None:
-    """Raise MissingPackageError before the work, not after it."""
-    try:
-        import_module("matplotlib")
-    except ImportError as error:
-        raise MissingPackageError(error.name, "eval") from error
 
 
 def _budgets(text: str, longest: float | None) -> list[float]:

@@ -51,7 +51,7 @@ class EngineConfig:
             "none.",
             more='"model", "hybrid" and "feature" need ``draft_model``. "auto" leaves n-gram lookup out where the '
             "device runs rounds alone, because lookup runs on the host; other options that ask for draft tokens bring "
-            'it back. None is "none". An object is a ``paceline.drafters.Drafter``: a class, or a pattern of which '
+            'it back. In Python None is plain decoding. An object is a ``paceline.drafters.Drafter``: a class, or a pattern of which '
             "each engine uses a copy.",
         ),
     ] = "auto"

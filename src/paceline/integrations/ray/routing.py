@@ -18,15 +18,15 @@ _SLACK = 4  # requests that a replica may have in flight beyond the one with the
 def blocks_of(document: Any) -> list[bytes]:
     """Digests of a request's prefixes, the shortest first: message by message, or block by block of its prompt.
 
-    document: the parsed body; anything but a request has no digests.
+    A system prompt does not count: some clients change it with each request. document: the parsed body of any route; anything but a request has no digests.
     """
     if not isinstance(document, dict):
         return []
-    messages, prompt = document.get("messages"), document.get("prompt")
-    if isinstance(messages, list):
-        parts = [json.dumps(message) for message in messages]
+    asked = next((document[name] for name in ("messages", "input", "prompt") if name in document), None)
+    if isinstance(asked, list) and all(isinstance(item, dict) for item in asked):
+        parts = [json.dumps(item) for item in asked]
     else:
-        text = prompt if isinstance(prompt, str) else json.dumps(prompt) if isinstance(prompt, list) else ""
+        text = asked if isinstance(asked, str) else json.dumps(asked) if isinstance(asked, list) else ""
         parts = [text[at : at + BLOCK] for at in range(0, len(text) - BLOCK + 1, BLOCK)]
     return list(itertools.accumulate(parts, _chained, initial=b""))[1:]
 
