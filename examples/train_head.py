@@ -18,8 +18,9 @@ small = ["--answer-tokens", "32", "--prompt-tokens", "32", "--held-out", "2", "-
 sizes = small if tokens == "600" else []
 
 # The target writes its own data, in the precision that it will run with.
-command = [sys.executable, "-m", "paceline", "train-draft", "smollm2-135m", "--quantization", "int8", "--output", output]
-subprocess.run([*command, "--quiet", "--tokens", tokens, "--epochs", epochs, *sizes], check=True, stdout=subprocess.DEVNULL)
+command = [sys.executable, "-m", "paceline", "train-draft", "smollm2-135m", "--quantization", "int8", "--quiet"]
+wanted = ["--output", output, "--tokens", tokens, "--epochs", epochs, *sizes]
+subprocess.run([*command, *wanted], check=True, stdout=subprocess.DEVNULL)
 
 llm = LLM("smollm2-135m", draft_model=output, quantization="int8", drafter="feature", num_speculative_tokens=3)
 answer = llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)

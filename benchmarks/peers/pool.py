@@ -9,7 +9,6 @@ import queue
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +43,6 @@ class Worker:
     def __init__(self, spec: WorkerSpec, log: Path, start_seconds: float) -> None:
         self.spec, self.log = spec, log
         self._answers: queue.Queue[str | None] = queue.Queue()
-        began = time.monotonic()
         self._process = self._start()
         threading.Thread(target=self._read, daemon=True).start()
         try:
@@ -52,8 +50,6 @@ class Worker:
         except WorkerError:
             self.end()
             raise
-        self.load_seconds = time.monotonic() - began
-        self.resident_gib = self._resident_gib()
         self.pause()
 
     def _start(self) -> subprocess.Popen[str]:
@@ -133,12 +129,6 @@ class Worker:
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, number)
-
-    def _resident_gib(self) -> float:
-        with contextlib.suppress(psutil.Error):
-            root = psutil.Process(self._process.pid)
-            return float(sum(p.memory_info().rss for p in [root, *root.children(recursive=True)])) / 2**30
-        return 0.0
 
 
 def _last_line(log: Path) -> str:

@@ -62,10 +62,11 @@ from paceline.engine.loading import (
 from paceline.engine.requests import RequestMaker, continued, encoded, needed
 from paceline.engine.scoring import EMBEDDED, PooledStates, PromptReading, PromptScores
 from paceline.engine.sharing import SharedCall, SharedEngine
-from paceline.errors import EmptyPromptError, PacelineError, ParameterError
+from paceline.errors import EmptyPromptError, ModelFormatError, PacelineError, ParameterError
 from paceline.models.boundary import Source
 from paceline.models.infill import InfillMarkers
 from paceline.models.loading import check_source, eos_token_ids
+from paceline.models.recommended import recommended_sampling
 from paceline.models.tokenizer import check_same_vocabulary
 
 _WEIGHT_OPTIONS = (
@@ -146,6 +147,7 @@ class LLM:
                     draft = load_own_head(target, model, quantization=config.draft_quantization)
             eos = self._eos_token_ids(model)
             self.requests = RequestMaker(self.tokenizer, target.vocab_size, eos)
+            self._recommended = recommended_sampling(model)
             self._models = Models(target, draft, eos, references)
             self._models.users.add(self)
             begin("measuring what rounds cost")
@@ -154,7 +156,7 @@ class LLM:
     @classmethod
     def _sharing(cls, other: LLM, config: EngineConfig) -> LLM:
         llm = cls.__new__(cls)
-        llm.tokenizer, llm.requests = other.tokenizer, other.requests
+        llm.tokenizer, llm.requests, llm._recommended = other.tokenizer, other.requests, other._recommended
         llm._models = other._models
         llm._models.users.add(llm)
         llm._shared = SharedEngine(Engine(other._models, config))
@@ -203,7 +205,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue all prompts (strings or token ids) in one batch. Results are in the order of the prompts.
 
-        params: one for all prompts, or one per prompt. A ``time_budget`` starts with this call.
+        params: one for all prompts, or one per prompt; by default ``get_default_sampling_params()``. A ``time_budget``
+            starts with this call.
         references: for each prompt a list of texts or token ids that its answers are likely to repeat in part. N-gram
             lookup copies from them; they change the speed only.
         use_tqdm: whether to show a progress bar.
@@ -216,7 +219,7 @@ class LLM:
         call is interrupted, unfinished requests get finish_reason "abort" and the interrupt propagates.
         Raises ParameterError, RequestError, MissingPackageError.
         """
-        call = CallArguments(params, references, on_error)
+        call = CallArguments(self._or_default(params), references, on_error)
         return self._run(self._make_requests(as_prompts("prompts", prompts), call), use_tqdm, on_finished)
 
     def chat(
@@ -236,7 +239,7 @@ class LLM:
         options: tools, thoughts and variables of the chat template; see ``ChatFields``. The ``message`` of each answer
         has its thoughts, its text and its tool calls; its ``text`` is what the model wrote.
         """
-        call, wanted = CallArguments(params, references, on_error), ChatOptions.of(options)
+        call, wanted = CallArguments(self._or_default(params), references, on_error), ChatOptions.of(options)
 
         def read(conversation: Sequence[Message]) -> ChatPrompt:
             return self.requests.chat_prompt(conversation, wanted)
@@ -254,7 +257,7 @@ class LLM:
         tokenizer = needed(self.tokenizer, "infill")
         markers = InfillMarkers.of(tokenizer)
         prompts = [markers.prompt(tokenizer, before, after) for before, after in as_gaps(gaps)]
-        params = SamplingParams() if params is None else params
+        params = self.get_default_sampling_params() if params is None else params
         check_params(params)
         return self.generate(prompts, markers.ended(params), use_tqdm=use_tqdm)
 
@@ -279,10 +282,11 @@ class LLM:
         it is finished, and ranked answers are in the order of their rank. Closing the iterator aborts unfinished
         requests.
         """
-        made = self._make_requests(as_prompts("prompts", prompts), CallArguments(params, references, on_error))
+        call = CallArguments(self._or_default(params), references, on_error)
+        made = self._make_requests(as_prompts("prompts", prompts), call)
         yield from (refused for refused in made if isinstance(refused, RequestOutput))
-        with self._submit(made, final=False) as call:
-            yield from call
+        with self._submit(made, final=False) as submitted:
+            yield from submitted
 
     def beam_search(self, *_: object, **__: object) -> NoReturn:
         """Raise PacelineError: there is no beam search. The message names alternatives."""
@@ -290,6 +294,22 @@ class LLM:
             "there is no beam search here: SamplingParams(n=..., best_of=..., rank_by='logprob') gives the most likely "
             "of many samples; transformers has beams"
         )
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the sampling parameters that the model's files recommend, and the usual ones for the rest.
+
+        They stand in ``generation_config.json`` or in a GGUF file's ``general.sampling.*``.
+        Raises ModelFormatError for a recommended value that ``SamplingParams`` refuses.
+        """
+        try:
+            return SamplingParams.from_mapping(self._recommended)
+        except ParameterError as error:
+            raise ModelFormatError(f"the model's files recommend sampling that is impossible: {error}") from error
+
+    def _or_default(
+        self, params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> SamplingParams | Sequence[SamplingParams]:
+        return self.get_default_sampling_params() if params is None else params
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the Hugging Face tokenizer. Raises ParameterError if there is none."""

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from paceline.tools.bench.drafters import kept_by_position, mixed_batches
+from paceline.tools.bench.drafters import mixed_batches
+from paceline.tools.bench.recording import kept_by_position
 from paceline.tools.bench.tasks import PROMPTS, TASKS
 
 OPTIONS = ("--dtype", "float32", "--max-model-len", "200", "--prompts", "2", "--max-tokens", "6", "--draft-tokens", "2")

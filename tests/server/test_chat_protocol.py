@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from paceline.config import SamplingParams
 from paceline.server.chat_protocol import ChatRequest
 from paceline.server.protocol import CompletionRequest
 
@@ -32,9 +33,9 @@ HARMLESS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("extra", HARMLESS, ids=str)
 def test_fields_that_cannot_change_the_answer_are_accepted(extra: dict[str, Any]) -> None:
-    plain = ChatRequest(messages=[USER]).sampling(8, None)
-    assert ChatRequest.model_validate({"messages": [USER], **extra}).sampling(8, None) == plain
-    assert CompletionRequest.model_validate({"prompt": "a", **extra}).sampling(8, None) == plain
+    plain = ChatRequest(messages=[USER]).sampling(SamplingParams(), 8, None)
+    assert ChatRequest.model_validate({"messages": [USER], **extra}).sampling(SamplingParams(), 8, None) == plain
+    assert CompletionRequest.model_validate({"prompt": "a", **extra}).sampling(SamplingParams(), 8, None) == plain
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""``paceline bench traffic`` and ``paceline bench phases``: whether the speculation length follows the load."""
+"""``paceline bench traffic``, ``traffic-http`` and ``phases``: whether the speculation length follows the load."""
 
 from __future__ import annotations
 

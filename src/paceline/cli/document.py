@@ -46,7 +46,10 @@ def need_matplotlib(extra: str) -> None:
 
 
 def checked_plot(output: Path) -> Path:
-    """The plot's path beside the document's. Raises ParameterError unless both can be written, and MissingPackageError."""
+    """The plot's path beside the document's.
+
+    Raises ParameterError unless both can be written, and MissingPackageError without matplotlib.
+    """
     need_matplotlib("bench")
     plot = output.with_suffix(".png")
     check_output("--output", output, plot)

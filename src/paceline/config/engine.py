@@ -51,8 +51,8 @@ class EngineConfig:
             "none.",
             more='"model", "hybrid" and "feature" need ``draft_model``. "auto" leaves n-gram lookup out where the '
             "device runs rounds alone, because lookup runs on the host; other options that ask for draft tokens bring "
-            'it back. In Python None is plain decoding. An object is a ``paceline.drafters.Drafter``: a class, or a pattern of which '
-            "each engine uses a copy.",
+            "it back. In Python None is plain decoding. An object is a ``paceline.drafters.Drafter``: a class, or a "
+            "pattern of which each engine uses a copy.",
         ),
     ] = "auto"
     num_speculative_tokens: Annotated[

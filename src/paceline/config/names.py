@@ -19,7 +19,7 @@ SAMPLING: Mapping[str, str] = {
     "eos_token_id": "stop_token_ids",
     "bad_words_ids": "logits_processors, or bad_words with texts",
     "suppress_tokens": "logit_bias={token: -100}",
-    "no_repeat_ngram_size": "logits_processors, or paceline.integrations.transformers.generate",
+    "no_repeat_ngram_size": "logits_processors, or paceline.transformers.generate",
     **dict.fromkeys(("mirostat", "mirostat_tau", "mirostat_eta", "mirostat_mode"), _NO_FEEDBACK),
     "penalty_alpha": "nothing here: contrastive search ranks candidates by hidden states that draft tokens do not have",
     "typical": "typical_p",

@@ -101,7 +101,7 @@ class SamplingParams:
     """Parameters for continuing one prompt. Raises ParameterError for a value outside of its range.
 
     Logits are changed in this order: structured outputs or logits processors, bias, penalties, minimum length,
-    temperature, min-p, top-k, top-p. Then the token is drawn.
+    temperature, typical-p and the cuts of its kind, min-p, top-k, top-p. Then the token is drawn.
     """
 
     n: Annotated[int, Whole(1, MAX_ANSWERS), Help("Answers to each prompt; they share its prefill.", "--n", "-n")] = 1

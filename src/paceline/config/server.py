@@ -15,6 +15,7 @@ from paceline.config.limits import (
     MAX_CONNECTIONS,
     MAX_COUNT,
     MAX_SECONDS,
+    GenerationDefaults,
     LogFormat,
     LogLevel,
     MetricsNames,
@@ -148,6 +149,13 @@ class ServerConfig:
             "wait. Where rounds are not captured, other values than 0 and the default are refused.",
         ),
     ] = 30.0
+    generation_config: Annotated[
+        GenerationDefaults,
+        Help(
+            "Sampling of requests that do not say: as the model's files recommend (auto), or temperature 1 and nothing "
+            "cut off (off)."
+        ),
+    ] = "auto"
     log_format: Annotated[LogFormat, Help("text for people; json for machines, one object a line.")] = "text"
     log_level: Annotated[
         LogLevel, Help("debug: also log where the prompts of one client first differ; such lines quote prompts.")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.core.draft import Draft, Verdict
+from paceline.core.draft import Draft, Verdict, real_places
 from paceline.core.nodes import Tree
 from paceline.core.rows import RowState
 from paceline.core.sampling import Purpose, noise_key, noisy_argmax, uniform
@@ -104,5 +104,4 @@ def _last_draw(p: Tensor, q: Tensor, accepted: Tensor, counts: Tensor, rows: Row
 
 def _leading(accepted: Tensor, counts: Tensor) -> Tensor:
     """Number of leading draft tokens that are real and accepted: [B, k] bool -> [B] int64."""
-    real = torch.arange(accepted.shape[1], device=accepted.device) < counts[:, None]
-    return (accepted & real).long().cumprod(1).sum(1)
+    return (accepted & real_places(counts, accepted.shape[1])).long().cumprod(1).sum(1)

@@ -26,13 +26,13 @@ PARAMS = "SamplingParams, or a list of one per prompt; SamplingParams.from_mappi
 class CallArguments:
     """The arguments of a call that apply to its prompts one by one.
 
-    params: one for all prompts, or one per prompt; None for the defaults.
+    params: one for all prompts, or one per prompt.
     references: per prompt, the texts that n-gram lookup may copy from.
     on_error: "raise", or "skip" to give a refused prompt a finished result with its error.
     arrival: start of the call, in seconds on the clock of time.monotonic.
     """
 
-    params: SamplingParams | Sequence[SamplingParams] | None
+    params: SamplingParams | Sequence[SamplingParams]
     references: Sequence[Sequence[Prompt]] | None
     on_error: OnError = "raise"
     arrival: float = field(default_factory=lambda: time.monotonic())  # looked up late, for tests with a clock
@@ -59,7 +59,7 @@ class CallArguments:
 
     def _params(self, prompts: int) -> list[SamplingParams]:
         """Return the SamplingParams of each prompt. Raises ParameterError."""
-        value = SamplingParams() if self.params is None else self.params
+        value = self.params
         if not isinstance(value, (SamplingParams, list, tuple)):
             raise ParameterError("params", value, PARAMS)
         per_prompt = [value] * prompts if isinstance(value, SamplingParams) else list(value)

@@ -103,12 +103,6 @@ class SharedEngine:
         self._left.append(call)
         self._sweep_if_free()
 
-    @contextmanager
-    def turn(self) -> Iterator[Engine]:
-        """Lock the engine for a short use; rounds of other callers wait."""
-        with self._turn():
-            yield self.engine
-
     def close(self) -> None:
         """End all calls."""
         with self._turn():

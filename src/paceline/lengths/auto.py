@@ -240,7 +240,7 @@ class AutoLength(RowKeepers, LengthPolicy):
         rate = sum(round_.token_weights) / round_.times.plain
         round_.source, round_.rate, round_.feed_ms = source, rate, feed_ms
         round_.trial, round_.trial_rows = True, None if len(rows) == round_.rows else rows
-        source.gain(round_.rows, partial(self._prior_gain, source, round_.rows)).doubt(MAX_DOUBTED)
+        self._gain(source, round_.rows).doubt(MAX_DOUBTED)
         if source is self.model_drafts:
             source.calibration.doubt()
 

@@ -269,4 +269,4 @@ def _in_words(layers: Sequence[KVHeads]) -> str:
     return ", ".join(f"{count} layers of {shape.heads} heads of {shape.dim}" for shape, count in counts.items())
 
 
-__all__ = ["NativeModel", "Quantization", "spec_of"]
+__all__ = ["NativeModel", "Quantization"]

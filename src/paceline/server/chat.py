@@ -60,7 +60,8 @@ class ChatJob:
         options = RequestOptions.of(body, client, of_batch=of_batch)
         prompt = await context.chat_prompt(body.conversation, body.chat_fields)
         tokens = prompt.token_ids
-        params = body.sampling(_max_tokens(context, body, tokens), (body.top_logprobs or 0) if body.logprobs else None)
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        params = body.sampling(context.default_sampling, _max_tokens(context, body, tokens), logprobs)
         params = context.for_model(body.model, params)
         wanted = await context.in_thread(lambda: body.structure)
         # replace() checks that the structure fits the other parameters

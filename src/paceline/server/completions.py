@@ -75,7 +75,7 @@ class CompletionJob:
         context.check_model(body.model)
         context.check_answers(len(body.prompts) * body.answers)
         options = RequestOptions.of(body, client, of_batch=of_batch)
-        params = body.sampling(_max_tokens(body) or 1, body.logprobs)
+        params = body.sampling(context.default_sampling, _max_tokens(body) or 1, body.logprobs)
         params = context.for_model(body.model, params)
         tokens = [await _encode(context, prompt, body.suffix) for prompt in body.prompts]
         if body.suffix:

@@ -19,6 +19,7 @@ from pydantic import BaseModel
 
 from paceline.chat.options import ChatFields, ChatOptions, check_variables
 from paceline.config import SamplingParams, ServerConfig
+from paceline.config.ranges import names_of
 from paceline.core.outputs import Metrics, RequestOutput
 from paceline.engine.chat import ChatPrompt
 from paceline.engine.engine import Request
@@ -78,14 +79,23 @@ class RequestOptions:
 def _loaded(load: Callable[[], LLM], config: ServerConfig) -> LLM:
     """Load the model. Raises ParameterError for ``chat_template_kwargs`` that its chat template has no use for.
 
-    Raises RequestError if it has no chat template.
+    Raises RequestError if it has no chat template, and ModelFormatError for impossible recommended sampling.
     """
     llm = load()
+    if config.generation_config == "auto" and (recommended := _unusual(llm.get_default_sampling_params())):
+        log.info("sampling of requests that do not say, as the model's files recommend: %s", recommended)
     if config.chat_template_kwargs:
         tokenizer = needed(llm.tokenizer, "chat_template_kwargs")
         templates = [tokenizer.chat_template(tools=tools) for tools in (False, True)]
         check_variables(config.chat_template_kwargs, "\n".join(templates))
     return llm
+
+
+def _unusual(params: SamplingParams) -> str:
+    """The fields that differ from the usual ones, as text."""
+    usual = SamplingParams()
+    names = [name for name in names_of(SamplingParams) if getattr(params, name) != getattr(usual, name)]
+    return ", ".join(f"{name} {getattr(params, name)}" for name in names)
 
 
 class Context:
@@ -122,6 +132,11 @@ class Context:
         if tokenizer is None:
             raise errors.invalid("this model was loaded without a tokenizer and cannot be served")
         return tokenizer
+
+    @functools.cached_property
+    def default_sampling(self) -> SamplingParams:
+        """The sampling parameters of requests that name none."""
+        return SamplingParams() if self.config.generation_config == "off" else self.llm.get_default_sampling_params()
 
     @functools.cached_property
     def spelling(self) -> Spelling:

@@ -260,13 +260,13 @@ class GenerationRequest(ApiRequest, SamplingFields):
         """Number of answers sampled for each prompt."""
         return self.best_of or self.n or 1
 
-    def sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
-        """The request's sampling parameters. Raises ParameterError."""
+    def sampling(self, base: SamplingParams, max_tokens: int, logprobs: int | None) -> SamplingParams:
+        """The request's sampling parameters; those of ``base`` where it has none. Raises ParameterError."""
         names = SamplingFields.model_fields
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         budget = None if self.deadline_ms is None else self.deadline_ms / 1000
         return SamplingParams.from_mapping(
-            given | {"max_tokens": max_tokens, "logprobs": logprobs, "time_budget": budget}
+            given | {"max_tokens": max_tokens, "logprobs": logprobs, "time_budget": budget}, base
         )
 
 

@@ -7,6 +7,7 @@ import secrets
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from paceline.server.heads import header
 from paceline.server.logs import request_id
 
 HEADER = b"x-request-id"
@@ -35,5 +36,5 @@ class Tracing:
 
 
 def _request_id(scope: Scope) -> bytes:
-    client_id = next((bytes(value) for key, value in scope["headers"] if key == HEADER), b"")
+    client_id = header(scope, HEADER)
     return client_id if _CLEAN.fullmatch(client_id) else b"req-" + secrets.token_hex(8).encode()

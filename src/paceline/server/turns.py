@@ -56,7 +56,9 @@ class Turn:
         options = RequestOptions.of(body, client)
         prompt = replace(await prompt_of(context, conversation.messages, conversation.fields), structure=structure)
         rest = max(1, context.llm.engine.max_model_len - len(prompt.token_ids))
-        params = context.for_model(body.model, await context.in_thread(_params, body, conversation, structure, rest))
+        base = context.default_sampling
+        params = await context.in_thread(_params, base, body, conversation, structure, rest)
+        params = context.for_model(body.model, params)
         request = await context.chat_request(prompt, params, options)
         return cls(context, prompt, request, options, AnswerForm(structure, prompt, body.structure_field))
 
@@ -91,14 +93,22 @@ async def prompt_of(context: Context, messages: Sequence[Mapping[str, Any]], fie
 
 
 def _params(
-    body: TurnRequest, conversation: Conversation, structure: StructuredOutputs | None, rest: int
+    base: SamplingParams,
+    body: TurnRequest,
+    conversation: Conversation,
+    structure: StructuredOutputs | None,
+    rest: int,
 ) -> SamplingParams:
-    """Return the sampling parameters, checked together with the structure. Raises ParameterError."""
+    """Return the request's sampling parameters, those of ``base`` where it has none. Raises ParameterError.
+
+    They are checked together with the structure.
+    """
     given = {name: value for name in _SAMPLED if (value := getattr(body, name)) is not None}
     budget = None if body.deadline_ms is None else body.deadline_ms / 1000
     max_tokens = rest if conversation.max_tokens is None else conversation.max_tokens
     stop = [text for text in conversation.stop if text]
-    params = SamplingParams.from_mapping(given | {"max_tokens": max_tokens, "time_budget": budget, "stop": stop})
+    given |= {"max_tokens": max_tokens, "time_budget": budget, "stop": stop}
+    params = SamplingParams.from_mapping(given, base)
     replace(params, structured_outputs=structure)
     return params
 

@@ -1,5 +1,5 @@
-"""Structured outputs: answers that follow a JSON schema or a regular expression."""
+"""Structured outputs: answers that follow a JSON schema, a regular expression, choices or a grammar."""
 
-from paceline.structured.grammars import GrammarConstraint, Grammars
+from paceline.structured.grammars import Grammars
 
-__all__ = ["GrammarConstraint", "Grammars"]
+__all__ = ["Grammars"]

@@ -31,6 +31,15 @@ def test_a_conversation_goes_to_the_replica_with_its_prefix() -> None:
         assert affinity.choose(name, blocks_of(conversation(3, name)), REPLICAS) == first[name]
 
 
+@pytest.mark.parametrize("field", ["messages", "input"])
+def test_a_turn_of_any_route_begins_like_the_turn_before(field: str) -> None:
+    turns = [conversation(turn, "x")["messages"] for turn in (1, 3)]
+    before, after = (blocks_of({field: turn, "system": f"changes {len(turn)}"}) for turn in turns)
+    assert len(after) == 3
+    assert after[:1] == before
+    assert blocks_of({"input": "y" * 2 * BLOCK}) == blocks_of({"prompt": "y" * 2 * BLOCK})
+
+
 def test_a_busy_replica_is_avoided() -> None:
     affinity = Affinity(slack=2)
     chosen = [affinity.choose(str(flight), blocks_of(conversation(1, "x")), REPLICAS) for flight in range(9)]

@@ -18,7 +18,8 @@ _SLACK = 4  # requests that a replica may have in flight beyond the one with the
 def blocks_of(document: Any) -> list[bytes]:
     """Digests of a request's prefixes, the shortest first: message by message, or block by block of its prompt.
 
-    A system prompt does not count: some clients change it with each request. document: the parsed body of any route; anything but a request has no digests.
+    A system prompt does not count: some clients change it with each request.
+    document: the parsed body of any route; anything but a request has no digests.
     """
     if not isinstance(document, dict):
         return []

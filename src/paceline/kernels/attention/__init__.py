@@ -8,7 +8,7 @@ import torch
 
 from paceline.config import AttentionName
 from paceline.errors import ParameterError
-from paceline.kernels.attention.base import Attend, AttentionBackend, Plan
+from paceline.kernels.attention.base import AttentionBackend, Plan
 from paceline.kernels.attention.padded import PaddedAttention
 from paceline.kernels.attention.split import SplitAttention
 from paceline.kernels.gpu.launch import require_triton, why_not
@@ -43,4 +43,4 @@ def make_backend(name: AttentionName, device: torch.device, *, deterministic: bo
     return BACKENDS[name]()
 
 
-__all__ = ["BACKENDS", "Attend", "AttentionBackend", "Plan", "make_backend"]
+__all__ = ["BACKENDS", "AttentionBackend", "Plan", "make_backend"]

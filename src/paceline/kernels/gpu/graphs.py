@@ -136,11 +136,6 @@ class Ticket:
     _host: Tensor
     _arrived: torch.cuda.Event | None
 
-    @property
-    def ready(self) -> bool:
-        """Whether ``read`` would return at once."""
-        return self._arrived is None or bool(self._arrived.query())  # type: ignore[no-untyped-call]
-
     def read(self) -> list[list[int]]:
         """Wait for the record, not for later launches. It is valid until ``Ring.slots`` more records are pushed."""
         if self._arrived is not None:

@@ -15,8 +15,6 @@ from paceline.core.sampling import Purpose, draw_at_temperature, probabilities_a
 from paceline.kernels.gpu.launch import why_not
 from paceline.kernels.gpu.state import with_path
 
-__all__ = ["ReferenceOps", "RoundOps", "TritonOps", "ops_for"]
-
 
 class _ComposedOps(ABC):
     """The operations of trees and of the likeliest tokens, made of draws and torch operators."""

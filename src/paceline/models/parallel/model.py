@@ -252,4 +252,4 @@ def uninterrupted() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
-__all__ = ["BACKEND_NAMES", "LeadingPart", "MirroredCache", "PartOfModel", "RankProcesses", "uninterrupted"]
+__all__ = ["BACKEND_NAMES", "LeadingPart", "PartOfModel", "RankProcesses"]

@@ -163,7 +163,7 @@ class BatchStore:
         return self._batches_at / f"{batch}.answers"
 
     async def add_batch(self, stored: StoredBatch) -> None:
-        """BatchStore a new batch and drop the owner's oldest finished ones beyond the limit.
+        """Store a new batch and drop the owner's oldest finished ones beyond the limit.
 
         Raises ApiError (400) if the owner has too many unfinished batches.
         """

@@ -20,7 +20,7 @@ from paceline.lengths.calibration import Grid
 from paceline.tools.bench.measure import run_batch, turns
 from paceline.tools.bench.offline import Paceline
 from paceline.tools.bench.plots import new_figure, save
-from paceline.tools.bench.recording import Recorder, Round
+from paceline.tools.bench.recording import Recorder, Round, kept_by_position
 from paceline.tools.bench.tasks import PROMPTS, Task
 
 if TYPE_CHECKING:
@@ -151,16 +151,6 @@ def _counted(drafter: str, task: Task, temperature: float, tokens: int, rounds: 
         by_position=kept_by_position(rows, k),
         saved_by_sibling=sum(record.saved for record in rounds) / max(1, len(rows)),
     )
-
-
-def kept_by_position(rows: Sequence[tuple[int, int]], k: int) -> tuple[float | None, ...]:
-    """Acceptance probability by position. rows: accepted draft tokens and the draft's depth, per row and round.
-
-    A draft token counts as tried if all before it were accepted.
-    """
-    tried = [sum(kept >= place < made for kept, made in rows) for place in range(k)]
-    good = [sum(kept > place for kept, _ in rows) for place in range(k)]
-    return tuple(right / all_ if all_ else None for right, all_ in zip(good, tried, strict=True))
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from paceline.tools.bench.fit import PaperFit, fit_paper
 from paceline.tools.bench.offline import versions
 from paceline.tools.bench.plots import Axes, new_figure, save
 from paceline.tools.bench.prompts import COPYING, OPEN
-from paceline.tools.bench.recording import Recorder, Round, latency_of, longest_stretch
+from paceline.tools.bench.recording import Recorder, Round, kept_by_position, latency_of, longest_stretch
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -181,10 +181,8 @@ def _best(size: int, points: Sequence[SweepPoint]) -> int:
 
 def acceptance_by_position(rounds: Sequence[Round], k: int) -> tuple[float, ...]:
     """Probability that draft token 1, 2, ... k is accepted if all before it were; 0 where none was tried."""
-    accepted = [kept for record in rounds if record.k == k for kept in record.accepted]
-    tried = [sum(kept >= place for kept in accepted) for place in range(k)]
-    kept = [sum(kept > place for kept in accepted) for place in range(k)]
-    return tuple(good / all_ if all_ else 0.0 for good, all_ in zip(kept, tried, strict=True))
+    rows = [(kept, k) for record in rounds if record.k == k for kept in record.accepted]
+    return tuple(rate or 0.0 for rate in kept_by_position(rows, k))
 
 
 def draw(profile: MeasuredProfile, fit: PaperFit, path: Path, title: str) -> None:

@@ -105,3 +105,13 @@ def longest_stretch(rounds: list[Round], rows: int) -> list[Round]:
         here = [*here, record] if record.rows == rows else []
         best = here if len(here) > len(best) else best
     return best
+
+
+def kept_by_position(rows: Sequence[tuple[int, int]], k: int) -> tuple[float | None, ...]:
+    """Acceptance probability by position. rows: accepted draft tokens and the draft's depth, per row and round.
+
+    A draft token counts as tried if all before it were accepted.
+    """
+    tried = [sum(kept >= place < made for kept, made in rows) for place in range(k)]
+    good = [sum(kept > place for kept, _ in rows) for place in range(k)]
+    return tuple(right / all_ if all_ else None for right, all_ in zip(good, tried, strict=True))

@@ -1,0 +1,77 @@
+"""The sampling parameters that a model's files recommend, and the calls that follow them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import gguf
+import pytest
+from transformers import GenerationConfig
+
+from model_support import NATIVE, tiny
+from paceline import LLM, SamplingParams
+from paceline.errors import ModelFormatError
+from paceline.models.recommended import recommended_sampling
+from toy import tiny_llama_of_transformers
+
+QWEN = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05, "eos_token_id": 2}
+OF_QWEN = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}
+
+
+def test_a_directory_recommends_what_its_generation_config_names(tmp_path: Path) -> None:
+    tiny(*NATIVE["llama"]).config.save_pretrained(tmp_path)
+    assert recommended_sampling(tmp_path) == {}
+    (tmp_path / "generation_config.json").write_text(json.dumps(QWEN | {"min_p": None, "max_new_tokens": 9}))
+    assert recommended_sampling(tmp_path) == OF_QWEN
+
+
+def test_a_gguf_file_recommends_its_general_sampling_values(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_float32("general.sampling.temp", 0.5)
+    writer.add_int32("general.sampling.top_k", 20)
+    writer.add_float32("general.sampling.penalty_repeat", 1.5)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert recommended_sampling(tmp_path / "model.gguf") == {"temperature": 0.5, "top_k": 20}
+
+
+def test_a_loaded_model_recommends_what_differs_from_the_usual() -> None:
+    model = tiny_llama_of_transformers()
+    model.generation_config = GenerationConfig(temperature=0.6, top_p=0.95, pad_token_id=0)
+    assert recommended_sampling(model) == {"temperature": 0.6, "top_p": 0.95}
+    model.generation_config = None
+    assert recommended_sampling(model) == {}
+
+
+def make(recommended: GenerationConfig) -> LLM:
+    model = tiny_llama_of_transformers()
+    model.generation_config = recommended
+    return LLM(model, dtype="float32", device="cpu", max_batch_size=2, threads=1)
+
+
+def test_calls_without_parameters_follow_the_recommendation() -> None:
+    llm = make(GenerationConfig(repetition_penalty=1.5, top_k=1))
+    expected = SamplingParams(repetition_penalty=1.5, top_k=1)
+    assert llm.get_default_sampling_params() == llm.plain().get_default_sampling_params() == expected
+    prompts = [[1, 2, 3], [4]]
+    (said, _), (given, _) = llm.generate(prompts, use_tqdm=False), llm.generate(prompts, expected, use_tqdm=False)
+    assert said.outputs[0].token_ids == given.outputs[0].token_ids
+    (unlike, _) = llm.generate(prompts, SamplingParams(top_k=1), use_tqdm=False)
+    assert unlike.outputs[0].token_ids != said.outputs[0].token_ids
+    (streamed,) = [output for output in llm.stream([1, 2, 3]) if output.finished]
+    assert streamed.outputs[0].token_ids == said.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"top_p": 2.0}, {"top_k": "many"}])
+def test_an_impossible_recommendation_is_refused_where_it_would_be_followed(
+    tmp_path: Path, wrong: dict[str, object]
+) -> None:
+    tiny_llama_of_transformers().save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps(wrong))
+    llm = LLM(str(tmp_path), dtype="float32", device="cpu", max_batch_size=2, threads=1)
+    llm.generate([[1, 2]], SamplingParams(max_tokens=2), use_tqdm=False)
+    with pytest.raises(ModelFormatError, match=next(iter(wrong))):
+        llm.generate([[1, 2]], use_tqdm=False)
