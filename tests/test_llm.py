@@ -306,6 +306,10 @@ def test_other_options_share_the_weights(llm: LLM, expected: list[list[int]]) ->
     assert tokens(split.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected
     assert plain.generate(PROMPTS, GREEDY, use_tqdm=False)[0].outputs[0].metrics.drafted == 0
     assert split.generate(PROMPTS, GREEDY, use_tqdm=False)[0].outputs[0].metrics.drafted > 0
+    assert "no speculation" in plain.engine.describe()
+    assert "no speculation" not in plain.with_options(drafter="ngram").engine.describe(), (
+        "a drafter brings lengths back"
+    )
 
 
 def test_options_of_the_weights_cannot_change(llm: LLM) -> None:

@@ -165,11 +165,14 @@ class LLM:
     def with_options(self, **options: Unpack[EngineOptions]) -> LLM:
         """Return an LLM on the same weights with other options.
 
-        Options that determine how weights are loaded cannot change. Raises ParameterError, CapacityError.
+        Options that determine how weights are loaded cannot change. A drafter for an LLM that drafts nothing brings
+        "auto" lengths back. Raises ParameterError, CapacityError.
         """
         for name, value in options.items():
             if name in _WEIGHT_OPTIONS:
                 raise ParameterError(name, value, "what the weights were loaded with; make a new LLM")
+        if options.get("drafter") is not None and self.config.num_speculative_tokens == 0:
+            options.setdefault("num_speculative_tokens", EngineConfig.num_speculative_tokens)
         config = replace(self.engine.config, **options)
         check_used(config, options)
         return self._sharing(self, config)

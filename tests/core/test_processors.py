@@ -67,6 +67,48 @@ def test_a_processor_that_fails_ends_its_own_request(process: Any) -> None:
     assert other.outputs[0].finish_reason == "length"
 
 
+def forced(script: list[int]) -> Any:
+    """A processor that allows the script's tokens only, and fails beyond its end."""
+
+    def process(answer: list[int], logits: Tensor) -> Tensor:
+        return torch.full_like(logits, -math.inf).index_fill(0, torch.tensor([script[len(answer)]]), 0.0)
+
+    return process
+
+
+DRAFTERS: list[dict[str, Any]] = [
+    {"drafter": None},
+    {"drafter": "ngram"},
+    {"drafter": "ngram", "speculation_width": 2},
+    {"drafter": "model"},
+    {"drafter": "hybrid"},
+]
+
+
+def engine_with(options: dict[str, Any]) -> Any:
+    draft = ToyModel() if options["drafter"] in ("model", "hybrid") else None
+    return make_engine(ToyModel(), draft, num_speculative_tokens=4 if options["drafter"] else 0, **options)
+
+
+@pytest.mark.parametrize("options", DRAFTERS, ids=str)
+def test_no_processor_is_asked_after_an_end_token(options: dict[str, Any]) -> None:
+    script = [5, 6, 5, 6, 9]
+    params = SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[9], logits_processors=[forced(script)])
+    (output,) = run(engine_with(options), [[5, 6, 9, 5, 6]], [params])
+    (answer,) = output.outputs
+    assert (answer.finish_reason, answer.token_ids) == ("stop", script), answer.error
+
+
+@pytest.mark.parametrize("options", DRAFTERS, ids=str)
+def test_no_processor_is_asked_beyond_max_tokens(options: dict[str, Any]) -> None:
+    """Beside a longer answer, whose rounds draft more tokens than the shorter one has left."""
+    short = SamplingParams(temperature=0, max_tokens=3, logits_processors=[forced([4, 4, 4])])
+    long = SamplingParams(temperature=0, max_tokens=30)
+    output, _ = run(engine_with(options), [[4, 4, 4, 4], PROMPT], [short, long])
+    (answer,) = output.outputs
+    assert (answer.finish_reason, answer.token_ids) == ("length", [4, 4, 4]), answer.error
+
+
 def test_a_processor_may_write_into_its_arguments() -> None:
     def spoil(answer: list[int], logits: Tensor) -> Tensor:
         answer.append(5)

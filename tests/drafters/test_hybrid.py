@@ -70,7 +70,7 @@ def test_by_default_ngram_drafts_suffice_only_if_every_match_is_of_the_longest_k
 
 
 @pytest.mark.parametrize("prompts", [[TWICE], [SHORT, TWICE], [NEW, NEW]])
-@pytest.mark.parametrize("asked", [0, 1, 4])
+@pytest.mark.parametrize("asked", [0, 1, 4, 6])
 def test_the_plans_fallback_decides_if_there_is_one(asked: int, prompts: list[list[int]]) -> None:
     drafter, batch = setup(*prompts)
     shown: list[Draft] = []
@@ -80,7 +80,7 @@ def test_the_plans_fallback_decides_if_there_is_one(asked: int, prompts: list[li
     assert [copies.tokens.tolist() for copies in shown] == [expected.tokens.tolist()]
     assert shown[0].confidence == expected.confidence
     if asked:
-        assert draft.tokens.tolist() == models_own(batch, prompts, asked)
+        assert draft.tokens.tolist() == models_own(batch, prompts, min(asked, 4)), "never more than planned"
     else:
         assert draft is shown[0]
 

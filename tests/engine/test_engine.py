@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -116,6 +117,20 @@ def test_the_longest_prompt_that_fits_gets_one_token() -> None:
     output = run(make_engine(ToyModel()), [[1] * (POSITIONS - 1)], [GREEDY])[0]
     assert len(output.outputs[0].token_ids) == 1
     assert output.outputs[0].finish_reason == "length"
+
+
+def test_an_automatic_request_id_is_none_of_those_that_callers_chose() -> None:
+    engine = make_engine(ToyModel())
+    chosen = [engine.add(Request(PROMPT, GREEDY, request_id=f"request-{number}")) for number in range(2)]
+    made = [engine.add(Request(PROMPT, GREEDY)) for _ in range(2)]
+    assert len({output.request_id for output in (*chosen, *made)}) == 4
+
+
+def test_a_budget_from_row_is_known_to_the_batch() -> None:
+    engine = make_engine(ToyModel())
+    engine.add(Request([1, 2, 3], SamplingParams(max_tokens=9, time_budget=30.0), budget_from_row=True))
+    engine.step()
+    assert engine.batch.deadlines[0] < math.inf
 
 
 def test_a_request_id_may_come_again_once_its_request_has_ended() -> None:

@@ -55,6 +55,12 @@ def test_a_request_is_sampled_as_recommended_where_it_does_not_say(
     }
 
 
+def test_the_shortest_context_can_be_served(tiny: str) -> None:
+    for live in start(ServerConfig(port=0, served_model_name="tiny"), tiny, max_model_len=2):
+        body = {"model": "tiny", "prompt": [65], "max_tokens": 1}
+        assert live.post("/v1/completions", body).status_code == 200
+
+
 def test_an_impossible_recommendation_ends_the_start_unless_it_is_turned_off(tmp_path: Path) -> None:
     model = model_that_recommends(tmp_path, temperature=-1)
     config = ServerConfig(port=0, served_model_name="tiny")

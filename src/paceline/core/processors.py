@@ -19,16 +19,24 @@ from paceline.errors import ParameterError, RequestError, shown
 class ProcessedRow:
     """Constraint (``rows.Constraint``) that applies a row's logits processors at each position.
 
-    ends: tokens that end the answer. min_tokens: number of first tokens that are none of them.
+    Like plain decoding, it asks no processor after the end of the answer, although drafts may go on there.
+
+    ends: tokens that end the answer. max_tokens: the answer's length at most. min_tokens: number of first tokens that
+    are no ends.
     """
 
-    def __init__(self, processors: Sequence[LogitsProcessor], ends: Collection[int], min_tokens: int = 0) -> None:
-        self._processors, self._ends, self._min_tokens = processors, ends, min_tokens
+    def __init__(
+        self, processors: Sequence[LogitsProcessor], ends: Collection[int], max_tokens: int, min_tokens: int = 0
+    ) -> None:
+        self._processors, self._ends = processors, frozenset(ends)
+        self._max_tokens, self._min_tokens = max_tokens, min_tokens
         self._answer: list[int] = []
         self._empty: dict[tuple[int, ...], bool] = {}  # draft tokens before a position -> no token is allowed
 
     def mask(self, draft_tokens: Sequence[int], first: int, logits: Tensor) -> None:
-        for place, own in enumerate(logits):
+        if not self._ends.isdisjoint(draft_tokens[:first]):
+            return
+        for place, own in enumerate(logits[: max(0, self._left_tokens - first)]):
             at = first + place
             if place and not self._goes_on(draft_tokens[at - 1], logits[place - 1]):
                 return
@@ -50,6 +58,11 @@ class ProcessedRow:
         # The target comes last in a round, so this entry overwrites the one for a draft model's logits.
         self._empty[tuple(drafted)] = not self._left(scores, len(self._answer) + len(drafted))
         logits.copy_(scores)
+
+    @property
+    def _left_tokens(self) -> int:
+        """Tokens that the answer may still get."""
+        return self._max_tokens - len(self._answer)
 
     def _left(self, scores: Tensor, place: int) -> bool:
         """Whether a token is left at a place of the answer."""
@@ -88,7 +101,8 @@ def processed_row(
         processors.append(partial(_keep_allowed, torch.tensor(params.allowed_token_ids)))
     if words:
         processors.append(partial(_forbid_words, words))
-    return partial(ProcessedRow, [*processors, *params.logits_processors], frozenset(ends), params.min_tokens)
+    processors += params.logits_processors
+    return partial(ProcessedRow, processors, tuple(ends), params.max_tokens, params.min_tokens)
 
 
 def _spellings(word: str) -> Iterator[str]:

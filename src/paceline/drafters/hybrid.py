@@ -72,7 +72,7 @@ class HybridDrafter(RowKeepers, Drafter):
     def _depth_to_draft(self, batch: Batch, ngram_draft: Draft, wish: SpeculationPlan) -> int:
         """Draft tokens per row to request from the draft model; 0 if the n-gram draft suffices."""
         if wish.fallback is not None:
-            return wish.fallback(batch, ngram_draft)
+            return min(wish.k, wish.fallback(batch, ngram_draft))
         return (
             0
             if all(len(scores) > 0 and scores[0] >= STRONG for scores in ngram_draft.confidence or [[0.0]])

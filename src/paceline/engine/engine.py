@@ -239,7 +239,8 @@ class Engine:
         Raises EmptyPromptError, PromptTooLongError or ParameterError. Other requests are not affected.
         """
         self.check(request)
-        request_id = request.request_id or f"request-{next(self._ids)}"
+        unused = (name for number in self._ids if (name := f"request-{number}") not in self._requests)
+        request_id = request.request_id or next(unused)
         if request_id in self._requests:
             raise ParameterError("request_id", request_id, "not the id of a request that still runs")
         output, rows = self._intake.begin(request, request_id)

@@ -101,9 +101,9 @@ class Scheduler:
         return []
 
     def _start(self, sequence: Sequence, rows_soon: int) -> None:
-        self.slots.take(sequence)
         if sequence.budget_from_row and sequence.params.time_budget is not None:
             sequence.deadline = time.monotonic() + sequence.params.time_budget
+        self.slots.take(sequence)
         self.prefilling.append(sequence)
         self.slots.reuse_prefix(sequence)
         sequence.read_by_draft = not sequence.only_read and self._draft_models_read(sequence, rows_soon)

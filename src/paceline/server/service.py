@@ -189,7 +189,7 @@ class EngineService:
             params = SamplingParams(
                 temperature=row % 2, max_tokens=tokens, seed=row, ignore_eos=True, keep_prefix=False
             )
-            self.engine.add(Request([0, 0], params))
+            self.engine.add(Request([0] * min(2, self.engine.max_model_len - 1), params))
         while self.engine.busy:
             self.engine.step()
 

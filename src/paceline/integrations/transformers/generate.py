@@ -201,7 +201,8 @@ class _Call:
         if record is not None:
             self.records.append(record)
         processors = self.call_config.processors(row, self.prompts.paddings[row], self.own, self.allowed)
-        return Processed(self.prompts.ids[row : row + 1], processors, self.call_config.ends, record)
+        ends, most = self.call_config.ends, self.call_config.max_tokens
+        return Processed(self.prompts.ids[row : row + 1], processors, ends, most, record)
 
     def _decode(self, engine: Engine, outputs: Sequence[RequestOutput]) -> None:
         if self.streamer is not None:

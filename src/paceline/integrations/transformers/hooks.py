@@ -31,22 +31,28 @@ class Processed(ProcessedRow):
     """A row's processors of transformers' kind, as the constraint that the engine applies at each of its places.
 
     text: [1, L], the row's prompt with its padding.
-    ends: tokens that end an answer.
+    ends: tokens that end an answer. max_tokens: its length at most.
     record: receives the logits of every token; None: they are not recorded.
     """
 
     def __init__(
-        self, text: Tensor, processors: Sequence[Processor], ends: Collection[int], record: Record | None = None
+        self,
+        text: Tensor,
+        processors: Sequence[Processor],
+        ends: Collection[int],
+        max_tokens: int,
+        record: Record | None = None,
     ) -> None:
-        super().__init__((), ends)
+        super().__init__((), ends, max_tokens)
         self._text, self._each, self._record = text, processors, record
         self._logits: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}  # by the draft tokens before a place
 
     def advance(self, tokens: Sequence[int]) -> None:
+        asked = tokens[: self._left_tokens]
         super().advance(tokens)
         self._text = torch.cat([self._text, self._text.new_tensor([tokens])], 1)
         if self._record is not None:
-            for place, token in enumerate(tokens):
+            for place, token in enumerate(asked):
                 raw, scores = self._logits[tuple(tokens[:place])]
                 self._record.raw.append(raw)
                 self._record.scores.append(scores)
