@@ -1,9 +1,11 @@
 import ast
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gguf import GGUFValueType
 from torch import Tensor
 from transformers import AutoConfig, LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -168,8 +170,8 @@ def _native_logits(model: NativeModel, length: int, at_once: int = 100) -> Tenso
     return model.logits(torch.cat(parts))
 
 
-def _written(path: Path, theirs: PreTrainedModel) -> Path:
-    """Write a GGUF file by the family's two tables of names."""
+def _written(path: Path, theirs: PreTrainedModel, more: Mapping[str, Any] | None = None) -> Path:
+    """Write a GGUF file by the family's two tables of names. more: metadata that are added or replaced."""
     config, family = theirs.config, FAMILIES[theirs.config.model_type]
     form = family.gguf
     assert form is not None
@@ -199,6 +201,9 @@ def _written(path: Path, theirs: PreTrainedModel) -> Path:
         writer.add_rope_scaling_attn_factors(theirs.model.rotary_emb.attention_scaling)
         for kind in ("short", "long"):
             writer.add_tensor(f"rope_factors_{kind}.weight", torch.tensor(rope[f"{kind}_factor"]).numpy())
+    for key, value in (more or {}).items():
+        writer.kv_data[0].pop(key, None)
+        writer.add_key_value(key, value, GGUFValueType.get_type(value))
     theirs_of = {ours: name for name, ours in form.names.parts.items()}
     for name, tensor in theirs.state_dict().items():
         ours = family.safetensors.ours(name)
@@ -265,8 +270,66 @@ def test_a_gguf_file_gives_the_logits_of_its_variant(name: str, fields: dict[str
     assert ours.max_positions == (32 if "original_max_position_embeddings" in fields else 64)
 
 
-def _check_gguf(path: Path, theirs: PreTrainedModel, length: int) -> Any:
-    ours = load_model(_written(path, theirs), dtype=torch.float32)
+@pytest.mark.parametrize(
+    ("name", "fields", "more"),
+    [
+        ("phi3", {"sliding_window": None}, {"phi3.attention.sliding_window": 0}),
+        (
+            "granite",
+            {"num_hidden_layers": 3, "num_key_value_heads": 2},
+            {
+                "granite.expert_count": 0,
+                "granite.expert_used_count": 0,
+                "granite.attention.head_count_kv": [2] * 3,
+                "granite.rope.scaling.finetuned": True,
+            },
+        ),
+    ],
+    ids=["a window of 0 as in Phi-4", "heads by layer and no experts as in Granite 4"],
+)
+def test_metadata_that_say_nothing_change_nothing(
+    name: str, fields: dict[str, Any], more: dict[str, Any], tmp_path: Path
+) -> None:
+    kind, usual = NATIVE[name]
+    usual = {key: value for key, value in usual.items() if key != "layer_types"}
+    theirs = tiny(kind, usual | fields | {"tie_word_embeddings": False})
+    _check_gguf(tmp_path / "tiny.gguf", theirs, 12, more)
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("granite", {"granite.rope.scaling.finetuned": False}), ("granite", {"granite.attention.causal": False})],
+)
+def test_metadata_of_another_model_are_refused(name: str, more: dict[str, Any], tmp_path: Path) -> None:
+    theirs = tiny(NATIVE[name][0], NATIVE[name][1] | {"tie_word_embeddings": False})
+    with pytest.raises(ModelFormatError, match=r"finetuned=false|causal=false"):
+        load_model(_written(tmp_path / "tiny.gguf", theirs, more), dtype=torch.float32)
+
+
+def test_old_files_of_phi3_for_4096_positions_have_its_window(tmp_path: Path) -> None:
+    usual = {key: value for key, value in NATIVE["phi3"][1].items() if key not in ("layer_types", "sliding_window")}
+    fields = usual | {"num_hidden_layers": 32, "max_position_embeddings": 4096, "sliding_window": None}
+    for length, window in ((4096, 2047), (64, None)):
+        theirs = tiny("phi3", fields | {"max_position_embeddings": length, "tie_word_embeddings": False})
+        ours = load_model(_written(tmp_path / f"{length}.gguf", theirs), dtype=torch.float32)
+        assert isinstance(ours, Transformer)
+        assert {layer.mixer.window for layer in ours.spec.layers} == {window}
+
+
+def test_a_bidirectional_decoder_is_none_of_a_family() -> None:
+    assert describe({"model_type": "qwen3", "is_causal": True}) is not None
+    assert describe({"model_type": "qwen3", "is_causal": False}) is None
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_multimodal_model_is_tied_by_the_field_of_the_whole(tied: bool) -> None:
+    spec = describe({"model_type": "qwen3_5", "tie_word_embeddings": tied, "text_config": {"num_hidden_layers": 4}})
+    assert spec is not None
+    assert spec.tied is tied
+
+
+def _check_gguf(path: Path, theirs: PreTrainedModel, length: int, more: Mapping[str, Any] | None = None) -> Any:
+    ours = load_model(_written(path, theirs, more), dtype=torch.float32)
     tokens = random_tokens(1, length)
     with torch.no_grad():
         wanted = theirs(tokens).logits

@@ -313,8 +313,11 @@ TWO_SHARDS = '{"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}'
     [
         {"config.json": "{}"},
         {"config.json": "{}", "a.safetensors": "", "model.safetensors.index.json": TWO_SHARDS},
+        {"config.json": "{}", "a.safetensors": "", "model.safetensors.index.json": "{"},
+        {"config.json": "{}", "a.safetensors": "", "model.safetensors.index.json": '{"weight_map": 1}'},
+        {"config.json": "{}", "a.safetensors": "", "model.safetensors.index.json": "{}"},
     ],
-    ids=["no weights", "a shard is missing"],
+    ids=["no weights", "a shard is missing", "broken index", "no map", "empty index"],
 )
 def test_an_incomplete_hub_model_is_refused(offline_hub: Path, files: dict[str, str]) -> None:
     fill_hub_cache(offline_hub, files)

@@ -151,6 +151,13 @@ def test_missing_weights_of_another_family_are_refused(tmp_path: Path) -> None:
         _load(tmp_path)
 
 
+def test_a_model_that_transformers_would_adapt_by_itself_is_refused(tmp_path: Path) -> None:
+    tiny(*FOREIGN["gpt_neox"]).save_pretrained(tmp_path)
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 1}')
+    with pytest.raises(ModelFormatError, match=r"adapter_config\.json"):
+        _load(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt_neox"])
 @pytest.mark.parametrize("keep", [0, 7, 300, -5])
 def test_a_truncated_file_is_named(name: str, keep: int, tmp_path: Path) -> None:

@@ -190,6 +190,28 @@ def write_gguf(
     return path
 
 
+@pytest.mark.parametrize(("architecture", "strips"), [("llama", False), ("phi3", True)])
+def test_control_tokens_of_phi3_strip_the_white_space_behind_them(
+    architecture: str, strips: bool, tmp_path: Path
+) -> None:
+    """Those of its SentencePiece vocabularies, as in its tokenizer.json; GGUF files do not tell."""
+    tokens = ["<unk>", "<s>", "<|user|>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "h", "i"]
+    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", architecture)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0] * len(tokens))
+    writer.add_token_types([3, 3, 3, *[6] * 256, 1, 1, 1])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(1)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    tokenizer = Tokenizer.load(tmp_path / "tiny.gguf")
+    bare, spaced = (tokenizer.encode(text, add_special_tokens=False) for text in ("<|user|>hi", "<|user|>\n hi"))
+    assert (bare == spaced) is strips
+    assert tokenizer.encode("<s>\nh", add_special_tokens=False) != tokenizer.encode("<s>h", add_special_tokens=False)
+
+
 def test_a_gguf_file_gives_special_tokens_template_and_the_end_of_text(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(write_gguf(tmp_path / "tiny.gguf", "gpt-2"))
     eos, called = tokenizer.encode("<eos><tool call>")

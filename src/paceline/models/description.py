@@ -68,6 +68,7 @@ class AttentionSpec:
     def __post_init__(self) -> None:
         sizes = f"num_attention_heads={self.heads}, num_key_value_heads={self.kv_heads}, head_dim={self.head_dim}"
         check(min(self.heads, self.kv_heads, self.head_dim) > 0, sizes)
+        check(self.window is None or self.window > 0, f"sliding_window={self.window}")
 
     @property
     def query_width(self) -> int:

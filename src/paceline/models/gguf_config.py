@@ -38,11 +38,11 @@ _SIZES = (
     *("embedding_length", "feed_forward_length", "attention.head_count", "context_length", "full_attention_interval"),
     *("attention.key_length", "attention.value_length", "attention.key_length_swa", "rope.dimension_count"),
     *("ssm.group_count", "ssm.time_step_rank", "ssm.state_size", "ssm.inner_size", "ssm.conv_kernel"),
-    *("shortconv.l_cache", "expert_feed_forward_length", "expert_used_count"),
+    *("shortconv.l_cache", "expert_feed_forward_length"),
 )
 _OR_NONE = (
     *("attention.head_count_kv", "attention.shared_kv_layers", "attention.sliding_window"),
-    *("embedding_length_per_layer_input", "expert_count"),
+    *("embedding_length_per_layer_input", "expert_count", "expert_used_count"),
 )
 _LARGEST = {
     **dict.fromkeys(("context_length", "attention.sliding_window"), 2**31),
@@ -99,7 +99,10 @@ def check(file: GGUFFile) -> None:
     """Raise ModelFormatError if the file needs an unsupported feature. Cheap: reads only the metadata."""
     found = _metadata(file)
     reads = form(file).reads | ({"rope.scaling.attn_factor"} if _SHORT_FACTORS in file.tensors else set())
-    if refused := [key for key in _REFUSED if found.get(key) and key not in reads]:
+    refused = [key for key in _REFUSED if found.get(key) and key not in reads]
+    if found.get("attention.causal") is False:
+        refused.append("attention.causal=false")
+    if refused:
         raise ModelFormatError(f"{file.path}: the metadata ask for {', '.join(refused)}, which is not supported")
 
 
@@ -184,6 +187,8 @@ def huggingface_config(file: GGUFFile) -> PretrainedConfig:
 def _translated(file: GGUFFile, found: Mapping[str, Any]) -> PretrainedConfig:
     fields = {ours: found[theirs] for theirs, ours in _FIELDS.items() if theirs in found}
     fields.setdefault("num_key_value_heads", found["attention.head_count"])
+    if isinstance(heads := fields["num_key_value_heads"], list) and len(set(heads)) == 1:  # one for each layer
+        fields["num_key_value_heads"] = heads[0]
     fields.setdefault("head_dim", found["embedding_length"] // found["attention.head_count"])
     rope, vocabulary = _rope(found), file.tensors["token_embd.weight"].shape[0]
     if (rotated := found.get("rope.dimension_count", fields["head_dim"])) != fields["head_dim"]:

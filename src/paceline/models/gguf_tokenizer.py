@@ -78,6 +78,7 @@ SPLITTINGS: dict[str, Splitting] = {
     "tekken": _TEKKEN,
     "gpt-4o": _O200K,
 }
+_KEEP_SPACE = {"<unk>", "<s>", "<|endoftext|>"}  # behind them, where other control tokens strip it: as in llama.cpp
 BY_ARCHITECTURE = {"gpt2": "gpt-2", "qwen2": "qwen2", "qwen3": "qwen2"}  # for old files without tokenizer.ggml.pre
 
 
@@ -140,7 +141,7 @@ def _sentencepiece(
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *last]
     )
-    return _with_roles(file, tokenizer, tokens, bos=True)
+    return _with_roles(file, tokenizer, tokens, bos=True, strips=gguf_config.form(file).strips)
 
 
 def _listed_merges(file: GGUFFile, _: Mapping[str, int]) -> list[tuple[str, str]]:
@@ -161,11 +162,22 @@ def _joins(file: GGUFFile, vocabulary: Mapping[str, int]) -> list[tuple[str, str
     return [pair for *_, pair in sorted(found)]
 
 
-def _with_roles(file: GGUFFile, tokenizer: Tokenizer, tokens: list[str], *, bos: bool) -> PreTrainedTokenizerBase:
-    """Complete a tokenizer with its control tokens and chat template. bos: whether texts begin with one by default."""
+def _with_roles(
+    file: GGUFFile, tokenizer: Tokenizer, tokens: list[str], *, bos: bool, strips: bool = False
+) -> PreTrainedTokenizerBase:
+    """Complete a tokenizer with its control tokens and chat template.
+
+    bos: whether texts begin with one by default. strips: whether control tokens remove white space behind them.
+    """
     metadata, types = file.metadata, zip(tokens, gguf_config.listed(file, "token_type"), strict=False)
     kinds = [(token, kind) for token, kind in types if kind in (_CONTROL, _USER_DEFINED)]
-    tokenizer.add_tokens([AddedToken(token, special=kind == _CONTROL, normalized=False) for token, kind in kinds])
+    stripping = {token for token, kind in kinds if strips and kind == _CONTROL} - _KEEP_SPACE
+    tokenizer.add_tokens(
+        [
+            AddedToken(token, special=kind == _CONTROL, normalized=False, rstrip=token in stripping)
+            for token, kind in kinds
+        ]
+    )
     roles = {role: gguf_config.token_id(file, role) for role in ("bos", "eos", "unknown", "padding")}
     named = {role: None if index is None else tokens[index] for role, index in roles.items()}
     return PreTrainedTokenizerFast(

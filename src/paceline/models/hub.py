@@ -10,7 +10,6 @@ import difflib
 import fnmatch
 import hashlib
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -29,6 +28,7 @@ from tqdm import tqdm
 
 from paceline.errors import ModelFormatError, ModelNotFoundError
 from paceline.models.gguf_names import gguf_in, parts
+from paceline.models.json_files import read_object
 
 # @: a branch, tag or commit. After a colon: the type of a GGUF file, such as Q4_K_M.
 HUB_NAME = re.compile(
@@ -414,8 +414,11 @@ def _has_tokenizer(snapshot: Path) -> bool:
 
 def _is_complete(snapshot: Path) -> bool:
     """Whether config and all weights are there. After an interrupted download some shards are missing."""
-    indices = [json.loads(path.read_text()) for path in snapshot.glob("*.safetensors.index.json")]
-    shards = {shard for index in indices for shard in index["weight_map"].values()}
+    try:
+        maps = [read_object(path)["weight_map"] for path in snapshot.glob("*.safetensors.index.json")]
+        shards = {str(shard) for weight_map in maps for shard in weight_map.values()}
+    except (ModelFormatError, KeyError, AttributeError):  # a damaged index: it is fetched again
+        return False
     weights = shards or {path.name for path in snapshot.glob("*.safetensors")}
     return bool(weights) and all((snapshot / name).is_file() for name in ("config.json", *weights))
 

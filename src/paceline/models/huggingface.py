@@ -147,6 +147,11 @@ class HuggingFaceModel:
 
         Raises ModelFormatError if a file is damaged, a weight is missing or unexpected, or the model cannot be run.
         """
+        if (path / "adapter_config.json").exists():
+            raise ModelFormatError(
+                f"{path}: adapter_config.json lies beside the model, and transformers would apply it. Move it away "
+                "if it is merged; else give its own directory in adapters"
+            )
         with reading(path, "cannot be loaded by transformers"):
             config = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
             check_layers(str(path), config.get_text_config())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
@@ -70,7 +71,13 @@ def describe(config: PretrainedConfig | Mapping[str, Any]) -> DecoderSpec | None
     family = family_of(config)
     if family is None or getattr(config, "quantization_config", None):
         return None
-    return family.describe(config.get_text_config())
+    text = config.get_text_config()
+    if getattr(text, "is_causal", True) is False:
+        return None  # transformers' way to make a decoder bidirectional: its code is refused with that reason
+    spec = family.describe(text)
+    # transformers ties a multimodal model by the field of the whole; a stored head that differs is found in the files
+    tied = text is not config and getattr(config, "tie_word_embeddings", False)
+    return replace(spec, tied=True) if spec is not None and tied else spec
 
 
 def family_of(config: PretrainedConfig) -> Family | None:

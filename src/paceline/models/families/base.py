@@ -68,6 +68,8 @@ class GGUFForm:
     paired: whether rows of queries and keys are stored in the order of rotary pairs (i, i + 1).
     adapt: the file's tensors -> those of the decoder, ordered and scaled as in safetensors files.
     head: the file's tensors and the number of layers -> the draft head's, named as in safetensors files.
+    strips: whether control tokens of its SentencePiece vocabularies remove white space behind them, which files do not
+        tell.
     """
 
     architecture: str
@@ -77,6 +79,7 @@ class GGUFForm:
     paired: bool = False
     adapt: Callable[[Mapping[str, StoredTensor], DecoderSpec], Mapping[str, StoredTensor]] = _as_they_are
     head: Callable[[Mapping[str, StoredTensor], int], Mapping[str, StoredTensor]] | None = None
+    strips: bool = False
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from paceline.errors import ModelFormatError
 from paceline.models.description import DecoderSpec, without_residual_scale
 from paceline.models.families.base import LLAMA_GGUF_NAMES, LLAMA_NAMES, Family, GGUFForm, biases_of, llama_like
 from paceline.models.weight_names import WeightNames
@@ -33,6 +34,8 @@ _MULTIPLIERS = {
 
 
 def _fields(metadata: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, Any]:
+    if metadata.get("rope.scaling.finetuned") is False:  # llama.cpp's way to say that nothing is rotated
+        raise ModelFormatError("rope.scaling.finetuned=false: a Granite without rotary positions")
     return {ours: metadata[theirs] for theirs, ours in _MULTIPLIERS.items() if theirs in metadata}
 
 

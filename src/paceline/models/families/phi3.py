@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from transformers import PretrainedConfig
 
 from paceline.models.description import DecoderSpec
@@ -11,6 +14,15 @@ from paceline.models.weight_names import WeightNames
 
 def _describe(config: PretrainedConfig) -> DecoderSpec | None:
     return llama_like(config)
+
+
+_OLD_WINDOW = 2047  # of the models for 4096 positions, whose older files lack the key: as in llama.cpp
+
+
+def _fields(metadata: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the window. A stored 0 is none: Phi-4, whose files are of this architecture, has full attention."""
+    is_short = metadata["block_count"] in (32, 40) and metadata["context_length"] == 4096
+    return {"sliding_window": metadata.get("attention.sliding_window", _OLD_WINDOW if is_short else 0) or None}
 
 
 _FUSED = {
@@ -26,7 +38,8 @@ FAMILY = Family(
     GGUFForm(
         "phi3",
         WeightNames({**LLAMA_GGUF_NAMES, **_GGUF_FUSED}),
-        fields=lambda metadata, _: {"sliding_window": metadata.get("attention.sliding_window")},
+        fields=_fields,
         reads=frozenset({"attention.sliding_window"}),
+        strips=True,
     ),
 )
