@@ -172,7 +172,7 @@ def test_scores_and_logits_are_those_of_transformers() -> None:
 
 def test_scores_end_with_an_end_token_that_was_drafted() -> None:
     record, logits = Record(), torch.arange(4.0)
-    row = Processed(torch.tensor([[1]]), (), {2}, record)
+    row = Processed(torch.tensor([[1]]), (), {2}, 9, record)
     row.scores([], logits)
     row.advance([2, 3])  # the token behind the end was drawn from logits that no processor has seen
     assert [scores.tolist() for scores in record.scores] == [logits.tolist()]

@@ -13,6 +13,7 @@ from model_support import NATIVE, tiny
 from paceline import LLM, SamplingParams
 from paceline.errors import ModelFormatError
 from paceline.models.recommended import recommended_sampling
+from server_support import save_model
 from toy import tiny_llama_of_transformers
 
 QWEN = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05, "eos_token_id": 2}
@@ -69,7 +70,7 @@ def test_calls_without_parameters_follow_the_recommendation() -> None:
 def test_an_impossible_recommendation_is_refused_where_it_would_be_followed(
     tmp_path: Path, wrong: dict[str, object]
 ) -> None:
-    tiny_llama_of_transformers().save_pretrained(tmp_path)
+    save_model(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps(wrong))
     llm = LLM(str(tmp_path), dtype="float32", device="cpu", max_batch_size=2, threads=1)
     llm.generate([[1, 2]], SamplingParams(max_tokens=2), use_tqdm=False)

@@ -12,7 +12,9 @@ import pytest
 
 from paceline import SamplingParams
 from paceline.config import ServerConfig
-from server_support import Live, save_model, start
+from paceline.errors import ModelFormatError
+from paceline.server import context
+from server_support import Live, load, save_model, start
 
 RECOMMENDED = {"temperature": 0.25, "top_p": 0.5, "top_k": 3, "repetition_penalty": 1.25}
 SAID = {"role": "user", "content": "hello"}
@@ -64,7 +66,7 @@ def test_the_shortest_context_can_be_served(tiny: str) -> None:
 def test_an_impossible_recommendation_ends_the_start_unless_it_is_turned_off(tmp_path: Path) -> None:
     model = model_that_recommends(tmp_path, temperature=-1)
     config = ServerConfig(port=0, served_model_name="tiny")
-    with pytest.raises(AssertionError, match="temperature"):
-        next(iter(start(config, model)))
+    with pytest.raises(ModelFormatError, match="temperature"):
+        context._loaded(lambda: load(model), config)
     for live in start(replace(config, generation_config="off"), model):
         assert live.post("/v1/completions", {"model": "tiny", "prompt": "a", "max_tokens": 1}).status_code == 200

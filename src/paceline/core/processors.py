@@ -19,7 +19,8 @@ from paceline.errors import ParameterError, RequestError, shown
 class ProcessedRow:
     """Constraint (``rows.Constraint``) that applies a row's logits processors at each position.
 
-    Like plain decoding, it asks no processor after the end of the answer, although drafts may go on there.
+    Like plain decoding, it asks no processor after the end of an answer or a token that the processors forbid, although
+    drafts may go on there.
 
     ends: tokens that end the answer. max_tokens: the answer's length at most. min_tokens: number of first tokens that
     are no ends.
@@ -31,22 +32,21 @@ class ProcessedRow:
         self._processors, self._ends = processors, frozenset(ends)
         self._max_tokens, self._min_tokens = max_tokens, min_tokens
         self._answer: list[int] = []
-        self._empty: dict[tuple[int, ...], bool] = {}  # draft tokens before a position -> no token is allowed
+        self._scores: dict[tuple[int, ...], Tensor] = {}  # processed logits [V], by the draft tokens before a position
 
     def mask(self, draft_tokens: Sequence[int], first: int, logits: Tensor) -> None:
-        if not self._ends.isdisjoint(draft_tokens[:first]):
-            return
-        for place, own in enumerate(logits[: max(0, self._left_tokens - first)]):
-            at = first + place
-            if place and not self._goes_on(draft_tokens[at - 1], logits[place - 1]):
+        for place, own in enumerate(logits[: max(0, self._left_tokens - first)], first):
+            if not self._goes_on(draft_tokens[:place]):
                 return
-            self.process(draft_tokens[:at], own)
+            self.process(draft_tokens[:place], own)
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Append the tokens. Raises RequestError if the processors had left no token at one of their positions."""
-        if any(self._empty.get(tuple(tokens[:place])) for place in range(len(tokens))):
-            raise RequestError("the logits processors left no token that could come next")
-        self._empty.clear()
+        for place in range(len(tokens)):
+            scores = self._scores.get(tuple(tokens[:place]))
+            if scores is not None and not self._any_left(scores, len(self._answer) + place):
+                raise RequestError("the logits processors left no token that could come next")
+        self._scores.clear()
         self._answer += tokens
 
     def is_free(self, draft_tokens: Sequence[int]) -> bool:
@@ -55,8 +55,7 @@ class ProcessedRow:
     def process(self, drafted: Sequence[int], logits: Tensor) -> None:
         """Apply the processors to logits [V] after these draft tokens, in place."""
         scores = self.scores(drafted, logits)
-        # The target comes last in a round, so this entry overwrites the one for a draft model's logits.
-        self._empty[tuple(drafted)] = not self._left(scores, len(self._answer) + len(drafted))
+        self._scores[tuple(drafted)] = scores  # the target comes last in a round and overwrites a draft model's
         logits.copy_(scores)
 
     @property
@@ -64,7 +63,7 @@ class ProcessedRow:
         """Tokens that the answer may still get."""
         return self._max_tokens - len(self._answer)
 
-    def _left(self, scores: Tensor, place: int) -> bool:
+    def _any_left(self, scores: Tensor, place: int) -> bool:
         """Whether a token is left at a place of the answer."""
         left = scores > -torch.inf
         if place < self._min_tokens:
@@ -80,9 +79,12 @@ class ProcessedRow:
                 raise RequestError(f"a logits processor returns the logits [{len(logits)}], not {shown(scores)}")
         return scores
 
-    def _goes_on(self, token: int, logits: Tensor) -> bool:
-        """Whether a draft token is allowed and does not end the answer. logits: processed, [V], at its own position."""
-        return token not in self._ends and bool(logits[token] > -torch.inf)
+    def _goes_on(self, drafted: Sequence[int]) -> bool:
+        """Whether the last draft token is allowed and does not end the answer; true for none."""
+        if not drafted:
+            return True
+        before = self._scores.get(tuple(drafted[:-1]))  # none if one before it was not allowed
+        return before is not None and drafted[-1] not in self._ends and bool(before[drafted[-1]] > -torch.inf)
 
 
 def processed_row(

@@ -24,7 +24,7 @@ def blocks_of(document: Any) -> list[bytes]:
     if not isinstance(document, dict):
         return []
     asked = next((document[name] for name in ("messages", "input", "prompt") if name in document), None)
-    if isinstance(asked, list) and all(isinstance(item, dict) for item in asked):
+    if isinstance(asked, list) and "prompt" not in document:
         parts = [json.dumps(item) for item in asked]
     else:
         text = asked if isinstance(asked, str) else json.dumps(asked) if isinstance(asked, list) else ""
