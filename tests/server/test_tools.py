@@ -15,7 +15,7 @@ from chat_support import ADD, PING, save_chat_model
 from paceline.config import ServerConfig
 from paceline.errors import ParameterError
 from paceline.server.context import _loaded
-from paceline.structured import grammars
+from paceline.structured import schemas
 from server_support import Live, load, start
 
 pytest.importorskip("llguidance", reason="structured outputs need the extra 'structured'")
@@ -293,12 +293,13 @@ def test_a_schema_that_cannot_be_enforced_is_named_by_its_field(
 
 
 def test_strict_tools_that_exceed_a_limit_together_are_named(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each schema can be enforced, but the grammar of all calls is too long."""
-    monkeypatch.setattr(grammars, "MAX_SCHEMA_CHARACTERS", 50)
-    tools = [{**tool, "function": {**tool["function"], "strict": True}} for tool in (ADD, PING)]
+    """Each schema can be enforced, but the grammar of all calls is too long. No grammar of these names is cached."""
+    monkeypatch.setattr(schemas, "MAX_SCHEMA_CHARACTERS", 200)
+    named = (("long", ADD), ("short", PING))
+    tools = [{**tool, "function": {**tool["function"], "name": name, "strict": True}} for name, tool in named]
     reply = live.post("/v1/chat/completions", {"messages": SAID, "max_tokens": 5, "tools": tools})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tools")
-    assert reply.json()["error"]["message"].startswith("tools: tools add, ping: ")
+    assert reply.json()["error"]["message"].startswith("tools: tools long, short: ")
 
 
 def test_default_variables_are_those_that_the_template_names(tmp_path: Path) -> None:

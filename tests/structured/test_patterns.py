@@ -42,6 +42,8 @@ def plain(pattern: object) -> str:
         (r"[^(?]+(?i)", "flags"),
         (r"[\b]", "a word boundary"),
         ("[" * 4096, "broken"),
+        ("[" * 16384, "16384 characters"),
+        (r"[(?=a\b]", "a word boundary"),
         ("a++", "possessive"),
         ("(", "broken"),
         ("*", "broken"),

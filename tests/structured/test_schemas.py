@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -113,9 +114,19 @@ def test_size_and_depth_of_a_schema_are_limited() -> None:
     wide = {"type": "object", "properties": {f"p{number}": {} for number in range(2001)}}
     deep = json.loads('{"anyOf":[' * 400 + "{}" + "]}" * 400)
     chain = {"$ref": "#/$defs/0", "$defs": {str(n): {"$ref": f"#/$defs/{n + 1}"} for n in range(1000)}}
-    for schema, message in ((wide, "2000 parts"), (deep, "too deeply"), (chain, "too deeply")):
+    described = {"type": "string", "description": "a" * 2**18}
+    unclosed = {"type": "string", "pattern": "[" * 2**14}
+    for schema, message in (
+        (wide, "2000 parts"),
+        (deep, "too deeply"),
+        (chain, "too deeply"),
+        (described, "schema has 262"),
+        (unclosed, "16384 characters"),
+    ):
+        started = time.process_time()
         with pytest.raises(StructureError, match=message):
             grammar_of("schema", json.dumps(schema))
+        assert time.process_time() - started < 1
 
 
 A_OR_B = {"type": "object", "properties": {"a": {"type": "null"}, "b": {"type": "null"}}}

@@ -37,6 +37,7 @@ MAX_STOP_CHARACTERS = 2**13  # of all stop strings together: text that may be he
 MAX_STOP_TOKEN_IDS = 2**12
 MAX_BAD_WORDS = 2**8  # compared with the end of the text at every position
 MAX_CHOICES, MAX_CHOICE_CHARACTERS = 2**10, 2**16  # compiled in a tenth of a second
+MAX_SCHEMA_CHARACTERS = 2**18  # of a schema or grammar: translated in a tenth of a second
 MAX_VOCABULARY = 2**20  # token ids that are listed: more than any model has
 MAX_LOGIT_BIAS = 2**16  # entries: set one by one when the row starts, 0.2 seconds
 MAX_ROWS = 2**12

@@ -26,8 +26,6 @@ from paceline.structured.limits import (
     CACHED_GRAMMARS,
     CONCURRENT_COMPILES,
     MAX_RECOMPILE_SECONDS,
-    MAX_REGEX_CHARACTERS,
-    MAX_SCHEMA_CHARACTERS,
     GrammarLimits,
 )
 from paceline.structured.schemas import grammar_of
@@ -145,19 +143,14 @@ def _acquired(lock: Any, stopped: Callable[[], bool]) -> Iterator[None]:
 
 
 def _kind_and_text(structure: StructuredOutputs) -> tuple[str, str]:
-    """The kind of a structure, as in ``grammar_of``, and its text. Raises StructureError if it is too long."""
-    kind, text, limit = "object", "", 0
+    """The kind of a structure and its text, as in ``grammar_of``."""
     if structure.grammar is not None:
-        kind, text, limit = "grammar", structure.grammar, MAX_SCHEMA_CHARACTERS
-    elif structure.choice is not None:
-        kind, text, limit = "choice", json.dumps(structure.choice), MAX_SCHEMA_CHARACTERS
-    elif structure.regex is not None:
-        kind, text, limit = "regex", structure.regex, MAX_REGEX_CHARACTERS
-    elif structure.json is not None:
-        kind, text, limit = "schema", str(structure.json), MAX_SCHEMA_CHARACTERS
-    if len(text) > limit:
-        raise StructureError(f"the {kind} has {len(text)} characters; up to {limit} are supported")
-    return kind, text
+        return "grammar", structure.grammar
+    if structure.choice is not None:
+        return "choice", json.dumps(structure.choice)
+    if structure.regex is not None:
+        return "regex", structure.regex
+    return ("object", "") if structure.json is None else ("schema", str(structure.json))
 
 
 # --- tokens ---

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 CONCURRENT_COMPILES = 8  # structures compiled at a time, so that a simple one does not wait for a complex one
 CACHED_GRAMMARS = 32  # compiled grammars in the cache; refusals are cached, too
 MAX_RECOMPILE_SECONDS = 0.02  # a grammar is recompiled within a round only if that is faster; usual: 1 to 5 ms
-MAX_SCHEMA_CHARACTERS = 2**18
 MAX_REGEX_CHARACTERS = 4096
 
 

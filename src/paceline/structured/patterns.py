@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from paceline.errors import StructureError
+from paceline.structured.limits import MAX_REGEX_CHARACTERS
 
 MAX_REPETITIONS = 128  # largest count of one repetition
 MAX_PATTERN_CHARACTERS = 2048  # largest size of a pattern with all repetitions written out
@@ -42,8 +43,9 @@ _DIALECTS = {
     r"\\a": r"\a, which dialects read differently",
     r"\\[1-9]": "a backreference",
 }
-# Behind them, what has none of these meanings: any other escape, and the characters of a class.
-_OTHERS = r"\\.|\[\^?(?:\\[^bBAZza1-9]|[^\]\\])++\]"
+# Behind them, what has none of these meanings: any other escape, and the characters of a class. A class without an end
+# is one piece, too: searched for from each of its brackets, an end costs quadratic time.
+_OTHERS = r"\\.|\[\^?(?:\\[^bBAZza1-9]|[^\]\\])++\]?"
 _DIALECT = re.compile("|".join([r"\\\\", *(f"({sign})" for sign in _DIALECTS), _OTHERS]), re.DOTALL)
 
 
@@ -142,6 +144,8 @@ class _Rewriter:
         if not isinstance(pattern, str):
             raise StructureError(f"a pattern has to be a text, not {pattern!r}")
         self._pattern, self._spelled = pattern, spelled
+        if (length := len(pattern)) > MAX_REGEX_CHARACTERS:
+            raise self._refusal(f"has {length} characters; up to {MAX_REGEX_CHARACTERS} are supported")
         self._check_dialect()
         parsed = self._parse()
         if (size := self._size(parsed)) > MAX_PATTERN_CHARACTERS:

@@ -16,6 +16,7 @@ from math import comb
 from typing import Any, ClassVar
 from urllib.parse import unquote
 
+from paceline.config.limits import MAX_SCHEMA_CHARACTERS
 from paceline.errors import StructureError
 from paceline.structured.keywords import (
     ANNOTATIONS,
@@ -52,8 +53,10 @@ def grammar_of(kind: str, text: str, unspelled: Iterable[int] = (), special: Map
 
     kind: "regex", "schema", "choice" or "grammar", with the structure as ``text`` (choices as a JSON array), or
     "object" for any JSON object. unspelled: bytes without a token of their own. special: token ids of special tokens
-    by name. Raises StructureError for a structure that cannot be enforced exactly.
+    by name. Raises StructureError for a structure that is too long, or cannot be enforced exactly.
     """
+    if len(text) > MAX_SCHEMA_CHARACTERS:
+        raise StructureError(f"the {kind} has {len(text)} characters; up to {MAX_SCHEMA_CHARACTERS} are supported")
     spelled = alphabet(unspelled)
     try:
         rules = _rules(kind, text, spelled, special or {})
