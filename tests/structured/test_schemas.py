@@ -53,6 +53,7 @@ WRONG = "wrong form"
         ({"type": []}, WRONG),
         ({"type": 3}, WRONG),
         ({"type": ["string", {}]}, WRONG),
+        ({"type": ["string"] * 2}, WRONG),
         ({"enum": []}, WRONG),
         ({"enum": "ab"}, WRONG),
         ({"enum": ["\ud800"]}, "U\\+D800"),

@@ -70,10 +70,10 @@ def check_names(names: set[str], types: object) -> None:
 
 def _types_of(value: object) -> list[str]:
     types = [value] if isinstance(value, str) else value
-    if not are_names(types) or not types or not all(name in OF_TYPE for name in types):
+    if not are_names(types) or not 0 < len(types) == len(OF_TYPE.keys() & types):
         known = ", ".join(sorted(OF_TYPE))
         raise StructureError(
-            f"'type' in the schema has the wrong form, {repr(value)[:100]}: one of {known}, or several"
+            f"'type' in the schema has the wrong form, {repr(value)[:100]}: one of {known}, or several, each once"
         )
     return types
 
