@@ -106,8 +106,7 @@ def bounds_of(schema: Mapping[str, Any]) -> dict[str, int | float]:
     """The bounds of a number that the schema sets, by keyword."""
     bounds = {name: schema[name] for name in OF_TYPE["number"] if name in schema}
     for name, bound in bounds.items():
-        ok = isinstance(bound, (int, float)) and not isinstance(bound, bool) and math.isfinite(bound)
-        expect(ok, repr(name), bound, "a number")
+        expect(is_of(bound, "number"), repr(name), bound, "a number")
         expect(abs(bound) <= _LARGEST_BOUND, repr(name), bound, "no further from 0 than 2^53")
         exponent = Decimal(repr(bound)).as_tuple().exponent
         ok = isinstance(exponent, int) and exponent >= -_DECIMALS
@@ -156,13 +155,13 @@ def _bounded(bounds: Mapping[str, int | float], low: int, high: int) -> dict[str
 
 def check_exact(number: int | float) -> None:
     """Raise StructureError for a number that llguidance would not write exactly."""
-    if not math.isfinite(number):
+    if isinstance(number, float) and not math.isfinite(number):
         raise StructureError(f"the schema allows {number!r}, which JSON cannot express")
     digits, exponent = Decimal(repr(number)).normalize().as_tuple()[1:] if isinstance(number, float) else ((), 0)
     if abs(number) > (10**_DIGITS if digits else _LARGEST_BOUND) or len(digits) > _DIGITS or int(exponent) < -12:
         raise StructureError(
-            f"the schema has {number!r}, which cannot be enforced to the last digit; up to {_DIGITS} digits can, "
-            "12 of them after the decimal point"
+            f"the schema has {repr(number)[:100]}, which cannot be enforced to the last digit; up to {_DIGITS} digits "
+            "can, 12 of them after the decimal point"
         )
 
 

@@ -9,6 +9,7 @@ property's name could be spelled a second way.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from itertools import combinations
@@ -36,6 +37,7 @@ from paceline.structured.patterns import Ranges, alphabet, check_spelled, common
 _FORMATS = {
     name: name for name in ("date", "time", "date-time", "duration", "hostname", "ipv4", "ipv6", "uuid", "uri")
 } | {"uri-reference": "uri"}  # every URI is a valid URI reference
+_PLACE = re.compile("0|[1-9][0-9]{0,5}")  # in a list of a schema: it has no more than MAX_SCHEMA_CHARACTERS
 _MAX_SUBSCHEMAS = 2000  # an object with this many properties compiles in a third of a second
 _MAX_CHOICES = 64  # combinations of optional properties that satisfy minProperties and maxProperties
 _UNESCAPED: Ranges = ((0x20, 0x7E), (0x80, 0x10FFFF))  # written in JSON strings as they are, or as \" and \\
@@ -127,7 +129,7 @@ class _Translation:
             key = part.replace("~1", "/").replace("~0", "~")
             if isinstance(value, dict) and key in value:
                 value = value[key]
-            elif isinstance(value, list) and key.isdecimal() and int(key) < len(value):
+            elif isinstance(value, list) and _PLACE.fullmatch(key) and int(key) < len(value):
                 value = value[int(key)]
             else:
                 raise StructureError(f"the schema refers to {target!r}, which it does not have")
