@@ -134,6 +134,21 @@ def test_size_and_depth_of_a_schema_are_limited() -> None:
         assert time.process_time() - started < 1
 
 
+def test_whether_values_end_is_found_in_linear_time() -> None:
+    """Each of 400 definitions needs the one before it, and the last one is needed by six large objects."""
+    chain: dict[str, Any] = {"0": {"type": "null"}}
+    for number in range(1, 400):
+        before = {"$ref": f"#/$defs/{number - 1}"}
+        chain[str(number)] = {"type": "object", "properties": {"x": before}, "required": ["x"]}
+    needed = {**{f"p{number}": {} for number in range(120)}, "last": {"$ref": "#/$defs/399"}}
+    properties = {**needed, **{f"o{number}": {} for number in range(6)}}
+    large = {"type": "object", "properties": properties, "required": [*needed], "minProperties": len(needed) + 1}
+    definitions = {**chain, **{f"large{number}": large for number in range(6)}}
+    started = time.process_time()
+    grammar_of("schema", json.dumps({"$defs": definitions, "$ref": "#/$defs/large0"}))
+    assert time.process_time() - started < 2
+
+
 A_OR_B = {"type": "object", "properties": {"a": {"type": "null"}, "b": {"type": "null"}}}
 TAKEN = {
     "type": "object",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from itertools import combinations
 from math import comb
@@ -19,6 +19,7 @@ from urllib.parse import unquote
 
 from paceline.config.limits import MAX_SCHEMA_CHARACTERS
 from paceline.errors import StructureError
+from paceline.structured.endings import Schema, endless
 from paceline.structured.keywords import (
     ANNOTATIONS,
     are_names,
@@ -46,8 +47,6 @@ _OPTIONS = {
     "whitespace_pattern": r"[ \n\r\t]{0,8}",  # without a limit small models would add spaces endlessly
     "json_allowed_escapes": 'bfnrt\\"',
 }
-
-Schema = dict[str, Any]
 
 
 def grammar_of(kind: str, text: str, unspelled: Iterable[int] = (), special: Mapping[str, int] | None = None) -> str:
@@ -137,10 +136,7 @@ class _Translation:
 
     def _check_ends(self) -> None:
         """Raise StructureError if a definition has no finite value."""
-        ending: set[str] = set()
-        while new := {n for n, schema in self._definitions.items() if n not in ending and _ends(schema, ending)}:
-            ending |= new
-        if self._definitions.keys() - ending:
+        if endless(self._definitions):
             raise StructureError("the schema refers to itself so that no value of it ever ends")
 
     def _check_begins(self) -> None:
@@ -333,24 +329,6 @@ def _counts(noun: str, low: int, high: int | None) -> dict[str, int]:
 
 def _impossible() -> StructureError:
     return StructureError("the schema asks for numbers of members that its objects or arrays cannot have")
-
-
-def _ends(schema: Schema, ending: Collection[str]) -> bool:
-    """Whether a schema has a finite value, given the definitions that have one."""
-    if "$ref" in schema:
-        return schema["$ref"] in ending
-    if "anyOf" in schema:
-        return any(_ends(subschema, ending) for subschema in schema["anyOf"])
-    if schema.get("type") == "object":
-        required = [schema["properties"][name] for name in schema["required"]]
-        if schema.get("minProperties", 0) > len(required):
-            required.append(schema["additionalProperties"])
-        return all(_ends(subschema, ending) for subschema in required)
-    if schema.get("type") == "array":
-        low, first = schema["minItems"], schema["prefixItems"]
-        required = [*first[:low], *([schema["items"]] if low > len(first) else [])]
-        return all(_ends(subschema, ending) for subschema in required)
-    return True
 
 
 def _same_as(schema: Schema) -> Iterator[str]:
