@@ -103,6 +103,7 @@ def test_unsupported_schemas_are_refused_at_any_depth(schema: Any, message: str)
     "structure",
     [
         ("regex", "a\x04"),
+        ("choice", json.dumps(["ok", "a\x04"])),
         ("regex", "[\U00050000-\U00050010]"),
         ("schema", json.dumps({"enum": ["ok", "\U00050000"]})),
         ("schema", json.dumps({"type": "object", "properties": {"\U00050000": {}}})),

@@ -70,7 +70,10 @@ def _rules(kind: str, text: str, spelled: Ranges, special: Mapping[str, int]) ->
     if kind == "regex":
         return f"start: /{rewritten(text, spelled)}/"
     if kind == "choice":
-        return f"start: {' | '.join(json.dumps(choice) for choice in json.loads(text))}"
+        choices = json.loads(text)
+        for choice in choices:
+            check_spelled(choice, spelled)
+        return f"start: {' | '.join(map(json.dumps, choices))}"
     if kind == "grammar":
         return translated(text, lambda schema: _exact(schema, spelled), special)
     return f"start: %json {_exact({'type': 'object'} if kind == 'object' else json.loads(text), spelled)}"
