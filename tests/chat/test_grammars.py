@@ -17,6 +17,7 @@ from paceline.chat.options import tools_of
 from paceline.chat.values import AssistantMessage, ToolDefinition, message_of
 from paceline.config import StructuredOutputs
 from paceline.config.limits import ToolParserName
+from paceline.errors import StructureError
 from paceline.models.tokenizer import Tokenizer
 from paceline.structured.cursor import GrammarCursor
 from paceline.structured.grammars import Grammar, Grammars
@@ -175,6 +176,8 @@ QWEN_VALUES = [
     ({"type": "array", "items": {"$ref": "#"}}, "[[[]]]", REFUSED),
     ({"type": "string"}, "see </parameter> here", REFUSED),
     ({"type": "string"}, "a\n<b>", "a\n<b>"),
+    ({"type": "array", "items": {"type": "string"}}, '["see </parameter> here"]', ["see </parameter> here"]),
+    ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, '"a</parameter>b"', "a</parameter>b"),
 ]
 MARK = '<|"|>'
 GEMMA_VALUES = [
@@ -233,6 +236,18 @@ def test_values_that_a_schema_has_are_allowed_and_read_as_they_are(
         pieces = [written[at : at + step] for at in range(0, len(written), step)]
         (call,) = message_of([*(e for piece in pieces for e in parser.feed(piece)), *parser.finish()]).tool_calls
         assert json.loads(call.arguments) == {"v": value}
+
+
+UNENFORCEABLE: list[tuple[str, dict[str, Any], str]] = [
+    ("qwen_xml", {"properties": {"v": {"enum": ["a", "b</parameter>"]}}}, "contains </parameter>"),
+]
+
+
+@pytest.mark.parametrize(("kind", "parameters", "message"), UNENFORCEABLE)
+def test_parameters_that_a_syntax_cannot_enforce_are_named(kind: str, parameters: dict[str, Any], message: str) -> None:
+    tool = ToolDefinition("f", parameters={"type": "object", **parameters})
+    with pytest.raises(StructureError, match=message):
+        FORMATS[kind].syntax.forced([tool], one_call=True)
 
 
 def test_tools_may_have_their_parameters_by_reference() -> None:

@@ -112,6 +112,19 @@ RECORDED += [
         "<function=get_weather>\n<parameter=n>\nNaN\n</parameter>\n</function>",
         (None, "", [("get_weather", '{"n": "NaN"}', True)]),
     ),
+    (
+        "qwen_xml",
+        (
+            '<function=get_weather>\n<parameter=days>\n ["</parameter>"] \n</parameter>\n'
+            '<parameter=n>\n"1\n</parameter>\n<parameter=city>\n"O"\n</parameter>\n</function>'
+        ),
+        (None, "", [("get_weather", '{"days": ["</parameter>"], "n": "\\"1", "city": "\\"O\\""}', True)]),
+    ),
+    (
+        "qwen_xml",
+        '<function=get_weather>\n<parameter=days>\n["</parameter>',
+        (None, "", [("get_weather", '{"days": "[\\""}', False)]),
+    ),
     ("qwen_xml", "<function=add>\nstray", (None, "stray", [("add", "{}", False)])),
     ("qwen_xml", "<function=add><parameter=a>\n12\n", (None, "", [("add", '{"a": "12', False)])),
     (

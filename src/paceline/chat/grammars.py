@@ -58,10 +58,11 @@ def kinds_of(schema: Mapping[str, Any]) -> set[str] | None:
 class CallSyntax:
     """Syntax of a family's tool calls.
 
-    begin: the text, names of special tokens included, that calls begin with. one: the rest of a call. separator: what
-    comes before the next call's ``begin``. at_start: whether calls are the whole answer, so that ``begin`` means
-    something only there. single: whether an answer has one call at most. begin_rule: ``begin`` as a grammar, if it is
-    not one text or token. before: what a forced answer may have before its calls. rules: rules that ``one`` uses.
+    begin: the text, names of special tokens included, that calls begin with. one: the rest of a call; raises
+    StructureError for a tool whose calls could not be read. separator: what comes before the next call's ``begin``.
+    at_start: whether calls are the whole answer, so that ``begin`` means something only there. single: whether an
+    answer has one call at most. begin_rule: ``begin`` as a grammar, if it is not one text or token. before: what a
+    forced answer may have before its calls. rules: rules that ``one`` uses.
     """
 
     begin: str

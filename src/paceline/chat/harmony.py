@@ -72,7 +72,7 @@ def _body(source: Source, emit: Callable[[str], None]) -> Reading[bool]:
     """Read a message's text. Returns whether a marker ended it. A new message's start is read later."""
     marker = yield from _BODY_END.read(source, emit)
     if marker == START:
-        source.put_back(len(START))
+        source.put_back(START)
     return marker is not None
 
 

@@ -13,8 +13,9 @@ from typing import Any
 from paceline.chat.grammars import any_of, enumerated, json_schema, kinds_of, literal, special
 from paceline.chat.hermes import BEGIN, END
 from paceline.chat.parser import MessageWriter, Reader
-from paceline.chat.reading import MalformedError, Markers, Reading, Source, is_json
+from paceline.chat.reading import MalformedError, Markers, Reading, Source, is_json, json_value
 from paceline.chat.values import ToolDefinition
+from paceline.errors import StructureError
 
 _FUNCTION, _PARAMETER, _END_FUNCTION, _END_PARAMETER = "<function=", "<parameter=", "</function>", "</parameter>"
 _KEY_END, _VALUE_END_LINE = ">\n", f"\n{_END_PARAMETER}\n"
@@ -89,11 +90,30 @@ def _value(source: Source, writer: MessageWriter, schema: object) -> Reading[boo
     if _is_text(schema):
         kinds = kinds_of(schema) if isinstance(schema, Mapping) else None
         return (yield from _text_value(source, writer, nullable="null" in (kinds or ())))
+    value = yield from _json(source)
+    if value is not None:
+        writer.arguments(value)
+        return True
     pieces: list[str] = []
     marker = yield from _VALUE_END.read(source, pieces.append)
     text = "".join(pieces).removesuffix("\n")
-    writer.arguments(text if marker is None or is_json(text) else json.dumps(text, ensure_ascii=False))
+    writer.arguments(text if marker is None else json.dumps(text, ensure_ascii=False))
     return marker is not None
+
+
+def _json(source: Source) -> Reading[str | None]:
+    """Read a JSON value, whose strings may contain the end marker, and the marker; None if that is not what comes."""
+    pieces: list[str] = []
+    source.record()
+    yield from source.skip_space()
+    ended = yield from json_value(source, pieces.append)
+    yield from source.skip_space()
+    ended = ended and (yield from source.accept(_END_PARAMETER))
+    read, value = source.recorded(), "".join(pieces)
+    if ended and is_json(value):
+        return value
+    source.put_back(read)
+    return None
 
 
 def _text_value(source: Source, writer: MessageWriter, *, nullable: bool) -> Reading[bool]:
@@ -144,7 +164,10 @@ def _is_text(schema: object) -> bool:
 
 
 def write_call(tool: ToolDefinition) -> str:
-    """The rest of a call after its begin marker, as a grammar: parameters in the schema's order, optional ones too."""
+    """The rest of a call after its begin marker, as a grammar: parameters in the schema's order, optional ones too.
+
+    Raises StructureError for parameters that the reader could not read.
+    """
     required = set(tool.parameters.get("required", ()))
     parts = [literal(f"\n{_FUNCTION}{tool.name}>\n")]
     for key, schema in (tool.properties or {}).items():
@@ -157,12 +180,14 @@ def write_call(tool: ToolDefinition) -> str:
 
 
 def _value_rule(schema: object) -> str:
-    """A value and its end marker as a grammar. Strings are free unless they are enumerated."""
+    """A value and its end marker as a grammar. Strings are free unless they are enumerated. Raises StructureError."""
     end = literal(_VALUE_END_LINE)
     if not _is_text(schema):
         return f"{json_schema(schema)} {end}"
-    values = enumerated(schema)
-    return f"{any_of([literal(str(value)) for value in values])} {end}" if values else "text"
+    values = [str(value) for value in enumerated(schema) or ()]
+    if marked := [value for value in values if _END_PARAMETER in value]:
+        raise StructureError(f"{marked[0][:100]!r} contains {_END_PARAMETER}, which ends values of parameters")
+    return f"{any_of([literal(value) for value in values])} {end}" if values else "text"
 
 
 RULES = (

@@ -53,9 +53,10 @@ class Source:
             self._recorded.append(text)
         return text
 
-    def put_back(self, size: int) -> None:
-        """Undo reading of the last ``size`` characters. No text may have been added since."""
-        self._start -= size
+    def put_back(self, text: str) -> None:
+        """Undo reading of ``text``, which was read last. Nothing may be recorded meanwhile."""
+        dropped = max(0, len(text) - self._start)  # what ``add`` has dropped
+        self._text, self._start = text[:dropped] + self._text, self._start + dropped - len(text)
 
     def find(self, pattern: re.Pattern[str]) -> int:
         """Return the number of characters before the first match; -1 if there is none."""
