@@ -141,6 +141,19 @@ def test_gemma_calls_may_have_any_text_and_any_optional_arguments(
     assert json.loads(call.arguments) == arguments
 
 
+@pytest.mark.parametrize("kind", ["gemma", "function_gemma"])
+def test_ordinary_tokens_cannot_spell_the_mark_that_ends_a_string(
+    kind: str, tokenizer: Tokenizer, grammars: Grammars
+) -> None:
+    form = FORMATS[kind]
+    begin, _, quote = form.special
+    grammar = form.syntax.forced([ToolDefinition("f", parameters=FILE)], one_call=True)
+    cursor = GrammarCursor.at_start(grammars.grammar(StructuredOutputs(grammar=grammar)))
+    *letters, last = (token for letter in quote for token in tokenizer.encode(letter))
+    cursor = cursor.after_all([*tokenizer.encode(f"{begin}call:f{{q:{quote}"), *letters])
+    assert not cursor.allowed(tokenizer.vocab_size)[last]
+
+
 @pytest.mark.parametrize("kind", [kind for kind, form in FORMATS.items() if kind != "auto"])
 def test_parameters_may_refer_to_the_definitions_of_their_schema(
     kind: str, tokenizer: Tokenizer, grammars: Grammars

@@ -172,7 +172,12 @@ RECORDED += [
     (
         "harmony",
         '<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{"a": <|call|>',
-        (None, "", [("add", '{"a": ', True)]),
+        (None, "", [("add", '{"a": ', False)]),
+    ),
+    (
+        "harmony",
+        '<|start|>assistant to=functions.add<|channel|>commentary<|message|> {"a": "<|end|>"}\n<|call|>',
+        (None, "", [("add", '{"a": "<|end|>"}\n', True)]),
     ),
     ("harmony", "<|channel|>final<|message|>Hello <|x|>", (None, "Hello <|x|>", [])),
     ("harmony", "Plain text <|chan", (None, "Plain text <|chan", [])),

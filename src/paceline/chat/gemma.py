@@ -181,7 +181,8 @@ def value_rules(quote: str) -> str:
     return (
         f'value: string | NUMBER | BOOLEAN | "null" | array | object\n'
         f"string: {special(quote)} string_end\n"
-        f"string_end[suffix={special(quote)}]: /(.|\\n)*/\n"
+        f"string_end[suffix={special(quote)}]: LETTERS\n"
+        f"LETTERS: /(.|\\n)*/ & ~/(.|\\n)*{re.escape(quote)}(.|\\n)*/\n"  # the mark's letters would end it, too
         'array: "[" (value ("," value)*)? "]"\n'
         'object: "{" (KEY ":" value ("," KEY ":" value)*)? "}"\n'
         "KEY: /[a-zA-Z_$][a-zA-Z0-9_.$-]{0,63}/\n"

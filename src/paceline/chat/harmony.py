@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 
 from paceline.chat.grammars import json_schema, literal, special
 from paceline.chat.parser import MessageWriter, Reader
-from paceline.chat.reading import Markers, Reading, Source, is_json
+from paceline.chat.reading import Markers, Reading, Source, is_json, json_value
 from paceline.chat.values import ToolDefinition
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
@@ -64,16 +64,16 @@ def _call(source: Source, writer: MessageWriter, name: str) -> Reading[None]:
         writer.arguments(text)
 
     writer.begin_call(name)
-    ended = yield from _body(source, add)
-    writer.end_call(ended or is_json("".join(pieces)))  # the last end marker is a stop token, which is no text
+    yield from source.skip_space()
+    yield from json_value(source, add)  # its strings may contain the letters of a marker
+    yield from _body(source, add)
+    writer.end_call(is_json("".join(pieces)))
 
 
-def _body(source: Source, emit: Callable[[str], None]) -> Reading[bool]:
-    """Read a message's text. Returns whether a marker ended it. A new message's start is read later."""
-    marker = yield from _BODY_END.read(source, emit)
-    if marker == START:
+def _body(source: Source, emit: Callable[[str], None]) -> Reading[None]:
+    """Read a message's text and the marker that ends it. A new message's start is read later."""
+    if (yield from _BODY_END.read(source, emit)) == START:
         source.put_back(START)
-    return marker is not None
 
 
 # --- grammar ---

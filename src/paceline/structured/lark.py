@@ -1,7 +1,8 @@
 """Grammars in llguidance's Lark syntax, with JSON schemas that are translated to be followed exactly.
 
 Beside llguidance's own ``%json SCHEMA`` there is ``%special "NAME"``: the special token of that name, or its letters in
-vocabularies without it. A rule may go on until there, too: ``rule[suffix=%special "NAME"]: /regex/``.
+vocabularies without it. A rule may go on until there, too: ``rule[suffix=%special "NAME"]: /regex/``, or with the name
+of a terminal in place of the regular expression.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from paceline.errors import StructureError
 _PIECE = re.compile(
     r"""
     (?P<comment> //[^\n]* | \#[^\n]* )
-  | \[suffix=%special \s* (?P<suffix> "(?:[^"\\\n]|\\.)*+" ) \]: \s* (?P<before> /(?:[^/\\\n]|\\.)++/ )
+  | \[suffix=%special \s* (?P<suffix> "(?:[^"\\\n]|\\.)*+" ) \]: \s* (?P<before> /(?:[^/\\\n]|\\.)++/ | [A-Z_]+ )
   | (?P<string> "(?:[^"\\\n]|\\.)*+"? )
   | (?P<regex> /(?:[^/\\\n]|\\.)++/? )
   | %(?P<word> json | special | llguidance | regex | lark )\b \s*
