@@ -22,6 +22,7 @@ pytest.importorskip("llguidance", reason="structured outputs need the extra 'str
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 VOCABULARY = 257
+NOT_THE_END = "any but the end"
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +53,14 @@ def rules(tokenizer: Tokenizer, grammars: Grammars) -> Any:
 
 
 def allowed(constraint: PhasedConstraint, tokenizer: Tokenizer, draft: str = "") -> str | None:
-    """Letters that may come after a draft, "$" for the end; None if all may."""
+    """Letters that may come after a draft, "$" for the end; None if all may, NOT_THE_END if all letters may."""
     tokens, logits = tokenizer.encode(draft) if draft else [], torch.zeros(1, VOCABULARY)
     constraint.mask(tokens, len(tokens), logits)
     found = (logits[0] == 0).nonzero()[:, 0].tolist()
     if len(found) == VOCABULARY:
         return None
+    if found == list(range(VOCABULARY - 1)):
+        return NOT_THE_END
     return "".join(sorted("$" if token == 256 else tokenizer.token_text(token) for token in found))
 
 
@@ -79,10 +82,11 @@ CASES: list[tuple[dict[str, Any], str, str | None]] = [
     ({"trigger": Trigger(b"<<", repeats=False)}, "<<abd", "$"),
     ({"trigger": Trigger(b"<<", at_start=True)}, " \n<<", "a"),
     ({"trigger": Trigger(b"<<", at_start=True)}, "x<<", None),
-    ({"thinking": True, "inside": True}, "", None),
+    ({"thinking": True, "inside": True}, "", NOT_THE_END),
     ({"thinking": True, "inside": True}, "hm</t>", "\na"),
     ({"thinking": True, "inside": True}, "hm</t>\n", "a"),
-    ({"thinking": True, "inside": True}, "<t></", None),
+    ({"thinking": True, "inside": True}, "<t></", NOT_THE_END),
+    ({"thinking": True, "inside": True, "trigger": Trigger(b"<<")}, "hm", None),
     ({"thinking": True, "inside": True, "budget": 0}, "", "<"),
     ({"thinking": True, "inside": True, "budget": 2}, "ab", "<"),
     ({"thinking": True, "inside": True, "budget": 2}, "ab</t", ">"),

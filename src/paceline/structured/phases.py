@@ -65,6 +65,11 @@ class AnswerRules:
     newlines: Collection[int]
     bytes_of: Callable[[int], bytes]
 
+    @property
+    def required(self) -> bool:
+        """Whether the answer has to follow the grammar, behind its thoughts if there are any."""
+        return self.start is not None and self.trigger is None
+
 
 class Phase:
     """The part of an answer that the next token belongs to. Phases are values: ``after`` returns the next one.
@@ -185,10 +190,23 @@ class _Thoughts(Phase):
         return _thoughts(self.rules, self.thinking, self.used + 1, text[max(0, len(text) - len(end) + 1) :])
 
 
+@dataclass(frozen=True)
+class _ThoughtsBeforeGrammar(_Thoughts):
+    """Thoughts that a grammar has to follow, so that the answer does not end within them."""
+
+    is_free = False
+
+    def allowed(self, vocabulary: int) -> np.ndarray | None:
+        found = np.ones(vocabulary, dtype=bool)
+        found[list(self.rules.ends)] = False
+        return found
+
+
 def _thoughts(rules: AnswerRules, thinking: Thinking, used: int = 0, tail: bytes = b"") -> Phase:
     """Thoughts, or their end if the budget is used up."""
-    over = thinking.budget is not None and used >= thinking.budget
-    return _Closing(rules, thinking.closing) if over else _Thoughts(rules, thinking, used, tail)
+    if thinking.budget is not None and used >= thinking.budget:
+        return _Closing(rules, thinking.closing)
+    return (_ThoughtsBeforeGrammar if rules.required else _Thoughts)(rules, thinking, used, tail)
 
 
 @dataclass(frozen=True)
@@ -218,7 +236,7 @@ def _start(rules: AnswerRules) -> GrammarCursor:
 
 def _behind_thoughts(rules: AnswerRules, data: bytes) -> Phase:
     """The phase after the end marker and the bytes that its last token has behind it."""
-    if rules.start is None or rules.trigger is not None:
+    if not rules.required:
         return _Text(rules).after_bytes(data)
     grammar = _Grammar(rules, _start(rules).after_bytes(data.lstrip(b"\n")))
     return grammar if data else _Gate(grammar, dict.fromkeys(rules.newlines, grammar))
@@ -228,7 +246,7 @@ def _first_phase(rules: AnswerRules) -> Phase:
     thinking = rules.thinking
     if thinking is not None and thinking.inside:
         return _thoughts(rules, thinking)
-    if rules.start is not None and rules.trigger is None:
+    if rules.required:
         grammar = _Grammar(rules, _start(rules))
         if thinking is None or thinking.begin_token is None:
             return grammar
