@@ -251,7 +251,13 @@ def test_values_that_a_schema_has_are_allowed_and_read_as_they_are(
         assert json.loads(call.arguments) == {"v": value}
 
 
+LEVELS = {str(n): {"anyOf": [{"$ref": f"#/$defs/{n + 1}"}] * 30} for n in range(4)} | {"4": {"type": "null"}}
+LONG = {"$defs": {"E": {"enum": ["x" * 2**14]}}, "properties": {f"p{n}": {"$ref": "#/$defs/E"} for n in range(20)}}
 UNENFORCEABLE: list[tuple[str, dict[str, Any], str]] = [
+    ("gemma", {"properties": {"v": {"$ref": "#/$defs/0"}}, "$defs": LEVELS}, "supported characters"),
+    ("gemma", {"properties": {f"p{n}": {} for n in range(400)}}, "supported characters"),
+    ("gemma", LONG, "supported characters"),
+    ("qwen_xml", LONG, "supported characters"),
     ("qwen_xml", {"properties": {"v": {"enum": ["a", "b</parameter>"]}}}, "contains </parameter>"),
 ]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from paceline.chat.grammars import any_of, enumerated, json_schema, literal, special
+from paceline.chat.grammars import any_of, enumerated, json_schema, literal, special, within_limit
 from paceline.chat.parser import MessageWriter, Reader
 from paceline.chat.reading import NAME_STOP, MalformedError, Markers, Reading, Source, is_json, json_string
 from paceline.chat.values import ToolDefinition
@@ -133,10 +133,10 @@ def writes_gemma(markers: GemmaMarkers) -> Callable[[ToolDefinition], str]:
 
 
 def _arguments(tool: ToolDefinition, properties: Mapping[str, Any], quote: str) -> str:
-    """The arguments of a call: required ones first, then any of the others."""
+    """The arguments of a call: required ones first, then any of the others. Raises StructureError if too long."""
+    values = (_value_rule(schema, tool.parameters, quote) for schema in properties.values())
     pairs = {
-        name: f"{literal(name + ':')} {_value_rule(schema, tool.parameters, quote)}"
-        for name, schema in properties.items()
+        name: f"{literal(name + ':')} {value}" for name, value in zip(properties, within_limit(values), strict=True)
     }
     required = [name for name in tool.parameters.get("required", ()) if name in pairs]
     optional = [name for name in pairs if name not in required]
@@ -146,8 +146,8 @@ def _arguments(tool: ToolDefinition, properties: Mapping[str, Any], quote: str) 
 
     if required:
         return f"""{' "," '.join(pairs[name] for name in required)} {further(optional)}"""
-    by_first = [f"{pairs[name]} {further(optional[place:])}" for place, name in enumerate(optional, 1)]
-    return f"{any_of(by_first)}?" if by_first else ""
+    by_first = (f"{pairs[name]} {further(optional[place:])}" for place, name in enumerate(optional, 1))
+    return f"{any_of(by_first)}?" if optional else ""
 
 
 def _value_rule(schema: object, root: Mapping[str, Any], quote: str, depth: int = 0) -> str:
@@ -159,9 +159,9 @@ def _value_rule(schema: object, root: Mapping[str, Any], quote: str, depth: int 
     if values and not any(isinstance(value, (list, dict)) for value in values):
         return any_of([_constant(value, quote) for value in values])
     if isinstance(options, list) and options:
-        return any_of([inner(option) for option in options])
+        return any_of(map(inner, options))
     if isinstance(kind, list) and kind:
-        return any_of([inner({**schema, "type": each}) for each in kind])
+        return any_of(inner({**schema, "type": each}) for each in kind)
     for name in ("$defs", "definitions"):
         found, (place, _, target) = root.get(name), str(schema.get("$ref")).rpartition("/")
         if place == f"#/{name}" and isinstance(found, Mapping) and target in found:

@@ -6,11 +6,13 @@ What these grammars allow, the family's reader reads as calls.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.chat.values import ToolDefinition
+from paceline.config.limits import MAX_SCHEMA_CHARACTERS
+from paceline.errors import StructureError
 
 
 def literal(text: str) -> str:
@@ -28,9 +30,19 @@ def json_schema(schema: object) -> str:
     return f"%json {json.dumps(schema)}"
 
 
-def any_of(expressions: Sequence[str]) -> str:
-    """One of several expressions."""
-    return f"({' | '.join(expressions)})"
+def within_limit(parts: Iterable[str]) -> Iterator[str]:
+    """The parts of a grammar, made one by one. Raises StructureError once they are longer than a grammar may be."""
+    size = 0
+    for part in parts:
+        size += len(part)
+        if size > MAX_SCHEMA_CHARACTERS:
+            raise StructureError(f"the grammar of calls has more than the {MAX_SCHEMA_CHARACTERS} supported characters")
+        yield part
+
+
+def any_of(expressions: Iterable[str]) -> str:
+    """One of several expressions. Raises StructureError if they are too long."""
+    return f"({' | '.join(within_limit(expressions))})"
 
 
 def enumerated(schema: object) -> list[Any] | None:
@@ -59,7 +71,7 @@ class CallSyntax:
     """Syntax of a family's tool calls.
 
     begin: the text, names of special tokens included, that calls begin with. one: the rest of a call; raises
-    StructureError for a tool whose calls could not be read. separator: what comes before the next call's ``begin``.
+    StructureError if that is too long or could not be read. separator: what comes before the next call's ``begin``.
     at_start: whether calls are the whole answer, so that ``begin`` means something only there. single: whether an
     answer has one call at most. begin_rule: ``begin`` as a grammar, if it is not one text or token. before: what a
     forced answer may have before its calls. rules: rules that ``one`` uses.
@@ -98,7 +110,7 @@ class CallSyntax:
     def _rest(self, tools: Sequence[ToolDefinition], one_call: bool) -> str:
         separator = f"{literal(self.separator)} " if self.separator else ""
         more = "" if one_call else f" ({separator}{self._begin} call)*"
-        calls = "".join(f"\ncall_{n}: {self.one(tool)}" for n, tool in enumerate(tools))
+        calls = "".join(within_limit(f"\ncall_{n}: {self.one(tool)}" for n, tool in enumerate(tools)))
         names = [f"call_{n}" for n in range(len(tools))]
         return f"rest: call{more}\ncall: {any_of(names)}{calls}\n{self.rules}\n"
 

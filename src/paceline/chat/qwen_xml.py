@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.chat.grammars import any_of, enumerated, json_schema, kinds_of, literal, special
+from paceline.chat.grammars import any_of, enumerated, json_schema, kinds_of, literal, special, within_limit
 from paceline.chat.hermes import BEGIN, END
 from paceline.chat.parser import MessageWriter, Reader
 from paceline.chat.reading import MalformedError, Markers, Reading, Source, is_json, json_value
@@ -166,17 +166,20 @@ def _is_text(schema: object) -> bool:
 def write_call(tool: ToolDefinition) -> str:
     """The rest of a call after its begin marker, as a grammar: parameters in the schema's order, optional ones too.
 
-    Raises StructureError for parameters that the reader could not read.
+    Raises StructureError for parameters that are too long or that the reader could not read.
     """
     required = set(tool.parameters.get("required", ()))
-    parts = [literal(f"\n{_FUNCTION}{tool.name}>\n")]
-    for key, schema in (tool.properties or {}).items():
+
+    def parameter(key: str, schema: object) -> str:
         rooted = tool.rooted(schema) if isinstance(schema, Mapping) else schema
         value = f"{literal(_PARAMETER + key + _KEY_END)} {_value_rule(rooted)}"
-        parts.append(f"({value})" if key in required else f"({value})?")
-    if tool.properties is None:
-        parts.append("any_parameter*")
-    return " ".join([*parts, literal(f"{_END_FUNCTION}\n"), special(END)])
+        return f"({value})" if key in required else f"({value})?"
+
+    parameters = ["any_parameter*"]
+    if tool.properties is not None:
+        parameters = [*within_limit(parameter(key, schema) for key, schema in tool.properties.items())]
+    begin, end = literal(f"\n{_FUNCTION}{tool.name}>\n"), literal(f"{_END_FUNCTION}\n")
+    return " ".join([begin, *parameters, end, special(END)])
 
 
 def _value_rule(schema: object) -> str:
