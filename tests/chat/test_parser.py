@@ -153,6 +153,7 @@ RECORDED += [
         ),
     ),
     ("gemma", '<|tool_call>call:add{"a":"b",c:word', (None, "", [("add", '{"a":"b","c":"word"', False)])),
+    ("gemma", "<|tool_call>call:add{a:b\u00a0\v}<tool_call|>", (None, "", [("add", '{"a":"b\u00a0\\u000b"}', True)])),
     ("gemma", "<|tool_call>call add{}", (None, "<|tool_call>call add{}", [])),
     ("gemma", "<|tool_call>call:add{a:<x>}", (None, "<x>}", [("add", '{"a":', False)])),
     (

@@ -15,7 +15,7 @@ from paceline.chat.reading import NAME_STOP, MalformedError, Markers, Reading, S
 from paceline.chat.values import ToolDefinition
 
 _DEEPEST = 8  # references and alternatives of an argument that are followed
-_WORD_STOP = re.compile(r"[,:{}\[\]<\"\s]")
+_WORD_STOP = re.compile(r"[,:{}\[\]<\" \t\r\n]")  # what no bare word contains; all of it is read as something else
 
 
 @dataclass(frozen=True)
