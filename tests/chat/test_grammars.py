@@ -102,6 +102,7 @@ def test_a_tool_without_a_schema_may_get_any_arguments(kind: str, grammars: Gram
 
 
 OPTIONAL = {"type": "object", "properties": {name: {"type": "integer"} for name in ("a", "b", "c")}}
+NAMES = {"type": "object", "properties": {name: {"type": "integer"} for name in ("filter[x]", "a b", "", "ä\u00a0-")}}
 FILE = {"type": "object", "properties": {"q": {"type": "string"}, "n": {"type": "integer"}}, "required": ["q"]}
 
 
@@ -115,7 +116,8 @@ FILE = {"type": "object", "properties": {"q": {"type": "string"}, "n": {"type": 
         (OPTIONAL, "{}", {}),
         (OPTIONAL, "{b:1}", {"b": 1}),
         (OPTIONAL, "{a:1,c:2}", {"a": 1, "c": 2}),
-        (OPTIONAL | {"required": ["b"]}, "{b:1,c:2}", {"b": 1, "c": 2}),
+        (OPTIONAL | {"required": ["b", "b"]}, "{b:1,c:2}", {"b": 1, "c": 2}),
+        (NAMES, '{"filter[x]":1,"a b":2,"":3,ä\u00a0-:4}', {"filter[x]": 1, "a b": 2, "": 3, "ä\u00a0-": 4}),
     ],
 )
 def test_gemma_calls_may_have_any_text_and_any_optional_arguments(
@@ -258,6 +260,9 @@ UNENFORCEABLE: list[tuple[str, dict[str, Any], str]] = [
     ("gemma", {"properties": {f"p{n}": {} for n in range(400)}}, "supported characters"),
     ("gemma", LONG, "supported characters"),
     ("qwen_xml", LONG, "supported characters"),
+    ("qwen_xml", {"properties": {"a>b": {}}}, "the name of a parameter"),
+    ("qwen_xml", {"properties": {"": {}}}, "the name of a parameter"),
+    ("gemma", {"properties": {"v": {"const": 'a<|"|>'}}}, "which ends strings"),
     ("qwen_xml", {"properties": {"v": {"enum": ["a", "b</parameter>"]}}}, "contains </parameter>"),
 ]
 

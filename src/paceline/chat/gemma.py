@@ -13,6 +13,7 @@ from paceline.chat.grammars import any_of, enumerated, json_schema, literal, spe
 from paceline.chat.parser import MessageWriter, Reader
 from paceline.chat.reading import NAME_STOP, MalformedError, Markers, Reading, Source, is_json, json_string
 from paceline.chat.values import ToolDefinition
+from paceline.errors import StructureError
 
 _DEEPEST = 8  # references and alternatives of an argument that are followed
 _WORD_STOP = re.compile(r"[,:{}\[\]<\" \t\r\n]")  # what no bare word contains; all of it is read as something else
@@ -136,9 +137,10 @@ def _arguments(tool: ToolDefinition, properties: Mapping[str, Any], quote: str) 
     """The arguments of a call: required ones first, then any of the others. Raises StructureError if too long."""
     values = (_value_rule(schema, tool.parameters, quote) for schema in properties.values())
     pairs = {
-        name: f"{literal(name + ':')} {value}" for name, value in zip(properties, within_limit(values), strict=True)
+        name: f"{literal(_key(name) + ':')} {value}"
+        for name, value in zip(properties, within_limit(values), strict=True)
     }
-    required = [name for name in tool.parameters.get("required", ()) if name in pairs]
+    required = [name for name in dict.fromkeys(tool.parameters.get("required", ())) if name in pairs]
     optional = [name for name in pairs if name not in required]
 
     def further(names: Sequence[str]) -> str:
@@ -148,6 +150,11 @@ def _arguments(tool: ToolDefinition, properties: Mapping[str, Any], quote: str) 
         return f"""{' "," '.join(pairs[name] for name in required)} {further(optional)}"""
     by_first = (f"{pairs[name]} {further(optional[place:])}" for place, name in enumerate(optional, 1))
     return f"{any_of(by_first)}?" if optional else ""
+
+
+def _key(name: str) -> str:
+    """The name of an argument as it is written: in quotes if it is no bare word."""
+    return json.dumps(name, ensure_ascii=False) if not name or _WORD_STOP.search(name) else name
 
 
 def _value_rule(schema: object, root: Mapping[str, Any], quote: str, depth: int = 0) -> str:
@@ -172,6 +179,8 @@ def _value_rule(schema: object, root: Mapping[str, Any], quote: str, depth: int 
 
 
 def _constant(value: object, quote: str) -> str:
+    if isinstance(value, str) and quote in value:
+        raise StructureError(f"{value[:100]!r} contains {quote}, which ends strings")
     mark = special(quote)
     return f"{mark} {literal(value)} {mark}" if isinstance(value, str) else literal(json.dumps(value))
 

@@ -171,6 +171,10 @@ def write_call(tool: ToolDefinition) -> str:
     required = set(tool.parameters.get("required", ()))
 
     def parameter(key: str, schema: object) -> str:
+        if not key or _KEY_STOP.search(key):
+            raise StructureError(
+                f"{key[:100]!r} cannot be the name of a parameter, which ends with > in a line of its own"
+            )
         rooted = tool.rooted(schema) if isinstance(schema, Mapping) else schema
         value = f"{literal(_PARAMETER + key + _KEY_END)} {_value_rule(rooted)}"
         return f"({value})" if key in required else f"({value})?"
