@@ -99,6 +99,10 @@ def test_a_tool_without_a_schema_may_get_any_arguments(kind: str, grammars: Gram
     assert GrammarCursor.at_start(grammar).after_all(tokenizer.encode(written)).ended
     (call,) = read(kind, written).tool_calls
     assert json.loads(call.arguments) == {"a": "b"}
+    closed = replace(tool, parameters={"type": "object", "additionalProperties": False})
+    grammar = grammars.grammar(StructuredOutputs(grammar=syntax.forced([closed], one_call=True)))
+    with pytest.raises(StructureError):
+        GrammarCursor.at_start(grammar).after_all(tokenizer.encode(written))
 
 
 OPTIONAL = {"type": "object", "properties": {name: {"type": "integer"} for name in ("a", "b", "c")}}
@@ -210,6 +214,8 @@ GEMMA_VALUES = [
     ({"$ref": "#/$defs/E"}, "4", REFUSED),
     ({"$ref": "#"}, "{v:1}", {"v": 1}),
     ({"type": "object"}, "{a-b:1.5e3}", {"a-b": 1500.0}),
+    ({"allOf": [{"$ref": "#/$defs/E"}]}, "3", 3),
+    ({"allOf": [{"$ref": "#/$defs/E"}]}, "4", REFUSED),
 ]
 
 
@@ -260,6 +266,9 @@ UNENFORCEABLE: list[tuple[str, dict[str, Any], str]] = [
     ("gemma", {"properties": {f"p{n}": {} for n in range(400)}}, "supported characters"),
     ("gemma", LONG, "supported characters"),
     ("qwen_xml", LONG, "supported characters"),
+    ("qwen_xml", {"properties": {"a": {}}, "minProperties": 1}, "'minProperties'"),
+    ("gemma", {"anyOf": [{"type": "object"}]}, "'anyOf'"),
+    ("gemma", {"additionalProperties": {"type": "null"}}, "'additionalProperties'"),
     ("qwen_xml", {"properties": {"a>b": {}}}, "the name of a parameter"),
     ("qwen_xml", {"properties": {"": {}}}, "the name of a parameter"),
     ("gemma", {"properties": {"v": {"const": 'a<|"|>'}}}, "which ends strings"),

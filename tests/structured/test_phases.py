@@ -170,15 +170,28 @@ def test_a_budget_is_refused_beside_a_forced_call_whose_grammar_contains_the_tho
     assert texts(llm, params, tools=[PING], tool_choice="required")
 
 
-def test_a_schema_that_cannot_be_enforced_is_told_once_or_refused(path: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("parser", "parameters", "keyword", "begin"),
+    [
+        ("hermes", {"not": {"required": ["a"]}}, "'not'", '{"name": "search", "arguments": {'),
+        ("qwen_xml", {"properties": {"a": {}}, "minProperties": 1}, "'minProperties'", "<function=search>"),
+    ],
+)
+def test_a_schema_that_cannot_be_enforced_is_told_once_or_refused(
+    parser: str, parameters: dict[str, Any], keyword: str, begin: str, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
     llm, params = load(path), SamplingParams(max_tokens=60, temperature=0)
-    function = {"name": "search", "parameters": {"type": "object", "not": {"required": ["a"]}}}
-    fields: dict[str, Any] = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
-    assert texts(llm, params, **fields)[0][0].startswith('<tool_call>\n{"name": "search", "arguments": {')
+    function = {"name": "search", "parameters": {"type": "object", **parameters}}
+    fields: dict[str, Any] = {
+        "tools": [{"type": "function", "function": function}, PING],
+        "tool_choice": {"type": "function", "function": {"name": "search"}},
+        "tool_parser": parser,
+    }
+    assert texts(llm, params, **fields)[0][0].startswith(f"<tool_call>\n{begin}")
     texts(llm, params, **fields)
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert warning.startswith("arguments of search are not enforced")
-    assert "'not'" in warning
+    assert keyword in warning
     function["strict"] = True
-    with pytest.raises(StructureError, match=r"tool search.*'not'"):
+    with pytest.raises(StructureError, match=f"tool search.*{keyword}"):
         texts(llm, params, **fields)

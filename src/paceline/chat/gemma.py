@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from paceline.chat.grammars import any_of, enumerated, json_schema, literal, special, within_limit
+from paceline.chat.grammars import any_of, arguments_of, enumerated, json_schema, literal, special, within_limit
 from paceline.chat.parser import MessageWriter, Reader
 from paceline.chat.reading import NAME_STOP, MalformedError, Markers, Reading, Source, is_json, json_string
 from paceline.chat.values import ToolDefinition
@@ -125,9 +125,10 @@ def writes_gemma(markers: GemmaMarkers) -> Callable[[ToolDefinition], str]:
     """
 
     def one(tool: ToolDefinition) -> str:
-        if tool.properties is None:
+        properties = arguments_of(tool)
+        if properties is None:
             return f"{literal(f'call:{tool.name}')} object {special(markers.end)}"
-        arguments = _arguments(tool, tool.properties, markers.quote)
+        arguments = _arguments(tool, properties, markers.quote)
         return " ".join([literal(f"call:{tool.name}{{"), arguments, literal("}"), special(markers.end)])
 
     return one
@@ -162,7 +163,7 @@ def _value_rule(schema: object, root: Mapping[str, Any], quote: str, depth: int 
     if not isinstance(schema, Mapping) or depth > _DEEPEST:
         return "value"
     inner = partial(_value_rule, root=root, quote=quote, depth=depth + 1)
-    values, kind, options = enumerated(schema), schema.get("type"), schema.get("anyOf")
+    values, kind, options = enumerated(schema), schema.get("type"), schema.get("anyOf", schema.get("allOf"))
     if values and not any(isinstance(value, (list, dict)) for value in values):
         return any_of([_constant(value, quote) for value in values])
     if isinstance(options, list) and options:

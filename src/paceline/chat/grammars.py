@@ -66,12 +66,30 @@ def kinds_of(schema: Mapping[str, Any]) -> set[str] | None:
     return {"string", "null"} if found == ["null", "string"] and len(options) == 2 else None
 
 
+_OF_ALL_ARGUMENTS = {"$ref", "anyOf", "allOf", "enum", "const", "minProperties", "maxProperties"}
+
+
+def arguments_of(tool: ToolDefinition) -> Mapping[str, Any] | None:
+    """Schemas of arguments that are written one by one, by name; None if any may be given.
+
+    Raises StructureError for keywords that say more about all arguments together.
+    """
+    found = tool.parameters.keys() & _OF_ALL_ARGUMENTS
+    if tool.parameters.get("additionalProperties", {}) not in (True, False, {}):
+        found.add("additionalProperties")
+    if found:
+        raise StructureError(
+            f"the parameters have {min(found)!r}, which the syntax of this model's calls cannot enforce"
+        )
+    return tool.properties
+
+
 @dataclass(frozen=True)
 class CallSyntax:
     """Syntax of a family's tool calls.
 
     begin: the text, names of special tokens included, that calls begin with. one: the rest of a call; raises
-    StructureError if that is too long or could not be read. separator: what comes before the next call's ``begin``.
+    StructureError for a tool that it cannot enforce. separator: what comes before the next call's ``begin``.
     at_start: whether calls are the whole answer, so that ``begin`` means something only there. single: whether an
     answer has one call at most. begin_rule: ``begin`` as a grammar, if it is not one text or token. before: what a
     forced answer may have before its calls. rules: rules that ``one`` uses.

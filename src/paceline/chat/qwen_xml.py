@@ -10,7 +10,16 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.chat.grammars import any_of, enumerated, json_schema, kinds_of, literal, special, within_limit
+from paceline.chat.grammars import (
+    any_of,
+    arguments_of,
+    enumerated,
+    json_schema,
+    kinds_of,
+    literal,
+    special,
+    within_limit,
+)
 from paceline.chat.hermes import BEGIN, END
 from paceline.chat.parser import MessageWriter, Reader
 from paceline.chat.reading import MalformedError, Markers, Reading, Source, is_json, json_value
@@ -166,8 +175,9 @@ def _is_text(schema: object) -> bool:
 def write_call(tool: ToolDefinition) -> str:
     """The rest of a call after its begin marker, as a grammar: parameters in the schema's order, optional ones too.
 
-    Raises StructureError for parameters that are too long or that the reader could not read.
+    Raises StructureError for parameters that cannot be enforced, are too long, or could not be read.
     """
+    properties = arguments_of(tool)
     required = set(tool.parameters.get("required", ()))
 
     def parameter(key: str, schema: object) -> str:
@@ -180,8 +190,8 @@ def write_call(tool: ToolDefinition) -> str:
         return f"({value})" if key in required else f"({value})?"
 
     parameters = ["any_parameter*"]
-    if tool.properties is not None:
-        parameters = [*within_limit(parameter(key, schema) for key, schema in tool.properties.items())]
+    if properties is not None:
+        parameters = [*within_limit(parameter(key, schema) for key, schema in properties.items())]
     begin, end = literal(f"\n{_FUNCTION}{tool.name}>\n"), literal(f"{_END_FUNCTION}\n")
     return " ".join([begin, *parameters, end, special(END)])
 

@@ -26,7 +26,8 @@ class ToolDefinition:
     @property
     def properties(self) -> Mapping[str, Any] | None:
         """Schemas of the arguments by name; None if any may be given."""
-        found = self.parameters.get("properties")
+        without: Mapping[str, Any] | None = {} if self.parameters.get("additionalProperties") is False else None
+        found = self.parameters.get("properties", without)
         return found if isinstance(found, Mapping) else None
 
     def rooted(self, schema: Mapping[str, Any]) -> dict[str, Any]:

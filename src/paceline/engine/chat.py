@@ -10,7 +10,7 @@ from functools import cache, lru_cache, partial
 from typing import Any
 
 from paceline.chat.families import ChatFormat, ToolFormat, chat_format
-from paceline.chat.grammars import json_schema
+from paceline.chat.grammars import CallSyntax, json_schema
 from paceline.chat.messages import for_template
 from paceline.chat.options import ChatOptions
 from paceline.chat.parser import OutputParser
@@ -160,19 +160,20 @@ class ChatRules:
             make = partial(syntax.or_text, one_call=one_call, text=text)
         else:
             make = partial(syntax.forced if forced else syntax.triggered, one_call=one_call)
-        grammar = self._of_calls(make, options.offered, stopped)
+        grammar = self._of_calls(syntax, make, options.offered, stopped)
         if forced or structure is not None:
             return grammar, None
         return grammar, Trigger(syntax.begin.encode(), syntax.at_start, syntax.repeats(options.one_call))
 
     def _of_calls(
         self,
+        syntax: CallSyntax,
         make: Callable[[Sequence[ToolDefinition]], str],
         tools: Sequence[ToolDefinition],
         stopped: Callable[[], bool],
     ) -> Grammar:
         """The grammar of calls. Schemas that cannot be enforced allow any object, unless their tool is strict."""
-        known = [_enforceable(tool) for tool in tools]
+        known = [_enforceable(tool, syntax) for tool in tools]
         try:
             return self._grammars().grammar(StructuredOutputs(grammar=make(known)), stopped)
         except StructureError as error:
@@ -201,10 +202,11 @@ def _text_rule(structure: StructuredOutputs, form: ToolFormat) -> str:
     return json_schema(schema)
 
 
-def _enforceable(tool: ToolDefinition) -> ToolDefinition:
+def _enforceable(tool: ToolDefinition, syntax: CallSyntax) -> ToolDefinition:
     """The tool; with any object as its arguments if its schema cannot be enforced. Raises StructureError if strict."""
     try:
         grammar_of("schema", json.dumps(tool.parameters))
+        syntax.one(tool)
     except StructureError as error:
         if tool.strict:
             raise StructureError(f"tool {tool.name}: {error}", "tools") from error
