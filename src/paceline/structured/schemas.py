@@ -20,6 +20,7 @@ from urllib.parse import unquote
 from paceline.config.limits import MAX_SCHEMA_CHARACTERS
 from paceline.errors import StructureError
 from paceline.structured.endings import Schema, endless
+from paceline.structured.formats import FORMATS, PATTERNS
 from paceline.structured.keywords import (
     ANNOTATIONS,
     are_names,
@@ -35,9 +36,6 @@ from paceline.structured.keywords import (
 from paceline.structured.lark import translated
 from paceline.structured.patterns import Ranges, alphabet, check_spelled, common, rewritten, union
 
-_FORMATS = {
-    name: name for name in ("date", "time", "date-time", "duration", "hostname", "ipv4", "ipv6", "uuid", "uri")
-} | {"uri-reference": "uri"}  # every URI is a valid URI reference
 _PLACE = re.compile("0|[1-9][0-9]{0,5}")  # in a list of a schema: it has no more than MAX_SCHEMA_CHARACTERS
 _MAX_SUBSCHEMAS = 2000  # an object with this many properties compiles in a third of a second
 _MAX_CHOICES = 64  # combinations of optional properties that satisfy minProperties and maxProperties
@@ -292,14 +290,22 @@ class _Translation:
 
     def _string(self, schema: Mapping[str, Any]) -> Schema:
         if "pattern" in schema:
-            return {"type": "string", "pattern": f"^({rewritten(schema['pattern'], self._spelled)})$"}
+            return self._matching(schema["pattern"])
         if "format" in schema:
-            name = schema["format"]
-            expect(isinstance(name, str), "'format'", name, "a name")
-            if name not in _FORMATS:
-                raise StructureError(f"the format {name!r} cannot be enforced; known: {', '.join(sorted(_FORMATS))}")
-            return {"type": "string", "format": _FORMATS[name]}
+            return self._formatted(schema["format"])
         return {"type": "string", **_counts("Length", *counts_of(schema, "minLength", "maxLength"))}
+
+    def _matching(self, pattern: object) -> Schema:
+        return {"type": "string", "pattern": f"^({rewritten(pattern, self._spelled)})$"}
+
+    def _formatted(self, name: Any) -> Schema:
+        expect(isinstance(name, str), "'format'", name, "a name")
+        if name in PATTERNS:
+            return self._matching(PATTERNS[name])
+        if name not in FORMATS:
+            known = ", ".join(sorted({*FORMATS, *PATTERNS}))
+            raise StructureError(f"the format {name!r} cannot be enforced; known: {known}")
+        return {"type": "string", "format": FORMATS[name]}
 
     def _number(self, schema: Mapping[str, Any]) -> Schema:
         return self._shared({"type": "number", **number_bounds(bounds_of(schema))})
