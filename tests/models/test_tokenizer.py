@@ -32,6 +32,7 @@ from paceline.models import hub
 from paceline.models.detokenizer import ByteDecoder, Detokenizer, WindowDecoder
 from paceline.models.gguf_tokenizer import SPLITTINGS
 from paceline.models.tokenizer import Tokenizer, check_same_vocabulary
+from server_support import byte_tokenizer
 
 pytestmark = pytest.mark.usefixtures("no_requests")
 
@@ -424,6 +425,25 @@ def test_special_tokens_are_left_out_but_added_text_tokens_are_not() -> None:
     tokenizer = byte_level()
     ids = [tokenizer.huggingface.convert_tokens_to_ids(token) for token in ("<thin king>", "<tool call>", "<eos>")]
     assert "".join(stream(Detokenizer(tokenizer), ids)) == "<thin king>"
+
+
+def test_a_marker_of_thoughts_may_be_a_special_token_and_letters() -> None:
+    """As Gemma 4's are."""
+    made = byte_tokenizer(["<|channel>", "<channel|>"])
+    made.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if x %}<|channel>thought<channel|>{% endif %}"
+    )
+    tokenizer = Tokenizer.load(made)
+    prompt = chat_prompt(tokenizer, [{"role": "user", "content": "hello"}], ChatOptions())
+    ids = tokenizer.encode("<|channel>thought\nhm<channel|>Hi")
+    message = prompt.parsed("".join(stream(Detokenizer(tokenizer, kept_special=prompt.kept_special), ids)))
+    assert (message.reasoning, message.text) == ("hm", "Hi")
+
+
+def test_only_special_tokens_that_a_text_spells_out_are_found_in_it() -> None:
+    tokenizer = sentencepiece()
+    assert tokenizer.special_in("<s>the 日本</s>") == {1, 2}
+    assert tokenizer.special_in("the %") == set()
 
 
 ODD = ["a b", "\xa0", "\xad", "\x7f\x80", "Ā", "ńĠ", "Ńń", "Ġ", "日本 Ġ", "\x00", "é"]

@@ -173,7 +173,7 @@ class ChatFormat:
         return self.tools
 
     def special_tokens(self, tools: Sequence[ToolDefinition] = ()) -> tuple[str, ...]:
-        """Special tokens that must stay in the text of an answer, because the parser reads them."""
+        """Markers whose special tokens must stay in the text of an answer, because the parser reads them."""
         thinking = () if self.thinking is None else (self.thinking.begin.strip(), self.thinking.end)
         read = tools or (self.tools is not None and self.tools.reads_all)
         return (*thinking, *(self.tool_format().special if read else ()))

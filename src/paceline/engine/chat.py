@@ -65,7 +65,7 @@ def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], opt
     converted, tools = for_template([*map(check_message, messages)], options.tools, form.tools, template)
     special = form.special_tokens(offered)  # raises if the syntax of calls is not known
     tokens = tokenizer.chat(converted, options.variables(template), tools)
-    kept = frozenset(token for token in map(tokenizer.special_id, special) if token is not None)
+    kept = frozenset[int]().union(*map(tokenizer.special_in, special))
     return ChatPrompt(tokens, options, form, kept, tokenizer.spell(tokens[-_TAIL:]))
 
 

@@ -194,10 +194,10 @@ class Tokenizer:
         """Return the spelling of every token of the vocabulary; None for ids without a token."""
         return list(self.huggingface.convert_ids_to_tokens(list(range(self.vocab_size))))
 
-    def special_id(self, name: str) -> int | None:
-        """Return the id of the special token of this name; None if there is none."""
-        token = self.huggingface.convert_tokens_to_ids(name)
-        return token if isinstance(token, int) and token in self._special and self.spelling(token) == name else None
+    def special_in(self, text: str) -> set[int]:
+        """Return the special tokens that a text spells out."""
+        tokens = filter(self.is_special, self.encode(text, add_special_tokens=False))
+        return {token for token in tokens if self.token_text(token) in text}  # not <unk>
 
     def is_special(self, token_id: int) -> bool:
         """Whether the token is special, so that ``decode`` leaves it out."""
