@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,11 +13,11 @@ import jsonschema_rs
 import openai
 import pytest
 
-from paceline.config import SamplingParams
+from paceline.config import SamplingParams, ServerConfig
 from paceline.core.outputs import CompletionOutput, TokenKind
 from paceline.llm import LLM
 from paceline.server.replies import accepted_per_round
-from server_support import TEMPLATE, Live
+from server_support import TEMPLATE, Live, start
 from web import client
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -158,6 +160,45 @@ def test_echo_returns_the_prompt_and_its_log_probabilities(live: Live, offline: 
     own = offline.tokenizer.encode(PROMPT)[5]  # type: ignore[union-attr]
     assert found.logprobs.token_logprobs[5] == pytest.approx(distribution[own].item(), abs=1e-4)
     assert ask(live, echo=True, logprobs=1, max_tokens=0).choices[0].text == PROMPT
+
+
+@pytest.fixture(scope="module")
+def chunked(tiny: str) -> Iterator[Live]:
+    """A server that reads long prompts in many chunks."""
+    yield from start(ServerConfig(port=0, served_model_name="tiny"), tiny, prefill_chunk=8)
+
+
+LONG = {"prompt": "once upon a time " * 25, "temperature": 0, "max_tokens": 4, "ignore_eos": True}
+SCORED = LONG | {"echo": True, "logprobs": 1}
+
+
+def scores(live: Live, **changes: Any) -> list[float | None]:
+    """Log-probabilities of the prompt's tokens, whose first has none, and of the answer's."""
+    values = live.post("/v1/completions", SCORED | changes).json()["choices"][0]["logprobs"]["token_logprobs"]
+    return values[1:]  # type: ignore[no-any-return]
+
+
+def test_a_stream_echoes_log_probabilities_once_its_first_sample_has_read_the_prompt(chunked: Live) -> None:
+    """The other sample copies the prompt from the cache and has its tokens before."""
+    alone = pytest.approx(scores(chunked, cache_salt="apart"), abs=1e-4)
+    chunked.post("/v1/completions", LONG)
+    lines = chunked.post("/v1/completions", SCORED | {"n": 2, "stream": True}).text.splitlines()
+    chunks = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
+    for index in (0, 1):
+        first, *others = (chunk["logprobs"]["token_logprobs"] for chunk in chunks if chunk["index"] == index)
+        assert [*first[1:], *(value for each in others for value in each)] == alone
+    assert scores(chunked) == alone
+
+
+def test_a_deadline_while_a_prompt_is_read_leaves_its_cached_log_probabilities_right(
+    chunked: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone, engine = pytest.approx(scores(chunked, cache_salt="apart"), abs=1e-4), chunked.context.llm.engine
+    with monkeypatch.context() as context:
+        usual = engine.step
+        context.setattr(engine, "step", lambda: (time.sleep(0.05), usual())[1])
+        assert None in scores(chunked, cache_salt="shared", deadline_ms=500)
+    assert scores(chunked, cache_salt="shared") == alone
 
 
 def test_best_of_ranks_by_mean_log_probability(live: Live, offline: LLM) -> None:

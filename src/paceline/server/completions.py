@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 
@@ -51,7 +52,7 @@ class CompletionJob:
     """One validated request, ready for the engine.
 
     tokens: token ids per prompt. structure: form of the completions, not yet compiled. echoes: by number of the prompt,
-    if the request has ``echo``.
+    if the request has ``echo`` and is not streamed.
     """
 
     context: Context
@@ -168,19 +169,22 @@ class CompletionJob:
 
     async def _generated_events(self, generation: Generation, offsets: dict[int, int]) -> Events:
         stream_usage = StreamUsage(sum(map(len, self.tokens)))
-        async for update in generation.updates():
-            if self.body.echo and update.number not in self.echoes:
+        updates = _from_first_sample(generation.updates()) if self.body.echo else generation.updates()
+        async for update in updates:
+            if self.body.echo and self._index(update.number, 0) not in offsets:
                 yield await self._echo_event(update.number, offsets)
             chunks = functools.partial(self._chunks, update, offsets, stream_usage)
             yield await self.context.events(chunks, update.entries)
 
     async def _echo_event(self, number: int, offsets: dict[int, int]) -> bytes:
-        """Return the events that echo a prompt, whose log-probabilities are known before its first token."""
-        self.echoes[number] = await self._echo_prompt(number)
-        return await self.context.events(functools.partial(self._echo, number, offsets), self._echo_entries(number))
+        """Return the events that echo a prompt, whose log-probabilities are known."""
+        echo = await self._echo_prompt(number)
+        return await self.context.events(
+            functools.partial(self._echo, echo, number, offsets), self._echo_entries(number)
+        )
 
-    def _echo(self, number: int, offsets: dict[int, int]) -> list[Completion]:
-        echo, documents = self.echoes[number], []
+    def _echo(self, echo: PromptEcho, number: int, offsets: dict[int, int]) -> list[Completion]:
+        documents = []
         for place in range(self.body.n or 1):
             index = self._index(number, place)
             offsets[index] = len(echo.text)
@@ -246,6 +250,20 @@ class CompletionJob:
         return await self.context.in_thread(_echo_of, self.context, request, prompt, self.body.logprobs)
 
 
+async def _from_first_sample(updates: AsyncIterator[Update]) -> AsyncIterator[Update]:
+    """Hold back a prompt's updates until its sample 0 has a token, or has ended.
+
+    That sample reads the prompt's log-probabilities; the others may copy the prompt from a cache and be faster.
+    """
+    begun: set[int] = set()
+    held: defaultdict[int, list[Update]] = defaultdict(list)
+    async for update in updates:
+        held[update.number].append(update)
+        if update.number in begun or any(delta.index == 0 for delta in update.deltas):
+            begun.add(update.number)
+            yield Update.joined(held.pop(update.number))
+
+
 def extras_of(delta: Delta) -> Extras:
     """The ``paceline`` field that "metrics": true adds to a choice."""
     extras = Extras(token_ids=list(delta.token_ids), kinds=list(delta.kinds), pieces=list(delta.pieces))
@@ -302,6 +320,4 @@ def _echo_of(context: Context, request: Request, prompt: str | list[int], top: i
     if top is None:
         return PromptEcho(text, None)
     scored = request.reading.logprobs if isinstance(request.reading, PromptScores) else [None]
-    echo = PromptEcho(text, completion_logprobs(context.spelling, tokens, scored, pieces, 0, top))
-    scored.clear()  # many times the size of the prompt, whose request lives as long as its answers
-    return echo
+    return PromptEcho(text, completion_logprobs(context.spelling, tokens, scored, pieces, 0, top))
