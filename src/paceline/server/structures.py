@@ -56,10 +56,12 @@ async def structured(llm: LLM, requests: Sequence[Request], form: AnswerForm, ar
 
     arrival: seconds on the clock of ``time.monotonic``.
     If the requests' time budget ends before the compilation, they are returned unchanged: they get no token anyway.
+    A budget that begins with a row has not begun.
     """
     if form.is_free or not requests:
         return requests
-    budgets = [budget for each in requests if (budget := each.params.time_budget) is not None]
+    begun = [each.params.time_budget for each in requests if not each.budget_from_row]
+    budgets = [budget for budget in begun if budget is not None]
     try:
         async with asyncio.timeout(arrival + max(budgets) - time.monotonic() if budgets else None):
             factory = await _compile(llm, form, requests[0].params)

@@ -34,6 +34,7 @@ from paceline.server.batch.runner import BATCH_PRIORITY, BatchRunner
 from paceline.server.batch.store import BatchStore, new_id
 from paceline.server.errors import ApiError
 from paceline.server.security import UploadReceiver
+from paceline.server.structures import AnswerForm
 from polling import PATIENCE, wait_until
 from served import Served
 from server.batch.test_forms import FORM, GOOD
@@ -131,6 +132,19 @@ def test_a_batch_of_chats(live: Live) -> None:
     api = official(live.url)
     batch = ended(api, begin(api, [line("a", url=CHATS, n=2)], CHATS).id)
     assert len(content(api, batch.output_file_id)["a"]["response"]["body"]["choices"]) == 2
+
+
+def test_a_deadline_of_a_line_does_not_count_while_its_structure_compiles(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counts from the line's row. Without its structure the line would have got any text."""
+    pytest.importorskip("llguidance", reason="structured outputs need the extra 'structured'")
+    usual, api = AnswerForm.compile, official(live.url)
+    monkeypatch.setattr(AnswerForm, "compile", lambda *given: (time.sleep(0.6), usual(*given))[1])
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "boolean"}}}
+    asked = line("a", url=CHATS, response_format=form, deadline_ms=500, max_tokens=8)
+    found = content(api, ended(api, begin(api, [asked], CHATS).id).output_file_id)
+    assert found["a"]["response"]["body"]["choices"][0]["message"]["content"] in ("true", "false")
 
 
 def test_files_are_listed_by_age_and_deleted(live: Live) -> None:
