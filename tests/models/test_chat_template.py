@@ -17,6 +17,8 @@ from transformers import PreTrainedTokenizerFast
 
 import real_models
 from damaged_files import BOMBS
+from paceline.chat.families import FORMATS
+from paceline.chat.messages import for_template
 from paceline.errors import RequestError
 from paceline.models import chat_template
 from paceline.models.chat_template import ChatTemplate
@@ -117,6 +119,32 @@ BY_ROLE = (
 def test_the_role_developer_is_that_of_the_system_unless_the_template_knows_it(template: str, role: str) -> None:
     talk = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "hello"}]
     assert ChatTemplate(template, SPECIAL).render(talk) == f"{role}: be brief\nuser: hello\n"
+
+
+LISTED = "{% for name, value in call.arguments | items %}{{ name }}={{ value }};{% endfor %}"  # Qwen3-Coder
+PRINTED = (
+    "{% if call.arguments is string %}{{ call.arguments }}{% else %}{{ call.arguments | tojson }}{% endif %}"  # Qwen3
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "listed", "printed"),
+    [
+        ('{"a": 1}', "a=1;", '{"a": 1}'),
+        (" ", "", "{}"),
+        ('{"a": ', 'INVALID_JSON={"a": ;', '{"a": '),
+        ("[1]", "INVALID_JSON=[1];", "[1]"),
+    ],
+)
+def test_arguments_of_earlier_calls_may_be_no_object(arguments: str, listed: str, printed: str) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    talk: list[dict[str, Any]] = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    for one, text in ((LISTED, listed), (PRINTED, printed)):
+        template = f"{{% set call = messages[0].tool_calls[0].function %}}{{# tools #}}{one}"
+        messages, _ = for_template(talk, (), None, template)
+        assert ChatTemplate(template, SPECIAL).render(messages) == text
+    ((told,), _) = for_template(talk, (), FORMATS["json"], "")
+    assert told["content"] == f'{{"name": "f", "arguments": {arguments if arguments.strip() else "{}"}}}'
 
 
 def test_a_message_that_the_template_leaves_out_for_its_role_is_refused() -> None:

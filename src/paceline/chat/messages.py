@@ -19,11 +19,13 @@ def for_template(
 ) -> tuple[list[Message], list[dict[str, Any]]]:
     """Return messages and tools for a chat template. form: the syntax of calls, chosen by the caller or known.
 
-    Calls in messages get their arguments as objects, as templates expect them. Templates that have no tools get them,
-    calls and results as text. Raises RequestError if that is not possible.
+    Calls in messages get their arguments as objects, as templates expect them; those that are no object only stay text
+    if the template tests for text. Templates that have no tools get them, calls and results as text. Raises
+    RequestError if that is not possible.
     """
     if re.search(r"(?<!\w)tools(?!\w)", chat_template) is not None:
-        return [_with_objects(message) for message in messages], [tool.as_openai() for tool in tools]
+        takes_text = re.search(r"arguments\W{0,2} is (not )?string", chat_template) is not None
+        return [_with_objects(message, takes_text) for message in messages], [tool.as_openai() for tool in tools]
     has_calls = any(message.get("tool_calls") or message.get("role") == "tool" for message in messages)
     if not tools and not has_calls:
         return list(messages), []
@@ -35,21 +37,30 @@ def for_template(
     return (_instructed(converted, form.instructions(tools)) if tools else converted), []
 
 
-def _with_objects(message: Message) -> Message:
+def _with_objects(message: Message, takes_text: bool) -> Message:
     calls = [
-        {**call, "function": {**call["function"], "arguments": _object(call["function"]["arguments"])}}
+        {**call, "function": {**call["function"], "arguments": _object(call["function"]["arguments"], takes_text)}}
         for call in message.get("tool_calls") or ()
     ]
     return {**message, "tool_calls": calls} if calls else message
 
 
-def _object(arguments: object) -> object:
-    """The object that JSON text spells; text that spells none stays as the model wrote it."""
+def _object(arguments: object, takes_text: bool) -> object:
+    """Arguments as an object. Text that spells none stays text if the template takes text, or else becomes a member."""
+    text = _text(arguments)
     try:
-        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+        value = json.loads(text)
     except (ValueError, RecursionError):
-        return arguments
-    return value if isinstance(value, dict) else arguments
+        value = None
+    if isinstance(value, dict):
+        return value
+    return text if takes_text else {"INVALID_JSON": text}
+
+
+def _text(arguments: object) -> str:
+    """Arguments as the model wrote them, blank ones as {}."""
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return text if text.strip() else "{}"
 
 
 def _as_text(message: Message, form: ToolFormat) -> Message:
@@ -59,7 +70,7 @@ def _as_text(message: Message, form: ToolFormat) -> Message:
     calls = message.get("tool_calls")
     if not calls:
         return message
-    written = [form.writes(call["function"]["name"], str(call["function"]["arguments"])) for call in calls]
+    written = [form.writes(call["function"]["name"], _text(call["function"]["arguments"])) for call in calls]
     return {"role": message["role"], "content": "\n".join(filter(None, [message["content"], *written]))}
 
 
