@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from fastapi import Request
 
 from paceline.config import ServerConfig
 from paceline.errors import ParameterError
 from paceline.server import errors
-from paceline.server.clients import key_name
+from paceline.server.clients import client_of, key_name
 from paceline.server.quotas import ApiKey, Quotas, read_key
 from server_support import Live, start
 
@@ -48,6 +49,20 @@ def test_invalid_key_lines_are_refused_without_showing_them(line: str) -> None:
 def test_duplicate_keys_are_refused() -> None:
     with pytest.raises(ParameterError, match="twice"):
         Quotas(["a", "a max_requests=1"])
+
+
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [
+        ("192.0.2.7", "192.0.2.7"),
+        ("::ffff:192.0.2.7", "192.0.2.7"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("localhost", "localhost"),
+    ],
+)
+def test_clients_without_keys_are_addresses_or_networks(host: str, name: str) -> None:
+    request = Request({"type": "http", "client": (host, 1), "headers": []})
+    assert client_of(request, has_keys=False) == f"address {name}"
 
 
 def test_the_token_bucket_refills_with_time_and_returns_unused_tokens() -> None:

@@ -43,6 +43,6 @@ def address_of(host: str) -> IPv4Address | IPv6Address | None:
 
 def _network(host: str) -> str:
     address = address_of(host)
-    if address is None or address.version == 4:
-        return host
-    return str(ip_network((address.packed, _NETWORK_BITS), strict=False))
+    if isinstance(address, IPv6Address):
+        return str(address.ipv4_mapped or ip_network((address.packed, _NETWORK_BITS), strict=False))
+    return host
