@@ -101,6 +101,14 @@ def test_a_conversation_with_calls_and_results_is_rendered(live: Live) -> None:
     assert chat(live, messages=messages, max_tokens=2).choices[0].message.content
 
 
+@pytest.mark.parametrize("value", ["x" * 3000, [[0]] * 3000], ids=["text", "numbers"])
+def test_the_variables_of_a_template_count_as_text(live: Live, value: Any) -> None:
+    body = {"messages": SAID, "max_tokens": 1, "chat_template_kwargs": {"enable_thinking": value}}
+    reply = live.post("/v1/chat/completions", body)
+    assert reply.status_code == 400
+    assert "characters; prompts of this model have at most" in reply.json()["error"]["message"]
+
+
 def test_thoughts_are_split_off_and_their_budget_ends_them(live: Live) -> None:
     asked = {"tools": openai.omit, "max_tokens": 40, "extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
     (answer,) = chat(live, **asked).choices

@@ -205,8 +205,8 @@ class Context:
         """
         options = ChatOptions.of({**fields, "tool_parser": self.config.tool_parser})
         options = replace(options, default_template_kwargs=self.config.chat_template_kwargs)
-        characters = sum(_characters(message) for message in messages) + _characters(fields.get("tools") or ())
-        return await self._on_text(characters, self.llm.requests.chat_prompt, messages, options)
+        given = [*messages, fields.get("tools"), fields.get("chat_template_kwargs")]
+        return await self._on_text(_characters(given), self.llm.requests.chat_prompt, messages, options)
 
     async def _on_text(self, characters: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run ``work`` on a text of ``characters`` characters in the thread for its length."""
@@ -405,12 +405,12 @@ class Context:
 
 
 def _characters(value: object) -> int:
-    """Characters in all texts of messages or tools, with the names of their members."""
+    """Least characters of messages, tools or variables as text: those of texts and names, one for any other value."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
         return sum(_characters(name) + _characters(part) for name, part in value.items())
-    return sum(map(_characters, value)) if isinstance(value, (list, tuple)) else 0
+    return sum(map(_characters, value)) if isinstance(value, (list, tuple)) else 1
 
 
 async def _run_in(pool: Executor, work: Callable[[], T]) -> T:
