@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +20,7 @@ from paceline.server.generation import Generation
 from paceline.server.protocol import TurnRequest
 from paceline.server.structures import AnswerForm
 
+_TEXTS = ("content", "reasoning_content")
 _Growing = TextDelta | ReasoningDelta | ToolCallArgumentsDelta
 _SAMPLED = ("temperature", "top_p", "top_k", "seed", "num_speculative_tokens")
 
@@ -90,6 +91,27 @@ async def prompt_of(context: Context, messages: Sequence[Mapping[str, Any]], fie
     if prompt.format.thinking is None:
         return replace(prompt, options=replace(prompt.options, max_thinking_tokens=None))
     return prompt
+
+
+def with_joined_turns(messages: Iterable[Mapping[str, Any]], *roles: str) -> list[dict[str, Any]]:
+    """Join neighbouring messages of one of these roles: many chat templates demand that roles alternate.
+
+    A message with calls stays apart from the next one, whose text would come before them.
+    """
+    turns: list[list[Mapping[str, Any]]] = []
+    for message in messages:
+        before = turns[-1][-1] if turns else {"role": None}
+        if message["role"] in roles and message["role"] == before["role"] and "tool_calls" not in before:
+            turns[-1].append(message)
+        else:
+            turns.append([message])
+    return [*map(_joined, turns)]
+
+
+def _joined(turn: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    texts = {name: [message[name] for message in turn if message.get(name)] for name in _TEXTS}
+    joined = {name: "\n\n".join(pieces) for name, pieces in texts.items() if pieces}
+    return {**turn[0], **turn[-1], **joined}
 
 
 def _params(

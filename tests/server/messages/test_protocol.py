@@ -71,6 +71,28 @@ def test_a_conversation_with_tools_and_thoughts() -> None:
     assert last == {"role": "user", "content": "Go on."}
 
 
+def said(role: str, *blocks: dict[str, Any]) -> dict[str, Any]:
+    return {"role": role, "content": list(blocks)}
+
+
+def test_neighbouring_messages_of_one_role_are_one() -> None:
+    """Mistral's and Gemma's chat templates demand that roles alternate."""
+    thought, call = (
+        {"type": "thinking", "thinking": "Hm."},
+        {"type": "tool_use", "id": "t", "name": "read", "input": {}},
+    )
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "a"}
+    conversation = [USER, USER, said("assistant", thought), said("assistant", text("I look."))]
+    conversation += [said("assistant", text("Now."), call), said("assistant", text("So.")), said("user", result), USER]
+    asked, first, second, answer, last = messages_of(read(messages=[*conversation, USER]))
+    assert asked == {"role": "user", "content": "hi\n\nhi"}
+    assert (first["content"], first["reasoning_content"]) == ("I look.\n\nNow.", "Hm.")
+    assert [each["id"] for each in first["tool_calls"]] == ["t"]
+    assert second == {"role": "assistant", "content": "So."}
+    assert answer == {"role": "tool", "tool_call_id": "t", "content": "a"}
+    assert last == asked
+
+
 @pytest.mark.parametrize(
     ("choice", "wanted"),
     [

@@ -61,6 +61,15 @@ def test_an_agents_transcript_becomes_messages() -> None:
     assert last == USER
 
 
+def test_items_of_the_user_in_a_row_are_one_message() -> None:
+    """As Codex sends instructions, surroundings and task. Some chat templates demand that roles alternate."""
+    items = [said("developer", "Sandboxed."), said("user", "AGENTS.md"), said("user", "Linux"), USER]
+    items += [said("assistant", "Yes.", "output_text"), USER]
+    messages = messages_of(read(input=items))
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", "user"]
+    assert messages[1]["content"] == "AGENTS.md\n\nLinux\n\nhi"
+
+
 def test_only_functions_are_offered() -> None:
     others = [{"type": "web_search"}, {"type": "namespace", "tools": []}, {"type": "image_generation"}]
     fields = options_of(read(tools=[FUNCTION, *others], tool_choice={"type": "function", "name": "shell"}))

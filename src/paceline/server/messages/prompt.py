@@ -18,17 +18,18 @@ from paceline.server.messages.protocol import (
     ToolUseBlock,
 )
 from paceline.server.protocol import text_of
+from paceline.server.turns import with_joined_turns
 
 _BILLING = re.compile(r"^x-anthropic-billing-header:[^\n]*\n?", re.MULTILINE)
 
 
 def messages_of(body: PromptRequest) -> list[dict[str, Any]]:
-    """Return the messages. Results of tools and texts keep their order."""
+    """Return the messages. Results of tools and texts keep their order; neighbours of one role are joined."""
     system = _system(body)
     found = [] if not system else [{"role": "system", "content": system}]
     for message in body.messages:
         found += [_assistant(message.blocks)] if message.role == "assistant" else _others(message)
-    return found
+    return with_joined_turns(found, "user", "assistant")
 
 
 def _system(body: PromptRequest) -> str:

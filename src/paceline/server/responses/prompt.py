@@ -15,14 +15,17 @@ from paceline.server.responses.protocol import (
     ReasoningItem,
     ResponsesRequest,
 )
+from paceline.server.turns import with_joined_turns
 
 Message = dict[str, Any]
 
 
 def messages_of(body: ResponsesRequest) -> list[Message]:
-    """Return the messages. Instructions and the first system messages are one; the assistant's items are joined."""
+    """Return the messages. Those of the user in a row are one, as are instructions and the first system messages, and
+    the assistant's items.
+    """
     first = [] if not body.instructions else [{"role": "system", "content": body.instructions}]
-    return _one_system(first + _messages(body.items))
+    return _one_system(first + with_joined_turns(_messages(body.items), "user"))
 
 
 def _messages(items: Iterable[Item]) -> list[Message]:
