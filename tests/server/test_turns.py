@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import re
+import threading
+import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from paceline.chat.families import chat_format
-from paceline.chat.values import ReasoningDelta, TextDelta, ToolCallArgumentsDelta, ToolDefinition, message_of
+from paceline.chat.values import (
+    MessageEvent,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArgumentsDelta,
+    ToolDefinition,
+    message_of,
+)
 from paceline.core.outputs import CompletionOutput
+from paceline.server import context
 from paceline.server.delta import Delta
 from paceline.server.turns import AnswerReader, merged
+from server_support import Live
 
 TEMPLATE = "{{ messages }}{{ tools }}<think></think><tool_call>"
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
@@ -25,6 +38,41 @@ def test_consecutive_pieces_are_joined() -> None:
     events = [ReasoningDelta("a"), ReasoningDelta("b"), TextDelta("c"), TextDelta("d"), ToolCallArgumentsDelta(0, "1")]
     joined = [ReasoningDelta("ab"), TextDelta("cd"), ToolCallArgumentsDelta(0, "12"), ToolCallArgumentsDelta(1, "3")]
     assert merged([*events, ToolCallArgumentsDelta(0, "2"), ToolCallArgumentsDelta(1, "3")]) == joined
+
+
+def test_a_hundred_thousand_pieces_are_joined_in_linear_time() -> None:
+    events, before = [TextDelta("x" * 40)] * 100_000, time.process_time()
+    (joined,) = merged(events)
+    assert joined == TextDelta("x" * 4_000_000)
+    assert time.process_time() - before < 3
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/messages": {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8},
+    "/v1/responses": {"input": "hi", "max_output_tokens": 8},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.usefixtures("one_thread")
+def test_long_updates_are_read_outside_of_the_event_loop(
+    live: Live, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event loop serves every client: a client that reads slowly gets one update of many tokens."""
+    usual, threads = AnswerReader.feed, set()
+
+    def feed(reader: AnswerReader, update: Delta) -> list[MessageEvent]:
+        threads.add(threading.current_thread().name)
+        return usual(reader, update)
+
+    monkeypatch.setattr(AnswerReader, "feed", feed)
+    body = {**BODIES[path], "seed": 7, "stream": True}
+    short = live.post(path, body)
+    monkeypatch.setattr(context, "_SHORT_REPLY", 0)
+    threads.clear()
+    long = live.post(path, body)
+    assert {name.rsplit("_", 1)[0] for name in threads} == {"replies"}
+    assert "".join(re.findall('"delta":"?[^}]*', long.text)) == "".join(re.findall('"delta":"?[^}]*', short.text))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ from paceline.server import errors, vllm_names
 from paceline.server.admission import Admission, AdmissionLimits, AdmissionTicket, PromptCost
 from paceline.server.clients import client_of
 from paceline.server.delta import Delta
-from paceline.server.documents import event, written, written_in_pieces
+from paceline.server.documents import event, typed_events, written, written_in_pieces
 from paceline.server.generation import Generation, time_limit
 from paceline.server.limits import MAX_LOGPROB_ENTRIES
 from paceline.server.logprobs import Spelling
@@ -239,6 +239,12 @@ class Context:
         return await _run_in(
             self._replies, lambda: b"".join(event(written_in_pieces(document)) for document in build())
         )
+
+    async def typed_events(self, build: Callable[[], Iterable[Mapping[str, Any]]], entries: int) -> bytes:
+        """Serialize documents as server-sent events named by their "type". entries: as in ``written``."""
+        if entries <= _SHORT_REPLY:
+            return typed_events(build())
+        return await self.in_background(lambda: typed_events(build()))
 
     @property
     def admission_limits(self) -> AdmissionLimits:

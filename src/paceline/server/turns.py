@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from paceline.chat.options import ChatFields
@@ -15,13 +16,14 @@ from paceline.engine.chat import ChatPrompt
 from paceline.engine.engine import Request
 from paceline.server import errors
 from paceline.server.context import Context, RequestOptions
-from paceline.server.delta import Delta
+from paceline.server.delta import Delta, Update
 from paceline.server.generation import Generation
 from paceline.server.protocol import TurnRequest
 from paceline.server.structures import AnswerForm
 
 _TEXTS = ("content", "reasoning_content")
 _Growing = TextDelta | ReasoningDelta | ToolCallArgumentsDelta
+EventWriter = Callable[[Iterable[MessageEvent]], Iterable[Mapping[str, Any]]]
 _SAMPLED = ("temperature", "top_p", "top_k", "seed", "num_speculative_tokens")
 
 
@@ -75,6 +77,12 @@ class Turn:
     def reader(self) -> AnswerReader:
         """Return a reader of the answer."""
         return AnswerReader(self.prompt.parser())
+
+    async def events(self, update: Update, reader: AnswerReader, feed: EventWriter) -> bytes:
+        """Serialize what an update adds to the answer as server-sent events. feed: makes the API's own events."""
+        return await self.context.typed_events(
+            lambda: feed([event for delta in update.deltas for event in reader.feed(delta)]), update.entries
+        )
 
 
 async def prompt_of(context: Context, messages: Sequence[Mapping[str, Any]], fields: ChatFields) -> ChatPrompt:
@@ -138,13 +146,16 @@ def _params(
 def merged(events: Sequence[MessageEvent]) -> list[MessageEvent]:
     """Join consecutive pieces of the same text, thoughts or arguments."""
     found: list[MessageEvent] = []
-    for event in events:
-        last = found[-1] if found else None
-        if isinstance(last, _Growing) and isinstance(event, type(last)) and event == replace(last, text=event.text):
-            found[-1] = replace(last, text=last.text + event.text)
+    for kind, group in groupby(events, _without_text):
+        if isinstance(kind, _Growing):
+            found.append(replace(kind, text="".join(event.text for event in group if isinstance(event, _Growing))))
         else:
-            found.append(event)
+            found += group
     return found
+
+
+def _without_text(event: MessageEvent) -> MessageEvent:
+    return replace(event, text="") if isinstance(event, _Growing) else event
 
 
 class AnswerReader:

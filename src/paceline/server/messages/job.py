@@ -71,7 +71,7 @@ class MessagesJob:
         async with self.turn.generate() as generation:
             yield typed_events(stream.start())
             async for update in generation.updates():
-                yield typed_events([event for delta in update.deltas for event in stream.feed(reader.feed(delta))])
+                yield await self.turn.events(update, reader, stream.feed)
             output = generation.outputs[0]
         log_request(self.id, [output], None)
         stop, sequence = stop_of(output.outputs[0], stream.calls)

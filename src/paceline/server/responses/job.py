@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -12,7 +13,7 @@ from paceline.server import errors
 from paceline.server.context import Context, log_request
 from paceline.server.delta import Delta
 from paceline.server.documents import typed_events
-from paceline.server.responses.events import ResponseStream
+from paceline.server.responses.events import ResponseStream, StreamEvent
 from paceline.server.responses.prompt import messages_of, options_of
 from paceline.server.responses.protocol import ResponsesRequest
 from paceline.server.responses.replies import Response, ResponseUsage, status_of
@@ -60,11 +61,15 @@ class ResponsesJob:
         async with self.turn.generate() as generation:
             yield typed_events(stream.start(self._response()))
             async for update in generation.updates():
-                yield typed_events([event for delta in update.deltas for event in stream.feed(reader.feed(delta))])
+                yield await self.turn.events(update, reader, stream.feed)
             output = generation.outputs[0]
         log_request(self.id, [output], self.body.user)
-        yield typed_events(stream.close(status_of(output.outputs[0])))
-        yield typed_events([stream.end(self._ended(output, reader))])
+        last = functools.partial(self._last_events, output, reader)
+        yield await self.turn.context.typed_events(last, generation.made)
+
+    def _last_events(self, output: RequestOutput, reader: AnswerReader) -> list[StreamEvent]:
+        closed = self._stream.close(status_of(output.outputs[0]))
+        return [*closed, self._stream.end(self._ended(output, reader))]
 
     def on_error(self, error: errors.ApiError) -> bytes:
         """Return the last event of a stream that an error ends."""
