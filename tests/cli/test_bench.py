@@ -111,7 +111,8 @@ def test_bad_options_are_named(paceline: Any, tiny: str, option: str, value: str
     assert option in result.stderr
 
 
-def test_lengths_stand_side_by_side_and_draft_tokens_can_be_made_wrong(paceline: Any, tiny: str) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # bfloat16: on the CPU kernels, where there are any
+def test_lengths_stand_side_by_side_and_draft_tokens_can_be_made_wrong(paceline: Any, tiny: str, dtype: str) -> None:
     options = [
         "--batch-sizes",
         "2",
@@ -120,7 +121,7 @@ def test_lengths_stand_side_by_side_and_draft_tokens_can_be_made_wrong(paceline:
         "--repeats",
         "1",
         "--dtype",
-        "float32",
+        dtype,
         "--draft-model",
         tiny,
     ]

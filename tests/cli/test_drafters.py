@@ -38,7 +38,7 @@ def test_the_document_has_every_drafter_on_every_task(
 ) -> None:
     monkeypatch.setattr("paceline.tools.bench.drafters.COST_SECONDS", 0.02)
     file = tmp_path / "drafters.json"
-    options = (*SHORT, "--draft-model", tiny_draft, "--output", str(file))
+    options = (*SHORT, "--draft-model", tiny_draft, "--draft-vocab-size", "64", "--output", str(file))
     result = paceline("bench", "drafters", tiny, *options)
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout.splitlines()[-1])

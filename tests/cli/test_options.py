@@ -21,6 +21,8 @@ ABSENT = [
     ("eval humaneval", "--max-batch-size"),
     ("bench traffic", "--num-speculative-tokens"),
     ("bench phases", "--drafter"),
+    ("bench phases", "--speculation-width"),
+    ("train-draft", "--draft-vocab-size"),
     ("bench phases", "--reference-document"),
     ("bench phases", "--num-speculative-tokens"),
     ("bench phases", "--max-batch-size"),

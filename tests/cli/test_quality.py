@@ -1,6 +1,7 @@
 """``paceline bench quality``."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,14 @@ def test_the_command_ends_with_one_json_document(paceline: Any, tiny: str, tmp_p
     assert fp32["perplexity_change"] == 0
     assert 0 < abs(bf16["perplexity_change"]) < 0.1
     assert bf16["weight_bytes"] < fp32["weight_bytes"]
+
+
+def test_a_model_without_chat_template_is_asked_plainly(paceline: Any, tiny: str, tmp_path: Path) -> None:
+    base = shutil.copytree(tiny, tmp_path / "base")
+    (base / "chat_template.jinja").unlink()
+    (tmp_path / "text").write_text("the of " * 40)
+    result = paceline("bench", "quality", str(base), "--precisions", "float32", "--text", str(tmp_path / "text"))
+    assert result.exit_code == 0, result.output
 
 
 @pytest.mark.parametrize("mark", ["", "\ufeff"])

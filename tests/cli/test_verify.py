@@ -45,6 +45,13 @@ def test_a_lossless_pair_passes(paceline: Any, tiny: str, tiny_draft: str, who: 
     assert all(word in result.stdout for word in ("greedy", "coupled, temperature 0.8", "rejection", "p-value"))
 
 
+def test_trees_pass_although_one_rule_has_chains_only(paceline: Any, tiny: str, tiny_draft: str) -> None:
+    options = ["--draft-model", tiny_draft, "--speculation-width", "2", "-p", "abcabcabc"]
+    result = paceline("verify", tiny, *options, *QUICK)
+    assert result.exit_code == 0, result.output
+    assert "rejection" in result.stdout
+
+
 def test_a_changed_output_is_found_and_fails(
     paceline: Any, tiny: str, tiny_draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -128,6 +128,7 @@ CHOSEN_BY_PHASES = {
     "drafter",
     "reference_document",
     "num_speculative_tokens",
+    "speculation_width",
     "max_batch_size",
     "profile",
     "prefix_cache",

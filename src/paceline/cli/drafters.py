@@ -12,6 +12,7 @@ import typer
 from paceline.cli.console import Sheet, bars, note, stderr
 from paceline.cli.document import PlottedDocument, checked_plot, command_line, end
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, Repeats, numbers, whole_numbers, words
+from paceline.config import EngineConfig
 from paceline.errors import ParameterError
 from paceline.models.hub import own_head
 
@@ -65,9 +66,10 @@ def drafters(
         repeats,
     )
     _refuse_without_model(engine)
-    target = replace(engine, draft_model=None, draft_dtype="same", draft_quantization="same").load(model, quiet)
+    usual = replace(engine, draft_dtype="same", draft_quantization="same", draft_vocab_size=None)
+    target = replace(usual, draft_model=None).load(model, quiet)
     with_model = _with(engine, model, engine.draft_model)
-    with_head = _with(replace(engine, draft_quantization="same", draft_dtype="same"), model, head or own_head(model))
+    with_head = _with(usual, model, head or own_head(model))
     known = contenders(target, with_model, with_head)
 
     counts = list(count(known, plan, bars(quiet)))
@@ -93,9 +95,10 @@ def drafters(
 
 
 def _refuse_without_model(engine: EngineFlags) -> None:
-    for name, value in (("draft-dtype", engine.draft_dtype), ("draft-quantization", engine.draft_quantization)):
-        if engine.draft_model is None and value != "same":
-            raise ParameterError(f"--{name}", value, "left out without --draft-model")
+    for name in ("draft_dtype", "draft_quantization", "draft_vocab_size"):
+        value = getattr(engine, name)
+        if engine.draft_model is None and value != getattr(EngineConfig, name):
+            raise ParameterError(f"--{name.replace('_', '-')}", value, "left out without --draft-model")
 
 
 def _with(engine: EngineFlags, model: str, draft: str | None) -> LLM | None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 WITHOUT = {
     "draft_model", "drafter", "num_speculative_tokens", "speculation_width", "profile", "acceptance", "rounds",
-    "draft_dtype", "draft_quantization", "deterministic", "reference_document", "longest_pause",
+    "draft_dtype", "draft_quantization", "draft_vocab_size", "deterministic", "reference_document", "longest_pause",
     "max_batch_size", "max_model_len",
 }  # fmt: skip
 FILES = ("report.json", "report.md", "report.png", "model.safetensors", "config.json")

@@ -32,7 +32,7 @@ from paceline.cli.options import (
     speculation_length,
     whole_numbers,
 )
-from paceline.config import AcceptanceName, Length, SamplingParams
+from paceline.config import AcceptanceName, EngineConfig, Length, SamplingParams
 from paceline.config.files import read_text
 from paceline.config.limits import MAX_ANSWERS
 from paceline.core.outputs import RequestOutput
@@ -230,7 +230,8 @@ def distribution_test(llm: LLM, prompt: Ids, acceptance: AcceptanceName, samples
     """
     distribution = exact_distribution(llm, prompt)
     params = SamplingParams(n=samples, max_tokens=len(BRANCHES), temperature=1.0, seed=0, ignore_eos=True)
-    side = llm.with_options(acceptance=acceptance, num_speculative_tokens=len(BRANCHES))
+    width = llm.config.speculation_width if acceptance == "coupled" else EngineConfig.speculation_width
+    side = llm.with_options(acceptance=acceptance, num_speculative_tokens=len(BRANCHES), speculation_width=width)
     (output,) = side.generate([prompt], params, use_tqdm=False)
     counts = count_cells((answer.token_ids for answer in output.outputs), distribution)
     statistic, cells, p_value = chi_squared(counts, list(distribution.values()))

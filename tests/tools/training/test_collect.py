@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,18 @@ def make(llm: LLM, directory: Path, data: DraftData = DATA, questions: list[Ques
     for _ in Collector(llm, data, TAPS, questions).shards(stored, lambda _tokens: None):
         pass
     return stored
+
+
+def test_held_out_answers_of_a_base_model_are_greedy_and_differ(target: str, tmp_path: Path) -> None:
+    base = shutil.copytree(target, tmp_path / "base")
+    (base / "chat_template.jinja").unlink()
+    llm = LLM(str(base), drafter=None, num_speculative_tokens=0, dtype="bfloat16", device="cpu", threads=1)
+    shard = make(llm, tmp_path / "data").open(HELD_OUT)
+    assert shard is not None
+    texts = [shard.read(number) for number in range(len(shard))]
+    for text in texts:
+        assert torch.equal(text.best[text.prompt - 1 : -1], text.tokens[text.prompt :])
+    assert len({tuple(text.tokens.tolist()) for text in texts}) > 1
 
 
 def test_the_opening_of_a_users_turn_is_derived_from_the_chat_template(target: str) -> None:

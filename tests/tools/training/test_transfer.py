@@ -43,6 +43,13 @@ def test_the_head_computes_what_the_targets_last_layers_compute(name: str, tmp_p
     assert float((hidden - outputs.hidden.float()).abs().max()) < 0.03 * float(hidden.abs().max())
 
 
+@pytest.mark.parametrize("name", ["opt", "gpt2"])
+def test_a_target_with_learned_positions_is_refused_for_a_head_that_reads_embeddings(name: str, tmp_path: Path) -> None:
+    target = Target.load(saved(name, tmp_path), "chimera")
+    with pytest.raises(ParameterError, match="learned positions"):
+        target.shape(TAPS, DraftTraining(kind="chimera", vocab=20))
+
+
 @pytest.mark.parametrize("name", ["mistral with a window", "opt", "gpt2", "opt without biases or norm weights"])
 def test_a_target_with_other_layers_is_refused(name: str, tmp_path: Path) -> None:
     target = Target.load(saved(name, tmp_path), OPTIONS.kind)

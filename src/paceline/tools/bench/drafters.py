@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.config import SamplingParams
 from paceline.lengths import FixedLength
 from paceline.lengths.calibration import Grid
-from paceline.tools.bench.measure import run_batch, turns
+from paceline.tools.bench.measure import questions, run_batch, turns
 from paceline.tools.bench.offline import Paceline
 from paceline.tools.bench.plots import new_figure, save
 from paceline.tools.bench.recording import Recorder, Round, kept_by_position
@@ -117,17 +117,8 @@ def count(
     for each, task, temperature in progress(steps, "acceptance"):
         llm = engines[each.name]
         llm.engine.parts.policy = recorder = Recorder(FixedLength(plan.k))
-        run = run_batch(llm, _tokens(llm, PROMPTS[task][: plan.prompts]), _sampled(plan, temperature, each.answers))
+        run = run_batch(llm, questions(llm, PROMPTS[task][: plan.prompts]), _sampled(plan, temperature, each.answers))
         yield _counted(each.name, task, temperature, run.tokens, recorder.rounds, plan.k)
-
-
-def _tokens(llm: LLM, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids, through the chat template if the model has one."""
-    tokenizer = llm.tokenizer
-    assert tokenizer is not None, "models that have a name have a tokenizer"
-    if not tokenizer.huggingface.chat_template:
-        return [tokenizer.encode(text) for text in texts]
-    return [llm.tokens_of_chat([{"role": "user", "content": text}]) for text in texts]
 
 
 def _sampled(plan: MeasurementPlan, temperature: float, answers: int) -> list[SamplingParams]:
@@ -179,7 +170,7 @@ def _speeds(drafters: Sequence[Contender], plan: MeasurementPlan, size: int, tem
     plain = drafters[0].llm.plain().with_options(max_batch_size=size, prefix_cache=False)
     sides = [Paceline(name, llm, None, temperature) for name, llm in {"plain": plain, **options}.items()]
     batches = mixed_batches(plan.tasks, size)
-    prompts = [_tokens(plain, batch) for batch in batches]
+    prompts = [questions(plain, batch) for batch in batches]
     for side in sides:
         side.time(prompts[0], WARM_UP_TOKENS)
     paces: dict[str, list[float]] = {side.name: [] for side in sides}

@@ -105,6 +105,15 @@ class BatchRun:
         return sum(m.saved_by_sibling for m in self.metrics) / sum(m.rounds for m in self.metrics)
 
 
+def questions(llm: LLM, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of each text, through the chat template if the model has one."""
+    tokenizer = llm.tokenizer
+    assert tokenizer is not None, "models that have a name have a tokenizer"
+    if not tokenizer.huggingface.chat_template:
+        return [tokenizer.encode(text) for text in texts]
+    return [llm.tokens_of_chat([{"role": "user", "content": text}]) for text in texts]
+
+
 def run_batch(
     llm: LLM,
     prompts: Sequence[list[int]],

@@ -17,7 +17,7 @@ import platform
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -196,7 +196,8 @@ class WrongDraftTokens(Wrapper):
 
     def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
         draft = self.inner.propose(batch, wish)
-        return replace(draft, tokens=(draft.tokens + 1) % batch.vocab_size)
+        wrong = [[(token + 1) % batch.vocab_size for token in line] for line in draft.draft_tokens]
+        return Draft.of(wrong, batch.device, draft.confidence, draft.kinds, draft.host_parents)
 
 
 def sides_for(

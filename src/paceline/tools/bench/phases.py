@@ -126,7 +126,10 @@ class Stage:
             )
         draft = llm.engine.models.draft is not None
         options = llm.with_options(
-            drafter="model" if draft else None, max_batch_size=rows, num_speculative_tokens=int(draft)
+            drafter="model" if draft else None,
+            max_batch_size=rows,
+            num_speculative_tokens=int(draft),
+            speculation_width=1,  # acceptance is scripted along a chain
         )
         self.engine: Engine = options.engine
         self.phases, self.tokens = tuple(phases), tokens

@@ -19,7 +19,7 @@ from paceline.engine.prefixes import common_prefix_length
 from paceline.kernels.attention import BACKENDS
 from paceline.models.base import AnyModel
 from paceline.models.decoder import Decoder
-from paceline.tools.bench.measure import run_batch
+from paceline.tools.bench.measure import questions, run_batch
 from paceline.tools.bench.prompts import OPEN
 
 if TYPE_CHECKING:
@@ -65,11 +65,9 @@ def python_reference() -> str:
 @torch.inference_mode()
 def predict(llm: LLM, tokens: Sequence[int]) -> Predictions:
     """A model's predictions on a text of at least two tokens, and its greedy answers to the built-in prompts."""
-    assert llm.tokenizer is not None
     pieces = [list(tokens[start : start + PIECE]) for start in range(0, len(tokens) - 1, PIECE)]
     parts = [_piece(llm.engine.models.target, piece) for piece in pieces]
-    chats = [llm.tokenizer.chat([{"role": "user", "content": prompt}]) for prompt in OPEN]
-    run = run_batch(llm, chats, SamplingParams(temperature=0, max_tokens=GREEDY_TOKENS, ignore_eos=True))
+    run = run_batch(llm, questions(llm, OPEN), SamplingParams(temperature=0, max_tokens=GREEDY_TOKENS, ignore_eos=True))
     logprobs, top = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     return Predictions(logprobs, top, run.token_ids)
 

@@ -60,7 +60,8 @@ class PacelineLM(TemplateLM):  # type: ignore[misc]
         known = {field.name for field in fields(EngineConfig)}
         if unknown := sorted(options.keys() - known):
             raise ParameterError(unknown[0], options[unknown[0]], f"one of {', '.join(sorted(known))}")
-        rows = max_batch_size if batch_size in (None, "auto", 1, "1") else int(str(batch_size))
+        is_usual = batch_size in (None, 1, "1") or str(batch_size).partition(":")[0] == "auto"  # "auto:4": four trials
+        rows = max_batch_size if is_usual else int(str(batch_size))
         limits = {"max_batch_size": rows, "max_model_len": max_length, "device": device}
         options |= {name: value for name, value in limits.items() if value is not None}
         self.llm = LLM(pretrained, draft_model, **options)

@@ -9,6 +9,7 @@ spent on repeating the prompt.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from paceline.errors import MissingPackageError
@@ -60,4 +61,6 @@ def tokens_of(problem: Problem, tokenizer: Tokenizer, style: Style) -> list[int]
     if style == "completion":
         return tokenizer.encode(problem.prompt)
     question = tokenizer.chat([{"role": "user", "content": _ASK.format(prompt=problem.prompt)}])
-    return question + tokenizer.encode(_BEGUN + problem.prompt, add_special_tokens=False)
+    return question + tokenizer.encode_inside(
+        _BEGUN + problem.prompt, partial(tokenizer.encode, add_special_tokens=False)
+    )

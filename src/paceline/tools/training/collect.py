@@ -87,9 +87,22 @@ class Collector:
             questions = _in_turn(self._from_file[number == HELD_OUT], number, size)
         elif self._opening is None:
             questions = [beginning_of_text(self.tokenizer)] * size
+            if number != HELD_OUT:
+                return self._answered(questions, number, unprompted=True)
+            questions = self._begun(questions)
         else:
             questions = self._written(number, size)
-        return self._answered(questions, number, unprompted=self._opening is None and self._from_file is None)
+        return self._answered(questions, number)
+
+    def _begun(self, questions: Sequence[list[int]]) -> list[list[int]]:
+        """Each question with the first tokens of a text that the target writes, so that its greedy answers differ."""
+        tokens = min(self.data.prompt_tokens, self._room - len(questions[0]))
+        if tokens < 1:
+            return list(questions)
+        common = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        params = [replace(common, seed=self._seed(HELD_OUT, i, "begin")) for i in range(len(questions))]
+        outputs = self.llm.generate(questions, params, use_tqdm=False)
+        return [[*q, *output.outputs[0].token_ids] for q, output in zip(questions, outputs, strict=True)]
 
     def _written(self, number: int, size: int) -> list[list[int]]:
         """Prompts for user turns that the target writes, without those of the held-out shard."""
@@ -106,7 +119,9 @@ class Collector:
         encoded = [tokens_of((("user", text),), self.tokenizer) for text in texts if text]
         return [tokens for tokens in encoded if len(tokens) <= self._room and str(tokens) not in self._held_out]
 
-    def _answered(self, questions: Sequence[list[int]], number: int, *, unprompted: bool) -> list[TrainingConversation]:
+    def _answered(
+        self, questions: Sequence[list[int]], number: int, *, unprompted: bool = False
+    ) -> list[TrainingConversation]:
         """Generate an answer to each question.
 
         unprompted: all questions are the same token that begins a text. Answers are sampled then, because greedy ones
@@ -121,8 +136,7 @@ class Collector:
 
     def _params(self, number: int, index: int, unprompted: bool) -> SamplingParams:
         temperatures = self.data.TEMPERATURES
-        greedy = number == HELD_OUT and not unprompted
-        temperature = 0.0 if greedy else temperatures[index % len(temperatures)]
+        temperature = 0.0 if number == HELD_OUT else temperatures[index % len(temperatures)]
         return SamplingParams(
             temperature=1.0 if unprompted else temperature,
             max_tokens=self.data.answer_tokens,

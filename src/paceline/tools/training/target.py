@@ -111,6 +111,8 @@ class Target:
             return self._transfer(taps[-1], options)
         layer = self._layer(options.mlp_width)
         if options.kind == "chimera":
+            if self.spec.learned_positions:  # they are part of the embeddings that the head reads in decoding
+                raise ParameterError("MODEL", self.name, "a target without learned positions for --kind chimera")
             return self._config(layer, (0, len(self.spec.layers)), options, residual_heads=options.unroll)
         mask = self.spec.vocab_size - 1 if options.kind == "parallel" else None  # any token will do
         return self._config(layer, taps, options, mask_token=mask)
