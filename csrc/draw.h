@@ -432,8 +432,11 @@ inline int64_t draw(const Draw& whole) {
 // --- probabilities and likelihoods
 // ---------------------------------------------------------------------------------------
 
+// 0 if the largest logit is not finite: every token is cut, or NaN.
 inline float likelihood(const Draw& draw, int64_t token) {
-  const F16 top = set1(find_leader(draw).logit);
+  const float largest_logit = find_leader(draw).logit;
+  if (!finite(largest_logit)) return 0.0f;
+  const F16 top = set1(largest_logit);
   F16 sums[2] = {zero(), zero()};
   int64_t at = 0;
   for (; at + 2 * kStride <= draw.vocabulary; at += 2 * kStride) {

@@ -230,7 +230,7 @@ struct Kernels {
   // out += weight * x.
   void (*accumulate)(const float* x, float weight, int padded_width, float* out);
   int64_t (*draw)(const Draw& draw);
-  // The softmax of the logits (temperature 1) at one token.
+  // The softmax of the logits (temperature 1) at one token; 0 if the largest logit is not finite.
   float (*likelihood)(const Draw& draw, int64_t token);
   // Probabilities of the whole vocabulary after temperature and cuts.
   void (*probabilities)(const Draw& draw, float* out);

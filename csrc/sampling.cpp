@@ -230,7 +230,7 @@ void draw_top(const Kernels& kernels, const Draw& draw, float* logits, int64_t w
     const int64_t token = kernels.draw(draw);
     const float chance = kernels.likelihood(draw, token);
     tokens[rank] = token;
-    chances[rank] = (std::isnan(chance) ? 0.0f : chance) * left;  // nothing is left
+    chances[rank] = chance * left;
     left = std::max(left - chances[rank], 0.0f);
     taken.emplace_back(token, logits[token]);
     logits[token] = -__builtin_inff();

@@ -185,3 +185,11 @@ def test_a_masked_token_has_no_likelihood(kernels):
     found = CpuOps(kernels).likelihood(DrawInputs(logits, unasked(1)), torch.tensor([[5, 6]]))[0].tolist()
     assert found[0] == pytest.approx(1.0)
     assert found[1] < 1e-30
+
+
+@on_every_isa
+@pytest.mark.parametrize("value", [-math.inf, math.nan, math.inf])
+@pytest.mark.parametrize("vocab", [5, 37, 1003])
+def test_no_token_has_a_likelihood_where_none_can_be_drawn(kernels, value, vocab):
+    logits = torch.full((1, 1, vocab), value)
+    assert CpuOps(kernels).likelihood(DrawInputs(logits, unasked(1)), torch.tensor([[0]])).item() == 0.0
