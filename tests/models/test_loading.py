@@ -517,6 +517,15 @@ def test_a_per_layer_vocabulary_size_is_not_limited_like_a_number_of_layers(kind
     assert load_model(tmp_path, dtype=torch.float32).vocab_size == VOCABULARY
 
 
+def test_a_rotation_of_more_than_a_head_is_refused(tmp_path: Path) -> None:
+    tiny("llama", NATIVE["llama"][1] | {"head_dim": 16}).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["rope_parameters"]["partial_rotary_factor"] = 2.0
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelFormatError, match="partial_rotary_factor rotates 32 elements, head_dim=16"):
+        load_model(tmp_path, dtype=torch.float32)
+
+
 @pytest.mark.parametrize("field", ["num_hidden_layers", "num_attention_heads", "num_experts", "vocab_size"])
 def test_a_configuration_with_an_impossible_count_is_refused_by_field(field: str, tmp_path: Path) -> None:
     tiny(*NATIVE["llama"]).save_pretrained(tmp_path)

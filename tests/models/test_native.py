@@ -464,6 +464,12 @@ def test_heads_of_odd_width_are_refused():
         model_of(random_spec(head_dim=24), None)
 
 
+def test_rotary_positions_wider_than_a_head_are_refused():
+    spec = replace(random_spec(head_dim=16), rotary=Rotary((1.0,) * 9))
+    with pytest.raises(ModelFormatError, match="18 elements of heads of 16"):
+        model_of(spec, None)
+
+
 def tiny_transformer(
     tied: bool = False, qk_norm: str | None = "head", activation: str = "silu", norms: str = "before", scale=None
 ) -> Transformer:

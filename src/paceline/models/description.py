@@ -69,6 +69,8 @@ class AttentionSpec:
         sizes = f"num_attention_heads={self.heads}, num_key_value_heads={self.kv_heads}, head_dim={self.head_dim}"
         check(min(self.heads, self.kv_heads, self.head_dim) > 0, sizes)
         check(self.window is None or self.window > 0, f"sliding_window={self.window}")
+        rotated = 0 if self.rotary is None else 2 * len(self.rotary.inverse_frequencies)
+        check(rotated <= self.head_dim, f"partial_rotary_factor rotates {rotated} elements, head_dim={self.head_dim}")
 
     @property
     def query_width(self) -> int:

@@ -294,6 +294,10 @@ def check_spec(spec: NativeSpec) -> None:
             shape = f"{heads.heads} heads of {heads.dim} over {heads.kv_heads}"
             needed = "a head width that is a multiple of 16 and at most 64 query heads per key/value head"
             raise ModelFormatError(f"the CPU kernels need {needed}; not {shape}")
+    for layer in spec.layers:
+        rotated, dim = 2 * len((layer.rotary or spec.rotary).inverse_frequencies), spec.heads_of(layer).dim
+        if layer.recurrent is None and rotated > dim:
+            raise ModelFormatError(f"rotary positions turn {rotated} elements of heads of {dim}")
     if spec.inputs is not None and spec.inputs.width % 16:
         needed = "vectors by token whose width is a multiple of 16"
         raise ModelFormatError(f"the CPU kernels need {needed}; not {spec.inputs.width}")
