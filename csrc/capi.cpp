@@ -34,7 +34,7 @@ PL_EXPORT int64_t pl_experts_read(const Model* model) { return model->experts_re
 PL_EXPORT const char* pl_forward(Model* model, Pool* pool, const int64_t* tokens, const int64_t* rows, const int64_t* positions,
                                  const int64_t* slots, const int64_t* parents, int count, int read, int text,
                                  const Cache* cache, float* hidden, const int64_t* taps, int tap_count, float* features, double* seconds,
-                                 const float* entering) {
+                                 const float* entering) try {
   Tokens nodes = {tokens, rows, positions, slots, parents, count};
   nodes.read = read;
   nodes.entering = entering;
@@ -45,6 +45,8 @@ PL_EXPORT const char* pl_forward(Model* model, Pool* pool, const int64_t* tokens
   if (text < 0 || text > count || (text > 0 && parents)) return "only a chain may begin with tokens without hidden states";
   model->forward(*pool, nodes, *cache, PassOutputs{hidden, taps, tap_count, features, text}, seconds);
   return nullptr;
+} catch (const std::bad_alloc&) {
+  return kOutOfMemory;
 }
 
 // head: the output head to use, or null for the model's own.

@@ -481,6 +481,8 @@ PL_EXPORT void pl_keep_fused(Model* head, Pool* pool, const Kept* kept, const in
   keep_states(*head, *pool, *kept, rows, slots, features, count);
 }
 
-PL_EXPORT const char* pl_draft(Model* head, Pool* pool, const DraftCall* call, const Cache* cache, double* seconds) {
+PL_EXPORT const char* pl_draft(Model* head, Pool* pool, const DraftCall* call, const Cache* cache, double* seconds) try {
   return run_draft(*head, *pool, *call, *cache, seconds);
+} catch (const std::bad_alloc&) {
+  return kOutOfMemory;
 }

@@ -55,9 +55,12 @@ const char* problem_with_trees(const Tokens& t, int64_t capacity) {
 void Buffer::grow(size_t bytes) {
   if (bytes <= bytes_) return;
   std::free(data_);
-  bytes_ = (bytes + 63) / 64 * 64;
-  data_ = static_cast<uint8_t*>(std::aligned_alloc(64, bytes_));
+  data_ = nullptr;
+  bytes_ = 0;  // so that a later call tries again if there is no memory now
+  bytes = (bytes + 63) / 64 * 64;
+  data_ = static_cast<uint8_t*>(std::aligned_alloc(64, bytes));
   if (!data_) throw std::bad_alloc();
+  bytes_ = bytes;
   std::memset(data_, 0, bytes_);
 }
 

@@ -408,6 +408,9 @@ const char* run_draft(Model& drafter, Pool& pool, const DraftCall& call, const C
 
 void move_states(const Model& head, const Kept& kept, const std::vector<Move>& moves);
 
+// The error message of a call that found no memory; native.py raises MemoryError for it.
+constexpr const char* kOutOfMemory = "out of memory";
+
 const char* problem_with_states(const Tokens& tokens, const Cache& cache);  // of recurrent layers; or null
 
 const char* problem_with_trees(const Tokens& tokens, int64_t capacity);  // or null; call it after problem_with

@@ -490,7 +490,7 @@ void move_inputs(const Model& model, const Cache& cache, const std::vector<Move>
 
 // Drafts if the round begins with that, verifies the draft tokens, accepts them while they equal the target's own draws, keeps the accepted keys and values,
 // and commits. Returns an error message, or null.
-PL_EXPORT const char* pl_round(Model* model, Pool* pool, const RoundCall* call, const Cache* cache, double* seconds) {
+PL_EXPORT const char* pl_round(Model* model, Pool* pool, const RoundCall* call, const Cache* cache, double* seconds) try {
   if (const char* problem = draft_of_round(*pool, *call)) return problem;
   if (const char* problem = problem_with_draft(*call)) return problem;
   const RoundTokens fed(*call);
@@ -521,4 +521,6 @@ PL_EXPORT const char* pl_round(Model* model, Pool* pool, const RoundCall* call, 
   if (call->head) move_states(*call->head, call->kept, moves);
   pl_gain(&call->text, call->slots, call->tokens, call->block, call->accepted, call->rows, call->gained);
   return nullptr;
+} catch (const std::bad_alloc&) {
+  return kOutOfMemory;
 }

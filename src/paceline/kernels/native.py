@@ -240,6 +240,14 @@ def _layers(taps: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
 
 
 _NO_TAPS = _layers(()), None
+_OUT_OF_MEMORY = b"out of memory"  # csrc: kOutOfMemory
+
+
+def _message(problem: bytes | None) -> str | None:
+    """Return an error message about a call's input, or None. Raises MemoryError if the call found no memory."""
+    if problem == _OUT_OF_MEMORY:
+        raise MemoryError("no memory for the buffers of a forward pass")
+    return None if problem is None else problem.decode()
 
 
 class NativeDecoder:
@@ -278,14 +286,14 @@ class NativeDecoder:
         taps, features = _NO_TAPS if tapped is None else (_layers(tapped[0]), tapped[1].data_ptr())
         out = address(hidden), taps, len(taps), features
         problem = self._library.pl_forward(self._handle, self._pool, *flat, place, *out, laps, address(entering))
-        return None if problem is None else str(problem.decode())
+        return _message(problem)
 
     def round(self, call: CRound, cache: CCache, seconds: Tensor | None, threads: int | None) -> str | None:
         """Verify, accept, commit; returns an error message about the input, or None."""
         given = ctypes.addressof(call), ctypes.addressof(cache), address(seconds)
         pool = current_pool(self.kernels, threads or self._threads).handle
         problem = self._library.pl_round(self._handle, pool, *given)
-        return None if problem is None else str(problem.decode())
+        return _message(problem)
 
     @property
     def handle(self) -> int:
@@ -304,7 +312,7 @@ class NativeDecoder:
         problem = self._library.pl_draft(
             self._handle, self._pool, ctypes.addressof(call), ctypes.addressof(cache), None
         )
-        return None if problem is None else str(problem.decode())
+        return _message(problem)
 
     def experts_read(self) -> int:
         """Number of experts whose weights were read so far, all layers and passes together."""
