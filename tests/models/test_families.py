@@ -316,6 +316,12 @@ def test_old_files_of_phi3_for_4096_positions_have_its_window(tmp_path: Path) ->
         assert {layer.mixer.window for layer in ours.spec.layers} == {window}
 
 
+@pytest.mark.parametrize("positions", [0, -1])
+def test_a_model_for_no_positions_is_refused(positions: int) -> None:
+    with pytest.raises(ModelFormatError, match="max_position_embeddings"):
+        _native("llama", max_position_embeddings=positions, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+
+
 def test_a_bidirectional_decoder_is_none_of_a_family() -> None:
     assert describe({"model_type": "qwen3", "is_causal": True}) is not None
     assert describe({"model_type": "qwen3", "is_causal": False}) is None

@@ -255,6 +255,9 @@ class DecoderSpec:
     tied: bool = False
     token_inputs: TokenInputsSpec | None = None
 
+    def __post_init__(self) -> None:
+        check(self.max_positions > 0, f"max_position_embeddings={self.max_positions}")
+
     @property
     def attentions(self) -> tuple[AttentionSpec, ...]:
         """The attention of every layer that has one."""
