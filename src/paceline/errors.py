@@ -51,6 +51,14 @@ class ParameterError(PacelineError, ValueError):
         self.allowed = allowed
 
 
+class UnknownParameterError(ParameterError):
+    """A parameter does not exist. allowed: what there is instead."""
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        super().__init__(field, value, allowed)
+        self.args = (f"unknown parameter {field}={shown(value)}; {allowed}",)
+
+
 class ModelError(PacelineError):
     """A model cannot be used."""
 

@@ -142,7 +142,7 @@ BAD_LINES = {
     "wrong type": ('{"prompt": 5}', "a string or a list of token ids"),
     "unknown key": (
         '{"prompt": "x", "temprature": 1}',
-        "temprature=1 is not allowed: left out; did you mean temperature?",
+        "unknown parameter temprature=1; did you mean temperature?",
     ),
     "bad value": ('{"prompt": "x", "top_p": 2}', "top_p=2"),
     "wrong value type": ('{"prompt": "x", "max_tokens": "many"}', "max_tokens='many'"),
@@ -154,7 +154,7 @@ BAD_LINES = {
     "half a character": (r'{"prompt": "a\ud800"}', "half a character"),
     "half a character to stop": (r'{"prompt": "a", "stop": ["\udfff"]}', "stop="),
     "half a character said": (r'{"messages": [{"role": "user", "content": "\ud800"}]}', "messages.content="),
-    "half a character for a key": (r'{"prompt": "a", "\ud800": 1}', "left out"),
+    "half a character for a key": (r'{"prompt": "a", "\ud800": 1}', "unknown parameter"),
     "half a character in a schema": (r'{"prompt": "a", "structured_outputs": {"regex": "\ud800"}}', "regex="),
     "endless": ('{"prompt": ' + "[" * 100_000, "not JSON"),
     "a long number": ('{"prompt": "a", "top_k": ' + "9" * 5000 + "}", "not JSON"),

@@ -305,6 +305,12 @@ def test_a_tokenizer_of_the_hub_needs_no_weights(offline_hub: Path) -> None:
         hub.resolve_tokenizer("acme/little")
 
 
+def test_a_local_file_needs_no_pull(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(ModelNotFoundError, match="on this machine already"):
+        hub.pull(str(tmp_path / "model.gguf"))
+
+
 TWO_SHARDS = '{"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}'
 
 

@@ -1,6 +1,7 @@
 import json
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -18,9 +19,10 @@ from paceline import LLM
 from paceline.errors import ModelFormatError, ModelNotFoundError
 from paceline.models import gguf_tokenizer
 from paceline.models.base import Model
+from paceline.models.families import describe
 from paceline.models.gguf import GGUFFile
 from paceline.models.huggingface import HuggingFaceModel
-from paceline.models.loading import eos_token_ids, load_config, load_model, max_positions
+from paceline.models.loading import _unpacked_config, eos_token_ids, load_config, load_model, max_positions
 from paceline.models.tokenizer import Tokenizer
 from paceline.models.transformer import Transformer
 
@@ -149,6 +151,16 @@ def test_missing_weights_of_another_family_are_refused(tmp_path: Path) -> None:
     save_file(weights, file)
     with pytest.raises(ModelFormatError, match="dense_h_to_4h"):
         _load(tmp_path)
+
+
+@pytest.mark.parametrize(("scheme", "is_native"), [("gguf", True), ("bitsandbytes", False)])
+def test_plain_weights_that_transformers_made_of_a_gguf_file_run_natively(scheme: str, is_native: bool) -> None:
+    theirs = tiny(*NATIVE["llama"])
+    theirs.config.quantization_config = SimpleNamespace(quant_method=scheme)
+    assert isinstance(load_model(theirs, dtype=torch.float32), Transformer) is is_native
+    assert theirs.config.quantization_config.quant_method == scheme
+    theirs.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(torch.zeros(4, 4).to(torch.uint8), False)
+    assert describe(_unpacked_config(theirs)) is None, "packed weights are run by transformers"
 
 
 def test_a_model_that_transformers_would_adapt_by_itself_is_refused(tmp_path: Path) -> None:

@@ -150,6 +150,22 @@ def test_whether_values_end_is_found_in_linear_time() -> None:
     assert time.process_time() - started < 2
 
 
+TAGGED = {  # a discriminated union as pydantic writes it
+    "discriminator": {"mapping": {"cat": "#/$defs/Cat", "dog": "#/$defs/Dog"}, "propertyName": "kind"},
+    "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}],
+    "$defs": {
+        "Cat": {
+            "type": "object",
+            "properties": {"kind": {"const": "cat", "type": "string"}, "lives": {"type": "integer"}},
+            "required": ["kind", "lives"],
+        },
+        "Dog": {
+            "type": "object",
+            "properties": {"kind": {"enum": ["dog", "puppy"], "type": "string"}},
+            "required": ["kind"],
+        },
+    },
+}
 A_OR_B = {"type": "object", "properties": {"a": {"type": "null"}, "b": {"type": "null"}}}
 TAKEN = {
     "type": "object",
@@ -217,6 +233,27 @@ TAKEN = {
             ["[null,null]", "[1]"],
         ),
         ({"type": ["null", "array"], "maxItems": 1}, ["null", "[{}]"], ["[1,1]", "[" + " " * 9 + "]"]),
+        (
+            {"type": "string", "format": "duration"},
+            ['"P1Y2M3DT4H5M6S"', '"PT30M"', '"P7W"', '"P1D"'],
+            ['"P"', '"PT"', '"P1H"', '"P1W1D"', '"P1234567890D"'],
+        ),
+        (
+            {"type": "string", "format": "uri", "minLength": 1, "maxLength": 12},
+            ['"http://a.b"'],
+            ['"http://a.bcdef"', '"a.b"', '""'],
+        ),
+        (
+            {"type": "string", "pattern": "^[a-z]+$", "minLength": 2, "maxLength": 300},
+            ['"ab"', f'"{"a" * 300}"'],
+            ['"a"', f'"{"a" * 301}"', '"a1"'],
+        ),
+        (
+            {"oneOf": [{"type": "integer"}, {"type": ["string", "null"]}]},
+            ["1", '"a"', "null"],
+            ["true", "[]"],
+        ),
+        (TAGGED, ['{"kind":"cat","lives":9}', '{"kind":"dog"}'], ['{"kind":"dog","lives":9}', '{"kind":"fish"}']),
         (
             {"type": "string", "format": "date"},
             ['"2024-02-29"', '"2000-02-29"', '"2023-02-28"', '"2023-01-31"', '"2023-11-30"'],

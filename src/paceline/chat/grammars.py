@@ -66,7 +66,7 @@ def kinds_of(schema: Mapping[str, Any]) -> set[str] | None:
     return {"string", "null"} if found == ["null", "string"] and len(options) == 2 else None
 
 
-_OF_ALL_ARGUMENTS = {"$ref", "anyOf", "allOf", "enum", "const", "minProperties", "maxProperties"}
+_OF_ALL_ARGUMENTS = {"$ref", "anyOf", "oneOf", "allOf", "enum", "const", "minProperties", "maxProperties"}
 
 
 def arguments_of(tool: ToolDefinition) -> Mapping[str, Any] | None:

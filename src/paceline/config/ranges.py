@@ -28,7 +28,7 @@ from typing import (
 )
 
 from paceline.config.help import Help
-from paceline.errors import ParameterError, shown
+from paceline.errors import ParameterError, UnknownParameterError, shown
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -349,14 +349,14 @@ def check_names(kind: type, given: Mapping[Any, object], prefix: str = "") -> No
     for name in given:
         if name not in names_of(kind):
             unknown = prefix + (name if isinstance(name, str) and name.isidentifier() else shown(name))
-            raise ParameterError(unknown, given[name], f"left out; {_instead(kind, name)}")
+            raise UnknownParameterError(unknown, given[name], _instead(kind, name))
 
 
 def _instead(kind: type, name: object) -> str:
     """The hint for an unknown field."""
     elsewhere: Mapping[str, str] = getattr(kind, "OTHER_NAMES", {})
     if isinstance(name, str) and name in elsewhere:
-        return f"what does this here is {elsewhere[name]}"
+        return f"instead: {elsewhere[name]}"
     near = difflib.get_close_matches(name, names_of(kind), n=1) if isinstance(name, str) and is_text(name) else []
     return f"did you mean {near[0]}?" if near else f"known are {', '.join(names_of(kind))}"
 

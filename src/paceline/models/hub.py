@@ -145,6 +145,8 @@ def pull(name: str, progress: bool = True) -> Path:
             with suppress(ModelFormatError):  # the model has none
                 resolve_tokenizer(name)
         return path
+    if Path(name).expanduser().exists():
+        raise ModelNotFoundError(f"{name!r} is on this machine already: pass it as the model, without pull")
     raise ModelNotFoundError(f"cannot pull {name!r}: {_suggestion(name)}")
 
 

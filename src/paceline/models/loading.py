@@ -426,7 +426,7 @@ def _from_gguf(path: Path, dtype: torch.dtype, device: torch.device) -> Model | 
 
 
 def _from_loaded(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> Model | RecurrentModel:
-    spec = describe(model.config)
+    spec = describe(_unpacked_config(model))
     if spec is None:
         from paceline.models.huggingface import HuggingFaceModel
 
@@ -435,6 +435,17 @@ def _from_loaded(model: PreTrainedModel, dtype: torch.dtype, device: torch.devic
     stored = {name: weights.LoadedTensor(tensor.detach()) for name, tensor in model.state_dict().items()}
     where = name_of(model)
     return _transformer(spec, _names(model.config), stored, where, dtype, device)
+
+
+def _unpacked_config(model: PreTrainedModel) -> PretrainedConfig:
+    """The configuration; without its quantisation where transformers has made plain weights of a GGUF file's."""
+    scheme = getattr(getattr(model.config, "quantization_config", None), "quant_method", None)
+    plain = (torch.float32, torch.bfloat16, torch.float16)
+    if scheme != "gguf" or any(tensor.dtype not in plain for tensor in model.state_dict().values()):
+        return model.config
+    config = copy.copy(model.config)
+    config.quantization_config = None
+    return config
 
 
 def _transformer(

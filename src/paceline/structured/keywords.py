@@ -15,7 +15,7 @@ from paceline.structured.patterns import MAX_REPETITIONS
 
 ANNOTATIONS = {  # keywords that do not restrict values
     "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly",
-    "$schema", "$id", "$comment", "$defs", "definitions",
+    "$schema", "$id", "$comment", "$defs", "definitions", "discriminator",
 }  # fmt: skip
 _ALONE: dict[str, set[str]] = {  # keywords that exclude all others, except those listed
     "$ref": set(),
@@ -23,8 +23,9 @@ _ALONE: dict[str, set[str]] = {  # keywords that exclude all others, except thos
     "allOf": set(),
     "enum": {"type"},
     "const": {"type"},
-    "pattern": {"type"},
-    "format": {"type"},
+    "oneOf": set(),
+    "pattern": {"type", "minLength", "maxLength"},
+    "format": {"type", "minLength", "maxLength"},
 }
 OF_TYPE: dict[str, set[str]] = {
     "object": {"properties", "required", "additionalProperties", "minProperties", "maxProperties"},
@@ -37,6 +38,7 @@ OF_TYPE: dict[str, set[str]] = {
 }
 _TYPED = set().union(*OF_TYPE.values())
 _LARGEST_BOUND = 2**53  # beyond it a double cannot represent every integer
+_LONGEST = 2**14  # characters of a text, which take llguidance at most 3 ms a token with any format
 _DECIMALS = 6  # decimals of a bound, and of a number between bounds
 _DIGITS = 15  # decimal digits that a double always represents
 _WIDEST = 10**18  # default bound of numbers, so that answers end
@@ -59,7 +61,8 @@ def check_names(names: set[str], types: object) -> None:
     names: the schema's keywords. types: the value of its keyword 'type'.
     """
     if unknown := names - _TYPED - _ALONE.keys() - {"type"}:
-        raise StructureError(f"the schema has {min(unknown)!r}, which cannot be enforced; leave it out")
+        named = ", ".join(map(repr, sorted(unknown)))
+        raise StructureError(f"the schema has {named[:200]}, which cannot be enforced; leave it out")
     for name in names & _ALONE.keys():
         if others := names - _ALONE[name] - {name}:
             raise StructureError(f"the schema has {min(others)!r} beside {name!r}; only one of them can be enforced")
@@ -97,8 +100,9 @@ def _count_of(name: str, count: object) -> int:
         raise StructureError(
             f"{name!r} in the schema has the wrong form, {repr(count)[:100]}: a whole number of at least 0"
         )
-    if count > MAX_REPETITIONS:
-        raise StructureError(f"{name} counts to {count}; up to {MAX_REPETITIONS} can be enforced")
+    most = _LONGEST if name in ("minLength", "maxLength") else MAX_REPETITIONS
+    if count > most:
+        raise StructureError(f"{name} counts to {count}; up to {most} can be enforced")
     return count
 
 

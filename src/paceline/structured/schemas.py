@@ -19,6 +19,7 @@ from urllib.parse import unquote
 
 from paceline.config.limits import MAX_SCHEMA_CHARACTERS
 from paceline.errors import StructureError
+from paceline.structured.alternatives import are_apart
 from paceline.structured.endings import Schema, endless
 from paceline.structured.formats import FORMATS, PATTERNS
 from paceline.structured.keywords import (
@@ -193,6 +194,22 @@ class _Translation:
         expect(isinstance(schemas, list) and len(schemas) > 0, "'anyOf'", schemas, "schemas")
         return _any_of([self._value(subschema) for subschema in schemas])
 
+    def _one(self, schema: Mapping[str, Any]) -> Schema:
+        """Schemas of which no two allow the same value, so that 'oneOf' says the same as 'anyOf'."""
+        schemas = schema["oneOf"]
+        expect(isinstance(schemas, list) and len(schemas) > 0, "'oneOf'", schemas, "schemas")
+        if not are_apart([self._followed(subschema) for subschema in schemas], self._followed):
+            raise StructureError("the schema has 'oneOf' with schemas that may allow the same value; write 'anyOf'")
+        return _any_of([self._value(subschema) for subschema in schemas])
+
+    def _followed(self, schema: Any) -> Any:
+        """The schema that a '$ref' leads to."""
+        for _ in range(_MAX_SUBSCHEMAS):
+            if not isinstance(schema, dict) or not isinstance(target := schema.get("$ref"), str):
+                return schema
+            schema = self._resolve(target)
+        raise StructureError("the schema refers to itself directly ('$ref' in a circle)")
+
     def _all(self, schema: Mapping[str, Any]) -> Schema:
         schemas = schema["allOf"]
         expect(isinstance(schemas, list) and len(schemas) > 0, "'allOf'", schemas, "schemas")
@@ -289,11 +306,12 @@ class _Translation:
         }
 
     def _string(self, schema: Mapping[str, Any]) -> Schema:
+        text: Schema = {"type": "string"}
         if "pattern" in schema:
-            return self._matching(schema["pattern"])
+            text = self._matching(schema["pattern"])
         if "format" in schema:
-            return self._formatted(schema["format"])
-        return {"type": "string", **_counts("Length", *counts_of(schema, "minLength", "maxLength"))}
+            text = self._formatted(schema["format"])
+        return {**text, **_counts("Length", *counts_of(schema, "minLength", "maxLength"))}
 
     def _matching(self, pattern: object) -> Schema:
         return {"type": "string", "pattern": f"^({rewritten(pattern, self._spelled)})$"}
@@ -320,7 +338,7 @@ class _Translation:
         return {"type": "null"}
 
     _alone: ClassVar[dict[str, Callable[[_Translation, Mapping[str, Any]], Schema]]] = {
-        "$ref": _ref, "anyOf": _any, "allOf": _all, "enum": _enum, "const": _const,
+        "$ref": _ref, "anyOf": _any, "oneOf": _one, "allOf": _all, "enum": _enum, "const": _const,
     }  # fmt: skip
     _typed: ClassVar[dict[str, Callable[[_Translation, Mapping[str, Any]], Schema]]] = {
         "object": _object, "array": _array, "string": _string, "number": _number, "integer": _integer,
