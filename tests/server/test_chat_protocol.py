@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from paceline.config import SamplingParams
 from paceline.server.chat_protocol import ChatRequest
+from paceline.server.errors import from_validation
 from paceline.server.protocol import CompletionRequest
 
 USER: dict[str, Any] = {"role": "user", "content": "hi"}
@@ -59,6 +60,17 @@ def test_assistant_messages_may_be_empty() -> None:
     assert [message["content"] for message in request.conversation] == ["hi", "", "", "hi"]
     with pytest.raises(ValidationError, match="only an assistant's message"):
         ChatRequest.model_validate({"messages": [{"role": "user", "content": None}]})
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
+def test_what_is_no_text_is_refused_by_its_type(kind: str) -> None:
+    content = [{"type": "text", "text": "what is this?"}, {"type": kind, kind: {"url": "data:,"}}]
+    body = {"messages": [{"role": "user", "content": content}]}
+    with pytest.raises(ValidationError) as caught:
+        ChatRequest.model_validate(body)
+    error = from_validation(caught.value.errors(), body)
+    assert str(error) == f"messages.0.content.1: parts of type {kind} are not supported: this server reads text only"
+    assert error.param == "messages.0.content"
 
 
 def test_names_reach_the_template_and_cache_hints_do_not() -> None:

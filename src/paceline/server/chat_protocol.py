@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, TypeAlias, cast
 
 from pydantic import Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError, to_jsonable_python
@@ -12,7 +12,17 @@ from paceline.chat.options import ChatFields
 from paceline.config import MAX_LOGPROBS, StructuredOutputs
 from paceline.config.limits import MAX_REFERENCE_CHARACTERS
 from paceline.server import limits
-from paceline.server.protocol import GenerationRequest, Label, Strict, StructuredFields, said, some, text_of
+from paceline.server.protocol import (
+    TEXT_ONLY,
+    GenerationRequest,
+    Label,
+    Strict,
+    StructuredFields,
+    refuser,
+    said,
+    some,
+    text_of,
+)
 
 
 class TextPart(Strict):
@@ -21,6 +31,12 @@ class TextPart(Strict):
     type: Literal["text"]
     text: str
     cache_control: JsonValue = None
+
+
+_REFUSED_PARTS = dict.fromkeys(("image_url", "input_audio", "file", "audio_url", "video_url"), TEXT_ONLY)
+_Parts: TypeAlias = Annotated[
+    list[Annotated[TextPart, refuser(_REFUSED_PARTS, "parts")]], some(limits.MAX_CONTENT_PARTS)
+]
 
 
 class CalledFunction(Strict):
@@ -84,7 +100,7 @@ class Message(Strict):
     """
 
     role: Label
-    content: str | Annotated[list[TextPart], some(limits.MAX_CONTENT_PARTS)] | None = None
+    content: str | _Parts | None = None
     name: Label | None = None
     cache_control: JsonValue = None
     refusal: None = None

@@ -186,21 +186,29 @@ def from_validation(found: Sequence[Mapping[str, Any]], data: object) -> ApiErro
 
     found: pydantic's list of errors. data: the document.
     """
-    faults = [_fault(fault, data) for fault in found[:MAX_FAULTS]]
-    message = "; ".join(dict.fromkeys(text for _, text in faults))
+    field = _place(found[0], data) if found else None
+    found = [fault for fault in found if not _is_other_form(fault, found)]
+    texts = [_fault(fault, data) for fault in found[:MAX_FAULTS]]
     suffix = "" if len(found) <= MAX_FAULTS else f"; and {len(found) - MAX_FAULTS} more"
-    return invalid(message + suffix, faults[0][0] if faults else None)
+    return invalid("; ".join(dict.fromkeys(texts)) + suffix, field)
 
 
-def _fault(fault: Mapping[str, Any], data: object) -> tuple[str | None, str]:
+def _is_other_form(fault: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a fault says only that a list with faults of its own is no text, where both are possible."""
+    *field, branch = fault["loc"] or (None,)
+    size = len(field)
+    return branch == "str" and any(len(f["loc"]) > size + 1 and list(f["loc"][:size]) == field for f in found)
+
+
+def _fault(fault: Mapping[str, Any], data: object) -> str:
     """Return the invalid field and what is wrong with it."""
     place = _place(fault, data)
     if fault["type"] == "extra_forbidden":
-        return place, f"unknown field {place!r}: this server rejects fields that it does not support"
+        return f"unknown field {place!r}: this server rejects fields that it does not support"
     text = shortened(fault["msg"], MAX_FAULT)
     if fault["type"] in ("unsupported", "top_logprobs", "not_a_stream", "prompt", "max_tokens"):
-        return place, text
-    return place, f"{place or 'body'}: {text}"
+        return text
+    return f"{place or 'body'}: {text}"
 
 
 def _place(fault: Mapping[str, Any], data: object) -> str | None:

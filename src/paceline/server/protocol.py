@@ -22,6 +22,7 @@ class Unsupported(NamedTuple):
     harmless: tuple[JsonValue, ...] = ()
 
 
+TEXT_ONLY = "this server reads text only"
 _CHAT_ONLY = "only chats have it"
 _GUIDED = "use structured_outputs"
 _HOSTED = "it means something only on OpenAI's own service"

@@ -10,15 +10,14 @@ from pydantic_core import PydanticCustomError
 
 from paceline.config import StructuredOutputs
 from paceline.server import limits
-from paceline.server.protocol import ApiRequest, Label, Strict, TurnRequest, Unsupported, refuser, some
+from paceline.server.protocol import TEXT_ONLY, ApiRequest, Label, Strict, TurnRequest, Unsupported, refuser, some
 
-_TEXT_ONLY = "this server reads text only"
 _SERVICE = "it runs on Anthropic's own service"
 _KEEP_ALL: JsonValue = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 _REFUSED_BLOCKS: Mapping[str, str] = {
-    "image": _TEXT_ONLY,
-    "document": _TEXT_ONLY,
-    "search_result": _TEXT_ONLY,
+    "image": TEXT_ONLY,
+    "document": TEXT_ONLY,
+    "search_result": TEXT_ONLY,
     "container_upload": _SERVICE,
     "server_tool_use": _SERVICE,
     "web_search_tool_result": _SERVICE,

@@ -13,6 +13,7 @@ from paceline.server import limits
 from paceline.server.chat_protocol import JsonObjectFormat, TextFormat
 from paceline.server.protocol import (
     LABELS,
+    TEXT_ONLY,
     Label,
     Strict,
     TurnRequest,
@@ -22,7 +23,6 @@ from paceline.server.protocol import (
 )
 
 _STORES = "this server stores no answers: send the whole conversation as input"
-_TEXT_ONLY = "this server reads text only"
 _HOSTED = "it runs on OpenAI's own service"
 
 
@@ -46,7 +46,7 @@ class RefusalPart(Strict):
         return self.refusal
 
 
-_REFUSED_PARTS = dict.fromkeys(("input_image", "input_file", "input_audio"), _TEXT_ONLY)
+_REFUSED_PARTS = dict.fromkeys(("input_image", "input_file", "input_audio"), TEXT_ONLY)
 _Part: TypeAlias = Annotated[
     Annotated[ItemText | RefusalPart, Field(discriminator="type")], refuser(_REFUSED_PARTS, "parts")
 ]
