@@ -76,7 +76,7 @@ FORGED = {
     "exits during the check": body("os._exit(0)"),
     "prints": "print('passed')\nimport os\nos._exit(0)\n",
     "writes to all descriptors": body(
-        "for handle in range(64):",
+        "for handle in range(4096):",
         "    try: os.write(handle, b'passed' + bytes(26))",
         "    except OSError: pass",
         "os._exit(0)",
@@ -129,7 +129,7 @@ def test_resources_are_limited(make: Callable[..., Sandbox], program: str, resul
     assert outcome.result.startswith(result)
 
 
-FLOOD = body("for handle in range(64):", "    try: os.write(handle, bytes(1 << 20))", "    except OSError: pass")
+FLOOD = body("for handle in range(4096):", "    try: os.write(handle, bytes(1 << 20))", "    except OSError: pass")
 ENDLESS = {
     "a loop": (body("while True: pass"), ONE_SECOND),
     "sleep": (body("time.sleep(30)"), A_MOMENT),
@@ -160,7 +160,7 @@ def test_nothing_is_inherited(make: Callable[..., Sandbox], monkeypatch: pytest.
         os.set_inheritable(handle.fileno(), True)
         lines = (
             "open_ones = []",
-            "for handle in range(3, 64):",
+            "for handle in range(3, 4096):",
             "    try: open_ones.append(os.fstat(handle))",
             "    except OSError: pass",
             "assert len(open_ones) == 2, len(open_ones)",  # the secret and the verdict
