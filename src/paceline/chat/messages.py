@@ -47,6 +47,8 @@ def _with_objects(message: Message, takes_text: bool) -> Message:
 
 def _object(arguments: object, takes_text: bool) -> object:
     """Arguments as an object. Text that spells none stays text if the template takes text, or else becomes a member."""
+    if isinstance(arguments, dict):
+        return arguments
     text = _text(arguments)
     try:
         value = json.loads(text)

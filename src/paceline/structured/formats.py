@@ -1,8 +1,8 @@
 """Formats of strings: those that llguidance enforces exactly, and patterns of those that it does not.
 
-llguidance (1.9) allows a 29th of February in every year, a 60th second at any time, and digits without end. So dates,
-times and durations are patterns here: RFC 3339's, with leap years and without leap seconds, with at most nine decimals
-of a second and nine digits of each part of a duration.
+llguidance (1.9) allows a 29th of February in every year, a 60th second at any time, and digits without end.
+Dates, times and durations are patterns here: RFC 3339's, with leap years and without leap seconds, with at most nine
+decimals of a second and nine digits of each part of a duration.
 """
 
 from __future__ import annotations
