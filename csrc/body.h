@@ -275,19 +275,24 @@ inline void score_block(const Attention& a, const T* keys, const Query* queries,
 }
 
 // Replaces scores by weights e^(score - top); hidden keys get zero. Returns top and the sum of the weights.
+template <bool kSomeHidden>
 inline Partial soften(float* scores, int start, int begin, int end, int low, int high) {
   F16 top = set1(kMinusInfinity);
   for (int key = begin; key < end; key += 16) {
     float* s = scores + (key - start);
-    const F16 visible = select(lanes_within(key, low, high), load(s), set1(kMinusInfinity));
-    store(s, visible);
+    F16 visible = load(s);
+    if constexpr (kSomeHidden) {
+      visible = select(lanes_within(key, low, high), visible, set1(kMinusInfinity));
+      store(s, visible);
+    }
     top = max(top, visible);
   }
   const float highest = largest(top);
   F16 total = zero();
   for (int key = begin; key < end; key += 16) {
     float* s = scores + (key - start);
-    const F16 weight = select(lanes_within(key, low, high), exponential(load(s) - set1(highest)), zero());
+    F16 weight = exponential(load(s) - set1(highest));
+    if constexpr (kSomeHidden) weight = select(lanes_within(key, low, high), weight, zero());
     store(s, weight);
     total = total + weight;
   }
@@ -298,50 +303,37 @@ struct Merge {  // running = running * old + block * fresh
   float old, fresh;
 };
 
-// Layout of values in the order of positions: `contiguous` of them from the slot `begin` on, then `count` at `slots`.
-struct ValueLayout {
-  int contiguous, count;
-  int64_t begin;
-  const int64_t* slots;
-};
-
-// weigh_values for the values at `slots`.
+// Adds weighted values to the sums of Q queries over 16 V dimensions; `begin` starts these from zero. Values are `stride`
+// apart.
 template <class T, int Q, int V>
-__attribute__((noinline)) void weigh_tail(const float* weights, const T* values, size_t stride, const ValueLayout& layout, F16 (&s)[Q][V]) {
-  for (int key = 0; key < layout.count; ++key) {
-    const T* value = values + (layout.slots[key] - layout.begin) * static_cast<int64_t>(stride);
-    for (int v = 0; v < V; ++v) {
-      const F16 x = load_cached<T>(value + 16 * v);
-      for (int i = 0; i < Q; ++i) s[i][v] = fma(set1(weights[i * kKeyBlock + key]), x, s[i][v]);
-    }
-  }
-}
-
-template <class T, int Q, int V>
-inline void weigh_values(const float* weights, const T* values, size_t stride, const ValueLayout& layout, const Merge* merge,
-                         float* running, int dim, const T* upcoming) {
+inline void weigh_values(const float* weights, const T* values, size_t stride, int keys, bool begin, float* sums, int dim,
+                         const T* upcoming) {
   F16 s[Q][V];
-  for (int i = 0; i < Q; ++i) for (int v = 0; v < V; ++v) s[i][v] = zero();
-  const int contiguous = layout.contiguous;
-  for (int key = 0; key < contiguous; ++key) {
+#pragma GCC unroll 8
+  for (int i = 0; i < Q; ++i) {
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) s[i][v] = begin ? zero() : load(sums + i * dim + 16 * v);
+  }
+  for (int key = 0; key < keys; ++key) {
     if (upcoming) prefetch(upcoming + static_cast<size_t>(key) * stride, stride * sizeof(T));
     F16 x[V];
+#pragma GCC unroll 8
     for (int v = 0; v < V; ++v) x[v] = load_cached<T>(values + static_cast<size_t>(key) * stride + 16 * v);
+#pragma GCC unroll 8
     for (int i = 0; i < Q; ++i) {
       const F16 w = set1(weights[i * kKeyBlock + key]);
+#pragma GCC unroll 8
       for (int v = 0; v < V; ++v) s[i][v] = fma(w, x[v], s[i][v]);
     }
   }
-  if (layout.count) weigh_tail<T, Q, V>(weights + contiguous, values, stride, layout, s);
+#pragma GCC unroll 8
   for (int i = 0; i < Q; ++i) {
-    for (int v = 0; v < V; ++v) {
-      float* to = running + i * dim + 16 * v;
-      store(to, fma(s[i][v], set1(merge[i].fresh), load(to) * set1(merge[i].old)));
-    }
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) store(sums + i * dim + 16 * v, s[i][v]);
   }
 }
 
-template <class T> using WeighValues = void (*)(const float*, const T*, size_t, const ValueLayout&, const Merge*, float*, int, const T*);
+template <class T> using WeighValues = void (*)(const float*, const T*, size_t, int, bool, float*, int, const T*);
 
 template <class T, int V>
 inline WeighValues<T> weigh_for(int queries) {
@@ -360,17 +352,44 @@ inline WeighValues<T> weigh_function(int queries, int vectors) {
   return weigh_for<T, 1>(queries);
 }
 
+constexpr int kWeighBlock = 6;  // queries whose sums, of 16 * kVectorBlock dimensions, stay in registers
+
 template <class T>
-inline void weigh_block(const Attention& a, const T* values, int count, const ValueLayout& layout, const float* weights,
-                        const Merge* merge, float* running, const T* upcoming) {
-  for (int i = 0; i < count; i += kQueryBlock) {
-    const int n = count - i < kQueryBlock ? count - i : kQueryBlock;
-    for (int d = 0; d < a.dim; d += 16 * kVectorBlock) {
-      const int left = (a.dim - d) / 16;
+inline void weigh_keys(const float* weights, int count, const T* values, size_t stride, int keys, bool begin, float* sums, int dim,
+                       const T* upcoming) {
+  for (int i = 0; i < count; i += kWeighBlock) {
+    const int n = count - i < kWeighBlock ? count - i : kWeighBlock;
+    for (int d = 0; d < dim; d += 16 * kVectorBlock) {
+      const int left = (dim - d) / 16;
       weigh_function<T>(n, left < kVectorBlock ? left : kVectorBlock)(
-          weights + static_cast<size_t>(i) * kKeyBlock, values + d, a.position_stride, layout, merge + i,
-          running + static_cast<size_t>(i) * static_cast<size_t>(a.dim) + d, a.dim, i + d == 0 ? upcoming : nullptr);
+          weights + static_cast<size_t>(i) * kKeyBlock, values + d, stride, keys, begin,
+          sums + static_cast<size_t>(i) * static_cast<size_t>(dim) + d, dim, i + d == 0 ? upcoming : nullptr);
     }
+  }
+}
+
+// Weighs the values of the keys [begin, end). Where several groups of queries read them, or they are not at their
+// positions, 32 at a time are widened first, into `tile`.
+template <class T>
+inline void weigh_block(const Attention& a, const T* values, int count, int begin, int end, const Path* path, const float* weights,
+                        const Merge* merge, float* running, float* sums, float* tile, const T* upcoming) {
+  const bool moved = path && path->from < end;
+  if (!moved && count <= kWeighBlock) {
+    weigh_keys(weights, count, values + static_cast<size_t>(begin) * a.position_stride, a.position_stride, end - begin, true, sums, a.dim, upcoming);
+  } else {
+    for (int first = begin; first < end; first += 32) {
+      const int keys = end - first < 32 ? end - first : 32;
+      if (upcoming) prefetch(upcoming + static_cast<size_t>(first - begin) * a.position_stride, static_cast<size_t>(keys) * a.position_stride * sizeof(T));
+      for (int i = 0; i < keys; ++i) {
+        const T* value = values + static_cast<size_t>(moved ? slot_of(*path, first + i) : first + i) * a.position_stride;
+        for (int d = 0; d < a.dim; d += 16) store(tile + i * a.dim + d, load_cached<T>(value + d));
+      }
+      weigh_keys<float>(weights + (first - begin), count, tile, static_cast<size_t>(a.dim), keys, first == begin, sums, a.dim, nullptr);
+    }
+  }
+  for (int i = 0; i < count; ++i) {
+    const F16 fresh = set1(merge[i].fresh), old = set1(merge[i].old);
+    for (int d = i * a.dim; d < (i + 1) * a.dim; d += 16) store(running + d, fma(load(sums + d), fresh, load(running + d) * old));
   }
 }
 
@@ -380,19 +399,15 @@ inline Merge merge_block(Partial& running, float* scores, const Query& query, in
     memset(scores + (begin - start), 0, static_cast<size_t>((end - begin + 15) / 16 * 16) * sizeof(float));
     return {1.0f, 0.0f};
   }
-  const Partial block = soften(scores, start, begin, end, query.low, query.high);
+  const int last = begin + (end - begin + 15) / 16 * 16;  // scores come in whole vectors
+  const bool some_hidden = query.low > begin || query.high < last;
+  const Partial block = (some_hidden ? soften<true> : soften<false>)(scores, start, begin, end, query.low, query.high);
   const float top = block.top > running.top ? block.top : running.top;
   float scales[16];
   F16 distance = select(lanes_within(0, 0, 1), set1(running.top - top), set1(block.top - top));
   store(scales, exponential(distance));
   running = {top, running.total * scales[0] + block.total * scales[1]};
   return {scales[0], scales[1]};
-}
-
-inline ValueLayout layout(const Path* path, int begin, int end) {
-  if (!path || path->from >= end) return {end - begin, 0, begin, nullptr};
-  const int from = static_cast<int>(path->from), first = from > begin ? from : begin;
-  return {first - begin, end - first, begin, path->slots + (first - from)};
 }
 
 // Tokens that attend in one call: blocks of keys that lie at their positions for all of them are shared.
@@ -408,7 +423,8 @@ inline void attend_over(const Attention& a, int64_t row, int kv_head, const Quer
   constexpr int kMost = 64;
   float* scores = scratch;
   float* running = scores + static_cast<size_t>(count) * kKeyBlock;
-  float* tile = running + static_cast<size_t>(count) * static_cast<size_t>(a.dim);
+  float* sums = running + static_cast<size_t>(count) * static_cast<size_t>(a.dim);
+  float* tile = sums + static_cast<size_t>(count) * static_cast<size_t>(a.dim);
   Partial partial[kMost];
   Merge merge[kMost];
   int low = queries[0].low, high = 0;
@@ -436,8 +452,8 @@ inline void attend_over(const Attention& a, int64_t row, int kv_head, const Quer
         merge[i] = merge_block(partial[i], scores + static_cast<size_t>(i) * kKeyBlock, queries[i], start, begin, stop);
       }
       const T* upcoming = stop < high ? keys + static_cast<size_t>(stop) * a.position_stride : reinterpret_cast<const T*>(then);
-      weigh_block(a, values + static_cast<size_t>(begin) * a.position_stride, step, layout(path, begin, stop), s + (begin - start),
-                  merge + first, running + static_cast<size_t>(first) * static_cast<size_t>(a.dim), upcoming);
+      weigh_block(a, values, step, begin, stop, path, s + (begin - start), merge + first,
+                  running + static_cast<size_t>(first) * static_cast<size_t>(a.dim), sums, tile, upcoming);
     }
   }
   for (int i = 0; i < count; ++i) {

@@ -257,9 +257,9 @@ static inline size_t panel_bytes(const Linear& l) {
   return inputs / static_cast<size_t>(l.group) * (static_cast<size_t>(l.group) * kPanel / 2 + 4 * kPanel);
 }
 
-// Scores of every query, its running sums, one transposed key tile.
+// Scores of every query, its running sums and those of a block, one tile of 32 keys or values.
 static inline size_t attend_scratch_floats(int queries, int dim) {
-  return static_cast<size_t>(queries) * (kKeyBlock + static_cast<size_t>(dim) + 16) + 32 * static_cast<size_t>(dim) + 64;
+  return static_cast<size_t>(queries) * (kKeyBlock + 2 * static_cast<size_t>(dim) + 16) + 32 * static_cast<size_t>(dim) + 64;
 }
 
 const Kernels* avx2_kernels();
