@@ -28,7 +28,8 @@ from benchmarks.peers.schedule import Configuration, Measurement, Outcome, point
 from paceline.tools.bench.sets import SETS, SetName
 
 ROOM_FOR_SPECULATION = 32  # positions of a row beyond prompt and answer
-PROMPT_SETS = ("stubs", "chat", "edits")  # one run each; peers see the original of an edit only in its prompt
+# One run each; peers see the original of an edit only in its prompt.
+PROMPT_SETS = ("stubs", "chat", "edits", "project")
 OVERHEAD_GIB = 1.5  # memory of a worker besides its weights
 
 

@@ -43,11 +43,11 @@ def offline(
     ] = "1,2,4,8",
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens of every answer.")] = 64,
     prompts: Annotated[
-        Literal["mixed", "copying", "open", "stubs", "chat", "edits", "retrieval"],
+        Literal["mixed", "copying", "open", "stubs", "chat", "edits", "retrieval", "project"],
         typer.Option(
             "--prompts",
             help="Built-in texts: copying repeats its prompt (good for ngram), open does not. Conversations: stubs of "
-            "functions, open chat, edits of programs, retrieval from a document.",
+            "functions, open chat, edits of programs, retrieval from a document, edits in a project (4,300 tokens).",
         ),
     ] = "mixed",
     references: Annotated[

@@ -30,21 +30,31 @@ def test_twenty_different_programs_to_edit_whose_original_is_in_the_prompt_and_t
             ast.parse(edit.code)
 
 
+def test_an_edit_in_a_project_stands_behind_all_other_programs() -> None:
+    for alone, asked in zip(SETS["edits"], SETS["project"], strict=True):
+        assert all(asked.text.count(edit.code) == 1 for edit in EDITS)
+        assert asked.text.endswith(alone.text)
+        assert asked.references == alone.references
+    assert len({asked.text[:200] for asked in SETS["project"]}) == len(EDITS), "prompts share no prefix"
+
+
 def test_no_prompt_stands_in_a_set_twice() -> None:
     for name, asked in SETS.items():
         assert len({each.text for each in asked}) == len(asked) >= 8, name
-    assert all(each.references for name in ("edits", "retrieval") for each in SETS[name])
+    assert all(each.references for name in ("edits", "retrieval", "project") for each in SETS[name])
     assert not any(each.references for name in ("stubs", "chat") for each in SETS[name])
 
 
 def test_no_byte_of_a_prompt_changes() -> None:
     """Results of different days are compared: these are the digests of the texts with which the first were measured."""
+    sets = {name: [[each.text, each.references] for each in asked] for name, asked in SETS.items()}
     found = {
         "copying": COPYING,
         "forked": FORKED,
         "open": OPEN,
         "tasks": OF_TASKS,
-        "sets": {name: [[each.text, each.references] for each in asked] for name, asked in SETS.items()},
+        "sets": {name: content for name, content in sets.items() if name != "project"},
+        "project": sets["project"],
     }
     assert {name: _digest(texts) for name, texts in found.items()} == {
         "copying": "4362263b2b1cc281",
@@ -52,6 +62,7 @@ def test_no_byte_of_a_prompt_changes() -> None:
         "open": "15433a5333f50066",
         "tasks": "acee7371166a73f1",
         "sets": "51c04e20a5cd3a59",
+        "project": "c9372f8515a54e29",
     }
 
 

@@ -2,7 +2,8 @@
 
 stubs: functions to complete (the answer begins with the stub: drafts are right there, typical of completion and
     flattering for anything else). chat: open questions. edits: programs with a small change, whose original is the
-    reference. retrieval: questions whose answers stand in a document, which is the reference.
+    reference. retrieval: questions whose answers stand in a document, which is the reference. project: the same edits
+    behind all other programs, prompts of about 4,300 tokens, as an agent sends them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from paceline.tools.bench.prompts import OPEN, read_lines, texts
 
-SetName = Literal["stubs", "chat", "edits", "retrieval"]
+SetName = Literal["stubs", "chat", "edits", "retrieval", "project"]
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,20 @@ STUBS = texts("sets", "stubs")  # signature and docstring of a function to be co
 (_HANDBOOK,) = texts("sets", "handbook")
 
 
-def _edit(change: str, language: str, code: str) -> BenchPrompt:
-    text = f"{change} Answer with the whole file and nothing else.\n\n```{language}\n{code}```"
-    return BenchPrompt(text, (f"```{language}\n{code}```",))
+def _fenced(edit: Edit) -> str:
+    return f"```{edit.language}\n{edit.code}```"
+
+
+def _edit(edit: Edit, before: str = "") -> BenchPrompt:
+    text = f"{before}{edit.change} Answer with the whole file and nothing else.\n\n{_fenced(edit)}"
+    return BenchPrompt(text, (_fenced(edit),))
+
+
+def _in_project(number: int) -> BenchPrompt:
+    """An edit behind the programs of all others, beginning with the next: prompts share no prefix."""
+    others = EDITS[number + 1 :] + EDITS[:number]
+    files = "\n\n".join(map(_fenced, others))
+    return _edit(EDITS[number], f"The files of a project:\n\n{files}\n\n")
 
 
 def _lookup(question: str) -> BenchPrompt:
@@ -53,6 +65,7 @@ def _lookup(question: str) -> BenchPrompt:
 SETS: Mapping[SetName, tuple[BenchPrompt, ...]] = {
     "stubs": tuple(BenchPrompt(f"Complete this function.\n\n```python\n{stub}\n```") for stub in STUBS),
     "chat": tuple(map(BenchPrompt, (*OPEN, *texts("sets", "chat")))),
-    "edits": tuple(_edit(*edit) for edit in EDITS),
+    "edits": tuple(map(_edit, EDITS)),
     "retrieval": tuple(map(_lookup, texts("sets", "retrieval"))),
+    "project": tuple(map(_in_project, range(len(EDITS)))),
 }
