@@ -199,6 +199,23 @@ def test_remarks_on_the_zen3_are_what_was_measured() -> None:
     assert f"{shares[0]} to {shares[-1]} % of its plain speed" in text
 
 
+def test_long_prompts_on_the_zen3_are_what_was_measured() -> None:
+    run = load("peers-qwen-int8-project-epyc-zen3")
+    ours, theirs = (
+        next(r for r in run["results"] if (r["peer"], r["mode"]) == (peer, "ngram"))
+        for peer in ("paceline-int8", "openvino")
+    )
+    first, rest = (
+        [f"{statistics.median(sample[part] for sample in side['samples']):.1f}" for side in (ours, theirs)]
+        for part in ("prefill_s", "decode_s")
+    )
+    over, text = ours["tokens_per_s"] / theirs["tokens_per_s"], text_below(ZEN3)
+    (tokens,) = run["settings"]["prompt_tokens"]
+    assert f"(an edit behind 19 other programs, {tokens:,} tokens)" in text
+    assert f"{over:.2f} times as fast as OpenVINO GenAI. The first token comes after {first[0]} seconds" in text
+    assert f"instead of {first[1]}, and the other 63 take {rest[0]} instead of {rest[1]}." in text
+
+
 @pytest.mark.parametrize(
     ("machine", "words"),
     [("cascade-lake", "On a Cascade Lake, which has VNNI but no"), ("epyc-zen3", "On a Zen 3, which")],

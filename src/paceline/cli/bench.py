@@ -47,7 +47,7 @@ def offline(
         typer.Option(
             "--prompts",
             help="Built-in texts: copying repeats its prompt (good for ngram), open does not. Conversations: stubs of "
-            "functions, open chat, edits of programs, retrieval from a document, edits in a project (4,300 tokens).",
+            "functions, open chat, edits of programs, retrieval from a document, edits in a project (4,100 tokens).",
         ),
     ] = "mixed",
     references: Annotated[
