@@ -21,7 +21,7 @@ _EPSILON = 1e-6  # of the squared lengths of q and k
 
 @dataclass(frozen=True)
 class DeltaHeads:
-    """Heads of a gated delta net, and the taps of its convolution over queries, keys and values."""
+    """Heads of a gated delta net. taps: inputs of its causal depthwise convolution over queries, keys and values."""
 
     key_heads: int
     value_heads: int

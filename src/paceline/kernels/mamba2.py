@@ -17,7 +17,10 @@ from paceline.kernels.recurrent import convolve
 
 @dataclass(frozen=True)
 class Mamba2Heads:
-    """Heads of a Mamba-2 layer, and the taps of its convolution over x, B and C."""
+    """Heads of a Mamba-2 layer. groups: of heads that share B and C, each of width state_dim.
+
+    taps: inputs of its causal depthwise convolution over x, B and C.
+    """
 
     heads: int
     head_dim: int

@@ -14,6 +14,8 @@ from typing import Literal, TypeAlias
 
 from paceline.core.cache import KVHeads
 from paceline.errors import ModelFormatError
+from paceline.kernels.delta import DeltaHeads
+from paceline.kernels.mamba2 import Mamba2Heads
 from paceline.kernels.spec import Rotary as Rotary
 
 
@@ -84,18 +86,12 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True)
-class DeltaNetSpec:
+class DeltaNetSpec(DeltaHeads):
     """A gated delta net: a recurrent state per value head instead of keys and values.
 
-    taps: inputs of the causal depthwise convolution over queries, keys and values.
     norm_eps: epsilon of the gated RMS norm of the output.
     """
 
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    taps: int
     norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
@@ -146,18 +142,12 @@ class ExpertsSpec:
 
 
 @dataclass(frozen=True)
-class Mamba2Spec:
-    """A Mamba-2 layer: a recurrent state per head. groups: of heads that share B and C, each of width state_dim.
+class Mamba2Spec(Mamba2Heads):
+    """A Mamba-2 layer: a recurrent state per head. conv_bias: whether the convolution has a bias.
 
-    taps: inputs of the causal depthwise convolution over x, B and C; conv_bias: whether it has a bias.
     norm_eps: epsilon of the gated RMS norm of the output, group by group.
     """
 
-    heads: int
-    head_dim: int
-    groups: int
-    state_dim: int
-    taps: int
     conv_bias: bool = True
     norm_eps: float = 1e-6
 

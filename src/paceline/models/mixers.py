@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from paceline.kernels.delta import DeltaHeads, DeltaNet
-from paceline.kernels.mamba2 import Mamba2, Mamba2Heads
+from paceline.kernels.delta import DeltaNet
+from paceline.kernels.mamba2 import Mamba2
 from paceline.kernels.short_conv import ShortConv
 from paceline.kernels.spec import LinearWeights, RecurrentMixer
 from paceline.models.description import AttentionSpec, DeltaNetSpec, Mamba2Spec, MixerSpec, RecurrentSpec
@@ -49,7 +49,7 @@ def _rate_of(name: str, weights: Mapping[str, Tensor]) -> Tensor:
 
 def _delta_of(spec: DeltaNetSpec, name: str, weights: Mapping[str, Tensor]) -> DeltaNet:
     return DeltaNet(
-        heads=DeltaHeads(spec.key_heads, spec.value_heads, spec.key_dim, spec.value_dim, spec.taps),
+        heads=spec,
         gates=LinearWeights(weights[f"{name}beta_decay.weight"]),
         conv=_conv_of(name, weights),
         rate=_rate_of(name, weights),
@@ -59,14 +59,9 @@ def _delta_of(spec: DeltaNetSpec, name: str, weights: Mapping[str, Tensor]) -> D
     )
 
 
-def mamba2_heads(spec: Mamba2Spec) -> Mamba2Heads:
-    """Return the heads of a Mamba-2 layer, which tell the widths of its parts."""
-    return Mamba2Heads(spec.heads, spec.head_dim, spec.groups, spec.state_dim, spec.taps)
-
-
 def _mamba2_of(spec: Mamba2Spec, name: str, weights: Mapping[str, Tensor]) -> Mamba2:
     return Mamba2(
-        heads=mamba2_heads(spec),
+        heads=spec,
         conv=_conv_of(name, weights),
         conv_bias=weights.get(f"{name}conv.bias"),
         rate=_rate_of(name, weights),

@@ -150,11 +150,10 @@ def _attention_slots(spec: AttentionSpec, width: int, layer: str, stored: Collec
 
 def _delta_slots(spec: DeltaNetSpec, width: int, layer: str) -> Slots:
     heads, values = spec.value_heads, spec.value_heads * spec.value_dim
-    channels = 2 * spec.key_heads * spec.key_dim + values
-    yield from _linear_slots("qkv", {"in_qkv": channels, "out_gate": values}, width, False, layer)
+    yield from _linear_slots("qkv", {"in_qkv": spec.channels, "out_gate": values}, width, False, layer)
     yield from _linear_slots("beta_decay", {"beta": heads, "decay": heads}, width, False, layer)
     yield from _linear_slots("o", {"o": width}, values, False, layer)
-    yield from _conv_slots(channels, spec.taps, layer)
+    yield from _conv_slots(spec.channels, spec.taps, layer)
     for name, size in {"decay_rate": heads, "decay_bias": heads, "delta_norm": spec.value_dim}.items():
         yield from _vector(f"{layer}{name}.weight", size)
 
@@ -166,12 +165,10 @@ def _conv_slots(channels: int, taps: int, layer: str, bias: bool = False) -> Slo
 
 
 def _mamba2_slots(spec: Mamba2Spec, width: int, layer: str) -> Slots:
-    inner = spec.heads * spec.head_dim
-    channels = inner + 2 * spec.groups * spec.state_dim
-    yield from _linear_slots("qkv", {"qkv": inner + channels + spec.heads}, width, False, layer)
-    yield from _linear_slots("o", {"o": width}, inner, False, layer)
-    yield from _conv_slots(channels, spec.taps, layer, spec.conv_bias)
-    sizes = dict.fromkeys(("decay_rate", "step_bias", "skip"), spec.heads) | {"mamba_norm": inner}
+    yield from _linear_slots("qkv", {"qkv": spec.width + spec.channels + spec.heads}, width, False, layer)
+    yield from _linear_slots("o", {"o": width}, spec.width, False, layer)
+    yield from _conv_slots(spec.channels, spec.taps, layer, spec.conv_bias)
+    sizes = dict.fromkeys(("decay_rate", "step_bias", "skip"), spec.heads) | {"mamba_norm": spec.width}
     for name, size in sizes.items():
         yield from _vector(f"{layer}{name}.weight", size)
 
