@@ -134,10 +134,8 @@ def _outcomes(arguments: argparse.Namespace) -> list[Outcome]:
             max_model_len=1024,
         )
         print(llm.engine.describe(), file=sys.stderr)
-        assert llm.tokenizer is not None
-        prompts = [
-            llm.tokenizer.encode(TEXTS[i % len(TEXTS)] + " " * (i // len(TEXTS))) for i in range(arguments.prompts)
-        ]
+        tokenizer = llm.requests.tokenizer
+        prompts = [tokenizer.encode(TEXTS[i % len(TEXTS)] + " " * (i // len(TEXTS))) for i in range(arguments.prompts)]
         for temperature in map(float, arguments.temperatures.split(",")):
             params = [
                 SamplingParams(temperature=temperature, seed=i, max_tokens=arguments.max_tokens, ignore_eos=True)

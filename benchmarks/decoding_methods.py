@@ -41,8 +41,7 @@ METHODS: dict[str, dict[str, float]] = {
 
 def answers(llm: LLM, problems: Sequence[Problem], params: SamplingParams) -> list[CompletionOutput]:
     """One answer to each problem, under a seed of its own."""
-    tokenizer = llm.tokenizer
-    assert tokenizer is not None
+    tokenizer = llm.requests.tokenizer
     prompts = [tokens_of(problem, tokenizer, style_of(tokenizer)) for problem in problems]
     seeded = [replace(params, seed=number) for number in range(len(problems))]
     return [output.outputs[0] for output in llm.generate(prompts, seeded, use_tqdm=False)]

@@ -76,8 +76,7 @@ def types_of(file: Path) -> dict[str, int]:
 def run(file: Path, precision: str, tokens: int) -> tuple[Predictions, int]:
     """Return a file's predictions in a precision, and the bytes of its weights."""
     llm = LLM(file, drafter=None, use_tqdm=False, max_batch_size=8, max_model_len=512, **PRECISIONS[precision])
-    assert llm.tokenizer is not None
-    here = predict(llm, llm.tokenizer.encode(python_reference())[:tokens])
+    here = predict(llm, llm.requests.tokenizer.encode(python_reference())[:tokens])
     return here, llm.engine.models.target.weight_bytes()
 
 

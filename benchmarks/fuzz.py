@@ -87,13 +87,12 @@ def random_references(chance: random.Random, text: str) -> list[str]:
 
 def random_case(chance: random.Random, llm: LLM, max_tokens: int) -> Case:
     """A prompt cut at random, or random tokens, with random parameters and references."""
-    assert llm.tokenizer is not None
-    text = chance.choice(TEXTS)
+    tokenizer, text = llm.requests.tokenizer, chance.choice(TEXTS)
     text = text[: chance.randint(1, len(text))].strip() or text
-    prompt = llm.tokenizer.encode(text)
+    prompt = tokenizer.encode(text)
     if chance.random() < 0.1:
-        prompt = [chance.randrange(llm.tokenizer.vocab_size) for _ in range(chance.randint(1, 40))]
-    params = random_params(chance, llm.tokenizer.vocab_size, max_tokens)
+        prompt = [chance.randrange(tokenizer.vocab_size) for _ in range(chance.randint(1, 40))]
+    params = random_params(chance, tokenizer.vocab_size, max_tokens)
     references = [] if params.num_speculative_tokens == 0 else random_references(chance, text)  # refused together
     return Case(prompt, params, references)
 

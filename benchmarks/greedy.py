@@ -45,8 +45,7 @@ class Pair:
 def compare(path: Path, limit: int, max_tokens: int) -> list[Pair]:
     """Compare the first problems."""
     llm = LLM(path, dtype="float32", max_batch_size=ROWS, max_model_len=MOST_TOKENS, drafter=None)
-    tokenizer = llm.tokenizer
-    assert tokenizer is not None
+    tokenizer = llm.requests.tokenizer
     params = SamplingParams(temperature=0, max_tokens=max_tokens, stop=STOP)
     problems = human_eval()[:limit]
     prompts = [tokens_of(problem, tokenizer, style_of(tokenizer)) for problem in problems]

@@ -68,10 +68,10 @@ def main(words: Sequence[str] | None = None) -> None:
         use_tqdm=False,
         **drafting,
     )
-    assert llm.tokenizer is not None
-    problems, style = human_eval()[:: options.every], style_of(llm.tokenizer)
+    tokenizer = llm.requests.tokenizer
+    problems, style = human_eval()[:: options.every], style_of(tokenizer)
     params = SamplingParams(temperature=0, max_tokens=options.max_tokens, stop=STOP)
-    outputs = llm.generate([tokens_of(each, llm.tokenizer, style) for each in problems], params, use_tqdm=False)
+    outputs = llm.generate([tokens_of(each, tokenizer, style) for each in problems], params, use_tqdm=False)
     made = [counts(problem, output.outputs[0]) for problem, output in zip(problems, outputs, strict=True)]
     document = {
         "model": Path(options.model).name,

@@ -96,8 +96,7 @@ def main(words: Sequence[str] | None = None) -> None:
     }
     engines = {"padded": loaded["padded"], "split": loaded["padded"].with_options(attention="split")}
     engines["native"] = loaded["native"]
-    tokenizer = engines["native"].tokenizer
-    assert tokenizer is not None
+    tokenizer = engines["native"].requests.tokenizer
     problems = human_eval()
     random.Random(1).shuffle(problems)
     prompts = [tokens_of(problem, tokenizer, style_of(tokenizer)) for problem in problems[:most]]

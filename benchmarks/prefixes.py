@@ -87,10 +87,10 @@ def chat(llm: LLM, tokens: int) -> list[list[int]]:
 
 def questions(llm: LLM, size: int, count: int) -> list[list[int]]:
     """Questions about one document of ``size`` tokens, which comes first."""
-    assert llm.tokenizer is not None
     text = "".join(FACT.format(i, 5 + i * 7 % 19, WINDS[i % len(WINDS)]) for i in range(size))
-    document = llm.tokenizer.encode(text)[:size]
-    return [[*document, *llm.tokenizer.encode(f"\n\nQ: Which wind did keeper {7 * i} see?\nA:")] for i in range(count)]
+    encode = llm.requests.tokenizer.encode
+    document = encode(text)[:size]
+    return [[*document, *encode(f"\n\nQ: Which wind did keeper {7 * i} see?\nA:")] for i in range(count)]
 
 
 def compare(llms: dict[str, LLM], prompts: Sequence[Sequence[int]], tokens: int, repeats: int) -> dict[str, Any]:

@@ -55,8 +55,8 @@ def usable(texts: Iterable[str]) -> list[str]:
 
 def written_prompts(llm: LLM, number: int) -> list[str]:
     """At most ``number`` user turns that the target writes, in equal parts after each of ``OPENINGS``."""
-    assert llm.tokenizer is not None
-    opening = opening_of(llm.tokenizer)
+    tokenizer = llm.requests.tokenizer
+    opening = opening_of(tokenizer)
     if opening is None:
         sys.exit("the target has no chat template, and so writes no user turns")
     begun = [OPENINGS[place % len(OPENINGS)] for place in range(number)]
@@ -64,7 +64,7 @@ def written_prompts(llm: LLM, number: int) -> list[str]:
         SamplingParams(temperature=0.9, top_p=0.95, max_tokens=128, stop_token_ids=opening.ends, seed=seed)
         for seed in range(number)
     ]
-    prompts = [[*opening.tokens, *llm.tokenizer.encode(words, add_special_tokens=False)] for words in begun]
+    prompts = [[*opening.tokens, *tokenizer.encode(words, add_special_tokens=False)] for words in begun]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     return usable(words + output.outputs[0].text for words, output in zip(begun, outputs, strict=True))
 

@@ -124,10 +124,8 @@ def profile(llm: LLM, batch_size: int, k: int, params: SamplingParams) -> Profil
     model = engine.models.target
     if not isinstance(model, NativeModel):
         raise ParameterError("model", model.name, "one that runs on the CPU kernels (dtype bfloat16, or quantized)")
-    assert llm.tokenizer is not None
-    outputs = [
-        engine.add(Request(llm.tokenizer.encode(COPYING[row % len(COPYING)]), params)) for row in range(batch_size)
-    ]
+    tokenizer = llm.requests.tokenizer
+    outputs = [engine.add(Request(tokenizer.encode(COPYING[row % len(COPYING)]), params)) for row in range(batch_size)]
     warm_up(engine, outputs, WARM_UP_ROUNDS)
     before = sum(len(output.outputs[0].token_ids) for output in outputs)
     rounds = _run_rounds(engine, model, batch_size)

@@ -69,12 +69,11 @@ class Answer(NamedTuple):
 def record(options: argparse.Namespace) -> Any:
     """Generate the answers, one dictionary each."""
     llm = LLM(options.model, quantization=options.quantization, max_batch_size=8, max_model_len=2048)
-    assert llm.tokenizer is not None
     answers = []
     for name in get_args(SetName):
         asked = SETS[name][: options.prompts]
         prompts = [llm.tokens_of_chat(each.messages) for each in asked]
-        texts = [[llm.tokenizer.encode(text) for text in each.references] for each in asked]
+        texts = [[llm.requests.tokenizer.encode(text) for text in each.references] for each in asked]
         for temperature in (0.0, 0.8):
             params = SamplingParams(temperature=temperature, seed=SEED, max_tokens=options.max_tokens)
             references = [each.references for each in asked]

@@ -79,9 +79,8 @@ def scripted(model: str, script: Script, monkeypatch: pytest.MonkeyPatch) -> Ite
     """Serve the model on this machine; its name is "scripted"."""
 
     async def form(llm: LLM, requests: Sequence[Request], form: AnswerForm, _: float) -> Sequence[Request]:
-        assert llm.tokenizer is not None
         names = [] if form.chat is None else [tool.name for tool in form.chat.options.offered]
-        prompts = [llm.tokenizer.spell(request.prompt_token_ids) for request in requests]
+        prompts = [llm.requests.tokenizer.spell(request.prompt_token_ids) for request in requests]
         return [_told(llm, request, script(prompt, names)) for request, prompt in zip(requests, prompts, strict=True)]
 
     monkeypatch.setattr(context, "structured", form)
@@ -93,8 +92,8 @@ def scripted(model: str, script: Script, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def _told(llm: LLM, request: Request, answer: str) -> Request:
-    assert llm.tokenizer is not None
-    tokens = [*llm.tokenizer.encode(answer, add_special_tokens=False), *llm.tokenizer.eos_token_ids[:1]]
+    tokenizer = llm.requests.tokenizer
+    tokens = [*tokenizer.encode(answer, add_special_tokens=False), *tokenizer.eos_token_ids[:1]]
 
     def process(made: Sequence[int], logits: Tensor) -> Tensor:
         wanted = tokens[min(len(made), len(tokens) - 1)]

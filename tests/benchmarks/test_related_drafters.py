@@ -45,7 +45,7 @@ def test_the_target_writes_as_many_prompts_after_each_opening(monkeypatch: pytes
         return [SimpleNamespace(outputs=[SimpleNamespace(text=f" {place}")]) for place in range(len(prompts))]
 
     tokenizer = Tokenizer.load(make_tokenizer())
-    llm: Any = SimpleNamespace(tokenizer=tokenizer, generate=generate)
+    llm: Any = SimpleNamespace(requests=SimpleNamespace(tokenizer=tokenizer), generate=generate)
     found = written_prompts(llm, 2 * len(OPENINGS))
     texts = [tokenizer.decode(prompt) for prompt, _ in asked]
     assert texts == [f"[user]{words}" for words in (*OPENINGS, *OPENINGS)]

@@ -32,8 +32,7 @@ def llm(tiny: str, tiny_draft: str) -> LLM:
 
 @pytest.fixture(scope="module")
 def prompts(llm: LLM) -> list[list[int]]:
-    assert llm.tokenizer is not None
-    return [llm.tokenizer.encode(text) for text in PROMPTS]
+    return [llm.requests.tokenizer.encode(text) for text in PROMPTS]
 
 
 @pytest.mark.parametrize("who", ["draft model", "ngram"])

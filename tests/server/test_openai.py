@@ -156,8 +156,8 @@ def test_echo_returns_the_prompt_and_its_log_probabilities(live: Live, offline: 
     assert found.text == PROMPT + expected(offline, max_tokens=4)[0].text
     assert found.logprobs.tokens[: len(PROMPT)] == list(PROMPT)
     assert found.logprobs.token_logprobs[0] is None
-    distribution = offline.engine.next_logits(offline.tokenizer.encode(PROMPT)[:5]).log_softmax(-1)  # type: ignore[union-attr]
-    own = offline.tokenizer.encode(PROMPT)[5]  # type: ignore[union-attr]
+    distribution = offline.engine.next_logits(offline.requests.tokenizer.encode(PROMPT)[:5]).log_softmax(-1)
+    own = offline.requests.tokenizer.encode(PROMPT)[5]
     assert found.logprobs.token_logprobs[5] == pytest.approx(distribution[own].item(), abs=1e-4)
     assert ask(live, echo=True, logprobs=1, max_tokens=0).choices[0].text == PROMPT
 
@@ -239,7 +239,7 @@ def test_a_ranked_chat_cannot_be_streamed(live: Live, extra: dict[str, Any]) -> 
 def test_several_prompts_as_texts_or_tokens(live: Live, offline: LLM) -> None:
     texts = [expected(offline, prompt)[0].text for prompt in ("ab", "xyz")]
     assert [choice.text for choice in ask(live, ["ab", "xyz"]).choices] == texts
-    tokens = [offline.tokenizer.encode(prompt) for prompt in ("ab", "xyz")]  # type: ignore[union-attr]
+    tokens = [offline.requests.tokenizer.encode(prompt) for prompt in ("ab", "xyz")]
     assert [choice.text for choice in ask(live, tokens).choices] == texts
 
 

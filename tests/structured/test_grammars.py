@@ -250,9 +250,8 @@ def test_an_answer_that_exceeds_a_limit_ends_with_an_error_and_others_continue(
     """The draft model is the target itself, so it drafts beyond the position of the error."""
     expected = generate(llm, [WORDS, OTHER])
     drafting = load(path, draft_model=path, drafter="model") if draft else llm
-    assert drafting.tokenizer is not None
     limits = GrammarLimits(trial_tokens=0, mask_fuel=1000)  # so that the trial does not find the error
-    drafting.requests.__dict__["_grammars"] = Grammars(drafting.tokenizer, 257, (256,), limits)
+    drafting.requests.__dict__["_grammars"] = Grammars(drafting.requests.tokenizer, 257, (256,), limits)
     ended, other = generate(drafting, [DEEP, OTHER])
     assert ended.finish_reason == "error"
     assert isinstance(ended.error, StructureError)

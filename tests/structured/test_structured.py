@@ -52,8 +52,8 @@ def answers(llm: LLM, params: SamplingParams, prompts: tuple[str, ...] = ("abc",
 
 def finished(llm: LLM, wanted: StructuredOutputs) -> list[str]:
     """Answers that ended by themselves, which a logit bias makes likely."""
-    assert llm.tokenizer is not None
-    closing = dict.fromkeys(llm.tokenizer.encode('"}],'), 6.0) | dict.fromkeys(llm.tokenizer.eos_token_ids, 8.0)
+    tokenizer = llm.requests.tokenizer
+    closing = dict.fromkeys(tokenizer.encode('"}],'), 6.0) | dict.fromkeys(tokenizer.eos_token_ids, 8.0)
     params = SamplingParams(
         n=12, seed=5, temperature=2.0, max_tokens=150, structured_outputs=wanted, logit_bias=closing
     )
@@ -211,8 +211,7 @@ def test_without_llguidance_the_extra_is_named(plain: LLM, monkeypatch: pytest.M
 
 
 def test_a_tokenizer_that_cannot_spell_json_is_refused(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert plain.tokenizer is not None
     monkeypatch.delitem(plain.requests.__dict__, "_grammars", raising=False)
-    monkeypatch.setattr(plain.tokenizer, "token_bytes", lambda token: b"a")
+    monkeypatch.setattr(plain.requests.tokenizer, "token_bytes", lambda token: b"a")
     with pytest.raises(StructureError, match="no tokens for the bytes 20, 21"):
         plain.request("a", SamplingParams(structured_outputs=FORMATS["regex"]))

@@ -63,8 +63,7 @@ def traffic(
         load = Load(6, 0.02, 1.0, 8, 4)
     llm = replace(engine, prefix_cache=False).load(model, quiet)
     check_draft_tokens(llm, engine.drafter)
-    assert llm.tokenizer is not None, "models that have a name have a tokenizer"
-    prompts = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
+    prompts = [llm.requests.tokenizer.encode(prompt) for prompt in PROMPTS]
     results = list(measure(llm, prompts, wanted, load, repeats, bars(quiet)))
     if not quiet:
         rows = [

@@ -87,8 +87,7 @@ def humaneval(
     if not quiet or box.isolation.missing:
         _tell(box)
     llm = replace(engine, max_batch_size=max(answers)).load(model, quiet)
-    assert llm.tokenizer is not None, "models that have a name have a tokenizer"
-    form = style_of(llm.tokenizer) if style == "auto" else style
+    form = style_of(llm.requests.tokenizer) if style == "auto" else style
     plan = EvaluationPlan(problems, answers, form, params, seed)
     configurations = configurations_of(llm, answers)
     found = _run(plan, configurations, box, output / FILES[0], resume, quiet)

@@ -52,9 +52,7 @@ def profile(
         raise ParameterError("--drafter", "none", "a drafter: without draft tokens there is nothing to profile")
     sweep = Sweep.quick() if quick else Sweep(sizes, max_k, max_tokens, repeats)
     llm = replace(engine, num_speculative_tokens=sweep.max_k).load(model, quiet)
-    assert llm.tokenizer is not None, "models that have a name have a tokenizer"
-
-    prompts = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
+    prompts = [llm.requests.tokenizer.encode(prompt) for prompt in PROMPTS]
     measured, fit = run_profile(llm, prompts, sweep, bars(quiet))
     measured.save(output)
     draw(measured, fit, plot, llm.engine.describe())

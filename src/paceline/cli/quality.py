@@ -71,8 +71,7 @@ def _measure(model: str, precisions: list[str], text: str, tokens: int) -> tuple
         with working(f"{model} in {precision}"):
             options: EngineOptions = {"max_batch_size": 8, "max_model_len": 512, **PRECISIONS[precision]}
             llm = LLM(model, use_tqdm=False, **options)
-            assert llm.tokenizer is not None, "models that have a name have a tokenizer"
-            ids = llm.tokenizer.encode(text)[:tokens]
+            ids = llm.requests.tokenizer.encode(text)[:tokens]
             if (used := len(ids)) < 2:
                 raise ParameterError("--text", f"{used} tokens", "a text of at least 2 tokens")
             here = predict(llm, ids)

@@ -45,8 +45,7 @@ def trace(
     tracer = parts.policy = Tracer(parts.policy, drafter=parts.drafter)
     given = llm.tokens_of_chat([{"role": "user", "content": prompt}]) if chat else prompt
     (result,) = llm.generate([given], sampling, use_tqdm=False)
-    assert llm.tokenizer is not None
-    tokenizer, answer = llm.tokenizer, result.outputs[0]
+    tokenizer, answer = llm.requests.tokenizer, result.outputs[0]
     nodes = syntax.node_kinds(answer.pieces) if syntax.available() else []
     text = page(llm.engine.describe(), answer, tracer.traced, lambda token: tokenizer.decode([token]), nodes)
     with written_whole(output) as part:

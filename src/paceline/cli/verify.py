@@ -300,8 +300,7 @@ def _texts(prompt: list[str] | None, prompts_file: Path | None) -> list[str]:
 
 
 def _encode(llm: LLM, text: str) -> Ids:
-    assert llm.tokenizer is not None, "models that have a name have a tokenizer"
-    return llm.tokenizer.encode(text)
+    return llm.requests.tokenizer.encode(text)
 
 
 def report(llm: LLM, comparisons: Sequence[Comparison], tests: Sequence[DistributionTest]) -> bool:
@@ -342,10 +341,9 @@ def _comparison_row(entry: Comparison) -> list[str]:
 
 
 def _sentence(llm: LLM, entry: Comparison, parted: FirstDifference) -> str:
-    assert llm.tokenizer is not None
+    tokenizer = llm.requests.tokenizer
     names = [
-        "the end" if token is None else repr(llm.tokenizer.token_text(token))
-        for token in (parted.found, parted.expected)
+        "the end" if token is None else repr(tokenizer.token_text(token)) for token in (parted.found, parted.expected)
     ]
     kind = "violation" if parted.gap > entry.tolerance else "near-tie"
     return (

@@ -33,6 +33,11 @@ class RequestMaker:
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, eos_token_ids
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer, which a model has that was loaded by its name. Raises ParameterError if there is none."""
+        return needed(self._tokenizer, "a text")
+
     def request(
         self,
         prompt: Prompt,
@@ -127,9 +132,8 @@ class RequestMaker:
     def _make_detokenizer(
         self, params: SamplingParams, kept_special: frozenset[int] = frozenset(), after: int | None = None
     ) -> Detokenizer:
-        assert self._tokenizer is not None
         return Detokenizer(
-            self._tokenizer,
+            self.tokenizer,
             tuple(params.stop),
             params.include_stop_str_in_output,
             params.min_tokens,

@@ -23,7 +23,6 @@ from paceline.config.ranges import names_of
 from paceline.core.outputs import Metrics, RequestOutput
 from paceline.engine.chat import ChatPrompt
 from paceline.engine.engine import Request
-from paceline.engine.requests import needed
 from paceline.engine.scoring import EMBEDDED, PooledStates
 from paceline.errors import PacelineError, RequestError
 from paceline.models.infill import InfillMarkers
@@ -85,8 +84,7 @@ def _loaded(load: Callable[[], LLM], config: ServerConfig) -> LLM:
     if config.generation_config == "auto" and (recommended := _unusual(llm.get_default_sampling_params())):
         log.info("sampling of requests that do not say, as the model's files recommend: %s", recommended)
     if config.chat_template_kwargs:
-        tokenizer = needed(llm.tokenizer, "chat_template_kwargs")
-        templates = [tokenizer.chat_template(tools=tools) for tools in (False, True)]
+        templates = [llm.requests.tokenizer.chat_template(tools=tools) for tools in (False, True)]
         check_variables(config.chat_template_kwargs, "\n".join(templates))
     return llm
 
@@ -128,10 +126,7 @@ class Context:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        tokenizer = self.llm.tokenizer
-        if tokenizer is None:
-            raise errors.invalid("this model was loaded without a tokenizer and cannot be served")
-        return tokenizer
+        return self.llm.requests.tokenizer
 
     @functools.cached_property
     def default_sampling(self) -> SamplingParams:

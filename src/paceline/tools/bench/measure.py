@@ -107,8 +107,7 @@ class BatchRun:
 
 def questions(llm: LLM, texts: Sequence[str]) -> list[list[int]]:
     """Token ids of each text, through the chat template if the model has one."""
-    tokenizer = llm.tokenizer
-    assert tokenizer is not None, "models that have a name have a tokenizer"
+    tokenizer = llm.requests.tokenizer
     if not tokenizer.huggingface.chat_template:
         return [tokenizer.encode(text) for text in texts]
     return [llm.tokens_of_chat([{"role": "user", "content": text}]) for text in texts]

@@ -236,10 +236,9 @@ def prompts_for(llm: LLM, kind: str, batch_size: int) -> tuple[list[Ids], list[S
 
     Sets of conversations go through the model's chat template, the others are texts to be continued.
     """
-    assert llm.tokenizer is not None, "models that have a name have a tokenizer"
     if kind in PROMPTS:
         texts = [PROMPTS[kind][number % len(PROMPTS[kind])] for number in range(batch_size)]
-        return [llm.tokenizer.encode(text) for text in texts], [()] * batch_size
+        return [llm.requests.tokenizer.encode(text) for text in texts], [()] * batch_size
     conversations = SETS[cast("SetName", kind)]
     asked = [conversations[number % len(conversations)] for number in range(batch_size)]
     return [llm.tokens_of_chat(each.messages) for each in asked], [each.references for each in asked]

@@ -78,9 +78,7 @@ class PacelineLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def _tokenizer(self) -> Tokenizer:
-        if self.llm.tokenizer is None:
-            raise ParameterError("pretrained", self._name, "a model with a tokenizer")
-        return self.llm.tokenizer
+        return self.llm.requests.tokenizer
 
     @property
     def eot_token_id(self) -> int:

@@ -132,8 +132,7 @@ def _warm_up(plan: EvaluationPlan, configurations: Sequence[Configuration], prob
 
 def _answers(plan: EvaluationPlan, configuration: Configuration, problem: Problem) -> list[CompletionOutput]:
     """The answers of one configuration, in the order of sampling. Raises the output's error, if there is one."""
-    assert configuration.llm.tokenizer is not None, "models that have a name have a tokenizer"
-    prompt = tokens_of(problem, configuration.llm.tokenizer, plan.style)
+    prompt = tokens_of(problem, configuration.llm.requests.tokenizer, plan.style)
     seed = plan.seed + int(problem.task_id.rpartition("/")[2])
     params = replace(
         plan.params,

@@ -30,8 +30,7 @@ class Collector:
     """
 
     def __init__(self, llm: LLM, data: DraftData, taps: Sequence[int], questions: Sequence[Question] | None) -> None:
-        assert llm.tokenizer is not None, "models that have a name have a tokenizer"
-        self.llm, self.data, self.tokenizer = llm, data, llm.tokenizer
+        self.llm, self.data, self.tokenizer = llm, data, llm.requests.tokenizer
         self.longest = llm.engine.max_model_len
         self._room = self.longest - data.answer_tokens  # for a question
         if self._room < 1:

@@ -110,7 +110,7 @@ def train(
         file.unlink(missing_ok=True)
         check_settings(file, wanted, resume=plan.resume, before=before)
     device, threads = llm.engine.models.target.device, llm.engine.threads
-    tokenizer = llm.tokenizer
+    tokenizer = llm.requests.tokenizer
     llm.close()
     del llm
     gc.collect()  # training needs the memory of the engine's caches and weights
@@ -120,7 +120,6 @@ def train(
         trainer.run(plan.checkpoint, lambda: callbacks.on_step(trainer))
     head = trainer.finished()
     if isinstance(head, Student):
-        assert tokenizer is not None, "models that have a name have a tokenizer"
         tokenizer.huggingface.save_pretrained(plan.output)
         head.save(plan.output, target.output)
     else:
