@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from ctypes import c_float, c_int, c_int64, c_size_t, c_void_p
 from dataclasses import replace
 
 import torch
@@ -17,6 +18,30 @@ from paceline.kernels.spec import ExpertsWeights, LayerWeights, LinearWeights, N
 
 THREADS = 2
 STORE, ADD, SWIGLU = range(3)
+
+
+class CRotary(ctypes.Structure):
+    """csrc: Rotary."""
+
+    _fields_ = (("cosine", c_void_p), ("sine", c_void_p), ("half", c_int), ("positions", c_int64))
+
+
+class CAttention(ctypes.Structure):
+    """csrc: Attention."""
+
+    _fields_ = (
+        *(("qkv", c_void_p), ("qkv_stride", c_size_t), ("out", c_void_p), ("out_stride", c_size_t)),
+        *((name, c_void_p) for name in ("positions", "slots", "paths", "keys", "values")),
+        *((name, c_size_t) for name in ("row_stride", "head_stride", "position_stride")),
+        ("bf16", ctypes.c_bool),
+        *((name, c_int) for name in ("heads", "kv_heads", "dim")),
+        *(("capacity", c_int64), ("window", c_int64), ("scale", c_float)),
+        *((name, c_void_p) for name in ("q_norm", "k_norm", "v_norm")),
+        ("epsilon", c_float),
+        ("gates", c_size_t),
+        ("norm_all", ctypes.c_bool),
+        ("sinks", c_void_p),
+    )
 
 
 def random_spec(
@@ -204,7 +229,7 @@ def run_attention(
     whole = abi.CCache.of(cache)
     where = whole.tables[0]
     cos, sin = (part.contiguous() for part in table)
-    attention = abi.CAttention(
+    attention = CAttention(
         qkv=qkv.data_ptr(),
         qkv_stride=qkv.shape[1],
         out=out.data_ptr(),
@@ -224,7 +249,7 @@ def run_attention(
         scale=dim**-0.5,
         epsilon=1e-6,
     )
-    rotary = abi.CRotary(cos.data_ptr(), sin.data_ptr(), cos.shape[1], cos.shape[0])
+    rotary = CRotary(cos.data_ptr(), sin.data_ptr(), cos.shape[1], cos.shape[0])
     place = ctypes.addressof(attention), ctypes.addressof(rotary)
     kernels.library.pl_attend(kernels.handle, *place, row, qkv.shape[0])
     return out

@@ -6,7 +6,6 @@ from ctypes import (
     CFUNCTYPE,
     POINTER,
     Structure,
-    c_bool,
     c_char_p,
     c_float,
     c_int,
@@ -347,45 +346,6 @@ class CRound(Structure):
         ("tap_count", c_int64),
         ("features", c_void_p),
         *((name, c_void_p) for name in ("draft", "drafter", "draft_cache", "draft_seconds")),
-    )
-
-
-class CRotary(Structure):
-    """csrc: Rotary."""
-
-    _fields_ = (("cosine", c_void_p), ("sine", c_void_p), ("half", c_int), ("positions", c_int64))
-
-
-class CAttention(Structure):
-    """csrc: Attention."""
-
-    _fields_ = (
-        ("qkv", c_void_p),
-        ("qkv_stride", c_size_t),
-        ("out", c_void_p),
-        ("out_stride", c_size_t),
-        ("positions", c_void_p),
-        ("slots", c_void_p),
-        ("paths", c_void_p),
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        ("row_stride", c_size_t),
-        ("head_stride", c_size_t),
-        ("position_stride", c_size_t),
-        ("bf16", c_bool),
-        ("heads", c_int),
-        ("kv_heads", c_int),
-        ("dim", c_int),
-        ("capacity", c_int64),
-        ("window", c_int64),
-        ("scale", c_float),
-        ("q_norm", c_void_p),
-        ("k_norm", c_void_p),
-        ("v_norm", c_void_p),
-        ("epsilon", c_float),
-        ("gates", c_size_t),
-        ("norm_all", c_bool),
-        ("sinks", c_void_p),
     )
 
 
