@@ -12,22 +12,23 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from paceline.cli.document import end
+from paceline.cli.document import command_line, end
 from paceline.tools.bench.offline import machine, versions
 
 TENTHS = 10
+Measure = Callable[[str, list[str], int, int, Path], dict[str, Any]]  # model, options, lines, kills, folder -> results
 
 
 def write_lines(path: Path, lines: int) -> None:
@@ -122,26 +123,22 @@ def measure(model: str, options: list[str], lines: int, kills: int, folder: Path
     }
 
 
-def main() -> None:
-    """Run it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def from_command_line(name: str, description: str | None, kills: int, options: list[str], measure: Measure) -> None:
+    """The command line of a module of this kind. kills: default of the option. options: of ``paceline``."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--quantization")
     parser.add_argument("--lines", type=int, default=1000)
-    parser.add_argument("--kills", type=int, default=5)
+    parser.add_argument("--kills", type=int, default=kills)
     parser.add_argument("--output", type=Path)
     asked = parser.parse_args()
-    options = ["--max-model-len", "512", "--max-batch-size", "16", "--quiet"]
+    options = ["--max-model-len", "512", "--max-batch-size", "16", *options]
     options += ["--quantization", asked.quantization] if asked.quantization else []
     with tempfile.TemporaryDirectory() as folder:
         found = measure(asked.model, options, asked.lines, asked.kills, Path(folder))
-    about = {
-        "command": f"python -m benchmarks.batch_killed {shlex.join(sys.argv[1:])}",
-        "model": asked.model,
-        "options": options,
-    }
+    about = {"command": command_line(f"python -m benchmarks.{name}"), "model": asked.model, "options": options}
     end(about | found | {"machine": machine(), "versions": versions()}, asked.output)
 
 
 if __name__ == "__main__":
-    main()
+    from_command_line("batch_killed", __doc__, 5, ["--quiet"], measure)

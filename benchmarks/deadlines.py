@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import random
 import statistics
 import sys
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline import LLM, SamplingParams
+from paceline.cli.document import end
 from paceline.tools.bench.offline import machine, versions
 
 
@@ -88,9 +88,7 @@ def main(given: Sequence[str] | None = None) -> None:
         sys.stdout.write(", ".join(f"{name} {value:.4g}" for name, value in cell.items()) + "\n")
     told = {name: value for name, value in vars(options).items() if name != "output"}
     document = {"benchmark": "deadlines", "options": told, "machine": machine(), "versions": versions(), **found}
-    if options.output is not None:
-        options.output.write_text(json.dumps(document, indent=1) + "\n")
-    sys.stdout.write(json.dumps(document) + "\n")
+    end(document, options.output)
 
 
 if __name__ == "__main__":

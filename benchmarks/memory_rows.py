@@ -15,6 +15,7 @@ import json
 from pathlib import Path
 
 from paceline import LLM, SamplingParams
+from paceline.cli.document import end
 
 
 def resident() -> int:
@@ -55,9 +56,7 @@ def main() -> None:
         "answers": hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16],
         "engine": llm.engine.describe(),
     }
-    if args.output is not None:
-        args.output.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result))
+    end(result, args.output)
 
 
 if __name__ == "__main__":

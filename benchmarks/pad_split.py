@@ -12,7 +12,6 @@ Rounds of n-gram lookup with three draft tokens, on HumanEval's prompts, whose l
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline import LLM, SamplingParams
+from paceline.cli.document import end
 from paceline.config import AttentionName
 from paceline.core.hardware import cpu_name
 from paceline.tools.evaluation.problems import human_eval, style_of, tokens_of
@@ -112,10 +112,7 @@ def main(words: Sequence[str] | None = None) -> None:
         "repeats": given.repeats,
         "results": [asdict(result) for result in results],
     }
-    text = json.dumps(document)
-    if given.json is not None:
-        given.json.write_text(text + "\n")
-    print(text)
+    end(document, given.json)
 
 
 if __name__ == "__main__":

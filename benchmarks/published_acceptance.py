@@ -12,13 +12,13 @@ The acceptance is SYNTHETIC. The model's own head drafts; then its draft tokens 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline import LLM, SamplingParams
+from paceline.cli.document import end
 from paceline.config import MAX_SPECULATION_LENGTH
 from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.draft import Draft
@@ -144,9 +144,7 @@ def main() -> None:
         "more_rows_carry": round(more_rows_carry(results), 3),
         "results": [result.as_document() for result in results],
     }
-    print(json.dumps(document))
-    if options.output is not None:
-        options.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    end(document, options.output)
 
 
 if __name__ == "__main__":

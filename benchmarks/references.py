@@ -18,7 +18,6 @@ separate: n samples of one prompt, all equally long: as one request, as n reques
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline import LLM, SamplingParams
+from paceline.cli.document import end
 from paceline.core.outputs import RequestOutput
 from paceline.drafters import NgramDrafter
 from paceline.tools.bench.measure import BatchRun, turns
@@ -196,9 +196,7 @@ def main() -> None:
     }
     for each in results:
         print({name: round(v, 3) if isinstance(v, float) else v for name, v in each.items()}, file=sys.stderr)
-    if options.output is not None:
-        options.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(document))
+    end(document, options.output)
 
 
 if __name__ == "__main__":

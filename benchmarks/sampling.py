@@ -13,7 +13,6 @@ sampled and accepted (log-probabilities included), without the rest of the round
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -25,6 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline import LLM, SamplingParams
+from paceline.cli.document import end
 from paceline.core.acceptance import AcceptanceRule
 from paceline.core.batch import Batch
 from paceline.core.draft import Draft, Verdict
@@ -171,10 +171,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 )
     name = Path(arguments.model).name
     report = {"machine": cpu_name(), "model": name, "precision": "int8", "max_tokens": arguments.max_tokens}
-    text = json.dumps(report | {"results": [asdict(result) for result in results]})
-    if arguments.out is not None:
-        arguments.out.write_text(text + "\n")
-    print(text)
+    end(report | {"results": [asdict(result) for result in results]}, arguments.out)
 
 
 if __name__ == "__main__":

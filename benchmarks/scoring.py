@@ -8,12 +8,11 @@ The sides take turns; the last line is one JSON document. Scores must be equal, 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 
+from paceline.cli.document import command_line, end
 from paceline.core.outputs import Score
 from paceline.llm import LLM
 from paceline.tools.bench.offline import machine, versions
@@ -64,7 +63,7 @@ def main() -> None:
             seconds[name].append(time.perf_counter() - started)
     ratios = [slow / fast for fast, slow in zip(seconds["shared"], seconds["one by one"], strict=True)]
     document = {
-        "command": "python -m benchmarks.scoring " + " ".join(sys.argv[1:]),
+        "command": command_line("python -m benchmarks.scoring"),
         "machine": machine(llm.engine.threads),
         "versions": versions(),
         "texts": len(prompts),
@@ -74,7 +73,7 @@ def main() -> None:
         "ratio": statistics.median(ratios),
         "repeats": asked.repeats,
     }
-    print(json.dumps(document))
+    end(document, None)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,11 @@ answer of the unbroken batch, which has a server and a directory of its own. Mem
 
 from __future__ import annotations
 
-import argparse
 import random
 import re
-import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,10 +22,7 @@ from typing import Any
 
 import httpx
 import psutil
-from benchmarks.batch_killed import answers, by_tenths, write_lines
-
-from paceline.cli.document import end
-from paceline.tools.bench.offline import machine, versions
+from benchmarks.batch_killed import answers, by_tenths, from_command_line, write_lines
 
 READY_SECONDS = 900
 LOOK_SECONDS = 0.1
@@ -166,26 +160,5 @@ def measure(model: str, options: list[str], lines: int, kills: int, folder: Path
     }
 
 
-def main() -> None:
-    """Run it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--quantization")
-    parser.add_argument("--lines", type=int, default=1000)
-    parser.add_argument("--kills", type=int, default=3)
-    parser.add_argument("--output", type=Path)
-    asked = parser.parse_args()
-    options = ["--max-model-len", "512", "--max-batch-size", "16"]
-    options += ["--quantization", asked.quantization] if asked.quantization else []
-    with tempfile.TemporaryDirectory() as folder:
-        found = measure(asked.model, options, asked.lines, asked.kills, Path(folder))
-    about = {
-        "command": f"python -m benchmarks.served_batch_killed {shlex.join(sys.argv[1:])}",
-        "model": asked.model,
-        "options": options,
-    }
-    end(about | found | {"machine": machine(), "versions": versions()}, asked.output)
-
-
 if __name__ == "__main__":
-    main()
+    from_command_line("served_batch_killed", __doc__, 3, [], measure)

@@ -17,7 +17,6 @@ first_ms: of the first draft token of all rows, which also reads what the last r
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 from collections import Counter
@@ -29,6 +28,7 @@ import torch
 from benchmarks.tree_gain import SEED, Answer, read
 from torch import Tensor
 
+from paceline.cli.document import end
 from paceline.config import SamplingParams
 from paceline.core.batch import Batch, RowStart
 from paceline.core.sampling import Choices, sequence_seed
@@ -194,10 +194,7 @@ def main() -> None:
         found |= _counted(options)
     if options.rows is not None:
         found |= _timed(options)
-    text = json.dumps(found, indent=1)
-    print(text)
-    if options.output is not None:
-        options.output.write_text(text + "\n", encoding="utf-8")
+    end(found, options.output)
 
 
 def _counted(options: argparse.Namespace) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline import LLM, SamplingParams
+from paceline.cli.document import end
 from paceline.core.recurrent_state import RecurrentStates, StatefulCache
 from paceline.engine.memory import state_bytes
 
@@ -78,9 +79,7 @@ def main() -> None:
             print(json.dumps(side), flush=True)
         results += sides
     document = {"model": Path(args.model).name, "quantization": args.quantization, "results": results}
-    print(json.dumps(document))
-    if args.output is not None:
-        args.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    end(document, args.output)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ answers. Times are of whole calls, whose prompts are already cached.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from typing import Any, get_args
 
 from benchmarks.references import timed
 
+from paceline.cli.document import command_line, end
 from paceline.config import SamplingParams
 from paceline.llm import LLM
 from paceline.tools.bench.measure import BatchRun, turns
@@ -113,7 +113,7 @@ def main() -> None:
             print(shown, file=sys.stderr, flush=True)
     document = {
         "benchmark": "trees",
-        "command": "python -m benchmarks.trees " + " ".join(sys.argv[1:]),
+        "command": command_line("python -m benchmarks.trees"),
         "engine": llm.engine.describe(),
         "temperature": options.temperature,
         "max_tokens": options.max_tokens,
@@ -122,10 +122,7 @@ def main() -> None:
         "versions": versions(),
         "results": results,
     }
-    text = json.dumps(document, indent=1)
-    if options.output is not None:
-        options.output.write_text(text + "\n", encoding="utf-8")
-    print(json.dumps(document))
+    end(document, options.output)
 
 
 if __name__ == "__main__":
