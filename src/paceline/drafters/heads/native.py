@@ -6,7 +6,7 @@ values and fused hidden states are stored as for a head in torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -102,33 +102,9 @@ def spec_of_head(head: Head, max_positions: int) -> NativeSpec:
     if obstacle := obstacle_of_head(config):
         raise ModelFormatError(obstacle)
     assert isinstance(head, FeatureHead | MtpHead)
-    own = isinstance(head, MtpHead)
     first = shape.layers[0].attention
     assert first.rotary is not None
     order = head.targets.argsort()  # ties are broken by token id, which must be the target's
-
-    def linear(*names: str) -> LinearWeights:
-        biases = [state.get(f"{name}.bias") for name in names]
-        bias = torch.cat([each for each in biases if each is not None]) if biases[0] is not None else None
-        return LinearWeights(torch.cat([state[f"{name}.weight"] for name in names]), bias)
-
-    def layer(index: int) -> LayerWeights:
-        name = f"layers.{index}"
-        qkv = linear(*(f"{name}.self_attn.{part}_proj" for part in "qkv"))
-        return LayerWeights(
-            qkv=gate_last(_halves_padded(qkv) if index == 0 and not own else qkv, shape.layers[index].mixer),
-            gated=shape.layers[index].attention.gated,
-            attention_out=linear(f"{name}.self_attn.o_proj"),
-            gate_up=linear(f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"),
-            down=linear(f"{name}.mlp.down_proj"),
-            input_norm=state[f"{name}.input_layernorm.weight"],
-            post_norm=state[f"{name}.post_attention_layernorm.weight"],
-            q_norm=state.get(f"{name}.self_attn.q_norm.weight"),
-            k_norm=state.get(f"{name}.self_attn.k_norm.weight"),
-            window=shape.layers[index].attention.window,
-        )
-
-    norms = [state[f"fc_norm.{tap}.weight"] for tap in range(config.tap_count)] if config.fc_norm else None
     spec = NativeSpec(
         width=shape.width,
         heads=first.heads,
@@ -139,27 +115,58 @@ def spec_of_head(head: Head, max_positions: int) -> NativeSpec:
         rotary=first.rotary,
         embedding=state["embed_tokens.weight"],
         final_norm=state["norm.weight"],
-        layers=[layer(index) for index in range(len(shape.layers))],
+        layers=[_layer_of(config, index, state) for index in range(len(shape.layers))],
         head=LinearWeights(state["lm_head.weight"][order]),
         epsilon=shape.norm.eps,
-        fusion=FusionWeights(
-            fuse=_halves_padded(linear("fc")) if own else linear("fc"),
-            hidden_norm=state["pre_fc_norm_hidden.weight" if own else "layers.0.hidden_norm.weight"],
-            embedding_norm=state["pre_fc_norm_embedding.weight"] if own else None,
-            targets=head.targets[order],
-            vocabulary=shape.vocab_size,
-            tap_count=config.tap_count,
-            target_width=config.target_width,
-            tap_norms=None if norms is None else torch.stack(norms),
-            joint_norm=state["input_norm.weight"] if config.norm_before_fc else None,
-            mask=None if isinstance(head, MtpHead) else head.mask(),
-            mask_token=config.mask_token or 0,
-            normed_residual=config.norm_before_residual,
-            normed_state=config.norm_output,
-        ),
+        fusion=_fusion_of(head, head.targets[order], state),
     )
     check_spec(spec)
     return spec
+
+
+def _layer_of(config: HeadConfig, index: int, state: Mapping[str, Tensor]) -> LayerWeights:
+    name, attention = f"layers.{index}", config.decoder.layers[index].attention
+    qkv = _linear(state, *(f"{name}.self_attn.{part}_proj" for part in "qkv"))
+    return LayerWeights(
+        qkv=gate_last(_halves_padded(qkv) if index == 0 and not config.own else qkv, attention),
+        gated=attention.gated,
+        attention_out=_linear(state, f"{name}.self_attn.o_proj"),
+        gate_up=_linear(state, f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"),
+        down=_linear(state, f"{name}.mlp.down_proj"),
+        input_norm=state[f"{name}.input_layernorm.weight"],
+        post_norm=state[f"{name}.post_attention_layernorm.weight"],
+        q_norm=state.get(f"{name}.self_attn.q_norm.weight"),
+        k_norm=state.get(f"{name}.self_attn.k_norm.weight"),
+        window=attention.window,
+    )
+
+
+def _fusion_of(head: FeatureHead | MtpHead, targets: Tensor, state: Mapping[str, Tensor]) -> FusionWeights:
+    """targets: ascending, as the output head's rows are ordered."""
+    config, fuse, own = head.config, _linear(state, "fc"), isinstance(head, MtpHead)
+    norms = [state[f"fc_norm.{tap}.weight"] for tap in range(config.tap_count)] if config.fc_norm else None
+    return FusionWeights(
+        fuse=_halves_padded(fuse) if own else fuse,
+        hidden_norm=state["pre_fc_norm_hidden.weight" if own else "layers.0.hidden_norm.weight"],
+        embedding_norm=state["pre_fc_norm_embedding.weight"] if own else None,
+        targets=targets,
+        vocabulary=config.decoder.vocab_size,
+        tap_count=config.tap_count,
+        target_width=config.target_width,
+        tap_norms=None if norms is None else torch.stack(norms),
+        joint_norm=state["input_norm.weight"] if config.norm_before_fc else None,
+        mask=None if isinstance(head, MtpHead) else head.mask(),
+        mask_token=config.mask_token or 0,
+        normed_residual=config.norm_before_residual,
+        normed_state=config.norm_output,
+    )
+
+
+def _linear(state: Mapping[str, Tensor], *names: str) -> LinearWeights:
+    """The rows of one layer after those of the other; all have a bias, or none has."""
+    biases = [state[bias] for name in names if (bias := f"{name}.bias") in state]
+    weight = torch.cat([state[f"{name}.weight"] for name in names])
+    return LinearWeights(weight, torch.cat(biases) if biases else None)
 
 
 def _halves_padded(linear: LinearWeights) -> LinearWeights:
