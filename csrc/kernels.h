@@ -208,8 +208,7 @@ struct Draw {
 
 struct Kernels {
   const char* name;
-  bool fp32_activations;  // bf16 weights meet activations that are rounded to bf16 but stored as fp32
-  int max_queries;        // queries per call of attend
+  int max_queries;  // queries per call of attend
 
   void (*linear)(const LinearCall& call, int first_panel, int last_panel);
   // Quantises rows of x, after a norm or without (null), for a linear layer. A row has as many values as the layer has

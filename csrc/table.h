@@ -7,19 +7,13 @@
 namespace paceline {
 namespace {
 
-#ifdef PL_FP32_ACTIVATIONS
-constexpr bool kFp32Activations = true;
-#else
-constexpr bool kFp32Activations = false;
-#endif
-
 using Multiply = decltype(Kernels::linear);
 using Quantise = decltype(Kernels::quantise);
 
 // What a set brings of its own; the rest is the same source for all.
 inline Kernels table_of(const char* name, Multiply multiply, Quantise quantise_rows = quantise) {
-  return {name,   kFp32Activations, 64,   multiply,   quantise_rows, rms_norm, rotate_and_write,
-          attend, recurrent, embed, route, accumulate, draw, likelihood, probabilities, logprobs};
+  return {name,  64,    multiply,   quantise_rows, rms_norm,   rotate_and_write, attend,  recurrent,
+          embed, route, accumulate, draw,          likelihood, probabilities,    logprobs};
 }
 
 }  // namespace
