@@ -107,10 +107,7 @@ def write_gguf(path: Path, edit: Callable[[gguf.GGUFWriter], None] = lambda _: N
         to = gguf.GGMLQuantizationType.Q8_0 if len(shape) == 2 else gguf.GGMLQuantizationType.F32
         writer.add_tensor(name, gguf.quantize(values, to), raw_dtype=to)
     edit(writer)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    gguf_support.finish(writer)
 
 
 def write_models(folder: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig, PreTrainedModel
 
+from gguf_support import finish
 from model_support import tiny
 from paceline.drafters.heads.assistant import Assistant, Centroids
 from paceline.drafters.heads.assistant_loading import cache_places
@@ -199,8 +200,5 @@ def write_gguf(path: Path, model: PreTrainedModel) -> Path:
         stem, suffix = general.rsplit(".", 1)
         place = theirs_of[general] if general in theirs_of else f"{theirs_of[stem]}.{suffix}"
         writer.add_tensor(place.format(*numbers), tensor.contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path

@@ -36,6 +36,14 @@ def begun(path: Path, architecture: str, config: Any, more_layers: int = 0) -> g
     return writer
 
 
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Write what was added, and close the file."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def encode(values: Floats, kind: GGMLQuantizationType) -> npt.NDArray[Any]:
     """Encode numbers [rows, width] in a type."""
     if library := os.environ.get("LLAMA_CPP"):
@@ -145,10 +153,7 @@ def copy(source: Path, target: Path, kind_of: KindOf, tensors_per_part: int = 0)
         if values.shape[-1] % GGML_QUANT_SIZES[to][0]:
             to = _FALLBACKS.get(to, GGMLQuantizationType.Q8_0)
         writer.add_tensor(tensor.name, encode(values, to) if values.ndim == 2 else values, raw_dtype=to)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 _Q = GGMLQuantizationType

@@ -385,10 +385,7 @@ def rewritten(edit: Edit) -> Callable[[Path], None]:
         for tensor in reader.tensors:
             writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
         edit(writer)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        gguf_support.finish(writer)
         source.with_suffix(".new").replace(source)
 
     return damage

@@ -11,7 +11,7 @@ from transformers import AutoConfig, LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import paceline
-from gguf_support import begun
+from gguf_support import begun, finish
 from kernels.tools import ragged
 from model_support import LLAMA3_ROPE, NATIVE, YARN_ROPE, Runner, random_tokens, rope, tiny
 from paceline import LLM, SamplingParams
@@ -222,10 +222,7 @@ def _written(path: Path, theirs: PreTrainedModel, more: Mapping[str, Any] | None
         for half, values in halves.items():
             place = theirs_of[f"layers.{{}}.{half}" if index else half].format(index)
             writer.add_tensor(f"{place}.{suffix}", values.contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import Lfm2ForCausalLM
 
+from gguf_support import finish
 from paceline.errors import ModelFormatError
 from paceline.kernels import native
 from paceline.models.loading import load_model
@@ -41,10 +42,7 @@ def write(path: Path, theirs: Lfm2ForCausalLM, key_heads: int = 2) -> Path:
         called = names.get_name(name, try_suffixes=(".weight",))
         assert called is not None, name
         writer.add_tensor(called, values.contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from gguf_support import begun
+from gguf_support import begun, finish
 from model_support import FOREIGN, NATIVE, VOCABULARY, Runner, random_tokens, tiny
 from paceline import LLM
 from paceline.errors import ModelFormatError, ModelNotFoundError
@@ -335,10 +335,7 @@ def _write_gguf(path: Path, model: PreTrainedModel, kind: gguf.GGMLQuantizationT
         array = _permuted(array, heads[part]) if arch == "llama" and part in heads else array
         packed = kind if array.ndim > 1 else gguf.GGMLQuantizationType.F32
         writer.add_tensor(_gguf_name(name), gguf.quantize(np.ascontiguousarray(array), packed), raw_dtype=packed)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

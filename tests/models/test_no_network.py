@@ -21,6 +21,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import real_models
+from gguf_support import finish
 from model_support import FOREIGN, NATIVE, tiny
 from paceline import LLM, SamplingParams
 from paceline.errors import ModelFormatError
@@ -77,10 +78,7 @@ def write_gguf(path: Path) -> None:
     shapes |= {f"blk.0.{norm}_norm.weight": (8,) for norm in ("attn", "ffn")}
     for name, shape in shapes.items():
         writer.add_tensor(name, torch.ones(shape).numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 @pytest.mark.parametrize("name", ["gguf/large.gguf", "native", "foreign"])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gguf_support import begun
+from gguf_support import begun, finish
 from paceline import LLM
 from paceline.config import SamplingParams
 from paceline.drafters.heads.decoder import TorchHead
@@ -99,10 +99,7 @@ def write(path: Path, tensors: dict[str, Tensor], config: Any, heads: int) -> Pa
             ours = ours.replace(theirs, called)
         array = np.ascontiguousarray(converted(name, values, config).float().numpy())
         writer.add_tensor(ours, array, raw_dtype=gguf.GGMLQuantizationType.F32)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

@@ -9,6 +9,7 @@ import gguf
 import pytest
 from transformers import GenerationConfig
 
+from gguf_support import finish
 from model_support import NATIVE, tiny
 from paceline import LLM, SamplingParams
 from paceline.errors import ModelFormatError
@@ -32,10 +33,7 @@ def test_a_gguf_file_recommends_its_general_sampling_values(tmp_path: Path) -> N
     writer.add_float32("general.sampling.temp", 0.5)
     writer.add_int32("general.sampling.top_k", 20)
     writer.add_float32("general.sampling.penalty_repeat", 1.5)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     assert recommended_sampling(tmp_path / "model.gguf") == {"temperature": 0.5, "top_k": 20}
 
 

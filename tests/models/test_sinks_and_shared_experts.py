@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from gguf_support import begun
+from gguf_support import begun, finish
 from model_support import VOCABULARY, random_tokens, tiny
 from paceline import LLM, SamplingParams
 from paceline.core.nodes import Nodes
@@ -223,10 +223,7 @@ def _written(path: Path, theirs: PreTrainedModel, experts: gguf.GGMLQuantization
             assert called is not None, half
             kind = experts if tensor.dim() == 3 else gguf.GGMLQuantizationType.F32
             writer.add_tensor(called + suffix, gguf.quantize(values.contiguous().numpy(), kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 
