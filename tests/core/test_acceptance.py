@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batches import new_batch
+from batches import filled
 from paceline.config import SamplingParams
 from paceline.core.acceptance import RULES, coupled, rejection
 from paceline.core.batch import Batch, RowStart
@@ -23,11 +23,8 @@ V = 6
 
 
 def make_batch(rows: int, vocab: int = V, **params: object) -> Batch:
-    batch = new_batch(rows, 32, vocab)
-    for row in range(rows):
-        batch.set_row(row, RowStart([row % V, 2], SamplingParams(**params), sequence_seed(row, 0)))  # type: ignore[arg-type]
-    batch.set_live(range(rows))
-    return batch
+    own = SamplingParams(**params)  # type: ignore[arg-type]
+    return filled([RowStart([row % V, 2], own, sequence_seed(row, 0)) for row in range(rows)], 32, vocab)
 
 
 def one_hot(tokens: torch.Tensor) -> torch.Tensor:
@@ -137,10 +134,7 @@ def test_draft_tokens_from_the_targets_own_distribution_are_always_accepted() ->
 
 @pytest.mark.parametrize("rule", RULES)
 def test_greedy_rows_beside_sampled_ones_take_the_argmax_under_both_rules(rule: str) -> None:
-    batch = new_batch(2, 32, V)
-    batch.set_row(0, RowStart([1], SamplingParams(temperature=0), 1))
-    batch.set_row(1, RowStart([1], SamplingParams(temperature=1), 2))
-    batch.set_live(range(2))
+    batch = filled([RowStart([1], SamplingParams(temperature=each), 1 + each) for each in (0, 1)], 32, V)
     for seed in range(50):
         logits = torch.randn(2, 4, V, generator=torch.Generator().manual_seed(seed))
         best = logits.argmax(-1)

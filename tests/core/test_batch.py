@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from batches import new_batch
+from batches import filled, new_batch
 from paceline.config import MAX_SPECULATION_LENGTH, SamplingParams
 from paceline.core.batch import Batch, RowStart
 from paceline.core.draft import Verdict
 
 
 def make_batch() -> Batch:
-    batch = new_batch(4, 20, 10)
-    batch.set_row(0, RowStart([1, 2, 3], SamplingParams(max_tokens=5), seed=11))
-    batch.set_row(1, RowStart([4], SamplingParams(max_tokens=50, top_k=3, logit_bias={2: 1.5}), seed=12))
-    batch.set_row(2, RowStart([5, 6], SamplingParams(min_tokens=3, temperature=0), seed=13, stop_tokens=(7,)))
-    batch.set_live(range(3))
-    return batch
+    starts = [
+        RowStart([1, 2, 3], SamplingParams(max_tokens=5), seed=11),
+        RowStart([4], SamplingParams(max_tokens=50, top_k=3, logit_bias={2: 1.5}), seed=12),
+        RowStart([5, 6], SamplingParams(min_tokens=3, temperature=0), seed=13, stop_tokens=(7,)),
+    ]
+    return filled(starts, 20, 10, free=1)
 
 
 def test_a_row_gains_its_accepted_tokens_and_one_more() -> None:

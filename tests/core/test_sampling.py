@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare, kstest
 
-from batches import new_batch
+from batches import filled
 from paceline.config import SamplingParams
 from paceline.core.batch import Batch, RowStart
 from paceline.core.sampling import (
@@ -40,10 +40,7 @@ STOPS = (1, 5)
 
 def make_batch(starts: list[RowStart], answers: list[list[int]] | None = None, vocab: int = V) -> Batch:
     """Batch of rows with these prompts and the tokens of their answers so far."""
-    batch = new_batch(len(starts) + 1, 64, vocab)
-    for row, start in enumerate(starts):
-        batch.set_row(row, start)
-    batch.set_live(range(len(starts)))
+    batch = filled(starts, 64, vocab, free=1)
     for row, answer in enumerate(answers or []):
         batch.text[row, batch.lengths[row] : batch.lengths[row] + len(answer)] = torch.tensor(answer, dtype=torch.int64)
         batch.length[row] += len(answer)

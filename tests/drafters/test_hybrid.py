@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from batches import new_batch
+from batches import filled
 from paceline.config import SamplingParams
 from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.core.draft import Draft, Verdict
@@ -32,10 +32,7 @@ PARAMS = [
 
 def setup(*prompts: list[int]) -> tuple[HybridDrafter, Batch]:
     decoder = DraftDecoder(ToyModel(), BACKENDS["padded"](), len(prompts), 120)
-    batch = new_batch(len(prompts), 120, VOCAB)
-    for row, prompt in enumerate(prompts):
-        batch.set_row(row, RowStart(prompt, PARAMS[row % 3], 100 + row))
-    batch.set_live(range(len(prompts)))
+    batch = filled([RowStart(prompt, PARAMS[row % 3], 100 + row) for row, prompt in enumerate(prompts)], 120, VOCAB)
     decoder.prefill(batch, range(len(prompts)), [0] * len(prompts), [len(prompt) - 1 for prompt in prompts])
     return HybridDrafter(NgramDrafter(), ModelDrafter(decoder, "coupled")), batch
 

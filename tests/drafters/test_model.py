@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from batches import new_batch
+from batches import filled
 from paceline.config import AcceptanceName, SamplingParams
 from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.core.draft import Verdict
@@ -31,10 +31,8 @@ STOPS = (2, 11)
 
 def setup(rule: AcceptanceName = "coupled", params: Sequence[SamplingParams] = PARAMS) -> tuple[ModelDrafter, Batch]:
     decoder = DraftDecoder(ToyModel(), BACKENDS["padded"](), len(PROMPTS), 64)
-    batch = new_batch(len(PROMPTS), 64, VOCAB)
-    for row, (prompt, each) in enumerate(zip(PROMPTS, params, strict=True)):
-        batch.set_row(row, RowStart(prompt, each, 100 + row, STOPS))
-    batch.set_live(range(len(PROMPTS)))
+    rows = enumerate(zip(PROMPTS, params, strict=True))
+    batch = filled([RowStart(prompt, each, 100 + row, STOPS) for row, (prompt, each) in rows], 64, VOCAB)
     decoder.prefill(batch, range(len(PROMPTS)), [0] * len(PROMPTS), [len(prompt) - 1 for prompt in PROMPTS])
     return ModelDrafter(decoder, rule), batch
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from batches import new_batch
+from batches import filled
 from head_support import SWITCHES, Reading, tiny_feature_head, tiny_head, tiny_native_head
 from paceline.config import EngineConfig, SamplingParams
 from paceline.core.batch import Batch, RowStart, SpeculationPlan
@@ -73,11 +73,7 @@ def decoder_of(head: NativeHead, rows: Sequence[int]) -> NativeHeadDecoder:
 
 
 def batch_of(rows: Sequence[int], params: SamplingParams = PLAIN) -> Batch:
-    batch = new_batch(len(rows), POSITIONS, VOCAB)
-    for row, which in enumerate(rows):
-        batch.set_row(row, RowStart(TEXTS[which], params, seed=which))
-    batch.set_live(range(len(rows)))
-    return batch
+    return filled([RowStart(TEXTS[which], params, seed=which) for which in rows], POSITIONS, VOCAB)
 
 
 def _rounded(tensor: Tensor, to: Format, parts: int) -> Tensor:
@@ -294,9 +290,8 @@ class Anew:
         engine = make_engine(self.target, self.head, drafter="feature", max_batch_size=1)
         (decoder,) = engine.parts.drafter.decoders
         text = batch.tokens[row, : batch.lengths[row]].tolist()
-        own = new_batch(1, POSITIONS, VOCAB)
-        own.set_row(0, RowStart(text, batch.sampling.params[row], int(batch.sampling.seed[batch.slots[row]])))
-        own.set_live(range(1))
+        seed = int(batch.sampling.seed[batch.slots[row]])
+        own = filled([RowStart(text, batch.sampling.params[row], seed)], POSITIONS, VOCAB)
         own.sampling.prompt_length[0] = batch.sampling.prompt_length[batch.slots[row]]
         engine.parts.target.prefill(own, [0], [0], [len(text) - 1])
         assert isinstance(decoder, NativeHeadDecoder)

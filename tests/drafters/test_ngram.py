@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batches import new_batch
+from batches import filled, new_batch
 from paceline.config import MAX_SPECULATION_LENGTH, SamplingParams
 from paceline.core.batch import RowStart, SpeculationPlan
 from paceline.core.draft import SIBLING_KIND
@@ -106,9 +106,7 @@ def test_a_match_at_a_documents_very_end_hides_no_shorter_one() -> None:
 
 def test_continuations_that_part_ways_are_merged_into_a_tree() -> None:
     row = [1, 2, 5, 6, 7, 9, 1, 2, 5, 8, 9, 1, 2]
-    batch = new_batch(1, 40, 10)
-    batch.set_row(0, RowStart(row, SamplingParams(), 0))
-    batch.set_live(range(1))
+    batch = filled([RowStart(row, SamplingParams(), 0)], 40, 10)
     draft = NgramDrafter(width=2).propose(batch, SpeculationPlan(3))
     assert draft.draft_tokens == [[5, 8, 9, 6, 7]]
     assert draft.host_parents == [[-1, 0, 1, 0, 3]]
@@ -122,9 +120,7 @@ def test_continuations_that_part_ways_are_merged_into_a_tree() -> None:
 def test_a_tree_is_no_deeper_and_no_wider_than_asked_and_begins_with_the_chain(
     row: list[int], k: int, width: int
 ) -> None:
-    batch = new_batch(1, 40, 10)
-    batch.set_row(0, RowStart(row, SamplingParams(), 0))
-    batch.set_live(range(1))
+    batch = filled([RowStart(row, SamplingParams(), 0)], 40, 10)
     draft = NgramDrafter(width=width).propose(batch, SpeculationPlan(k))
     depths = Counter(len(way) for way in draft.token_paths[0][1:])
     assert max(depths, default=0) <= k

@@ -6,7 +6,7 @@ from typing import cast
 
 import pytest
 
-from batches import new_batch
+from batches import filled
 from paceline.config import SamplingParams
 from paceline.core.batch import Batch, RowStart
 from paceline.core.draft import Verdict
@@ -37,11 +37,7 @@ class Scripted:
 
 
 def batch_of(rows: int) -> Batch:
-    batch = new_batch(2, 20, 10)
-    for slot in range(rows):
-        batch.set_row(slot, RowStart([1], SamplingParams(), slot))
-    batch.set_live(range(rows))
-    return batch
+    return filled([RowStart([1], SamplingParams(), slot) for slot in range(rows)], 20, 10, free=2 - rows)
 
 
 def test_the_first_runner_that_can_runs_the_round_and_a_change_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

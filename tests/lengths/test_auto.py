@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from batches import filled
 from paceline.config import EngineConfig, SamplingParams
 from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.core.draft import Draft, HostVerdict, Verdict
@@ -462,11 +463,8 @@ def copying(simulation: DraftSimulation, costs: CostTable = CPU) -> AutoLength:
 
 
 def batch_of(rows: int, tokens: int = 100) -> Batch:
-    batch = Batch(rows, 400, 4)
-    for row in range(rows):
-        batch.set_row(row, RowStart([1] * 10, SamplingParams(temperature=0, max_tokens=tokens), row))
-    batch.set_live(range(rows))
-    return batch
+    params = SamplingParams(temperature=0, max_tokens=tokens)
+    return filled([RowStart([1] * 10, params, row) for row in range(rows)], 400, 4)
 
 
 def select(confidence: list[list[float]], counts: list[int], costs: CostTable) -> tuple[AutoLength, list[int]]:

@@ -9,8 +9,9 @@ from statistics import geometric_mean, harmonic_mean
 import pytest
 from benchmarks.replay_auto import COSTS, PROMPTS, SHAPES, TEXTS, Text, costs_of, speed
 
+from batches import filled
 from paceline.config import SamplingParams
-from paceline.core.batch import Batch, RowStart
+from paceline.core.batch import RowStart
 from paceline.lengths.cost import CostModel
 from paceline.lengths.rounds import AutoRound
 from paceline.lengths.sources import DraftSource
@@ -35,10 +36,8 @@ def test_eight_rows_whose_draft_tokens_hardly_pay_lose_next_to_nothing() -> None
 
 def counts_verified(acceptance: float, leads: Sequence[float]) -> list[int]:
     """Draft tokens verified of four rows, each with one that is right with .9 and costs 0.8 tokens."""
-    batch = Batch(4, 128, 4)
-    for row in range(4):
-        batch.set_row(row, RowStart([1] * 100, SamplingParams(temperature=0, max_tokens=20), row))
-    batch.set_live(range(4))
+    params = SamplingParams(temperature=0, max_tokens=20)
+    batch = filled([RowStart([1] * 100, params, row) for row in range(4)], 128, 4)
     source = DraftSource(1.0)
     source.judged, source.right = 1000.0, 1000.0 * acceptance
     times = CostModel(linear_costs(verify=2.0, token=2.0)).times(4, 100)  # a plain round takes 10 ms

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 
+from batches import filled
 from paceline.config import SamplingParams
 from paceline.core.batch import Batch, RowStart
 from paceline.lengths.records import EXPLORATION_SHARE, ExplorationBudget, RowProgress, RunningMean, TokenRate
@@ -62,11 +63,8 @@ def test_the_exploration_budget_pays_once_it_covers_the_price_and_never_holds_mo
 
 
 def batch_of(tokens_left: list[int]) -> Batch:
-    batch = Batch(len(tokens_left), 400, 4)
-    for row, left in enumerate(tokens_left):
-        batch.set_row(row, RowStart([1] * 10, SamplingParams(temperature=0, max_tokens=left), row))
-    batch.set_live(range(len(tokens_left)))
-    return batch
+    params = [SamplingParams(temperature=0, max_tokens=left) for left in tokens_left]
+    return filled([RowStart([1] * 10, each, row) for row, each in enumerate(params)], 400, 4)
 
 
 def test_while_requests_wait_or_may_come_all_tokens_weigh_the_same() -> None:

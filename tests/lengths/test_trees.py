@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batches import filled
 from paceline.config import SamplingParams
 from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.core.draft import Draft, Verdict
@@ -40,11 +41,8 @@ def draft_of(
 
 
 def batch_of(rows: int) -> Batch:
-    batch = Batch(rows, 200, 64)
-    for row in range(rows):
-        batch.set_row(row, RowStart([1] * 10, SamplingParams(temperature=0, max_tokens=100), row))
-    batch.set_live(range(rows))
-    return batch
+    params = SamplingParams(temperature=0, max_tokens=100)
+    return filled([RowStart([1] * 10, params, row) for row in range(rows)], 200, 64)
 
 
 trees = (

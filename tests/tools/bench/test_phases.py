@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from batches import new_batch
+from batches import filled
 from paceline.config import SamplingParams
 from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.core.draft import Draft, Verdict
@@ -43,10 +43,8 @@ def test_draft_tokens_are_right_at_the_given_rate_verified_or_not(verified: list
     def rule(draft: Draft, logits: torch.Tensor, batch: Batch) -> Verdict:
         return Verdict(torch.full((batch.rows, draft.k + 1), real), torch.zeros_like(draft.counts), draft.counts)
 
-    batch = new_batch(2, 40, 8)
-    for row in range(2):
-        batch.set_row(row, RowStart([1, 2], SamplingParams(temperature=0, max_tokens=30), row))
-    batch.set_live(range(2))
+    params = SamplingParams(temperature=0, max_tokens=30)
+    batch = filled([RowStart([1, 2], params, row) for row in range(2)], 40, 8)
     script = Script(Fives([3, 1]), rule)
     script.rate = 0.5
     right = []
@@ -68,9 +66,7 @@ def test_draft_tokens_are_right_at_the_given_rate_verified_or_not(verified: list
 
 
 def test_a_round_without_draft_tokens_has_the_real_verdict() -> None:
-    batch = new_batch(1, 40, 8)
-    batch.set_row(0, RowStart([1, 2], SamplingParams(temperature=0, max_tokens=30), 0))
-    batch.set_live(range(1))
+    batch = filled([RowStart([1, 2], SamplingParams(temperature=0, max_tokens=30), 0)], 40, 8)
     script = Script(Fives([3]), all_wrong)
     script.propose(batch, SpeculationPlan(3))
     script.judge(script.propose(batch, SpeculationPlan(3)), torch.zeros(1, 4, 8), batch)
