@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import real_models
+from byte_model import save_llama
 from paceline.config import ServerConfig
 from paceline.engine.engine import Request
 from paceline.llm import LLM
@@ -56,22 +56,8 @@ def call(name: str, /, **arguments: Any) -> str:
 def save_model(path: Path) -> str:
     tokenizer = Tokenizer.load(real_models.find("smollm2-135m")).huggingface
     tokenizer.chat_template = TEMPLATE
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=POSITIONS,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    LlamaForCausalLM(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return str(path)
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    return save_llama(path, tokenizer, seed=1, **sizes, max_position_embeddings=POSITIONS, initializer_range=0.02)
 
 
 @contextmanager

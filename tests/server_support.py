@@ -15,9 +15,8 @@ from typing import Any
 import httpx
 import torch
 from openai import OpenAI
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from byte_model import byte_tokenizer, save_llama
 from paceline.config import ServerConfig
 from paceline.llm import LLM
 from paceline.server.app import make_app
@@ -26,38 +25,10 @@ from paceline.server.run import Server
 from polling import PATIENCE, wait_until
 from web import client
 
-TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[bot]"
-
-
-def byte_tokenizer(special: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(name) for name in ("<eos>", *special)])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", chat_template=TEMPLATE)
-
 
 def save_model(path: Path, special: Sequence[str] = ()) -> str:
     """Save the model. special: spellings of further special tokens."""
-    tokenizer = byte_tokenizer(special)
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,  # the native kernels require it
-        max_position_embeddings=512,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        initializer_range=0.5,  # far from uniform, so that greedy decoding has no near-ties
-    )
-    LlamaForCausalLM(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return str(path)
+    return save_llama(path, byte_tokenizer(special), seed=1, head_dim=16)  # the native kernels require this width
 
 
 def load(model: str, **options: Any) -> LLM:

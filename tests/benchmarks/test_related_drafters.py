@@ -11,7 +11,7 @@ import pytest
 from benchmarks.related_drafters import DRAFT_TOKENS, KINDS, OPENINGS, arguments, main, summary, usable, written_prompts
 
 from benchmarks import related_drafters
-from cli.conftest import make_tokenizer
+from byte_model import byte_tokenizer
 from paceline.config.training import DRAFT_KINDS
 from paceline.models.tokenizer import Tokenizer
 from paceline.tools.bench.drafters import Count
@@ -44,7 +44,7 @@ def test_the_target_writes_as_many_prompts_after_each_opening(monkeypatch: pytes
         asked.extend(zip(prompts, params, strict=True))
         return [SimpleNamespace(outputs=[SimpleNamespace(text=f" {place}")]) for place in range(len(prompts))]
 
-    tokenizer = Tokenizer.load(make_tokenizer())
+    tokenizer = Tokenizer.load(byte_tokenizer())
     llm: Any = SimpleNamespace(requests=SimpleNamespace(tokenizer=tokenizer), generate=generate)
     found = written_prompts(llm, 2 * len(OPENINGS))
     texts = [tokenizer.decode(prompt) for prompt, _ in asked]

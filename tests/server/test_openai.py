@@ -13,11 +13,12 @@ import jsonschema_rs
 import openai
 import pytest
 
+from byte_model import TEMPLATE
 from paceline.config import SamplingParams, ServerConfig
 from paceline.core.outputs import CompletionOutput, TokenKind
 from paceline.llm import LLM
 from paceline.server.replies import accepted_per_round
-from server_support import TEMPLATE, Live, start
+from server_support import Live, start
 from web import client
 
 pytestmark = pytest.mark.usefixtures("one_thread")

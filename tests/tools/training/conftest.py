@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from cli.conftest import make_tokenizer
+from byte_model import byte_tokenizer, save_llama
 from paceline.cli.main import app
 from paceline.llm import LLM
 
@@ -21,24 +19,8 @@ SIZES = (
 
 
 def save_target(path: Path, layers: int = 8) -> str:
-    tokenizer = make_tokenizer()
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        initializer_range=0.1,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(4)
-        LlamaForCausalLM(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return str(path)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": layers, "initializer_range": 0.1}
+    return save_llama(path, byte_tokenizer(), seed=4, **sizes)
 
 
 @pytest.fixture(autouse=True)

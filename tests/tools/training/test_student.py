@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3ForCausalLM
 
-from cli.conftest import make_tokenizer
+from byte_model import byte_tokenizer
 from paceline.config import DraftTraining, EngineOptions, SamplingParams
 from paceline.errors import ParameterError
 from paceline.llm import LLM
@@ -123,7 +123,7 @@ def test_a_run_cannot_be_resumed_with_another_number_of_layers(distilled: Path, 
 
 
 def test_qwen3_with_tied_embeddings_is_supported_and_other_families_are_refused(tmp_path: Path, target: str) -> None:
-    tokenizer = make_tokenizer()
+    tokenizer = byte_tokenizer()
     config = Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=8, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, max_position_embeddings=128, tie_word_embeddings=True,
