@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -204,7 +204,7 @@ def llama_like(
         attention_of(config, rotary=of_layer, window=window, **attention)
         for of_layer, window in zip(rotaries, windows, strict=True)
     ]
-    return decoder_of(config, attentions, norms)
+    return dense_decoder_of(config, attentions, norms)
 
 
 def attention_of(config: PretrainedConfig, **fields: Any) -> AttentionSpec:
@@ -225,7 +225,7 @@ def with_experts(spec: DecoderSpec, count: int, used: int, width: int, **routing
     return replace(spec, layers=tuple(layers))
 
 
-def decoder_of(
+def dense_decoder_of(
     config: PretrainedConfig, attentions: Sequence[AttentionSpec], norms: NormPlaces = "before"
 ) -> DecoderSpec | None:
     """Describe a decoder with RMS norms and a gated MLP in every layer; None if its activation is unknown."""
@@ -233,13 +233,18 @@ def decoder_of(
     if activation is None:
         return None
     mlp = MLPSpec(config.intermediate_size, activation, bias=bool(getattr(config, "mlp_bias", False)))
-    return DecoderSpec(
-        family=config.model_type,
-        vocab_size=config.vocab_size,
-        width=config.hidden_size,
-        max_positions=longest_sequence(config),
-        layers=tuple(LayerSpec(attention, mlp, norms) for attention in attentions),
-        norm=NormSpec("rms", config.rms_norm_eps),
-        embed_width=config.hidden_size,
-        tied=bool(config.tie_word_embeddings),
-    )
+    return decoder_of(config, (LayerSpec(attention, mlp, norms) for attention in attentions))
+
+
+def decoder_of(config: PretrainedConfig, layers: Iterable[LayerSpec], **fields: Any) -> DecoderSpec:
+    """Describe a decoder of these layers. fields: of ``DecoderSpec``, which replace those of the configuration."""
+    usual = {
+        "family": config.model_type,
+        "vocab_size": config.vocab_size,
+        "width": config.hidden_size,
+        "max_positions": longest_sequence(config),
+        "embed_width": config.hidden_size,
+        "tied": bool(config.tie_word_embeddings),
+    }
+    norm = fields.pop("norm", None) or NormSpec("rms", config.rms_norm_eps)
+    return DecoderSpec(layers=tuple(layers), norm=norm, **usual | fields)

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from paceline.models.description import DecoderSpec, LayerSpec, MLPSpec, NormSpec
+from paceline.models.description import DecoderSpec, LayerSpec, MLPSpec
 from paceline.models.families.base import (
     ACTIVATION_NAMES,
     GGUF_NORMS_AFTER,
@@ -20,9 +20,10 @@ from paceline.models.families.base import (
     GGUFForm,
     attention_of,
     biases_of,
+    decoder_of,
     windows_of,
 )
-from paceline.models.families.rotary import longest_sequence, rotary_of
+from paceline.models.families.rotary import rotary_of
 from paceline.models.weight_names import WeightNames
 
 _LAYERS_OF_27B = 62  # this size alone scales scores by width / heads instead of the head's width
@@ -44,18 +45,9 @@ def _describe(config: PretrainedConfig) -> DecoderSpec | None:
         for rotary in both
     )
     near, mlp = replace(near, window=config.sliding_window), MLPSpec(config.intermediate_size, activation)
-    return DecoderSpec(
-        family=config.model_type,
-        vocab_size=config.vocab_size,
-        width=config.hidden_size,
-        max_positions=longest_sequence(config),
-        layers=tuple(LayerSpec(far if window is None else near, mlp, "both") for window in windows),
-        norm=NormSpec("rms", config.rms_norm_eps),
-        embed_width=config.hidden_size,
-        embed_scale=config.hidden_size**0.5,
-        logits_cap=config.final_logit_softcapping,
-        tied=bool(config.tie_word_embeddings),
-    )
+    layers = (LayerSpec(far if window is None else near, mlp, "both") for window in windows)
+    scale, cap = config.hidden_size**0.5, config.final_logit_softcapping
+    return decoder_of(config, layers, embed_scale=scale, logits_cap=cap)
 
 
 def _asks_for_more(config: PretrainedConfig) -> bool:

@@ -19,7 +19,6 @@ from paceline.models.description import (
     ExpertsSpec,
     LayerSpec,
     MLPSpec,
-    NormSpec,
     TokenInputsSpec,
     check,
 )
@@ -34,8 +33,9 @@ from paceline.models.families.base import (
     GGUFForm,
     attention_of,
     biases_of,
+    decoder_of,
 )
-from paceline.models.families.rotary import longest_sequence, rotary_of
+from paceline.models.families.rotary import rotary_of
 from paceline.models.weight_names import WeightNames
 from paceline.models.weights import StoredTensor
 
@@ -45,19 +45,14 @@ def _describe(config: PretrainedConfig) -> DecoderSpec | None:
     attentions = _attentions(config)
     if activation is None or attentions is None or _asks_for_more(config):
         return None
-    return DecoderSpec(
-        family=config.model_type,
-        vocab_size=config.vocab_size,
-        width=config.hidden_size,
-        max_positions=longest_sequence(config),
-        layers=tuple(
-            LayerSpec(attention, _mlp(config, attention, activation), "both", scaled=True) for attention in attentions
-        ),
-        norm=NormSpec("rms", config.rms_norm_eps),
-        embed_width=config.hidden_size,
+    layers = (
+        LayerSpec(attention, _mlp(config, attention, activation), "both", scaled=True) for attention in attentions
+    )
+    return decoder_of(
+        config,
+        layers,
         embed_scale=config.hidden_size**0.5,
         logits_cap=config.final_logit_softcapping,
-        tied=bool(config.tie_word_embeddings),
         token_inputs=_token_inputs(config, activation),
     )
 

@@ -9,12 +9,11 @@ from paceline.models.description import (
     LayerSpec,
     Mamba2Spec,
     MLPSpec,
-    NormSpec,
     Rotary,
     without_residual_scale,
 )
-from paceline.models.families.base import ACTIVATION_NAMES, LLAMA_NAMES, Family, attention_of, biases_of
-from paceline.models.families.rotary import head_dim, longest_sequence, plain_rotary, rotary_of, without_positions
+from paceline.models.families.base import ACTIVATION_NAMES, LLAMA_NAMES, Family, attention_of, biases_of, decoder_of
+from paceline.models.families.rotary import head_dim, plain_rotary, rotary_of, without_positions
 from paceline.models.weight_names import WeightNames
 
 _KINDS = {"full_attention", "linear_attention"}
@@ -44,18 +43,11 @@ def _describe(config: PretrainedConfig) -> DecoderSpec | None:
     attention = attention_of(config, rotary=rotary, scale=float(config.attention_multiplier), **biases_of(config))
     mamba, mlp = _mamba(config), MLPSpec(config.shared_intermediate_size)
     mixers = (mamba if kind == "linear_attention" else attention for kind in config.layer_types)
-    spec = DecoderSpec(
-        family="granitemoehybrid",
-        vocab_size=config.vocab_size,
-        width=config.hidden_size,
-        max_positions=longest_sequence(config),
-        layers=tuple(LayerSpec(mixer, mlp) for mixer in mixers),
-        norm=NormSpec("rms", config.rms_norm_eps),
-        embed_width=config.hidden_size,
-        embed_scale=float(config.embedding_multiplier),
-        logits_scale=1.0 / float(config.logits_scaling),
-        tied=bool(config.tie_word_embeddings),
-    )
+    scales = {
+        "embed_scale": float(config.embedding_multiplier),
+        "logits_scale": 1.0 / float(config.logits_scaling),
+    }
+    spec = decoder_of(config, (LayerSpec(mixer, mlp) for mixer in mixers), **scales)
     return without_residual_scale(spec, float(config.residual_multiplier))
 
 

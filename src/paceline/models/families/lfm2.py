@@ -8,8 +8,8 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from paceline.models.description import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormSpec, ShortConvSpec, check
-from paceline.models.families.base import LLAMA_GGUF_NAMES, LLAMA_NAMES, ChangedTensor, Family, GGUFForm
-from paceline.models.families.rotary import head_dim, longest_sequence, rotary_of
+from paceline.models.families.base import LLAMA_GGUF_NAMES, LLAMA_NAMES, ChangedTensor, Family, GGUFForm, decoder_of
+from paceline.models.families.rotary import head_dim, rotary_of
 from paceline.models.weight_names import WeightNames
 from paceline.models.weights import StoredTensor
 
@@ -35,16 +35,7 @@ def _describe(config: PretrainedConfig) -> DecoderSpec | None:
     attention = AttentionSpec(*heads, rotary=rotary, qk_norm="head", qk_norm_eps=eps)
     conv, mlp = ShortConvSpec(config.conv_L_cache), MLPSpec(_inner_width(config))
     mixers = (conv if kind == "conv" else attention for kind in config.layer_types)
-    return DecoderSpec(
-        family="lfm2",
-        vocab_size=config.vocab_size,
-        width=config.hidden_size,
-        max_positions=longest_sequence(config),
-        layers=tuple(LayerSpec(mixer, mlp) for mixer in mixers),
-        norm=NormSpec("rms", eps),
-        embed_width=config.hidden_size,
-        tied=bool(config.tie_word_embeddings),
-    )
+    return decoder_of(config, (LayerSpec(mixer, mlp) for mixer in mixers), norm=NormSpec("rms", eps))
 
 
 _NAMES = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from paceline.models.description import DecoderSpec
-from paceline.models.families.base import LLAMA_NAMES, NORMS_AFTER, Family, attention_of, decoder_of, windows_of
+from paceline.models.families.base import LLAMA_NAMES, NORMS_AFTER, Family, attention_of, dense_decoder_of, windows_of
 from paceline.models.families.rotary import rotary_of
 from paceline.models.weight_names import WeightNames
 
@@ -21,7 +21,7 @@ def _describe(config: PretrainedConfig) -> DecoderSpec | None:
         attention_of(config, rotary=rotary, window=window, qk_norm="all", bias=biased, output_bias=biased)
         for rotary, window in zip(rotaries, windows, strict=True)
     ]
-    return decoder_of(config, attentions, "after")
+    return dense_decoder_of(config, attentions, "after")
 
 
 FAMILY = Family("olmo3", _describe, WeightNames({**LLAMA_NAMES, **NORMS_AFTER}, prefixes=("model.",)))

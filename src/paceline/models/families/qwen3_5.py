@@ -13,11 +13,10 @@ from paceline.models.description import (
     ExpertsSpec,
     LayerSpec,
     MLPSpec,
-    NormSpec,
 )
-from paceline.models.families.base import ACTIVATION_NAMES, LLAMA_NAMES, Family
+from paceline.models.families.base import ACTIVATION_NAMES, LLAMA_NAMES, Family, decoder_of
 from paceline.models.families.qwen3_5_gguf import FORM
-from paceline.models.families.rotary import head_dim, longest_sequence, rotary_of
+from paceline.models.families.rotary import head_dim, rotary_of
 from paceline.models.weight_names import WeightNames
 
 _KINDS = {"full_attention", "linear_attention"}
@@ -48,16 +47,9 @@ def describe(config: PretrainedConfig, mlp: MLPSpec | ExpertsSpec) -> DecoderSpe
         eps,
     )
     mixers = (delta if kind == "linear_attention" else attention for kind in text.layer_types)
-    return DecoderSpec(
-        family=config.model_type.removesuffix("_text"),
-        vocab_size=text.vocab_size,
-        width=text.hidden_size,
-        max_positions=longest_sequence(text),
-        layers=tuple(LayerSpec(mixer, mlp) for mixer in mixers),
-        norm=NormSpec("rms", eps),
-        embed_width=text.hidden_size,
-        tied=bool(config.tie_word_embeddings or text.tie_word_embeddings),  # a head that differs is found in the files
-    )
+    tied = bool(config.tie_word_embeddings or text.tie_word_embeddings)  # a head that differs is found in the files
+    family = config.model_type.removesuffix("_text")
+    return decoder_of(text, (LayerSpec(mixer, mlp) for mixer in mixers), family=family, tied=tied)
 
 
 NAMES = WeightNames(
