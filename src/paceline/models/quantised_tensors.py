@@ -173,8 +173,7 @@ class CompressedTensor(GroupedTensor):
         tensors = self.parts.tensors
         codes = _unpacked(tensors["weight_packed"].load(), self.bits)[:, : self.shape[1]].contiguous()
         scales = tensors["weight_scale"].load().float()
-        index = tensors.get("weight_g_idx")
-        of_input = None if index is None else _groups_of(self.parts, "weight_g_idx", self.shape[1], self._count)
+        of_input = _groups_of(self.parts, "weight_g_idx", self.shape[1], self._count)
         return Groups(codes, scales, self._zeros(scales), of_input)
 
     def _zeros(self, scales: Tensor) -> Tensor:
@@ -211,13 +210,8 @@ class GPTQTensor(GroupedTensor):
         codes = _unpacked(tensors["qweight"].load().t(), self.bits)
         zeros = _unpacked(tensors["qzeros"].load(), self.bits)[:, : self.shape[0]].t()
         zeros = (zeros.to(torch.int16) + self._first_zero) & ((1 << self.bits) - 1)
-        return Groups(codes, tensors["scales"].load().t().float(), zeros.float(), self._order())
-
-    def _order(self) -> Tensor | None:
-        """Return the group of each input; None if groups are runs of inputs (no activation order)."""
-        if "g_idx" not in self.parts.tensors:
-            return None
-        return _groups_of(self.parts, "g_idx", self.shape[1], self._count)
+        of_input = _groups_of(self.parts, "g_idx", self.shape[1], self._count)
+        return Groups(codes, tensors["scales"].load().t().float(), zeros.float(), of_input)
 
 
 class AWQTensor(GroupedTensor):
@@ -356,7 +350,12 @@ def _in_order(nibbles: Tensor) -> Tensor:
 
 
 def _groups_of(parts: Parts, suffix: str, inputs: int, count: int) -> Tensor | None:
-    """Return the group of each input; None if groups are equal runs. Raises ModelFormatError for an unknown group."""
+    """Return the group of each input; None if groups are equal runs of inputs (no activation order).
+
+    Raises ModelFormatError for an unknown group.
+    """
+    if suffix not in parts.tensors:
+        return None
     stored = parts.need(suffix, "I32", "I64", dimensions=1)
     parts.check(stored.shape == (inputs,), suffix, f"one group for each of {inputs} inputs")
     found = stored.load().long()
