@@ -9,9 +9,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -72,15 +72,31 @@ def arrivals(trace: str, load: Load) -> list[float]:
     return (unit * pace * load.interval).cumsum().tolist()  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PolicyResult:
-    """One policy under one trace. mean, p50, p99: latencies in seconds."""
+    """One policy under one trace. mean, p50, p99: latencies in seconds.
+
+    latency: milliseconds per token of the trace's first, last and all sequences. means_of_all: ``mean`` of each repeat.
+    """
 
     trace: str
     policy: str
     mean: float
     p50: float
     p99: float
+    tokens_per_second: float
+    seconds: float
+    latency: Latency | None
+    means_of_all: list[float] = field(default_factory=list)
+
+
+Result = TypeVar("Result", bound=PolicyResult)
+
+
+def median_of(repeated: Sequence[Result]) -> Result:
+    """The repeat with the median mean latency."""
+    ordered = sorted(repeated, key=lambda result: result.mean)
+    return replace(ordered[(len(ordered) - 1) // 2], means_of_all=[result.mean for result in repeated])
 
 
 def summed(latencies: Sequence[float]) -> dict[str, Any]:
@@ -89,22 +105,17 @@ def summed(latencies: Sequence[float]) -> dict[str, Any]:
     return {"mean": statistics.fmean(latencies), "p50": statistics.median(latencies), "p99": p99}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrafficResult(PolicyResult):
     """A policy's result in an engine.
 
-    mean_rows: mean number of decoding rows. mean_k: draft tokens verified per
-    row. Both are means over the time in which rows decoded. latency: milliseconds per token of the trace's first, last
-    and all sequences. series: (seconds from the start, draft tokens per row, rows) of rounds.
+    mean_rows: mean number of decoding rows. mean_k: draft tokens verified per row. Both are means over the time in
+    which rows decoded. series: (seconds from the start, draft tokens per row, rows) of rounds.
     """
 
-    tokens_per_second: float
     mean_rows: float
     mean_k: float
-    seconds: float
     series: list[tuple[float, float, int]]
-    means_of_all: list[float]
-    latency: Latency | None = None
 
 
 def replay(
@@ -150,26 +161,22 @@ def run_policy(
     recorder = Recorder(engine.parts.policy)
     engine.parts.policy = recorder
     latencies, seconds, latency = replay(engine, prompts, arrivals(trace, load), load.tokens)
-    return replace(_result(trace, policy, latencies, seconds, recorder.rounds), latency=latency)
+    known = {"trace": trace, "policy": policy, "seconds": seconds, "latency": latency, **summed(latencies)}
+    return _result(known, seconds, recorder.rounds)
 
 
-def _result(trace: str, policy: str, latencies: list[float], seconds: float, rounds: list[Round]) -> TrafficResult:
+def _result(known: dict[str, Any], seconds: float, rounds: list[Round]) -> TrafficResult:
     busy = sum(record.ms for record in rounds)
     start = rounds[0].began
     step = max(1, len(rounds) // _SERIES)
-    known = summed(latencies)
     return TrafficResult(
-        trace=trace,
-        policy=policy,
         **known,
         tokens_per_second=sum(record.tokens for record in rounds) / seconds,
         mean_rows=sum(record.rows * record.ms for record in rounds) / busy,
         mean_k=sum(record.mean_drafted * record.ms for record in rounds) / busy,
-        seconds=seconds,
         series=[
             (round(record.began - start, 3), round(record.mean_drafted, 2), record.rows) for record in rounds[::step]
         ],
-        means_of_all=[known["mean"]],
     )
 
 
@@ -190,9 +197,7 @@ def measure(
     steps = [(trace, policy) for trace in traces for turn in turns(policies, repeats) for policy in turn]
     for trace, policy in progress(steps):
         runs.setdefault((trace, policy), []).append(run_policy(llm, prompts, trace, policy, load))
-    for repeated in runs.values():
-        ordered = sorted(repeated, key=lambda result: result.mean)
-        yield replace(ordered[(len(ordered) - 1) // 2], means_of_all=[result.mean for result in repeated])
+    yield from map(median_of, runs.values())
 
 
 def summary(results: Sequence[TrafficResult]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from paceline.core.outputs import Latency, Metrics
 from paceline.errors import MissingPackageError, PacelineError, ParameterError
 from paceline.tools.bench.measure import turns
 from paceline.tools.bench.plots import new_figure, save
-from paceline.tools.bench.traffic import PROMPTS, Load, PolicyResult, arrivals, draw_latencies, summed
+from paceline.tools.bench.traffic import PROMPTS, Load, PolicyResult, arrivals, draw_latencies, median_of, summed
 
 if TYPE_CHECKING:
     import httpx
@@ -81,18 +81,11 @@ class Answered:
         return Metrics(first_token=self.first, finished=self.latency, output_tokens=self.tokens)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class HttpResult(PolicyResult):
-    """A policy's result over HTTP. Times to the first token (ttft) in seconds.
-
-    latency: milliseconds per token of the trace's first, last and all sequences.
-    """
+    """A policy's result over HTTP. mean_ttft: mean time to the first token in seconds."""
 
     mean_ttft: float
-    tokens_per_second: float
-    seconds: float
-    means_of_all: list[float]
-    latency: Latency | None = None
 
 
 async def ask(client: httpx.AsyncClient, body: dict[str, Any], due: float) -> Answered:
@@ -165,15 +158,13 @@ async def run_policy(client: httpx.AsyncClient, model: str, trace: str, policy: 
     started = time.perf_counter()
     answers = await replay(client, model, load, arrivals(trace, load), policy.most)
     seconds = max(answer.ended for answer in answers) - started
-    known = summed([answer.latency for answer in answers])
     return HttpResult(
         trace=trace,
         policy=policy.name,
-        **known,
+        **summed([answer.latency for answer in answers]),
         mean_ttft=statistics.fmean(answer.first for answer in answers),
         tokens_per_second=sum(answer.tokens for answer in answers) / seconds,
         seconds=seconds,
-        means_of_all=[known["mean"]],
         latency=Latency.of(answer.metrics for answer in answers),
     )
 
@@ -225,9 +216,7 @@ def measure(
             results.setdefault(step, []).append(asyncio.run(run(*step)))
         except* PacelineError as group:
             raise PacelineError(str(_first(group))) from group
-    for runs in results.values():
-        middle = sorted(runs, key=lambda run: run.mean)[(len(runs) - 1) // 2]
-        yield replace(middle, means_of_all=[run.mean for run in runs])
+    yield from map(median_of, results.values())
 
 
 def compared(results: Sequence[HttpResult], last: str) -> dict[str, dict[str, float]]:
