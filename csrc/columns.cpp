@@ -1,10 +1,9 @@
 // Copies columns of a packed linear layer into another one: output heads over some of a vocabulary's tokens.
 #include <cstring>
 
+#include "exports.h"
 #include "kernels.h"
 #include "pool.h"
-
-#define PL_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace paceline {
 namespace {

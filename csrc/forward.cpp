@@ -149,7 +149,7 @@ class Pass {
     for (auto& next : m_.next_unit_) next.store(0, std::memory_order_relaxed);
   }
 
-  static void job(void* self, int thread) { static_cast<Pass*>(self)->run(thread); }
+  static void job(void* self, int thread) noexcept { static_cast<Pass*>(self)->run(thread); }
 
   // Notes what the slots of recurrent layers hold, once all layers have run.
   void commit() const {
@@ -666,6 +666,7 @@ void Model::grow(int threads, int tokens) {
     scratch->normed.grow(sizeof(float) * static_cast<size_t>(std::max(widest, spec.inputs ? spec.inputs->table.inputs : 0)));
     scratch->attention.grow(sizeof(float) * attend_scratch_floats(kernels.max_queries, widest_dim));
     scratch->recurrent.grow(sizeof(float) * recurrent_scratch_floats(spec.recurrent));
+    scratch->changes.reserve(static_cast<size_t>(spec.adapters ? tokens : 0));
   }
 }
 
@@ -708,7 +709,7 @@ class HeadPass {
   HeadPass(Model& model, const Linear& head, Pool& pool, const float* hidden, int rows, float* logits)
       : m_(model), head_(head), pool_(pool), hidden_(hidden), rows_(rows), logits_(logits) {}
 
-  static void job(void* self, int thread) { static_cast<HeadPass*>(self)->run(thread); }
+  static void job(void* self, int thread) noexcept { static_cast<HeadPass*>(self)->run(thread); }
 
  private:
   void run(int thread) {
@@ -741,7 +742,7 @@ class FusePass {
   FusePass(Model& model, Pool& pool, const float* features, int rows, float* out)
       : m_(model), f_(*model.spec.fusion), pool_(pool), features_(features), rows_(rows), out_(out) {}
 
-  static void job(void* self, int thread) { static_cast<FusePass*>(self)->run(thread); }
+  static void job(void* self, int thread) noexcept { static_cast<FusePass*>(self)->run(thread); }
 
  private:
   void run(int thread) {

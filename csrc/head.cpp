@@ -6,9 +6,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "exports.h"
 #include "model.h"
-
-#define PL_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace paceline {
 namespace {
@@ -476,13 +475,11 @@ const char* run_draft(Model& head, Pool& pool, const DraftCall& call, const Cach
 
 using namespace paceline;
 
-PL_EXPORT void pl_keep_fused(Model* head, Pool* pool, const Kept* kept, const int64_t* rows, const int64_t* slots, const float* features,
-                               int count) {
-  keep_states(*head, *pool, *kept, rows, slots, features, count);
+PL_EXPORT const char* pl_keep_fused(Model* head, Pool* pool, const Kept* kept, const int64_t* rows, const int64_t* slots, const float* features,
+                                    int count) {
+  return guarded([&] { keep_states(*head, *pool, *kept, rows, slots, features, count); });
 }
 
-PL_EXPORT const char* pl_draft(Model* head, Pool* pool, const DraftCall* call, const Cache* cache, double* seconds) try {
-  return run_draft(*head, *pool, *call, *cache, seconds);
-} catch (const std::bad_alloc&) {
-  return kOutOfMemory;
+PL_EXPORT const char* pl_draft(Model* head, Pool* pool, const DraftCall* call, const Cache* cache, double* seconds) {
+  return guarded([&] { return run_draft(*head, *pool, *call, *cache, seconds); });
 }

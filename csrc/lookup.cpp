@@ -5,9 +5,12 @@
 #include <unordered_map>
 #include <vector>
 
+#include "exports.h"
+
 namespace paceline {
 namespace {
 
+constexpr const char* kOutside = "a length is negative or beyond the width";
 constexpr int64_t kLongestSuffix = 5;
 constexpr int64_t kMostPlaces = 4096;  // occurrences of a pair of tokens that are examined: a text may repeat one pair over and over
 
@@ -209,47 +212,48 @@ bool append_to_siblings(const RowSources* row_sources, const int64_t* slots, con
 }  // namespace
 }  // namespace paceline
 
-#define PL_EXPORT extern "C" __attribute__((visibility("default")))
-
 using namespace paceline;
 
-PL_EXPORT Texts* pl_texts_new() { return new Texts; }
+PL_EXPORT Texts* pl_texts_new() { return made<Texts>(); }
 PL_EXPORT void pl_texts_free(Texts* texts) { delete texts; }
-PL_EXPORT void pl_texts_append(Texts* texts, int64_t number, const int64_t* tokens, int64_t count) { texts->append(number, tokens, count); }
+PL_EXPORT const char* pl_texts_append(Texts* texts, int64_t number, const int64_t* tokens, int64_t count) {
+  return guarded([&] { texts->append(number, tokens, count); });
+}
 
 // slots: of the rows, in text and lengths. text: at most `width` tokens in each slot, `stride` apart. row_sources: per row, or null; their siblings' texts are
 // brought up to date first. draft_tokens [rows][k], 0 beyond counts[row]; sources: 0 the row's own text, 1 references,
-// 2 siblings, 3 documents. Returns the largest number of draft tokens of a row, or -1 if a length is negative or beyond
-// the width.
-PL_EXPORT int64_t pl_lookup(const Texts* documents, const RowSources* row_sources, const int64_t* slots, const int64_t* text,
-                            int64_t stride, int64_t width, const int64_t* lengths, int64_t rows, int64_t k, int64_t* draft_tokens, int64_t* counts, int64_t* matched,
-                            int64_t* sources) {
-  if (!append_to_siblings(row_sources, slots, text, stride, width, lengths, rows)) return -1;
-  int64_t widest = 0;
-  std::fill(draft_tokens, draft_tokens + rows * k, 0);
-  for (int64_t i = 0; i < rows; ++i) {
-    Found found;
-    if (lengths[slots[i]] > 0) {
-      const Row row = {text + slots[i] * stride, lengths[slots[i]]};
-      found = look_up(row, documents, row_sources == nullptr ? RowSources{} : row_sources[i], k, draft_tokens + i * k);
+// 2 siblings, 3 documents. Returns an error message, or null.
+PL_EXPORT const char* pl_lookup(const Texts* documents, const RowSources* row_sources, const int64_t* slots, const int64_t* text,
+                                int64_t stride, int64_t width, const int64_t* lengths, int64_t rows, int64_t k, int64_t* draft_tokens, int64_t* counts, int64_t* matched,
+                                int64_t* sources) {
+  return guarded([&]() -> const char* {
+    if (!append_to_siblings(row_sources, slots, text, stride, width, lengths, rows)) return kOutside;
+    std::fill(draft_tokens, draft_tokens + rows * k, 0);
+    for (int64_t i = 0; i < rows; ++i) {
+      Found found;
+      if (lengths[slots[i]] > 0) {
+        const Row row = {text + slots[i] * stride, lengths[slots[i]]};
+        found = look_up(row, documents, row_sources == nullptr ? RowSources{} : row_sources[i], k, draft_tokens + i * k);
+      }
+      matched[i] = found.matched, counts[i] = found.count, sources[i] = found.source;
     }
-    matched[i] = found.matched, counts[i] = found.count, sources[i] = found.source;
-    widest = std::max(widest, found.count);
-  }
-  return widest;
+    return nullptr;
+  });
 }
 
 // The same with up to `ways` different continuations per row: draft_tokens [rows][ways][k]; counts, matched, sources
-// [rows][ways]; made [rows]: their number. Returns 0, or -1 if a length is negative or beyond the width.
-PL_EXPORT int64_t pl_lookup_all(const Texts* documents, const RowSources* row_sources, const int64_t* slots, const int64_t* text,
-                                int64_t stride, int64_t width, const int64_t* lengths, int64_t rows, int64_t ways, int64_t k, int64_t* draft_tokens, int64_t* counts,
-                                int64_t* matched, int64_t* sources, int64_t* made) {
-  if (!append_to_siblings(row_sources, slots, text, stride, width, lengths, rows)) return -1;
-  for (int64_t i = 0; i < rows; ++i) {
-    const Row row = {text + slots[i] * stride, lengths[slots[i]]};
-    const RowSources beside = row_sources == nullptr ? RowSources{} : row_sources[i];
-    const int64_t at = i * ways;
-    made[i] = row.length == 0 ? 0 : look_up_all(row, documents, beside, ways, k, draft_tokens + at * k, counts + at, matched + at, sources + at);
-  }
-  return 0;
+// [rows][ways]; made [rows]: their number.
+PL_EXPORT const char* pl_lookup_all(const Texts* documents, const RowSources* row_sources, const int64_t* slots, const int64_t* text,
+                                    int64_t stride, int64_t width, const int64_t* lengths, int64_t rows, int64_t ways, int64_t k, int64_t* draft_tokens, int64_t* counts,
+                                    int64_t* matched, int64_t* sources, int64_t* made) {
+  return guarded([&]() -> const char* {
+    if (!append_to_siblings(row_sources, slots, text, stride, width, lengths, rows)) return kOutside;
+    for (int64_t i = 0; i < rows; ++i) {
+      const Row row = {text + slots[i] * stride, lengths[slots[i]]};
+      const RowSources beside = row_sources == nullptr ? RowSources{} : row_sources[i];
+      const int64_t at = i * ways;
+      made[i] = row.length == 0 ? 0 : look_up_all(row, documents, beside, ways, k, draft_tokens + at * k, counts + at, matched + at, sources + at);
+    }
+    return nullptr;
+  });
 }

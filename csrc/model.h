@@ -13,7 +13,7 @@
 namespace paceline {
 
 // These structures mirror src/paceline/kernels/abi.py; kAbiVersion changes with them.
-constexpr int kAbiVersion = 28;
+constexpr int kAbiVersion = 29;
 
 // The small weights of a recurrent layer. qkv is its first matrix: of a gated delta net, channels and the gates of its
 // output; of a short convolution, B, C and x.
@@ -335,7 +335,7 @@ struct Quantised {
 struct Scratch {  // per thread
   Quantised rows;
   Buffer normed, attention, recurrent;
-  std::vector<const float*> changes;  // LinearCall::changes
+  std::vector<const float*> changes;  // LinearCall::changes; as long as a pass at most, so that no thread of one allocates
 };
 
 class Model {
@@ -407,9 +407,6 @@ struct Move {
 const char* run_draft(Model& drafter, Pool& pool, const DraftCall& call, const Cache& cache, double* seconds);
 
 void move_states(const Model& head, const Kept& kept, const std::vector<Move>& moves);
-
-// The error message of a call that found no memory; native.py raises MemoryError for it.
-constexpr const char* kOutOfMemory = "out of memory";
 
 const char* problem_with_states(const Tokens& tokens, const Cache& cache);  // of recurrent layers; or null
 

@@ -1,6 +1,7 @@
 #include "pool.h"
 
 #include <chrono>
+#include <new>
 
 #include "system.h"
 
@@ -77,9 +78,18 @@ void Pool::run(Job job, void* context) {
   if (threads_ > 1) announce();
   {
     const DefaultFloatMode mode;
-    job(context, 0);
+    run_part(0);
   }
   barrier_.wait();
+  if (failed_.exchange(false)) throw std::bad_alloc();
+}
+
+void Pool::run_part(int thread) {
+  try {
+    job_(context_, thread);
+  } catch (const std::exception&) {
+    failed_.store(true);
+  }
 }
 
 void Pool::work(int thread) {
@@ -87,7 +97,7 @@ void Pool::work(int thread) {
   for (uint32_t seen = 0;; ++seen) {
     wait_while(jobs_, seen, idle_);
     if (stopping_.load()) return;
-    job_(context_, thread);
+    run_part(thread);
     barrier_.wait();
   }
 }

@@ -31,13 +31,15 @@ class Pool {
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
-  // Runs job(context, thread) on every thread, the caller's being thread 0; returns when all are done.
+  // Runs job(context, thread) on every thread, the caller's being thread 0; returns when all are done. Throws std::bad_alloc
+  // if any of them threw. A job that calls meet() must not throw: the others would wait for the thread that did.
   void run(Job job, void* context);
   void meet() { barrier_.wait(); }
   int threads() const { return threads_; }
 
  private:
   void work(int thread);
+  void run_part(int thread);
   void announce();
   void stop();
 
@@ -48,7 +50,7 @@ class Pool {
   void* context_ = nullptr;
   alignas(64) std::atomic<uint32_t> jobs_{0};
   std::atomic<int> idle_{0};
-  std::atomic<bool> stopping_{false};
+  std::atomic<bool> stopping_{false}, failed_{false};
   std::vector<std::thread> workers_;
 };
 

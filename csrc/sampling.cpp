@@ -6,10 +6,9 @@
 #include <cstring>
 #include <utility>
 
+#include "exports.h"
 #include "model.h"
 #include "old_glibc.h"
-
-#define PL_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace paceline {
 namespace {
@@ -27,7 +26,7 @@ class Workspace {
  public:
   DrawScratch lists(int64_t vocabulary) {
     const size_t items = draw_scratch_items(vocabulary);
-    if (tokens_.size() < items) {
+    if (logits_.size() < items) {  // the last one to grow: another one may have found no memory
       tokens_.resize(items);
       depths_.resize(items);
       rest_.resize(items);
@@ -41,6 +40,14 @@ class Workspace {
   uint32_t* counts(int64_t vocabulary) {
     if (counts_.size() < static_cast<size_t>(vocabulary)) counts_.resize(static_cast<size_t>(vocabulary));
     return counts_.data();
+  }
+
+  // Ends a row, also one that found no memory midway.
+  void forget_row() {
+    for (const int64_t token : seen) counts_[static_cast<size_t>(token)] = 0;
+    seen.clear();
+    before.clear();
+    taken.clear();
   }
 
   std::vector<int64_t> seen;                      // tokens with a count
@@ -63,6 +70,7 @@ class Adjustments {
  public:
   Adjustments(const DrawRows& by, int64_t row, int64_t vocabulary, Workspace& workspace)
       : by_(by), row_(row), vocabulary_(vocabulary), workspace_(workspace), counts_(workspace.counts(vocabulary)) {
+    workspace.forget_row();  // a constructor that throws is followed by no destructor
     const int64_t slot = by.slot(row);
     if (by.presence) {
       presence_ = by.presence[slot];
@@ -75,10 +83,7 @@ class Adjustments {
     const int64_t prompt = by.prompt_length[slot];
     for (int64_t i = repetition_ == 1.0f ? prompt : 0; i < by.length[slot]; ++i) count(text[i], i >= prompt);
   }
-  ~Adjustments() {
-    for (const int64_t token : workspace_.seen) counts_[token] = 0;
-    workspace_.seen.clear();
-  }
+  ~Adjustments() { workspace_.forget_row(); }
   Adjustments(const Adjustments&) = delete;
   Adjustments& operator=(const Adjustments&) = delete;
 
@@ -259,6 +264,37 @@ void noisy_shares(const Draw& draw, int64_t width, const int64_t* tokens, float*
   }
 }
 
+// Draws each row's tokens [block] up to the first that matches no draft token; accepted: number of matches; path, or
+// null: the matching draft tokens [draft_stride]; scored [rows], or null: nonzero where the tokens' log-probabilities
+// under the model are wanted, in own [block]. Other elements stay.
+void accept_draft_tokens(const Kernels& kernels, Pool& pool, const DrawCall& call, int64_t* tokens, int64_t* accepted, int64_t* path, const int64_t* scored,
+            float* own) {
+  const std::vector<int64_t> starts = first_places(call);
+  for_every_row(pool, call.rows, [&](int64_t row) {
+    Workspace& workspace = Workspace::own();
+    const DrawScratch scratch = workspace.lists(call.vocabulary);
+    Adjustments adjustments(call.by, row, call.vocabulary, workspace);
+    const RowLogits places(call, row, starts[static_cast<size_t>(row)]);
+    for (int64_t place = 0, depth = 0;; ++depth) {
+      float* logits = places.at(place);
+      const int64_t position = call.by.length[call.by.slot(row)] + depth;
+      adjustments.apply(logits, position);
+      const int64_t token = kernels.draw(draw_of(call, row, position, logits, scratch));
+      adjustments.restore(logits);
+      tokens[row * call.block + depth] = token;
+      accepted[row] = depth;
+      if (scored && scored[row]) {
+        own[row * call.block + depth] = own_logprob(kernels, call, starts[static_cast<size_t>(row)] + place, token, scratch);
+      }
+      const int64_t draft = matching_draft(call, row, place, token);
+      if (draft < 0) break;
+      if (path) path[row * call.draft_stride + depth] = draft;
+      adjustments.append(token);
+      place = draft + 1;
+    }
+  });
+}
+
 }  // namespace
 
 void draw_leaders(const Kernels& kernels, Pool& pool, const DrawCall& call, const std::vector<Fork>& forks, int64_t width,
@@ -299,71 +335,54 @@ void draw_draft_tokens(const Kernels& kernels, Pool& pool, const DrawCall& call,
 using namespace paceline;
 
 // A token for every place: tokens [rows][block].
-PL_EXPORT void pl_draw(const Kernels* kernels, Pool* pool, const DrawCall* call, int64_t* tokens) {
-  at_places(*pool, *call, [&](const Draw& draw, int64_t row, int64_t place) {
-    tokens[row * call->block + place] = kernels->draw(draw);
+PL_EXPORT const char* pl_draw(const Kernels* kernels, Pool* pool, const DrawCall* call, int64_t* tokens) {
+  return guarded([&] {
+    at_places(*pool, *call, [&](const Draw& draw, int64_t row, int64_t place) {
+      tokens[row * call->block + place] = kernels->draw(draw);
+    });
   });
 }
 
-// Draws each row's tokens [block] up to the first that matches no draft token; accepted: number of matches; path, or
-// null: the matching draft tokens [draft_stride]; scored [rows], or null: nonzero where the tokens' log-probabilities
-// under the model are wanted, in own [block]. Other elements stay.
-PL_EXPORT void pl_accept(const Kernels* kernels, Pool* pool, const DrawCall* call, int64_t* tokens, int64_t* accepted, int64_t* path,
-                         const int64_t* scored, float* own) {
-  const std::vector<int64_t> starts = first_places(*call);
-  for_every_row(*pool, call->rows, [&](int64_t row) {
-    Workspace& workspace = Workspace::own();
-    const DrawScratch scratch = workspace.lists(call->vocabulary);
-    Adjustments adjustments(call->by, row, call->vocabulary, workspace);
-    const RowLogits places(*call, row, starts[static_cast<size_t>(row)]);
-    for (int64_t place = 0, depth = 0;; ++depth) {
-      float* logits = places.at(place);
-      const int64_t position = call->by.length[call->by.slot(row)] + depth;
-      adjustments.apply(logits, position);
-      const int64_t token = kernels->draw(draw_of(*call, row, position, logits, scratch));
-      adjustments.restore(logits);
-      tokens[row * call->block + depth] = token;
-      accepted[row] = depth;
-      if (scored && scored[row]) {
-        own[row * call->block + depth] = own_logprob(*kernels, *call, starts[static_cast<size_t>(row)] + place, token, scratch);
-      }
-      const int64_t draft = matching_draft(*call, row, place, token);
-      if (draft < 0) break;
-      if (path) path[row * call->draft_stride + depth] = draft;
-      adjustments.append(token);
-      place = draft + 1;
-    }
-  });
+// See accept_draft_tokens.
+PL_EXPORT const char* pl_accept(const Kernels* kernels, Pool* pool, const DrawCall* call, int64_t* tokens, int64_t* accepted, int64_t* path,
+                                const int64_t* scored, float* own) {
+  return guarded([&] { accept_draft_tokens(*kernels, *pool, *call, tokens, accepted, path, scored, own); });
 }
 
 // The distributions that tokens are drawn from: out [rows][block][vocabulary].
-PL_EXPORT void pl_probabilities(const Kernels* kernels, Pool* pool, const DrawCall* call, float* out) {
-  at_places(*pool, *call, [&](const Draw& draw, int64_t row, int64_t place) {
-    kernels->probabilities(draw, out + (row * call->block + place) * call->vocabulary);
+PL_EXPORT const char* pl_probabilities(const Kernels* kernels, Pool* pool, const DrawCall* call, float* out) {
+  return guarded([&] {
+    at_places(*pool, *call, [&](const Draw& draw, int64_t row, int64_t place) {
+      kernels->probabilities(draw, out + (row * call->block + place) * call->vocabulary);
+    });
   });
 }
 
 // The softmax of the adjusted logits at tokens [rows][block].
-PL_EXPORT void pl_likelihood(const Kernels* kernels, Pool* pool, const DrawCall* call, const int64_t* tokens, float* chances) {
-  at_places(*pool, *call, [&](const Draw& draw, int64_t row, int64_t place) {
-    const int64_t at = row * call->block + place;
-    chances[at] = kernels->likelihood(draw, tokens[at]);
+PL_EXPORT const char* pl_likelihood(const Kernels* kernels, Pool* pool, const DrawCall* call, const int64_t* tokens, float* chances) {
+  return guarded([&] {
+    at_places(*pool, *call, [&](const Draw& draw, int64_t row, int64_t place) {
+      const int64_t at = row * call->block + place;
+      chances[at] = kernels->likelihood(draw, tokens[at]);
+    });
   });
 }
 
 // Log-probabilities of the tokens that rows gained, and of the most likely ones.
-PL_EXPORT void pl_logprobs(const Kernels* kernels, Pool* pool, const LogprobCall* call) {
-  const std::vector<int64_t> starts = first_places(*call);
-  for_every_row(*pool, call->rows, [&](int64_t row) {
-    const int64_t wanted = call->wanted[row];
-    if (wanted < 0) return;
-    const DrawScratch scratch = Workspace::own().lists(call->vocabulary);
-    const float* logits = call->logits + starts[static_cast<size_t>(row)] * call->stride;
-    for (int64_t place = 0; place <= call->accepted[row]; ++place, logits += call->stride) {
-      const int64_t at = row * call->block + place;
-      const Draw draw = {logits, call->vocabulary, 1.0f, {0, 0}, __builtin_inff(), wanted, 1.0f, scratch};
-      call->own[at] = kernels->logprobs(draw, call->tokens[at], wanted, call->ids + at * call->most, call->values + at * call->most);
-    }
+PL_EXPORT const char* pl_logprobs(const Kernels* kernels, Pool* pool, const LogprobCall* call) {
+  return guarded([&] {
+    const std::vector<int64_t> starts = first_places(*call);
+    for_every_row(*pool, call->rows, [&](int64_t row) {
+      const int64_t wanted = call->wanted[row];
+      if (wanted < 0) return;
+      const DrawScratch scratch = Workspace::own().lists(call->vocabulary);
+      const float* logits = call->logits + starts[static_cast<size_t>(row)] * call->stride;
+      for (int64_t place = 0; place <= call->accepted[row]; ++place, logits += call->stride) {
+        const int64_t at = row * call->block + place;
+        const Draw draw = {logits, call->vocabulary, 1.0f, {0, 0}, __builtin_inff(), wanted, 1.0f, scratch};
+        call->own[at] = kernels->logprobs(draw, call->tokens[at], wanted, call->ids + at * call->most, call->values + at * call->most);
+      }
+    });
   });
 }
 
@@ -490,37 +509,37 @@ void move_inputs(const Model& model, const Cache& cache, const std::vector<Move>
 
 // Drafts if the round begins with that, verifies the draft tokens, accepts them while they equal the target's own draws, keeps the accepted keys and values,
 // and commits. Returns an error message, or null.
-PL_EXPORT const char* pl_round(Model* model, Pool* pool, const RoundCall* call, const Cache* cache, double* seconds) try {
-  if (const char* problem = draft_of_round(*pool, *call)) return problem;
-  if (const char* problem = problem_with_draft(*call)) return problem;
-  const RoundTokens fed(*call);
-  const Tokens tokens = fed.view();
-  if (tokens.count > call->room) return "the logits' memory is too small for the round's tokens";
-  if (const char* problem = model->problem_with(tokens, *cache)) return problem;
-  if (const char* problem = call->parents ? problem_with_trees(tokens, cache->capacity) : nullptr) return problem;
-  const PassOutputs out = {call->hidden, call->taps, static_cast<int>(call->tap_count), call->features};
-  model->forward(*pool, tokens, *cache, out, seconds);
-  if (call->head) keep_states(*call->head, *pool, call->kept, tokens.rows, fed.places(), call->features, tokens.count);
-  model->logits(*pool, call->hidden, tokens.count, call->logits, model->spec.head);
-  DrawCall draw = {};
-  draw.by = call->by;
-  draw.logits = call->logits;
-  draw.draft_tokens = call->draft_tokens;
-  draw.counts = call->counts;
-  draw.parents = call->parents;
-  draw.rows = call->rows;
-  draw.block = call->block;
-  draw.stride = draw.vocabulary = model->vocabulary();
-  draw.draft_stride = call->draft_stride;
-  draw.packed = 1;
-  draw.purpose = call->purpose;
-  pl_accept(&model->kernels, pool, &draw, call->tokens, call->accepted, call->parents ? call->path : nullptr, nullptr, nullptr);
-  const std::vector<Move> moves = moves_of(*call);
-  if (!moves.empty()) move_keys_and_values(*pool, *cache, moves);
-  if (model->spec.recurrent.kind) move_inputs(*model, *cache, moves);
-  if (call->head) move_states(*call->head, call->kept, moves);
-  pl_gain(&call->text, call->slots, call->tokens, call->block, call->accepted, call->rows, call->gained);
-  return nullptr;
-} catch (const std::bad_alloc&) {
-  return kOutOfMemory;
+PL_EXPORT const char* pl_round(Model* model, Pool* pool, const RoundCall* call, const Cache* cache, double* seconds) {
+  return guarded([&]() -> const char* {
+    if (const char* problem = draft_of_round(*pool, *call)) return problem;
+    if (const char* problem = problem_with_draft(*call)) return problem;
+    const RoundTokens fed(*call);
+    const Tokens tokens = fed.view();
+    if (tokens.count > call->room) return "the logits' memory is too small for the round's tokens";
+    if (const char* problem = model->problem_with(tokens, *cache)) return problem;
+    if (const char* problem = call->parents ? problem_with_trees(tokens, cache->capacity) : nullptr) return problem;
+    const PassOutputs out = {call->hidden, call->taps, static_cast<int>(call->tap_count), call->features};
+    model->forward(*pool, tokens, *cache, out, seconds);
+    if (call->head) keep_states(*call->head, *pool, call->kept, tokens.rows, fed.places(), call->features, tokens.count);
+    model->logits(*pool, call->hidden, tokens.count, call->logits, model->spec.head);
+    DrawCall draw = {};
+    draw.by = call->by;
+    draw.logits = call->logits;
+    draw.draft_tokens = call->draft_tokens;
+    draw.counts = call->counts;
+    draw.parents = call->parents;
+    draw.rows = call->rows;
+    draw.block = call->block;
+    draw.stride = draw.vocabulary = model->vocabulary();
+    draw.draft_stride = call->draft_stride;
+    draw.packed = 1;
+    draw.purpose = call->purpose;
+    accept_draft_tokens(model->kernels, *pool, draw, call->tokens, call->accepted, call->parents ? call->path : nullptr, nullptr, nullptr);
+    const std::vector<Move> moves = moves_of(*call);
+    if (!moves.empty()) move_keys_and_values(*pool, *cache, moves);
+    if (model->spec.recurrent.kind) move_inputs(*model, *cache, moves);
+    if (call->head) move_states(*call->head, call->kept, moves);
+    pl_gain(&call->text, call->slots, call->tokens, call->block, call->accepted, call->rows, call->gained);
+    return nullptr;
+  });
 }

@@ -147,18 +147,21 @@ class NativeLookup:
         self._reserve(count * (3 + k))
         place, step = self._address, 8 * count  # of counts, tokens matched, sources and draft tokens
         found = place + 3 * step, place, place + step, place + 2 * step
-        if self._call(self._search, rows, (count, k), found) < 0:
+        if self._call(self._search, rows, (count, k), found) is not None:
             raise rows.outside()
         return self._read(count, k)
 
     def _call(
         self,
-        search: Callable[..., int],
+        search: Callable[..., str | None],
         rows: SearchedRows[NativeTextIndex],
         sizes: Sequence[int],
         found: Iterable[int],
-    ) -> int:
-        """Call a search of the extension. sizes: its numbers of rows and tokens. found: addresses of its results."""
+    ) -> str | None:
+        """Call a search of the extension; returns an error message about the rows' lengths, or None.
+
+        sizes: its numbers of rows and tokens. found: addresses of its results.
+        """
         text, given, where = rows.text, _structs(rows.beside), array("q", rows.slots)
         return search(
             self._documents.handle,
@@ -175,7 +178,7 @@ class NativeLookup:
         counts, matched, sources = np.zeros((3, size, ways), np.int64)
         made = np.zeros(size, np.int64)
         tables = (table.ctypes.data for table in (draft_tokens, counts, matched, sources, made))
-        if self._call(self._search_all, rows, (size, ways, k), tables) < 0:
+        if self._call(self._search_all, rows, (size, ways, k), tables) is not None:
             raise rows.outside()
         return [
             [

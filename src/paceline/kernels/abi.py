@@ -24,7 +24,7 @@ from paceline.core.cache import KVCache
 from paceline.core.recurrent_state import WINDOW, StatefulCache
 from paceline.kernels.pack import Format, Packed
 
-ABI_VERSION = 28  # must equal csrc/model.h's; raise both when a struct or a function changes
+ABI_VERSION = 29  # must equal csrc/model.h's; raise both when a struct or a function changes
 FORMATS: dict[Format, int] = {"int8": 0, "bf16": 1, "int4": 2}
 
 
@@ -349,6 +349,14 @@ class CRound(Structure):
     )
 
 
+class Problem(c_char_p):
+    """A call's error message, or null; ``native`` reads it."""
+
+
+class NewObject(c_void_p):
+    """The address of an object that the library made; null if there was no memory for it."""
+
+
 SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_abi_version": (c_int, ()),
     "pl_source_hash": (c_char_p, ()),
@@ -359,30 +367,30 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_pool_free": (None, (c_void_p,)),
     "pl_arena_new": (c_void_p, (c_size_t,)),
     "pl_arena_free": (None, (c_void_p, c_size_t)),
-    "pl_model_new": (c_void_p, (c_void_p, c_void_p)),
+    "pl_model_new": (NewObject, (c_void_p, c_void_p)),
     "pl_model_free": (None, (c_void_p,)),
-    "pl_forward": (c_char_p, (*(c_void_p,) * 7, c_int, c_int, c_int, *(c_void_p,) * 3, c_int, *(c_void_p,) * 3)),
+    "pl_forward": (Problem, (*(c_void_p,) * 7, c_int, c_int, c_int, *(c_void_p,) * 3, c_int, *(c_void_p,) * 3)),
     "pl_experts_read": (c_int64, (c_void_p,)),
-    "pl_logits": (None, (c_void_p, c_void_p, c_void_p, c_int, c_void_p, c_void_p)),
-    "pl_copy_columns": (c_char_p, (*(c_void_p,) * 5, c_int64)),
-    "pl_keep_fused": (None, (*(c_void_p,) * 6, c_int)),
-    "pl_draft": (c_char_p, (c_void_p,) * 5),
-    "pl_texts_new": (c_void_p, ()),
+    "pl_logits": (Problem, (c_void_p, c_void_p, c_void_p, c_int, c_void_p, c_void_p)),
+    "pl_copy_columns": (Problem, (*(c_void_p,) * 5, c_int64)),
+    "pl_keep_fused": (Problem, (*(c_void_p,) * 6, c_int)),
+    "pl_draft": (Problem, (c_void_p,) * 5),
+    "pl_texts_new": (NewObject, ()),
     "pl_texts_free": (None, (c_void_p,)),
-    "pl_texts_append": (None, (c_void_p, c_int64, c_void_p, c_int64)),
-    "pl_lookup": (c_int64, (*(c_void_p,) * 4, *(c_int64,) * 2, c_void_p, *(c_int64,) * 2, *(c_void_p,) * 4)),
-    "pl_lookup_all": (c_int64, (*(c_void_p,) * 4, *(c_int64,) * 2, c_void_p, *(c_int64,) * 3, *(c_void_p,) * 5)),
-    "pl_draw": (None, (c_void_p,) * 4),
-    "pl_accept": (None, (c_void_p,) * 8),
-    "pl_probabilities": (None, (c_void_p,) * 4),
-    "pl_round": (c_char_p, (c_void_p,) * 5),
+    "pl_texts_append": (Problem, (c_void_p, c_int64, c_void_p, c_int64)),
+    "pl_lookup": (Problem, (*(c_void_p,) * 4, *(c_int64,) * 2, c_void_p, *(c_int64,) * 2, *(c_void_p,) * 4)),
+    "pl_lookup_all": (Problem, (*(c_void_p,) * 4, *(c_int64,) * 2, c_void_p, *(c_int64,) * 3, *(c_void_p,) * 5)),
+    "pl_draw": (Problem, (c_void_p,) * 4),
+    "pl_accept": (Problem, (c_void_p,) * 8),
+    "pl_probabilities": (Problem, (c_void_p,) * 4),
+    "pl_round": (Problem, (c_void_p,) * 5),
     "pl_gain": (None, (*(c_void_p,) * 3, c_int64, c_void_p, c_int64, c_void_p)),
-    "pl_likelihood": (None, (c_void_p,) * 5),
-    "pl_logprobs": (None, (c_void_p,) * 3),
-    "pl_linear": (None, (*(c_void_p,) * 4, c_int, c_int, c_void_p, c_size_t)),
-    "pl_quantise": (None, (c_void_p,) * 6),
+    "pl_likelihood": (Problem, (c_void_p,) * 5),
+    "pl_logprobs": (Problem, (c_void_p,) * 3),
+    "pl_linear": (Problem, (*(c_void_p,) * 4, c_int, c_int, c_void_p, c_size_t)),
+    "pl_quantise": (Problem, (c_void_p,) * 6),
     "pl_rms_norm": (None, (c_void_p, c_void_p, c_void_p, c_int, c_int, c_float, c_void_p)),
     "pl_embed": (None, (c_void_p, c_void_p, c_int64, c_void_p)),
-    "pl_attend": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_int)),
+    "pl_attend": (Problem, (c_void_p, c_void_p, c_void_p, c_int64, c_int)),
     "pl_read": (c_uint64, (c_void_p, c_void_p, c_size_t)),
 }

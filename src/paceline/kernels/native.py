@@ -11,12 +11,13 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,19 @@ from torch import Tensor
 from paceline.core.nodes import Nodes
 from paceline.errors import ParameterError
 from paceline.kernels import build
-from paceline.kernels.abi import ABI_VERSION, SIGNATURES, CCache, CDraft, CKept, CLinear, CModel, CRound, address
+from paceline.kernels.abi import (
+    ABI_VERSION,
+    SIGNATURES,
+    CCache,
+    CDraft,
+    CKept,
+    CLinear,
+    CModel,
+    CRound,
+    NewObject,
+    Problem,
+    address,
+)
 
 _log = logging.getLogger("paceline.kernels")
 
@@ -83,6 +96,8 @@ def _open(path: Path) -> ctypes.CDLL | str:
         except AttributeError:
             return _STALE
         function.restype, function.argtypes = result, arguments
+        if result in _READERS:
+            function.errcheck = _READERS[result]
     here = build.source_hash()
     built_from = library.pl_source_hash().decode()
     if library.pl_abi_version() != ABI_VERSION or (here and here != built_from):
@@ -90,6 +105,23 @@ def _open(path: Path) -> ctypes.CDLL | str:
     return library
 
 
+def _problem(returned: Problem, *_: object) -> str | None:
+    """The error message about a call's input, or None. Raises MemoryError if the call found no memory."""
+    if returned.value == _OUT_OF_MEMORY:
+        raise MemoryError(_NO_MEMORY)
+    return None if returned.value is None else returned.value.decode()
+
+
+def _address(returned: NewObject, *_: object) -> int:
+    """The address of a new object. Raises MemoryError if there was no memory for it."""
+    if returned.value is None:
+        raise MemoryError(_NO_MEMORY)
+    return returned.value
+
+
+_OUT_OF_MEMORY = b"out of memory"  # csrc: kOutOfMemory
+_NO_MEMORY = "no memory for the CPU kernels: free some, or lower max_batch_size or max_model_len"
+_READERS: dict[type | None, Callable[..., Any]] = {Problem: _problem, NewObject: _address}
 _STALE = f"the C++ extension was built from other sources ({build.how_to_build()})"
 
 
@@ -176,7 +208,8 @@ class Pool:
 
 
 _pools: dict[int, Pool] = {}
-# A forked child has none of its parent's threads and must make its own.
+# A forked child has none of its parent's threads and must make its own. A model whose call ran during the fork stays
+# locked in the child.
 os.register_at_fork(after_in_child=_pools.clear)
 
 
@@ -217,7 +250,8 @@ class Arena:
         self._library, self._nbytes, self._used = library, nbytes, 0
         self._address = library.pl_arena_new(max(nbytes, 1))
         if not self._address:
-            raise MemoryError(f"no memory for {nbytes} bytes of weights")
+            what_to_do = "free some, or choose a smaller model or quantization"
+            raise MemoryError(f"no memory for {nbytes} bytes of weights: {what_to_do}")
         self._memory = torch.frombuffer(
             (ctypes.c_uint8 * max(nbytes, 1)).from_address(self._address), dtype=torch.uint8
         )
@@ -240,18 +274,13 @@ def _layers(taps: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
 
 
 _NO_TAPS = _layers(()), None
-_OUT_OF_MEMORY = b"out of memory"  # csrc: kOutOfMemory
-
-
-def _message(problem: bytes | None) -> str | None:
-    """Return an error message about a call's input, or None. Raises MemoryError if the call found no memory."""
-    if problem == _OUT_OF_MEMORY:
-        raise MemoryError("no memory for the buffers of a forward pass")
-    return None if problem is None else problem.decode()
 
 
 class NativeDecoder:
-    """A decoder in the library; keeps the tensors alive that the library points to."""
+    """A decoder in the library; keeps the tensors alive that the library points to.
+
+    Every method that runs the library raises MemoryError if that finds no memory; the decoder can be used again.
+    """
 
     def __init__(self, kernels: Kernels, model: CModel, keep: object, threads: int) -> None:
         self.kernels, self._model, self._keep = kernels, model, keep
@@ -285,15 +314,16 @@ class NativeDecoder:
         flat = nodes.tokens.data_ptr(), *where, *tree, nodes.tokens.shape[0], nodes.read, nodes.text
         taps, features = _NO_TAPS if tapped is None else (_layers(tapped[0]), tapped[1].data_ptr())
         out = address(hidden), taps, len(taps), features
-        problem = self._library.pl_forward(self._handle, self._pool, *flat, place, *out, laps, address(entering))
-        return _message(problem)
+        given = *flat, place, *out, laps, address(entering)
+        problem: str | None = self._library.pl_forward(self._handle, self._pool, *given)
+        return problem
 
     def round(self, call: CRound, cache: CCache, seconds: Tensor | None, threads: int | None) -> str | None:
         """Verify, accept, commit; returns an error message about the input, or None."""
         given = ctypes.addressof(call), ctypes.addressof(cache), address(seconds)
         pool = current_pool(self.kernels, threads or self._threads).handle
-        problem = self._library.pl_round(self._handle, pool, *given)
-        return _message(problem)
+        problem: str | None = self._library.pl_round(self._handle, pool, *given)
+        return problem
 
     @property
     def handle(self) -> int:
@@ -309,10 +339,9 @@ class NativeDecoder:
         """For a head: read the tokens it has not computed, then draft; returns an error message about the input, or
         None.
         """
-        problem = self._library.pl_draft(
-            self._handle, self._pool, ctypes.addressof(call), ctypes.addressof(cache), None
-        )
-        return _message(problem)
+        given = ctypes.addressof(call), ctypes.addressof(cache), None
+        problem: str | None = self._library.pl_draft(self._handle, self._pool, *given)
+        return problem
 
     def experts_read(self) -> int:
         """Number of experts whose weights were read so far, all layers and passes together."""
@@ -329,7 +358,7 @@ class NativeDecoder:
         write = ctypes.addressof(destination), places.data_ptr()
         problem = self._library.pl_copy_columns(self._pool, *read, *write, len(columns))
         if problem is not None:
-            raise ParameterError("columns", f"[{len(columns)}]", str(problem.decode()))
+            raise ParameterError("columns", f"[{len(columns)}]", problem)
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
