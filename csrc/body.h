@@ -8,6 +8,7 @@ namespace paceline {
 namespace {
 
 constexpr float kMinusInfinity = -__builtin_inff();
+constexpr float kNaN = __builtin_nanf("");
 constexpr float kSmallestAmplitude = 1e-30f;  // rows below it count as zero: 127 / amplitude must stay finite
 
 // Inputs to quantise: values as they are, or after an RMS norm, which is never written out.
@@ -22,17 +23,32 @@ struct Normed {
   F16 at(int i) const { return load(x + i) * inverse * load(weight + i); }
 };
 
-// Quantises one group of 64 and returns its scale. Sums are written per `span` values (32 or 64), times `factor`.
+inline bool finite(float x) { return x - x == 0.0f; }
+
+// The largest |x| of a group. Read as integers, sizes are in the same order, and NaN and infinity come last.
+template <int kVectors>
+inline float amplitude_of(const F16 (&v)[kVectors]) {
+  I16 top = izero();
+  for (int i = 0; i < kVectors; ++i) top = max(top, size_bits(v[i]));
+  const int32_t bits = largest(top);
+  float amplitude;
+  memcpy(&amplitude, &bits, sizeof amplitude);
+  return amplitude;
+}
+
+// Quantises one group of 64 and returns its scale: NaN if a value is NaN or infinite, so that the row's outputs are NaN. Sums
+// are written per `span` values (32 or 64), times `factor`.
 template <class Values>
 inline float quantise_group(const Values& values, int start, int8_t* out, int32_t* sums, int span, int factor) {
   constexpr int kVectors = kActivationGroup / 16;
   F16 v[kVectors];
-  F16 top = zero();
-  for (int i = 0; i < kVectors; ++i) {
-    v[i] = values.at(start + 16 * i);
-    top = max(top, abs(v[i]));
+  for (int i = 0; i < kVectors; ++i) v[i] = values.at(start + 16 * i);
+  const float amplitude = amplitude_of(v);
+  if (!finite(amplitude)) {
+    memset(out, 0, kActivationGroup);
+    memset(sums, 0, sizeof(int32_t) * static_cast<size_t>(kActivationGroup / span));
+    return kNaN;
   }
-  const float amplitude = largest(top);
   const bool silent = !(amplitude > kSmallestAmplitude);
   const F16 inverse = set1(silent ? 0.0f : 127.0f / amplitude);
   for (int first = 0; first < kVectors; first += span / 16) {
@@ -553,10 +569,11 @@ inline F16 gelu_tanh(F16 x) {
   return x / (set1(1.0f) + exponential(cubic * set1(-1.5957691216057308f)));
 }
 
-// gpt-oss's gate: both parts are limited to 7, the gate only from above; gate * sigmoid(1.702 gate) * (up + 1).
+// gpt-oss's gate: both parts are limited to 7, the gate only from above; gate * sigmoid(1.702 gate) * (up + 1). NaN stays
+// NaN, as in exponential.
 inline F16 clamped_swiglu(F16 gate, F16 up) {
   const F16 limit = set1(7.0f), low = set1(-7.0f);
-  const F16 g = min(gate, limit), u = max(min(up, limit), low);
+  const F16 g = min(limit, gate), u = max(low, min(limit, up));
   return g * sigmoid(g * set1(1.702f)) * (u + set1(1.0f));
 }
 

@@ -355,7 +355,6 @@ inline Listed cut_to_nucleus(const Draw& draw, Listed listed) {
 }
 
 inline bool cuts_to_few(const Draw& draw) { return draw.top_k > 0 && draw.top_k < draw.vocabulary; }
-inline bool finite(float x) { return x - x == 0.0f; }
 
 }  // namespace
 }  // namespace paceline
@@ -436,16 +435,17 @@ inline int64_t draw(const Draw& whole) {
 inline float likelihood(const Draw& draw, int64_t token) {
   const float largest_logit = find_leader(draw).logit;
   if (!finite(largest_logit)) return 0.0f;
-  const F16 top = set1(largest_logit);
+  const F16 top = set1(largest_logit), least = set1(kMinusInfinity);
+  const auto weight = [&](F16 logits) { return exponential(max(logits, least) - top); };  // NaN counts as masked
   F16 sums[2] = {zero(), zero()};
   int64_t at = 0;
   for (; at + 2 * kStride <= draw.vocabulary; at += 2 * kStride) {
-    sums[0] = sums[0] + exponential(load(draw.logits + at) - top);
-    sums[1] = sums[1] + exponential(load(draw.logits + at + kStride) - top);
+    sums[0] = sums[0] + weight(load(draw.logits + at));
+    sums[1] = sums[1] + weight(load(draw.logits + at + kStride));
   }
-  for (; at < draw.vocabulary; at += kStride) sums[0] = sums[0] + exponential(logits_at(draw, at) - top);
+  for (; at < draw.vocabulary; at += kStride) sums[0] = sums[0] + weight(logits_at(draw, at));
   float own[kStride];
-  store(own, exponential(set1(draw.logits[token]) - top));
+  store(own, weight(set1(draw.logits[token])));
   return own[0] / sum(sums[0] + sums[1]);
 }
 

@@ -39,6 +39,8 @@ inline F16 fma(F16 a, F16 b, F16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline F16 max(F16 a, F16 b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline F16 min(F16 a, F16 b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline F16 abs(F16 a) { return {_mm512_abs_ps(a.v)}; }
+inline I16 size_bits(F16 a) { return {_mm512_and_si512(_mm512_castps_si512(a.v), _mm512_set1_epi32(INT32_MAX))}; }
+inline I16 max(I16 a, I16 b) { return {_mm512_max_epi32(a.v, b.v)}; }
 inline I16 round_to_int(F16 a) { return {_mm512_cvtps_epi32(a.v)}; }
 inline F16 to_float(I16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
 inline I16 operator+(I16 a, I16 b) { return {_mm512_add_epi32(a.v, b.v)}; }
@@ -176,6 +178,11 @@ inline F16 abs(F16 x) {
   const __m256 sign = _mm256_set1_ps(-0.0f);
   return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
 }
+inline I16 size_bits(F16 x) {
+  const __m256i all = _mm256_set1_epi32(INT32_MAX);
+  return {_mm256_and_si256(_mm256_castps_si256(x.a), all), _mm256_and_si256(_mm256_castps_si256(x.b), all)};
+}
+inline I16 max(I16 x, I16 y) { return {_mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b)}; }
 inline I16 round_to_int(F16 x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
 inline F16 to_float(I16 x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 inline I16 operator+(I16 x, I16 y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
@@ -328,6 +335,12 @@ inline float largest(F16 x) {
   four = _mm_max_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
 }
+inline int32_t largest(I16 x) {
+  const __m256i eight = _mm256_max_epi32(lower(x), upper(x));
+  __m128i four = _mm_max_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  four = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
+}
 inline int32_t sum(I16 x) {
   const __m256i eight = _mm256_add_epi32(lower(x), upper(x));
   __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
@@ -342,9 +355,10 @@ inline int32_t sum(I16 x) {
 namespace paceline {
 namespace {
 
-// e^x to about 2 ulp (Cephes); exactly 1 at 0; x is clamped to where the result is a normal number.
+// e^x to about 2 ulp (Cephes); exactly 1 at 0; x is clamped to where the result is a normal number. NaN stays NaN: max and
+// min give their second argument where one is NaN.
 inline F16 exponential(F16 x) {
-  x = min(max(x, set1(-87.33654f)), set1(88.0f));
+  x = min(set1(88.0f), max(set1(-87.33654f), x));
   const I16 n = round_to_int(x * set1(1.44269504088896341f));
   const F16 whole = to_float(n);
   F16 r = fma(whole, set1(-0.693359375f), x);

@@ -42,6 +42,8 @@ inline F16 fma(F16 x, F16 y, F16 z) { return four<F16>([&](int i) { return vfmaq
 inline F16 max(F16 x, F16 y) { return four<F16>([&](int i) { return vbslq_f32(vcgtq_f32(x.v[i], y.v[i]), x.v[i], y.v[i]); }); }
 inline F16 min(F16 x, F16 y) { return four<F16>([&](int i) { return vbslq_f32(vcltq_f32(x.v[i], y.v[i]), x.v[i], y.v[i]); }); }
 inline F16 abs(F16 x) { return four<F16>([&](int i) { return vabsq_f32(x.v[i]); }); }
+inline I16 size_bits(F16 x) { return four<I16>([&](int i) { return vandq_s32(vreinterpretq_s32_f32(x.v[i]), vdupq_n_s32(INT32_MAX)); }); }
+inline I16 max(I16 x, I16 y) { return four<I16>([&](int i) { return vmaxq_s32(x.v[i], y.v[i]); }); }
 inline I16 round_to_int(F16 x) {
   return four<I16>([&](int i) {
     return vbslq_s32(vcltq_f32(x.v[i], vdupq_n_f32(0x1p31f)), vcvtnq_s32_f32(x.v[i]), vdupq_n_s32(INT32_MIN));
@@ -173,6 +175,9 @@ inline float largest(F16 x) {
   q = larger(q, vextq_f32(q, q, 2));
   const float a = vgetq_lane_f32(q, 0), b = vgetq_lane_f32(q, 1);
   return a > b ? a : b;
+}
+inline int32_t largest(I16 x) {
+  return vmaxvq_s32(join_parts(x.v, [](int32x4_t a, int32x4_t b) { return vmaxq_s32(a, b); }));
 }
 inline int32_t sum(I16 x) {
   return vaddvq_s32(join_parts(x.v, [](int32x4_t a, int32x4_t b) { return vaddq_s32(a, b); }));

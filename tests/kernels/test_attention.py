@@ -101,6 +101,16 @@ def test_padding_beyond_the_end_is_written_to_the_trash_position(kernels):
 
 
 @on_every_isa
+@pytest.mark.parametrize("part", [0, 3], ids=["query", "key"])
+def test_scores_that_are_nan_give_nan(kernels, part):
+    cache, qkv, positions, table = case(1, 3, 64, 100, 4, 400, torch.float32)
+    qkv.view(4, 5, 64)[2, part, 5] = torch.nan
+    expected = by_reference(copy_of(cache), qkv, positions, table, 3, None)
+    assert torch.equal(run_attention(kernels, cache, qkv, ROW, positions, table, 3).isnan(), expected.isnan())
+    assert expected.isnan().any()
+
+
+@on_every_isa
 def test_other_rows_stay_unchanged(kernels):
     cache, qkv, positions, table = case(2, 3, 64, 18, 5, 40, torch.float32)
     before = copy_of(cache)

@@ -179,8 +179,9 @@ def test_the_native_likelihood_equals_the_references(kernels, rows, block, vocab
 
 
 @on_every_isa
-def test_a_masked_token_has_no_likelihood(kernels):
-    logits = torch.full((1, 2, 37), -math.inf)
+@pytest.mark.parametrize("fill", [math.nan, -math.inf])
+def test_a_masked_token_has_no_likelihood(kernels, fill):
+    logits = torch.full((1, 2, 37), fill)
     logits[0, :, 5] = 3.0
     found = CpuOps(kernels).likelihood(DrawInputs(logits, unasked(1)), torch.tensor([[5, 6]]))[0].tolist()
     assert found[0] == pytest.approx(1.0)

@@ -98,6 +98,35 @@ def test_quantised_rows_equal_the_references_exactly(kernels, inputs, scale, see
 
 @on_every_isa
 @in_every_format
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("places", [(0,), (69,), (64, 127), (3, 17, 35, 129)], ids=str)
+def test_inputs_that_are_not_finite_give_no_finite_output_and_change_no_other_row(kernels, to, value, places):
+    x, weight = normal(5, 130), pack.quantise(normal(40, 130, seed=1), to)
+    clean = run_linear(kernels, x, weight)
+    x[2, list(places)] = value
+    y, expected = run_linear(kernels, x, weight), reference.linear(x, weight)
+    assert not y[2].isfinite().any()
+    assert torch.equal(y[2].isnan(), expected[2].isnan())
+    assert torch.equal(y[[0, 1, 3, 4]], clean[[0, 1, 3, 4]])
+
+
+@on_every_isa
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("place", range(0, 192, 13))
+def test_a_quantised_group_that_is_not_finite_equals_the_references(kernels, value, place):
+    x = normal(192)
+    x[place] = value
+    expected, scales = reference.quantise_rows(x[None])
+    assert scales[0].isnan().tolist() == [group == place // 64 for group in range(3)]
+    for to, factor in (("int8", -128), ("int4", 1)):
+        values, got, sums = quantise_row(kernels, x, pack.quantise(normal(8, 192), to))
+        assert torch.equal(values, expected.flatten())
+        torch.testing.assert_close(got, scales[0], rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(sums.long(), factor * expected.flatten().view(len(sums), -1).long().sum(dim=1))
+
+
+@on_every_isa
+@in_every_format
 @pytest.mark.parametrize("inputs", [64, 576, 1100])
 def test_a_rows_bits_do_not_depend_on_the_number_of_rows(kernels, to, inputs):
     x = normal(200, inputs)

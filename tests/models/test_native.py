@@ -310,6 +310,17 @@ def test_taps_must_be_layers(kernels):
     assert model.forward(Nodes(none, none, none), cache_for(spec), (0,)).features.shape == (0, 1, spec.width)
 
 
+@quantised_every_way
+@pytest.mark.parametrize("limit", [None, 30.0])
+@pytest.mark.parametrize("kernels", [*EVERY, None], ids=lambda kernels: kernels.name if kernels else "reference")
+def test_hidden_states_with_nan_give_no_finite_logit(kernels, quantization, limit):
+    spec = replace(random_spec(), logits_cap=limit)
+    hidden = torch.randn(3, spec.width, generator=torch.Generator().manual_seed(0))
+    hidden[1, 5] = torch.nan
+    assert model_of(spec, kernels, quantization).logits(hidden).isfinite().all(1).tolist() == [True, False, True]
+    assert model_of(spec, kernels, quantization).logits(hidden)[1].isnan().all()
+
+
 @on_every_isa
 def test_rejected_tokens_leave_no_trace(kernels):
     spec = random_spec()

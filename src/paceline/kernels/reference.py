@@ -30,15 +30,19 @@ _SILENT = 1e-30  # rows whose largest amplitude is at most this count as zero
 
 
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [N, K] float32 -> int8 values [N, G, 64] and the scale of each group of 64 inputs [N, G]."""
+    """x [N, K] float32 -> int8 values [N, G, 64] and the scale of each group of 64 inputs [N, G].
+
+    The scale of a group with NaN or infinity is NaN, and its values are 0.
+    """
     groups = functional.pad(x, (0, -x.shape[1] % ACTIVATION_GROUP)).view(x.shape[0], -1, ACTIVATION_GROUP)
     amplitude = groups.abs().amax(dim=2)
-    silent = ~(amplitude > _SILENT)
+    broken = ~amplitude.isfinite()
+    silent = (amplitude <= _SILENT) | broken
     # A true division, like the kernels': torch computes ``127.0 / tensor`` as 127 times a reciprocal, which rounds
     # twice.
     inverse = torch.where(silent, 0.0, torch.full_like(amplitude, 127.0) / amplitude)
-    scales = torch.where(silent, 0.0, amplitude / 127.0)
-    return (groups * inverse[:, :, None]).round().to(torch.int8), scales
+    scales = torch.where(silent, 0.0, amplitude / 127.0).masked_fill(broken, torch.nan)
+    return (groups * inverse[:, :, None]).nan_to_num().round().to(torch.int8), scales
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
