@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, Self, TypeAlias, Unpack, get_args
@@ -304,8 +304,16 @@ class LLM:
         They stand in ``generation_config.json`` or in a GGUF file's ``general.sampling.*``.
         Raises ModelFormatError for a recommended value that ``SamplingParams`` refuses.
         """
+        return self.follow_recommendation(SamplingParams(), given=())
+
+    def follow_recommendation(self, params: SamplingParams, given: Collection[str]) -> SamplingParams:
+        """Return ``params`` with the values that the model's files recommend for fields other than those ``given``.
+
+        Raises ModelFormatError for a recommended value that ``SamplingParams`` refuses.
+        """
+        values = {name: value for name, value in self._recommended.items() if name not in given}
         try:
-            return SamplingParams.from_mapping(self._recommended)
+            return SamplingParams.from_mapping(values, params)
         except ParameterError as error:
             raise ModelFormatError(f"the model's files recommend sampling that is impossible: {error}") from error
 

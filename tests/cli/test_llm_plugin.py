@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -102,6 +103,22 @@ def test_options_reach_the_sampler(ask: Any) -> None:
     assert one == again != other
     whole = ask("hello").output
     assert ask("hello", stop=whole[2:4]).output == whole[:2] + "\n"
+
+
+def test_an_option_that_was_not_given_is_as_the_model_s_files_recommend(ask: Any, tiny: str, tmp_path: Path) -> None:
+    model = tmp_path / "advised"
+    shutil.copytree(tiny, model)
+    (model / "generation_config.json").write_text('{"top_k": 1, "repetition_penalty": 2.0}')
+    llm = LLM(str(model), dtype="float32", drafter=None, num_speculative_tokens=0)
+    said = [{"role": "user", "content": "hello"}]
+    usual = {"max_tokens": 40, "ignore_eos": True, "seed": 1}
+    for given in ({"temperature": 1.0}, {"temperature": 1.0, "repetition_penalty": 1.0}):
+        params = SamplingParams(**{"top_k": 1, "repetition_penalty": 2.0} | usual | given)  # type: ignore[arg-type]
+        wanted = llm.chat(said, params, use_tqdm=False)[0].outputs[0].text
+        result = ask("hello", model=str(model), max_tokens="40", seed="1", **{k: str(v) for k, v in given.items()})
+        assert result.output == wanted + "\n"
+    described = {name: field.description for name, field in llm_plugin.PacelineModel("x").Options.model_fields.items()}
+    assert described["top_k"].endswith("Default: as the model's files recommend, else 0.")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,15 @@ from tqdm import tqdm
 
 from paceline.cli.console import note
 from paceline.cli.flags import flags_of
-from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, refuse_given
+from paceline.cli.options import (
+    DEFAULT_MODEL,
+    EngineFlags,
+    Model,
+    Quiet,
+    follow_recommendation,
+    given_fields,
+    refuse_given,
+)
 from paceline.config import SamplingParams, ServerConfig
 from paceline.config.files import read_text, write_text
 from paceline.config.limits import DEFAULT_ACCEPTANCE, MAX_COUNT
@@ -97,6 +105,7 @@ def batch(
 
         if replicas is None:
             llm = engine.load(model, quiet)
+            params = follow_recommendation(llm, params, given_fields(context), quiet)
             seed = begin(settings_of(llm, params))
             job = _LocalRun(llm, config, seed, params, refuse_params, in_order=in_order, quiet=quiet)
             failed = asyncio.run(job.run(lines, output))
@@ -104,7 +113,8 @@ def batch(
             from paceline.cli.workers import RayRun
             from paceline.integrations.ray.cluster import LOCAL
 
-            on_ray = RayRun(config, params, refuse_params, begin, in_order=in_order, quiet=quiet)
+            given_names = given_fields(context)
+            on_ray = RayRun(config, params, given_names, refuse_params, begin, in_order=in_order, quiet=quiet)
             failed = on_ray.run(engine.recipe(model), replicas, ray_address or LOCAL, lines, output)
     failed += output.failed
     if failed:

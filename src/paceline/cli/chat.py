@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli.console import note, report_error, stderr
-from paceline.cli.options import DEFAULT_MODEL, AdaptedEngineFlags, Model, Quiet
+from paceline.cli.options import (
+    DEFAULT_MODEL,
+    AdaptedEngineFlags,
+    Model,
+    Quiet,
+    follow_recommendation,
+    given_fields,
+)
 from paceline.config import SamplingParams
 from paceline.config.ranges import check_text
 from paceline.errors import RequestError
@@ -20,6 +27,7 @@ Messages = list[dict[str, str]]
 
 
 def chat(
+    context: typer.Context,
     engine: AdaptedEngineFlags,
     sampling: SamplingParams,
     model: Model = DEFAULT_MODEL,
@@ -30,13 +38,14 @@ def chat(
     if system is not None:
         check_text("--system", system)
     llm = engine.load(model, quiet)
+    params = follow_recommendation(llm, sampling, given_fields(context), quiet)
     start: Messages = [] if system is None else [{"role": "system", "content": system}]
     messages = list(start)
     while (line := _read_line()) is not None and line != "/exit":
         if line == "/clear":
             messages = list(start)
         elif line:
-            messages = _turn(llm, messages, line, sampling, quiet)
+            messages = _turn(llm, messages, line, params, quiet)
 
 
 def _read_line() -> str | None:

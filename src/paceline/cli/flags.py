@@ -18,7 +18,14 @@ from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_
 
 import typer
 
-from paceline.config import DraftData, DraftTraining, EngineConfig, SamplingParams, ServerConfig
+from paceline.config import (
+    RECOMMENDED_FIELDS,
+    DraftData,
+    DraftTraining,
+    EngineConfig,
+    SamplingParams,
+    ServerConfig,
+)
 from paceline.config.help import Help, helps_of
 
 T = TypeVar("T")
@@ -107,6 +114,9 @@ def flags_of(kind: type) -> tuple[Flag, ...]:
 
 def _flag(field: dataclasses.Field[Any], hint: Any, said: Help, panel: str) -> Flag:
     default = None if field.default in (dataclasses.MISSING, ()) else field.default
+    if panel == PANELS[SamplingParams] and field.name in RECOMMENDED_FIELDS:
+        text = f"{said.text} Default: as the model's files recommend, else {default:g}."
+        said, default = Help(text, *said.flags, more=said.more), None
     kind, words = _kind(hint, default)
     shown = str(default) if words and default is not None else default
     return Flag(field.name, kind if default is not None else kind | None, shown, words, said, panel)

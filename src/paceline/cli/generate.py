@@ -11,7 +11,15 @@ from rich.text import Text
 
 from paceline.cli.console import json_is_ascii, note, report_error, stdout
 from paceline.cli.jobs import Failure, Job, JobResult, as_document, parse_lines, run_jobs
-from paceline.cli.options import DEFAULT_MODEL, AdaptedEngineFlags, Model, Quiet, refuse_given
+from paceline.cli.options import (
+    DEFAULT_MODEL,
+    AdaptedEngineFlags,
+    Model,
+    Quiet,
+    follow_recommendation,
+    given_fields,
+    refuse_given,
+)
 from paceline.config import SamplingParams
 from paceline.config.files import read_stdin, read_text
 from paceline.core.outputs import CompletionOutput
@@ -47,17 +55,26 @@ def generate(
         refuse_given(context, "left out without --prompt: lines of a file have prompt or messages", "chat")
     if not as_json:
         refuse_given(context, "left out without --json, whose documents show them", "logprobs")
-    entries: list[Job | Failure] = [_from_option(text, sampling, chat) for text in prompt or ()]
-    if prompts_file is not None:
-        stdin = prompts_file == "-"
-        text = read_stdin("--prompts-file") if stdin else read_text("--prompts-file", prompts_file)
-        entries += parse_lines(text.split("\n"), sampling)
-    bad = next((entry for entry in entries if isinstance(entry, Failure)), None)
+    lines = () if prompts_file is None else _read_lines(prompts_file)
+
+    def entries(params: SamplingParams) -> list[Job | Failure]:
+        return [*(_from_option(text, params, chat) for text in prompt or ()), *parse_lines(lines, params)]
+
+    checked = entries(sampling)  # before the model is loaded
+    bad = next((entry for entry in checked if isinstance(entry, Failure)), None)
     if bad is not None and not keep_going:
         raise bad.error
-    show = _show_json if as_json else _show_titled if len(entries) * sampling.n > 1 else _show_bare
-    if run_jobs(engine.load(model, quiet), entries, show, keep_going=keep_going, progress=not quiet):
+    show = _show_json if as_json else _show_titled if len(checked) * sampling.n > 1 else _show_bare
+    llm = engine.load(model, quiet)
+    params = follow_recommendation(llm, sampling, given_fields(context), quiet)
+    if run_jobs(llm, entries(params), show, keep_going=keep_going, progress=not quiet):
         raise typer.Exit(2)
+
+
+def _read_lines(prompts_file: str) -> list[str]:
+    """Lines of ``--prompts-file``. Raises ParameterError."""
+    stdin = prompts_file == "-"
+    return (read_stdin("--prompts-file") if stdin else read_text("--prompts-file", prompts_file)).split("\n")
 
 
 def _from_option(text: str, params: SamplingParams, chat: bool) -> Job:

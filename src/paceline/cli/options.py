@@ -10,7 +10,14 @@ import typer
 
 from paceline.cli.console import note, working
 from paceline.cli.flags import from_text
-from paceline.config import DEFAULT_MODEL, EngineConfig, EngineOptions, engine_config
+from paceline.config import (
+    DEFAULT_MODEL,
+    RECOMMENDED_FIELDS,
+    EngineConfig,
+    EngineOptions,
+    SamplingParams,
+    engine_config,
+)
 from paceline.config.files import read_text
 from paceline.config.help import Help, described
 from paceline.config.limits import MAX_BYTES, MAX_COUNT, Name
@@ -108,6 +115,21 @@ class AdaptedEngineFlags(EngineFlags):
         if repeated := next((name for name in names if names.count(name) > 1), None):
             raise ParameterError("--adapter", repeated, "a name that is given once")
         return {name: path for name, _, path in pairs}
+
+
+def given_fields(context: typer.Context) -> frozenset[str]:
+    """Those of ``RECOMMENDED_FIELDS`` that the running command's options gave."""
+    return frozenset(name for name in RECOMMENDED_FIELDS if context.params[name] is not None)
+
+
+def follow_recommendation(llm: LLM, params: SamplingParams, given: Collection[str], quiet: bool) -> SamplingParams:
+    """``LLM.follow_recommendation``, described on stderr unless ``quiet``. Raises ModelFormatError."""
+    followed = llm.follow_recommendation(params, given)
+    changed = [name for name in RECOMMENDED_FIELDS if getattr(followed, name) != getattr(params, name)]
+    if changed and not quiet:
+        values = ", ".join(f"{name} {getattr(followed, name)}" for name in changed)
+        note(f"sampling as the model's files recommend: {values}")
+    return followed
 
 
 def speculation_length(text: str) -> int | str:

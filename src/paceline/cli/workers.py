@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -38,12 +38,12 @@ def _allowed() -> None:
 
 
 class Worker:
-    """An engine in an actor of Ray. params: the defaults of plain lines."""
+    """An engine in an actor of Ray. params, given: as in ``RayRun``."""
 
-    def __init__(self, recipe: Recipe, config: ServerConfig, params: SamplingParams) -> None:
-        self._llm = recipe.load()
-        self._config, self._params = config, params
-        self._settings = settings_of(self._llm, params)
+    def __init__(self, recipe: Recipe, config: ServerConfig, params: SamplingParams, given: Collection[str]) -> None:
+        self._llm, self._config = recipe.load(), config
+        self._params = self._llm.follow_recommendation(params, given)
+        self._settings = settings_of(self._llm, self._params)
         self._life, self._turn = AsyncExitStack(), asyncio.Lock()
         self._context: Context | None = None
 
@@ -97,10 +97,15 @@ class SentLine:
 
 @dataclass(frozen=True)
 class RayRun:
-    """One run over a file by workers. begin: returns the job's seed for the settings that answers depend on."""
+    """One run over a file by workers.
+
+    params: the defaults of plain lines; the model's files may recommend those that are not ``given``.
+    begin: returns the job's seed for the settings that answers depend on.
+    """
 
     config: ServerConfig
     params: SamplingParams
+    given: Collection[str]
     refuse_params: Callable[[], None]
     begin: Callable[[dict[str, Any]], int]
     _: dataclasses.KW_ONLY
@@ -116,7 +121,7 @@ class RayRun:
             window = LINES_PER_ROW * placed.options["max_batch_size"]
             options = {"max_restarts": _RESTARTS, "max_task_retries": _RESTARTS, "max_concurrency": window + 1}
             kind = ray.remote(Worker).options(**options, **share.ray_options)
-            actors = [kind.remote(placed, self.config, self.params) for _ in range(replicas)]
+            actors = [kind.remote(placed, self.config, self.params, self.given) for _ in range(replicas)]
             if not self.quiet:
                 note(f"{replicas} engines on Ray ({address}): {share}")
             try:

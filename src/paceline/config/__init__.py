@@ -29,7 +29,7 @@ from paceline.config.limits import (
     QuantizationName,
     RankName,
 )
-from paceline.config.sampling import LogitsProcessor, SamplingParams, StructuredOutputs
+from paceline.config.sampling import RECOMMENDED_FIELDS, LogitsProcessor, SamplingParams, StructuredOutputs
 from paceline.config.server import ServerConfig
 from paceline.config.training import DraftData, DraftTraining
 
@@ -43,6 +43,7 @@ __all__ = [
     "MAX_SPECULATION_LENGTH",
     "MIN_TEMPERATURE",
     "OWN_HEAD",
+    "RECOMMENDED_FIELDS",
     "SYNTHETIC",
     "AcceptanceName",
     "AttentionName",

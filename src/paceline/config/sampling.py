@@ -52,6 +52,11 @@ from paceline.errors import ParameterError
 LogitsProcessor: TypeAlias = Callable[[list[int], Any], Any]
 """(token ids of the answer so far, logits of the next token [V] float32) -> logits to draw from [V]."""
 
+RECOMMENDED_FIELDS = (
+    "temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty",
+)  # fmt: skip
+"""Fields of ``SamplingParams`` for which a model's files may recommend values."""
+
 
 @dataclass(frozen=True)
 class Schema:

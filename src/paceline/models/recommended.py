@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from paceline.config import RECOMMENDED_FIELDS
 from paceline.models.boundary import ResolvedSource, is_loaded, reads_model
 from paceline.models.gguf import GGUFFile
 from paceline.models.json_files import read_object
 
-# Their names are those of SamplingParams. do_sample is not read, as in vLLM: without a temperature it is 1.
-_NAMES = (
-    "temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty",
-)  # fmt: skip
 # llama.cpp's repetition penalty looks at the last tokens only, so it is none of ours.
 _GGUF_NAMES = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
 
 
 @reads_model
 def recommended_sampling(source: ResolvedSource) -> dict[str, Any]:
-    """Return the recommended values by the names of ``SamplingParams``, as they stand in the files, unchecked."""
+    """Return the recommended values by the names of ``SamplingParams``, as they stand in the files, unchecked.
+
+    do_sample is not read, as in vLLM: without a temperature it is 1.
+    """
     if is_loaded(source):
         found = source.generation_config.to_diff_dict() if source.generation_config else {}
     elif source.is_file():
@@ -26,4 +26,4 @@ def recommended_sampling(source: ResolvedSource) -> dict[str, Any]:
         found = {name: metadata.get(f"general.sampling.{key}") for name, key in _GGUF_NAMES.items()}
     else:
         found = read_object(source / "generation_config.json")
-    return {name: found[name] for name in _NAMES if found.get(name) is not None}
+    return {name: found[name] for name in RECOMMENDED_FIELDS if found.get(name) is not None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,13 @@ def test_conversations_as_arrow_has_them(answers: Answers) -> None:
     assert found["answer"][0]
     assert list(found["error"]) == ["", found["error"][1]]
     assert "role and content" in found["error"][1]
+
+
+def test_rows_without_parameters_are_sampled_as_the_model_recommends(model: str, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "advised")
+    (tmp_path / "advised" / "generation_config.json").write_text('{"top_k": 1}')
+    found = [Answers(str(tmp_path / "advised"), seed=seed, **ENGINE)(as_columns(ROWS[:1])) for seed in (3, 4)]
+    assert rows_of(found[0]) == rows_of(found[1]), "the likeliest token, whatever the seed"
 
 
 def test_several_answers_are_lists(model: str) -> None:

@@ -36,7 +36,7 @@ class Answers:
     the others.
 
     seed: the job's seed.
-    params: sampling parameters without a seed, also as a mapping.
+    params: sampling parameters without a seed, also as a mapping; by default those that the model's files recommend.
     draft_model, options: those of ``LLM``.
 
     Raises what ``LLM`` raises, and ParameterError for a seed in ``params``.
@@ -55,8 +55,8 @@ class Answers:
         if given.seed is not None:
             raise ParameterError("params.seed", given.seed, "left out: each row has its own, from the job's seed")
         replace(given, seed=seed)  # replace validates it
-        self._seed, self._params = seed, given
         self._llm = LLM(model, draft_model, **options)
+        self._seed, self._params = seed, self._llm.get_default_sampling_params() if params is None else given
 
     def __call__(self, batch: Columns) -> Columns:
         """The batch's columns and those of its answers. Raises ParameterError if columns are missing or ambiguous."""
