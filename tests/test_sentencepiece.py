@@ -68,6 +68,7 @@ def test_a_continuation_is_scored_as_it_is_written() -> None:
     by_text, by_ids = llm.score(["the", ids("▁the")], [" cat", " cat"], use_tqdm=False)
     assert by_text.token_ids == by_ids.token_ids == ids("▁cat")
     assert by_text.logprobs == by_ids.logprobs
+    assert llm.score("the", " cat", use_tqdm=False) == llm.score("the", [" cat"], use_tqdm=False) == [by_text]
     assert llm.score([ids("▁the")], ["at"], use_tqdm=False)[0].token_ids == ids("at")
 
 

@@ -31,11 +31,12 @@ from paceline.config.inputs import (
     Prompt,
     as_adapters,
     as_conversations,
-    as_documents,
     as_gaps,
+    as_pairs,
     as_prompt,
     as_prompts,
     as_sources,
+    as_texts,
 )
 from paceline.config.ranges import OneOf
 from paceline.core.hardware import (
@@ -327,27 +328,32 @@ class LLM:
         return needed(self.tokenizer, "get_tokenizer").huggingface
 
     def score(
-        self, prompts: Sequence[Prompt], continuations: Sequence[Prompt], *, use_tqdm: bool = True
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        continuations: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: bool = True,
     ) -> list[Score]:
-        """Log-probability of each continuation after its prompt (strings or token ids), in the order of the prompts.
+        """Log-probability of each continuation after its prompt (strings or token ids), in the order given.
 
+        There is one prompt per continuation, or a single prompt, not in a list, for all continuations.
         If both are strings, the continuation begins at the first token after the tokens of the prompt alone. A prefix
         that several texts share is computed once. At most as many texts as the engine has rows are processed at once.
         Raises ParameterError, EmptyPromptError, PromptTooLongError before anything is computed.
         """
-        prefixes, suffixes = as_documents("prompts", prompts), as_documents("continuations", continuations)
-        if len(prefixes) != len(suffixes):
-            raise ParameterError("continuations", f"{len(suffixes)} entries", f"one per prompt ({len(prefixes)})")
-        return self._score_pairs([self._encode_pair(*pair) for pair in zip(prefixes, suffixes, strict=True)], use_tqdm)
+        pairs = as_pairs(prompts, continuations)
+        return self._score_pairs([self._encode_pair(*pair) for pair in pairs], use_tqdm)
 
-    def embed(self, prompts: Sequence[Prompt], *, pooling: PoolingName = "mean", use_tqdm: bool = True) -> Tensor:
-        """Embeddings [N, width] of texts (strings or token ids), each of length 1, float32.
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, pooling: PoolingName = "mean", use_tqdm: bool = True
+    ) -> Tensor:
+        """Embeddings [N, width] of one or N texts (strings or token ids), each of length 1, float32.
 
         An embedding is the mean of the hidden states of all tokens, or the state of the "last" one, after the model's
         final norm. Raises ParameterError, EmptyPromptError, PromptTooLongError before anything is computed.
         """
         OneOf(get_args(PoolingName)).take("pooling", pooling)
-        texts = [encoded(self.tokenizer, text) for text in as_documents("prompts", prompts)]
+        texts = [encoded(self.tokenizer, text) for text in as_texts("prompts", prompts)]
         pooled = [PooledStates(tokens, pooling) for tokens in texts]
         self._read(pooled, EMBEDDED, "embeddings", use_tqdm)
         return torch.stack([text.vector for text in pooled]) if pooled else torch.empty(0, 0)

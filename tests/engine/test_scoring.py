@@ -422,6 +422,20 @@ def test_scoring_changes_no_output() -> None:
     assert sorted(output.outputs[0].token_ids for output in ended.values()) == sorted(expected)
 
 
+def test_one_prompt_that_is_not_in_a_list_belongs_to_all_continuations() -> None:
+    llm = make(tiny(*NATIVE["llama"]))
+    several, one = [[5], [6, 7]], torch.tensor([6, 7])
+    for continuations, repeated in ((several, several), (one, [[6, 7]])):
+        found = llm.score([3, 4], continuations, use_tqdm=False)
+        wanted = llm.score([[3, 4]] * len(repeated), repeated, use_tqdm=False)
+        assert [score.token_ids for score in found] == [score.token_ids for score in wanted] == repeated
+        assert [score.logprob for score in found] == pytest.approx([score.logprob for score in wanted], abs=1e-4)
+    assert llm.score([3, 4], [], use_tqdm=False) == []
+    with pytest.raises(ParameterError, match="continuations"):
+        llm.score([[3], [4]], [5], use_tqdm=False)
+    assert torch.equal(llm.embed([3, 4], use_tqdm=False), llm.embed([[3, 4]], use_tqdm=False))
+
+
 def test_what_cannot_be_scored_is_refused() -> None:
     llm = make(tiny(*NATIVE["llama"]))
     with pytest.raises(ParameterError, match="continuations"):

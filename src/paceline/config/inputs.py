@@ -44,11 +44,26 @@ def as_prompts(name: str, prompts: object) -> list[object]:
     The entries are returned as they were given; ``as_prompt`` checks them.
     """
     given = _plain(prompts)
-    if isinstance(given, str) or (_is_list(given) and len(given) > 0 and _is_whole(given[0])):
+    if _is_one(given):
         return [given]
     if not _is_list(given):
         raise ParameterError(name, prompts, f"a list, each entry {_PROMPT}")
     return list(given)
+
+
+def as_texts(name: str, prompts: object) -> list[str | list[int]]:
+    """One or several texts or lists of token ids, as a list. Raises ParameterError."""
+    return [as_prompt(name, prompt) for prompt in as_prompts(name, prompts)]
+
+
+def as_pairs(prompts: object, continuations: object) -> list[tuple[str | list[int], str | list[int]]]:
+    """Each continuation with its prompt. A prompt that is not in a list belongs to all. Raises ParameterError."""
+    prefixes, suffixes = as_texts("prompts", prompts), as_texts("continuations", continuations)
+    if _is_one(prompts):
+        prefixes *= len(suffixes)
+    if len(prefixes) != len(suffixes):
+        raise ParameterError("continuations", f"{len(suffixes)} entries", f"one per prompt ({len(prefixes)})")
+    return [*zip(prefixes, suffixes, strict=True)]
 
 
 def as_documents(name: str, documents: object) -> list[str | list[int]]:
@@ -165,6 +180,12 @@ def _plain(given: object) -> Any:
 
 def _whole_dtype(dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+
+
+def _is_one(prompts: object) -> bool:
+    """Whether this is a single prompt: a text, or token ids."""
+    given = _plain(prompts)
+    return isinstance(given, str) or (_is_list(given) and len(given) > 0 and _is_whole(given[0]))
 
 
 def _is_list(given: object) -> bool:
