@@ -153,6 +153,32 @@ def test_too_many_log_probabilities_and_too_long_texts_are_refused(live: Live, m
     assert live.post("/detokenize", {"tokens": [1] * 100_000}).status_code == 400
 
 
+LONG: dict[str, Callable[[str], dict[str, Any]]] = {
+    "/v1/completions prompt": lambda text: {"prompt": text},
+    "/v1/chat/completions messages": lambda text: {"messages": [{"role": "user", "content": text}]},
+    "/v1/responses input": lambda text: {"input": text},
+    "/v1/embeddings input": lambda text: {"input": text},
+    "/tokenize prompt": lambda text: {"prompt": text},
+    "/tokenize messages": lambda text: {"messages": [{"role": "user", "content": text}]},
+    "/v1/chat/completions prediction": lambda text: {
+        "messages": [{"role": "user", "content": "a"}], "prediction": {"type": "content", "content": text},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [600, 200_000], ids=["tokens", "characters"])
+@pytest.mark.parametrize("where", LONG)
+def test_a_text_that_is_too_long_is_named_by_the_field_that_has_it(live: Live, where: str, size: int) -> None:
+    path, param = where.split()
+    reply = live.post(path, LONG[where]("a" * size))
+    if size == 600 and (path == "/tokenize" or param == "prediction"):
+        assert reply.status_code == 200, "only as long as no prompt could be"
+        return
+    assert reply.status_code == 400
+    error = reply.json()["error"]
+    assert (error["param"], error["code"]) == (param, "context_length_exceeded")
+
+
 # --- clients that do not read -----------------------------------------------------------------------------------------
 
 

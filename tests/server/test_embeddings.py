@@ -49,7 +49,7 @@ def test_one_text_token_ids_and_several_lists_of_them(live: Live, offline: LLM) 
         ({"input": []}, None),
         ({"input": ""}, None),
         ({"input": ["a", ""]}, None),
-        ({"input": "x" * 600}, "prompt"),
+        ({"input": "x" * 600}, "input"),
         ({"input": [10**6]}, "token_ids"),
         ({"dimensions": 7}, "dimensions"),
         ({"encoding_format": "int8"}, "encoding_format"),

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import Request
 
 from paceline.config import ServerConfig
 from paceline.core.batch import RowStart
 from paceline.engine.request import Intake
 from paceline.errors import ParameterError
+from paceline.server.clients import client_of, key_name
 from paceline.server.security import KeyRing, read_keys
 from polling import wait_until
 from server_support import Live, start
@@ -177,12 +179,12 @@ def test_a_full_queue_sends_retry_after(live: Live) -> None:
 
 @pytest.fixture(scope="module")
 def guarded(tiny: str) -> Iterator[Live]:
-    yield from start(ServerConfig(port=0, api_keys=("first", "second"), max_body_bytes=1000), tiny)
+    yield from start(ServerConfig(port=0, api_keys=("first", "dritté"), max_body_bytes=1000), tiny)
 
 
-@pytest.mark.parametrize(("key", "status"), [(None, 401), ("wrong", 401), ("first", 200), ("second", 200)])
+@pytest.mark.parametrize(("key", "status"), [(None, 401), ("wrong", 401), ("first", 200), ("dritté", 200)])
 def test_only_valid_keys_are_admitted(guarded: Live, key: str | None, status: int) -> None:
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    headers = {} if key is None else {b"Authorization": f"Bearer {key}".encode()}
     assert guarded.get("/v1/models", headers=headers).status_code == status
     assert guarded.get("/health").status_code == 200
 
@@ -195,6 +197,23 @@ def test_a_too_large_body_is_refused(guarded: Live) -> None:
 def test_without_keys_any_authorization_is_admitted() -> None:
     assert KeyRing(()).admits(b"")
     assert not KeyRing(("a",)).admits(b"Basic a")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
+def test_a_key_beyond_ascii_is_admitted_in_either_encoding(encoding: str) -> None:
+    key = "schlüssel-à"  # its last byte in UTF-8 is a space in Latin-1
+    sent, ring = key.encode(encoding), KeyRing([f"{key} max_requests=1"])
+    assert ring.admits(b"Bearer " + sent)
+    assert ring.admits(b"", sent)
+    assert not ring.admits(b"Bearer schl\xfcssel-a")
+    for name, value in ((b"authorization", b"Bearer " + sent), (b"x-api-key", sent)):
+        assert client_of(Request({"type": "http", "headers": [(name, value)]}), has_keys=True) == key_name(key)
+
+
+@pytest.mark.parametrize("sent", [b"\xff\xfe", b"\xc3", b"\xed\xa0\x80", bytes(range(128, 256)), b"\xa0"])
+def test_bytes_that_are_no_key_are_refused(guarded: Live, sent: bytes) -> None:
+    for headers in ({b"authorization": b"Bearer " + sent}, {b"x-api-key": sent}):
+        assert guarded.get("/v1/models", headers=headers).status_code == 401
 
 
 def test_keys_never_appear_in_errors(tmp_path: Path) -> None:

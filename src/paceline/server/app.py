@@ -187,9 +187,11 @@ def _add_texts(app: FastAPI, context: Context) -> None:
         """Tokenize a text, or a conversation through the chat template."""
         context.check_model(body.model)
         if body.messages is None:
-            tokens = await context.encode(body.prompt or "", body.add_special_tokens)
+            async with errors.names_long_text("prompt"):
+                tokens = await context.encode(body.prompt or "", body.add_special_tokens)
         else:
-            prompt = await context.chat_prompt([message.plain() for message in body.messages], {})
+            async with errors.names_long_text("messages"):
+                prompt = await context.chat_prompt([message.plain() for message in body.messages], {})
             tokens = prompt.token_ids
 
         def found() -> replies.TokenizedText:

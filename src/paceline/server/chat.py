@@ -12,6 +12,7 @@ from paceline.chat.values import AssistantMessage, message_of
 from paceline.core.outputs import CompletionOutput, RequestOutput, TokenLogprob
 from paceline.engine.chat import ChatPrompt
 from paceline.engine.engine import Request
+from paceline.server import errors
 from paceline.server.chat_deltas import AnswerStream, whole_message
 from paceline.server.chat_protocol import ChatRequest
 from paceline.server.completions import extras_of, note_draft_tokens
@@ -53,6 +54,7 @@ class ChatJob:
         self.id, self.created = self.context.new_id("chatcmpl"), int(time.time())
 
     @classmethod
+    @errors.names_long_text("messages")
     async def prepare(cls, context: Context, body: ChatRequest, client: str, *, of_batch: bool = False) -> ChatJob:
         """Validate and tokenize a request. Raises ApiError."""
         context.check_model(body.model)
@@ -195,6 +197,7 @@ class ChatJob:
         return document
 
 
+@errors.names_long_text("prediction")
 async def _prediction(context: Context, body: ChatRequest) -> list[list[int]]:
     """Token ids of the prediction, without special tokens; an empty list if there is none. Raises ApiError."""
     if body.prediction is None:

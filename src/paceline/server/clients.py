@@ -7,6 +7,8 @@ from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 
 from fastapi import Request
 
+from paceline.server.heads import header
+
 _NETWORK_BITS = 64  # prefix length in bits of one customer's IPv6 network
 
 
@@ -17,15 +19,21 @@ def client_of(request: Request, has_keys: bool) -> str:
     (FORWARDED_ALLOW_IPS) that is the forwarded address.
     """
     if has_keys:
-        headers = request.headers
-        return key_name(key_in(headers.get("authorization", ""), headers.get("x-api-key", "")))
+        return key_name(key_in(header(request.scope, b"authorization"), header(request.scope, b"x-api-key")))
     return "address " + _network(request.client.host if request.client else "")
 
 
-def key_in(authorization: str, x_api_key: str) -> str:
-    """Return the API key that a request's headers carry: OpenAI's clients send the first, Anthropic's either."""
-    scheme, _, key = authorization.partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else x_api_key.strip()
+def key_in(authorization: bytes, x_api_key: bytes) -> str:
+    """Return the API key that a request's headers carry: OpenAI's clients send the first, Anthropic's either.
+
+    Some clients send keys beyond ASCII in UTF-8, others in Latin-1. Bytes that are not UTF-8 are read as Latin-1.
+    """
+    scheme, _, key = authorization.partition(b" ")
+    sent = key if scheme.lower() == b"bearer" else x_api_key
+    try:
+        return sent.decode().strip()
+    except UnicodeDecodeError:
+        return sent.decode("latin-1").strip()
 
 
 def key_name(key: str) -> str:

@@ -69,6 +69,7 @@ class CompletionJob:
         self.id, self.created = self.context.new_id("cmpl"), int(time.time())
 
     @classmethod
+    @errors.names_long_text("prompt")
     async def prepare(
         cls, context: Context, body: CompletionRequest, client: str, *, of_batch: bool = False
     ) -> CompletionJob:

@@ -208,7 +208,7 @@ class Context:
         max_characters = await self.in_thread(lambda: self._max_characters)
         if characters > max_characters:
             message = f"the text has {characters} characters; prompts of this model have at most {max_characters}"
-            raise errors.invalid(message, code="context_length_exceeded")
+            raise errors.invalid(message, code=errors.TOO_LONG)
         pool = self._texts if characters <= _LONG_TEXT else self._long_texts
         return await _run_in(pool, functools.partial(work, *args, **kwargs))
 

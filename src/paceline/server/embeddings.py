@@ -85,6 +85,7 @@ class EmbeddingJob:
     options: RequestOptions
 
     @classmethod
+    @errors.names_long_text("input")
     async def prepare(cls, context: Context, body: EmbeddingRequest, client: str) -> EmbeddingJob:
         """Validate and tokenize a request. Raises ApiError."""
         context.check_model(body.model)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -20,6 +21,7 @@ from paceline.server.limits import MAX_FAULT, MAX_FAULTS, MAX_MESSAGE, MAX_SHOWN
 from paceline.server.shares import Full
 
 INVALID = "invalid_request_error"
+TOO_LONG = "context_length_exceeded"
 TWO_LENGTHS, BODY_TIMEOUT = "two_lengths", "body_timeout"
 _LAST = frozenset({TWO_LENGTHS, BODY_TIMEOUT})  # the start of the next request is unknown: close the connection
 _ANTHROPIC = "/v1/messages"
@@ -175,10 +177,22 @@ def from_paceline(error: PacelineError) -> ApiError:
     if isinstance(error, (ParameterError, StructureError)):
         return invalid(str(error), error.field)
     if isinstance(error, PromptTooLongError):
-        return invalid(str(error), "prompt", "context_length_exceeded")
+        return invalid(str(error), code=TOO_LONG)
     if isinstance(error, (RequestError, MissingPackageError)):
         return invalid(str(error))
     return ApiError(500, "server_error", str(error))
+
+
+@asynccontextmanager
+async def names_long_text(param: str) -> AsyncIterator[None]:
+    """Name the field ``param`` in errors about a text that is too long, unless they name one. Raises ApiError."""
+    try:
+        yield
+    except (ApiError, PromptTooLongError) as error:
+        named = from_paceline(error)
+        if named.code == TOO_LONG:
+            named.param = named.param or param
+        raise named from error.__cause__
 
 
 def from_validation(found: Sequence[Mapping[str, Any]], data: object) -> ApiError:

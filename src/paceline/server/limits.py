@@ -18,6 +18,8 @@ MAX_STOP_CHARACTERS = 2**12  # over all stop strings
 MAX_STOP_TOKEN_IDS = 2**10
 MAX_ALLOWED_TOKEN_IDS = 2**16  # checked one by one: 13 ms
 MAX_LOGIT_BIAS = 2**10  # entries
+MAX_METADATA = 16  # entries of a request's metadata, as OpenAI's
+MAX_METADATA_KEY = 64  # characters
 MAX_LABEL = 512  # characters of a name or label, which the log may repeat
 
 # Replies.

@@ -86,11 +86,15 @@ class StreamOptions(Strict):
         return self
 
 
-def _few_entries(bias: object) -> object:
+def few(most: int) -> BeforeValidator:
     """Refuse a long dictionary before its entries are checked: all wrong values would be listed."""
-    if isinstance(bias, dict) and len(bias) > limits.MAX_LOGIT_BIAS:
-        raise PydanticCustomError("too_long", "at most {most} entries", {"most": limits.MAX_LOGIT_BIAS})
-    return bias
+
+    def check(entries: object) -> object:
+        if isinstance(entries, dict) and len(entries) > most:
+            raise PydanticCustomError("too_long", "at most {most} entries", {"most": most})
+        return entries
+
+    return BeforeValidator(check)
 
 
 def some(most: int | None = None, least: int | None = None) -> Any:
@@ -101,7 +105,12 @@ def some(most: int | None = None, least: int | None = None) -> Any:
 Label = Annotated[str, Field(max_length=limits.MAX_LABEL)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], some()]
-Bias = Annotated[dict[str, float], BeforeValidator(_few_entries), Field(max_length=limits.MAX_LOGIT_BIAS)]
+Bias = Annotated[dict[str, float], few(limits.MAX_LOGIT_BIAS), Field(max_length=limits.MAX_LOGIT_BIAS)]
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=limits.MAX_METADATA_KEY)], Label],
+    few(limits.MAX_METADATA),
+    Field(max_length=limits.MAX_METADATA),
+]
 Positive = Annotated[float, Field(gt=0)]
 Milliseconds = Annotated[float, Field(ge=1000 * MIN_TIME_BUDGET, le=1000 * MAX_SECONDS)]
 Strings = str | Annotated[list[str], some(limits.MAX_STOP_STRINGS)]

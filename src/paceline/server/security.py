@@ -36,7 +36,7 @@ class KeyRing:
 
     def admits(self, authorization: bytes, x_api_key: bytes = b"") -> bool:
         """Return whether one of these headers carries a valid key; always true if there are no keys."""
-        digest = _digest(key_in(authorization.decode("latin-1"), x_api_key.decode("latin-1")))
+        digest = _digest(key_in(authorization, x_api_key))
         # Compare with all keys, even after a match, to take constant time.
         matches = [hmac.compare_digest(digest, good) for good in self._digests]
         return not self._digests or any(matches)

@@ -44,6 +44,32 @@ def test_a_stream_makes_the_whole_response_with_and_without_speculation(live: Li
         assert grown == (item.arguments if item.type == "function_call" else whole.output_text)
 
 
+def test_metadata_comes_back_in_every_response(live: Live) -> None:
+    assert ask(live, max_output_tokens=1).metadata == {}
+    labels = {"run": "7", "": "ü" * 512} | {str(number): "" for number in range(14)}
+    assert ask(live, max_output_tokens=1, metadata=labels).metadata == labels
+    events = list(ask(live, max_output_tokens=1, metadata=labels, stream=True))
+    assert [event.response.metadata for event in (events[0], events[-1])] == [labels, labels]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "param", "says"),
+    [
+        ({str(number): "" for number in range(17)}, "metadata", "at most 16 entries"),
+        ({"a": 1}, "metadata.a", "string"),
+        ({"a": "x" * 513}, "metadata.a", "512"),
+        ({"k" * 65: "x"}, "metadata." + "k" * 65, "64"),
+        (["a"], "metadata", "dictionary"),
+    ],
+)
+def test_metadata_that_is_no_small_map_of_strings_is_refused(live: Live, metadata: Any, param: str, says: str) -> None:
+    reply = live.post("/v1/responses", {"model": "tiny", "input": "hi", "metadata": metadata})
+    assert reply.status_code == 400
+    error = reply.json()["error"]
+    assert error["param"].startswith(param)
+    assert says in error["message"]
+
+
 def test_the_empty_probe_of_an_agent_is_answered(live: Live) -> None:
     reply = ask(live, max_output_tokens=1, input=[], instructions="You are helpful.")
     assert (reply.status, reply.incomplete_details.reason) == ("incomplete", "max_output_tokens")

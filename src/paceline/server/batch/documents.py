@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from paceline.config.limits import MAX_COUNT
 from paceline.server import limits
 from paceline.server.batch.lines import Endpoint
-from paceline.server.protocol import Label, Strict
+from paceline.server.protocol import Label, Metadata, Strict
 
 D = TypeVar("D")
 Purpose = Literal["batch", "batch_output"]
@@ -110,13 +110,7 @@ class BatchRequest(Strict):
     input_file_id: Label
     endpoint: Endpoint
     completion_window: Literal["24h"]
-    metadata: (
-        Annotated[
-            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=limits.MAX_LABEL)]],
-            Field(max_length=16),
-        ]
-        | None
-    ) = None
+    metadata: Metadata | None = None
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
 
 

@@ -37,6 +37,7 @@ class ResponsesJob:
         self._stream = ResponseStream(new_id)
 
     @classmethod
+    @errors.names_long_text("input")
     async def prepare(cls, context: Context, body: ResponsesRequest, client: str) -> ResponsesJob:
         """Validate and tokenize a request. Raises ApiError."""
         conversation = Conversation(messages_of(body), cast("ChatFields", options_of(body)), body.max_output_tokens)
@@ -108,4 +109,5 @@ class ResponsesJob:
             tools=[tool.model_dump() for tool in body.tools or ()],
             top_p=params.top_p,
             user=body.user,
+            metadata=body.metadata or {},
         )

@@ -15,6 +15,7 @@ from paceline.server.protocol import (
     LABELS,
     TEXT_ONLY,
     Label,
+    Metadata,
     Strict,
     TurnRequest,
     Unsupported,
@@ -197,8 +198,8 @@ class ResponsesRequest(TurnRequest):
     """``POST /v1/responses``.
 
     input: a text, or the items of the whole conversation. instructions: put in front of it. include: extra parts of
-    items; those that this server has nothing to put into stay out. seed, top_k, priority, timeout, deadline_ms,
-    num_speculative_tokens: as in completions.
+    items; those that this server has nothing to put into stay out. metadata: labels, repeated in the response. seed,
+    top_k, priority, timeout, deadline_ms, num_speculative_tokens: as in completions.
     """
 
     structure_field: ClassVar[str] = "text.format"
@@ -212,7 +213,7 @@ class ResponsesRequest(TurnRequest):
         "top_logprobs": Unsupported("completions and chats have log-probabilities", (0,)),
         "context_management": Unsupported("this server sends prompts as they are", ([],)),
     }
-    labels: ClassVar[frozenset[str]] = LABELS | {"store", "service_tier", "client_metadata"}
+    labels: ClassVar[frozenset[str]] = LABELS - {"metadata"} | {"store", "service_tier", "client_metadata"}
 
     model: Label | None = None
     input: str | Annotated[list[_AnyItem], some(limits.MAX_MESSAGES)]
@@ -226,6 +227,7 @@ class ResponsesRequest(TurnRequest):
     text: TextOptions | None = None
     include: Annotated[list[Label], some(limits.MAX_STOP_STRINGS)] | None = None
     user: Label | None = None
+    metadata: Metadata | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
 
     @model_validator(mode="after")

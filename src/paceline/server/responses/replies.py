@@ -70,7 +70,7 @@ class Response(BaseModel):
     truncation: Literal["disabled"] = "disabled"
     usage: ResponseUsage | None = None
     user: str | None
-    metadata: dict[str, Any] | None = None
+    metadata: dict[str, str]
 
     @model_validator(mode="after")
     def _write_all(self) -> Response:
