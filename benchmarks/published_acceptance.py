@@ -41,8 +41,8 @@ class ReplacedDrafts(Wrapper):
         self.truth, self.rates = truth, rates
         self._due = [0.0] * MAX_SPECULATION_LENGTH
 
-    def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
-        drafted = self.inner.propose(batch, wish).draft_tokens
+    def propose(self, batch: Batch, plan: SpeculationPlan) -> Draft:
+        drafted = self.inner.propose(batch, plan).draft_tokens
         return Draft.of([self._of_row(batch, row, len(tokens)) for row, tokens in enumerate(drafted)], batch.device)
 
     def _of_row(self, batch: Batch, row: int, count: int) -> list[int]:

@@ -16,14 +16,14 @@ class AsBefore(Drafter):
 
     name = "as before"
 
-    def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
-        """At most wish.k draft tokens per row, as tokens [rows, k] and the number of real ones [rows]."""
+    def propose(self, batch: Batch, plan: SpeculationPlan) -> Draft:
+        """At most plan.k draft tokens per row, as tokens [rows, k] and the number of real ones [rows]."""
         tokens, lengths = batch.tokens[: batch.rows], batch.live_length
-        draft, counts = torch.zeros(batch.rows, wish.k, dtype=tokens.dtype), torch.zeros_like(lengths)
+        draft, counts = torch.zeros(batch.rows, plan.k, dtype=tokens.dtype), torch.zeros_like(lengths)
         for row, length in enumerate(lengths.tolist()):
             text = tokens[row, :length].tolist()
             before = [place for place in range(length - 1) if text[place] == text[-1]]
-            found = text[before[-1] + 1 :][: wish.k] if before else []
+            found = text[before[-1] + 1 :][: plan.k] if before else []
             draft[row, : len(found)] = torch.tensor(found, dtype=tokens.dtype)
             counts[row] = len(found)
         return Draft(draft, counts)

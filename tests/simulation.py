@@ -60,15 +60,15 @@ class Simulation:
     def play(self, policy: LengthPolicy, rounds: int = 1) -> None:
         for _ in range(rounds):
             batch = self.batch
-            wish = policy.choose(batch).within(batch)
-            k, caps = wish.k, wish.caps or [wish.k] * batch.rows
+            plan = policy.choose(batch).within(batch)
+            k, caps = plan.k, plan.caps or [plan.k] * batch.rows
             accepted = [self._kept(row, cap) for row, cap in enumerate(caps)]
             draft_ms, verify_ms = self.costs.draft_ms(batch.rows, k), self.costs.verify_ms(batch.rows, k, batch.longest)
             self.now += (draft_ms + verify_ms) / 1000
             tokens = torch.zeros(batch.rows, k + 1, dtype=torch.int64)
             verdict = Verdict(tokens, torch.tensor(accepted), torch.tensor(caps))
             batch.commit(verdict)
-            policy.observe(batch, with_timing(verdict, wish, draft_ms, verify_ms))
+            policy.observe(batch, with_timing(verdict, plan, draft_ms, verify_ms))
             self.tokens += sum(accepted) + batch.rows
             self.asked.append(k)
 
@@ -183,9 +183,9 @@ class DraftSimulation:
 
     def _round(self, policy: LengthPolicy) -> None:
         batch, began = self.batch, self.now
-        wish = policy.choose(batch).within(batch)
+        plan = policy.choose(batch).within(batch)
         self._who, self._read = batch.slots, (0, 0)
-        draft = self._propose(self._who, wish).capped(wish.caps)
+        draft = self._propose(self._who, plan).capped(plan.caps)
         draft = policy.select(batch, draft) if draft.k else draft
         counts = draft.counts.tolist()
         right = (draft.tokens == RIGHT).tolist()
@@ -197,49 +197,49 @@ class DraftSimulation:
         batch.commit(verdict)
         for row in range(*self._read):
             self.reader.seen[batch.slots[row]] = batch.lengths[row] - 1
-        policy.observe(batch, with_timing(verdict, wish, 1000 * (ready - began), 1000 * (self.now - ready)))
+        policy.observe(batch, with_timing(verdict, plan, 1000 * (ready - began), 1000 * (self.now - ready)))
         self.rounds += 1
         self.gained += sum(accepted) + len(accepted)
         self.verified.append(counts)
 
-    def _propose(self, who: list[int], wish: SpeculationPlan) -> Draft:
-        """The n-gram draft or the model's, as ``wish.fallback`` chooses."""
-        copied, k = None, wish.k
+    def _propose(self, who: list[int], plan: SpeculationPlan) -> Draft:
+        """The n-gram draft or the model's, as ``plan.fallback`` chooses."""
+        copied, k = None, plan.k
         self.now += self.look / 1000 if k > 0 else 0
         if self.copies is not None and k > 0:
             copied = _as_draft([self.copies(row)[:k] for row in who])
-            k = k if wish.fallback is None else wish.fallback(self.batch, copied)
+            k = k if plan.fallback is None else plan.fallback(self.batch, copied)
         self.asked.append(k)
         if k == 0:
-            return self._draft(who, replace(wish, k=0)) if copied is None else copied
-        first, stop = self._read = wish.stretch(self.batch.rows)
+            return self._draft(who, replace(plan, k=0)) if copied is None else copied
+        first, stop = self._read = plan.stretch(self.batch.rows)
         spared = self.reader.spared(self.batch) if stop - first == self.batch.rows else 0
         self._reads(sum(self.reader.missing_tokens(self.batch)[first:stop]) - (stop - first) - spared)
-        return self._draft(who, replace(wish, k=k))
+        return self._draft(who, replace(plan, k=k))
 
     def place(self, row: int) -> int:
         """Number of tokens that a row has gained so far."""
         return self.batch.lengths[self._who.index(row)] - self.prompt
 
-    def _end(self, draft_tokens: list[list[tuple[float, bool]]], wish: SpeculationPlan) -> int:
+    def _end(self, draft_tokens: list[list[tuple[float, bool]]], plan: SpeculationPlan) -> int:
         """Number of draft steps until the policy stops; adds their time."""
         widest, before = max(map(len, draft_tokens)), 0.0
-        first, stop = wish.stretch(self.batch.rows)
+        first, stop = plan.stretch(self.batch.rows)
         for step in range(1, widest + 1):
             ms = self.costs.draft_ms(stop - first, step)
             self.now += (ms - before) / 1000
             before = ms
             scores = [[score for score, _ in line[:step]] for line in draft_tokens[first:stop]]
-            if wish.stop_drafting and wish.stop_drafting(self.batch.part(first, stop), scores):
+            if plan.stop_drafting and plan.stop_drafting(self.batch.part(first, stop), scores):
                 return step
         return widest
 
     def _spike(self) -> bool:
         return self.noise > 0 and self.rng.random() < 1 / 30
 
-    def _draft(self, who: list[int], wish: SpeculationPlan) -> Draft:
-        draft_tokens = [self.draft_token(row)[: wish.k] for row in who]
-        widest = self._end(draft_tokens, wish)
+    def _draft(self, who: list[int], plan: SpeculationPlan) -> Draft:
+        draft_tokens = [self.draft_token(row)[: plan.k] for row in who]
+        widest = self._end(draft_tokens, plan)
         draft_tokens = [line[:widest] for line in draft_tokens]
         return _as_draft(draft_tokens)
 

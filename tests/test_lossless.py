@@ -1487,8 +1487,8 @@ class IndependentDrafter(Drafter):
         self.generator = torch.Generator().manual_seed(1)
         self.distribution = torch.tensor([[0.7, 0.1, 0.2, 0.0], [0.0, 0.5, 0.25, 0.25], [0.25, 0.25, 0.25, 0.25]])
 
-    def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
-        k = wish.k
+    def propose(self, batch: Batch, plan: SpeculationPlan) -> Draft:
+        k = plan.k
         q = self.distribution[:k].expand(batch.rows, -1, -1)
         flat = q.reshape(-1, SMALL).multinomial(1, generator=self.generator)
         counts = torch.randint(0, k + 1, (batch.rows,), generator=self.generator)
@@ -1571,9 +1571,9 @@ def test_ngram_drafts_between_drafts_of_a_model_keep_the_distribution(policy: st
     drafter, copied = engine.parts.drafter, []
     propose = drafter.propose
 
-    def recorded(batch: Batch, wish: SpeculationPlan) -> Draft:
-        draft = propose(batch, wish)
-        copied.append(draft.tokens.tolist() == copies.propose(batch, wish).tokens.tolist())
+    def recorded(batch: Batch, plan: SpeculationPlan) -> Draft:
+        draft = propose(batch, plan)
+        copied.append(draft.tokens.tolist() == copies.propose(batch, plan).tokens.tolist())
         return draft
 
     copies = NgramDrafter([SMALL_DOCUMENT])

@@ -65,8 +65,8 @@ def note_drafts(engine: Engine) -> list[tuple[Draft, set[int]]]:
     found: list[tuple[Draft, set[int]]] = []
     propose = engine.parts.drafter.propose
 
-    def noted(batch: Batch, wish: SpeculationPlan) -> Draft:
-        draft = propose(batch, wish)
+    def noted(batch: Batch, plan: SpeculationPlan) -> Draft:
+        draft = propose(batch, plan)
         found.append((draft, set(vocabulary_of(engine).tokens.tolist())))
         return draft
 
@@ -178,7 +178,7 @@ def test_a_native_head_gives_the_subset_the_bits_of_its_whole_vocabulary(kind: s
         for seed, prompt in enumerate(PROMPTS):
             engine.add(make_request(prompt, SamplingParams(temperature=0.8, max_tokens=9, seed=seed)))
         propose = engine.parts.drafter.propose
-        engine.parts.drafter.propose = lambda batch, _wish: batch.empty_draft  # type: ignore[method-assign]
+        engine.parts.drafter.propose = lambda batch, _plan: batch.empty_draft  # type: ignore[method-assign]
         while engine.scheduler.prefilling or not engine.batch.rows:
             engine.step()
         (decoder,) = engine.parts.drafter.decoders

@@ -428,9 +428,9 @@ class Scripted(Drafter):
         self.rng = random.Random(self.seed)
         self.asked: list[int] = []
 
-    def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
-        self.asked.append(wish.k)
-        k = self.rng.randint(0, wish.k) if self.short else wish.k
+    def propose(self, batch: Batch, plan: SpeculationPlan) -> Draft:
+        self.asked.append(plan.k)
+        k = self.rng.randint(0, plan.k) if self.short else plan.k
         tokens, counts = [], []
         for row in range(batch.rows):
             text = self.truth[int(batch.sampling.seed[batch.slots[row]])]
@@ -465,9 +465,9 @@ class ScriptedTrees(Scripted):
     shape: Shape = SHAPES["random"]
     scored: bool = False  # with random confidences
 
-    def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
-        self.asked.append(wish.k)
-        k = self.rng.randint(0, wish.k) if self.short else wish.k
+    def propose(self, batch: Batch, plan: SpeculationPlan) -> Draft:
+        self.asked.append(plan.k)
+        k = self.rng.randint(0, plan.k) if self.short else plan.k
         rows = [
             self._row(self.truth[int(batch.sampling.seed[batch.slots[row]])][batch.lengths[row] :], k)
             for row in range(batch.rows)

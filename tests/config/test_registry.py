@@ -158,12 +158,12 @@ class Witness(RowKeepers, Drafter):
     def keepers(self) -> tuple[RowKeeper, ...]:
         return (self.owners,)
 
-    def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
+    def propose(self, batch: Batch, plan: SpeculationPlan) -> Draft:
         owners = batch.sampling.seed[batch.slots].tolist()
         assert [self.owners.setdefault(slot, owner) for slot, owner in zip(batch.slots, owners, strict=True)] == owners
         assert set(self.owners) == set(batch.slots), "sequences that ended are forgotten"
         self.most = max(self.most, batch.rows)
-        return Draft(batch.pending().expand(-1, wish.k), torch.full_like(batch.live_length, wish.k))
+        return Draft(batch.pending().expand(-1, plan.k), torch.full_like(batch.live_length, plan.k))
 
 
 WRAPS: dict[str, Callable[[Drafter], Drafter]] = {

@@ -79,8 +79,8 @@ def test_draft_tokens_are_those_of_transformers(head: dict[str, Any], tmp_path: 
     engine, found = llm.engine, {}
     propose = engine.parts.drafter.propose
 
-    def noted(batch: Any, wish: Any) -> Any:
-        draft = propose(batch, wish)
+    def noted(batch: Any, plan: Any) -> Any:
+        draft = propose(batch, plan)
         for row, tokens in enumerate(draft.draft_tokens):
             text = batch.text[batch.slots[row], : batch.lengths[row]].tolist()
             found[tuple(text)] = tokens

@@ -109,8 +109,8 @@ class Watched:
         self.drafter = engine.parts.drafter
         self.propose, self.drafter.propose = self.drafter.propose, self.check  # type: ignore[method-assign]
 
-    def check(self, batch: Batch, wish: SpeculationPlan) -> Draft:
-        draft = self.propose(batch, wish).capped(wish.caps)
+    def check(self, batch: Batch, plan: SpeculationPlan) -> Draft:
+        draft = self.propose(batch, plan).capped(plan.caps)
         for row, draft_tokens in enumerate(draft.draft_tokens):
             text = batch.tokens[row, : batch.lengths[row]].tolist()
             if len(text) < 2:
@@ -180,8 +180,8 @@ def test_siblings_in_a_tree_are_the_best_tokens_after_their_path(kind: str) -> N
     engine = make_engine(target, head, drafter="feature", speculation_width=3, num_speculative_tokens=3)
     compared, propose = Counter[tuple[int, int]](), engine.parts.drafter.propose
 
-    def check(batch: Batch, wish: SpeculationPlan) -> Draft:
-        draft = propose(batch, wish).capped(wish.caps)
+    def check(batch: Batch, plan: SpeculationPlan) -> Draft:
+        draft = propose(batch, plan).capped(plan.caps)
         for row, count in enumerate(draft.drafted):
             text = batch.tokens[row, : batch.lengths[row]].tolist()
             assert count == 0 or len(text) > 1, "without hidden states there are no draft tokens"
@@ -266,9 +266,9 @@ def test_some_heads_draft_in_one_pass(kind: str, passes: int, monkeypatch: pytes
         calls["step"] += 1
         return step(*arguments)
 
-    def asked(batch: Batch, wish: SpeculationPlan) -> Draft:
+    def asked(batch: Batch, plan: SpeculationPlan) -> Draft:
         rounds["asked"] += 1
-        return propose(batch, wish)
+        return propose(batch, plan)
 
     for prompt in PROMPTS[1:3]:
         engine.add(make_request(prompt, SamplingParams(temperature=0, max_tokens=20)))
@@ -288,9 +288,9 @@ def test_heads_with_maps_of_their_own_per_draft_token_make_no_more_than_they_hav
     engine = make_engine(target, ONE_PASS[kind](target, 32), drafter="feature", num_speculative_tokens=8)
     drafted, propose = set(), engine.parts.drafter.propose
 
-    def asked(batch: Batch, wish: SpeculationPlan) -> Draft:
-        draft = propose(batch, wish)
-        drafted.add((wish.k > TRANSFERS, draft.k))
+    def asked(batch: Batch, plan: SpeculationPlan) -> Draft:
+        draft = propose(batch, plan)
+        drafted.add((plan.k > TRANSFERS, draft.k))
         return draft
 
     engine.parts.drafter.propose = asked  # type: ignore[method-assign]

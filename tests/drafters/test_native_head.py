@@ -278,8 +278,8 @@ class Anew:
         self.drafter = engine.parts.drafter
         self.propose, self.drafter.propose = self.drafter.propose, self.check  # type: ignore[method-assign]
 
-    def check(self, batch: Batch, wish: SpeculationPlan) -> Draft:
-        draft = self.propose(batch, wish).capped(wish.caps)
+    def check(self, batch: Batch, plan: SpeculationPlan) -> Draft:
+        draft = self.propose(batch, plan).capped(plan.caps)
         for row, draft_tokens in enumerate(draft.draft_tokens):
             if draft_tokens:
                 assert draft_tokens == self.anew(batch, row, len(draft_tokens))

@@ -62,8 +62,8 @@ class FunctionDrafter(Drafter):
     def __init__(self, propose: ProposeFunction) -> None:
         self._propose = propose
 
-    def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
-        return self._propose(batch.rows, wish.k)
+    def propose(self, batch: Batch, plan: SpeculationPlan) -> Draft:
+        return self._propose(batch.rows, plan.k)
 
 
 def engine_with(propose: ProposeFunction, **options: Any) -> Engine:
@@ -292,10 +292,10 @@ class SomeRight:
     def __init__(self, truth: Mapping[int, Sequence[int]], shape: str) -> None:
         self._truth, self._shape, self._rng = truth, SHAPES[shape], random.Random(shape)
 
-    def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
+    def propose(self, batch: Batch, plan: SpeculationPlan) -> Draft:
         draft_tokens, follows, rng = [], [], self._rng
         for seed, length in zip(batch.sampling.seed[batch.slots].tolist(), batch.lengths, strict=True):
-            right, parents = [*self._truth[seed][length:], *[0] * 32], self._shape(rng, rng.randint(0, wish.k))
+            right, parents = [*self._truth[seed][length:], *[0] * 32], self._shape(rng, rng.randint(0, plan.k))
             depths = [depth - 1 for depth in depths_of(parents)]
             draft_tokens.append([right[depth] if rng.random() < 0.7 else rng.randrange(VOCAB) for depth in depths])
             follows.append(parents)

@@ -265,22 +265,22 @@ def test_a_trial_drafts_only_for_the_row_with_the_fewest_missing_tokens(ranks: b
     simulation.rows(4)
     behind = Behind([0, 0, 0, 0])
     policy = AutoLength(CostModel(costs), decoders(behind), False, ranks)
-    wish = SpeculationPlan(0)
+    plan = SpeculationPlan(0)
     for number in range(800):
         behind.lacks = [300, 200, 2, 200] if number > 60 else [0] * 4
-        wish = policy.choose(simulation.batch)
-        if number > 60 and wish.k:
+        plan = policy.choose(simulation.batch)
+        if number > 60 and plan.k:
             break
         drafted, draft_ms = [0] * 4, 0.0
-        if wish.k:
+        if plan.k:
             draft_ms = costs.draft_ms(4, 1)
-            assert wish.stop_drafting is None or wish.stop_drafting(simulation.batch, [[0.9]] * 4) in (True, False)
+            assert plan.stop_drafting is None or plan.stop_drafting(simulation.batch, [[0.9]] * 4) in (True, False)
             wrong = Draft(torch.full((4, 1), RIGHT), torch.ones(4, dtype=torch.int64), confidence=[[0.9]] * 4)
             drafted = policy.select(simulation.batch, wrong).counts.tolist()
         verdict = verdict_of([[WRONG]] * 4, drafted)
-        policy.observe(simulation.batch, with_timing(verdict, wish, draft_ms, costs.verify_ms(4, 0)))
-    assert wish.caps == [0, 0, wish.k, 0]
-    assert wish.k == 1 or ranks
+        policy.observe(simulation.batch, with_timing(verdict, plan, draft_ms, costs.verify_ms(4, 0)))
+    assert plan.caps == [0, 0, plan.k, 0]
+    assert plan.k == 1 or ranks
 
 
 def verdict_of(gained: list[list[int]], drafted: list[int]) -> Verdict:
@@ -370,10 +370,10 @@ def test_a_trial_takes_a_row_that_allows_draft_tokens() -> None:
         policy.model_drafts.gains[2] = RunningMean(-100.0)
         policy.model_drafts.budget._ms = policy.model_drafts.budget._price = 1e6
         policy.model_drafts.learn([[(bins_of(1)[0], False)]] * 100, range(100))
-        wish = policy.choose(batch).within(batch)
-        assert wish.caps is not None
-        assert wish.caps[0] == 0
-        assert wish.caps[1] > 0
+        plan = policy.choose(batch).within(batch)
+        assert plan.caps is not None
+        assert plan.caps[0] == 0
+        assert plan.caps[1] > 0
 
 
 def test_a_plain_check_that_was_paid_for_runs_although_there_are_ngram_drafts() -> None:
@@ -569,7 +569,7 @@ def test_where_draft_tokens_are_wrong_most_rounds_do_not_even_search(
     choose = policy.choose
     policy.choose = lambda batch: (asked.append(choose(batch)), asked[-1])[1]  # type: ignore[method-assign]
     simulation.play(policy)
-    assert least <= mean(wish.k > 0 for wish in asked) <= most
+    assert least <= mean(plan.k > 0 for plan in asked) <= most
 
 
 @pytest.mark.parametrize("noise", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
@@ -1013,26 +1013,26 @@ def started(lack: int = 0, left: int = 150) -> tuple[AutoLength, Batch]:
 
 def played(policy: AutoLength, batch: Batch, copies: Draft, gained: list[int]) -> int:
     """Run a round of one row. Returns the draft tokens requested from the draft model."""
-    wish = policy.choose(batch).within(batch)
-    assert wish.fallback is not None
-    asked = wish.fallback(batch, copies.capped(wish.caps or [wish.k]))
+    plan = policy.choose(batch).within(batch)
+    assert plan.fallback is not None
+    asked = plan.fallback(batch, copies.capped(plan.caps or [plan.k]))
     draft = copies if asked == 0 else Draft(torch.full((1, 1), RIGHT), torch.tensor([1]), confidence=[[0.9]])
-    draft = policy.select(batch, draft.capped(wish.caps or [wish.k])) if draft.k else draft
+    draft = policy.select(batch, draft.capped(plan.caps or [plan.k])) if draft.k else draft
     kept = 0
     while kept < draft.counts.tolist()[0] and draft.tokens[0, kept] == gained[kept]:
         kept += 1
     verdict = Verdict(torch.tensor([gained[: kept + 1]]), torch.tensor([kept]), draft.counts)
     batch.commit(verdict)
-    policy.observe(batch, with_timing(verdict, wish, 15.0, 45.0))
+    policy.observe(batch, with_timing(verdict, plan, 15.0, 45.0))
     return asked
 
 
 @pytest.mark.parametrize(("left", "read"), [(100, True), (4, False)])
 def test_a_backlog_that_cannot_pay_before_the_rows_end_is_not_read(left: int, read: bool) -> None:
     policy, batch = started(100, left)
-    wish = policy.choose(batch)
-    assert wish.fallback is not None
-    assert (wish.fallback(batch, copied(WEAK)) > 0) == read
+    plan = policy.choose(batch)
+    assert plan.fallback is not None
+    assert (plan.fallback(batch, copied(WEAK)) > 0) == read
 
 
 @pytest.mark.parametrize("copies", [copied(0.9), copied(0.9, k=0)], ids=["some", "none"])
@@ -1070,9 +1070,9 @@ def test_draft_tokens_are_chosen_by_the_record_of_their_own_source() -> None:
     )  # the draft model is always wrong
     for _ in range(20):
         policy.ngram_drafts.learn([[(bin_, True) for bin_ in bins_of(8, [0.9] * 8)]], [0])
-    wish = policy.choose(batch)
-    assert wish.fallback is not None
-    assert wish.fallback(batch, copied(0.9)) == 0
+    plan = policy.choose(batch)
+    assert plan.fallback is not None
+    assert plan.fallback(batch, copied(0.9)) == 0
     assert policy.select(batch, copied(0.9)).counts.tolist() == [8]
 
 

@@ -169,7 +169,7 @@ def play(policy: AutoLength, chances: Sequence[float], tree: Tree, rounds: int, 
     rng, batch, verified = random.Random(1), batch_of(1), []
     for _ in range(rounds):
         batch.lengths[0] = 10
-        wish, size = policy.choose(batch), 0
+        plan, size = policy.choose(batch), 0
         truth, here = [], -1
         while True:  # the path that is right: of siblings one at most
             children, luck = [draft_token for draft_token, parent in enumerate(tree) if parent == here], rng.random()
@@ -178,15 +178,15 @@ def play(policy: AutoLength, chances: Sequence[float], tree: Tree, rounds: int, 
                 break
             truth.append(here)
         kept: list[int] = []
-        if wish.k:
-            draft = policy.select(batch, draft_of([tree]).capped([wish.k]))
+        if plan.k:
+            draft = policy.select(batch, draft_of([tree]).capped([plan.k]))
             size, draft_tokens = int(draft.counts[0]), draft.draft_tokens[0]
             kept = truth[
                 : next((n for n, draft_token in enumerate(truth) if draft_token not in draft_tokens), len(truth))
             ]
         gained = [*truth[: len(kept)], truth[len(kept)] if len(kept) < len(truth) else 63]
         verdict = Verdict(torch.tensor([gained]), torch.tensor([len(kept)]), torch.tensor([size]))
-        policy.observe(batch, with_timing(verdict, wish, 0.0, costs.verify_ms(1, size)))
+        policy.observe(batch, with_timing(verdict, plan, 0.0, costs.verify_ms(1, size)))
         verified.append(size)
     return verified
 

@@ -26,11 +26,11 @@ class Echo(RowKeepers, Drafter):
     def keepers(self) -> tuple[RowKeeper, ...]:
         return (self.periods,)
 
-    def propose(self, batch: Batch, wish: Wish) -> Draft:
+    def propose(self, batch: Batch, plan: Wish) -> Draft:
         periods = [self.periods.setdefault(row, self.period) for row in range(batch.rows)]
-        back = torch.tensor([[step % period - period for step in range(wish.k)] for period in periods])
+        back = torch.tensor([[step % period - period for step in range(plan.k)] for period in periods])
         place = (batch.live_length[:, None] + back.to(batch.device)).clamp(min=0)
-        return Draft(batch.tokens[: batch.rows].gather(1, place), torch.full_like(batch.live_length, wish.k))
+        return Draft(batch.tokens[: batch.rows].gather(1, place), torch.full_like(batch.live_length, plan.k))
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         for row, (kept, drafted) in enumerate(zip(verdict.host.accepted, verdict.host.drafted, strict=True)):

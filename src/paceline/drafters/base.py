@@ -98,8 +98,8 @@ class Drafter(RowKeeper):
         """Whether its drafts may carry the distributions that their tokens were drawn from."""
         return False
 
-    def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
-        """At most ``wish.k`` draft tokens for every row of the batch. wish: the round's plan, with k >= 1."""
+    def propose(self, batch: Batch, plan: SpeculationPlan) -> Draft:
+        """At most ``plan.k`` draft tokens for every row of the batch. plan: of this round, with k >= 1."""
         raise NotImplementedError
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
@@ -146,8 +146,8 @@ class Wrapper(RowKeepers, Drafter):
     def keepers(self) -> tuple[RowKeeper, ...]:
         return (self.inner,)
 
-    def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
-        return self.inner.propose(batch, wish)
+    def propose(self, batch: Batch, plan: SpeculationPlan) -> Draft:
+        return self.inner.propose(batch, plan)
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         self.inner.observe(batch, verdict)

@@ -66,12 +66,12 @@ class FeatureDrafter(ModelDrafter):
         }
         return f"{kind[self._model.kind]} {draft}"
 
-    def _propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
+    def _propose(self, batch: Batch, plan: SpeculationPlan) -> Draft:
         if self._native is not None:
-            return super()._propose(batch, wish)
+            return super()._propose(batch, plan)
         if self._model.max_draft_tokens is not None:
-            wish = replace(wish, k=min(wish.k, self._model.max_draft_tokens))
-        draft = super()._propose(batch, wish)
+            plan = replace(plan, k=min(plan.k, self._model.max_draft_tokens))
+        draft = super()._propose(batch, plan)
         if min(batch.lengths) < 2:
             return draft.capped([draft.k if length > 1 else 0 for length in batch.lengths])
         return draft

@@ -57,26 +57,26 @@ class HybridDrafter(RowKeepers, Drafter):
     def keepers(self) -> tuple[RowKeeper, ...]:
         return self._ngram, self._model
 
-    def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
-        ngram_draft = self._ngram.propose(batch, wish).capped(wish.caps)
-        depth = self._depth_to_draft(batch, ngram_draft, wish)
+    def propose(self, batch: Batch, plan: SpeculationPlan) -> Draft:
+        ngram_draft = self._ngram.propose(batch, plan).capped(plan.caps)
+        depth = self._depth_to_draft(batch, ngram_draft, plan)
         self._last = self._model if depth > 0 else self._ngram
         if depth > 0:
-            return self._model.propose(batch, replace(wish, k=depth))
+            return self._model.propose(batch, replace(plan, k=depth))
         return ngram_draft
 
     @property
     def sources(self) -> Sequence[str]:  # type: ignore[override]
         return self._last.sources
 
-    def _depth_to_draft(self, batch: Batch, ngram_draft: Draft, wish: SpeculationPlan) -> int:
+    def _depth_to_draft(self, batch: Batch, ngram_draft: Draft, plan: SpeculationPlan) -> int:
         """Draft tokens per row to request from the draft model; 0 if the n-gram draft suffices."""
-        if wish.fallback is not None:
-            return min(wish.k, wish.fallback(batch, ngram_draft))
+        if plan.fallback is not None:
+            return min(plan.k, plan.fallback(batch, ngram_draft))
         return (
             0
             if all(len(scores) > 0 and scores[0] >= STRONG for scores in ngram_draft.confidence or [[0.0]])
-            else wish.k
+            else plan.k
         )
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:

@@ -80,28 +80,28 @@ class ModelDrafter(Drafter):
     def has_probabilities(self) -> bool:
         return self._independent
 
-    def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
-        first, stop = wish.stretch(batch.rows)
+    def propose(self, batch: Batch, plan: SpeculationPlan) -> Draft:
+        first, stop = plan.stretch(batch.rows)
         if stop - first == batch.rows:
-            return self._propose(batch, wish)
+            return self._propose(batch, plan)
         if first == stop:
             return batch.empty_draft
-        return self._propose(batch.part(first, stop), wish).spread(first, batch.rows)
+        return self._propose(batch.part(first, stop), plan).spread(first, batch.rows)
 
-    def _propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
+    def _propose(self, batch: Batch, plan: SpeculationPlan) -> Draft:
         if (native := self._native) is not None:  # one call, apart from a large backlog
             self._missing(batch)
             distributions = self._independent and not batch.sampling.all_greedy
-            counts = wish.counts(batch)
-            return native.draft(batch, counts, wish.stop_drafting, distributions=distributions, width=self.width)
-        return self._chains(batch, wish) if self.width == 1 else self._trees(batch, wish)
+            counts = plan.counts(batch)
+            return native.draft(batch, counts, plan.stop_drafting, distributions=distributions, width=self.width)
+        return self._chains(batch, plan) if self.width == 1 else self._trees(batch, plan)
 
-    def _trees(self, batch: Batch, wish: SpeculationPlan) -> Draft:
+    def _trees(self, batch: Batch, plan: SpeculationPlan) -> Draft:
         self._grown = grown = Growth(self.decoder, batch, self.width)
-        after = self._branching(batch, wish.k, grown)
+        after = self._branching(batch, plan.k, grown)
         grown.spread(after(0))
-        for depth in range(1, wish.k):
-            if not grown.new or (wish.stop_drafting is not None and wish.stop_drafting(batch, *grown.scores)):
+        for depth in range(1, plan.k):
+            if not grown.new or (plan.stop_drafting is not None and plan.stop_drafting(batch, *grown.scores)):
                 break
             grown.spread(after(depth))
         return draft_of(grown.rows, batch.device)
@@ -110,19 +110,19 @@ class ModelDrafter(Drafter):
         """A function from the depth to the logits after the new nodes, [N, V]. k: greatest depth."""
         return lambda depth: self.decoder.logits(grown.read() if depth else self._read_up(batch))
 
-    def _chains(self, batch: Batch, wish: SpeculationPlan) -> Draft:
+    def _chains(self, batch: Batch, plan: SpeculationPlan) -> Draft:
         distributions: list[Tensor] = []
         scores: list[list[float]] = [[] for _ in range(batch.rows)]
 
         def draw(logits: Tensor, draft_tokens: Tensor) -> tuple[Tensor, bool]:
             choices = Choices(logits, batch, draft_tokens, draft_tokens.shape[1])
             draft_token = self._draw(choices, batch, distributions)
-            goes_on = wish.stop_drafting is None or not self._stops(
-                wish.stop_drafting, batch, choices.likelihood(draft_token), scores
+            goes_on = plan.stop_drafting is None or not self._stops(
+                plan.stop_drafting, batch, choices.likelihood(draft_token), scores
             )
             return draft_token, goes_on
 
-        draft_tokens = draw_chain(batch.text.new_empty((batch.rows, 0)), wish.k, self._reading(batch, wish.k), draw)
+        draft_tokens = draw_chain(batch.text.new_empty((batch.rows, 0)), plan.k, self._reading(batch, plan.k), draw)
         self.decoder.note_draft_tokens(batch, draft_tokens.shape[1])
         counts = draft_tokens.new_full((batch.rows,), draft_tokens.shape[1])
         return Draft(

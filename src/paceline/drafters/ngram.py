@@ -71,7 +71,7 @@ class NgramDrafter(Drafter):
     def build(cls, equipment: Equipment, /) -> NgramDrafter:
         return cls(equipment.documents, width=equipment.width(cls))
 
-    def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
+    def propose(self, batch: Batch, plan: SpeculationPlan) -> Draft:
         samples, slots = batch.samples, batch.slots
         sources = None if not any(samples) else [self._sources_of(sample) for sample in samples]
         text, length, device = batch.text, batch.length, batch.device
@@ -80,9 +80,9 @@ class NgramDrafter(Drafter):
             slots = list(range(batch.rows))
         rows = SearchedRows(text, length, slots, sources)
         if self.width > 1:
-            ways = self._lookup.find_all(rows, wish.k, self.width)
+            ways = self._lookup.find_all(rows, plan.k, self.width)
             return draft_of([merged(each) for each in ways], device)
-        found = self._lookup.find(rows, wish.k)
+        found = self._lookup.find(rows, plan.k)
         one_source = sources is None and not self._documents
         kinds = None if one_source else [_KINDS[source] for source in found.sources]
         return Draft.of(found.draft_tokens, device, [_CONFIDENCE[size] for size in found.matched], kinds)

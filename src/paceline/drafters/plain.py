@@ -14,7 +14,7 @@ class NoDrafter(Drafter):
     on_device = True
     uses_torch = False
 
-    def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
+    def propose(self, batch: Batch, plan: SpeculationPlan) -> Draft:
         return batch.empty_draft
 
     def describe(self, draft: str | None) -> str:

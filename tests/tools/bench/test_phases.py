@@ -32,8 +32,8 @@ class Fives(Drafter):
     def __init__(self, counts: list[int]) -> None:
         self.counts = torch.tensor(counts)
 
-    def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
-        return Draft(torch.full((batch.rows, wish.k), 5), self.counts)
+    def propose(self, batch: Batch, plan: SpeculationPlan) -> Draft:
+        return Draft(torch.full((batch.rows, plan.k), 5), self.counts)
 
 
 @pytest.mark.parametrize("verified", [[3, 1], [2, 0], [0, 0]])

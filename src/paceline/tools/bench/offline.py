@@ -194,8 +194,8 @@ class WrongDraftTokens(Wrapper):
 
     name = "wrong draft tokens"
 
-    def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
-        draft = self.inner.propose(batch, wish)
+    def propose(self, batch: Batch, plan: SpeculationPlan) -> Draft:
+        draft = self.inner.propose(batch, plan)
         wrong = [[(token + 1) % batch.vocab_size for token in line] for line in draft.draft_tokens]
         return Draft.of(wrong, batch.device, draft.confidence, draft.kinds, draft.host_parents)
 

@@ -66,8 +66,8 @@ class Script(Wrapper):
         self._generator = torch.Generator().manual_seed(0)
         self._proposed: Draft | None = None
 
-    def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
-        self._proposed = self.inner.propose(batch, wish).capped(wish.caps)
+    def propose(self, batch: Batch, plan: SpeculationPlan) -> Draft:
+        self._proposed = self.inner.propose(batch, plan).capped(plan.caps)
         return self._proposed
 
     def judge(self, draft: Draft, logits: Tensor, batch: Batch) -> Verdict:
@@ -92,9 +92,9 @@ class FreeDrafter(Drafter):
 
     name = "free"
 
-    def propose(self, batch: Batch, wish: SpeculationPlan) -> Draft:
-        tokens = batch.text.new_zeros(batch.rows, wish.k)
-        return Draft(tokens, tokens.new_full((batch.rows,), wish.k))
+    def propose(self, batch: Batch, plan: SpeculationPlan) -> Draft:
+        tokens = batch.text.new_zeros(batch.rows, plan.k)
+        return Draft(tokens, tokens.new_full((batch.rows,), plan.k))
 
 
 @dataclass(frozen=True)

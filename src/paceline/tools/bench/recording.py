@@ -66,9 +66,9 @@ class Recorder(RowKeepers, LengthPolicy):
 
     def choose(self, batch: Batch) -> SpeculationPlan:
         self._began = time.perf_counter()
-        wish = self.inner.choose(batch).within(batch)
-        self._k = wish.k
-        return wish
+        plan = self.inner.choose(batch).within(batch)
+        self._k = plan.k
+        return plan
 
     def select(self, batch: Batch, draft: Draft) -> Draft:
         return self.inner.select(batch, draft)
