@@ -25,6 +25,8 @@ TOO_LONG = "context_length_exceeded"
 TWO_LENGTHS, BODY_TIMEOUT = "two_lengths", "body_timeout"
 _LAST = frozenset({TWO_LENGTHS, BODY_TIMEOUT})  # the start of the next request is unknown: close the connection
 _ANTHROPIC = "/v1/messages"
+# Anthropic's client reads this and sends the whole conversation instead, without a thread.
+_NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 _ANTHROPIC_KINDS = {
     401: "authentication_error",
     404: "not_found_error",
@@ -76,7 +78,8 @@ class ApiError(PacelineError):
         if not path.startswith(_ANTHROPIC):
             return self.body
         kind = _ANTHROPIC_KINDS.get(self.status, "api_error" if self.status >= 500 else INVALID)
-        return {"type": "error", "error": {"type": kind, "message": self.body["error"]["message"]}}
+        details = {"details": _NO_THREADS} if self.param == "thread" else {}
+        return {"type": "error", "error": {"type": kind, "message": self.body["error"]["message"], **details}}
 
     def response(self, path: str) -> JSONResponse:
         """Build the response to a request of a path. Call it only if none has been started."""

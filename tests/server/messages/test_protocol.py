@@ -135,7 +135,7 @@ def test_thinking(fields: Any, effort: str | None, budget: int | None) -> None:
         {"metadata": {"user_id": "u"}},
         {"service_tier": "standard_only"},
         {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}},
-        {"mcp_servers": []},
+        {"mcp_servers": [], "thread": None},
         {"tools": [TOOL | {"type": "custom", "cache_control": {"type": "ephemeral"}, "eager_input_streaming": True}]},
     ],
 )
@@ -173,3 +173,11 @@ def test_everything_else_is_refused_by_name(fields: Any, param: str, says: str) 
         read(**fields)
     assert caught.value.param == param
     assert caught.value.body_for("/v1/messages")["error"]["type"] == "invalid_request_error"
+
+
+def test_a_thread_is_refused_so_that_the_client_goes_on_without_one() -> None:
+    """The tool runner of Anthropic's client begins threads, and reads from the details that this server has none."""
+    with pytest.raises(errors.ApiError, match="thread is not supported: this server stores no conversations") as caught:
+        read(thread={"type": "create"})
+    error = caught.value.body_for("/v1/messages")["error"]
+    assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}

@@ -184,6 +184,7 @@ class PromptRequest(ApiRequest):
         "context_management": Unsupported("this server sends prompts as they are", ({}, {"edits": []}, _KEEP_ALL)),
         "inference_geo": Unsupported(_SERVICE),
         "speed": Unsupported(_SERVICE, ("standard",)),
+        "thread": Unsupported("this server stores no conversations: send the whole one"),
     }
     labels: ClassVar[frozenset[str]] = frozenset({"metadata", "service_tier", "cache_control", "diagnostics"})
 
