@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from chat_support import ADD, PING, save_chat_model
+from paceline.chat.options import ChatOptions
 from paceline.config import ServerConfig
 from paceline.errors import ParameterError
 from paceline.server.context import _loaded
@@ -63,6 +64,30 @@ def test_a_forced_call_is_made_streamed_and_not(live: Live, choice: Any) -> None
         assert (call.function.name, arguments) == ("ping", {})
     found = "", "", [(call.function.name, call.function.arguments)], "tool_calls"
     assert streamed(live, tool_choice=choice, parallel_tool_calls=False) == found
+
+
+def allowed_tools(mode: str, *names: str) -> Any:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize("name", ["add", "ping"])
+def test_only_allowed_tools_are_called(live: Live, name: str) -> None:
+    """The prompt has all tools, so that its prefix stays the same."""
+    asked = {"parallel_tool_calls": False, "tool_choice": allowed_tools("required", name)}
+    found = chat(live, **asked)
+    (call,) = found.choices[0].message.tool_calls
+    assert call.function.name == name
+    assert found.usage.prompt_tokens == chat(live, max_tokens=1).usage.prompt_tokens
+    assert streamed(live, **asked)[2:] == ([(name, call.function.arguments)], "tool_calls")
+
+
+def test_allowed_tools_are_offered_beside_text() -> None:
+    fields: Any = {"tools": [ADD, PING], "tool_choice": allowed_tools("auto", "ping")}
+    options = ChatOptions.of(fields)
+    assert [tool.name for tool in options.offered] == ["ping"]
+    assert not options.tool_choice.forces_call
+    assert not options.one_call
 
 
 def test_n_answers_have_calls_of_their_own(live: Live) -> None:
@@ -250,6 +275,9 @@ REFUSED = [
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "names of the form"),
     ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "the name of one of the tools"),
     ({"tools": [], "tool_choice": "required"}, "without tools"),
+    ({"tool_choice": allowed_tools("auto", "add", "other")}, "the name of one of the tools"),
+    ({"tool_choice": allowed_tools("required")}, "without tools"),
+    ({"tool_choice": allowed_tools("none", "add")}, "tool_choice"),
     ({"reasoning_effort": "high", "chat_template_kwargs": {"mood": 1}}, "chat_template_kwargs"),
     ({"guided_regex": "a"}, "use structured_outputs"),
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "exactly one of"),

@@ -23,7 +23,9 @@ class ChatFields(TypedDict, total=False):
     """``ChatOptions`` as keyword arguments.
 
     tools: in OpenAI's form, {"type": "function", "function": {"name": ..., "parameters": {...}}}. tool_choice: "auto",
-    "none", "required" or {"type": "function", "function": {"name": ...}}. The others: see ``ChatOptions``.
+    "none", "required", {"type": "function", "function": {"name": ...}}, or, for some of the tools, {"type":
+    "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": [{"type": "function", ...}, ...]}}.
+    The others: see ``ChatOptions``.
     """
 
     tools: Sequence[Mapping[str, Any] | ToolDefinition]
@@ -82,16 +84,19 @@ class ChatOptions:
 
     def _check_choice(self) -> None:
         choice, names = self.tool_choice, [tool.name for tool in self.tools]
-        if choice.name is not None:
-            check(choice.name in names, "tool_choice", choice.name, "the name of one of the tools")
-        check(bool(names) or not choice.forces_call, "tool_choice", choice.mode, "auto or none without tools")
+        for name in (choice.allowed or ()) if choice.name is None else (choice.name,):
+            check(name in names, "tool_choice", name, "the name of one of the tools")
+        check(bool(self.offered) or not choice.forces_call, "tool_choice", choice.mode, "auto or none without tools")
 
     @property
     def offered(self) -> Sequence[ToolDefinition]:
         """The tools that the answer may call."""
-        if self.tool_choice.name is not None:
-            return [tool for tool in self.tools if tool.name == self.tool_choice.name]
-        return () if self.tool_choice.mode == "none" else self.tools
+        choice = self.tool_choice
+        if choice.name is not None:
+            return [tool for tool in self.tools if tool.name == choice.name]
+        if choice.allowed is not None:
+            return [tool for tool in self.tools if tool.name in choice.allowed]
+        return () if choice.mode == "none" else self.tools
 
     @property
     def one_call(self) -> bool:
@@ -190,9 +195,28 @@ def choice_of(given: object) -> ToolChoice:
         return given
     if isinstance(given, str) and given in get_args(ToolMode):
         return ToolChoice(given)  # type: ignore[arg-type]
+    name = _function_name(given)
+    found = _allowed_tools(given) if name is None else ToolChoice("required", name)
+    if found is None:
+        allowed = (
+            'auto, none, required, {"type": "function", "function": {"name": ...}} or {"type": "allowed_tools", ...}'
+        )
+        raise ParameterError("tool_choice", given, allowed)
+    return found
+
+
+def _allowed_tools(given: object) -> ToolChoice | None:
+    """The choice in {"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}; None otherwise."""
+    among = given.get("allowed_tools") if isinstance(given, Mapping) and given.get("type") == "allowed_tools" else None
+    mode, tools = (among.get("mode"), among.get("tools")) if isinstance(among, Mapping) else (None, None)
+    if mode not in ("auto", "required") or not isinstance(tools, (list, tuple)):
+        return None
+    names = [name for name in map(_function_name, tools) if name is not None]
+    return ToolChoice(mode, allowed=tuple(names)) if len(names) == len(tools) else None
+
+
+def _function_name(given: object) -> str | None:
+    """The name in {"type": "function", "function": {"name": ...}}; None for anything else."""
     function = given.get("function") if isinstance(given, Mapping) and given.get("type") == "function" else None
     name = function.get("name") if isinstance(function, Mapping) else None
-    allowed = 'auto, none, required or {"type": "function", "function": {"name": ...}}'
-    if not isinstance(name, str):
-        raise ParameterError("tool_choice", given, allowed)
-    return ToolChoice("required", name)
+    return name if isinstance(name, str) else None

@@ -60,10 +60,15 @@ def _moved(schema: Any) -> Any:
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """The calls that an answer may have. name: the only function that may be called, and then has to be."""
+    """The calls that an answer may have.
+
+    name: the only function that may be called, and then has to be. allowed: the only functions that may be called; None
+    for all tools.
+    """
 
     mode: ToolMode = "auto"
     name: str | None = None
+    allowed: tuple[str, ...] | None = None
 
     @property
     def forces_call(self) -> bool:

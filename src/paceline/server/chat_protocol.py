@@ -90,6 +90,23 @@ class NamedTool(Strict):
     function: FunctionName
 
 
+class AllowedTools(Strict):
+    """The functions that may be called, and whether one has to be."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], some(limits.MAX_TOOLS)]
+
+
+class AllowedToolsChoice(Strict):
+    """A choice among some of the tools. The prompt has all of them."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+_NamedTools = Annotated[NamedTool | AllowedToolsChoice, Field(discriminator="type")]
+
+
 class Message(Strict):
     """One turn of a conversation. The fields that must be empty are those of OpenAI's own answers, sent back.
 
@@ -195,7 +212,7 @@ class ChatRequest(GenerationRequest):
     structured_outputs: StructuredFields | None = None
     prediction: Prediction | None = None
     tools: Annotated[list[Tool], some(limits.MAX_TOOLS)] | None = said("Functions that the model may call.")
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = said("Which calls the answer may have.")
+    tool_choice: Literal["none", "auto", "required"] | _NamedTools | None = said("Which calls the answer may have.")
     parallel_tool_calls: bool | None = said("Whether an answer may have several calls. Default: true.")
     reasoning_effort: Label | None = said("For chat templates that know it; none switches thoughts off.")
     max_thinking_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = said("Tokens after which thoughts are ended.")

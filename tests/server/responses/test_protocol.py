@@ -78,6 +78,15 @@ def test_only_functions_are_offered() -> None:
     assert options_of(read(reasoning={"effort": "high", "summary": "auto"}))["reasoning_effort"] == "high"
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_the_choice_among_some_of_the_tools(mode: str) -> None:
+    allowed = [{"type": "function", "name": "shell"}, {"type": "web_search"}]
+    choice = {"type": "allowed_tools", "mode": mode, "tools": allowed}
+    named = [{"type": "function", "function": {"name": "shell"}}]
+    wanted = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
+    assert options_of(read(tools=[FUNCTION], tool_choice=choice))["tool_choice"] == wanted
+
+
 def test_the_form_of_the_text() -> None:
     schema = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}
     assert read(text={"format": schema, "verbosity": "low"}).structure == StructuredOutputs(json={"type": "object"})

@@ -7,6 +7,7 @@ from typing import Any
 
 from paceline.server.protocol import text_of
 from paceline.server.responses.protocol import (
+    AllowedFunctions,
     FunctionCallItem,
     FunctionOutputItem,
     Item,
@@ -76,11 +77,18 @@ def _one_system(messages: list[Message]) -> list[Message]:
 def options_of(body: ResponsesRequest) -> dict[str, Any]:
     """Return the fields of ``ChatOptions``."""
     fields: dict[str, Any] = {"tools": [tool.as_openai() for tool in body.tools or ()]}
-    choice = body.tool_choice
-    if isinstance(choice, NamedFunction):
-        fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
-    elif choice is not None:
-        fields["tool_choice"] = choice
+    if body.tool_choice is not None:
+        fields["tool_choice"] = _choice(body.tool_choice)
     if body.parallel_tool_calls is not None:
         fields["parallel_tool_calls"] = body.parallel_tool_calls
     return fields | {"reasoning_effort": None if body.reasoning is None else body.reasoning.effort}
+
+
+def _choice(choice: str | NamedFunction | AllowedFunctions) -> str | dict[str, Any]:
+    """A tool choice in the form of chats."""
+    if isinstance(choice, NamedFunction):
+        return {"type": "function", "function": {"name": choice.name}}
+    if isinstance(choice, AllowedFunctions):
+        among = {"mode": choice.mode, "tools": [_choice(tool) for tool in choice.tools]}
+        return {"type": "allowed_tools", "allowed_tools": among}
+    return choice

@@ -160,6 +160,17 @@ class NamedFunction(Strict):
     name: Label
 
 
+class AllowedFunctions(Strict):
+    """The functions that may be called, and whether one has to be. Other tools are left out, as in ``tools``."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], some(limits.MAX_TOOLS), BeforeValidator(_functions)]
+
+
+_NamedFunctions: TypeAlias = Annotated[NamedFunction | AllowedFunctions, Field(discriminator="type")]
+
+
 class Reasoning(Strict):
     """effort: how much the model thinks, without effect if its chat template knows no such setting.
 
@@ -220,7 +231,7 @@ class ResponsesRequest(TurnRequest):
     instructions: str | None = None
     stream_options: ResponseStreamOptions | None = None
     tools: Annotated[list[FunctionTool], some(limits.MAX_TOOLS), BeforeValidator(_functions)] | None = None
-    tool_choice: Literal["auto", "none", "required"] | NamedFunction | None = None
+    tool_choice: Literal["auto", "none", "required"] | _NamedFunctions | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     reasoning: Reasoning | None = None
