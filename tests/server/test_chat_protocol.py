@@ -17,6 +17,8 @@ USER: dict[str, Any] = {"role": "user", "content": "hi"}
 HARMLESS: list[dict[str, Any]] = [
     {"prompt_cache_key": "a"},
     {"prompt_cache_retention": "24h"},
+    {"prompt_cache_options": {"mode": "implicit"}},
+    {"service_tier": "fast"},
     {"safety_identifier": "someone"},
     {"metadata": {"run": "7"}},
     {"reasoning_effort": "none"},
@@ -62,6 +64,23 @@ def test_assistant_messages_may_be_empty() -> None:
         ChatRequest.model_validate({"messages": [{"role": "user", "content": None}]})
 
 
+def test_answers_are_read_as_clients_send_them_back() -> None:
+    """With a type of each message (lm-eval), and with what OpenAI's client has parsed."""
+    function = {"name": "add", "arguments": '{"a": 7}'}
+    call = {"id": "c1", "type": "function", "function": {**function, "parsed_arguments": {"a": 7}}}
+    said = {"role": "assistant", "content": '{"a": 7}', "parsed": {"a": 7}, "refusal": None, "tool_calls": [call]}
+    request = ChatRequest.model_validate({"messages": [{"type": "text", **USER}, said, {"type": "message", **USER}]})
+    first, answer, last = request.conversation
+    assert first == last == USER
+    assert answer == {
+        "role": "assistant",
+        "content": '{"a": 7}',
+        "tool_calls": [{"id": "c1", "type": "function", "function": function}],
+    }
+    with pytest.raises(ValidationError, match=r"messages.0.type"):
+        ChatRequest.model_validate({"messages": [{"type": "image", **USER}]})
+
+
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
 def test_what_is_no_text_is_refused_by_its_type(kind: str) -> None:
     content = [{"type": "text", "text": "what is this?"}, {"type": kind, kind: {"url": "data:,"}}]
@@ -75,7 +94,7 @@ def test_what_is_no_text_is_refused_by_its_type(kind: str) -> None:
 
 def test_names_reach_the_template_and_cache_hints_do_not() -> None:
     hint = {"type": "ephemeral"}
-    parts = [{"type": "text", "text": "hi", "cache_control": hint}]
+    parts = [{"type": "text", "text": "hi", "cache_control": hint, "prompt_cache_breakpoint": {"mode": "explicit"}}]
     message = {"role": "user", "name": "Ada", "content": parts, "cache_control": hint}
     request = ChatRequest.model_validate({"messages": [message, USER]})
     assert list(request.conversation) == [{"role": "user", "content": "hi", "name": "Ada"}, USER]

@@ -26,11 +26,15 @@ from paceline.server.protocol import (
 
 
 class TextPart(Strict):
-    """A piece of a message. Pictures and sounds are refused by their type. cache_control: a hint for caches."""
+    """A piece of a message. Pictures and sounds are refused by their type.
+
+    cache_control, prompt_cache_breakpoint: hints for caches, which change no answer.
+    """
 
     type: Literal["text"]
     text: str
     cache_control: JsonValue = None
+    prompt_cache_breakpoint: JsonValue = None
 
 
 _REFUSED_PARTS = dict.fromkeys(("image_url", "input_audio", "file", "audio_url", "video_url"), TEXT_ONLY)
@@ -40,10 +44,11 @@ _Parts: TypeAlias = Annotated[
 
 
 class CalledFunction(Strict):
-    """A function and the JSON text of its arguments."""
+    """A function and the JSON text of its arguments. parsed_arguments: the same, read by OpenAI's client."""
 
     name: Label
     arguments: str
+    parsed_arguments: JsonValue = None
 
 
 class SentCall(Strict):
@@ -57,7 +62,8 @@ class SentCall(Strict):
     def plain(self) -> dict[str, Any]:
         """The call as chat templates take it."""
         own = {} if self.id is None else {"id": self.id}
-        return {**own, "type": "function", "function": self.function.model_dump()}
+        function = {"name": self.function.name, "arguments": self.function.arguments}
+        return {**own, "type": "function", "function": function}
 
 
 class Function(Strict):
@@ -110,14 +116,17 @@ _NamedTools = Annotated[NamedTool | AllowedToolsChoice, Field(discriminator="typ
 class Message(Strict):
     """One turn of a conversation. The fields that must be empty are those of OpenAI's own answers, sent back.
 
-    content: may be null where the assistant said nothing. name: for chat templates that have a use for it.
+    type: what some clients call every message. content: may be null where the assistant said nothing. parsed: the
+    content, read by OpenAI's client. name: for chat templates that have a use for it.
     tool_calls, tool_call_id: calls of the assistant, and the call that a message of the role "tool" answers.
     reasoning_content, reasoning: thoughts of the assistant, by both names that clients use.
     cache_control: a hint for caches, which changes no answer.
     """
 
+    type: Literal["text", "message"] | None = None
     role: Label
     content: str | _Parts | None = None
+    parsed: JsonValue = None
     name: Label | None = None
     cache_control: JsonValue = None
     refusal: None = None

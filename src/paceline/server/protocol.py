@@ -48,14 +48,16 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "verbosity": Unsupported("the model's chat template knows no such setting", ("medium",)),
     "web_search_options": Unsupported("this server searches nothing"),
     "store": Unsupported("this server stores no answers, whatever it says", (False, True)),
-    "service_tier": Unsupported(_HOSTED, ("auto", "default", "flex", "scale", "priority")),
+    "service_tier": Unsupported(_HOSTED, ("auto", "default", "flex", "scale", "priority", "fast")),
     "use_beam_search": Unsupported("this server samples", (False,)),
     "add_generation_prompt": Unsupported(_TEMPLATE, (True,)),
     "continue_final_message": Unsupported(_TEMPLATE, (False,)),
     "chat_template_kwargs": Unsupported(_CHAT_ONLY, ({},)),
 }
 # Labels for OpenAI's own service and for caches: whatever they say, the answer is the same.
-LABELS = frozenset({"metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
+LABELS = frozenset(
+    {"metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"}
+)
 
 
 class Strict(BaseModel):
