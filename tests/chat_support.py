@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,14 @@ ADD: dict[str, Any] = {
 PING: dict[str, Any] = {"type": "function", "function": {"name": "ping"}}
 
 
-def save_chat_model(path: Path, template: str = TEMPLATE) -> str:
-    saved: str = save_model(path)
+MESSAGES = "{{ tools | tojson if tools }}{% for m in messages %}{{ m.content }}{% endfor %}"
+HARMONY_TEMPLATE = MESSAGES + "<|start|>assistant{# <|channel|>analysis #}"
+GEMMA_TEMPLATE = MESSAGES + "{# <|channel>thought\n<channel|> <|tool_call> #}"
+
+
+def save_chat_model(path: Path, template: str = TEMPLATE, special: Sequence[str] = ()) -> str:
+    """Save the model. special: spellings of further special tokens."""
+    saved: str = save_model(path, special)
     tokenizer = AutoTokenizer.from_pretrained(saved)
     tokenizer.chat_template = template
     tokenizer.save_pretrained(saved)

@@ -68,8 +68,8 @@ def walks(grammar: Grammar, tokenizer: Tokenizer, count: int = WALKS) -> Iterato
         yield tokenizer.spell(tokens)
 
 
-def read(kind: str, text: str, calls_or_text: bool = False) -> AssistantMessage:
-    parser = ChatFormat(None, FORMATS[kind]).parser(TOOLS, calls_or_text=calls_or_text)
+def read(kind: str, text: str, structured: bool = False) -> AssistantMessage:
+    parser = ChatFormat(None, FORMATS[kind]).parser(TOOLS, structured=structured)
     return message_of([*parser.feed(text), *parser.finish()])
 
 
@@ -304,7 +304,7 @@ def test_every_format_has_its_name_in_the_configuration() -> None:
 def test_what_a_grammar_allows_is_read_as_calls(
     kind: str, one_call: bool, grammars: Grammars, tokenizer: Tokenizer
 ) -> None:
-    syntax = replace(FORMATS[kind].syntax, before="")  # random thoughts would not end
+    syntax = FORMATS[kind].syntax
     counts = set()
     for text in walks(grammars.grammar(StructuredOutputs(grammar=syntax.forced(TOOLS, one_call))), tokenizer):
         message = read(kind, text)
@@ -316,7 +316,8 @@ def test_what_a_grammar_allows_is_read_as_calls(
 
 
 TEXTS = {"enum": ["yes", "<tool_call>", '<tool_call>{"name": "ping", "arguments": {}}</tool_call>', "[TOOL_CALLS]ping"]}
-CALL_OR_TEXT = [kind for kind, form in FORMATS.items() if not (form.reads_all or form.syntax.is_json)]
+MARKERS = "<|end|><|start|>"
+CALL_OR_TEXT = [kind for kind, form in FORMATS.items() if not form.syntax.is_json]
 
 
 @pytest.mark.parametrize("kind", CALL_OR_TEXT)
@@ -324,18 +325,20 @@ CALL_OR_TEXT = [kind for kind, form in FORMATS.items() if not (form.reads_all or
 def test_what_a_grammar_of_calls_or_text_allows_is_read_as_one_of_them(
     kind: str, one_call: bool, tokenizer: Tokenizer, grammars: Grammars
 ) -> None:
-    text = json_schema({"anyOf": [TEXTS, {"const": {"name": "ping", "arguments": {}}}]})
-    grammar = grammars.grammar(StructuredOutputs(grammar=FORMATS[kind].syntax.or_text(TOOLS, one_call, text)))
+    begin, rule = "", json_schema({"anyOf": [TEXTS, {"const": {"name": "ping", "arguments": {}}}]})
+    if (channels := FORMATS[kind].channels) is not None:
+        begin, rule = channels.begin_text, f"{channels.begin_text_rule} {json_schema({'enum': [MARKERS]})}"
+    grammar = grammars.grammar(StructuredOutputs(grammar=FORMATS[kind].syntax.or_text(TOOLS, one_call, rule)))
     found = {True: 0, False: 0}
     for answer in walks(grammar, tokenizer, 4 * WALKS):
-        message = read(kind, answer, calls_or_text=True)
+        message = read(kind, answer, structured=True)
         found[bool(message.tool_calls)] += 1
         assert bool(message.tool_calls) == answer.startswith(FORMATS[kind].syntax.begin)
         if message.tool_calls:
             check(message)
-            assert len(message.tool_calls) == 1 or not one_call
+            assert len(message.tool_calls) == 1 or not (one_call or FORMATS[kind].syntax.single)
         else:
             value = json.loads(message.text)
-            assert message.text == answer
-            assert value in TEXTS["enum"] or value == {"name": "ping", "arguments": {}}
+            assert begin + message.text == answer
+            assert value in [*TEXTS["enum"], MARKERS] or value == {"name": "ping", "arguments": {}}
     assert all(found.values()), found

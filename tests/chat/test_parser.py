@@ -15,6 +15,7 @@ WEATHER = {
     "properties": {"city": {"type": "string"}, "days": {"type": "array"}, "n": {"type": "integer"}},
 }
 TOOLS = [ToolDefinition("get_weather", parameters=WEATHER), ToolDefinition("add")]
+HARMONY = "<|channel|>analysis<|message|>"
 TEMPLATES = {
     "hermes": "<tool_call>",
     "thinking": "<think></think><tool_call>",
@@ -23,7 +24,7 @@ TEMPLATES = {
     "mistral": "[TOOL_CALLS] [ARGS] [THINK] [/THINK]",
     "gemma": "<|tool_call> <|channel>thought\n <channel|>",
     "function_gemma": "<start_function_call>",
-    "harmony": "<|channel|>analysis<|message|>",
+    "harmony": HARMONY,
     "llama3": "<|python_tag|>",
 }
 
@@ -208,6 +209,27 @@ def test_an_answer_is_read_the_same_wherever_it_is_cut(kind: str, text: str, exp
 
 def test_thoughts_that_the_prompt_begins() -> None:
     assert shape(parsed("thinking", "so\n</think>\n\nYes.", inside=True)) == ("so", "Yes.", [])
+
+
+def test_thoughts_that_the_prompt_begins_in_a_channel() -> None:
+    text = "so<|end|><|start|>assistant<|channel|>final<|message|>Yes."
+    assert shape(parsed("harmony", text, inside=True)) == ("so", "Yes.", [])
+
+
+def test_a_syntax_in_channels_brings_its_own_markers_of_thoughts() -> None:
+    known, named, other = (chat_format(*given) for given in ((HARMONY,), ("</think>", "harmony"), (HARMONY, "hermes")))
+    assert known.thinking == named.thinking == other.thinking
+    assert (known.channels, other.channels) == (named.channels, None)
+
+
+def test_letters_of_markers_are_text_where_a_grammar_decides_the_order_of_messages() -> None:
+    value = '["<|end|>", "<|start|>assistant<|channel|>analysis<|message|>"]\n'
+    thoughts = "<|start|>assistant<|channel|>commentary to=functions.f<|message|>hm"
+    text = f"{HARMONY}{thoughts}<|end|><|start|>assistant<|channel|>final<|message|>{value}"
+    for cut in range(len(text) + 1):
+        parser = chat_format(TEMPLATES["harmony"]).parser(structured=True)
+        events = [*parser.feed(text[:cut]), *parser.feed(text[cut:]), *parser.finish()]
+        assert shape(message_of(events)) == (thoughts, value, []), cut
 
 
 def test_ten_thousand_calls_take_linear_time() -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import openai
 import pytest
 
-from chat_support import ADD, PING, save_chat_model
+from chat_support import ADD, HARMONY_TEMPLATE, PING, save_chat_model
+from paceline.chat.harmony import SPECIAL
 from paceline.chat.options import ChatOptions
 from paceline.config import ServerConfig
 from paceline.errors import ParameterError
@@ -27,6 +28,13 @@ SAID: list[Any] = [{"role": "user", "content": "go"}]
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     path = save_chat_model(tmp_path_factory.mktemp("tools") / "tiny")
+    yield from start(ServerConfig(port=0, served_model_name="tiny"), path)
+
+
+@pytest.fixture(scope="module")
+def channels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A server whose model writes as gpt-oss does."""
+    path = save_chat_model(tmp_path_factory.mktemp("channels") / "tiny", HARMONY_TEMPLATE, SPECIAL)
     yield from start(ServerConfig(port=0, served_model_name="tiny"), path)
 
 
@@ -213,6 +221,50 @@ def test_a_structure_comes_after_the_thoughts(live: Live) -> None:
     more = {"chat_template_kwargs": {"enable_thinking": True}, "max_thinking_tokens": 3}
     (answer,) = chat(live, tools=openai.omit, extra_body={**more, "structured_outputs": {"choice": ["ja"]}}).choices
     assert answer.message.content == "ja"
+
+
+@pytest.mark.parametrize("structure", [{"regex": r"<\|end\|>\na+"}, {"choice": ["<|end|>\na"]}])
+@pytest.mark.parametrize("first", ["a", "f"])
+def test_a_structure_comes_in_the_channel_after_the_thoughts(
+    channels: Live, structure: dict[str, Any], first: str
+) -> None:
+    """The first letter of the first channel decides between thoughts (analysis) and text (final)."""
+    tokenizer = channels.context.tokenizer
+    likely = {str(tokenizer.encode(first)[0]): 30, str(tokenizer.eos_token_ids[0]): 60}
+    more = {"max_thinking_tokens": 9, "structured_outputs": structure}
+    asked = {"tools": openai.omit, "logit_bias": likely, "extra_body": more}
+    reply = chat(channels, **asked, logprobs=True)
+    (answer,) = reply.choices
+    assert answer.message.content == "<|end|>\na"
+    assert answer.finish_reason == "stop"
+    thoughts = getattr(answer.message, "reasoning_content", "")
+    assert bool(thoughts) == (first == "a")
+    assert streamed(channels, **asked)[:2] == (thoughts, answer.message.content)
+    tokens = "".join(entry.token for entry in answer.logprobs.content)
+    assert re.fullmatch(
+        r"(<\|channel\|>analysis<\|message\|>.*<\|end\|><\|start\|>assistant)?"
+        r"<\|channel\|>final<\|message\|><\|end\|>\na(<eos>)?",
+        tokens,
+        re.DOTALL,
+    ), tokens
+    assert reply.usage.completion_tokens == len(answer.logprobs.content)
+
+
+def test_thoughts_before_a_structure_that_are_cut_are_no_text(channels: Live) -> None:
+    likely = {str(channels.context.tokenizer.encode("a")[0]): 30}
+    asked = {"tools": openai.omit, "max_tokens": 30, "logit_bias": likely}
+    (answer,) = chat(channels, **asked, extra_body={"structured_outputs": {"choice": ["ja"]}}).choices
+    assert (answer.message.content, answer.finish_reason) == ("", "length")
+    assert answer.message.reasoning_content
+
+
+def test_a_forced_call_in_a_channel_comes_after_thoughts_with_a_budget(channels: Live) -> None:
+    body = {"model": "tiny", "messages": SAID, "max_tokens": 100, "thinking": {"type": "enabled", "budget_tokens": 5}}
+    tool = {"name": "ping", "input_schema": {"type": "object", "additionalProperties": False}}
+    reply = channels.post("/v1/messages", {**body, "tools": [tool], "tool_choice": {"type": "any"}}).json()
+    *before, last = [block["type"] for block in reply["content"]]
+    assert (last, reply["stop_reason"]) == ("tool_use", "tool_use")
+    assert set(before) <= {"thinking"}
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["<tool_call>", "yes"]}}, "required": ["a"]}

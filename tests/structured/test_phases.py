@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from chat_support import ADD, PING, save_chat_model
+from chat_support import ADD, GEMMA_TEMPLATE, HARMONY_TEMPLATE, PING, save_chat_model
+from paceline.chat.gemma import GEMMA4
+from paceline.chat.harmony import SPECIAL
 from paceline.config import SamplingParams, StructuredOutputs
-from paceline.errors import ParameterError, StructureError
+from paceline.core.outputs import CompletionOutput
+from paceline.errors import StructureError
 from paceline.llm import LLM
 from paceline.models.tokenizer import Tokenizer
 from paceline.structured.cursor import GrammarCursor
@@ -41,13 +45,30 @@ def rules(tokenizer: Tokenizer, grammars: Grammars) -> Any:
     grammar = grammars.grammar(StructuredOutputs(grammar='start: "ab" ("c" | "d")'))
     newline = tuple(tokenizer.encode("\n"))
 
+    def tokens(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer.encode(text)) if text else ()
+
     def make(
-        *, thinking: bool = False, inside: bool = False, budget: int | None = None, trigger: Trigger | None = None
+        *,
+        thinking: str = "",
+        inside: bool = False,
+        budget: int | None = None,
+        following: str = "",
+        trigger: Trigger | None = None,
+        header: str = "",
     ) -> AnswerRules:
-        closing = tuple(tokenizer.encode("</t>"))
-        thoughts = Thinking(b"<t>", b"</t>", None, inside, budget, closing) if thinking else None
+        begin, end = thinking.encode(), tokens("</t>")
+        thoughts = Thinking(begin, b"</t>", tokens(thinking), inside, budget, end, (), tokens(following))
         start = lambda: GrammarCursor.at_start(grammar)  # noqa: E731
-        return AnswerRules(thoughts, start, trigger, grammar.ends, newline, tokenizer.token_bytes)
+        return AnswerRules(
+            thoughts if thinking else None,
+            start,
+            trigger,
+            grammar.ends,
+            newline,
+            tokenizer.token_bytes,
+            tokens(header),
+        )
 
     return make
 
@@ -82,21 +103,48 @@ CASES: list[tuple[dict[str, Any], str, str | None]] = [
     ({"trigger": Trigger(b"<<", repeats=False)}, "<<abd", "$"),
     ({"trigger": Trigger(b"<<", at_start=True)}, " \n<<", "a"),
     ({"trigger": Trigger(b"<<", at_start=True)}, "x<<", None),
-    ({"thinking": True, "inside": True}, "", NOT_THE_END),
-    ({"thinking": True, "inside": True}, "hm</t>", "\na"),
-    ({"thinking": True, "inside": True}, "hm</t>\n", "a"),
-    ({"thinking": True, "inside": True}, "<t></", NOT_THE_END),
-    ({"thinking": True, "inside": True, "trigger": Trigger(b"<<")}, "hm", None),
-    ({"thinking": True, "inside": True, "budget": 0}, "", "<"),
-    ({"thinking": True, "inside": True, "budget": 2}, "ab", "<"),
-    ({"thinking": True, "inside": True, "budget": 2}, "ab</t", ">"),
-    ({"thinking": True, "inside": True, "budget": 2}, "ab</t>", "a"),
-    ({"thinking": True}, "", "a"),
-    ({"thinking": True, "trigger": Trigger(b"<<"), "budget": 1}, "<t>", None),
-    ({"thinking": True, "trigger": Trigger(b"<<"), "budget": 1}, " <t>x", "<"),
-    ({"thinking": True, "trigger": Trigger(b"<<"), "budget": 1}, "<t>x</t>y<<", "a"),
-    ({"thinking": True, "trigger": Trigger(b"<<")}, "<t><<", None),
-    ({"thinking": True, "trigger": Trigger(b"<<")}, "<<", "a"),
+    ({"thinking": "<t>", "inside": True}, "", NOT_THE_END),
+    ({"thinking": "<t>", "inside": True}, "hm</t>", "\na"),
+    ({"thinking": "<t>", "inside": True}, "hm</t>\n", "a"),
+    ({"thinking": "<t>", "inside": True}, "<t></", NOT_THE_END),
+    ({"thinking": "<t>", "inside": True, "trigger": Trigger(b"<<")}, "hm", None),
+    ({"thinking": "<t>", "inside": True, "budget": 0}, "", "<"),
+    ({"thinking": "<t>", "inside": True, "budget": 2}, "ab", "<"),
+    ({"thinking": "<t>", "inside": True, "budget": 2}, "ab</t", ">"),
+    ({"thinking": "<t>", "inside": True, "budget": 2}, "ab</t>", "a"),
+    ({"thinking": "<t>"}, "", "<a"),
+    ({"thinking": "<t>"}, "<", "t"),
+    ({"thinking": "<t>"}, "<t>", NOT_THE_END),
+    ({"thinking": "<t>"}, "<t>hm<t></t>", "\na"),
+    ({"thinking": "<t>"}, "<t></t>\nab", "cd"),
+    ({"thinking": "<t>"}, "ab", "cd"),
+    ({"thinking": "<t>", "budget": 0}, "<t>", "<"),
+    ({"thinking": "<t>", "budget": 0}, "<t></t>", "a"),
+    ({"thinking": "<t>", "budget": 1}, "<t>x</t>ab", "cd"),
+    ({"thinking": "at>"}, "", "a"),
+    ({"thinking": "at>"}, "a", "bt"),
+    ({"thinking": "at>"}, "ab", "cd"),
+    ({"thinking": "at>"}, "at", ">"),
+    ({"thinking": "at>"}, "at></t>", "\na"),
+    ({"thinking": "ab"}, "ab", NOT_THE_END),
+    ({"header": "<f>"}, "", "<"),
+    ({"header": "<f>"}, "<f>", "a"),
+    ({"header": "<f>"}, "<f>abc", "$"),
+    ({"thinking": "<t>", "header": "<f>"}, "<", "ft"),
+    ({"thinking": "<t>", "header": "<f>"}, "<f>", "a"),
+    ({"thinking": "<t>", "header": "<f>"}, "<t><f></t>", "<"),
+    ({"thinking": "<t>", "header": "<f>", "budget": 2}, "<t>xy", "<"),
+    ({"thinking": "<t>", "header": "<f>", "budget": 2}, "<t>xy</t><f>ab", "cd"),
+    ({"thinking": "<t>", "header": "<f>", "following": "+"}, "<t></t>", "+"),
+    ({"thinking": "<t>", "header": "<f>", "following": "+"}, "<t></t>+<f>", "a"),
+    ({"thinking": "<t>", "following": "+"}, "<t></t>", "+"),
+    ({"thinking": "<t>", "following": "+"}, "<t></t>+ab", "cd"),
+    ({"thinking": "<t>", "inside": True, "header": "<f>", "following": "+"}, "</t>+", "<"),
+    ({"thinking": "<t>", "trigger": Trigger(b"<<"), "budget": 1}, "<t>", None),
+    ({"thinking": "<t>", "trigger": Trigger(b"<<"), "budget": 1}, " <t>x", "<"),
+    ({"thinking": "<t>", "trigger": Trigger(b"<<"), "budget": 1}, "<t>x</t>y<<", "a"),
+    ({"thinking": "<t>", "trigger": Trigger(b"<<")}, "<t><<", None),
+    ({"thinking": "<t>", "trigger": Trigger(b"<<")}, "<<", "a"),
 ]
 
 
@@ -112,7 +160,7 @@ def test_what_may_come_is_the_same_after_an_answer_and_after_a_draft(
 
 
 def test_a_token_that_may_not_come_ends_the_answer(rules: Any, tokenizer: Tokenizer) -> None:
-    constraint = PhasedConstraint(rules(thinking=True, inside=True, budget=0))
+    constraint = PhasedConstraint(rules(thinking="<t>", inside=True, budget=0))
     with pytest.raises(StructureError):
         constraint.advance(tokenizer.encode("x"))
 
@@ -160,14 +208,66 @@ def test_speculation_changes_no_answer_with_several_parts(path: str, width: int)
         assert texts(llm, params, **fields, **tools) == texts(plain, params, **fields, **tools)
 
 
-def test_a_budget_is_refused_beside_a_forced_call_whose_grammar_contains_the_thoughts(tmp_path: Path) -> None:
-    template = "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% endfor %}{# <|channel|>analysis #}"
-    llm = load(save_chat_model(tmp_path / "gpt-oss", template))
-    params, budget = SamplingParams(max_tokens=2), {"tools": [PING], "max_thinking_tokens": 4}
-    with pytest.raises(ParameterError, match="max_thinking_tokens"):
-        texts(llm, params, **budget, tool_choice="required")
-    assert texts(llm, params, **budget)
-    assert texts(llm, params, tools=[PING], tool_choice="required")
+FAMILIES = {
+    "harmony": (HARMONY_TEMPLATE, SPECIAL, "<|channel|>", "<|end|>"),
+    "gemma": (GEMMA_TEMPLATE, ("<|channel>", "<channel|>", *vars(GEMMA4).values()), "<|channel>", "<channel|>"),
+}
+HINTS = [{"role": "user", "content": "analysis, commentary to=functions.add, thought, final, call:add{a:"}]
+STRUCTURE = StructuredOutputs(json={"enum": ["<|end|>", "<channel|>", '"', 10**9]})
+FORCED: dict[str, Any] = {"tools": [ADD, PING], "tool_choice": "required"}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, SamplingParams]:
+    """A model whose thoughts begin with several tokens, and parameters with which half of its answers have some."""
+    template, special, begin, end = FAMILIES[request.param]
+    path = save_chat_model(tmp_path_factory.mktemp("family") / request.param, template, special)
+    (begin_token,), (end_token,) = map(Tokenizer.load(byte_tokenizer(special)).encode, (begin, end))
+    likely = {begin_token: 30.0, end_token: 75.0}
+    return path, SamplingParams(n=8, seed=1, max_tokens=160, temperature=30.0, logit_bias=likely)
+
+
+@pytest.mark.parametrize(("width", "budget"), [(1, None), (3, None), (1, 6)])
+def test_thoughts_that_begin_with_several_tokens_come_before_calls_and_structures(
+    family: tuple[str, SamplingParams], width: int, budget: int | None
+) -> None:
+    path, params = family
+    llm = load(path, drafter="ngram", num_speculative_tokens=5, speculation_width=width, max_batch_size=8)
+    plain, accepted = llm.plain(), 0
+    for wanted, fields in ((STRUCTURE, {}), (None, FORCED), (STRUCTURE, {"tools": [ADD, PING]})):
+        asked = replace(params, structured_outputs=wanted), {**fields, "max_thinking_tokens": budget}
+        answers, expected = (each.chat(HINTS, asked[0], use_tqdm=False, **asked[1])[0].outputs for each in (llm, plain))
+        assert [(each.text, each.token_ids) for each in answers] == [(each.text, each.token_ids) for each in expected]
+        accepted += sum(each.metrics.accepted for each in answers)
+        assert {check_parts(each, wanted, fields) for each in answers} >= {(True, True), (False, True)}
+    assert accepted
+
+
+def check_parts(answer: CompletionOutput, wanted: StructuredOutputs | None, fields: dict[str, Any]) -> tuple[bool, ...]:
+    """Check that an answer that was not cut is thoughts, if any, and what they are followed by.
+
+    Returns whether it has thoughts, and whether it was not cut.
+    """
+    message = answer.message
+    assert message is not None
+    if answer.finish_reason == "stop":
+        assert bool(message.text) != bool(message.tool_calls)
+        assert not message.text or json.loads(message.text) in json.loads(str(STRUCTURE.json))["enum"]
+        assert not message.text or wanted is not None
+        assert not message.tool_calls or fields
+        assert all(call.complete and call.name in ("add", "ping") for call in message.tool_calls)
+    return message.reasoning is not None, answer.finish_reason == "stop"
+
+
+def test_thoughts_before_a_structure_have_no_tokens_that_end_them_in_another_way(
+    rules: Any, tokenizer: Tokenizer
+) -> None:
+    made = rules(thinking="<t>", inside=True)
+    barred = replace(made, thinking=replace(made.thinking, barred=tokenizer.encode("xy")))
+    logits = torch.zeros(1, VOCABULARY)
+    PhasedConstraint(barred).mask([], 0, logits)
+    forbidden = [*tokenizer.encode("xy"), VOCABULARY - 1]
+    assert (logits[0] != 0).nonzero()[:, 0].tolist() == forbidden
 
 
 @pytest.mark.parametrize(

@@ -21,14 +21,28 @@ from paceline.errors import RequestError
 
 
 @dataclass(frozen=True)
+class Channels:
+    """How answers are written whose thoughts, calls and text are messages of their own.
+
+    reads_structured: as ``ToolFormat.reads``, for answers that have to follow a grammar. after_thoughts: text between
+    thoughts and the next message. begin_text: what begins the message of text. begin_text_rule: the same as a grammar.
+    """
+
+    reads_structured: Callable[[Sequence[ToolDefinition]], Reader]
+    after_thoughts: str
+    begin_text: str
+    begin_text_rule: str
+
+
+@dataclass(frozen=True)
 class ToolFormat:
     """Syntax of a family's tool calls.
 
     reads: makes the reader of an answer, given the tools. syntax: how a grammar writes calls. marker: text in chat
     templates of this family; "" if the family is chosen by name alone. special: special tokens of the syntax, which
     stay in the text that is parsed. new_id: makes the id of a call. instructions: the system text that tells a model
-    of tools if its chat template has none; None if the family's templates always have. reads_all: whether ``reads``
-    reads thoughts, and answers without tools, too.
+    of tools if its chat template has none; None if the family's templates always have. channels: for families whose
+    ``reads`` reads thoughts, and answers without tools, too; None for others.
     """
 
     name: str
@@ -38,7 +52,7 @@ class ToolFormat:
     special: tuple[str, ...] = ()
     new_id: Callable[[], str] = openai_call_id
     instructions: Callable[[Sequence[ToolDefinition]], str] | None = None
-    reads_all: bool = False
+    channels: Channels | None = None
 
     def writes(self, name: str, arguments: str) -> str:
         """A call as text, for chat templates without tools. arguments: JSON text."""
@@ -83,11 +97,15 @@ _FORMATS = (  # the first whose marker is in the template
             harmony.write_call,
             single=True,
             begin_rule=harmony.BEGIN_RULE,
-            before=harmony.THOUGHTS,
         ),
         harmony.CHANNEL + "analysis",
         harmony.SPECIAL,
-        reads_all=True,
+        channels=Channels(
+            lambda tools: reads_harmony(_names(tools), structured=True),
+            harmony.AFTER_THOUGHTS,
+            harmony.BEGIN_TEXT,
+            harmony.BEGIN_TEXT_RULE,
+        ),
     ),
     ToolFormat(
         "qwen_xml",
@@ -147,23 +165,31 @@ class ChatFormat:
     tools: ToolFormat | None
 
     def parser(
-        self, tools: Sequence[ToolDefinition] = (), inside_thoughts: bool = False, calls_or_text: bool = False
+        self, tools: Sequence[ToolDefinition] = (), inside_thoughts: bool = False, structured: bool = False
     ) -> OutputParser:
         """Return a parser of one answer.
 
         tools: functions that the request offers; without any, calls are text. inside_thoughts: whether the prompt ends
-        in an open block of thoughts (``thinking.begins_inside``). calls_or_text: whether an answer that does not begin
-        with a call has none.
+        in an open block of thoughts (``thinking.begins_inside``). structured: whether an answer has to follow a
+        grammar: it is calls alone or text alone.
         Raises RequestError if tools are given and their format is not known.
         """
-        if self.tools is not None and self.tools.reads_all:
-            return OutputParser(self.tools.reads(tools), self.tools.new_id)
+        if self.tools is not None and self.channels is not None:
+            reads = self.channels.reads_structured if structured else self.tools.reads
+            parser = OutputParser(reads(tools), self.tools.new_id)
+            parser.feed(self.thinking.begin if inside_thoughts and self.thinking is not None else "")
+            return parser
         read = self.tool_format().reads(tools) if tools else read_text
-        if tools and calls_or_text:
+        if tools and structured:
             read = reads_calls_or_text(self.tool_format().syntax.begin, read)
         if self.thinking is not None:
             read = reads_thinking(self.thinking, inside_thoughts, read)
         return OutputParser(read, self.tools.new_id if self.tools is not None else openai_call_id)
+
+    @property
+    def channels(self) -> Channels | None:
+        """How answers are written in channels; None if they are not."""
+        return None if self.tools is None else self.tools.channels
 
     def tool_format(self) -> ToolFormat:
         """The syntax of tool calls. Raises RequestError if it is not known."""
@@ -175,7 +201,7 @@ class ChatFormat:
     def special_tokens(self, tools: Sequence[ToolDefinition] = ()) -> tuple[str, ...]:
         """Markers whose special tokens must stay in the text of an answer, because the parser reads them."""
         thinking = () if self.thinking is None else (self.thinking.begin.strip(), self.thinking.end)
-        read = tools or (self.tools is not None and self.tools.reads_all)
+        read = tools or self.channels is not None
         return (*thinking, *(self.tool_format().special if read else ()))
 
 
@@ -184,7 +210,9 @@ def chat_format(chat_template: str, tool_parser: str | None = None) -> ChatForma
 
     tool_parser: name of the syntax of tool calls, one of ``FORMATS``; None chooses it by the template.
     """
-    if tool_parser is not None:
-        return ChatFormat(markers_in(chat_template), FORMATS[tool_parser])
-    found = next((form for form in _FORMATS if form.marker and form.marker in chat_template), None)
-    return ChatFormat(markers_in(chat_template), found)
+    if tool_parser is None:
+        tools = next((form for form in _FORMATS if form.marker and form.marker in chat_template), None)
+    else:
+        tools = FORMATS[tool_parser]
+    names_markers = tools.marker if tools is not None and tools.channels is not None else chat_template
+    return ChatFormat(markers_in(names_markers), tools)

@@ -91,8 +91,8 @@ class CallSyntax:
     begin: the text, names of special tokens included, that calls begin with. one: the rest of a call; raises
     StructureError for a tool that it cannot enforce. separator: what comes before the next call's ``begin``.
     at_start: whether calls are the whole answer, so that ``begin`` means something only there. single: whether an
-    answer has one call at most. begin_rule: ``begin`` as a grammar, if it is not one text or token. before: what a
-    forced answer may have before its calls. rules: rules that ``one`` uses.
+    answer has one call at most. begin_rule: ``begin`` as a grammar, if it is not one text or token. rules: rules that
+    ``one`` uses.
     """
 
     begin: str
@@ -101,12 +101,11 @@ class CallSyntax:
     at_start: bool = False
     single: bool = False
     begin_rule: str = ""
-    before: str = ""
     rules: str = ""
 
     def forced(self, tools: Sequence[ToolDefinition], one_call: bool) -> str:
         """The grammar of an answer that is one call or, unless ``one_call``, several."""
-        return f"start: {self.before} {self._begin} rest\n{self._rest(tools, one_call or self.single)}"
+        return f"start: {self._begin} rest\n{self._rest(tools, one_call or self.single)}"
 
     def or_text(self, tools: Sequence[ToolDefinition], one_call: bool, text: str) -> str:
         """The grammar of an answer that is calls, or else a text. text: its rule; it never begins as calls do."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 from paceline.chat.grammars import json_schema, literal, special
 from paceline.chat.parser import MessageWriter, Reader
@@ -14,25 +15,43 @@ START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 SPECIAL = (START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS)
 BEGIN_CALL = f"{CHANNEL}commentary to=functions."
+BEGIN_TEXT = f"{CHANNEL}final{MESSAGE}"
+AFTER_THOUGHTS = f"{START}assistant"
 _HEADER_END = Markers(MESSAGE)
 _BODY_END = Markers(*ENDS, START)
 _RECIPIENT = re.compile(r"to=functions\.([a-zA-Z0-9_.:/-]+)")
 
 
-def reads_harmony(names: Collection[str]) -> Reader:
-    """Return a reader of answers in channels. names: functions that may be called; calls of others are text."""
+@dataclass(frozen=True)
+class _Ends:
+    """Markers that end thoughts and text."""
+
+    thoughts: Markers = _BODY_END
+    text: Markers = _BODY_END
+
+
+_STRUCTURED = _Ends(Markers(ENDS[0]), Markers())
+
+
+def reads_harmony(names: Collection[str], structured: bool = False) -> Reader:
+    """Return a reader of answers in channels.
+
+    names: functions that may be called; calls of others are text. structured: whether a grammar has decided the order
+    of messages: letters of markers are text then, but for the one that ends thoughts.
+    """
+    ends = _STRUCTURED if structured else _Ends()
 
     def read(source: Source, writer: MessageWriter) -> Reading[None]:
         while (yield from source.available()):
             yield from source.skip_space()
             if not (yield from _is_header(source)):
-                yield from _body(source, writer.text)
+                yield from _body(source, writer.text, ends.text)
                 continue
             pieces: list[str] = []
             if (yield from _HEADER_END.read(source, pieces.append)) is None:
                 writer.text("".join(pieces))
                 return
-            yield from _message(source, writer, "".join(pieces), names)
+            yield from _message(source, writer, "".join(pieces), names, ends)
 
     return read
 
@@ -41,19 +60,18 @@ def _is_header(source: Source) -> Reading[bool]:
     return (yield from source.is_at(CHANNEL)) or (yield from source.is_at(START))
 
 
-def _message(source: Source, writer: MessageWriter, header: str, names: Collection[str]) -> Reading[None]:
-    """Read the text of a message with this header."""
+def _message(source: Source, writer: MessageWriter, header: str, names: Collection[str], ends: _Ends) -> Reading[None]:
+    """Read the body of a message with this header."""
     recipient = _RECIPIENT.search(header)
     channel = header.partition(CHANNEL)[2].split(maxsplit=1)[:1]
     if recipient is not None and recipient[1] in names:
         yield from _call(source, writer, recipient[1])
     elif channel == ["analysis"]:
-        yield from _body(source, writer.reasoning)
-    elif recipient is not None:
-        writer.text(header + MESSAGE)
-        yield from _body(source, writer.text)
+        yield from _body(source, writer.reasoning, ends.thoughts)
     else:
-        yield from _body(source, writer.text)
+        if recipient is not None:
+            writer.text(header + MESSAGE)
+        yield from _body(source, writer.text, ends.text)
 
 
 def _call(source: Source, writer: MessageWriter, name: str) -> Reading[None]:
@@ -70,17 +88,16 @@ def _call(source: Source, writer: MessageWriter, name: str) -> Reading[None]:
     writer.end_call(is_json("".join(pieces)))
 
 
-def _body(source: Source, emit: Callable[[str], None]) -> Reading[None]:
+def _body(source: Source, emit: Callable[[str], None], end: Markers = _BODY_END) -> Reading[None]:
     """Read a message's text and the marker that ends it. A new message's start is read later."""
-    if (yield from _BODY_END.read(source, emit)) == START:
+    if (yield from end.read(source, emit)) == START:
         source.put_back(START)
 
 
 # --- grammar ---
 
-_TO_NEXT = f'{special(ENDS[0])} {special(START)} "assistant"'
-THOUGHTS = f'({special(CHANNEL)} "analysis" {special(MESSAGE)} /(.|\\n)*/ {_TO_NEXT})?'
 BEGIN_RULE = f"{special(CHANNEL)} {literal('commentary to=functions.')}"
+BEGIN_TEXT_RULE = f'{special(CHANNEL)} "final" {special(MESSAGE)}'
 
 
 def write_call(tool: ToolDefinition) -> str:

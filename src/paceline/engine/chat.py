@@ -49,7 +49,8 @@ class ChatPrompt:
     def parser(self) -> OutputParser:
         """Return a parser of one answer."""
         inside = begins_inside(self.format.thinking, self.prompt_end)
-        return self.format.parser(self.options.offered, inside, calls_or_text=self.structure is not None)
+        structured = self.structure is not None or self.options.tool_choice.forces_call
+        return self.format.parser(self.options.offered, inside, structured)
 
     def parsed(self, text: str) -> AssistantMessage:
         """Return the message of a complete answer."""
@@ -67,17 +68,6 @@ def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], opt
     tokens = tokenizer.chat(converted, options.variables(template), tools)
     kept = frozenset[int]().union(*map(tokenizer.special_in, special))
     return ChatPrompt(tokens, options, form, kept, tokenizer.spell(tokens[-_TAIL:]))
-
-
-def _check_budget(prompt: ChatPrompt) -> None:
-    """Raise ParameterError for a budget of thoughts beside a forced call whose grammar contains them.
-
-    A grammar counts no tokens. Forced calls of other syntaxes come after the thoughts, or without any.
-    """
-    budget, forced = prompt.options.max_thinking_tokens, prompt.options.tool_choice.forces_call
-    if budget is not None and forced and prompt.format.tool_format().syntax.before:
-        allowed = "left out beside a forced call: the grammar of this model's calls contains its thoughts"
-        raise ParameterError("max_thinking_tokens", budget, allowed)
 
 
 def check_beside_rules(params: SamplingParams) -> None:
@@ -110,7 +100,6 @@ class ChatRules:
         thinking = self._thinking(prompt)
         if thinking is None and not prompt.options.offered:
             return None
-        _check_budget(prompt)
         grammar, trigger = self._grammar(prompt, stopped)
         if grammar is None and (thinking is None or thinking.budget is None):
             return None
@@ -121,8 +110,16 @@ class ChatRules:
             self._ends,
             self._newlines if grammar is not None else (),
             self._bytes_of,
+            self._header(prompt),
         )
         return lambda: PhasedConstraint(rules)
+
+    def _header(self, prompt: ChatPrompt) -> tuple[int, ...]:
+        """The tokens that begin the text of an answer that follows a structure. Calls have theirs in the grammar."""
+        channels = prompt.format.channels
+        if channels is None or prompt.structure is None or prompt.options.offered:
+            return ()
+        return self._encode(channels.begin_text)
 
     @property
     def _newlines(self) -> tuple[int, ...]:
@@ -133,20 +130,23 @@ class ChatRules:
         markers, budget = prompt.format.thinking, prompt.options.max_thinking_tokens
         if markers is None and budget is not None:
             raise ParameterError("max_thinking_tokens", budget, "left out: the model's chat template has no thoughts")
-        if markers is None or is_over(markers, prompt.prompt_end):
+        channels = prompt.format.channels
+        begins_text = channels is not None and prompt.prompt_end.endswith(channels.begin_text)
+        if markers is None or is_over(markers, prompt.prompt_end) or begins_text:
             return None
-        begin = self._encode(markers.begin)
         return Thinking(
             markers.begin.encode(),
             markers.end.encode(),
-            begin[0] if len(begin) == 1 else None,
+            self._encode(markers.begin),
             begins_inside(markers, prompt.prompt_end),
             budget,
-            tuple(self._encode(markers.closing)),
+            self._encode(markers.closing),
+            barred=() if channels is None else prompt.kept_special - self._tokenizer.special_in(markers.end),
+            following=() if channels is None else self._encode(channels.after_thoughts),
         )
 
-    def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _grammar(self, prompt: ChatPrompt, stopped: Callable[[], bool]) -> tuple[Grammar | None, Trigger | None]:
         """The grammar that answers follow, and what it begins after; None: at the beginning."""
@@ -192,14 +192,15 @@ def _text_rule(structure: StructuredOutputs, form: ToolFormat) -> str:
     """
     if structure.json is None and not structure.json_object:
         raise RequestError("beside tools, structured_outputs can only be json or json_object; leave out one of them")
-    if form.reads_all or form.syntax.is_json:
+    if form.syntax.is_json:
         raise RequestError(
             f"calls in the syntax {form.name} could not be told from a structured answer: leave out tools, "
             "response_format or structured_outputs, or set tool_choice to required or none"
         )
     schema = _ANY_OBJECT if structure.json is None else json.loads(str(structure.json))
     grammar_of("schema", json.dumps(schema))
-    return json_schema(schema)
+    begin = "" if form.channels is None else form.channels.begin_text_rule
+    return f"{begin} {json_schema(schema)}"
 
 
 def _enforceable(tool: ToolDefinition, syntax: CallSyntax) -> ToolDefinition:

@@ -7,7 +7,7 @@ tokens are, and an answer is the same with and without speculation.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -23,17 +23,19 @@ from paceline.structured.cursor import GrammarCursor
 class Thinking:
     """The block of thoughts in front of an answer.
 
-    begin, end: its markers. begin_token: the token that is ``begin``; None if it takes several. inside: whether the
-    prompt has begun the block. budget: maximum tokens of thoughts; None for no limit. closing: tokens that end the
-    block when the budget is used up.
+    begin, end: its markers. begin_tokens: the tokens of ``begin``. inside: whether the prompt has begun the block.
+    budget: maximum tokens of thoughts; None for no limit. closing: tokens that end the block when the budget is used
+    up. barred: tokens that thoughts before a grammar may not contain. following: tokens between ``end`` and a grammar.
     """
 
     begin: bytes
     end: bytes
-    begin_token: int | None
+    begin_tokens: tuple[int, ...]
     inside: bool
     budget: int | None = None
     closing: tuple[int, ...] = ()
+    barred: Collection[int] = ()
+    following: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class AnswerRules:
     thinking: the thoughts before it; None if there are none. start: makes a cursor at the grammar's beginning; None if
     there is no grammar. trigger: None if the answer is the grammar from its beginning. ends: tokens that end an answer.
     newlines: tokens of which one may come between thoughts and grammar. bytes_of: what a token adds to the text, with
-    the names of special tokens.
+    the names of special tokens. header: tokens that have to come before a grammar without a trigger.
     """
 
     thinking: Thinking | None
@@ -64,6 +66,7 @@ class AnswerRules:
     ends: Collection[int]
     newlines: Collection[int]
     bytes_of: Callable[[int], bytes]
+    header: tuple[int, ...] = ()
 
     @property
     def required(self) -> bool:
@@ -140,20 +143,36 @@ class _Grammar(Phase):
 
 
 @dataclass(frozen=True)
-class _Gate(Phase):
-    """The beginning of the grammar, where other tokens may come as well. others: the phases after them."""
+class _Fork(Phase):
+    """A place where an answer continues with one of several sequences of tokens, or with text of a grammar.
+
+    paths: each sequence with the phase after it; a complete one takes precedence over the grammar. grammar: None if its
+    text may not come. Tokens may belong to several paths and to the grammar until one of them is left.
+    """
 
     is_free = False
-    grammar: _Grammar
-    others: Mapping[int, Phase]
+    paths: Sequence[tuple[tuple[int, ...], Phase]]
+    grammar: _Grammar | None = None
 
     def allowed(self, vocabulary: int) -> np.ndarray | None:
-        found = self.grammar.cursor.allowed(vocabulary)
-        found[list(self.others)] = True
+        found = np.zeros(vocabulary, dtype=bool) if self.grammar is None else self.grammar.cursor.allowed(vocabulary)
+        found[[tokens[0] for tokens, _ in self.paths]] = True
         return found
 
     def after(self, token: int) -> Phase:
-        return self.others[token] if token in self.others else self.grammar.after(token)
+        paths = [(tokens[1:], phase) for tokens, phase in self.paths if tokens[0] == token]
+        if paths:
+            ended = [phase for tokens, phase in paths if not tokens]
+            return ended[0] if ended else _Fork(paths, self._grammar_after(token))
+        if self.grammar is None:
+            raise StructureError("the answer has to continue in another way here")
+        return self.grammar.after(token)
+
+    def _grammar_after(self, token: int) -> _Grammar | None:
+        try:
+            return None if self.grammar is None else replace(self.grammar, cursor=self.grammar.cursor.after(token))
+        except StructureError:  # the token is of a path alone
+            return None
 
 
 @dataclass(frozen=True)
@@ -186,7 +205,7 @@ class _Thoughts(Phase):
         text, end = self.tail + self.rules.bytes_of(token), self.thinking.end
         place = text.find(end)
         if place >= 0:
-            return _behind_thoughts(self.rules, text[place + len(end) :])
+            return _behind_thoughts(self.rules, self.thinking, text[place + len(end) :])
         return _thoughts(self.rules, self.thinking, self.used + 1, text[max(0, len(text) - len(end) + 1) :])
 
 
@@ -198,35 +217,15 @@ class _ThoughtsBeforeGrammar(_Thoughts):
 
     def allowed(self, vocabulary: int) -> np.ndarray | None:
         found = np.ones(vocabulary, dtype=bool)
-        found[list(self.rules.ends)] = False
+        found[[*self.rules.ends, *self.thinking.barred]] = False
         return found
 
 
 def _thoughts(rules: AnswerRules, thinking: Thinking, used: int = 0, tail: bytes = b"") -> Phase:
     """Thoughts, or their end if the budget is used up."""
     if thinking.budget is not None and used >= thinking.budget:
-        return _Closing(rules, thinking.closing)
+        return _Fork([(thinking.closing, _behind_thoughts(rules, thinking, b"\n"))])
     return (_ThoughtsBeforeGrammar if rules.required else _Thoughts)(rules, thinking, used, tail)
-
-
-@dataclass(frozen=True)
-class _Closing(Phase):
-    """The end of thoughts whose budget is used up. tokens: what has to come."""
-
-    is_free = False
-    rules: AnswerRules
-    tokens: tuple[int, ...]
-
-    def allowed(self, vocabulary: int) -> np.ndarray | None:
-        found = np.zeros(vocabulary, dtype=bool)
-        found[self.tokens[0]] = True
-        return found
-
-    def after(self, token: int) -> Phase:
-        if token != self.tokens[0]:
-            raise StructureError("the thoughts have to end here")
-        rest = self.tokens[1:]
-        return replace(self, tokens=rest) if rest else _behind_thoughts(self.rules, b"\n")
 
 
 def _start(rules: AnswerRules) -> GrammarCursor:
@@ -234,24 +233,29 @@ def _start(rules: AnswerRules) -> GrammarCursor:
     return rules.start()
 
 
-def _behind_thoughts(rules: AnswerRules, data: bytes) -> Phase:
+def _behind_thoughts(rules: AnswerRules, thinking: Thinking, data: bytes) -> Phase:
     """The phase after the end marker and the bytes that its last token has behind it."""
     if not rules.required:
         return _Text(rules).after_bytes(data)
+    if lead := thinking.following + rules.header:
+        if data.strip():
+            raise StructureError("text follows the thoughts where a marker has to")
+        return _Fork([(lead, _Grammar(rules, _start(rules)))])
     grammar = _Grammar(rules, _start(rules).after_bytes(data.lstrip(b"\n")))
-    return grammar if data else _Gate(grammar, dict.fromkeys(rules.newlines, grammar))
+    return grammar if data else _Fork([((token,), grammar) for token in rules.newlines], grammar)
 
 
 def _first_phase(rules: AnswerRules) -> Phase:
     thinking = rules.thinking
     if thinking is not None and thinking.inside:
         return _thoughts(rules, thinking)
-    if rules.required:
-        grammar = _Grammar(rules, _start(rules))
-        if thinking is None or thinking.begin_token is None:
-            return grammar
-        return _Gate(grammar, {thinking.begin_token: _thoughts(rules, thinking)})
-    return _Text(rules) if thinking is None else _BeforeThoughts(rules, thinking)
+    if not rules.required:
+        return _Text(rules) if thinking is None else _BeforeThoughts(rules, thinking)
+    grammar = _Grammar(rules, _start(rules))
+    paths: list[tuple[tuple[int, ...], Phase]] = [(rules.header, grammar)] if rules.header else []
+    if thinking is not None:
+        paths.append((thinking.begin_tokens, _thoughts(rules, thinking)))
+    return _Fork(paths, None if rules.header else grammar)
 
 
 class PhasedConstraint:
