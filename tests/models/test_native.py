@@ -393,11 +393,14 @@ def test_tree_nodes_have_bitwise_the_results_of_plain_decoding(kernels, starts, 
 
 
 @on_every_isa
-@pytest.mark.parametrize("window", [None, 7])
-def test_trees_agree_with_the_reference(kernels, window):
-    spec, starts = random_spec(window=window), {0: 30, 2: 4}
+@pytest.mark.parametrize("window", [None, 7, 300])
+@pytest.mark.parametrize(
+    ("heads", "starts"), [(6, {0: 30, 2: 4}), (21, {0: 300, 1: 250, 2: 490})], ids=["short", "seven queries to a key"]
+)
+def test_trees_agree_with_the_reference(kernels, window, heads, starts):
+    spec = random_spec(window=window, heads=heads)
     trees = random_trees(random.Random(1), starts, 9)
-    nodes = Nodes(some_tokens(spec, 18), *torch.tensor(trees))
+    nodes = Nodes(some_tokens(spec, 9 * len(starts)), *torch.tensor(trees))
     both = []
     for which in (kernels, None):
         model = model_of(spec, which)
