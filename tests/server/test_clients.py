@@ -24,7 +24,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread"), pytest.ma
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "agents.md"
 HOME = Path(os.environ.get("PACELINE_TEST_CLIENTS") or "~/.cache/paceline-test-clients").expanduser()
-PYTHON = ("openai", "anthropic", "litellm", "langchain-openai", "instructor")
+PYTHON = (
+    "openai",
+    "anthropic",
+    "litellm",
+    "langchain-openai",
+    "instructor",
+    "pydantic-ai-slim[openai]",
+    "openai-agents",
+)
 NODE = ("openai", "ai", "@ai-sdk/openai-compatible", "zod", "@openai/codex", "@anthropic-ai/claude-code")
 SECONDS = 300
 
@@ -139,6 +147,11 @@ def test_langchain(python: Path, live: Live) -> None:
 
 def test_instructor(python: Path, live: Live) -> None:
     assert run([python, "-"], recipe("Instructor", "python", live)).strip() == "name='Oslo' country='Norway'"
+
+
+@pytest.mark.parametrize("section", ["pydantic-ai", "OpenAI's Agents SDK"])
+def test_agents_in_python(python: Path, live: Live, section: str) -> None:
+    assert run([python, "-"], recipe(section, "python", live)).strip() == "It is 4 degrees."
 
 
 def test_openai_in_javascript(node: Path, live: Live) -> None:
