@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import logging
@@ -12,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +34,20 @@ from server_support import Live, asking, start
 from web import client
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_a_server_that_has_ended_keeps_no_model_in_memory(tiny: str) -> None:
+    server = start(ServerConfig(port=0), tiny)
+    live = next(server)
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "logprobs": True}
+    assert live.post("/v1/chat/completions", chat).status_code == 200
+    llm = weakref.ref(live.context.llm)
+    tokenizer = weakref.ref(live.context.tokenizer)
+    del live
+    assert next(server, None) is None
+    gc.collect()
+    assert (llm(), tokenizer()) == (None, None)
+
 
 SCRIPT = """
 import sys, time

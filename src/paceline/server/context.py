@@ -400,9 +400,13 @@ class Context:
         return PromptCost(params.answers, made, size if made or request.reading else 0)
 
     def close(self) -> None:
-        """Stop the worker threads. Pending work is cancelled."""
+        """Stop the worker threads and forget the tokenizer. Pending work is cancelled.
+
+        FastAPI remembers the routes of ended servers, and thereby this object: it must not keep the model in memory.
+        """
         for pool in (self._texts, self._long_texts, self._replies, self.bodies):
             pool.shutdown(wait=False, cancel_futures=True)
+        vars(self).pop("spelling", None)
 
 
 def _characters(value: object) -> int:

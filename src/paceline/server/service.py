@@ -29,6 +29,7 @@ from paceline.server.mailbox import Mailbox, MailboxItem
 from paceline.server.metrics import Meter, TokenTimes
 
 if TYPE_CHECKING:
+    from paceline.engine.engine import Engine
     from paceline.llm import LLM
 
 log = logging.getLogger("paceline.server")
@@ -116,6 +117,12 @@ class EngineService:
         return self._llm
 
     @property
+    def engine(self) -> Engine:
+        """The engine, for the thread that runs it."""
+        assert self._llm is not None, "the model is loaded first"
+        return self._llm.engine
+
+    @property
     def is_loading(self) -> bool:
         return self.state in ("loading", "warming up")
 
@@ -163,10 +170,10 @@ class EngineService:
             self._on_end()
         finally:
             self.state, self._step_began = "stopped", None
+            self._llm = None
 
     def _prepare(self) -> None:
         self._llm = self._load()
-        self.engine = self._llm.engine
         self.state = "warming up"
         log.info("%s", self.engine.describe())
         target = self.engine.models.target
