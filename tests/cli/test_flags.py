@@ -67,6 +67,7 @@ GIVEN: list[tuple[type, str, Any, Any]] = [
     (SamplingParams, "structured_outputs", '{"regex": "a+"}', StructuredOutputs(regex="a+")),
     (SamplingParams, "rank_by", "logprob", "logprob"),
     (ServerConfig, "allowed_hosts", ["a,b", "c"], ("a", "b", "c")),
+    (ServerConfig, "allowed_origins", ["*", "http://[::1]:3000"], ("*", "http://[::1]:3000")),
     (ServerConfig, "api_keys", ["1"], ("1",)),
 ]
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 
 from paceline.config import ServerConfig
+from paceline.errors import ParameterError
 from paceline.server.errors import ApiError
 from paceline.server.security import AllowedHosts
 from paceline.server.shares import SharedLimit
@@ -384,6 +385,48 @@ def test_host_names_that_cannot_be_rebound_are_admitted(host: str) -> None:
 def test_allowed_host_names(config: ServerConfig, host: str, passes: bool) -> None:
     with nullcontext() if passes else pytest.raises(ApiError, match="--allowed-hosts"):
         AllowedHosts(config).check(host.encode())
+
+
+@pytest.fixture(scope="module")
+def shared_with_pages(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    folder = str(tmp_path_factory.mktemp("batches"))
+    origins = ["https://app.example,http://localhost:3000"]
+    yield from start(ServerConfig(port=0, api_keys=["secret"], allowed_origins=origins, batch_dir=folder), tiny)
+
+
+def test_a_page_of_an_allowed_origin_asks_first_without_a_key_and_reads_replies(shared_with_pages: Live) -> None:
+    origin = {"Origin": "https://app.example"}
+    wish = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization, content-type"}
+    asked = web.options(f"{shared_with_pages.url}/v1/chat/completions", headers=origin | wish)
+    assert asked.status_code == 200
+    assert asked.headers["access-control-allow-origin"] == "https://app.example"
+    assert "authorization" in asked.headers["access-control-allow-headers"].lower()
+    for headers, status in ((origin | KEY, 200), (origin, 401)):
+        reply = shared_with_pages.get("/v1/models", headers=headers)
+        assert reply.status_code == status
+        assert reply.headers["access-control-allow-origin"] == "https://app.example"
+        assert "X-Request-Id" in reply.headers["access-control-expose-headers"]
+    form = {"data": {"purpose": "batch"}, "files": {"file": ("a.jsonl", b"")}}
+    codes = [
+        web.post(f"{shared_with_pages.url}/v1/files", headers=KEY | {"Origin": each}, **form).status_code
+        for each in ("https://app.example", "https://evil.example")
+    ]
+    assert codes[1] == 403
+    assert codes[0] != 403
+
+
+def test_a_page_of_another_origin_is_not_admitted_by_those_that_are(shared_with_pages: Live) -> None:
+    origin = {"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"}
+    asked = web.options(f"{shared_with_pages.url}/v1/chat/completions", headers=origin)
+    assert asked.status_code == 400
+    assert "access-control-allow-origin" not in asked.headers
+    assert "access-control-allow-origin" not in shared_with_pages.get("/v1/models", headers=origin | KEY).headers
+
+
+@pytest.mark.parametrize("origin", ["app.example", "https://app.example/", "https://app.example/path", "https://*", ""])
+def test_what_is_no_origin_is_refused(origin: str) -> None:
+    with pytest.raises(ParameterError, match="allowed_origins"):
+        ServerConfig(allowed_origins=[origin])
 
 
 def test_pages_of_other_sites_can_neither_read_nor_send_json(live: Live) -> None:

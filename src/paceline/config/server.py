@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -28,17 +29,18 @@ from paceline.errors import ParameterError
 
 
 @dataclass(frozen=True)
-class Hosts:
-    """Rule: names of a Host header without the port, one or several (a,b) in each string; kept as a tuple."""
+class Words:
+    """Rule: words, one or several (a,b) in each string, or "*" for all; kept as a tuple."""
 
-    allowed: str = 'names without a port, or "*"'
+    allowed: str
+    is_word: Callable[[str], bool]
 
     def take(self, name: str, value: Any) -> tuple[str, ...]:
         texts = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
         check(texts and all(isinstance(text, str) for text in value), name, value, self.allowed)
-        hosts = tuple(host for text in value for host in text.split(","))
-        check(all(map(_is_host, hosts)), name, value, self.allowed)
-        return hosts
+        words = tuple(word for text in value for word in text.split(","))
+        check(all(word == "*" or self.is_word(word) for word in words), name, value, self.allowed)
+        return words
 
 
 FIXED_VARIABLES = ("messages", "tools", "add_generation_prompt")
@@ -61,7 +63,11 @@ class Variables:
 
 
 def _is_host(name: str) -> bool:
-    return name == "*" or (bool(name) and name.isascii() and not set(name) & set(" /:,@*"))
+    return bool(name) and name.isascii() and not set(name) & set(" /:,@*")
+
+
+def _is_origin(text: str) -> bool:
+    return text == "null" or re.fullmatch(r"[a-z][a-z0-9+.-]*://[a-z0-9._:\[\]-]+", text) is not None
 
 
 @described
@@ -84,11 +90,19 @@ class ServerConfig:
     ] = field(default=(), repr=False)
     allowed_hosts: Annotated[
         Sequence[str],
-        Hosts(),
+        Words('names without a port, or "*"', _is_host),
         Help(
             "Names by which requests may call this server, besides loopback names and --host; '*': any.",
             more="Addresses in numbers are always allowed. Without this option names are checked only if there are no "
             "keys.",
+        ),
+    ] = ()
+    allowed_origins: Annotated[
+        Sequence[str],
+        Words('origins such as "https://app.example" or "http://localhost:3000", or "*"', _is_origin),
+        Help(
+            "Origins of web pages elsewhere that may use this server from a browser (CORS); '*': any.",
+            more="Without keys, such pages may use the server in the name of everyone who can reach it.",
         ),
     ] = ()
     max_waiting: Annotated[

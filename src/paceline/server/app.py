@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from paceline.config import ServerConfig
 from paceline.errors import PacelineError
@@ -95,6 +96,8 @@ def make_app(config: ServerConfig, load: Callable[[], LLM], on_end: Callable[[],
     app.state.context = context
     app.router.route_class = route_class(context.bodies)
     app.add_middleware(Gate, config=config, meter=context.meter)
+    if config.allowed_origins:
+        _admit_pages_of(app, config.allowed_origins)
     app.add_middleware(Tracing)  # the outermost layer: refused requests have an id, too
     _add_error_handlers(app, context)
     _add_generation(app, context)
@@ -103,6 +106,14 @@ def make_app(config: ServerConfig, load: Callable[[], LLM], on_end: Callable[[],
     add_batches(app, context, runner)
     add_playground(app, config.playground)
     return app
+
+
+def _admit_pages_of(app: FastAPI, origins: Sequence[str]) -> None:
+    """Answer what browsers ask before they send a page's request (without a key), and let pages read all replies."""
+    methods, headers = ("GET", "POST", "DELETE"), ("X-Request-Id", "Retry-After")
+    app.add_middleware(
+        CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=("*",), expose_headers=headers
+    )
 
 
 def _add_generation(app: FastAPI, context: Context) -> None:

@@ -57,6 +57,18 @@ class BatchAccess:
         """Return the owner of a request's files: with keys the client, without keys one owner for all."""
         return self._context.client_of(request) if self._context.config.api_keys else SHARED_OWNER
 
+    def refuse_strangers(self, request: Request) -> None:
+        """Raise ApiError (403) if a browser sends a form from another site that is not allowed.
+
+        Browsers send cross-site forms without a preflight request, but with an Origin header.
+        """
+        origin, allowed = request.headers.get("origin"), self._context.config.allowed_origins
+        if origin is None or origin in allowed or "*" in allowed:
+            return
+        if urlsplit(origin).netloc != request.headers.get("host"):
+            message = "pages of other sites cannot upload files; to allow one, start the server with --allowed-origins"
+            raise errors.ApiError(403, errors.INVALID, message, code="foreign_origin")
+
 
 def add_batches(app: FastAPI, context: Context, runner: BatchRunner | None) -> None:
     """Add the routes. Without a runner they respond with 404 and how to enable them."""
@@ -71,7 +83,7 @@ def _add_uploads(app: FastAPI, access: BatchAccess) -> None:
     async def upload(request: Request) -> Response:
         """Upload a file as a form with the fields file and purpose ("batch")."""
         store = access.runner.store
-        _refuse_strangers(request)
+        access.refuse_strangers(request)
         async with store.receive_file(access.owner_of(request)) as incoming_file:
             reader = FormReader(request.headers.get("content-type", ""), incoming_file.write)
             try:
@@ -154,16 +166,6 @@ def document(reply: BaseModel) -> Response:
 def _query(model: type[Q], request: Request) -> Q:
     """Validate the query. Raises ApiError (400), also for unknown parameters."""
     return checked(model, dict(request.query_params))
-
-
-def _refuse_strangers(request: Request) -> None:
-    """Raise ApiError (403) if a browser sends the form from another site.
-
-    Browsers send cross-site forms without a preflight request, but with an Origin header.
-    """
-    origin = request.headers.get("origin")
-    if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
-        raise errors.ApiError(403, errors.INVALID, "pages of other sites cannot upload files", code="foreign_origin")
 
 
 def _upload_of(parts: list[FormPart]) -> FormPart:
