@@ -320,7 +320,7 @@ struct Merge {  // running = running * old + block * fresh
 };
 
 // Adds weighted values to the sums of Q queries over 16 V dimensions; `begin` starts these from zero. Values are `stride`
-// apart.
+// apart. GCC 12 keeps the sums in memory unless the loops over them are unrolled first.
 template <class T, int Q, int V>
 inline void weigh_values(const float* weights, const T* values, size_t stride, int keys, bool begin, float* sums, int dim,
                          const T* upcoming) {

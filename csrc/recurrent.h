@@ -111,7 +111,7 @@ inline void rescale(float* x, int size, float to) {
   for (int i = 0; i < size; i += 16) store(x + i, load(x + i) * scale);
 }
 
-// A gated delta net: one key head with its value heads. Columns of a state do not meet. So tokens are collected first,
+// A gated delta net: one key head with its value heads. Columns of a state do not meet, so tokens are collected first,
 // and then all of them go through a block of columns while it lies in the nearest cache.
 class DeltaWork : public SlotWork<DeltaWork> {
  public:

@@ -18,8 +18,8 @@ namespace {
 
 #if defined(__AVX512F__) && !defined(PL_HALF_VECTORS)
 
-constexpr int kQueryBlock = 6;   // queries that share one pass over keys or values, in registers
-constexpr int kVectorBlock = 4;  // times 16 dimensions of the values
+constexpr int kQueryBlock = 6;   // queries whose scores of 32 keys stay in registers
+constexpr int kVectorBlock = 4;  // times 16 dimensions of the values are weighed together
 constexpr int kStateBlock = 4;  // times 16 columns of a recurrent state
 
 struct F16 { __m512 v; };
@@ -150,7 +150,7 @@ inline void transpose_bf16_pairs(const uint16_t* const* rows, size_t offset, flo
 
 #else  // AVX2
 
-constexpr int kQueryBlock = 3;  // a fourth query's sums would not stay in registers
+constexpr int kQueryBlock = 3;  // a fourth query's scores of 32 keys would not stay in registers
 constexpr int kVectorBlock = 1;
 constexpr int kStateBlock = 2;
 

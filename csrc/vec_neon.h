@@ -11,8 +11,8 @@
 namespace paceline {
 namespace {
 
-constexpr int kQueryBlock = 3;   // queries that share one pass over keys or values, in registers
-constexpr int kVectorBlock = 1;  // times 16 dimensions of the values
+constexpr int kQueryBlock = 3;   // queries whose scores of 32 keys stay in registers
+constexpr int kVectorBlock = 1;  // times 16 dimensions of the values are weighed together
 constexpr int kStateBlock = 2;  // times 16 columns of a recurrent state
 
 struct F16 { float32x4_t v[4]; };
