@@ -105,7 +105,7 @@ def batch(
 
         if replicas is None:
             llm = engine.load(model, quiet)
-            params = follow_recommendation(llm, params, given_fields(context), quiet)
+            params = follow_recommendation(context, llm, params, quiet)
             seed = begin(settings_of(llm, params))
             job = _LocalRun(llm, config, seed, params, refuse_params, in_order=in_order, quiet=quiet)
             failed = asyncio.run(job.run(lines, output))

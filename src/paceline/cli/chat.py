@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli.console import note, report_error, stderr
-from paceline.cli.options import (
-    DEFAULT_MODEL,
-    AdaptedEngineFlags,
-    Model,
-    Quiet,
-    follow_recommendation,
-    given_fields,
-)
+from paceline.cli.options import DEFAULT_MODEL, AdaptedEngineFlags, Model, Quiet, follow_recommendation
 from paceline.config import SamplingParams
 from paceline.config.ranges import check_text
 from paceline.errors import RequestError
@@ -38,7 +31,7 @@ def chat(
     if system is not None:
         check_text("--system", system)
     llm = engine.load(model, quiet)
-    params = follow_recommendation(llm, sampling, given_fields(context), quiet)
+    params = follow_recommendation(context, llm, sampling, quiet)
     start: Messages = [] if system is None else [{"role": "system", "content": system}]
     messages = list(start)
     while (line := _read_line()) is not None and line != "/exit":

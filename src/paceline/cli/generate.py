@@ -11,15 +11,7 @@ from rich.text import Text
 
 from paceline.cli.console import json_is_ascii, note, report_error, stdout
 from paceline.cli.jobs import Failure, Job, JobResult, as_document, parse_lines, run_jobs
-from paceline.cli.options import (
-    DEFAULT_MODEL,
-    AdaptedEngineFlags,
-    Model,
-    Quiet,
-    follow_recommendation,
-    given_fields,
-    refuse_given,
-)
+from paceline.cli.options import DEFAULT_MODEL, AdaptedEngineFlags, Model, Quiet, follow_recommendation, refuse_given
 from paceline.config import SamplingParams
 from paceline.config.files import read_stdin, read_text
 from paceline.core.outputs import CompletionOutput
@@ -66,7 +58,7 @@ def generate(
         raise bad.error
     show = _show_json if as_json else _show_titled if len(checked) * sampling.n > 1 else _show_bare
     llm = engine.load(model, quiet)
-    params = follow_recommendation(llm, sampling, given_fields(context), quiet)
+    params = follow_recommendation(context, llm, sampling, quiet)
     if run_jobs(llm, entries(params), show, keep_going=keep_going, progress=not quiet):
         raise typer.Exit(2)
 

@@ -122,9 +122,12 @@ def given_fields(context: typer.Context) -> frozenset[str]:
     return frozenset(name for name in RECOMMENDED_FIELDS if context.params[name] is not None)
 
 
-def follow_recommendation(llm: LLM, params: SamplingParams, given: Collection[str], quiet: bool) -> SamplingParams:
-    """``LLM.follow_recommendation``, described on stderr unless ``quiet``. Raises ModelFormatError."""
-    followed = llm.follow_recommendation(params, given)
+def follow_recommendation(context: typer.Context, llm: LLM, params: SamplingParams, quiet: bool) -> SamplingParams:
+    """``LLM.follow_recommendation`` for the running command, described on stderr unless ``quiet``.
+
+    Raises ModelFormatError.
+    """
+    followed = llm.follow_recommendation(params, given_fields(context))
     changed = [name for name in RECOMMENDED_FIELDS if getattr(followed, name) != getattr(params, name)]
     if changed and not quiet:
         values = ", ".join(f"{name} {getattr(followed, name)}" for name in changed)

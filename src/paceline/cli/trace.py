@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli.console import note
-from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, follow_recommendation, given_fields
+from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, follow_recommendation
 from paceline.config import SamplingParams
 from paceline.config.files import check_output, written_whole
 from paceline.errors import ParameterError
@@ -45,7 +45,7 @@ def trace(
     parts = llm.engine.parts
     tracer = parts.policy = Tracer(parts.policy, drafter=parts.drafter)
     given = llm.tokens_of_chat([{"role": "user", "content": prompt}]) if chat else prompt
-    params = follow_recommendation(llm, sampling, given_fields(context), quiet)
+    params = follow_recommendation(context, llm, sampling, quiet)
     (result,) = llm.generate([given], params, use_tqdm=False)
     tokenizer, answer = llm.requests.tokenizer, result.outputs[0]
     nodes = syntax.node_kinds(answer.pieces) if syntax.available() else []
