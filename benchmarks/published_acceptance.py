@@ -4,7 +4,7 @@
     python -m benchmarks.published_acceptance DIRECTORY --quantization int8 --rows 1 4 8 --lengths 1 2 3
 
 The acceptance is SYNTHETIC. The model's own head drafts; then its draft tokens are replaced: at each position, the
-    given fraction by the target's own tokens, the others by wrong ones. So drafting, verification and acceptance take
+    given fraction by the target's own tokens, the others by wrong ones, so drafting, verification and acceptance take
     their true time, and the texts are those of plain decoding, which is checked. The last line is one JSON document.
     With ``--drafter free`` drafting takes no time: for models without a head, to see what verification costs.
 """

@@ -396,8 +396,11 @@ def shared_with_pages(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> It
 
 def test_a_page_of_an_allowed_origin_asks_first_without_a_key_and_reads_replies(shared_with_pages: Live) -> None:
     origin = {"Origin": "https://app.example"}
-    wish = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization, content-type"}
-    asked = web.options(f"{shared_with_pages.url}/v1/chat/completions", headers=origin | wish)
+    preflight = {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization, content-type",
+    }
+    asked = web.options(f"{shared_with_pages.url}/v1/chat/completions", headers=origin | preflight)
     assert asked.status_code == 200
     assert asked.headers["access-control-allow-origin"] == "https://app.example"
     assert "authorization" in asked.headers["access-control-allow-headers"].lower()

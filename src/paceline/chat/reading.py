@@ -1,7 +1,7 @@
 """Incremental reading of a model's output: parsers are generators that wait until enough text has arrived.
 
 A parser is written as if it had the whole answer. Where it needs more than there is, it yields, and it goes on when
-text has been added. So an answer gives the same events wherever it is cut into pieces.
+text has been added, so an answer gives the same events wherever it is cut into pieces.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class ServerConfig:
         Sequence[str],
         Words('origins such as "https://app.example" or "http://localhost:3000", or "*"', _is_origin),
         Help(
-            "Origins of web pages elsewhere that may use this server from a browser (CORS); '*': any.",
+            "Origins of web pages on other sites that may use this server (CORS); '*': any.",
             more="Without keys, such pages may use the server in the name of everyone who can reach it.",
         ),
     ] = ()

@@ -1,11 +1,11 @@
 """Per-slot state of recurrent layers, beside a KV cache.
 
-A KV cache is cut by a length; a recurrent state is not. So a slot keeps its state as of its last certain token, and of
+A KV cache is cut by a length; a recurrent state is not, so a slot keeps its state as of its last certain token, and of
 the tokens after it only their inputs. The next forward pass begins at some position: it applies the inputs before that
 position, token by token, while it reads the state, and then goes on with its own tokens without storing the state.
 A rejected draft token is an input that is never applied. There are no snapshots of draft positions and no rollback.
 
-Token by token is the only order in which a state is ever computed. So a token's bits do not depend on whether it was
+Token by token is the only order in which a state is ever computed, so a token's bits do not depend on whether it was
 prefilled, decoded or verified.
 """
 

@@ -1,8 +1,8 @@
 """Cuts that follow from the shape of the whole distribution: typical sampling, epsilon, eta and top-n-sigma.
 
 They come before min-p, top-k and top-p, and all look at the same distribution: after penalties and temperature.
-A token's depth is its distance below the largest logit, after temperature; its surprise is its depth plus a constant.
-So each method keeps the tokens up to some depth, or, typical sampling, those near the mean depth:
+A token's depth is its distance below the largest logit, after temperature; its surprise is its depth plus a constant,
+so each method keeps the tokens up to some depth, or, typical sampling, those near the mean depth:
 
 * epsilon (2210.15191): probability at least ``epsilon_cutoff``.
 * eta (2210.15191): probability at least min(eta, sqrt(eta) e^-entropy).

@@ -70,7 +70,7 @@ def _shares(tokens: Tensor, chances: Tensor, lines: Batch) -> Tensor:
 class Growth:
     """The draft trees of one round, for (part of) a batch whose text ``decoder`` has read.
 
-    Candidates are sampled without replacement with the target's noise. So they are the tokens that the target samples
+    Candidates are sampled without replacement with the target's noise, so they are the tokens that the target samples
     first if the two models agree (Daliri et al., arXiv 2408.07978). At each depth a row keeps the W candidates with the
     highest survival, as in EAGLE-2 (arXiv 2406.16858, section 4). The chain of first candidates is always kept, so a
     tree contains the draft that width 1 would have made.

@@ -98,7 +98,7 @@ class Lookup(Protocol[T]):
     def find_all(self, rows: SearchedRows[T], k: int, ways: int) -> list[list[Continuation]]:
         """Find up to ``ways`` continuations of each row, at most k tokens long, none a prefix of an earlier one.
 
-        The order is by match length, then source, then position. So the first is the result of ``find``.
+        The order is by match length, then source, then position, so the first is the result of ``find``.
         """
         ...
 

@@ -43,7 +43,7 @@ class ModelDrafter(Drafter):
     width: 1 for chains. Otherwise each depth of a row's tree has at most that many draft tokens, and one batched pass
         per depth reads them (``Growth``).
 
-    The cache may lack tokens of the text; ``propose`` feeds them first. So rounds that accept everything and rounds
+    The cache may lack tokens of the text; ``propose`` feeds them first, so rounds that accept everything and rounds
     without draft tokens need no special case.
     """
 

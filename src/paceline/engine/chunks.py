@@ -75,7 +75,7 @@ class PrefillSpeed:
     """Seconds of prefill per token, by position, learned from the chunks that were fed.
 
     A pass reads all weights, however few its tokens are. If small chunks set the per-token rate, the rate would rise as
-    they shrink, and they would shrink as it rises, down to one token per pass. So small chunks update ``per_pass``, the
+    they shrink, and they would shrink as it rises, down to one token per pass, so small chunks update ``per_pass``, the
     overhead of a pass in seconds. A small chunk that is faster than its tokens should be lowers the rate.
     """
 

@@ -6,7 +6,7 @@ device. On CUDA a program is captured as one graph per (row bucket, k, span, fea
 Shapes: B rows (a bucket: live rows first, then idle ones, which are masked), k draft tokens, V vocabulary.
 
 Trees have a fixed shape, so that the host need not read it. The first candidates of all depths form a chain. At each of
-k depths, the W best candidates that follow the chain are draft tokens, depth by depth. So a tree has N = k W draft
+k depths, the W best candidates that follow the chain are draft tokens, depth by depth, so a tree has N = k W draft
 tokens, and those with numbers 0, W, 2W, ... are the chain.
 """
 

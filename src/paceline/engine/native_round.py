@@ -3,7 +3,7 @@
 If the length policy leaves the draft of a head or draft model as it was planned, the same call drafts first.
 
 The call runs the same library functions as ``Speculation.verify_and_commit`` calls one by one, so the results are
-equal. A forward pass leaves the CPU caches cold; a torch operator after it takes 20 to 50 microseconds. So the host
+equal. A forward pass leaves the CPU caches cold; a torch operator after it takes 20 to 50 microseconds, so the host
 passes plain numbers in memory of its own, and no tensor is made.
 """
 

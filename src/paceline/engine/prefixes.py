@@ -1,6 +1,6 @@
 """Prefix cache: finds the slot whose cache holds the longest prefix of a new prompt.
 
-A key and a value depend only on the tokens up to their position. So a prompt can copy the cached keys and values of any
+A key and a value depend only on the tokens up to their position, so a prompt can copy the cached keys and values of any
 slot with a common prefix. Its sequence may decode, be in prefill, or have ended: free slots keep their caches until
 they are needed.
 """

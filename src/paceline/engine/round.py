@@ -2,8 +2,8 @@
 
 A batch of B rows decodes together. In each round every row gains its accepted draft tokens and one token of the target.
 Each row has its own length, so rows may accept different numbers of draft tokens (BASS, 2404.15778).
-Both acceptance rules preserve the target's distribution (rejection: 2211.17192, coupled: 2408.07978).
-So the drafter and the length policy change the speed, and never the distribution of the output.
+Both acceptance rules preserve the target's distribution (rejection: 2211.17192, coupled: 2408.07978),
+so the drafter and the length policy change the speed, and never the distribution of the output.
 
 Invariant before and after a round: the target's KV cache holds all tokens of a row except its last one.
 

@@ -319,7 +319,7 @@ class Scheduler:
         """Finish the sequences that cannot gain another token before their deadline; they keep their tokens.
 
         A round or chunk that is expected to end too late is not started. The expectation may be wrong after slow
-        rounds, and no round would correct it. So the slowest recent round is then forgotten.
+        rounds, and no round would correct it, so the slowest recent round is then forgotten.
         """
         late = [sequence for sequence, seconds in self._seconds_to_next_token() if sequence.ends_by(now + seconds)]
         for sequence in late:

@@ -245,7 +245,7 @@ class RoundTimes:
     ) -> tuple[float, list[int]]:
         """The highest value of verifying a set of draft tokens, and the number of tokens of each line in that set.
 
-        lines: expected gain of each draft token, in tokens (w s), not increasing along a line. So the best set holds
+        lines: expected gain of each draft token, in tokens (w s), not increasing along a line, so the best set holds
             the first tokens of each line. The search ends where no later token can pay, which in a convex hull is the
             first that does not.
         rate: price of time, in tokens per millisecond.

@@ -80,7 +80,7 @@ class AutoRound:
     def ranked(self, source: DraftSource, draft: Draft) -> tuple[Draft, list[list[float]]]:
         """The draft with each row's tokens in descending order of expected gain, and these gains.
 
-        No token's gain exceeds its parent's. So chains are in order already, and any first tokens of a tree are a tree.
+        No token's gain exceeds its parent's, so chains are in order already, and any first tokens of a tree are a tree.
         """
         lines = self.lines(source, bins_of_draft(draft), draft.host_parents or [None] * len(draft.draft_tokens))
         if draft.host_parents is None:
@@ -91,7 +91,7 @@ class AutoRound:
     def best(self, source: DraftSource, lines: list[list[float]], discount: float = 1.0) -> tuple[float, list[int]]:
         """Highest value of a set of draft tokens, and the number of each line's. discount: factor on predicted times.
 
-        A draining batch ends with its last row, and rows advance unevenly where many draft tokens are wrong. So its
+        A draining batch ends with its last row, and rows advance unevenly where many draft tokens are wrong, so its
         price of time is divided by the acceptance, and its draft tokens may take no longer than the row with the
         smallest lead is expected to gain.
         """

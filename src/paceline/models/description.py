@@ -280,7 +280,7 @@ class DecoderSpec:
 def without_residual_scale(spec: DecoderSpec, scale: float) -> DecoderSpec:
     """Return a model equal to ``spec`` with x + scale * f(norm(x)) in place of x + f(norm(x)) in every layer.
 
-    An RMS norm does not depend on the length of x, except for its epsilon. So hidden states divided by ``scale`` give
+    An RMS norm does not depend on the length of x, except for its epsilon, so hidden states divided by ``scale`` give
     the same outputs, and the branches need no factor. All norms must be RMS norms before their parts.
     """
     assert spec.norm.kind == "rms", "a layer norm's bias would be scaled, too"

@@ -37,7 +37,7 @@ class DraftVocabulary(RowKeeper):
     follows: whether the subset follows what the rows read and write. It does not under the rejection rule: there the
         text of a seed depends on the distributions of its drafts, so the same call would give another text later.
 
-    Tokenizers that merge pairs number the frequent tokens first. So the subset begins with the smallest ids, and among
+    Tokenizers that merge pairs number the frequent tokens first, so the subset begins with the smallest ids, and among
     tokens that occurred equally often the smaller id is preferred. Choices come at fixed numbers of counted tokens,
     between rounds, so equal requests give equal drafts.
 

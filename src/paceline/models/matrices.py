@@ -1,7 +1,7 @@
 """A checkpoint's matrices, read into the kernels' formats one by one while they are packed.
 
-So no copy of the whole model in bfloat16 is ever in memory, numbers are rounded once, and codes that a format can hold
-are taken as they are stored.
+No copy of the whole model in bfloat16 is ever in memory, numbers are rounded once, and codes that a format can hold are
+taken as they are stored.
 """
 
 from __future__ import annotations

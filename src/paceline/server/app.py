@@ -97,7 +97,7 @@ def make_app(config: ServerConfig, load: Callable[[], LLM], on_end: Callable[[],
     app.router.route_class = route_class(context.bodies)
     app.add_middleware(Gate, config=config, meter=context.meter)
     if config.allowed_origins:
-        _admit_pages_of(app, config.allowed_origins)
+        _add_cors(app, config.allowed_origins)
     app.add_middleware(Tracing)  # the outermost layer: refused requests have an id, too
     _add_error_handlers(app, context)
     _add_generation(app, context)
@@ -108,8 +108,8 @@ def make_app(config: ServerConfig, load: Callable[[], LLM], on_end: Callable[[],
     return app
 
 
-def _admit_pages_of(app: FastAPI, origins: Sequence[str]) -> None:
-    """Answer what browsers ask before they send a page's request (without a key), and let pages read all replies."""
+def _add_cors(app: FastAPI, origins: Sequence[str]) -> None:
+    """Answer preflight requests, which have no key, and let pages of these origins read all replies."""
     methods, headers = ("GET", "POST", "DELETE"), ("X-Request-Id", "Retry-After")
     app.add_middleware(
         CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=("*",), expose_headers=headers

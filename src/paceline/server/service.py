@@ -112,9 +112,10 @@ class EngineService:
     @property
     def llm(self) -> LLM:
         """The loaded model. Raises ApiError (503) until it is ready."""
-        if self._llm is None or self.state != "ready":
+        llm = self._llm  # the engine's thread lets it go when it ends
+        if llm is None or self.state != "ready":
             raise errors.unavailable(f"the server is {self.state}", "not_ready")
-        return self._llm
+        return llm
 
     @property
     def engine(self) -> Engine:

@@ -1,6 +1,6 @@
 """Constraints of answers with several parts: thoughts first, then text in which a grammar may begin.
 
-The part that a token belongs to is a function of the tokens before it. So draft tokens are treated as the answer's own
+The part that a token belongs to is a function of the tokens before it, so draft tokens are treated as the answer's own
 tokens are, and an answer is the same with and without speculation.
 """
 

@@ -1,7 +1,7 @@
 """Translation of JSON schemas and regular expressions into llguidance grammars that enforce them exactly.
 
 llguidance (1.9) compiles JSON schemas itself, but it ignores unknown keywords, rounds some numbers, and crashes on
-others. So it gets a new schema, made only of keywords that are known here. Everything that it would not enforce exactly
+others, so it gets a new schema, made only of keywords that are known here. Everything that it would not enforce exactly
 is refused by name. Properties come in the schema's order, and once. Strings have no numeric escapes, with which a
 property's name could be spelled a second way.
 """

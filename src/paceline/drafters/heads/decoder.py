@@ -1,7 +1,7 @@
 """Heads with their caches: the ``DraftDecoder`` for models that read a target's hidden states beside the text.
 
 The target's hidden states exist only during its forward pass. They are fused and stored for every position of every
-row. So a head's cache can fall behind the text, be cut and be copied like a draft model's.
+row, so a head's cache can fall behind the text, be cut and be copied like a draft model's.
 """
 
 from __future__ import annotations

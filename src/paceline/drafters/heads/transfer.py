@@ -4,8 +4,8 @@ A linear map predicts, from the hidden state that enters one of the target's las
 of the next tokens. One pass runs all of them through the layers above, where they see the text and the pseudo states
 before them. The target's output embedding then gives the logits. Only the maps are trained.
 
-The paper maps the hidden state of the last token. Here the target has not read the last token yet, but its id is known.
-So its embedding is read beside the hidden state of the token before it, and its own pseudo state predicts the first
+The paper maps the hidden state of the last token. Here the target has not read the last token yet, but its id is known,
+so its embedding is read beside the hidden state of the token before it, and its own pseudo state predicts the first
 draft token. The layers above are a copy of the target's with a cache of their own, so this is a head like the others.
 """
 
@@ -27,7 +27,7 @@ class TransferHead(Head):
     """Shapes as in ``Head``; G is the largest number of draft tokens.
 
     transfer: [G, H, 2H], one map per draft token. It reads the hidden state and the last token's embedding, both scaled
-        to a root mean square of 1. Its output, at the hidden state's scale, is added to the hidden state. So maps of
+        to a root mean square of 1. Its output, at the hidden state's scale, is added to the hidden state, so maps of
         zeros return the hidden state.
     """
 

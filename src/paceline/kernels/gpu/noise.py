@@ -5,7 +5,7 @@ Also a float32 approximation with a proven bound, because many GPUs have few flo
 * A uniform u and 1 - u are exact in float32, if the smaller of them is computed: at most 24 bits, at most 1/2.
 * A float32 logarithm is CUDA's logf, off by one unit in the last place, or, if Triton so chooses, lg2.approx times ln
   2, which is worse: lg2.approx is off by e within (1/2, 2), elsewhere by e relative (PTX's manual), and the product
-  adds 0.27 e relative. So a logarithm y is off by less than e + 1.27 e |y|.
+  adds 0.27 e relative, so a logarithm y is off by less than e + 1.27 e |y|.
 * -log u, for u < 1/2, is at least log 2: off by 1.27 e relative. For u > 1/2 it is 2 atanh(s) with v = 1 - u and s = v
   / (2 - v) <= 1/3: a division by div.full (2 units in the last place, e) and a rounding before it, 1.17 e, weigh at
   most 1.09 times; its roundings and the series' remainder (1.5e-9) add 0.6 e. Off by less than 2 e relative.

@@ -1,7 +1,7 @@
 """Offline throughput: one batch at a time, speculation against plain decoding and, if wanted, against transformers.
 
 Prefill and decoding are separated: all answers have their first token after P + r seconds (prefill and one round), and
-    all have N tokens after P + R x r seconds in R rounds. So r = (long - short) / (R - 1), P = short - r, and decoding
+    all have N tokens after P + R x r seconds in R rounds, so r = (long - short) / (R - 1), P = short - r, and decoding
     took R x r. (For a side that does not report its first tokens, a run of one token is timed first.) Prompts that need
     several prefill chunks blur this on all sides: tokens that the first rows gain meanwhile count as prefill. Every
     answer has exactly N tokens (no end-of-text token ends it), or as many as the longest sequence has positions for;

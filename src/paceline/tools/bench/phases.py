@@ -1,7 +1,7 @@
 """Traffic and acceptance that change suddenly between phases: how close ``auto`` comes to knowing them in advance.
 
 The models and all measured times are real. Acceptance is SYNTHETIC: draft tokens are accepted with the phase's
-probability, after the real acceptance rule has run. So the text is meaningless, and the costs are those of real rounds.
+probability, after the real acceptance rule has run, so the text is meaningless, and the costs are those of real rounds.
 
 Every fixed length runs the same phases. The oracle's time in a phase is that of the fastest fixed length: it knows the
 phase and its best length, and pays nothing for changing.
