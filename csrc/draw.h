@@ -466,7 +466,11 @@ inline void probabilities(const Draw& whole, float* out) {
   const Draw draw = truncated(whole);
   float columns[kColumns];
   const float top = column_maxima(draw, columns);
-  if (!(draw.temperature > 0.0f) || !finite(top)) {
+  if (!finite(top)) {
+    for (int64_t at = 0; at < draw.vocabulary; ++at) out[at] = __builtin_nanf("");
+    return;
+  }
+  if (!(draw.temperature > 0.0f)) {
     memset(out, 0, sizeof(float) * static_cast<size_t>(draw.vocabulary));
     out[first_with(draw, top, 0)] = 1.0f;
     return;

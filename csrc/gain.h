@@ -26,14 +26,14 @@ struct TextRows {
     return before >= limit[row] || (before > prompt_length[row] && stops_at(row, text[row * text_stride + before - 1]));
   }
 
-  // Appends up to `count` tokens to a row, cut behind the first stop token and at its limit; returns the number
-  // appended.
+  // Appends up to `count` tokens to a row, cut behind the first stop token, at its limit and before a place where no
+  // token could be drawn (Undrawn in src/paceline/core/draft.py); returns the number appended.
   int64_t gain(int64_t row, const int64_t* tokens, int64_t count) const {
     if (ended(row)) return 0;
     const int64_t most = std::min(count, limit[row] - length[row]);
     int64_t gained = 0;
-    while (gained < most && !stops_at(row, tokens[gained])) ++gained;
-    if (gained < most) ++gained;  // the stop token is the answer's last
+    while (gained < most && tokens[gained] >= 0 && !stops_at(row, tokens[gained])) ++gained;
+    if (gained < most && tokens[gained] >= 0) ++gained;  // the stop token is the answer's last
     std::copy(tokens, tokens + gained, text + row * text_stride + length[row]);
     length[row] += gained;
     return gained;

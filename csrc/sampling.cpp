@@ -264,6 +264,16 @@ void noisy_shares(const Draw& draw, int64_t width, const int64_t* tokens, float*
   }
 }
 
+// In place of a token that could not be drawn (Undrawn in src/paceline/core/draft.py).
+constexpr int64_t kNotFinite = -1, kAllForbidden = -2;
+
+// The token, if its logit could be drawn from: a draw returns a token whose logit is not finite only if the largest is
+// not. drawn_from: the token's logit after all adjustments. own: the model's.
+int64_t checked(int64_t token, float drawn_from, float own) {
+  if (std::isfinite(drawn_from)) return token;
+  return std::isfinite(own) ? kAllForbidden : kNotFinite;
+}
+
 // Draws each row's tokens [block] up to the first that matches no draft token; accepted: number of matches; path, or
 // null: the matching draft tokens [draft_stride]; scored [rows], or null: nonzero where the tokens' log-probabilities
 // under the model are wanted, in own [block]. Other elements stay.
@@ -274,17 +284,21 @@ void accept_draft_tokens(const Kernels& kernels, Pool& pool, const DrawCall& cal
     Workspace& workspace = Workspace::own();
     const DrawScratch scratch = workspace.lists(call.vocabulary);
     Adjustments adjustments(call.by, row, call.vocabulary, workspace);
-    const RowLogits places(call, row, starts[static_cast<size_t>(row)]);
+    const int64_t first_place = starts[static_cast<size_t>(row)];
+    const RowLogits places(call, row, first_place);
     for (int64_t place = 0, depth = 0;; ++depth) {
       float* logits = places.at(place);
       const int64_t position = call.by.length[call.by.slot(row)] + depth;
       adjustments.apply(logits, position);
-      const int64_t token = kernels.draw(draw_of(call, row, position, logits, scratch));
+      const int64_t drawn = kernels.draw(draw_of(call, row, position, logits, scratch));
+      const float drawn_from = logits[drawn];
       adjustments.restore(logits);
+      const int64_t token = checked(drawn, drawn_from, call.logits[(first_place + place) * call.stride + drawn]);
       tokens[row * call.block + depth] = token;
       accepted[row] = depth;
+      if (token < 0) break;
       if (scored && scored[row]) {
-        own[row * call.block + depth] = own_logprob(kernels, call, starts[static_cast<size_t>(row)] + place, token, scratch);
+        own[row * call.block + depth] = own_logprob(kernels, call, first_place + place, token, scratch);
       }
       const int64_t draft = matching_draft(call, row, place, token);
       if (draft < 0) break;
@@ -379,6 +393,7 @@ PL_EXPORT const char* pl_logprobs(const Kernels* kernels, Pool* pool, const Logp
       const float* logits = call->logits + starts[static_cast<size_t>(row)] * call->stride;
       for (int64_t place = 0; place <= call->accepted[row]; ++place, logits += call->stride) {
         const int64_t at = row * call->block + place;
+        if (call->tokens[at] < 0) return;
         const Draw draw = {logits, call->vocabulary, 1.0f, {0, 0}, __builtin_inff(), wanted, 1.0f, scratch};
         call->own[at] = kernels->logprobs(draw, call->tokens[at], wanted, call->ids + at * call->most, call->values + at * call->most);
       }

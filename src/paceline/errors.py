@@ -5,6 +5,7 @@ PacelineError
 ├── ModelError                           a model cannot be used
 │   ├── ModelNotFoundError               unknown name, directory or file (or no network to download it)
 │   ├── ModelFormatError                 files are corrupt, truncated or of an unsupported kind
+│   ├── NotFiniteError                   its results for one request are NaN or infinite; other requests continue
 │   └── VocabularyMismatchError          draft model and target have different vocabularies
 ├── RequestError                         one request cannot be served; other requests continue
 │   ├── EmptyPromptError
@@ -69,6 +70,18 @@ class ModelNotFoundError(ModelError):
 
 class ModelFormatError(ModelError):
     """The model's files are corrupt, truncated or of an unsupported kind."""
+
+
+class NotFiniteError(ModelError):
+    """A model's results for one request are NaN or infinite. Other requests are not affected.
+
+    what: the results, with their place in the text. adapter: the request's adapter, or None.
+    """
+
+    def __init__(self, what: str, adapter: str | None = None) -> None:
+        files = "the model's files" if adapter is None else f"the files of the model and of its adapter {adapter!r}"
+        cure = f"if dtype is float16, use 'bfloat16' or 'float32', which do not overflow; otherwise check {files}"
+        super().__init__(f"the model's {what} are NaN or infinite: {cure}")
 
 
 class VocabularyMismatchError(ModelError):

@@ -219,8 +219,9 @@ class LLM:
             before anything is decoded; the message names it: "prompts[3]: ...". "skip" serves the other prompts; the
             result of such a prompt has one answer without tokens, finish_reason "error" and the ``error``.
 
-        An error while a request is decoded ends only this request, with finish_reason "error" and its ``error``. If the
-        call is interrupted, unfinished requests get finish_reason "abort" and the interrupt propagates.
+        An error while a request is decoded ends only this request, with finish_reason "error" and its ``error``; for
+        logits that are NaN it is NotFiniteError. If the call is interrupted, unfinished requests get finish_reason
+        "abort" and the interrupt propagates.
         Raises ParameterError, RequestError, MissingPackageError.
         """
         call = CallArguments(self._or_default(params), references, on_error)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.config import SYNTHETIC
 from paceline.core.batch import Batch
-from paceline.core.draft import Draft, Logprobs, Verdict
+from paceline.core.draft import Draft, Logprobs, Undrawn, Verdict
 from paceline.core.ops import Gained
 from paceline.core.rules import accept_at_rate, accept_by_ratio, accept_matching, places_of
 from paceline.core.sampling import Choices, Purpose, draw
@@ -39,7 +39,7 @@ def coupled(draft: Draft, logits: Tensor, batch: Batch) -> Verdict:
 
 
 def _draw(draft: Draft, logits: Tensor, batch: Batch) -> Tensor:
-    """Target's own draws, [B, k + 1] int64. Entries at padding are meaningless."""
+    """Target's own draws, [B, k + 1] int64, or ``Undrawn``. Entries at padding are meaningless."""
     rectangle = logits if logits.dim() == 3 else _rectangle(draft, logits)
     if draft.tree is None:
         return draw(rectangle, batch, draft.tokens)
@@ -63,7 +63,11 @@ def rejection(draft: Draft, logits: Tensor, batch: Batch) -> Verdict:
     if draft.probabilities is None or batch.sampling.all_greedy:
         return coupled(draft, logits, batch)
     distribution = Choices(logits, batch, draft.tokens).distribution()
-    return accept_by_ratio(draft, distribution, draft.probabilities, batch.state())
+    verdict = accept_by_ratio(draft, distribution, draft.probabilities, batch.state())
+    if bool((verdict.tokens < 0).any()):
+        forbidden = (verdict.tokens < 0) & logits.amax(-1).isfinite()
+        verdict.tokens = verdict.tokens.masked_fill(forbidden, Undrawn.ALL_FORBIDDEN)
+    return verdict
 
 
 def _refuse_tree(draft: Draft, rule: str) -> None:
@@ -112,7 +116,9 @@ def _logprobs(draft: Draft, logits: Tensor, batch: Batch, verdict: Verdict) -> L
     logits = logits.float()
     total = logits.logsumexp(-1, keepdim=True)
     values, ids = logits.topk(min(batch.sampling.logprobs, logits.shape[-1]), dim=-1)
-    return Logprobs((logits.gather(-1, verdict.tokens[..., None]) - total).squeeze(-1), ids, values - total)
+    return Logprobs(
+        (logits.gather(-1, verdict.tokens.clamp(min=0)[..., None]) - total).squeeze(-1), ids, values - total
+    )
 
 
 def _along_path(draft: Draft, logits: Tensor, path: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
@@ -19,6 +20,13 @@ from paceline.errors import ParameterError
 MAX_KINDS = 8  # kinds of draft tokens that a drafter may distinguish
 # Offset added to the kind of a lower-ranked sibling: it can only be accepted where a better sibling is rejected.
 SIBLING_KIND = MAX_KINDS // 2
+
+
+class Undrawn(IntEnum):
+    """Stands in place of a row's token, always its last of a round, if none could be drawn. No row gains it."""
+
+    NOT_FINITE = -1  # the model's logits are NaN, or the largest is infinite
+    ALL_FORBIDDEN = -2  # the model's logits are finite, but -inf or NaN after masks and logits processors
 
 
 class OnDemand:
@@ -333,7 +341,8 @@ def is_later_sibling(parents: Sequence[int], node: int) -> bool:
 class HostVerdict:
     """Verdict on the host, with one list entry per row.
 
-    tokens: the accepted[i] + 1 new tokens of row i. accepted, drafted: number of draft tokens.
+    tokens: the accepted[i] + 1 new tokens of row i; the last may be ``Undrawn``.
+    accepted, drafted: number of draft tokens.
     gained: number of tokens that each row took, fewer than ``tokens`` has if the row ends among them. Empty until the
         round is committed.
     trees: results of the rows' trees; None if the draft had chains only.
@@ -388,7 +397,8 @@ class RoundTiming:
 class Verdict:
     """Result of a round, given as tensors or, with ``of``, as lists: row i gains tokens[i, : accepted[i] + 1].
 
-    tokens: [B, k + 1] int64. accepted: [B] int64, accepted draft tokens. drafted: [B] int64, draft tokens.
+    tokens: [B, k + 1] int64; the last of a row may be ``Undrawn``. accepted: [B] int64, accepted draft tokens.
+    drafted: [B] int64, draft tokens.
     logprobs: log-probabilities of the tokens; None if no row requests them.
     path: [B, k] int64, for trees: indices of the accepted draft tokens in order, then each position's own index. None
         for chains, whose first draft tokens are accepted.

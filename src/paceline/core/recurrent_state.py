@@ -151,6 +151,13 @@ class RecurrentStates:
             self.inputs[:, target, :applied] = self.inputs[:, source, :applied]
         self.base[target], self.count[target] = base, applied
 
+    def erase(self, slot: int) -> None:
+        """Set a slot to its first state, which has no text."""
+        self.cut(slot, 0)
+        for table in (self.state, self.tail, self.inputs):
+            table[:, slot] = 0
+        self.base[slot] = self.count[slot] = 0
+
     def pretend(self, slots: Sequence[int], position: int) -> None:
         """Let slots continue at ``position`` from whatever state they hold, to measure times."""
         self.base[list(slots)], self.count[list(slots)] = position, 0
@@ -273,3 +280,7 @@ class StatefulCache(KVCache):
     def copy_row(self, source: int, destination: int, length: int) -> None:
         super().copy_row(source, destination, length)
         self.states.copy(source, destination, length)
+
+    def erase_row(self, row: int) -> None:
+        super().erase_row(row)
+        self.states.erase(row)

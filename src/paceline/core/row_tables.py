@@ -42,7 +42,7 @@ def _zeros_in(memory: mmap.mmap, dtype: torch.dtype) -> Tensor:
 class RowTables:
     """Tables [outer, row, inner, slot, dim], initially zero.
 
-    A row is written only at its own slots, and nothing is ever erased. Slots at or beyond a row's length are
+    A row is written only at its own slots, and nothing is erased but NaN. Slots at or beyond a row's length are
     overwritten before they are read. Each row has one additional trash slot, which is never read: writes beyond the end
     (padding at a row's tail) go there.
 
@@ -119,6 +119,13 @@ class RowTables:
         """Copy the first ``length`` slots of one row to another, to fill a free slot or to share a prefix."""
         for table in self.tables:
             table[:, destination, :, :length] = table[:, source, :, :length]
+
+    def erase_row(self, row: int) -> None:
+        """Set a row to zeros. The NaN of one text would reach the next one, as with uninitialized memory."""
+        for pages in self._pages:
+            pages.give_back(row, 0)
+        for table in [] if self._pages else self.tables:
+            table[:, row] = 0
 
 
 class _Pages:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.config import MAX_LOGPROBS, SamplingParams
+from paceline.core.draft import Undrawn
 from paceline.core.ops import Cuts, DrawRows, Entries, Minimum, Penalties, Truncation
 from paceline.core.slots import Slots
 
@@ -135,15 +136,17 @@ class RowState:
     def gain(self, tokens: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
         """Append each row's first accepted[i] + 1 tokens, truncated after its first stop token and at its limit.
 
-        tokens: [B, k + 1] int64. accepted: [B] int64. Returns the number of tokens that each row gained, [B] int64, and
-        whether the row had ended before, [B] bool.
+        tokens: [B, k + 1] int64; those that are ``Undrawn`` are not appended. accepted: [B] int64.
+        Returns the number of tokens that each row gained, [B] int64, and whether the row had ended before, [B] bool.
         """
         length, limit, stops = self._ends()
         place = torch.arange(tokens.shape[1], device=tokens.device)
         room, ended = limit - length, self.ended()
         stopping = ((tokens[..., None] == stops[:, None]) & (stops >= 0)[:, None]).any(2)
         first_stop = torch.where(stopping, place, tokens.shape[1]).amin(1)
-        gained = torch.minimum(torch.minimum(accepted, first_stop) + 1, room).masked_fill(ended, 0)
+        first_undrawn = torch.where(tokens < 0, place, tokens.shape[1]).amin(1)
+        end = torch.minimum(torch.minimum(accepted, first_stop) + 1, first_undrawn)
+        gained = torch.minimum(end, room).masked_fill(ended, 0)
         at = length[:, None] + place
         self.text[self.slots.index[:, None], at] = torch.where(place < gained[:, None], tokens, self.text_at(at))
         self.tables.length[self.slots.where] = length + gained
@@ -299,10 +302,13 @@ class SamplingRows:
         self.stop_tokens = Entries.of(forbidden, device) if self.any_minimum else None
 
     def advance(self, tokens: Sequence[Sequence[int]]) -> None:
-        """Append each live row's new tokens to its constraint."""
+        """Append each live row's new tokens to its constraint, which says why it forbids all of them if it does."""
         for constraint, gained in zip(self.constraints, tokens, strict=True):
-            if constraint is not None:
-                constraint.advance(gained)
+            if constraint is None:
+                continue
+            if gained and gained[-1] < 0:
+                gained = [*gained[:-1], *([0] if gained[-1] == Undrawn.ALL_FORBIDDEN else [])]
+            constraint.advance(gained)
 
     def drawing(self, text: Tensor, length: Tensor) -> DrawRows:
         """Parameters of the live rows for the kernels. text [R, P] and length [R] are those of the batch."""

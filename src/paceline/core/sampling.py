@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.batch import Batch
-from paceline.core.draft import Draft
+from paceline.core.draft import Draft, Undrawn
 from paceline.core.ops import DrawInputs, HostOps
 from paceline.core.rows import Constraint, RowState, RowValues, StepFeatures
 from paceline.core.truncation import truncated
@@ -356,10 +356,10 @@ class Choices:
         return adjust(self._logits, self._batch, self._draft_tokens, self._first)
 
     def draw(self, purpose: Purpose = Purpose.DRAW) -> Tensor:
-        """Draw a token for every position: [B, L] int64. Greedy rows take the argmax."""
+        """Draw a token for every position: [B, L] int64, 0 where all logits are NaN. Greedy rows take the argmax."""
         if self.ops is not None:
             return self.ops.draw(self.places, purpose)
-        return _draw_adjusted(self.adjusted, self._batch, self._first, purpose)
+        return _draw_adjusted(self.adjusted, self._batch, self._first, purpose).clamp(min=0)
 
     def distribution(self) -> Tensor:
         """Distribution that tokens are drawn from: float32 [B, L, V], one-hot at temperature 0."""
@@ -378,8 +378,25 @@ class Choices:
 def draw(
     logits: Tensor, batch: Batch, draft_tokens: Tensor | None = None, first: int = 0, purpose: Purpose = Purpose.DRAW
 ) -> Tensor:
-    """Draw a token for every position: model logits [B, L, V] -> [B, L] int64. draft_tokens: [B, G] int64."""
-    return Choices(logits, batch, draft_tokens, first).draw(purpose)
+    """Draw a token for every position: model logits [B, L, V] -> [B, L] int64. draft_tokens: [B, G] int64.
+
+    Positions without a finite largest logit, and in torch those with any NaN, get ``Undrawn``.
+    """
+    choices = Choices(logits, batch, draft_tokens, first)
+    if choices.ops is not None:
+        return checked(choices.draw(purpose), logits, logits)
+    return checked(_draw_adjusted(choices.adjusted, batch, first, purpose), choices.adjusted, logits)
+
+
+def checked(tokens: Tensor, adjusted: Tensor, logits: Tensor) -> Tensor:
+    """Replace drawn tokens [B, L] by ``Undrawn`` where their logit is not finite, or the token is -1.
+
+    adjusted: logits [B, L, V] that they were drawn from. logits: the model's own.
+    """
+    at = tokens.clamp(min=0)[..., None]
+    drawn_from, own = (table.gather(-1, at)[..., 0].isfinite() for table in (adjusted, logits))
+    reason = torch.where(own, Undrawn.ALL_FORBIDDEN, Undrawn.NOT_FINITE)
+    return torch.where(drawn_from & (tokens >= 0), tokens, reason)
 
 
 def _draw_adjusted(logits: Tensor, batch: Batch, first: int, purpose: Purpose) -> Tensor:
@@ -420,7 +437,8 @@ def noisy_argmax(
     """Sample from softmax(scores) as the argmax of scores [N, V] plus Gumbel noise: [N] int64.
 
     noisy: [N] bool, rows that get noise; None adds it to all. The noise is bounded, so it is computed only for tokens
-    that can win. Without ``may_sync`` it is computed for all tokens. Ties go to the smaller token id.
+    that can win. Without ``may_sync`` it is computed for all tokens. Ties go to the smaller token id. A row with a NaN
+    gets -1, or without ``may_sync`` its first token with a NaN.
     """
     if not may_sync:
         return _noisy(scores, key, noisy).argmax(-1)
@@ -432,7 +450,8 @@ def noisy_argmax(
     value = scores[line, token].double() + gumbel
     best = value.new_full(leader.shape, -math.inf).scatter_reduce_(0, line, value, "amax")
     token = torch.where(value == best[line], token, scores.shape[-1])
-    return token.new_full(leader.shape, scores.shape[-1]).scatter_reduce_(0, line, token, "amin")
+    first = token.new_full(leader.shape, scores.shape[-1]).scatter_reduce_(0, line, token, "amin")
+    return torch.where(first < scores.shape[-1], first, -1)
 
 
 def _noisy(scores: Tensor, key: tuple[Tensor, Tensor], noisy: Tensor | None) -> Tensor:

@@ -20,9 +20,10 @@ from paceline.engine.chunks import PrefillChunker, PromptSlice
 from paceline.engine.prefixes import STATES_APART
 from paceline.engine.round import Speculation
 from paceline.engine.scoring import collect
-from paceline.engine.sequences import AnswerLengths, Sequence, end_if_outranked, finish, gain_tokens, log_failure
+from paceline.engine.sequences import AnswerLengths, Sequence, end_if_outranked, fail, finish, gain_tokens, log_failure
 from paceline.engine.slot_allocator import SlotAllocator
 from paceline.engine.waiting import Waiting
+from paceline.errors import NotFiniteError
 from paceline.lengths.base import UnreadPrompt
 
 
@@ -243,14 +244,22 @@ class Scheduler:
         self.slots.end_waits()
         ready = [sequence for sequence in self.prefilling if sequence.is_prefilled]
         for sequence in ready:
-            self.slots.keep_reading(sequence)
-            if sequence.only_read:
-                finish(sequence, "length", time.monotonic())
+            self._end_reading(sequence)
         ended = self._release_finished()
+        ended += self._drop_failed(ended)
         if joining := [sequence for sequence in self.prefilling if sequence.is_prefilled]:
             self.prefilling = [sequence for sequence in self.prefilling if not sequence.is_prefilled]
             self._set_running([*self.running, *joining])
         return ended
+
+    def _end_reading(self, sequence: Sequence) -> None:
+        """Keep what was collected from a prompt that was read; finish a sequence that ends with it, or with NaN."""
+        if sequence.reading is not None and sequence.reading.is_nan:
+            fail(sequence, NotFiniteError("results for the prompt", sequence.params.adapter), time.monotonic())
+            return
+        self.slots.keep_reading(sequence)
+        if sequence.only_read:
+            finish(sequence, "length", time.monotonic())
 
     def _set_running(self, sequences: list[Sequence]) -> None:
         self.running = sorted(sequences, key=lambda sequence: sequence.slot)
@@ -281,7 +290,11 @@ class Scheduler:
         if not ended:
             return []
         self._release_finished()
-        failed = [sequence for sequence in sequences if sequence.output.error is not None]
+        return self._drop_failed(sequences)
+
+    def _drop_failed(self, ended: list[Sequence]) -> list[Sequence]:
+        """Finish the other samples of requests that failed. Return them."""
+        failed = [sequence for sequence in ended if sequence.output.error is not None]
         return [sample for one in failed for sample in self.drop(one.request_id, "error", one.output.error)]
 
     def _release_finished(self) -> list[Sequence]:

@@ -6,6 +6,7 @@ A request that only wants this ends with its prompt.
 from __future__ import annotations
 
 import copy
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -44,6 +45,11 @@ class PromptReading(ABC):
     @abstractmethod
     def copy(self, tokens: int, source: PromptReading | None) -> None:
         """Take over what the hidden states of the first ``tokens`` tokens would give; see ``reusable``."""
+
+    @property
+    @abstractmethod
+    def is_nan(self) -> bool:
+        """Whether the model's results for the text are NaN."""
 
     @abstractmethod
     def kept(self) -> PromptReading | None:
@@ -90,6 +96,10 @@ class PromptScores(PromptReading):
         known, self.known = self.known, self.known + len(logprobs)
         self.logprobs[known : self.known] = logprobs
 
+    @property
+    def is_nan(self) -> bool:
+        return any(each is not None and math.isnan(each.logprob) for each in self.logprobs)
+
     def kept(self) -> PromptScores:
         """Return a copy for other requests: the caller may change its list."""
         kept = copy.copy(self)
@@ -119,6 +129,10 @@ class PooledStates(PromptReading):
 
     def copy(self, tokens: int, source: PromptReading | None) -> None:
         """Nothing: no token is copied."""
+
+    @property
+    def is_nan(self) -> bool:
+        return self.total is not None and not bool(self.total.isfinite().all())
 
     def kept(self) -> PromptReading | None:
         return None

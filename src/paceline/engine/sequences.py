@@ -11,11 +11,12 @@ from typing import Protocol
 
 from paceline.config import SamplingParams
 from paceline.core.batch import ParallelSample
-from paceline.core.draft import Verdict
+from paceline.core.draft import Undrawn, Verdict
 from paceline.core.outputs import CompletionOutput, FinishReason, TokenKind, TokenLogprob, is_outranked
 from paceline.engine.guard import FaultIsolatedConstraint
 from paceline.engine.prefixes import Scope
 from paceline.engine.scoring import PromptReading
+from paceline.errors import NotFiniteError, RequestError
 
 ANSWER_FADE = 0.98  # weight of all earlier answers after one more: about the last 50 count
 
@@ -171,6 +172,8 @@ def _gain(sequence: Sequence, verdict: Verdict, row: int, now: float, at_limit: 
     accepted, drafted, all_accepted = host.accepted[row], host.drafted[row], host.fully_accepted(row)
     kept = 0
     for position, token in enumerate(host.tokens[row]):
+        if token < 0:
+            raise _why_undrawn(sequence, token)
         output.token_ids.append(token)
         if output.cumulative_logprob is not None:
             _note_logprob(output, verdict, row, position, sequence.params.logprobs)
@@ -187,6 +190,16 @@ def _gain(sequence: Sequence, verdict: Verdict, row: int, now: float, at_limit: 
     metrics.accepted += min(accepted, kept)
     metrics.saved_by_sibling += host.saved_by_sibling(row, kept)
     metrics.output_tokens = len(output.token_ids)
+
+
+def _why_undrawn(sequence: Sequence, reason: int) -> Exception:
+    """Return the error of a sequence whose next token could not be drawn. reason: one of ``Undrawn``."""
+    place = f"token {len(sequence.output.token_ids) + 1} of the answer"
+    if reason == Undrawn.NOT_FINITE:
+        return NotFiniteError(f"logits for {place}", sequence.params.adapter)
+    return RequestError(
+        f"no token is left for {place}: what the request allows leaves none, or its logits processors return NaN or inf"
+    )
 
 
 def end_if_outranked(sequence: Sequence, at_limit: int) -> None:

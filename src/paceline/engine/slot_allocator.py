@@ -21,6 +21,7 @@ from paceline.engine.prefixes import (
 from paceline.engine.round import Speculation
 from paceline.engine.scoring import PromptReading
 from paceline.engine.sequences import Sequence
+from paceline.errors import NotFiniteError
 
 
 @dataclass
@@ -113,8 +114,12 @@ class SlotAllocator:
             self.readings[sequence.slot] = kept
 
     def release(self, sequence: Sequence) -> None:
-        """Free the slot of a sequence; it keeps its prefix."""
+        """Free the slot of a sequence; it keeps its prefix, unless that may have NaN."""
         prefix, slot = CachedPrefix(self.text(sequence), sequence.scope), sequence.slot
+        if isinstance(sequence.output.error, NotFiniteError):
+            prefix = CachedPrefix()
+            for decoder in self.parts.decoders:
+                decoder.erase_row(slot)
         self.parts.leave(slot)
         self.batch.free_slot(slot, len(prefix.tokens))
         self.parts.target.set_adapter(slot, None)

@@ -42,6 +42,10 @@ class CachedRows:
         if self._recurrent is not None:
             self._recurrent.cut(row, length)
 
+    def erase_row(self, row: int) -> None:
+        """Set the keys, values and states of a row to zeros, as before its first text."""
+        self.cache.erase_row(row)
+
     def resize_row(self, row: int, positions: int) -> None:
         """Set the capacity of a row in tokens; memory beyond it is freed. See ``RowTables``."""
         self.cache.resize(row, positions)

@@ -47,6 +47,8 @@ class Follower:
                 self._head(tokens)
             case Op.COPY_ROW, (cache, source, destination, length), None:
                 self._caches[cache].copy_row(source, destination, length)
+            case Op.ERASE_ROW, (cache, row), None:
+                self._caches[cache].erase_row(row)
             case Op.KEEP, (cache,), Tensor():
                 self._caches[cache].keep(tensor[:, 0], tensor[:, 1], tensor[:, 2:])
             case Op.NEW_CACHE, (cache, rows, positions), None:

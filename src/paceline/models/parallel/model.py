@@ -230,6 +230,10 @@ class MirroredCache(KVCache):
         super().copy_row(source, destination, length)
         self._pending.append(Step(Op.COPY_ROW, (self.number, source, destination, length)))
 
+    def erase_row(self, row: int) -> None:
+        super().erase_row(row)
+        self._pending.append(Step(Op.ERASE_ROW, (self.number, row)))
+
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:

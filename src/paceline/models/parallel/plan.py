@@ -27,6 +27,7 @@ class Op(IntEnum):
     CAPTURED = 8
     REPLAY = 9  # graph
     DROP_GRAPH = 10  # graph
+    ERASE_ROW = 11  # cache, row
 
 
 @dataclass(frozen=True)
