@@ -183,6 +183,15 @@ QWEN_VALUES = [
     (NULLABLE, "nul", "nul"),
     (NULLABLE, "", ""),
     ({"type": "string"}, "null", "null"),
+    (NULLABLE | {"enum": ["null", "c"]}, "null", "null"),
+    (NULLABLE | {"enum": ["null", "c"]}, "c", "c"),
+    (NULLABLE | {"const": "null"}, "null", "null"),
+    (NULLABLE | {"enum": ["null", None]}, "null", None),
+    (NULLABLE | {"enum": ["null", None]}, '"null"', "null"),
+    ({"type": "string", "enum": ["null", None]}, "null", "null"),
+    ({"anyOf": [{"type": "string", "enum": ["null"]}, {"type": "null"}]}, '"null"', "null"),
+    ({"anyOf": [{"type": "string", "enum": ["null"]}, {"type": "null"}]}, "null", None),
+    ({"anyOf": [{"type": "string", "enum": ["null", "c"]}, {"type": "integer"}]}, "null", REFUSED),
     (OPTIONAL_TEXT, "Paris", "Paris"),
     (OPTIONAL_TEXT, "null", None),
     ({"type": "string", "const": "dog"}, "dog", "dog"),
@@ -209,6 +218,7 @@ GEMMA_VALUES = [
     ({"const": "dog"}, f"{MARK}dog{MARK}", "dog"),
     ({"const": "dog"}, f"{MARK}cat{MARK}", REFUSED),
     (NULLABLE | {"enum": ["a", None]}, "null", None),
+    ({"type": "string", "enum": ["a", None]}, "null", REFUSED),
     (NULLABLE | {"enum": ["a", None]}, f"{MARK}b{MARK}", REFUSED),
     ({"$ref": "#/$defs/E"}, f"{MARK}x{MARK}", "x"),
     ({"$ref": "#/$defs/E"}, "4", REFUSED),
@@ -257,6 +267,37 @@ def test_values_that_a_schema_has_are_allowed_and_read_as_they_are(
         pieces = [written[at : at + step] for at in range(0, len(written), step)]
         (call,) = message_of([*(e for piece in pieces for e in parser.feed(piece)), *parser.finish()]).tool_calls
         assert json.loads(call.arguments) == {"v": value}
+
+
+OPTIONAL_DIGITS = {"anyOf": [{"type": "string", "enum": ["1", "2", "null"]}, {"type": "null"}]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        (OPTIONAL_DIGITS, "1", "1"),
+        (OPTIONAL_DIGITS, "null", None),
+        (OPTIONAL_DIGITS, '"null"', "null"),
+        (OPTIONAL_DIGITS, "3", 3),
+        ({"oneOf": [{"type": "string"}, {"type": "null"}]}, "12", "12"),
+        ({"oneOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
+        ({"anyOf": [{"type": "string", "const": "null"}, {"type": "integer"}]}, "null", "null"),
+        ({"enum": ["1", 2, True]}, "1", "1"),
+        ({"enum": ["1", 2, True]}, "2", 2),
+        ({"type": ["integer", "null"]}, "null", None),
+        ({"type": "number"}, "1", 1),
+        ({"type": "integer"}, "1.5", 1.5),
+        (NULLABLE | {"enum": ["a", "b"]}, "null", None),
+    ],
+)
+def test_values_that_no_grammar_has_checked_are_read_by_their_schema(
+    schema: dict[str, Any], text: str, value: object
+) -> None:
+    tool = ToolDefinition("f", parameters={"type": "object", "properties": {"v": schema}})
+    parser = ChatFormat(None, FORMATS["qwen_xml"]).parser([tool])
+    written = f"<tool_call>\n<function=f>\n<parameter=v>\n{text}\n</parameter>\n</function>\n</tool_call>"
+    (call,) = message_of([*parser.feed(written), *parser.finish()]).tool_calls
+    assert call.arguments == json.dumps({"v": value})
 
 
 LEVELS = {str(n): {"anyOf": [{"$ref": f"#/$defs/{n + 1}"}] * 30} for n in range(4)} | {"4": {"type": "null"}}

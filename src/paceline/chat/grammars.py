@@ -46,11 +46,44 @@ def any_of(expressions: Iterable[str]) -> str:
 
 
 def enumerated(schema: object) -> list[Any] | None:
-    """The values of an enumeration or constant; None for other schemas."""
+    """The values of an enumeration or constant, without those of another type; None for other schemas."""
     if not isinstance(schema, Mapping):
         return None
     values = [schema["const"]] if "const" in schema else schema.get("enum")
-    return values if isinstance(values, list) else None
+    if not isinstance(values, list):
+        return None
+    return [value for value in values if _is_of_kind(schema, value)] or values  # without any, the schema is refused
+
+
+def allows(schema: Mapping[str, Any], value: object) -> bool:
+    """Whether a schema allows a value by its enumeration, types and alternatives; other keywords are not looked at."""
+    values, options = enumerated(schema), schema.get("anyOf", schema.get("oneOf"))
+    if values is not None:
+        return json.dumps(value) in map(json.dumps, values)  # 1 and true are equal in Python
+    if isinstance(options, list):
+        return any(not isinstance(option, Mapping) or allows(option, value) for option in options)
+    return _is_of_kind(schema, value)
+
+
+_TYPES: Mapping[str, type | tuple[type, ...]] = {
+    "string": str,
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+    "null": type(None),
+    "array": list,
+    "object": dict,
+}
+
+
+def _is_of_kind(schema: Mapping[str, Any], value: object) -> bool:
+    """Whether a value has one of the types in "type"."""
+    given = schema.get("type")
+    kinds = given if isinstance(given, list) else [given]
+    if isinstance(value, bool):
+        return given is None or "boolean" in kinds
+    value = int(value) if isinstance(value, float) and value.is_integer() else value
+    return given is None or any(isinstance(value, _TYPES.get(str(kind), object)) for kind in kinds)
 
 
 def kinds_of(schema: Mapping[str, Any]) -> set[str] | None:

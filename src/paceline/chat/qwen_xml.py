@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.chat.grammars import (
+    allows,
     any_of,
     arguments_of,
     enumerated,
@@ -97,9 +98,8 @@ def _value(source: Source, writer: MessageWriter, schema: object) -> Reading[boo
     """Read a value and write it as JSON. Returns False if the answer ends within it."""
     yield from source.accept("\n")
     if _is_text(schema):
-        kinds = kinds_of(schema) if isinstance(schema, Mapping) else None
-        return (yield from _text_value(source, writer, nullable="null" in (kinds or ())))
-    value = yield from _json(source)
+        return (yield from _text_value(source, writer, nullable=_is_nullable(schema)))
+    value = yield from _json(source, schema)
     if value is not None:
         writer.arguments(value)
         return True
@@ -110,8 +110,11 @@ def _value(source: Source, writer: MessageWriter, schema: object) -> Reading[boo
     return marker is not None
 
 
-def _json(source: Source) -> Reading[str | None]:
-    """Read a JSON value, whose strings may contain the end marker, and the marker; None if that is not what comes."""
+def _json(source: Source, schema: object) -> Reading[str | None]:
+    """Read a JSON value, whose strings may contain the end marker, and the marker.
+
+    Returns None if that is not what comes, or is a string by its schema.
+    """
     pieces: list[str] = []
     source.record()
     yield from source.skip_space()
@@ -119,7 +122,7 @@ def _json(source: Source) -> Reading[str | None]:
     yield from source.skip_space()
     ended = ended and (yield from source.accept(_END_PARAMETER))
     read, value = source.recorded(), "".join(pieces)
-    if ended and is_json(value):
+    if ended and is_json(value) and not (isinstance(schema, Mapping) and _means_string(schema, value)):
         return value
     source.put_back(read)
     return None
@@ -154,6 +157,18 @@ def _text_value(source: Source, writer: MessageWriter, *, nullable: bool) -> Rea
         return False
     writer.arguments('"')
     return True
+
+
+def _means_string(schema: Mapping[str, Any], text: str) -> bool:
+    """Whether a schema allows a JSON text as a string, and not as what it spells."""
+    return allows(schema, text) and not allows(schema, json.loads(text))
+
+
+def _is_nullable(schema: object) -> bool:
+    """Whether the text "null" of a value that is text is null."""
+    if not isinstance(schema, Mapping) or "null" not in (kinds_of(schema) or ()):
+        return False
+    return not _means_string(schema, "null")
 
 
 def _is_text(schema: object) -> bool:
