@@ -181,6 +181,15 @@ RECORDED += [
         '<|start|>assistant to=functions.add<|channel|>commentary<|message|> {"a": "<|end|>"}\n<|call|>',
         (None, "", [("add", '{"a": "<|end|>"}\n', True)]),
     ),
+    (
+        "harmony",
+        (
+            "<|channel|>analysis<|message|>One.<|end|><|start|>assistant<|channel|>analysis<|message|>Two.<|end|>"
+            "<|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+            "<|start|>assistant<|channel|>analysis<|message|><|end|><|start|>assistant<|channel|>final<|message|>Yes."
+        ),
+        ("One.\nTwo.", "I look.\nYes.", []),
+    ),
     ("harmony", "<|channel|>final<|message|>Hello <|x|>", (None, "Hello <|x|>", [])),
     ("harmony", "Plain text <|chan", (None, "Plain text <|chan", [])),
     ("harmony", "<|channel|>final", (None, "<|channel|>final", [])),
@@ -230,6 +239,15 @@ def test_letters_of_markers_are_text_where_a_grammar_decides_the_order_of_messag
         parser = chat_format(TEMPLATES["harmony"]).parser(structured=True)
         events = [*parser.feed(text[:cut]), *parser.feed(text[cut:]), *parser.finish()]
         assert shape(message_of(events)) == (thoughts, value, []), cut
+
+
+def test_all_that_comes_before_a_structure_is_thoughts() -> None:
+    messages = [("analysis", "One."), ("commentary", "I look."), ("analysis", "Two."), ("final", '{"a": 1}')]
+    text = "<|end|><|start|>assistant".join(f"<|channel|>{name}<|message|>{text}" for name, text in messages)
+    for cut in range(len(text) + 1):
+        parser = chat_format(TEMPLATES["harmony"]).parser(structured=True)
+        events = [*parser.feed(text[:cut]), *parser.feed(text[cut:]), *parser.finish()]
+        assert shape(message_of(events)) == ("One.\nI look.\nTwo.", '{"a": 1}', []), cut
 
 
 def test_ten_thousand_calls_take_linear_time() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from paceline.llm import LLM
 from paceline.models.tokenizer import Tokenizer
 from paceline.structured.cursor import GrammarCursor
 from paceline.structured.grammars import Grammars
-from paceline.structured.phases import AnswerRules, PhasedConstraint, Thinking, Trigger
+from paceline.structured.phases import AnswerRules, PhasedConstraint, Thinking, Trigger, overshoots
 from server_support import byte_tokenizer, load
 
 pytest.importorskip("llguidance", reason="structured outputs need the extra 'structured'")
@@ -41,7 +42,7 @@ def grammars(tokenizer: Tokenizer) -> Grammars:
 
 @pytest.fixture(scope="module")
 def rules(tokenizer: Tokenizer, grammars: Grammars) -> Any:
-    """Makes rules: the grammar allows abc, or abd."""
+    """Makes rules: the grammar allows abc, or abd. thinking: what thoughts may begin with, between spaces."""
     grammar = grammars.grammar(StructuredOutputs(grammar='start: "ab" ("c" | "d")'))
     newline = tuple(tokenizer.encode("\n"))
 
@@ -57,8 +58,10 @@ def rules(tokenizer: Tokenizer, grammars: Grammars) -> Any:
         trigger: Trigger | None = None,
         header: str = "",
     ) -> AnswerRules:
-        begin, end = thinking.encode(), tokens("</t>")
-        thoughts = Thinking(begin, b"</t>", tokens(thinking), inside, budget, end, (), tokens(following))
+        begin, end = thinking.partition(" ")[0].encode(), tokens("</t>")
+        thoughts = Thinking(
+            begin, b"</t>", [*map(tokens, thinking.split())], inside, budget, end, (), tokens(following)
+        )
         start = lambda: GrammarCursor.at_start(grammar)  # noqa: E731
         return AnswerRules(
             thoughts if thinking else None,
@@ -140,6 +143,22 @@ CASES: list[tuple[dict[str, Any], str, str | None]] = [
     ({"thinking": "<t>", "following": "+"}, "<t></t>", "+"),
     ({"thinking": "<t>", "following": "+"}, "<t></t>+ab", "cd"),
     ({"thinking": "<t>", "inside": True, "header": "<f>", "following": "+"}, "</t>+", "<"),
+    ({"thinking": "<t>", "inside": True, "header": "<f>", "following": "+"}, "</t>+<", "ft"),
+    ({"thinking": "<t>", "following": "+"}, "<t>x</t>+", "<a"),
+    ({"thinking": "<t>", "following": "+"}, "<t>x</t>+<t>", NOT_THE_END),
+    ({"thinking": "<t>", "following": "+"}, "<t>x</t>+<t></t>+<t>y</t>+ab", "cd"),
+    ({"thinking": "<t> <u> ax"}, "", "<a"),
+    ({"thinking": "<t> <u> ax"}, "a", "bx"),
+    ({"thinking": "<t> <u> ax"}, "ax", NOT_THE_END),
+    ({"thinking": "<t> <u>", "header": "<f>", "following": "+"}, "<u>x</t>+<", "ftu"),
+    ({"thinking": "<t> <u>", "header": "<f>", "following": "+"}, "<u>x</t>+<t>y</t>+<f>ab", "cd"),
+    ({"thinking": "<t> <u>", "following": "+", "budget": 6}, "<t>x</t>+<u>yz", "<"),
+    ({"thinking": "<t> <u>", "following": "+", "budget": 6}, "<t>x</t>+<u>yz</t>+", "a"),
+    ({"thinking": "<t>", "following": "+", "budget": 0}, "<t></t>+", "a"),
+    ({"thinking": "<t>", "trigger": Trigger(b"<<"), "following": "+", "budget": 6}, "<t>x</t>+<t>y", None),
+    ({"thinking": "<t>", "trigger": Trigger(b"<<"), "following": "+", "budget": 6}, "<t>x</t>+<t>yz", "<"),
+    ({"thinking": "<t>", "trigger": Trigger(b"<<"), "following": "+", "budget": 6}, "<t>x</t>+<t>yz</t>+<<", "a"),
+    ({"thinking": "<t>", "trigger": Trigger(b"<<"), "following": "+", "budget": 6}, "<t>x</t>+<<a", "b"),
     ({"thinking": "<t>", "trigger": Trigger(b"<<"), "budget": 1}, "<t>", None),
     ({"thinking": "<t>", "trigger": Trigger(b"<<"), "budget": 1}, " <t>x", "<"),
     ({"thinking": "<t>", "trigger": Trigger(b"<<"), "budget": 1}, "<t>x</t>y<<", "a"),
@@ -157,6 +176,36 @@ def test_what_may_come_is_the_same_after_an_answer_and_after_a_draft(
         assert allowed(constraint, tokenizer, text[cut:]) == expected, cut
         free = [allowed(constraint, tokenizer, text[cut:end]) is None for end in range(cut, len(text) + 1)]
         assert constraint.is_free(tokenizer.encode(text[cut:]) if text[cut:] else []) == all(free), cut
+
+
+def test_a_token_that_ends_thoughts_has_nothing_behind_the_marker_but_what_may_follow(
+    rules: Any, tokenizer: Tokenizer
+) -> None:
+    odd = {
+        "P": b">a",
+        "Q": b">x",
+        "R": b"</t>\nab",
+        "S": b"</t>c",
+        "T": b">\n\n",
+        "U": b"t>ab",
+        "V": b"-</t>b",
+        "W": b"<",
+    }
+    spelled = {token: odd.get(tokenizer.token_text(token), tokenizer.token_bytes(token)) for token in range(VOCABULARY)}
+    overshot = overshoots(b"</t>", [*spelled.values()])
+    made = rules(thinking="<t>", inside=True)
+    made = replace(made, thinking=replace(made.thinking, overshoots=overshot), bytes_of=spelled.__getitem__)
+    for text in ("", "</", "</t", "W/t", "<t></t"):
+        constraint, logits = after(made, tokenizer, text), torch.zeros(1, VOCABULARY)
+        constraint.mask([], 0, logits)
+        for token in range(VOCABULARY - 1):
+            if logits[0, token] == 0:
+                after(made, tokenizer, text).advance([token])
+            else:
+                with pytest.raises(StructureError):
+                    after(made, tokenizer, text).advance([token])
+        forbidden = "".join(tokenizer.token_text(token) for token in (logits[0, :-1] != 0).nonzero()[:, 0].tolist())
+        assert forbidden == ("QSV" if text.endswith("t") else "SV"), text
 
 
 def test_a_token_that_may_not_come_ends_the_answer(rules: Any, tokenizer: Tokenizer) -> None:
@@ -208,9 +257,13 @@ def test_speculation_changes_no_answer_with_several_parts(path: str, width: int)
         assert texts(llm, params, **fields, **tools) == texts(plain, params, **fields, **tools)
 
 
-FAMILIES = {
-    "harmony": (HARMONY_TEMPLATE, SPECIAL, "<|channel|>", "<|end|>"),
-    "gemma": (GEMMA_TEMPLATE, ("<|channel>", "<channel|>", *vars(GEMMA4).values()), "<|channel>", "<channel|>"),
+FAMILIES: dict[str, tuple[str, Sequence[str], dict[str, float]]] = {  # with biases of tokens
+    "harmony": (HARMONY_TEMPLATE, SPECIAL, {"<|channel|>": 30.0, "<|end|>": 100.0, "<|message|>": -60.0, "c": 25.0}),
+    "gemma": (
+        GEMMA_TEMPLATE,
+        ("<|channel>", "<channel|>", *vars(GEMMA4).values()),
+        {"<|channel>": 30.0, "<channel|>": 75.0},
+    ),
 }
 HINTS = [{"role": "user", "content": "analysis, commentary to=functions.add, thought, final, call:add{a:"}]
 STRUCTURE = StructuredOutputs(json={"enum": ["<|end|>", "<channel|>", '"', 10**9]})
@@ -220,10 +273,10 @@ FORCED: dict[str, Any] = {"tools": [ADD, PING], "tool_choice": "required"}
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, SamplingParams]:
     """A model whose thoughts begin with several tokens, and parameters with which half of its answers have some."""
-    template, special, begin, end = FAMILIES[request.param]
+    template, special, biases = FAMILIES[request.param]
     path = save_chat_model(tmp_path_factory.mktemp("family") / request.param, template, special)
-    (begin_token,), (end_token,) = map(Tokenizer.load(byte_tokenizer(special)).encode, (begin, end))
-    likely = {begin_token: 30.0, end_token: 75.0}
+    encode = Tokenizer.load(byte_tokenizer(special)).encode
+    likely = {encode(token)[0]: bias for token, bias in biases.items()}
     return path, SamplingParams(n=8, seed=1, max_tokens=160, temperature=30.0, logit_bias=likely)
 
 

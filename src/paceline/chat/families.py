@@ -25,11 +25,13 @@ class Channels:
     """How answers are written whose thoughts, calls and text are messages of their own.
 
     reads_structured: as ``ToolFormat.reads``, for answers that have to follow a grammar. after_thoughts: text between
-    thoughts and the next message. begin_text: what begins the message of text. begin_text_rule: the same as a grammar.
+    thoughts and the next message. begin_preamble: what begins a message to the user before the answer itself.
+    begin_text: what begins the message of text. begin_text_rule: the same as a grammar.
     """
 
     reads_structured: Callable[[Sequence[ToolDefinition]], Reader]
     after_thoughts: str
+    begin_preamble: str
     begin_text: str
     begin_text_rule: str
 
@@ -103,6 +105,7 @@ _FORMATS = (  # the first whose marker is in the template
         channels=Channels(
             lambda tools: reads_harmony(_names(tools), structured=True),
             harmony.AFTER_THOUGHTS,
+            harmony.BEGIN_PREAMBLE,
             harmony.BEGIN_TEXT,
             harmony.BEGIN_TEXT_RULE,
         ),

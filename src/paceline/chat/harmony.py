@@ -15,6 +15,7 @@ START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 SPECIAL = (START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS)
 BEGIN_CALL = f"{CHANNEL}commentary to=functions."
+BEGIN_PREAMBLE = f"{CHANNEL}commentary{MESSAGE}"
 BEGIN_TEXT = f"{CHANNEL}final{MESSAGE}"
 AFTER_THOUGHTS = f"{START}assistant"
 _HEADER_END = Markers(MESSAGE)
@@ -24,34 +25,64 @@ _RECIPIENT = re.compile(r"to=functions\.([a-zA-Z0-9_.:/-]+)")
 
 @dataclass(frozen=True)
 class _Ends:
-    """Markers that end thoughts and text."""
+    """How messages end. thoughts, text: markers. hides_preambles: whether text of ``commentary`` is among thoughts."""
 
     thoughts: Markers = _BODY_END
     text: Markers = _BODY_END
+    hides_preambles: bool = False
 
 
-_STRUCTURED = _Ends(Markers(ENDS[0]), Markers())
+_STRUCTURED = _Ends(Markers(ENDS[0]), Markers(), hides_preambles=True)
+
+
+class _Messages:
+    """Passes the texts of messages on, each in a line of its own."""
+
+    def __init__(self, emit: Callable[[str], None]) -> None:
+        self._emit = emit
+        self._begun, self._breaks = False, False
+
+    def begin(self) -> None:
+        """Begin another message."""
+        self._breaks = self._begun
+
+    def add(self, text: str) -> None:
+        """Add to the message's text."""
+        self._emit("\n" * self._breaks + text)
+        self._begun, self._breaks = True, False
 
 
 def reads_harmony(names: Collection[str], structured: bool = False) -> Reader:
     """Return a reader of answers in channels.
 
     names: functions that may be called; calls of others are text. structured: whether a grammar has decided the order
-    of messages: letters of markers are text then, but for the one that ends thoughts.
+    of messages: letters of markers are text then, but for the one that ends thoughts, and what comes before the
+    structure or call is thoughts, so that the text is the structure alone.
     """
     ends = _STRUCTURED if structured else _Ends()
 
     def read(source: Source, writer: MessageWriter) -> Reading[None]:
+        text, thoughts = _Messages(writer.text), _Messages(writer.reasoning)
         while (yield from source.available()):
             yield from source.skip_space()
             if not (yield from _is_header(source)):
-                yield from _body(source, writer.text, ends.text)
+                yield from _body(source, text.add, ends.text)
                 continue
             pieces: list[str] = []
             if (yield from _HEADER_END.read(source, pieces.append)) is None:
                 writer.text("".join(pieces))
                 return
-            yield from _message(source, writer, "".join(pieces), names, ends)
+            header = "".join(pieces)
+            if (name := _called(header)) in names:
+                yield from _call(source, writer, name)
+            elif _is_thoughts(header, ends):
+                thoughts.begin()
+                yield from _body(source, thoughts.add, ends.thoughts)
+            else:
+                text.begin()
+                if name:
+                    text.add(header + MESSAGE)
+                yield from _body(source, text.add, ends.text)
 
     return read
 
@@ -60,18 +91,15 @@ def _is_header(source: Source) -> Reading[bool]:
     return (yield from source.is_at(CHANNEL)) or (yield from source.is_at(START))
 
 
-def _message(source: Source, writer: MessageWriter, header: str, names: Collection[str], ends: _Ends) -> Reading[None]:
-    """Read the body of a message with this header."""
-    recipient = _RECIPIENT.search(header)
+def _called(header: str) -> str:
+    """The function that a message with this header calls; "" if it is no call."""
+    found = _RECIPIENT.search(header)
+    return found[1] if found is not None else ""
+
+
+def _is_thoughts(header: str, ends: _Ends) -> bool:
     channel = header.partition(CHANNEL)[2].split(maxsplit=1)[:1]
-    if recipient is not None and recipient[1] in names:
-        yield from _call(source, writer, recipient[1])
-    elif channel == ["analysis"]:
-        yield from _body(source, writer.reasoning, ends.thoughts)
-    else:
-        if recipient is not None:
-            writer.text(header + MESSAGE)
-        yield from _body(source, writer.text, ends.text)
+    return channel == ["analysis"] or (ends.hides_preambles and channel == ["commentary"] and not _called(header))
 
 
 def _call(source: Source, writer: MessageWriter, name: str) -> Reading[None]:

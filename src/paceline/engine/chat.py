@@ -23,7 +23,7 @@ from paceline.errors import ParameterError, RequestError, StructureError
 from paceline.models.tokenizer import Tokenizer
 from paceline.structured.cursor import GrammarCursor
 from paceline.structured.grammars import Grammar, Grammars
-from paceline.structured.phases import AnswerRules, PhasedConstraint, Thinking, Trigger
+from paceline.structured.phases import AnswerRules, PhasedConstraint, Thinking, Trigger, overshoots
 from paceline.structured.schemas import grammar_of
 
 log = logging.getLogger("paceline")
@@ -90,6 +90,7 @@ class ChatRules:
     def __init__(self, tokenizer: Tokenizer, ends: Sequence[int], grammars: Callable[[], Grammars]) -> None:
         self._tokenizer, self._ends, self._grammars = tokenizer, frozenset(ends), grammars
         self._bytes_of = cache(tokenizer.token_bytes)
+        self._overshoots = cache(partial(_overshoots, tokenizer))
 
     def compile(self, prompt: ChatPrompt, stopped: Callable[[], bool] = lambda: False) -> ConstraintFactory | None:
         """Return a factory for the constraint of one answer; None if the structure alone says what is allowed.
@@ -103,6 +104,8 @@ class ChatRules:
         grammar, trigger = self._grammar(prompt, stopped)
         if grammar is None and (thinking is None or thinking.budget is None):
             return None
+        if thinking is not None and grammar is not None and trigger is None:
+            thinking = replace(thinking, overshoots=self._overshoots(thinking.end))
         rules = AnswerRules(
             thinking,
             None if grammar is None else lambda: GrammarCursor.at_start(grammar),
@@ -137,7 +140,7 @@ class ChatRules:
         return Thinking(
             markers.begin.encode(),
             markers.end.encode(),
-            self._encode(markers.begin),
+            [*map(self._encode, (markers.begin,) if channels is None else (markers.begin, channels.begin_preamble))],
             begins_inside(markers, prompt.prompt_end),
             budget,
             self._encode(markers.closing),
@@ -183,6 +186,10 @@ class ChatRules:
             _warn_once(names, str(error))
             free = [replace(tool, parameters=_ANY_OBJECT) for tool in tools]
             return self._grammars().grammar(StructuredOutputs(grammar=make(free)), stopped)
+
+
+def _overshoots(tokenizer: Tokenizer, end: bytes) -> Sequence[Sequence[int]]:
+    return overshoots(end, [*map(tokenizer.token_bytes, range(tokenizer.vocab_size))])
 
 
 def _text_rule(structure: StructuredOutputs, form: ToolFormat) -> str:

@@ -7,7 +7,7 @@ tokens are, and an answer is the same with and without speculation.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -23,19 +23,39 @@ from paceline.structured.cursor import GrammarCursor
 class Thinking:
     """The block of thoughts in front of an answer.
 
-    begin, end: its markers. begin_tokens: the tokens of ``begin``. inside: whether the prompt has begun the block.
-    budget: maximum tokens of thoughts; None for no limit. closing: tokens that end the block when the budget is used
-    up. barred: tokens that thoughts before a grammar may not contain. following: tokens between ``end`` and a grammar.
+    begin, end: its markers. openings: sequences of tokens that begin thoughts before a grammar. inside: whether the
+    prompt has begun the block. budget: maximum tokens of thoughts; None for no limit. closing: tokens that end the
+    block when the budget is used up. barred: tokens that thoughts before a grammar may not contain. following: tokens
+    between ``end`` and what comes next, which may be further thoughts; () if a grammar has to come next. overshoots:
+    see ``overshoots``; needed before a grammar only.
     """
 
     begin: bytes
     end: bytes
-    begin_tokens: tuple[int, ...]
+    openings: Sequence[tuple[int, ...]]
     inside: bool
     budget: int | None = None
     closing: tuple[int, ...] = ()
     barred: Collection[int] = ()
     following: tuple[int, ...] = ()
+    overshoots: Sequence[Sequence[int]] = ()
+
+    def is_used_up(self, used: int) -> bool:
+        """Whether the budget allows no more than the ``used`` tokens so far."""
+        return self.budget is not None and used >= self.budget
+
+
+def overshoots(end: bytes, spelled: Sequence[bytes]) -> list[list[int]]:
+    """Tokens that complete a marker and have more text behind it, by the marker's bytes before the token.
+
+    spelled: the bytes of each token. Those of item 0 contain the whole marker at any place.
+    """
+    found = [[token for token, data in enumerate(spelled) if 0 <= data.find(end) < len(data) - len(end)]]
+    last = [(token, data) for token, data in enumerate(spelled) if end[-1:] in data]
+    for size in range(1, len(end)):
+        rest = end[size:]
+        found.append([token for token, data in last if data.startswith(rest) and data != rest])
+    return found
 
 
 @dataclass(frozen=True)
@@ -177,17 +197,25 @@ class _Fork(Phase):
 
 @dataclass(frozen=True)
 class _BeforeThoughts(Phase):
-    """The beginning of an answer that may begin with thoughts. text: the answer so far."""
+    """A place where thoughts may begin, in an answer of another form otherwise.
+
+    begin: what they begin with. used: tokens of thoughts before. text: the text from here on.
+    """
 
     rules: AnswerRules
     thinking: Thinking
+    begin: bytes
+    used: int = 0
     text: bytes = b""
 
     def after(self, token: int) -> Phase:
-        text = (self.text + self.rules.bytes_of(token)).lstrip()
-        if text.startswith(self.thinking.begin):
-            return _thoughts(self.rules, self.thinking)
-        if self.thinking.begin.startswith(text):
+        return self.after_bytes(self.rules.bytes_of(token))
+
+    def after_bytes(self, data: bytes) -> Phase:
+        text = (self.text + data).lstrip()
+        if text.startswith(self.begin):
+            return _thoughts(self.rules, self.thinking, self.used)
+        if self.begin.startswith(text):
             return replace(self, text=text)
         return _Text(self.rules).after_bytes(text)
 
@@ -205,7 +233,7 @@ class _Thoughts(Phase):
         text, end = self.tail + self.rules.bytes_of(token), self.thinking.end
         place = text.find(end)
         if place >= 0:
-            return _behind_thoughts(self.rules, self.thinking, text[place + len(end) :])
+            return _behind_thoughts(self.rules, self.thinking, text[place + len(end) :], self.used)
         return _thoughts(self.rules, self.thinking, self.used + 1, text[max(0, len(text) - len(end) + 1) :])
 
 
@@ -217,14 +245,27 @@ class _ThoughtsBeforeGrammar(_Thoughts):
 
     def allowed(self, vocabulary: int) -> np.ndarray | None:
         found = np.ones(vocabulary, dtype=bool)
-        found[[*self.rules.ends, *self.thinking.barred]] = False
+        found[[*self.rules.ends, *self.thinking.barred, *self._misfits()]] = False
         return found
+
+    def _misfits(self) -> Iterator[int]:
+        """Tokens that end the thoughts and begin what follows in a way that it cannot."""
+        for size, tokens in enumerate(self.thinking.overshoots):
+            if self.tail.endswith(self.thinking.end[:size]):
+                yield from (token for token in tokens if not self._fits(token))
+
+    def _fits(self, token: int) -> bool:
+        try:
+            self.after(token)
+        except StructureError:
+            return False
+        return True
 
 
 def _thoughts(rules: AnswerRules, thinking: Thinking, used: int = 0, tail: bytes = b"") -> Phase:
     """Thoughts, or their end if the budget is used up."""
-    if thinking.budget is not None and used >= thinking.budget:
-        return _Fork([(thinking.closing, _behind_thoughts(rules, thinking, b"\n"))])
+    if thinking.is_used_up(used):
+        return _Fork([(thinking.closing, _behind_thoughts(rules, thinking, b"\n", used))])
     return (_ThoughtsBeforeGrammar if rules.required else _Thoughts)(rules, thinking, used, tail)
 
 
@@ -233,29 +274,38 @@ def _start(rules: AnswerRules) -> GrammarCursor:
     return rules.start()
 
 
-def _behind_thoughts(rules: AnswerRules, thinking: Thinking, data: bytes) -> Phase:
+def _behind_thoughts(rules: AnswerRules, thinking: Thinking, data: bytes, used: int) -> Phase:
     """The phase after the end marker and the bytes that its last token has behind it."""
     if not rules.required:
-        return _Text(rules).after_bytes(data)
-    if lead := thinking.following + rules.header:
+        begin = b"".join(map(rules.bytes_of, thinking.following)) + thinking.begin
+        text = _BeforeThoughts(rules, thinking, begin, used) if thinking.following else _Text(rules)
+        return text.after_bytes(data)
+    if thinking.following or rules.header:
         if data.strip():
             raise StructureError("text follows the thoughts where a marker has to")
-        return _Fork([(lead, _Grammar(rules, _start(rules)))])
+        ended = not thinking.following or thinking.is_used_up(used)
+        phase = _beginning(rules, None if ended else thinking, used)
+        return _Fork([(thinking.following, phase)]) if thinking.following else phase
     grammar = _Grammar(rules, _start(rules).after_bytes(data.lstrip(b"\n")))
     return grammar if data else _Fork([((token,), grammar) for token in rules.newlines], grammar)
+
+
+def _beginning(rules: AnswerRules, thinking: Thinking | None, used: int = 0) -> Phase:
+    """The place where the grammar begins, or thoughts; None: there are no more."""
+    grammar = _Grammar(rules, _start(rules))
+    paths: list[tuple[tuple[int, ...], Phase]] = [(rules.header, grammar)] if rules.header else []
+    if thinking is not None:
+        paths += [(opening, _thoughts(rules, thinking, used)) for opening in thinking.openings]
+    return _Fork(paths, None if rules.header else grammar)
 
 
 def _first_phase(rules: AnswerRules) -> Phase:
     thinking = rules.thinking
     if thinking is not None and thinking.inside:
         return _thoughts(rules, thinking)
-    if not rules.required:
-        return _Text(rules) if thinking is None else _BeforeThoughts(rules, thinking)
-    grammar = _Grammar(rules, _start(rules))
-    paths: list[tuple[tuple[int, ...], Phase]] = [(rules.header, grammar)] if rules.header else []
-    if thinking is not None:
-        paths.append((thinking.begin_tokens, _thoughts(rules, thinking)))
-    return _Fork(paths, None if rules.header else grammar)
+    if rules.required:
+        return _beginning(rules, thinking)
+    return _Text(rules) if thinking is None else _BeforeThoughts(rules, thinking, thinking.begin)
 
 
 class PhasedConstraint:
