@@ -18,7 +18,9 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
+from paceline.chat.families import ChatFormat, chat_format
 from paceline.chat.options import ChatOptions
+from paceline.chat.thinking import KNOWN
 from paceline.chat.values import ToolDefinition
 from paceline.engine.chat import chat_prompt
 from paceline.errors import (
@@ -544,6 +546,51 @@ def test_no_text_is_released_after_a_stop_string() -> None:
     detokenizer = Detokenizer(byte_level(), ("b",), include_stop=True)
     assert stream(detokenizer, byte_level().encode("abab")) == ["a", "b", "", "", ""]
     assert detokenizer.text == "ab"
+
+
+PLAIN = ChatFormat(KNOWN[0], None)
+IN_CHANNELS = chat_format("<|channel|>analysis<|message|>")
+NEXT = "<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "shown"),
+    [
+        (PLAIN, "<think>a stop b</think>\n\nc stop d", "<think>a stop b</think>\n\nc "),
+        (PLAIN, " \n<think>stop</think>", None),
+        (PLAIN, "<think>never closed stop </thin", None),
+        (PLAIN, "<think></think>stop", "<think></think>"),
+        (PLAIN, "<think>x</think>\n\ny\n\nz", "<think>x</think>\n\ny"),
+        (PLAIN, "<thin stop <think>", "<thin "),
+        (PLAIN, " a stop <think>x</think>", " a "),
+        (PLAIN, "<thi", None),
+        (PLAIN, "<think>a</think>b <think>stop</think>", "<think>a</think>b <think>"),
+        (IN_CHANNELS, f"<|channel|>analysis<|message|>stop{NEXT}<|channel|>final<|message|>a stop", "a "),
+        (IN_CHANNELS, f"<|channel|>analysis<|message|>a{NEXT}<|channel|>analysis<|message|>stop", None),
+        (IN_CHANNELS, "<|channel|>final<|message|>a stop", "a "),
+    ],
+)
+@pytest.mark.parametrize("inside", [False, True])
+def test_stop_strings_do_not_count_in_thoughts(form: ChatFormat, text: str, shown: str | None, inside: bool) -> None:
+    if inside:
+        begin = form.thinking.begin if form.thinking else ""
+        if not text.startswith(begin):
+            return
+        text, shown = text[len(begin) :], shown and shown.removeprefix(begin)
+    for words in ([], ["stop"], ["think>", "<|end|>", "<|message|>"], ["</think>\n\n", "xstop"], [text]):
+        tokenizer = wrap(byte_level_backend(words))
+        detokenizer = Detokenizer(tokenizer, ("\n\n", "stop"), splitter=form.splitter(inside))
+        pieces = stream(detokenizer, tokenizer.encode(text))
+        assert "".join(pieces) == detokenizer.text
+        whole = text if shown is None else text[: text.rindex(shown) + len(shown)]
+        assert (detokenizer.text, detokenizer.stopped is None) == (whole, shown is None), words
+
+
+def test_a_stop_string_counts_once_thoughts_and_min_tokens_are_over() -> None:
+    for count, text in ((0, "<think>b</think>"), (16, "<think>b</think>"), (17, "<think>b</think>bc")):
+        detokenizer = Detokenizer(byte_level(), ("b",), min_tokens=count, splitter=PLAIN.splitter(False))
+        stream(detokenizer, byte_level().encode("<think>b</think>bcb"))
+        assert detokenizer.text == text
 
 
 def test_stop_strings_are_not_searched_before_min_tokens() -> None:

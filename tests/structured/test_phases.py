@@ -257,6 +257,22 @@ def test_speculation_changes_no_answer_with_several_parts(path: str, width: int)
         assert texts(llm, params, **fields, **tools) == texts(plain, params, **fields, **tools)
 
 
+@pytest.mark.parametrize(
+    ("stop", "text", "reason"),
+    [("kk", "kkkkk\n</think>\n\n", "kk"), ("</think>", "kkkkk\n", "</think>"), ("q", None, None)],
+)
+def test_stop_strings_end_an_answer_behind_its_thoughts(
+    path: str, stop: str, text: str | None, reason: str | None
+) -> None:
+    likely = dict.fromkeys(Tokenizer.load(byte_tokenizer()).encode("k"), 100.0)
+    params = SamplingParams(max_tokens=60, temperature=0, logit_bias=likely, stop=stop)
+    think: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": True}, "max_thinking_tokens": 5}
+    (answer,) = load(path).chat(SAID, params, use_tqdm=False, **think)[0].outputs
+    assert (answer.text, answer.stop_reason) == (text or f"kkkkk\n</think>\n\n{'k' * 44}", reason)
+    assert answer.message is not None
+    assert answer.message.reasoning == "kkkkk"
+
+
 FAMILIES: dict[str, tuple[str, Sequence[str], dict[str, float]]] = {  # with biases of tokens
     "harmony": (HARMONY_TEMPLATE, SPECIAL, {"<|channel|>": 30.0, "<|end|>": 100.0, "<|message|>": -60.0, "c": 25.0}),
     "gemma": (

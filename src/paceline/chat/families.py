@@ -15,7 +15,7 @@ from paceline.chat.mistral import mistral_call_id, read_mistral
 from paceline.chat.parser import OutputParser, Reader, openai_call_id, read_text, reads_calls_or_text
 from paceline.chat.plain_json import reads_json
 from paceline.chat.qwen_xml import reads_qwen_xml
-from paceline.chat.thinking import ThinkingMarkers, markers_in, reads_thinking
+from paceline.chat.thinking import ThinkingMarkers, ThoughtsSplitter, markers_in, reads_thinking
 from paceline.chat.values import ToolDefinition
 from paceline.errors import RequestError
 
@@ -188,6 +188,17 @@ class ChatFormat:
         if self.thinking is not None:
             read = reads_thinking(self.thinking, inside_thoughts, read)
         return OutputParser(read, self.tools.new_id if self.tools is not None else openai_call_id)
+
+    def splitter(self, inside_thoughts: bool) -> ThoughtsSplitter | None:
+        """Return what tells thoughts from text in one answer; None if the model has no thoughts."""
+        if self.thinking is None:
+            return None
+        begin, end, channels = self.thinking.begin, self.thinking.end, self.channels
+        if channels is None:
+            return ThoughtsSplitter(end, {begin: True}, inside_thoughts, repeats=False)
+        first = {begin: True, channels.begin_text: False}
+        further = {channels.after_thoughts + opening: thinks for opening, thinks in first.items()}
+        return ThoughtsSplitter(end, {**first, **further}, inside_thoughts, repeats=True)
 
     @property
     def channels(self) -> Channels | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from paceline.chat.parser import MessageWriter, Reader
@@ -44,6 +44,57 @@ def begins_inside(markers: ThinkingMarkers | None, prompt_end: str) -> bool:
 def is_over(markers: ThinkingMarkers, prompt_end: str) -> bool:
     """Whether a rendered prompt ends with a closed block of thoughts, so that the answer has none."""
     return prompt_end.rstrip().endswith(markers.end)
+
+
+class ThoughtsSplitter:
+    """Tells thoughts, markers included, from the text that follows them, as an answer arrives.
+
+    end: what ends thoughts. openings: what may come first in an answer, and whether it begins thoughts. inside: whether
+    the answer begins within thoughts. repeats: whether an opening may come after thoughts, too.
+    over: whether all that arrives from now on is text.
+    """
+
+    def __init__(self, end: str, openings: Mapping[str, bool], inside: bool, repeats: bool) -> None:
+        self._end, self._openings, self._inside, self._repeats = end, openings, inside, repeats
+        self._tail = ""  # last characters of thoughts, with which the end marker may begin
+        self.held = ""  # what may belong to the thoughts or follow them
+        self.over = False
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Take more of the answer; return its thoughts and its text, as far as they are told apart."""
+        thoughts: list[str] = []
+        while text and not self.over:
+            hidden, text = self._after_thoughts(text) if self._inside else self._opened(text)
+            thoughts.append(hidden)
+        return "".join(thoughts), text
+
+    def finish(self) -> str:
+        """End the answer; return the text that was held back."""
+        text, self.held, self.over = self.held, "", True
+        return text
+
+    def _after_thoughts(self, text: str) -> tuple[str, str]:
+        whole = self._tail + text
+        place = whole.find(self._end)
+        if place < 0:
+            self._tail = whole[max(0, len(whole) - len(self._end) + 1) :]
+            return text, ""
+        size = place + len(self._end) - len(self._tail)
+        self._tail, self._inside = "", False
+        self._openings = self._openings if self._repeats else {}
+        return text[:size], text[size:]
+
+    def _opened(self, text: str) -> tuple[str, str]:
+        whole, self.held = self.held + text, ""
+        head = whole.lstrip(None if self._openings else "\n")
+        opening = next((each for each in self._openings if head.startswith(each)), None)
+        if opening is None and (not head or any(each.startswith(head) for each in self._openings)):
+            self.held = whole
+            return "", ""
+        self._inside = opening is not None and self._openings[opening]
+        self.over = not self._inside
+        size = len(whole) - len(head) + len(opening or "") if opening is not None or not self._openings else 0
+        return whole[:size], whole[size:]
 
 
 def reads_thinking(markers: ThinkingMarkers, inside: bool, rest: Reader) -> Reader:

@@ -14,7 +14,7 @@ from paceline.chat.grammars import CallSyntax, json_schema
 from paceline.chat.messages import for_template
 from paceline.chat.options import ChatOptions
 from paceline.chat.parser import OutputParser
-from paceline.chat.thinking import begins_inside, is_over
+from paceline.chat.thinking import ThoughtsSplitter, begins_inside, is_over
 from paceline.chat.values import AssistantMessage, ToolDefinition, message_of
 from paceline.config import SamplingParams, StructuredOutputs
 from paceline.config.inputs import check_message
@@ -51,6 +51,16 @@ class ChatPrompt:
         inside = begins_inside(self.format.thinking, self.prompt_end)
         structured = self.structure is not None or self.options.tool_choice.forces_call
         return self.format.parser(self.options.offered, inside, structured)
+
+    def splitter(self, stop: Sequence[str]) -> ThoughtsSplitter | None:
+        """Return what tells one answer's thoughts, in which these stop strings do not count, from its text.
+
+        Returns None if they count in the whole answer: one of them contains the marker that ends thoughts.
+        """
+        form = self.format
+        if not stop or form.thinking is None or any(form.thinking.end in text for text in stop):
+            return None
+        return form.splitter(begins_inside(form.thinking, self.prompt_end))
 
     def parsed(self, text: str) -> AssistantMessage:
         """Return the message of a complete answer."""

@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from paceline.chat.options import ChatOptions
+from paceline.chat.thinking import ThoughtsSplitter
 from paceline.config import SamplingParams, StructuredOutputs
 from paceline.config.inputs import Prompt, as_references
 from paceline.core.processors import processed_row
@@ -80,7 +81,7 @@ class RequestMaker:
 
     def of_chat(self, request: Request, prompt: ChatPrompt) -> Request:
         """Return the request with texts and messages as answers to this conversation have them."""
-        make_stream = partial(self._make_detokenizer, kept_special=prompt.kept_special)
+        make_stream = partial(self._make_detokenizer, kept_special=prompt.kept_special, splitter=prompt.splitter)
         return replace(request, make_stream=make_stream, read_message=prompt.parsed)
 
     def chat_constraint(
@@ -130,7 +131,11 @@ class RequestMaker:
         return ChatRules(needed(self._tokenizer, "chat"), self._eos_token_ids, lambda: self._grammars)
 
     def _make_detokenizer(
-        self, params: SamplingParams, kept_special: frozenset[int] = frozenset(), after: int | None = None
+        self,
+        params: SamplingParams,
+        kept_special: frozenset[int] = frozenset(),
+        after: int | None = None,
+        splitter: Callable[[Sequence[str]], ThoughtsSplitter | None] = lambda _: None,
     ) -> Detokenizer:
         return Detokenizer(
             self.tokenizer,
@@ -140,6 +145,7 @@ class RequestMaker:
             params.skip_special_tokens,
             kept_special,
             after,
+            splitter(params.stop),
         )
 
 

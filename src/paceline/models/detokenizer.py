@@ -7,6 +7,7 @@ import sys
 from collections.abc import Collection
 from typing import Protocol
 
+from paceline.chat.thinking import ThoughtsSplitter
 from paceline.config.limits import MAX_STOP_CHARACTERS
 from paceline.models.tokenizer import Tokenizer
 
@@ -129,6 +130,7 @@ class Detokenizer:
     skip_special: whether special tokens are left out. kept_special: special tokens that are not, even then.
     after: a token before the answer (``Tokenizer.last_of_text``), if the answer continues a text. A SentencePiece
         vocabulary then keeps the space of the answer's first token.
+    splitter: tells the thoughts, in which stop strings do not count; None if they count everywhere.
 
     text: the text released so far. stopped: the stop string that was found; no text is released after it.
     """
@@ -142,6 +144,7 @@ class Detokenizer:
         skip_special: bool = True,
         kept_special: Collection[int] = frozenset(),
         after: int | None = None,
+        splitter: ThoughtsSplitter | None = None,
     ) -> None:
         self._decoder: TokenDecoder
         if tokenizer.is_byte_level():
@@ -149,6 +152,7 @@ class Detokenizer:
         else:
             self._decoder = WindowDecoder(tokenizer, skip_special, kept_special, after)
         self._stop, self._include_stop, self._first_tokens = stop, include_stop, min_tokens
+        self._splitter = splitter
         self._searched_from = 0  # index in the text; no stop string ends before it
         self._pending = ""  # decoded text that may be the beginning of a stop string
         self.text = ""
@@ -161,13 +165,17 @@ class Detokenizer:
         """
         if self.stopped is not None:
             return ""
-        fresh = self._decoder.push(token_id)
+        thoughts, fresh = self._split(self._decoder.push(token_id))
+        return thoughts + self._push(fresh)
+
+    def _push(self, fresh: str) -> str:
+        held, in_thoughts = self._decoder.held, self._splitter is not None and not self._splitter.over
         if self._first_tokens > 0:
             self._first_tokens -= 1
-            self._searched_from = sum(map(len, (self.text, self._pending, fresh, self._decoder.held)))
+            undecided = "" if self._splitter is None else self._splitter.held
+            self._searched_from = sum(map(len, (self.text, self._pending, fresh, held, undecided)))
             return self._hold_back(self._pending + fresh)
-        held = self._decoder.held
-        if held and self._stop and (self._pending + held).endswith(self._stop):
+        if held and self._stop and not in_thoughts and (self._pending + held).endswith(self._stop):
             fresh += self._decoder.finish()
         return self._scan(fresh)
 
@@ -177,9 +185,17 @@ class Detokenizer:
             return ""
         if self._first_tokens > 0:  # it has ended within them
             self._searched_from = sys.maxsize
-        released = self._scan(self._decoder.finish())
+        thoughts, fresh = self._split(self._decoder.finish())
+        if self._splitter is not None:
+            fresh = self._splitter.finish() + fresh
+        released = thoughts + self._scan(fresh)
         pending, self._pending = self._pending, ""
         return released + self._release(pending)
+
+    def _split(self, text: str) -> tuple[str, str]:
+        """Release what belongs to thoughts. Returns it, and the rest."""
+        thoughts, text = ("", text) if self._splitter is None else self._splitter.push(text)
+        return self._release(thoughts), text
 
     def _release(self, text: str) -> str:
         self.text += text
