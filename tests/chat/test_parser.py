@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 
 import pytest
 
-from paceline.chat.families import chat_format
-from paceline.chat.values import AssistantMessage, ToolDefinition, message_of
+from paceline.chat.families import FORMATS, ChatFormat, chat_format
+from paceline.chat.thinking import KNOWN
+from paceline.chat.values import (
+    AssistantMessage,
+    MessageEvent,
+    ToolCallArgumentsDelta,
+    ToolCallEnd,
+    ToolCallStart,
+    ToolDefinition,
+    message_of,
+)
 
 WEATHER = {
     "type": "object",
@@ -290,3 +300,44 @@ def test_no_answer_is_lost_or_breaks_a_parser(kind: str) -> None:
             [read.reasoning or "", read.text, *(f"{call.name}{call.arguments}" for call in read.tool_calls)]
         )
         assert [word for word in words if word not in found] == [], text
+
+
+MARKERS = sorted({name for form in FORMATS.values() for name in (form.syntax.begin, *form.special)})
+THOUGHTS = [text for each in KNOWN for text in (each.begin, each.end, each.end[:-1])]
+PIECES = [*FRAGMENTS, *MARKERS, *THOUGHTS, "null", "w"]
+
+
+def check_order(events: Sequence[MessageEvent]) -> None:
+    """Check that no delta is empty, and that calls are counted up, ended, and never within each other."""
+    calls, is_open = 0, False
+    for event in events:
+        if isinstance(event, ToolCallStart):
+            assert (event.index, is_open) == (calls, False)
+            is_open = True
+        elif isinstance(event, ToolCallEnd):
+            assert (event.index, is_open) == (calls, True)
+            calls, is_open = calls + 1, False
+        else:
+            assert event.text
+            assert is_open == isinstance(event, ToolCallArgumentsDelta)
+    assert not is_open
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_any_answer_is_read_the_same_wherever_it_is_cut(kind: str) -> None:
+    chance = random.Random(5)
+    for _ in range(150):
+        thinking = KNOWN[3] if kind == "harmony" else chance.choice([None, *KNOWN])
+        form, tools = ChatFormat(thinking, FORMATS[kind]), chance.choice([TOOLS, []])
+        inside, structured = chance.random() < 0.3, chance.random() < 0.3
+        begin = thinking.begin if thinking is not None and chance.random() < 0.4 else ""
+        text = begin + "".join(chance.choices(PIECES, k=chance.randrange(1, 14)))
+        cuts = sorted(chance.sample(range(len(text)), min(len(text), 5)))
+        shapes = []
+        for starts in ([0], [0, *cuts], range(len(text))):
+            parser = form.parser(tools, inside, structured)
+            parts = [text[start:end] for start, end in zip(starts, [*starts[1:], len(text)], strict=True)]
+            events = [*(event for part in parts for event in parser.feed(part)), *parser.finish()]
+            check_order(events)
+            shapes.append(shape(message_of(events)))
+        assert shapes == [shapes[0]] * 3, text
