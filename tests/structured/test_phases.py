@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from chat_support import ADD, GEMMA_TEMPLATE, HARMONY_TEMPLATE, PING, save_chat_model
 from paceline.chat.gemma import GEMMA4
 from paceline.chat.harmony import SPECIAL
+from paceline.chat.options import ChatOptions
 from paceline.config import SamplingParams, StructuredOutputs
 from paceline.core.outputs import CompletionOutput
 from paceline.errors import StructureError
@@ -28,6 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 VOCABULARY = 257
 NOT_THE_END = "any but the end"
+SAID = [{"role": "user", "content": "go go"}]
 
 
 @pytest.fixture(scope="module")
@@ -208,6 +211,19 @@ def test_a_token_that_ends_thoughts_has_nothing_behind_the_marker_but_what_may_f
         assert forbidden == ("QSV" if text.endswith("t") else "SV"), text
 
 
+def test_tokens_of_a_models_vocabulary_end_thoughts_before_a_structure_only_as_it_begins(tmp_path: Path) -> None:
+    odd = (">q", ">{", "</think>{", "</think>q")
+    requests = load(save_chat_model(tmp_path / "odd", special=odd)).requests
+    options = ChatOptions.of({"chat_template_kwargs": {"enable_thinking": True}})
+    prompt = replace(requests.chat_prompt(SAID, options), structure=StructuredOutputs(json_object=True))
+    make, encode = requests.chat_constraint(prompt, SamplingParams()), requests.tokenizer.encode
+    assert make is not None
+    constraint, logits = make(), torch.zeros(1, requests.tokenizer.vocab_size)
+    constraint.advance(encode("x</think"))
+    constraint.mask([], 0, logits)
+    assert [bool(logits[0, encode(token)[0]] == 0) for token in odd] == [False, True, True, False]
+
+
 def test_a_token_that_may_not_come_ends_the_answer(rules: Any, tokenizer: Tokenizer) -> None:
     constraint = PhasedConstraint(rules(thinking="<t>", inside=True, budget=0))
     with pytest.raises(StructureError):
@@ -220,9 +236,6 @@ def test_a_token_that_may_not_come_ends_the_answer(rules: Any, tokenizer: Tokeni
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_chat_model(tmp_path_factory.mktemp("phases") / "tiny")
-
-
-SAID = [{"role": "user", "content": "go go"}]
 
 
 def texts(llm: LLM, params: SamplingParams, **options: Any) -> list[tuple[str, list[int]]]:
