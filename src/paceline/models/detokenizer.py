@@ -165,19 +165,19 @@ class Detokenizer:
         """
         if self.stopped is not None:
             return ""
-        thoughts, fresh = self._split(self._decoder.push(token_id))
-        return thoughts + self._push(fresh)
-
-    def _push(self, fresh: str) -> str:
-        held, in_thoughts = self._decoder.held, self._splitter is not None and not self._splitter.over
+        fresh, thoughts, undecided = self._decoder.push(token_id), "", ""
+        if self._splitter is not None:
+            thoughts, fresh = self._split(fresh)
+            undecided = self._splitter.held
+        held = self._decoder.held
         if self._first_tokens > 0:
             self._first_tokens -= 1
-            undecided = "" if self._splitter is None else self._splitter.held
             self._searched_from = sum(map(len, (self.text, self._pending, fresh, held, undecided)))
-            return self._hold_back(self._pending + fresh)
-        if held and self._stop and not in_thoughts and (self._pending + held).endswith(self._stop):
+            return thoughts + self._hold_back(self._pending + fresh)
+        searches = self._stop and (self._splitter is None or self._splitter.over)
+        if held and searches and (self._pending + held).endswith(self._stop):
             fresh += self._decoder.finish()
-        return self._scan(fresh)
+        return thoughts + self._scan(fresh)
 
     def finish(self) -> str:
         """End the answer; return the text that was held back."""
