@@ -5,10 +5,11 @@ r"""Compare random requests, batched and speculated, with plain decoding of each
         --precision float32 --tolerance 1e-4   # outside of the CPU kernels bits depend on the batch
     python -m benchmarks.fuzz qwen-coder-1.5b.gguf --draft-model qwen-coder-0.5b.gguf --comparisons 300
 
-``bits.py`` varies only batches and draft lengths. This also draws sampling parameters (penalties, cuts, bias, bad
-words, stops, minimum lengths, several samples, log-probabilities) and references, which n-gram lookup copies from: the
-prompt, parts of it, damaged copies, other texts. Every difference is printed with the seed of its batch. The last line
-is one JSON document; the exit code is 1 if any answer differs.
+``bits.py`` varies only batches and draft lengths. This also draws sampling parameters (penalties, cuts, bias, stops,
+minimum lengths, restrictions and structures, several samples, ranks, log-probabilities), prompts of one token and of
+the maximum length, caches too small for all rows, and references, which n-gram lookup copies from: the prompt, parts of
+it, damaged copies, other texts. Every difference is printed with the seed of its batch. The last line is one JSON
+document; the exit code is 1 if any answer differs.
 """
 
 from __future__ import annotations
@@ -18,15 +19,34 @@ import json
 import random
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, get_args
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, get_args
 
 from benchmarks.bits import LONGEST, TEXTS, RandomLength
+from torch import Tensor
 
-from paceline import LLM, SamplingParams
+from paceline import LLM, SamplingParams, StructuredOutputs
 from paceline.config import QuantizationName
 from paceline.core.hardware import cpu_name
-from paceline.core.outputs import CompletionOutput
+from paceline.core.outputs import CompletionOutput, RequestOutput, TokenLogprob
+from paceline.engine.engine import Engine
+
+Logprobs: TypeAlias = Sequence[TokenLogprob | None] | None
+STRUCTURES = (
+    StructuredOutputs(json_object=True),
+    StructuredOutputs(json={"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}),
+    StructuredOutputs(regex="(the|a|of) [a-z ]{3,30}\\."),
+    StructuredOutputs(choice=["yes", "yesterday", "no"]),
+    StructuredOutputs(grammar='start: "[" NUMBER ("," NUMBER)* "]"\nNUMBER: /[0-9]{1,3}/'),
+)
+BESIDE_NO_STRUCTURE = ("min_tokens", "ignore_eos", "bad_words", "allowed_token_ids", "logits_processors")
+
+
+def odd_tokens_are_less_likely(answer: list[int], logits: Tensor) -> Tensor:
+    """Subtract from the logits of odd token ids, the more the longer the answer is."""
+    changed = logits.clone()
+    changed[1::2] -= 0.5 * (len(answer) % 4)
+    return changed
 
 
 @dataclass
@@ -68,9 +88,19 @@ def random_params(chance: random.Random, vocabulary: int, max_tokens: int) -> Sa
         **maybe("bad_words", ["the"], [" and", "is"]),
         **maybe("num_speculative_tokens", 0, 1, 4),
         **maybe("include_stop_str_in_output", True),
+        **maybe("allowed_token_ids", [chance.randrange(vocabulary) for _ in range(200)]),
+        **maybe("logits_processors", [odd_tokens_are_less_likely]),
+        **maybe("prompt_logprobs", 0, 3),
+        **maybe("keep_prefix", False),
+        **maybe("cache_salt", "salt"),
     }
     if chance.random() < 0.2:
         fields["min_tokens"] = chance.randint(0, fields["max_tokens"])
+    if chance.random() < 0.1:
+        fields |= {"best_of": 4, "rank_by": chance.choice(["logprob", "mean_logprob"])}
+    if chance.random() < 0.2:
+        fields = {name: value for name, value in fields.items() if name not in BESIDE_NO_STRUCTURE}
+        fields["structured_outputs"] = chance.choice(STRUCTURES)
     return SamplingParams(**fields)
 
 
@@ -92,17 +122,22 @@ def random_case(chance: random.Random, llm: LLM, max_tokens: int) -> Case:
     prompt = tokenizer.encode(text)
     if chance.random() < 0.1:
         prompt = [chance.randrange(tokenizer.vocab_size) for _ in range(chance.randint(1, 40))]
+    longest = llm.engine.max_model_len - 1
+    if chance.random() < 0.1:
+        prompt = chance.choice([prompt[:1], (prompt * longest)[: longest - chance.randint(0, 3)]])
+    prompt = prompt[:longest]
     params = random_params(chance, tokenizer.vocab_size, max_tokens)
+    if not llm.engine.models.eos_token_ids:
+        params = replace(params, structured_outputs=None)  # refused
     references = [] if params.num_speculative_tokens == 0 else random_references(chance, text)  # refused together
     return Case(prompt, params, references)
 
 
-def answers(llm: LLM, cases: Sequence[Case]) -> list[list[CompletionOutput]]:
-    """Each case's samples, in one call. References only where the engine can copy."""
+def answers(llm: LLM, cases: Sequence[Case]) -> list[RequestOutput]:
+    """Each case's result, in one call. References only where the engine can copy."""
     references = [case.references for case in cases] if llm.config.looks_up else None
     params = [case.params for case in cases]
-    results = llm.generate([case.prompt for case in cases], params, references=references, use_tqdm=False)
-    return [result.outputs for result in results]
+    return llm.generate([case.prompt for case in cases], params, references=references, use_tqdm=False)
 
 
 def difference(one: CompletionOutput, other: CompletionOutput, tolerance: float) -> str | None:
@@ -113,12 +148,17 @@ def difference(one: CompletionOutput, other: CompletionOutput, tolerance: float)
         return "text"
     if one.finish_reason != other.finish_reason:
         return "finish_reason"
-    if (one.logprobs is None) != (other.logprobs is None):
-        return "logprobs"
-    for first, second in zip(one.logprobs or (), other.logprobs or (), strict=True):
-        if abs(first.logprob - second.logprob) > tolerance:
-            return "logprobs"
-    return None
+    return None if equal_logprobs(one.logprobs, other.logprobs, tolerance) else "logprobs"
+
+
+def equal_logprobs(one: Logprobs, other: Logprobs, tolerance: float) -> bool:
+    """Whether the log-probabilities of two answers or prompts are equal, without a tolerance also the alternatives."""
+    if one is None or other is None or tolerance == 0:
+        return one == other
+    return all(
+        first is second or (first and second and abs(first.logprob - second.logprob) <= tolerance)
+        for first, second in zip(one, other, strict=True)
+    )
 
 
 def batch_of(llm: LLM, chance: random.Random, widths: Sequence[int]) -> LLM:
@@ -130,7 +170,16 @@ def batch_of(llm: LLM, chance: random.Random, widths: Sequence[int]) -> LLM:
         speculation_width=chance.choice(widths),
     )
     mixed.engine.parts.policy = RandomLength(chance.randrange(2**31))
+    if chance.random() < 0.3:
+        shrink_caches(mixed.engine, 1 + 2 * chance.random())
     return mixed
+
+
+def shrink_caches(engine: Engine, longest_rows: float) -> None:
+    """Limit the caches of an idle engine to so many rows of the maximum length: other requests wait."""
+    slots = engine.slots
+    slots.room = replace(engine.room, limit=int(longest_rows * engine.room.bytes_for(engine.batch.positions)))
+    slots.size_free_slots()
 
 
 def compare(llm: LLM, arguments: argparse.Namespace) -> dict[str, int]:
@@ -144,8 +193,12 @@ def compare(llm: LLM, arguments: argparse.Namespace) -> dict[str, int]:
         chance = random.Random(seed)
         cases = [random_case(chance, llm, arguments.max_tokens) for _ in range(chance.randint(4, 24))]
         found = answers(batch_of(llm, chance, widths), cases)
-        for case, samples in zip(cases, found, strict=True):
-            for one, other in zip(samples, answers(alone, [case])[0], strict=True):
+        for case, mixed in zip(cases, found, strict=True):
+            plain = answers(alone, [case])[0]
+            if not equal_logprobs(mixed.prompt_logprobs, plain.prompt_logprobs, arguments.tolerance):
+                counts["different"] += 1
+                print(f"batch seed {seed}: prompt_logprobs differ: {case}", file=sys.stderr)
+            for one, other in zip(mixed.outputs, plain.outputs, strict=True):
                 counts["comparisons"] += 1
                 counts["with_references"] += bool(case.references)
                 counts["drafted"] += one.metrics.drafted
@@ -167,6 +220,7 @@ def main() -> None:
     parser.add_argument("--widths", default="1", help="draft tokens side by side, a list: 1,2,4")
     parser.add_argument("--comparisons", type=int, default=1000)
     parser.add_argument("--max-tokens", type=int, default=24)
+    parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--tolerance", type=float, default=0.0, help="of log-probabilities; 0: the same bits")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, help="1 where other programs are busy: two wait for each other there")
@@ -180,7 +234,7 @@ def main() -> None:
         dtype="float32" if precision == "float32" else "bfloat16",
         quantization=precision if precision in get_args(QuantizationName) else None,
         max_batch_size=16,
-        max_model_len=1024,
+        max_model_len=arguments.max_model_len,
         threads=arguments.threads,
     )
     print(llm.engine.describe(), file=sys.stderr)

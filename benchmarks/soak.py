@@ -23,25 +23,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from benchmarks.bits import LONGEST, RandomLength
-from benchmarks.fuzz import Case, random_case
+from benchmarks.fuzz import Case, random_case, shrink_caches
 from benchmarks.memory_rows import resident
 
 from paceline import LLM
 from paceline.core.hardware import cpu_name
-from paceline.core.outputs import RequestOutput
+from paceline.core.outputs import CompletionOutput, RequestOutput
 
-CUT_SHORT = ("abort", "deadline")
+CUT_SHORT = ("abort", "deadline", "outranked")
 BUDGETS = (0.001, 0.02, 0.1)  # seconds: some pass before the prompt is read, some within the answer
 MIB = 2**20
 
 
 @dataclass
 class Soak:
-    """A run. expected: token ids of each case's samples. counts: of answers and of what became of them."""
+    """A run. expected: samples of each case, decoded plainly. counts: of answers and of what became of them."""
 
     llm: LLM
     cases: list[Case]
-    expected: list[list[list[int]]]
+    expected: list[list[CompletionOutput]]
     chance: random.Random
     counts: Counter[str] = field(default_factory=lambda: Counter(different=0))
 
@@ -70,39 +70,46 @@ class Soak:
         if self.chance.random() < 0.1:
             params = replace(params, time_budget=self.chance.choice(BUDGETS))
         references = case.references if llm.config.looks_up else ()
-        return number, llm.engine.add(llm.requests.request(case.prompt, params, references=references))
+        priority, client = self.chance.randint(-1, 1), self.chance.choice("ab")
+        request = llm.requests.request(case.prompt, params, references=references, priority=priority, client=client)
+        return number, llm.engine.add(request)
 
     def _check(self, number: int, output: RequestOutput) -> None:
         self.counts["cached_tokens"] += output.cached_tokens
         self.counts["prompt_tokens"] += len(output.prompt_token_ids)
         for answer, whole in zip(output.candidates, self.expected[number], strict=True):
-            reason, found = str(answer.finish_reason), answer.token_ids
+            reason, found, expected = str(answer.finish_reason), answer.token_ids, whole.token_ids
             self.counts["answers"] += 1
             self.counts[f"ended by {reason}"] += 1
             self.counts["tokens"] += len(found)
             self.counts["drafted"] += answer.metrics.drafted
             self.counts["accepted"] += answer.metrics.accepted
-            if found != (whole[: len(found)] if reason in CUT_SHORT else whole):
+            size = max(len(found), len(expected))
+            if not {answer.finish_reason, whole.finish_reason}.isdisjoint(CUT_SHORT):
+                size = min(len(found), len(expected))
+            if found[:size] != expected[:size]:
                 self.counts["different"] += 1
-                print(f"differs: {self.cases[number]}\n  {found}\n  {whole}", file=sys.stderr)
+                print(f"differs: {self.cases[number]}\n  {answer}\n  {whole}", file=sys.stderr)
 
 
-def pool_of(llm: LLM, size: int, tokens: int, chance: random.Random) -> tuple[list[Case], list[list[list[int]]]]:
+def pool_of(llm: LLM, size: int, tokens: int, chance: random.Random) -> tuple[list[Case], list[list[CompletionOutput]]]:
     """Random cases, and the answers of plain decoding to each alone."""
     cases = [random_case(chance, llm, tokens) for _ in range(size)]
     alone = llm.plain().with_options(max_batch_size=1, prefix_cache=False)
     results = alone.generate([case.prompt for case in cases], [case.params for case in cases], use_tqdm=False)
-    return cases, [[answer.token_ids for answer in result.candidates] for result in results]
+    return cases, [result.candidates for result in results]
 
 
 def engines_of(llm: LLM, drafters: Sequence[str], widths: Sequence[int]) -> dict[str, LLM]:
-    """Engines on the same weights: each drafter, each width, few rows and many."""
+    """Engines on the same weights: each drafter, each width, two rows and eight, of which three of any length fit."""
     found = {}
     for drafter, width, rows in itertools.product(drafters, widths, (2, 8)):
         made = llm.plain() if drafter == "none" else llm.with_options(drafter=drafter, speculation_width=width)
         if drafter != "none" or width == widths[0]:
             name = f"{drafter}, width {width}, {rows} rows"
             found[name] = made.with_options(max_batch_size=rows, prefill_chunk=64)
+            if rows == 8:
+                shrink_caches(found[name].engine, 3)
     return found
 
 
@@ -118,6 +125,7 @@ def main() -> None:
     parser.add_argument("--pool", type=int, default=96, help="different requests")
     parser.add_argument("--requests", type=int, default=24, help="of a turn of one engine")
     parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     drafters = options.drafters.split(",")
@@ -129,7 +137,7 @@ def main() -> None:
         quantization=options.quantization,
         num_speculative_tokens=LONGEST,
         max_batch_size=8,
-        max_model_len=1024,
+        max_model_len=options.max_model_len,
     )
     chance = random.Random(options.seed)
     soak = Soak(llm, *pool_of(llm, options.pool, options.max_tokens, chance), chance)
