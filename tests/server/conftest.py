@@ -28,7 +28,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def live(tiny: str) -> Iterator[Live]:
-    yield from start(ServerConfig(port=0, served_model_name="tiny", max_waiting=12), tiny)
+    """A server whose model calls tools in the Hermes syntax."""
+    yield from start(ServerConfig(port=0, served_model_name="tiny", tool_parser="hermes", max_waiting=12), tiny)
+
+
+@pytest.fixture(scope="module")
+def keyed(tiny: str) -> Iterator[Live]:
+    """A server with two API keys; the second may use few tokens a minute."""
+    keys = ("free", "few max_tokens_per_minute=600")
+    yield from start(ServerConfig(port=0, served_model_name="tiny", api_keys=keys), tiny)
 
 
 @pytest.fixture(scope="module")
