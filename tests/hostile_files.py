@@ -520,14 +520,7 @@ def gguf_cases() -> Iterator[Case]:
             for what, make in (of_vectors if "norm" in name or "scale" in name else arrays).items():
                 yield Case(kind, f"{name}: {what}", build, rewritten(tensor_set(name, make)), TWO, file + tensor)
         for key, values in keys.items():
-            yield Case(
-                kind,
-                f"no {key}",
-                build,
-                rewritten(key_removed(key)),
-                TWO,
-                file + rf"({key}|{_CONSEQUENCES})",
-            )
+            yield Case(kind, f"no {key}", build, rewritten(key_removed(key)), TWO, file + rf"({key}|{_CONSEQUENCES})")
             for value in values:
                 yield Case(
                     kind,

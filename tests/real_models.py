@@ -33,8 +33,5 @@ def load_in_transformers(path: Path) -> PreTrainedModel:
     from transformers import GgufConfig
 
     return AutoModelForCausalLM.from_pretrained(
-        str(path.parent),
-        gguf_file=path.name,
-        dtype=torch.float32,
-        quantization_config=GgufConfig(dequantize=True),
+        str(path.parent), gguf_file=path.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
     ).eval()

@@ -20,10 +20,7 @@ HERE = {
     "own_drafter": ["Paris", "draft tokens accepted"],
 }
 ALONE = {"server_and_client": ["Paris"], "batch_file": ["q-0", "q-1"]}
-SLOW = {
-    "train_head": ["Paris", "draft tokens accepted"],
-    "transformers_generate": ["Paris", "blue"],
-}
+SLOW = {"train_head": ["Paris", "draft tokens accepted"], "transformers_generate": ["Paris", "blue"]}
 
 
 def run_alone(name: str, folder: Path) -> str:

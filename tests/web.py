@@ -8,8 +8,5 @@ from __future__ import annotations
 import httpx
 
 client = httpx.Client(
-    timeout=120,
-    verify=False,
-    trust_env=False,
-    limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+    timeout=120, verify=False, trust_env=False, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0)
 )

@@ -39,11 +39,7 @@ from paceline.config.inputs import (
     as_texts,
 )
 from paceline.config.ranges import OneOf
-from paceline.core.hardware import (
-    default_threads,
-    ignore_torch_context,
-    torch_threads,
-)
+from paceline.core.hardware import default_threads, ignore_torch_context, torch_threads
 from paceline.core.outputs import RequestOutput, Score
 from paceline.drafters.heads.loading import find_head, has_own_head, load_own_head
 from paceline.engine.calls import CallArguments, Made, OnError, check_params
@@ -329,11 +325,7 @@ class LLM:
         return needed(self.tokenizer, "get_tokenizer").huggingface
 
     def score(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        continuations: Prompt | Sequence[Prompt],
-        *,
-        use_tqdm: bool = True,
+        self, prompts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt], *, use_tqdm: bool = True
     ) -> list[Score]:
         """Log-probability of each continuation after its prompt (strings or token ids), in the order given.
 
@@ -432,10 +424,7 @@ class LLM:
         what: label of the progress bar.
         """
         refused = [entry for entry in made if isinstance(entry, RequestOutput)]
-        with (
-            self._submit(made, final=True) as call,
-            tqdm(total=len(made), desc=what, disable=not use_tqdm) as bar,
-        ):
+        with self._submit(made, final=True) as call, tqdm(total=len(made), desc=what, disable=not use_tqdm) as bar:
             for output in itertools.chain(refused, call):
                 if output.finished:
                     bar.update()

@@ -22,8 +22,7 @@ GROUPED = Heads("grouped", 4, 2, 16)
 
 
 @pytest.mark.parametrize(
-    ("spread", "lengths"),
-    [("equal", [64] * 5), ("mixed", [64, 56, 48, 40, 32]), ("one long", [64, 8, 8, 8, 8])],
+    ("spread", "lengths"), [("equal", [64] * 5), ("mixed", [64, 56, 48, 40, 32]), ("one long", [64, 8, 8, 8, 8])]
 )
 def test_row_lengths_follow_the_spread(spread: Spread, lengths: list[int]) -> None:
     assert Case(GROUPED, 5, 4, 64, spread).lengths == lengths

@@ -4,24 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from benchmarks.gpu.floors import (
-    Ceiling,
-    Weights,
-    Work,
-    measure_ceiling,
-    pass_work,
-    round_floor,
-    tokens_a_round,
-)
-from benchmarks.gpu.models import (
-    PAIRS,
-    RandomWeights,
-    WeightFormat,
-    matrices,
-    matrix_parameters,
-    random_model,
-    tiny,
-)
+from benchmarks.gpu.floors import Ceiling, Weights, Work, measure_ceiling, pass_work, round_floor, tokens_a_round
+from benchmarks.gpu.models import PAIRS, RandomWeights, WeightFormat, matrices, matrix_parameters, random_model, tiny
 
 from paceline.kernels.attention import make_backend
 from paceline.models.decoder import Decoder

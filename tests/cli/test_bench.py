@@ -50,8 +50,7 @@ def test_answers_that_the_longest_sequence_ends_count_as_they_came(paceline: Any
 
 
 @pytest.mark.parametrize(
-    ("how", "copied"),
-    [([], True), (["--no-references"], False), (["-k", "0"], False), (["--drafter", "none"], False)],
+    ("how", "copied"), [([], True), (["--no-references"], False), (["-k", "0"], False), (["--drafter", "none"], False)]
 )
 @pytest.mark.one_in(3)
 def test_the_document_tells_whether_references_were_copied_from(
@@ -113,18 +112,7 @@ def test_bad_options_are_named(paceline: Any, tiny: str, option: str, value: str
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # bfloat16: on the CPU kernels, where there are any
 def test_lengths_stand_side_by_side_and_draft_tokens_can_be_made_wrong(paceline: Any, tiny: str, dtype: str) -> None:
-    options = [
-        "--batch-sizes",
-        "2",
-        "--max-tokens",
-        "16",
-        "--repeats",
-        "1",
-        "--dtype",
-        dtype,
-        "--draft-model",
-        tiny,
-    ]
+    options = ["--batch-sizes", "2", "--max-tokens", "16", "--repeats", "1", "--dtype", dtype, "--draft-model", tiny]
     right = paceline("bench", "offline", tiny, *options, "--lengths", "2,bass,auto")
     assert right.exit_code == 0, right.output
     rows = {r["side"]: r for r in json.loads(right.stdout.splitlines()[-1])["results"]}

@@ -68,12 +68,7 @@ def test_the_document_has_every_drafter_on_every_task(
 
 @pytest.mark.parametrize(
     "wrong",
-    [
-        ("--tasks", "cooking"),
-        ("--temperatures", "3"),
-        ("--temperatures", "warm"),
-        ("--draft-quantization", "int8"),
-    ],
+    [("--tasks", "cooking"), ("--temperatures", "3"), ("--temperatures", "warm"), ("--draft-quantization", "int8")],
 )
 def test_wrong_options_are_refused_by_name(paceline: Any, tiny: str, wrong: tuple[str, str]) -> None:
     result = paceline("bench", "drafters", tiny, *SHORT, *wrong)

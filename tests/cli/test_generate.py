@@ -140,10 +140,7 @@ BAD_LINES = {
     "no prompt": ('{"text": "x"}', "a line is an object"),
     "both": ('{"prompt": "x", "messages": []}', "either"),
     "wrong type": ('{"prompt": 5}', "a string or a list of token ids"),
-    "unknown key": (
-        '{"prompt": "x", "temprature": 1}',
-        "unknown parameter temprature=1; did you mean temperature?",
-    ),
+    "unknown key": ('{"prompt": "x", "temprature": 1}', "unknown parameter temprature=1; did you mean temperature?"),
     "bad value": ('{"prompt": "x", "top_p": 2}', "top_p=2"),
     "wrong value type": ('{"prompt": "x", "max_tokens": "many"}', "max_tokens='many'"),
     "empty": ('{"prompt": ""}', "no tokens"),
@@ -160,10 +157,7 @@ BAD_LINES = {
     "a long number": ('{"prompt": "a", "top_k": ' + "9" * 5000 + "}", "not JSON"),
     "a large number": ('{"prompt": "a", "max_tokens": 1' + "0" * 22 + "}", "max_tokens="),
     "an unknown structure": ('{"prompt": "a", "structured_outputs": {"choice": []}}', "structured_outputs.choice="),
-    "a broken structure": (
-        '{"prompt": "a", "ignore_eos": false, "structured_outputs": {"regex": "("}}',
-        "is broken",
-    ),
+    "a broken structure": ('{"prompt": "a", "ignore_eos": false, "structured_outputs": {"regex": "("}}', "is broken"),
 }
 
 

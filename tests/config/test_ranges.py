@@ -200,11 +200,7 @@ def test_parameters_come_from_json_over_others() -> None:
     }
     made = SamplingParams.from_mapping(given, base)
     assert made == SamplingParams(
-        temperature=0.5,
-        max_tokens=9,
-        logit_bias={7: 1},
-        stop="a",
-        structured_outputs=StructuredOutputs(regex="a+"),
+        temperature=0.5, max_tokens=9, logit_bias={7: 1}, stop="a", structured_outputs=StructuredOutputs(regex="a+")
     )
     assert SamplingParams.from_mapping({}) == SamplingParams.from_mapping({"stop": ""}) == SamplingParams()
 

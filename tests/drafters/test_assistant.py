@@ -60,9 +60,7 @@ def theirs_drafts(
     for _ in range(count):
         inputs = torch.cat([target.get_input_embeddings()(token), state], dim=-1)
         out = assistant(
-            inputs_embeds=inputs,
-            position_ids=torch.tensor([[len(tokens) - 1]]),
-            shared_kv_states=read.shared_kv_states,
+            inputs_embeds=inputs, position_ids=torch.tensor([[len(tokens) - 1]]), shared_kv_states=read.shared_kv_states
         )
         token, state = out.logits.argmax(-1), out.last_hidden_state
         drafts.append(int(token))

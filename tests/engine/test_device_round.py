@@ -145,9 +145,7 @@ def test_under_the_rejection_rule_greedy_rows_are_the_same(model: str, k: int | 
 
 
 @pytest.mark.parametrize("policy", [RandomLength, RandomCaps])
-def test_changing_lengths_and_waiting_rows_change_no_output(
-    policy: Callable[[], Any],
-) -> None:
+def test_changing_lengths_and_waiting_rows_change_no_output(policy: Callable[[], Any]) -> None:
     engine = engine_on("device", max_batch_size=3, prefill_chunk=4)
     engine.parts.policy = policy()
     plain = make_engine(ToyModel(), eos=EOS)

@@ -297,9 +297,7 @@ def test_a_constraint_that_cannot_be_made_is_refused_and_nothing_is_queued() -> 
     assert not engine.busy
 
 
-def test_an_exception_in_a_round_ends_only_requests_with_rows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_exception_in_a_round_ends_only_requests_with_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(ToyModel(), max_batch_size=2)
     outputs = [engine.add(Request(PROMPT, GREEDY)) for _ in range(4)]
     engine.step()

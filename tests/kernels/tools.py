@@ -116,10 +116,7 @@ def with_every_feature(spec: NativeSpec, norm_all: bool = False) -> NativeSpec:
 
     def changed(index: int, layer: LayerWeights) -> LayerWeights:
         after = {"attention_out_norm": norm(spec.width), "mlp_out_norm": norm(spec.width)}
-        all_heads = {
-            "q_norm": norm(spec.heads * spec.head_dim),
-            "k_norm": norm(spec.kv_heads * spec.head_dim),
-        }
+        all_heads = {"q_norm": norm(spec.heads * spec.head_dim), "k_norm": norm(spec.kv_heads * spec.head_dim)}
         more: dict[str, object] = {**after, "activation": "gelu_tanh", **(all_heads if norm_all else {})}
         if index % 2:
             more |= {"input_norm": None, "post_norm": None, "scale": 0.3, "window": None}

@@ -28,15 +28,7 @@ from paceline.models.matrices import load_packed
 from paceline.models.native import NativeModel, Quantization
 from paceline.models.native_spec import spec_of, weights_of
 from paceline.models.recurrent import cache_of
-from toy import (
-    SHAPES,
-    VOCAB,
-    answers,
-    make_engine,
-    run,
-    script_drafts,
-    truth_of,
-)
+from toy import SHAPES, VOCAB, answers, make_engine, run, script_drafts, truth_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -536,11 +536,7 @@ def cache_for_model(model):
     return KVCache(model.layers, 2, model.kv_heads, 64, model.head_dim, dtype=torch.float32)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"activation": "gelu"}, {"norms": "after_sum"}],
-    ids=["gelu", "norms last"],
-)
+@pytest.mark.parametrize("changes", [{"activation": "gelu"}, {"norms": "after_sum"}], ids=["gelu", "norms last"])
 def test_unsupported_architectures_are_refused_with_the_reason(changes):
     with pytest.raises(ModelFormatError, match="without"):
         NativeModel.from_transformer(tiny_transformer(**changes))

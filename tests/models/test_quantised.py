@@ -244,11 +244,7 @@ def replaced(suffix: str, make: Callable[[Tensor], Tensor]) -> Change:
 
 DAMAGE: dict[str, tuple[Converter, Change, str]] = {
     "no scales": (gptq(4, 32, symmetric=True), without("scales"), "has no scales"),
-    "short scales": (
-        gptq(4, 32, symmetric=True),
-        replaced("scales", lambda t: t[:3]),
-        r"scales is F16 of .*\(3,",
-    ),
+    "short scales": (gptq(4, 32, symmetric=True), replaced("scales", lambda t: t[:3]), r"scales is F16 of .*\(3,"),
     "no groups": (gptq(4, 32, symmetric=True), replaced("scales", lambda t: t[:0]), r"scales is F16"),
     "scales of words": (gptq(4, 32, symmetric=True), replaced("scales", torch.Tensor.int), "scales is I32"),
     "long zeros": (gptq(4, 32, symmetric=True), replaced("qzeros", lambda t: t.repeat(2, 1)), "qzeros is I32"),

@@ -34,15 +34,7 @@ from recurrent_support import (
     tiny_qwen3_5,
     tiny_recurrent,
 )
-from toy import (
-    SHAPES,
-    VOCAB,
-    answers,
-    make_engine,
-    run,
-    script_drafts,
-    truth_of,
-)
+from toy import SHAPES, VOCAB, answers, make_engine, run, script_drafts, truth_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -23,13 +23,7 @@ from paceline.chat.options import ChatOptions
 from paceline.chat.thinking import KNOWN
 from paceline.chat.values import ToolDefinition
 from paceline.engine.chat import chat_prompt
-from paceline.errors import (
-    ModelFormatError,
-    ModelNotFoundError,
-    ParameterError,
-    RequestError,
-    VocabularyMismatchError,
-)
+from paceline.errors import ModelFormatError, ModelNotFoundError, ParameterError, RequestError, VocabularyMismatchError
 from paceline.models import hub
 from paceline.models.detokenizer import ByteDecoder, Detokenizer, WindowDecoder
 from paceline.models.gguf_tokenizer import SPLITTINGS

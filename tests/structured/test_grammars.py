@@ -134,10 +134,7 @@ def test_an_error_in_another_branch_does_not_end_the_answer(usual: Grammars) -> 
 @pytest.mark.usefixtures("many_parts")
 @pytest.mark.parametrize(
     ("limits", "wanted"),
-    [
-        ({"compile_cpu_seconds": 0.3}, BOMB),
-        ({"compile_cpu_seconds": 60, "compile_memory_bytes": 0}, BOMB),
-    ],
+    [({"compile_cpu_seconds": 0.3}, BOMB), ({"compile_cpu_seconds": 60, "compile_memory_bytes": 0}, BOMB)],
 )
 def test_structures_that_exceed_a_compile_limit_are_refused(limits: dict[str, Any], wanted: StructuredOutputs) -> None:
     found = grammars(**limits)

@@ -30,10 +30,7 @@ PERSON: dict[str, Any] = {
     "required": ["name", "age", "tags", "boss"],
     "additionalProperties": False,
 }
-FORMATS = {
-    "schema": StructuredOutputs(json=PERSON),
-    "regex": StructuredOutputs(regex="(yes|no)( or (yes|no)){2,9}"),
-}
+FORMATS = {"schema": StructuredOutputs(json=PERSON), "regex": StructuredOutputs(regex="(yes|no)( or (yes|no)){2,9}")}
 
 
 @pytest.fixture(scope="module")

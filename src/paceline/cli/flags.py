@@ -18,14 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_
 
 import typer
 
-from paceline.config import (
-    RECOMMENDED_FIELDS,
-    DraftData,
-    DraftTraining,
-    EngineConfig,
-    SamplingParams,
-    ServerConfig,
-)
+from paceline.config import RECOMMENDED_FIELDS, DraftData, DraftTraining, EngineConfig, SamplingParams, ServerConfig
 from paceline.config.help import Help, helps_of
 
 T = TypeVar("T")

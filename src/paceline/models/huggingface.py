@@ -101,14 +101,7 @@ class _Probe:
         self.windows: dict[int, int | None] = {}
 
     def __call__(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float | None = None,
-        window: int | None = None,
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: int | None = None
     ) -> Tensor:
         self.layers.append(layer)
         self.windows[layer] = window

@@ -21,13 +21,9 @@ from paceline.core.nodes import Nodes
 from paceline.errors import ParameterError
 from paceline.kernels import abi, native, reference
 from paceline.kernels.pack import Format, packed_bytes
-from paceline.kernels.spec import (
-    NativeSpec,
-)
+from paceline.kernels.spec import NativeSpec
 from paceline.models.base import WITHOUT_KERNELS, HiddenStates, RowAdapters, check_taps
-from paceline.models.description import (
-    DecoderSpec,
-)
+from paceline.models.description import DecoderSpec
 from paceline.models.low_rank import LowRank
 from paceline.models.native_spec import check_description, check_spec, spec_of, weights_of
 from paceline.models.packing import PackedDecoder, ReadPacked, packed_size

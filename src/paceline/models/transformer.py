@@ -26,11 +26,7 @@ from paceline.models.decoder_layers import (
     TokenInputs,
     WeightSource,
 )
-from paceline.models.description import (
-    DecoderSpec,
-    ExpertsSpec,
-    Rotary,
-)
+from paceline.models.description import DecoderSpec, ExpertsSpec, Rotary
 from paceline.models.experts import Experts
 from paceline.models.linear import Dense, Linear, LinearFactory
 from paceline.models.short_head import PassBytes, TorchShortHead

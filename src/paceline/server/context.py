@@ -314,11 +314,7 @@ class Context:
 
     @asynccontextmanager
     async def generate(
-        self,
-        requests: Sequence[Request],
-        options: RequestOptions,
-        *,
-        form: AnswerForm | None = None,
+        self, requests: Sequence[Request], options: RequestOptions, *, form: AnswerForm | None = None
     ) -> AsyncIterator[Generation]:
         """Admit the requests together, submit them to the engine and yield their ``Generation``.
 
@@ -441,9 +437,7 @@ class StreamUsage:
 
 
 def usage_of(
-    prompts: Sequence[Sequence[int]],
-    outputs: Sequence[RequestOutput],
-    details: CompletionTokensDetails | None = None,
+    prompts: Sequence[Sequence[int]], outputs: Sequence[RequestOutput], details: CompletionTokensDetails | None = None
 ) -> Usage:
     """Sum the usage: each prompt once, every sampled sequence. details: token counts of a chat."""
     prompt = sum(map(len, prompts))

@@ -123,11 +123,7 @@ def _joined(turn: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _params(
-    base: SamplingParams,
-    body: TurnRequest,
-    conversation: Conversation,
-    structure: StructuredOutputs | None,
-    rest: int,
+    base: SamplingParams, body: TurnRequest, conversation: Conversation, structure: StructuredOutputs | None, rest: int
 ) -> SamplingParams:
     """Return the request's sampling parameters, those of ``base`` where it has none. Raises ParameterError.
 

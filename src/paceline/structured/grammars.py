@@ -22,12 +22,7 @@ from paceline.config import StructuredOutputs
 from paceline.core.rows import Constraint
 from paceline.errors import MissingPackageError, StructureError
 from paceline.models.tokenizer import Tokenizer
-from paceline.structured.limits import (
-    CACHED_GRAMMARS,
-    CONCURRENT_COMPILES,
-    MAX_RECOMPILE_SECONDS,
-    GrammarLimits,
-)
+from paceline.structured.limits import CACHED_GRAMMARS, CONCURRENT_COMPILES, MAX_RECOMPILE_SECONDS, GrammarLimits
 from paceline.structured.schemas import grammar_of
 from paceline.structured.trial import (
     POLL_SECONDS,

@@ -31,10 +31,7 @@ from paceline.models.transformer import Transformer
 from paceline.models.weights import slots
 from toy import answers
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 
 DEVICE = "cuda"
 DIM, HEADS, GROUPS, VOCAB, POSITIONS = 64, 8, 2, 2048, 384

@@ -151,11 +151,7 @@ RESULT = {"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}
     ("fields", "param", "says"),
     [
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content", "type image"),
-        (
-            {"messages": [{"role": "user", "content": [RESULT]}]},
-            "messages.0.content",
-            "type image",
-        ),
+        ({"messages": [{"role": "user", "content": [RESULT]}]}, "messages.0.content", "type image"),
         ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "messages.0.content", "video"),
         ({"messages": [{"role": "assistant", "content": "So"}]}, "messages", "cannot continue"),
         ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": ""}]}]}, "messages.0", "thinking"),

@@ -89,11 +89,7 @@ def test_a_depth_counts_rounds_that_drafted_there_after_accepting_all_before() -
 
 
 def test_a_source_counts_its_draft_tokens_and_lower_ranked_siblings_separately() -> None:
-    assert by_source(ROUNDS) == [
-        ("<b>a file</b>", 2, 1),
-        ("own text", 1, 0),
-        ("own text, lower-ranked sibling", 1, 1),
-    ]
+    assert by_source(ROUNDS) == [("<b>a file</b>", 2, 1), ("own text", 1, 0), ("own text, lower-ranked sibling", 1, 1)]
 
 
 def test_a_node_counts_the_tokens_that_were_drafted_for() -> None:

@@ -294,10 +294,7 @@ UNCOUNTED = {
         "    ctypes.memset(where, 1, 64 << 20)",
         "    library.shmdt(ctypes.c_void_p(where))",
     ),
-    "files without a name": (
-        "for number in range(24):",
-        "    os.write(os.memfd_create('x'), bytes(16 << 20))",
-    ),
+    "files without a name": ("for number in range(24):", "    os.write(os.memfd_create('x'), bytes(16 << 20))"),
 }
 
 

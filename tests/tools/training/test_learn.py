@@ -23,14 +23,7 @@ from paceline.tools.training.acceptance import DRAFT_LENGTH, _correct, _rounds_t
 from paceline.tools.training.batches import ExampleDataset, TrainingBatch, collate
 from paceline.tools.training.hidden_states import HiddenStateReader
 from paceline.tools.training.learn import Trainer, scale_for, schedule
-from paceline.tools.training.objective import (
-    Teacher,
-    counted_positions,
-    draft_logits,
-    features_of,
-    loss,
-    token_index,
-)
+from paceline.tools.training.objective import Teacher, counted_positions, draft_logits, features_of, loss, token_index
 from paceline.tools.training.shards import Example, Shard
 from paceline.tools.training.target import Target, coverage, most_frequent
 

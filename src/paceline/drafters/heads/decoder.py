@@ -234,13 +234,7 @@ class HeadPasses(PaddedPasses):
         return self.run(tokens, self._fused_states.at(rows, places), places, longest, rows)
 
     def run(
-        self,
-        tokens: Tensor,
-        hidden: Tensor,
-        places: Tensor,
-        longest: int,
-        rows: Slots,
-        ancestors: Tensor | None = None,
+        self, tokens: Tensor, hidden: Tensor, places: Tensor, longest: int, rows: Slots, ancestors: Tensor | None = None
     ) -> Tensor:
         """Read tokens with hidden states [B, L, width] at ``places`` [B, L]. Returns normed states [B, L, width]."""
         plan = self._backend.plan(places, min(longest, self.cache.positions + 1), ancestors)

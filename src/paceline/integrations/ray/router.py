@@ -12,9 +12,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
 
     async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
         """The preferred replica, then the others in case it accepts no more."""
-        from paceline.integrations.ray.routing import (
-            AFFINITY,
-        )  # here: Ray copies the class with its module's globals
+        from paceline.integrations.ray.routing import AFFINITY  # here: Ray copies the class with its module's globals
 
         if pending_request is None or not candidate_replicas:
             return [candidate_replicas]

@@ -36,11 +36,7 @@ def _describe(config: PretrainedConfig) -> DecoderSpec | None:
         return None
     near, far = (
         attention_of(
-            config,
-            rotary=rotary,
-            scale=config.query_pre_attn_scalar**-0.5,
-            qk_norm="head",
-            **biases_of(config),
+            config, rotary=rotary, scale=config.query_pre_attn_scalar**-0.5, qk_norm="head", **biases_of(config)
         )
         for rotary in both
     )

@@ -43,11 +43,5 @@ FAMILY = Family(
     "granite",
     describe,
     WeightNames(LLAMA_NAMES, prefixes=("model.",)),
-    GGUFForm(
-        "granite",
-        WeightNames(LLAMA_GGUF_NAMES),
-        fields=_fields,
-        reads=frozenset(_MULTIPLIERS),
-        paired=True,
-    ),
+    GGUFForm("granite", WeightNames(LLAMA_GGUF_NAMES), fields=_fields, reads=frozenset(_MULTIPLIERS), paired=True),
 )

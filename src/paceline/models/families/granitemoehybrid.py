@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
-from paceline.models.description import (
-    DecoderSpec,
-    LayerSpec,
-    Mamba2Spec,
-    MLPSpec,
-    Rotary,
-    without_residual_scale,
-)
+from paceline.models.description import DecoderSpec, LayerSpec, Mamba2Spec, MLPSpec, Rotary, without_residual_scale
 from paceline.models.families.base import ACTIVATION_NAMES, LLAMA_NAMES, Family, attention_of, biases_of, decoder_of
 from paceline.models.families.rotary import head_dim, plain_rotary, rotary_of, without_positions
 from paceline.models.weight_names import WeightNames
@@ -43,10 +36,7 @@ def _describe(config: PretrainedConfig) -> DecoderSpec | None:
     attention = attention_of(config, rotary=rotary, scale=float(config.attention_multiplier), **biases_of(config))
     mamba, mlp = _mamba(config), MLPSpec(config.shared_intermediate_size)
     mixers = (mamba if kind == "linear_attention" else attention for kind in config.layer_types)
-    scales = {
-        "embed_scale": float(config.embedding_multiplier),
-        "logits_scale": 1.0 / float(config.logits_scaling),
-    }
+    scales = {"embed_scale": float(config.embedding_multiplier), "logits_scale": 1.0 / float(config.logits_scaling)}
     spec = decoder_of(config, (LayerSpec(mixer, mlp) for mixer in mixers), **scales)
     return without_residual_scale(spec, float(config.residual_multiplier))
 

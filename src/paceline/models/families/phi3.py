@@ -25,10 +25,7 @@ def _fields(metadata: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, Any]
     return {"sliding_window": metadata.get("attention.sliding_window", _OLD_WINDOW if is_short else 0) or None}
 
 
-_FUSED = {
-    "layers.{}.self_attn.qkv_proj": "layers.{}.qkv",
-    "layers.{}.mlp.gate_up_proj": "layers.{}.gate_up",
-}
+_FUSED = {"layers.{}.self_attn.qkv_proj": "layers.{}.qkv", "layers.{}.mlp.gate_up_proj": "layers.{}.gate_up"}
 _GGUF_FUSED = {"blk.{}.attn_qkv": "layers.{}.qkv", "blk.{}.ffn_up": "layers.{}.gate_up"}
 
 FAMILY = Family(

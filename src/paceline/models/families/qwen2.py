@@ -14,8 +14,5 @@ def _describe(config: PretrainedConfig) -> DecoderSpec | None:
 
 
 FAMILY = Family(
-    "qwen2",
-    _describe,
-    WeightNames(LLAMA_NAMES, prefixes=("model.",)),
-    GGUFForm("qwen2", WeightNames(LLAMA_GGUF_NAMES)),
+    "qwen2", _describe, WeightNames(LLAMA_NAMES, prefixes=("model.",)), GGUFForm("qwen2", WeightNames(LLAMA_GGUF_NAMES))
 )

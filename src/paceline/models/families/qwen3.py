@@ -14,8 +14,5 @@ def _describe(config: PretrainedConfig) -> DecoderSpec | None:
 
 
 FAMILY = Family(
-    "qwen3",
-    _describe,
-    WeightNames(LLAMA_NAMES, prefixes=("model.",)),
-    GGUFForm("qwen3", WeightNames(LLAMA_GGUF_NAMES)),
+    "qwen3", _describe, WeightNames(LLAMA_NAMES, prefixes=("model.",)), GGUFForm("qwen3", WeightNames(LLAMA_GGUF_NAMES))
 )

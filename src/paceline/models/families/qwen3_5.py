@@ -6,14 +6,7 @@ import re
 
 from transformers import PretrainedConfig
 
-from paceline.models.description import (
-    AttentionSpec,
-    DecoderSpec,
-    DeltaNetSpec,
-    ExpertsSpec,
-    LayerSpec,
-    MLPSpec,
-)
+from paceline.models.description import AttentionSpec, DecoderSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, MLPSpec
 from paceline.models.families.base import ACTIVATION_NAMES, LLAMA_NAMES, Family, decoder_of
 from paceline.models.families.qwen3_5_gguf import FORM
 from paceline.models.families.rotary import head_dim, rotary_of

@@ -41,9 +41,6 @@ FAMILY = Family(
     _describe,
     WeightNames({**LLAMA_NAMES, **EXPERTS}, prefixes=("model.",)),
     GGUFForm(
-        "qwen3moe",
-        WeightNames({**LLAMA_GGUF_NAMES, **GGUF_EXPERTS}),
-        fields=_fields,
-        reads=frozenset({"expert_count"}),
+        "qwen3moe", WeightNames({**LLAMA_GGUF_NAMES, **GGUF_EXPERTS}), fields=_fields, reads=frozenset({"expert_count"})
     ),
 )

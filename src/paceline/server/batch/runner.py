@@ -207,10 +207,7 @@ class BatchRunner:
 
     async def _run_file(self, stored: StoredBatch) -> None:
         document, answers = stored.document, self.store.answers(stored.document.id)
-        with (
-            self.store.content(document.input_file_id).open("rb") as lines,
-            OutputFile("batch_dir", answers) as output,
-        ):
+        with self.store.content(document.input_file_id).open("rb") as lines, OutputFile("batch_dir", answers) as output:
             await self._count(stored)
             await self._run_lines(stored, lines, output)
 

@@ -124,10 +124,7 @@ class MessageStream:
 
     def start(self) -> list[StreamEvent]:
         """Events before the first token."""
-        return [
-            {"type": "message_start", "message": self._message.model_dump(exclude_unset=True)},
-            {"type": "ping"},
-        ]
+        return [{"type": "message_start", "message": self._message.model_dump(exclude_unset=True)}, {"type": "ping"}]
 
     def feed(self, events: Iterable[MessageEvent]) -> list[StreamEvent]:
         """Events of more of the answer."""

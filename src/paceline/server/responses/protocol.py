@@ -11,17 +11,7 @@ from pydantic_core import PydanticCustomError
 from paceline.config import StructuredOutputs
 from paceline.server import limits
 from paceline.server.chat_protocol import JsonObjectFormat, TextFormat
-from paceline.server.protocol import (
-    LABELS,
-    TEXT_ONLY,
-    Label,
-    Metadata,
-    Strict,
-    TurnRequest,
-    Unsupported,
-    refuser,
-    some,
-)
+from paceline.server.protocol import LABELS, TEXT_ONLY, Label, Metadata, Strict, TurnRequest, Unsupported, refuser, some
 
 _STORES = "this server stores no answers: send the whole conversation as input"
 _HOSTED = "it runs on OpenAI's own service"

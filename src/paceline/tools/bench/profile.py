@@ -132,10 +132,7 @@ class _Run:
 
 
 def _play(
-    engine: Engine,
-    prompts: Sequence[list[int]],
-    sweep: Sweep,
-    progress: Callable[[Iterable[Any], str], Iterable[Any]],
+    engine: Engine, prompts: Sequence[list[int]], sweep: Sweep, progress: Callable[[Iterable[Any], str], Iterable[Any]]
 ) -> Iterator[_Run]:
     for size in sweep.batch_sizes:
         _run(engine, prompts, size, sweep.max_k, WARM_UP_TOKENS, 0)

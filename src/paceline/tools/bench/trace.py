@@ -97,11 +97,7 @@ def _traced(draft: Draft | None, verdict: Verdict, sources: Sequence[str]) -> Tr
 
 
 def page(
-    title: str,
-    answer: CompletionOutput,
-    rounds: Sequence[TracedRound],
-    show: Show,
-    nodes: Sequence[str | None] = (),
+    title: str, answer: CompletionOutput, rounds: Sequence[TracedRound], show: Show, nodes: Sequence[str | None] = ()
 ) -> str:
     """The HTML page of a trace.
 
