@@ -436,13 +436,12 @@ struct TokenGroup {
 template <class T>
 inline void attend_over(const Attention& a, int64_t row, int kv_head, const Query* queries, int count, const TokenGroup& group,
                         float* scratch, const uint8_t* then) {
-  constexpr int kMost = 64;
   float* scores = scratch;
   float* running = scores + static_cast<size_t>(count) * kKeyBlock;
   float* sums = running + static_cast<size_t>(count) * static_cast<size_t>(a.dim);
   float* tile = sums + static_cast<size_t>(count) * static_cast<size_t>(a.dim);
-  Partial partial[kMost];
-  Merge merge[kMost];
+  Partial partial[kMaxQueries];
+  Merge merge[kMaxQueries];
   int low = queries[0].low, high = 0;
   for (int i = 0; i < count; ++i) {
     partial[i] = queries[i].start;
@@ -484,7 +483,7 @@ inline void attend_over(const Attention& a, int64_t row, int kv_head, const Quer
 }
 
 inline void attend(const Attention& a, int64_t row, int first, int count, int kv_head, float* scratch, const uint8_t* then) {
-  Query queries[64];
+  Query queries[kMaxQueries];
   const int shared = a.heads / a.kv_heads;
   TokenGroup group = {a.paths ? a.paths + first : nullptr, shared, INT64_MAX};
   int n = 0;

@@ -91,9 +91,9 @@ PL_EXPORT void pl_embed(const Kernels* kernels, const Linear* table, int64_t tok
 PL_EXPORT const char* pl_attend(const Kernels* kernels, const Attention* attention, const Rotary* rotary, int64_t row, int tokens) {
   return guarded([&] {
     Buffer scratch;
-    scratch.grow(sizeof(float) * attend_scratch_floats(kernels->max_queries, attention->dim));
+    scratch.grow(sizeof(float) * attend_scratch_floats(attention->dim));
     for (int i = 0; i < tokens; ++i) kernels->rotate_and_write(*attention, *rotary, i, row);
-    const int most = kernels->max_queries / (attention->heads / attention->kv_heads);
+    const int most = kMaxQueries / (attention->heads / attention->kv_heads);
     for (int head = 0; head < attention->kv_heads; ++head) {
       for (int i = 0; i < tokens; i += most) {
         kernels->attend(*attention, row, i, tokens - i < most ? tokens - i : most, head, scratch.as<float>(), nullptr);

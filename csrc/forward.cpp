@@ -145,7 +145,7 @@ class Pass {
         seconds_(seconds), first_(static_cast<size_t>(first)) {
     if (s_.recurrent.kind) runs_ = runs_of(tokens, offset, cache, !out.hidden);
     if (s_.adapters) adapted_ = adapter_runs(tokens, cache.adapter_of);
-    units_ = cut_into_units(tokens, std::max(1, std::min(kQueriesPerUnit, k_.max_queries) / m_.queries_per_key));
+    units_ = cut_into_units(tokens, std::max(1, kQueriesPerUnit / m_.queries_per_key));
     for (auto& next : m_.next_unit_) next.store(0, std::memory_order_relaxed);
   }
 
@@ -664,7 +664,7 @@ void Model::grow(int threads, int tokens) {
     }
     scratch->rows.grow(std::min(tokens, kRedundant / narrowest + 1), widest);
     scratch->normed.grow(sizeof(float) * static_cast<size_t>(std::max(widest, spec.inputs ? spec.inputs->table.inputs : 0)));
-    scratch->attention.grow(sizeof(float) * attend_scratch_floats(kernels.max_queries, widest_dim));
+    scratch->attention.grow(sizeof(float) * attend_scratch_floats(widest_dim));
     scratch->recurrent.grow(sizeof(float) * recurrent_scratch_floats(spec.recurrent));
     scratch->changes.reserve(static_cast<size_t>(spec.adapters ? tokens : 0));
   }

@@ -206,9 +206,10 @@ struct Draw {
   Truncation truncation = {};  // comes before the other cuts
 };
 
+constexpr int kMaxQueries = 64;  // queries per call of Kernels::attend
+
 struct Kernels {
   const char* name;
-  int max_queries;  // queries per call of attend
 
   void (*linear)(const LinearCall& call, int first_panel, int last_panel);
   // Quantises rows of x, after a norm or without (null), for a linear layer. A row has as many values as the layer has
@@ -257,8 +258,8 @@ static inline size_t panel_bytes(const Linear& l) {
 }
 
 // Scores of every query, its running sums and those of a block, one tile of 32 keys or values.
-static inline size_t attend_scratch_floats(int queries, int dim) {
-  return static_cast<size_t>(queries) * (kKeyBlock + 2 * static_cast<size_t>(dim) + 16) + 32 * static_cast<size_t>(dim) + 64;
+static inline size_t attend_scratch_floats(int dim) {
+  return kMaxQueries * (kKeyBlock + 2 * static_cast<size_t>(dim) + 16) + 32 * static_cast<size_t>(dim) + 64;
 }
 
 const Kernels* avx2_kernels();

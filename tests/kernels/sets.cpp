@@ -248,7 +248,7 @@ uint64_t attend(const Kernels& kernels, bool bf16, int64_t window) {
   a.scale = 0.3f, a.q_norm = norm.data(), a.epsilon = 1e-6f;
   const Rotary rotary = {cosine.data(), sine.data(), kDim / 2, kPositions};
   for (int token = 0; token < kCount; ++token) kernels.rotate_and_write(a, rotary, token, 0);
-  std::vector<float> scratch(attend_scratch_floats(kernels.max_queries, kDim));
+  std::vector<float> scratch(attend_scratch_floats(kDim));
   for (int head = 0; head < kKvHeads; ++head) kernels.attend(a, 0, 0, kCount, head, scratch.data(), nullptr);
   return hash_of(out.data(), out.size() * sizeof(float), hash_of(keys.data(), keys.size()));
 }
