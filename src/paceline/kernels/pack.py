@@ -77,12 +77,12 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def quantise(weight: Tensor, to: Format, group: int = INT4_GROUP) -> Weight:
+def quantise(weight: Tensor, to: Format) -> Weight:
     """Round a weight [outputs, inputs] to a format. int4: inputs are padded to whole groups."""
     if to == "bf16":
         return Bf16Weight(weight.to(torch.bfloat16))
     parts = torch.split(weight, _rows_at_once(weight.shape[1]))
-    return stack([_int8(part.float()) if to == "int8" else _int4(part.float(), group) for part in parts])
+    return stack([_int8(part.float()) if to == "int8" else _int4(part.float()) for part in parts])
 
 
 def _rows_at_once(inputs: int) -> int:
@@ -96,14 +96,14 @@ def _int8(weight: Tensor) -> Int8Weight:
     return Int8Weight(values.to(torch.int8), scales)
 
 
-def _int4(weight: Tensor, group: int) -> Int4Weight:
+def _int4(weight: Tensor) -> Int4Weight:
     """Codes, scales and lows of the grid with the smallest error.
 
     The lowest value is always on the grid. Tried are all grids that also contain the highest, with 15 down to 8 steps
     between them; fewer steps never give the smallest error, except on weights that had fewer bits before.
     """
-    weight = pad(weight, (0, -weight.shape[1] % group))
-    groups = weight.view(weight.shape[0], -1, group)
+    weight = pad(weight, (0, -weight.shape[1] % INT4_GROUP))
+    groups = weight.view(weight.shape[0], -1, INT4_GROUP)
     low = groups.amin(dim=2, keepdim=True).half()
     span = groups.amax(dim=2, keepdim=True) - low.float()
     best = torch.full_like(span, torch.inf)
@@ -114,7 +114,7 @@ def _int4(weight: Tensor, group: int) -> Int4Weight:
         better = error < best
         best, scales = torch.where(better, error, best), torch.where(better, scale, scales)
     codes = _int4_codes(groups, scales, low).to(torch.uint8)
-    return Int4Weight(codes.view_as(weight), scales[:, :, 0], low[:, :, 0], group)
+    return Int4Weight(codes.view_as(weight), scales[:, :, 0], low[:, :, 0], INT4_GROUP)
 
 
 def _int4_codes(groups: Tensor, scale: Tensor, low: Tensor) -> Tensor:

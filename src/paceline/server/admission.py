@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -93,10 +93,8 @@ class Admission:
     Not thread-safe: call it from the event loop only.
     """
 
-    def __init__(
-        self, max_waiting: int, max_waiting_tokens: int | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._max_waiting, self._max_tokens, self._clock = max_waiting, max_waiting_tokens, clock
+    def __init__(self, max_waiting: int, max_waiting_tokens: int | None = None) -> None:
+        self._max_waiting, self._max_tokens = max_waiting, max_waiting_tokens
         self._ended: deque[float] = deque(maxlen=_REMEMBERED)
         self._answers, self._tokens = _Units("answers"), _Units("tokens")
 
@@ -133,7 +131,7 @@ class Admission:
         """Release part of an admission. Only ``AdmissionTicket`` calls this."""
         self._answers.change(client, -answers)
         self._tokens.change(client, -tokens)
-        self._ended.extend([self._clock()] * min(answers, _REMEMBERED))
+        self._ended.extend([time.monotonic()] * min(answers, _REMEMBERED))
 
     def _check_possible(self, wanted: int, limit: int, name: str) -> None:
         if wanted > limit:
@@ -144,5 +142,5 @@ class Admission:
         """Seconds until a quarter of the admitted sequences will have finished at the recent rate; at least 1."""
         if len(self._ended) < 2:
             return 1
-        seconds = self._clock() - self._ended[0]
+        seconds = time.monotonic() - self._ended[0]
         return max(1, min(_MAX_RETRY_AFTER_S, math.ceil(self.inside / 4 * seconds / len(self._ended))))

@@ -165,18 +165,18 @@ class Throttle(logging.Filter):
 class StderrStream(io.TextIOBase):
     """Replacement of ``sys.stderr``: sends what libraries print (warnings, progress bars) through the log's writer."""
 
-    def __init__(self, writer: LogWriter, descriptor: int = _STDERR) -> None:
-        self._writer, self._descriptor = writer, descriptor
+    def __init__(self, writer: LogWriter) -> None:
+        self._writer = writer
 
     def write(self, text: str) -> int:
         self._writer.put(text)
         return len(text)
 
     def isatty(self) -> bool:
-        return os.isatty(self._descriptor)
+        return os.isatty(_STDERR)
 
     def fileno(self) -> int:
-        return self._descriptor
+        return _STDERR
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -206,8 +206,8 @@ def _configure(handler: LogWriter, log_format: LogFormat, log_level: LogLevel) -
         logging.getLogger(name).filters = [Throttle()]
 
 
-def flush(seconds: float = 1.0) -> None:
-    """Wait up to ``seconds`` until the queued lines are written."""
+def flush() -> None:
+    """Wait up to one second until the queued lines are written."""
     for handler in logging.getLogger(LOGGERS[0]).handlers:
         if isinstance(handler, LogWriter):
-            handler.wait_until_written(seconds)
+            handler.wait_until_written(1.0)

@@ -48,13 +48,12 @@ class NativeHead(HeadModel):
         max_positions: int,
         *,
         quantization: Quantization | None = None,
-        kernels: native.Kernels | None = None,
         target: NativeModel | None = None,
     ) -> None:
         super().__init__(head, name, taps, max_positions)
         spec = spec_of_head(head, max_positions)
         ends = None if target is None else target.packed_decoder
-        kernels = kernels or native.select()
+        kernels = native.select()
         if kernels is None:
             raise ModelFormatError(f"the CPU kernels are not available: {native.why_none()}")
         formats = LAYER_FORMAT[quantization], HEAD_FORMAT[quantization]

@@ -148,16 +148,14 @@ def replay(
     return latencies, time.perf_counter() - started, Latency.of(ended)
 
 
-def run_policy(
-    llm: LLM, prompts: Sequence[list[int]], trace: str, policy: str, load: Load, warm_up: int = 16
-) -> TrafficResult:
+def run_policy(llm: LLM, prompts: Sequence[list[int]], trace: str, policy: str, load: Load) -> TrafficResult:
     """Run one policy under one trace, on a new engine that has run one short batch."""
     length = POLICIES[policy]
     if length == 0:
         engine = llm.plain().with_options(max_batch_size=load.max_batch_size).engine
     else:
         engine = llm.with_options(num_speculative_tokens=length, max_batch_size=load.max_batch_size).engine
-    replay(engine, prompts, [0.0] * min(4, load.max_batch_size), warm_up)
+    replay(engine, prompts, [0.0] * min(4, load.max_batch_size), 16)
     recorder = Recorder(engine.parts.policy)
     engine.parts.policy = recorder
     latencies, seconds, latency = replay(engine, prompts, arrivals(trace, load), load.tokens)

@@ -230,16 +230,16 @@ def schedule(done: float, warm_up: float) -> float:
 
 def scale_for(head: Learner, dataset: ExampleDataset) -> Tensor:
     """[S]: factors for the hidden states that this head reads; 1 for a head that needs their own scale."""
-    scale = unit_scale(dataset)
+    scale = _unit_scale(dataset)
     return scale if head.at_any_size else torch.ones_like(scale)
 
 
-def unit_scale(dataset: ExampleDataset, conversations: int = 64) -> Tensor:
-    """[S]: the reciprocal of each hidden state's median RMS over tokens, in the first ``conversations``.
+def _unit_scale(dataset: ExampleDataset) -> Tensor:
+    """[S]: the reciprocal of each hidden state's median RMS over tokens, in the first 64 conversations.
 
     Unscaled hidden states are tens of times as large as an embedding, and stall training.
     """
-    sizes = [dataset[i].features.float().square().mean(-1).sqrt() for i in range(min(conversations, len(dataset)))]
+    sizes = [dataset[i].features.float().square().mean(-1).sqrt() for i in range(min(64, len(dataset)))]
     return 1 / torch.cat(sizes).median(0).values.clamp(min=1e-6)
 
 
