@@ -8,8 +8,9 @@ import torch
 from scipy import stats
 
 from paceline import LLM, RequestOutput, SamplingParams
-from paceline.cli import verify as verifying
-from paceline.cli.verify import (
+from paceline.config import DtypeName
+from paceline.tools.evaluation import lossless
+from paceline.tools.evaluation.lossless import (
     TOLERANCE,
     chi_squared,
     compare_with_plain,
@@ -18,7 +19,6 @@ from paceline.cli.verify import (
     exact_distribution,
     first_divergence,
 )
-from paceline.config import DtypeName
 
 QUICK = ("--dtype", "float32", "--batch-sizes", "1,4", "--lengths", "1,3", "--max-tokens", "10", "--samples", "300")
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -74,8 +74,8 @@ def test_a_changed_output_is_found_and_fails(
 def test_a_near_tie_is_reported_but_no_violation(
     llm: LLM, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(verifying.TOLERANCE, "float32", math.inf)
-    monkeypatch.setattr(verifying, "_answers", lambda side, *_: [[1 if side.config.drafter else 2]] * len(prompts))
+    monkeypatch.setitem(lossless.TOLERANCE, "float32", math.inf)
+    monkeypatch.setattr(lossless, "_answers", lambda side, *_: [[1 if side.config.drafter else 2]] * len(prompts))
     (comparison,) = compare_with_plain(llm, prompts, GREEDY, [1], [2])
     assert len(comparison.divergences) == len(prompts)
     assert not comparison.violated
@@ -95,7 +95,7 @@ def test_a_sampled_divergence_counts_the_noise(llm: LLM, prompts: list[list[int]
     params = SamplingParams(temperature=0.8, max_tokens=6, seed=3, ignore_eos=True)
     drawn = llm.plain().generate([prompts[0]], params, use_tqdm=False)[0].outputs[0].token_ids
     for position, token in enumerate(drawn):
-        scores = verifying._scores(llm, [*prompts[0], *drawn[:position]], params)
+        scores = lossless._scores(llm, [*prompts[0], *drawn[:position]], params)
         assert int(scores.argmax()) == token
 
 
@@ -111,8 +111,8 @@ def test_the_exact_distribution_sums_to_one_and_has_a_cell_for_everything(llm: L
     vocabulary = llm.engine.models.target.vocab_size
     continuations = torch.randint(0, vocabulary, (200, 3), generator=torch.Generator().manual_seed(0)).tolist()
     assert sum(count_cells(continuations, distribution)) == 200
-    followed = [list(cell) for cell in distribution if verifying.REST not in cell]
-    assert count_cells(followed, distribution) == [int(verifying.REST not in cell) for cell in distribution]
+    followed = [list(cell) for cell in distribution if lossless.REST not in cell]
+    assert count_cells(followed, distribution) == [int(lossless.REST not in cell) for cell in distribution]
 
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
@@ -128,7 +128,7 @@ def test_a_wrong_distribution_is_noticed(llm: LLM, prompts: list[list[int]], mon
     distribution = exact_distribution(llm, prompts[0])
     flat = {cell: p**0.7 for cell, p in distribution.items()}
     wrong = {cell: p / sum(flat.values()) for cell, p in flat.items()}
-    monkeypatch.setattr(verifying, "exact_distribution", lambda *_: wrong)
+    monkeypatch.setattr(lossless, "exact_distribution", lambda *_: wrong)
     assert distribution_test(llm, prompts[0], "rejection", samples=600).violated
 
 
