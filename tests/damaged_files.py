@@ -13,6 +13,7 @@ import resource
 import shutil
 import signal
 import struct
+import subprocess
 import sys
 import time
 import traceback
@@ -52,6 +53,19 @@ QUANTISED = {
 
 Rng = random.Random
 Damage = Callable[[Path, Rng], str]  # changes the model in a directory; returns the name of the file that it changed
+
+
+def verdicts_of(program: str, *arguments: str) -> list[dict[str, Any]]:
+    """Run this program or ``hostile_files`` in a process; return the JSON lines that it prints."""
+    done = subprocess.run(
+        [sys.executable, program, *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 # Whole models

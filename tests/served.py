@@ -8,9 +8,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import psutil
@@ -38,6 +39,15 @@ class Served:
     def wait_until_ready(self) -> None:
         wait_until(lambda: self._is_ready() or self.process.poll() is not None, "not ready", READY_SECONDS)
         assert self.process.poll() is None, self._log.read_text()
+
+    @contextmanager
+    def ready(self) -> Iterator[Self]:
+        """Wait until the server is ready, and end it with the block."""
+        try:
+            self.wait_until_ready()
+            yield self
+        finally:
+            self.end()
 
     def _is_ready(self) -> bool:
         found = re.search(r"listening on (http://[\d.]+:\d+)", self._log.read_text())

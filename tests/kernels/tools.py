@@ -17,6 +17,7 @@ from paceline.kernels.pack import Weight
 from paceline.kernels.spec import ExpertsWeights, LayerWeights, LinearWeights, NativeSpec, Rotary
 
 THREADS = 2
+GARBAGE = 3e4  # in a cache, beyond a row's length
 STORE, ADD, SWIGLU = range(3)
 
 
@@ -165,6 +166,19 @@ def with_sinks(spec: NativeSpec) -> NativeSpec:
 
 def cache_for(spec: NativeSpec, rows: int = 4, positions: int = 300, dtype: torch.dtype = torch.bfloat16) -> KVCache:
     return KVCache(len(spec.layers), rows, spec.kv_heads, positions, spec.head_dim, dtype=dtype)
+
+
+def ragged_cache(
+    lengths: Sequence[int], groups: int, positions: int, dim: int, seed: int, device: str = "cpu"
+) -> tuple[Tensor, Tensor]:
+    """Random keys and values up to each row's length, large finite numbers beyond."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (len(lengths), groups, positions, dim)
+    keys, values = torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+    for row, length in enumerate(lengths):
+        keys[row, :, length:] = GARBAGE
+        values[row, :, length:] = -GARBAGE
+    return keys.to(device), values.to(device)
 
 
 def ragged(lengths: dict[int, int], starts: dict[int, int] | None = None) -> tuple[Tensor, Tensor]:

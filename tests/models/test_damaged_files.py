@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import damaged_files
-from damaged_files import MEMORY
+from damaged_files import MEMORY, verdicts_of
 
 SEED = 1
 MAX_SECONDS = 60.0  # for a busy machine; on an idle one it takes less than 1 s, or 6 s for cases that reach a limit
@@ -20,15 +16,7 @@ MAX_MIB = MEMORY // 4 >> 20  # in addition to an idle process
 
 
 def verdicts(folder: Path, *only: str) -> list[dict[str, Any]]:
-    done = subprocess.run(
-        [sys.executable, damaged_files.__file__, str(folder), str(SEED), *only],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return verdicts_of(damaged_files.__file__, str(folder), str(SEED), *only)
 
 
 def fault(verdict: dict[str, Any], idle: int) -> str | None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import hostile_files
+from damaged_files import verdicts_of
 
 # Of the interpreter: usually 3 MiB, whatever the files; 12.5 MiB were seen in a process's first load in int8. A third
 # copy of a large file is 25 MiB.
@@ -32,17 +29,9 @@ def fault(found: dict[str, Any]) -> str | None:
 @pytest.mark.parametrize("part", hostile_files.PARTS)
 @pytest.mark.one_in(4)
 def test_damaged_files_are_refused_by_name_within_their_own_memory(part: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, hostile_files.__file__, str(tmp_path), part],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    loads = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(loads) > 100
-    assert [{"fault": fault(found), **found} for found in loads if fault(found)] == []
+    cases = verdicts_of(hostile_files.__file__, str(tmp_path), part)
+    assert len(cases) > 100
+    assert [{"fault": fault(found), **found} for found in cases if fault(found)] == []
 
 
 def test_the_page_says_how_many_cases_and_kinds_there_are() -> None:

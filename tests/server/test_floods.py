@@ -33,11 +33,8 @@ def served(tiny: str, tmp_path: Path) -> Iterator[Served]:
     server = Served(tiny, tmp_path / "log", "--api-key", "secret")
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (1024, hard))
-    try:
-        server.wait_until_ready()
+    with server.ready():
         yield server
-    finally:
-        server.end()
 
 
 def address(served: Served) -> tuple[str, int]:

@@ -43,11 +43,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     log = tmp_path_factory.mktemp("hostile") / "log"
     body_timeout = f"{BODY_TIMEOUT * slowness():.1f}"
     server = Served(MODEL, log, *FLAGS, "--body-timeout", body_timeout, "--send-timeout", "3", engine=[])
-    try:
-        server.wait_until_ready()
+    with server.ready():
         yield server
-    finally:
-        server.end()
 
 
 def texts(served: Served) -> list[str]:

@@ -22,11 +22,8 @@ LONG = {"prompt": "abc", "max_tokens": 400, "ignore_eos": True, "seed": 1}
 @pytest.fixture
 def served(tiny: str, tmp_path: Path) -> Iterator[Served]:
     server = Served(tiny, tmp_path / "log", "--shutdown-timeout", "20", "--max-waiting", "12")
-    try:
-        server.wait_until_ready()
+    with server.ready():
         yield server
-    finally:
-        server.end()
 
 
 @pytest.mark.wide

@@ -7,27 +7,14 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
+from kernels.tools import ragged_cache
 from paceline.core.nodes import Tree
 from paceline.core.slots import Slots
 from paceline.kernels.attention import BACKENDS
 from paceline.kernels.attention.reference import ReferenceAttention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-GARBAGE = 3e4
-
-
-def cache_of(lengths: list[int], groups: int, positions: int, dim: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Random keys and values up to each row's length, large finite numbers beyond."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (len(lengths), groups, positions, dim)
-    keys, values = torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
-    for row, length in enumerate(lengths):
-        keys[row, :, length:] = GARBAGE
-        values[row, :, length:] = -GARBAGE
-    return keys, values
 
 
 @pytest.mark.parametrize("name", ["padded", "split"])
@@ -40,7 +27,7 @@ def test_backends_equal_the_reference_on_ragged_rows(name: str, data: st.DataObj
     lengths = [pick(st.one_of(st.just(new), st.just(positions), st.integers(new, positions))) for _ in range(rows)]
     window, scale = pick(st.sampled_from([None, None, 1, 3, 100])), pick(st.sampled_from([None, 0.3, 1.0]))
     spare = pick(st.integers(0, 3))
-    keys, values = cache_of(lengths, groups, positions + 4, dim, pick(st.integers(0, 1000)))
+    keys, values = ragged_cache(lengths, groups, positions + 4, dim, pick(st.integers(0, 1000)))
     q = torch.randn(rows, groups * shared, new, dim)
     where = torch.tensor(lengths)[:, None] - new + torch.arange(new)
     longest = max(lengths) + spare
@@ -55,7 +42,7 @@ def test_backends_equal_the_reference_on_ragged_rows(name: str, data: st.DataObj
 @pytest.mark.parametrize("name", ["padded", "split", "reference"])
 def test_rows_may_lie_anywhere_in_the_cache(name: str, places: list[int]) -> None:
     backend = {**BACKENDS, "reference": ReferenceAttention}[name]()
-    keys, values = cache_of([9, 4, 20], 2, 24, 8, 1)
+    keys, values = ragged_cache([9, 4, 20], 2, 24, 8, 1)
     wide = [torch.full((5, *table.shape[1:]), torch.nan) for table in (keys, values)]
     for table, own in zip(wide, (keys, values), strict=True):
         table[places] = own
@@ -76,7 +63,9 @@ def test_a_node_of_a_tree_attends_as_the_last_token_of_its_chain(name: str, data
     counts = [pick(st.integers(0, new - 1)) for _ in range(rows)]  # the rest is padding
     parents = [[pick(st.integers(-1, node - 1)) for node in range(new - 1)] for _ in range(rows)]
     window = pick(st.sampled_from([None, 1, 2, 3, 100]))
-    keys, values = cache_of([text + 1 + count for text, count in zip(texts, counts, strict=True)], 2, positions, 4, 0)
+    keys, values = ragged_cache(
+        [text + 1 + count for text, count in zip(texts, counts, strict=True)], 2, positions, 4, 0
+    )
     q = torch.randn(rows, 4, new, 4)
     tree = Tree.of(torch.tensor(parents, dtype=torch.int64).view(rows, new - 1), torch.tensor(counts))
     backend = ReferenceAttention() if name == "reference" else BACKENDS[name]()
@@ -99,7 +88,7 @@ def test_a_node_of_a_tree_attends_as_the_last_token_of_its_chain(name: str, data
 @pytest.mark.parametrize("window", [None, 4])
 def test_padding_beyond_the_longest_row_is_finite_and_changes_no_other_row(name: str, window: int | None) -> None:
     lengths = [1, 9]
-    keys, values = cache_of(lengths, 2, 16, 4, 0)
+    keys, values = ragged_cache(lengths, 2, 16, 4, 0)
     where = torch.tensor([[0, 1, 2, 3], [8, 9, 10, 11]])
     q = torch.randn(2, 4, 4, 4)
     backend, reference = BACKENDS[name](), ReferenceAttention()
@@ -111,7 +100,7 @@ def test_padding_beyond_the_longest_row_is_finite_and_changes_no_other_row(name:
 
 @pytest.mark.parametrize("name", ["padded", "split"])
 def test_one_plan_serves_layers_with_and_without_a_window(name: str) -> None:
-    keys, values = cache_of([5, 12], 1, 16, 4, 0)
+    keys, values = ragged_cache([5, 12], 1, 16, 4, 0)
     where, q = torch.tensor([[3, 4], [10, 11]]), torch.randn(2, 2, 2, 4)
     backend, reference = BACKENDS[name](), ReferenceAttention()
     plan, exact = backend.plan(where, 12), reference.plan(where, 12)

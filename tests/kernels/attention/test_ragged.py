@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from kernels import tools
+from kernels.tools import GARBAGE
 from paceline.config import MAX_SPECULATION_LENGTH
 from paceline.core.nodes import Tree
 from paceline.core.slots import Slots
@@ -21,7 +24,6 @@ from paceline.kernels.attention.reference import ReferenceAttention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-GARBAGE = 3e4
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = Tiles(positions=16)
 TILES = {
@@ -32,17 +34,7 @@ TILES = {
     "long stretches": Tiles(queries=32, positions=16, split=64),
 }
 FEW_TILES = [name if name in ("small", "stretches") else pytest.param(name, marks=pytest.mark.slow) for name in TILES]
-
-
-def ragged_cache(lengths: list[int], groups: int, positions: int, dim: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Random keys and values up to each row's length, large finite numbers beyond."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (len(lengths), groups, positions, dim)
-    keys, values = torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
-    for row, length in enumerate(lengths):
-        keys[row, :, length:] = GARBAGE
-        values[row, :, length:] = -GARBAGE
-    return keys.to(DEVICE), values.to(DEVICE)
+ragged_cache = partial(tools.ragged_cache, device=DEVICE)
 
 
 def compare(

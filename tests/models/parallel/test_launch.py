@@ -194,9 +194,7 @@ def test_under_torchrun_its_ranks_are_used(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_server_ends_when_a_rank_does(tmp_path: Path) -> None:
-    served = Served(str(write(toy("llama"), tmp_path)), tmp_path / "log", "--tensor-parallel", "2")
-    try:
-        served.wait_until_ready()
+    with Served(str(write(toy("llama"), tmp_path)), tmp_path / "log", "--tensor-parallel", "2").ready() as served:
         body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 5}
         assert served.post(body).status_code == 200
         (rank,) = ranks_of(served.process.pid)
@@ -204,5 +202,3 @@ def test_a_server_ends_when_a_rank_does(tmp_path: Path) -> None:
         wait_until(lambda: served.process.poll() is not None, "the server goes on without its rank", SECONDS)
         assert served.process.returncode != 0
         assert "rank 1 of 2 has ended (killed by signal 9)" in (tmp_path / "log").read_text()
-    finally:
-        served.end()

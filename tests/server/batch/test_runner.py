@@ -709,9 +709,7 @@ def test_a_server_killed_at_random_loses_and_repeats_no_line(tiny: str, tmp_path
     lines = [line(str(number), f"text {number}", max_tokens=16) for number in range(400)]
     chance, flags, name = random.Random(), ("--batch-dir", str(tmp_path / "kept")), ""
     for life in range(6):
-        served = Served(tiny, tmp_path / f"log{life}", *flags)
-        try:
-            served.wait_until_ready()
+        with Served(tiny, tmp_path / f"log{life}", *flags).ready() as served:
             api = official(served.url)
             name = name or begin(api, lines).id
             if life == 5:
@@ -725,5 +723,3 @@ def test_a_server_killed_at_random_loses_and_repeats_no_line(tiny: str, tmp_path
                 more = api.batches.retrieve(name).request_counts.completed + chance.randrange(1, 60)
                 wait_until(lambda: api.batches.retrieve(name).request_counts.completed >= more)  # noqa: B023
                 served.process.send_signal(signal.SIGKILL)
-        finally:
-            served.end()
