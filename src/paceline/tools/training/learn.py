@@ -27,7 +27,7 @@ from paceline.tools.training.objective import Divergence, Learner, loss
 from paceline.tools.training.optimizer import optimizers
 from paceline.tools.training.ranks import TrainingRanks
 
-_CHECKPOINT_BYTES_PER_WEIGHT = 12  # a float32 weight and its two moments
+_CHECKPOINT_BYTES_PER_WEIGHT = 12  # at most: a float32 weight and two moments, of matrices one
 _LOGITS_COPIES = 4  # tensors of the logits' size that one draft token needs: logits, distributions, gradients
 
 

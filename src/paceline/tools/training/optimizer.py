@@ -36,7 +36,8 @@ def optimizers(weights: Iterable[Tensor], learning_rate: float) -> tuple[Optimiz
 class Muon(Optimizer):
     """Trains matrices [..., rows, columns]; leading dimensions count matrices of their own.
 
-    Products have the dtype of the autocast around ``step``.
+    An update is the orthogonal matrix next to the gradients' running mean, a fifth of the learning rate in root mean
+    square. Products have the dtype of the autocast around ``step``.
     """
 
     def __init__(self, weights: Iterable[Tensor], learning_rate: float) -> None:
