@@ -76,10 +76,10 @@ class DraftTraining:
         float,
         Number(1e-7, 1),
         Help(
-            "Peak learning rate.",
+            "Peak learning rate of AdamW.",
             more="It rises over the first ``warm_up`` of all steps, then falls along half a cosine.",
         ),
-    ] = 1e-2
+    ] = 2e-3
     warm_up: Annotated[Share, Help("Fraction of all steps in which the learning rate rises.")] = 0.03
     batch_tokens: Annotated[int, Whole(8, MAX_PREFILL_CHUNK), Help("Tokens of a training step.")] = 2048
     clip: Annotated[float, Number(1e-3, 1e3), Help("Maximum norm of a gradient.")] = 1.0

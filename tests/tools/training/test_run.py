@@ -125,7 +125,7 @@ def test_a_run_of_an_older_version_without_kinds_can_be_resumed(whole: Path, tar
 
 
 @pytest.mark.parametrize(
-    ("option", "begun"), [(("--mlp-width", "80"), "without it"), (("--learning-rate", "0.001"), "with 0.01")]
+    ("option", "begun"), [(("--mlp-width", "80"), "without it"), (("--learning-rate", "0.001"), "with 0.002")]
 )
 def test_resuming_with_another_setting_names_the_original_one(
     whole: Path, target: str, tmp_path: Path, option: tuple[str, str], begun: str

@@ -1,4 +1,4 @@
-"""The training loop: steps, atomic checkpoints, evaluations on held-out conversations."""
+"""The training loop: AdamW steps, atomic checkpoints, evaluations on held-out conversations."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from paceline.errors import PacelineError
 from paceline.tools.training.acceptance import Acceptance, measure
 from paceline.tools.training.batches import ExampleDataset, TrainingBatch
 from paceline.tools.training.objective import Divergence, Learner, loss
-from paceline.tools.training.optimizer import optimizers
 from paceline.tools.training.ranks import TrainingRanks
 
-_CHECKPOINT_BYTES_PER_WEIGHT = 12  # at most: a float32 weight and two moments, of matrices one
+_BETAS = 0.9, 0.95
+_CHECKPOINT_BYTES_PER_WEIGHT = 12  # a float32 weight and its two moments
 _LOGITS_COPIES = 4  # tensors of the logits' size that one draft token needs: logits, distributions, gradients
 
 
@@ -71,7 +71,7 @@ class Trainer:
         self.scale = scale
         self.progress = Progress()
         self._trained = {name: weight for name, weight in head.named_parameters() if weight.requires_grad}
-        self._optimizers = optimizers(self._trained.values(), options.learning_rate)
+        self._optimizer = torch.optim.AdamW(self._trained.values(), lr=options.learning_rate, betas=_BETAS)
         self._autocast = torch.autocast(
             scale.device.type, torch.bfloat16, enabled=native_bfloat16(scale.device), cache_enabled=True
         )
@@ -128,7 +128,7 @@ class Trainer:
     def _train_step(self, step: list[int], batch: TrainingBatch) -> None:
         """Train on one step, of which ``batch`` is this rank's part."""
         options, progress, batch = self.options, self.progress, batch.to(self.scale.device)
-        for group in (group for optimizer in self._optimizers for group in optimizer.param_groups):
+        for group in self._optimizer.param_groups:
             group["lr"] = options.learning_rate * schedule(self.fraction_done, options.warm_up)
         with self._autocast, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")  # norms stay in float32
@@ -142,13 +142,11 @@ class Trainer:
                 f"training diverged at step {len(progress.losses)}: take a lower --learning-rate with --resume, which "
                 "keeps the data, after removing training.safetensors if it is there"
             )
-        self.head.zero_grad()
+        self._optimizer.zero_grad()
         (total * has_part).backward()  # type: ignore[no-untyped-call]
         self.ranks.all_reduce([weight.grad for weight in self._trained.values() if weight.grad is not None])
         torch.nn.utils.clip_grad_norm_(self._trained.values(), options.clip)
-        with self._autocast:
-            for optimizer in self._optimizers:
-                optimizer.step()
+        self._optimizer.step()
         progress.losses.append(round(first, 5))
         progress.step += 1
         progress.passes += sum(self.dataset.lengths[index] for index in step)
@@ -170,9 +168,8 @@ class Trainer:
     def save(self, path: Path) -> None:
         """Write weights, optimizer state and ``progress`` atomically."""
         tensors = {f"weight.{name}": weight.detach().cpu() for name, weight in self._trained.items()}
-        for number, optimizer in enumerate(self._optimizers):
-            for index, state in optimizer.state_dict()["state"].items():
-                tensors |= {f"optimizer.{number}.{index}.{name}": value.detach().cpu() for name, value in state.items()}
+        for index, state in self._optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer.{index}.{name}": value.detach().cpu() for name, value in state.items()}
         with written_whole(path) as part:
             save_file(tensors, part, metadata={"progress": json.dumps(asdict(self.progress))})
 
@@ -185,8 +182,7 @@ class Trainer:
             with torch.no_grad():
                 for name, weight in self._trained.items():
                     weight.copy_(tensors[f"weight.{name}"])
-            for number, optimizer in enumerate(self._optimizers):
-                optimizer.load_state_dict(optimizer.state_dict() | {"state": _by_index(tensors, number)})
+            self._optimizer.load_state_dict(self._optimizer.state_dict() | {"state": _by_index(tensors)})
         except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
             raise PacelineError(f"{path} is no checkpoint of this head: remove it to begin again ({error})") from error
 
@@ -212,13 +208,13 @@ class _Every:
         return due
 
 
-def _by_index(tensors: Mapping[str, Tensor], optimizer: int) -> dict[int, dict[str, Tensor]]:
-    """The state of each weight of an optimizer, by the weight's index. optimizer: its number."""
+def _by_index(tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
     state: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        if name.startswith(f"optimizer.{optimizer}."):
-            _, _, index, part = name.split(".")
-            state.setdefault(int(index), {})[part] = tensor
+        kind, _, rest = name.partition(".")
+        index, _, moment = rest.partition(".")
+        if kind == "optimizer":
+            state.setdefault(int(index), {})[moment] = tensor
     return state
 
 
