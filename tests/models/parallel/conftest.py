@@ -6,5 +6,5 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def _nothing_goes_out() -> None:
+def _without_network() -> None:
     """Replaces the fixture of the folder above."""

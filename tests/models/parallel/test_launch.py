@@ -102,8 +102,9 @@ def test_a_rank_that_does_not_answer_times_out(tmp_path: Path, monkeypatch: pyte
         wait_until(lambda: not rank.is_running(), "the rank is still there", SECONDS)
 
 
-def begin(script: str, path: Path, *command: str) -> subprocess.Popen[str]:
-    """A separate program with LLM, PATH, OPTIONS, prompts, params and texts defined."""
+@contextmanager
+def begun(script: str, path: Path, *command: str) -> Iterator[subprocess.Popen[str]]:
+    """A separate program with LLM, PATH, OPTIONS, prompts, params and texts defined. It ends with the block."""
     head = f"""
         import signal
         import sys
@@ -117,7 +118,11 @@ def begin(script: str, path: Path, *command: str) -> subprocess.Popen[str]:
     file = path / "program.py"
     file.write_text(textwrap.dedent(head) + textwrap.dedent(script))
     command = command or (sys.executable,)
-    return subprocess.Popen([*command, str(file)], stdout=subprocess.PIPE, text=True, env=_environment())
+    with subprocess.Popen([*command, str(file)], stdout=subprocess.PIPE, text=True, env=_environment()) as program:
+        try:
+            yield program
+        finally:
+            program.kill()
 
 
 def _environment() -> dict[str, str]:
@@ -139,12 +144,10 @@ def test_all_ranks_end_when_rank_0_is_killed(tmp_path: Path) -> None:
         while True:
             llm.generate(prompts(4), params(200), use_tqdm=False)
     """
-    program = begin(script, write(toy("llama"), tmp_path))
-    assert line_of(program) == "ready"
-    (rank,) = ranks_of(program.pid)
-    directory = Path(rank.cmdline()[-1].split('"')[3]).parent
-    program.kill()
-    program.wait()
+    with begun(script, write(toy("llama"), tmp_path)) as program:
+        assert line_of(program) == "ready"
+        (rank,) = ranks_of(program.pid)
+        directory = Path(rank.cmdline()[-1].split('"')[3]).parent
     wait_until(lambda: not rank.is_running(), "the rank is still there", SECONDS)
     wait_until(lambda: not directory.exists(), "its directory is still there", SECONDS)
 
@@ -161,14 +164,14 @@ def test_after_an_interrupt_the_model_goes_on(tmp_path: Path) -> None:
         except KeyboardInterrupt:
             print(texts(llm.generate(prompts(4), params(20), use_tqdm=False)) == expected, flush=True)
     """
-    program = begin(script, write(toy("llama"), tmp_path))
-    assert line_of(program) == "ready"
-    (rank,) = ranks_of(program.pid)
-    time.sleep(0.3)  # anywhere in a round
-    program.send_signal(signal.SIGINT)
-    assert line_of(program) == "True"
-    assert program.wait(SECONDS) == 0
-    assert not rank.is_running()
+    with begun(script, write(toy("llama"), tmp_path)) as program:
+        assert line_of(program) == "ready"
+        (rank,) = ranks_of(program.pid)
+        time.sleep(0.3)  # anywhere in a round
+        program.send_signal(signal.SIGINT)
+        assert line_of(program) == "True"
+        assert program.wait(SECONDS) == 0
+        assert not rank.is_running()
 
 
 @pytest.mark.slow
@@ -184,8 +187,8 @@ def test_under_torchrun_its_ranks_are_used(tmp_path: Path) -> None:
     path = write(toy("llama"), tmp_path)
     expected = texts(LLM(path, **OPTIONS).generate(prompts(4), params(20), use_tqdm=False))
     torchrun = sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"
-    program = begin(script, path, *torchrun)
-    said, _ = program.communicate(timeout=120)
+    with begun(script, path, *torchrun) as program:
+        said, _ = program.communicate(timeout=120)
     first, second = said.splitlines()
     assert first == str(expected), "and once: what stands behind LLM runs on rank 0 alone"
     assert "used by only one LLM" in second
