@@ -190,7 +190,7 @@ class ChatFormat:
         return OutputParser(read, self.tools.new_id if self.tools is not None else openai_call_id)
 
     def splitter(self, inside_thoughts: bool) -> ThoughtsSplitter | None:
-        """Return what tells thoughts from text in one answer; None if the model has no thoughts."""
+        """Return a splitter of one answer into thoughts and text; None if the model has no thoughts."""
         if self.thinking is None:
             return None
         begin, end, channels = self.thinking.begin, self.thinking.end, self.channels

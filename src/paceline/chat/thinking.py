@@ -47,7 +47,7 @@ def is_over(markers: ThinkingMarkers, prompt_end: str) -> bool:
 
 
 class ThoughtsSplitter:
-    """Tells thoughts, markers included, from the text that follows them, as an answer arrives.
+    """Separates thoughts, markers included, from the text that follows them, as an answer arrives.
 
     end: what ends thoughts. openings: what may come first in an answer, and whether it begins thoughts. inside: whether
     the answer begins within thoughts. repeats: whether an opening may come after thoughts, too.

@@ -42,9 +42,9 @@ def _zeros_in(memory: mmap.mmap, dtype: torch.dtype) -> Tensor:
 class RowTables:
     """Tables [outer, row, inner, slot, dim], initially zero.
 
-    A row is written only at its own slots, and nothing is erased but NaN. Slots at or beyond a row's length are
-    overwritten before they are read. Each row has one additional trash slot, which is never read: writes beyond the end
-    (padding at a row's tail) go there.
+    A row is written only at its own slots, and only ``erase_row`` clears it, after NaN. Slots at or beyond a row's
+    length are overwritten before they are read. Each row has one additional trash slot, which is never read: writes
+    beyond the end (padding at a row's tail) go there.
 
     shapes: outer, inner and dim of each table.
     sizes: number of slots of each row, ``positions`` unless ``resize`` was called.

@@ -53,9 +53,9 @@ class ChatPrompt:
         return self.format.parser(self.options.offered, inside, structured)
 
     def splitter(self, stop: Sequence[str]) -> ThoughtsSplitter | None:
-        """Return what tells one answer's thoughts, in which these stop strings do not count, from its text.
+        """Return a splitter that keeps one answer's thoughts out of the search for these stop strings.
 
-        Returns None if they count in the whole answer: one of them contains the marker that ends thoughts.
+        Returns None if the whole answer is searched: the model has no thoughts, or a string contains their end marker.
         """
         form = self.format
         if not stop or form.thinking is None or any(form.thinking.end in text for text in stop):

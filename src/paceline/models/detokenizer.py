@@ -130,7 +130,7 @@ class Detokenizer:
     skip_special: whether special tokens are left out. kept_special: special tokens that are not, even then.
     after: a token before the answer (``Tokenizer.last_of_text``), if the answer continues a text. A SentencePiece
         vocabulary then keeps the space of the answer's first token.
-    splitter: tells the thoughts, in which stop strings do not count; None if they count everywhere.
+    splitter: separates the thoughts, where stop strings do not count; None if they count everywhere.
 
     text: the text released so far. stopped: the stop string that was found; no text is released after it.
     """

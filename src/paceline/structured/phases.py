@@ -249,7 +249,7 @@ class _ThoughtsBeforeGrammar(_Thoughts):
         return found
 
     def _misfits(self) -> Iterator[int]:
-        """Tokens that end the thoughts and begin what follows in a way that it cannot."""
+        """Tokens that end the thoughts and carry text that cannot follow them."""
         for size, tokens in enumerate(self.thinking.overshoots):
             if self.tail.endswith(self.thinking.end[:size]):
                 yield from (token for token in tokens if not self._fits(token))
@@ -291,7 +291,7 @@ def _behind_thoughts(rules: AnswerRules, thinking: Thinking, data: bytes, used: 
 
 
 def _beginning(rules: AnswerRules, thinking: Thinking | None, used: int = 0) -> Phase:
-    """The place where the grammar begins, or thoughts; None: there are no more."""
+    """The place where the grammar or thoughts begin. thinking: None if no more thoughts may come."""
     grammar = _Grammar(rules, _start(rules))
     paths: list[tuple[tuple[int, ...], Phase]] = [(rules.header, grammar)] if rules.header else []
     if thinking is not None:
