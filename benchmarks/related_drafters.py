@@ -6,7 +6,8 @@ r"""The drafters of the related papers side by side, trained for equal time on t
 The first form trains each kind for ``--minutes``, 45 by default. Then it counts what the target accepts on six tasks,
 none of whose prompts were trained on. It may run once for each kind: DIR keeps the recorded answers and what was
 trained, FILE the results of all. A run that was killed goes on where it was. The second form needs a quiet machine. It
-times drafts, and ``auto`` against plain decoding in turns, for the kinds that DIR holds.
+times drafts, and ``auto`` against plain decoding in turns, for the kinds that DIR holds: all tasks mixed, then open
+chat by itself.
 
 The target writes the prompts, too: its own user turns, and user turns that begin with the first words of a task.
 Further options are those of ``paceline train-draft``.
@@ -19,7 +20,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -37,6 +38,7 @@ from paceline.tools.training.prompts import opening_of
 DRAFT_TOKENS = 3  # as many as the heads that draft in one pass are trained for
 TEMPERATURES = 0.0, 0.8
 KINDS = (*DRAFT_KINDS, "ngram")
+CHAT_BATCH_SIZES = 1, 2  # where open chat is timed by itself: a head could replace n-gram lookup there
 NOT_IN_TIME = "10000"  # minutes between evaluations: the only one follows the training
 TOKENS_OF_A_CONVERSATION = 200  # fewer than usual, so that few prompts are used twice
 OPENINGS = (
@@ -136,11 +138,16 @@ def summary(counts: Sequence[Count], temperature: float) -> str:
     return f"T={temperature:g}: accepted {shown}, {length:.2f} tokens per round"
 
 
+def unseen(steps: Iterable[Any], _what: str) -> Iterable[Any]:
+    """Steps without a progress bar."""
+    return steps
+
+
 def measure(kind: str, options: argparse.Namespace) -> dict[str, Any]:
     """Train one kind and count what is accepted of it."""
     trained = {} if kind == "ngram" else {"training": train(kind, options)}
     drafter = contender(kind, options)
-    counts = list(count([drafter], plan_of(options), lambda steps, _: steps))
+    counts = list(count([drafter], plan_of(options), unseen))
     for temperature in TEMPERATURES:
         print(f"{kind:16} {summary(counts, temperature)}", flush=True)
     return {**trained, "acceptance": [each.as_document() for each in counts], **about(drafter)}
@@ -149,11 +156,15 @@ def measure(kind: str, options: argparse.Namespace) -> dict[str, Any]:
 def times(options: argparse.Namespace) -> dict[str, Any]:
     """Time a draft of each kind, and ``auto`` against plain decoding; plain and all kinds take turns."""
     drafters, plan = [contender(kind, options) for kind in options.kinds], plan_of(options)
-    costs = [asdict(each) for each in draft_costs(drafters, plan)]
-    found = [asdict(each) for each in speeds(drafters, plan, lambda steps, _: steps)]
-    for each in (*costs, *found):
-        print(each, flush=True)
-    return {"draft_costs": costs, "auto_over_plain": found, "ran": {each.name: about(each) for each in drafters}}
+    chat = replace(plan, tasks=("chat",), batch_sizes=CHAT_BATCH_SIZES)
+    found = {
+        "draft_costs": [asdict(each) for each in draft_costs(drafters, plan)],
+        "auto_over_plain": [asdict(each) for each in speeds(drafters, plan, unseen)],
+        "auto_over_plain_in_chat": [asdict(each) for each in speeds(drafters, chat, unseen, plan.prompts)],
+    }
+    for name, cells in found.items():
+        print(name, *cells, sep="\n", flush=True)
+    return {**found, "ran": {each.name: about(each) for each in drafters}}
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:

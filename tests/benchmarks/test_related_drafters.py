@@ -8,7 +8,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from benchmarks.related_drafters import DRAFT_TOKENS, KINDS, OPENINGS, arguments, main, summary, usable, written_prompts
+from benchmarks.related_drafters import (
+    CHAT_BATCH_SIZES,
+    DRAFT_TOKENS,
+    KINDS,
+    OPENINGS,
+    arguments,
+    main,
+    summary,
+    usable,
+    written_prompts,
+)
 
 from benchmarks import related_drafters
 from byte_model import byte_tokenizer
@@ -105,6 +115,10 @@ def test_kinds_are_trained_counted_and_timed_in_several_sittings(
     assert {
         (each["drafter"], each["batch_size"], each["temperature"]) for each in found["times"]["auto_over_plain"]
     } == {(kind, rows, heat) for kind, rows in timed for heat in (0, 0.8)}
+    in_chat = found["times"]["auto_over_plain_in_chat"]
+    assert {(each["drafter"], each["batch_size"], each["temperature"]) for each in in_chat} == {
+        (kind, rows, heat) for kind in ("chimera", "model", "ngram") for rows in CHAT_BATCH_SIZES for heat in (0, 0.8)
+    }
     assert str(tmp_path) not in output.read_text()
     with pytest.raises(SystemExit, match="holds no drafter"):
         main([*common, *timing, "--kinds", "parallel"])

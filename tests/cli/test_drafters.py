@@ -25,12 +25,17 @@ def test_a_draft_token_is_tried_if_all_before_it_were_accepted() -> None:
 
 @pytest.mark.parametrize("size", [1, 4, 8, 16])
 def test_batches_have_equally_many_prompts_of_every_task(size: int) -> None:
-    batches = mixed_batches(TASKS, size)
+    batches = mixed_batches(TASKS, size, len(TASKS))
     assert {len(batch) for batch in batches} == {size}
     texts = [text for batch in batches for text in batch]
     of_task = [sum(text in PROMPTS[task] for text in texts) for task in TASKS]
     assert len(set(of_task)) == 1
     assert len(set(texts)) == len(texts)
+
+
+def test_one_task_is_timed_on_as_many_prompts_as_asked() -> None:
+    batches = mixed_batches(("chat",), 2, 19)
+    assert [text for batch in batches for text in batch] == [*PROMPTS["chat"]]
 
 
 def test_the_document_has_every_drafter_on_every_task(

@@ -21,7 +21,7 @@ from paceline.tools.bench.measure import questions, run_batch, turns
 from paceline.tools.bench.offline import Paceline
 from paceline.tools.bench.plots import new_figure, save
 from paceline.tools.bench.recording import Recorder, Round, kept_by_position
-from paceline.tools.bench.tasks import PROMPTS, Task
+from paceline.tools.bench.tasks import PROMPTS, TASKS, Task
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -156,20 +156,28 @@ class Speed:
 
 
 def speeds(
-    drafters: Sequence[Contender], plan: MeasurementPlan, progress: Callable[[Iterable[Any], str], Iterable[Any]]
+    drafters: Sequence[Contender],
+    plan: MeasurementPlan,
+    progress: Callable[[Iterable[Any], str], Iterable[Any]],
+    at_least: int = len(TASKS),
 ) -> Iterator[Speed]:
-    """Time every drafter at every batch size and temperature, in turn; siblings are left out (they share a prompt)."""
+    """Time every drafter at every batch size and temperature, in turn; siblings are left out (they share a prompt).
+
+    at_least: prompts of a turn.
+    """
     asked = [each for each in drafters if each.answers == 1]
     cells = [(size, temperature) for size in plan.batch_sizes for temperature in plan.temperatures]
     for size, temperature in progress(cells, "speed"):
-        yield from _speeds(asked, plan, size, temperature)
+        yield from _speeds(asked, plan, mixed_batches(plan.tasks, size, at_least), temperature)
 
 
-def _speeds(drafters: Sequence[Contender], plan: MeasurementPlan, size: int, temperature: float) -> list[Speed]:
+def _speeds(
+    drafters: Sequence[Contender], plan: MeasurementPlan, batches: Sequence[Sequence[str]], temperature: float
+) -> list[Speed]:
+    size = len(batches[0])
     options = {each.name: each.llm.with_options(max_batch_size=size, prefix_cache=False) for each in drafters}
     plain = drafters[0].llm.plain().with_options(max_batch_size=size, prefix_cache=False)
     sides = [Paceline(name, llm, None, temperature) for name, llm in {"plain": plain, **options}.items()]
-    batches = mixed_batches(plan.tasks, size)
     prompts = [questions(plain, batch) for batch in batches]
     for side in sides:
         side.time(prompts[0], WARM_UP_TOKENS)
@@ -185,9 +193,10 @@ def _speeds(drafters: Sequence[Contender], plan: MeasurementPlan, size: int, tem
     ]
 
 
-def mixed_batches(tasks: Sequence[Task], size: int) -> list[list[str]]:
-    """The fewest batches of ``size`` prompts that hold equally many of every task."""
-    wanted = math.lcm(len(tasks), size)
+def mixed_batches(tasks: Sequence[Task], size: int, at_least: int) -> list[list[str]]:
+    """The fewest batches of ``size`` prompts that hold equally many of every task, and so many in all."""
+    equal = math.lcm(len(tasks), size)
+    wanted = equal * math.ceil(at_least / equal)
     mixed = [PROMPTS[tasks[n % len(tasks)]][n // len(tasks) % len(PROMPTS[tasks[0]])] for n in range(wanted)]
     return [mixed[first : first + size] for first in range(0, wanted, size)]
 
