@@ -588,6 +588,17 @@ def test_the_kinds_of_heads_are_those_that_were_trained() -> None:
     page, results = (ROOT / "docs" / "training.md").read_text(), load(RELATED)["results"]
     for kind in (*TRAINED, "ngram"):
         assert Related(kind).line() in page
+        assert Related(kind).chat_line() in page
+    text = " ".join(page.split())
+    ngram, feature = (Related(kind).in_chat() for kind in ("ngram", "feature"))
+    speed = "times plain decoding's speed (greedy, T = 0.8)"
+    assert f"`auto` with it has {feature[1]} {speed}, with n-gram lookup {ngram[1]}." in text
+    assert f"At two rows it has {feature[2]}, lookup {ngram[2]}." in text
+    lengths = [[Related(kind, run).rounds() for kind in TRAINED] for run in (RELATED_EARLIER, RELATED)]
+    seven, now = (f"{min(each)} to {max(each)}" for each in lengths)
+    assert f"Seven minutes had given {seven} tokens per round, 45 give {now}." in text
+    at_home, first = results["feature"]["training"]["held_out"]["conditional"][0], Related("feature").rates()[:4]
+    assert f"`feature` has {at_home:.2f} of its first draft tokens accepted, on these tasks {first}." in text
     trained = [results[kind]["training"] for kind in TRAINED]
     assert all(each["minutes"] == pytest.approx(RELATED_MINUTES, rel=0.02) for each in trained)
     assert len({each["data"]["tokens_made"] for each in trained}) == 1
@@ -686,7 +697,8 @@ def in_a_budget() -> list[str]:
     return [*(f"{share} {n}" for share, n in shares[:3]), f"on a Zen 4 {shares[3][0]} {shares[3][1]}"]
 
 
-RELATED, RELATED_MINUTES = "related-drafters-smollm2-epyc-zen4", 7
+RELATED, RELATED_MINUTES = "related-drafters-smollm2-epyc-zen3", 45
+RELATED_EARLIER = "related-drafters-smollm2-epyc-zen4"  # seven minutes each
 TRAINED = "feature", "parallel", "hidden_transfer", "chimera", "model"
 BOTH = "head or copies"
 
@@ -715,8 +727,8 @@ def heads_of_ours() -> list[str]:
 class Related:
     """A drafter of the related papers: means over six tasks that it was not trained on, as the pages write them."""
 
-    def __init__(self, kind: str) -> None:
-        results = load(RELATED)["results"]
+    def __init__(self, kind: str, run: str = RELATED) -> None:
+        results = load(run)["results"]
         self.kind, self._training = kind, results[kind].get("training")
         self._counted, self._times = results[kind]["acceptance"], results["times"]
 
@@ -734,8 +746,7 @@ class Related:
 
     def over_plain(self, temperature: float = 0) -> str:
         """Speed of ``auto`` over plain decoding's at 1, 4, 8 rows."""
-        found = [each for each in self._times["auto_over_plain"] if each["drafter"] == self.kind]
-        return ", ".join(f"{each['speed_up']:.2f}" for each in found if each["temperature"] == temperature)
+        return ", ".join(f"{each['speed_up']:.2f}" for each in self._timed("auto_over_plain", temperature))
 
     def headline(self) -> list[str]:
         reached = f"accepted at {self.rates()}, {self.rounds()} tokens a round"
@@ -747,12 +758,35 @@ class Related:
         if self._training is not None:
             many = self._training["head"]["weights_trained"], self._training["tokens_seen"]
             seen = [f"{number / 1e6:.2f}" for number in many]
-        lengths = self.rounds(), self.rounds(0.8), self.rounds(task="chat")
+        lengths = self.rounds(), Related(self.kind, RELATED_EARLIER).rounds(), self.rounds(0.8)
         cells = [f"`{self.kind}`", *seen, self.rates(), *lengths, self.ms(), self.over_plain(), self.over_plain(0.8)]
         return f"| {' | '.join(cells)} |"
 
+    def chat_line(self) -> str:
+        """The line of the training page's table of open chat: tokens per round, and ``auto`` over plain."""
+        cells = [f"`{self.kind}`"]
+        for temperature in (0, 0.8):
+            cells += [self.rounds(temperature, "chat")]
+            cells += [
+                f"{each['speed_up']:.2f} ({min(each['of_all']):.2f} to {max(each['of_all']):.2f})"
+                for each in self._timed("auto_over_plain_in_chat", temperature)
+            ]
+        return f"| {' | '.join(cells)} |"
+
+    def in_chat(self) -> dict[int, str]:
+        """Speed of ``auto`` over plain decoding's in open chat, greedy and at T = 0.8, by rows."""
+        of_all = [self._timed("auto_over_plain_in_chat", temperature) for temperature in (0, 0.8)]
+        return {
+            cold["batch_size"]: f"{cold['speed_up']:.2f} and {warm['speed_up']:.2f}"
+            for cold, warm in zip(*of_all, strict=True)
+        }
+
     def _at(self, temperature: float) -> list[dict[str, Any]]:
         return [each for each in self._counted if each["temperature"] == temperature]
+
+    def _timed(self, what: str, temperature: float) -> list[dict[str, Any]]:
+        found = [each for each in self._times[what] if each["drafter"] == self.kind]
+        return [each for each in found if each["temperature"] == temperature]
 
 
 def parallel() -> list[str]:
