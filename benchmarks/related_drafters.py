@@ -138,8 +138,8 @@ def summary(counts: Sequence[Count], temperature: float) -> str:
     return f"T={temperature:g}: accepted {shown}, {length:.2f} tokens per round"
 
 
-def unseen(steps: Iterable[Any], _what: str) -> Iterable[Any]:
-    """Steps without a progress bar."""
+def without_bar(steps: Iterable[Any], _what: str) -> Iterable[Any]:
+    """Progress for the benches: none is shown."""
     return steps
 
 
@@ -147,7 +147,7 @@ def measure(kind: str, options: argparse.Namespace) -> dict[str, Any]:
     """Train one kind and count what is accepted of it."""
     trained = {} if kind == "ngram" else {"training": train(kind, options)}
     drafter = contender(kind, options)
-    counts = list(count([drafter], plan_of(options), unseen))
+    counts = list(count([drafter], plan_of(options), without_bar))
     for temperature in TEMPERATURES:
         print(f"{kind:16} {summary(counts, temperature)}", flush=True)
     return {**trained, "acceptance": [each.as_document() for each in counts], **about(drafter)}
@@ -159,8 +159,8 @@ def times(options: argparse.Namespace) -> dict[str, Any]:
     chat = replace(plan, tasks=("chat",), batch_sizes=CHAT_BATCH_SIZES)
     found = {
         "draft_costs": [asdict(each) for each in draft_costs(drafters, plan)],
-        "auto_over_plain": [asdict(each) for each in speeds(drafters, plan, unseen)],
-        "auto_over_plain_in_chat": [asdict(each) for each in speeds(drafters, chat, unseen, plan.prompts)],
+        "auto_over_plain": [asdict(each) for each in speeds(drafters, plan, without_bar)],
+        "auto_over_plain_in_chat": [asdict(each) for each in speeds(drafters, chat, without_bar, plan.prompts)],
     }
     for name, cells in found.items():
         print(name, *cells, sep="\n", flush=True)

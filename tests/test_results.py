@@ -590,13 +590,24 @@ def test_the_kinds_of_heads_are_those_that_were_trained() -> None:
         assert Related(kind).line() in page
         assert Related(kind).chat_line() in page
     text = " ".join(page.split())
-    ngram, feature = (Related(kind).in_chat() for kind in ("ngram", "feature"))
+    ngram, feature, model = (Related(kind).in_chat() for kind in ("ngram", "feature", "model"))
     speed = "times plain decoding's speed (greedy, T = 0.8)"
     assert f"`auto` with it has {feature[1]} {speed}, with n-gram lookup {ngram[1]}." in text
     assert f"At two rows it has {feature[2]}, lookup {ngram[2]}." in text
+    assert f"`model` has {model[1]} at one row, {model[2]} at two." in text
     lengths = [[Related(kind, run).rounds() for kind in TRAINED] for run in (RELATED_EARLIER, RELATED)]
     seven, now = (f"{min(each)} to {max(each)}" for each in lengths)
     assert f"Seven minutes had given {seven} tokens per round, 45 give {now}." in text
+    cells = results["times"]["auto_over_plain_in_chat"]
+    spread = max((max(each["of_all"]) - min(each["of_all"])) / each["speed_up"] for each in cells)
+    assert f"These runs spread by up to {100 * spread:.0f} % of their median." in text
+    before = load(RELATED_EARLIER)["results"]
+    more = [results[kind]["training"]["tokens_seen"] / before[kind]["training"]["tokens_seen"] for kind in TRAINED]
+    data = [run["feature"]["training"]["data"]["tokens_made"] for run in (results, before)]
+    seen = (
+        f"seen {min(more):.1f} to {max(more):.0f} times as many tokens, of {data[0] / data[1]:.2f} times as much data"
+    )
+    assert seen in text
     at_home, first = results["feature"]["training"]["held_out"]["conditional"][0], Related("feature").rates()[:4]
     assert f"`feature` has {at_home:.2f} of its first draft tokens accepted, on these tasks {first}." in text
     trained = [results[kind]["training"] for kind in TRAINED]
@@ -775,10 +786,10 @@ class Related:
 
     def in_chat(self) -> dict[int, str]:
         """Speed of ``auto`` over plain decoding's in open chat, greedy and at T = 0.8, by rows."""
-        of_all = [self._timed("auto_over_plain_in_chat", temperature) for temperature in (0, 0.8)]
+        both = [self._timed("auto_over_plain_in_chat", temperature) for temperature in (0, 0.8)]
         return {
-            cold["batch_size"]: f"{cold['speed_up']:.2f} and {warm['speed_up']:.2f}"
-            for cold, warm in zip(*of_all, strict=True)
+            greedy["batch_size"]: f"{greedy['speed_up']:.2f} and {sampled['speed_up']:.2f}"
+            for greedy, sampled in zip(*both, strict=True)
         }
 
     def _at(self, temperature: float) -> list[dict[str, Any]]:

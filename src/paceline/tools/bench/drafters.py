@@ -163,7 +163,7 @@ def speeds(
 ) -> Iterator[Speed]:
     """Time every drafter at every batch size and temperature, in turn; siblings are left out (they share a prompt).
 
-    at_least: prompts of a turn.
+    at_least: the fewest prompts of a turn.
     """
     asked = [each for each in drafters if each.answers == 1]
     cells = [(size, temperature) for size in plan.batch_sizes for temperature in plan.temperatures]
@@ -194,7 +194,7 @@ def _speeds(
 
 
 def mixed_batches(tasks: Sequence[Task], size: int, at_least: int) -> list[list[str]]:
-    """The fewest batches of ``size`` prompts that hold equally many of every task, and so many in all."""
+    """The fewest batches of ``size`` prompts with equally many of every task, and ``at_least`` prompts in all."""
     equal = math.lcm(len(tasks), size)
     wanted = equal * math.ceil(at_least / equal)
     mixed = [PROMPTS[tasks[n % len(tasks)]][n // len(tasks) % len(PROMPTS[tasks[0]])] for n in range(wanted)]
