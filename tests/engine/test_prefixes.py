@@ -241,6 +241,11 @@ def test_without_prefix_cache_only_the_answers_of_a_request_share_its_prompt(row
         ({}, {"cache_salt": "a"}, 0),
         ({"keep_prefix": False}, {}, 0),
         ({}, {"keep_prefix": False}, 29),
+        ({"prefix_owner": "one"}, {"prefix_owner": "one"}, 29),
+        ({"prefix_owner": "one"}, {"prefix_owner": "two"}, 0),
+        ({"prefix_owner": "one"}, {}, 0),
+        ({"prefix_owner": "one"}, {"cache_salt": "one"}, 0),
+        ({"prefix_owner": "one", "cache_salt": "a"}, {"prefix_owner": "one", "cache_salt": "b"}, 0),
     ],
 )
 @pytest.mark.parametrize("together", [False, True])
@@ -248,12 +253,19 @@ def test_scopes_restrict_prefix_reuse(
     first: dict[str, Any], second: dict[str, Any], cached: int, together: bool
 ) -> None:
     engine = chat_engine(max_batch_size=4, prefill_chunk=10)
-    one = engine.add(Request(prompt_of(30), SamplingParams(max_tokens=3, seed=1, n=2, **first)))
+    spy = Spy(engine.parts.target)
+
+    def add(n: int, prefix_owner: str = "", **options: Any) -> RequestOutput:
+        params = SamplingParams(max_tokens=3, seed=1, n=n, **options)
+        return engine.add(Request(prompt_of(30), params, prefix_owner=prefix_owner))
+
+    one = add(n=2, **first)
     if not together:
         finish(engine)
-    other = engine.add(Request(prompt_of(30), SamplingParams(max_tokens=3, seed=1, **second)))
+    other = add(n=1, **second)
     finish(engine)
     assert (one.cached_tokens, other.cached_tokens) == (0, cached)
+    assert spy.tokens == 29 + 29 - cached
 
 
 def test_overwritten_prefixes_are_forgotten() -> None:

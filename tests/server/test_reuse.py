@@ -1,13 +1,15 @@
-"""Cached prompt tokens are counted in usage, and shared only between requests with the same salt."""
+"""Cached prompt tokens are counted in usage, and shared only between requests with the same API key and salt."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from server_support import Live
+from paceline.config import ServerConfig
+from server_support import Live, start
 from web import client
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -81,3 +83,42 @@ def test_invalid_salts_are_refused(live: Live, given: dict[str, Any]) -> None:
     reply = client.post(f"{live.url}{COMPLETIONS}", json={"prompt": "a", **given})
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == next(iter(given))
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["apart", "shared"])
+def keyed(request: pytest.FixtureRequest, tiny: str) -> Iterator[tuple[Live, bool]]:
+    """A server with two API keys, and whether they share prefixes."""
+    config = ServerConfig(port=0, served_model_name="tiny", api_keys=("one", "two"), share_prefixes=request.param)
+    for live in start(config, tiny):
+        yield live, request.param
+
+
+ECHO = f"{COMPLETIONS} with echo"
+
+
+def body_of(route: str) -> dict[str, Any]:
+    """A request for the route, with a text that no other route is sent."""
+    text = f"{route[4:]} is told by the first key what nobody else may know"
+    return {
+        COMPLETIONS: {"prompt": text, "max_tokens": 4},
+        ECHO: {"prompt": text, "max_tokens": 4, "echo": True, "logprobs": 1},
+        CHAT: {"messages": [user(text)], "max_tokens": 4},
+        "/v1/responses": {"input": text, "max_output_tokens": 16},
+        "/v1/messages": {"messages": [user(text)], "max_tokens": 4, "model": "tiny"},
+    }[route]
+
+
+@pytest.mark.parametrize("route", [COMPLETIONS, ECHO, CHAT, "/v1/responses", "/v1/messages"])
+def test_a_key_cannot_tell_what_another_keys_prompts_begin_with(keyed: tuple[Live, bool], route: str) -> None:
+    live, shared = keyed
+
+    def cached_of(key: str) -> int:
+        reply = live.post(route.split()[0], body_of(route), headers={"authorization": f"Bearer {key}"})
+        assert reply.status_code == 200, reply.text
+        usage = reply.json()["usage"]
+        details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+        return int(details.get("cached_tokens", usage.get("cache_read_input_tokens")))
+
+    assert cached_of("one") == 0
+    assert cached_of("one") > 0
+    assert (cached_of("two") > 0) is shared

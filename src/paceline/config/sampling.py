@@ -260,7 +260,8 @@ class SamplingParams:
         Name | None,
         Help(
             "Only requests with the same salt share cached prefixes. Default: shared with all that have none.",
-            more="So the time of an answer does not reveal whether another client has sent the same words.",
+            more="So the time of an answer does not reveal whether another client has sent the same words. A server "
+            "with API keys separates the keys by itself.",
         ),
     ] = None
     adapter: Annotated[

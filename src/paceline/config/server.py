@@ -88,6 +88,14 @@ class ServerConfig:
             '"KEY max_requests=N max_tokens_per_minute=N" (requests at a time; tokens of prompts and answers).',
         ),
     ] = field(default=(), repr=False)
+    share_prefixes: Annotated[
+        bool,
+        Help(
+            "Let requests with different keys copy each other's cached prefixes; else each key has its own.",
+            more="Then cached_tokens and the time to the first token tell a key's holder how far a prompt begins like "
+            "one of another key. Without keys all clients share.",
+        ),
+    ] = False
     allowed_hosts: Annotated[
         Sequence[str],
         Words('names without a port, or "*"', _is_host),

@@ -39,6 +39,8 @@ class Request:
     reading: what is collected from the prompt's hidden states.
     only_read: whether it ends with its prompt; ``reading`` says how much of it is read.
     client: name of the sender; clients take turns when requests wait for a row.
+    prefix_owner: only requests of the same owner share cached prefixes, and of them those with the same
+        ``cache_salt``. It has no NUL.
     priority: requests with lower values go first, whatever their client.
     read_message: splits the text of a chat's answer; see ``CompletionOutput``.
     budget_from_row: whether ``time_budget`` counts from the moment when an answer gets a row instead of ``arrival``.
@@ -58,6 +60,7 @@ class Request:
     only_read: bool = False
     read_message: Callable[[str], AssistantMessage] | None = None
     budget_from_row: bool = False
+    prefix_owner: str = ""
 
     @property
     def text_to_read(self) -> list[int]:
@@ -118,8 +121,9 @@ class Intake:
     def _scope_of(self, request: Request) -> Scope:
         """Return which cached prefixes a prompt may reuse, and which requests may reuse its own."""
         params = request.params
-        # Keys and values depend on the adapter. Its name has no NUL, so different pairs have different names.
-        name = f"{params.adapter or ''}\0{params.cache_salt or ''}" if self.config.prefix_cache else None
+        # Keys and values depend on the adapter. Neither its name nor an owner's has NUL: different parts, other names.
+        parts = request.prefix_owner, params.adapter or "", params.cache_salt or ""
+        name = "\0".join(parts) if self.config.prefix_cache else None
         least = (_LEAST_READ, _LEAST_READ) if request.only_read else (LEAST, WORTH_WAITING)
         return Scope(name, name if params.keep_prefix else None, *least)
 

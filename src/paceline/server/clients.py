@@ -1,26 +1,35 @@
-"""Identity of a client: waiting requests of different clients take turns, and limits hold per client."""
+"""Identity of a client: waiting requests of different clients take turns, limits hold per client, keys cache apart."""
 
 from __future__ import annotations
 
 import hashlib
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 
-from fastapi import Request
+from starlette.types import Scope
 
+from paceline.config import ServerConfig
 from paceline.server.heads import header
 
 _NETWORK_BITS = 64  # prefix length in bits of one customer's IPv6 network
 
 
-def client_of(request: Request, has_keys: bool) -> str:
+def client_of(scope: Scope, has_keys: bool) -> str:
     """Return one name for all requests with the same API key, or without keys from the same address.
 
     The caller has already verified the key. The address is the one that uvicorn reports: behind a trusted proxy
     (FORWARDED_ALLOW_IPS) that is the forwarded address.
     """
     if has_keys:
-        return key_name(key_in(header(request.scope, b"authorization"), header(request.scope, b"x-api-key")))
-    return "address " + _network(request.client.host if request.client else "")
+        return key_name(key_in(header(scope, b"authorization"), header(scope, b"x-api-key")))
+    return "address " + _network(scope["client"][0] if scope.get("client") else "")
+
+
+def prefix_owner(config: ServerConfig, client: str) -> str:
+    """Return the name under which a client's prompts are cached: its key's, or the one that all clients share.
+
+    client: as ``client_of`` returns it.
+    """
+    return client if config.api_keys and not config.share_prefixes else ""
 
 
 def key_in(authorization: bytes, x_api_key: bytes) -> str:

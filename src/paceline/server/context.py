@@ -29,7 +29,7 @@ from paceline.models.infill import InfillMarkers
 from paceline.models.tokenizer import Tokenizer
 from paceline.server import errors, vllm_names
 from paceline.server.admission import Admission, AdmissionLimits, AdmissionTicket, PromptCost
-from paceline.server.clients import client_of
+from paceline.server.clients import client_of, prefix_owner
 from paceline.server.delta import Delta
 from paceline.server.documents import event, typed_events, written, written_in_pieces
 from paceline.server.generation import Generation, time_limit
@@ -249,7 +249,7 @@ class Context:
 
     def client_of(self, request: HttpRequest) -> str:
         """Identity of the client for fair queueing and limits."""
-        return client_of(request, bool(self.config.api_keys))
+        return client_of(request.scope, bool(self.config.api_keys))
 
     def check_answers(self, answers: int) -> None:
         """Raise ApiError (400) if the request has more sequences than the server can ever admit."""
@@ -291,7 +291,8 @@ class Context:
             priority=options.priority,
         )
         self.llm.engine.check(request)
-        return replace(request, budget_from_row=options.of_batch)
+        owner = prefix_owner(self.config, options.client)
+        return replace(request, budget_from_row=options.of_batch, prefix_owner=owner)
 
     def check_logprobs(self, requests: Sequence[Request], top: int | None, *, read: bool = False) -> None:
         """Raise ApiError (400) if the reply would hold too many log-probabilities.

@@ -15,12 +15,15 @@ from starlette.types import Receive, Scope, Send
 from paceline.config import ServerConfig
 from paceline.integrations.ray.front import Front
 from paceline.integrations.ray.replica import run_request
+from paceline.integrations.ray.routing import BLOCK
 from paceline.integrations.ray.sums import labelled, together
 from paceline.server import errors
 from paceline.server.metrics import Meter
 from paceline.server.streaming import EventStream
 
 STREAM = "/v1/completions"
+UNKEYED = ServerConfig()
+BODY = json.dumps({"prompt": "a" * BLOCK}).encode()
 
 
 class Died(Exception):  # noqa: N818 (Ray's are not ours)
@@ -48,6 +51,7 @@ class Handle:
     def __init__(self, dies_after: int | None = None, tries: int = 1) -> None:
         self._dies_after, self._left = dies_after, tries
         self.asked: list[dict[str, Any]] = []
+        self.blocks: list[list[bytes]] = []
         self.stream = self
 
     def options(self, **_: Any) -> Handle:
@@ -55,6 +59,7 @@ class Handle:
 
     def remote(self, flight: str, blocks: list[bytes], scope: dict[str, Any], body: bytes) -> Answer:
         self.asked.append(scope)
+        self.blocks.append(blocks)
         self._left -= 1
         return Answer(self._play(scope, body, self._dies_after if self._left >= 0 else None))
 
@@ -84,14 +89,20 @@ async def events() -> Any:
 
 
 def ask(
-    handle: Handle | None, path: str, meanwhile: Callable[[Front], None] = lambda _: None, method: str = "POST"
+    handle: Handle | None,
+    path: str,
+    meanwhile: Callable[[Front], None] = lambda _: None,
+    method: str = "POST",
+    config: ServerConfig = UNKEYED,
+    key: str = "none",
 ) -> httpx.Response:
     async def run() -> httpx.Response:
-        front = Front(ServerConfig(), lambda: handle, lambda: None, (Died,))
+        front = Front(config, lambda: handle, lambda: None, (Died,))
         front._handle = handle
         transport = httpx.ASGITransport(app=front.app())
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            asking = asyncio.ensure_future(client.request(method, path, content=b'{"prompt": "a"}'))
+            headers = {"authorization": f"Bearer {key}"}
+            asking = asyncio.ensure_future(client.request(method, path, content=BODY, headers=headers))
             await asyncio.sleep(0)
             meanwhile(front)
             return await asking
@@ -102,10 +113,20 @@ def ask(
 def test_a_replicas_answer_is_relayed_with_its_name() -> None:
     handle = Handle()
     reply = ask(handle, "/any/path")
-    assert reply.json() == {"body": '{"prompt": "a"}', "path": "/any/path"}
+    assert reply.json() == {"body": BODY.decode(), "path": "/any/path"}
     assert reply.headers["x-paceline-replica"] == "replica 1"
     assert dict(handle.asked[0]["headers"])[b"x-request-id"] == reply.headers["x-request-id"].encode(), "one name"
     assert ask(Handle(), STREAM).text == "data: 0\n\ndata: 1\n\ndata: 2\n\ndata: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_replica_that_answers_does_not_tell_what_another_key_has_sent(shared: bool) -> None:
+    handle, config = Handle(), ServerConfig(api_keys=("one", "two"), share_prefixes=shared)
+    for key in ("one", "two", "one"):
+        assert ask(handle, "/any/path", config=config, key=key).status_code == 200
+    one, two, again = map(tuple, handle.blocks)
+    assert one == again != ()
+    assert (one == two) is shared
 
 
 @pytest.mark.parametrize("dies_after", [0, 1])

@@ -25,6 +25,7 @@ from paceline.integrations.ray.sums import labelled, together
 from paceline.server import errors
 from paceline.server.app import PROMETHEUS
 from paceline.server.bodies import parsed
+from paceline.server.clients import client_of, prefix_owner
 from paceline.server.generation import ClientGoneError, while_connected
 from paceline.server.logs import request_id
 from paceline.server.metrics import Meter
@@ -158,7 +159,8 @@ class Front:
         """Relay a replica's answer. Raises ApiError if no replica could give one."""
         if self._handle is None:
             raise errors.unavailable("the server is loading", "not_ready")
-        blocks = await asyncio.to_thread(_blocks, body)
+        owner = prefix_owner(self._config, client_of(scope, bool(self._config.api_keys)))
+        blocks = await asyncio.to_thread(_blocks, body, owner)
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 await self._try_replica(_plain_scope(scope), body, blocks, relay)
@@ -237,10 +239,10 @@ class Relay:
             await self._send({"type": "http.response.body", "body": last, "more_body": False})
 
 
-def _blocks(body: bytes) -> list[bytes]:
+def _blocks(body: bytes, owner: str) -> list[bytes]:
     """The body's blocks for the router; none for an invalid body, which the replica will reject."""
     try:
-        return blocks_of(parsed(body)) if body else []
+        return blocks_of(parsed(body), owner) if body else []
     except errors.ApiError:
         return []
 

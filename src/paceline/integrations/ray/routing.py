@@ -15,11 +15,12 @@ _REMEMBERED = 2**16  # digests
 _SLACK = 4  # requests that a replica may have in flight beyond the one with the fewest, and still be preferred
 
 
-def blocks_of(document: Any) -> list[bytes]:
+def blocks_of(document: Any, owner: str = "") -> list[bytes]:
     """Digests of a request's prefixes, the shortest first: message by message, or block by block of its prompt.
 
     A system prompt does not count: some clients change it with each request.
     document: the parsed body of any route; anything but a request has no digests.
+    owner: name under which replicas cache the prompt; digests of different owners differ.
     """
     if not isinstance(document, dict):
         return []
@@ -29,7 +30,7 @@ def blocks_of(document: Any) -> list[bytes]:
     else:
         text = asked if isinstance(asked, str) else json.dumps(asked) if isinstance(asked, list) else ""
         parts = [text[at : at + BLOCK] for at in range(0, len(text) - BLOCK + 1, BLOCK)]
-    return list(itertools.accumulate(parts, _chained, initial=b""))[1:]
+    return list(itertools.accumulate(parts, _chained, initial=owner.encode()))[1:]
 
 
 def _chained(before: bytes, part: str) -> bytes:
