@@ -22,7 +22,7 @@ from model_support import NATIVE, tiny
 from paceline import LLM, SamplingParams
 from paceline.chat.values import AssistantMessage
 from paceline.config import MIN_TEMPERATURE
-from paceline.config.limits import MAX_COUNT, MAX_REFERENCE_CHARACTERS, MIN_TOP_P
+from paceline.config.limits import MAX_COUNT, MAX_REFERENCE_CHARACTERS
 from paceline.core.outputs import CompletionOutput, RequestOutput
 from paceline.engine.engine import Request
 from paceline.engine.requests import encoded
@@ -255,13 +255,13 @@ def test_params_are_one_for_all_or_one_a_prompt(llm: LLM, expected: list[list[in
 
 EDGES: list[dict[str, Any]] = [
     {"top_k": MAX_COUNT},
-    {"top_k": MAX_COUNT, "top_p": MIN_TOP_P, "min_p": 1.0},
+    {"top_k": MAX_COUNT, "top_p": 0, "min_p": 1.0},
     {"temperature": MIN_TEMPERATURE},
     {"temperature": MIN_TEMPERATURE, "repetition_penalty": 0.01, "presence_penalty": 2},
     {"temperature": 100, "top_p": 1.0, "repetition_penalty": 100, "frequency_penalty": -2},
     {"temperature": MIN_TEMPERATURE, "logit_bias": {1: 100, 2: -100}, "min_p": 1e-40},
-    {"max_tokens": MAX_COUNT, "seed": 2**63 - 1},
-    {"max_tokens": MAX_COUNT, "min_tokens": MAX_COUNT, "seed": 0},
+    {"max_tokens": MAX_COUNT, "seed": 2**64 - 1},
+    {"max_tokens": MAX_COUNT, "min_tokens": MAX_COUNT, "seed": -(2**63)},
 ]
 
 

@@ -57,7 +57,7 @@ def params_strategy(draw_from: st.DrawFn) -> SamplingParams:
     return SamplingParams(
         temperature=pick(st.sampled_from([0.0, 0.3, 1.0, 2.5])),
         top_k=pick(st.sampled_from([0, 0, 1, 3, V, V + 5])),
-        top_p=pick(st.sampled_from([1.0, 1.0, 0.9, 0.5, 1e-6])),
+        top_p=pick(st.sampled_from([1.0, 1.0, 0.9, 0.5, 1e-6, 0.0])),
         min_p=pick(st.sampled_from([0.0, 0.0, 0.1, 0.9, 1.0])),
         typical_p=pick(st.sampled_from([1.0, 1.0, 0.9, 0.3, 1e-6])),
         epsilon_cutoff=pick(st.sampled_from([0.0, 0.0, 0.02, 0.4])),
@@ -139,7 +139,7 @@ def test_tokens_tied_with_the_kth_all_stay() -> None:
     assert probabilities(logits, batch)[0, 0].nonzero().flatten().tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("top_p", [1e-30, 1e-6, 0.01])
+@pytest.mark.parametrize("top_p", [0, 1e-30, 1e-6, 0.01])
 def test_a_tiny_top_p_keeps_the_leader(top_p: float) -> None:
     batch = make_batch([RowStart([0], SamplingParams(top_p=top_p), 0)])
     logits = torch.randn(1, 3, V)

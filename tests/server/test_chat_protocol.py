@@ -28,6 +28,7 @@ HARMLESS: list[dict[str, Any]] = [
     {"stop": ""},
     {"stop": ["", ""]},
     {"seed": -1},
+    {"audio": None, "function_call": None},
     {"top_k": -1},
     {"stream": True, "stream_options": {"include_obfuscation": False}},
     {"skip_special_tokens": True, "use_beam_search": False, "add_generation_prompt": True, "chat_template_kwargs": {}},
@@ -56,19 +57,22 @@ def test_unsupported_fields_are_refused_by_name(extra: dict[str, Any], says: str
         ChatRequest.model_validate({"messages": [USER], **extra})
 
 
-def test_assistant_messages_may_be_empty() -> None:
+def test_messages_of_assistants_and_tools_may_be_empty() -> None:
     said = {"role": "assistant", "content": None, "tool_calls": None}
-    request = ChatRequest.model_validate({"messages": [USER, said, {"role": "assistant"}, USER]})
-    assert [message["content"] for message in request.conversation] == ["hi", "", "", "hi"]
-    with pytest.raises(ValidationError, match="only an assistant's message"):
+    returned = {"role": "tool", "content": None, "tool_call_id": "c"}
+    request = ChatRequest.model_validate({"messages": [USER, said, {"role": "assistant"}, returned, USER]})
+    assert [message["content"] for message in request.conversation] == ["hi", "", "", "", "hi"]
+    with pytest.raises(ValidationError, match="only a message of an assistant or a tool"):
         ChatRequest.model_validate({"messages": [{"role": "user", "content": None}]})
 
 
 def test_answers_are_read_as_clients_send_them_back() -> None:
-    """With a type of each message (lm-eval), and with what OpenAI's client has parsed."""
+    """With a type of each message (lm-eval), what OpenAI's client has parsed, and what LiteLLM adds everywhere."""
+    more = {"provider_specific_fields": {"citations": None}}
     function = {"name": "add", "arguments": '{"a": 7}'}
-    call = {"id": "c1", "type": "function", "function": {**function, "parsed_arguments": {"a": 7}}}
+    call = {"id": "c1", "type": "function", "function": {**function, "parsed_arguments": {"a": 7}, **more}, **more}
     said = {"role": "assistant", "content": '{"a": 7}', "parsed": {"a": 7}, "refusal": None, "tool_calls": [call]}
+    said |= {"audio": None, "function_call": None, "annotations": [{"type": "url_citation"}], **more}
     request = ChatRequest.model_validate({"messages": [{"type": "text", **USER}, said, {"type": "message", **USER}]})
     first, answer, last = request.conversation
     assert first == last == USER
@@ -79,6 +83,52 @@ def test_answers_are_read_as_clients_send_them_back() -> None:
     }
     with pytest.raises(ValidationError, match=r"messages.0.type"):
         ChatRequest.model_validate({"messages": [{"type": "image", **USER}]})
+
+
+NO_TEXT = {"role": "assistant", "content": None, "refusal": "I cannot."}
+REFUSAL = {"role": "assistant", "content": [{"type": "refusal", "refusal": "I cannot."}]}
+
+
+@pytest.mark.parametrize("refused", [NO_TEXT, REFUSAL])
+def test_a_refusal_is_what_the_assistant_said(refused: dict[str, Any]) -> None:
+    request = ChatRequest.model_validate({"messages": [USER, refused, USER]})
+    assert request.conversation[1] == {"role": "assistant", "content": "I cannot."}
+
+
+def test_a_call_and_its_result_in_the_form_that_tools_replaced() -> None:
+    function = {"name": "add", "arguments": "{}"}
+    called = {"role": "assistant", "content": None, "function_call": function}
+    returned = {"role": "function", "name": "add", "content": "7"}
+    request = ChatRequest.model_validate({"messages": [USER, called, returned]})
+    _, call, result = request.conversation
+    assert call == {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    assert result == {"role": "tool", "name": "add", "content": "7"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "extra"),
+    [
+        (ChatRequest, {"max_tokens": -1}),
+        (ChatRequest, {"max_completion_tokens": -1}),
+        (CompletionRequest, {"max_tokens": -1}),
+    ],
+)
+def test_minus_one_token_is_what_the_context_has_left(kind: Any, extra: dict[str, Any]) -> None:
+    prompt = {"messages": [USER]} if kind is ChatRequest else {"prompt": "a"}
+    assert kind.model_validate({**prompt, **extra}).answer_limit(90) == 90
+
+
+def test_the_default_of_a_completion_is_a_few_tokens_and_of_a_chat_all_that_are_left() -> None:
+    assert CompletionRequest(prompt="a").answer_limit(90) == 16
+    assert ChatRequest(messages=[USER]).answer_limit(90) == 90
+    assert ChatRequest(messages=[USER], max_tokens=7).answer_limit(90) == 7
+
+
+def test_completions_without_log_probabilities_may_say_false() -> None:
+    assert CompletionRequest.model_validate({"prompt": "a", "logprobs": False}).logprobs is None
+    assert CompletionRequest.model_validate({"prompt": "a", "logprobs": 0}).logprobs == 0
+    with pytest.raises(ValidationError, match="logprobs"):
+        CompletionRequest.model_validate({"prompt": "a", "logprobs": True})
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])

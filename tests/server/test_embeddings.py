@@ -39,8 +39,11 @@ def test_one_text_token_ids_and_several_lists_of_them(live: Live, offline: LLM) 
     close(live.openai.embeddings.create(model="tiny", input=ids).data[0].embedding, wanted[0])
     close([item.embedding for item in live.openai.embeddings.create(model="tiny", input=[ids, [8]]).data], wanted)
     width = wanted.shape[1]
-    body = {"input": "a", "dimensions": width, "user": "me", "metadata": {}, "store": True}
-    assert len(live.post("/v1/embeddings", body).json()["data"][0]["embedding"]) == width
+    body = {"input": "a", "user": "me", "metadata": {}, "store": True}
+    whole = live.post("/v1/embeddings", body).json()["data"][0]["embedding"]
+    assert live.post("/v1/embeddings", body | {"dimensions": width}).json()["data"][0]["embedding"] == whole
+    short = live.post("/v1/embeddings", body | {"dimensions": 7}).json()["data"][0]["embedding"]
+    close(short, torch.nn.functional.normalize(torch.tensor(whole[:7]), dim=0))
 
 
 @pytest.mark.parametrize(
@@ -51,7 +54,8 @@ def test_one_text_token_ids_and_several_lists_of_them(live: Live, offline: LLM) 
         ({"input": ["a", ""]}, None),
         ({"input": "x" * 600}, "input"),
         ({"input": [10**6]}, "token_ids"),
-        ({"dimensions": 7}, "dimensions"),
+        ({"dimensions": 0}, "dimensions"),
+        ({"dimensions": 10**6}, "dimensions"),
         ({"encoding_format": "int8"}, "encoding_format"),
         ({"tools": [{}]}, "tools"),
         ({"colour": 1}, "colour"),

@@ -43,6 +43,24 @@ def test_a_completion_equals_that_of_the_offline_api(live: Live, offline: LLM) -
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (len(PROMPT), 24)
 
 
+def test_a_nucleus_of_nothing_is_the_greedy_end(live: Live, offline: LLM) -> None:
+    assert ask(live, top_p=0).choices[0].text == expected(offline, temperature=0)[0].text
+    turn = {"model": "tiny", "top_p": 0, "temperature": 1.0, "seed": -7}
+    short = live.post("/v1/responses", {**turn, "input": [], "max_output_tokens": 16})
+    assert short.status_code == 200, short.text
+    assert short.json()["top_p"] == 0
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_minus_one_token_fills_the_context(live: Live, path: str) -> None:
+    prompt = {"prompt": PROMPT} if path == "completions" else {"messages": [{"role": "user", "content": PROMPT}]}
+    body = {**prompt, "max_tokens": -1, "ignore_eos": True, "logprobs": False, "seed": 2**64 - 1}
+    reply = live.post(f"/v1/{path}", body)
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["usage"]["total_tokens"] == live.context.llm.engine.max_model_len
+    live.wait_until_idle()
+
+
 def test_n_answers_in_order_and_their_metrics(live: Live, offline: LLM) -> None:
     reply = ask(live, n=3, extra_body={"metrics": True})
     answers = expected(offline, n=3)

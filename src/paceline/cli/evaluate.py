@@ -55,7 +55,7 @@ def humaneval(
     style: StyleOption = "auto",
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Maximum tokens of an answer.")] = DEFAULT_MAX_TOKENS,
     temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")] = DEFAULT_TEMPERATURE,
-    top_p: Annotated[float, typer.Option("--top-p", help="Nucleus, in (0, 1].")] = SamplingParams.top_p,
+    top_p: Annotated[float, typer.Option("--top-p", help="Nucleus, in [0, 1].")] = SamplingParams.top_p,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the first problem; the others count up.")] = 0,
     limit: Annotated[
         int | None, typer.Option("--limit", min=1, help="Number of problems, from the first. Default: all.")

@@ -45,6 +45,7 @@ MAX_PREFILL_CHUNK = 2**20
 MAX_THREADS = 2**10
 MAX_RANKS = 2**6
 MAX_BYTES = 2**63 - 1
+LEAST_SEED, MOST_SEED = -(2**63), 2**64 - 1  # whole numbers of 64 bits, with or without a sign
 MAX_SECONDS = 366 * 24 * 3600.0  # a year; None means no limit
 MAX_API_KEYS, MAX_API_KEY_CHARACTERS = 2**20, 2**28
 MAX_REFERENCES = 2**8  # texts that a request may be copied from
@@ -53,7 +54,7 @@ MAX_REFERENCE_TOKENS = 2**17  # in total: indexed in 40 ms, 8 MB while the reque
 
 # Below these, float32 divides by zero or overflows.
 MIN_TEMPERATURE = 1e-30
-MIN_TOP_P = 1e-30
+MIN_TYPICAL_P = 1e-30
 MIN_SECONDS = 1e-3
 MIN_TIME_BUDGET = 1e-9
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, TypeAlias
 from paceline.config import names
 from paceline.config.help import Help, described
 from paceline.config.limits import (
+    LEAST_SEED,
     MAX_ANSWERS,
     MAX_BAD_WORDS,
     MAX_CHOICE_CHARACTERS,
@@ -24,7 +25,8 @@ from paceline.config.limits import (
     MAX_VOCABULARY,
     MIN_TEMPERATURE,
     MIN_TIME_BUDGET,
-    MIN_TOP_P,
+    MIN_TYPICAL_P,
+    MOST_SEED,
     Count,
     DraftTokenCount,
     Name,
@@ -148,12 +150,14 @@ class SamplingParams:
         Number(MIN_TEMPERATURE, 100, or_zero=True),
         Help("Divisor of the logits; 0 is greedy.", "--temperature", "-t"),
     ] = 1.0
-    top_p: Annotated[float, Number(MIN_TOP_P, 1), Help("Probability mass of the nucleus, in (0, 1].")] = 1.0
+    top_p: Annotated[
+        Share, Help("Probability mass of the nucleus, in [0, 1]; the likeliest token stays even at 0.")
+    ] = 1.0
     top_k: Annotated[int, Whole(0, MAX_COUNT), Help("Number of most likely tokens kept; 0 or -1 keeps all.")] = 0
     min_p: Annotated[Share, Help("Minimum probability relative to the most likely token's, in [0, 1].")] = 0.0
     typical_p: Annotated[
         float,
-        Number(MIN_TOP_P, 1),
+        Number(MIN_TYPICAL_P, 1),
         Help(
             "Probability mass of the tokens that typical sampling keeps, in (0, 1].",
             more="They are those whose surprise is nearest to the entropy. This cut, epsilon_cutoff, eta_cutoff and "
@@ -171,8 +175,11 @@ class SamplingParams:
     ] = 0.0
     seed: Annotated[
         int | None,
-        Whole(0, 2**63 - 1),
-        Help("Seed of the draws; the same seed gives the same text, whatever else is in the batch. Default: random."),
+        Whole(LEAST_SEED, MOST_SEED),
+        Help(
+            "Seed of the draws; the same seed gives the same text, whatever else is in the batch. Default and -1: "
+            "random."
+        ),
     ] = None
     stop: Annotated[
         str | Sequence[str],
@@ -299,9 +306,11 @@ class SamplingParams:
         self._check_restrictions()
 
     def _take_spellings(self) -> None:
-        """Accept vLLM's spellings of the defaults: top_k=-1, stop=None."""
+        """Accept vLLM's spellings of the defaults: top_k=-1, seed=-1, stop=None."""
         if is_whole(self.top_k) and self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
+        if is_whole(self.seed) and self.seed == -1:
+            object.__setattr__(self, "seed", None)
         stop: object = self.stop
         if stop is None:
             object.__setattr__(self, "stop", ())
@@ -323,8 +332,8 @@ class SamplingParams:
     def from_mapping(cls, given: Mapping[str, Any], base: SamplingParams | None = None) -> SamplingParams:
         """``base``, or the defaults, with the given fields replaced; for parameters that come as JSON.
 
-        Clients' spellings are accepted: token ids of logit_bias as strings, seed -1 for None, and empty stop strings,
-        which forms send for fields that are not filled in.
+        Clients' spellings are accepted: token ids of logit_bias as strings, and empty stop strings, which forms send
+        for fields that are not filled in.
         Raises ParameterError, also for unknown names.
         """
         check_names(cls, given)
@@ -378,7 +387,6 @@ def _token_id(key: object) -> object:
 
 
 _SPELLED: Mapping[str, Callable[[object], object]] = {
-    "seed": lambda seed: None if is_whole(seed) and seed == -1 else seed,
     "stop": _filled,
     "logit_bias": _by_token,
 }

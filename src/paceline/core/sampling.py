@@ -81,7 +81,10 @@ def uniform(key: tuple[Tensor, Tensor], token: Tensor | int = 0) -> Tensor:
 
 
 def sequence_seed(seed: int, sample: int) -> int:
-    """Noise key of sample number ``sample`` of a request with this seed: 63 bits, so that it fits an int64."""
+    """Noise key of sample number ``sample`` of a request with this seed: 63 bits, so that it fits an int64.
+
+    Seeds that differ by 2**64 have the same key.
+    """
     word = (seed * 0x9E3779B97F4A7C15 + sample * 0xD1B54A32D192ED03) & (2**64 - 1)
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)

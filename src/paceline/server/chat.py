@@ -61,9 +61,9 @@ class ChatJob:
         context.check_answers(body.answers)
         options = RequestOptions.of(body, client, of_batch=of_batch)
         prompt = await context.chat_prompt(body.conversation, body.chat_fields)
-        tokens = prompt.token_ids
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        params = body.sampling(context.default_sampling, _max_tokens(context, body, tokens), logprobs)
+        left = max(1, context.llm.engine.max_model_len - len(prompt.token_ids))
+        params = body.sampling(context.default_sampling, body.answer_limit(left), logprobs)
         params = context.for_model(body.model, params)
         wanted = await context.in_thread(lambda: body.structure)
         # replace() checks that the structure fits the other parameters
@@ -206,9 +206,3 @@ async def _prediction(context: Context, body: ChatRequest) -> list[list[int]]:
     tokens = await context.encode(body.prediction.text, add_special_tokens=False)
     check_prediction(context.llm.config, tokens)
     return [tokens]
-
-
-def _max_tokens(context: Context, body: ChatRequest, tokens: Sequence[int]) -> int:
-    """The requested maximum, or what the prompt leaves of the model's context length."""
-    max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
-    return max(1, context.llm.engine.max_model_len - len(tokens)) if max_tokens is None else max_tokens

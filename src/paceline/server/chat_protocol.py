@@ -16,6 +16,7 @@ from paceline.server.protocol import (
     TEXT_ONLY,
     GenerationRequest,
     Label,
+    RefusalPart,
     Strict,
     StructuredFields,
     refuser,
@@ -38,26 +39,36 @@ class TextPart(Strict):
 
 
 _REFUSED_PARTS = dict.fromkeys(("image_url", "input_audio", "file", "audio_url", "video_url"), TEXT_ONLY)
-_Parts: TypeAlias = Annotated[
-    list[Annotated[TextPart, refuser(_REFUSED_PARTS, "parts")]], some(limits.MAX_CONTENT_PARTS)
+_Part: TypeAlias = Annotated[
+    Annotated[TextPart | RefusalPart, Field(discriminator="type")], refuser(_REFUSED_PARTS, "parts")
 ]
+_Parts: TypeAlias = Annotated[list[_Part], some(limits.MAX_CONTENT_PARTS)]
+_MAY_BE_EMPTY = ("assistant", "tool", "function")  # roles
 
 
 class CalledFunction(Strict):
-    """A function and the JSON text of its arguments. parsed_arguments: the same, read by OpenAI's client."""
+    """A function and the JSON text of its arguments. parsed_arguments: the same, read by OpenAI's client.
+
+    provider_specific_fields: added by LiteLLM to what it returns; without effect.
+    """
 
     name: Label
     arguments: str
     parsed_arguments: JsonValue = None
+    provider_specific_fields: JsonValue = None
 
 
 class SentCall(Strict):
-    """A call that the assistant made in an earlier turn. index: of streams, sent back."""
+    """A call that the assistant made in an earlier turn. index: of streams, sent back.
+
+    provider_specific_fields: as in ``CalledFunction``.
+    """
 
     id: Label | None = None
     type: Literal["function"] = "function"
     index: int | None = None
     function: CalledFunction
+    provider_specific_fields: JsonValue = None
 
     def plain(self) -> dict[str, Any]:
         """The call as chat templates take it."""
@@ -114,11 +125,14 @@ _NamedTools = Annotated[NamedTool | AllowedToolsChoice, Field(discriminator="typ
 
 
 class Message(Strict):
-    """One turn of a conversation. The fields that must be empty are those of OpenAI's own answers, sent back.
+    """One turn of a conversation. audio must be empty: it is of OpenAI's own answers, sent back.
 
-    type: what some clients call every message. content: may be null where the assistant said nothing. parsed: the
-    content, read by OpenAI's client. name: for chat templates that have a use for it.
+    type: what some clients call every message. content: may be null where the assistant said or a tool returned
+    nothing. parsed: the content, read by OpenAI's client. refusal: what the assistant said instead of the content.
+    annotations, provider_specific_fields: of answers sent back, without effect. name: for chat templates that have a
+    use for it.
     tool_calls, tool_call_id: calls of the assistant, and the call that a message of the role "tool" answers.
+    function_call: the only call of the assistant, in the form before tool_calls; the role "function" answers it.
     reasoning_content, reasoning: thoughts of the assistant, by both names that clients use.
     cache_control: a hint for caches, which changes no answer.
     """
@@ -129,10 +143,11 @@ class Message(Strict):
     parsed: JsonValue = None
     name: Label | None = None
     cache_control: JsonValue = None
-    refusal: None = None
-    annotations: Annotated[list[JsonValue], Field(max_length=0)] | None = None
+    refusal: str | None = None
+    annotations: Annotated[list[JsonValue], Field(max_length=limits.MAX_CONTENT_PARTS)] | None = None
+    provider_specific_fields: JsonValue = None
     audio: None = None
-    function_call: None = None
+    function_call: CalledFunction | None = None
     tool_calls: Annotated[list[SentCall], some(limits.MAX_TOOLS)] | None = None
     tool_call_id: Label | None = None
     reasoning_content: str | None = None
@@ -140,18 +155,23 @@ class Message(Strict):
 
     @model_validator(mode="after")
     def _check_content(self) -> Message:
-        if self.content is None and self.role != "assistant":
-            raise PydanticCustomError("content", "only an assistant's message may have no content")
+        if self.content is None and self.role not in _MAY_BE_EMPTY:
+            raise PydanticCustomError("content", "only a message of an assistant or a tool may have no content")
         return self
+
+    @property
+    def _calls(self) -> list[SentCall]:
+        replaced = [] if self.function_call is None else [SentCall(function=self.function_call)]
+        return [*(self.tool_calls or ()), *replaced]
 
     def plain(self) -> dict[str, Any]:
         """The message as chat templates take it."""
         thoughts = self.reasoning if self.reasoning_content is None else self.reasoning_content
         fields = {
-            "role": self.role,
-            "content": text_of(self.content or ""),
+            "role": "tool" if self.role == "function" else self.role,
+            "content": text_of(self.content or "") + (self.refusal or ""),
             "name": self.name,
-            "tool_calls": [call.plain() for call in self.tool_calls or ()] or None,
+            "tool_calls": [call.plain() for call in self._calls] or None,
             "tool_call_id": self.tool_call_id,
             "reasoning_content": thoughts,
         }
@@ -255,6 +275,10 @@ class ChatRequest(GenerationRequest):
     @property
     def structure_field(self) -> str:
         return "structured_outputs" if self.response_format is None else "response_format"
+
+    def answer_limit(self, left: int) -> int:
+        wanted = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+        return left if wanted is None or wanted == -1 else wanted
 
     @property
     def conversation(self) -> list[Mapping[str, Any]]:

@@ -10,7 +10,6 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 
 from paceline.config import SamplingParams, StructuredOutputs
-from paceline.config.limits import COMPLETION_MAX_TOKENS
 from paceline.core.outputs import CompletionOutput, FinishReason, RequestOutput
 from paceline.engine.engine import Request
 from paceline.engine.scoring import PromptScores
@@ -77,7 +76,9 @@ class CompletionJob:
         context.check_model(body.model)
         context.check_answers(len(body.prompts) * body.answers)
         options = RequestOptions.of(body, client, of_batch=of_batch)
-        params = body.sampling(context.default_sampling, _max_tokens(body) or 1, body.logprobs)
+        params = body.sampling(
+            context.default_sampling, body.answer_limit(context.llm.engine.max_model_len) or 1, body.logprobs
+        )
         params = context.for_model(body.model, params)
         tokens = [await _encode(context, prompt, body.suffix) for prompt in body.prompts]
         if body.suffix:
@@ -114,7 +115,7 @@ class CompletionJob:
 
     @property
     def _only_read(self) -> bool:
-        return _max_tokens(self.body) == 0
+        return self.body.max_tokens == 0
 
     def _echo_entries(self, number: int) -> int:
         """Tokens and log-probabilities in the echo of a prompt, which every completion repeats."""
@@ -298,18 +299,11 @@ def _entries(body: CompletionRequest) -> int:
     return 1 + (body.logprobs or 0)
 
 
-def _max_tokens(body: CompletionRequest) -> int:
-    max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    if max_tokens == 0 and not body.echo:
-        raise errors.invalid("max_tokens = 0 needs echo = true", "max_tokens")
-    return max_tokens
-
-
 def _echoed(body: CompletionRequest, request: Request) -> Request:
     """Return the request with what its echo needs."""
     tokens, top = request.prompt_token_ids, body.logprobs if body.echo else None
     reading = None if top is None or len(tokens) < 2 else PromptScores(tokens, top)
-    return replace(request, reading=reading, only_read=_max_tokens(body) == 0)
+    return replace(request, reading=reading, only_read=body.max_tokens == 0)
 
 
 def _echo_of(context: Context, request: Request, prompt: str | list[int], top: int | None) -> PromptEcho:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, cast
 
 from pydantic import BaseModel, Field
+from torch import Tensor
+from torch.nn.functional import normalize
 
 from paceline.config import PoolingName
 from paceline.engine.engine import Request
@@ -22,7 +24,8 @@ from paceline.server.protocol import ApiRequest, Label, Positive, TokenIds, some
 class EmbeddingRequest(ApiRequest):
     """``POST /v1/embeddings``.
 
-    input: a text or token ids, or several. dimensions: only the model's own number. pooling: mean of the hidden states
+    input: a text or token ids, or several. dimensions: numbers of a vector, the first ones, scaled to length 1 again;
+    at most the model's, which is the default. pooling: mean of the hidden states
     of all tokens, or the state of the last one. priority, timeout: as in completions.
     """
 
@@ -116,7 +119,7 @@ class EmbeddingJob:
     async def answer(self) -> bytes:
         """Return the whole response as JSON. Raises ApiError."""
         await self.context.embed(self.requests, self.options)
-        vectors = [text.vector.tolist() for text in self.texts]
+        vectors = [_first(self.body.dimensions, text.vector).tolist() for text in self.texts]
         return await self.context.written(lambda: self._document(vectors), sum(map(len, vectors)))
 
     def _document(self, vectors: Sequence[list[float]]) -> EmbeddingList:
@@ -135,11 +138,18 @@ class EmbeddingJob:
 
 async def _check_size(context: Context, body: EmbeddingRequest, texts: int) -> None:
     width = await context.embedding_width()
-    if body.dimensions not in (None, width):
-        raise errors.invalid(f"dimensions must be {width}, the model's: other sizes are not supported", "dimensions")
+    if body.dimensions is not None and body.dimensions > width:
+        raise errors.invalid(f"dimensions must be at most {width}, the model's", "dimensions")
     most = limits.MAX_EMBEDDING_NUMBERS // width
     if texts > most:
         raise errors.invalid(f"{texts} texts; one request to this model has at most {most}", "input")
+
+
+def _first(dimensions: int | None, vector: Tensor) -> Tensor:
+    """The first numbers of a vector of length 1, scaled to length 1. None: the whole vector."""
+    if dimensions is None or dimensions == len(vector):
+        return vector
+    return normalize(vector[:dimensions], dim=0)
 
 
 def _base64(vector: Sequence[float]) -> str:

@@ -223,6 +223,8 @@ def _fault(fault: Mapping[str, Any], data: object) -> str:
     if fault["type"] == "extra_forbidden":
         return f"unknown field {place!r}: this server rejects fields that it does not support"
     text = shortened(fault["msg"], MAX_FAULT)
+    if fault["type"] == "union_tag_invalid":  # pydantic names what finds the type, perhaps a function of ours
+        text = f"type {shortened(fault['ctx']['tag'], MAX_SHOWN)!r} is not one of {fault['ctx']['expected_tags']}"
     if fault["type"] in ("unsupported", "top_logprobs", "not_a_stream", "prompt", "max_tokens"):
         return text
     return f"{place or 'body'}: {text}"

@@ -10,7 +10,15 @@ from pydantic_core import PydanticCustomError
 
 from paceline.config import SamplingParams, StructuredOutputs
 from paceline.config.help import Help, helps_of
-from paceline.config.limits import MAX_LOGPROBS, MAX_SECONDS, MIN_TIME_BUDGET, RankName
+from paceline.config.limits import (
+    COMPLETION_MAX_TOKENS,
+    LEAST_SEED,
+    MAX_LOGPROBS,
+    MAX_SECONDS,
+    MIN_TIME_BUDGET,
+    MOST_SEED,
+    RankName,
+)
 from paceline.config.ranges import AnyOf, Number, Rule, Whole, rules_of
 from paceline.server import limits
 
@@ -190,6 +198,17 @@ def refuser(kinds: Mapping[str, str], noun: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+class RefusalPart(Strict):
+    """An answer of the assistant that was a refusal."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
 def said(description: str, **limits: Any) -> Any:
     """A field that may be left out."""
     return Field(None, description=description, **limits)
@@ -272,6 +291,10 @@ class GenerationRequest(ApiRequest, SamplingFields):
         """Number of answers sampled for each prompt."""
         return self.best_of or self.n or 1
 
+    def answer_limit(self, left: int) -> int:
+        """Most tokens of an answer. left: tokens that the context has left, which -1 asks for."""
+        raise NotImplementedError
+
     def sampling(self, base: SamplingParams, max_tokens: int, logprobs: int | None) -> SamplingParams:
         """The request's sampling parameters; those of ``base`` where it has none. Raises ParameterError."""
         names = SamplingFields.model_fields
@@ -297,8 +320,8 @@ class TurnRequest(ApiRequest):
 
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=LEAST_SEED, le=MOST_SEED)] | None = None
     num_speculative_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     priority: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     timeout: Positive | None = None
@@ -330,6 +353,11 @@ class StructuredFields(Strict):
         return StructuredOutputs(**self.model_dump(by_alias=True, exclude_none=True))
 
 
+def _none_if_false(logprobs: object) -> object:
+    """None instead of false, which some clients send; 0 asks for the drawn tokens' own."""
+    return None if logprobs is False else logprobs
+
+
 class CompletionRequest(GenerationRequest):
     """``POST /v1/completions``.
 
@@ -346,7 +374,13 @@ class CompletionRequest(GenerationRequest):
     suffix: str | None = None
     echo: bool | None = None
     structured_outputs: StructuredFields | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: Annotated[Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None, BeforeValidator(_none_if_false)] = None
+
+    @model_validator(mode="after")
+    def _check_max_tokens(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise PydanticCustomError("max_tokens", "max_tokens = 0 needs echo = true", {"field": "max_tokens"})
+        return self
 
     @model_validator(mode="after")
     def _check_gap(self) -> CompletionRequest:
@@ -354,6 +388,11 @@ class CompletionRequest(GenerationRequest):
             message = "suffix and echo cannot be combined: the answer is the text between prompt and suffix"
             raise PydanticCustomError("prompt", message, {"field": "suffix"})
         return self
+
+    def answer_limit(self, left: int) -> int:
+        if self.max_tokens is None:
+            return COMPLETION_MAX_TOKENS
+        return left if self.max_tokens == -1 else self.max_tokens
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:

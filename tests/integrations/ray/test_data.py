@@ -106,7 +106,7 @@ def test_a_seed_for_all_rows_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match=r"params\.seed"):
         Answers(str(tmp_path), seed=1, params={"seed": 2})
     with pytest.raises(ParameterError, match="seed"):
-        Answers(str(tmp_path), seed=-5)
+        Answers(str(tmp_path), seed=2**64)
 
 
 def test_token_ids_may_be_arrays(answers: Answers) -> None:

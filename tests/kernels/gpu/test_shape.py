@@ -23,6 +23,7 @@ VOCAB, PLACES = 70, 2
 PARAMS = [
     SamplingParams(temperature=0.7, top_p=0.8, presence_penalty=0.4, frequency_penalty=0.3, max_tokens=90),
     SamplingParams(temperature=1.0, top_k=5, top_p=0.95, repetition_penalty=1.3, min_tokens=25, max_tokens=90),
+    SamplingParams(temperature=1.0, top_p=0.0, max_tokens=90),
     SamplingParams(temperature=1.7, min_p=0.2, repetition_penalty=0.8, max_tokens=90),
     SamplingParams(temperature=0.0, top_k=3, frequency_penalty=-0.5, max_tokens=90),
     SamplingParams(temperature=1.2, typical_p=0.8, top_n_sigma=2.0, top_p=0.9, max_tokens=90),

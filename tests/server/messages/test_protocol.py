@@ -75,6 +75,37 @@ def said(role: str, *blocks: dict[str, Any]) -> dict[str, Any]:
     return {"role": role, "content": list(blocks)}
 
 
+def document(data: Any, kind: str = "text", **fields: Any) -> dict[str, Any]:
+    source = {"type": kind, "media_type": "text/plain", "data": data} if kind == "text" else {"type": kind, **data}
+    return {"type": "document", "source": source, **fields}
+
+
+@pytest.mark.parametrize(
+    ("block", "wanted"),
+    [
+        (document("One."), "One."),
+        (document("One.", title="A", context="old", citations={"enabled": False}, cache_control={}), "A\nold\nOne."),
+        (document({"content": "One."}, "content"), "One."),
+        (document({"content": [text("One."), text("Two.")]}, "content"), "One.Two."),
+        ({"type": "search_result", "source": "s", "title": "A", "content": [text("One.")]}, "A\ns\nOne."),
+    ],
+)
+def test_documents_with_a_text_are_read_as_text(block: dict[str, Any], wanted: str) -> None:
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [block]}
+    (asked,) = messages_of(read(messages=[said("user", text("Read."), block)]))
+    assert asked == {"role": "user", "content": f"Read.\n{wanted}"}
+    (returned,) = messages_of(read(messages=[said("user", result)]))
+    assert returned == {"role": "tool", "tool_call_id": "t", "content": wanted}
+
+
+def test_tools_that_a_search_found_are_named_in_its_result() -> None:
+    found = [{"type": "tool_reference", "tool_name": name} for name in ("read", "write")]
+    (result,) = messages_of(
+        read(messages=[said("user", {"type": "tool_result", "tool_use_id": "t", "content": found})])
+    )
+    assert result == {"role": "tool", "tool_call_id": "t", "content": "[tool read][tool write]"}
+
+
 def test_neighbouring_messages_of_one_role_are_one() -> None:
     """Mistral's and Gemma's chat templates demand that roles alternate."""
     thought, call = (
@@ -153,6 +184,16 @@ RESULT = {"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content", "type image"),
         ({"messages": [{"role": "user", "content": [RESULT]}]}, "messages.0.content", "type image"),
         ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "messages.0.content", "video"),
+        (
+            {"messages": [said("user", document({"media_type": "application/pdf", "data": ""}, "base64"))]},
+            "messages.0.content",
+            "type base64 are not supported: this server reads text only",
+        ),
+        (
+            {"messages": [said("user", document("a", citations={"enabled": True}))]},
+            "messages.0.content",
+            "citations.enabled: Input should be False",
+        ),
         ({"messages": [{"role": "assistant", "content": "So"}]}, "messages", "cannot continue"),
         ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": ""}]}]}, "messages.0", "thinking"),
         ({"messages": []}, "messages", "at least 1"),

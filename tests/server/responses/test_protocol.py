@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -59,6 +60,22 @@ def test_an_agents_transcript_becomes_messages() -> None:
     assert two == {"role": "tool", "tool_call_id": "c2", "content": "two"}
     assert second == {"role": "assistant", "content": "Done.", "reasoning_content": "Done?"}
     assert last == USER
+
+
+def test_calls_of_custom_tools_become_calls_with_a_text() -> None:
+    """As Codex sends back what it patched."""
+    patch = {"type": "custom_tool_call", "id": "x", "call_id": "c1", "name": "apply_patch", "input": '*** "Begin"'}
+    result = {"type": "custom_tool_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "Done"}]}
+    _, called, returned = messages_of(read(input=[USER, patch | {"status": "completed"}, result]))
+    (call,) = called["tool_calls"]
+    assert (call["id"], call["function"]["name"]) == ("c1", "apply_patch")
+    assert json.loads(call["function"]["arguments"]) == {"input": '*** "Begin"'}
+    assert returned == {"role": "tool", "tool_call_id": "c1", "content": "Done"}
+
+
+def test_no_items_are_an_empty_text() -> None:
+    """As Codex asks whether a server is there."""
+    assert messages_of(read(input=[])) == messages_of(read(input="")) == [{"role": "user", "content": ""}]
 
 
 def test_items_of_the_user_in_a_row_are_one_message() -> None:
@@ -121,7 +138,7 @@ def test_fields_that_cannot_change_the_answer_are_accepted(fields: Any) -> None:
         ({"truncation": "auto"}, "truncation", "never cut"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "item_reference"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input", "input_image"),
-        ({"input": [{"type": "dream"}]}, "input", "dream"),
+        ({"input": [{"type": "dream"}]}, "input", "input.0: type 'dream' is not one of 'message', "),
         ({"colour": "red"}, "colour", "colour"),
         ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens"),
         ({"stream_options": {}}, "stream_options", "stream"),

@@ -6,7 +6,7 @@ from typing import Annotated, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from paceline.config.limits import MAX_COUNT
+from paceline.config.limits import LEAST_SEED, MAX_COUNT, MOST_SEED
 from paceline.server import limits
 from paceline.server.batch.lines import Endpoint
 from paceline.server.protocol import Label, Metadata, Strict
@@ -111,7 +111,7 @@ class BatchRequest(Strict):
     endpoint: Endpoint
     completion_window: Literal["24h"]
     metadata: Metadata | None = None
-    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
+    seed: Annotated[int, Field(ge=LEAST_SEED, le=MOST_SEED)] | None = None
 
 
 class PageQuery(BaseModel):

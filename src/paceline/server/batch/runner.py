@@ -93,7 +93,7 @@ class BatchRunner:
             request_counts=BatchCounts(),
             metadata=request.metadata,
         )
-        seed = secrets.randbits(63) if request.seed is None else request.seed
+        seed = secrets.randbits(63) if request.seed is None or request.seed == -1 else request.seed
         stored = StoredBatch(owner=owner, made=time.time_ns(), seed=seed, document=document)
         await self.store.add_batch(stored)
         self._begin(stored)

@@ -12,6 +12,7 @@ from paceline.server.messages.protocol import (
     Block,
     InputMessage,
     PromptRequest,
+    ReadableBlock,
     TextBlock,
     ThinkingBlock,
     ToolResultBlock,
@@ -47,7 +48,7 @@ def _others(message: InputMessage) -> Iterator[dict[str, Any]]:
             texts = []
             said = text_of(block.content or "") or ("Error" if block.is_error else "")
             yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": said}
-        elif isinstance(block, TextBlock):
+        elif isinstance(block, ReadableBlock):
             texts.append(block.text)
     yield from _joined(message.role, texts)
 

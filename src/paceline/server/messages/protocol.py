@@ -10,14 +10,22 @@ from pydantic_core import PydanticCustomError
 
 from paceline.config import StructuredOutputs
 from paceline.server import limits
-from paceline.server.protocol import TEXT_ONLY, ApiRequest, Label, Strict, TurnRequest, Unsupported, refuser, some
+from paceline.server.protocol import (
+    TEXT_ONLY,
+    ApiRequest,
+    Label,
+    Strict,
+    TurnRequest,
+    Unsupported,
+    refuser,
+    some,
+    text_of,
+)
 
 _SERVICE = "it runs on Anthropic's own service"
 _KEEP_ALL: JsonValue = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 _REFUSED_BLOCKS: Mapping[str, str] = {
     "image": TEXT_ONLY,
-    "document": TEXT_ONLY,
-    "search_result": TEXT_ONLY,
     "container_upload": _SERVICE,
     "server_tool_use": _SERVICE,
     "web_search_tool_result": _SERVICE,
@@ -67,16 +75,91 @@ class RedactedThinkingBlock(Strict):
 _Texts: TypeAlias = Annotated[list[Annotated[TextBlock, _NAMED]], some(limits.MAX_CONTENT_PARTS)]
 
 
+class TextSource(Strict):
+    """The text of a document."""
+
+    type: Literal["text"]
+    media_type: Literal["text/plain"] = "text/plain"
+    data: str
+
+    @property
+    def text(self) -> str:
+        return self.data
+
+
+class ContentSource(Strict):
+    """The text of a document, in pieces."""
+
+    type: Literal["content"]
+    content: str | _Texts
+
+    @property
+    def text(self) -> str:
+        return text_of(self.content)
+
+
+class Citations(Strict):
+    """Only false: answers cite nothing here."""
+
+    enabled: Literal[False] | None = None
+
+
+class DocumentBlock(_Block):
+    """A document: title, context and text, in this order."""
+
+    type: Literal["document"]
+    source: Annotated[
+        Annotated[TextSource | ContentSource, Field(discriminator="type")],
+        refuser({"base64": TEXT_ONLY, "url": TEXT_ONLY, "file": TEXT_ONLY}, "sources"),
+    ]
+    title: str | None = None
+    context: str | None = None
+    citations: Citations | None = None
+
+    @property
+    def text(self) -> str:
+        return "\n".join(filter(None, (self.title, self.context, self.source.text)))
+
+
+class SearchResultBlock(_Block):
+    """What a search has found: title, source and text, in this order."""
+
+    type: Literal["search_result"]
+    source: str
+    title: str
+    content: _Texts
+    citations: Citations | None = None
+
+    @property
+    def text(self) -> str:
+        return "\n".join(filter(None, (self.title, self.source, text_of(self.content))))
+
+
+class ToolReferenceBlock(_Block):
+    """The name of a tool that a search has found among ``tools``, all of which are in the prompt."""
+
+    type: Literal["tool_reference"]
+    tool_name: Label
+
+    @property
+    def text(self) -> str:
+        return f"[tool {self.tool_name}]"
+
+
+ReadableBlock: TypeAlias = TextBlock | DocumentBlock | SearchResultBlock
+_ResultBlock: TypeAlias = Annotated[Annotated[ReadableBlock | ToolReferenceBlock, Field(discriminator="type")], _NAMED]
+
+
 class ToolResultBlock(_Block):
     """What a call returned. is_error: the content says what failed; without content the model reads "Error"."""
 
     type: Literal["tool_result"]
     tool_use_id: Label
-    content: str | _Texts | None = None
+    content: str | Annotated[list[_ResultBlock], some(limits.MAX_CONTENT_PARTS)] | None = None
     is_error: bool | None = None
 
 
-Block: TypeAlias = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
+Block: TypeAlias = ReadableBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
 _AnyBlock: TypeAlias = Annotated[Annotated[Block, Field(discriminator="type")], _NAMED]
 
 
@@ -101,7 +184,7 @@ class InputMessage(Strict):
 
 
 _BLOCKS_OF: Mapping[str, tuple[type[Block], ...]] = {
-    "user": (TextBlock, ToolResultBlock),
+    "user": (TextBlock, DocumentBlock, SearchResultBlock, ToolResultBlock),
     "assistant": (TextBlock, ToolUseBlock, ThinkingBlock, RedactedThinkingBlock),
     "system": (TextBlock,),
 }

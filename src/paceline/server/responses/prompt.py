@@ -8,8 +8,9 @@ from typing import Any
 from paceline.server.protocol import text_of
 from paceline.server.responses.protocol import (
     AllowedFunctions,
+    CallOutputItem,
+    CustomCallItem,
     FunctionCallItem,
-    FunctionOutputItem,
     Item,
     MessageItem,
     NamedFunction,
@@ -35,7 +36,7 @@ def _messages(items: Iterable[Item]) -> list[Message]:
         if isinstance(item, MessageItem) and item.role != "assistant":
             role = "system" if item.role == "developer" else item.role
             found.append({"role": role, "content": text_of(item.content)})
-        elif isinstance(item, FunctionOutputItem):
+        elif isinstance(item, CallOutputItem):
             found.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)})
         else:
             _add_to_assistant(found, item)
@@ -50,7 +51,7 @@ def _add_to_assistant(found: list[Message], item: Item) -> None:
     if isinstance(item, ReasoningItem):
         if item.text:
             message["reasoning_content"] = message.get("reasoning_content", "") + item.text
-    elif isinstance(item, FunctionCallItem):
+    elif isinstance(item, FunctionCallItem | CustomCallItem):
         function = {"name": item.name, "arguments": item.arguments}
         call = {"id": item.call_id, "type": "function", "function": function}
         message["tool_calls"] = [*message.get("tool_calls", ()), call]

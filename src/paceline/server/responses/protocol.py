@@ -6,12 +6,23 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Discriminator, Field, JsonValue, Tag, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, to_json
 
 from paceline.config import StructuredOutputs
 from paceline.server import limits
 from paceline.server.chat_protocol import JsonObjectFormat, TextFormat
-from paceline.server.protocol import LABELS, TEXT_ONLY, Label, Metadata, Strict, TurnRequest, Unsupported, refuser, some
+from paceline.server.protocol import (
+    LABELS,
+    TEXT_ONLY,
+    Label,
+    Metadata,
+    RefusalPart,
+    Strict,
+    TurnRequest,
+    Unsupported,
+    refuser,
+    some,
+)
 
 _STORES = "this server stores no answers: send the whole conversation as input"
 _HOSTED = "it runs on OpenAI's own service"
@@ -26,17 +37,6 @@ class ItemText(Strict):
     logprobs: Annotated[list[JsonValue], Field(max_length=limits.MAX_CONTENT_PARTS)] | None = None
 
 
-class RefusalPart(Strict):
-    """An answer of the assistant that was a refusal."""
-
-    type: Literal["refusal"]
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        return self.refusal
-
-
 _REFUSED_PARTS = dict.fromkeys(("input_image", "input_file", "input_audio"), TEXT_ONLY)
 _Part: TypeAlias = Annotated[
     Annotated[ItemText | RefusalPart, Field(discriminator="type")], refuser(_REFUSED_PARTS, "parts")
@@ -45,9 +45,10 @@ Content: TypeAlias = str | Annotated[list[_Part], some(limits.MAX_CONTENT_PARTS)
 
 
 class _Item(Strict):
-    """id, status: of an item that an earlier answer had."""
+    """id, status: of an item that an earlier answer had. provider_specific_fields: of LiteLLM, without effect."""
 
     id: Label | None = None
+    provider_specific_fields: JsonValue = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
 
@@ -69,10 +70,23 @@ class FunctionCallItem(_Item):
     arguments: str
 
 
-class FunctionOutputItem(_Item):
+class CustomCallItem(_Item):
+    """A call of a tool that takes a text. Such tools are left out of ``tools``; their calls are shown to the model."""
+
+    type: Literal["custom_tool_call"]
+    call_id: Label
+    name: Label
+    input: str
+
+    @property
+    def arguments(self) -> str:
+        return to_json({"input": self.input}).decode()
+
+
+class CallOutputItem(_Item):
     """What a call returned."""
 
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Label
     output: Content
 
@@ -97,7 +111,7 @@ class ReasoningItem(_Item):
         return "".join(part.text for part in self.content or self.summary or ())
 
 
-Item: TypeAlias = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
+Item: TypeAlias = MessageItem | FunctionCallItem | CustomCallItem | CallOutputItem | ReasoningItem
 
 
 def _kind(item: Any) -> str:
@@ -112,7 +126,9 @@ _AnyItem: TypeAlias = Annotated[
     Annotated[
         Annotated[MessageItem, Tag("message")]
         | Annotated[FunctionCallItem, Tag("function_call")]
-        | Annotated[FunctionOutputItem, Tag("function_call_output")]
+        | Annotated[CustomCallItem, Tag("custom_tool_call")]
+        | Annotated[CallOutputItem, Tag("function_call_output")]
+        | Annotated[CallOutputItem, Tag("custom_tool_call_output")]
         | Annotated[ReasoningItem, Tag("reasoning")],
         Discriminator(_kind),
     ],
@@ -240,7 +256,8 @@ class ResponsesRequest(TurnRequest):
 
     @property
     def items(self) -> list[Item]:
-        return [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        given = self.input or ""  # no items are an empty text, by which agents ask whether the server is there
+        return [MessageItem(role="user", content=given)] if isinstance(given, str) else given
 
     @property
     def structure(self) -> StructuredOutputs | None:
