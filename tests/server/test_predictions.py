@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from paceline.config import SamplingParams, ServerConfig
 from paceline.config.limits import MAX_REFERENCE_CHARACTERS
 from paceline.llm import LLM
-from paceline.server.predictions import in_common
+from paceline.server.predictions import details_of, in_common
 from server_support import Live, start
 
 MESSAGES = [{"role": "user", "content": "write it again"}]
@@ -144,13 +145,39 @@ def slow_in_common(first: list[int], second: list[int]) -> int:
     return line[-1]
 
 
-@given(first=st.lists(st.integers(0, 3), max_size=80), second=st.lists(st.integers(0, 3), max_size=80))
-def test_bit_parallel_lcs_equals_dynamic_programming(first: list[int], second: list[int]) -> None:
-    assert in_common(first, second) == slow_in_common(first, second)
+@given(
+    first=st.lists(st.integers(0, 3), max_size=80),
+    others=st.lists(st.lists(st.integers(0, 5), max_size=80), max_size=3),
+)
+def test_bit_parallel_lcs_equals_dynamic_programming(first: list[int], others: list[list[int]]) -> None:
+    assert in_common(first, others) == [slow_in_common(first, other) for other in others]
 
 
 def test_long_texts_are_compared_token_by_token() -> None:
     rng = random.Random(1)
     text = [rng.randrange(50_000) for _ in range(3000)]
     changed = [token for place, token in enumerate(text) if place % 100 != 7]
-    assert in_common(text, changed) == len(changed)
+    assert in_common(text, [changed]) == [len(changed)]
+
+
+@pytest.mark.parametrize("answers", [[[5]] * 64, [list(range(2**14))]], ids=["of one token", "of many tokens"])
+def test_a_long_prediction_costs_little_memory_and_is_indexed_once_for_all_answers(answers: list[list[int]]) -> None:
+    readings = []
+
+    class Prediction(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            readings.append(1)
+            return super().__iter__()
+
+    prediction = Prediction(range(2**15))
+    tracemalloc.start()
+    try:
+        details = details_of(prediction, answers)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    kept = sum(map(len, answers))
+    assert details.accepted_prediction_tokens == kept
+    assert details.rejected_prediction_tokens == len(prediction) * len(answers) - kept
+    assert len(readings) == 1
+    assert peak < 12 * 2**20, f"{peak / 2**20:.0f} MiB"

@@ -193,6 +193,8 @@ def _is_list(given: object) -> bool:
 
 
 def _is_whole(token: object) -> bool:
+    if type(token) is int:  # nearly always; the other tests take ten times longer, and a reference has 131,072 tokens
+        return True
     if isinstance(token, torch.Tensor):
         return token.dim() == 0 and _whole_dtype(token.dtype)
     return isinstance(token, Integral) and not isinstance(token, bool)
