@@ -27,7 +27,7 @@ from paceline.cli.main import app
 from paceline.config import ServerConfig
 from paceline.errors import ParameterError
 from paceline.server.ending import EXIT_STUCK
-from paceline.server.logs import JsonFormatter, LogWriter, Throttle, request_id
+from paceline.server.logs import JsonFormatter, LogWriter, TextFormatter, Throttle, request_id
 from paceline.server.sockets import listen
 from polling import PATIENCE, wait_until
 from server_support import Live, asking, start
@@ -288,3 +288,39 @@ def test_log_lines_have_the_request_id() -> None:
     request_id.reset(token)
     assert (line["request_id"], line["status"], line["message"]) == ("req-1", 400, "refused")
     assert "request_id" not in json.loads(JsonFormatter().format(record()))
+
+
+def test_an_address_cannot_send_commands_to_the_terminal_that_shows_the_log(
+    live: Live, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "uvicorn.access")
+    caplog.handler.setFormatter(TextFormatter())
+    live.get("/health", headers={"X-Forwarded-For": b"\x1b]0;mine\x07\x9b2J\x7f"})
+    wait_until(lambda: "mine" in caplog.text, "the request is not logged")
+    (line,) = [line for line in caplog.text.splitlines() if "mine" in line]
+    assert r"\x1b]0;mine\x07\x9b2J\x7f" in line
+    assert line.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a\nINFO all is well", r"a\nINFO all is well"),
+        ("\r\u2028\u202e\ud800", r"\r\u2028\u202e\ud800"),
+        ("größer 好", "größer 好"),
+    ],
+)
+def test_a_line_of_the_text_log_is_one_line_of_printable_text(text: str, shown: str) -> None:
+    assert TextFormatter().format(record(text)).endswith(f" {shown}")
+
+
+def test_only_the_lines_of_an_exception_stay_apart() -> None:
+    try:
+        raise ValueError("no \x1b[2J\rhere")
+    except ValueError:
+        failed = record("it failed")
+        failed.exc_info = sys.exc_info()
+    first, *lines = TextFormatter().format(failed).split("\n")
+    assert first.endswith("it failed")
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[-1] == r"ValueError: no \x1b[2J\rhere"

@@ -55,14 +55,31 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Time, level and message, then the fields as name=value."""
+    """Time, level and message, then the fields as name=value.
+
+    A message is one line of printable text: clients choose parts of it, which must not move a terminal's cursor or
+    look like other lines. An exception keeps its lines.
+    """
 
     def __init__(self) -> None:
         super().__init__(_TEXT, "%H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  (logging's own name)
         tail = "".join(f" {name}={_short(value)}" for name, value in _fields(record).items() if value is not None)
-        return super().formatMessage(record)[:_MAX_CHARACTERS] + tail
+        return _printable(super().formatMessage(record)[:_MAX_CHARACTERS] + tail)
+
+    def format(self, record: logging.LogRecord) -> str:
+        return _printable(super().format(record), "\n\t")
+
+
+def _printable(text: str, kept: str = "") -> str:
+    """The text with all characters that are not printable as escapes, except those in ``kept``."""
+    if text.isprintable():
+        return text
+    return "".join(
+        letter if letter.isprintable() or letter in kept else letter.encode("unicode_escape").decode()
+        for letter in text
+    )
 
 
 def _short(value: object) -> str:
