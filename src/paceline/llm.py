@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn, Self, TypeAlias, Unpack, get_args
+from typing import Any, NoReturn, Self, TypeAlias, TypeVar, Unpack, get_args
 
 import torch
 from torch import Tensor
@@ -36,7 +36,6 @@ from paceline.config.inputs import (
     as_prompt,
     as_prompts,
     as_sources,
-    as_texts,
 )
 from paceline.config.ranges import OneOf
 from paceline.core.hardware import default_threads, ignore_torch_context, torch_threads
@@ -56,10 +55,10 @@ from paceline.engine.loading import (
     loading_progress,
     serve_other_rank,
 )
-from paceline.engine.requests import RequestMaker, continued, encoded, needed
-from paceline.engine.scoring import EMBEDDED, PooledStates, PromptReading, PromptScores
+from paceline.engine.requests import RequestMaker, encoded, needed
+from paceline.engine.scoring import EMBEDDED, SCORED, PooledStates, PromptReading, PromptScores
 from paceline.engine.sharing import SharedCall, SharedEngine
-from paceline.errors import EmptyPromptError, ModelFormatError, PacelineError, ParameterError
+from paceline.errors import ModelFormatError, PacelineError, ParameterError
 from paceline.models.boundary import Source
 from paceline.models.infill import InfillMarkers
 from paceline.models.loading import check_source, eos_token_ids
@@ -79,6 +78,7 @@ _WEIGHT_OPTIONS = (
 _as_prompt = partial(as_prompt, "prompts")
 
 ModelSource: TypeAlias = Source
+R = TypeVar("R", bound=PromptReading)
 
 
 class LLM:
@@ -325,17 +325,33 @@ class LLM:
         return needed(self.tokenizer, "get_tokenizer").huggingface
 
     def score(
-        self, prompts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt], *, use_tqdm: bool = True
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        continuations: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: bool = True,
+        on_error: OnError = "raise",
     ) -> list[Score]:
         """Log-probability of each continuation after its prompt (strings or token ids), in the order given.
 
         There is one prompt per continuation, or a single prompt, not in a list, for all continuations.
-        If both are strings, the continuation begins at the first token after the tokens of the prompt alone. A prefix
-        that several texts share is computed once. At most as many texts as the engine has rows are processed at once.
-        Raises ParameterError, EmptyPromptError, PromptTooLongError before anything is computed.
+        If both are strings, their text is encoded as a whole, and scored from the first token that differs from the
+        prompt's own tokens. Where a token spans the end of the prompt, the score includes all of it. A prefix that
+        several texts share is computed once. At most as many texts as the engine has rows are processed at once.
+
+        on_error: "raise" raises for a pair that cannot be scored (empty, too long, joined within the prompt's first
+            token) before anything is computed; the message names it: "continuations[3]: ...". "skip" scores the other
+            pairs; the score of such a pair has no tokens, logprob -inf and the ``error``.
+        Raises ParameterError, EmptyPromptError, PromptTooLongError, RequestError.
         """
-        pairs = as_pairs(prompts, continuations)
-        return self._score_pairs([self._encode_pair(*pair) for pair in pairs], use_tqdm)
+
+        def make(pair: tuple[object, object], *_: object) -> Request:
+            return self._checked(self.requests.score_request(*pair))
+
+        call = CallArguments(SCORED, None, on_error)
+        made = call.made(as_pairs(prompts, continuations), make, "continuations")
+        outputs = self._read(made, "continuations", use_tqdm)
+        return [_score(*entry, on_error) for entry in zip(made, outputs, strict=True)]
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, pooling: PoolingName = "mean", use_tqdm: bool = True
@@ -346,39 +362,27 @@ class LLM:
         final norm. Raises ParameterError, EmptyPromptError, PromptTooLongError before anything is computed.
         """
         OneOf(get_args(PoolingName)).take("pooling", pooling)
-        texts = [encoded(self.tokenizer, text) for text in as_texts("prompts", prompts)]
-        pooled = [PooledStates(tokens, pooling) for tokens in texts]
-        self._read(pooled, EMBEDDED, "embeddings", use_tqdm)
-        return torch.stack([text.vector for text in pooled]) if pooled else torch.empty(0, 0)
 
-    def _score_pairs(self, texts: Sequence[tuple[list[int], int]], use_tqdm: bool) -> list[Score]:
-        """Score texts, given as token ids and the index of the first scored token."""
-        scores = [PromptScores(tokens, first=first) for tokens, first in texts]
-        self._read(scores, SamplingParams(max_tokens=1), "continuations", use_tqdm)
-        return [_score(text) for text in scores]
+        def make(text: object, *_: object) -> Request:
+            return self._checked(self.requests.embedding_request(text, pooling))
 
-    def _read(self, texts: Sequence[PromptReading], params: SamplingParams, what: str, use_tqdm: bool) -> None:
-        """Read texts in sorted order, so that texts with a common prefix are neighbours. what: label of the bar."""
-        neighbours = sorted(texts, key=lambda text: text.token_ids)
-        made: list[Made] = [Request(text.token_ids, params, reading=text, only_read=True) for text in neighbours]
-        for output in self._run(made, use_tqdm, None, what):
-            if output.outputs[0].finish_reason != "length":
-                raise output.error or PacelineError("the LLM was closed while it read texts")
+        made = CallArguments(EMBEDDED, None).made(as_prompts("prompts", prompts), make)
+        outputs = self._read(made, "embeddings", use_tqdm)
+        vectors = [_read_of(*entry, PooledStates).vector for entry in zip(made, outputs, strict=True)]
+        return torch.stack(vectors) if vectors else torch.empty(0, 0)
 
-    def _encode_pair(self, prompt: Prompt, continuation: Prompt) -> tuple[list[int], int]:
-        """Token ids of prompt and continuation as one text, and the number of tokens before the continuation."""
-        prompt_tokens = encoded(self.tokenizer, prompt)
-        if isinstance(prompt, str) and isinstance(continuation, str):
-            tokens = encoded(self.tokenizer, prompt + continuation)
-        elif isinstance(continuation, str):
-            tokens = prompt_tokens + continued(self.tokenizer, prompt_tokens, continuation)
-        else:
-            tokens = prompt_tokens + list(continuation)
-        if not prompt_tokens:
-            raise EmptyPromptError("a prompt has no tokens, so its continuation has no context")
-        if len(prompt_tokens) >= len(tokens):
-            raise ParameterError("continuations", continuation, "texts of at least one token after the prompt's")
-        return tokens, len(prompt_tokens)
+    def _checked(self, request: Request) -> Request:
+        self.engine.check(request)
+        return request
+
+    def _read(self, made: Sequence[Made], what: str, use_tqdm: bool) -> list[RequestOutput]:
+        """Read texts in sorted order, so that texts with a common prefix are neighbours; return results in theirs.
+
+        what: label of the bar.
+        """
+        order = sorted(range(len(made)), key=lambda index: made[index].prompt_token_ids)
+        outputs = self._run([made[index] for index in order], use_tqdm, None, what)
+        return [output for _, output in sorted(zip(order, outputs, strict=True), key=lambda pair: pair[0])]
 
     def close(self) -> None:
         """Free the caches. The object cannot be used afterwards; closing it again does nothing.
@@ -448,8 +452,7 @@ class LLM:
                 request = self.requests.chat_request(prompt, params, call.arrival, references)
             else:
                 request = self.requests.request(prompt, params, arrival=call.arrival, references=references)
-            self.engine.check(request)
-            return request
+            return self._checked(request)
 
         return call.made(entries, make)
 
@@ -480,7 +483,18 @@ class LLM:
         )
 
 
-def _score(text: PromptScores) -> Score:
-    tokens = [token for token in text.logprobs if token is not None]
+def _score(entry: Made, output: RequestOutput, on_error: OnError) -> Score:
+    if output.error is not None and on_error == "skip":
+        return Score([], [], False, output.error)
+    tokens = [token for token in _read_of(entry, output, PromptScores).logprobs if token is not None]
     greedy = all(token.logprob >= token.top[0][1] for token in tokens)
     return Score([token.token_id for token in tokens], [token.logprob for token in tokens], greedy)
+
+
+def _read_of(entry: Made, output: RequestOutput, kind: type[R]) -> R:
+    """Return what was collected from a text. Raises its error, or PacelineError if the LLM was closed."""
+    if output.outputs[0].finish_reason != "length":
+        raise output.error or PacelineError("the LLM was closed while it read texts")
+    assert isinstance(entry, Request)
+    assert isinstance(entry.reading, kind)
+    return entry.reading

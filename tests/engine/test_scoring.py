@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,19 +13,21 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen3_5ForCausalLM
 
 from model_support import NATIVE, VOCABULARY, tiny
+from models.test_tokenizer import byte_level_backend, wrap
 from paceline.config import SamplingParams
 from paceline.core.batch import Batch
 from paceline.core.outputs import RequestOutput, TokenLogprob
 from paceline.engine.chunks import PrefillSpeed, PromptSlice
 from paceline.engine.engine import Engine, Request
 from paceline.engine.scoring import PromptScores
-from paceline.errors import EmptyPromptError, ParameterError, PromptTooLongError
+from paceline.errors import EmptyPromptError, NotFiniteError, ParameterError, PromptTooLongError, RequestError
 from paceline.llm import LLM
 from paceline.models import loading
 from paceline.models.decoder import Decoder
 from paceline.models.passes import PaddedPasses
 from paceline.models.transformer import Transformer
 from recurrent_support import tiny_config
+from toy_llm import toy_llm
 
 PLAIN = {"drafter": None, "num_speculative_tokens": 0, "max_batch_size": 2, "dtype": "float32"}
 
@@ -440,7 +443,7 @@ def test_what_cannot_be_scored_is_refused() -> None:
     llm = make(tiny(*NATIVE["llama"]))
     with pytest.raises(ParameterError, match="continuations"):
         llm.score([[3, 4]], [])
-    with pytest.raises(ParameterError, match="continuations"):
+    with pytest.raises(ParameterError, match=r"^continuations=\[\]"):
         llm.score([[3, 4]], [[]])
     with pytest.raises(EmptyPromptError):
         llm.score([[]], [[3]])
@@ -449,3 +452,56 @@ def test_what_cannot_be_scored_is_refused() -> None:
     with pytest.raises(PromptTooLongError, match="max_model_len"):
         llm.score([[3] * 60], [[4] * 6])
     assert llm.score([], []) == []
+
+
+@pytest.fixture(scope="module")
+def joining() -> LLM:
+    """An LLM whose tokens may span the end of a prompt and the beginning of its continuation."""
+    return toy_llm(tokenizer=wrap(byte_level_backend([" Paris", " ==", "Answer"])), drafter=None)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "continuation", "decided"),
+    [
+        ("is ", "Paris, yes", " Paris"),
+        ("x =", "= 1", " =="),
+        ("Is it Ans", "wer: yes", "Answer"),
+        ("is", " Paris", " Paris"),
+    ],
+)
+def test_a_continuation_is_scored_from_the_first_token_that_is_not_the_prompts(
+    joining: LLM, prompt: str, continuation: str, decided: str
+) -> None:
+    tokenizer = joining.requests.tokenizer
+    whole = tokenizer.encode(prompt + continuation)
+    (score,) = joining.score(prompt, [continuation], use_tqdm=False)
+    first = len(whole) - len(score.token_ids)
+    assert whole[:first] == tokenizer.encode(prompt)[:first]
+    assert tokenizer.token_text(score.token_ids[0]) == decided
+    assert [score] == joining.score([whole[:first]], [whole[first:]], use_tqdm=False)
+
+
+REFUSED = [("is", "", ParameterError), ("Ans", "wer: yes", RequestError), ("", "Paris", EmptyPromptError)]
+REFUSED += [([3], [], ParameterError), ([3], [10**6], ParameterError), ([3] * 300, [4], PromptTooLongError)]
+
+
+@pytest.mark.parametrize(("prompt", "continuation", "error"), [*REFUSED, ("is", None, ParameterError)])
+def test_a_pair_that_cannot_be_scored_is_named_and_may_be_skipped(
+    joining: LLM, prompt: Any, continuation: Any, error: type[Exception]
+) -> None:
+    prompts, continuations = ["is", prompt, [3, 4]], [" Paris", continuation, [5]]
+    with pytest.raises(error, match=r"^continuations\[1\]"):
+        joining.score(prompts, continuations, use_tqdm=False)
+    first, skipped, last = joining.score(prompts, continuations, use_tqdm=False, on_error="skip")
+    assert [first, last] == joining.score(prompts[::2], continuations[::2], use_tqdm=False)
+    assert isinstance(skipped.error, error)
+    assert (skipped.token_ids, skipped.logprob, skipped.greedy) == ([], -math.inf, False)
+
+
+def test_a_text_whose_scores_are_nan_may_be_skipped(joining: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PromptScores, "is_nan", property(lambda scores: scores.token_ids == [3, 4]))
+    with pytest.raises(NotFiniteError):
+        joining.score([[3], [3]], [[4], [5]], use_tqdm=False)
+    skipped, scored = joining.score([[3], [3]], [[4], [5]], use_tqdm=False, on_error="skip")
+    assert isinstance(skipped.error, NotFiniteError)
+    assert [scored] == joining.score([[3]], [[5]], use_tqdm=False)

@@ -51,14 +51,12 @@ def as_prompts(name: str, prompts: object) -> list[object]:
     return list(given)
 
 
-def as_texts(name: str, prompts: object) -> list[str | list[int]]:
-    """One or several texts or lists of token ids, as a list. Raises ParameterError."""
-    return [as_prompt(name, prompt) for prompt in as_prompts(name, prompts)]
+def as_pairs(prompts: object, continuations: object) -> list[tuple[object, object]]:
+    """Each continuation with its prompt. A prompt that is not in a list belongs to all. Raises ParameterError.
 
-
-def as_pairs(prompts: object, continuations: object) -> list[tuple[str | list[int], str | list[int]]]:
-    """Each continuation with its prompt. A prompt that is not in a list belongs to all. Raises ParameterError."""
-    prefixes, suffixes = as_texts("prompts", prompts), as_texts("continuations", continuations)
+    The entries are returned as they were given; ``as_prompt`` checks them.
+    """
+    prefixes, suffixes = as_prompts("prompts", prompts), as_prompts("continuations", continuations)
     if _is_one(prompts):
         prefixes *= len(suffixes)
     if len(prefixes) != len(suffixes):

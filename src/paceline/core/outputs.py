@@ -28,17 +28,20 @@ class TokenLogprob:
 class Score:
     """Log-probabilities of a given continuation under the unmodified model (temperature 1).
 
+    token_ids: the tokens of prompt and continuation together, from the first one that the prompt alone does not have.
     greedy: whether every token is the model's most likely one.
+    error: why the continuation was skipped (``on_error="skip"``); it then has no tokens. None if it was scored.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     greedy: bool
+    error: Exception | None = None
 
     @property
     def logprob(self) -> float:
-        """Log-probability of the whole continuation: the sum over its tokens."""
-        return sum(self.logprobs)
+        """Log-probability of the whole continuation: the sum over its tokens; -inf if it was skipped."""
+        return sum(self.logprobs) if self.error is None else -math.inf
 
 
 @dataclass

@@ -37,25 +37,28 @@ class CallArguments:
     on_error: OnError = "raise"
     arrival: float = field(default_factory=lambda: time.monotonic())  # looked up late, for tests with a clock
 
-    def made(self, prompts: Sequence[T], make: Maker[T]) -> list[Made]:
+    def made(self, prompts: Sequence[T], make: Maker[T], argument: str = "prompts") -> list[Made]:
         """Return a request for each prompt; with on_error="skip" a finished result for a refused one.
 
+        argument: name of the argument that the errors number.
         Raises ParameterError or RequestError. With several prompts the error names the first one that is refused.
         """
         OneOf(("raise", "skip")).take("on_error", self.on_error)
         size = len(prompts)
         arguments = zip(prompts, self._params(size), as_references_of_each(self.references, size), strict=True)
-        return [self._made(index, size, partial(make, *own)) for index, own in enumerate(arguments)]
+        name = None if size == 1 else argument
+        return [self._made(index, name, partial(make, *own)) for index, own in enumerate(arguments)]
 
-    def _made(self, index: int, prompts: int, make: Callable[[], Request]) -> Made:
+    def _made(self, index: int, argument: str | None, make: Callable[[], Request]) -> Made:
+        """Make one request. argument: the name that an error numbers; None for errors without a number."""
         try:
             return make()
         except (ParameterError, RequestError) as error:
             if self.on_error == "skip":
                 return _refused(index, error)
-            if prompts == 1:
+            if argument is None:
                 raise
-            raise _at(f"prompts[{index}]", error) from error
+            raise _at(argument, index, error) from error
 
     def _params(self, prompts: int) -> list[SamplingParams]:
         """Return the SamplingParams of each prompt. Raises ParameterError."""
@@ -81,9 +84,10 @@ def _refused(index: int, error: Exception) -> RequestOutput:
     return RequestOutput(f"refused-{index}", None, [], [CompletionOutput(0, finish_reason="error", error=error)])
 
 
-def _at(place: str, error: ParameterError | RequestError) -> Exception:
+def _at(argument: str, index: int, error: ParameterError | RequestError) -> Exception:
     """Return the same error, with the place of the prompt in its text."""
+    place = f"{argument}[{index}]"
     if isinstance(error, ParameterError):
-        field = place if error.field == "prompts" else f"{place}: {error.field}"
+        field = place if error.field == argument else f"{place}: {error.field}"
         return ParameterError(field, error.value, error.allowed)
     return type(error)(f"{place}: {error}")

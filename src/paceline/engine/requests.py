@@ -9,14 +9,16 @@ from typing import Any
 
 from paceline.chat.options import ChatOptions
 from paceline.chat.thinking import ThoughtsSplitter
-from paceline.config import SamplingParams, StructuredOutputs
-from paceline.config.inputs import Prompt, as_references
+from paceline.config import PoolingName, SamplingParams, StructuredOutputs
+from paceline.config.inputs import Prompt, as_prompt, as_references
 from paceline.core.processors import processed_row
 from paceline.core.rows import Constraint
 from paceline.engine.calls import check_params
 from paceline.engine.chat import ChatPrompt, ChatRules, chat_prompt, check_beside_rules
 from paceline.engine.engine import Request
-from paceline.errors import ParameterError
+from paceline.engine.prefixes import common_prefix_length
+from paceline.engine.scoring import EMBEDDED, SCORED, PooledStates, PromptScores
+from paceline.errors import EmptyPromptError, ParameterError, RequestError
 from paceline.models.detokenizer import Detokenizer
 from paceline.models.tokenizer import Tokenizer
 from paceline.structured import Grammars
@@ -62,6 +64,38 @@ class RequestMaker:
         return Request(
             tokens, params, text, request_id, arrival, make_stream, make_constraint, client, priority, reference_ids
         )
+
+    def score_request(self, prompt: object, continuation: object) -> Request:
+        """Make the request that reads a continuation's log-probabilities; each text is a string or token ids.
+
+        The first token to score is the first one that differs from the prompt's own tokens: where two strings join
+        within a token, it begins before the continuation.
+        Raises ParameterError, EmptyPromptError, and RequestError for a join that leaves no token before it.
+        """
+        before, text = as_prompt("prompts", prompt), as_prompt("continuations", continuation)
+        tokens = prompt_tokens = encoded(self._tokenizer, before)
+        if not tokens:
+            raise EmptyPromptError("a prompt has no tokens, so its continuation has no context")
+        if not isinstance(text, str):
+            tokens = tokens + text
+        elif isinstance(before, str):
+            tokens = encoded(self._tokenizer, before + text)
+        else:
+            tokens = tokens + continued(self._tokenizer, before, text)
+        first = common_prefix_length(prompt_tokens, tokens, len(tokens))
+        if first == len(tokens):
+            raise ParameterError("continuations", continuation, "texts of at least one token after the prompt's")
+        if first == 0:
+            raise RequestError(
+                "the prompt's first token joins with its continuation, so that no token is left as context: begin the "
+                "prompt with more text, or give prompt and continuation as token ids"
+            )
+        return Request(tokens, SCORED, reading=PromptScores(tokens, first=first), only_read=True)
+
+    def embedding_request(self, text: object, pooling: PoolingName) -> Request:
+        """Make the request that reads the embedding of a text, a string or token ids. Raises ParameterError."""
+        tokens = encoded(self._tokenizer, as_prompt("prompts", text))
+        return Request(tokens, EMBEDDED, reading=PooledStates(tokens, pooling), only_read=True)
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> ChatPrompt:
         """Render a conversation as a prompt. Raises ParameterError, RequestError."""

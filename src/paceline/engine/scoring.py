@@ -21,6 +21,7 @@ from paceline.core.outputs import TokenLogprob
 from paceline.models.decoder import Decoder
 
 CHUNK = 32  # positions whose logits are in memory together
+SCORED = SamplingParams(max_tokens=1)  # of a request for the log-probabilities of its prompt
 EMBEDDED = SamplingParams(max_tokens=1, keep_prefix=False)  # of a request for an embedding
 
 
