@@ -455,6 +455,24 @@ def test_bytes_of_added_tokens_are_those_that_the_tokenizer_decodes() -> None:
         assert tokenizer.bytes_in_text(token).decode(errors="replace") == text
 
 
+def metaspace() -> Tokenizer:
+    """A tokenizer with the other decoder of SentencePiece vocabularies, which strips a text's first space, too."""
+    backend = sentencepiece_backend()
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    return wrap(backend, eos_token="</s>")
+
+
+@pytest.mark.parametrize("make", [byte_level, sentencepiece, metaspace])
+def test_a_token_is_spelled_as_inside_a_text(make: Any) -> None:
+    tokenizer = make()
+    ids = tokenizer.encode("the the  cat日 x\n", add_special_tokens=False)
+    inside = [token for token in ids if make is byte_level or tokenizer.byte_of(token) is None]
+    assert "".join(tokenizer.token_text(token) for token in inside).strip() == "the the  cat日 x"
+    assert b"".join(map(tokenizer.token_bytes, ids)).strip(b" ").decode() == "the the  cat日 x\n"
+    assert tokenizer.token_text(tokenizer.eos_token_ids[0]) in ("</s>", "<eos>")
+    assert (tokenizer.token_text(10**6), tokenizer.token_bytes(10**6)) == ("", b"")
+
+
 def test_a_byte_level_token_takes_few_python_calls() -> None:
     """A generator over a token's letters once caused half of all Python calls of a decoding round."""
     ids, detokenizer = byte_level().encode("hello world 日本 stop" * 20), Detokenizer(byte_level())

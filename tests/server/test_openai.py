@@ -14,9 +14,11 @@ import openai
 import pytest
 
 from byte_model import TEMPLATE
+from models.test_tokenizer import sentencepiece
 from paceline.config import SamplingParams, ServerConfig
-from paceline.core.outputs import CompletionOutput, TokenKind
+from paceline.core.outputs import CompletionOutput, TokenKind, TokenLogprob
 from paceline.llm import LLM
+from paceline.server.logprobs import Spelling, chat_logprobs, completion_logprobs
 from paceline.server.replies import accepted_per_round
 from server_support import Live, start
 from web import client
@@ -253,6 +255,20 @@ def test_a_ranked_chat_cannot_be_streamed(live: Live, extra: dict[str, Any]) -> 
     reply = live.post("/v1/chat/completions", body)
     assert reply.status_code == 400
     assert reply.json()["error"]["message"].startswith(f"{next(iter(extra))} cannot be streamed")
+
+
+def test_tokens_that_differ_by_a_space_or_by_nothing_have_their_own_log_probabilities() -> None:
+    spelling = Spelling(sentencepiece())
+    spaced, bare, letter, byte = sentencepiece().huggingface.convert_tokens_to_ids(["▁th", "th", "t", "<0x74>"])
+    top = ((spaced, -0.5), (bare, -1.0), (byte, -1.5), (letter, -2.5), (10**6, -3.5), (10**6 + 1, -4.5))
+    for drawn, value in top:
+        found = completion_logprobs(spelling, [drawn], [TokenLogprob(drawn, value, top)], [""], 0, 6)
+        assert found.top_logprobs is not None
+        assert found.top_logprobs[0] is not None
+        assert sorted(found.top_logprobs[0].values(), reverse=True) == [value for _, value in top]
+        assert found.top_logprobs[0][found.tokens[0]] == value == found.token_logprobs[0]
+    content = chat_logprobs(spelling, [TokenLogprob(spaced, -0.5, top)]).content
+    assert (content[0].token, content[0].bytes) == (" th", list(b" th"))
 
 
 def test_several_prompts_as_texts_or_tokens(live: Live, offline: LLM) -> None:

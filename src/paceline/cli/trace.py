@@ -49,7 +49,7 @@ def trace(
     (result,) = llm.generate([given], params, use_tqdm=False)
     tokenizer, answer = llm.requests.tokenizer, result.outputs[0]
     nodes = syntax.node_kinds(answer.pieces) if syntax.available() else []
-    text = page(llm.engine.describe(), answer, tracer.traced, lambda token: tokenizer.decode([token]), nodes)
+    text = page(llm.engine.describe(), answer, tracer.traced, tokenizer.token_text, nodes)
     with written_whole(output) as part:
         part.write_bytes(text.encode("utf-8", "backslashreplace"))
     if not quiet:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -162,11 +163,24 @@ class Tokenizer:
         return ControlTokens(self.huggingface.backend_tokenizer if fast else None, spellings)
 
     def token_text(self, token_id: int) -> str:
-        """Return one token as text; incomplete characters become U+FFFD. Special tokens appear by their names."""
-        return self.spell([token_id])
+        """Return one token as it reads inside a text: with its first space, which SentencePiece hides from a beginning.
+
+        Incomplete characters become U+FFFD. Special tokens appear by their names.
+        """
+        if self.is_special(token_id):
+            return self.spell([token_id])
+        before, text_before = self._text_before
+        return self.spell([*before, token_id])[len(text_before) :]
+
+    @cached_property
+    def _text_before(self) -> tuple[list[int], str]:
+        """A token that a text may begin with, and its text; no token if each is special or a byte."""
+        texts = (token for token, spelled in enumerate(self.tokens()) if spelled is not None and self._is_text(token))
+        before = [] if self.is_byte_level() else list(itertools.islice(texts, 1))
+        return before, self.spell(before)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a token: the name of a special token, no bytes for an unknown id."""
+        """Return the bytes of a token inside a text: the name of a special token, no bytes for an unknown id."""
         spelling = self.spelling(token_id)
         if spelling is None:
             return b""

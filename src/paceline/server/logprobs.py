@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from paceline.core.outputs import TokenLogprob
 from paceline.models.tokenizer import Tokenizer
@@ -26,6 +26,15 @@ class Spelling:
             return spelled.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+    def names(self, token_ids: Iterable[int]) -> dict[int, str]:
+        """Return a different text for each token: ``unique``, or its id if an earlier token has the same text."""
+        owners: dict[str, int] = {}
+        names = {token: self.unique(token) for token in token_ids}
+        return {
+            token: name if owners.setdefault(name, token) == token else f"token_id:{token}"
+            for token, name in names.items()
+        }
 
 
 def _finite(logprob: float) -> float:
@@ -51,7 +60,11 @@ def completion_logprobs(
         offset += len(piece)
 
     def likeliest(entry: TokenLogprob | None) -> dict[str, float] | None:
-        return None if entry is None else {spelling.unique(token): _finite(lp) for token, lp in entry.top[:top]}
+        if entry is None:
+            return None
+        likely = dict(entry.top[:top])
+        names = spelling.names([entry.token_id, *likely])
+        return {names[token]: _finite(logprob) for token, logprob in likely.items()}
 
     return CompletionLogprobs(
         tokens=[spelling.unique(token) for token in token_ids],

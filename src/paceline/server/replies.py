@@ -141,8 +141,9 @@ class Extras(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """Parallel lists, one entry per token.
+    """Parallel lists, one entry per token. A token has the space that it has inside a text.
 
+    top_logprobs: by text, that of the drawn token in ``tokens``; ``token_id:ID`` for another token with the same text.
     text_offset: start of the token's text in the answer's text, in characters.
     """
 
@@ -176,7 +177,7 @@ class Completion(BaseModel):
 
 
 class TopLogprob(BaseModel):
-    """One of the likeliest tokens. bytes: its UTF-8 bytes, which may be part of a character."""
+    """One of the likeliest tokens, as it reads inside a text. bytes: its UTF-8, which may be part of a character."""
 
     token: str
     logprob: float

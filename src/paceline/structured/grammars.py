@@ -181,7 +181,7 @@ class _Vocabulary:
         spellings = tokenizer.tokens()
         text = [s is not None and not tokenizer.is_special(t) and t not in ends for t, s in enumerate(spellings)]
         self.special_token_ids = [token for token, is_text in enumerate(text) if not is_text]
-        self.tokens = [_bytes_of(tokenizer, t, s or "") if text[t] else b"" for t, s in enumerate(spellings)][:size]
+        self.tokens = [tokenizer.token_bytes(t) if is_text else b"" for t, is_text in enumerate(text)][:size]
         self.special_names = {t: s.encode() for t, s in enumerate(spellings[:size]) if s and not text[t]}
         for token, name in self.special_names.items():
             self.tokens[token] = b"\xff" + name
@@ -191,12 +191,6 @@ class _Vocabulary:
     def __call__(self, text: str) -> list[int]:
         """Not implemented: llguidance tokenizes only for forced tokens, which are disabled here."""
         raise NotImplementedError
-
-
-def _bytes_of(tokenizer: Tokenizer, token: int, spelling: str) -> bytes:
-    if tokenizer.is_byte_level() or spelling.startswith("<0x"):
-        return tokenizer.token_bytes(token)
-    return spelling.replace("▁", " ").encode()
 
 
 # --- answers ---
