@@ -526,6 +526,39 @@ def test_stop_strings_are_found_at_any_token_boundaries(
     assert detokenizer.text == shown
 
 
+SPECIAL_STOPS = [
+    ("the S cat", ["S"], {}, "the ", "S"),
+    ("the S cat", ["S"], {"include_stop": True}, "the S", "S"),
+    ("the\nS cat", ["\nS ca"], {}, "the", "\nS ca"),
+    ("the SS cat S", ["SSS", "S t", "x"], {}, "the  cat ", None),
+    ("the Scat S.", ["S"], {"min_tokens": 5}, "the cat ", "S"),
+    ("the cat S", ["at S"], {"skip_special": False}, "the c", "at S"),
+    ("the cat S", ["S"], {"kept_special": "S"}, "the cat ", "S"),
+    ("the x cat S", ["x"], {}, "the ", "x"),
+]
+
+
+@pytest.mark.parametrize("make", [byte_level, sentencepiece])
+@pytest.mark.parametrize(("text", "stops", "options", "shown", "stopped"), SPECIAL_STOPS)
+def test_a_stop_string_may_spell_special_tokens(
+    make: Any, text: str, stops: list[str], options: dict[str, Any], shown: str, stopped: str | None
+) -> None:
+    tokenizer, name = make(), "<tool call>" if make is byte_level else "<s>"
+    if "kept_special" in options:
+        options = {"kept_special": tokenizer.special_in(name)}
+    ids = tokenizer.encode(text.replace("S", name))
+    detokenizer = Detokenizer(tokenizer, tuple(stop.replace("S", name) for stop in stops), **options)
+    assert "".join(stream(detokenizer, ids)) == detokenizer.text == shown.replace("S", name)
+    assert detokenizer.stopped == (None if stopped is None else stopped.replace("S", name))
+
+
+def test_a_special_token_that_is_a_stop_string_is_not_shown_in_thoughts() -> None:
+    detokenizer = Detokenizer(byte_level(), ("<tool call>",), splitter=PLAIN.splitter(False))
+    ids = byte_level().encode("<think>a<tool call>b</think>\nc<tool call>d")
+    assert "".join(stream(detokenizer, ids)) == detokenizer.text == "<think>ab</think>\nc"
+    assert detokenizer.stopped == "<tool call>"
+
+
 @pytest.mark.parametrize("words", [[], ["stop"], ["st", "op"], ["xstopx"], ["xs", "topx"]])
 def test_a_stop_string_is_found_with_any_tokenisation(words: list[str]) -> None:
     tokenizer = wrap(byte_level_backend(words))

@@ -184,7 +184,10 @@ class SamplingParams:
     stop: Annotated[
         str | Sequence[str],
         Texts(MAX_STOP_STRINGS, MAX_STOP_CHARACTERS, one=True),
-        Help("Strings that end the answer and are not part of it. In chats they do not count in thoughts."),
+        Help(
+            "Strings that end the answer and are not part of it; they may spell special tokens. In chats they do not "
+            "count in thoughts."
+        ),
     ] = ()
     stop_token_ids: Annotated[
         Sequence[int], TokenIds(MAX_STOP_TOKEN_IDS, MAX_COUNT), Help("Token ids that end the answer.")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import codecs
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 from paceline.chat.thinking import ThoughtsSplitter
 from paceline.config.limits import MAX_STOP_CHARACTERS
 from paceline.models.tokenizer import Tokenizer
+
+_FIRST_SURROGATE = 0xD800  # of 2,048; stop strings have fewer characters than would name so many tokens
 
 
 class TokenDecoder(Protocol):
@@ -124,7 +126,8 @@ class _ByteRun:
 class Detokenizer:
     """Incremental decoder of one answer that also finds stop strings. The cost per token is constant.
 
-    stop: strings that end the text. The one that ends first counts; of two with the same end, the longer one.
+    stop: strings that end the text. The one that ends first counts; of two with the same end, the longer one. They may
+        spell special tokens, shown or not.
     include_stop: whether the text ends after the stop string instead of before it.
     min_tokens: number of first tokens in whose text no stop string ends.
     skip_special: whether special tokens are left out. kept_special: special tokens that are not, even then.
@@ -151,9 +154,14 @@ class Detokenizer:
             self._decoder = ByteDecoder(tokenizer, skip_special, kept_special)
         else:
             self._decoder = WindowDecoder(tokenizer, skip_special, kept_special, after)
-        self._stop, self._include_stop, self._first_tokens = stop, include_stop, min_tokens
+        self._stand_ins = _stand_ins(tokenizer, stop, kept_special) if skip_special else {}
+        self._hidden = dict.fromkeys(map(ord, self._stand_ins.values()))  # for str.translate: deletes them
+        self._stops = {each: each for each in stop}  # the spellings to search, with the stop strings that they are of
+        self._stops |= {_with_stand_ins(tokenizer, each, self._stand_ins): each for each in stop}
+        self._stop, self._include_stop, self._first_tokens = tuple(self._stops), include_stop, min_tokens
         self._splitter = splitter
-        self._searched_from = 0  # index in the text; no stop string ends before it
+        self._searched_from = 0  # index in the decoded text; no stop string ends before it
+        self._released = 0  # characters of the decoded text that were released or left out
         self._pending = ""  # decoded text that may be the beginning of a stop string
         self.text = ""
         self.stopped: str | None = None
@@ -165,14 +173,15 @@ class Detokenizer:
         """
         if self.stopped is not None:
             return ""
-        fresh, thoughts, undecided = self._decoder.push(token_id), "", ""
+        hidden = token_id in self._stand_ins
+        fresh, thoughts, undecided = self._stand_in(token_id) if hidden else self._decoder.push(token_id), "", ""
         if self._splitter is not None:
             thoughts, fresh = self._split(fresh)
             undecided = self._splitter.held
         held = self._decoder.held
         if self._first_tokens > 0:
             self._first_tokens -= 1
-            self._searched_from = sum(map(len, (self.text, self._pending, fresh, held, undecided)))
+            self._searched_from = self._released + sum(map(len, (self._pending, fresh, held, undecided)))
             return thoughts + self._hold_back(self._pending + fresh)
         searches = self._stop and (self._splitter is None or self._splitter.over)
         if held and searches and (self._pending + held).endswith(self._stop):
@@ -192,12 +201,19 @@ class Detokenizer:
         pending, self._pending = self._pending, ""
         return released + self._release(pending)
 
+    def _stand_in(self, token_id: int) -> str:
+        """Return the character that stands for a hidden token, behind the decoder's text if that is complete."""
+        return (self._decoder.finish() if self._decoder.held else "") + self._stand_ins[token_id]
+
     def _split(self, text: str) -> tuple[str, str]:
         """Release what belongs to thoughts. Returns it, and the rest."""
         thoughts, text = ("", text) if self._splitter is None else self._splitter.push(text)
         return self._release(thoughts), text
 
     def _release(self, text: str) -> str:
+        self._released += len(text)
+        if self._hidden:
+            text = text.translate(self._hidden)
         self.text += text
         return text
 
@@ -205,11 +221,11 @@ class Detokenizer:
         if not self._stop:
             return self._release(fresh)
         text = self._pending + fresh
-        found = _first_stop(text, self._stop, self._searched_from - len(self.text))
+        found = _first_stop(text, self._stop, self._searched_from - self._released)
         if found is not None:
-            start, self.stopped = found
-            self._pending = ""
-            return self._release(text[: start + len(self.stopped) * self._include_stop])
+            start, spelled = found
+            self.stopped, self._pending = self._stops[spelled], ""
+            return self._release(text[:start] + self.stopped * self._include_stop)
         return self._hold_back(text)
 
     def _hold_back(self, text: str) -> str:
@@ -217,6 +233,22 @@ class Detokenizer:
         end = len(text) - _open_stop(text, self._stop)
         self._pending = text[end:]
         return self._release(text[:end])
+
+
+def _stand_ins(tokenizer: Tokenizer, stop: Collection[str], shown: Collection[int]) -> dict[int, str]:
+    """Return a character for each special token that a stop string spells, but that the text leaves out.
+
+    The characters are lone surrogates, which no decoded text and no stop string has.
+    """
+    tokens = sorted({token for each in stop for token in tokenizer.special_in(each)}.difference(shown))
+    return {token: chr(_FIRST_SURROGATE + index) for index, token in enumerate(tokens)}
+
+
+def _with_stand_ins(tokenizer: Tokenizer, stop: str, stand_ins: Mapping[int, str]) -> str:
+    names = {tokenizer.token_text(token): stand_in for token, stand_in in stand_ins.items()}
+    for name in sorted(names, key=len, reverse=True):
+        stop = stop.replace(name, names[name])
+    return stop
 
 
 def _first_stop(text: str, stops: tuple[str, ...], after: int) -> tuple[int, str] | None:

@@ -210,6 +210,8 @@ class Tokenizer:
 
     def special_in(self, text: str) -> set[int]:
         """Return the special tokens that a text spells out."""
+        if not self._control_tokens.are_spelled_in(text):  # takes microseconds
+            return set()
         tokens = filter(self.is_special, self.encode(text, add_special_tokens=False))
         return {token for token in tokens if self.token_text(token) in text}  # not <unk>
 
