@@ -7,10 +7,15 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from models.test_tokenizer import byte_level_backend, wrap
+from paceline.chat.options import ChatOptions
 from paceline.config import SamplingParams
+from paceline.engine.chat import chat_prompt
 from paceline.server.chat_protocol import ChatRequest
 from paceline.server.errors import from_validation
 from paceline.server.protocol import CompletionRequest
+from paceline.server.responses.prompt import options_of
+from paceline.server.responses.protocol import ResponsesRequest
 
 USER: dict[str, Any] = {"role": "user", "content": "hi"}
 
@@ -148,3 +153,45 @@ def test_names_reach_the_template_and_cache_hints_do_not() -> None:
     message = {"role": "user", "name": "Ada", "content": parts, "cache_control": hint}
     request = ChatRequest.model_validate({"messages": [message, USER]})
     assert list(request.conversation) == [{"role": "user", "content": "hi", "name": "Ada"}, USER]
+
+
+SENT: list[dict[str, Any]] = [
+    {
+        "function": {
+            "strict": True,
+            "parameters": {"required": ["b"], "properties": {"b": {"default": None}, "a": {}}, "x-order": 1},
+            "name": "f",
+        },
+        "type": "function",
+    },
+    {"type": "function", "function": {"name": "g", "parameters": {}, "description": None}},
+    {"type": "function", "function": {"name": "h"}},
+]
+TALK = "{% for tool in tools or () %}{{ tool | tojson }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def fields_of(api: str) -> Any:
+    """The options of a conversation with the tools that were sent, in an API's form."""
+    if api == "llm":
+        return {"tools": SENT}
+    if api == "chats":
+        tools = [{**tool, "cache_control": {"type": "ephemeral"}} for tool in SENT]
+        return ChatRequest.model_validate({"messages": [USER], "tools": tools}).chat_fields
+    tools = [{**tool["function"], "type": "function"} for tool in SENT]
+    return options_of(ResponsesRequest.model_validate({"input": "hi", "tools": tools}))
+
+
+@pytest.mark.parametrize("api", ["llm", "chats", "responses"])
+def test_the_template_gets_the_tools_that_were_sent_as_in_transformers(api: str) -> None:
+    tokenizer = wrap(byte_level_backend(), eos_token="<eos>", chat_template=TALK)
+    prompt = chat_prompt(tokenizer, [USER], ChatOptions.of({**fields_of(api), "tool_parser": "hermes"}))
+    own = [{"type": "function", "function": tool["function"]} for tool in SENT] if api == "responses" else SENT
+    expected = tokenizer.huggingface.apply_chat_template([USER], tools=own, tokenize=False)
+    assert tokenizer.spell(prompt.token_ids) == expected
+
+
+def test_a_template_that_needs_a_description_gets_an_empty_one() -> None:
+    template = TALK.replace("tool | tojson", "'// ' + tool.function.description + '.'")
+    tokenizer = wrap(byte_level_backend(), eos_token="<eos>", chat_template=template)
+    prompt = chat_prompt(tokenizer, [USER], ChatOptions.of({"tools": SENT, "tool_parser": "hermes"}))
+    assert tokenizer.spell(prompt.token_ids) == "// .// .// .hi"

@@ -22,7 +22,8 @@ _THINKING_SWITCHES = ("enable_thinking", "thinking")  # template variables that 
 class ChatFields(TypedDict, total=False):
     """``ChatOptions`` as keyword arguments.
 
-    tools: in OpenAI's form, {"type": "function", "function": {"name": ..., "parameters": {...}}}. tool_choice: "auto",
+    tools: in OpenAI's form, {"type": "function", "function": {"name": ..., "parameters": {...}}}, which chat templates
+    get as they are. tool_choice: "auto",
     "none", "required", {"type": "function", "function": {"name": ...}}, or, for some of the tools, {"type":
     "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": [{"type": "function", ...}, ...]}}.
     The others: see ``ChatOptions``.
@@ -163,14 +164,15 @@ def _tool(given: object) -> ToolDefinition:
     name, description = function.get("name"), function.get("description") or ""
     parameters, strict = function.get("parameters"), function.get("strict") or False
     parameters = {"properties": {}} if parameters is None else parameters
-    ok = is_text(name) and is_text(description) and isinstance(strict, bool) and _is_schema(parameters)
-    check(ok, "tools", given, allowed)
+    ok = is_text(name) and is_text(description) and isinstance(strict, bool) and isinstance(parameters, dict)
+    assert isinstance(given, Mapping)
+    check(ok and _is_json(dict(given)), "tools", given, allowed)
     parameters = _resolved(dict(parameters))
     kind = parameters.get("type", "object")
     check(kind == "object", "tools", kind, "functions whose parameters are an object")
     if not parameters.keys() & {"$ref", "anyOf", "oneOf", "allOf"}:
         parameters["type"] = kind
-    return ToolDefinition(str(name), str(description), parameters, strict)
+    return ToolDefinition(str(name), str(description), parameters, strict, dict(given))
 
 
 def _resolved(parameters: dict[str, Any]) -> dict[str, Any]:
@@ -182,9 +184,9 @@ def _resolved(parameters: dict[str, Any]) -> dict[str, Any]:
     return {**found, "$defs": definitions}
 
 
-def _is_schema(value: object) -> bool:
+def _is_json(value: object) -> bool:
     try:
-        return isinstance(value, dict) and is_text(json.dumps(value, ensure_ascii=False))
+        return is_text(json.dumps(value, ensure_ascii=False))
     except (TypeError, ValueError, RecursionError):
         return False
 

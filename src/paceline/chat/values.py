@@ -15,13 +15,15 @@ class ToolDefinition:
     """A function that the model may call.
 
     parameters: JSON schema of the object of its arguments. strict: whether a schema that cannot be enforced is an
-    error; otherwise such arguments may be any JSON object.
+    error; otherwise such arguments may be any JSON object. sent: the definition in OpenAI's form as a client wrote it,
+    for chat templates; None makes it of the other fields.
     """
 
     name: str
     description: str = ""
     parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
     strict: bool = False
+    sent: Mapping[str, Any] | None = None
 
     @property
     def properties(self) -> Mapping[str, Any] | None:
@@ -38,6 +40,8 @@ class ToolDefinition:
 
     def as_openai(self) -> dict[str, Any]:
         """The definition in OpenAI's form, which chat templates expect."""
+        if self.sent is not None:
+            return dict(self.sent)
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
 

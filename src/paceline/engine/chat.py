@@ -29,6 +29,7 @@ from paceline.structured.schemas import grammar_of
 log = logging.getLogger("paceline")
 _TAIL = 16  # last tokens of a prompt that show whether it begins the thoughts
 _ANY_OBJECT = {"type": "object"}
+_NO_ARGUMENTS = {"type": "object", "properties": {}}
 ConstraintFactory = Callable[[], Constraint]
 
 
@@ -75,9 +76,31 @@ def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], opt
     offered = options.offered
     converted, tools = for_template([*map(check_message, messages)], options.tools, form.tools, template)
     special = form.special_tokens(offered)  # raises if the syntax of calls is not known
-    tokens = tokenizer.chat(converted, options.variables(template), tools)
+    tokens = _encoded(tokenizer, converted, options.variables(template), tools)
     kept = frozenset[int]().union(*map(tokenizer.special_in, special))
     return ChatPrompt(tokens, options, form, kept, tokenizer.spell(tokens[-_TAIL:]))
+
+
+def _encoded(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]],
+) -> list[int]:
+    """Token ids of a conversation whose tools are as they were sent; completed only for templates that need that."""
+    try:
+        return tokenizer.chat(messages, variables, tools)
+    except RequestError:
+        completed = [_completed(tool) for tool in tools]
+        if completed == list(tools):
+            raise
+        return tokenizer.chat(messages, variables, completed)
+
+
+def _completed(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool with a description and parameters, empty ones if it has none."""
+    function = {name: value for name, value in tool["function"].items() if value is not None}
+    return {**tool, "function": {"description": "", "parameters": dict(_NO_ARGUMENTS), **function}}
 
 
 def check_beside_rules(params: SamplingParams) -> None:

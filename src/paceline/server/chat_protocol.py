@@ -19,6 +19,7 @@ from paceline.server.protocol import (
     RefusalPart,
     Strict,
     StructuredFields,
+    Verbatim,
     refuser,
     said,
     some,
@@ -86,12 +87,16 @@ class Function(Strict):
     strict: bool | None = None
 
 
-class Tool(Strict):
+class Tool(Verbatim):
     """A tool: only functions. cache_control: a hint for caches, which changes no answer."""
 
     type: Literal["function"]
     function: Function
     cache_control: JsonValue = None
+
+    def plain(self) -> dict[str, Any]:
+        """The tool as chat templates take it: as it was sent, without the hint."""
+        return {name: value for name, value in self._sent.items() if name != "cache_control"}
 
 
 class FunctionName(Strict):
@@ -287,10 +292,12 @@ class ChatRequest(GenerationRequest):
     @property
     def chat_fields(self) -> ChatFields:
         """The options of the conversation."""
-        names = ("tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "max_thinking_tokens")
+        names = ("tool_choice", "parallel_tool_calls", "reasoning_effort", "max_thinking_tokens")
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         plain = to_jsonable_python(given, exclude_none=True)
-        return cast(ChatFields, {**plain, "chat_template_kwargs": self.chat_template_kwargs or {}})
+        tools = [tool.plain() for tool in self.tools or ()]
+        variables = self.chat_template_kwargs or {}
+        return cast(ChatFields, {**plain, "tools": tools, "chat_template_kwargs": variables})
 
 
 class TokenizeRequest(Strict):

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, cast, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self, cast, get_type_hints
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, create_model, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    create_model,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from paceline.config import SamplingParams, StructuredOutputs
@@ -80,6 +90,20 @@ class Strict(BaseModel):
         if isinstance(data, dict) and len(data) > limits.MAX_FIELDS:
             raise PydanticCustomError("too_many_fields", "at most {most} fields", {"most": limits.MAX_FIELDS})
         return data
+
+
+class Verbatim(Strict):
+    """A body that keeps the object that it was read from: ``sent``, with its order of fields and without defaults."""
+
+    _sent: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep_sent(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        made = handler(data)
+        if isinstance(data, dict):
+            made._sent = data
+        return made
 
 
 class StreamOptions(Strict):

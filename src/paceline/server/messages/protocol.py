@@ -206,9 +206,10 @@ class ClientTool(_Block):
     defer_loading: Literal[False] | None = None
 
     def as_openai(self) -> dict[str, Any]:
-        """The tool in OpenAI's form."""
-        function = {"name": self.name, "description": self.description or "", "parameters": self.input_schema}
-        return {"type": "function", "function": function | {"strict": bool(self.strict)}}
+        """The tool in OpenAI's form, with the fields that were sent."""
+        said = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        function = {name: value for name, value in {**said, "strict": self.strict}.items() if value is not None}
+        return {"type": "function", "function": function}
 
 
 class MessageToolChoice(Strict):

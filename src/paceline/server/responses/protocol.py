@@ -20,6 +20,7 @@ from paceline.server.protocol import (
     Strict,
     TurnRequest,
     Unsupported,
+    Verbatim,
     refuser,
     some,
 )
@@ -136,7 +137,7 @@ _AnyItem: TypeAlias = Annotated[
 ]
 
 
-class FunctionTool(Strict):
+class FunctionTool(Verbatim):
     """A function that the model may call."""
 
     type: Literal["function"]
@@ -146,10 +147,9 @@ class FunctionTool(Strict):
     strict: bool | None = None
 
     def as_openai(self) -> dict[str, Any]:
-        """The tool in the form of chats."""
-        parameters = self.parameters or {"type": "object", "properties": {}}
-        function = {"name": self.name, "description": self.description or "", "parameters": parameters}
-        return {"type": "function", "function": function | {"strict": bool(self.strict)}}
+        """The tool in the form of chats, its fields as they were sent."""
+        function = {name: value for name, value in self._sent.items() if name != "type"}
+        return {"type": "function", "function": function}
 
 
 def _functions(tools: Any) -> Any:
