@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,10 +20,10 @@ from paceline.chat.values import (
     ToolDefinition,
     message_of,
 )
-from paceline.core.outputs import CompletionOutput
+from paceline.core.outputs import CompletionOutput, TokenLogprob
 from paceline.server import context
 from paceline.server.delta import Delta
-from paceline.server.turns import AnswerReader, merged
+from paceline.server.turns import AnswerReader, ScoredText, merged
 from server_support import Live
 
 TEMPLATE = "{{ messages }}{{ tools }}<think></think><tool_call>"
@@ -113,3 +114,28 @@ def test_a_call_after_thoughts_is_the_same_in_any_pieces() -> None:
     assert (
         [call.arguments for call in whole.tool_calls] == [call.arguments for call in pieces.tool_calls] == ['{"a": 1}']
     )
+
+
+@pytest.mark.parametrize(
+    ("pieces", "text"),
+    [
+        (["<think>", "a", "</think>", "\n\n", "th", "ink", ""], ["th", "ink"]),
+        (["", "é", " x", " \n", ""], ["", "é", " x", " \n"]),
+        (["<think>a</think>\n\nHi", " you", "."], ["<think>a</think>\n\nHi", " you", "."]),
+        (["Hi", " \n", *CALL, ""], ["Hi"]),
+        (["1 <", "2", " <tool", "_x"], ["1 <", "2", " <tool", "_x"]),
+    ],
+)
+@pytest.mark.parametrize("at_once", [True, False])
+def test_the_text_has_the_log_probabilities_of_its_tokens(pieces: list[str], text: list[str], at_once: bool) -> None:
+    reader = AnswerReader(chat_format(TEMPLATE).parser([ToolDefinition("f")]), scored=True)
+    entries = [TokenLogprob(number, -float(number)) for number in range(len(pieces))]
+    whole = replace(delta(pieces, ends=True), logprobs=entries)
+    one_by_one = [
+        replace(delta([piece], number == len(pieces) - 1), logprobs=entries[number : number + 1])
+        for number, piece in enumerate(pieces)
+    ]
+    events = merged([event for each in ([whole] if at_once else one_by_one) for event in reader.feed(each)])
+    (said,) = (event for event in events if isinstance(event, TextDelta))
+    assert isinstance(said, ScoredText)
+    assert [pieces[entry.token_id] for entry in said.logprobs] == text

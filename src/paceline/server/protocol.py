@@ -356,6 +356,11 @@ class TurnRequest(ApiRequest):
         """The required form of the answer's text. Raises ParameterError."""
         raise NotImplementedError
 
+    @property
+    def logprobs(self) -> int | None:
+        """Likeliest tokens to report beside each token of the text; None for no log-probabilities."""
+        return None
+
     if TYPE_CHECKING:
 
         @property

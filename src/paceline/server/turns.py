@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 from paceline.chat.options import ChatFields
 from paceline.chat.parser import OutputParser
 from paceline.chat.values import MessageEvent, ReasoningDelta, TextDelta, ToolCallArgumentsDelta
 from paceline.config import SamplingParams, StructuredOutputs
+from paceline.core.outputs import TokenLogprob
 from paceline.engine.chat import ChatPrompt
 from paceline.engine.engine import Request
 from paceline.server import errors
@@ -63,6 +64,7 @@ class Turn:
         params = await context.in_thread(_params, base, body, conversation, structure, rest)
         params = context.for_model(body.model, params)
         request = await context.chat_request(prompt, params, options)
+        context.check_logprobs([request], params.logprobs)
         return cls(context, prompt, request, options, AnswerForm(structure, prompt, body.structure_field))
 
     @property
@@ -76,7 +78,7 @@ class Turn:
 
     def reader(self) -> AnswerReader:
         """Return a reader of the answer."""
-        return AnswerReader(self.prompt.parser())
+        return AnswerReader(self.prompt.parser(), scored=self.request.params.logprobs is not None)
 
     async def events(self, update: Update, reader: AnswerReader, feed: EventWriter) -> bytes:
         """Serialize what an update adds to the answer as server-sent events. feed: makes the API's own events."""
@@ -133,45 +135,101 @@ def _params(
     budget = None if body.deadline_ms is None else body.deadline_ms / 1000
     max_tokens = rest if conversation.max_tokens is None else conversation.max_tokens
     stop = [text for text in conversation.stop if text]
-    given |= {"max_tokens": max_tokens, "time_budget": budget, "stop": stop}
+    given |= {"max_tokens": max_tokens, "time_budget": budget, "stop": stop, "logprobs": body.logprobs}
     params = SamplingParams.from_mapping(given, base)
     replace(params, structured_outputs=structure)
     return params
+
+
+@dataclass(frozen=True)
+class ScoredText(TextDelta):
+    """More text of the message, with the log-probabilities of its tokens."""
+
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 def merged(events: Sequence[MessageEvent]) -> list[MessageEvent]:
     """Join consecutive pieces of the same text, thoughts or arguments."""
     found: list[MessageEvent] = []
     for kind, group in groupby(events, _without_text):
-        if isinstance(kind, _Growing):
+        if isinstance(kind, TextDelta):
+            found.append(_joined_text([event for event in group if isinstance(event, TextDelta)]))
+        elif isinstance(kind, _Growing):
             found.append(replace(kind, text="".join(event.text for event in group if isinstance(event, _Growing))))
         else:
             found += group
     return found
 
 
+def _joined_text(pieces: Sequence[TextDelta]) -> TextDelta:
+    text = "".join(piece.text for piece in pieces)
+    scored = [piece.logprobs for piece in pieces if isinstance(piece, ScoredText)]
+    return ScoredText(text, tuple(chain.from_iterable(scored))) if scored else TextDelta(text)
+
+
 def _without_text(event: MessageEvent) -> MessageEvent:
+    if isinstance(event, TextDelta):
+        return TextDelta("")
     return replace(event, text="") if isinstance(event, _Growing) else event
 
 
-class AnswerReader:
-    """Splits one answer into events, and counts the tokens of its thoughts."""
+class _TextTokens:
+    """Finds the tokens of a message's text among those of its answer, which has markers, thoughts and calls, too."""
 
-    def __init__(self, parser: OutputParser) -> None:
+    def __init__(self) -> None:
+        # Text that the tokens since the last text of the message added, and their log-probabilities; None for the rest
+        # of a token that was taken.
+        self._pending: list[tuple[str, TokenLogprob | None]] = []
+
+    def add(self, piece: str, entry: TokenLogprob) -> None:
+        """Take one more token of the answer and the text that it adds."""
+        self._pending.append((piece, entry))
+
+    def take(self, text: str) -> tuple[TokenLogprob, ...]:
+        """Return the tokens of text that follows the last one of the message. Text is found where it occurs last."""
+        whole = "".join(piece for piece, _ in self._pending)
+        start = whole.rfind(text)
+        start = len(whole) if start < 0 else start  # held back: it belongs to tokens that have added no text yet
+        end, at = start + len(text), 0
+        taken: list[TokenLogprob] = []
+        rest: list[tuple[str, TokenLogprob | None]] = []
+        for piece, entry in self._pending:
+            first, at = at, at + len(piece)
+            if first >= end:
+                rest.append((piece, entry))
+            elif entry is not None and (at > start or first == at == start):
+                taken.append(entry)
+            if first < end < at:
+                rest.append((piece[end - first :], None))
+        self._pending = rest
+        return tuple(taken)
+
+
+class AnswerReader:
+    """Splits one answer into events, and counts the tokens of its thoughts.
+
+    scored: whether its text has log-probabilities, which the deltas bring.
+    """
+
+    def __init__(self, parser: OutputParser, *, scored: bool = False) -> None:
         self._parser = parser
+        self._text_tokens = _TextTokens() if scored else None
         self._tokens = 0
         self._thinks = True  # no event but thoughts so far
         self.reasoning_tokens = 0
 
     def feed(self, delta: Delta) -> list[MessageEvent]:
         """Take more of the answer; at its end return the remaining events, too."""
-        events = [event for piece in delta.pieces for event in self._feed(piece)]
+        entries = delta.logprobs if self._text_tokens is not None else (None,) * len(delta.pieces)
+        events = [event for token in zip(delta.pieces, entries, strict=True) for event in self._feed(*token)]
         if held_back := delta.text[sum(map(len, delta.pieces)) :]:  # of a token that was delivered before
             events += self._counted(self._parser.feed(held_back))
         return merged(events if delta.ended is None else [*events, *self._counted(self._parser.finish())])
 
-    def _feed(self, piece: str) -> list[MessageEvent]:
+    def _feed(self, piece: str, entry: TokenLogprob | None) -> list[MessageEvent]:
         self._tokens += 1
+        if self._text_tokens is not None and entry is not None:
+            self._text_tokens.add(piece, entry)
         return self._counted(self._parser.feed(piece))
 
     def _counted(self, events: list[MessageEvent]) -> list[MessageEvent]:
@@ -179,4 +237,9 @@ class AnswerReader:
             self._thinks = self._thinks and isinstance(event, ReasoningDelta)
             if self._thinks:
                 self.reasoning_tokens = self._tokens
-        return events
+        return [*map(self._with_tokens, events)]
+
+    def _with_tokens(self, event: MessageEvent) -> MessageEvent:
+        if self._text_tokens is None or not isinstance(event, TextDelta):
+            return event
+        return ScoredText(event.text, self._text_tokens.take(event.text))

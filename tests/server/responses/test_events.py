@@ -16,7 +16,7 @@ from server.messages.test_replies import ANSWERS
 def stream(events: Sequence[MessageEvent]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the events and the items."""
     numbers = count()
-    made = ResponseStream(lambda prefix: f"{prefix}_{next(numbers)}")
+    made = ResponseStream(lambda prefix: f"{prefix}_{next(numbers)}", lambda _: [])
     found = [*(each for event in events for each in made.feed([event])), *made.close("completed")]
     return found, made.items
 

@@ -44,6 +44,34 @@ def test_a_stream_makes_the_whole_response_with_and_without_speculation(live: Li
         assert grown == (item.arguments if item.type == "function_call" else whole.output_text)
 
 
+@pytest.mark.parametrize("top", [None, 2])
+def test_log_probabilities_of_the_text_are_those_of_a_chat(live: Live, top: int | None) -> None:
+    changes = {"include": ["message.output_text.logprobs"], "top_logprobs": top}
+    (item,) = (found := ask(live, **changes)).output
+    said = live.openai.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "hi"}],
+        max_tokens=40,
+        seed=7,
+        logprobs=True,
+        top_logprobs=top or 0,
+    )
+    assert said.choices[0].logprobs is not None
+    wanted = [entry.model_dump() for entry in said.choices[0].logprobs.content or () if entry.token != "<eos>"]
+    assert [entry.model_dump() for entry in item.content[0].logprobs] == wanted
+    assert found.top_logprobs == (top or 0)
+    events = list(ask(live, **changes, stream=True))
+    deltas = [entry.model_dump() for event in events if event.type.endswith("text.delta") for entry in event.logprobs]
+    (done,) = (event for event in events if event.type == "response.output_text.done")
+    (part,) = (event.part for event in events if event.type == "response.content_part.done")
+    for entries in (deltas, [entry.model_dump() for entry in done.logprobs]):
+        assert [(entry["token"], entry["logprob"]) for entry in entries] == [
+            (entry["token"], entry["logprob"]) for entry in wanted
+        ]
+    assert [entry.model_dump() for entry in part.logprobs] == wanted
+    assert ask(live).output[0].content[0].logprobs == []
+
+
 def test_metadata_comes_back_in_every_response(live: Live) -> None:
     assert ask(live, max_output_tokens=1).metadata == {}
     labels = {"run": "7", "": "ü" * 512} | {str(number): "" for number in range(14)}

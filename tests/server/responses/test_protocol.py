@@ -140,6 +140,7 @@ def test_fields_that_cannot_change_the_answer_are_accepted(fields: Any) -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input", "input_image"),
         ({"input": [{"type": "dream"}]}, "input", "input.0: type 'dream' is not one of 'message', "),
         ({"colour": "red"}, "colour", "colour"),
+        ({"top_logprobs": 2}, "top_logprobs", "needs include"),
         ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens"),
         ({"stream_options": {}}, "stream_options", "stream"),
     ],

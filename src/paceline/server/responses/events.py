@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -14,8 +14,10 @@ from paceline.chat.values import (
     ToolCallEnd,
     ToolCallStart,
 )
+from paceline.core.outputs import TokenLogprob
 from paceline.server.responses import replies
 from paceline.server.responses.replies import Response, Status
+from paceline.server.turns import ScoredText
 
 StreamEvent: TypeAlias = dict[str, Any]  # its name is the value of "type"
 Kind: TypeAlias = Literal["message", "reasoning", "call"]
@@ -23,25 +25,28 @@ Kind: TypeAlias = Literal["message", "reasoning", "call"]
 
 @dataclass
 class _OpenItem:
-    """The item that grows. call: (id, name) of a function call."""
+    """The item that grows. call: (id, name) of a function call. logprobs: of the tokens of a message's text."""
 
     kind: Kind
     id: str
     index: int
     call: tuple[str, str] = ("", "")
     pieces: list[str] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
 
     def document(self, status: Status) -> dict[str, Any]:
         """The item with the text so far; without content while it is being added."""
         text = "".join(self.pieces)
         if self.kind == "call":
             return replies.call_item(self.id, status, *self.call, text)
-        make = replies.message_item if self.kind == "message" else replies.reasoning_item
-        return make(self.id, status, None if status == "in_progress" else text)
+        shown = None if status == "in_progress" else text
+        if self.kind == "message":
+            return replies.message_item(self.id, status, shown, self.logprobs)
+        return replies.reasoning_item(self.id, status, shown)
 
     def part(self) -> dict[str, Any]:
-        make = replies.text_part if self.kind == "message" else replies.reasoning_part
-        return make("".join(self.pieces))
+        text = "".join(self.pieces)
+        return replies.text_part(text, self.logprobs) if self.kind == "message" else replies.reasoning_part(text)
 
 
 _PREFIX: dict[Kind, str] = {"message": "msg", "reasoning": "rs", "call": "fc"}
@@ -55,11 +60,13 @@ _NAMES: dict[Kind, tuple[str, str]] = {
 class ResponseStream:
     """Turns the events of one answer into those of a stream, and collects the items.
 
-    new_id: makes the id of an item from its prefix.
+    new_id: makes the id of an item from its prefix. spelled: spells the log-probabilities of text.
     """
 
-    def __init__(self, new_id: Callable[[str], str]) -> None:
-        self._new_id = new_id
+    def __init__(
+        self, new_id: Callable[[str], str], spelled: Callable[[Sequence[TokenLogprob]], list[dict[str, Any]]]
+    ) -> None:
+        self._new_id, self._spelled = new_id, spelled
         self._number = 0
         self._open: _OpenItem | None = None
         self.items: list[dict[str, Any]] = []
@@ -84,7 +91,7 @@ class ResponseStream:
     def _from(self, event: MessageEvent) -> Iterator[StreamEvent]:
         if isinstance(event, TextDelta):
             yield from self._within("message")
-            yield self._delta(event.text)
+            yield self._delta(event.text, self._spelled(event.logprobs) if isinstance(event, ScoredText) else ())
         elif isinstance(event, ReasoningDelta):
             yield from self._within("reasoning")
             yield self._delta(event.text)
@@ -116,20 +123,21 @@ class ResponseStream:
         name, field_name = _NAMES[item.kind]
         document = item.document(status)
         self.items.append(document)
-        extra = {"name": item.call[1]} if item.kind == "call" else self._logprobs(item)
+        extra = {"name": item.call[1]} if item.kind == "call" else self._logprobs(item, item.logprobs)
         yield self._on_item(f"{name}.done", item, **{field_name: "".join(item.pieces)}, **extra)
         if item.kind != "call":
             yield self._on_item("response.content_part.done", item, part=item.part())
         yield self._of("response.output_item.done", output_index=item.index, item=document)
 
-    def _delta(self, text: str) -> StreamEvent:
+    def _delta(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> StreamEvent:
         item = self._open
         assert item is not None
         item.pieces.append(text)
-        return self._on_item(f"{_NAMES[item.kind][0]}.delta", item, delta=text, **self._logprobs(item))
+        item.logprobs += logprobs
+        return self._on_item(f"{_NAMES[item.kind][0]}.delta", item, delta=text, **self._logprobs(item, logprobs))
 
-    def _logprobs(self, item: _OpenItem) -> dict[str, Any]:
-        return {"logprobs": []} if item.kind == "message" else {}
+    def _logprobs(self, item: _OpenItem, logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return {"logprobs": [*logprobs]} if item.kind == "message" else {}
 
     def _on_item(self, name: str, item: _OpenItem, /, **fields: Any) -> StreamEvent:
         place = {"item_id": item.id, "output_index": item.index}

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from paceline.chat.options import ChatFields
-from paceline.core.outputs import RequestOutput
+from paceline.core.outputs import RequestOutput, TokenLogprob
 from paceline.server import errors
 from paceline.server.context import Context, log_request
 from paceline.server.delta import Delta
 from paceline.server.documents import typed_events
+from paceline.server.logprobs import chat_logprobs
 from paceline.server.responses.events import ResponseStream, StreamEvent
 from paceline.server.responses.prompt import messages_of, options_of
 from paceline.server.responses.protocol import ResponsesRequest
@@ -34,7 +36,7 @@ class ResponsesJob:
     def __post_init__(self) -> None:
         new_id = self.turn.context.new_id
         self.id, self.created = new_id("resp"), int(time.time())
-        self._stream = ResponseStream(new_id)
+        self._stream = ResponseStream(new_id, self._spelled)
 
     @classmethod
     @errors.names_long_text("input")
@@ -48,7 +50,11 @@ class ResponsesJob:
         async with self.turn.generate() as generation:
             (output,) = await generation.finish()
         log_request(self.id, [output], self.body.user)
-        return await self.turn.context.written(lambda: self._whole(output), generation.made)
+        entries = generation.made * (1 + (self.body.logprobs or 0))
+        return await self.turn.context.written(lambda: self._whole(output), entries)
+
+    def _spelled(self, entries: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+        return [entry.model_dump() for entry in chat_logprobs(self.turn.context.spelling, entries).content]
 
     def _whole(self, output: RequestOutput) -> Response:
         answer, reader = output.outputs[0], self.turn.reader()
@@ -107,6 +113,7 @@ class ResponsesJob:
             text={"format": text},
             tool_choice=choice if isinstance(choice, str) else "auto" if choice is None else choice.model_dump(),
             tools=[tool.model_dump() for tool in body.tools or ()],
+            top_logprobs=body.top_logprobs or 0,
             top_p=params.top_p,
             user=body.user,
             metadata=body.metadata or {},

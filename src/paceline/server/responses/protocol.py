@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import BeforeValidator, Discriminator, Field, JsonValue, Tag, model_validator
 from pydantic_core import PydanticCustomError, to_json
 
-from paceline.config import StructuredOutputs
+from paceline.config import MAX_LOGPROBS, StructuredOutputs
 from paceline.server import limits
 from paceline.server.chat_protocol import JsonObjectFormat, TextFormat
 from paceline.server.protocol import (
@@ -26,6 +26,7 @@ from paceline.server.protocol import (
 )
 
 _STORES = "this server stores no answers: send the whole conversation as input"
+_TEXT_LOGPROBS = "message.output_text.logprobs"  # of ``include``
 _HOSTED = "it runs on OpenAI's own service"
 
 
@@ -215,7 +216,8 @@ class ResponsesRequest(TurnRequest):
     """``POST /v1/responses``.
 
     input: a text, or the items of the whole conversation. instructions: put in front of it. include: extra parts of
-    items; those that this server has nothing to put into stay out. metadata: labels, repeated in the response. seed,
+    items, of which there are the text's log-probabilities here; the others stay out. top_logprobs: likeliest tokens to
+    list for each token of the text. metadata: labels, repeated in the response. seed,
     top_k, priority, timeout, deadline_ms, num_speculative_tokens: as in completions.
     """
 
@@ -227,7 +229,6 @@ class ResponsesRequest(TurnRequest):
         "prompt": Unsupported(_STORES),
         "truncation": Unsupported("prompts are never cut", ("disabled",)),
         "max_tool_calls": Unsupported("this server calls no tools by itself"),
-        "top_logprobs": Unsupported("completions and chats have log-probabilities", (0,)),
         "context_management": Unsupported("this server sends prompts as they are", ([],)),
     }
     labels: ClassVar[frozenset[str]] = LABELS - {"metadata"} | {"store", "service_tier", "client_metadata"}
@@ -243,6 +244,7 @@ class ResponsesRequest(TurnRequest):
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
     include: Annotated[list[Label], some(limits.MAX_STOP_STRINGS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     user: Label | None = None
     metadata: Metadata | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
@@ -253,6 +255,17 @@ class ResponsesRequest(TurnRequest):
             context = {"field": "stream_options"}
             raise PydanticCustomError("not_a_stream", "stream_options needs stream = true", context)
         return self
+
+    @model_validator(mode="after")
+    def _check_top_logprobs(self) -> ResponsesRequest:
+        if self.top_logprobs and self.logprobs is None:
+            message = f"top_logprobs needs include = [{_TEXT_LOGPROBS!r}]"
+            raise PydanticCustomError("top_logprobs", "{message}", {"field": "top_logprobs", "message": message})
+        return self
+
+    @property
+    def logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if _TEXT_LOGPROBS in (self.include or ()) else None
 
     @property
     def items(self) -> list[Item]:

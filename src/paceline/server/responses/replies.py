@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel, model_validator
@@ -65,7 +65,7 @@ class Response(BaseModel):
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
-    top_logprobs: Literal[0] = 0
+    top_logprobs: int = 0
     top_p: float
     truncation: Literal["disabled"] = "disabled"
     usage: ResponseUsage | None = None
@@ -84,15 +84,17 @@ def status_of(answer: CompletionOutput) -> Status:
     return "completed" if answer.finish_reason == "stop" else "incomplete"
 
 
-def message_item(item_id: str, status: Status, text: str | None) -> dict[str, Any]:
+def message_item(
+    item_id: str, status: Status, text: str | None, logprobs: Sequence[dict[str, Any]] = ()
+) -> dict[str, Any]:
     """An output item with the text of the message. text: None before it begins."""
-    content = [] if text is None else [text_part(text)]
+    content = [] if text is None else [text_part(text, logprobs)]
     return {"id": item_id, "type": "message", "status": status, "role": "assistant", "content": content}
 
 
-def text_part(text: str) -> dict[str, Any]:
-    """The content part with the text of a message."""
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def text_part(text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """The content part with the text of a message. logprobs: one entry per token, if they were asked for."""
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": [*logprobs]}
 
 
 def reasoning_item(item_id: str, status: Status, text: str | None) -> dict[str, Any]:
