@@ -183,6 +183,17 @@ def test_echo_returns_the_prompt_and_its_log_probabilities(live: Live, offline: 
     assert ask(live, echo=True, logprobs=1, max_tokens=0).choices[0].text == PROMPT
 
 
+@pytest.mark.parametrize(("logprobs", "longest"), [(None, 0), (1, 1)])
+def test_a_prompt_that_is_only_echoed_may_fill_the_context(live: Live, logprobs: int | None, longest: int) -> None:
+    """The last token of a scored prompt is not read, as nothing follows it."""
+    body = {"echo": True, "max_tokens": 0, "logprobs": logprobs}
+    size = live.context.llm.engine.max_model_len + longest
+    reply = live.post("/v1/completions", {"prompt": "a" * size, **body})
+    assert (reply.status_code, reply.json()["choices"][0]["text"]) == (200, "a" * size)
+    refused = live.post("/v1/completions", {"prompt": "a" * (size + 1), **body})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
 @pytest.fixture(scope="module")
 def chunked(tiny: str) -> Iterator[Live]:
     """A server that reads long prompts in many chunks."""

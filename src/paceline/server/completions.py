@@ -83,7 +83,7 @@ class CompletionJob:
         tokens = [await _encode(context, prompt, body.suffix) for prompt in body.prompts]
         if body.suffix:
             params = context.infill.ended(params)
-        requests = [_echoed(body, request) for request in await context.requests(tokens, params, options)]
+        requests = await context.requests(tokens, params, options, completed=functools.partial(_echoed, body))
         context.check_logprobs(requests, body.logprobs, read=bool(body.echo))
         structure = await context.in_thread(lambda: _structure(body, params))
         return cls(context, body, tokens, requests, options, structure)

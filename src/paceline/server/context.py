@@ -261,12 +261,18 @@ class Context:
         params: SamplingParams,
         options: RequestOptions,
         references: Sequence[list[int]] = (),
+        completed: Callable[[Request], Request] = lambda request: request,
     ) -> list[Request]:
         """Build and check the engine's requests. Raises ApiError.
 
-        references: token ids of texts that answers may repeat, shared by all prompts.
+        references: token ids of texts that answers may repeat, shared by all prompts. completed: adds to a request.
         """
-        make = functools.partial(self._request, params=params, options=options, references=references)
+
+        def make(prompt: list[int]) -> Request:
+            request = completed(self._request(prompt, params, options, references))
+            self.llm.engine.check(request)
+            return request
+
         return await _run_in(self._texts, lambda: [make(prompt) for prompt in prompts])
 
     async def chat_request(
@@ -290,7 +296,6 @@ class Context:
             client=options.client,
             priority=options.priority,
         )
-        self.llm.engine.check(request)
         owner = prefix_owner(self.config, options.client)
         return replace(request, budget_from_row=options.of_batch, prefix_owner=owner)
 
