@@ -177,7 +177,7 @@ def write_gguf(
     writer.add_bos_token_id(tokens.index("<eos>"))
     writer.add_chat_template(TEMPLATE)
     for key, value in metadata.items():
-        add = writer.add_array if isinstance(value, list) else writer.add_string
+        add = {list: writer.add_array, bool: writer.add_bool}.get(type(value), writer.add_string)
         add(f"tokenizer.{key.replace('__', '.')}", value)
     if splitting is not None:
         writer.add_tokenizer_pre(splitting)
@@ -288,6 +288,16 @@ def test_the_words_of_o200k_are_split_at_changes_of_case_and_every_three_digits(
 def test_a_gguf_tokenizer_adds_the_bos_token_of_its_original(tmp_path: Path, splitting: str) -> None:
     tokenizer = Tokenizer.load(write_gguf(tmp_path / "tiny.gguf", splitting))
     assert tokenizer.encode("hello")[0] == tokenizer.eos_token_ids[0]  # here the same token
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_gguf_tokenizer_ends_texts_as_the_file_says(tmp_path: Path, adds: bool) -> None:
+    """Embedding models read the end-of-text token: its state is the embedding."""
+    path = write_gguf(tmp_path / "tiny.gguf", "qwen2", ggml__add_eos_token=adds, ggml__add_bos_token=False)
+    tokenizer = Tokenizer.load(path)
+    hello = tokenizer.encode("hello", add_special_tokens=False)
+    assert tokenizer.encode("hello") == [*hello, *(tokenizer.eos_token_ids if adds else ())]
+    assert tokenizer.chat([{"role": "user", "content": "hello"}])[-1] not in tokenizer.eos_token_ids
 
 
 def test_an_old_gguf_file_uses_the_pre_tokenizer_of_its_architecture(tmp_path: Path) -> None:

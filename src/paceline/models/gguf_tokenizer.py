@@ -187,6 +187,7 @@ def _with_roles(
         unk_token=named["unknown"],
         pad_token=named["padding"],
         add_bos_token=bool(metadata.get("tokenizer.ggml.add_bos_token", bos)),
+        add_eos_token=bool(metadata.get("tokenizer.ggml.add_eos_token", False)),
         chat_template=_chat_template(file),
         clean_up_tokenization_spaces=False,  # name_or_path is left out: transformers would look it up on the hub
     )
