@@ -18,7 +18,7 @@ def toy_llm(positions: int = 200, tokenizer: Tokenizer | None = None, **options:
     vocab = VOCAB if tokenizer is None else tokenizer.vocab_size
     draft = ToyModel(vocab, max_positions=positions, blur=0.2) if options.get("drafter") == "model" else None
     llm = LLM.__new__(LLM)
-    llm.tokenizer, llm._recommended = tokenizer, {}
+    llm.tokenizer, llm._recommended, llm._pooling = tokenizer, {}, None
     llm._models = Models(ToyModel(vocab, max_positions=positions), draft)
     llm.requests = RequestMaker(tokenizer, vocab, llm._models.eos_token_ids)
     llm._shared = SharedEngine(Engine(llm._models, EngineConfig(**options)))

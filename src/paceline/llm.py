@@ -62,7 +62,7 @@ from paceline.errors import ModelFormatError, PacelineError, ParameterError
 from paceline.models.boundary import Source
 from paceline.models.infill import InfillMarkers
 from paceline.models.loading import check_source, eos_token_ids
-from paceline.models.recommended import recommended_sampling
+from paceline.models.recommended import recommended_pooling, recommended_sampling
 from paceline.models.tokenizer import check_same_vocabulary
 
 _WEIGHT_OPTIONS = (
@@ -144,7 +144,7 @@ class LLM:
                     draft = load_own_head(target, model, quantization=config.draft_quantization)
             eos = self._eos_token_ids(model)
             self.requests = RequestMaker(self.tokenizer, target.vocab_size, eos)
-            self._recommended = recommended_sampling(model)
+            self._recommended, self._pooling = recommended_sampling(model), recommended_pooling(model)
             self._models = Models(target, draft, eos, references)
             self._models.users.add(self)
             begin("measuring what rounds cost")
@@ -153,7 +153,8 @@ class LLM:
     @classmethod
     def _sharing(cls, other: LLM, config: EngineConfig) -> LLM:
         llm = cls.__new__(cls)
-        llm.tokenizer, llm.requests, llm._recommended = other.tokenizer, other.requests, other._recommended
+        llm.tokenizer, llm.requests = other.tokenizer, other.requests
+        llm._recommended, llm._pooling = other._recommended, other._pooling
         llm._models = other._models
         llm._models.users.add(llm)
         llm._shared = SharedEngine(Engine(other._models, config))
@@ -354,22 +355,34 @@ class LLM:
         return [_score(*entry, on_error) for entry in zip(made, outputs, strict=True)]
 
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], *, pooling: PoolingName = "mean", use_tqdm: bool = True
+        self, prompts: Prompt | Sequence[Prompt], *, pooling: PoolingName | None = None, use_tqdm: bool = True
     ) -> Tensor:
         """Embeddings [N, width] of one or N texts (strings or token ids), each of length 1, float32.
 
-        An embedding is the mean of the hidden states of all tokens, or the state of the "last" one, after the model's
-        final norm. Raises ParameterError, EmptyPromptError, PromptTooLongError before anything is computed.
+        An embedding is the "mean" of the hidden states of all tokens, or the state of the "last" one, after the model's
+        final norm.
+        pooling: None is the one that the model's files name (``1_Pooling/config.json``, or ``pooling_type`` in GGUF),
+            or "mean" if they name none.
+        Raises ParameterError, EmptyPromptError, PromptTooLongError before anything is computed.
         """
-        OneOf(get_args(PoolingName)).take("pooling", pooling)
+        how = self.pooling_or_default(pooling)
 
         def make(text: object, *_: object) -> Request:
-            return self._checked(self.requests.embedding_request(text, pooling))
+            return self._checked(self.requests.embedding_request(text, how))
 
         made = CallArguments(EMBEDDED, None).made(as_prompts("prompts", prompts), make)
         outputs = self._read(made, "embeddings", use_tqdm)
         vectors = [_read_of(*entry, PooledStates).vector for entry in zip(made, outputs, strict=True)]
         return torch.stack(vectors) if vectors else torch.empty(0, 0)
+
+    def pooling_or_default(self, pooling: PoolingName | None) -> PoolingName:
+        """Return a pooling, for None the model's own. Raises ParameterError for one that there is not."""
+        known, own = get_args(PoolingName), self._pooling or "mean"
+        if pooling is None and own not in known:
+            allowed = f"{' or '.join(map(repr, known))} here: the model's own, {own!r}, is not supported"
+            raise ParameterError("pooling", pooling, allowed)
+        found: PoolingName = OneOf(known).take("pooling", own if pooling is None else pooling)
+        return found
 
     def _checked(self, request: Request) -> Request:
         self.engine.check(request)

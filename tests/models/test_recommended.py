@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
+import torch
 from transformers import GenerationConfig
 
 from gguf_support import finish
 from model_support import NATIVE, tiny
 from paceline import LLM, SamplingParams
-from paceline.errors import ModelFormatError
-from paceline.models.recommended import recommended_sampling
+from paceline.errors import ModelFormatError, ParameterError
+from paceline.models.recommended import recommended_pooling, recommended_sampling
 from server_support import save_model
 from toy import tiny_llama_of_transformers
 
@@ -43,6 +45,42 @@ def test_a_loaded_model_recommends_what_differs_from_the_usual() -> None:
     assert recommended_sampling(model) == {"temperature": 0.6, "top_p": 0.95}
     model.generation_config = None
     assert recommended_sampling(model) == {}
+
+
+LAST = {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}
+
+
+@pytest.mark.parametrize(
+    ("files", "pooling"),
+    [
+        ({}, "mean"),
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": False}, "mean"),
+        (LAST, "last"),
+        ({"pooling_mode": "lasttoken"}, "last"),
+        ({"pooling_mode_cls_token": True}, None),
+        (LAST | {"pooling_mode_max_tokens": True}, None),
+    ],
+)
+def test_embeddings_are_pooled_as_a_directory_says(tmp_path: Path, files: dict[str, Any], pooling: Any) -> None:
+    save_model(tmp_path)
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(files))
+    llm = LLM(str(tmp_path), dtype="float32", device="cpu", max_batch_size=2, threads=1, use_tqdm=False)
+    ids = [[5, 6, 7], [8]]
+    if pooling is None:
+        with pytest.raises(ParameterError, match=r"^pooling=.*the model's own, '(cls_token|last\+max_tokens)'"):
+            llm.embed(ids, use_tqdm=False)
+        return
+    assert torch.equal(llm.plain().embed(ids, use_tqdm=False), llm.embed(ids, pooling=pooling, use_tqdm=False))
+
+
+@pytest.mark.parametrize(("kind", "pooling"), [(None, None), (0, None), (1, "mean"), (2, "cls"), (3, "last"), (9, "9")])
+def test_a_gguf_file_says_how_embeddings_are_pooled(tmp_path: Path, kind: int | None, pooling: str | None) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "qwen3")
+    if kind is not None:
+        writer.add_uint32("qwen3.pooling_type", kind)
+    finish(writer)
+    assert recommended_pooling(tmp_path / "model.gguf") == pooling
 
 
 def make(recommended: GenerationConfig) -> LLM:

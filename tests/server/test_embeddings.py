@@ -46,6 +46,17 @@ def test_one_text_token_ids_and_several_lists_of_them(live: Live, offline: LLM) 
     close(short, torch.nn.functional.normalize(torch.tensor(whole[:7]), dim=0))
 
 
+def test_a_request_without_pooling_gets_the_models_own(
+    live: Live, offline: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live.context.llm, "_pooling", "last")
+    found = live.openai.embeddings.create(model="tiny", input=TEXTS)
+    close([item.embedding for item in found.data], offline.embed(TEXTS, pooling="last", use_tqdm=False))
+    monkeypatch.setattr(live.context.llm, "_pooling", "cls")
+    refused = live.post("/v1/embeddings", {"input": "a"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "pooling")
+
+
 @pytest.mark.parametrize(
     ("change", "param"),
     [

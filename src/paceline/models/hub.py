@@ -34,7 +34,8 @@ from paceline.models.json_files import read_object
 HUB_NAME = re.compile(
     r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<type>\w[\w-]*))?(@(?P<revision>[A-Za-z0-9][\w./-]*))?"
 )
-HUB_FILES = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
+POOLING_FILE = "1_Pooling/config.json"  # of sentence-transformers
+HUB_FILES = ("config.json", "generation_config.json", POOLING_FILE, "*.safetensors", "*.safetensors.index.json")
 HUB_TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja")
 _MODEL_FILES = (*HUB_FILES, *HUB_TOKENIZER_FILES)
 _SECOND_COPIES = ("*/*.safetensors", "consolidated*")  # of the weights, in the form of their maker's own programs

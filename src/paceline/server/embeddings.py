@@ -25,8 +25,8 @@ class EmbeddingRequest(ApiRequest):
     """``POST /v1/embeddings``.
 
     input: a text or token ids, or several. dimensions: numbers of a vector, the first ones, scaled to length 1 again;
-    at most the model's, which is the default. pooling: mean of the hidden states
-    of all tokens, or the state of the last one. priority, timeout: as in completions.
+    at most the model's, which is the default. pooling: mean of the hidden states of all tokens, or the state of the
+    last one; by default the one that the model's files name, or else mean. priority, timeout: as in completions.
     """
 
     model: Label | None = None
@@ -38,7 +38,7 @@ class EmbeddingRequest(ApiRequest):
     )
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    pooling: PoolingName = "mean"
+    pooling: PoolingName | None = None
     user: Label | None = None
     priority: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     timeout: Positive | None = None
@@ -98,7 +98,8 @@ class EmbeddingJob:
             )
         options = RequestOptions(client, body.priority or 0, time.monotonic(), body.timeout, streaming=False)
         tokens = [await context.encode(text) if isinstance(text, str) else text for text in body.inputs]
-        texts = [PooledStates(each, body.pooling) for each in tokens]
+        pooling = context.llm.pooling_or_default(body.pooling)
+        texts = [PooledStates(each, pooling) for each in tokens]
         requests = [
             Request(
                 each.token_ids,
