@@ -111,6 +111,11 @@ def test_the_answers_that_the_documentation_asks_for_are_not_empty(command: list
     assert result.stdout.strip()
 
 
+def test_the_readme_names_the_commands_that_set_everything_up() -> None:
+    first = blocks(ROOT / "README.md", "sh")[0]
+    assert re.findall(r"^make ([a-z-]+)", first, re.MULTILINE) == ["demo", "test"]
+
+
 @pytest.mark.parametrize("line", re.findall(r"^make ([a-z-]+)", (ROOT / "README.md").read_text(), re.MULTILINE))
 def test_the_make_targets_of_the_readme_exist(line: str) -> None:
     assert re.search(rf"^{line}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
