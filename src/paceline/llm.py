@@ -451,8 +451,8 @@ class LLM:
         return [entry if isinstance(entry, RequestOutput) else next(served) for entry in made]
 
     def _submit(self, made: Sequence[Made], *, final: bool) -> SharedCall:
-        """Add the requests to the engine for the duration of the context."""
-        return self._open_engine().begin([entry for entry in made if isinstance(entry, Request)], final=final)
+        """Return a context that adds the requests to the engine for its duration."""
+        return self._open_engine().call([entry for entry in made if isinstance(entry, Request)], final=final)
 
     def _make_requests(
         self, entries: Sequence[Any], call: CallArguments, read: Callable[[Any], Prompt | ChatPrompt] = _as_prompt

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 
 from paceline import LLM, SamplingParams
 from paceline.core.outputs import RequestOutput
+from paceline.engine import sharing
+from paceline.errors import PacelineError
 from toy import ToyModel, slow_answer
 from toy_llm import toy_llm
 
@@ -185,6 +191,91 @@ def test_an_interrupt_of_one_call_ends_its_requests_alone() -> None:
     check_idle(llm)
 
 
+class Interrupt:
+    """Raises KeyboardInterrupt at the n-th place in the code of sharing where Python looks for a Ctrl-C.
+
+    Those places are the beginnings of functions and the returns from functions of C (and the ends of loops).
+    """
+
+    def __init__(self, number: int) -> None:
+        self._left = number
+        self.place = ""
+
+    def __call__(self, frame: FrameType, event: str, called: Any) -> None:
+        if event not in ("call", "c_return") or frame.f_code.co_filename != sharing.__file__:
+            return
+        self._left -= 1
+        if self._left == 0:
+            self.place = f"{event} in {frame.f_code.co_qualname}, line {frame.f_lineno}"
+            raise KeyboardInterrupt
+
+
+def test_an_interrupt_at_any_place_leaves_the_engine_to_other_threads() -> None:
+    short = SamplingParams(max_tokens=3, seed=5)
+    llm, others = toy_llm(max_batch_size=8), toy_llm(max_batch_size=8)
+    truth = tokens(others.generate(PROMPTS, short, use_tqdm=False))
+    for number in range(1, 1000):
+        interrupt, stream = Interrupt(number), llm.stream(PROMPTS[0], short)
+        next(stream)  # another call, which the interrupted one leaves alone
+        interrupted = contextlib.suppress(KeyboardInterrupt)
+        with interrupted:
+            sys.setprofile(interrupt)
+            try:
+                llm.generate(PROMPTS, short, use_tqdm=False)
+            finally:
+                sys.setprofile(None)
+        found: list[list[list[int]]] = []
+        other = threading.Thread(
+            target=lambda found=found: found.append(tokens(llm.generate(PROMPTS, short, use_tqdm=False))), daemon=True
+        )
+        other.start()
+        other.join(20)
+        assert found == [truth], f"the other thread hangs after an interrupt at: {interrupt.place}"
+        assert [*stream][-1].outputs[0].token_ids == truth[0]
+        check_idle(llm)
+        if not interrupt.place:
+            break
+    assert 50 < number < 999
+
+
+@pytest.mark.parametrize("use", ["generate", "score", "stream", "close"])
+def test_a_logits_processor_cannot_use_the_llm_that_runs_it(use: str) -> None:
+    llm = toy_llm()
+    open_stream = llm.stream(PROMPTS[1], LONG)
+    next(open_stream)
+    uses: dict[str, Callable[[], Any]] = {
+        "generate": lambda: generate(llm),
+        "score": lambda: llm.score([[1, 2]], [[3]], use_tqdm=False),
+        "stream": lambda: next(llm.stream(PROMPTS[0], LONG)),
+        "close": llm.close,
+    }
+
+    def process(answer: list[int], logits: torch.Tensor) -> torch.Tensor:
+        uses[use]()
+        return logits
+
+    params = [replace(LONG, logits_processors=[process]), LONG, LONG]
+    first, *rest = llm.generate(PROMPTS, params, use_tqdm=False)
+    assert first.outputs[0].finish_reason == "error"
+    assert isinstance(first.error, PacelineError)
+    assert "use it outside of that function" in str(first.error)
+    assert tokens(rest) == TRUTH[1:]
+    assert [*open_stream][-1].outputs[0].token_ids == TRUTH[1]
+    check_idle(llm)
+
+
+def test_a_logits_processor_may_use_another_llm() -> None:
+    llm, other = toy_llm(), toy_llm()
+    wanted = tokens(generate(other))
+
+    def process(answer: list[int], logits: torch.Tensor) -> torch.Tensor:
+        assert len(answer) != 2 or tokens(generate(other)) == wanted
+        return logits
+
+    found = llm.generate(PROMPTS, replace(LONG, logits_processors=[process]), use_tqdm=False)
+    assert tokens(found) == TRUTH
+
+
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_failed_round_raises_in_its_caller_and_shows_in_the_results_of_others(error: type[BaseException]) -> None:
     llm = toy_llm(max_batch_size=2)
@@ -199,7 +290,7 @@ def test_a_failed_round_raises_in_its_caller_and_shows_in_the_results_of_others(
         llm.engine.parts.accept = original
         raise error("as planned")
 
-    waiting = llm._open_engine().begin([llm.request(PROMPTS[2], LONG)])  # no row is free
+    waiting = llm._open_engine().call([llm.request(PROMPTS[2], LONG)]).__enter__()  # no row is free
     llm.engine.parts.accept = broken
     with pytest.raises(error, match="as planned"):
         list(stream)

@@ -236,7 +236,7 @@ class SamplingParams:
             more="They run after allowed_token_ids and bad_words, must depend on these arguments alone, and are called "
             "for draft tokens too, also for those that are rejected. Requests with processors run on the host's "
             "rounds. A processor that raises or leaves no token ends its own request with finish_reason "
-            '"error".',
+            '"error". A processor cannot use the LLM that runs it.',
         ),
     ] = ()
     skip_special_tokens: Annotated[

@@ -6,30 +6,37 @@ A caller that holds the engine runs a round for all. Each caller gets the result
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
-from threading import Lock
+from threading import RLock, get_ident
 
 from paceline.core.outputs import RequestOutput
 from paceline.engine.engine import Engine, Request
+from paceline.errors import PacelineError
 
 
 class SharedCall:
-    """One caller's requests. Iterating yields changed results; leaving aborts unfinished requests.
+    """One caller's requests. Entering queues them, iterating yields changed results, leaving aborts unfinished ones.
+
+    Entering raises what ``Engine.add`` raises; then no request is queued.
 
     outputs: results of the requests, in their order.
     open: results that have not been yielded as finished, by request_id.
     final: whether the caller sends no more requests, and reads no results, before these have ended.
     """
 
-    def __init__(self, shared: SharedEngine, final: bool) -> None:
-        self._shared, self.final = shared, final
+    def __init__(self, shared: SharedEngine, requests: Sequence[Request], final: bool) -> None:
+        self._shared, self.requests, self.final = shared, requests, final
         self.outputs: list[RequestOutput] = []
         self.open: dict[str, RequestOutput] = {}
         self.news: dict[str, RequestOutput] = {}  # results that changed since they were last yielded
 
     def __enter__(self) -> SharedCall:
+        try:
+            self._shared.begin(self)
+        except BaseException:
+            self._shared.leave(self)
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -57,45 +64,91 @@ class SharedCall:
                 self.tell(output)
 
 
+class Turns:
+    """A fair lock: a thread that waits comes before the last one to leave. No interrupt leaves it held.
+
+    Ctrl-C may raise after any call and on entering any function, so also between taking a lock and a ``try`` behind it.
+    Locks are therefore taken within the ``try``. An RLock knows its owner: releasing it gives back exactly what this
+    thread has, and that call comes first in each ``finally``.
+    """
+
+    def __init__(self) -> None:
+        self._queue, self._in_use = RLock(), RLock()
+        self._holder: int | None = None  # thread whose work runs
+
+    def run(self, work: Callable[[], None], wait: bool = True) -> bool:
+        """Run ``work`` while no other thread's runs. Return whether it ran: never within other work of this thread.
+
+        wait: whether to wait until no other thread's work runs; otherwise ``work`` does not run beside it.
+        """
+        thread = get_ident()
+        if self._holder == thread:
+            return False
+        try:
+            try:
+                self._queue.acquire(wait)
+                if not self._in_use.acquire(wait):
+                    return False
+            finally:
+                try:  # noqa: SIM105 (entering contextlib's function would come before the release)
+                    self._queue.release()
+                except RuntimeError:  # this thread does not have it
+                    pass
+            self._holder = thread
+            work()
+        finally:
+            if self._holder == thread:
+                self._holder = None
+            try:  # noqa: SIM105
+                self._in_use.release()
+            except RuntimeError:  # this thread does not have it
+                pass
+        return True
+
+
 class SharedEngine:
     """An engine for several threads, and for several open calls of one thread."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._queue, self._in_use = Lock(), Lock()
+        self._turns = Turns()
         self._calls: dict[int, SharedCall] = {}
         self._callers: dict[str, SharedCall] = {}  # by request_id
         self._order: dict[str, int] = {}  # by request_id, in the order of arrival
         self._numbers = count()
         self._left: deque[SharedCall] = deque()
 
-    def begin(self, requests: Sequence[Request], final: bool = False) -> SharedCall:
-        """Queue requests: all of them, or none if one is refused. Raises what ``Engine.add`` raises."""
-        call = SharedCall(self, final)
-        try:
-            with self._turn():
-                self._calls[id(call)] = call
-                for request in requests:
-                    self._take(call, self.engine.add(request))
-        except BaseException:
-            self.leave(call)
-            raise
-        return call
+    def call(self, requests: Sequence[Request], final: bool = False) -> SharedCall:
+        """Return a call for ``with``, which queues the requests: all of them, or none if one is refused."""
+        return SharedCall(self, requests, final)
 
-    def _take(self, call: SharedCall, output: RequestOutput) -> None:
-        call.outputs.append(output)
-        call.open[output.request_id] = output
-        self._callers[output.request_id] = call
-        self._order[output.request_id] = next(self._numbers)
+    def begin(self, call: SharedCall) -> None:
+        """Queue a call's requests. Raises what ``Engine.add`` raises; then those queued so far end when it is left."""
+
+        def queue() -> None:
+            self._calls[id(call)] = call
+            for request in call.requests:
+                call.outputs.append(self.engine.add(request))  # no interrupt comes between the two
+            for output in call.outputs:
+                call.open[output.request_id] = output
+                self._callers[output.request_id] = call
+                self._order[output.request_id] = next(self._numbers)
+
+        self._turn(queue)
 
     def news(self, call: SharedCall) -> list[RequestOutput]:
         """Return the call's changed results. Runs a round, unless rounds of other callers have changed some already."""
-        with self._turn():
+        news: list[RequestOutput] = []
+
+        def take() -> None:
             if not call.news:
                 self._step(call)
             if not call.news:
                 call.tell_ended()
-            news, call.news = list(call.news.values()), {}
+            news.extend(call.news.values())
+            call.news = {}
+
+        self._turn(take)
         return news
 
     def leave(self, call: SharedCall) -> None:
@@ -105,38 +158,40 @@ class SharedEngine:
 
     def close(self) -> None:
         """End all calls."""
-        with self._turn():
-            self.engine.clear()
+        self._turn(self.engine.clear)
 
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Lock the engine. Two locks keep the order fair: a caller that waits comes before the last one to leave."""
-        with self._queue:
-            self._in_use.acquire()
-        try:
+    def _turn(self, work: Callable[[], None]) -> None:
+        """Run ``work`` while no other caller holds the engine. Raises PacelineError within a turn of this thread."""
+
+        def sweep_and_work() -> None:
             self._sweep()
-            yield
+            work()
+
+        try:
+            ran = self._turns.run(sweep_and_work)
         finally:
-            self._in_use.release()
             self._sweep_if_free()
+        if not ran:
+            raise PacelineError(
+                "an LLM cannot be used by a function that its own rounds call, such as a logits processor: "
+                "use it outside of that function, or use another LLM there"
+            )
 
     def _sweep_if_free(self) -> None:
         """Abort requests of calls that were left, unless a caller holds the engine: it does so on release."""
-        while self._left and self._in_use.acquire(blocking=False):
-            try:
-                self._sweep()
-            finally:
-                self._in_use.release()
+        while self._left and self._turns.run(self._sweep, wait=False):
+            pass
 
     def _sweep(self) -> None:
-        """Abort the requests of calls that were left."""
+        """Abort the requests of calls that were left. A call is forgotten last, so that an interrupt loses none."""
         while self._left:
-            call = self._left.popleft()
+            call = self._left[0]
             self._calls.pop(id(call), None)
             for output in call.outputs:
                 self._callers.pop(output.request_id, None)
                 self._order.pop(output.request_id, None)
                 self.engine.abort(output.request_id)
+            self._left.popleft()
 
     def _step(self, caller: SharedCall) -> None:
         """Run one round for all callers, if the engine has requests."""
