@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from _thread import interrupt_main
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ from paceline.kernels.attention.reference import ReferenceAttention
 from paceline.kernels.cpu import cpu_ops
 from paceline.lengths import LengthPolicy
 from paceline.models.draft_decoder import DraftDecoder
-from paceline.models.native_draft import NativeDraftDecoder, PlannedDraft
+from paceline.models.native_draft import NativeDraftDecoder, PlannedDraft, _Callbacks
 from toy import POSITIONS, VOCAB, RandomLength, answers, make_engine, run, tiny_native
 
 pytestmark = [
@@ -185,3 +187,13 @@ def test_the_time_of_a_draft_inside_of_a_round_is_the_drafts(drafter: str) -> No
     native_round = engine.parts.native
     assert native_round is not None
     assert native_round._draft_seconds[0] > 0
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_that_comes_before_a_callback_is_raised_after_the_call() -> None:
+    """Ctrl-C while the library works is first seen by Python when the library calls back."""
+    callbacks = _Callbacks()
+    called = callbacks.callback(lambda: True)
+    assert list(map(operator.call, [called, interrupt_main, called])) == [1, None, 0], "C code alone calls the three"
+    with pytest.raises(KeyboardInterrupt):
+        callbacks.raise_failure()

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import addressof
 from functools import cached_property
 from typing import Any, TypeVar
@@ -356,15 +356,25 @@ class _Callbacks:
 
     def callback(self, function: Callable[[], bool]) -> Any:
         """A C callback for ``function``. The library does not keep it alive; the call structure does."""
+        answers = self._answers(function)
+        next(answers)
+        return abi.Callback(answers.__next__)
 
-        def called() -> int:
-            try:
-                return int(function())
-            except BaseException as failure:  # noqa: BLE001 it is raised after the call
-                self._failure = failure
-                return 0
+    def _answers(self, function: Callable[[], bool]) -> Iterator[int]:
+        """Yield 0 once, then the answers of ``function`` up to its first exception, then 0.
 
-        return abi.Callback(called)
+        A Ctrl-C during the library's work raises where Python code goes on: on entering a function, before any ``try``
+        of it, from where ctypes would print and drop it. A generator goes on within its ``try``.
+        """
+        try:
+            yield 0
+            while True:
+                yield int(function())
+        except GeneratorExit:
+            raise
+        except BaseException as failure:  # noqa: BLE001 it is raised after the call
+            self._failure = failure
+        yield 0
 
     def raise_failure(self) -> None:
         if self._failure is not None:
