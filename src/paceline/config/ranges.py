@@ -339,6 +339,7 @@ def rules_of(kind: type) -> Mapping[str, Rule]:
     return {name: rule_for(hints[name]) for name in names_of(kind)}
 
 
+@cache
 def names_of(kind: type) -> tuple[str, ...]:
     """The fields of a dataclass."""
     return tuple(field.name for field in dataclasses.fields(kind))
