@@ -3,8 +3,10 @@
 import json
 import os
 import random
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from base64 import b64encode
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -14,10 +16,11 @@ import gguf
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
+from paceline import SamplingParams
 from paceline.chat.families import ChatFormat, chat_format
 from paceline.chat.options import ChatOptions
 from paceline.chat.thinking import KNOWN
@@ -25,10 +28,13 @@ from paceline.chat.values import ToolDefinition
 from paceline.engine.chat import chat_prompt
 from paceline.errors import ModelFormatError, ModelNotFoundError, ParameterError, RequestError, VocabularyMismatchError
 from paceline.models import hub
+from paceline.models.boundary import is_failure
 from paceline.models.detokenizer import ByteDecoder, Detokenizer, WindowDecoder
 from paceline.models.gguf_tokenizer import SPLITTINGS
 from paceline.models.tokenizer import Tokenizer, check_same_vocabulary
+from paceline.models.tokenizer_growth import ORDINARY, check_backend, check_description
 from server_support import byte_tokenizer
+from toy_llm import toy_llm
 
 pytestmark = pytest.mark.usefixtures("no_requests")
 
@@ -109,6 +115,123 @@ BOTH = pytest.mark.parametrize("make", [byte_level, sentencepiece], ids=["byte-l
 
 def stream(detokenizer: Detokenizer, ids: Sequence[int]) -> list[str]:
     return [*(detokenizer.push(token) for token in ids), detokenizer.finish()]
+
+
+# Files that are hostile
+
+TWICE = normalizers.Replace(Regex("."), "ab")
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+MULTIPLY: dict[str, tuple[str, Any]] = {
+    "replacements": ("normalizer", normalizers.Sequence([TWICE] * 15)),
+    "empty matches": ("normalizer", normalizers.Sequence([normalizers.Replace(Regex("x*"), "b")] * 15)),
+    "one long replacement": ("normalizer", normalizers.Replace(" ", "b" * 20_000)),
+    "beginnings": ("normalizer", normalizers.Sequence([normalizers.Prepend("b" * 20_000), TWICE])),
+    "bytes of bytes": ("pre_tokenizer", pre_tokenizers.Sequence([BYTES] * 9)),
+    "signs before letters": (
+        "pre_tokenizer",
+        pre_tokenizers.Sequence(
+            [each for sign in "cdefghijklmnopq" for each in (pre_tokenizers.Metaspace(sign), pre_tokenizers.Digits())]
+        ),
+    ),
+    "a template": ("post_processor", processors.TemplateProcessing(["$A"] * 20_000)),
+    "templates": ("post_processor", processors.Sequence([processors.TemplateProcessing(["$A", "$A"])] * 15)),
+    "decoders": ("decoder", decoders.Sequence([decoders.Replace(Regex("."), "ab")] * 15)),
+}
+
+
+@pytest.mark.parametrize("what", MULTIPLY)
+def test_a_file_whose_steps_multiply_a_text_is_refused_by_name(what: str, tmp_path: Path) -> None:
+    backend = byte_level_backend()
+    setattr(backend, *MULTIPLY[what])
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path)
+    with pytest.raises(ModelFormatError, match=rf"{re.escape(str(tmp_path / 'tokenizer.json'))}: .* times longer"):
+        Tokenizer.load(tmp_path)
+    with pytest.raises(ModelFormatError, match="times longer"):
+        wrap(backend)
+
+
+def test_a_table_of_replacements_is_as_long_as_its_longest_text() -> None:
+    table = b64encode((8).to_bytes(4, "little") + bytes(8) + b"ab\0abcde\0\xc3\xa4bc\0").decode()
+    steps = {"normalizer": {"type": "Precompiled", "precompiled_charsmap": table}}
+    assert check_description(steps, "file") == 5
+
+
+STEPS = [
+    *(normalizers.NFC(), normalizers.NFD(), normalizers.NFKC(), normalizers.NFKD(), normalizers.Lowercase()),
+    *(normalizers.ByteLevel(), normalizers.BertNormalizer(), normalizers.StripAccents(), normalizers.Prepend("▁x")),
+    *(normalizers.Replace(" ", "▁"), normalizers.Replace("ab", "abc")),
+    *(normalizers.Replace(Regex(each), "Aﷺ") for each in (r"\s+", "a*", "(?=a)", r"a\K", "[^a]{0,2}", "[ab]", "a|")),
+]
+
+
+@settings(max_examples=150)
+@given(st.lists(st.sampled_from(STEPS), max_size=3), st.text(st.sampled_from("ab Aﷺ\U0001d160ᾂİȺ日 "), min_size=1))
+def test_normalizers_make_no_text_longer_than_their_bound(steps: list[Any], text: str) -> None:
+    backend = Backend(models.BPE())
+    backend.normalizer = normalizer = normalizers.Sequence(steps)
+    try:
+        bound, longer = check_backend(backend, "file"), normalizer.normalize_str(text)
+    except BaseException as error:
+        assume(not is_failure(error))  # the bound is too large, or empty matches make the library panic
+        raise
+    assert len(longer) <= bound * len(text)
+
+
+BOS = {"SpecialToken": {"id": "<s>"}}
+LLAMA_2 = {
+    "normalizer": {"normalizers": [{"prepend": "▁"}, {"pattern": {"String": " "}, "content": "▁"}]},
+    "post_processor": {"single": [BOS, {"Sequence": {"id": "A"}}], "special_tokens": {"<s>": {"ids": [1]}}},
+    "model": {"byte_fallback": True},
+}
+QWEN = {
+    "normalizer": {"type": "NFC"},
+    "pre_tokenizer": {"pretokenizers": [{"type": "Split", "pattern": {"Regex": "."}}, {"type": "ByteLevel"}]},
+    "post_processor": {"type": "ByteLevel"},
+}
+
+
+def test_texts_of_usual_tokenizers_are_not_limited() -> None:
+    assert check_description(LLAMA_2, "file") == 2 * 1 * 2 * 4 <= ORDINARY
+    assert check_description(QWEN, "file") == 3 * 5 <= ORDINARY
+
+
+def test_a_text_that_unusual_steps_could_make_too_long_is_refused_and_others_are_encoded() -> None:
+    backend = byte_level_backend()
+    backend.normalizer = normalizers.Sequence([TWICE] * 9)
+    tokenizer = wrap(backend, name_or_path="the model", chat_template=TEMPLATE)  # 512 times, and 5 of ByteLevel
+    most = (16 << 20) // (5 << 9)
+    assert len(tokenizer.encode("x" * 10)) == 10 << 9
+    for encode in (
+        tokenizer.encode,
+        tokenizer.encode_as_text,
+        lambda text: tokenizer.chat([{"role": "user", "content": text}]),
+    ):
+        for begin in ("", "<eos>"):
+            with pytest.raises(RequestError, match=rf"the model, .* at most {most} characters"):
+                encode(begin + "x" * most + "y")
+
+
+def test_a_panic_of_the_tokenizer_ends_its_request_and_names_the_file() -> None:
+    backend = byte_level_backend()
+    split = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, backend.pre_tokenizer])
+    backend.decoder = decoders.Strip("x", 3, 3)
+    tokenizer, panics = wrap(backend, name_or_path="the model", chat_template=TEMPLATE), "a" * 40 + "!"
+    works: list[Callable[[], object]] = [
+        lambda: tokenizer.encode(panics),
+        lambda: tokenizer.encode_as_text("<eos>" + panics),
+        lambda: tokenizer.chat([{"role": "user", "content": panics}]),
+        lambda: tokenizer.decode(tokenizer.encode("x")),
+        lambda: tokenizer.token_text(tokenizer.encode("x")[0]),
+    ]
+    for work in works:
+        with pytest.raises(RequestError, match=r"the tokenizer of the model cannot .*tokenizer\.json.*PanicException"):
+            work()
+    backend.decoder = decoders.ByteLevel()
+    llm = toy_llm(tokenizer=wrap(backend, name_or_path="the model"))
+    refused, served = llm.generate([panics, "b"], SamplingParams(max_tokens=2), use_tqdm=False, on_error="skip")
+    assert isinstance(refused.error, RequestError)
+    assert len(served.outputs[0].token_ids) == 2
 
 
 # Loading

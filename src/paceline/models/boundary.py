@@ -77,9 +77,14 @@ def reading(model: str | Path, failing: str = "cannot be used") -> Iterator[None
     except PacelineError:
         raise
     except BaseException as error:
-        if isinstance(error, Exception) or type(error).__name__ == "PanicException":  # Rust panics are BaseExceptions
+        if is_failure(error):
             raise _converted(error, f"{model} {failing}") from error
         raise
+
+
+def is_failure(error: BaseException) -> bool:
+    """Whether an exception is a library's error, and not an interrupt. Panics of Rust are BaseExceptions."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def _converted(error: BaseException, start: str) -> PacelineError:

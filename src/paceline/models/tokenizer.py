@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenizers import decoders
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from paceline.config.inputs import check_message
 from paceline.config.ranges import check_text
-from paceline.errors import ModelFormatError, RequestError, VocabularyMismatchError
+from paceline.errors import ModelFormatError, PacelineError, RequestError, VocabularyMismatchError
 from paceline.models import gguf_config
-from paceline.models.boundary import brief, reading
-from paceline.models.chat_template import ChatTemplate
+from paceline.models.boundary import brief, is_failure, reading
+from paceline.models.chat_template import CHARACTERS, ChatTemplate
 from paceline.models.control_tokens import ControlTokens
 from paceline.models.gguf import GGUFFile
 from paceline.models.gguf_tokenizer import load_gguf_tokenizer
 from paceline.models.hub import resolve_tokenizer
 from paceline.models.json_files import read_configuration
+from paceline.models.tokenizer_growth import ORDINARY, check_backend, check_description
 
+T = TypeVar("T")
 Written = tuple[list[dict[str, Any]], list[Mapping[str, Any]]]  # messages and tools
 
 
@@ -39,6 +42,8 @@ class Tokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str, eos_token_ids: tuple[int, ...]) -> None:
         self.huggingface = tokenizer
         self.name = name
+        fast = isinstance(tokenizer, PreTrainedTokenizerFast)
+        self._growth = check_backend(tokenizer.backend_tokenizer, name) if fast else 1
         self.eos_token_ids = eos_token_ids
         self.vocab_size = len(tokenizer)
         added = tokenizer.added_tokens_decoder.items()
@@ -67,10 +72,38 @@ class Tokenizer:
         """Return the token ids of a text.
 
         add_special_tokens: whether to add the special tokens that the model expects around a text (BOS).
-        Raises ParameterError for a lone surrogate.
+        Raises ParameterError for a lone surrogate, RequestError if the tokenizer fails or could make the text too long.
         """
         check_text("prompt", text)
-        return list(self.huggingface(text, verbose=False, add_special_tokens=add_special_tokens)["input_ids"])
+        self._check_size(text)
+
+        def encode() -> list[int]:
+            return list(self.huggingface(text, verbose=False, add_special_tokens=add_special_tokens)["input_ids"])
+
+        return self._run(encode, "encode a text")
+
+    def _check_size(self, text: str) -> str:
+        """The text. Raises RequestError if the tokenizer's steps, which are unusual, could make it too long."""
+        if self._growth > ORDINARY and len(text) * self._growth > CHARACTERS:
+            raise RequestError(
+                f"a text of {len(text)} characters is too long for the tokenizer of {self.name}, whose steps can make "
+                f"texts {self._growth} times longer: at most {CHARACTERS // self._growth} characters"
+            )
+        return text
+
+    def _run(self, work: Callable[[], T], what: str) -> T:
+        """Return ``work()``. Raises RequestError for any error of the library, also for a panic. what: for messages."""
+        try:
+            return work()
+        except (PacelineError, RecursionError):  # messages may be nested too deeply, which ``chat`` tells
+            raise
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            reason = f"{type(error).__name__}: {brief(error)}"
+            raise RequestError(
+                f"the tokenizer of {self.name} cannot {what}, check its file (such as tokenizer.json): {reason}"
+            ) from error
 
     def encode_as_text(self, text: str) -> list[int]:
         """Return the token ids of a text without special tokens: a control token that it spells out is text, too.
@@ -81,7 +114,15 @@ class Tokenizer:
         if not self._control_tokens.are_spelled_in([message]):
             return self.encode(text, add_special_tokens=False)
         check_text("prompt", text)
-        return self._control_tokens.encode([message], lambda hidden: str(hidden[0]["content"]))
+        return self._encode_hidden([message], lambda hidden: str(hidden[0]["content"]))
+
+    def _encode_hidden(self, value: T, render: Callable[[T], str]) -> list[int]:
+        """Token ids of a conversation in which a message spells a control token."""
+
+        def encode() -> list[int]:
+            return self._control_tokens.encode(value, lambda hidden: self._check_size(render(hidden)))
+
+        return self._run(encode, "encode a text with a control token")
 
     def encode_inside(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
         """Return the token ids of a text that follows another one.
@@ -98,12 +139,16 @@ class Tokenizer:
         return encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens without special tokens."""
-        return str(self.huggingface.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        """Return the text of tokens without special tokens. Raises RequestError if the tokenizer fails."""
+        return self._decode(ids, skip_special=True)
 
     def spell(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens; special tokens appear by their names."""
-        return str(self.huggingface.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        """Return the text of tokens; special tokens appear by their names. Raises RequestError as ``decode``."""
+        return self._decode(ids, skip_special=False)
+
+    def _decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
+        options = {"skip_special_tokens": skip_special, "clean_up_tokenization_spaces": False}
+        return self._run(lambda: str(self.huggingface.decode(list(ids), **options)), "decode tokens")
 
     def chat_template(self, *, tools: bool = False) -> str:
         """Return the chat template; if there is one for conversations with ``tools`` ("tool_use"), that one.
@@ -141,7 +186,7 @@ class Tokenizer:
         try:
             if not self._control_tokens.are_spelled_in(written):
                 return self.encode(render(written), add_special_tokens=False)
-            return self._control_tokens.encode(written, render)
+            return self._encode_hidden(written, render)
         except RecursionError as error:  # a call's arguments are text in requests, so that no limit of depth held
             raise RequestError("messages or tools are nested too deeply") from error
 
@@ -250,6 +295,8 @@ def _from_directory(path: Path) -> PreTrainedTokenizerBase:
     if (path / "config.json").is_file():  # AutoTokenizer reads it to choose the class
         read_configuration(path / "config.json")
     with reading(path, "has no usable tokenizer"):
+        for file in path.glob("tokenizer*.json"):  # before a library normalises the added tokens that it lists
+            check_description(json.loads(file.read_text(encoding="utf-8")), str(file))
         options = {"local_files_only": True, "trust_remote_code": False, "mistral_format": False}
         found = AutoTokenizer.from_pretrained(str(path), **options)
         _check_vocabulary_file(found, path)
