@@ -1,5 +1,8 @@
 import json
+import os
+import shutil
 import struct
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,14 +20,22 @@ from gguf_support import begun, finish
 from model_support import FOREIGN, NATIVE, VOCABULARY, Runner, random_tokens, tiny
 from paceline import LLM
 from paceline.errors import ModelFormatError, ModelNotFoundError
-from paceline.models import gguf_tokenizer
+from paceline.models import gguf_tokenizer, hub
 from paceline.models.base import Model
 from paceline.models.families import describe
 from paceline.models.gguf import GGUFFile
 from paceline.models.huggingface import HuggingFaceModel
-from paceline.models.loading import _unpacked_config, eos_token_ids, load_config, load_model, max_positions
+from paceline.models.loading import (
+    _unpacked_config,
+    eos_token_ids,
+    load_config,
+    load_model,
+    max_positions,
+    open_safetensors,
+)
 from paceline.models.tokenizer import Tokenizer
 from paceline.models.transformer import Transformer
+from server_support import byte_tokenizer
 
 FAMILIES = ["llama", "llama with tied embeddings", "mistral with a window", "qwen2", "qwen3", "opt", "gpt2"]
 
@@ -203,18 +214,84 @@ def test_several_files_without_an_index_are_refused_by_name(tmp_path: Path) -> N
     + [json.dumps({"weight_map": {"x": name}}) for name in ("/etc/passwd", "../model.safetensors", "a/../b", "", ".")],
 )
 def test_an_index_names_files_of_its_own_directory(index: str, tmp_path: Path) -> None:
-    tiny(*NATIVE["llama"]).save_pretrained(tmp_path)
+    tiny(*NATIVE["llama"]).save_pretrained(tmp_path, max_shard_size="20KB")
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ModelFormatError, match=r"model\.safetensors\.index\.json is broken"):
         _load(tmp_path)
 
 
-def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stale", ["misses shards", "has other shards", "is broken"])
+def test_an_index_beside_model_safetensors_is_left_over(stale: str, tmp_path: Path) -> None:
+    theirs = tiny(*NATIVE["llama"])
+    tiny("llama", NATIVE["llama"][1] | {"hidden_size": 32}).save_pretrained(tmp_path, max_shard_size="20KB")
+    index = tmp_path / "model.safetensors.index.json"
+    left_over = "{" if stale == "is broken" else index.read_text()
+    theirs.save_pretrained(tmp_path)
+    index.write_text(left_over)
+    if stale == "has other shards":
+        tiny("llama", NATIVE["llama"][1] | {"hidden_size": 32}).save_pretrained(tmp_path / "x", max_shard_size="20KB")
+        for shard in (tmp_path / "x").glob("model-*"):
+            shard.rename(tmp_path / shard.name)
+    assert (_logits(_load(tmp_path)) - _expected(theirs)).abs().max() < 1e-3
+    assert hub._is_complete(tmp_path)
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+def test_a_tensor_in_two_shards_is_read_from_the_one_in_the_index(owner: int, tmp_path: Path) -> None:
+    theirs = tiny(*NATIVE["llama"])
+    theirs.save_pretrained(tmp_path, max_shard_size="20KB")
+    shards = sorted(tmp_path.glob("*.safetensors"))[:2]
+    name = min(load_file(shards[owner]))
+    for number, shard in enumerate(shards):
+        own = {name: load_file(shards[owner])[name] + (number != owner)}
+        save_file(load_file(shard) | own, shard, {"format": "pt"})
+    assert (_logits(_load(tmp_path)) - _expected(theirs)).abs().max() < 1e-3
+
+
+def test_a_tensor_in_two_shards_that_the_index_does_not_list_is_refused(tmp_path: Path) -> None:
     tiny(*NATIVE["llama"]).save_pretrained(tmp_path, max_shard_size="20KB")
     first, second = sorted(tmp_path.glob("*.safetensors"))[:2]
     save_file(load_file(first) | load_file(second), second, {"format": "pt"})
-    with pytest.raises(ModelFormatError, match=f"{second.name}.*is also in another file"):
+    index = tmp_path / "model.safetensors.index.json"
+    listed, name = json.loads(index.read_text()), min(load_file(first))
+    del listed["weight_map"][name]
+    index.write_text(json.dumps(listed))
+    with pytest.raises(ModelFormatError, match=f"{first.name}.*{name} is also in {second.name}.*index.json lists"):
         _load(tmp_path)
+
+
+@pytest.mark.parametrize("copied", [0, 1])
+def test_a_shard_that_is_a_copy_of_another_is_named(copied: int, tmp_path: Path) -> None:
+    tiny(*NATIVE["llama"]).save_pretrained(tmp_path, max_shard_size="20KB")
+    shards = sorted(tmp_path.glob("*.safetensors"))[:2]
+    shutil.copy(shards[copied], shards[1 - copied])
+    with pytest.raises(ModelFormatError, match=f"{shards[1 - copied].name}: the tensor .* is missing"):
+        _load(tmp_path)
+
+
+def _is_read(path: Path) -> None:
+    for read in (partial(load_model, dtype=torch.float32), Tokenizer.load):
+        with pytest.raises(ModelFormatError, match="is a pipe, a socket or a device"):
+            read(path)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "file", ["model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja", "x.gguf"]
+)
+def test_a_pipe_among_a_models_files_is_refused_and_not_waited_for(file: str, tmp_path: Path) -> None:
+    byte_tokenizer().save_pretrained(tmp_path)
+    tiny(*NATIVE["llama"]).save_pretrained(tmp_path)
+    (tmp_path / file).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / file)
+    _is_read(tmp_path / file if file.endswith(".gguf") else tmp_path)
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_in_place_of_a_shard_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ModelFormatError, match=r"adapter_model\.safetensors"):
+        open_safetensors(tmp_path / "adapter_model.safetensors")
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
@@ -499,10 +576,38 @@ def test_a_gguf_header_with_absurd_sizes_is_refused_before_anything_is_allocated
         _load(tmp_path / "tiny.gguf")
 
 
-def test_an_unknown_gguf_version_is_refused(gguf_bytes: bytes, tmp_path: Path) -> None:
-    content = gguf_bytes[:4] + struct.pack("<I", 9) + gguf_bytes[8:]
-    (tmp_path / "tiny.gguf").write_bytes(content)
-    with pytest.raises(ModelFormatError, match="version 9"):
+def _number_of_type(content: bytes) -> int:
+    """Offset of the type's number of the tensor output_norm.weight, behind its name and its one dimension."""
+    name = b"output_norm.weight"
+    return content.index(name) + len(name) + 4 + 8
+
+
+@pytest.mark.parametrize(
+    ("at", "number", "message"),
+    [
+        (4, 9, "GGUF version 9, which is not known; versions 2 and 3 are"),
+        (4, 1, "GGUF version 1, which is not known; versions 2 and 3 are"),
+        (4, 3 << 24, "is a big-endian GGUF file.*little-endian"),
+        (4, 2 << 24, "is a big-endian GGUF file.*little-endian"),
+        (None, 99, r"tensor output_norm\.weight of type 99, which is not known.*Q8_0"),
+        (None, 24, r"tensor output_norm\.weight of type I8, which cannot be read as weights"),
+    ],
+)
+def test_a_gguf_file_that_cannot_be_read_says_what_it_is(
+    at: int | None, number: int, message: str, gguf_bytes: bytes, tmp_path: Path
+) -> None:
+    at = _number_of_type(gguf_bytes) if at is None else at
+    (tmp_path / "tiny.gguf").write_bytes(gguf_bytes[:at] + struct.pack("<I", number) + gguf_bytes[at + 4 :])
+    with pytest.raises(ModelFormatError, match=rf"tiny\.gguf.*{message}") as caught:
+        _load(tmp_path / "tiny.gguf")
+    assert "fetch it again" not in str(caught.value)
+
+
+def test_metadata_of_an_unknown_type_say_so(gguf_bytes: bytes, tmp_path: Path) -> None:
+    name = b".block_count"
+    at = gguf_bytes.index(name) + len(name)
+    (tmp_path / "tiny.gguf").write_bytes(gguf_bytes[:at] + struct.pack("<I", 13) + gguf_bytes[at + 4 :])
+    with pytest.raises(ModelFormatError, match=r"tiny\.gguf.*block_count.*type 13, which is not known"):
         _load(tmp_path / "tiny.gguf")
 
 

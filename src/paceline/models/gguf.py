@@ -21,6 +21,7 @@ import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from paceline.errors import ModelFormatError
+from paceline.models.boundary import brief
 from paceline.models.gguf_names import parts
 from paceline.models.gguf_tensors import UNREADABLE, PackedTensor
 
@@ -33,6 +34,9 @@ _MAX_KEYS = 1 << 14
 _MAX_TENSORS = 1 << 18
 _MAX_VALUES = 1 << 22  # values in all metadata arrays together; a vocabulary has less than a million tokens
 _MAX_DIMENSIONS = 4  # as in llama.cpp
+
+_VERSIONS = 2, 3
+_OTHER_FILE = "it was made by a newer program, or is damaged; use a file of the model in another type, such as Q8_0"
 
 
 class TextArray(Sequence[str]):
@@ -118,7 +122,7 @@ class GGUFFile:
     """An open GGUF model: one file, or all parts of a split one, of which ``path`` may be any.
 
     metadata: values by key; arrays of texts as ``TextArray``, others as lists. tensors: by name, not dequantized yet.
-    Raises ModelFormatError if a file is no GGUF file, truncated, of an unknown version or tensor type, or part of
+    Raises ModelFormatError if a file is no GGUF file, truncated, big-endian, of an unknown version or type, or part of
     another model.
     """
 
@@ -166,10 +170,27 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, PackedTensor]]:
     """Return metadata and tensors of one file. Raises ModelFormatError."""
     try:
         return _parsed(path)
+    except _UnknownError as error:
+        raise ModelFormatError(f"{path} {error}") from error
     except (struct.error, ValueError, TypeError, LookupError, OSError, ArithmeticError) as error:
         raise ModelFormatError(
             f"{path}: broken or truncated GGUF file ({error}); fetch it again and compare its size"
         ) from error
+
+
+class _UnknownError(Exception):
+    """A file that is whole, and made by a newer program or for another kind of computer. The message lacks its name."""
+
+
+def _check_version(version: int) -> None:
+    if version in _VERSIONS:
+        return
+    if int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS:
+        raise _UnknownError(
+            "is a big-endian GGUF file, for computers such as IBM's s390x, and only little-endian ones are read: fetch "
+            "the little-endian file, or convert it with the gguf package (gguf-convert-endian FILE little)"
+        )
+    raise _UnknownError(f"has GGUF version {version}, which is not known; versions 2 and 3 are: {_OTHER_FILE}")
 
 
 def _parsed(path: Path) -> tuple[dict[str, Any], dict[str, PackedTensor]]:
@@ -180,17 +201,23 @@ def _parsed(path: Path) -> tuple[dict[str, Any], dict[str, PackedTensor]]:
         raise ValueError("it does not begin with GGUF")
     cursor.at = 4
     version, tensor_count, key_count = cursor.number("I"), cursor.number("Q"), cursor.number("Q")
-    if version not in (2, 3):
-        raise ValueError(f"version {version}; versions 2 and 3 little-endian are known")
+    _check_version(version)
     if tensor_count > _MAX_TENSORS or key_count > _MAX_KEYS:
         raise ValueError(f"the header announces {tensor_count} tensors and {key_count} keys")
-    metadata = {cursor.text(): cursor.value(cursor.number("I")) for _ in range(key_count)}
+    metadata = dict(_key_and_value(cursor) for _ in range(key_count))
     infos = [_tensor_info(cursor) for _ in range(tensor_count)]
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1:
         raise ValueError(f"general.alignment={alignment!r}")
     start = -(-cursor.at // alignment) * alignment
     return metadata, _tensors(np.frombuffer(data, dtype=np.uint8), infos, start)
+
+
+def _key_and_value(cursor: _Cursor) -> tuple[str, Any]:
+    key, kind = cursor.text(), cursor.number("I")
+    if kind not in (_STRING, _ARRAY) and kind not in _SCALARS:
+        raise _UnknownError(f"has the metadata {brief(key, 80)} of type {kind}, which is not known: {_OTHER_FILE}")
+    return key, cursor.value(kind)
 
 
 _Info = tuple[str, tuple[int, ...], int, int]  # name, shape, number of the type, offset in bytes
@@ -222,10 +249,11 @@ def _packed(data: npt.NDArray[np.uint8], name: str, shape: tuple[int, ...], numb
     try:
         kind = GGMLQuantizationType(number)
     except ValueError as error:
-        raise ValueError(f"tensor {name} is of the unknown type {number}") from error
+        problem = f"has the tensor {brief(name, 80)} of type {number}, which is not known"
+        raise _UnknownError(f"{problem}: {_OTHER_FILE}") from error
     if kind in UNREADABLE:
-        problem = f"tensor {name} is of type {kind.name}, which cannot be read as weights; convert the model to Q8_0"
-        raise ModelFormatError(problem)
+        problem = f"has the tensor {brief(name, 80)} of type {kind.name}, which cannot be read as weights"
+        raise _UnknownError(f"{problem}; convert the model to Q8_0")
     block, size = GGML_QUANT_SIZES[kind]
     lines = (*shape, 1) if block == 1 and len(shape) == 1 else shape  # a bias is one column, so that it can be permuted
     if not lines or lines[-1] % block:

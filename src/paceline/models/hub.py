@@ -39,6 +39,7 @@ HUB_FILES = ("config.json", "generation_config.json", POOLING_FILE, "*.safetenso
 HUB_TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja")
 _MODEL_FILES = (*HUB_FILES, *HUB_TOKENIZER_FILES)
 _SECOND_COPIES = ("*/*.safetensors", "consolidated*")  # of the weights, in the form of their maker's own programs
+_SINGLE = "model.safetensors"
 STALE_AFTER = 24 * 3600.0  # seconds after which a partial download is deleted
 _NETWORK = threading.RLock()  # held while fetching from the hub, and inside no_network
 
@@ -151,8 +152,16 @@ def pull(name: str, progress: bool = True) -> Path:
     raise ModelNotFoundError(f"cannot pull {name!r}: {_suggestion(name)}")
 
 
+def check_regular(path: Path) -> None:
+    """Raise ModelFormatError for a pipe, socket or device, which libraries would wait for. It may also be missing."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ModelFormatError(f"{path} is a pipe, a socket or a device, and not a file of a model")
+
+
 def _checked_path(path: Path) -> Path:
     """Return a model's directory or .gguf file; of a split model, or a directory with a GGUF model, its first file."""
+    for file in [path, *path.glob("*"), *path.glob("additional_chat_templates/*")]:
+        check_regular(file)
     if path.is_dir():
         gguf = None if (path / "config.json").is_file() else gguf_in(path)
         return path if gguf is None else gguf
@@ -417,6 +426,8 @@ def _has_tokenizer(snapshot: Path) -> bool:
 
 def _is_complete(snapshot: Path) -> bool:
     """Whether config and all weights are there. After an interrupted download some shards are missing."""
+    if (snapshot / _SINGLE).is_file():  # an index beside it is left over
+        return (snapshot / "config.json").is_file()
     try:
         maps = [read_object(path)["weight_map"] for path in snapshot.glob("*.safetensors.index.json")]
         shards = {str(shard) for weight_map in maps for shard in weight_map.values()}

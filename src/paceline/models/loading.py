@@ -24,6 +24,7 @@ from paceline.models.families import FAMILIES, USUAL_NAMES, describe, family_of
 from paceline.models.families.rotary import longest_sequence
 from paceline.models.gguf import GGUFFile
 from paceline.models.gguf_names import parts
+from paceline.models.hub import check_regular
 from paceline.models.json_files import FETCH_AGAIN, read_configuration, read_object
 from paceline.models.quantised import Scheme, matrices, scheme_of
 from paceline.models.recurrent import RecurrentModel, is_recurrent
@@ -34,6 +35,7 @@ from paceline.models.weight_names import WeightNames
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth")
 
 
@@ -137,7 +139,7 @@ def stored_tensors(path: Path) -> dict[str, _SafeTensor]:
 
     Raises the errors of ``load_model``.
     """
-    return _stored(_weight_files(path))
+    return _stored(path)
 
 
 def head_tensors(path: Path) -> Mapping[str, weights.StoredTensor]:
@@ -299,7 +301,7 @@ class _SafeTensor:
 
 def _from_directory(path: Path, dtype: torch.dtype, device: torch.device) -> Model | RecurrentModel:
     config, scheme = _unquantised_config(path)
-    stored = _read_by(scheme, _stored(_weight_files(path)))
+    stored = _read_by(scheme, _stored(path))
     spec = describe(config)
     if spec is None and scheme is not None:
         raise ModelFormatError(
@@ -322,12 +324,13 @@ def _directory_config(path: Path) -> PretrainedConfig:
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """Return the safetensors files of a directory: those in its index, else model.safetensors, else its only one.
+    """Return the safetensors files of a directory: model.safetensors, else those in its index, else its only one.
 
+    An index beside model.safetensors is left over from an upload in shards; transformers does not read it either.
     Raises ModelFormatError if there is none, or several without an index.
     """
-    index, single = path / "model.safetensors.index.json", path / "model.safetensors"
-    if index.is_file():
+    index, single = path / _INDEX, path / "model.safetensors"
+    if index.is_file() and not single.is_file():
         return _indexed(index)
     files = [single] if single.is_file() else sorted(path.glob("*.safetensors"))
     if not files:
@@ -342,8 +345,7 @@ def _weight_files(path: Path) -> list[Path]:
 
 def _indexed(index: Path) -> list[Path]:
     """Return the files in an index, which must lie in its directory. Raises ModelFormatError."""
-    weight_map = read_object(index).get("weight_map")
-    names = set(weight_map.values()) if isinstance(weight_map, dict) and _are_strings(weight_map.values()) else set()
+    names = set(_weight_map(index).values())
     outside = [name for name in names if not name or Path(name).name != name]
     if not names or outside:
         problem = f"names {brief(outside[0])!r}, which is no file of its directory" if outside else "has no weight_map"
@@ -352,6 +354,12 @@ def _indexed(index: Path) -> list[Path]:
     if missing := [file for file in files if not file.is_file()]:
         raise ModelFormatError(f"{index.parent} misses {_some(missing)}, which {index.name} names; fetch them")
     return files
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Return the file of each tensor, as an index lists them; empty if it lists none. Raises ModelFormatError."""
+    weight_map = read_object(index).get("weight_map")
+    return weight_map if isinstance(weight_map, dict) and _are_strings(weight_map.values()) else {}
 
 
 def _are_strings(values: Iterable[Any]) -> bool:
@@ -363,14 +371,28 @@ def _some(files: Sequence[Path]) -> str:
     return ", ".join(file.name for file in files[:4]) + others
 
 
-def _stored(files: Sequence[Path]) -> dict[str, _SafeTensor]:
-    """Return the tensors of all files, not read yet. Raises ModelFormatError for a name that is in two files."""
-    found: dict[str, _SafeTensor] = {}
-    for file in files:
-        tensors = open_safetensors(file)
-        if duplicates := found.keys() & tensors.keys():
-            raise ModelFormatError(f"{file}: the tensor {brief(min(duplicates))} is also in another file of the model")
-        found |= tensors
+def _stored(path: Path) -> dict[str, _SafeTensor]:
+    """Return the tensors of a directory's files, not read yet. One that two files have is read from that in the index.
+
+    Raises ModelFormatError if the index does not list it in one of them, or if a file lacks a tensor listed in it.
+    """
+    files = {file: open_safetensors(file) for file in _weight_files(path)}
+    found = {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
+    if len(found) == sum(map(len, files.values())):
+        return found
+    listed = _weight_map(path / _INDEX)
+    for file, tensors in files.items():
+        for name in sorted(name for name, owner in listed.items() if owner == file.name):
+            if name not in tensors:
+                problem = f"the tensor {brief(name)}, which {_INDEX} lists in it, is missing; {FETCH_AGAIN}"
+                raise ModelFormatError(f"{file}: {problem}")
+            found[name] = tensors[name]
+        for name in sorted(tensors.keys() - listed.keys()):
+            if found[name].path != file:
+                problem = (
+                    f"the tensor {brief(name)} is also in {found[name].path.name}, and not one that {_INDEX} lists"
+                )
+                raise ModelFormatError(f"{file}: {problem}; {FETCH_AGAIN}")
     return found
 
 
@@ -385,6 +407,7 @@ def _no_weights(path: Path) -> str:
 
 def open_safetensors(path: Path) -> dict[str, _SafeTensor]:
     """Return the tensors of one file, not read yet. Raises ModelFormatError."""
+    check_regular(path)
     try:
         file: Any = safe_open(str(path), framework="pt")
         names: list[str] = file.keys()
