@@ -250,6 +250,16 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "whole modules": (_settings(modules_to_save=["lm_head"]), "modules_to_save"),
     "alpha as text": (_settings(lora_alpha="8"), "lora_alpha='8' is not a number"),
     "infinite alpha": (_settings(lora_alpha=float("inf")), "lora_alpha=inf"),
+    "a layer with and without peft's prefix": (
+        _tensors(lambda t: t.update({f"{Q}A.weight".removeprefix("base_model.model."): torch.ones(4, 24)})),
+        r"q_proj\.lora_A\.weight is there under two names",
+    ),
+    "a layer with and without the model's prefix": (
+        _tensors(
+            lambda t: t.update({f"{Q}{side}.weight".replace("model.model.", "model."): torch.ones(1) for side in "AB"})
+        ),
+        r"layers\.0\.self_attn\.q_proj and .*layers\.0\.self_attn\.q_proj are the same weight under two names",
+    ),
     "half a pair": (_tensors(lambda t: t.pop(f"{Q}A.weight")), r"q_proj has one of lora_A and lora_B alone"),
     "another rank": (_tensors(lambda t: t.update({f"{Q}A.weight": torch.ones(3, 24)})), r"matrices of \(3, 24\)"),
     "another width": (_tensors(lambda t: t.update({f"{Q}A.weight": torch.ones(4, 25)})), r"matrices of \(4, 25\)"),

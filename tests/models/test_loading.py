@@ -142,6 +142,10 @@ _MISSING, _EXTRA = "model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.side
         (lambda weights: weights.pop(_MISSING), r"misses the weights layers\.1\.up\.weight"),
         (lambda weights: weights.update({_EXTRA: torch.ones(1)}), rf"has no use for the weights {_EXTRA}"),
         (lambda weights: weights.update({_MISSING: torch.ones(3, 24)}), r"has the shape \(3, 24\)"),
+        (
+            lambda weights: weights.update({_MISSING.removeprefix("model."): weights[_MISSING] + 1}),
+            r"layers\.1\.mlp\.up_proj\.weight are the same weight under two names",
+        ),
     ],
 )
 def test_weights_must_fit_the_model_one_to_one(change, message: str, tmp_path: Path) -> None:

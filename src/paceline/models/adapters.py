@@ -26,7 +26,7 @@ from paceline.models.low_rank import LowRank
 from paceline.models.native import NativeModel
 from paceline.models.recurrent import is_recurrent
 from paceline.models.transformer import Transformer
-from paceline.models.weights import Slot, StoredTensor, check_finite, slots
+from paceline.models.weights import Slot, StoredTensor, check_finite, check_named_once, slots
 
 _CONFIGURATION, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -134,6 +134,7 @@ def _load(path: Path, spec: DecoderSpec, model: AnyModel) -> Iterator[tuple[str,
         names = FAMILIES[spec.family].safetensors
         pairs = _pairs(stored, path / _WEIGHTS)
         ours = {module: names.ours(f"{module}.weight") or "" for module in pairs}
+        check_named_once({module: our for module, our in ours.items() if our}, str(path / _WEIGHTS))
         linears: dict[str, list[Slot]] = {}  # keys that are also a layer's values have two
         for name, slot in slots(spec, set(ours.values())).items():
             if _LINEAR.fullmatch(name):
@@ -167,13 +168,16 @@ def _read(tensor: StoredTensor, where: str) -> Tensor:
 
 
 def _pairs(stored: Mapping[str, StoredTensor], file: Path) -> dict[str, dict[str, StoredTensor]]:
-    """Return the matrices "A" and "B" by module. Raises ModelFormatError for a tensor that is neither."""
+    """Return the matrices "A" and "B" by module. Raises ModelFormatError for a tensor that is neither, or is twice."""
     pairs: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in stored.items():
         match = _PART.fullmatch(name.removeprefix(_PREFIX))
         if match is None:
             raise ModelFormatError(f"{file}: {brief(name)} is not a matrix of LoRA (lora_A or lora_B of a layer)")
-        pairs.setdefault(match["module"], {})[match["side"]] = tensor
+        sides = pairs.setdefault(match["module"], {})
+        if match["side"] in sides:
+            raise ModelFormatError(f"{file}: {brief(name)} is there under two names, with and without {_PREFIX}")
+        sides[match["side"]] = tensor
     return pairs
 
 

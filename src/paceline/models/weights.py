@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ModelFormatError
+from paceline.models.boundary import brief
 from paceline.models.description import (
     AttentionSpec,
     DecoderSpec,
@@ -351,6 +352,7 @@ def place(spec: DecoderSpec, names: WeightNames, stored: Mapping[str, StoredTens
     if spec.tied:
         ours = _tie(ours)
     ours = {name: our for name, our in ours.items() if our not in _unread(spec)}
+    check_named_once({name: our for name, our in ours.items() if our is not None}, where)
     free = slots(spec, {our for our in ours.values() if our is not None})
     theirs = {our: name for name, our in ours.items()}
     sources = {our: slot.source or our for our, slot in free.items()}
@@ -359,6 +361,17 @@ def place(spec: DecoderSpec, names: WeightNames, stored: Mapping[str, StoredTens
     _refuse(spec, where, "misses", sorted(set(sources.values()) - theirs.keys()))
     from_where = {our: theirs[source] for our, source in sources.items()}
     return [_place(free[our], names, stored[name], f"{where}: {name}") for our, name in from_where.items()]
+
+
+def check_named_once(ours: Mapping[str, str], where: str) -> None:
+    """Raise ModelFormatError if two names of a file stand for one weight. ours: paceline's name by the file's."""
+    names: dict[str, str] = {}
+    for name, our in ours.items():
+        if (other := names.setdefault(our, name)) != name:
+            raise ModelFormatError(
+                f"{where}: {brief(other)} and {brief(name)} are the same weight under two names, so one would be "
+                "ignored; remove the one that does not belong to the model"
+            )
 
 
 def _is_zero_bias(name: str | None, tensor: StoredTensor) -> bool:
