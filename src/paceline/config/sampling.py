@@ -177,8 +177,9 @@ class SamplingParams:
         int | None,
         Whole(LEAST_SEED, MOST_SEED),
         Help(
-            "Seed of the draws; the same seed gives the same text, whatever else is in the batch. Default and -1: "
-            "random."
+            "Seed of the draws, which do not depend on what else is in the batch. Default and -1: random.",
+            more="On the CPU kernels, and with ``deterministic`` on CUDA, the text does not either. Elsewhere rounding "
+            "in bfloat16 and float16 does, and may decide between tokens that are nearly equally likely.",
         ),
     ] = None
     stop: Annotated[
