@@ -61,7 +61,7 @@ from paceline.engine.sharing import SharedCall, SharedEngine
 from paceline.errors import ModelFormatError, PacelineError, ParameterError
 from paceline.models.boundary import Source
 from paceline.models.infill import InfillMarkers
-from paceline.models.loading import check_source, eos_token_ids
+from paceline.models.loading import check_source, eos_token_ids, lacks_head
 from paceline.models.recommended import recommended_pooling, recommended_sampling
 from paceline.models.tokenizer import check_same_vocabulary
 
@@ -145,7 +145,7 @@ class LLM:
             eos = self._eos_token_ids(model)
             self.requests = RequestMaker(self.tokenizer, target.vocab_size, eos)
             self._recommended, self._pooling = recommended_sampling(model), recommended_pooling(model)
-            self._models = Models(target, draft, eos, references)
+            self._models = Models(target, draft, eos, references, embeds_only=lacks_head(model))
             self._models.users.add(self)
             begin("measuring what rounds cost")
             self._shared: SharedEngine | None = SharedEngine(Engine(self._models, config))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3_5ForCausalLM
 
@@ -20,13 +22,21 @@ from paceline.core.outputs import RequestOutput, TokenLogprob
 from paceline.engine.chunks import PrefillSpeed, PromptSlice
 from paceline.engine.engine import Engine, Request
 from paceline.engine.scoring import PromptScores
-from paceline.errors import EmptyPromptError, NotFiniteError, ParameterError, PromptTooLongError, RequestError
+from paceline.errors import (
+    EmptyPromptError,
+    ModelFormatError,
+    NotFiniteError,
+    ParameterError,
+    PromptTooLongError,
+    RequestError,
+)
 from paceline.llm import LLM
 from paceline.models import loading
 from paceline.models.decoder import Decoder
 from paceline.models.passes import PaddedPasses
 from paceline.models.transformer import Transformer
 from recurrent_support import tiny_config
+from server_support import byte_tokenizer
 from toy_llm import toy_llm
 
 PLAIN = {"drafter": None, "num_speculative_tokens": 0, "max_batch_size": 2, "dtype": "float32"}
@@ -89,6 +99,51 @@ def test_embeddings_pool_the_hidden_states_of_transformers(
         torch.testing.assert_close(vector, pooled / pooled.norm(), rtol=near, atol=near)
     scores = llm.score(prompts, [[4]] * len(prompts), use_tqdm=False)
     assert scores == llm.with_options(max_batch_size=2).score(prompts, [[4]] * len(prompts), use_tqdm=False)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("source", ["one file", "shards", "loaded", "qwen3", "int8"])
+def test_a_checkpoint_without_a_head_embeds_and_does_nothing_else(source: str, tmp_path: Path) -> None:
+    """Embedding models are often saved from transformers' class without a head, whose names lack the prefix, too."""
+    kind, fields = NATIVE["qwen3" if source == "qwen3" else "llama"]
+    theirs = tiny(kind, fields | {"head_dim": 16, "tie_word_embeddings": False}).model
+    theirs.save_pretrained(tmp_path, max_shard_size="20KB" if source == "shards" else "1GB")
+    options: dict[str, Any] = PLAIN | ({"quantization": "int8", "dtype": "auto"} if source == "int8" else {})
+    llm = LLM(theirs if source == "loaded" else tmp_path, tokenizer=byte_tokenizer(), **options)
+    assert "embeddings only" in llm.engine.describe()
+    prompts = texts(3)[0]
+    for prompt, vector in zip(prompts, llm.embed(prompts, use_tqdm=False), strict=True):
+        pooled = theirs(torch.tensor([prompt])).last_hidden_state[0].mean(0)
+        near = 0.1 if source == "int8" else 1e-4
+        torch.testing.assert_close(vector, pooled / pooled.norm(), rtol=near, atol=near)
+    uses: list[Callable[[], object]] = [
+        lambda: llm.generate(prompts, use_tqdm=False),
+        lambda: next(iter(llm.stream(prompts))),
+        lambda: llm.score(prompts, prompts, use_tqdm=False),
+        lambda: llm.with_options(max_batch_size=1).generate(prompts, use_tqdm=False),
+    ]
+    for use in uses:
+        with pytest.raises(RequestError, match=r"no output head \(lm_head\), so it can embed texts"):
+            use()
+    with pytest.raises(ModelFormatError, match="no output head"):
+        loading.load_output(theirs if source == "loaded" else tmp_path, dtype=torch.float32)
+
+
+def test_a_draft_model_without_a_head_is_refused(tmp_path: Path) -> None:
+    model = tiny(*NATIVE["llama"])
+    model.model.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ModelFormatError, match=r"no output head.*cannot draft"):
+        LLM(model, tmp_path)
+
+
+def test_a_checkpoint_that_should_have_a_head_and_has_none_is_incomplete(tmp_path: Path) -> None:
+    tiny(*NATIVE["llama"]).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ModelFormatError, match=r"misses the weights head\.weight.*incomplete"):
+        loading.load_model(tmp_path, dtype=torch.float32)
 
 
 def test_what_cannot_be_embedded_is_refused() -> None:

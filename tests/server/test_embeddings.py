@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from paceline.config import ServerConfig
 from paceline.llm import LLM
 from paceline.server.limits import MAX_EMBEDDINGS
-from server_support import Live, start
+from server_support import Live, save_model, start
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TEXTS = ["a", "once upon a time", "x" * 300]
@@ -109,3 +112,20 @@ def test_a_timeout_ends_it(live: Live) -> None:
     with pytest.raises(openai.InternalServerError, match="did not finish within"):
         live.openai.embeddings.create(model="tiny", input=["x" * 400] * 15, extra_body={"timeout": 1e-6})
     live.wait_until_idle()
+
+
+def test_a_model_without_an_output_head_is_served_for_embeddings(offline: LLM, tmp_path: Path) -> None:
+    path, file = save_model(tmp_path), tmp_path / "model.safetensors"
+    save_file({name: weight for name, weight in load_file(file).items() if name != "lm_head.weight"}, file)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaModel"]}))
+    for live in start(ServerConfig(port=0), path):
+        reply = live.openai.embeddings.create(model=path, input=TEXTS)
+        close([item.embedding for item in reply.data], offline.embed(TEXTS, use_tqdm=False))
+        refused = [
+            live.post("/v1/completions", {"prompt": "a"}),
+            live.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ]
+        for answer in refused:
+            assert answer.status_code == 400
+            assert "no output head" in answer.json()["error"]["message"]

@@ -36,6 +36,7 @@ class Models:
     documents: token ids of texts for the n-gram drafter.
     costs: cost tables measured by engines with these models.
     users: objects that hold the models; the last one to give them back closes a target shared with other ranks.
+    embeds_only: whether the target has no output head, so that texts can be embedded only.
     """
 
     target: AnyModel
@@ -44,6 +45,7 @@ class Models:
     documents: Sequence[Sequence[int]] = field(default_factory=tuple)  # for the n-gram drafter
     costs: dict[tuple[object, ...], CostTable] = field(default_factory=dict)  # measured by engines with these models
     users: WeakSet[object] = field(default_factory=WeakSet)
+    embeds_only: bool = False
 
     def give_back(self, user: object) -> None:
         """Remove a user. With the last one, the other ranks of a shared target end."""

@@ -72,6 +72,7 @@ class EngineDescription:
                 speculation += " (a benchmark: draft tokens are accepted at random, so the text is meaningless)"
         return (
             f"target {_describe_model(self.models.target)}{self._describe_kernels()}, {self.threads} threads; "
+            f"{'embeddings only, without an output head; ' if self.models.embeds_only else ''}"
             f"{speculation}; "
             f"attention {self._describe_attention()}; {self._describe_rounds(runners)}"
             f"{config.max_batch_size} rows of {self.max_model_len} tokens{self._describe_room()}"

@@ -75,7 +75,9 @@ class Engine:
         self._assembly = Assembly(models, config, self.max_model_len)
         target = self._assembly.target()
         adapters = () if target.adapters is None else target.adapters.names
-        self._intake = Intake(config, models.target.vocab_size, self.max_model_len, models.eos_token_ids, adapters)
+        self._intake = Intake(
+            config, models.target.vocab_size, self.max_model_len, models.eos_token_ids, adapters, models.embeds_only
+        )
         drafter = self._assembly.drafter(target)
         if drafter.reader is not None:
             target.attach_reader(drafter.reader)

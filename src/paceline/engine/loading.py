@@ -19,11 +19,11 @@ from paceline.core.hardware import resolve_device, resolve_dtype, threads_per_ra
 from paceline.drafters.heads.assistant_loading import is_assistant
 from paceline.drafters.heads.decoder import HeadModel
 from paceline.drafters.heads.loading import load_head_for, runs_natively
-from paceline.errors import ParameterError
+from paceline.errors import ModelFormatError, ParameterError
 from paceline.models.adapters import attach
 from paceline.models.base import AnyModel
 from paceline.models.boundary import Source, is_loaded, name_of
-from paceline.models.loading import describe_source, load_model
+from paceline.models.loading import describe_source, lacks_head, load_model
 from paceline.models.matrices import load_packed
 from paceline.models.native import NativeModel
 from paceline.models.packed_file import find_packed, would_pack, would_run_natively
@@ -91,7 +91,10 @@ def _load_adapted(source: Source, config: EngineConfig, begin: BeginStage, adapt
 
 
 def load_draft(source: Source, config: EngineConfig, begin: BeginStage) -> AnyModel:
-    """Load the draft model in its own dtype and quantization."""
+    """Load the draft model in its own dtype and quantization. Raises ModelFormatError if it has no output head."""
+    if lacks_head(source):
+        name = name_of(source) if is_loaded(source) else source
+        raise ModelFormatError(f"{name} has no output head (lm_head), so it cannot draft tokens")
     return _load(source, config, begin, of_draft=True)
 
 

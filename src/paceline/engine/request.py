@@ -18,10 +18,10 @@ from paceline.core.sampling import sequence_seed
 from paceline.drafters.lookup import LONGEST_SUFFIX as CONTEXT
 from paceline.engine.guard import FaultIsolatedConstraint
 from paceline.engine.prefixes import LEAST, WORTH_WAITING, Scope
-from paceline.engine.scoring import PromptReading, PromptScores
+from paceline.engine.scoring import PooledStates, PromptReading, PromptScores
 from paceline.engine.sequences import Sequence as Row
 from paceline.engine.sequences import TextStream
-from paceline.errors import EmptyPromptError, ParameterError, PromptTooLongError
+from paceline.errors import EmptyPromptError, ParameterError, PromptTooLongError, RequestError
 
 _LEAST_READ = 4  # tokens: a text that is only read waits for no token of its own, so it shares shorter prefixes
 
@@ -86,6 +86,7 @@ class Intake:
     """Turns requests into sequences.
 
     max_model_len: the engine's, in tokens. eos_token_ids: tokens that end a text. adapters: names of the target's.
+    embeds_only: whether the target has no output head.
     """
 
     config: EngineConfig
@@ -93,6 +94,7 @@ class Intake:
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     adapters: tuple[str, ...] = ()
+    embeds_only: bool = False
 
     def begin(self, request: Request, request_id: str) -> tuple[RequestOutput, list[Row]]:
         """Return the result, which fills up, and its sequences, which may wait for rows."""
@@ -174,6 +176,11 @@ class Intake:
     def check(self, request: Request) -> None:
         """Raise what ``Engine.add`` would raise. May be called from any thread."""
         size, vocab = len(request.prompt_token_ids), self.vocab_size
+        if self.embeds_only and not (request.only_read and isinstance(request.reading, PooledStates)):
+            raise RequestError(
+                "the model has no output head (lm_head), so it can embed texts (LLM.embed, /v1/embeddings), "
+                "and neither continue nor score them; for these use a checkpoint with a head"
+            )
         needed = len(request.text_to_read) + (not request.only_read)
         if size == 0 or needed == 0:
             raise EmptyPromptError("the prompt has no tokens to read, to embed or to score; give at least one")

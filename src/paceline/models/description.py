@@ -225,6 +225,8 @@ class DecoderSpec:
     logits_scale: factor of the logits, before logits_cap.
     logits_cap: the logits are cap * tanh(logits / cap); None: they are not capped.
     tied: whether the output head is the token embedding.
+    headless: whether the checkpoint may lack an output head: its configuration names a model without one. The embedding
+        then stands in its place, and texts are embedded only.
     token_inputs: what every layer reads of each token besides; None: nothing.
     """
 
@@ -243,6 +245,7 @@ class DecoderSpec:
     logits_scale: float = 1.0
     logits_cap: float | None = None
     tied: bool = False
+    headless: bool = False
     token_inputs: TokenInputsSpec | None = None
 
     def __post_init__(self) -> None:

@@ -71,12 +71,12 @@ def load_shard(
 
 
 def placed(path: Path, spec: DecoderSpec) -> tuple[DecoderSpec, list[weights.Placement]]:
-    """Return the description, with ``tied`` as the files are, and the destination of every stored tensor.
+    """Return the description as the files are (``tied``, ``headless``), and the destination of every stored tensor.
 
     Raises ModelFormatError if they do not fit.
     """
     stored, names = _stored_of(path)
-    spec = _untied_if_stored(spec, names, stored)
+    spec = _as_stored(spec, names, stored)
     return spec, weights.place(spec, names, stored, str(path))
 
 
@@ -168,8 +168,28 @@ def load_embedding(source: ResolvedSource, *, dtype: torch.dtype, device: torch.
 
 
 @reads_model
+def lacks_head(source: ResolvedSource) -> bool:
+    """Whether a model has no output head, as many for embeddings: its texts cannot be continued.
+
+    Raises the errors of ``load_model``.
+    """
+    if not is_loaded(source):
+        spec = description_of(source)
+        if spec is None or not spec.headless:
+            return False
+        stored, names = _stored_of(source)
+        return _as_stored(spec, names, stored).headless
+    return source.get_output_embeddings() is None and not source.config.get_text_config().tie_word_embeddings
+
+
+@reads_model
 def load_output(source: ResolvedSource, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """Load only the weight [vocab_size, width] of a model's output head. Raises the errors of ``load_model``."""
+    """Load only the weight [vocab_size, width] of a model's output head.
+
+    Raises the errors of ``load_model``, and ModelFormatError if it has none.
+    """
+    if lacks_head(source):
+        raise ModelFormatError(f"{name_of(source) if is_loaded(source) else source} has no output head")
     if is_loaded(source):
         return cast(Tensor, source.get_output_embeddings().weight).detach().to(device, dtype)
     return _first_stored(source, ("head.weight", "embed.weight"), dtype, device)
@@ -235,8 +255,9 @@ def eos_token_ids(source: ResolvedSource) -> tuple[int, ...]:
     Raises the errors of ``load_model``.
     """
     if is_loaded(source):
-        generation = source.generation_config.eos_token_id if source.generation_config else None
-        return _token_ids(_eos(source.config) if generation is None else generation)
+        generation = getattr(source, "generation_config", None)  # none in a class without an output head
+        eos = generation.eos_token_id if generation else None
+        return _token_ids(_eos(source.config) if eos is None else eos)
     if source.is_file():
         return gguf_config.eos_token_ids(GGUFFile(source))
     generation = read_object(source / "generation_config.json").get("eos_token_id")
@@ -450,6 +471,8 @@ def _from_gguf(path: Path, dtype: torch.dtype, device: torch.device) -> Model | 
 
 def _from_loaded(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> Model | RecurrentModel:
     spec = describe(_unpacked_config(model))
+    if spec is not None:
+        spec = dataclasses.replace(spec, headless=lacks_head(model))
     if spec is None:
         from paceline.models.huggingface import HuggingFaceModel
 
@@ -479,13 +502,16 @@ def _transformer(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Model | RecurrentModel:
-    spec = _untied_if_stored(spec, names, stored)
+    spec = _as_stored(spec, names, stored)
     tensors = weights.assemble(weights.place(spec, names, stored, where), dtype, device)
     in_torch = is_recurrent(spec) and device.type == "cpu"  # unrounded, and what the CPU kernels are packed from
     return (RecurrentModel if in_torch else Transformer)(spec, tensors, where)
 
 
-def _untied_if_stored(spec: DecoderSpec, names: WeightNames, stored: Mapping[str, weights.StoredTensor]) -> DecoderSpec:
-    """Set ``tied`` to False if the files have an embedding and a head that differ."""
-    untied = spec.tied and not weights.truly_tied(names, stored)
-    return dataclasses.replace(spec, tied=False) if untied else spec
+def _as_stored(spec: DecoderSpec, names: WeightNames, stored: Mapping[str, weights.StoredTensor]) -> DecoderSpec:
+    """Set ``tied`` to False if the files have an embedding and a head that differ, and ``headless`` by the files."""
+    has_head = spec.tied or any(names.ours(name) == "head.weight" for name in stored)
+    headless = spec.headless and not has_head
+    return dataclasses.replace(
+        spec, tied=headless or (spec.tied and weights.truly_tied(names, stored)), headless=headless
+    )

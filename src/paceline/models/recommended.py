@@ -47,7 +47,8 @@ def recommended_sampling(source: ResolvedSource) -> dict[str, Any]:
     do_sample is not read, as in vLLM: without a temperature it is 1.
     """
     if is_loaded(source):
-        found = source.generation_config.to_diff_dict() if source.generation_config else {}
+        generation = getattr(source, "generation_config", None)  # none in a class without an output head
+        found = generation.to_diff_dict() if generation else {}
     elif source.is_file():
         metadata = GGUFFile(source).metadata
         found = {name: metadata.get(f"general.sampling.{key}") for name, key in _GGUF_NAMES.items()}

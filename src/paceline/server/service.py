@@ -19,6 +19,7 @@ from paceline.config import SamplingParams, ServerConfig
 from paceline.config.ranges import check
 from paceline.core.outputs import RequestOutput
 from paceline.engine.engine import Request
+from paceline.engine.scoring import PooledStates
 from paceline.engine.utilisation import arithmetic_of
 from paceline.errors import PacelineError, RankError
 from paceline.models.base import SharedModel
@@ -197,7 +198,9 @@ class EngineService:
             params = SamplingParams(
                 temperature=row % 2, max_tokens=tokens, seed=row, ignore_eos=True, keep_prefix=False
             )
-            self.engine.add(Request([0] * min(2, self.engine.max_model_len - 1), params))
+            prompt = [0] * min(2, self.engine.max_model_len - 1)
+            reading = PooledStates(prompt) if self.engine.models.embeds_only else None
+            self.engine.add(Request(prompt, params, reading=reading, only_read=reading is not None))
         while self.engine.busy:
             self.engine.step()
 

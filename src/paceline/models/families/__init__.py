@@ -75,9 +75,17 @@ def describe(config: PretrainedConfig | Mapping[str, Any]) -> DecoderSpec | None
     if getattr(text, "is_causal", True) is False:
         return None  # transformers' way to make a decoder bidirectional: its code is refused with that reason
     spec = family.describe(text)
+    if spec is not None and _is_headless(config):
+        spec = replace(spec, headless=True)
     # transformers ties a multimodal model by the field of the whole; a stored head that differs is found in the files
     tied = text is not config and getattr(config, "tie_word_embeddings", False)
     return replace(spec, tied=True) if spec is not None and tied else spec
+
+
+def _is_headless(config: PretrainedConfig) -> bool:
+    """Whether a configuration names transformers' class of a decoder without an output head, such as Qwen2Model."""
+    names = [str(name) for name in getattr(config, "architectures", None) or ()]
+    return bool(names) and all(name.endswith("Model") and "Head" not in name for name in names)
 
 
 def family_of(config: PretrainedConfig) -> Family | None:
