@@ -251,7 +251,9 @@ def words(pattern: str) -> dict[str, Any]:
     return {"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}, "required": ["a"]}
 
 
+CHAIN = {"1899": {"type": "null"}} | {str(n): {"$ref": f"#/$defs/{n + 1}"} for n in reversed(range(1899))}
 SCHEMAS = [
+    {"oneOf": [{"$ref": "#/$defs/0"}] * 4000, "$defs": CHAIN},  # 4000 walks along the chain without a limit
     words("^(.{1,128}.{1,128}){1,128}$"),
     words(r"^(\w{1,20}\s?){1,20}$"),
     words("^((a|b|c|d|e|f){1,100}(x|y){1,100}z?){1,16}$"),

@@ -17,7 +17,7 @@ from paceline.chat.options import ChatOptions
 from paceline.config import ServerConfig
 from paceline.errors import ParameterError
 from paceline.server.context import _loaded
-from paceline.structured import schemas
+from paceline.structured.limits import GrammarLimits
 from server_support import Live, load, start
 
 pytest.importorskip("llguidance", reason="structured outputs need the extra 'structured'")
@@ -382,7 +382,7 @@ def test_a_schema_that_cannot_be_enforced_is_named_by_its_field(
 
 def test_strict_tools_that_exceed_a_limit_together_are_named(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each schema can be enforced, but the grammar of all calls is too long. No grammar of these names is cached."""
-    monkeypatch.setattr(schemas, "MAX_SCHEMA_CHARACTERS", 200)
+    monkeypatch.setattr(live.context.llm.requests._grammars, "_limits", GrammarLimits(characters=200))
     named = (("long", ADD), ("short", PING))
     tools = [{**tool, "function": {**tool["function"], "name": name, "strict": True}} for name, tool in named]
     reply = live.post("/v1/chat/completions", {"messages": SAID, "max_tokens": 5, "tools": tools})

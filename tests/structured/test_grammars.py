@@ -6,22 +6,26 @@ import json
 import threading
 import time
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 
 from models.test_tokenizer import sentencepiece_backend, wrap
+from paceline.chat.values import ToolDefinition
 from paceline.config import SamplingParams, StructuredOutputs
 from paceline.core.outputs import CompletionOutput
 from paceline.errors import StructureError
 from paceline.llm import LLM
 from paceline.models.tokenizer import Tokenizer
 from paceline.structured import grammars as module
+from paceline.structured.calls import CallsStructure
 from paceline.structured.grammars import GrammarConstraint, Grammars
 from paceline.structured.lark import translated
 from paceline.structured.limits import GrammarLimits
-from paceline.structured.trial import GrammarLimitError, try_out
+from paceline.structured.schemas import grammar_of
+from paceline.structured.trial import GrammarLimitError, TrialJob, try_out
 from polling import PATIENCE
 from server_support import byte_tokenizer, load, save_model
 
@@ -49,15 +53,12 @@ def grammars(**limits: Any) -> Grammars:
     return Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids, GrammarLimits(**limits))
 
 
+MANY_PARTS: dict[str, Any] = {"schema_parts": 10**6}  # allows schemas that take seconds to compile
+
+
 @pytest.fixture(scope="module")
 def usual() -> Grammars:
     return grammars()
-
-
-@pytest.fixture
-def many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Allow schemas that are large enough to take seconds to compile."""
-    monkeypatch.setattr("paceline.structured.schemas._MAX_SUBSCHEMAS", 10**6)
 
 
 def constraint_of(found: Grammars, wanted: StructuredOutputs) -> GrammarConstraint:
@@ -131,13 +132,12 @@ def test_an_error_in_another_branch_does_not_end_the_answer(usual: Grammars) -> 
 # --- compiling ---
 
 
-@pytest.mark.usefixtures("many_parts")
 @pytest.mark.parametrize(
     ("limits", "wanted"),
     [({"compile_cpu_seconds": 0.3}, BOMB), ({"compile_cpu_seconds": 60, "compile_memory_bytes": 0}, BOMB)],
 )
 def test_structures_that_exceed_a_compile_limit_are_refused(limits: dict[str, Any], wanted: StructuredOutputs) -> None:
-    found = grammars(**limits)
+    found = grammars(**MANY_PARTS, **limits)
     for _ in range(2):  # the second time from the cache
         with pytest.raises(StructureError, match="too much"):
             found.compile(wanted)
@@ -145,12 +145,11 @@ def test_structures_that_exceed_a_compile_limit_are_refused(limits: dict[str, An
     found.compile(WORDS)
 
 
-@pytest.mark.usefixtures("many_parts")
 def test_a_trial_that_a_busy_machine_ends_says_nothing_about_the_structure() -> None:
-    found = grammars(compile_wall_seconds=0.0)
+    found = grammars(**MANY_PARTS, compile_wall_seconds=0.0)
     with pytest.raises(StructureError, match="too busy; try again"):
         found.compile(BOMB)
-    found._limits = GrammarLimits(compile_cpu_seconds=0.3, compile_wall_seconds=60)
+    found._limits = GrammarLimits(**MANY_PARTS, compile_cpu_seconds=0.3, compile_wall_seconds=60)
     with pytest.raises(StructureError, match="too much"):
         found.compile(BOMB)
 
@@ -162,29 +161,66 @@ def test_a_grammar_of_literals_without_an_end_is_read_in_linear_time(text: str) 
     assert time.process_time() - started < 2
 
 
-@pytest.mark.parametrize("schema", [{"const": -(2**63) + 1}, {"enum": [-(2**63)]}])
-def test_a_crash_of_llguidance_ends_only_the_trial_process(schema: Any) -> None:
-    """schemas.py refuses these schemas. It need not once llguidance compiles them; the trial remains for others."""
+def test_a_crash_of_llguidance_ends_only_the_trial_process() -> None:
+    """With little room on its stack, llguidance overflows it."""
+    nested = '{"type":"array","items":' * 50 + "{}" + "}" * 50
     with pytest.raises(GrammarLimitError, match="crashes"):
-        try_out(f"start: %json {json.dumps(schema)}", GrammarLimits(), lambda: False)
+        try_out(TrialJob("schema", nested, [], {}), GrammarLimits(compile_stack_bytes=2**17), lambda: False)
 
 
-@pytest.mark.usefixtures("many_parts")
+# Each has at most 256 Ki characters, and was walked for seconds in the server's own threads.
+NUMBERED = {"1899": {"type": "null"}} | {str(n): {"$ref": f"#/$defs/{n + 1}"} for n in reversed(range(1899))}
+TAGGED = {"properties": {f"p{n}": {"const": "a"} for n in range(1000)}, "required": [f"p{n}" for n in range(1000)]}
+LETTERS = "defabcghik"
+SPELLINGS = ["".join(f"%{ord(c):02x}" if n >> k & 1 else c for k, c in enumerate(LETTERS)) for n in range(1000)]
+ENDLESS_WALKS: dict[str, dict[str, Any]] = {
+    "a chain of references": {"oneOf": [{"$ref": "#/$defs/0"}] * 4000, "$defs": NUMBERED},
+    "tags": {"oneOf": [{"$ref": "#/$defs/T"}] * 4000, "$defs": {"T": {"type": "object", **TAGGED}}},
+    "pairs": {
+        "oneOf": [{"type": "object", "properties": {"k": {"const": f"{n}"}}, "required": ["k"]} for n in range(3000)]
+    },
+    "spellings": {
+        "anyOf": [{"$ref": f"#/$defs/{name}"} for name in SPELLINGS],
+        "$defs": {LETTERS: {"enum": [*range(20_000)]}},
+    },
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS_WALKS)
+def test_each_reference_of_a_schema_is_followed_once(name: str) -> None:
+    started = time.process_time()
+    with suppress(StructureError):
+        assert len(grammar_of("schema", json.dumps(ENDLESS_WALKS[name], separators=(",", ":")))) < 2**18
+    assert time.process_time() - started < 1
+
+
+@pytest.mark.parametrize("kind", ["schema", "calls"])
+def test_structures_are_translated_in_the_trial_process(kind: str) -> None:
+    """A translation that takes long takes none of this process's time."""
+    text = {"type": "string", "pattern": r"[^\W\d]" * 40}
+    costly = {"type": "object", "properties": {f"p{n}": text for n in range(600)}, "required": ["p0"]}
+    tools = [ToolDefinition(f"f{n}", parameters=costly, strict=True) for n in range(8)]
+    calls = CallsStructure("hermes", tools, "forced", one_call=True)
+    found, started = grammars(compile_cpu_seconds=0.4), time.process_time()
+    with pytest.raises(StructureError, match="too much"):
+        found.grammar(calls if kind == "calls" else StructuredOutputs(json=costly))
+    assert time.process_time() - started < 0.3
+
+
 def test_a_refused_structure_is_refused_again_without_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = grammars(compile_cpu_seconds=0.3)
+    found = grammars(**MANY_PARTS, compile_cpu_seconds=0.3)
     with pytest.raises(StructureError):
         found.compile(BOMB)
     trials = list[str]()
-    monkeypatch.setattr(module, "try_out", lambda grammar, *_: trials.append(grammar))
+    monkeypatch.setattr(module, "try_out", lambda job, *_: trials.append(job.text))
     with pytest.raises(StructureError, match=r"0\.3 s"):
         found.compile(BOMB)
     assert not trials
 
 
-@pytest.mark.usefixtures("many_parts")
 def test_compiling_is_cancelled_with_its_request_and_does_not_block_others() -> None:
     found, over, errors = (
-        grammars(compile_cpu_seconds=60, compile_wall_seconds=60),
+        grammars(**MANY_PARTS, compile_cpu_seconds=60, compile_wall_seconds=60),
         threading.Event(),
         list[Exception](),
     )
@@ -215,6 +251,15 @@ def test_concurrent_requests_compile_a_structure_once(usual: Grammars) -> None:
     for thread in threads:
         thread.join()
     assert len({id(each) for each in found}) == 1
+
+
+def test_what_is_kept_of_a_refused_structure_is_small() -> None:
+    found = grammars()
+    for letter in "ab":
+        with pytest.raises(StructureError, match="supported"):
+            found.compile(StructuredOutputs(json={"description": letter * 10**7}))
+    assert all(error.__traceback__ is None for error in found._cache.values() if isinstance(error, StructureError))
+    assert len(repr(found._cache)) < 2000
 
 
 def test_unused_grammars_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:

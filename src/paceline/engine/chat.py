@@ -10,25 +10,24 @@ from functools import cache, lru_cache, partial
 from typing import Any
 
 from paceline.chat.families import ChatFormat, ToolFormat, chat_format
-from paceline.chat.grammars import CallSyntax, json_schema
 from paceline.chat.messages import for_template
 from paceline.chat.options import ChatOptions
 from paceline.chat.parser import OutputParser
 from paceline.chat.thinking import ThoughtsSplitter, begins_inside, is_over
-from paceline.chat.values import AssistantMessage, ToolDefinition, message_of
+from paceline.chat.values import AssistantMessage, message_of
 from paceline.config import SamplingParams, StructuredOutputs
 from paceline.config.inputs import check_message
 from paceline.core.rows import Constraint
 from paceline.errors import ParameterError, RequestError, StructureError
 from paceline.models.tokenizer import Tokenizer
+from paceline.structured.calls import ANY_OBJECT, CallsStructure
 from paceline.structured.cursor import GrammarCursor
 from paceline.structured.grammars import Grammar, Grammars
 from paceline.structured.phases import AnswerRules, PhasedConstraint, Thinking, Trigger, overshoots
-from paceline.structured.schemas import grammar_of
+from paceline.structured.trial import UndecidedError
 
 log = logging.getLogger("paceline")
 _TAIL = 16  # last tokens of a prompt that show whether it begins the thoughts
-_ANY_OBJECT = {"type": "object"}
 _NO_ARGUMENTS = {"type": "object", "properties": {}}
 ConstraintFactory = Callable[[], Constraint]
 
@@ -189,74 +188,59 @@ class ChatRules:
         options, structure = prompt.options, prompt.structure
         if not options.offered:
             return (None if structure is None else self._grammars().grammar(structure, stopped)), None
-        syntax = prompt.format.tool_format().syntax
-        forced, one_call = options.tool_choice.forces_call, options.one_call
+        form = prompt.format.tool_format()
+        syntax, forced = form.syntax, options.tool_choice.forces_call
+        calls = CallsStructure(form.name, options.offered, "forced" if forced else "triggered", options.one_call)
         if structure is not None and not forced:
-            text = _text_rule(structure, prompt.format.tool_format())
-            make = partial(syntax.or_text, one_call=one_call, text=text)
-        else:
-            make = partial(syntax.forced if forced else syntax.triggered, one_call=one_call)
-        grammar = self._of_calls(syntax, make, options.offered, stopped)
+            calls = replace(calls, form="or_text", text=self._schema_beside_calls(structure, form, stopped))
+        grammar = self._of_calls(calls, stopped)
         if forced or structure is not None:
             return grammar, None
         return grammar, Trigger(syntax.begin.encode(), syntax.at_start, syntax.repeats(options.one_call))
 
-    def _of_calls(
-        self,
-        syntax: CallSyntax,
-        make: Callable[[Sequence[ToolDefinition]], str],
-        tools: Sequence[ToolDefinition],
-        stopped: Callable[[], bool],
-    ) -> Grammar:
+    def _of_calls(self, calls: CallsStructure, stopped: Callable[[], bool]) -> Grammar:
         """The grammar of calls. Schemas that cannot be enforced allow any object, unless their tool is strict."""
-        known = [_enforceable(tool, syntax) for tool in tools]
         try:
-            return self._grammars().grammar(StructuredOutputs(grammar=make(known)), stopped)
+            grammar = self._grammars().grammar(calls, stopped)
+        except UndecidedError:
+            raise
         except StructureError as error:
-            names = ", ".join(tool.name for tool in tools)
-            if stopped() or any(tool.strict for tool in tools):
+            if error.field is not None:  # a strict tool that it names
+                raise
+            names = ", ".join(tool.name for tool in calls.tools)
+            if any(tool.strict for tool in calls.tools):
                 raise StructureError(f"tools {names}: {error}", "tools") from error
-            _warn_once(names, str(error))
-            free = [replace(tool, parameters=_ANY_OBJECT) for tool in tools]
-            return self._grammars().grammar(StructuredOutputs(grammar=make(free)), stopped)
+            _warn_once(f"arguments of {names} are not enforced, so they may be any JSON object: {error}")
+            return self._grammars().grammar(calls.free, stopped)
+        for note in grammar.notes:
+            _warn_once(note)
+        return grammar
+
+    def _schema_beside_calls(
+        self, structure: StructuredOutputs, form: ToolFormat, stopped: Callable[[], bool]
+    ) -> dict[str, Any]:
+        """The schema of a text that may come in place of calls. Raises RequestError, StructureError.
+
+        An answer is a call if it begins as one: the text must not be able to.
+        """
+        if structure.json is None and not structure.json_object:
+            raise RequestError(
+                "beside tools, structured_outputs can only be json or json_object; leave out one of them"
+            )
+        if form.syntax.is_json:
+            raise RequestError(
+                f"calls in the syntax {form.name} could not be told from a structured answer: leave out tools, "
+                "response_format or structured_outputs, or set tool_choice to required or none"
+            )
+        self._grammars().grammar(structure, stopped)  # so that its errors are told from those of the tools
+        return ANY_OBJECT if structure.json is None else dict(json.loads(str(structure.json)))
 
 
 def _overshoots(tokenizer: Tokenizer, end: bytes) -> Sequence[Sequence[int]]:
     return overshoots(end, [*map(tokenizer.token_bytes, range(tokenizer.vocab_size))])
 
 
-def _text_rule(structure: StructuredOutputs, form: ToolFormat) -> str:
-    """The rule of a text that follows a structure, beside calls. Raises RequestError, StructureError.
-
-    An answer is a call if it begins as one: the text must not be able to.
-    """
-    if structure.json is None and not structure.json_object:
-        raise RequestError("beside tools, structured_outputs can only be json or json_object; leave out one of them")
-    if form.syntax.is_json:
-        raise RequestError(
-            f"calls in the syntax {form.name} could not be told from a structured answer: leave out tools, "
-            "response_format or structured_outputs, or set tool_choice to required or none"
-        )
-    schema = _ANY_OBJECT if structure.json is None else json.loads(str(structure.json))
-    grammar_of("schema", json.dumps(schema))
-    begin = "" if form.channels is None else form.channels.begin_text_rule
-    return f"{begin} {json_schema(schema)}"
-
-
-def _enforceable(tool: ToolDefinition, syntax: CallSyntax) -> ToolDefinition:
-    """The tool; with any object as its arguments if its schema cannot be enforced. Raises StructureError if strict."""
-    try:
-        grammar_of("schema", json.dumps(tool.parameters))
-        syntax.one(tool)
-    except StructureError as error:
-        if tool.strict:
-            raise StructureError(f"tool {tool.name}: {error}", "tools") from error
-        _warn_once(tool.name, str(error))
-        return replace(tool, parameters=_ANY_OBJECT)
-    return tool
-
-
 @lru_cache(maxsize=1024)  # agents send the same tools in every request
-def _warn_once(tools: str, reason: str) -> None:
-    """Log that calls of tools may have any JSON object as arguments. Repeated warnings are left out."""
-    log.warning("arguments of %s are not enforced, so they may be any JSON object: %s", tools, reason)
+def _warn_once(note: str) -> None:
+    """Log what calls are not held to. Repeated warnings are left out."""
+    log.warning("%s", note)

@@ -21,7 +21,7 @@ from paceline.engine.scoring import EMBEDDED, SCORED, PooledStates, PromptScores
 from paceline.errors import EmptyPromptError, ParameterError, RequestError
 from paceline.models.detokenizer import Detokenizer
 from paceline.models.tokenizer import Tokenizer
-from paceline.structured import Grammars
+from paceline.structured.grammars import Grammars
 
 ConstraintFactory = Callable[[], Constraint]
 

@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import combinations
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+Tags = Mapping[str, set[str]]
 
-def are_apart(schemas: Sequence[Any], followed: Callable[[Any], Any]) -> bool:
+
+def are_apart(schemas: Sequence[Any], tags_of: Callable[[Any], Tags]) -> bool:
     """Whether no value can be of two of the schemas: by their types, or by a tag, as pydantic and zod write unions.
 
-    A tag is a required property of all of them that has other texts as constants in each. followed: the schema that a
-    '$ref' leads to.
+    A tag is a required property of all of them that has other texts as constants in each. schemas: none is a '$ref'.
+    tags_of: as the function ``tags_of``. Takes time linear in the number of types, tags and texts.
     """
+    if len({id(schema) for schema in schemas}) < len(schemas):
+        return False
     types = [_types(schema) for schema in schemas]
     if all(types) and _disjoint(types):
         return True
-    tags = [_tags(schema, followed) for schema in schemas]
+    tags = [tags_of(schema) for schema in schemas]
     return any(_disjoint([each[name] for each in tags]) for name in set.intersection(*map(set, tags)))
+
+
+def tags_of(schema: Any, followed: Callable[[Any], Any]) -> Tags:
+    """The required properties of an object that are texts out of a list. followed: what a '$ref' leads to."""
+    if not isinstance(schema, dict) or schema.get("type") != "object":
+        return {}
+    properties, required = schema.get("properties"), schema.get("required")
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        return {}
+    names = dict.fromkeys(name for name in required if isinstance(name, str) and name in properties)
+    found = {name: _texts(followed(properties[name])) for name in names}
+    return {name: texts for name, texts in found.items() if texts}
 
 
 def _types(schema: Any) -> set[str]:
@@ -27,22 +42,10 @@ def _types(schema: Any) -> set[str]:
     return {"number" if name == "integer" else name for name in names} if known else set()
 
 
-def _tags(schema: Any, followed: Callable[[Any], Any]) -> dict[str, set[str]]:
-    """The required properties of an object that are texts out of a list."""
-    if not isinstance(schema, dict) or schema.get("type") != "object":
-        return {}
-    properties, required = schema.get("properties"), schema.get("required")
-    if not isinstance(properties, dict) or not isinstance(required, list):
-        return {}
-    named = {name: followed(properties[name]) for name in required if isinstance(name, str) and name in properties}
-    found = {name: _texts(value) for name, value in named.items()}
-    return {name: texts for name, texts in found.items() if texts}
-
-
 def _texts(schema: Any) -> set[str]:
     values = schema.get("enum", [schema.get("const")]) if isinstance(schema, dict) else []
     return set(values) if isinstance(values, list) and all(isinstance(value, str) for value in values) else set()
 
 
 def _disjoint(sets: Sequence[set[str]]) -> bool:
-    return all(one.isdisjoint(other) for one, other in combinations(sets, 2))
+    return len(set().union(*sets)) == sum(map(len, sets))

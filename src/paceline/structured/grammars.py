@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import math
@@ -22,11 +23,13 @@ from paceline.config import StructuredOutputs
 from paceline.core.rows import Constraint
 from paceline.errors import MissingPackageError, StructureError
 from paceline.models.tokenizer import Tokenizer
+from paceline.structured.calls import CallsStructure
 from paceline.structured.limits import CACHED_GRAMMARS, CONCURRENT_COMPILES, MAX_RECOMPILE_SECONDS, GrammarLimits
-from paceline.structured.schemas import grammar_of
 from paceline.structured.trial import (
     POLL_SECONDS,
     GrammarLimitError,
+    TrialJob,
+    UndecidedError,
     check_compiled,
     check_followed,
     compile_cancelled,
@@ -63,8 +66,8 @@ class Grammars:
         self._special = {name.decode(): token for token, name in vocabulary.special_names.items()}
         self._lock = threading.Lock()
         # least recently used first
-        self._cache: OrderedDict[tuple[str, str], Grammar | GrammarLimitError] = OrderedDict()
-        self._compile_locks: weakref.WeakValueDictionary[tuple[str, str], _CompileLock] = weakref.WeakValueDictionary()
+        self._cache: OrderedDict[str, Grammar | StructureError] = OrderedDict()
+        self._compile_locks: weakref.WeakValueDictionary[str, _CompileLock] = weakref.WeakValueDictionary()
         self._compile_slots = threading.Semaphore(CONCURRENT_COMPILES)
 
     def compile(
@@ -74,26 +77,29 @@ class Grammars:
         grammar = self.grammar(structure, stopped)
         return lambda: GrammarConstraint(grammar)
 
-    def grammar(self, structure: StructuredOutputs, stopped: Callable[[], bool] = lambda: False) -> Grammar:
+    def grammar(
+        self, structure: StructuredOutputs | CallsStructure, stopped: Callable[[], bool] = lambda: False
+    ) -> Grammar:
         """Compile a structure, or return it from the cache.
 
-        stopped: returns True once the request has ended. Raises StructureError if the structure cannot be followed, or
-        if the request has ended before it was compiled.
+        stopped: returns True once the request has ended. Raises StructureError if the structure cannot be followed,
+        UndecidedError if that is not known, because the request has ended or the machine is too busy.
         """
-        key = _kind_and_text(structure)
+        kind, text = _kind_and_text(structure)
+        key = f"{kind} {hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()}"  # refused texts may be long
         with self._lock:
             compile_lock = self._compile_locks.setdefault(key, _CompileLock())
         with _acquired(compile_lock.lock, stopped):
             grammar = self._cached(key)
             if grammar is None:
                 with _acquired(self._compile_slots, stopped):
-                    grammar = self._compiled(key, stopped)
+                    grammar = self._compiled(TrialJob(kind, text, self._unspelled, self._special), stopped)
                 self._store(key, grammar)
-        if isinstance(grammar, GrammarLimitError):
-            raise StructureError(str(grammar))
+        if isinstance(grammar, StructureError):
+            raise StructureError(str(grammar), grammar.field)
         return grammar
 
-    def _cached(self, key: tuple[str, str]) -> Grammar | GrammarLimitError | None:
+    def _cached(self, key: str) -> Grammar | StructureError | None:
         with self._lock:
             grammar = self._cache.get(key)
             if isinstance(grammar, Grammar) and grammar.worn:
@@ -102,20 +108,21 @@ class Grammars:
                 self._cache.move_to_end(key)
             return grammar
 
-    def _store(self, key: tuple[str, str], grammar: Grammar | GrammarLimitError) -> None:
+    def _store(self, key: str, grammar: Grammar | StructureError) -> None:
         with self._lock:
             self._cache[key] = grammar
             while len(self._cache) > CACHED_GRAMMARS:
                 self._cache.popitem(last=False)
 
-    def _compiled(self, key: tuple[str, str], stopped: Callable[[], bool]) -> Grammar | GrammarLimitError:
-        trial = grammar_of(*key, self._unspelled)  # the trial has one token per byte, and no special ones
-        text = grammar_of(*key, self._unspelled, self._special)
+    def _compiled(self, job: TrialJob, stopped: Callable[[], bool]) -> Grammar | StructureError:
+        """The grammar, or why it is refused. Raises UndecidedError."""
         try:
-            try_out(trial, self._limits, stopped)
-            return Grammar(text, self._tokens, self._limits, self._byte_tokens)
-        except GrammarLimitError as error:
-            return error
+            text, notes = try_out(job, self._limits, stopped)
+            return Grammar(text, self._tokens, self._limits, self._byte_tokens, notes)
+        except UndecidedError:
+            raise
+        except StructureError as error:
+            return StructureError(str(error), error.field)  # without the traceback, which holds the text
 
 
 class _CompileLock:
@@ -127,7 +134,7 @@ class _CompileLock:
 
 @contextmanager
 def _acquired(lock: Any, stopped: Callable[[], bool]) -> Iterator[None]:
-    """Hold a lock. Raises StructureError if the request ends before the lock is free."""
+    """Hold a lock. Raises UndecidedError if the request ends before the lock is free."""
     while not lock.acquire(timeout=POLL_SECONDS):
         if stopped():
             raise compile_cancelled()
@@ -137,8 +144,10 @@ def _acquired(lock: Any, stopped: Callable[[], bool]) -> Iterator[None]:
         lock.release()
 
 
-def _kind_and_text(structure: StructuredOutputs) -> tuple[str, str]:
-    """The kind of a structure and its text, as in ``grammar_of``."""
+def _kind_and_text(structure: StructuredOutputs | CallsStructure) -> tuple[str, str]:
+    """The kind of a structure and its text, as in ``TrialJob``."""
+    if isinstance(structure, CallsStructure):
+        return "calls", structure.as_text()
     if structure.grammar is not None:
         return "grammar", structure.grammar
     if structure.choice is not None:
@@ -199,12 +208,20 @@ class _Vocabulary:
 class Grammar:
     """A compiled structure, shared by all answers that follow it.
 
-    byte_tokens: the token of each byte, -1 for bytes without one of their own.
-    Raises StructureError if it cannot be followed, GrammarLimitError if it exceeds a limit.
+    byte_tokens: the token of each byte, -1 for bytes without one of their own. notes: what it does not enforce, for the
+    log. Raises StructureError if it cannot be followed, GrammarLimitError if it exceeds a limit.
     """
 
-    def __init__(self, text: str, tokens: LLTokenizer, limits: GrammarLimits, byte_tokens: Sequence[int]) -> None:
+    def __init__(
+        self,
+        text: str,
+        tokens: LLTokenizer,
+        limits: GrammarLimits,
+        byte_tokens: Sequence[int],
+        notes: Sequence[str] = (),
+    ) -> None:
         self._text, self._tokens, self._limits = text, tokens, asdict(limits)
+        self.notes = notes
         self.ends = frozenset(tokens.eos_tokens)
         self.byte_tokens = byte_tokens
         started = time.thread_time()

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from itertools import combinations
 from math import comb
 from typing import Any, ClassVar
 from urllib.parse import unquote
 
-from paceline.config.limits import MAX_SCHEMA_CHARACTERS
 from paceline.errors import StructureError
-from paceline.structured.alternatives import are_apart
+from paceline.structured.alternatives import Tags, are_apart, tags_of
 from paceline.structured.endings import Schema, endless
 from paceline.structured.formats import FORMATS, PATTERNS
 from paceline.structured.keywords import (
@@ -35,37 +35,63 @@ from paceline.structured.keywords import (
     whole_bounds,
 )
 from paceline.structured.lark import translated
+from paceline.structured.limits import GrammarLimits
 from paceline.structured.patterns import Ranges, alphabet, check_spelled, common, rewritten, union
 
-_PLACE = re.compile("0|[1-9][0-9]{0,5}")  # in a list of a schema: it has no more than MAX_SCHEMA_CHARACTERS
-_MAX_SUBSCHEMAS = 2000  # an object with this many properties compiles in a third of a second
+_PLACE = re.compile("0|[1-9][0-9]{0,5}")  # in a list of a schema: it has no more than GrammarLimits.characters
 _MAX_CHOICES = 64  # combinations of optional properties that satisfy minProperties and maxProperties
 _UNESCAPED: Ranges = ((0x20, 0x7E), (0x80, 0x10FFFF))  # written in JSON strings as they are, or as \" and \\
 _LETTER_ESCAPED: Ranges = ((0x08, 0x0A), (0x0C, 0x0D))  # written as \b, \t, \n, \f, \r
+_ANY_OBJECT = '{"type": "object"}'
 _OPTIONS = {
     "whitespace_pattern": r"[ \n\r\t]{0,8}",  # without a limit small models would add spaces endlessly
     "json_allowed_escapes": 'bfnrt\\"',
 }
 
 
-def grammar_of(kind: str, text: str, unspelled: Iterable[int] = (), special: Mapping[str, int] | None = None) -> str:
+def grammar_of(
+    kind: str,
+    text: str,
+    unspelled: Iterable[int] = (),
+    special: Mapping[str, int] | None = None,
+    limits: GrammarLimits | None = None,
+) -> str:
     """The llguidance grammar of a structure.
 
     kind: "regex", "schema", "choice" or "grammar", with the structure as ``text`` (choices as a JSON array), or
     "object" for any JSON object. unspelled: bytes without a token of their own. special: token ids of special tokens
     by name. Raises StructureError for a structure that is too long, or cannot be enforced exactly.
     """
-    if len(text) > MAX_SCHEMA_CHARACTERS:
-        raise StructureError(f"the {kind} has {len(text)} characters; up to {MAX_SCHEMA_CHARACTERS} are supported")
+    return grammars_of(kind, text, unspelled, [special or {}], limits)[0]
+
+
+def grammars_of(
+    kind: str,
+    text: str,
+    unspelled: Iterable[int],
+    vocabularies: Sequence[Mapping[str, int]],
+    limits: GrammarLimits | None = None,
+) -> list[str]:
+    """The llguidance grammars of a structure for several vocabularies of special tokens. See ``grammar_of``."""
+    limits = GrammarLimits() if limits is None else limits
+    if len(text) > limits.characters:
+        raise StructureError(f"the {kind} has {len(text)} characters; up to {limits.characters} are supported")
     spelled = alphabet(unspelled)
+
+    @cache
+    def exact(schema: str) -> str:
+        return _exact(json.loads(schema), spelled, limits)
+
     try:
-        rules = _rules(kind, text, spelled, special or {})
+        rules = [_rules(kind, text, spelled, special, exact) for special in vocabularies]
     except RecursionError as error:
         raise StructureError(f"the {kind} is nested too deeply to be followed") from error
-    return f'%llguidance {{"no_forcing": true}}\n{rules}\n'  # forced tokens would allow only one spelling
+    # forced tokens would allow only one spelling
+    return [f'%llguidance {{"no_forcing": true}}\n{each}\n' for each in rules]
 
 
-def _rules(kind: str, text: str, spelled: Ranges, special: Mapping[str, int]) -> str:
+def _rules(kind: str, text: str, spelled: Ranges, special: Mapping[str, int], exact: Callable[[str], str]) -> str:
+    """Rules of a structure. exact: translates the text of a schema."""
     if kind == "regex":
         return f"start: /{rewritten(text, spelled)}/"
     if kind == "choice":
@@ -74,24 +100,27 @@ def _rules(kind: str, text: str, spelled: Ranges, special: Mapping[str, int]) ->
             check_spelled(choice, spelled)
         return f"start: {' | '.join(map(json.dumps, choices))}"
     if kind == "grammar":
-        return translated(text, lambda schema: _exact(schema, spelled), special)
-    return f"start: %json {_exact({'type': 'object'} if kind == 'object' else json.loads(text), spelled)}"
+        return translated(text, lambda schema: exact(json.dumps(schema)), special)
+    return f"start: %json {exact(_ANY_OBJECT if kind == 'object' else text)}"
 
 
-def _exact(schema: Any, spelled: Ranges) -> str:
+def _exact(schema: Any, spelled: Ranges, limits: GrammarLimits) -> str:
     """JSON of the schema that llguidance follows exactly. Raises StructureError."""
-    return json.dumps({**_Translation(schema, spelled).whole(), "x-guidance": _OPTIONS})
+    return json.dumps({**_Translation(schema, spelled, limits.schema_parts).whole(), "x-guidance": _OPTIONS})
 
 
 class _Translation:
-    """Translates one schema into one that llguidance enforces exactly."""
+    """Translates one schema into one that llguidance enforces exactly. parts: see ``GrammarLimits.schema_parts``."""
 
-    def __init__(self, schema: Any, spelled: Ranges) -> None:
-        self._root = schema
+    def __init__(self, schema: Any, spelled: Ranges, parts: int) -> None:
+        self._root, self._parts = schema, parts
         self._spelled = common(spelled, union(_UNESCAPED, _LETTER_ESCAPED))
-        self._subschemas = 0
+        self._steps = 0  # schemas that were translated, and references and tags that were looked at
         self._definitions: dict[str, Schema] = {}  # new definitions, by their '$ref'
-        self._references: dict[str, str] = {}  # new '$ref', by the old '$ref' or by the JSON of a shared schema
+        self._references: dict[int, str] = {}  # new '$ref', by the identity of the schema that an old one leads to
+        self._shares: dict[str, str] = {}  # new '$ref', by the JSON of a shared schema
+        self._ends: dict[str, Any] = {}  # the schema behind each old '$ref' whose chain was followed
+        self._tags: dict[int, Tags] = {}  # by the identity of their schema
 
     def whole(self) -> Schema:
         """The new schema. Raises StructureError."""
@@ -103,11 +132,19 @@ class _Translation:
 
     # --- references ---
 
+    def _step(self, steps: int = 1) -> None:
+        """Count work. Raises StructureError once it is too much."""
+        self._steps += steps
+        if self._steps > self._parts:
+            raise StructureError(f"the schema has more than the {self._parts} parts that are supported")
+
     def _reference(self, target: str) -> str:
-        if target not in self._references:
-            name = self._references[target] = self._define({})  # reserved first, because the schema may be recursive
-            self._definitions[name] = self._value(self._resolve(target), at_root=target == "#")
-        return self._references[target]
+        """The new '$ref' to a schema, which is translated once, however often and in whatever spelling it is named."""
+        schema = self._resolve(target)
+        if id(schema) not in self._references:
+            name = self._references[id(schema)] = self._define({})  # reserved first: the schema may be recursive
+            self._definitions[name] = self._value(schema, at_root=schema is self._root)
+        return self._references[id(schema)]
 
     def _define(self, schema: Schema) -> str:
         """Add a definition, and return its '$ref'."""
@@ -118,9 +155,9 @@ class _Translation:
     def _shared(self, schema: Schema) -> Schema:
         """A '$ref' to one definition for all equal schemas. llguidance takes half a millisecond for each bound."""
         text = json.dumps(schema)
-        if text not in self._references:
-            self._references[text] = self._define(schema)
-        return {"$ref": self._references[text]}
+        if text not in self._shares:
+            self._shares[text] = self._define(schema)
+        return {"$ref": self._shares[text]}
 
     def _resolve(self, target: str) -> Any:
         if target != "#" and not target.startswith("#/"):
@@ -152,9 +189,7 @@ class _Translation:
 
     def _value(self, schema: Any, at_root: bool = False) -> Schema:
         """The translation of a schema."""
-        self._subschemas += 1
-        if self._subschemas > _MAX_SUBSCHEMAS:
-            raise StructureError(f"the schema has more than the {_MAX_SUBSCHEMAS} parts that are supported")
+        self._step()
         if schema is True:
             schema = {}
         expect(isinstance(schema, dict), "a schema", schema, "an object or true")
@@ -198,17 +233,30 @@ class _Translation:
         """Schemas of which no two allow the same value, so that 'oneOf' says the same as 'anyOf'."""
         schemas = schema["oneOf"]
         expect(isinstance(schemas, list) and len(schemas) > 0, "'oneOf'", schemas, "schemas")
-        if not are_apart([self._followed(subschema) for subschema in schemas], self._followed):
+        if not are_apart([self._followed(subschema) for subschema in schemas], self._tags_of):
             raise StructureError("the schema has 'oneOf' with schemas that may allow the same value; write 'anyOf'")
         return _any_of([self._value(subschema) for subschema in schemas])
 
     def _followed(self, schema: Any) -> Any:
-        """The schema that a '$ref' leads to."""
-        for _ in range(_MAX_SUBSCHEMAS):
-            if not isinstance(schema, dict) or not isinstance(target := schema.get("$ref"), str):
-                return schema
+        """The schema that a '$ref' leads to. Each is followed once."""
+        passed: set[str] = set()
+        while isinstance(schema, dict) and isinstance(target := schema.get("$ref"), str):
+            if target in passed:
+                raise StructureError("the schema refers to itself directly ('$ref' in a circle)")
+            if target in self._ends:
+                schema = self._ends[target]
+                break
+            self._step()
+            passed.add(target)
             schema = self._resolve(target)
-        raise StructureError("the schema refers to itself directly ('$ref' in a circle)")
+        self._ends.update(dict.fromkeys(passed, schema))
+        return schema
+
+    def _tags_of(self, schema: Any) -> Tags:
+        if id(schema) not in self._tags:
+            self._tags[id(schema)] = tags_of(schema, self._followed)
+        self._step(len(self._tags[id(schema)]))
+        return self._tags[id(schema)]
 
     def _all(self, schema: Mapping[str, Any]) -> Schema:
         schemas = schema["allOf"]

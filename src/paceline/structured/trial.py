@@ -1,4 +1,4 @@
-"""Trial compilation of a grammar in a separate process (trial_program.py)."""
+"""Translation and trial compilation of a structure in a separate, limited process (trial_program.py)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from tempfile import TemporaryFile
 
+from paceline import errors
 from paceline.errors import StructureError
 from paceline.structured import trial_program
 from paceline.structured.limits import GrammarLimits
@@ -25,39 +27,59 @@ class GrammarLimitError(StructureError):
         super().__init__(f"the requested structure is too much to follow: {reason}")
 
 
-def compile_cancelled() -> StructureError:
+class UndecidedError(StructureError):
+    """Nothing is known about the structure: its request has ended, or the machine is too busy."""
+
+
+def compile_cancelled() -> UndecidedError:
     """The error that ends a compilation whose request has ended."""
-    return StructureError("compilation cancelled: the request for this structure has ended")
+    return UndecidedError("compilation cancelled: the request for this structure has ended")
 
 
-def try_out(grammar: str, limits: GrammarLimits, stopped: Callable[[], bool]) -> None:
-    """Compile a grammar in a separate process, and follow it for a few tokens.
+@dataclass(frozen=True)
+class TrialJob:
+    """A structure to be translated, and what the model's vocabulary has for it. See ``schemas.grammar_of``.
 
-    stopped: returns True once the request has ended. Raises GrammarLimitError if the grammar exceeds a limit, and
-    StructureError if it cannot be followed, if the request has ended, or if the machine is too busy to tell.
+    kind: also "calls", with the text of a ``CallsStructure``.
     """
-    settings = json.dumps({**asdict(limits), "paths": [path for path in sys.path if path]})
+
+    kind: str
+    text: str
+    unspelled: Sequence[int]
+    special: Mapping[str, int]
+
+
+def try_out(job: TrialJob, limits: GrammarLimits, stopped: Callable[[], bool]) -> tuple[str, list[str]]:
+    """Translate a structure in a separate process, compile it there, and follow it for a few tokens.
+
+    stopped: returns True once the request has ended. Returns the grammar for the engine and notes on what it does not
+    enforce. Raises GrammarLimitError if the structure exceeds a limit, StructureError if it cannot be followed,
+    UndecidedError if the request has ended, or if the machine is too busy to tell.
+    """
+    package = str(Path(errors.__file__).parent.parent)
+    settings = json.dumps({"limits": asdict(limits), "paths": [package, *filter(None, sys.path)]})
     deadline = time.monotonic() + limits.compile_wall_seconds
     command = [sys.executable, "-I", "-S", trial_program.__file__, settings]
-    with TemporaryFile() as grammar_file:
-        grammar_file.write(grammar.encode())
-        grammar_file.seek(0)
-        with subprocess.Popen(
-            command, stdin=grammar_file, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        ) as process:
+    with TemporaryFile() as job_file:
+        job_file.write(json.dumps(asdict(job)).encode())
+        job_file.seek(0)
+        with subprocess.Popen(command, stdin=job_file, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
             try:
                 output = _output_of(process, deadline, stopped)
             finally:
                 process.kill()
-    if output is None or process.returncode == -signal.SIGKILL:  # no fault of the grammar: it may be tried again
-        raise StructureError("the requested structure could not be compiled: the machine is too busy; try again")
+    if output is None or process.returncode == -signal.SIGKILL:  # no fault of the structure: it may be tried again
+        raise UndecidedError("the requested structure could not be compiled: the machine is too busy; try again")
     if process.returncode == -signal.SIGPROF:
         raise GrammarLimitError(f"compiling it takes more than {limits.compile_cpu_seconds:g} s")
     if not output:
         raise GrammarLimitError("compiling it exceeds the memory limit, or crashes")
-    errors = json.loads(output)
-    check_compiled(errors["compiling"])
-    check_followed(errors["following"])
+    found = json.loads(output)
+    if "refused" in found:
+        raise StructureError(found["refused"], found["field"])
+    check_compiled(found["compiling"])
+    check_followed(found["following"])
+    return found["grammar"], found["notes"]
 
 
 def _output_of(process: subprocess.Popen[bytes], deadline: float, stopped: Callable[[], bool]) -> bytes | None:

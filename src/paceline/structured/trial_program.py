@@ -1,8 +1,9 @@
-"""A program that compiles a grammar and follows it for a few tokens: ``python trial_program.py LIMITS < GRAMMAR``.
+"""A program that translates a structure, compiles it and follows it for a few tokens.
 
-A requested grammar may hang, use too much memory, or crash llguidance (1.9 overflows its stack on
-``{"const": -9223372036854775807}``). This process takes that risk before the engine compiles the grammar. It imports
-nothing of paceline, so it starts in a tenth of a second.
+``python trial_program.py SETTINGS < JOB``, both JSON. A requested structure may take for ever to translate or compile,
+use too much memory, or crash llguidance (1.9 overflows its stack on ``{"const": -9223372036854775807}``). This process
+takes that risk before the engine compiles the grammar. Of paceline it imports only what translates, without torch and
+numpy, so it starts in a tenth of a second.
 """
 
 from __future__ import annotations
@@ -52,22 +53,42 @@ def walk(matcher: LLMatcher, ends: Collection[int], steps: int) -> None:
 
 
 def main() -> None:
-    """Print llguidance's errors as JSON. The kernel kills this process at its limits."""
+    """Print the grammar and llguidance's errors, or why the structure is refused, as JSON.
+
+    The kernel kills this process at its limits.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):  # a server that shuts down still finishes its answers
         signal.signal(number, signal.SIG_IGN)
-    limits = json.loads(sys.argv[1])
-    sys.path[:0] = limits["paths"]
+    settings = json.loads(sys.argv[1])
+    sys.path[:0] = settings["paths"]
+    limits = settings["limits"]
     signal.setitimer(signal.ITIMER_PROF, limits["compile_cpu_seconds"])
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_STACK, limits["compile_stack_bytes"])
     _limit(resource.RLIMIT_AS, _OWN_MEMORY_BYTES + limits["compile_memory_bytes"])
+    sys.stdout.write(json.dumps(_tried(json.load(sys.stdin), limits)))
+
+
+def _tried(job: Mapping[str, Any], limits: Mapping[str, Any]) -> dict[str, Any]:
     from llguidance import LLTokenizer
 
+    from paceline.errors import StructureError
+    from paceline.structured.translation import translation
+
+    try:
+        found = translation(limits=limits, **job)
+    except StructureError as error:
+        return {"refused": str(error), "field": error.field}
     tokens = LLTokenizer("byte")
-    matcher = compiled(tokens, sys.stdin.read(), limits)
+    matcher = compiled(tokens, found.trial, limits)
     compiling = matcher.get_error()
     walk(matcher, tokens.eos_tokens, limits["trial_tokens"])
-    sys.stdout.write(json.dumps({"compiling": compiling, "following": matcher.get_error()}))
+    return {
+        "grammar": found.grammar,
+        "notes": found.notes,
+        "compiling": compiling,
+        "following": matcher.get_error(),
+    }
 
 
 def _limit(kind: int, size: int) -> None:

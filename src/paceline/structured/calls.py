@@ -1,0 +1,76 @@
+"""Calls of tools as structures: grammars in the syntax of a model's family."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from paceline.chat.families import FORMATS
+from paceline.chat.grammars import CallSyntax, json_schema
+from paceline.chat.values import ToolDefinition
+from paceline.errors import StructureError
+from paceline.structured.limits import GrammarLimits
+from paceline.structured.schemas import grammar_of
+
+ANY_OBJECT = {"type": "object"}
+
+
+@dataclass(frozen=True)
+class CallsStructure:
+    """Calls as the required form of an answer, or of what follows the marker that begins them.
+
+    syntax: a name out of ``FORMATS``. form: "forced" for an answer of calls, "or_text" for one of calls or of JSON that
+    follows ``text``, a schema, "triggered" for what follows the marker. one_call: whether there may be one call only.
+    """
+
+    syntax: str
+    tools: Sequence[ToolDefinition]
+    form: Literal["forced", "or_text", "triggered"]
+    one_call: bool
+    text: Mapping[str, Any] | None = None
+
+    def as_text(self) -> str:
+        """All of it as JSON, without descriptions, which say nothing about the grammar. Raises StructureError."""
+        tools = [{"name": t.name, "parameters": dict(t.parameters), "strict": t.strict} for t in self.tools]
+        try:
+            return json.dumps({**vars(self), "tools": tools})
+        except RecursionError as error:
+            raise StructureError("a schema is nested too deeply to be followed") from error
+
+    @property
+    def free(self) -> CallsStructure:
+        """The same with any JSON object as arguments."""
+        return replace(self, tools=[replace(tool, parameters=ANY_OBJECT) for tool in self.tools])
+
+
+def grammar_of_calls(text: str, unspelled: Collection[int], limits: GrammarLimits) -> tuple[str, list[str]]:
+    """The Lark grammar of the calls that ``CallsStructure.as_text`` describes, and notes on what it does not enforce.
+
+    Raises StructureError if the grammar is too long, or, with the field "tools", if a strict tool cannot be enforced.
+    """
+    given = json.loads(text)
+    form = FORMATS[given["syntax"]]
+    notes = list[str]()
+    tools = [_enforceable(ToolDefinition(**tool), form.syntax, unspelled, limits, notes) for tool in given["tools"]]
+    if given["form"] == "or_text":
+        begin = "" if form.channels is None else form.channels.begin_text_rule
+        return form.syntax.or_text(tools, given["one_call"], f"{begin} {json_schema(given['text'])}"), notes
+    write = form.syntax.forced if given["form"] == "forced" else form.syntax.triggered
+    return write(tools, given["one_call"]), notes
+
+
+def _enforceable(
+    tool: ToolDefinition, syntax: CallSyntax, unspelled: Collection[int], limits: GrammarLimits, notes: list[str]
+) -> ToolDefinition:
+    """The tool; with any object as its arguments if its schema cannot be enforced. Raises StructureError if strict."""
+    try:
+        grammar_of("schema", json.dumps(tool.parameters), unspelled, limits=limits)
+        syntax.one(tool)
+    except StructureError as error:
+        if tool.strict:
+            raise StructureError(f"tool {tool.name}: {error}", "tools") from error
+        notes.append(f"arguments of {tool.name} are not enforced, so they may be any JSON object: {error}")
+        return replace(tool, parameters=ANY_OBJECT)
+    return tool
