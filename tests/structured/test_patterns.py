@@ -26,7 +26,10 @@ def plain(pattern: object) -> str:
         ("((a{100}){100}){100}", "1000000"),
         ("a^b", "an anchor inside"),
         ("a$b", "an anchor inside"),
-        ("(^a)", "an anchor inside"),
+        ("(^a)*", "an anchor inside"),
+        ("(a(^b))", "an anchor inside"),
+        ("(|x)^b", "an anchor inside"),
+        ("(|^)" * 20, "more than 64 alternatives"),
         (r"\Aab", "an anchor that not all"),
         (r"ab\Z", "an anchor that not all"),
         ("a(?=b)", "a lookaround"),
@@ -79,6 +82,7 @@ def test_unsupported_patterns_are_refused_quickly(pattern: object, message: str)
         (r"[^\S]+", [" \t"], ["\u00a0", "a"]),
         (r"^\(?\d{3}\)?[-. ]?\d{4}$", ["(030) 1234", "030-1234"], ["030--1234"]),
         (r"[a-z.,!(?)]+\{,x", ["(why?){,x"], ["{,x"]),
+        ("((^a)|(b$))", ["a", "b"], ["ab", "^a"]),
     ],
 )
 def test_the_rewritten_pattern_matches_the_same_texts(pattern: str, yes: list[str], no: list[str]) -> None:
@@ -86,6 +90,31 @@ def test_the_rewritten_pattern_matches_the_same_texts(pattern: str, yes: list[st
     rewritten_pattern = re.compile(plain(pattern))
     assert all(rewritten_pattern.fullmatch(text) for text in yes)
     assert not any(rewritten_pattern.fullmatch(text) for text in no)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "yes", "no"),
+    [
+        (r"\S", ["J", " John ", "\n.\n"], ["", " \t"]),
+        ("^https?://", ["http://", "https://a.b/c"], ["see http://", "ftp://"]),
+        ("a$", ["a", "\nba"], ["ab", "a\n", ""]),
+        ("^a$", ["a"], ["aa", "a\n", "ba"]),
+        ("^a|b$", ["a", "axx", "b", "xxb"], ["xa", "bx"]),
+        ("^(a|b)$|c", ["a", "b", "xcx"], ["ab", ""]),
+        ("^a$|^b$|^cd", ["a", "b", "cde"], ["ab", "xa", "bx", "xcd"]),
+        ("(^|,)a(,|$)", ["a", "b,a", "a,b", "x,a,y"], ["ab", "ba", "b,ab"]),
+        ("((^a)|(b$))", ["ax", "xb"], ["xa", "bx"]),
+        ("^(a$|b)", ["a", "bx"], ["ax", "xb"]),
+        ("", ["", "x\n"], []),
+        ("^$", [""], ["x", "\n"]),
+        ("^", ["", "x"], []),
+    ],
+)
+def test_the_pattern_of_a_schema_is_searched(pattern: str, yes: list[str], no: list[str]) -> None:
+    """As ECMA's test() does: unlike Python's, its $ matches only at the very end."""
+    found = re.compile(rewritten(pattern, EVERYTHING, searched=True))
+    assert [text for text in yes if not found.fullmatch(text)] == []
+    assert [text for text in no if found.fullmatch(text)] == []
 
 
 def test_sets_of_characters() -> None:

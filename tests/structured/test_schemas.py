@@ -197,8 +197,30 @@ TAKEN = {
         ),
         (
             {"type": "string", "pattern": "[^a]"},
-            ['"b"', r'"\""'],
-            ['""', '"a"', '"bb"', r'"\u0062"', b'"\xed\xa0\x80"'],
+            ['"b"', r'"\""', '"abba"', r'"a\n"'],
+            ['""', '"a"', '"aa"', r'"\u0062"', b'"\xed\xa0\x80"'],
+        ),
+        (
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"type": "string", "pattern": r"\S"},
+                    "url": {"type": "string", "pattern": "^https?://"},
+                },
+                "required": ["name", "url"],
+            },
+            ['{"name":"J","url":"https://"}', '{"name":" Jane Doe","url":"http://a.b/c?d"}'],
+            ['{"name":" ","url":"https://a"}', '{"name":"J","url":"see https://a"}'],
+        ),
+        (
+            {"type": "string", "pattern": "^a|b$", "minLength": 3, "maxLength": 5},
+            ['"axx"', '"xxxxb"'],
+            ['"ab"', '"xax"', '"axxxxx"'],
+        ),
+        (
+            {"type": "string", "pattern": "[A-Z][0-9]{3}", "minLength": 8, "maxLength": 9},
+            ['"xxA123xx"', '"xxxxxB999"'],
+            ['"A123"', '"xxA12xxx"', '"A123567890"'],
         ),
         ({"type": "string", "pattern": "^.$"}, ['"a"'], ['"\u2028"', r'"\n"']),
         (

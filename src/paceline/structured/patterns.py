@@ -1,7 +1,8 @@
 r"""Regular expressions, parsed by Python and rewritten with the few constructs that all dialects read alike.
 
 Constructs that differ between dialects (ECMA 262, which JSON schemas use, and Python's), lookarounds and backreferences
-are refused by name. A pattern has to match the whole text. \d, \w and \s are ASCII; \D, \W and \S follow ECMA.
+are refused by name. \d, \w and \s are ASCII; \D, \W and \S follow ECMA. Anchors may stand where an alternative begins
+or ends.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import importlib
 import re
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from paceline.errors import StructureError
@@ -18,6 +19,7 @@ from paceline.structured.limits import MAX_REGEX_CHARACTERS
 
 MAX_REPETITIONS = 128  # largest count of one repetition
 MAX_PATTERN_CHARACTERS = 2048  # largest size of a pattern with all repetitions written out
+_MAX_ALTERNATIVES = 64  # with groups that contain anchors written out
 
 Ranges = tuple[tuple[int, int], ...]  # first and last code points, sorted and not adjacent
 _parser: Any = importlib.import_module("re._parser")
@@ -131,12 +133,13 @@ def _escaped(code: int) -> str:
 # --- patterns -------------------------------------------------------------------
 
 
-def rewritten(pattern: object, spelled: Ranges) -> str:
-    """The pattern in portable constructs, without its anchors.
+def rewritten(pattern: object, spelled: Ranges, *, searched: bool = False) -> str:
+    """The pattern in portable constructs and without anchors, for texts that match as a whole.
 
-    spelled: the characters that the model can generate. Raises StructureError for a pattern that is not supported.
+    spelled: the characters that the model can generate. searched: whether text may come before and behind what matches,
+    except at an anchor. Raises StructureError for a pattern that is not supported.
     """
-    return _Rewriter(pattern, spelled).text
+    return _Rewriter(pattern, spelled).text(searched=searched)
 
 
 class _Rewriter:
@@ -152,7 +155,26 @@ class _Rewriter:
             raise self._refusal(
                 f"matches up to {size} characters, its counts multiplied; up to {MAX_PATTERN_CHARACTERS} are supported"
             )
-        self.text = self._alternatives(parsed)
+        self._parsed = parsed
+        self._alternatives = 1
+
+    def text(self, *, searched: bool) -> str:
+        """The pattern rewritten. Raises StructureError."""
+        alternatives = [
+            (begins, ends, self._sequence(inner))
+            for begins, nodes in self._without_begin([*self._parsed])
+            for ends, inner in self._without_end(nodes)
+        ]
+        if not searched:
+            return "|".join(text for _, _, text in alternatives)
+        found: dict[tuple[bool, bool], list[str]] = {}
+        for begins, ends, text in alternatives:
+            found.setdefault((begins, ends), []).append(text)
+        anything = f"{class_of(self._spelled)}{{0,}}"
+        return "|".join(
+            f"{'' if begins else anything}({'|'.join(texts)}){'' if ends else anything}"
+            for (begins, ends), texts in found.items()
+        )
 
     def _refusal(self, reason: str) -> StructureError:
         shown = self._pattern if len(self._pattern) <= 100 else f"{self._pattern[:100]}..."
@@ -186,24 +208,33 @@ class _Rewriter:
             return sum(map(self._size, argument[1]))
         return self._size(argument[3]) if code == "SUBPATTERN" else 1
 
-    def _alternatives(self, nodes: Any) -> str:
-        """The whole pattern. Each of its alternatives may be anchored at both ends."""
-        branches = nodes[0][1][1] if len(nodes) == 1 and str(nodes[0][0]) == "BRANCH" else [nodes]
-        return "|".join(self._sequence(self._unanchored(list(branch))) for branch in branches)
+    def _without_begin(self, nodes: list[Any]) -> Iterator[tuple[bool, list[Any]]]:
+        """The alternatives of a sequence, each without the anchors at its beginning, and whether there were any."""
+        if nodes and _is_anchor(nodes[0], "AT_BEGINNING"):
+            yield from ((True, inner) for _, inner in self._without_begin(nodes[1:]))
+        elif nodes and (groups := self._anchored(nodes[0])):
+            for group in groups:
+                yield from self._without_begin([*group, *nodes[1:]])
+        else:
+            yield False, nodes
 
-    def _unanchored(self, nodes: list[Any]) -> list[Any]:
-        while nodes and str(nodes[0][0]) == "AT" and str(nodes[0][1]) == "AT_BEGINNING":
-            nodes = nodes[1:]
-        return self._without_end(nodes)
+    def _without_end(self, nodes: list[Any]) -> Iterator[tuple[bool, list[Any]]]:
+        """The same for anchors at the end."""
+        if nodes and _is_anchor(nodes[-1], "AT_END"):
+            yield from ((True, inner) for _, inner in self._without_end(nodes[:-1]))
+        elif nodes and (groups := self._anchored(nodes[-1])):
+            for group in groups:
+                yield from self._without_end([*nodes[:-1], *group])
+        else:
+            yield False, nodes
 
-    def _without_end(self, nodes: list[Any]) -> list[Any]:
-        """The parser moves what alternatives begin with, such as ^, in front of them: their ends are inside then."""
-        while nodes and str(nodes[-1][0]) == "AT" and str(nodes[-1][1]) == "AT_END":
-            nodes = nodes[:-1]
-        if nodes and str(nodes[-1][0]) == "BRANCH":
-            code, (group, branches) = nodes[-1]
-            return [*nodes[:-1], (code, (group, [self._without_end(list(branch)) for branch in branches]))]
-        return nodes
+    def _anchored(self, node: Any) -> list[list[Any]]:
+        """The alternatives of a group that has anchors; none for other nodes. Raises StructureError if too many."""
+        groups = _groups_of(node) if _has_anchor([node]) else []
+        self._alternatives += max(0, len(groups) - 1)
+        if self._alternatives > _MAX_ALTERNATIVES:
+            raise self._refusal(f"has more than {_MAX_ALTERNATIVES} alternatives with anchors, which are not supported")
+        return groups
 
     def _sequence(self, nodes: Any) -> str:
         return "".join(self._node(str(code), argument) for code, argument in nodes)
@@ -221,6 +252,22 @@ class _Rewriter:
         if code == "AT":
             raise self._refusal("has an anchor inside, which is not supported")
         raise self._refusal(f"has {code.lower().replace('_', ' ')}, which is not supported")
+
+
+def _is_anchor(node: Any, name: str) -> bool:
+    return str(node[0]) == "AT" and str(node[1]) == name
+
+
+def _has_anchor(nodes: Any) -> bool:
+    """Whether an anchor stands in a sequence or its groups, outside of repetitions."""
+    return any(str(node[0]) == "AT" or any(map(_has_anchor, _groups_of(node))) for node in nodes)
+
+
+def _groups_of(node: Any) -> list[list[Any]]:
+    """The alternatives of a group; none for other nodes."""
+    code, argument = str(node[0]), node[1]
+    found = argument[1] if code == "BRANCH" else [argument[3]] if code == "SUBPATTERN" else []
+    return [[*group] for group in found]
 
 
 def _characters(code: str, argument: Any) -> Ranges:

@@ -356,18 +356,18 @@ class _Translation:
     def _string(self, schema: Mapping[str, Any]) -> Schema:
         text: Schema = {"type": "string"}
         if "pattern" in schema:
-            text = self._matching(schema["pattern"])
+            text = self._matching(rewritten(schema["pattern"], self._spelled, searched=True))
         if "format" in schema:
             text = self._formatted(schema["format"])
         return {**text, **_counts("Length", *counts_of(schema, "minLength", "maxLength"))}
 
-    def _matching(self, pattern: object) -> Schema:
-        return {"type": "string", "pattern": f"^({rewritten(pattern, self._spelled)})$"}
+    def _matching(self, pattern: str) -> Schema:
+        return {"type": "string", "pattern": f"^({pattern})$"}
 
     def _formatted(self, name: Any) -> Schema:
         expect(isinstance(name, str), "'format'", name, "a name")
         if name in PATTERNS:
-            return self._matching(PATTERNS[name])
+            return self._matching(rewritten(PATTERNS[name], self._spelled))
         if name not in FORMATS:
             known = ", ".join(sorted({*FORMATS, *PATTERNS}))
             raise StructureError(f"the format {name!r} cannot be enforced; known: {known}")
