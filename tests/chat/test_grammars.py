@@ -19,6 +19,7 @@ from paceline.config import StructuredOutputs
 from paceline.config.limits import ToolParserName
 from paceline.errors import StructureError
 from paceline.models.tokenizer import Tokenizer
+from paceline.structured.calls import CallsStructure
 from paceline.structured.cursor import GrammarCursor
 from paceline.structured.grammars import Grammar, Grammars
 from server_support import byte_tokenizer
@@ -322,6 +323,71 @@ def test_parameters_that_a_syntax_cannot_enforce_are_named(kind: str, parameters
     tool = ToolDefinition("f", parameters={"type": "object", **parameters})
     with pytest.raises(StructureError, match=message):
         FORMATS[kind].syntax.forced([tool], one_call=True)
+
+
+PARTLY: dict[str, Any] = {  # one keyword of all, and one of a property, cannot be enforced
+    "type": "object",
+    "properties": {
+        "n": {"type": "integer", "format": "int32"},
+        "odd": {"type": "integer", "multipleOf": 2},
+        "kind": {"enum": ["cat", "dog"]},
+    },
+    "required": ["n", "kind"],
+    "dependentRequired": {"kind": ["odd"]},
+    "x-origin": "a",
+}
+CALLS_OF_F = {
+    "hermes": (
+        '<tool_call>\n{"name": "f", "arguments": {%s}}\n</tool_call>',
+        ['"n":1,"odd":3,"kind":"cat"', '"n":1,"kind":"dog"'],
+        ['"n":"1","kind":"cat"', '"kind":"cat"', '"n":1,"kind":"cow"', '"n":1,"odd":"x","kind":"cat"'],
+    ),
+    "qwen_xml": (
+        "<tool_call>\n<function=f>\n%s</function>\n</tool_call>",
+        ["<parameter=n>\n1\n</parameter>\n<parameter=kind>\ncat\n</parameter>\n"],
+        [
+            "<parameter=n>\nx\n</parameter>\n<parameter=kind>\ncat\n</parameter>\n",
+            "<parameter=n>\n1\n</parameter>\n<parameter=kind>\ncow\n</parameter>\n",
+            "<parameter=kind>\ncat\n</parameter>\n",
+        ],
+    ),
+    "gemma": (
+        "<|tool_call>call:f{%s}<tool_call|>",
+        [f"n:1,kind:{MARK}cat{MARK}", f"n:1,kind:{MARK}dog{MARK},odd:3"],
+        [f"n:{MARK}1{MARK},kind:{MARK}cat{MARK}", f"n:1,kind:{MARK}cow{MARK}", "n:1"],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CALLS_OF_F)
+@pytest.mark.parametrize("joint", [{}, {"minProperties": 1, "anyOf": [{"required": ["odd"]}, {}]}])
+def test_what_cannot_be_enforced_of_a_tool_leaves_the_rest(
+    kind: str, joint: dict[str, Any], tokenizer: Tokenizer, grammars: Grammars
+) -> None:
+    tool = ToolDefinition("f", parameters=PARTLY | joint)
+    structure = CallsStructure(kind, [tool], "forced", one_call=True)
+    grammar = grammars.grammar(structure)
+    (note,) = grammar.notes
+    assert note.startswith("arguments of f follow their schema but for this: ")
+    assert "'dependentRequired'" in note
+    template, yes, no = CALLS_OF_F[kind]
+    for arguments in (*yes, *no):
+        cursor = GrammarCursor.at_start(grammar)
+        try:
+            ended = cursor.after_all(tokenizer.encode(template % arguments)).ended
+        except StructureError:
+            ended = False
+        assert ended == (arguments in yes), arguments
+    with pytest.raises(StructureError, match=r"tool f: .*'dependentRequired'"):
+        grammars.grammar(replace(structure, tools=[replace(tool, strict=True)]))
+
+
+@pytest.mark.parametrize("kind", ["qwen_xml", "gemma"])
+def test_arguments_that_only_a_keyword_names_may_be_written(kind: str, grammars: Grammars) -> None:
+    parameters = PARTLY | {"anyOf": [{"required": ["other"]}]}
+    tools = [ToolDefinition("f", parameters=parameters)]
+    (note,) = grammars.grammar(CallsStructure(kind, tools, "forced", one_call=True)).notes
+    assert note.startswith("arguments of f are not enforced, so they may be any JSON object: ")
 
 
 def test_tools_may_have_their_parameters_by_reference() -> None:

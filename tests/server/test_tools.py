@@ -380,6 +380,18 @@ def test_a_schema_that_cannot_be_enforced_is_named_by_its_field(
     assert says in reply.json()["error"]["message"]
 
 
+def test_annotations_of_a_schema_are_ignored(live: Live) -> None:
+    """Those of OpenAPI among them, wherever they are."""
+    count = {"type": "integer", "format": "int32", "example": 3, "nullable": False, "minimum": 3, "maximum": 3}
+    schema = {"type": "object", "properties": {"n": count}, "required": ["n"], "x-go-name": "Count"}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    (answer,) = chat(live, tools=openai.omit, response_format=form).choices
+    assert json.loads(answer.message.content) == {"n": 3}
+    tool = {"type": "function", "function": {"name": "count", "parameters": schema, "strict": True}}
+    (answer,) = chat(live, tools=[tool], tool_choice="required", parallel_tool_calls=False).choices
+    assert json.loads(answer.message.tool_calls[0].function.arguments) == {"n": 3}
+
+
 def test_strict_tools_that_exceed_a_limit_together_are_named(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each schema can be enforced, but the grammar of all calls is too long. No grammar of these names is cached."""
     monkeypatch.setattr(live.context.llm.requests._grammars, "_limits", GrammarLimits(characters=200))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from paceline.errors import StructureError
-from paceline.structured.schemas import grammar_of
+from paceline.structured.limits import GrammarLimits
+from paceline.structured.schemas import grammar_of, weakened
 
 pytest.importorskip("llguidance", reason="structured outputs need the extra 'structured'")
 
@@ -71,7 +73,7 @@ WRONG = "wrong form"
         ({"type": "string", "pattern": "a^b"}, "an anchor inside"),
         ({"type": "string", "format": ["date"]}, WRONG),
         ({"items": {"type": "null"}}, "'type'"),
-        ({"$anchor": "a"}, "anchor"),
+        ({"type": "integer", "minLength": 1}, "says nothing of values of its 'type'"),
         ({"const": -(2**63) + 1}, "last digit"),
         ({"enum": [2**53 + 1]}, "last digit"),
         ({"const": 10**400}, "last digit"),
@@ -175,9 +177,36 @@ TAKEN = {
 }
 
 
+ORDER = {
+    "$anchor": "order",
+    "x-order": ["id"],
+    "type": "object",
+    "properties": {
+        "id": {"type": "integer", "format": "int64", "example": 7, "minimum": 1},
+        "price": {"type": "number", "format": "double", "x-unit": {"not": {}}},
+        "mail": {"type": "string", "format": "email", "maxLength": 3, "nullable": False},
+        "file": {"type": "string", "contentMediaType": "text/plain", "contentEncoding": "base64", "enum": ["a", "b"]},
+        "day": {"type": ["string", "null"], "format": "date"},
+        "tags": {"type": "array", "items": {"type": "null"}, "uniqueItems": False},
+    },
+    "required": ["id"],
+    "unevaluatedProperties": False,
+    "propertyNames": {},
+}
+
+
 @pytest.mark.parametrize(
     ("schema", "yes", "no"),
     [
+        (
+            ORDER,
+            [
+                '{"id":7}',
+                '{"id":1,"price":1.5,"mail":"abc","file":"b","day":null,"tags":[null]}',
+                '{"id":1,"day":"2024-02-29"}',
+            ],
+            ['{"id":0}', '{"id":1.5}', '{"id":1,"mail":"abcd"}', '{"id":1,"file":"c"}', '{"id":1,"day":"x"}', "{}"],
+        ),
         (
             {"type": "string"},
             ['"\xe9\U0001f600"', r'"\n\""'],
@@ -282,6 +311,13 @@ TAKEN = {
     ],
 )
 def test_schemas_are_enforced_exactly(schema: Any, yes: list[Any], no: list[Any]) -> None:
+    follows = follower(schema)
+    assert [text for text in yes if not follows(text)] == []
+    assert [text for text in no if follows(text)] == []
+
+
+def follower(schema: Any) -> Callable[[str | bytes], bool]:
+    """Tells whether a text follows the grammar of a schema."""
     from llguidance import LLMatcher, LLTokenizer
 
     start = LLMatcher(LLTokenizer("byte"), grammar_of("schema", json.dumps(schema)))
@@ -290,5 +326,69 @@ def test_schemas_are_enforced_exactly(schema: Any, yes: list[Any], no: list[Any]
         data, matcher = text.encode() if isinstance(text, str) else text, start.deep_copy()
         return matcher.try_consume_tokens(list(data)) == len(data) and matcher.is_accepting()
 
-    assert [text for text in yes if not follows(text)] == []
-    assert [text for text in no if follows(text)] == []
+    return follows
+
+
+KIND = {"enum": ["cat", "dog"]}
+
+
+@pytest.mark.parametrize(
+    ("weak", "yes", "no"),
+    [
+        ({"type": "integer", "multipleOf": 5, "maximum": 9}, ["7"], ["10", '"a"']),
+        ({"type": "array", "uniqueItems": True, "items": KIND}, ['["cat","cat"]'], ['["x"]', "1"]),
+        ({"type": "string", "pattern": "(?=a)", "maxLength": 2}, ['"b"'], ['"bcd"', "1"]),
+        ({"type": "string", "maxLength": 2**20}, ['"b"'], ["1"]),
+        ({"type": "integer", "minLength": 1, "maximum": 3}, ["2"], ["4", '"a"']),
+        ({"type": "number", "minimum": 1e300}, ["1"], ['"a"']),
+        ({"type": "number", "exclusiveMinimum": True, "minimum": 0}, ["1"], ['"a"']),
+        ({"enum": ["cat", 2**60], "type": ["string", "integer"]}, ['"x"', "3"], ["[]"]),
+        ({"anyOf": [KIND, {"not": {}}]}, ['"cat"', "[]"], []),
+        ({"oneOf": [KIND, {"enum": ["cat", "cow"]}]}, ['"cat"', '"cow"'], ['"fox"']),
+        ({"type": "string", "enum": ["cat"], "minLength": 9}, ['"cat"'], ['"catcatcat"']),
+        ({"allOf": [KIND, {"type": "string"}]}, ["[]"], []),
+        ({"minimum": 3}, ["4"], ["2", '"a"']),
+        ({"properties": {"a": KIND}, "required": ["a", "b"]}, ['{"a":"cat","b":1}'], ['{"a":"cat"}', '{"a":1,"b":1}']),
+        ({"type": "object", "properties": {"a": KIND}, "anyOf": [{"required": ["a"]}, {}]}, ["{}"], ['{"a":1}', "1"]),
+        (
+            {"type": "object", "properties": {"a": KIND}, "anyOf": [{"properties": {"b": {}}, "required": ["b"]}]},
+            ['{"a":"cat","b":1}'],
+            ['{"a":1}'],
+        ),
+        (
+            {
+                "type": "object",
+                "properties": {"a": KIND},
+                "patternProperties": {"^x": {}},
+                "additionalProperties": False,
+            },
+            ['{"a":"cat","x":1}'],
+            ['{"a":1}'],
+        ),
+        ({"$ref": "#/$defs/Kind", "minLength": 1}, ['"dog"'], ['"cow"']),
+        ({"$ref": "https://example.org/kind"}, ["1"], []),
+        ({"type": "object", "properties": {"a": KIND}, "anyOf": [{"required": 1}]}, ['{"a":"cat"}'], ['{"a":1}']),
+        ({"$ref": "#/$defs/Deep"}, ["{}", '{"a":"cat"}'], ['{"a":1}', "1"]),
+        ({"type": "nonsense"}, ["1"], []),
+        ({"type": "object", "properties": {"a": 1}}, ['{"a":2}'], ["1"]),
+        ({"$id": "x", "type": "integer"}, ["1"], ['"a"']),
+    ],
+)
+def test_what_cannot_be_enforced_of_a_schema_leaves_the_rest(weak: Any, yes: list[str], no: list[str]) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"weak": weak, "kind": {"$ref": "#/$defs/Kind"}, "n": {"type": "integer"}},
+        "required": ["weak", "kind"],
+        "dependentRequired": {"kind": ["n"]},
+        "$defs": {"Kind": KIND, "Deep": {"type": "object", "properties": {"a": KIND}, "if": {}, "then": {}}},
+    }
+    before = json.dumps(schema)
+    with pytest.raises(StructureError):
+        grammar_of("schema", before)
+    weaker, reasons = weakened(schema, (), GrammarLimits())
+    assert (json.dumps(schema), len(reasons) > 1) == (before, True)
+    follows = follower(weaker)
+    assert [text for text in yes if not follows(f'{{"weak":{text},"kind":"dog"}}')] == []
+    assert [text for text in no if follows(f'{{"weak":{text},"kind":"dog"}}')] == []
+    for rest in ("", ',"kind":"cow"', ',"kind":"dog","n":"a"'):
+        assert not follows(f'{{"weak":{yes[0]}{rest}}}')

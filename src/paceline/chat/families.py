@@ -85,7 +85,7 @@ def _names(tools: Sequence[ToolDefinition]) -> set[str]:
 
 
 def _gemma(name: str, markers: GemmaMarkers) -> ToolFormat:
-    syntax = CallSyntax(markers.begin, writes_gemma(markers), rules=value_rules(markers.quote))
+    syntax = CallSyntax(markers.begin, writes_gemma(markers), rules=value_rules(markers.quote), by_name=True)
     special = (markers.begin, markers.end, markers.quote)
     return ToolFormat(name, lambda _: reads_gemma(markers), syntax, markers.begin, special)
 
@@ -113,7 +113,7 @@ _FORMATS = (  # the first whose marker is in the template
     ToolFormat(
         "qwen_xml",
         reads_qwen_xml,
-        CallSyntax(hermes.BEGIN, qwen_xml.write_call, "\n", rules=qwen_xml.RULES),
+        CallSyntax(hermes.BEGIN, qwen_xml.write_call, "\n", rules=qwen_xml.RULES, by_name=True),
         "<function=",
         (hermes.BEGIN, hermes.END),
     ),

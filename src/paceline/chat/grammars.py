@@ -107,14 +107,19 @@ def arguments_of(tool: ToolDefinition) -> Mapping[str, Any] | None:
 
     Raises StructureError for keywords that say more about all arguments together.
     """
-    found = tool.parameters.keys() & _OF_ALL_ARGUMENTS
-    if tool.parameters.get("additionalProperties", {}) not in (True, False, {}):
-        found.add("additionalProperties")
-    if found:
+    if found := tool.parameters.keys() - without_joint_keywords(tool.parameters).keys():
         raise StructureError(
             f"the parameters have {min(found)!r}, which the syntax of this model's calls cannot enforce"
         )
     return tool.properties
+
+
+def without_joint_keywords(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters without keywords that say more about all arguments together than names and single schemas do."""
+    names = set(_OF_ALL_ARGUMENTS)
+    if parameters.get("additionalProperties", {}) not in (True, False, {}):
+        names.add("additionalProperties")
+    return {name: value for name, value in parameters.items() if name not in names}
 
 
 @dataclass(frozen=True)
@@ -125,7 +130,7 @@ class CallSyntax:
     StructureError for a tool that it cannot enforce. separator: what comes before the next call's ``begin``.
     at_start: whether calls are the whole answer, so that ``begin`` means something only there. single: whether an
     answer has one call at most. begin_rule: ``begin`` as a grammar, if it is not one text or token. rules: rules that
-    ``one`` uses.
+    ``one`` uses. by_name: whether arguments are written one by one, so that only those that are named may come.
     """
 
     begin: str
@@ -135,6 +140,7 @@ class CallSyntax:
     single: bool = False
     begin_rule: str = ""
     rules: str = ""
+    by_name: bool = False
 
     def forced(self, tools: Sequence[ToolDefinition], one_call: bool) -> str:
         """The grammar of an answer that is one call or, unless ``one_call``, several."""

@@ -15,8 +15,8 @@ class ToolDefinition:
     """A function that the model may call.
 
     parameters: JSON schema of the object of its arguments. strict: whether a schema that cannot be enforced is an
-    error; otherwise such arguments may be any JSON object. sent: the definition in OpenAI's form as a client wrote it,
-    for chat templates; None makes it of the other fields.
+    error; otherwise arguments follow what can be enforced of it. sent: the definition in OpenAI's form as a client
+    wrote it, for chat templates; None makes it of the other fields.
     """
 
     name: str

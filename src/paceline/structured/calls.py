@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from paceline.chat.families import FORMATS
-from paceline.chat.grammars import CallSyntax, json_schema
+from paceline.chat.grammars import CallSyntax, json_schema, without_joint_keywords
 from paceline.chat.values import ToolDefinition
 from paceline.errors import StructureError
 from paceline.structured.limits import GrammarLimits
-from paceline.structured.schemas import grammar_of
+from paceline.structured.schemas import grammar_of, weakened
 
 ANY_OBJECT = {"type": "object"}
+_MAX_REASONS = 500  # characters
+_SAYING = {"properties", "additionalProperties", "anyOf", "oneOf", "allOf", "$ref"}  # about more than any object
 
 
 @dataclass(frozen=True)
@@ -64,13 +67,28 @@ def grammar_of_calls(text: str, unspelled: Collection[int], limits: GrammarLimit
 def _enforceable(
     tool: ToolDefinition, syntax: CallSyntax, unspelled: Collection[int], limits: GrammarLimits, notes: list[str]
 ) -> ToolDefinition:
-    """The tool; with any object as its arguments if its schema cannot be enforced. Raises StructureError if strict."""
-    try:
+    """The tool, without what cannot be enforced of its schema. Raises StructureError if it is strict."""
+
+    def check(tool: ToolDefinition) -> ToolDefinition:
         grammar_of("schema", json.dumps(tool.parameters), unspelled, limits=limits)
         syntax.one(tool)
+        return tool
+
+    try:
+        return check(tool)
     except StructureError as error:
         if tool.strict:
             raise StructureError(f"tool {tool.name}: {error}", "tools") from error
-        notes.append(f"arguments of {tool.name} are not enforced, so they may be any JSON object: {error}")
-        return replace(tool, parameters=ANY_OBJECT)
-    return tool
+        reason = str(error)
+    with suppress(StructureError):
+        parameters, reasons = weakened(dict(tool.parameters), unspelled, limits)
+        reason = "; ".join(dict.fromkeys([*reasons, reason]))[:_MAX_REASONS]
+        open_before, is_open = (schema.get("additionalProperties") is True for schema in (tool.parameters, parameters))
+        for weaker in (parameters, without_joint_keywords(parameters)):
+            with suppress(StructureError):
+                if weaker.keys() & _SAYING and not (syntax.by_name and is_open and not open_before):
+                    found = check(replace(tool, parameters=weaker))
+                    notes.append(f"arguments of {tool.name} follow their schema but for this: {reason}")
+                    return found
+    notes.append(f"arguments of {tool.name} are not enforced, so they may be any JSON object: {reason}")
+    return replace(tool, parameters=ANY_OBJECT)

@@ -11,11 +11,16 @@ from decimal import Decimal
 from typing import Any, TypeGuard
 
 from paceline.errors import StructureError
+from paceline.structured.formats import FORMATS, PATTERNS
 from paceline.structured.patterns import MAX_REPETITIONS
 
-ANNOTATIONS = {  # keywords that do not restrict values
-    "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly",
-    "$schema", "$id", "$comment", "$defs", "definitions", "discriminator",
+_UNENFORCED = {  # keywords that restrict values in a way that grammars do not follow
+    "not", "if", "then", "else", "multipleOf", "divisibleBy", "disallow", "extends", "$dynamicRef", "$recursiveRef",
+    "uniqueItems", "contains", "minContains", "maxContains", "unevaluatedItems", "patternProperties", "propertyNames",
+    "unevaluatedProperties", "dependentRequired", "dependentSchemas", "dependencies",
+}  # fmt: skip
+_NEEDS = {  # keywords that do nothing without one of those
+    "if": {"then", "else"}, "then": {"if"}, "else": {"if"}, "minContains": {"contains"}, "maxContains": {"contains"},
 }  # fmt: skip
 _ALONE: dict[str, set[str]] = {  # keywords that exclude all others, except those listed
     "$ref": set(),
@@ -27,6 +32,10 @@ _ALONE: dict[str, set[str]] = {  # keywords that exclude all others, except thos
     "pattern": {"type", "minLength", "maxLength"},
     "format": {"type", "minLength", "maxLength"},
 }
+_NOTHING_IF_EMPTY = {
+    "patternProperties", "propertyNames", "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedItems",
+}  # fmt: skip
+_OF_SCHEMAS = {"anyOf", "allOf", "oneOf"}
 OF_TYPE: dict[str, set[str]] = {
     "object": {"properties", "required", "additionalProperties", "minProperties", "maxProperties"},
     "array": {"items", "prefixItems", "minItems", "maxItems"},
@@ -37,6 +46,7 @@ OF_TYPE: dict[str, set[str]] = {
     "null": set(),
 }
 _TYPED = set().union(*OF_TYPE.values())
+ENFORCED_FORMATS = {*FORMATS, *PATTERNS}
 _LARGEST_BOUND = 2**53  # beyond it a double cannot represent every integer
 _LONGEST = 2**14  # characters of a text, which take llguidance at most 3 ms a token with any format
 _DECIMALS = 6  # decimals of a bound, and of a number between bounds
@@ -48,37 +58,82 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }  # fmt: skip
 
 
+class KeywordError(StructureError):
+    """A keyword cannot be enforced. weaker: values of keywords with which the rest may be; None to leave one out."""
+
+    def __init__(self, message: str, weaker: Mapping[str, Any]) -> None:
+        super().__init__(message)
+        self.weaker = weaker
+
+
 def expect(ok: bool, name: str, value: object, form: str) -> None:
-    """Raise StructureError unless a keyword's value has the right form."""
+    """Raise KeywordError unless a keyword's value has the right form. name: as it is shown, in quotes."""
     if not ok:
-        shown = repr(value)
-        raise StructureError(f"{name} in the schema has the wrong form, {shown[:100]}: it has to be {form}")
+        raise _wrong_form(name, value, f"it has to be {form}")
 
 
-def check_names(names: set[str], types: object) -> None:
-    """Raise StructureError for keywords that cannot be enforced at all, in combination, or without their type.
+def _wrong_form(name: str, value: object, form: str) -> KeywordError:
+    message = f"{name} in the schema has the wrong form, {repr(value)[:100]}: {form}"
+    return KeywordError(message, {name.strip("'"): None})
 
-    names: the schema's keywords. types: the value of its keyword 'type'.
+
+def constraints_of(schema: Mapping[str, Any]) -> set[str]:
+    """The keywords of a schema that restrict its values.
+
+    All others are annotations: keywords that JSON Schema does not know, as it says itself, and formats that are not
+    enforced, those of numbers among them.
     """
-    if unknown := names - _TYPED - _ALONE.keys() - {"type"}:
-        named = ", ".join(map(repr, sorted(unknown)))
-        raise StructureError(f"the schema has {named[:200]}, which cannot be enforced; leave it out")
-    for name in names & _ALONE.keys():
+    names = schema.keys() & (_TYPED | _ALONE.keys() | _UNENFORCED | {"type"})
+    names = {name for name in names if not _does_nothing(name, schema)}
+    if "format" in names:
+        expect(isinstance(schema["format"], str), "'format'", schema["format"], "a name")
+        if "type" in names and "string" not in _types_of(schema["type"]):
+            names.remove("format")
+    return names
+
+
+def _does_nothing(name: str, schema: Mapping[str, Any]) -> bool:
+    value = schema[name]
+    if name == "format":
+        return isinstance(value, str) and value not in ENFORCED_FORMATS
+    if name == "unevaluatedProperties":  # objects have no properties beside those anyway
+        return isinstance(value, bool) and not schema.keys().isdisjoint({"properties", "additionalProperties"})
+    if name in _NEEDS:
+        return schema.keys().isdisjoint(_NEEDS[name])
+    return value is False if name == "uniqueItems" else value == {} and name in _NOTHING_IF_EMPTY
+
+
+def check_together(names: set[str], types: object) -> None:
+    """Raise KeywordError for keywords that cannot be enforced at all, in combination, or without their type.
+
+    names: the keywords that restrict a schema's values. types: the value of its keyword 'type'.
+    """
+    if unenforced := names & _UNENFORCED:
+        named = ", ".join(map(repr, sorted(unenforced)))
+        message = f"the schema has {named[:200]}, which cannot be enforced; leave it out"
+        raise KeywordError(message, dict.fromkeys(unenforced))
+    for name in [name for name in _ALONE if name in names]:
         if others := names - _ALONE[name] - {name}:
-            raise StructureError(f"the schema has {min(others)!r} beside {name!r}; only one of them can be enforced")
+            message = f"the schema has {min(others)!r} beside {name!r}; only one of them can be enforced"
+            gives_way = name in _OF_SCHEMAS and others & (_TYPED | {"enum", "const"})
+            raise KeywordError(message, dict.fromkeys({name} if gives_way else others))
     known = _types_of(types) if "type" in names else []
-    if untyped := (names & _TYPED).difference(*(OF_TYPE[type_name] for type_name in known)):
-        raise StructureError(f"the schema has {min(untyped)!r} without the 'type' that it belongs to; add it")
+    untyped = (names & _TYPED).difference(*(OF_TYPE[type_name] for type_name in known))
+    if untyped and known:
+        message = f"the schema has {min(untyped)!r}, which says nothing of values of its 'type'; leave it out"
+        raise KeywordError(message, dict.fromkeys(untyped))
+    if untyped:
+        meant = [name for name, keywords in OF_TYPE.items() if keywords & untyped and name != "integer"]
+        message = f"the schema has {min(untyped)!r} without the 'type' that it belongs to; add it"
+        raise KeywordError(message, {"type": meant})
 
 
 def _types_of(value: object) -> list[str]:
     types = [value] if isinstance(value, str) else value
-    if not are_names(types) or not 0 < len(types) == len(OF_TYPE.keys() & types):
-        known = ", ".join(sorted(OF_TYPE))
-        raise StructureError(
-            f"'type' in the schema has the wrong form, {repr(value)[:100]}: one of {known}, or several, each once"
-        )
-    return types
+    if are_names(types) and 0 < len(types) == len(OF_TYPE.keys() & types):
+        return types
+    known = ", ".join(sorted(OF_TYPE))
+    raise _wrong_form("'type'", value, f"one of {known}, or several, each once")
 
 
 def are_names(value: object) -> TypeGuard[list[str]]:
@@ -91,18 +146,17 @@ def counts_of(schema: Mapping[str, Any], minimum: str, maximum: str) -> tuple[in
     low = _count_of(minimum, schema[minimum]) if minimum in schema else 0
     high = _count_of(maximum, schema[maximum]) if maximum in schema else None
     if high is not None and high < low:
-        raise StructureError(f"the schema has {minimum!r} {low} and {maximum!r} {high}, between which there is nothing")
+        message = f"the schema has {minimum!r} {low} and {maximum!r} {high}, between which there is nothing"
+        raise KeywordError(message, {minimum: None, maximum: None})
     return low, high
 
 
 def _count_of(name: str, count: object) -> int:
     if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-        raise StructureError(
-            f"{name!r} in the schema has the wrong form, {repr(count)[:100]}: a whole number of at least 0"
-        )
+        raise _wrong_form(repr(name), count, "a whole number of at least 0")
     most = _LONGEST if name in ("minLength", "maxLength") else MAX_REPETITIONS
     if count > most:
-        raise StructureError(f"{name} counts to {count}; up to {most} can be enforced")
+        raise KeywordError(f"{name} counts to {count}; up to {most} can be enforced", {name: None})
     return count
 
 

@@ -23,11 +23,12 @@ from paceline.structured.alternatives import Tags, are_apart, tags_of
 from paceline.structured.endings import Schema, endless
 from paceline.structured.formats import FORMATS, PATTERNS
 from paceline.structured.keywords import (
-    ANNOTATIONS,
+    KeywordError,
     are_names,
     bounds_of,
     check_exact,
-    check_names,
+    check_together,
+    constraints_of,
     counts_of,
     expect,
     is_of,
@@ -37,6 +38,7 @@ from paceline.structured.keywords import (
 from paceline.structured.lark import translated
 from paceline.structured.limits import GrammarLimits
 from paceline.structured.patterns import Ranges, alphabet, check_spelled, common, rewritten, union
+from paceline.structured.weaker import replaced, without_cause
 
 _PLACE = re.compile("0|[1-9][0-9]{0,5}")  # in a list of a schema: it has no more than GrammarLimits.characters
 _MAX_CHOICES = 64  # combinations of optional properties that satisfy minProperties and maxProperties
@@ -109,11 +111,39 @@ def _exact(schema: Any, spelled: Ranges, limits: GrammarLimits) -> str:
     return json.dumps({**_Translation(schema, spelled, limits.schema_parts).whole(), "x-guidance": _OPTIONS})
 
 
-class _Translation:
-    """Translates one schema into one that llguidance enforces exactly. parts: see ``GrammarLimits.schema_parts``."""
+def weakened(schema: Any, unspelled: Iterable[int], limits: GrammarLimits) -> tuple[Any, list[str]]:
+    """The schema without what cannot be enforced, and the reasons why that cannot be.
 
-    def __init__(self, schema: Any, spelled: Ranges, parts: int) -> None:
+    What follows the schema follows the weaker one, too, if it has the types that the keywords are for. Raises
+    StructureError for a schema that is too large, or has no value that ends.
+    """
+    weaker: dict[int, Mapping[str, Any]] = {}
+    reasons = list[str]()
+    _Translation(schema, alphabet(unspelled), limits.schema_parts, weaker, reasons).whole()
+    return replaced(schema, weaker), reasons
+
+
+class _TooManyPartsError(StructureError):
+    """The schema is too large: no part of it is to blame."""
+
+
+class _Translation:
+    """Translates one schema into one that llguidance enforces exactly.
+
+    parts: see ``GrammarLimits.schema_parts``. weaker: None, or where schemas are noted, by the identity of those that
+    cannot be enforced, which can be and are enforced in their place; reasons: why.
+    """
+
+    def __init__(
+        self,
+        schema: Any,
+        spelled: Ranges,
+        parts: int,
+        weaker: dict[int, Mapping[str, Any]] | None = None,
+        reasons: list[str] | None = None,
+    ) -> None:
         self._root, self._parts = schema, parts
+        self._weaker, self._reasons = weaker, [] if reasons is None else reasons
         self._spelled = common(spelled, union(_UNESCAPED, _LETTER_ESCAPED))
         self._steps = 0  # schemas that were translated, and references and tags that were looked at
         self._definitions: dict[str, Schema] = {}  # new definitions, by their '$ref'
@@ -136,7 +166,7 @@ class _Translation:
         """Count work. Raises StructureError once it is too much."""
         self._steps += steps
         if self._steps > self._parts:
-            raise StructureError(f"the schema has more than the {self._parts} parts that are supported")
+            raise _TooManyPartsError(f"the schema has more than the {self._parts} parts that are supported")
 
     def _reference(self, target: str) -> str:
         """The new '$ref' to a schema, which is translated once, however often and in whatever spelling it is named."""
@@ -193,11 +223,24 @@ class _Translation:
         if schema is True:
             schema = {}
         expect(isinstance(schema, dict), "a schema", schema, "an object or true")
-        names = schema.keys() - ANNOTATIONS
-        check_names(names, schema.get("type"))
+        while True:
+            try:
+                return self._enforced(schema if self._weaker is None else self._weaker.get(id(schema), schema), at_root)
+            except _TooManyPartsError:
+                raise
+            except StructureError as error:
+                if self._weaker is None:
+                    raise
+                self._weaker[id(schema)] = without_cause(self._weaker.get(id(schema), schema), error)
+                self._reasons.append(str(error))
+
+    def _enforced(self, schema: Mapping[str, Any], at_root: bool) -> Schema:
+        names = constraints_of(schema)
+        check_together(names, schema.get("type"))
         if "$id" in schema and not at_root:
-            raise StructureError("the schema has '$id' inside, which changes what '$ref' means; leave it out")
-        self._check_definitions(schema)
+            message = "the schema has '$id' inside, which changes what '$ref' means; leave it out"
+            raise KeywordError(message, {"$id": None})
+        self._check_definitions(schema, at_root)
         for keyword, method in self._alone.items():
             if keyword in names:
                 return method(self, schema)
@@ -206,13 +249,13 @@ class _Translation:
         types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
         return _any_of([self._typed[name](self, schema) for name in types])
 
-    def _check_definitions(self, schema: Mapping[str, Any]) -> None:
+    def _check_definitions(self, schema: Mapping[str, Any], at_root: bool) -> None:
         """Translate all definitions, including those that nothing refers to, to find unsupported keywords in them."""
         for name in ("$defs", "definitions"):
             definitions = schema.get(name, {})
             expect(isinstance(definitions, dict), repr(name), definitions, "an object of schemas")
             for key, definition in definitions.items():
-                if schema is self._root:
+                if at_root:
                     self._reference(f"#/{name}/" + key.replace("~", "~0").replace("/", "~1").replace("%", "%25"))
                 else:
                     self._value(definition)
@@ -234,7 +277,8 @@ class _Translation:
         schemas = schema["oneOf"]
         expect(isinstance(schemas, list) and len(schemas) > 0, "'oneOf'", schemas, "schemas")
         if not are_apart([self._followed(subschema) for subschema in schemas], self._tags_of):
-            raise StructureError("the schema has 'oneOf' with schemas that may allow the same value; write 'anyOf'")
+            message = "the schema has 'oneOf' with schemas that may allow the same value; write 'anyOf'"
+            raise KeywordError(message, {"oneOf": None, "anyOf": schemas})
         return _any_of([self._value(subschema) for subschema in schemas])
 
     def _followed(self, schema: Any) -> Any:
@@ -293,7 +337,8 @@ class _Translation:
         expect(isinstance(properties, dict), "'properties'", properties, "an object of schemas")
         expect(are_names(required), "'required'", required, "names")
         if missing := set(required) - properties.keys():
-            raise StructureError(f"the schema requires {min(missing)!r}, which is none of its 'properties'")
+            message = f"the schema requires {min(missing)!r}, which is none of its 'properties'"
+            raise KeywordError(message, {"properties": {**properties, **dict.fromkeys(missing, True)}})
         for name in properties:
             check_spelled(name, self._spelled)
         additional = schema.get("additionalProperties", "properties" not in schema and not required)
@@ -310,13 +355,14 @@ class _Translation:
         names, required = translated["properties"], translated["required"]
         closed = translated["additionalProperties"] is False
         if not closed and low > len(required) + 1:
-            raise StructureError(
+            message = (
                 f"the schema has 'minProperties' {low} beside additional properties, whose names may come twice; "
                 "name the properties"
             )
+            raise KeywordError(message, {"minProperties": None})
         maximum = len(names) if high is None and closed else high
         if (closed and low > len(names)) or (maximum is not None and maximum < max(low, len(required))):
-            raise _impossible()
+            raise _impossible("Properties")
         if low <= len(required) and (high is None or (closed and high >= len(names))):
             return translated
         if len(names) == len(required):  # only the number of additional properties varies
@@ -330,10 +376,11 @@ class _Translation:
         counts = range(max(0, low - len(required)), min(len(optional), (maximum or 0) - len(required)) + 1)
         choices = sum(comb(len(optional), count) for count in counts)
         if translated["additionalProperties"] is not False or choices > _MAX_CHOICES:
-            raise StructureError(
+            message = (
                 "the schema has 'minProperties' or 'maxProperties' beside optional 'properties', of which there are "
                 f"more than {_MAX_CHOICES} choices; require them, or leave it out"
             )
+            raise KeywordError(message, {"minProperties": None, "maxProperties": None})
         values = {name: {"$ref": self._define(value)} for name, value in names.items()}
         chosen = [{*required, *extra} for count in counts for extra in combinations(optional, count)]
         alternatives = [{name: value for name, value in values.items() if name in subset} for subset in chosen]
@@ -345,7 +392,7 @@ class _Translation:
         items = schema.get("items", not first)
         low, high = counts_of(schema, "minItems", "maxItems")
         if items is False and low > len(first):
-            raise _impossible()
+            raise _impossible("Items")
         return {
             "type": "array",
             "prefixItems": [self._value(item) for item in first],
@@ -356,22 +403,21 @@ class _Translation:
     def _string(self, schema: Mapping[str, Any]) -> Schema:
         text: Schema = {"type": "string"}
         if "pattern" in schema:
-            text = self._matching(rewritten(schema["pattern"], self._spelled, searched=True))
-        if "format" in schema:
-            text = self._formatted(schema["format"])
+            text = self._matching(self._searched(schema["pattern"]))
+        elif schema.get("format") in PATTERNS:
+            text = self._matching(rewritten(PATTERNS[schema["format"]], self._spelled))
+        elif schema.get("format") in FORMATS:
+            text = {"type": "string", "format": FORMATS[schema["format"]]}
         return {**text, **_counts("Length", *counts_of(schema, "minLength", "maxLength"))}
 
     def _matching(self, pattern: str) -> Schema:
         return {"type": "string", "pattern": f"^({pattern})$"}
 
-    def _formatted(self, name: Any) -> Schema:
-        expect(isinstance(name, str), "'format'", name, "a name")
-        if name in PATTERNS:
-            return self._matching(rewritten(PATTERNS[name], self._spelled))
-        if name not in FORMATS:
-            known = ", ".join(sorted({*FORMATS, *PATTERNS}))
-            raise StructureError(f"the format {name!r} cannot be enforced; known: {known}")
-        return {"type": "string", "format": FORMATS[name]}
+    def _searched(self, pattern: object) -> str:
+        try:
+            return rewritten(pattern, self._spelled, searched=True)
+        except StructureError as error:
+            raise KeywordError(str(error), {"pattern": None}) from error
 
     def _number(self, schema: Mapping[str, Any]) -> Schema:
         return self._shared({"type": "number", **number_bounds(bounds_of(schema))})
@@ -402,8 +448,9 @@ def _counts(noun: str, low: int, high: int | None) -> dict[str, int]:
     return {f"min{noun}": low, **({} if high is None else {f"max{noun}": high})}
 
 
-def _impossible() -> StructureError:
-    return StructureError("the schema asks for numbers of members that its objects or arrays cannot have")
+def _impossible(noun: str) -> KeywordError:
+    message = "the schema asks for numbers of members that its objects or arrays cannot have"
+    return KeywordError(message, {f"min{noun}": None, f"max{noun}": None})
 
 
 def _same_as(schema: Schema) -> Iterator[str]:
