@@ -14,7 +14,13 @@ from tokenizers import AddedToken
 from paceline.chat.families import FORMATS, ChatFormat
 from paceline.chat.grammars import json_schema
 from paceline.chat.options import tools_of
-from paceline.chat.values import AssistantMessage, ToolDefinition, message_of
+from paceline.chat.values import (
+    AssistantMessage,
+    ToolCallArgumentsDelta,
+    ToolCallStart,
+    ToolDefinition,
+    message_of,
+)
 from paceline.config import StructuredOutputs
 from paceline.config.limits import ToolParserName
 from paceline.errors import StructureError
@@ -420,6 +426,35 @@ def test_what_a_grammar_allows_is_read_as_calls(
     assert counts == {1} if one_call or syntax.single else len(counts) > 1
     for text in walks(grammars.grammar(StructuredOutputs(grammar=syntax.triggered(TOOLS, one_call))), tokenizer):
         check(read(kind, syntax.begin + text))
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_strict_calls_that_a_grammar_has_led_are_calls_and_arrive_as_they_are_written(
+    kind: str, grammars: Grammars, tokenizer: Tokenizer
+) -> None:
+    """But for gemma's, whose grammar does not enforce all of a schema."""
+    form, strict = FORMATS[kind], [replace(tool, strict=True) for tool in TOOLS]
+    grammar = grammars.grammar(CallsStructure(kind, strict, "triggered", one_call=True))
+    for text in walks(grammar, tokenizer):
+        parser = ChatFormat(None, form).parser(strict)
+        early = [event for letter in form.syntax.begin + text for event in parser.feed(letter)]
+        message = message_of([*early, *parser.finish()])
+        check(message)
+        place = next(place for place, event in enumerate(early) if isinstance(event, ToolCallStart))
+        streamed = [event for event in early[place:] if isinstance(event, ToolCallArgumentsDelta)]
+        if message.tool_calls[0].name == "set.it":
+            assert (len(streamed) > 1) == (kind not in ("gemma", "function_gemma"))
+
+
+@pytest.mark.parametrize("kind", ["qwen_xml", "gemma"])
+def test_patterns_of_strict_tools_that_a_syntax_cannot_enforce_are_refused(kind: str) -> None:
+    text = {"type": "string", "pattern": "^a"}
+    parameters = {"type": "object", "properties": {"pattern": {"type": "string"}, "v": text}}
+    tool = ToolDefinition("f", parameters=parameters)
+    FORMATS[kind].syntax.one(tool)
+    with pytest.raises(StructureError, match="'pattern'"):
+        FORMATS[kind].syntax.one(replace(tool, strict=True))
+    FORMATS[kind].syntax.one(replace(tool, strict=True, parameters=parameters | {"properties": {"pattern": {}}}))
 
 
 TEXTS = {"enum": ["yes", "<tool_call>", '<tool_call>{"name": "ping", "arguments": {}}</tool_call>', "[TOOL_CALLS]ping"]}

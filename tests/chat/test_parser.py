@@ -341,3 +341,89 @@ def test_any_answer_is_read_the_same_wherever_it_is_cut(kind: str) -> None:
             check_order(events)
             shapes.append(shape(message_of(events)))
         assert shapes == [shapes[0]] * 3, text
+
+
+VOLUME = {
+    "type": "object",
+    "properties": {
+        "volume": {"type": "integer", "minimum": 0, "maximum": 9},
+        "room": {"$ref": "#/$defs/Room"},
+        "names": {"type": "array", "items": {"type": "string", "maxLength": 3}, "maxItems": 2},
+    },
+    "required": ["volume"],
+    "additionalProperties": False,
+    "$defs": {"Room": {"anyOf": [{"enum": ["hall"]}, {"type": "null"}]}},
+}
+SET = ToolDefinition("set", parameters=VOLUME, strict=True)
+ANSWERS = {  # with the place of the arguments
+    "hermes, fenced": ("hermes", '```json\n{"name": "set", "arguments": %s}\n```'),
+    "hermes, without markers": ("hermes", '{\n "name": "set",\n "arguments": %s\n}'),
+    "hermes, arguments first": ("hermes", '<tool_call>{"arguments": %s, "name": "set"}</tool_call>'),
+    "hermes, on one line": ("hermes", 'So:<tool_call>{"name": "set", "arguments": %s}</tool_call>'),
+    "hermes, after another": ("hermes", '[{"name": "ping"}, {"name": "set", "arguments": %s}]'),
+    "json, in a list": ("json", '[{"name": "set", "arguments": %s}]'),
+    "json, otherwise spaced": ("json", '{"name":"set","arguments":%s}'),
+    "llama3": ("llama3", '<|python_tag|>{"name": "set", "parameters": %s}'),
+    "mistral, in a list": ("mistral", '[TOOL_CALLS][{"name": "set", "arguments": %s}]'),
+    "mistral, with an id": ("mistral", "[TOOL_CALLS]set[CALL_ID]123456789[ARGS]%s"),
+    "mistral_json, by name": ("mistral_json", "[TOOL_CALLS]set[ARGS]%s"),
+    "harmony": ("harmony", "<|start|>assistant to=functions.set<|channel|>commentary json<|message|>%s<|call|>"),
+}
+OBEYING = ['{"volume": 9}', '{"room": null, "volume": 0}', '{"volume": 3.0, "room": "hall", "names": ["abc"]}']
+BREAKING = [
+    '{"volume": 30}',
+    "{}",
+    '{"volume": 3, "other": 1}',
+    '{"volume": true}',
+    '{"volume": 3, "room": "bath"}',
+    '{"volume": 3, "names": ["abcd"]}',
+    '{"volume": 3, "names": ["a", "b", "c"]}',
+    '{"volume": 3, "volume": 30}',
+    '{"volume": NaN}',
+    '{"volume": 3, "names": ["a"',
+    "[3]",
+]
+
+
+def of_strict(kind: str, answer: str, step: int) -> AssistantMessage:
+    parser = ChatFormat(None, FORMATS[kind]).parser([SET, ToolDefinition("ping")])
+    pieces = [answer[at : at + step] for at in range(0, len(answer), step)]
+    return message_of([*(event for piece in pieces for event in parser.feed(piece)), *parser.finish()])
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+@pytest.mark.parametrize("step", [1, 1000])
+def test_a_strict_call_that_no_grammar_has_led_obeys_its_schema_or_is_text(name: str, step: int) -> None:
+    kind, written = ANSWERS[name]
+    for arguments in (*OBEYING, *BREAKING):
+        message = of_strict(kind, written % arguments, step)
+        found = [call.arguments for call in message.tool_calls if call.name == "set"]
+        assert found == ([arguments] if arguments in OBEYING else []), arguments
+        assert found or arguments.removesuffix("}") in message.text
+
+
+BARE = "<function=set>\n%s</function>"
+LED = "<tool_call>\n<function=set>\n%s</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer", "arguments"),
+    [
+        ("qwen_xml", BARE % "<parameter=volume>\n9\n</parameter>\n", {"volume": 9}),
+        ("qwen_xml", BARE % "<parameter=volume>\n30\n</parameter>\n", None),
+        ("qwen_xml", BARE % "<parameter=volume>\nloud\n</parameter>\n", None),
+        ("qwen_xml", BARE % "", None),
+        ("qwen_xml", LED % "<parameter=volume>\n9\n</parameter>\n", {"volume": 9}),
+        ("qwen_xml", LED % '<parameter=volume>\n9\n</parameter>\n<parameter=names>\n["abcd"]\n</parameter>\n', None),
+        ("gemma", '<|tool_call>call:set{volume:9,names:[<|"|>abc<|"|>]}<tool_call|>', {"volume": 9, "names": ["abc"]}),
+        ("gemma", '<|tool_call>call:set{volume:9,names:[<|"|>abcd<|"|>]}<tool_call|>', None),
+        ("gemma", "<|tool_call>call:set{volume:9", None),
+    ],
+)
+@pytest.mark.parametrize("step", [1, 1000])
+def test_a_strict_call_in_a_syntax_of_its_own_obeys_its_schema_or_is_text(
+    kind: str, answer: str, arguments: dict[str, object] | None, step: int
+) -> None:
+    message = of_strict(kind, f"Look.\n{answer}", step)
+    assert [json.loads(call.arguments) for call in message.tool_calls] == ([] if arguments is None else [arguments])
+    assert message.text == ("Look." if arguments is not None else f"Look.\n{answer}")

@@ -3,41 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.chat.parser import MessageWriter
 from paceline.chat.reading import MalformedError, Reading, Source, json_string, json_value
+from paceline.chat.strict import StrictTools
 
 ARGUMENTS = ("arguments", "parameters")  # names of the member with the arguments
 
 
 @dataclass(frozen=True)
 class _Header:
-    """The beginning of a call. arguments: JSON text if they came before the name; None if they come next or never."""
+    """The beginning of a call. arguments: JSON text if they were read; None if they come next or never.
+
+    arguments_follow: whether they are behind the name, and further members of the object may be behind them.
+    """
 
     name: str
     arguments: str | None
     arguments_follow: bool
 
 
-def read_call(source: Source, writer: MessageWriter, names: Collection[str] | None = None) -> Reading[bool]:
+def read_call(
+    source: Source, writer: MessageWriter, names: Collection[str] | None = None, strict: StrictTools | None = None
+) -> Reading[bool]:
     """Read a JSON object as a call. Its arguments are written as they arrive once its name is known.
 
-    names: functions that may be called; None for any. Returns False if the text is no such call: nothing was written,
-    and the caller's recording of the source has what was read.
+    names: functions that may be called; None for any. strict: tools whose calls are written only when they are complete
+    and obey their schemas; None if a grammar has made sure of that. Returns False if the text is no such call: nothing
+    was written, and the caller's recording of the source has what was read.
     """
     try:
         header = yield from _header(source)
+        if names is not None and header.name not in names:
+            return False
+        if strict is not None and header.name in strict:
+            if header.arguments_follow:
+                header = replace(header, arguments=(yield from _whole_value(source)))
+            if not strict.obeys(header.name, header.arguments or "{}"):
+                return False
     except MalformedError:
-        return False
-    if names is not None and header.name not in names:
         return False
     source.recorded()
     writer.begin_call(header.name)
     if not header.arguments_follow:
         writer.arguments(header.arguments or "{}")
         writer.end_call()
-    elif (yield from json_value(source, writer.arguments)):
+    elif header.arguments is not None or (yield from json_value(source, writer.arguments)):
+        writer.arguments(header.arguments or "")
         writer.end_call()
         yield from _read_rest(source, writer)
     else:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from paceline.chat import harmony, hermes, mistral, qwen_xml
 from paceline.chat.gemma import FUNCTION_GEMMA, GEMMA4, GemmaMarkers, reads_gemma, value_rules, writes_gemma
 from paceline.chat.grammars import CallSyntax, json_call
 from paceline.chat.harmony import reads_harmony
 from paceline.chat.hermes import reads_hermes
-from paceline.chat.mistral import mistral_call_id, read_mistral
+from paceline.chat.mistral import mistral_call_id, reads_mistral
 from paceline.chat.parser import OutputParser, Reader, openai_call_id, read_text, reads_calls_or_text
 from paceline.chat.plain_json import reads_json
 from paceline.chat.qwen_xml import reads_qwen_xml
@@ -77,23 +78,20 @@ def _instructions(example: str) -> Callable[[Sequence[ToolDefinition]], str]:
 
 _CALL = '{"name": "<function>", "arguments": {<arguments>}}'
 _PYTHON_TAG = "<|python_tag|>"
+_JSON_HEAD = '{"name": "'
 _MISTRAL = (mistral.BEGIN, mistral.ARGS, mistral.CALL_ID)
-
-
-def _names(tools: Sequence[ToolDefinition]) -> set[str]:
-    return {tool.name for tool in tools}
 
 
 def _gemma(name: str, markers: GemmaMarkers) -> ToolFormat:
     syntax = CallSyntax(markers.begin, writes_gemma(markers), rules=value_rules(markers.quote), by_name=True)
     special = (markers.begin, markers.end, markers.quote)
-    return ToolFormat(name, lambda _: reads_gemma(markers), syntax, markers.begin, special)
+    return ToolFormat(name, partial(reads_gemma, markers), syntax, markers.begin, special)
 
 
 _FORMATS = (  # the first whose marker is in the template
     ToolFormat(
         "harmony",
-        lambda tools: reads_harmony(_names(tools)),
+        reads_harmony,
         CallSyntax(
             harmony.BEGIN_CALL,
             harmony.write_call,
@@ -103,7 +101,7 @@ _FORMATS = (  # the first whose marker is in the template
         harmony.CHANNEL + "analysis",
         harmony.SPECIAL,
         channels=Channels(
-            lambda tools: reads_harmony(_names(tools), structured=True),
+            partial(reads_harmony, structured=True),
             harmony.AFTER_THOUGHTS,
             harmony.BEGIN_PREAMBLE,
             harmony.BEGIN_TEXT,
@@ -119,15 +117,15 @@ _FORMATS = (  # the first whose marker is in the template
     ),
     ToolFormat(
         "hermes",
-        lambda tools: reads_hermes(_names(tools)),
-        CallSyntax(hermes.BEGIN, json_call("arguments", '\n{"name": "', hermes.END), "\n"),
+        reads_hermes,
+        CallSyntax(hermes.BEGIN, json_call("arguments", hermes.HEAD, hermes.END), "\n"),
         hermes.BEGIN,
         (hermes.BEGIN, hermes.END),
         instructions=_instructions(f"{hermes.BEGIN}\n{_CALL}\n{hermes.END}"),
     ),
     ToolFormat(
         "mistral",
-        lambda _: read_mistral,
+        partial(reads_mistral, in_array=False),
         CallSyntax(mistral.BEGIN, mistral.write_named_call),
         mistral.ARGS,
         _MISTRAL,
@@ -135,7 +133,7 @@ _FORMATS = (  # the first whose marker is in the template
     ),
     ToolFormat(
         "mistral_json",
-        lambda _: read_mistral,
+        partial(reads_mistral, in_array=True),
         CallSyntax(mistral.BEGIN, mistral.write_call, single=True),
         mistral.BEGIN,
         _MISTRAL,
@@ -145,15 +143,15 @@ _FORMATS = (  # the first whose marker is in the template
     _gemma("function_gemma", FUNCTION_GEMMA),
     ToolFormat(
         "llama3",
-        lambda tools: reads_json(_names(tools), _PYTHON_TAG),
-        CallSyntax('{"name": "', json_call("parameters"), "; ", at_start=True),
+        partial(reads_json, prefix=_PYTHON_TAG, led=_JSON_HEAD),
+        CallSyntax(_JSON_HEAD, json_call("parameters"), "; ", at_start=True),
         _PYTHON_TAG,
         (_PYTHON_TAG,),
     ),
     ToolFormat(
         "json",
-        lambda tools: reads_json(_names(tools)),
-        CallSyntax('{"name": "', json_call("arguments"), "\n", at_start=True),
+        partial(reads_json, led=_JSON_HEAD),
+        CallSyntax(_JSON_HEAD, json_call("arguments"), "\n", at_start=True),
         instructions=_instructions(_CALL),
     ),
 )

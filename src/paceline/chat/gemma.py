@@ -9,9 +9,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from paceline.chat.grammars import any_of, arguments_of, enumerated, json_schema, literal, special, within_limit
+from paceline.chat.grammars import (
+    any_of,
+    arguments_of,
+    check_strict,
+    enumerated,
+    json_schema,
+    literal,
+    special,
+    within_limit,
+)
 from paceline.chat.parser import MessageWriter, Reader
 from paceline.chat.reading import NAME_STOP, MalformedError, Markers, Reading, Source, is_json, json_string
+from paceline.chat.strict import StrictTools, held_call
 from paceline.chat.values import ToolDefinition
 from paceline.errors import StructureError
 
@@ -32,9 +42,14 @@ GEMMA4 = GemmaMarkers("<|tool_call>", "<tool_call|>", '<|"|>')
 FUNCTION_GEMMA = GemmaMarkers("<start_function_call>", "<end_function_call>", "<escape>")
 
 
-def reads_gemma(markers: GemmaMarkers) -> Reader:
+def reads_gemma(markers: GemmaMarkers, tools: Sequence[ToolDefinition]) -> Reader:
     """Return a reader of answers with calls between these markers."""
-    begin = Markers(markers.begin)
+    begin, strict = Markers(markers.begin), StrictTools(tools)
+
+    def call(source: Source, name: str, writer: MessageWriter) -> Reading[None]:
+        writer.begin_call(name)
+        writer.end_call((yield from _ObjectReader(source, writer.arguments, markers.quote).read()))
+        yield from source.accept(markers.end)
 
     def read(source: Source, writer: MessageWriter) -> Reading[None]:
         while (yield from begin.read(source, writer.text)) is not None:
@@ -47,10 +62,11 @@ def reads_gemma(markers: GemmaMarkers) -> Reader:
             except MalformedError:
                 writer.text(markers.begin + source.recorded())
                 continue
-            source.recorded()
-            writer.begin_call(name)
-            writer.end_call((yield from _ObjectReader(source, writer.arguments, markers.quote).read()))
-            yield from source.accept(markers.end)
+            before = markers.begin + source.recorded()
+            if name in strict:  # the grammar leaves strings, arrays and objects free
+                yield from held_call(source, writer, strict, before, partial(call, source, name))
+            else:
+                yield from call(source, name, writer)
 
     return read
 
@@ -126,6 +142,7 @@ def writes_gemma(markers: GemmaMarkers) -> Callable[[ToolDefinition], str]:
 
     def one(tool: ToolDefinition) -> str:
         properties = arguments_of(tool)
+        check_strict(tool, tool.parameters)
         if properties is None:
             return f"{literal(f'call:{tool.name}')} object {special(markers.end)}"
         arguments = _arguments(tool, properties, markers.quote)

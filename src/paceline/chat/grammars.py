@@ -6,6 +6,7 @@ What these grammars allow, the family's reader reads as calls.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,6 +100,7 @@ def kinds_of(schema: Mapping[str, Any]) -> set[str] | None:
     return {"string", "null"} if found == ["null", "string"] and len(options) == 2 else None
 
 
+_PATTERN = re.compile(r'"pattern": "')  # the keyword; a property of this name has an object
 _OF_ALL_ARGUMENTS = {"$ref", "anyOf", "oneOf", "allOf", "enum", "const", "minProperties", "maxProperties"}
 
 
@@ -112,6 +114,12 @@ def arguments_of(tool: ToolDefinition) -> Mapping[str, Any] | None:
             f"the parameters have {min(found)!r}, which the syntax of this model's calls cannot enforce"
         )
     return tool.properties
+
+
+def check_strict(tool: ToolDefinition, schema: object) -> None:
+    """Raise StructureError if a strict tool has a pattern for text that its syntax writes without quotes."""
+    if tool.strict and _PATTERN.search(json.dumps(schema)):
+        raise StructureError("the parameters have 'pattern', which the syntax of this model's calls cannot enforce")
 
 
 def without_joint_keywords(parameters: Mapping[str, Any]) -> dict[str, Any]:

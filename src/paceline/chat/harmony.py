@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from paceline.chat.grammars import json_schema, literal, special
 from paceline.chat.parser import MessageWriter, Reader
 from paceline.chat.reading import Markers, Reading, Source, is_json, json_value
+from paceline.chat.strict import StrictTools, held_call
 from paceline.chat.values import ToolDefinition
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
@@ -18,6 +20,7 @@ BEGIN_CALL = f"{CHANNEL}commentary to=functions."
 BEGIN_PREAMBLE = f"{CHANNEL}commentary{MESSAGE}"
 BEGIN_TEXT = f"{CHANNEL}final{MESSAGE}"
 AFTER_THOUGHTS = f"{START}assistant"
+_JSON_FOLLOWS = f" {CONSTRAIN}json"  # behind a function's name, where a grammar leads
 _HEADER_END = Markers(MESSAGE)
 _BODY_END = Markers(*ENDS, START)
 _RECIPIENT = re.compile(r"to=functions\.([a-zA-Z0-9_.:/-]+)")
@@ -52,14 +55,15 @@ class _Messages:
         self._begun, self._breaks = True, False
 
 
-def reads_harmony(names: Collection[str], structured: bool = False) -> Reader:
+def reads_harmony(tools: Sequence[ToolDefinition], structured: bool = False) -> Reader:
     """Return a reader of answers in channels.
 
-    names: functions that may be called; calls of others are text. structured: whether a grammar has decided the order
+    tools: functions that may be called; calls of others are text. structured: whether a grammar has decided the order
     of messages: letters of markers are text then, but for the one that ends thoughts, and what comes before the
     structure or call is thoughts, so that the text is the structure alone.
     """
     ends = _STRUCTURED if structured else _Ends()
+    names, strict = {tool.name for tool in tools}, StrictTools(tools)
 
     def read(source: Source, writer: MessageWriter) -> Reading[None]:
         text, thoughts = _Messages(writer.text), _Messages(writer.reasoning)
@@ -74,7 +78,10 @@ def reads_harmony(names: Collection[str], structured: bool = False) -> Reader:
                 return
             header = "".join(pieces)
             if (name := _called(header)) in names:
-                yield from _call(source, writer, name)
+                if name not in strict or header.endswith(f"{BEGIN_CALL}{name}{_JSON_FOLLOWS}"):
+                    yield from _call(source, writer, name)
+                else:
+                    yield from held_call(source, writer, strict, header + MESSAGE, partial(_call, source, name=name))
             elif _is_thoughts(header, ends):
                 thoughts.begin()
                 yield from _body(source, thoughts.add, ends.thoughts)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 
 from paceline.chat.calls import read_call
 from paceline.chat.grammars import json_schema, literal, special
-from paceline.chat.parser import MessageWriter
-from paceline.chat.reading import NAME_STOP, MalformedError, Markers, Reading, Source, json_value
+from paceline.chat.parser import MessageWriter, Reader
+from paceline.chat.reading import NAME_STOP, SPACE, MalformedError, Markers, Reading, Source, json_value
+from paceline.chat.strict import StrictTools
 from paceline.chat.values import ToolDefinition
 
 BEGIN, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+HEAD = '[{"name": "'  # what a grammar of the older form writes behind BEGIN
 _BEGIN = Markers(BEGIN)
 
 
@@ -19,32 +22,42 @@ def mistral_call_id() -> str:
     return secrets.token_hex(5)[:9]
 
 
-def read_mistral(source: Source, writer: MessageWriter) -> Reading[None]:
-    """Read an answer with calls in either form."""
-    while (yield from _BEGIN.read(source, writer.text)) is not None:
-        source.record()
-        yield from source.skip_space()
-        if (yield from source.accept("[")):
-            called = yield from _array(source, writer)
-        elif (yield from source.is_at("{")):
-            called = yield from read_call(source, writer)
-        else:
-            called = yield from _named(source, writer)
-        if not called:
-            writer.text(BEGIN + source.recorded())
+def reads_mistral(tools: Sequence[ToolDefinition], in_array: bool) -> Reader:
+    """Return a reader of answers with calls in either form. in_array: whether a grammar writes the older one."""
+    strict = StrictTools(tools)
+
+    def read(source: Source, writer: MessageWriter) -> Reading[None]:
+        while (yield from _BEGIN.read(source, writer.text)) is not None:
+            spaced = (yield from source.available()) and source.peek(1) in SPACE
+            unled = None if in_array and (yield from source.is_at(HEAD)) else strict
+            source.record()
+            yield from source.skip_space()
+            if (yield from source.accept("[")):
+                called = yield from _array(source, writer, strict, unled)
+            elif (yield from source.is_at("{")):
+                called = yield from read_call(source, writer, strict=strict)
+            else:
+                called = yield from _named(source, writer, strict, led=not (in_array or spaced))
+            if not called:
+                writer.text(BEGIN + source.recorded())
+
+    return read
 
 
-def _array(source: Source, writer: MessageWriter) -> Reading[bool]:
-    """Read calls up to the closing bracket. Returns False if the first is none; what follows the calls is text."""
+def _array(source: Source, writer: MessageWriter, strict: StrictTools, first: StrictTools | None) -> Reading[bool]:
+    """Read calls up to the closing bracket. Returns False if the first is none; what follows the calls is text.
+
+    first: None if a grammar leads the first call, else ``strict``.
+    """
     yield from source.skip_space()
-    if not (yield from read_call(source, writer)):
+    if not (yield from read_call(source, writer, strict=first)):
         return False
     while True:
         source.record()
         yield from source.skip_space()
         if (yield from source.accept(",")):
             yield from source.skip_space()
-            if (yield from read_call(source, writer)):
+            if (yield from read_call(source, writer, strict=strict)):
                 continue
         elif (yield from source.accept("]")):
             source.recorded()
@@ -53,10 +66,11 @@ def _array(source: Source, writer: MessageWriter) -> Reading[bool]:
         return True
 
 
-def _named(source: Source, writer: MessageWriter) -> Reading[bool]:
-    """Read a name and its arguments. Returns False if it is no such call."""
+def _named(source: Source, writer: MessageWriter, strict: StrictTools, *, led: bool) -> Reading[bool]:
+    """Read a name and its arguments. Returns False if it is no such call. led: whether a grammar may lead it."""
     name = yield from source.take_while(NAME_STOP)
     try:
+        led = led and (yield from source.is_at(ARGS + "{"))
         if (yield from source.accept(CALL_ID)):
             yield from source.take_while(NAME_STOP)
         if not (yield from source.is_at("{")):
@@ -66,6 +80,13 @@ def _named(source: Source, writer: MessageWriter) -> Reading[bool]:
         return False
     if not name or not (yield from source.available()):
         return False
+    if name in strict and not led:
+        pieces: list[str] = []
+        if not (yield from json_value(source, pieces.append)) or not strict.obeys(name, "".join(pieces)):
+            return False
+        source.recorded()
+        writer.whole_call(name, "".join(pieces))
+        return True
     source.recorded()
     writer.begin_call(name)
     writer.end_call((yield from json_value(source, writer.arguments)))
@@ -79,5 +100,5 @@ def write_named_call(tool: ToolDefinition) -> str:
 
 def write_call(tool: ToolDefinition) -> str:
     """A call in the older form, as a grammar: an array of one."""
-    head = f'[{{"name": "{tool.name}", "arguments": '
+    head = f'{HEAD}{tool.name}", "arguments": '
     return f"{literal(head)} {json_schema(dict(tool.parameters))} {literal('}]')}"

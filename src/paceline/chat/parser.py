@@ -70,6 +70,12 @@ class MessageWriter:
         self._events.append(ToolCallEnd(self._calls, complete))
         self._calls += 1
 
+    def whole_call(self, name: str, arguments: str) -> None:
+        """Add a complete call."""
+        self.begin_call(name)
+        self.arguments(arguments)
+        self.end_call()
+
     def close(self) -> None:
         """End the message: white space at its end is text, unless a call was the last."""
         if self._space and not self._calls:

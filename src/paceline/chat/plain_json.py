@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from paceline.chat.calls import read_call
 from paceline.chat.parser import MessageWriter, Reader
 from paceline.chat.reading import Reading, Source
+from paceline.chat.strict import StrictTools
+from paceline.chat.values import ToolDefinition
 
 _FENCES = ("```json\n", "```\n")
 
 
-def reads_json(names: Collection[str], prefix: str = "") -> Reader:
+def reads_json(tools: Sequence[ToolDefinition], prefix: str = "", led: str = "") -> Reader:
     """Return a reader of answers that begin with a call of one of these functions; other answers are text.
 
-    prefix: what may come before the call.
+    prefix: what may come before the call. led: what answers begin with that a grammar leads from there on; "" if none
+    does.
     """
+    names, strict = {tool.name for tool in tools}, StrictTools(tools)
 
     def read(source: Source, writer: MessageWriter) -> Reading[None]:
         source.record()
         yield from source.skip_space()
+        unled = None if led and (yield from source.is_at(led)) else strict
         if prefix:
             yield from source.accept(prefix)
             yield from source.skip_space()
@@ -27,10 +32,10 @@ def reads_json(names: Collection[str], prefix: str = "") -> Reader:
         yield from source.skip_space()
         in_array = yield from source.accept("[")
         yield from source.skip_space()
-        if not (yield from read_call(source, writer, names)):
+        if not (yield from read_call(source, writer, names, unled)):
             writer.text(source.recorded())
             return
-        yield from _more_calls(source, writer, names)
+        yield from _more_calls(source, writer, names, unled)
         if in_array:
             yield from source.accept("]")
         yield from source.skip_space()
@@ -40,7 +45,9 @@ def reads_json(names: Collection[str], prefix: str = "") -> Reader:
     return read
 
 
-def _more_calls(source: Source, writer: MessageWriter, names: Collection[str]) -> Reading[None]:
+def _more_calls(
+    source: Source, writer: MessageWriter, names: Collection[str], strict: StrictTools | None
+) -> Reading[None]:
     """Read calls that follow the first one, after commas, semicolons or white space."""
     while True:
         source.record()
@@ -51,7 +58,7 @@ def _more_calls(source: Source, writer: MessageWriter, names: Collection[str]) -
         if not (yield from source.is_at("{")):
             writer.text(source.recorded().strip())
             return
-        if not (yield from read_call(source, writer, names)):
+        if not (yield from read_call(source, writer, names, strict)):
             writer.text(source.recorded())
             return
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from paceline.chat.grammars import (
     allows,
     any_of,
     arguments_of,
+    check_strict,
     enumerated,
     json_schema,
     kinds_of,
@@ -24,6 +26,7 @@ from paceline.chat.grammars import (
 from paceline.chat.hermes import BEGIN, END
 from paceline.chat.parser import MessageWriter, Reader
 from paceline.chat.reading import MalformedError, Markers, Reading, Source, is_json, json_value
+from paceline.chat.strict import StrictTools, held_call
 from paceline.chat.values import ToolDefinition
 from paceline.errors import StructureError
 
@@ -31,12 +34,19 @@ _FUNCTION, _PARAMETER, _END_FUNCTION, _END_PARAMETER = "<function=", "<parameter
 _KEY_END, _VALUE_END_LINE = ">\n", f"\n{_END_PARAMETER}\n"
 _BEGINS = Markers(BEGIN, _FUNCTION)
 _NAME_STOP, _KEY_STOP = re.compile(r"[>\s<]"), re.compile(r"[>\n]")
+_LENGTH = re.compile(r'"(min|max)Length": \d')  # the keywords, which the grammar does not enforce
 _VALUE_END = Markers(_END_PARAMETER)
 
 
 def reads_qwen_xml(tools: Sequence[ToolDefinition]) -> Reader:
     """Return a reader of answers with such calls."""
     schemas = {tool.name: tool.properties or {} for tool in tools}
+    strict = StrictTools(tools)
+    unmeasured = strict.have(_LENGTH)
+
+    def call(source: Source, name: str, writer: MessageWriter) -> Reading[None]:
+        writer.begin_call(name)
+        yield from _call(source, writer, schemas.get(name, {}))
 
     def read(source: Source, writer: MessageWriter) -> Reading[None]:
         while (marker := (yield from _BEGINS.read(source, writer.text))) is not None:
@@ -50,9 +60,12 @@ def reads_qwen_xml(tools: Sequence[ToolDefinition]) -> Reader:
             except MalformedError:
                 writer.text(marker + source.recorded())
                 continue
-            source.recorded()
-            writer.begin_call(name)
-            yield from _call(source, writer, schemas.get(name, {}))
+            before = marker + source.recorded()
+            led = before == f"{BEGIN}\n{_FUNCTION}{name}>" and name not in unmeasured
+            if name in strict and not led:
+                yield from held_call(source, writer, strict, before, partial(call, source, name))
+            else:
+                yield from call(source, name, writer)
 
     return read
 
@@ -201,6 +214,8 @@ def write_call(tool: ToolDefinition) -> str:
                 f"{key[:100]!r} cannot be the name of a parameter, which ends with > in a line of its own"
             )
         rooted = tool.rooted(schema) if isinstance(schema, Mapping) else schema
+        if _is_text(schema):
+            check_strict(tool, schema)
         value = f"{literal(_PARAMETER + key + _KEY_END)} {_value_rule(rooted)}"
         return f"({value})" if key in required else f"({value})?"
 

@@ -30,7 +30,7 @@ class Source:
 
     def __init__(self) -> None:
         self._text, self._start = "", 0
-        self._recorded: list[str] | None = None
+        self._recordings: list[list[str]] = []  # the innermost is last
         self.ended = False
 
     def add(self, text: str) -> None:
@@ -49,12 +49,18 @@ class Source:
         """Read ``size`` characters; fewer if there are fewer."""
         text = self.peek(size)
         self._start += len(text)
-        if self._recorded is not None:
-            self._recorded.append(text)
+        if self._recordings:
+            self._recordings[-1].append(text)
         return text
 
     def put_back(self, text: str) -> None:
-        """Undo reading of ``text``, which was read last. Nothing may be recorded meanwhile."""
+        """Undo reading of ``text``, which was read last. A recording must have begun before all of it, or be ended."""
+        pieces, left = self._recordings[-1] if self._recordings else [], len(text)
+        while pieces and left:
+            piece = pieces.pop()
+            if len(piece) > left:
+                pieces.append(piece[:-left])
+            left -= min(left, len(piece))
         dropped = max(0, len(text) - self._start)  # what ``add`` has dropped
         self._text, self._start = text[:dropped] + self._text, self._start + dropped - len(text)
 
@@ -64,12 +70,14 @@ class Source:
         return -1 if found is None else found.start() - self._start
 
     def record(self) -> None:
-        """Begin to record what is read."""
-        self._recorded = []
+        """Begin to record what is read, also within another recording."""
+        self._recordings.append([])
 
     def recorded(self) -> str:
-        """End recording; return what was read meanwhile."""
-        text, self._recorded = "".join(self._recorded or ()), None
+        """End the last recording; return what was read meanwhile."""
+        text = "".join(self._recordings.pop())
+        if self._recordings:
+            self._recordings[-1].append(text)
         return text
 
     def available(self) -> Reading[bool]:

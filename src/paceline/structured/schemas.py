@@ -9,15 +9,14 @@ property's name could be spelled a second way.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from itertools import combinations
 from math import comb
 from typing import Any, ClassVar
-from urllib.parse import unquote
 
+from paceline.chat.pointers import resolved
 from paceline.errors import StructureError
 from paceline.structured.alternatives import Tags, are_apart, tags_of
 from paceline.structured.endings import Schema, endless
@@ -40,7 +39,6 @@ from paceline.structured.limits import GrammarLimits
 from paceline.structured.patterns import Ranges, alphabet, check_spelled, common, rewritten, union
 from paceline.structured.weaker import replaced, without_cause
 
-_PLACE = re.compile("0|[1-9][0-9]{0,5}")  # in a list of a schema: it has no more than GrammarLimits.characters
 _MAX_CHOICES = 64  # combinations of optional properties that satisfy minProperties and maxProperties
 _UNESCAPED: Ranges = ((0x20, 0x7E), (0x80, 0x10FFFF))  # written in JSON strings as they are, or as \" and \\
 _LETTER_ESCAPED: Ranges = ((0x08, 0x0A), (0x0C, 0x0D))  # written as \b, \t, \n, \f, \r
@@ -170,7 +168,7 @@ class _Translation:
 
     def _reference(self, target: str) -> str:
         """The new '$ref' to a schema, which is translated once, however often and in whatever spelling it is named."""
-        schema = self._resolve(target)
+        schema = resolved(self._root, target)
         if id(schema) not in self._references:
             name = self._references[id(schema)] = self._define({})  # reserved first: the schema may be recursive
             self._definitions[name] = self._value(schema, at_root=schema is self._root)
@@ -188,20 +186,6 @@ class _Translation:
         if text not in self._shares:
             self._shares[text] = self._define(schema)
         return {"$ref": self._shares[text]}
-
-    def _resolve(self, target: str) -> Any:
-        if target != "#" and not target.startswith("#/"):
-            raise StructureError(f"the schema refers to {target!r}; only its own parts ('#/$defs/...') can be followed")
-        value = self._root
-        for part in unquote(target).split("/")[1:]:
-            key = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(value, dict) and key in value:
-                value = value[key]
-            elif isinstance(value, list) and _PLACE.fullmatch(key) and int(key) < len(value):
-                value = value[int(key)]
-            else:
-                raise StructureError(f"the schema refers to {target!r}, which it does not have")
-        return value
 
     def _check_ends(self) -> None:
         """Raise StructureError if a definition has no finite value."""
@@ -292,7 +276,7 @@ class _Translation:
                 break
             self._step()
             passed.add(target)
-            schema = self._resolve(target)
+            schema = resolved(self._root, target)
         self._ends.update(dict.fromkeys(passed, schema))
         return schema
 
