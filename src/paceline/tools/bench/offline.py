@@ -6,8 +6,8 @@ Prefill and decoding are separated: all answers have their first token after P +
     several prefill chunks blur this on all sides: tokens that the first rows gain meanwhile count as prefill. Every
     answer has exactly N tokens (no end-of-text token ends it), or as many as the longest sequence has positions for;
     all sides are compared by their time per token. Sides take turns within one process, after a warm-up of each, and
-    each repeat begins with another one. The median of the repeats counts, and the speed-up is the median of each
-    repeat's own: a temporary slowdown of the machine affects both sides.
+    each repeat begins with another one. The speed-up is that of all repeats together, by their total times: a ratio of
+    medians, or a median of ratios, of few repeats is a draw among them.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class OfflineResult:
 
     output_tokens: mean length of an answer, below ``max_tokens`` if prompts leave fewer positions.
     ms_per_token: per sequence, decode_seconds / output_tokens; tokens_per_second: of the whole batch.
-    speed_up: over the first side, plain decoding, token by token.
+    speed_up: over the first side, plain decoding, by the total time per token of all repeats.
     utilisation: fraction from 0 to 1 (``utilisation``); None if unknown.
     """
 
@@ -264,7 +264,7 @@ def measure(
         ordered = sorted(repeated, key=lambda timing: timing.decode_seconds)
         every = [timing.decode_seconds for timing in repeated]
         pace = [timing.decode_seconds / timing.tokens for timing in repeated]
-        speed_up = statistics.median(theirs / own for theirs, own in zip(base, pace, strict=True))
+        speed_up = sum(base) / sum(pace)
         median = ordered[(len(ordered) - 1) // 2]
         known = arithmetic if name in ours else None
         used = None if known is None else known.utilisation(median.tokens, median.decode_seconds)

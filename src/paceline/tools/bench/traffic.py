@@ -199,10 +199,10 @@ def measure(
 
 
 def summary(results: Sequence[TrafficResult]) -> dict[str, Any]:
-    """By trace: auto's mean latency over that of the best fixed length, and over each fixed length."""
+    """By trace: auto's mean latency, over all repeats, over that of the best fixed length and over each policy's."""
     by_trace: dict[str, dict[str, float]] = {}
     for result in results:
-        by_trace.setdefault(result.trace, {})[result.policy] = result.mean
+        by_trace.setdefault(result.trace, {})[result.policy] = statistics.fmean(result.means_of_all or [result.mean])
     return {
         trace: {
             "best_fixed": min(FIXED, key=means.__getitem__),
