@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -54,7 +54,7 @@ CHEAP_DRAFTS = CostTable((1,), (0, 8), 256, ((10.0, 10.8),), (0.0,), (0.1,))
 class FixedCosts(CostModel):
     """Costs of a table that real rounds do not correct, so that counts do not depend on the machine."""
 
-    def observe(self, rows: int, draft_tokens: int, context: float, ms: float) -> None:
+    def observe(self, rows: int, draft_tokens: int, context: float, ms: float, kind: Hashable = None) -> None:
         pass
 
     def observe_draft(self, rows: int, passes: int, ms: float) -> None:

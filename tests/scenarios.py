@@ -10,7 +10,6 @@ from paceline.lengths.auto import AutoLength
 from paceline.lengths.cost import CostModel, CostTable
 from simulation import DraftSimulation, linear_costs
 
-SEEDS = range(20, 26)
 LOOKAHEAD = 16
 ROUNDS_OF_A_SMALL_MODEL = CostTable(
     (1, 2, 4, 8, 16), (0, 1, 3, 7), 100,

@@ -112,8 +112,8 @@ class DraftSimulation:
     """Simulates rounds whose draft tokens have confidences, until every row has gained ``tokens`` tokens.
 
     draft_token(row): draft tokens after a row's text, as (confidence, whether it is correct); called every round.
-    copies(row): n-gram drafts in the same form, which cost nothing and among which ``SpeculationPlan.fallback``
-        chooses; None if there are none.
+    copies(row): n-gram drafts in the same form, which cost nothing, and from which ``SpeculationPlan.fallback``
+        chooses rows; None if there are none.
     look: time of an n-gram lookup in ms. prompt: length of each row's prompt in tokens.
     asks: whether the policy decides if the drafter reads prompts at once; otherwise reading costs nothing.
     one_prompt: whether all rows share a prompt.
@@ -138,6 +138,7 @@ class DraftSimulation:
     read: int = 0  # tokens that the drafter has read, without its own accepted ones
     asked: list[int] = field(default_factory=list)  # draft tokens of the model per row, one entry per round
     verified: list[list[int]] = field(default_factory=list)
+    drafting: list[list[int]] = field(default_factory=list)  # rows that the model drafted for, one entry per round
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -184,7 +185,7 @@ class DraftSimulation:
     def _round(self, policy: LengthPolicy) -> None:
         batch, began = self.batch, self.now
         plan = policy.choose(batch).within(batch)
-        self._who, self._read = batch.slots, (0, 0)
+        self._who, self._drafting = batch.slots, list[int]()
         draft = self._propose(self._who, plan).capped(plan.caps)
         draft = policy.select(batch, draft) if draft.k else draft
         counts = draft.counts.tolist()
@@ -195,27 +196,34 @@ class DraftSimulation:
         self.now += ms * self.rng.lognormvariate(0, self.noise) * (3 if self._spike() else 1) / 1000
         verdict = Verdict(torch.full((batch.rows, draft.k + 1), RIGHT), torch.tensor(accepted), draft.counts)
         batch.commit(verdict)
-        for row in range(*self._read):
+        for row in self._drafting:
             self.reader.seen[batch.slots[row]] = batch.lengths[row] - 1
         policy.observe(batch, with_timing(verdict, plan, 1000 * (ready - began), 1000 * (self.now - ready)))
         self.rounds += 1
         self.gained += sum(accepted) + len(accepted)
         self.verified.append(counts)
+        self.drafting.append(self._drafting)
 
     def _propose(self, who: list[int], plan: SpeculationPlan) -> Draft:
-        """The n-gram draft or the model's, as ``plan.fallback`` chooses."""
-        copied, k = None, plan.k
-        self.now += self.look / 1000 if k > 0 else 0
-        if self.copies is not None and k > 0:
-            copied = _as_draft([self.copies(row)[:k] for row in who])
-            k = k if plan.fallback is None else plan.fallback(self.batch, copied)
-        self.asked.append(k)
-        if k == 0:
-            return self._draft(who, replace(plan, k=0)) if copied is None else copied
-        first, stop = self._read = plan.stretch(self.batch.rows)
-        spared = self.reader.spared(self.batch) if stop - first == self.batch.rows else 0
-        self._reads(sum(self.reader.missing_tokens(self.batch)[first:stop]) - (stop - first) - spared)
-        return self._draft(who, replace(plan, k=k))
+        """The n-gram draft or the model's in each row, as ``plan.fallback`` chooses."""
+        copied, counts = None, plan.counts(self.batch)
+        self.now += self.look / 1000 if plan.k > 0 else 0
+        if self.copies is not None and plan.k > 0:
+            copied = [self.copies(row)[: plan.k] for row in who]
+            if plan.fallback is not None:
+                counts = [min(pair) for pair in zip(counts, plan.fallback(self.batch, _as_draft(copied)), strict=True)]
+        self.asked.append(max(counts))
+        copied = copied or [[] for _ in who]
+        if not any(counts):
+            return _as_draft(copied)
+        plan = replace(plan, k=max(counts), caps=counts)
+        first, stop = plan.stretch(self.batch.rows)
+        missing = self.reader.missing_tokens(self.batch)
+        self._drafting = [row for row in range(first, stop) if counts[row]]
+        spared = self.reader.spared(self.batch) if len(self._drafting) == self.batch.rows else 0
+        self._reads(sum(missing[row] - 1 for row in self._drafting) - spared)
+        drafted = self._draft(who, plan)
+        return _as_draft([mine if count else other for mine, other, count in zip(drafted, copied, counts, strict=True)])
 
     def place(self, row: int) -> int:
         """Number of tokens that a row has gained so far."""
@@ -226,7 +234,7 @@ class DraftSimulation:
         widest, before = max(map(len, draft_tokens)), 0.0
         first, stop = plan.stretch(self.batch.rows)
         for step in range(1, widest + 1):
-            ms = self.costs.draft_ms(stop - first, step)
+            ms = self.costs.draft_ms(len(self._drafting), step)
             self.now += (ms - before) / 1000
             before = ms
             scores = [[score for score, _ in line[:step]] for line in draft_tokens[first:stop]]
@@ -237,11 +245,12 @@ class DraftSimulation:
     def _spike(self) -> bool:
         return self.noise > 0 and self.rng.random() < 1 / 30
 
-    def _draft(self, who: list[int], plan: SpeculationPlan) -> Draft:
-        draft_tokens = [self.draft_token(row)[: plan.k] for row in who]
+    def _draft(self, who: list[int], plan: SpeculationPlan) -> list[list[tuple[float, bool]]]:
+        """The draft model's tokens, none in rows whose cap is 0."""
+        counts = plan.counts(self.batch)
+        draft_tokens = [self.draft_token(row)[:count] for row, count in zip(who, counts, strict=True)]
         widest = self._end(draft_tokens, plan)
-        draft_tokens = [line[:widest] for line in draft_tokens]
-        return _as_draft(draft_tokens)
+        return [line[:widest] for line in draft_tokens]
 
 
 def _as_draft(draft_tokens: list[list[tuple[float, bool]]]) -> Draft:

@@ -31,7 +31,7 @@ from paceline.core.draft import Draft, RoundTiming, Verdict
 from paceline.core.outputs import RequestOutput
 from paceline.core.rows import RowState
 from paceline.core.sampling import Purpose, noise_key, noisy_argmax
-from paceline.drafters import Drafter, NgramDrafter
+from paceline.drafters import Drafter
 from paceline.drafters.heads.decoder import HeadModel
 from paceline.engine.engine import Engine, Request
 from paceline.errors import ParameterError
@@ -60,6 +60,7 @@ from toy import (
     RandomCaps,
     RandomLength,
     RandomSelection,
+    RandomSources,
     RandomStops,
     Scripted,
     ScriptedTrees,
@@ -315,6 +316,7 @@ def speculative_engine(model: str, drafter: str, length: int | str, family: str,
         "caps": lambda: RandomCaps(seed=len(drafter)),
         "selection": lambda: RandomSelection(seed=len(drafter)),
         "stops": lambda: RandomStops(seed=len(drafter)),
+        "sources": lambda: RandomSources(seed=len(drafter)),
         "budget": cheap_budget,
         "confident": lambda: cheap_confident(engine),
         "hybrid": lambda: cheap_hybrid(engine),
@@ -471,7 +473,7 @@ def test_rounds_of_one_native_call_equal_plain_decoding(drafter: str, length: in
         ("assistant", "auto", "greedy", 1),
         ("assistant", "confident", "processed", 1),
         ("assistant hybrid", "hybrid", "everything", 1),
-        ("assistant hybrid", "hybrid", "mixed", 3),
+        ("assistant hybrid", "sources", "mixed", 3),
     ],
 )
 @pytest.mark.one_in(11)
@@ -491,10 +493,10 @@ def test_rounds_with_an_assistant_equal_plain_decoding(
         ("documents", 4, "siblings", 3),
         ("sometimes", "selection", "mixed", 1),
         ("ragged", "random", "processed", 1),
-        ("hybrid", "hybrid", "mixed", 2),
+        ("hybrid", "sources", "mixed", 2),
         ("head", "random", "siblings", 1),
         ("head", 4, "mixed", 3),
-        ("head hybrid", "hybrid", "everything", 1),
+        ("head hybrid", "sources", "everything", 1),
         ("head", "confident", "greedy", 1),
     ],
 )
@@ -760,13 +762,28 @@ def test_a_model_with_attention_of_its_own_is_fed_exactly_the_real_tokens(drafte
     assert answers(run(engine, PROMPTS, MIXED)) == plain("toy", "mixed")
 
 
-@pytest.mark.parametrize("model", ["toy", "flat"])
-@pytest.mark.parametrize("drafter", ["hybrid", "model", "ngram", "ragged"])
-def test_weighing_ngram_drafts_against_a_draft_model_equals_plain_decoding_with_any_drafter(
-    drafter: str, model: str
+@pytest.mark.parametrize("model", ["toy", "flat", pytest.param("native", marks=needs_kernels)])
+@pytest.mark.parametrize(
+    ("drafter", "length", "family", "width"),
+    [
+        ("hybrid", "hybrid", "mixed", 1),
+        ("hybrid", "sources", "mixed", 1),
+        ("hybrid", "sources", "greedy", 3),
+        ("head hybrid", "sources", "everything", 1),
+        ("ragged", "hybrid", "mixed", 1),
+    ],
+)
+def test_weighing_ngram_drafts_against_a_draft_model_row_by_row_equals_plain_decoding(
+    drafter: str, length: str, family: str, width: int, model: str
 ) -> None:
-    engine = speculative_engine(model, drafter, "hybrid", "mixed", prefill_chunk=7)
-    assert answers(run(engine, PROMPTS, MIXED)) == plain("toy", "mixed")
+    engine = speculative_engine(model, drafter, length, family, prefill_chunk=7, speculation_width=width)
+    assert answers(run(engine, PROMPTS, PARAMS[family])) == plain("toy" if model == "flat" else model, family)
+
+
+@pytest.mark.parametrize("model", ["toy", pytest.param("native", marks=needs_kernels)])
+def test_greedy_answers_of_mixed_rounds_are_plain_ones_under_the_rejection_rule(model: str) -> None:
+    engine = speculative_engine(model, "hybrid", "sources", "greedy", acceptance="rejection", prefill_chunk=7)
+    assert answers(run(engine, PROMPTS, PARAMS["greedy"])) == plain(model, "greedy")
 
 
 def references_of(kind: str, model: str, family: str) -> list[list[list[int]]]:
@@ -1560,26 +1577,35 @@ def test_drafts_whose_length_depends_on_their_tokens_keep_the_distribution(polic
     assert p_value(engine, SamplingParams(n=SAMPLES, max_tokens=3, seed=22)) > 1e-3
 
 
-@pytest.mark.parametrize("rule", [SLOW_COUPLED, "rejection"])
-@pytest.mark.parametrize("policy", ["hybrid", "by the first token"])
-@pytest.mark.one_in(7)
+@pytest.mark.parametrize(
+    ("policy", "rule"),
+    [
+        ("hybrid", "rejection"),
+        ("by the first token", "rejection"),
+        ("row by row", "rejection"),
+        pytest.param("row by row", "coupled", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.one_in(3)
 def test_ngram_drafts_between_drafts_of_a_model_keep_the_distribution(policy: str, rule: str) -> None:
     engine = small_engine("hybrid", rule, 3, rows=250)  # enough rows to have rounds in which many find no match
-    engine.parts.policy = cheap_hybrid(engine) if policy == "hybrid" else CopyByFirstToken()
+    engine.parts.policy = cheap_hybrid(engine) if policy == "hybrid" else CopyByFirstToken(policy == "row by row")
     observe = engine.parts.policy.observe
     engine.parts.policy.observe = lambda batch, verdict: observe(batch, steady(verdict))  # type: ignore[method-assign]
-    drafter, copied = engine.parts.drafter, []
+    drafter, of_model = engine.parts.drafter, list[set[bool]]()
     propose = drafter.propose
 
     def recorded(batch: Batch, plan: SpeculationPlan) -> Draft:
         draft = propose(batch, plan)
-        copied.append(draft.tokens.tolist() == copies.propose(batch, plan).tokens.tolist())
+        last = len(drafter.sources) - 1
+        of_model.append({kinds[0] == last for kinds in draft.kinds or [] if len(kinds) > 0})
         return draft
 
-    copies = NgramDrafter([SMALL_DOCUMENT])
     drafter.propose = recorded  # type: ignore[method-assign]
     assert p_value(engine, SamplingParams(n=SAMPLES, max_tokens=3, seed=22)) > 1e-3
-    assert 0.1 < sum(copied) / len(copied) < 0.9
+    assert {True} in of_model or {True, False} in of_model
+    assert ({True, False} in of_model) == (policy == "row by row" and rule == "coupled")
+    assert {False} in of_model or policy != "by the first token"
 
 
 def steady(verdict: Verdict) -> Verdict:
@@ -1589,15 +1615,21 @@ def steady(verdict: Verdict) -> Verdict:
 
 
 class CopyByFirstToken(FixedLength):
-    """Uses the n-gram draft if its first token in the first row is small, else the draft model."""
+    """Uses the n-gram draft of a row if its first token is small, else the draft model.
 
-    def __init__(self) -> None:
+    by_row: whether each row decides for itself, or the first for all.
+    """
+
+    def __init__(self, by_row: bool) -> None:
         super().__init__(3)
+        self.by_row = by_row
 
     def choose(self, batch: Batch) -> SpeculationPlan:
-        return SpeculationPlan(
-            3, fallback=lambda _batch, copies: 0 if copies.k and int(copies.tokens[0, 0]) < SMALL // 2 else 2
-        )
+        return SpeculationPlan(3, fallback=self._fallback)
+
+    def _fallback(self, batch: Batch, copies: Draft) -> list[int]:
+        counts = [0 if line and line[0] < SMALL // 2 else 2 for line in copies.draft_tokens]
+        return counts if self.by_row else [counts[0]] * batch.rows
 
 
 class StopWhenUnsure(FixedLength):

@@ -530,6 +530,16 @@ class RandomCaps(RandomLength):
         return SpeculationPlan(max(caps), caps)
 
 
+class RandomSources(RandomCaps):
+    """The same, with drafts of the search in some rows and of the draft model in others, where a drafter has both."""
+
+    name = "sources"
+
+    def choose(self, batch: Batch) -> SpeculationPlan:
+        fallback = lambda batch, _draft: [self.rng.choice([0, self.longest]) for _ in range(batch.rows)]  # noqa: E731
+        return replace(super().choose(batch), fallback=fallback)
+
+
 class RandomSelection(RandomLength):
     """Policy with a random length every round that verifies a random part of each row's draft."""
 

@@ -32,7 +32,7 @@ class Repeating:
 
 def tiny_llm() -> LLM:
     llm: Any = LLM.__new__(LLM)
-    llm._recommended = {}
+    llm._recommended, llm._pooling = {}, None
     llm.tokenizer = Repeating()
     llm._models = Models(NativeModel(random_spec(), "tiny", quantization="int8", threads=1), None)
     llm.requests = RequestMaker(llm.tokenizer, llm._models.target.vocab_size, ())

@@ -16,7 +16,6 @@ from paceline.engine.engine import Engine
 from paceline.lengths.auto import AutoLength
 from paceline.lengths.base import FixedLength, UnreadPrompt
 from paceline.lengths.cost import CostModel
-from paceline.lengths.records import RunningMean
 from simulation import LENGTHS, SIZES, DraftSimulation, Reader, linear_costs
 from toy import FlatToy, ToyModel, answers, make_engine, run
 
@@ -46,7 +45,7 @@ def engine_with(kind: type[ToyModel] = ToyModel) -> tuple[Engine, list[int]]:
 
 def policy_with(chance: float | None) -> AutoLength:
     """A policy with 200 rounds of a draft model of this acceptance; None: no rounds."""
-    policy = AutoLength(CostModel(COSTS), [], copies=False)
+    policy = AutoLength(CostModel(COSTS), [Reader(8)], copies=False)  # type: ignore[list-item]
     for place in range(200 if chance is not None else 0):
         policy.model_drafts.learn([[(0, place % 10 < 10 * (chance or 0.0))] * 4], [0])
     return policy
@@ -61,36 +60,27 @@ def test_expects_to_draft_follows_the_record() -> None:
 
 
 @pytest.mark.parametrize("chance", [0.5, 0.9])
-def test_recent_gain_decides_whatever_the_acceptance(chance: float) -> None:
+def test_recent_rounds_decide_whatever_the_acceptance(chance: float) -> None:
     """Scores tell which of them are right, of which their mean chance says nothing."""
-    policy = policy_with(chance)
-    policy.model_drafts.gains[8] = RunningMean(0.1)
-    assert policy.expects_to_draft(8)
-    policy.model_drafts.gains[8] = RunningMean(-0.1)
-    assert not policy.expects_to_draft(8)
-
-
-def test_an_uncertain_gain_gets_an_allowance_of_its_standard_error() -> None:
-    policy = policy_with(0.5)
-    policy.model_drafts.gains[8] = brought = RunningMean(-0.1)
-    for value in (-1.0, 0.7):
-        brought.learn(value)
-    assert brought.value < 0
-    assert policy.expects_to_draft(8)
+    for tokens in (1.0, 2.0):
+        policy = policy_with(chance)
+        plain_ms = policy.costs.times(8, policy.costs.table.context).plain
+        for _ in range(20):
+            policy.model_drafts.learn_speed(8, tokens, 1.5 * plain_ms, 0.1 * plain_ms)
+        assert policy.expects_to_draft(8) == (tokens > 1.5)
 
 
 def slow_reader(gain: float) -> AutoLength:
     """A policy whose draft model reads a token in 1 ms and gains this many tokens per row of a round of 10 ms."""
     costs = linear_costs(verify=10.0, token=0.0, feed_tokens=(1, 400), feed=(1.0, 400.0))
     policy = AutoLength(CostModel(costs), [Reader(8)], copies=False)  # type: ignore[list-item]
-    for rows in (1, 8):
-        policy.model_drafts.gains[rows] = RunningMean(gain)
+    policy.model_drafts.speed = lambda _rows: 1 + gain  # type: ignore[method-assign]
     return policy
 
 
-@pytest.mark.parametrize(("rows", "sharing", "least"), [(8, 8, 400), (8, 1, 3200), (1, 1, 400)])
+@pytest.mark.parametrize(("rows", "sharing", "least"), [(8, 8, 440), (8, 1, 3520), (1, 1, 440)])
 def test_a_prompt_is_read_if_what_is_left_of_its_answers_repays_it(rows: int, sharing: int, least: int) -> None:
-    """At 0.1 tokens a round, 400 tokens repay the 40 rounds of each row that reading takes, for one row or for all."""
+    """At a speed of 1.1, 440 tokens repay the 40 rounds of each row that reading takes, for one row or for all."""
     policy = slow_reader(0.1)
     assert not policy.reads_prompt(rows, UnreadPrompt(400, sharing, least - 1))
     assert policy.reads_prompt(rows, UnreadPrompt(400, sharing, least + 1))
@@ -108,7 +98,8 @@ def test_eight_short_answers_do_not_wait_for_a_draft_model_that_saves_little(tok
     simulation = DraftSimulation(costs, lambda _: [(0.9, rng.random() < 0.9)], 8, tokens, prompt=400, asks=True)
     simulation.one_prompt, simulation.reader.prompt = True, 400
     policy = AutoLength(CostModel(costs), [simulation.reader], copies=False)  # type: ignore[list-item]
-    policy.model_drafts.gains[8] = RunningMean(0.19)
+    for place in range(200):
+        policy.model_drafts.learn([[(0, place % 10 < 9)]], [0])
     assert simulation.play(policy) <= 1.01 * tokens * costs.verify_ms(8, 0) / 1000
     assert (simulation.read > 0) == reads
 
@@ -217,8 +208,9 @@ def read_by(rows: int, chance: float) -> list[int]:
     """Tokens that a draft model reads for each of five batches of ``rows`` prompts of 200 tokens."""
     rng, counts = random.Random(1), [0]
     draft_token = [(0.9, True)] * 4, [(0.9, False)] * 4
-    simulation = DraftSimulation(COSTS, lambda _: draft_token[rng.random() >= chance], rows, prompt=200, asks=True)
-    policy = AutoLength(CostModel(COSTS), [simulation.reader], copies=False)  # type: ignore[list-item]
+    costs = replace(COSTS, feed_tokens=(1, 401), feed=(0.25, 100.25))
+    simulation = DraftSimulation(costs, lambda _: draft_token[rng.random() >= chance], rows, prompt=200, asks=True)
+    policy = AutoLength(CostModel(costs), [simulation.reader], copies=False)  # type: ignore[list-item]
     for _ in range(5):
         simulation.play(policy)
         counts.append(simulation.read)

@@ -58,25 +58,15 @@ def test_probabilities_converge_to_the_truth(score: float | None, truth: float) 
 def test_a_drafter_that_is_wrong_is_found_out_within_a_round_or_two_whatever_its_scores() -> None:
     belief = ScoreCalibration()
     learn(belief, [0.9] * 8, [False] * 8)
+    assert chance(belief, 0.9, row=7) < 0.25
+    learn(belief, [0.9] * 8, [False] * 8)
     assert chance(belief, 0.9, row=7) < 0.1
-    assert chance(belief, 0.99) < 0.95  # this bin was never tried
-    learn(belief, [0.9] * 8, [False] * 8, times=3)
-    assert chance(belief, 0.7) < 0.1
-
-
-def test_a_change_is_told_from_randomness() -> None:
-    """A calibration from hundreds of draft tokens is doubted after one round that it cannot explain, and only then."""
-    belief = ScoreCalibration()
-    learn(belief, [0.6] * 16, [True] * 14 + [False] * 2, times=40)
-    learn(belief, [0.6] * 16, [True] * 9 + [False] * 7)
-    assert chance(belief, 0.6, row=16) > 0.7
-    learn(belief, [0.6] * 16, [True] * 2 + [False] * 14)
-    assert chance(belief, 0.6, row=16) < 0.4
 
 
 @pytest.mark.parametrize(("before", "after"), [(0.9, 0.1), (0.1, 0.9)])
-@pytest.mark.parametrize(("rows", "rounds"), [(16, 2), (1, 14)])
-def test_a_change_is_believed_at_once(rows: int, rounds: int, before: float, after: float) -> None:
+@pytest.mark.parametrize(("rows", "rounds"), [(16, 7), (1, 60)])
+def test_a_change_is_believed_after_about_100_draft_tokens(rows: int, rounds: int, before: float, after: float) -> None:
+    """In a row that is known, its own record makes up for that of all."""
     belief, rng = ScoreCalibration(), np.random.default_rng(0)
 
     def play(rate: float) -> None:
@@ -88,17 +78,6 @@ def test_a_change_is_believed_at_once(rows: int, rounds: int, before: float, aft
     for _ in range(rounds):
         play(after)
     assert abs(np.mean([belief.chance(row, at(0)) for row in range(rows)]) - after) < 0.3
-
-
-@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
-def test_randomness_is_rarely_taken_for_a_change(rate: float) -> None:
-    belief, rng, doubted = ScoreCalibration(), np.random.default_rng(0), 0
-    for _ in range(500):
-        had = sum(belief.tried)
-        right = (rng.random(8) < rate).astype(int).tolist()
-        learn_rows(belief, outcomes([1] * 8, right))
-        doubted += sum(belief.tried) < had / 2
-    assert doubted <= 3
 
 
 def test_a_later_draft_token_is_judged_apart_from_a_first_one_with_the_same_score() -> None:
@@ -122,8 +101,8 @@ def test_without_scores_every_place_has_a_chance_of_its_own_and_untried_ones_tha
 def test_rows_differ_with_the_same_score() -> None:
     belief = ScoreCalibration()
     learn(belief, [0.7, 0.7], [True, False], times=30)
-    assert chance(belief, 0.7, row=0) > 0.85
-    assert chance(belief, 0.7, row=1) < 0.3
+    assert chance(belief, 0.7, row=0) > 0.9
+    assert chance(belief, 0.7, row=1) < 0.1
     assert 0.3 < chance(belief, 0.7, row=2) < 0.7
 
 
@@ -140,16 +119,6 @@ def test_a_round_without_judged_tokens_changes_nothing() -> None:
     before = chance(belief, 0.5)
     learn_rows(belief, [[], []])
     assert chance(belief, 0.5) == before
-
-
-def test_after_a_doubt_a_few_draft_tokens_decide() -> None:
-    belief = ScoreCalibration()
-    for _ in range(100):
-        learn_rows(belief, outcomes([1] * 4, [0] * 4))
-    belief.doubt()
-    assert belief.chance(0, at(0)) < 0.2
-    learn_rows(belief, outcomes([1] * 16, [1] * 16))
-    assert belief.chance(0, at(0)) > 0.7
 
 
 def test_drafts_from_other_texts_are_judged_apart_from_those_of_the_rows_own() -> None:

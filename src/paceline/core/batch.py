@@ -77,8 +77,9 @@ class StopDrafting(Protocol):
         ...
 
 
-# Maps a draft from n-gram lookup to the number of tokens to draft with the model instead; 0 keeps the lookup's draft.
-Fallback = Callable[["Batch", Draft], int]
+# Maps a draft from n-gram lookup to the number of tokens to draft with the model instead in each row, [B]; 0 keeps the
+# row's n-gram draft.
+Fallback = Callable[["Batch", Draft], Sequence[int]]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from paceline.core.nodes import Tree
 from paceline.errors import ParameterError
 
-MAX_KINDS = 8  # kinds of draft tokens that a drafter may distinguish
+MAX_KINDS = 10  # kinds of draft tokens that a drafter may distinguish
 # Offset added to the kind of a lower-ranked sibling: it can only be accepted where a better sibling is rejected.
 SIBLING_KIND = MAX_KINDS // 2
 

@@ -1,12 +1,14 @@
-"""n-gram drafts where they suffice, otherwise the draft model's or head's."""
+"""n-gram drafts in the rows where they suffice, the draft model's or head's in the others."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from paceline.core.batch import Batch, SpeculationPlan
-from paceline.core.draft import Draft, Verdict
+from paceline.core.draft import Draft, Verdict, branching
 from paceline.core.row_keeper import RowKeeper, RowKeepers
 from paceline.drafters.base import Drafter, Equipment
 from paceline.drafters.feature import drafting_model
@@ -17,11 +19,15 @@ from paceline.models.passes import FeatureReader
 
 
 class HybridDrafter(RowKeepers, Drafter):
-    """Searches for n-gram drafts first, which costs little. If they do not suffice, the draft model drafts every row.
+    """Searches for n-gram drafts first, which costs little. The draft model drafts the rows where they do not suffice.
 
-    The length policy decides whether they suffice (``SpeculationPlan.fallback``). Without its decision they do if every
-    row has a match of the longest kind. SuffixDecoding (arXiv 2411.04975) falls back on a draft model in the same way.
-    The draft model's cache falls behind in rounds with n-gram drafts, and catches up when the model drafts next.
+    The length policy decides in which rows they suffice (``SpeculationPlan.fallback``). Without its decision they do in
+    all rows if every row has a match of the longest kind, and otherwise in none. SuffixDecoding (arXiv 2411.04975)
+    falls back on a draft model in the same way. The draft model's cache falls behind in rows with n-gram drafts, and
+    catches up when the model drafts for them next. Under the rejection rule with sampling, where the model's draft
+    tokens have distributions, one drafter serves all rows.
+
+    The kinds of draft tokens (``Draft.kinds``) are the search's, then the model's.
     """
 
     name = "hybrid"
@@ -35,7 +41,7 @@ class HybridDrafter(RowKeepers, Drafter):
         self.uses_torch = model.uses_torch or ngram.uses_torch
         self.width = max(ngram.width, model.width)
         self.paying_rows = model.paying_rows
-        self._last: Drafter = ngram  # drafter of the last draft
+        self.sources = *ngram.sources, *model.sources
 
     @classmethod
     def build(cls, equipment: Equipment, /) -> HybridDrafter:
@@ -59,28 +65,42 @@ class HybridDrafter(RowKeepers, Drafter):
 
     def propose(self, batch: Batch, plan: SpeculationPlan) -> Draft:
         ngram_draft = self._ngram.propose(batch, plan).capped(plan.caps)
-        depth = self._depth_to_draft(batch, ngram_draft, plan)
-        self._last = self._model if depth > 0 else self._ngram
-        if depth > 0:
-            return self._model.propose(batch, replace(plan, k=depth))
-        return ngram_draft
+        counts = self._model_counts(batch, ngram_draft, plan)
+        if not any(counts):
+            return ngram_draft
+        one_drafter = self.has_probabilities and not batch.sampling.all_greedy
+        if one_drafter:
+            counts = [min(max(counts), allowed) for allowed in plan.counts(batch)]
+        draft = self._model.propose(batch, replace(plan, k=max(counts), caps=counts))
+        kinds = draft.kinds or [[0] * draft.k] * batch.rows
+        draft.kinds = [[kind + len(self._ngram.sources) for kind in line] for line in kinds]
+        if one_drafter or all(counts):
+            return draft
+        return mixed(ngram_draft, draft, [count > 0 for count in counts], batch.device)
 
-    @property
-    def sources(self) -> Sequence[str]:  # type: ignore[override]
-        return self._last.sources
-
-    def _depth_to_draft(self, batch: Batch, ngram_draft: Draft, plan: SpeculationPlan) -> int:
-        """Draft tokens per row to request from the draft model; 0 if the n-gram draft suffices."""
+    def _model_counts(self, batch: Batch, ngram_draft: Draft, plan: SpeculationPlan) -> list[int]:
+        """Draft tokens of each row to request from the draft model, [B]; 0 where the n-gram draft suffices."""
         if plan.fallback is not None:
-            return min(plan.k, plan.fallback(batch, ngram_draft))
-        return (
-            0
-            if all(len(scores) > 0 and scores[0] >= STRONG for scores in ngram_draft.confidence or [[0.0]])
-            else plan.k
-        )
+            allowed = plan.counts(batch)
+            return [min(pair) for pair in zip(allowed, plan.fallback(batch, ngram_draft), strict=True)]
+        strong = all(len(scores) > 0 and scores[0] >= STRONG for scores in ngram_draft.confidence or [[0.0]])
+        return [0] * batch.rows if strong else plan.counts(batch)
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         self._model.observe(batch, verdict)
 
     def describe(self, draft: str | None) -> str:
         return f"ngram or {self._model.describe(draft)}"
+
+
+def mixed(first: Draft, second: Draft, takes_second: Sequence[bool], device: torch.device) -> Draft:
+    """A draft of rows of two drafts without probabilities. takes_second: [B], whether a row is the second's."""
+    tokens, scores, kinds, parents = [], [], [], []
+    for row, takes in enumerate(takes_second):
+        draft = second if takes else first
+        count = len(draft.draft_tokens[row])
+        tokens.append(draft.draft_tokens[row])
+        scores.append(draft.confidence[row] if draft.confidence else [0.0] * count)
+        kinds.append(draft.kinds[row] if draft.kinds else [0] * count)
+        parents.append(draft.host_parents[row][:count] if draft.host_parents else list(range(-1, count - 1)))
+    return branching(tokens, parents, device, scores, kinds)

@@ -123,8 +123,12 @@ class ModelDrafter(Drafter):
             return draft_token, goes_on
 
         draft_tokens = draw_chain(batch.text.new_empty((batch.rows, 0)), plan.k, self._reading(batch, plan.k), draw)
-        self.decoder.note_draft_tokens(batch, draft_tokens.shape[1])
-        counts = draft_tokens.new_full((batch.rows,), draft_tokens.shape[1])
+        k, asked = draft_tokens.shape[1], plan.counts(batch)
+        # A row that asks for none may gain the tokens of another draft, which its cache does not hold.
+        self.decoder.note_draft_tokens(
+            batch, k if all(asked) else draft_tokens.new_tensor([k if count else 1 for count in asked])
+        )
+        counts = draft_tokens.new_full((batch.rows,), k)
         return Draft(
             draft_tokens,
             counts,

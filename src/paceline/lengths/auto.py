@@ -1,24 +1,25 @@
-"""``auto``: verify the draft tokens that yield the most tokens beyond a plain round, at the current rate.
+"""``auto``: draft with what is faster than plain decoding, and verify the draft tokens that pay at its speed.
 
-The value of verifying a set of n draft tokens is
+*Speed* of a source of draft tokens, the draft model or the search for n-gram drafts: tokens per row over plain rounds
+of time, in its recent rounds. Plain decoding has 1. A source is used while its speed is above 1, and reading what it
+has missed is repaid before the rows end.
 
-    value = sum of w s - rate (T(n) - T(0))        in tokens
+*Price* of a millisecond: the tokens that it would bring at the source's speed, and at least plain decoding's. The n
+draft tokens with the largest w s are verified, for the n of the highest value:
+
+    value = sum of w s - price (T(n) - T(0))        in tokens
 
 * ``s``, survival: probability that a draft token and all its ancestors are accepted.
 * ``w``, token weight: 1, or more for rows that will end last in a draining batch.
-* ``rate``: tokens per millisecond of recent rounds of this kind, at least plain decoding's.
 * ``T(n)``: milliseconds of a round that verifies n draft tokens.
 
-The n draft tokens with the largest w s are verified, for the n of the highest value. Survival falls along a chain and
-down a tree, so the best tokens of a chain are a prefix and the best nodes of a tree are a tree.
+Survival falls along a chain and down a tree, so the best tokens of a chain are a prefix and the best nodes of a tree
+are a tree. Drafting goes on while one more draft token per row is expected to raise the value by more than the price of
+a drafting pass. Beside a draft model, each row takes its n-gram draft or the model's, whichever has the higher value.
 
-* Draft depth: drafting goes on while one more draft token per row is expected to raise the value by more than
-  rate * (time of one drafting pass).
-* Whether to draft: a source of draft tokens (a draft model, or the search for n-gram drafts) is used while its recent
-  net gain, plus an allowance for its standard error, exceeds rate * F. F is the time to read what the draft model has
-  missed, divided by the tokens that a row is expected to gain yet. The same decides whether it reads a new prompt.
-* n-gram drafts replace the draft model's where their value exceeds the draft model's recent net gain.
-* Exploration: a share of run time pays for trials of a source that looks unprofitable. Its record counts little then.
+*Credit* of a source, in plain rounds: it pays for rounds with a source that looks slower than plain decoding, and for
+plain rounds that show whether one that looks faster is. It begins with ``CREDIT`` and grows by ``CREDIT_SHARE`` of run
+time, so that is the most that wrong hopes cost.
 
 Draft tokens are judged by the tokens that the row gained, verified or not. Under the rejection rule every drafted token
 is verified, because dropping a token for its value would bias the distribution. Ending a draft early does not.
@@ -26,61 +27,89 @@ is verified, because dropping a token for its value would bias the distribution.
 Where drafts are not seen before verification (rounds on a device), or every row takes as long as the longest draft, the
 position in the draft is the score, and the same value gives one length for all rows.
 
-Related: TETRIS (arXiv 2502.15197) and AdaServe (2501.12162) rank draft tokens under a fixed budget; SpecDec++
-(2405.19715) and EAGLE-2 (2406.16858) stop by the drafter's confidence; SmartSpec (2406.14066) maximises the rate of one
-length for all rows.
+Pricing time at the speed reached so far converges to the highest ratio of tokens to time (Dinkelbach 1967). Related:
+TETRIS (arXiv 2502.15197) and AdaServe (2501.12162) rank draft tokens under a fixed budget; SpecDec++ (2405.19715) and
+EAGLE-2 (2406.16858) stop by the drafter's confidence; SmartSpec (2406.14066) maximises the rate of one length for all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from itertools import zip_longest
-from statistics import fmean
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, zip_longest
+from typing import NamedTuple
 
 from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.draft import Draft, RoundTiming, Verdict
-from paceline.core.row_keeper import RowKeeper, RowKeepers
+from paceline.core.row_keeper import PerRow, RowKeeper, RowKeepers
 from paceline.lengths.base import CapturedRounds, LengthPolicy, PolicyInputs, UnreadPrompt
-from paceline.lengths.cost import CostModel
-from paceline.lengths.records import REFRESH_ROUNDS, Backoff, ExplorationBudget, RowProgress, RunningMean
-from paceline.lengths.rounds import AutoRound, Parents, best_depth
-from paceline.lengths.scores import LONGEST_AUTO, MAX_DOUBTED, bins_of
-from paceline.lengths.sources import NOTHING_MISSING, Backlog, CacheBacklog, CountedBacklog, DraftSource, MissingTokens
+from paceline.lengths.cost import CostModel, RoundTimes
+from paceline.lengths.scores import LONGEST_AUTO, SLOW_FADE, bins_of, bins_of_draft
+from paceline.lengths.sources import CREDIT, CREDIT_SHARE, FIRST_DRAFT, PRIOR_ROUNDS, DraftSource
 from paceline.models.draft_decoder import DraftDecoder
 
-# Standard errors added to a recent net gain. With 1 for draft models, a good one was given up for a whole answer in 3
-# of 24 simulations: its trials are rare. With 0.5 for n-gram drafts, speed fell from 0.994 to 0.988 (docs/log.md).
-DRAFT_MODEL_ALLOWANCE = 1.5
-NGRAM_ALLOWANCE = 1.0
-SEARCH_PRIOR = 0.2  # tokens per row that a search for n-gram drafts is assumed to gain, before the first
-NGRAM_TIME_CAP = 0.2  # without it n-gram drafts lose 0.5 %; 0.1 gives 0.991 (docs/log.md)
-DRAIN_DEFICIT = 0.5  # plain rounds that drafts may cost a draining batch; with 0 it often gives up drafts that pay
+SEARCH_GAIN = 0.2  # tokens per row that a search for n-gram drafts is assumed to gain, before the first
+HURRY = 16.0  # rounds that a row must be behind the last one, in a draining batch, for its tokens to count 1 / e
 # Where one length serves all rows, these: a GPU captures each for each number of rows. They lose at most 1 % of the
 # speed of all 16; 1, 2, 4, 8, 16 would lose up to 2.7 % (docs/log.md).
 DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)
-RETRY_DISCOUNT = 0.5  # the retry of ``_counts_to_verify`` assumes that drafts cost this share of what is predicted
 
 
-@dataclass(frozen=True)
-class Offer:
-    """One way to get draft tokens for a round.
+class Missing(NamedTuple):
+    """Tokens that the draft model has to read before a draft, beyond the one that every draft reads.
 
-    rate: price of time, in tokens per millisecond. value: expected net gain in tokens, before ``feed_ms``. feed_ms: for
-    reading what the draft model has missed.
+    by_row: [B]. total: of all rows, less what samples of one request share, which is read once.
     """
 
-    source: DraftSource
-    rate: float
-    value: float
-    missing: MissingTokens
-    feed_ms: float
+    by_row: list[int]
+    total: int
+
+
+NOTHING_MISSING = Missing([], 0)
+
+
+@dataclass
+class AutoRound:
+    """What was planned for a round, and what was drafted in it.
+
+    rows, context, slots: number of rows, length of the longest and slot of each, when the round was chosen.
+    kind, times: how its rows are sampled, and predicted times. weights: w of each row, [B].
+    sources: of each row's draft tokens, [B]; None: no draft tokens. price: of time, in tokens per millisecond.
+    feed_ms: for reading what the draft model has missed. on_credit: whether the source seems not to pay.
+    k: draft tokens planned per row. passes: of the draft model.
+    ngrams: expected tokens of the n-gram drafts, row by row. expected: accepted tokens that are expected of them.
+    drafts: all drafts that the policy saw, with their sources and the bins of those rows that had this source.
+    """
+
+    batch: Batch
+    kind: tuple[bool, bool]
+    times: RoundTimes
+    weights: list[float]
+    sources: list[DraftSource | None]
+    price: float = 0.0
+    feed_ms: float = 0.0
+    on_credit: bool = False
+    k: int = 0
+    passes: int = 0
+    ngrams: list[list[float]] = field(default_factory=list)
+    expected: float = 0.0
+    drafts: list[tuple[DraftSource, Draft, list[list[int]]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.rows, self.context, self.slots = self.batch.rows, self.batch.longest, self.batch.slots
 
     @property
-    def value_ms(self) -> float:
-        """The value as milliseconds of plain decoding."""
-        return self.value / self.rate
+    def plain_rounds_left(self) -> float:
+        """Plain rounds until the last row is expected to end."""
+        batch = self.batch
+        allowed = max(limit - length for limit, length in zip(batch.limits, batch.lengths, strict=True))
+        seconds = max(batch.deadlines) - time.monotonic()
+        return min(allowed, batch.expected_tokens, 1000 * seconds / self.times.plain)
+
+    def rows_of(self, source: DraftSource) -> int:
+        return self.sources.count(source)
 
 
 class AutoLength(RowKeepers, LengthPolicy):
@@ -90,15 +119,13 @@ class AutoLength(RowKeepers, LengthPolicy):
     decoders: the drafter's, whose caches fall behind in rounds without them.
     copies: whether the drafter has n-gram drafts, beside its decoders' if there are any.
     ranks: whether drafts are seen before verification, and each draft token pays for itself.
-    backlog: what the decoders' caches lack; None: read from them.
-    device: as in ``PolicyInputs``.
-    paying_rows: as in ``PolicyInputs``. Batches of more rows never use the decoders, whatever the costs say.
+    device, paying_rows: as in ``PolicyInputs``. Batches of more than ``paying_rows`` rows never use the decoders,
+        whatever the costs say.
     """
 
     name = "auto"
     reads_profile = True
     max_draft_tokens = LONGEST_AUTO
-    paying_rows: int | None = None
 
     def __init__(
         self,
@@ -106,45 +133,31 @@ class AutoLength(RowKeepers, LengthPolicy):
         decoders: Sequence[DraftDecoder] = (),
         copies: bool = True,
         ranks: bool = True,
-        backlog: Backlog | None = None,
         device: CapturedRounds | None = None,
+        paying_rows: int | None = None,
     ) -> None:
         self.costs, self.decoders, self._ranks, self._device = costs, decoders, ranks, device
-        self._missed_ms = 0.0  # what a better length that is not captured would have saved since the last capture
-        self.model_drafts = DraftSource(DRAFT_MODEL_ALLOWANCE)
-        self.ngram_drafts = DraftSource(NGRAM_ALLOWANCE, NGRAM_TIME_CAP, by_rows=False)
-        self._backlog = backlog or CacheBacklog(decoders)
-        self._shape: Parents = None  # of recent trees, where drafts are not ranked
+        self.paying_rows = paying_rows
+        self.model_drafts = DraftSource(self._assumed_speed, self._plain_ms)
+        self.ngram_drafts = DraftSource(lambda _rows: 1 + SEARCH_GAIN, self._plain_ms)
         self._searches = ranks and (copies or not decoders)
         self._sources = [self.model_drafts] if decoders or not ranks else []
         self._sources += [self.ngram_drafts] if self._searches else []
-        self._progress = RowProgress()
-        self._budget = ExplorationBudget()  # for plain checks and retries, which tell what other rounds cost
+        self._paces: PerRow[tuple[float, float]] = PerRow()  # recent tokens and rounds
+        self._assumed_speeds: dict[int, tuple[RoundTimes, float]] = {}  # by rows, with the times they are from
         self._search_ms = 0.0  # of the last search for n-gram drafts
-        self._had_drafts = False  # whether draft tokens were verified in the last round
-        self._backoff = Backoff()
+        self._checked = False  # whether the last round was a plain one for the sake of its time
+        self._undrafted = 0  # rounds since the draft model's last
+        self._missed_ms = 0.0  # what a better length that is not captured would have saved since the last capture
         self._round: AutoRound  # the last that was chosen
 
     @classmethod
     def build(cls, inputs: PolicyInputs, /) -> AutoLength:
-        backlog = CountedBacklog(len(inputs.decoders)) if inputs.device else None
-        policy = cls(CostModel(inputs.costs()), inputs.decoders, inputs.copies, inputs.ragged, backlog, inputs.device)
-        policy.paying_rows = inputs.paying_rows
-        return policy
+        costs = CostModel(inputs.costs())
+        return cls(costs, inputs.decoders, inputs.copies, inputs.ragged, inputs.device, inputs.paying_rows)
 
     def describe(self) -> str:
         return self.name if self.paying_rows is None else f"{self.name} (drafts for up to {self.paying_rows} rows)"
-
-    def expects_to_draft(self, rows: int) -> bool:
-        return self._may_use_decoders(rows) and self._optimistic_gain(self.model_drafts, rows) > 0
-
-    def reads_prompt(self, rows: int, prompt: UnreadPrompt) -> bool:
-        if not self.expects_to_draft(rows):
-            return False
-        source, plain = self.model_drafts, self.costs.times(rows, self.costs.table.context).plain
-        price = max(source.rate(rows), rows / plain) * self.costs.feed_ms(prompt.tokens)
-        tokens = min(prompt.answer_tokens, 1000 * prompt.seconds / plain)
-        return _repays(self._optimistic_gain(source, rows) * prompt.rows, tokens, price)
 
     @property
     def reads_drafts(self) -> bool:
@@ -156,131 +169,164 @@ class AutoLength(RowKeepers, LengthPolicy):
 
     @property
     def keepers(self) -> tuple[RowKeeper, ...]:
-        return self._progress.rows, self.model_drafts.calibration.rows, self.ngram_drafts.calibration.rows
+        return self._paces, self.model_drafts.calibration.rows, self.ngram_drafts.calibration.rows
+
+    def expects_to_draft(self, rows: int) -> bool:
+        return self._usable(self.model_drafts, rows) and self.model_drafts.speed(rows) > 1
+
+    def reads_prompt(self, rows: int, prompt: UnreadPrompt) -> bool:
+        if not self.expects_to_draft(rows):
+            return False
+        plain = self.costs.times(rows, self.costs.table.context).plain
+        rounds = min(prompt.answer_tokens, 1000 * prompt.seconds / plain) * prompt.rows / rows
+        return rounds * (1 - 1 / self.model_drafts.speed(rows)) > self.costs.feed_ms(prompt.tokens) / plain
 
     # --- before the round ------------------------------------------------------------
 
     def choose(self, batch: Batch) -> SpeculationPlan:
-        if self._backoff.covers(batch.rows):
-            self._backoff.use_up()
-            return SpeculationPlan(0)
-        times, drains = self.costs.times(batch.rows, batch.longest), batch.draining and batch.rows > 1
-        leads = self._progress.leads(batch.slots) if drains else []
-        self._round = AutoRound(batch, times, self._progress.token_weights(batch), leads)
-        self._decide(self._round)
-        self._backlog.count_round(self._round.source is not None)
-        if self._round.source is None:
-            return SpeculationPlan(0, note=self._round)
-        self._backoff.reset()
-        return self._plan(self._round, self._round.source)
+        rows, kind = batch.rows, (batch.sampling.all_greedy, batch.sampling.step_features.cuts)
+        times = self.costs.times(rows, batch.longest, kind)
+        self._round = round_ = AutoRound(batch, kind, times, self._weights(batch), [None] * rows)
+        self._undrafted += 1
+        for source in self._sources:
+            if not self._usable(source, rows):
+                continue
+            speed, missing = source.speed(rows), self._missing(batch, source)
+            round_.feed_ms = self.costs.feed_ms(missing.total)
+            if speed > 1 and round_.plain_rounds_left * (1 - 1 / speed) > round_.feed_ms / times.plain:
+                if self._checks_plain(round_, source, speed - 1):
+                    break
+                round_.price = speed * rows / times.plain
+                return self._plan(round_, source, range(rows))
+            if (trial := self._affordable_rows(round_, source, missing)) is not None:
+                round_.on_credit, round_.price = True, rows / times.plain
+                return self._plan(round_, source, trial)
+        return SpeculationPlan(0, note=round_)
 
-    def _decide(self, round_: AutoRound) -> None:
-        """Choose a source for the round: the first whose recent gain pays, or whose trial is affordable."""
-        for source in self._usable_sources(round_.rows):
-            offer = self._offer(round_, source)
-            if self._pays(round_, offer):
-                round_.is_plain_check = self._lacks_plain_time(round_, offer) and self._budget.try_spend(offer.value_ms)
-                if not round_.is_plain_check:
-                    round_.source, round_.rate, round_.feed_ms = source, offer.rate, offer.feed_ms
-                return
-            rows = self._trial_rows(round_, offer)
-            feed_ms = self.costs.feed_ms(min(offer.missing.by_row[rows.start : rows.stop]))
-            if source.budget.try_spend(self._trial_ms(round_, source, len(rows), feed_ms)):
-                self._begin_trial(round_, offer, rows, feed_ms)
-                return
+    def _usable(self, source: DraftSource, rows: int) -> bool:
+        may_draft = source is self.ngram_drafts or self.paying_rows is None or rows <= self.paying_rows
+        return may_draft and source in self._sources
 
-    def _usable_sources(self, rows: int) -> list[DraftSource]:
-        if self._may_use_decoders(rows):
-            return self._sources
-        return [source for source in self._sources if source is not self.model_drafts]
+    def _checks_plain(self, round_: AutoRound, source: DraftSource, gain: float) -> bool:
+        """Whether to run a plain round instead, because the gain lies within the doubt about a plain round's time.
 
-    def _may_use_decoders(self, rows: int) -> bool:
-        return self.paying_rows is None or rows <= self.paying_rows
-
-    def _offer(self, round_: AutoRound, source: DraftSource) -> Offer:
-        missing = NOTHING_MISSING
-        if source is self.model_drafts:
-            missing = self._backlog.missing(round_.batch)
-        rate = max(source.rate(round_.rows), sum(round_.token_weights) / round_.times.plain)
-        value = self._optimistic_gain(source, round_.rows) * round_.rows
-        if not self._ranks:
-            value = self._best_length(round_, source, rate)[0]
-        return Offer(source, rate, value, missing, self.costs.feed_ms(missing.total))
-
-    def _pays(self, round_: AutoRound, offer: Offer) -> bool:
-        """Whether the gain pays for reading what is missing, and the batch can still make up for a loss."""
-        is_behind = bool(round_.leads) and fmean(round_.leads) < -DRAIN_DEFICIT
-        return _repays(offer.value, round_.tokens_left, offer.rate * offer.feed_ms) and not is_behind
-
-    def _lacks_plain_time(self, round_: AutoRound, offer: Offer) -> bool:
-        """Whether the gain is within the uncertainty of a plain round's predicted time, and none ran just before."""
-        return self._had_drafts and offer.value_ms < 2 * round_.times.error
-
-    def _trial_rows(self, round_: AutoRound, offer: Offer) -> range:
-        """Rows of a trial: for a draft model the one with the fewest missing tokens."""
-        if offer.source is self.ngram_drafts or not self.decoders or not self._backlog.by_row:
-            return range(round_.rows)
-        allowed, missing = round_.batch.max_draft_tokens, offer.missing.by_row
-        row = min(range(round_.rows), key=lambda row: (allowed[row] == 0, missing[row]))
-        return range(row, row + 1)
-
-    def _trial_ms(self, round_: AutoRound, source: DraftSource, rows: int, feed_ms: float) -> float:
-        """Price of a trial, in milliseconds."""
-        if source is self.ngram_drafts:
-            return self._search_ms
-        return feed_ms + self.costs.draft_ms(rows, 1) + round_.times.extra(rows)
-
-    def _begin_trial(self, round_: AutoRound, offer: Offer, rows: range, feed_ms: float) -> None:
-        """Use the source in this round although it looks unprofitable. Its record then counts little.
-
-        Its rate of better times is forgotten: at that price it would have to be as good as then at once.
+        Never twice in a row: the source's record goes on.
         """
-        source = offer.source
-        source.rates.pop(round_.rows, None)
-        rate = sum(round_.token_weights) / round_.times.plain
-        round_.source, round_.rate, round_.feed_ms = source, rate, feed_ms
-        round_.trial, round_.trial_rows = True, None if len(rows) == round_.rows else rows
-        self._gain(source, round_.rows).doubt(MAX_DOUBTED)
-        if source is self.model_drafts:
-            source.calibration.doubt()
+        doubt = self.costs.plain_doubt(round_.rows, round_.kind)
+        self._checked = not self._checked and source.is_known(round_.rows) and gain < min(source.credit, doubt)
+        if self._checked:
+            source.accrue(-gain)
+        return self._checked
 
-    def _plan(self, round_: AutoRound, source: DraftSource) -> SpeculationPlan:
+    def _affordable_rows(self, round_: AutoRound, source: DraftSource, missing: Missing) -> range | None:
+        """Rows that the source may draft for on its credit; None: not any.
+
+        All rows if that is affordable. Otherwise the one that lacks the fewest tokens in the draft model's cache, which
+        has perhaps just joined.
+        """
+        everyone, plain = range(round_.rows), round_.times.plain
+        ms = self._search_ms
+        if source is self.model_drafts:
+            ms = self.costs.draft_ms(round_.rows, 1) + round_.times.extra(round_.rows)
+        left = source.credit - min(CREDIT, ms / plain)
+        if left < 0 or left >= round_.feed_ms / plain:
+            return None if left < 0 else everyone
+        allowed = [row for row in everyone if round_.batch.max_draft_tokens[row] > 0]
+        if not self._ranks or not allowed:
+            return None
+        row = min(allowed, key=missing.by_row.__getitem__)
+        round_.feed_ms = self.costs.feed_ms(missing.by_row[row])
+        return range(row, row + 1) if left >= round_.feed_ms / plain else None
+
+    def _missing(self, batch: Batch, source: DraftSource) -> Missing:
         if source is self.ngram_drafts:
-            return SpeculationPlan(LONGEST_AUTO, fallback=lambda _batch, _ngram_draft: 0, note=round_)
-        rows, caps = round_.trial_rows, None
-        round_.k = self._depth(round_, source)
-        if rows is not None:
-            caps = [round_.k if row in rows else 0 for row in range(round_.rows)]
+            return NOTHING_MISSING
+        if self._device is not None:  # the host does not read its caches: each round without drafts adds a token
+            tokens = len(self.decoders) * (self._undrafted - 1)
+            return Missing([tokens] * batch.rows, tokens * batch.rows)
+        by_row, spared = [0] * batch.rows, 0
+        for decoder in self.decoders:
+            by_row = [before + count - 1 for before, count in zip(by_row, decoder.missing_tokens(batch), strict=True)]
+            spared += decoder.spared(batch)
+        return Missing(by_row, sum(by_row) - spared)
+
+    def _plain_ms(self, rows: int) -> float:
+        """Milliseconds of a plain round at the table's context and speed of the machine: the unit of speeds.
+
+        It changes as the table's errors are corrected, and not with the machine's speed.
+        """
+        times = self.costs.times(rows, self.costs.table.context)
+        return times.plain / times.slowness
+
+    def _assumed_speed(self, rows: int) -> float:
+        """Speed of the best length, if all draft tokens are as good as the recent ones; renewed with the times."""
+        times = self.costs.times(rows, self.costs.table.context)
+        known = self._assumed_speeds.get(rows)
+        if known is None or known[0] is not times:
+            acceptance, draft_ms = self.model_drafts.acceptance, self.costs.draft_ms
+            tokens = accumulate(acceptance**k for k in range(1, LONGEST_AUTO + 1))
+            best = max((1 + gain) / (times.ms_of(rows * k) + draft_ms(rows, k)) for k, gain in enumerate(tokens, 1))
+            known = self._assumed_speeds[rows] = times, times.plain * best
+        return known[1]
+
+    def _weights(self, batch: Batch) -> list[float]:
+        """Token weight of each row, [B], 1 on average.
+
+        While requests wait or may come, the goal is tokens per millisecond, and all tokens weigh the same. A draining
+        batch ends with its slowest row: there the weights are those of a soft maximum of the rounds left in each row.
+        """
+        if not batch.draining or batch.rows == 1:
+            return [1.0] * batch.rows
+        left = []
+        for slot, limit, length in zip(batch.slots, batch.limits, batch.lengths, strict=True):
+            tokens, rounds = self._paces.get(slot, (PRIOR_ROUNDS, PRIOR_ROUNDS))
+            left.append((limit - length) * rounds / tokens)
+        weights = [math.exp((rounds - max(left)) / HURRY) for rounds in left]
+        return [batch.rows * weight / sum(weights) for weight in weights]
+
+    def _plan(self, round_: AutoRound, source: DraftSource, rows: range) -> SpeculationPlan:
+        round_.sources = [source if row in rows else None for row in range(round_.rows)]
+        if source is self.ngram_drafts:
+            return SpeculationPlan(LONGEST_AUTO, fallback=lambda batch, _draft: [0] * batch.rows, note=round_)
+        self._undrafted = 0
         if not self._ranks:
-            plan = SpeculationPlan(round_.k, caps, note=round_).within(round_.batch)
+            round_.k = round_.passes = 1 if round_.on_credit else self._best_length(round_)
+            plan = SpeculationPlan(round_.k, note=round_).within(round_.batch)
             if plan.k < round_.k:  # near the rows' ends
-                round_.k = max((k for k in self._captured_lengths() if k <= plan.k), default=0)
-            round_.passes = round_.k
+                round_.k = round_.passes = max((k for k in self._captured_lengths() if k <= plan.k), default=0)
             return replace(plan, k=round_.k)
-        searches_first = self._searches and not round_.trial
-        fallback = self._fallback if searches_first else lambda _batch, _ngram_draft: round_.k
-        k = LONGEST_AUTO if searches_first else round_.k
-        return SpeculationPlan(k, caps, self._stop_drafting, fallback, round_)
+        if round_.on_credit:
+            round_.k = 1 if len(rows) > 1 else FIRST_DRAFT
+            caps = [round_.k if row in rows else 0 for row in range(round_.rows)]
+            return SpeculationPlan(round_.k, caps, self._stop_drafting, lambda _batch, _draft: caps, round_)
+        round_.k = min(LONGEST_AUTO, source.first_depth)
+        if not self._searches:
+            return SpeculationPlan(round_.k, None, self._stop_drafting, note=round_)
+        return SpeculationPlan(LONGEST_AUTO, None, self._stop_drafting, self._fallback, round_)
 
-    def _depth(self, round_: AutoRound, source: DraftSource) -> int:
-        """Draft tokens per row to plan for."""
-        if self._ranks:
-            return min(LONGEST_AUTO, source.first_depth)
-        return 1 if round_.trial else self._best_or_captured_length(round_, source)
+    def _best_length(self, round_: AutoRound) -> int:
+        """The best number of draft tokens per row, by position alone; at least 1.
 
-    def _best_or_captured_length(self, round_: AutoRound, source: DraftSource) -> int:
-        """The best length, or the best of the captured ones.
-
-        The best one is captured once it would have saved, since the last capture, as much time as a capture takes.
-        Captures therefore cost at most what they could have saved.
+        A length that is not captured is used once it would have saved, since the last capture, as much time as a
+        capture takes. Captures therefore cost at most what they could have saved.
         """
-        value, best = self._best_length(round_, source, round_.rate)
-        if self._device is None or self._device.is_captured(best):
+        bins = [bins_of(min(LONGEST_AUTO, most)) for most in round_.batch.max_draft_tokens]
+        lines = map(self.model_drafts.calibration.survivals, round_.slots, bins)
+        tokens = list(accumulate(map(sum, zip_longest(*lines, fillvalue=0.0))))
+        values = {
+            k: tokens[k - 1]
+            - round_.price * (round_.times.extra(round_.rows * k) + self.costs.draft_ms(round_.rows, k))
+            for k in DEPTHS
+            if k <= len(tokens)
+        }
+        best = max(values, key=values.__getitem__, default=1)
+        captured = [k for k in self._captured_lengths() if k in values]
+        if self._device is None or best in captured or not captured:
             return best
-        captured_value, captured = self._best_length(round_, source, round_.rate, self._captured_lengths())
-        self._missed_ms += (value - captured_value) / round_.rate
-        if captured != best and self._missed_ms < self._device.capture_ms:
-            return captured
+        second = max(captured, key=values.__getitem__)
+        self._missed_ms += (values[best] - values[second]) / round_.price
+        if self._missed_ms < self._device.capture_ms:
+            return second
         self._missed_ms = 0.0
         return best
 
@@ -291,49 +337,76 @@ class AutoLength(RowKeepers, LengthPolicy):
         captured = [k for k in self.possible_lengths if self._device.is_captured(k)]
         return captured if any(captured) else self.possible_lengths
 
-    def _best_length(
-        self, round_: AutoRound, source: DraftSource, rate: float, lengths: Sequence[int] | None = None
-    ) -> tuple[float, int]:
-        """Value of the best number of draft tokens per row, at least 1, and that number; by position alone.
-
-        The value includes one standard error of the acceptance, at most doubling the tokens. lengths: the possible ones
-        if None.
-        """
-        allowed = [min(LONGEST_AUTO, most) for most in round_.batch.max_draft_tokens]
-        lines = round_.lines(source, [bins_of(count) for count in allowed], [self._shape] * round_.rows)
-        gains = map(sum, zip_longest(*lines, fillvalue=0.0))
-        depths = self.possible_lengths if lengths is None else lengths
-        value, tokens, k = best_depth(self.costs, gains, round_.times, round_.rows, rate, depths)
-        return value + min(1.0, source.calibration.error()) * tokens, k
-
-    def _gain(self, source: DraftSource, rows: int) -> RunningMean:
-        """Recent net gain per row of rounds with the source."""
-        return source.gain(rows, partial(self._prior_gain, source, rows))
-
-    def _optimistic_gain(self, source: DraftSource, rows: int) -> float:
-        """Recent net gain per row, plus the source's allowance for its standard error."""
-        gain = self._gain(source, rows)
-        return gain.value + source.allowance * gain.error
-
-    def _prior_gain(self, source: DraftSource, rows: int) -> float:
-        """Net gain per row, in tokens, that is assumed before the first round with the source."""
-        if source is self.ngram_drafts:
-            return SEARCH_PRIOR
-        times, acceptance = self.costs.times(rows, self.costs.table.context), source.acceptance
-        gains = [rows * acceptance**k for k in range(1, LONGEST_AUTO + 1)]
-        return best_depth(self.costs, gains, times, rows, rows / times.plain)[0] / rows
-
     # --- during the round ------------------------------------------------------------
 
-    def _fallback(self, _batch: Batch, ngram_draft: Draft) -> int:
-        """Draft tokens to request from the draft model; 0 if the n-gram draft has the higher value."""
-        round_, source = self._round, self.ngram_drafts
-        round_.drafts.append((source, ngram_draft))
-        value, _ = round_.best(source, round_.ranked(source, ngram_draft)[1])
-        if value <= max(0.0, self._gain(self.model_drafts, round_.rows).value) * round_.rows:
-            return round_.k
-        round_.source, round_.feed_ms = source, 0.0
-        return 0
+    def _gains(
+        self,
+        round_: AutoRound,
+        source: DraftSource,
+        bins: Sequence[Sequence[int]],
+        trees: Sequence[Sequence[int]] | None,
+        first: int = 0,
+    ) -> list[list[float]]:
+        """Expected tokens w s of each draft token, row by row. first: row of the batch that ``bins`` start at."""
+        trust = source.trust if source is self.ngram_drafts else 1.0
+        gains = []
+        for row, line in enumerate(bins):
+            factor, tree = trust * round_.weights[first + row], None if trees is None else trees[row]
+            survivals = source.calibration.survivals(round_.slots[first + row], line, tree)
+            gains.append(survivals if factor == 1 else [factor * survival for survival in survivals])
+        return gains
+
+    def _fallback(self, batch: Batch, draft: Draft) -> list[int]:
+        """Draft tokens to request from the draft model in each row; 0 where the n-gram draft has the higher value.
+
+        The draft model has to read what n-gram drafts gain, before it drafts the next time. Its drafting passes take
+        about as long for one row as for all, so a row leaves it only if what it gains there is less, and all rows leave
+        it if that saves more.
+        """
+        round_, model, rows = self._round, self.model_drafts, self._round.rows
+        bins = bins_of_draft(draft)
+        round_.drafts.append((self.ngram_drafts, draft, bins))
+        round_.ngrams = [
+            sorted(line, reverse=True) for line in self._gains(round_, self.ngram_drafts, bins, draft.host_parents)
+        ]
+        price = self._ngram_price(round_)
+        _, counts = round_.times.best(round_.ngrams, price, batch.deadlines, self._max_ms(round_))
+        step_ms = round_.times.extra(sum(counts)) / max(1, sum(counts))
+        read_ms = self.costs.feed_ms(rows) / rows
+        values = []
+        for line, count in zip(round_.ngrams, counts, strict=True):
+            gain = sum(line[:count])
+            values.append(gain - price * (count * step_ms + gain * read_ms))
+        speed = max(1.0, model.speed(rows))
+        drafting = speed * model.drafting_ms(rows) / self._plain_ms(rows)
+        of_model = [weight * (speed - 1 + drafting) for weight in round_.weights]  # before drafting is paid for
+        best = [max(pair) for pair in zip(values, of_model, strict=True)]
+        if sum(values) >= sum(best) - drafting * rows:
+            return self._use_ngrams(round_, [True] * rows)
+        return self._use_ngrams(round_, [value > other for value, other in zip(values, of_model, strict=True)])
+
+    def _ngram_price(self, round_: AutoRound) -> float:
+        """Price of time for n-gram drafts, in tokens per millisecond.
+
+        The more of them are wrong, the less evenly rows advance, and a draining batch waits for its slowest row: there
+        the price is divided by their acceptance.
+        """
+        uneven = round_.batch.draining and round_.rows > 1
+        return round_.price / self.ngram_drafts.acceptance if uneven else round_.price
+
+    def _max_ms(self, round_: AutoRound) -> float:
+        """Longest round of n-gram drafts: one plain round longer, and one more for each draft token judged per row.
+
+        Before any was judged nothing is known of them, and a wrong one costs eight rows up to ten plain rounds at once.
+        """
+        return round_.times.plain * (1 + CREDIT + self.ngram_drafts.judged / round_.rows)
+
+    def _use_ngrams(self, round_: AutoRound, rows: list[bool]) -> list[int]:
+        """Take the n-gram drafts in some rows. Returns the draft tokens to request from the draft model in each row."""
+        round_.sources = [self.ngram_drafts if uses else self.model_drafts for uses in rows]
+        if all(rows):
+            round_.feed_ms = 0.0
+        return [0 if uses else round_.k for uses in rows]
 
     def _stop_drafting(
         self, batch: Batch, scores: Sequence[Sequence[float]], parents: Sequence[Sequence[int]] | None = None
@@ -342,137 +415,131 @@ class AutoLength(RowKeepers, LengthPolicy):
 
         scores, parents: score and parent of each row's draft tokens so far; parents None: chains.
         """
-        round_, chains = self._round, [range(-1, len(line) - 1) for line in scores]
+        round_, model, first = self._round, self.model_drafts, batch.first
         round_.passes += 1
-        value = round_.value_of_one_more(self.model_drafts, batch.first, scores, parents or chains)
-        return value <= round_.rate * self.costs.next_pass_ms(len(scores))
+        drafting = [source is model for source in round_.sources[first : first + len(scores)]]
+        trees = parents or [range(-1, len(line) - 1) for line in scores]
+        bins = [bins_of(len(line), line, tree) for line, tree in zip(scores, trees, strict=True)]
+        now = [
+            list(line) if source is self.ngram_drafts else []
+            for line, source in zip(round_.ngrams or [[]] * round_.rows, round_.sources, strict=True)
+        ]
+        longer = list(now)
+        for row, (line, tree) in enumerate(zip(self._gains(round_, model, bins, parents, first), trees, strict=True)):
+            if drafting[row]:
+                children = [model.acceptance * gain for place, gain in enumerate(line) if place not in tree]
+                now[first + row] = sorted(line, reverse=True)
+                longer[first + row] = sorted(line + children, reverse=True)
+        deadlines = round_.batch.deadlines
+        before, after = (round_.times.best(lines, round_.price, deadlines)[0] for lines in (now, longer))
+        return after - before <= round_.price * self.costs.next_pass_ms(sum(drafting))
 
     def select(self, batch: Batch, draft: Draft) -> Draft:
-        round_, source = self._round, self._round.source
-        if source is None or not self._ranks:
-            self._note_shape(draft)
+        round_ = self._round
+        if not self._ranks or not any(round_.sources):
             return draft
-        if not round_.drafts or source is self.model_drafts:
-            round_.drafts.append((source, draft))
-        if draft.probabilities is not None or (round_.trial and source is self.model_drafts):
+        if draft.probabilities is not None:  # such drafts are of the draft model in all rows
+            round_.sources = [self.model_drafts] * round_.rows
+        model_rows, gains, bins = round_.rows_of(self.model_drafts), round_.ngrams, bins_of_draft(draft)
+        if model_rows:
+            own = [
+                line if source is self.model_drafts else [] for line, source in zip(bins, round_.sources, strict=True)
+            ]
+            round_.drafts.append((self.model_drafts, draft, own))
+            of_model = self._gains(round_, self.model_drafts, own, draft.host_parents)
+            gains = [
+                mine if source is self.model_drafts else other
+                for mine, other, source in zip(of_model, gains or of_model, round_.sources, strict=True)
+            ]
+        elif not gains:
+            round_.drafts.append((self.ngram_drafts, draft, bins))
+            gains = self._gains(round_, self.ngram_drafts, bins, draft.host_parents)
+        if draft.probabilities is not None or (round_.on_credit and model_rows):
             return draft.first(draft.drafted)
-        draft, lines = round_.ranked(source, draft)
-        return draft.first(self._counts_to_verify(round_, source, lines))
-
-    def _note_shape(self, draft: Draft) -> None:
         if draft.host_parents is not None:
-            shape = draft.host_parents[0]
-            self._shape = [*shape, *range(len(shape) - 1, LONGEST_AUTO - 1)]
-            self._round.drafts.append((self.model_drafts, replace(draft, confidence=None)))
-
-    def _counts_to_verify(self, round_: AutoRound, source: DraftSource, lines: list[list[float]]) -> list[int]:
-        """Number of draft tokens to verify in each row.
-
-        If no draft token pays, it retries now and then, assuming that drafts cost ``RETRY_DISCOUNT`` of what is
-        predicted: only verified drafts show what they cost.
-        """
-        value, counts = round_.best(source, lines)
-        uses_decoders = self.decoders and self._may_use_decoders(round_.rows)
-        if not (uses_decoders or source.rate(round_.rows) or round_.batch.draining):
-            # the source has no rate yet: take the one that this round is expected to reach
-            extra = round_.times.extra(sum(counts))
-            round_.rate = (sum(round_.token_weights) + value + round_.rate * extra) / (round_.times.plain + extra)
-            value, counts = round_.best(source, lines)
-        if any(counts):
-            return counts
-        value, retried = round_.best(source, lines, RETRY_DISCOUNT)
-        price = (1 - RETRY_DISCOUNT) * round_.times.extra(sum(retried)) - value / round_.rate
-        return retried if any(retried) and self._budget.try_spend(price) else counts
+            orders = [sorted(range(len(line)), key=line.__getitem__, reverse=True) for line in gains]
+            draft = draft.ordered(orders)
+        gains = [sorted(line, reverse=True) for line in gains]
+        price = round_.price if model_rows else self._ngram_price(round_)
+        max_ms = math.inf if model_rows else self._max_ms(round_)
+        _, counts = round_.times.best(gains, price, batch.deadlines, max_ms)
+        round_.expected = sum(
+            sum(line[:count]) / weight
+            for line, count, weight, source in zip(gains, counts, round_.weights, round_.sources, strict=True)
+            if source is self.ngram_drafts
+        )
+        return draft.first(counts)
 
     # --- after the round ---------------------------------------------------------------
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         round_, timing = verdict.note, verdict.timing
-        if not isinstance(round_, AutoRound):  # a round of the back-off
-            self._accrue_budgets(timing.verify_ms if timing else 0.0)
+        if not isinstance(round_, AutoRound):
             return
-        drafted = sum(verdict.host.drafted) if self._ranks else round_.k * round_.drafting_rows
+        drafted = verdict.host.drafted if self._ranks else [round_.k] * round_.rows
+        model_rows = round_.rows_of(self.model_drafts)
         if timing:
-            self._learn_costs(round_, drafted, timing)
-        else:
-            timing = self._predicted(round_, drafted)
-        spent_ms = self._spent_ms(round_, drafted, timing.draft_ms)
-        took = 1 + (0.0 if round_.trial else spent_ms / round_.times.plain)
+            self.costs.observe(round_.rows, sum(drafted), round_.context, timing.verify_ms, round_.kind)
+            if round_.passes and model_rows and self._ranks:
+                self.costs.observe_draft(model_rows, round_.passes, timing.draft_ms - round_.feed_ms)
         accepted = _accepted_by_slot(batch, verdict)
-        self._progress.learn(accepted, took)
-        self._had_drafts = drafted > 0
-        if round_.source is not None:
-            self._learn_gain(round_, round_.source, accepted, timing.draft_ms + timing.verify_ms, spent_ms)
-            self._learn_calibration(round_, round_.source, verdict, batch.slots)
-        self._accrue_budgets(timing.draft_ms + timing.verify_ms)
-        if round_.source is self.ngram_drafts:
-            self._search_ms = timing.draft_ms
-        elif round_.source is None and not round_.is_plain_check and verdict.timing and self._sources:
-            self._back_off(round_.rows, timing.verify_ms)
+        for slot, kept in accepted.items():
+            tokens, rounds = self._paces.get(slot, (PRIOR_ROUNDS, PRIOR_ROUNDS))
+            tokens, rounds = (tokens - PRIOR_ROUNDS) * SLOW_FADE + kept + 1, (rounds - PRIOR_ROUNDS) * SLOW_FADE + 1
+            self._paces[slot] = PRIOR_ROUNDS + tokens, PRIOR_ROUNDS + rounds
+        spent = self._learn_speeds(round_, drafted, accepted, timing)
+        for source in self._sources:
+            source.accrue(CREDIT_SHARE / len(self._sources) * (1 + spent))
+        self._learn_calibration(round_, verdict, batch.slots)
 
-    def _predicted(self, round_: AutoRound, drafted: int) -> RoundTiming:
-        """Times of a round that was not measured."""
-        draft_ms = round_.feed_ms + self.costs.draft_ms(round_.drafting_rows, round_.passes)
-        return RoundTiming(draft_ms, round_.times.ms_of(drafted))
+    def _learn_speeds(
+        self, round_: AutoRound, drafted: Sequence[int], accepted: dict[int, int], timing: RoundTiming | None
+    ) -> float:
+        """Learn what came of each source. Returns the plain rounds that the round took beyond one.
 
-    def _back_off(self, rows: int, ms: float) -> None:
-        """Skip decisions until a trial is affordable, in rounds of ``ms`` milliseconds: nothing can change before."""
-        waits = [source.budget.rounds_until_affordable(ms) for source in self._usable_sources(rows)]
-        self._backoff.begin(rows, min(waits, default=REFRESH_ROUNDS))
-
-    def _spent_ms(self, round_: AutoRound, drafted: int, draft_ms: float) -> float:
-        """Milliseconds beyond a plain round that draft tokens took; a trial of one row counts as if for all rows.
-
-        Reading missing tokens does not count: later rounds use them, too.
+        A source that drafted for some rows learns as if it had drafted for all like that. Reading missing tokens does
+        not count: later rounds use them, too.
         """
-        spent = round_.times.extra(round(round_.scale * drafted))
-        if round_.passes:
-            return spent + self.costs.draft_ms(round_.rows, round_.passes)
-        if round_.source is self.ngram_drafts:
-            spent += min(draft_ms, self._search_ms)  # ignores pauses of the machine
+        times, spent = self.costs.times(round_.rows, round_.context, round_.kind), 0.0
+        for source in {source for source in round_.sources if source}:
+            rows = [row for row, each in enumerate(round_.sources) if each is source]
+            kept = {row: accepted[slot] for row in rows if (slot := round_.slots[row]) in accepted}
+            shares = {row: round_.weights[row] ** 2 for row in kept}  # the last row to end decides when a batch does
+            gained = sum(shares[row] * count for row, count in kept.items()) / (sum(shares.values()) or 1.0)
+            drafts = sum(drafted[row] for row in rows)
+            if source is self.ngram_drafts:
+                source.learn_trust(round_.expected / source.trust, sum(kept.values()))
+            if source is self.model_drafts or len(rows) == round_.rows:
+                verify_ms = times.ms_of(round(drafts * round_.rows / len(rows)))
+                drafting_ms = self._drafting_ms(round_, source, round_.rows, timing)
+                scale = self._plain_ms(round_.rows) / times.plain
+                source.learn_speed(round_.rows, 1 + gained, scale * (verify_ms + drafting_ms), scale * drafting_ms)
+            extra_ms = times.extra(drafts) + self._drafting_ms(round_, source, len(rows), timing)
+            if round_.on_credit:
+                source.accrue(gained * len(rows) / round_.rows - (extra_ms + round_.feed_ms) / times.plain)
+            spent += extra_ms / times.plain
+        if timing and self.ngram_drafts in round_.sources and self.model_drafts not in round_.sources:
+            self._search_ms = timing.draft_ms
         return spent
 
-    def _accrue_budgets(self, ms: float) -> None:
-        for budget in (self._budget, *(source.budget for source in self._sources)):
-            budget.accrue(ms)
+    def _drafting_ms(self, round_: AutoRound, source: DraftSource, rows: int, timing: RoundTiming | None) -> float:
+        """Milliseconds that drafting took: predicted for the draft model and ``rows`` rows, measured for a search."""
+        if source is self.model_drafts:
+            return self.costs.draft_ms(rows, round_.passes) if round_.passes else 0.0
+        if timing is None or self.model_drafts in round_.sources:
+            return 0.0
+        return min(timing.draft_ms, self._search_ms or math.inf)  # ignores pauses of the machine
 
-    def _learn_costs(self, round_: AutoRound, drafted: int, timing: RoundTiming) -> None:
-        self.costs.observe(round_.rows, drafted, round_.context, timing.verify_ms)
-        if round_.passes:
-            self.costs.observe_draft(round_.drafting_rows, round_.passes, timing.draft_ms - round_.feed_ms)
-
-    def _learn_gain(
-        self, round_: AutoRound, source: DraftSource, accepted: Mapping[int, int], ms: float, spent_ms: float
-    ) -> None:
-        """Learn the rate of the round and its net gain; a trial of one row counts as if for all rows.
-
-        accepted: accepted draft tokens of each row that is still there, by slot; these stand for all rows.
-        """
-        weights = dict(zip(round_.slots, round_.token_weights, strict=True))
-        kept = sum(weights[slot] * count for slot, count in accepted.items()) * round_.rows / max(1, len(accepted))
-        if not round_.trial:
-            source.learn_rate(round_.rows, sum(round_.token_weights) + kept, ms - round_.feed_ms)
-        gain = (round_.scale * kept - round_.rate * spent_ms) / round_.rows
-        source.learn_gain(round_.rows, partial(self._prior_gain, source, round_.rows), gain)
-
-    def _learn_calibration(
-        self, round_: AutoRound, source: DraftSource, verdict: Verdict, slots: Sequence[int]
-    ) -> None:
+    def _learn_calibration(self, round_: AutoRound, verdict: Verdict, slots: Sequence[int]) -> None:
         """Learn from all drafts that were seen, or else from the accepted tokens by position."""
-        for seen, draft in round_.drafts:
-            seen.learn_draft(draft, verdict, slots)
-        if not (self._ranks or round_.drafts):
-            counts = zip(verdict.host.accepted, verdict.host.depths, strict=True)
-            bins = [(kept, bins_of(min(kept + 1, depth))) for kept, depth in counts]
-            source.learn([[(bin_, place < kept) for place, bin_ in enumerate(line)] for kept, line in bins], slots)
-
-
-def _repays(gain: float, tokens_left: float, price: float) -> bool:
-    """Whether a net gain for each token that a row has left is worth more than a price that is paid once, in tokens.
-
-    At the rate of the rounds with draft tokens, the gain of one of them is what they save per token of a row.
-    """
-    return gain > 0 and gain * tokens_left > price
+        for source, draft, bins in round_.drafts:
+            source.learn_draft(draft, bins, verdict, slots)
+        if not self._ranks and round_.k:
+            judged = [
+                [(bin_, place < kept) for place, bin_ in enumerate(bins_of(min(kept + 1, depth)))]
+                for kept, depth in zip(verdict.host.accepted, verdict.host.depths, strict=True)
+            ]
+            self.model_drafts.learn(judged, slots)
 
 
 def _accepted_by_slot(batch: Batch, verdict: Verdict) -> dict[int, int]:

@@ -326,7 +326,9 @@ class Calibration:
     def _draft(self, rows: int, k: int) -> TimedRun:
         if self.runner is not None:
             return TimedRun(lambda: None, ms=0.0)  # part of the round; a measured no-op would be noise
-        plan = SpeculationPlan(k, fallback=lambda _batch, _ngram_draft: k)  # always the draft model, which takes time
+        plan = SpeculationPlan(
+            k, fallback=lambda batch, _ngram_draft: [k] * batch.rows
+        )  # always the draft model, which takes time
 
         def run() -> object:
             return self.drafter.propose(self.batch, plan).drafted

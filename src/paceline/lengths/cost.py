@@ -7,34 +7,32 @@ are measured by ``calibration`` or ``paceline profile``.
 
 from __future__ import annotations
 
+import copy
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.lengths.records import REFRESH_ROUNDS, RunningMean
-from paceline.lengths.scores import LONGEST_AUTO
+from paceline.lengths.scores import LONGEST_AUTO, ROUND_FADE, SLOW_FADE
 
 Numbers = NDArray[np.float64]
 
-# Variances of log(measured time / table), the observation of the Kalman filter:
-NOISE = 0.04  # of a single round: a standard deviation of 20 %
-DRIFT = 2e-4  # added per round, because the machine's speed changes
-INITIAL_VARIANCE = 0.03  # of the table's error before the first round: a standard deviation of 17 %
-# Largest surprise that a round may have, in log units: pauses of the machine count as two standard deviations. With 1.0
-# n-gram drafts ran at 0.989 of the former policies' speed in the simulator, so at 0.994 (docs/log.md).
-_MAX_SURPRISE = 2 * math.sqrt(NOISE)
-# Consecutive rounds off by more than REFUTED, all slower or all faster, after which the last of them is believed. With
-# the filter alone, a table of three times the true times kept 16 rows from drafting for 200 rounds (docs/log.md).
+TABLE_PRIOR = 1.0  # rounds that the table counts as
+MAX_SLOWER, MAX_FASTER = 0.2, 0.4  # log of the largest surprise that counts: pauses of the machine tell nothing
+# Consecutive rounds beyond that, all slower or all faster, after which they are believed. With clipped surprises alone,
+# a table of three times the true times kept 16 rows from drafting for 200 rounds (docs/log.md).
 REFUTING_ROUNDS = 3
-REFUTED = math.log(2)  # twice, or half
+# Share of a correction that rounds with twice or half as many tokens take over, and those with draft tokens from those
+# without, while none of theirs were measured.
+SPREAD = 0.5
+TABLE_ERROR = 0.3  # share of a plain round's time that the table may be wrong by, before one was measured
+REFRESH_ROUNDS = 16  # rounds for which corrected times are reused at most: making them takes time, too
 MIN_FACTOR = 0.1  # lower bounds: a time at a short context over the tabulated one, a drafting pass over the first one
 MIN_MS = 1e-6  # lower bound of times whose logarithm is taken
-MAX_FACTOR = 2  # a draft counts as at most twice the mean: pauses of the machine are no information
 
 
 def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
@@ -49,19 +47,6 @@ def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
     left = min(len(xs) // 2, right - 1) if x > xs[-1] else right - 1
     x0, x1, y0, y1 = xs[left], xs[right], ys[left], ys[right]
     return max(0.0, y0 + (y1 - y0) * (x - x0) / (x1 - x0))
-
-
-def lower_hull(ys: Sequence[float]) -> list[float]:
-    """Values at 0, 1, 2, ... of the largest convex function that is nowhere above ``ys``: removes upward noise."""
-    corners: list[int] = []
-    for x, y in enumerate(ys):
-        while len(corners) > 1:
-            a, b = corners[-2:]
-            if (ys[b] - ys[a]) * (x - a) < (y - ys[a]) * (b - a):
-                break
-            corners.pop()
-        corners.append(x)
-    return [float(y) for y in np.interp(np.arange(len(ys)), corners, [ys[corner] for corner in corners])]
 
 
 @dataclass(frozen=True)
@@ -162,49 +147,69 @@ def _as_tuples(value: Any) -> Any:
 
 # --- correction by real rounds -------------------------------------------------
 
+_SIZES = 13  # numbers of tokens with a correction of their own: 1, 2, 4, ..., 4096
 
-class _Correction:
-    """log(measured / table) = level + slope * log2(1 + draft tokens per row), for batches of similar size.
 
-    A Kalman filter whose two states are random walks. A state that recent rounds do not show (the slope, while no round
-    has draft tokens) keeps its value, and its variance grows.
+class TimeCorrection:
+    """log(measured / table) = level + shape, from recent rounds.
+
+    level: of the machine's speed, which changes, and the same for all rounds.
+    shape: [plain rounds, rounds with draft tokens], each the table's error by the number of tokens that a round feeds,
+        1, 2, 4, 8, ..., interpolated between these. Batches of all sizes share it.
     """
 
-    def __init__(self, level: float, slope: float) -> None:
-        self.level, self.slope = level, slope
-        self._streak = 0  # consecutive rounds off by more than ``REFUTED``: above 0 slower ones, below 0 faster ones
-        self._reset_variances()
+    def __init__(self) -> None:
+        self.level = self._level_weight = 0.0
+        self.shape, self._weights = ([[0.0] * _SIZES, [0.0] * _SIZES] for _ in range(2))
+        self._refuting = 0  # consecutive rounds off by more than ``MAX_FASTER``: below 0 faster ones
 
-    def _reset_variances(self) -> None:
-        # covariance matrix of (level, slope)
-        self._level_var, self._covariance, self._slope_var = INITIAL_VARIANCE, 0.0, INITIAL_VARIANCE / 4
+    def copy(self) -> TimeCorrection:
+        return copy.deepcopy(self)
 
-    @property
-    def error(self) -> float:
-        """Standard error of the level, in log units. A plain round depends on the level alone."""
-        return math.sqrt(self._level_var)
+    def at(self, log_tokens: float, drafts: bool) -> float:
+        """The correction of a round that feeds 2 ** log_tokens tokens. drafts: whether some are draft tokens."""
+        return self.level + _interpolated(self.shape[drafts], log_tokens)
 
-    def learn(self, log_tokens: float, surprise: float) -> None:
-        """Add a round. log_tokens: log2(1 + draft tokens per row). surprise: its log(measured / predicted)."""
-        side = int(surprise > REFUTED) - int(surprise < -REFUTED)
-        self._streak = self._streak + side if side * self._streak > 0 else side
-        if abs(self._streak) == REFUTING_ROUNDS:
-            self._restart(surprise)
+    def rounds(self, log_tokens: float, drafts: bool) -> float:
+        """Number of such rounds that were measured."""
+        return _interpolated(self._weights[drafts], log_tokens)
+
+    def learn(self, log_tokens: float, drafts: bool, log_ratio: float) -> None:
+        """Add a round."""
+        off = log_ratio - self.at(log_tokens, drafts)
+        side = int(off > MAX_FASTER) - int(off < -MAX_FASTER)
+        self._refuting = self._refuting + side if side * self._refuting > 0 else side
+        if abs(self._refuting) == REFUTING_ROUNDS:  # believed: the machine is not what it was
+            self.__init__()  # type: ignore[misc]
+            self.level, self._level_weight = log_ratio, 1.0
             return
-        self._level_var, self._slope_var = self._level_var + DRIFT, self._slope_var + DRIFT
-        level = self._level_var + self._covariance * log_tokens
-        slope = self._covariance + self._slope_var * log_tokens
-        variance = level + slope * log_tokens + NOISE
-        step = min(max(surprise, -_MAX_SURPRISE), _MAX_SURPRISE) / variance
-        self.level, self.slope = self.level + level * step, self.slope + slope * step
-        self._level_var -= level * level / variance
-        self._covariance -= level * slope / variance
-        self._slope_var -= slope * slope / variance
+        off = _clipped(off)
+        # What is known less takes over more: a size that was never measured, or the level of a first round.
+        level, shape = (1 / (weight + TABLE_PRIOR) for weight in (self._level_weight, self.rounds(log_tokens, drafts)))
+        gain = off / (1 + level + shape)
+        self.level, self._level_weight = self.level + gain * level, self._level_weight * ROUND_FADE + 1
+        for kind, (shapes, weights) in enumerate(zip(self.shape, self._weights, strict=True)):
+            for size in range(_SIZES):
+                distance = abs(size - log_tokens) + (kind != drafts)
+                part = max(0.0, 1 - distance) or SPREAD**distance
+                shapes[size] += part * gain / (weights[size] + TABLE_PRIOR)
+                if distance < 1:
+                    weights[size] = weights[size] * SLOW_FADE**part + part
 
-    def _restart(self, surprise: float) -> None:
-        """Take the last round's time for the truth, as uncertain as a table is before its first round."""
-        self.level, self._streak = self.level + surprise, 0
-        self._reset_variances()
+
+def _interpolated(table: Sequence[float], log_tokens: float) -> float:
+    size, share = _place(log_tokens)
+    return table[size] + share * (table[size + 1] - table[size])
+
+
+def _clipped(surprise: float) -> float:
+    return min(max(surprise, -MAX_FASTER), MAX_SLOWER)
+
+
+def _place(log_tokens: float) -> tuple[int, float]:
+    """Index of the size below, and the share of the one above."""
+    size = min(int(log_tokens), _SIZES - 2)
+    return size, min(1.0, log_tokens - size)
 
 
 @dataclass(frozen=True)
@@ -212,25 +217,20 @@ class RoundTimes:
     """Predicted times of rounds of one batch size: T(n) of the value function.
 
     ms: [rows * LONGEST_AUTO + 1], milliseconds of a round with 0, 1, ... draft tokens, all rows together.
-    hull: [same], without upward noise: time per byte of weights that a round reads is the largest convex function
-        below, so a dense model's times are convex. A mixture of experts reads more and more, but ever fewer new experts
-        for each further token, so its times need not be.
-    least: [one less], the smallest step of the hull from each number of draft tokens on, in milliseconds.
-    plain: T(0), milliseconds of a round without draft tokens. error: its standard error, in milliseconds.
-    as_of: number of observed rounds when this was computed.
+    plain: T(0), milliseconds of a round without draft tokens.
+    as_of: number of observed rounds when this was computed. slowness: of the machine at that time, over the table's:
+        a factor in ``ms``.
     """
 
     ms: list[float]
-    hull: list[float]
-    error: float
     as_of: int
-    least: list[float] = field(init=False)
+    slowness: float = 1.0
     plain: float = field(init=False)
+    least: float = field(init=False)  # smallest step between two numbers of draft tokens, in milliseconds
 
     def __post_init__(self) -> None:
-        steps = np.diff(self.hull)
-        object.__setattr__(self, "least", np.minimum.accumulate(steps[::-1])[::-1].tolist())
         object.__setattr__(self, "plain", self.ms[0])
+        object.__setattr__(self, "least", float(np.diff(self.ms).min(initial=math.inf)))
 
     def extra(self, draft_tokens: int) -> float:
         """T(n) - T(0): milliseconds that ``draft_tokens`` draft tokens add to a plain round."""
@@ -241,46 +241,28 @@ class RoundTimes:
         return self.ms[min(draft_tokens, len(self.ms) - 1)]
 
     def best(
-        self, lines: Sequence[Sequence[float]], rate: float, deadlines: Sequence[float], max_ms: float = math.inf
+        self, lines: Sequence[Sequence[float]], price: float, deadlines: Sequence[float], max_ms: float = math.inf
     ) -> tuple[float, list[int]]:
         """The highest value of verifying a set of draft tokens, and the number of tokens of each line in that set.
 
         lines: expected gain of each draft token, in tokens (w s), not increasing along a line, so the best set holds
-            the first tokens of each line. The search ends where no later token can pay, which in a convex hull is the
-            first that does not.
-        rate: price of time, in tokens per millisecond.
+            the first tokens of each line.
+        price: of time, in tokens per millisecond.
         deadlines: of each line, in seconds; of equal gains, that of the line with the earliest deadline comes first.
         max_ms: longest round allowed, in milliseconds.
         """
-        value, net, chosen, ms, counts = 0.0, 0.0, 0, self.hull, [0] * len(lines)
-        min_gain = rate * self.least[0]
-        candidates = [
-            (-gain, deadlines[row], row) for row, line in enumerate(lines) for gain in line if gain > min_gain
-        ]
+        ms, plain, least = self.ms, self.plain, price * self.least
+        candidates = [(-gain, deadlines[row], row) for row, line in enumerate(lines) for gain in line if gain > least]
         candidates.sort()
-        for place, ((negated, _, _), least) in enumerate(zip(candidates, self.least, strict=False)):
-            if -negated <= rate * least or ms[place + 1] > max_ms:
-                break
-            net += -negated - rate * (ms[place + 1] - ms[place])
-            if net > value:
-                value, chosen = net, place + 1
+        value, tokens, chosen, counts = 0.0, 0.0, 0, [0] * len(lines)
+        for n, (negated, _, _) in enumerate(candidates[: len(ms) - 1], 1):
+            tokens -= negated
+            net = tokens - price * (ms[n] - plain)
+            if net > value and ms[n] <= max_ms:
+                value, chosen = net, n
         for _, _, row in candidates[:chosen]:
             counts[row] += 1
         return value, counts
-
-
-@dataclass(frozen=True)
-class _TabulatedRounds:
-    """Rounds of one batch size by the table alone, each [rows * LONGEST_AUTO + 1]: with 0, 1, ... draft tokens in all.
-
-    ms: at the table's context. ms_per_position: added per position of context. log_tokens: log2(1 + draft tokens per
-    row). reads: bytes of weights that the round reads, over those of a plain round.
-    """
-
-    ms: Numbers
-    ms_per_position: Numbers
-    log_tokens: Numbers
-    reads: Numbers
 
 
 class CostModel:
@@ -292,64 +274,62 @@ class CostModel:
     def __init__(self, table: CostTable) -> None:
         self.table = table
         self._rounds = 0
-        self._latest = _Correction(0.0, 0.0)  # of the last round's batch size: where other sizes start from
-        self._corrections: dict[int, _Correction] = {}  # by batch size: 1, 2, 3-4, 5-8, ... rows
-        self._tables: dict[int, _TabulatedRounds] = {}
-        self._times: dict[tuple[int, int], RoundTimes] = {}
-        self._draft_tables: dict[int, tuple[float, float]] = {}  # by number of rows: ms of one pass, of a further one
-        self._draft_ratios: dict[int, RunningMean] = {}  # by number of rows: measured / tabulated
-        self._next_passes: dict[int, float] = {}  # results of ``next_pass_ms`` since the last draft of so many rows
+        self._corrections: dict[Hashable, TimeCorrection] = {}  # by kind of round
+        self._latest = TimeCorrection()  # of the last round: where other kinds start from
+        self._tables: dict[tuple[int, int], tuple[Numbers, Numbers]] = {}
+        self._times: dict[tuple[int, int, Hashable], RoundTimes] = {}
+        self._draft_tables: dict[int, tuple[float, float]] = {}  # by rows: ms of one pass, of a further one
+        self._draft_ratios: dict[int, tuple[float, float]] = {}  # by rows: sum of log(measured / table), and weight
 
-    def times(self, rows: int, context: float) -> RoundTimes:
+    def times(self, rows: int, context: float, kind: Hashable = None) -> RoundTimes:
         """Corrected times, at most ``REFRESH_ROUNDS`` rounds old. context: tokens per row, met within a factor of two.
 
+        kind: of the round, where rounds of equal size take different times: by how its rows are sampled.
         They are renewed more often while few rounds have been observed.
         """
-        key = rows, int(context).bit_length()
+        key = rows, int(context).bit_length(), kind
         known = self._times.get(key)
         if known is None or self._rounds - known.as_of > min(self._rounds // 4, REFRESH_ROUNDS):
-            known = self._times[key] = self._corrected(rows, context)
+            ms, log_tokens = self._tabulated(rows, context)
+            correction = self._corrections.get(kind, self._latest)
+            plain, drafted = (np.interp(log_tokens, np.arange(_SIZES), shape) for shape in correction.shape)
+            drafted[0] = plain[0]
+            factors = np.exp(correction.level + drafted)
+            known = self._times[key] = RoundTimes((ms * factors).tolist(), self._rounds, math.exp(correction.level))
         return known
 
-    def _corrected(self, rows: int, context: float) -> RoundTimes:
-        """Times as of now."""
-        table, correction = self._tabulated(rows), self._correction_of(rows)
-        at_context = table.ms + table.ms_per_position * (context - self.table.context)
-        ms = np.maximum(at_context, MIN_FACTOR * table.ms)
-        corrected = ms * np.exp(correction.level + correction.slope * table.log_tokens)
-        hull: list[float] = (np.array(lower_hull((corrected / table.reads).tolist())) * table.reads).tolist()
-        return RoundTimes(corrected.tolist(), hull, corrected.item(0) * correction.error, self._rounds)
+    def plain_doubt(self, rows: int, kind: Hashable = None) -> float:
+        """The share by which a plain round's predicted time may be too long; it falls with each that is measured."""
+        return TABLE_ERROR / (1 + self._corrections.get(kind, self._latest).rounds(math.log2(rows), False))
 
-    def observe(self, rows: int, draft_tokens: int, context: float, ms: float) -> None:
+    def observe(self, rows: int, draft_tokens: int, context: float, ms: float, kind: Hashable = None) -> None:
         """Learn from a round that took ``ms`` milliseconds with ``draft_tokens`` draft tokens, all rows together."""
-        table, correction = self._tabulated(rows), self._correction_of(rows)
-        if draft_tokens >= len(table.ms):  # a trial of a wide tree, which the table does not know
+        tabulated, log_tokens = self._tabulated(rows, context)
+        if draft_tokens >= len(tabulated):  # a trial of a wide tree, which the table does not know
             return
-        base, log_tokens = table.ms.item(draft_tokens), table.log_tokens.item(draft_tokens)
-        at_context = base + table.ms_per_position.item(draft_tokens) * (context - self.table.context)
-        tabulated = max(at_context, MIN_FACTOR * base)
-        surprise = math.log(max(ms, MIN_MS) / tabulated) - correction.level - correction.slope * log_tokens
-        correction.learn(log_tokens, surprise)
-        self._latest = self._corrections[(rows - 1).bit_length()] = correction
+        if kind not in self._corrections:
+            self._corrections[kind] = self._latest.copy()
+        self._latest = self._corrections[kind]
+        ratio = max(ms, MIN_MS) / tabulated.item(draft_tokens)
+        self._latest.learn(log_tokens.item(draft_tokens), draft_tokens > 0, math.log(ratio))
         self._rounds += 1
 
     def draft_ms(self, rows: int, passes: int) -> float:
         """Milliseconds of a draft of ``passes`` passes for ``rows`` rows, beside reading what is missing."""
-        known = self._draft_ratios.get(rows)
-        return self._tabulated_draft(rows, passes) * (known.value if known else 1.0)
+        total, weight = self._draft_ratios.get(rows, (0.0, 0.0))
+        return self._tabulated_draft(rows, passes) * math.exp(total / (weight + TABLE_PRIOR) + self._latest.level)
 
     def next_pass_ms(self, rows: int) -> float:
         """Milliseconds that one more pass adds to a draft."""
-        known = self._next_passes.get(rows)
-        if known is None:
-            known = self._next_passes[rows] = self.draft_ms(rows, 2) - self.draft_ms(rows, 1)
-        return known
+        return self.draft_ms(rows, 2) - self.draft_ms(rows, 1)
 
     def observe_draft(self, rows: int, passes: int, ms: float) -> None:
         """Learn from a draft that took ``ms`` milliseconds."""
-        ratio = self._draft_ratios.setdefault(rows, RunningMean(1.0))
-        ratio.learn(min(max(0.0, ms) / self._tabulated_draft(rows, passes), MAX_FACTOR * max(1.0, ratio.value)))
-        self._next_passes.pop(rows, None)
+        total, weight = self._draft_ratios.get(rows, (0.0, 0.0))
+        expected = total / (weight + TABLE_PRIOR)
+        off = math.log(max(ms, MIN_MS) / self._tabulated_draft(rows, passes)) - self._latest.level - expected
+        ratio = expected + _clipped(off)
+        self._draft_ratios[rows] = total * SLOW_FADE + ratio, weight * SLOW_FADE + 1
 
     def _tabulated_draft(self, rows: int, passes: int) -> float:
         if rows not in self._draft_tables:  # kept: a policy asks after every draft token
@@ -362,20 +342,16 @@ class CostModel:
         """F: milliseconds until the draft model has read ``tokens`` missing tokens, all rows together."""
         return self.table.feed_ms(tokens) * math.exp(self._latest.level)
 
-    def _correction_of(self, rows: int) -> _Correction:
-        """The correction for the batch size; before its first round, what the last round's batch size taught."""
-        known = self._corrections.get((rows - 1).bit_length())
-        return known or _Correction(self._latest.level, self._latest.slope)
-
-    def _tabulated(self, rows: int) -> _TabulatedRounds:
-        if rows not in self._tables:
+    def _tabulated(self, rows: int, context: float) -> tuple[Numbers, Numbers]:
+        """By the table: ms of a round with 0, 1, ... draft tokens in all, and log2 of the tokens that it feeds."""
+        key = rows, int(context).bit_length()
+        if key not in self._tables:
             table, lengths = self.table, np.arange(LONGEST_AUTO + 1)
             per_row = np.arange(rows * LONGEST_AUTO + 1) / rows
-            ms = np.interp(per_row, lengths, [table.verify_ms(rows, k) for k in lengths.tolist()])
-            ms_per_position = rows * (table.context_once + (per_row + 1) * table.context_token)
-            reads = np.interp(per_row, lengths, [table.read_bytes(rows, k) for k in lengths.tolist()])
-            log_tokens = np.log2(1 + per_row)
-            self._tables[rows] = _TabulatedRounds(
-                np.maximum(ms, MIN_MS), ms_per_position, log_tokens, reads / reads.item(0)
+            here, there = (
+                np.interp(per_row, lengths, [table.verify_ms(rows, k, at) for k in lengths.tolist()])
+                for at in (context, None)
             )
-        return self._tables[rows]
+            ms = np.maximum(np.maximum(here, MIN_FACTOR * there), MIN_MS)
+            self._tables[key] = ms, np.log2(rows * (1 + per_row))
+        return self._tables[key]

@@ -1,152 +1,121 @@
-"""Sources of draft tokens for ``auto``: the record of each, and what a draft model's caches lack."""
+"""A source of draft tokens for ``auto``, a draft model or the search for n-gram drafts: its speed and acceptance."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from paceline.core.batch import Batch
 from paceline.core.draft import Draft, Verdict
-from paceline.lengths.records import ExplorationBudget, RunningMean, TokenRate
-from paceline.lengths.scores import PRIOR_ACCEPTANCE, JudgedToken, ScoreCalibration, bins_of_draft, judge
-from paceline.models.draft_decoder import DraftDecoder
+from paceline.lengths.scores import PRIOR_ACCEPTANCE, ROUND_FADE, SLOW_FADE, JudgedToken, ScoreCalibration, judge
 
+PRIOR_ROUNDS = 2.0  # rounds that a source's assumed speed counts as
+# Plain rounds that a source may lose in all before anything is known of it, and in proportion to run time later: the
+# bound on what wrong hopes cost.
+CREDIT = 1.0
+CREDIT_SHARE = 0.0075
 # Draft tokens. Weight of the prior acceptance, and longest first draft: longer ones need accepted tokens. Drafts of 16
 # from the start ran at 0.993 (docs/log.md).
-PRIOR_TOKENS = 4
-ACCEPTANCE_FADE = 0.98  # weight of the record of all draft tokens after one more round: about the last 50 rounds count
+FIRST_DRAFT = 4
+TRUST_PRIOR = 8.0  # accepted tokens that were expected of n-gram drafts, and came, before any was verified
+
+
+@dataclass
+class _Rounds:
+    """Recent rounds with a source, fading: tokens per row, time and drafting time in ms, and their number.
+
+    prior: rounds that the assumed speed counts as; it fades to half, so that what costs next to nothing goes on.
+
+    The milliseconds are those of a machine of the table's speed: later it may be faster or slower.
+    """
+
+    tokens: float = 0.0
+    ms: float = 0.0
+    drafting_ms: float = 0.0
+    count: float = 0.0
+    prior: float = PRIOR_ROUNDS
+
+    def learn(self, tokens: float, ms: float, drafting_ms: float) -> None:
+        """Add a round."""
+        self.tokens, self.ms = self.tokens * ROUND_FADE + tokens, self.ms * ROUND_FADE + ms
+        self.drafting_ms, self.count = self.drafting_ms * ROUND_FADE + drafting_ms, self.count * ROUND_FADE + 1
+        self.prior = max(PRIOR_ROUNDS / 2, self.prior * SLOW_FADE)
 
 
 class DraftSource:
     """Record of one kind of draft tokens: the draft model's, or n-gram drafts.
 
+    Its speed is tokens per row over plain rounds of time, in its recent rounds; plain decoding has 1.
+
+    prior_speed, plain_ms: from the number of rows to the speed that is assumed before the first round, and to the
+        milliseconds of a plain round.
     calibration: from scores to probabilities. judged, right: recent draft tokens, fading.
-    rates: by number of rows, tokens per millisecond of rounds that used this source.
-    gains: by number of rows, net gain in tokens per row of such a round: gained beyond plain decoding, minus rate times
-        the extra time.
-    budget: pays for using the source although its gain looks too low.
-    allowance: standard errors added to a recent net gain.
-    time_cap: extra verification time, as a fraction of a plain round, allowed before any draft token was judged, and
-        again for each one per row that was.
-    by_rows: whether the net gain depends on the number of rows.
+    expected, came: accepted tokens of recent verified drafts, as they were expected and as they came.
+    credit: plain rounds that may yet be lost by using the source although it looks slower than plain decoding.
     """
 
-    def __init__(self, allowance: float, time_cap: float = math.inf, by_rows: bool = True) -> None:
-        self.allowance, self.time_cap, self.by_rows = allowance, time_cap, by_rows
-        self.calibration = ScoreCalibration()
+    def __init__(self, prior_speed: Callable[[int], float], plain_ms: Callable[[int], float]) -> None:
+        self.calibration, self.credit = ScoreCalibration(), CREDIT
+        self._prior_speed, self._plain_ms = prior_speed, plain_ms
         self.judged = self.right = 0.0
-        self.rates: dict[int, TokenRate] = {}
-        self.gains: dict[int, RunningMean] = {}
-        self.budget = ExplorationBudget()
+        self.expected = self.came = TRUST_PRIOR
+        self._rounds: dict[int, _Rounds] = {}  # by batch size: 1, 2, 3-4, 5-8, ... rows
 
     @property
     def acceptance(self) -> float:
         """Probability that a draft token is right, without its score or position."""
-        return (self.right + PRIOR_TOKENS * PRIOR_ACCEPTANCE) / (self.judged + PRIOR_TOKENS)
+        return (self.right + FIRST_DRAFT * PRIOR_ACCEPTANCE) / (self.judged + FIRST_DRAFT)
+
+    @property
+    def trust(self) -> float:
+        """Factor on the expected tokens of n-gram drafts: of what was expected recently, the share that came."""
+        return min(1.0, self.came / self.expected)
 
     @property
     def first_depth(self) -> int:
         """Longest draft that the record supports: it grows with the number of right draft tokens."""
-        return PRIOR_TOKENS + int(self.right)
+        return FIRST_DRAFT + int(self.right)
 
-    def max_extra(self, rows: int) -> float:
-        """Extra verification time allowed, as a fraction of a plain round."""
-        return self.time_cap * (1 + self.judged / rows)
+    def _recent(self, rows: int) -> _Rounds:
+        return self._rounds.setdefault((rows - 1).bit_length(), _Rounds())
 
-    def rate(self, rows: int) -> float:
-        """Tokens per millisecond of recent rounds with this source; 0 before the first."""
-        known = self.rates.get(rows)
-        return known.value if known else 0.0
+    def speed(self, rows: int) -> float:
+        """Tokens per row and plain round of time."""
+        recent = self._recent(rows)
+        tokens, rounds = recent.tokens, recent.ms / self._plain_ms(rows)
+        return (tokens + recent.prior * self._prior_speed(rows)) / (rounds + recent.prior)
 
-    def learn_rate(self, rows: int, tokens: float, ms: float) -> None:
-        """Add a round of ``rows`` rows that gained ``tokens`` tokens in ``ms`` milliseconds."""
-        self.rates.setdefault(rows, TokenRate()).learn(tokens, ms)
+    def is_known(self, rows: int) -> bool:
+        """Whether real rounds count more than the assumed speed."""
+        return self._recent(rows).count > PRIOR_ROUNDS
 
-    def gain(self, rows: int, prior: Callable[[], float]) -> RunningMean:
-        """Recent net gain per row of rounds of ``rows`` rows. prior: computes what is assumed before the first."""
-        known = self.gains.get(rows if self.by_rows else 0)
-        return RunningMean(prior()) if known is None else known
+    def drafting_ms(self, rows: int) -> float:
+        """Milliseconds that drafting takes in a round."""
+        recent = self._recent(rows)
+        return recent.drafting_ms / recent.count if recent.count else 0.0
 
-    def learn_gain(self, rows: int, prior: Callable[[], float], gain: float) -> None:
-        """Add a round of ``rows`` rows with a net gain of ``gain`` tokens per row. prior: as for ``gain``."""
-        known = self.gains[rows if self.by_rows else 0] = self.gain(rows, prior)
-        known.learn(gain)
+    def learn_speed(self, rows: int, tokens: float, ms: float, drafting_ms: float) -> None:
+        """Add a round of ``rows`` rows: tokens per row, and its time and its drafting time in milliseconds."""
+        self._recent(rows).learn(tokens, ms, drafting_ms)
+
+    def learn_trust(self, expected: float, came: float) -> None:
+        """Add a round's verified drafts: accepted tokens, expected without ``trust`` and real."""
+        self.expected = TRUST_PRIOR + (self.expected - TRUST_PRIOR) * ROUND_FADE + expected
+        self.came = TRUST_PRIOR + (self.came - TRUST_PRIOR) * ROUND_FADE + came
+
+    def accrue(self, rounds: float) -> None:
+        """Change the credit by so many plain rounds: below 0 for a loss, above 0 for a gain."""
+        self.credit = min(CREDIT, self.credit + rounds)
 
     def learn(self, judged: Sequence[Sequence[JudgedToken]], slots: Sequence[int]) -> None:
-        """Learn from a round, as ``ScoreCalibration.learn`` does."""
+        """Learn from the draft tokens of a round, as ``ScoreCalibration.learn`` does."""
         self.calibration.learn(judged, slots)
-        self.judged = self.judged * ACCEPTANCE_FADE + sum(map(len, judged))
-        self.right = self.right * ACCEPTANCE_FADE + sum([right for line in judged for _, right in line])
+        self.judged = self.judged * SLOW_FADE + sum(map(len, judged))
+        self.right = self.right * SLOW_FADE + sum([right for line in judged for _, right in line])
 
-    def learn_draft(self, draft: Draft, verdict: Verdict, slots: Sequence[int]) -> None:
-        """Learn what the verdict says about a draft of the same round, even if none of its tokens was verified."""
-        bins = bins_of_draft(draft)
-        judged = zip(bins, judge(draft, verdict), strict=True)
-        self.learn([[(line[place], right) for place, right in known] for line, known in judged], slots)
+    def learn_draft(self, draft: Draft, bins: Sequence[Sequence[int]], verdict: Verdict, slots: Sequence[int]) -> None:
+        """Learn what the verdict says about a draft of the same round, even if none of its tokens was verified.
 
-
-@dataclass(frozen=True)
-class MissingTokens:
-    """Tokens that draft models have to read before a draft, beyond the one that every draft reads.
-
-    by_row: [B]. shared: how many of them are the same for several samples of a request, and read once.
-    """
-
-    by_row: list[int]
-    shared: int = 0
-
-    @property
-    def total(self) -> int:
-        return sum(self.by_row) - self.shared
-
-
-NOTHING_MISSING = MissingTokens([0])
-
-
-class Backlog(Protocol):
-    """Tells what the caches of draft models lack.
-
-    by_row: whether draft models can draft for one row alone at a lower price.
-    """
-
-    by_row: bool
-
-    def missing(self, batch: Batch) -> MissingTokens: ...
-
-    def count_round(self, drafted: bool) -> None:
-        """Note that a round runs. drafted: whether the draft models may draft in it."""
-        ...
-
-
-class CacheBacklog:
-    """What the caches lack, read from them: for rounds run by the host."""
-
-    by_row = True
-
-    def __init__(self, decoders: Sequence[DraftDecoder]) -> None:
-        self.decoders = decoders
-
-    def missing(self, batch: Batch) -> MissingTokens:
-        missing = [decoder.missing_tokens(batch) for decoder in self.decoders]
-        shared = sum(decoder.spared(batch) for decoder in self.decoders)
-        return MissingTokens([sum(of_row) - len(missing) for of_row in zip(*missing, strict=True)] or [0], shared)
-
-    def count_round(self, drafted: bool) -> None:
-        pass
-
-
-class CountedBacklog:
-    """Estimate for rounds on a device, whose caches the host does not read: each plain round adds a token."""
-
-    by_row = False
-
-    def __init__(self, decoders: int) -> None:
-        self._decoders, self._rounds = decoders, 0
-
-    def missing(self, batch: Batch) -> MissingTokens:
-        return MissingTokens([self._decoders * self._rounds] * batch.rows)
-
-    def count_round(self, drafted: bool) -> None:
-        self._rounds = 0 if drafted else self._rounds + 1
+        bins: of each row's draft tokens; rows without any are not learned from.
+        """
+        lines = zip(bins, judge(draft, verdict), strict=True)
+        self.learn([[(line[place], right) for place, right in known] if line else [] for line, known in lines], slots)

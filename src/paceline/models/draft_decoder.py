@@ -160,9 +160,12 @@ class DraftDecoder(Decoder):
         computed = torch.tensor([length + len(path) for length, path in zip(text, paths, strict=True)])
         self.num_computed_tokens[batch.live_slots.where] = computed.to(batch.device)
 
-    def note_draft_tokens(self, batch: Batch, count: int) -> None:
-        """Count the draft tokens of each row as computed, except the last one, which was not run."""
-        self.num_computed_tokens[batch.live_slots.where] = self.num_computed_tokens[batch.live_slots.where] + count - 1
+    def note_draft_tokens(self, batch: Batch, counts: int | Tensor) -> None:
+        """Count the draft tokens of each row, or those of all, as computed, except the last one, which was not run.
+
+        counts: [B] int64, at least 1.
+        """
+        self.num_computed_tokens[batch.live_slots.where] = self.num_computed_tokens[batch.live_slots.where] + counts - 1
 
     def rewind(self, batch: Batch) -> None:
         """Drop rejected draft tokens, and each row's last token, from the computed ones. No memory moves."""

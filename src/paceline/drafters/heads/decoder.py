@@ -181,7 +181,7 @@ class HeadDecoder(DraftDecoder):
     def missing_after(self, k: int) -> int:
         return k + 1
 
-    def note_draft_tokens(self, batch: Batch, count: int) -> None:
+    def note_draft_tokens(self, batch: Batch, counts: int | Tensor) -> None:
         """Nothing to note: draft tokens were read without hidden states, so accepted ones are read again."""
 
     def keep_draft_tokens(self, batch: Batch, text: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
