@@ -19,7 +19,9 @@ a drafting pass. Beside a draft model, each row takes its n-gram draft or the mo
 
 *Credit* of a source, in plain rounds: it pays for rounds with a source that looks slower than plain decoding, and for
 plain rounds that show whether one that looks faster is. It begins with ``CREDIT`` and grows by ``CREDIT_SHARE`` of run
-time, so that is the most that wrong hopes cost.
+time, which bounds what such rounds cost. Two things are not charged to it: the first rounds of a source whose assumed
+speed is above 1, and a search for n-gram drafts that takes less than about 2 % of a round, which the assumed speed
+always allows.
 
 Draft tokens are judged by the tokens that the row gained, verified or not. Under the rejection rule every drafted token
 is verified, because dropping a token for its value would bias the distribution. Ending a draft early does not.
@@ -109,6 +111,7 @@ class AutoRound:
         return min(allowed, batch.expected_tokens, 1000 * seconds / self.times.plain)
 
     def rows_of(self, source: DraftSource) -> int:
+        """Number of rows whose draft tokens are of this source."""
         return self.sources.count(source)
 
 
@@ -194,7 +197,7 @@ class AutoLength(RowKeepers, LengthPolicy):
             speed, missing = source.speed(rows), self._missing(batch, source)
             round_.feed_ms = self.costs.feed_ms(missing.total)
             if speed > 1 and round_.plain_rounds_left * (1 - 1 / speed) > round_.feed_ms / times.plain:
-                if self._checks_plain(round_, source, speed - 1):
+                if self._spend_on_plain_round(round_, source, speed - 1):
                     break
                 round_.price = speed * rows / times.plain
                 return self._plan(round_, source, range(rows))
@@ -207,8 +210,8 @@ class AutoLength(RowKeepers, LengthPolicy):
         may_draft = source is self.ngram_drafts or self.paying_rows is None or rows <= self.paying_rows
         return may_draft and source in self._sources
 
-    def _checks_plain(self, round_: AutoRound, source: DraftSource, gain: float) -> bool:
-        """Whether to run a plain round instead, because the gain lies within the doubt about a plain round's time.
+    def _spend_on_plain_round(self, round_: AutoRound, source: DraftSource, gain: float) -> bool:
+        """Pay for a plain round if the gain lies within the doubt about its time. Returns whether one runs instead.
 
         Never twice in a row: the source's record goes on.
         """
