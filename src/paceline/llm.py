@@ -16,8 +16,10 @@ from transformers import PreTrainedTokenizerBase
 
 from paceline.chat.options import ChatFields, ChatOptions
 from paceline.config import (
+    CHAT_SAMPLING,
     DEFAULT_MODEL,
     OWN_HEAD,
+    RECOMMENDED_FIELDS,
     EngineConfig,
     EngineOptions,
     PoolingName,
@@ -238,10 +240,12 @@ class LLM:
         """Answer one conversation, or several in one batch, with the model's chat template. See ``generate``.
 
         The content of a message is a text, or a list of text parts: {"type": "text", "text": ...}.
+        params: by default ``get_default_sampling_params(chat=True)``.
         options: tools, thoughts and variables of the chat template; see ``ChatFields``. The ``message`` of each answer
         has its thoughts, its text and its tool calls; its ``text`` is what the model wrote.
         """
-        call, wanted = CallArguments(self._or_default(params), references, on_error), ChatOptions.of(options)
+        params = self.get_default_sampling_params(chat=True) if params is None else params
+        call, wanted = CallArguments(params, references, on_error), ChatOptions.of(options)
 
         def read(conversation: Sequence[Message]) -> ChatPrompt:
             return self.requests.chat_prompt(conversation, wanted)
@@ -297,20 +301,33 @@ class LLM:
             "of many samples; transformers has beams"
         )
 
-    def get_default_sampling_params(self) -> SamplingParams:
+    @property
+    def recommends_sampling(self) -> bool:
+        """Whether the model's files recommend how to sample."""
+        return bool(self._recommended)
+
+    def get_default_sampling_params(self, *, chat: bool = False) -> SamplingParams:
         """Return the sampling parameters that the model's files recommend, and the usual ones for the rest.
 
-        They stand in ``generation_config.json`` or in a GGUF file's ``general.sampling.*``.
+        They stand in ``generation_config.json`` or in a GGUF file's ``general.sampling.*``. Where the files recommend
+        nothing, a prompt is sampled at temperature 1 without a cut, and a ``chat`` by ``CHAT_SAMPLING``.
         Raises ModelFormatError for a recommended value that ``SamplingParams`` refuses.
         """
-        return self.follow_recommendation(SamplingParams(), given=())
+        return self.follow_recommendation(SamplingParams(), given=(), chat=chat)
 
-    def follow_recommendation(self, params: SamplingParams, given: Collection[str]) -> SamplingParams:
+    def follow_recommendation(
+        self, params: SamplingParams, given: Collection[str], *, chat: bool = False
+    ) -> SamplingParams:
         """Return ``params`` with the values that the model's files recommend for fields other than those ``given``.
 
+        chat: for a conversation. Where the files recommend nothing and none of ``RECOMMENDED_FIELDS`` is given, it has
+            the values of ``CHAT_SAMPLING``.
         Raises ModelFormatError for a recommended value that ``SamplingParams`` refuses.
         """
-        values = {name: value for name, value in self._recommended.items() if name not in given}
+        recommended = self._recommended
+        if chat and not recommended and not set(given) & set(RECOMMENDED_FIELDS):
+            recommended = dict(CHAT_SAMPLING)
+        values = {name: value for name, value in recommended.items() if name not in given}
         try:
             return SamplingParams.from_mapping(values, params)
         except ParameterError as error:

@@ -118,7 +118,7 @@ def test_an_option_that_was_not_given_is_as_the_model_s_files_recommend(ask: Any
         result = ask("hello", model=str(model), max_tokens="40", seed="1", **{k: str(v) for k, v in given.items()})
         assert result.output == wanted + "\n"
     described = {name: field.description for name, field in llm_plugin.PacelineModel("x").Options.model_fields.items()}
-    assert described["top_k"].endswith("Default: as the model's files recommend, else 0.")
+    assert described["top_k"].endswith("Default: as the model's files recommend, else 0, in chats 40.")
 
 
 @pytest.mark.parametrize(

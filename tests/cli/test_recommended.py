@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paceline import SamplingParams
-from paceline.config import RECOMMENDED_FIELDS
+from paceline.config import CHAT_SAMPLING, RECOMMENDED_FIELDS
 from paceline.engine.engine import Engine
 
 RECOMMENDED = {"temperature": 0.25, "top_p": 0.5, "top_k": 3, "repetition_penalty": 1.25}
@@ -63,6 +63,46 @@ def test_an_option_that_was_not_given_is_as_recommended(
     assert f"sampling as the model's files recommend: {followed}\n" in result.stderr
 
 
+def sampled_as(params: SamplingParams, values: dict[str, Any]) -> bool:
+    """Whether the parameters have these values, and the usual ones in all other recommended fields."""
+    wanted = SamplingParams(**values)
+    return all(getattr(params, name) == getattr(wanted, name) for name in RECOMMENDED_FIELDS)
+
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize("flags", [(), ("--temperature", "1")], ids=["nothing", "named"])
+@pytest.mark.parametrize("command", [("chat",), ("generate", "--chat", "-p", "hi"), ("generate", "-p", "hi")])
+def test_a_chat_whose_model_recommends_nothing_has_the_default_of_chats_unless_sampling_is_named(
+    paceline: Any, tiny: str, asked: Asked, command: tuple[str, ...], flags: tuple[str, ...]
+) -> None:
+    name, *how = command
+    result = paceline(name, tiny, *how, *flags, "--max-tokens", "5", "--dtype", "float32", stdin="hi\n")
+    assert result.exit_code == 0, result.stderr
+    (params,) = asked()
+    by_default = "--chat" in how or name == "chat"
+    expected = dict(CHAT_SAMPLING) if by_default and not flags else {}
+    assert sampled_as(params, expected)
+    said = "sampling of chats: temperature 0.8, top_p 0.95, top_k 40, min_p 0.05\n"
+    assert (said in result.stderr) == bool(expected)
+
+
+@pytest.mark.parametrize("command", ["generate", "batch"])
+def test_messages_in_a_file_have_the_default_of_chats_and_prompts_do_not(
+    paceline: Any, tiny: str, tmp_path: Path, asked: Asked, command: str
+) -> None:
+    entries: list[dict[str, Any]] = [{"messages": MESSAGES}, {"messages": MESSAGES, "top_p": 0.5}, {"prompt": "a"}]
+    lines = tmp_path / "lines"
+    lines.write_text("".join(json.dumps(entry | {"max_tokens": 5}) + "\n" for entry in entries))
+    how = ["generate", tiny, "--prompts-file", str(lines)]
+    if command == "batch":
+        how = ["batch", str(lines), str(tmp_path / "out"), tiny]
+    assert paceline(*how, *ENGINE).exit_code == 0
+    expected: list[dict[str, Any]] = [dict(CHAT_SAMPLING), {"top_p": 0.5}, {}]
+    assert all(sampled_as(*pair) for pair in zip(asked(), expected, strict=True))
+
+
 def test_a_line_s_own_parameter_wins_over_the_recommendation(
     paceline: Any, advised: str, tmp_path: Path, asked: Asked
 ) -> None:
@@ -110,5 +150,5 @@ def test_an_impossible_recommendation_is_refused_unless_the_option_is_given(
 @pytest.mark.parametrize("command", ["generate", "chat", "batch", "trace"])
 def test_help_says_where_a_default_comes_from(paceline: Any, command: str) -> None:
     text = " ".join(paceline(command, "--help").stdout.replace("│", " ").split())
-    assert "0 is greedy. Default: as the model's files recommend, else 1." in text
+    assert "0 is greedy. Default: as the model's files recommend, else 1, in chats 0.8." in text
     assert text.count("as the model's files recommend, else") == len(RECOMMENDED_FIELDS)

@@ -15,6 +15,7 @@ from gguf_support import finish
 from model_support import NATIVE, tiny
 from paceline import LLM, SamplingParams
 from paceline.errors import ModelFormatError, ParameterError
+from paceline.models.hub import EMBEDDED
 from paceline.models.recommended import recommended_pooling, recommended_sampling
 from server_support import save_model
 from toy import tiny_llama_of_transformers
@@ -37,6 +38,21 @@ def test_a_gguf_file_recommends_its_general_sampling_values(tmp_path: Path) -> N
     writer.add_float32("general.sampling.penalty_repeat", 1.5)
     finish(writer)
     assert recommended_sampling(tmp_path / "model.gguf") == {"temperature": 0.5, "top_k": 20}
+
+
+def test_the_embedded_model_recommends_what_its_makers_do_under_its_own_name_and_if_its_file_says_nothing(
+    tmp_path: Path,
+) -> None:
+    (embedded,) = EMBEDDED.values()
+    file, other = tmp_path / f"smollm2-135m-{embedded.version}.gguf", tmp_path / "other.gguf"
+    finish(gguf.GGUFWriter(file, "llama"))
+    assert recommended_sampling(file) == {"temperature": 0.2, "top_p": 0.9}
+    file.rename(other)
+    assert recommended_sampling(other) == {}
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_int32("general.sampling.top_k", 20)
+    finish(writer)
+    assert recommended_sampling(file) == {"top_k": 20}
 
 
 def test_a_loaded_model_recommends_what_differs_from_the_usual() -> None:
@@ -83,7 +99,7 @@ def test_a_gguf_file_says_how_embeddings_are_pooled(tmp_path: Path, kind: int | 
     assert recommended_pooling(tmp_path / "model.gguf") == pooling
 
 
-def make(recommended: GenerationConfig) -> LLM:
+def make(recommended: GenerationConfig | None) -> LLM:
     model = tiny_llama_of_transformers()
     model.generation_config = recommended
     return LLM(model, dtype="float32", device="cpu", max_batch_size=2, threads=1)
@@ -100,6 +116,18 @@ def test_calls_without_parameters_follow_the_recommendation() -> None:
     assert unlike.outputs[0].token_ids != said.outputs[0].token_ids
     (streamed,) = [output for output in llm.stream([1, 2, 3]) if output.finished]
     assert streamed.outputs[0].token_ids == said.outputs[0].token_ids
+
+
+def test_a_chat_without_parameters_has_the_default_of_chats_where_the_model_recommends_nothing() -> None:
+    silent, advised = make(None), make(GenerationConfig(top_k=7))
+    assert (silent.recommends_sampling, advised.recommends_sampling) == (False, True)
+    assert silent.get_default_sampling_params() == SamplingParams()
+    expected = SamplingParams(temperature=0.8, top_k=40, top_p=0.95, min_p=0.05)
+    assert silent.get_default_sampling_params(chat=True) == expected
+    assert advised.get_default_sampling_params(chat=True) == advised.get_default_sampling_params()
+    given = SamplingParams(top_p=0.5)
+    assert silent.follow_recommendation(given, {"top_p"}, chat=True) == given
+    assert silent.follow_recommendation(given, {"seed"}, chat=True) == expected
 
 
 @pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"top_p": 2.0}, {"top_k": "many"}])

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import jsonschema_rs
@@ -301,7 +302,8 @@ def test_num_speculative_tokens_of_a_request_does_not_change_its_text(live: Live
 
 def test_a_chat_whole_and_as_a_stream(live: Live, offline: LLM) -> None:
     messages: Any = [{"role": "user", "content": "hello"}]
-    (answer,) = offline.chat(messages, SamplingParams(max_tokens=20, seed=3, logprobs=2), use_tqdm=False)[0].outputs
+    params = replace(offline.get_default_sampling_params(chat=True), max_tokens=20, seed=3, logprobs=2)
+    (answer,) = offline.chat(messages, params, use_tqdm=False)[0].outputs
     common: Any = {"model": "tiny", "messages": messages, "max_completion_tokens": 20, "seed": 3}
     chat = live.openai.chat.completions
     reply = chat.create(**common, logprobs=True, top_logprobs=2)

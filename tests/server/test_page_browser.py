@@ -81,6 +81,25 @@ def test_three_answers_stream_side_by_side_with_coloured_tokens(page: Page, live
     expect(page.get_by_role("button", name="Generate")).to_be_enabled()
 
 
+def test_the_page_sends_what_was_chosen_and_shows_what_the_server_chooses(page: Page) -> None:
+    bodies = list[dict[str, object]]()
+    page.on("request", lambda request: bodies.append(request.post_data_json) if request.post_data else None)
+    expect(page.get_by_label("Temperature")).to_have_attribute("placeholder", "0.8")
+    expect(page.get_by_label("Top-p")).to_have_attribute("placeholder", "0.95")
+    page.get_by_role("textbox", name="Message", exact=True).fill("hello")
+    page.get_by_label("Answers", exact=True).fill("1")
+    page.get_by_role("button", name="Generate").click()
+    page.get_by_role("button", name="Stop").click()
+    page.locator(".segments label", has_text="Completion").click()
+    expect(page.get_by_label("Temperature")).to_have_attribute("placeholder", "1")
+    page.get_by_label("Top-p").fill("0.5")
+    page.get_by_role("button", name="Generate").click()
+    expect(page.locator(".answer.ended")).to_have_count(1)
+    chat, completion = bodies
+    assert chat.keys() == {"n", "stream", "metrics", "messages"}
+    assert completion.keys() == {"n", "stream", "metrics", "prompt", "top_p"}
+
+
 def test_token_kinds_differ_by_more_than_colour(page: Page) -> None:
     marks = page.locator(".legend mark").all()
     lines = [mark.evaluate("mark => getComputedStyle(mark).textDecoration.replace(/rgb.*/, '')") for mark in marks]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paceline import SamplingParams
-from paceline.config import ServerConfig
+from paceline.config import CHAT_SAMPLING, RECOMMENDED_FIELDS, ServerConfig
 from paceline.errors import ModelFormatError
 from paceline.server import context
 from server_support import Live, load, save_model, start
@@ -55,6 +55,37 @@ def test_a_request_is_sampled_as_recommended_where_it_does_not_say(
     assert {name: getattr(params, name) for name in RECOMMENDED} == {
         name: expected.get(name, getattr(usual, name)) for name in RECOMMENDED
     }
+
+
+@pytest.fixture(scope="module", params=["auto", "off"])
+def silent(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    model = save_model(tmp_path_factory.mktemp("silent") / "model")
+    yield from start(ServerConfig(port=0, served_model_name="tiny", generation_config=request.param), model)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("given", [{}, {"temperature": None}, {"temperature": 1.0}, {"top_p": 0.75}], ids=str)
+def test_a_chat_that_names_no_sampling_has_the_default_of_chats_where_the_model_recommends_nothing(
+    silent: Live, route: str, given: dict[str, float | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[SamplingParams] = []
+    engine = silent.context.llm.engine
+    add = engine.add
+    monkeypatch.setattr(engine, "add", lambda request: (asked.append(request.params), add(request))[1])
+    assert silent.post(route, {"model": "tiny", **ROUTES[route], **given}).status_code == 200
+    (params,) = asked
+    named = {name: value for name, value in given.items() if value is not None}
+    is_chat, auto = route != "/v1/completions", silent.context.config.generation_config == "auto"
+    expected = SamplingParams(**(CHAT_SAMPLING if is_chat and auto and not named else named))
+    assert all(getattr(params, name) == getattr(expected, name) for name in RECOMMENDED_FIELDS)
+
+
+def test_the_model_s_card_has_the_default_sampling(serving: Live, silent: Live) -> None:
+    cards = [live.get("/v1/models").json()["data"][0]["default_sampling"] for live in (serving, silent)]
+    usual = {"temperature": 1.0}
+    recommended = RECOMMENDED if serving.context.config.generation_config == "auto" else usual
+    chats = CHAT_SAMPLING if silent.context.config.generation_config == "auto" else usual
+    assert cards == [{"completions": recommended, "chats": recommended}, {"completions": usual, "chats": chats}]
 
 
 def test_the_shortest_context_can_be_served(tiny: str) -> None:

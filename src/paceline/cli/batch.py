@@ -32,6 +32,7 @@ from paceline.cli.options import (
 from paceline.config import SamplingParams, ServerConfig
 from paceline.config.files import read_text, write_text
 from paceline.config.limits import DEFAULT_ACCEPTANCE, MAX_COUNT
+from paceline.config.sampling import sampling_values
 from paceline.errors import MissingPackageError, PacelineError, ParameterError
 
 if TYPE_CHECKING:
@@ -105,9 +106,10 @@ def batch(
 
         if replicas is None:
             llm = engine.load(model, quiet)
-            params = follow_recommendation(context, llm, params, quiet)
-            seed = begin(settings_of(llm, params))
-            job = _LocalRun(llm, config, seed, params, refuse_params, in_order=in_order, quiet=quiet)
+            chat_params = follow_recommendation(context, llm, params, quiet, chat=True)
+            params = follow_recommendation(context, llm, params, quiet=True)
+            seed = begin(settings_of(llm, params, chat_params))
+            job = _LocalRun(llm, config, seed, params, chat_params, refuse_params, in_order=in_order, quiet=quiet)
             failed = asyncio.run(job.run(lines, output))
         else:
             from paceline.cli.workers import RayRun
@@ -166,7 +168,7 @@ def _telling_how_to_go_on(path: Path, output: OutputFile) -> Iterator[None]:
         raise
 
 
-def settings_of(llm: LLM, params: SamplingParams) -> dict[str, Any]:
+def settings_of(llm: LLM, params: SamplingParams, chat_params: SamplingParams) -> dict[str, Any]:
     """The settings that answers depend on, besides the lines and the seed."""
     identity, config = llm.engine.identity(), llm.config
     draft_tokens = identity.drafter if config.acceptance != DEFAULT_ACCEPTANCE else None
@@ -179,6 +181,7 @@ def settings_of(llm: LLM, params: SamplingParams) -> dict[str, Any]:
         "acceptance": identity.acceptance,
         "drafter": draft_tokens,
         "params": dataclasses.asdict(params),
+        "chat_sampling": sampling_values(chat_params),
     }
     return dict(json.loads(json.dumps(settings)))
 
@@ -228,6 +231,7 @@ class _LocalRun:
     config: ServerConfig
     seed: int
     params: SamplingParams
+    chat_params: SamplingParams
     refuse_params: Callable[[], None]
     _: dataclasses.KW_ONLY
     in_order: bool
@@ -241,7 +245,7 @@ class _LocalRun:
         from paceline.server.batch.window import LINES_PER_ROW, LineWriter, run_all
 
         async with running(self.llm, self.config) as context:
-            reader = LineReader(BatchContext(context, self.seed), self.params, self.refuse_params)
+            reader = LineReader(BatchContext(context, self.seed), self.params, self.chat_params, self.refuse_params)
             todo = unanswered(lines_of(file, self.config.max_body_bytes), reader.read, output)
             async with _progress(context, file, len(output.done), shown=not self.quiet) as progress:
                 await run_all(

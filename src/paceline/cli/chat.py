@@ -31,7 +31,7 @@ def chat(
     if system is not None:
         check_text("--system", system)
     llm = engine.load(model, quiet)
-    params = follow_recommendation(context, llm, sampling, quiet)
+    params = follow_recommendation(context, llm, sampling, quiet, chat=True)
     start: Messages = [] if system is None else [{"role": "system", "content": system}]
     messages = list(start)
     while (line := _read_line()) is not None and line != "/exit":

@@ -18,7 +18,15 @@ from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_
 
 import typer
 
-from paceline.config import RECOMMENDED_FIELDS, DraftData, DraftTraining, EngineConfig, SamplingParams, ServerConfig
+from paceline.config import (
+    CHAT_SAMPLING,
+    RECOMMENDED_FIELDS,
+    DraftData,
+    DraftTraining,
+    EngineConfig,
+    SamplingParams,
+    ServerConfig,
+)
 from paceline.config.help import Help, helps_of
 
 T = TypeVar("T")
@@ -108,7 +116,8 @@ def flags_of(kind: type) -> tuple[Flag, ...]:
 def _flag(field: dataclasses.Field[Any], hint: Any, said: Help, panel: str) -> Flag:
     default = None if field.default in (dataclasses.MISSING, ()) else field.default
     if panel == PANELS[SamplingParams] and field.name in RECOMMENDED_FIELDS:
-        text = f"{said.text} Default: as the model's files recommend, else {default:g}."
+        chats = f", in chats {CHAT_SAMPLING[field.name]:g}" if field.name in CHAT_SAMPLING else ""
+        text = f"{said.text} Default: as the model's files recommend, else {default:g}{chats}."
         said, default = Help(text, *said.flags, more=said.more), None
     kind, words = _kind(hint, default)
     shown = str(default) if words and default is not None else default

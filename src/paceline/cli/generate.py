@@ -49,17 +49,20 @@ def generate(
         refuse_given(context, "left out without --json, whose documents show them", "logprobs")
     lines = () if prompts_file is None else _read_lines(prompts_file)
 
-    def entries(params: SamplingParams) -> list[Job | Failure]:
-        return [*(_from_option(text, params, chat) for text in prompt or ()), *parse_lines(lines, params)]
+    def entries(params: SamplingParams, chat_params: SamplingParams) -> list[Job | Failure]:
+        given = [_from_option(text, chat_params if chat else params, chat) for text in prompt or ()]
+        return [*given, *parse_lines(lines, params, chat_params)]
 
-    checked = entries(sampling)  # before the model is loaded
+    checked = entries(sampling, sampling)  # before the model is loaded
     bad = next((entry for entry in checked if isinstance(entry, Failure)), None)
     if bad is not None and not keep_going:
         raise bad.error
     show = _show_json if as_json else _show_titled if len(checked) * sampling.n > 1 else _show_bare
     llm = engine.load(model, quiet)
-    params = follow_recommendation(context, llm, sampling, quiet)
-    if run_jobs(llm, entries(params), show, keep_going=keep_going, progress=not quiet):
+    chats = [isinstance(entry, Job) and entry.messages is not None for entry in checked]
+    chat_params = follow_recommendation(context, llm, sampling, quiet or not any(chats), chat=True)
+    params = follow_recommendation(context, llm, sampling, quiet or any(chats))
+    if run_jobs(llm, entries(params, chat_params), show, keep_going=keep_going, progress=not quiet):
         raise typer.Exit(2)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from paceline.config import SamplingParams
+from paceline.config import RECOMMENDED_FIELDS, SamplingParams
 from paceline.core.outputs import CompletionOutput, RequestOutput
 from paceline.errors import PacelineError, RequestError
 
@@ -43,14 +43,19 @@ class Failure:
 JobResult = RequestOutput | Failure
 
 
-def parse_lines(lines: Iterable[str], params: SamplingParams) -> Iterator[Job | Failure]:
-    """Jobs from JSON lines: {"prompt": ...} or {"messages": [...]}, with references and sampling parameters if any."""
+def parse_lines(
+    lines: Iterable[str], params: SamplingParams, chat_params: SamplingParams | None = None
+) -> Iterator[Job | Failure]:
+    """Jobs from JSON lines: {"prompt": ...} or {"messages": [...]}, with references and sampling parameters if any.
+
+    params, chat_params: as in ``as_job``.
+    """
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         where = f"line {number}"
         try:
-            yield as_job(where, _from_json(line), params)
+            yield as_job(where, _from_json(line), params, chat_params)
         except ValueError as error:  # ParameterError is one, too
             yield Failure(where, RequestError(f"{where}: {error}"))
 
@@ -62,8 +67,11 @@ def _from_json(line: str) -> object:
         raise ValueError(f"not JSON: {error}") from error
 
 
-def as_job(where: str, entry: object, params: SamplingParams) -> Job:
-    """The job of one line. Raises ValueError; ParameterError is one."""
+def as_job(where: str, entry: object, params: SamplingParams, chat_params: SamplingParams | None = None) -> Job:
+    """The job of one line. Raises ValueError; ParameterError is one.
+
+    params: the defaults of its sampling. chat_params: those of messages that name none of ``RECOMMENDED_FIELDS``.
+    """
     from paceline.config.inputs import as_references  # which imports torch: --help does not wait for it
 
     if not isinstance(entry, dict) or sum(key in entry for key in PROMPT_KEYS) != 1:
@@ -75,6 +83,8 @@ def as_job(where: str, entry: object, params: SamplingParams) -> Job:
         raise ValueError('"prompt" is a string or a list of token ids')
     if messages is not None and not isinstance(messages, list):
         raise ValueError('"messages" is a list of objects with role and content')
+    if messages is not None and chat_params is not None and not entry.keys() & set(RECOMMENDED_FIELDS):
+        params = chat_params
     return Job(where, SamplingParams.from_mapping(entry, params), prompt, messages, references)
 
 

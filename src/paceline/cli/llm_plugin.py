@@ -78,7 +78,7 @@ class PacelineModel(llm.Model):  # type: ignore[misc]
         if prompt.schema is not None:
             params = dataclasses.replace(params, structured_outputs=StructuredOutputs(json=prompt.schema))
         engine = self._load(self._source or given["model"], _chosen(EngineFlags, given))
-        params = engine.follow_recommendation(params, given)
+        params = engine.follow_recommendation(params, given, chat=True)
         shown = ""
         for output in engine.stream(engine.tokens_of_chat(_conversation(prompt.messages)), params):
             answer = output.outputs[0]

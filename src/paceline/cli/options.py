@@ -122,16 +122,19 @@ def given_fields(context: typer.Context) -> frozenset[str]:
     return frozenset(name for name in RECOMMENDED_FIELDS if context.params[name] is not None)
 
 
-def follow_recommendation(context: typer.Context, llm: LLM, params: SamplingParams, quiet: bool) -> SamplingParams:
+def follow_recommendation(
+    context: typer.Context, llm: LLM, params: SamplingParams, quiet: bool, *, chat: bool = False
+) -> SamplingParams:
     """``LLM.follow_recommendation`` for the running command, described on stderr unless ``quiet``.
 
     Raises ModelFormatError.
     """
-    followed = llm.follow_recommendation(params, given_fields(context))
+    followed = llm.follow_recommendation(params, given_fields(context), chat=chat)
     changed = [name for name in RECOMMENDED_FIELDS if getattr(followed, name) != getattr(params, name)]
     if changed and not quiet:
         values = ", ".join(f"{name} {getattr(followed, name)}" for name in changed)
-        note(f"sampling as the model's files recommend: {values}")
+        recommended = "sampling as the model's files recommend"
+        note(f"{recommended if llm.recommends_sampling else 'sampling of chats'}: {values}")
     return followed
 
 

@@ -85,13 +85,14 @@ async def _encoded(context: Context, text: str | list[int], special: bool = True
 
 @dataclass(frozen=True)
 class LineReader:
-    """Reader of lines in either form. params: the defaults of plain lines.
+    """Reader of lines in either form. params, chat_params: the defaults of plain lines, as in ``as_job``.
 
     refuse_params: called for lines in OpenAI's form, whose bodies have all parameters.
     """
 
     batch: BatchContext
     params: SamplingParams
+    chat_params: SamplingParams
     refuse_params: Callable[[], None]
     names: CustomIds = field(default_factory=CustomIds)
 
@@ -108,7 +109,7 @@ class LineReader:
             custom_id = _name(entry)
             if custom_id is not None:
                 self.names.take(custom_id)
-            job = as_job(line.where, entry, self.params)
+            job = as_job(line.where, entry, self.params, self.chat_params)
             for message in job.messages or ():
                 check_message(message)
         except (ValueError, PacelineError) as error:  # ParameterError is both

@@ -45,7 +45,7 @@ def trace(
     parts = llm.engine.parts
     tracer = parts.policy = Tracer(parts.policy, drafter=parts.drafter)
     given = llm.tokens_of_chat([{"role": "user", "content": prompt}]) if chat else prompt
-    params = follow_recommendation(context, llm, sampling, quiet)
+    params = follow_recommendation(context, llm, sampling, quiet, chat=chat)
     (result,) = llm.generate([given], params, use_tqdm=False)
     tokenizer, answer = llm.requests.tokenizer, result.outputs[0]
     nodes = syntax.node_kinds(answer.pieces) if syntax.available() else []

@@ -43,7 +43,8 @@ class Worker:
     def __init__(self, recipe: Recipe, config: ServerConfig, params: SamplingParams, given: Collection[str]) -> None:
         self._llm, self._config = recipe.load(), config
         self._params = self._llm.follow_recommendation(params, given)
-        self._settings = settings_of(self._llm, self._params)
+        self._chat_params = self._llm.follow_recommendation(params, given, chat=True)
+        self._settings = settings_of(self._llm, self._params, self._chat_params)
         self._life, self._turn = AsyncExitStack(), asyncio.Lock()
         self._context: Context | None = None
 
@@ -59,7 +60,7 @@ class Worker:
             if self._context is None:
                 self._context = await self._life.enter_async_context(running(self._llm, self._config))
         reader = LineReader(
-            BatchContext(self._context, seed), self._params, _allowed
+            BatchContext(self._context, seed), self._params, self._chat_params, _allowed
         )  # names were checked when the file was read
         return await read_line(reader.read, line).run()
 
@@ -133,7 +134,7 @@ class RayRun:
 
     async def _play(self, pool: WorkerPool, file: BinaryIO, output: OutputFile, window: int) -> int:
         no_batch: Any = None  # the reader only checks here; workers answer
-        reader = LineReader(no_batch, self.params, self.refuse_params)
+        reader = LineReader(no_batch, self.params, self.params, self.refuse_params)
 
         def read(line: InputLine, data: object) -> LineTask:
             chore = reader.read(line, data)

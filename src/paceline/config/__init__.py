@@ -29,11 +29,12 @@ from paceline.config.limits import (
     QuantizationName,
     RankName,
 )
-from paceline.config.sampling import RECOMMENDED_FIELDS, LogitsProcessor, SamplingParams, StructuredOutputs
+from paceline.config.sampling import CHAT_SAMPLING, RECOMMENDED_FIELDS, LogitsProcessor, SamplingParams, StructuredOutputs
 from paceline.config.server import ServerConfig
 from paceline.config.training import DraftData, DraftTraining
 
 __all__ = [
+    "CHAT_SAMPLING",
     "DEFAULT_MODEL",
     "DEFAULT_SPECULATION_LENGTH",
     "LOOKS_UP",

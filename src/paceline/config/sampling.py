@@ -59,6 +59,12 @@ RECOMMENDED_FIELDS = (
 )  # fmt: skip
 """Fields of ``SamplingParams`` for which a model's files may recommend values."""
 
+CHAT_SAMPLING: Mapping[str, float] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+"""Sampling of a chat for which neither the caller nor the model's files name any: the defaults of llama.cpp.
+
+Ollama's differ in top_p (0.9), min_p (0) and a repetition penalty of the last 64 tokens.
+"""
+
 
 @dataclass(frozen=True)
 class Schema:
@@ -372,6 +378,20 @@ class SamplingParams:
         None: no log-probability is needed.
         """
         return 0 if self.logprobs is None and self.ranking is not None else self.logprobs
+
+
+def sampling_values(params: SamplingParams) -> dict[str, float]:
+    """The temperature, and those of the other ``RECOMMENDED_FIELDS`` that differ from their defaults."""
+    return {
+        name: getattr(params, name)
+        for name in RECOMMENDED_FIELDS
+        if name == "temperature" or getattr(params, name) != getattr(SamplingParams, name)
+    }
+
+
+def sampling_words(params: SamplingParams) -> str:
+    """``sampling_values`` as a text: "temperature 0.2, top_p 0.9"."""
+    return ", ".join(f"{name} {value}" for name, value in sampling_values(params).items())
 
 
 def _filled(stop: object) -> object:

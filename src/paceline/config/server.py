@@ -175,7 +175,9 @@ class ServerConfig:
         GenerationDefaults,
         Help(
             "Sampling of requests that do not say: as the model's files recommend (auto), or temperature 1 and nothing "
-            "cut off (off)."
+            "cut off (off).",
+            more="Where the files recommend nothing, auto samples chats that name none of these fields as llama.cpp "
+            "does: temperature 0.8, top_k 40, top_p 0.95, min_p 0.05. /v1/models has the values.",
         ),
     ] = "auto"
     log_format: Annotated[LogFormat, Help("text for people; json for machines, one object a line.")] = "text"

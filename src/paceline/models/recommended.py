@@ -1,7 +1,8 @@
 """What a model's files recommend: how to sample, and how to pool hidden states to embeddings.
 
 Directories have ``generation_config.json`` and sentence-transformers' ``1_Pooling/config.json``, GGUF files
-``general.sampling.*`` and ``ARCHITECTURE.pooling_type``.
+``general.sampling.*`` and ``ARCHITECTURE.pooling_type``. The embedded model's file recommends no sampling; this
+package does (``hub.EMBEDDED``).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 from paceline.config import RECOMMENDED_FIELDS
 from paceline.models.boundary import ResolvedSource, is_loaded, reads_model
 from paceline.models.gguf import GGUFFile
-from paceline.models.hub import POOLING_FILE
+from paceline.models.hub import POOLING_FILE, embedded_sampling
 from paceline.models.json_files import read_object
 
 # llama.cpp's repetition penalty looks at the last tokens only, so it is none of ours.
@@ -51,7 +52,8 @@ def recommended_sampling(source: ResolvedSource) -> dict[str, Any]:
         found = generation.to_diff_dict() if generation else {}
     elif source.is_file():
         metadata = GGUFFile(source).metadata
-        found = {name: metadata.get(f"general.sampling.{key}") for name, key in _GGUF_NAMES.items()}
+        own = {name: metadata.get(f"general.sampling.{key}") for name, key in _GGUF_NAMES.items()}
+        found = own if any(value is not None for value in own.values()) else dict(embedded_sampling(source))
     else:
         found = read_object(source / "generation_config.json")
     return {name: found[name] for name in RECOMMENDED_FIELDS if found.get(name) is not None}

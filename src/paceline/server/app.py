@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from paceline.config import ServerConfig
+from paceline.config.sampling import sampling_values
 from paceline.errors import PacelineError
 from paceline.server import errors, replies
 from paceline.server.batch.routes import add_batches
@@ -251,6 +252,10 @@ def _card(context: Context, name: str) -> replies.ModelCard:
         created=context.created,
         owned_by="paceline",
         max_model_len=context.llm.engine.max_model_len,
+        default_sampling={
+            "completions": sampling_values(context.default_sampling),
+            "chats": sampling_values(context.default_chat_sampling),
+        },
     )
 
 

@@ -63,7 +63,7 @@ class ChatJob:
         prompt = await context.chat_prompt(body.conversation, body.chat_fields)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         left = max(1, context.llm.engine.max_model_len - len(prompt.token_ids))
-        params = body.sampling(context.default_sampling, body.answer_limit(left), logprobs)
+        params = body.sampling(context.chat_sampling(body), body.answer_limit(left), logprobs)
         params = context.for_model(body.model, params)
         wanted = await context.in_thread(lambda: body.structure)
         # replace() checks that the structure fits the other parameters

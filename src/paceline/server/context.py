@@ -18,8 +18,8 @@ from fastapi import Request as HttpRequest
 from pydantic import BaseModel
 
 from paceline.chat.options import ChatFields, ChatOptions, check_variables
-from paceline.config import SamplingParams, ServerConfig
-from paceline.config.ranges import names_of
+from paceline.config import RECOMMENDED_FIELDS, SamplingParams, ServerConfig
+from paceline.config.sampling import sampling_words
 from paceline.core.outputs import Metrics, RequestOutput
 from paceline.engine.chat import ChatPrompt
 from paceline.engine.engine import Request
@@ -81,19 +81,16 @@ def _loaded(load: Callable[[], LLM], config: ServerConfig) -> LLM:
     Raises RequestError if it has no chat template, and ModelFormatError for impossible recommended sampling.
     """
     llm = load()
-    if config.generation_config == "auto" and (recommended := _unusual(llm.get_default_sampling_params())):
-        log.info("sampling of requests that do not say, as the model's files recommend: %s", recommended)
+    if config.generation_config == "auto":
+        chats = sampling_words(llm.get_default_sampling_params(chat=True))
+        if llm.recommends_sampling:
+            log.info("sampling of requests that do not say, as the model's files recommend: %s", chats)
+        else:
+            log.info("sampling of chats that do not say, as the model's files recommend nothing: %s", chats)
     if config.chat_template_kwargs:
         templates = [llm.requests.tokenizer.chat_template(tools=tools) for tools in (False, True)]
         check_variables(config.chat_template_kwargs, "\n".join(templates))
     return llm
-
-
-def _unusual(params: SamplingParams) -> str:
-    """The fields that differ from the usual ones, as text."""
-    usual = SamplingParams()
-    names = [name for name in names_of(SamplingParams) if getattr(params, name) != getattr(usual, name)]
-    return ", ".join(f"{name} {getattr(params, name)}" for name in names)
 
 
 class Context:
@@ -130,8 +127,22 @@ class Context:
 
     @functools.cached_property
     def default_sampling(self) -> SamplingParams:
-        """The sampling parameters of requests that name none."""
+        """The sampling parameters of completions that name none, and what those of a chat complete."""
         return SamplingParams() if self.config.generation_config == "off" else self.llm.get_default_sampling_params()
+
+    @functools.cached_property
+    def default_chat_sampling(self) -> SamplingParams:
+        """The sampling parameters of chats that name none."""
+        off = self.config.generation_config == "off"
+        return SamplingParams() if off else self.llm.get_default_sampling_params(chat=True)
+
+    def chat_sampling(self, body: GenerationRequest | TurnRequest) -> SamplingParams:
+        """The sampling parameters that a chat's own replace in part.
+
+        A chat that names one of ``RECOMMENDED_FIELDS`` gets nothing of the default that is made for chats.
+        """
+        named = any(getattr(body, name, None) is not None for name in RECOMMENDED_FIELDS)
+        return self.default_sampling if named else self.default_chat_sampling
 
     @functools.cached_property
     def spelling(self) -> Spelling:

@@ -293,13 +293,14 @@ class ChatChunk(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """The served model."""
+    """The served model. default_sampling: of completions and of chats that name no sampling."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     max_model_len: int
+    default_sampling: dict[Literal["completions", "chats"], dict[str, float]]
 
 
 class ModelList(BaseModel):

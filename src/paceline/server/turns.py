@@ -60,7 +60,7 @@ class Turn:
         options = RequestOptions.of(body, client)
         prompt = replace(await prompt_of(context, conversation.messages, conversation.fields), structure=structure)
         rest = max(1, context.llm.engine.max_model_len - len(prompt.token_ids))
-        base = context.default_sampling
+        base = context.chat_sampling(body)
         params = await context.in_thread(_params, base, body, conversation, structure, rest)
         params = context.for_model(body.model, params)
         request = await context.chat_request(prompt, params, options)

@@ -36,7 +36,7 @@ class Answers:
     the others.
 
     seed: the job's seed.
-    params: sampling parameters without a seed, also as a mapping; by default those that the model's files recommend.
+    params: sampling parameters without a seed, also as a mapping; by default ``LLM``'s.
     draft_model, options: those of ``LLM``.
 
     Raises what ``LLM`` raises, and ParameterError for a seed in ``params``.
@@ -56,7 +56,10 @@ class Answers:
             raise ParameterError("params.seed", given.seed, "left out: each row has its own, from the job's seed")
         replace(given, seed=seed)  # replace validates it
         self._llm = LLM(model, draft_model, **options)
-        self._seed, self._params = seed, self._llm.get_default_sampling_params() if params is None else given
+        self._seed, self._params, self._chat_params = seed, given, given
+        if params is None:
+            self._params = self._llm.get_default_sampling_params()
+            self._chat_params = self._llm.get_default_sampling_params(chat=True)
 
     def __call__(self, batch: Columns) -> Columns:
         """The batch's columns and those of its answers. Raises ParameterError if columns are missing or ambiguous."""
@@ -73,7 +76,8 @@ class Answers:
     def _request(self, column: str, cell: object, name: object) -> Request | PacelineError:
         """The row as a request, or the error that explains why it cannot be one."""
         try:
-            params = replace(self._params, seed=seed_of(self._seed, own_name(name)))
+            usual = self._params if column == PROMPTS else self._chat_params
+            params = replace(usual, seed=seed_of(self._seed, own_name(name)))
             request = self._llm.request(self._prompt(column, cell), params)
             self._llm.engine.check(request)
         except PacelineError as error:

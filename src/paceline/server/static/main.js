@@ -3,7 +3,7 @@
 import { Answers } from "./answers.js";
 import { ApiError, stream, useKey } from "./api.js";
 import { Monitor } from "./monitor.js";
-import { checkTools, invalidField, isChat, isLimited, readRequest } from "./request.js";
+import { checkTools, invalidField, isChat, isLimited, readRequest, showDefaults } from "./request.js";
 
 const byId = (id) => document.getElementById(id);
 const EXAMPLES = {
@@ -21,7 +21,10 @@ function showState(state, words) {
   byId("state").dataset.state = state;
   if (byId("state").textContent !== words) byId("state").textContent = words;
   if (state === "key") byId("key-field").hidden = false;
-  if (monitor.model) byId("model").textContent = monitor.model.id;
+  if (monitor.model) {
+    byId("model").textContent = monitor.model.id;
+    showDefaults(monitor.model);
+  }
 }
 
 function showBusy(busy) {
@@ -78,6 +81,7 @@ function showTotal(answers, seconds) {
 
 function showMode() {
   const prompt = byId("prompt");
+  if (monitor.model) showDefaults(monitor.model);
   const untouched = prompt.value === "" || Object.values(EXAMPLES).includes(prompt.value);
   byId("system-field").hidden = !isChat();
   byId("tools-field").hidden = !isChat();

@@ -17,11 +17,12 @@ export function readRequest() {
   const n = byId("n").valueAsNumber;
   const body = {
     n,
-    temperature: byId("temperature").valueAsNumber,
-    max_tokens: byId("max-tokens").valueAsNumber,
     stream: true,
     metrics: true,
-    ...optional("seed", byId("seed").value),
+    ...optional("temperature"),
+    ...optional("top-p"),
+    ...optional("max-tokens"),
+    ...optional("seed"),
     ...speculation(),
   };
   if (isChat()) return { path: "v1/chat/completions", body: { ...body, messages: messages(), ...tools() }, n };
@@ -45,8 +46,18 @@ function tools() {
   return written ? { tools: JSON.parse(written), tool_choice: byId("tool-choice").value } : {};
 }
 
-function optional(name, value) {
-  return value === "" ? {} : { [name]: Number(value) };
+// A number that was left empty is the server's to choose, and is not sent.
+function optional(id) {
+  const { value, valueAsNumber } = byId(id);
+  return value === "" ? {} : { [id.replace("-", "_")]: valueAsNumber };
+}
+
+// Shows in the empty fields what the server chooses. card: the model's entry in /v1/models.
+export function showDefaults(card) {
+  const sampling = card.default_sampling[isChat() ? "chats" : "completions"];
+  byId("temperature").placeholder = sampling.temperature;
+  byId("top-p").placeholder = sampling.top_p ?? 1;
+  byId("max-tokens").placeholder = isChat() ? "to the end" : "16";
 }
 
 function speculation() {
