@@ -15,7 +15,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "paceline"
 
 FLOORS = (  # from the ground up; units on one floor do not import each other
-    ("errors", "version"),
+    ("errors", "progress", "version"),
     ("config",),
     ("chat",),
     ("core",),

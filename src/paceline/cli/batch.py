@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
-from tqdm import tqdm
 
 from paceline.cli.console import note
 from paceline.cli.flags import flags_of
@@ -34,6 +33,7 @@ from paceline.config.files import read_text, write_text
 from paceline.config.limits import DEFAULT_ACCEPTANCE, MAX_COUNT
 from paceline.config.sampling import sampling_values
 from paceline.errors import MissingPackageError, PacelineError, ParameterError
+from paceline.progress import Bar
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -281,7 +281,7 @@ async def running(llm: LLM, config: ServerConfig) -> AsyncIterator[Context]:
 class _ProgressBar:
     """A bar on a terminal: lines, tokens a second, acceptance, time left."""
 
-    def __init__(self, context: Context, bar: tqdm) -> None:
+    def __init__(self, context: Context, bar: Bar) -> None:
         self.failed = self.answered = 0
         self._context, self._bar = context, bar
 
@@ -289,14 +289,14 @@ class _ProgressBar:
         """Count one more line that is on disk."""
         self.answered += 1
         self.failed += outcome.failed
-        self._bar.update()
+        self._bar.change(advance=1)
 
     async def watch(self) -> None:
         """Show the speed until cancelled."""
         while True:
             now = self._context.meter.stats()
             rate = "" if now.acceptance_rate is None else f", acceptance {now.acceptance_rate:.0%}"
-            self._bar.set_postfix_str(f"{now.tokens_per_second:.0f} tokens/s{rate}")
+            self._bar.change(note=f"{now.tokens_per_second:.0f} tokens/s{rate}")
             await asyncio.sleep(_TICK)
 
     def summary(self, seconds: float) -> str:
@@ -311,7 +311,7 @@ class _ProgressBar:
 async def _progress(context: Context, file: BinaryIO, done: int, *, shown: bool) -> AsyncIterator[_ProgressBar]:
     total = _total(file) if shown and sys.stderr.isatty() else None
     began = time.monotonic()
-    with tqdm(total=total, initial=done, desc="lines", unit="line", disable=None if shown else True) as bar:
+    with Bar("lines", total, shown=shown, done=done) as bar:
         progress = _ProgressBar(context, bar)
         watch = asyncio.create_task(progress.watch())
         try:

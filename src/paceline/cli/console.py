@@ -15,10 +15,10 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
-from tqdm import tqdm
 
 from paceline.core.outputs import Latency
 from paceline.errors import PacelineError
+from paceline.progress import hidden, steps_with_bar
 
 
 class Stdout:
@@ -91,12 +91,14 @@ def stderr() -> Console:
 
 def report_error(error: Exception) -> None:
     """Print an error as one red line on stderr."""
-    stderr().print(Text(f"error: {' '.join(str(error).split())}", style="bold red"), soft_wrap=True)
+    with hidden():
+        stderr().print(Text(f"error: {' '.join(str(error).split())}", style="bold red"), soft_wrap=True)
 
 
 def note(text: str) -> None:
     """Print one dim line on stderr."""
-    stderr().print(Text(text, style="dim"), soft_wrap=True)
+    with hidden():
+        stderr().print(Text(text, style="dim"), soft_wrap=True)
 
 
 @contextmanager
@@ -108,7 +110,7 @@ def working(what: str) -> Iterator[None]:
 
 def bars(quiet: bool) -> Callable[..., Any]:
     """A function that wraps steps, with their label, to show them as a bar on a terminal."""
-    return lambda steps, what="runs": tqdm(steps, desc=what, disable=True if quiet else None)
+    return lambda steps, what="runs": steps_with_bar(steps, what, shown=not quiet)
 
 
 @dataclass(frozen=True)

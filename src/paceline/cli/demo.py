@@ -8,11 +8,11 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
-from tqdm import tqdm
 
 from paceline.cli.console import Sheet, latency_table, note, stdout, working
 from paceline.cli.options import DEFAULT_MODEL, Model
 from paceline.config import DEFAULT_SPECULATION_LENGTH, DtypeName, EngineConfig, SamplingParams
+from paceline.progress import Bar
 from paceline.tools.bench.measure import BatchRun, run_batch
 from paceline.tools.bench.prompts import COPYING
 
@@ -65,11 +65,11 @@ def compare(llm: LLM, max_tokens: int, repeats: int = REPEATS) -> tuple[BatchRun
         for side in sides:
             run_batch(side, prompts, SamplingParams(temperature=0, max_tokens=4))
     runs: list[list[BatchRun]] = [[], []]
-    with tqdm(total=2 * repeats, desc="batches", disable=None) as bar:
+    with Bar("batches", 2 * repeats) as bar:
         for _ in range(repeats):
             for side, done in zip(sides, runs, strict=True):
                 done.append(run_batch(side, prompts, params))
-                bar.update()
+                bar.change(advance=1)
     speculative, plain = (sorted(done, key=lambda run: run.seconds)[repeats // 2] for done in runs)
     return speculative, plain
 

@@ -21,6 +21,7 @@ from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, numbe
 from paceline.config import SamplingParams
 from paceline.config.files import check_directory, write_text
 from paceline.errors import MissingPackageError
+from paceline.progress import steps_with_bar
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -110,8 +111,6 @@ def _run(
     plan: EvaluationPlan, configurations: list[Configuration], box: Sandbox, path: Path, resume: bool, quiet: bool
 ) -> dict[str, ProblemAnswers]:
     """All problems' answers, those of an earlier run included."""
-    from tqdm import tqdm
-
     from paceline.tools.evaluation.journal import Journal
     from paceline.tools.evaluation.run import evaluate, settings
 
@@ -121,8 +120,7 @@ def _run(
     done = sum(name in journal.problems for name in wanted)
 
     def progress(steps: Iterable[Problem]) -> Iterable[Problem]:
-        silent = True if quiet else None  # None: where stderr is no terminal
-        return tqdm(steps, "problems", len(wanted), initial=done, disable=silent)  # type: ignore[no-any-return]
+        return steps_with_bar(steps, "problems", total=len(wanted), shown=not quiet, done=done)
 
     evaluate(plan, configurations, box, journal, progress)
     return {name: journal.problems[name] for name in wanted}

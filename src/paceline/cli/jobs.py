@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
 from paceline.config import RECOMMENDED_FIELDS, SamplingParams
 from paceline.core.outputs import CompletionOutput, RequestOutput
 from paceline.errors import PacelineError, RequestError
+from paceline.progress import Bar, hidden
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Request
@@ -113,11 +112,11 @@ def run_jobs(
         for number, failure in failed:
             order.add(number, failure)
         engine.scheduler.closed = True
-        with tqdm(total=len(served) - len(failed), desc="answers", disable=None if progress else True) as bar:
+        with Bar("answers", len(served) - len(failed), shown=progress) as bar:
             while engine.busy:
                 for output in engine.step():
                     if output.finished:
-                        bar.update()
+                        bar.change(advance=1)
                         broken += output.error is not None
                         order.add(int(output.request_id), output)
     except KeyboardInterrupt:
@@ -152,9 +151,12 @@ class _InOrder:
 
     def add(self, number: int, result: JobResult) -> None:
         self.early[number] = result
-        while self.next in self.early:
-            self.show(self.next, self.early.pop(self.next))
-            self.next += 1
+        if self.next not in self.early:
+            return
+        with hidden():
+            while self.next in self.early:
+                self.show(self.next, self.early.pop(self.next))
+                self.next += 1
 
     def show_rest(self) -> None:
         for number in sorted(self.early):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shlex
 import sys
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +16,7 @@ from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet
 from paceline.config import DraftData, DraftTraining, EngineOptions
 from paceline.config.files import check_directory, write_text
 from paceline.errors import ParameterError
+from paceline.progress import Bar
 
 if TYPE_CHECKING:
     from paceline.tools.training.learn import Trainer
@@ -145,22 +147,20 @@ class Bars:
         self._plan, self._quiet = plan, quiet
         self._lines = Tenths() if not (quiet or sys.stderr.isatty()) else None
         self._made = 0  # tokens
-        self._data: Any = None
-        self._training: Any = None
+        self._learns, self._percent = False, 0.0  # whether training has begun, and how far it is
+        self._bars = ExitStack()  # with one bar at a time
+        self._bar: Bar
 
     def __enter__(self) -> Bars:
-        self._data = self._bar("data", self._plan.data.tokens, unit=" tokens")
+        self._begin(Bar("data", self._plan.data.tokens, unit="tokens", shown=not self._quiet))
         return self
 
-    def _bar(self, part: str, total: float, **options: Any) -> Any:
-        from tqdm import tqdm
-
-        return tqdm(desc=part, total=total, disable=self._quiet or self._lines is not None, **options)
+    def _begin(self, bar: Bar) -> None:
+        self._bars.close()
+        self._bar = self._bars.enter_context(bar)
 
     def __exit__(self, *_: object) -> None:
-        for bar in (self._data, self._training):
-            if bar is not None:
-                bar.close()
+        self._bars.close()
 
     @property
     def callbacks(self) -> TrainingCallbacks:
@@ -170,19 +170,20 @@ class Bars:
 
     def _collected(self, tokens: int) -> None:
         self._made += tokens
-        self._data.update(tokens)
+        self._bar.change(advance=tokens)
         if self._lines is not None:
             self._lines.tell("data", self._made / self._plan.data.tokens)
 
     def _learnt(self, trainer: Trainer) -> None:
-        if self._training is None:
-            self._data.close()
-            self._training = self._bar("training", 100, unit="%", initial=100 * trainer.fraction_done)
+        percent = 100 * trainer.fraction_done
+        if not self._learns:
+            self._learns, self._percent = True, percent
+            self._begin(Bar("training", 100, unit="%", shown=not self._quiet, done=percent))
         looks = trainer.progress.looks
         kept = f", kept {looks[-1]['conditional'][0]:.3f}" if looks else ""
         now = f"loss {trainer.progress.losses[-1]:.3f}{kept}"
-        self._training.update(100 * trainer.fraction_done - self._training.n)
-        self._training.set_postfix_str(now)
+        self._bar.change(advance=percent - self._percent, note=now)
+        self._percent = percent
         if self._lines is not None:
             self._lines.tell("training", trainer.fraction_done, f", {now}")
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from tqdm import tqdm
 
 from paceline.cli.console import Sheet, stdout
 from paceline.cli.jobs import Failure, parse_lines
@@ -25,6 +24,7 @@ from paceline.config import AcceptanceName, SamplingParams
 from paceline.config.files import read_text
 from paceline.config.limits import MAX_ANSWERS
 from paceline.errors import ParameterError
+from paceline.progress import Bar
 from paceline.tools.bench.prompts import COPYING, FORKED, OPEN
 
 if TYPE_CHECKING:
@@ -67,14 +67,14 @@ def verify(
     rules: tuple[AcceptanceName, ...] = ("coupled", "rejection") if samples else ()
     comparisons: list[Comparison] = []
     tests: list[DistributionTest] = []
-    with tqdm(total=2 * len(sizes) * len(ks) + len(rules), desc="checks", disable=True if quiet else None) as bar:
+    with Bar("checks", 2 * len(sizes) * len(ks) + len(rules), shown=not quiet) as bar:
         for params in (greedy, replace(greedy, temperature=SAMPLING_TEMPERATURE)):
             for comparison in compare_with_plain(llm, prompts, params, sizes, ks):
                 comparisons.append(comparison)
-                bar.update()
+                bar.change(advance=1)
         for rule in rules:
             tests.append(distribution_test(llm, prompts[0] if given else _encode(llm, FORKED), rule, samples))
-            bar.update()
+            bar.change(advance=1)
     if not report(llm, comparisons, tests):
         raise typer.Exit(1)
 

