@@ -54,7 +54,7 @@ from paceline.engine.loading import (
     load_head,
     load_target,
     load_tokenizer,
-    loading_progress,
+    loading_stages,
     serve_other_rank,
 )
 from paceline.engine.requests import RequestMaker, encoded, needed
@@ -97,7 +97,8 @@ class LLM:
     reference_documents: texts or token ids that the n-gram drafter may copy from, beside each row's own tokens.
     adapters: directories of LoRA adapters (peft's files) by the names under which ``SamplingParams.adapter`` finds
         them. Drafters draft for the model itself, which changes the speed only.
-    use_tqdm: whether to show the stages of start-up on a terminal: loading, packing, measuring costs.
+    use_tqdm: whether a terminal shows the stages of start-up (reading, packing, measuring). Where none does, the logger
+        "paceline.loading" gets a line for each.
     options: see EngineConfig.
 
     Raises ModelError (model not found, corrupt files, different vocabularies), ParameterError, CapacityError.
@@ -137,10 +138,10 @@ class LLM:
         if draft_model is not None and head is None:
             self._check_vocabulary(draft_model)
         references = [encoded(self.tokenizer, document) for document in documents]
-        with loading_progress(use_tqdm) as begin:
+        with loading_stages(use_tqdm) as stages:
             with torch_threads(config.threads or default_threads()):  # other engines have their own number
-                draft = None if draft_model is None or head is not None else load_draft(draft_model, config, begin)
-                target = load_target(model, config, begin, adapter_paths)
+                draft = None if draft_model is None or head is not None else load_draft(draft_model, config, stages)
+                target = load_target(model, config, stages, adapter_paths)
                 draft = draft if head is None else load_head(head, model, target, config)
                 if own_head:
                     draft = load_own_head(target, model, quantization=config.draft_quantization)
@@ -149,7 +150,7 @@ class LLM:
             self._recommended, self._pooling = recommended_sampling(model), recommended_pooling(model)
             self._models = Models(target, draft, eos, references, embeds_only=lacks_head(model))
             self._models.users.add(self)
-            begin("measuring what rounds cost")
+            stages.begin("measuring what rounds cost")
             self._shared: SharedEngine | None = SharedEngine(Engine(self._models, config))
 
     @classmethod

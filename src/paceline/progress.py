@@ -44,6 +44,11 @@ class Line:
         self._task = TaskID(0)
         self._drawn = 0.0
 
+    @property
+    def is_shown(self) -> bool:
+        """Whether there is a terminal that shows the line."""
+        return self._shown
+
     def __enter__(self) -> Self:
         if self._shown:
             console = Console(file=sys.stderr, highlight=False)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from byte_model import byte_tokenizer, save_llama
 from paceline.models import hub
 from paceline.tools.evaluation.problems import Problem
 from terminal import Terminal, run
@@ -159,3 +160,44 @@ def test_pull_has_a_bar_in_bytes_and_leaves_the_path(
     assert left_clean(terminal)
     assert "MB" in terminal.seen.decode()
     assert terminal.text.replace("\n", "") == str(tmp_path / "of-tests-1.0.gguf")
+
+
+@pytest.fixture
+def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PACELINE_PACKED_CACHE", "on")
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+
+
+STAGES = ("reading and packing {}", "writing the packed weights of {} to the cache", "measuring what rounds cost")
+LOADED = ("-p", "one", "--max-tokens", "4", "--quantization", "int8")
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that the CPU kernels run."""
+    path = tmp_path_factory.mktemp("models") / "native"
+    return save_llama(path, byte_tokenizer(), seed=1, hidden_size=64, intermediate_size=96)
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_loading_shows_its_stages_on_a_terminal_and_leaves_the_start_line(
+    monkeypatch: pytest.MonkeyPatch, native: str
+) -> None:
+    monkeypatch.setattr("paceline.progress._INTERVAL", 0.0)
+    code, terminal = run(monkeypatch, "generate", native, *LOADED, columns=300)
+    assert code == 0, terminal.text
+    shown = terminal.seen.decode()
+    assert all(stage.format(native) in shown for stage in STAGES)
+    assert "100%" in shown
+    assert terminal.lines[0].startswith(f"target {native} (int8 on the CPU kernels")
+    assert left_clean(terminal)
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_loading_writes_a_line_for_each_stage_where_there_is_no_terminal(paceline: Any, native: str) -> None:
+    said = paceline("generate", native, *LOADED).stderr.splitlines()
+    first = [stage.format(native) for stage in STAGES]
+    assert said[: len(first)] == first
+    again = paceline("generate", native, *LOADED).stderr.splitlines()
+    assert again[:2] == [f"reading the packed weights of {native}", STAGES[-1]]
+    assert paceline("generate", native, *LOADED, "--quiet").stderr == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -106,6 +107,26 @@ def working(what: str) -> Iterator[None]:
     """Show a spinner on a terminal while the block runs."""
     with stderr().status(Text(what)):
         yield
+
+
+class _Notes(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        note(record.getMessage())
+
+
+@contextmanager
+def stage_notes(quiet: bool) -> Iterator[None]:
+    """Print the stages of loading as lines on stderr unless ``quiet``. On a terminal nothing is logged for them."""
+    log, handler = logging.getLogger("paceline.loading"), _Notes()
+    level = log.level
+    if not quiet:
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
 
 
 def bars(quiet: bool) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
 
-from paceline.cli.console import Sheet, latency_table, note, stdout, working
+from paceline.cli.console import Sheet, latency_table, note, stage_notes, stdout, working
 from paceline.cli.options import DEFAULT_MODEL, Model
 from paceline.config import DEFAULT_SPECULATION_LENGTH, DtypeName, EngineConfig, SamplingParams
 from paceline.progress import Bar
@@ -44,6 +44,7 @@ def demo(
     with working(f"loading {model}"):
         from paceline.llm import LLM
 
+    with stage_notes(quiet=False):
         llm = LLM(
             model,
             num_speculative_tokens=num_speculative_tokens,

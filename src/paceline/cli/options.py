@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar, cast
 
 import typer
 
-from paceline.cli.console import note, working
+from paceline.cli.console import note, stage_notes, working
 from paceline.cli.flags import from_text
 from paceline.config import (
     DEFAULT_MODEL,
@@ -79,14 +79,15 @@ class EngineFlags(EngineConfig):
         self.check()
         documents = self._documents()
         with working(f"loading {model}"):
-            from paceline.llm import LLM
+            from paceline.llm import LLM  # with torch, which takes seconds
 
+        with stage_notes(quiet):
             llm = LLM(
                 model,
                 self.draft_model,
                 reference_documents=documents,
                 adapters=self._adapters(),
-                use_tqdm=False,
+                use_tqdm=not quiet,
                 **self.options(),
             )
         if not quiet:

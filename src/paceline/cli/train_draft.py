@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.console import note, working
+from paceline.cli.console import note, stage_notes, working
 from paceline.cli.document import command_line, end
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet
 from paceline.config import DraftData, DraftTraining, EngineOptions
@@ -116,7 +116,8 @@ def _run(plan: TrainingRun, model: str, options: EngineOptions, ranks: TrainingR
     with working(f"loading {model}"):
         target = Target.load(model, plan.training.kind, plan.training.layers)
         check_resources(plan, target, resolve_device(options["device"]))
-        llm = LLM(model, use_tqdm=False, **options)
+    with stage_notes(quiet):
+        llm = LLM(model, use_tqdm=not quiet, **options)
     engine, computer = llm.engine.describe(), machine(llm.engine.threads)
     if not quiet:
         note(engine)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import torch
-from tqdm import tqdm
+from rich.progress import TextColumn, TimeElapsedColumn
 from transformers import PreTrainedTokenizerBase
 
 from paceline.config import EngineConfig, QuantizationName
@@ -30,17 +30,36 @@ from paceline.models.packed_file import find_packed, would_pack, would_run_nativ
 from paceline.models.prepare import prepare, why_not_native
 from paceline.models.shares import ModelShard
 from paceline.models.tokenizer import Tokenizer
+from paceline.progress import Line
 
 log = logging.getLogger("paceline")
+stages_log = logging.getLogger("paceline.loading")
 TokenizerSource: TypeAlias = str | os.PathLike[str] | PreTrainedTokenizerBase
-BeginStage: TypeAlias = Callable[[str], None]  # takes the description of the stage that begins
+
+
+class LoadingStages:
+    """The stages of loading: on a terminal one line that changes, elsewhere a log line for each. line: the former."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+
+    def begin(self, stage: str) -> None:
+        """Begin a stage, described in a few words."""
+        self._line.change(what=stage, note="")
+        if not self._line.is_shown:
+            stages_log.info("%s", stage)
+
+    def tell(self, share: float) -> None:
+        """Show on the terminal how far the stage is."""
+        self._line.change(note=f"{share:.0%}")
 
 
 @contextmanager
-def loading_progress(shown: bool) -> Iterator[BeginStage]:
-    """Show the current stage of loading and its duration on a terminal. Yields a function that begins a stage."""
-    with tqdm(bar_format="{desc} ({elapsed})", leave=False, disable=None if shown else True) as bar:
-        yield lambda stage: bar.set_description_str(stage, refresh=True)
+def loading_stages(shown: bool) -> Iterator[LoadingStages]:
+    """Context of loading a model. shown: whether a terminal shows the stages; else they are logged."""
+    columns = TimeElapsedColumn(), TextColumn("{task.description} {task.fields[note]}", markup=False)
+    with Line("", columns, shown=shown) as line:
+        yield LoadingStages(line)
 
 
 def load_dtype(
@@ -59,43 +78,46 @@ def load_dtype(
 
 
 def load_target(
-    source: Source, config: EngineConfig, begin: BeginStage, adapters: Mapping[str, Path] | None = None
+    source: Source, config: EngineConfig, stages: LoadingStages, adapters: Mapping[str, Path] | None = None
 ) -> AnyModel:
     """Load the target or, with tensor parallelism, start the other ranks and load the part of rank 0.
 
     adapters: directories of LoRA adapters by name.
     """
     if adapters:
-        return _load_adapted(source, config, begin, adapters)
+        return _load_adapted(source, config, stages, adapters)
     if config.tensor_parallel == 1:
-        return _load(source, config, begin)
+        return _load(source, config, stages)
     from paceline.models.parallel.launch import lead
 
     device, share = resolve_device(config.device), ModelShard(0, config.tensor_parallel)
     threads = config.threads or threads_per_rank(share.ranks)
+    stages.begin(f"reading {_name(source)} in {share.ranks} processes")
     return lead(source, share, load_dtype(config), device, threads)
 
 
-def _load_adapted(source: Source, config: EngineConfig, begin: BeginStage, adapters: Mapping[str, Path]) -> AnyModel:
+def _load_adapted(
+    source: Source, config: EngineConfig, stages: LoadingStages, adapters: Mapping[str, Path]
+) -> AnyModel:
     """Load the target with adapters. Raises ParameterError for options that need other linear layers than torch's."""
     device = resolve_device(config.device)
     frees = {"tensor_parallel": 1, "deterministic": False} | ({} if device.type == "cpu" else {"quantization": None})
     for name, free in frees.items():
         if getattr(config, name) != free:
             raise ParameterError(name, getattr(config, name), f"{free!r} with adapters")
-    model = _load(source, config, begin)
+    model = _load(source, config, stages)
+    stages.begin(f"reading {len(adapters)} adapters")
     attach(model, adapters, describe_source(source))
     if reason := why_not_native(model, config.attention):
         log.info("%s with adapters runs through torch: %s", model.name, reason)
     return model
 
 
-def load_draft(source: Source, config: EngineConfig, begin: BeginStage) -> AnyModel:
+def load_draft(source: Source, config: EngineConfig, stages: LoadingStages) -> AnyModel:
     """Load the draft model in its own dtype and quantization. Raises ModelFormatError if it has no output head."""
     if lacks_head(source):
-        name = name_of(source) if is_loaded(source) else source
-        raise ModelFormatError(f"{name} has no output head (lm_head), so it cannot draft tokens")
-    return _load(source, config, begin, of_draft=True)
+        raise ModelFormatError(f"{_name(source)} has no output head (lm_head), so it cannot draft tokens")
+    return _load(source, config, stages, of_draft=True)
 
 
 def load_head(path: Path, source: Source, target: AnyModel, config: EngineConfig) -> HeadModel:
@@ -107,37 +129,52 @@ def load_head(path: Path, source: Source, target: AnyModel, config: EngineConfig
     return load_head_for(target, source, path, dtype=dtype, quantization=config.draft_quantization)
 
 
-def _load(source: Source, config: EngineConfig, begin: BeginStage, *, of_draft: bool = False) -> AnyModel:
+def _name(source: Source) -> str:
+    """The name of a model as it was given, for people."""
+    return name_of(source) if is_loaded(source) else os.fspath(source)
+
+
+def _load(source: Source, config: EngineConfig, stages: LoadingStages, *, of_draft: bool = False) -> AnyModel:
     """Load a model from the cache of packed weights or, if it has none, from its source; then fill the cache."""
     device = resolve_device(config.device)
-    name = name_of(source) if is_loaded(source) else os.fspath(source)
-    begin(f"loading {name}")
+    name = _name(source)
     dtype = load_dtype(config, lambda: would_run_natively(source, device, config.attention), of_draft=of_draft)
     quantization = config.quantization
     if of_draft and config.draft_quantization != "same":
         quantization = config.draft_quantization
     cached_file = find_packed(source, dtype, device, config.attention, quantization)
-    if cached_file is not None and (packed := cached_file.load()) is not None:
-        return packed
-    model = _packed_from_files(source, config, dtype, quantization)
+    if cached_file is not None:
+        if cached_file.path.exists():
+            stages.begin(f"reading the packed weights of {name}")
+        if (packed := cached_file.load()) is not None:
+            return packed
+    model = _packed_from_files(source, config, dtype, quantization, stages)
     if model is None:
+        stages.begin(f"reading {name}")
         loaded = load_model(source, dtype=dtype, device=device)
-        begin(f"packing {name}")
+        stages.begin(f"packing {name}")
         model = prepare(loaded, config.attention, quantization, config.deterministic)
         del loaded  # free its memory before the packed weights are written
     if cached_file is not None and isinstance(model, NativeModel):
+        stages.begin(f"writing the packed weights of {name} to the cache")
         cached_file.save(model)
     return model
 
 
 def _packed_from_files(
-    source: Source, config: EngineConfig, dtype: torch.dtype, quantization: QuantizationName | None
+    source: Source,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    quantization: QuantizationName | None,
+    stages: LoadingStages,
 ) -> AnyModel | None:
     """Load a model straight into the CPU kernels' formats; None if it does not run on them."""
     device = resolve_device(config.device)
     if quantization == "fp8" or not would_pack(dtype, device, config.attention, quantization):
         return None
-    return load_packed(source, dtype, quantization)
+    if not is_loaded(source) and would_run_natively(source, device, config.attention):
+        stages.begin(f"reading and packing {_name(source)}")
+    return load_packed(source, dtype, quantization, stages.tell)
 
 
 def load_tokenizer(source: Source, tokenizer: TokenizerSource | None) -> Tokenizer | None:

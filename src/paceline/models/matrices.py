@@ -7,8 +7,9 @@ taken as they are stored.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
@@ -55,10 +56,23 @@ class ExactTensor(Protocol):
 
 @dataclass
 class Outcome:
-    """Counts what became of the stored matrices. kept, rounded: number of matrices by encoding."""
+    """Counts what became of the stored matrices.
 
+    tell: called after each matrix with the share of all numbers that are packed. kept, rounded: number of matrices by
+    encoding. done, total: numbers that are packed, and all.
+    """
+
+    tell: Callable[[float], None] | None = None
+    done: int = 0
+    total: int = 0
     kept: Counter[str] = field(default_factory=Counter)
     rounded: Counter[str] = field(default_factory=Counter)
+
+    def add(self, numbers: int) -> None:
+        """Count the numbers of a matrix that is packed."""
+        self.done += numbers
+        if self.tell is not None:
+            self.tell(min(1.0, self.done / self.total))
 
     def __str__(self) -> str:
         parts = [f"{count} {kind} as stored" for kind, count in sorted(self.kept.items())]
@@ -80,7 +94,9 @@ class StoredMatrix:
     def __call__(self, to: Format) -> Weight:
         """Read the matrix in a format. Raises ModelFormatError for numbers that are not finite."""
         with ThreadPoolExecutor(len(self.parts)) as pool:
-            return pack.stack(list(pool.map(lambda part: _read(part, to, self.outcome), self.parts)))
+            weight = pack.stack(list(pool.map(lambda part: _read(part, to, self.outcome), self.parts)))
+        self.outcome.add(_numbers(self.parts))
+        return weight
 
 
 def _read(part: Placement, to: Format, outcome: Outcome) -> Weight:
@@ -100,17 +116,23 @@ def _read(part: Placement, to: Format, outcome: Outcome) -> Weight:
 
 
 @reads_model
-def load_packed(source: ResolvedSource, dtype: torch.dtype, quantization: Quantization | None) -> NativeModel | None:
+def load_packed(
+    source: ResolvedSource,
+    dtype: torch.dtype,
+    quantization: Quantization | None,
+    tell: Callable[[float], None] | None = None,
+) -> NativeModel | None:
     """Load a checkpoint straight into the CPU kernels' formats; None if they do not cover its architecture.
 
     dtype: of what is not packed (norms and biases) or also read by token (the embedding).
+    tell: called after each matrix with the share of the model that is packed.
     Raises the errors of ``load_model``.
     """
     description = None if is_loaded(source) else loading.description_of(source)
     if is_loaded(source) or description is None:
         return None
     description, placements = loading.placed(source, description)
-    outcome = Outcome()
+    outcome = Outcome(tell)
     spec = _spec(description, placements, dtype, outcome)
     if spec is None:
         return None
@@ -125,6 +147,7 @@ def _spec(
 ) -> NativeSpec | None:
     """Return the kernels' spec, whose matrices are not read yet; None if the kernels cannot run the model."""
     readers = _readers(placements, outcome)
+    outcome.total = sum(_numbers(matrix.parts) for matrix in readers.values())
     others = [placement for placement in placements if placement.slot.target not in readers]
     tensors = {target: _shape(matrix) for target, matrix in readers.items()}
     if obstacle_of(description) is not None:
@@ -143,6 +166,10 @@ def _readers(placements: Sequence[Placement], outcome: Outcome) -> dict[str, Sto
         target: StoredMatrix(sorted(found, key=lambda part: part.slot.first), outcome)
         for target, found in parts.items()
     }
+
+
+def _numbers(parts: Sequence[Placement]) -> int:
+    return sum(math.prod(part.slot.shape) for part in parts)
 
 
 def _shape(matrix: StoredMatrix) -> Tensor:
