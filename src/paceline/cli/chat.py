@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
+import click
 import typer
 
-from paceline.cli.console import note, report_error, stderr
+from paceline.cli.console import note, report_error
+from paceline.cli.conversation import Conversation
 from paceline.cli.options import DEFAULT_MODEL, AdaptedEngineFlags, Model, Quiet, follow_recommendation
 from paceline.config import SamplingParams
 from paceline.config.ranges import check_text
 from paceline.errors import RequestError
 
 if TYPE_CHECKING:
-    from paceline.llm import LLM
-
-Messages = list[dict[str, str]]
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.history import History
 
 
 def chat(
@@ -27,62 +30,86 @@ def chat(
     system: Annotated[str | None, typer.Option("--system", help="The system message.")] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Talk to a model. /clear starts a new conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."""
+    """Talk to a model. /help lists the commands, /exit or Ctrl-D leaves, Ctrl-C stops an answer."""
     if system is not None:
         check_text("--system", system)
     llm = engine.load(model, quiet)
     params = follow_recommendation(context, llm, sampling, quiet, chat=True)
-    start: Messages = [] if system is None else [{"role": "system", "content": system}]
-    messages = list(start)
-    while (line := _read_line()) is not None and line != "/exit":
-        if line == "/clear":
-            messages = list(start)
-        elif line:
-            messages = _turn(llm, messages, line, params, quiet)
+    typed = sys.stdin.isatty() and sys.stderr.isatty()
+    conversation = Conversation(llm, params, system, quiet=quiet, confirm=_confirm if typed else None)
+    if typed and not quiet:
+        note("/help lists the commands, Ctrl-D leaves")
+    for line in _typed_lines() if typed else _piped_lines():
+        if not conversation.take(line):
+            break
 
 
-def _read_line() -> str | None:
-    """The next line without its end; None at the end of the input."""
-    if sys.stdin.isatty():
-        stderr().print("[bold]> [/bold]", end="")
-    line = sys.stdin.buffer.readline()
+def _piped_lines() -> Iterator[str]:
+    """The lines of stdin."""
+    while line := sys.stdin.buffer.readline():
+        try:
+            yield line.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            report_error(RequestError(f"this line is not UTF-8 ({error})"))
+
+
+def _typed_lines() -> Iterator[str]:
+    """Messages that a person types at a terminal, with a line editor on stderr."""
+    session = _line_editor()
+    while True:
+        try:
+            yield session.prompt("> ")
+        except KeyboardInterrupt:
+            note("Ctrl-D or /exit leaves")
+        except EOFError:
+            return
+
+
+def _line_editor() -> PromptSession[str]:
+    """An editor of messages of several lines, whose history outlives the process."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.input import create_input
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+    from prompt_toolkit.output import create_output
+
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def _send(event: KeyPressEvent) -> None:
+        event.current_buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    @keys.add("c-j")
+    def _new_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return PromptSession(
+        multiline=True,
+        key_bindings=keys,
+        prompt_continuation="  ",
+        history=_history(),
+        input=create_input(sys.stdin),
+        output=create_output(sys.stderr),
+    )
+
+
+def _history() -> History:
+    """The messages of earlier conversations, in a file of the cache that only its owner reads; else in memory."""
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+    from paceline.models.hub import cache_directory
+
+    path = cache_directory() / "chat_history"
     try:
-        return line.decode("utf-8-sig").strip() if line else None
-    except UnicodeDecodeError as error:
-        report_error(RequestError(f"this line is not UTF-8 ({error})"))
-        return ""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+    except OSError:
+        return InMemoryHistory()
+    return FileHistory(path)
 
 
-def _turn(llm: LLM, messages: Messages, line: str, params: SamplingParams, quiet: bool) -> Messages:
-    asked = [*messages, {"role": "user", "content": line}]
+def _confirm(question: str) -> bool:
     try:
-        prompt = llm.tokens_of_chat(asked)
-        answer = _stream(llm, prompt, params, quiet)
-    except RequestError as error:  # this turn cannot be served (too long, perhaps): the conversation goes on without it
-        report_error(error)
-        return messages
-    return [*asked, {"role": "assistant", "content": answer}]
-
-
-def _stream(llm: LLM, prompt: list[int], params: SamplingParams, quiet: bool) -> str:
-    """Write the answer as it grows and return it; Ctrl-C ends it and keeps the text so far. Raises RequestError."""
-    shown = ""
-    try:
-        for output in llm.stream(prompt, params):
-            answer = output.outputs[0]
-            typer.echo(answer.text[len(shown) :], nl=False)
-            shown = answer.text
-        typer.echo()
-        if not quiet:
-            metrics = answer.metrics
-            rate = metrics.acceptance_rate
-            kept = "" if rate is None else f", {rate:.0%} of the draft tokens accepted"
-            known = metrics.cached_tokens
-            read = f", {known} of the prompt's {metrics.prompt_tokens} tokens from the cache" if known else ""
-            note(f"{metrics.output_tokens} tokens in {metrics.rounds} rounds{kept}{read}")
-    except KeyboardInterrupt:
-        typer.echo()
-        return shown
-    if answer.error is not None:
-        raise RequestError(f"the answer could not be completed: {answer.error}") from answer.error
-    return shown
+        return typer.confirm(question, default=True, err=True)
+    except click.Abort:
+        return False

@@ -13,6 +13,7 @@ from paceline.cli.batch import batch
 from paceline.cli.bench import app as bench_app
 from paceline.cli.chat import chat
 from paceline.cli.console import Stdout, report_error
+from paceline.cli.conversation import WITHOUT as NOT_SET_IN_CHATS
 from paceline.cli.demo import demo
 from paceline.cli.evaluate import app as eval_app
 from paceline.cli.flags import with_flags
@@ -62,7 +63,7 @@ app = typer.Typer(
 )
 for command in (generate, batch, serve, pull, demo):
     app.command()(with_flags(command))
-app.command()(with_flags(chat, without={"n", "best_of", "rank_by", "logprobs"}))  # one answer a turn, as text
+app.command()(with_flags(chat, without=NOT_SET_IN_CHATS))
 app.command()(
     with_flags(verify, without={"num_speculative_tokens", "acceptance"})
 )  # it has --lengths and tries both rules
