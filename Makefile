@@ -8,6 +8,8 @@ MODEL := smollm2-135m
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+USABLE := $(VENV)/.usable
+READY := $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(if $(filter demo,$(MAKECMDGOALS)),$(USABLE),$(INSTALLED)))
 PULLED := $(VENV)/.pulled
 SOURCES_OF_BUILD := pyproject.toml $(wildcard setup.py MANIFEST.in) $(wildcard csrc/*)
 
@@ -25,8 +27,8 @@ help: ## list the targets
 
 setup: $(INSTALLED) $(PULLED) ## virtual environment, dependencies, model (the other targets call it)
 
-demo: setup ## eight prompts in one batch, with speculation and without
-	$(BIN)/paceline demo
+demo: $(READY) $(PULLED) ## eight prompts in one batch, with speculation and without (installs no tools of tests)
+	@$(BIN)/paceline demo
 
 test: setup ## the tests of five minutes: one case in some of the large tables, slow ones not
 	$(BIN)/python -m pytest -m "$(MARKS)" -n $(WORKERS) --dist worksteal $(ARGS)
@@ -85,6 +87,13 @@ $(INSTALLED): $(SOURCES_OF_BUILD) | $(BIN)/python
 	$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[dev,bench,serve,structured,trace]'
 	@touch $@
 
-$(PULLED): | $(INSTALLED)
-	$(BIN)/paceline pull $(MODEL)
+# What `make demo` and a first server need, without the tools of tests.
+$(USABLE): $(SOURCES_OF_BUILD) | $(BIN)/python
+	@echo "installing torch and paceline into $(VENV), which takes minutes"
+	@$(BIN)/python -m pip install --quiet $(PIP_FLAGS) $(TORCH)
+	@$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -e '.[serve]'
+	@touch $@
+
+$(PULLED): | $(READY)
+	@$(BIN)/paceline pull $(MODEL) > /dev/null
 	@touch $@

@@ -6,10 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.panel import Panel
 
-from paceline.cli.console import Sheet, latency_table, note, stage_notes, stdout, working
+from paceline.cli.console import Sheet, note, stage_notes, stdout, working
 from paceline.cli.options import DEFAULT_MODEL, Model
 from paceline.config import DEFAULT_SPECULATION_LENGTH, DtypeName, EngineConfig, SamplingParams
 from paceline.progress import Bar
@@ -22,9 +20,8 @@ if TYPE_CHECKING:
 REPEATS = 3
 LONGEST_PROMPT = 416  # tokens, whatever the vocabulary
 ABOUT_THE_PROMPTS = (
-    "The eight prompts ask to copy, correct or edit a text that stands in them, so that the answers repeat much of it: "
-    "the natural field of n-gram speculation (prompt lookup), which drafts the words that followed the last ones "
-    "earlier in the text. On open questions it drafts rarely and gains little."
+    "The prompts ask to copy, correct or edit a text, the natural field of n-gram lookup; on open questions it gains "
+    "little."
 )
 
 
@@ -76,28 +73,14 @@ def compare(llm: LLM, max_tokens: int, repeats: int = REPEATS) -> tuple[BatchRun
 
 
 def show(console: Console, llm: LLM, speculative: BatchRun, plain: BatchRun) -> None:
-    """Print texts, table and verdict."""
-    for prompt, output in zip(COPYING, speculative.outputs, strict=True):
-        text = output.outputs[0].text.strip()
-        console.print(Panel(f"[dim]{escape(prompt)}[/dim]\n\n{escape(text)}", width=min(console.width, 120)))
-    console.print(ABOUT_THE_PROMPTS + "\n")
+    """Print the table, the verdict, and what to try next."""
     columns = ["", "tokens/s", "ms/token\na sequence", "acceptance\nrate", "mean acc.\nlength", "rounds", "speed-up"]
     rows = [_row("plain", plain, plain), _row("speculation", speculative, plain)]
-    console.print(
-        Sheet(
-            f"{len(COPYING)} prompts in one batch, {plain.tokens} tokens, greedy, median of {REPEATS} runs",
-            columns,
-            rows,
-        )
-    )
-    from paceline.engine.utilisation import arithmetic_of  # it imports torch, for which --help need not wait
-
-    arithmetic = arithmetic_of(llm.engine.models.target, llm.engine.threads)
-    sides = {"plain": plain, "speculation": speculative}
-    used = {name: arithmetic.utilisation(run.tokens, run.prefill_and_decode_seconds[1]) for name, run in sides.items()}
-    console.print(latency_table([(name, run.latency, used[name]) for name, run in sides.items()]))
-    console.print(f"Utilisation: arithmetic that ended up in answers, of {arithmetic.peak}.\n")
+    title = f"{len(COPYING)} prompts in one batch, {plain.tokens} tokens, greedy, median of {REPEATS} runs"
+    console.print(ABOUT_THE_PROMPTS + "\n")
+    console.print(Sheet(title, columns, rows))
     console.print(verdict(llm, speculative, plain))
+    console.print("Next: paceline chat, paceline serve; paceline bench offline measures more.")
 
 
 def _row(name: str, run: BatchRun, plain: BatchRun) -> list[str]:
