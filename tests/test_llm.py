@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -616,11 +617,83 @@ def test_beam_search_is_refused(llm: LLM) -> None:
 
 def test_an_unknown_option_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.engine.loading.load_model", lambda *_, **__: pytest.fail("it was loaded"))
-    for given, said in (("max_num_seqs", "max_batch_size"), ("draft_dtpe", "draft_dtype")):
+    for given, said in (("enable_lora", "adapters"), ("draft_dtpe", "draft_dtype")):
         with pytest.raises(ParameterError, match=f"^unknown parameter {given}=4; .*{said}"):
             make(**{given: 4})
-    with pytest.raises(ParameterError, match=r"^unknown parameter max_num_seqs=4; .*max_batch_size"):
-        toy_llm().with_options(max_num_seqs=4)  # type: ignore[call-arg]
+    with pytest.raises(ParameterError, match=r"^unknown parameter enforce_eager=4; .*rounds='host'"):
+        toy_llm().with_options(enforce_eager=4)  # type: ignore[call-arg]
+
+
+def bare(draft_model: Any = None, **options: Any) -> LLM:
+    common = {"dtype": "float32", "device": "cpu", "attention": "padded", "threads": 1}
+    return LLM(tiny_llama_of_transformers(), draft_model, **common, **options)
+
+
+def test_options_have_other_engines_names_too() -> None:
+    given = {"max_num_seqs": 3, "ctx_size": 64, "speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
+    config = bare(**given).config
+    assert (config.max_batch_size, config.max_model_len, config.drafter) == (3, 64, "ngram")
+    assert config.num_speculative_tokens == 2
+    assert toy_llm().with_options(max_num_seqs=2).config.max_batch_size == 2
+    limit = bare(gpu_memory_utilization=0.5).config.memory_limit
+    assert limit is not None
+    assert 0 < limit <= psutil.virtual_memory().total // 2
+    with pytest.raises(ParameterError, match=r"^tensor_parallel=99"):
+        bare(tensor_parallel_size=99)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"max_num_seqs": 3, "max_batch_size": 3}, "max_num_seqs=3 .*beside max_batch_size"),
+        ({"max_num_seqs": 0}, "max_batch_size=0"),
+        ({"speculative_config": {"method": "magic"}}, "speculative_config.method='magic'"),
+        ({"speculative_config": {}, "drafter": None}, "speculative_config={} .*without drafter"),
+        ({"speculative_config": {"model": "a"}, "draft_model": "b"}, "speculative_config='a' .*beside draft_model"),
+        ({"gpu_memory_utilization": 90}, "gpu_memory_utilization=90 .*in .0.01, 1"),
+        ({"gpu_memory_utilization": 0.9, "memory_limit": 9}, "gpu_memory_utilization=0.9 .*beside memory_limit"),
+    ],
+    ids=str,
+)
+def test_options_under_two_names_contradict_each_other(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ParameterError, match=f"^{said}"):
+        bare(**given)
+
+
+def test_prompts_and_parameters_may_be_given_as_in_vllm(speller: LLM) -> None:
+    text, ids = "abc", speller.get_tokenizer()("abc")["input_ids"]
+    (expected,) = speller.generate(text, GREEDY, use_tqdm=False)
+    given = [{"prompt": text}, {"prompt_token_ids": ids}]
+    for output in speller.generate(given, sampling_params=GREEDY, use_tqdm=False):
+        assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+    (one,) = speller.generate(given[1], GREEDY, use_tqdm=False)
+    assert one.outputs[0].token_ids == expected.outputs[0].token_ids
+    (last,) = [output for output in speller.stream(given[0], sampling_params=GREEDY) if output.finished]
+    assert last.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert torch.equal(speller.embed(given, use_tqdm=False), speller.embed([text, text], use_tqdm=False))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([{"prompt": "a", "multi_modal_data": {}}], 'prompts=.*either "prompt"'),
+        ([{"prompt": [1, 2]}], "prompts=.*prompt_token_ids"),
+        ([{}], "prompts="),
+        ([{"prompt_token_ids": "abc"}, "a"], "prompts.0.="),
+    ],
+    ids=str,
+)
+def test_an_object_that_is_no_prompt_is_refused(speller: LLM, given: Any, said: str) -> None:
+    with pytest.raises(ParameterError, match=f"^{said}"):
+        speller.generate(given, GREEDY, use_tqdm=False)
+
+
+def test_parameters_are_given_once_and_adapters_by_name(llm: LLM) -> None:
+    with pytest.raises(ParameterError, match=r"^sampling_params=.*beside params"):
+        llm.generate([[1]], GREEDY, sampling_params=GREEDY)
+    for call in (llm.generate, llm.chat, llm.stream):
+        with pytest.raises(ParameterError, match=r"^lora_request=.*SamplingParams\(adapter=NAME\)"):
+            list(call([[1]], GREEDY, lora_request=object()))
 
 
 def test_get_tokenizer_returns_the_hugging_face_tokenizer(llm: LLM, speller: LLM) -> None:

@@ -21,7 +21,7 @@ from paceline.config import (
     OWN_HEAD,
     RECOMMENDED_FIELDS,
     EngineConfig,
-    EngineOptions,
+    FamiliarOptions,
     PoolingName,
     SamplingParams,
     check_used,
@@ -29,6 +29,7 @@ from paceline.config import (
     uses_own_head,
 )
 from paceline.config.inputs import (
+    GivenPrompt,
     Message,
     Prompt,
     as_adapters,
@@ -39,7 +40,7 @@ from paceline.config.inputs import (
     as_prompts,
     as_sources,
 )
-from paceline.config.ranges import OneOf
+from paceline.config.ranges import OneOf, check
 from paceline.core.hardware import default_threads, ignore_torch_context, torch_threads
 from paceline.core.outputs import RequestOutput, Score
 from paceline.drafters.heads.loading import find_head, has_own_head, load_own_head
@@ -57,6 +58,7 @@ from paceline.engine.loading import (
     loading_stages,
     serve_other_rank,
 )
+from paceline.engine.options import familiar_options
 from paceline.engine.requests import RequestMaker, encoded, needed
 from paceline.engine.scoring import EMBEDDED, SCORED, PooledStates, PromptReading, PromptScores
 from paceline.engine.sharing import SharedCall, SharedEngine
@@ -99,7 +101,8 @@ class LLM:
         them. Drafters draft for the model itself, which changes the speed only.
     use_tqdm: whether a terminal shows the stages of start-up (reading, packing, measuring). Where none does, the logger
         "paceline.loading" gets a line for each.
-    options: see EngineConfig.
+    given: options, see EngineConfig. Names that vLLM and llama.cpp have for them are taken, too: max_num_seqs,
+        tensor_parallel_size, ctx_size, speculative_config, gpu_memory_utilization and others.
 
     Raises ModelError (model not found, corrupt files, different vocabularies), ParameterError, CapacityError.
     """
@@ -115,8 +118,9 @@ class LLM:
         reference_documents: Sequence[Prompt] = (),
         adapters: Mapping[str, str | os.PathLike[str]] | None = None,
         use_tqdm: bool = True,
-        **options: Unpack[EngineOptions],
+        **given: Unpack[FamiliarOptions],
     ) -> None:
+        options, draft_model = familiar_options(given, draft_model)
         check_model_source("model", model)
         if draft_model is not None:
             check_model_source("draft_model", draft_model)
@@ -163,12 +167,15 @@ class LLM:
         llm._shared = SharedEngine(Engine(other._models, config))
         return llm
 
-    def with_options(self, **options: Unpack[EngineOptions]) -> LLM:
+    def with_options(self, **given: Unpack[FamiliarOptions]) -> LLM:
         """Return an LLM on the same weights with other options.
 
         Options that determine how weights are loaded cannot change. A drafter for an LLM that drafts nothing brings
         "auto" lengths back. Raises ParameterError, CapacityError.
         """
+        options, draft_model = familiar_options(given)
+        if draft_model is not None:
+            raise ParameterError("draft_model", draft_model, "what the LLM was made with; make a new LLM")
         for name, value in options.items():
             if name in _WEIGHT_OPTIONS:
                 raise ParameterError(name, value, "what the weights were loaded with; make a new LLM")
@@ -199,18 +206,21 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: GivenPrompt | Sequence[GivenPrompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         references: Sequence[Sequence[Prompt]] | None = None,
         use_tqdm: bool = True,
         on_finished: Callable[[RequestOutput], None] | None = None,
         on_error: OnError = "raise",
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora_request: object = None,
     ) -> list[RequestOutput]:
         """Continue all prompts (strings or token ids) in one batch. Results are in the order of the prompts.
 
+        prompts: also {"prompt": text} and {"prompt_token_ids": ids}, as in vLLM.
         params: one for all prompts, or one per prompt; by default ``get_default_sampling_params()``. A ``time_budget``
-            starts with this call.
+            starts with this call. sampling_params: vLLM's name of it. lora_request: refused with what there is instead.
         references: for each prompt a list of texts or token ids that its answers are likely to repeat in part. N-gram
             lookup copies from them; they change the speed only.
         use_tqdm: whether to show a progress bar.
@@ -224,7 +234,7 @@ class LLM:
         "abort" and the interrupt propagates.
         Raises ParameterError, RequestError, MissingPackageError.
         """
-        call = CallArguments(self._or_default(params), references, on_error)
+        call = CallArguments(self._params(params, sampling_params, lora_request), references, on_error)
         return self._run(self._make_requests(as_prompts("prompts", prompts), call), use_tqdm, on_finished)
 
     def chat(
@@ -236,6 +246,8 @@ class LLM:
         use_tqdm: bool = True,
         on_finished: Callable[[RequestOutput], None] | None = None,
         on_error: OnError = "raise",
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora_request: object = None,
         **options: Unpack[ChatFields],
     ) -> list[RequestOutput]:
         """Answer one conversation, or several in one batch, with the model's chat template. See ``generate``.
@@ -245,7 +257,7 @@ class LLM:
         options: tools, thoughts and variables of the chat template; see ``ChatFields``. The ``message`` of each answer
         has its thoughts, its text and its tool calls; its ``text`` is what the model wrote.
         """
-        params = self.get_default_sampling_params(chat=True) if params is None else params
+        params = self._params(params, sampling_params, lora_request, chat=True)
         call, wanted = CallArguments(params, references, on_error), ChatOptions.of(options)
 
         def read(conversation: Sequence[Message]) -> ChatPrompt:
@@ -277,11 +289,13 @@ class LLM:
 
     def stream(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: GivenPrompt | Sequence[GivenPrompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         references: Sequence[Sequence[Prompt]] | None = None,
         on_error: OnError = "raise",
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora_request: object = None,
     ) -> Iterator[RequestOutput]:
         """Yield the growing result of a request whenever it has gained tokens or ended. Arguments as in ``generate``.
 
@@ -289,7 +303,7 @@ class LLM:
         it is finished, and ranked answers are in the order of their rank. Closing the iterator aborts unfinished
         requests.
         """
-        call = CallArguments(self._or_default(params), references, on_error)
+        call = CallArguments(self._params(params, sampling_params, lora_request), references, on_error)
         made = self._make_requests(as_prompts("prompts", prompts), call)
         yield from (refused for refused in made if isinstance(refused, RequestOutput))
         with self._submit(made, final=False) as submitted:
@@ -334,10 +348,22 @@ class LLM:
         except ParameterError as error:
             raise ModelFormatError(f"the model's files recommend sampling that is impossible: {error}") from error
 
-    def _or_default(
-        self, params: SamplingParams | Sequence[SamplingParams] | None
+    def _params(
+        self,
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        lora_request: object,
+        *,
+        chat: bool = False,
     ) -> SamplingParams | Sequence[SamplingParams]:
-        return self.get_default_sampling_params() if params is None else params
+        """The sampling parameters of a call, by either name. Raises ParameterError."""
+        if lora_request is not None:
+            allowed = "left out; instead: SamplingParams(adapter=NAME), with LLM(adapters={NAME: DIRECTORY})"
+            raise ParameterError("lora_request", lora_request, allowed)
+        if sampling_params is not None:
+            check(params is None, "sampling_params", sampling_params, "left out beside params, its other name")
+            params = sampling_params
+        return self.get_default_sampling_params(chat=chat) if params is None else params
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the Hugging Face tokenizer. Raises ParameterError if there is none."""
@@ -345,8 +371,8 @@ class LLM:
 
     def score(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        continuations: Prompt | Sequence[Prompt],
+        prompts: GivenPrompt | Sequence[GivenPrompt],
+        continuations: GivenPrompt | Sequence[GivenPrompt],
         *,
         use_tqdm: bool = True,
         on_error: OnError = "raise",
@@ -373,7 +399,7 @@ class LLM:
         return [_score(*entry, on_error) for entry in zip(made, outputs, strict=True)]
 
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], *, pooling: PoolingName | None = None, use_tqdm: bool = True
+        self, prompts: GivenPrompt | Sequence[GivenPrompt], *, pooling: PoolingName | None = None, use_tqdm: bool = True
     ) -> Tensor:
         """Embeddings [N, width] of one or N texts (strings or token ids), each of length 1, float32.
 

@@ -26,6 +26,7 @@ from paceline.config import (
     limits,
 )
 from paceline.config.limits import MAX_SPECULATION_WIDTH
+from paceline.config.names import ENGINE, SAME, SAMPLING
 from paceline.config.ranges import check_text, rule_for
 from paceline.errors import LONGEST_SHOWN, PacelineError, ParameterError
 
@@ -282,6 +283,7 @@ def test_what_others_write_for_nothing_is_nothing() -> None:
         (SamplingParams, {"penalty_alpha": 0.6}, "penalty_alpha=0.6; .*contrastive search"),
         (EngineConfig, {"max_num_seqs": 4}, "max_num_seqs=4; .*instead: max_batch_size"),
         (EngineConfig, {"tensor_parallel_size": 2}, "tensor_parallel_size=2; .*instead: tensor_parallel$"),
+        (EngineConfig, {"max_new_tokens": 2}, "max_new_tokens=2; .*known are"),
         (EngineConfig, {"speculative_config": {}}, "speculative_config={}; .*draft_model"),
         (EngineConfig, {"revision": "main"}, "revision='main'; .*ORG/NAME@REVISION"),
         (EngineConfig, {"max_batchsize": 4}, "max_batchsize=4; .*did you mean max_batch_size?"),
@@ -304,6 +306,12 @@ def test_what_others_call_options_are_no_fields_here_and_what_they_are_here_is(k
     assert words - {"draft_model"} <= {
         each.name for of in (SamplingParams, EngineConfig) for each in dataclasses.fields(of)
     }
+
+
+def test_names_that_mean_the_same_lead_to_options_and_have_no_second_entry() -> None:
+    fields = {field.name for of in (SamplingParams, EngineConfig) for field in dataclasses.fields(of)}
+    assert not SAME.keys() & (fields | ENGINE.keys() | SAMPLING.keys())
+    assert set(SAME.values()) - {"draft_model", "system"} <= fields
 
 
 def test_only_one_thing_says_which_tokens_may_come() -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from paceline.cli.adaptive import CHOSEN_BY_PHASES, phases, traffic, traffic_http
+from paceline.cli.command import Command
 from paceline.cli.console import Sheet, latency_table, note, stderr, working
 from paceline.cli.document import command_line, end
 from paceline.cli.drafters import CHOSEN_BY_DRAFTERS, drafters
@@ -115,14 +116,16 @@ _NOTHING_DRAFTED = (
 )
 
 
-app.command()(
+app.command(cls=Command)(
     with_flags(offline, without={"max_batch_size", "prefix_cache"})
 )  # it has --batch-sizes and reads all prompts anew
-app.command()(with_flags(traffic, without={"num_speculative_tokens", "prefix_cache"}))  # it runs every length
-app.command()(traffic_http)
-app.command()(with_flags(phases, without=CHOSEN_BY_PHASES))
-app.command()(with_flags(drafters, without=CHOSEN_BY_DRAFTERS))
-app.command()(quality)
+app.command(cls=Command)(
+    with_flags(traffic, without={"num_speculative_tokens", "prefix_cache"})
+)  # it runs every length
+app.command(cls=Command)(traffic_http)
+app.command(cls=Command)(with_flags(phases, without=CHOSEN_BY_PHASES))
+app.command(cls=Command)(with_flags(drafters, without=CHOSEN_BY_DRAFTERS))
+app.command(cls=Command)(quality)
 
 
 def _table(results: list[OfflineResult], tokens: int, prompts: str) -> Sheet:

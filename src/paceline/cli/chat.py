@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
-import click
 import typer
 
 from paceline.cli.console import note, report_error
@@ -111,5 +110,5 @@ def _history() -> History:
 def _confirm(question: str) -> bool:
     try:
         return typer.confirm(question, default=True, err=True)
-    except click.Abort:
+    except typer.Abort:
         return False

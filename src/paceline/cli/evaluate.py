@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from paceline.cli.command import Command
 from paceline.cli.console import Sheet, note, stderr, working
 from paceline.cli.document import command_line, end, need_matplotlib
 from paceline.cli.flags import with_flags
@@ -201,7 +202,7 @@ def _with_error(share: MeanWithError, sign: str = "") -> str:
     return f"{100 * share.mean:{sign}.1f}{error}"
 
 
-app.command()(with_flags(humaneval, without={"max_batch_size"}))  # it has --n
+app.command(cls=Command)(with_flags(humaneval, without={"max_batch_size"}))  # it has --n
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 from paceline.cli.batch import batch
 from paceline.cli.bench import app as bench_app
 from paceline.cli.chat import chat
+from paceline.cli.command import Command
 from paceline.cli.console import Stdout, report_error
 from paceline.cli.conversation import WITHOUT as NOT_SET_IN_CHATS
 from paceline.cli.demo import demo
@@ -62,14 +63,16 @@ app = typer.Typer(
     help="Batched speculative decoding for language models, without changing the output.",
 )
 for command in (generate, batch, serve, pull, demo):
-    app.command()(with_flags(command))
-app.command()(with_flags(chat, without=NOT_SET_IN_CHATS))
-app.command()(
+    app.command(cls=Command)(with_flags(command))
+app.command(cls=Command)(with_flags(chat, without=NOT_SET_IN_CHATS))
+app.command(cls=Command)(
     with_flags(verify, without={"num_speculative_tokens", "acceptance"})
 )  # it has --lengths and tries both rules
-app.command()(with_flags(profile, without={"num_speculative_tokens", "max_batch_size", "profile"}))  # it varies them
-app.command()(with_flags(trace, without=NOT_TRACED))
-app.command()(with_flags(train_draft, without=WITHOUT))
+app.command(cls=Command)(
+    with_flags(profile, without={"num_speculative_tokens", "max_batch_size", "profile"})
+)  # it varies them
+app.command(cls=Command)(with_flags(trace, without=NOT_TRACED))
+app.command(cls=Command)(with_flags(train_draft, without=WITHOUT))
 app.add_typer(bench_app, name="bench")
 app.add_typer(eval_app, name="eval")
 

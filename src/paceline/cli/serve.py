@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paceline.cli.options import DEFAULT_MODEL, AdaptedEngineFlags, EngineFlags, Model
 from paceline.config import EngineConfig, ServerConfig
-from paceline.config.limits import DrafterName
+from paceline.config.familiar import speculation_of
 from paceline.errors import MissingPackageError, ParameterError
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
 
 KEYS_VARIABLE = "PACELINE_API_KEYS"
-_METHODS: dict[str, DrafterName] = {  # vLLM's names
-    "draft_model": "model",
-    "ngram": "ngram",
-    "eagle3": "feature",
-    "mtp": "mtp",
-}
 
 
 def serve(
@@ -106,25 +99,5 @@ def with_json(flags: EngineFlags, text: str) -> EngineFlags:
     if (flags.drafter, flags.draft_model, flags.num_speculative_tokens) != alone:
         names = "--drafter, --draft-model and --num-speculative-tokens"
         raise ParameterError("speculative_config", text, f"given alone, without {names}")
-    given = _parse(text)
-    model = given.pop("model", None)
-    method = given.pop("method", "ngram" if model is None else "draft_model")
-    if not isinstance(method, str) or method not in _METHODS:
-        raise ParameterError("speculative_config.method", method, "one of " + ", ".join(map(repr, _METHODS)))
-    if model is not None and not isinstance(model, str):
-        raise ParameterError("speculative_config.model", model, "the draft model's name")
-    k = given.pop("num_speculative_tokens", EngineConfig.num_speculative_tokens)
-    for name, value in given.items():
-        allowed = "left out; known are method, model and num_speculative_tokens"
-        raise ParameterError(f"speculative_config.{name}", value, allowed)
-    return dataclasses.replace(flags, drafter=_METHODS[method], draft_model=model, num_speculative_tokens=k)
-
-
-def _parse(text: str) -> dict[str, Any]:
-    try:
-        given = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ParameterError("speculative_config", text, f"a JSON object: {error}") from error
-    if not isinstance(given, dict):
-        raise ParameterError("speculative_config", text, "a JSON object")
-    return given
+    wanted = speculation_of(text, EngineConfig.num_speculative_tokens)
+    return dataclasses.replace(flags, **wanted._asdict())

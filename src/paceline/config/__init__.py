@@ -7,6 +7,7 @@ from paceline.config.engine import (
     OWN_HEAD,
     EngineConfig,
     EngineOptions,
+    FamiliarOptions,
     check_used,
     engine_config,
     uses_own_head,
@@ -29,7 +30,13 @@ from paceline.config.limits import (
     QuantizationName,
     RankName,
 )
-from paceline.config.sampling import CHAT_SAMPLING, RECOMMENDED_FIELDS, LogitsProcessor, SamplingParams, StructuredOutputs
+from paceline.config.sampling import (
+    CHAT_SAMPLING,
+    RECOMMENDED_FIELDS,
+    LogitsProcessor,
+    SamplingParams,
+    StructuredOutputs,
+)
 from paceline.config.server import ServerConfig
 from paceline.config.training import DraftData, DraftTraining
 
@@ -54,6 +61,7 @@ __all__ = [
     "DtypeName",
     "EngineConfig",
     "EngineOptions",
+    "FamiliarOptions",
     "Length",
     "LogitsProcessor",
     "PoolingName",

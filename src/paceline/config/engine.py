@@ -147,9 +147,7 @@ class EngineConfig:
     draft_quantization: Annotated[
         QuantizationName | Literal["same"] | None, Help("Quantisation of the draft model's weights.")
     ] = "same"
-    max_batch_size: Annotated[
-        int, Whole(1, MAX_ROWS), Help("Rows, that is sequences decoded at once.", "--max-batch-size", "--max-num-seqs")
-    ] = 16
+    max_batch_size: Annotated[int, Whole(1, MAX_ROWS), Help("Rows, that is sequences decoded at once.")] = 16
     max_model_len: Annotated[
         int | None,
         Whole(2, MAX_COUNT),
@@ -184,8 +182,6 @@ class EngineConfig:
         Whole(1, MAX_RANKS),
         Help(
             "Processes (ranks) that share the target, on CUDA one device each.",
-            "--tensor-parallel",
-            "--tensor-parallel-size",
             more="Each rank has a part of every matrix and of the cache. The engine starts the others, unless "
             "torchrun has. Drafting, sampling and scheduling stay in the first.",
         ),
@@ -350,6 +346,17 @@ class EngineOptions(TypedDict, total=False):
     tensor_parallel: int
     threads: int | None
     memory_limit: int | None
+
+
+class FamiliarOptions(EngineOptions, total=False):
+    """The keyword arguments of ``LLM``: EngineOptions, and names that vLLM and llama.cpp have for some of them."""
+
+    max_num_seqs: int
+    tensor_parallel_size: int
+    ctx_size: int
+    enable_prefix_caching: bool
+    speculative_config: Mapping[str, Any]
+    gpu_memory_utilization: float
 
 
 _DRAFTER = "a drafter: drafter other than None"

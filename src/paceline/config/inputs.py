@@ -22,6 +22,7 @@ from paceline.errors import ParameterError, RequestError, shown
 MAX_ADAPTER_NAME = 128  # characters
 
 Prompt: TypeAlias = str | Sequence[int]
+GivenPrompt: TypeAlias = Prompt | Mapping[str, Any]  # {"prompt": text} or {"prompt_token_ids": ids}, as vLLM's
 Message: TypeAlias = Mapping[str, Any]  # role and content, which is a text or a list of text parts
 
 _PROMPT = "a string, or token ids: a sequence, an array or a tensor of whole numbers"
@@ -29,13 +30,27 @@ _CONVERSATION = "a list of messages, objects with role and content; or a list of
 
 
 def as_prompt(name: str, prompt: object) -> str | list[int]:
-    """One prompt: its text, or its token ids as Python's own numbers in a list of its own. Raises ParameterError."""
+    """One prompt: its text, or its token ids as Python's own numbers in a list of its own. Raises ParameterError.
+
+    vLLM's objects {"prompt": text} and {"prompt_token_ids": ids} are such a prompt.
+    """
+    if isinstance(prompt, Mapping):
+        prompt = _of_object(name, prompt)
     if isinstance(prompt, str):
         return check_text(name, prompt)
     given = _plain(prompt)
     if not _is_list(given) or not all(_is_whole(token) for token in given):
         raise ParameterError(name, prompt, _PROMPT)
     return [int(token) for token in given]
+
+
+def _of_object(name: str, prompt: Mapping[object, object]) -> object:
+    """The text or the token ids of a prompt in vLLM's form. Raises ParameterError."""
+    if set(prompt) == {"prompt"} and isinstance(prompt["prompt"], str):
+        return prompt["prompt"]
+    if set(prompt) == {"prompt_token_ids"} and not isinstance(prompt["prompt_token_ids"], str | Mapping):
+        return prompt["prompt_token_ids"]
+    raise ParameterError(name, prompt, 'an object with either "prompt" (a text) or "prompt_token_ids" (token ids)')
 
 
 def as_prompts(name: str, prompts: object) -> list[object]:
@@ -181,9 +196,9 @@ def _whole_dtype(dtype: torch.dtype) -> bool:
 
 
 def _is_one(prompts: object) -> bool:
-    """Whether this is a single prompt: a text, or token ids."""
+    """Whether this is a single prompt: a text, token ids, or an object with either."""
     given = _plain(prompts)
-    return isinstance(given, str) or (_is_list(given) and len(given) > 0 and _is_whole(given[0]))
+    return isinstance(given, str | Mapping) or (_is_list(given) and len(given) > 0 and _is_whole(given[0]))
 
 
 def _is_list(given: object) -> bool:

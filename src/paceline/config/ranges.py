@@ -28,6 +28,7 @@ from typing import (
 )
 
 from paceline.config.help import Help
+from paceline.config.names import SAME
 from paceline.errors import ParameterError, UnknownParameterError, shown
 
 if TYPE_CHECKING:
@@ -355,7 +356,8 @@ def check_names(kind: type, given: Mapping[Any, object], prefix: str = "") -> No
 
 def _instead(kind: type, name: object) -> str:
     """The hint for an unknown field."""
-    elsewhere: Mapping[str, str] = getattr(kind, "OTHER_NAMES", {})
+    same = {other: own for other, own in SAME.items() if own in (*names_of(kind), "draft_model")}
+    elsewhere: Mapping[str, str] = {**same, **kind.OTHER_NAMES} if hasattr(kind, "OTHER_NAMES") else {}
     if isinstance(name, str) and name in elsewhere:
         return f"instead: {elsewhere[name]}"
     near = difflib.get_close_matches(name, names_of(kind), n=1) if isinstance(name, str) and is_text(name) else []

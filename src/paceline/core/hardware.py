@@ -34,6 +34,15 @@ def available_memory(device: torch.device) -> int:
     return free if limited is None else min(free, limited)
 
 
+def total_memory(device: torch.device) -> int:
+    """Bytes of the device's memory, used or not. On CPUs the machine's."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    import psutil
+
+    return int(psutil.virtual_memory().total)
+
+
 def default_threads() -> int:
     """Default number of CPU threads: torch's own choice, at most a container's CPU quota.
 
