@@ -42,7 +42,10 @@ def command_line() -> Iterator[str]:
     """Markdown lines: a section for every command with its --help."""
     for words in _commands(get_command(cli), ()):
         shown = CliRunner().invoke(
-            cli, [*words, "--help"], prog_name="paceline", env={"COLUMNS": str(WIDTH), "NO_COLOR": "1", "TERM": "dumb"}
+            cli,
+            [*words, "--help", "all"],
+            prog_name="paceline",
+            env={"COLUMNS": str(WIDTH), "NO_COLOR": "1", "TERM": "dumb"},
         )
         if shown.exit_code != 0:
             raise RuntimeError(f"paceline {' '.join(words)} --help failed: {shown.output}")

@@ -95,7 +95,7 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
 @pytest.mark.one_in(3)
 def test_the_commands_of_the_documentation_exist_with_their_flags(command: list[str]) -> None:
     words = command[:2] if command[0] in ("bench", "eval") else command[:1]
-    result = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    result = CliRunner().invoke(app, [*words, "--help", "all"], env={"COLUMNS": "200", "NO_COLOR": "1"})
     assert result.exit_code == 0, result.output
     flags = [word for word in command if word.startswith("--")]
     assert [flag for flag in flags if flag not in result.output] == []

@@ -78,7 +78,7 @@ def test_the_commands_that_reporters_are_asked_for_exist(path: Path) -> None:
     commands = re.findall(r"`paceline ([^`]+)`", path.read_text().replace("\n", " "))
     for command in map(shlex.split, commands):
         words = [word for word in command if not word.startswith("-")][: 2 if command[0] in ("bench", "eval") else 1]
-        shown = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"})
+        shown = CliRunner().invoke(app, [*words, "--help", "all"], env={"COLUMNS": "200", "NO_COLOR": "1"})
         assert shown.exit_code == 0, shown.output
         assert [flag for flag in command if flag.startswith("--") and flag not in shown.output] == []
 

@@ -36,7 +36,7 @@ def test_commands_lack_what_they_have_no_use_for(paceline: Any, command: str, op
     result = paceline(*command.split(), "no-model", option, "1")
     assert result.exit_code == 2
     assert f"No such option: {option}" in result.stderr
-    assert f"{option} " not in paceline(*command.split(), "--help").stdout
+    assert f"{option} " not in paceline(*command.split(), "--help", "all").stdout
 
 
 REFUSED = [

@@ -149,6 +149,6 @@ def test_an_impossible_recommendation_is_refused_unless_the_option_is_given(
 
 @pytest.mark.parametrize("command", ["generate", "chat", "batch", "trace"])
 def test_help_says_where_a_default_comes_from(paceline: Any, command: str) -> None:
-    text = " ".join(paceline(command, "--help").stdout.replace("│", " ").split())
+    text = " ".join(paceline(command, "--help", "all").stdout.replace("│", " ").split())
     assert "0 is greedy. Default: as the model's files recommend, else 1, in chats 0.8." in text
     assert text.count("as the model's files recommend, else") == len(RECOMMENDED_FIELDS)
