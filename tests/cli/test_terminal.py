@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from byte_model import byte_tokenizer, save_llama
-from paceline.models import hub
+from paceline.models.files import hub
 from paceline.tools.evaluation.problems import Problem
 from terminal import Terminal, run
 from tools.training.conftest import SIZES, save_target

@@ -96,7 +96,7 @@ def _history() -> History:
     """The messages of earlier conversations, in a file of the cache that only its owner reads; else in memory."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
-    from paceline.models.hub import cache_directory
+    from paceline.models.files.hub import cache_directory
 
     path = cache_directory() / "chat_history"
     try:
