@@ -13,8 +13,8 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
-import damaged_files
 from gguf_support import copy, encode, random_blocks
+from hostile import small_models
 from paceline.errors import ModelFormatError
 from paceline.kernels import native
 from paceline.kernels.pack import Format, Int4Weight, dequantise, quantise
@@ -114,7 +114,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         del writer.tensors[0]["rope_freqs.weight"]
 
     folder = tmp_path_factory.mktemp("tiny")
-    damaged_files.write_gguf(folder, with_two_heads)
+    small_models.write_gguf(folder, with_two_heads)
     return folder / "model.gguf"
 
 
