@@ -11,17 +11,23 @@ INSTALLED := $(VENV)/.installed
 PULLED := $(VENV)/.pulled
 SOURCES_OF_BUILD := pyproject.toml $(wildcard setup.py MANIFEST.in) $(wildcard csrc/*)
 
+QUICK := tests/test_layers.py tests/config tests/core tests/chat/test_parser.py tests/lengths/test_cost.py \
+	tests/lengths/test_scores.py $(patsubst %,tests/structured/test_%.py,limits patterns schemas)
+
 MARKS ?= not slow and not wide
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n : 8)))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check fmt slow clean bench-peers bench-serve screenshot docs wheel wheel-arm
+.PHONY: help quick setup demo test check fmt slow clean bench-peers bench-serve screenshot docs wheel wheel-arm
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s '|' 2>/dev/null \
 		|| grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST)
+
+quick: $(INSTALLED) ## half a minute of tests that need no model: layers, config, core, parsers, schemas, costs
+	$(BIN)/python -m pytest -q -m "$(MARKS)" -n $(WORKERS) --dist worksteal $(QUICK) $(ARGS)
 
 setup: $(INSTALLED) $(PULLED) ## virtual environment, dependencies, model (the other targets call it)
 
