@@ -16,7 +16,8 @@ import httpx
 import torch
 from openai import OpenAI
 
-from byte_model import byte_tokenizer, save_llama
+from byte_model import byte_tokenizer as byte_tokenizer
+from byte_model import save_llama
 from paceline.config import ServerConfig
 from paceline.llm import LLM
 from paceline.server.app import make_app

@@ -108,8 +108,8 @@ def test_the_library_loads_on_systems_as_old_as_manylinux_2_28() -> None:
 
 
 def test_what_is_missing_for_the_kernels_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build.sys, "platform", "linux")
-    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(build.sys, "platform", "linux")  # type: ignore[attr-defined]
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")  # type: ignore[attr-defined]
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert build.what_is_missing().startswith("there is no program CXX=no-such-compiler")
     monkeypatch.delenv("CXX")
@@ -118,7 +118,7 @@ def test_what_is_missing_for_the_kernels_is_said(monkeypatch: pytest.MonkeyPatch
     assert build.how_to_build() == f"{build.what_is_missing()}, then: python -m paceline.kernels.build"
     monkeypatch.setattr(build, "source_hash", lambda: "")  # installed by pip: there are no sources
     assert "--no-binary paceline" in build.how_to_build()
-    monkeypatch.setattr(build.platform, "machine", lambda: "riscv64")
+    monkeypatch.setattr(build.platform, "machine", lambda: "riscv64")  # type: ignore[attr-defined]
     assert build.how_to_build() == "the kernels are for 64-bit x86 and Arm, this is linux on riscv64"
 
 

@@ -200,7 +200,7 @@ def asked_for(path: Path, kinds: set[str]) -> list[str]:
         call = isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass")
         compare = isinstance(node, ast.Compare) and ast.unparse(node.left).startswith("type(")
         if (call or compare) and {each.id for each in ast.walk(node) if isinstance(each, ast.Name)} & kinds:
-            asked.append(f"{path.name}:{node.lineno}")
+            asked.append(f"{path.name}:{node.lineno}")  # type: ignore[attr-defined]
     return asked
 
 

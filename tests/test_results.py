@@ -109,7 +109,8 @@ def forced_calls(run: dict[str, Any]) -> bool:
 def equal_training(run: dict[str, Any]) -> bool:
     trained = [each["training"] for each in run["results"].values() if "training" in each]
     minutes = [each["minutes"] for each in trained]
-    return max(minutes) < 1.02 * min(minutes) and len({each["data"]["tokens_made"] for each in trained}) == 1
+    tokens = {each["data"]["tokens_made"] for each in trained}
+    return bool(max(minutes) < 1.02 * min(minutes)) and len(tokens) == 1
 
 
 def nine_repeats(run: dict[str, Any]) -> bool:
@@ -121,7 +122,7 @@ def rounding_costs(run: dict[str, Any]) -> bool:
     perplexity = {(each["file"], each["precision"]): each["perplexity"] for each in run["results"]}
     change = {key: value / perplexity[key[0], "bfloat16"] - 1 for key, value in perplexity.items()}
     int8, int4 = ([value for (_, to), value in change.items() if to == precision] for precision in ("int8", "int4"))
-    return max(map(abs, int8)) < 0.003 and 0.04 < min(int4) <= max(int4) < 0.05
+    return bool(max(map(abs, int8)) < 0.003 and 0.04 < min(int4) <= max(int4) < 0.05)
 
 
 HOLDS: dict[str, Callable[[dict[str, Any]], bool]] = {  # what the pages say of runs beside their figures

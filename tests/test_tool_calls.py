@@ -21,7 +21,7 @@ def check(name: str, tools: Sequence[ToolDefinition], samples: int) -> None:
     """Make all calls: none may be invalid or different on any side, and draft tokens are accepted."""
     llm = load(str(real_models.find(name)))
     plain = llm.plain()
-    made = [call(llm, plain, tool, samples, PARSERS[name]) for tool in tools]
+    made = [call(llm, plain, tool, samples, PARSERS[name]) for tool in tools]  # type: ignore[arg-type]
     assert [each["calls"] for each in made] == [samples] * len(tools)
     assert [fault for each in made for fault in each["invalid"]] == []
     assert [each["different"] for each in made] == [0] * len(tools)

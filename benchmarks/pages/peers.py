@@ -55,7 +55,8 @@ def over_plain(machine: str, sets: Sequence[str] = ("stubs", "chat"), batches: S
 
 def over_llama_cpp(run: str, ours: str) -> list[str]:
     """Speed of plain decoding over llama.cpp's."""
-    return ratios(*([speed(run, peer, ["plain"], batch) for batch in BATCHES] for peer in (ours, "llamacpp")))
+    own, theirs = ([speed(run, peer, ["plain"], batch) for batch in BATCHES] for peer in (ours, "llamacpp"))
+    return ratios(own, theirs)
 
 
 def _machines_with(precision: str) -> list[str]:
@@ -78,13 +79,13 @@ def summary() -> Iterator[list[str]]:
             yield [f"`auto` over {label}", MACHINES[machine], *ratios(ours, side(label, machine))]
     for machine in _machines_with("int8"):
         yield ["`auto` over plain decoding, int8", MACHINES[machine], *over_plain(machine)]
-    for pair, ours, label in (
+    for pair, peer, label in (
         ("qwen-q8_0", "paceline-int8", "int8 over llama.cpp's Q8_0"),
         ("qwen", "paceline-int4", "int4 over llama.cpp's Q4_K_M"),
     ):
         for machine in ("epyc-zen5", "epyc-zen3"):
             runs = [f"peers-{pair}-{prompts}-{machine}" for prompts in ("stubs", "chat")]
-            known = [over_llama_cpp(run, ours) if (RESULTS / f"{run}.json").exists() else ["-"] * 3 for run in runs]
+            known = [over_llama_cpp(run, peer) if (RESULTS / f"{run}.json").exists() else ["-"] * 3 for run in runs]
             yield [f"plain, {label}", MACHINES[machine], *known[0], *known[1]]
 
 
@@ -108,8 +109,8 @@ def more_on_the_zen5() -> Rows:
     stubs = [side(label, "epyc-zen5", ["stubs"], (*BATCHES, 16)) for label in (_PLAIN, _OURS, _OPENVINO)]
     run = "peers-qwen-bf16-transformers-epyc-zen5"
     ours, theirs = (
-        [speed(run, *who, batch) for batch in BATCHES]
-        for who in (("paceline-bf16", ["ngram", "draft"]), ("transformers", _ANY))
+        [speed(run, peer, modes, batch) for batch in BATCHES]
+        for peer, modes in (("paceline-bf16", ("ngram", "draft")), ("transformers", _ANY))
     )
     rows = [
         *([f"edits, {label}", *(f"{n:.0f}" for n in one), "-"] for label, one in zip(_SIDES, edits, strict=False)),

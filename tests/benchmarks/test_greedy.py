@@ -43,6 +43,7 @@ def test_after_a_different_token_the_reference_continues_by_itself(
     with torch.inference_mode():
         likely = model(torch.tensor([[*PROMPT, *greedy[:place]]])).logits[0, -1].log_softmax(dim=0)
     assert gap == pytest.approx(float(likely[greedy[place]] - likely[other]), abs=1e-4)
+    assert gap is not None
     assert gap > 0
 
 

@@ -90,7 +90,7 @@ def test_a_call_that_times_out_ends_its_worker(bench) -> None:
 
 
 def test_without_time_repeats_are_dropped_before_configurations(bench, monkeypatch) -> None:
-    monkeypatch.setattr(run.Measurement, "_has_time_for", lambda self, outcomes: False)
+    monkeypatch.setattr(run.Measurement, "_has_time_for", lambda self, outcomes: False)  # type: ignore[attr-defined]
     document = bench("one", arguments="--repeats 3 --modes plain")
     assert document["notes"] == ["dropped repeats 2 to 3: no time left in the budget"]
     assert [len(row["samples"]) for row in document["results"]] == [1, 1]

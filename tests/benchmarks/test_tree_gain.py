@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 def grown(kind: str, *, noise: bool = True) -> tuple[Answer, Grown]:
     """The trees of the second of two rows."""
     target = tiny_llama() if kind == "feature" else ToyModel()
-    draft = {"feature": lambda: tiny_head(target, 32), "model": lambda: ToyModel(blur=0.3), "self": ToyModel}[kind]()
+    draft: Any = tiny_head(target, 32) if kind == "feature" else ToyModel(blur=0.3 if kind == "model" else 0.0)
     engine = make_engine(target, draft, drafter="feature" if kind == "feature" else "model", speculation_width=WIDE)
     drafter, batch = engine.parts.drafter, new_batch(4, 64, target.vocab_size)
     assert isinstance(drafter, ModelDrafter)

@@ -134,7 +134,7 @@ def test_an_object_is_a_pattern_of_which_each_engine_plays_a_copy() -> None:
     drafter, policy = sample.Echo(period=3), sample.Careful()
     first = make_engine(ToyModel(), drafter=drafter, num_speculative_tokens=policy)
     second = make_engine(ToyModel(), drafter=sample.Echo, num_speculative_tokens=sample.Careful)
-    assert (first.parts.drafter.period, second.parts.drafter.period) == (3, 1)
+    assert (first.parts.drafter.period, second.parts.drafter.period) == (3, 1)  # type: ignore[attr-defined]
     for engine in (first, second):
         assert type(engine.parts.drafter) is sample.Echo
         assert type(engine.parts.policy) is sample.Careful

@@ -312,7 +312,7 @@ def generate_beside_a_stream(llm: LLM) -> None:
     opened = llm.stream([1, 2], replace(PARAMS, max_tokens=190))
     next(opened)
     generate(llm)
-    opened.close()
+    opened.close()  # type: ignore[attr-defined]
 
 
 def serve(llm: LLM) -> None:

@@ -623,9 +623,9 @@ def test_by_default_all_rounds_stay_on_a_cuda_device(
     config, cuda = EngineConfig(**options), ToyModel()
     cuda.device = torch.device("cuda")
     for documents, draft, expected in ((), False, drafter[0]), ((), True, drafter[1]):
-        free = engine_module.lookup_is_free(engine_module.Models(cuda, documents=documents), config)
+        free = engine_module.lookup_is_free(engine_module.Models(cuda, documents=documents), config)  # type: ignore[attr-defined]
         assert config.resolved(draft_model=draft, lookup=free).drafter == expected
-    assert engine_module.lookup_is_free(engine_module.Models(cuda, documents=[[1]]), config)
+    assert engine_module.lookup_is_free(engine_module.Models(cuda, documents=[[1]]), config)  # type: ignore[attr-defined]
 
 
 def test_rounds_with_unchanged_rows_read_no_sampling_parameters(monkeypatch: pytest.MonkeyPatch) -> None:

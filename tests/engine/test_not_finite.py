@@ -221,9 +221,9 @@ def test_the_next_request_in_a_slot_with_masked_attention(attention: Any) -> Non
     sound, broken_model = tiny_llama(), copy.copy(tiny_llama())
     first, second = sound_answers(sound, GREEDY)
     broken = token_of_one(first, second)
-    embedding = sound._embedding.clone()
+    embedding = sound._embedding.clone()  # type: ignore[attr-defined]
     embedding[broken] = math.nan
-    broken_model._embedding = embedding
+    broken_model._embedding = embedding  # type: ignore[attr-defined]
     engine = make_engine(broken_model, max_batch_size=1, attention=attention)
     check(run(engine, [SOUND, OTHER], [GREEDY, GREEDY]), first, second, broken)
 

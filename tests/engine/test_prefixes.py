@@ -301,7 +301,7 @@ def check_caches(engine: Engine) -> None:
             tokens, positions = torch.tensor([known]), torch.arange(len(known))[None]
             for layer in range(decoder.model.layers):
                 values = decoder.cache.values[layer, row, :, : len(known)]
-                wanted = decoder.model._code(layer, tokens, positions)[0]  # type: ignore[union-attr]
+                wanted = decoder.model._code(layer, tokens, positions)[0]  # type: ignore[attr-defined, union-attr]
                 assert torch.equal(values, wanted), f"row {row} of decoder {index}"
 
 
@@ -392,7 +392,7 @@ def test_on_the_kernels_a_copied_prefix_has_a_cold_prefills_bits_at_any_split(da
     for engine in (warm, cold):
         finish(engine)
     one, other = (output.outputs[0] for output in outputs)
-    assert (one.token_ids, one.logprobs) == (other.token_ids, other.logprobs)
+    assert (one.token_ids, one.logprobs) == (other.token_ids, other.logprobs)  # type: ignore[attr-defined]
 
 
 def test_a_long_prefix_outlives_short_ones_used_later_but_not_for_ever() -> None:

@@ -350,7 +350,7 @@ def test_a_full_disk_gives_one_warning_and_leaves_no_file(
 
     if when == "before":
         usage = shutil.disk_usage("/")._replace(free=10)
-        monkeypatch.setattr(module.shutil, "disk_usage", lambda _: usage)
+        monkeypatch.setattr(module.shutil, "disk_usage", lambda _: usage)  # type: ignore[attr-defined]
     else:
         monkeypatch.setattr(module, "save_file", fail)
     assert answers(make(checkpoint))
@@ -435,5 +435,5 @@ def test_the_header_names_the_checkpoint_and_the_precision(checkpoint: Path) -> 
     with safe_open(str(written_file.path), framework="pt") as file:
         metadata = file.metadata()
     assert metadata["source"] == str(checkpoint)
-    assert json.loads(metadata["origin"])[1:4] == [module.LAYOUT_VERSION, "torch.bfloat16", "int8"]
+    assert json.loads(metadata["origin"])[1:4] == [module.LAYOUT_VERSION, "torch.bfloat16", "int8"]  # type: ignore[attr-defined]
     assert written_file.path.name.startswith("model-int8-")

@@ -136,7 +136,7 @@ def test_on_a_cpu_fp8_is_refused() -> None:
 
 
 def test_without_triton_ragged_attention_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
     with pytest.raises(ParameterError, match=r'attention=.ragged.*pip install "paceline\[gpu\]"'):
         make_engine(ToyModel(), attention="ragged")
     assert make_backend("auto", CUDA).name == "padded"

@@ -181,7 +181,7 @@ def test_the_draft_head_of_a_gguf_file_is_that_of_the_original(tmp_path: Path) -
     assert load_config(path).num_hidden_layers == 3
     models = [load_model(each, dtype=torch.float32) for each in (path, tmp_path)]
     heads = [load_own_head(model, each) for model, each in zip(models, (path, tmp_path), strict=True)]
-    ours, original = (each.head.state_dict() for each in heads)
+    ours, original = (each.head.state_dict() for each in heads)  # type: ignore[attr-defined]
     assert ours.keys() == original.keys()
     for name, weight in original.items():
         torch.testing.assert_close(ours[name], weight, msg=name)

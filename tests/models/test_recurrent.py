@@ -108,7 +108,7 @@ def test_a_checkpoint_read_while_it_is_packed_gives_the_weights_of_one_read_at_o
         )
         assert isinstance(at_once, RecurrentModel)
         theirs = NativeModel.from_weights(at_once.spec, at_once.weights, "tiny", quantization=quantization)
-        packed = None if straight is None else straight.packed(), theirs.packed()
+        packed = None if straight is None else straight.packed(), theirs.packed()  # type: ignore[attr-defined]
         assert packed[0] is not None
         assert packed[1] is not None
         assert torch.equal(packed[0], packed[1])

@@ -187,7 +187,7 @@ def test_admission_ends_with_the_engine_even_if_the_client_does_not_read(
 ) -> None:
     """The stream's first event is never sent; the 64 + 1 updates behind it are merged."""
     context, lengths, inboxes, submit = live.context, list[int](), list[Mailbox](), live.context.service.submit
-    body = CompletionRequest(prompt="abc", max_tokens=300, n=2, ignore_eos=True, stream=True, num_speculative_tokens=0)
+    body = CompletionRequest(prompt="abc", max_tokens=300, n=2, ignore_eos=True, stream=True, num_speculative_tokens=0)  # type: ignore[call-arg]
 
     def noted(submission: Submission) -> None:
         inboxes.append(submission.inbox)

@@ -1,5 +1,6 @@
 """Fields that common clients send: supported, or ignored if they cannot change the answer; all others are refused."""
 
+# mypy: disable-error-code=call-arg
 from __future__ import annotations
 
 from typing import Any

@@ -279,7 +279,7 @@ def test_a_flood_of_refusals_logs_few_lines() -> None:
     late = record("refused", status=401)
     late.created = 1e9 + 60
     assert throttle.filter(late)
-    assert late.fields["left_out"] + len(passed) + sum(e.fields.get("left_out", 0) for e in passed) == 1000
+    assert late.fields["left_out"] + len(passed) + sum(e.fields.get("left_out", 0) for e in passed) == 1000  # type: ignore[attr-defined]
 
 
 def test_log_lines_have_the_request_id() -> None:
