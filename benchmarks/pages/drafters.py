@@ -84,16 +84,13 @@ def trees() -> str:
     widths = {each["prompts"]: [width["apart"] for width in each["widths"]] for each in found}
     tasks = "chat", "retrieval", "stubs", "edits"
     eight, four = ([f"{widths[task][1][n] / widths[task][0][n]:.2f}" for task in tasks] for n in ("8", "4"))
-    pair, head = ([fewer_rounds(drafter, 0.0, beside, "4") for beside in _BESIDE] for drafter in list(_COUNTED)[:2])
     clocked = ", ".join(_over_chains(load("trees-qwen-sampled-epyc-zen5"), "2"))
     return (
         f"time of `auto` with branches over that with chains, the Qwen pair, T = 0.8: {clocked} at 1, 2, 4, 8 rows."
         " Counted on recorded answers, the Qwen pair, greedy: with eight draft tokens a round a tree of the draft model"
         f" gives {eight[0]} times its chain's tokens in open chat, {eight[1]} in retrieval, {eight[2]} in code stubs,"
         f" {eight[3]} in edits; with four {', '.join(four)}."
-        f" Whole trees chosen by survival, all tasks, four draft tokens: {pair[0]} fewer rounds than a chain,"
-        f" {pair[1]} than a chain chosen by survival, and {pair[2]} than EAGLE-2's shape;"
-        f" with SmolLM2's head {head[0]} and {head[2]} than the first and the last"
+        " The rounds that whole trees save: [drafters](drafters.md#rounds-saved-counted)"
     )
 
 
@@ -159,11 +156,8 @@ def _draft_ms(kind: str) -> str:
 
 
 def related(kind: str) -> str:
-    """A related paper's drafter in one sentence, of ``training.md``'s table."""
-    return (
-        f"accepted at {_rates(kind)}, {_lengths(kind)} tokens a round;"
-        f" a draft takes {_draft_ms(kind)} ms at 1, 4, 8 rows, `auto` over plain {_over_plain(kind)}"
-    )
+    """Figures of a drafter in ``training.md``'s table, for a headline."""
+    return f"{_lengths(kind)} tokens a round, `auto` over plain {_over_plain(kind)} at 1, 4, 8 rows"
 
 
 def kinds() -> Iterator[list[str]]:
