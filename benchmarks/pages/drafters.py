@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.pages.runs import Text, listed, load, percent
+from benchmarks.pages.runs import listed, load
 
 _COUNTED = {
     "Qwen's 0.5B draft model": "tree-gain-rounds-qwen",
@@ -30,21 +30,6 @@ def beside_plain(name: str) -> Iterator[list[str]]:
         timed = {e["batch_size"]: f"{e['speed_up']:.2f}" for e in run["speeds"] if here.items() <= e.items()}
         rows = [timed.get(batch, "-") for batch in run["plan"]["batch_sizes"]]
         yield [drafter, f"{temperature:g}", *lengths, *rows]
-
-
-def temperature_of_the_head() -> Text:
-    """Acceptance of SmolLM2's head when greedy and at temperature 0.8."""
-
-    def rate(position: int, temperature: float) -> str:
-        here = {"drafter": "head", "temperature": temperature}
-        counted = [e for e in load("drafters-smollm2-epyc-zen5")["acceptance"] if here.items() <= e.items()]
-        return f"{statistics.mean(each['by_position'][position] for each in counted):.2f}"
-
-    greedy, sampled = ([rate(position, temperature) for position in (0, 1)] for temperature in (0.0, 0.8))
-    return [
-        f"On average over the tasks, SmolLM2's head has {greedy[0]} of its first and {greedy[1]} of its second draft",
-        f"tokens accepted when greedy, and {sampled[0]} and {sampled[1]} at temperature 0.8.",
-    ]
 
 
 def fewer_rounds(drafter: str, temperature: float, beside: str, draft_tokens: str) -> str:
@@ -181,27 +166,3 @@ def kinds_in_chat() -> Iterator[list[str]]:
             ranges = [f"{e['speed_up']:.2f} ({min(e['of_all']):.2f} to {max(e['of_all']):.2f})" for e in timed]
             cells += [_lengths(kind, temperature=temperature, task="chat"), *ranges]
         yield cells
-
-
-def more_training() -> Text:
-    """What more training gained."""
-    now, before = (load(run)["results"] for run in (_RUN, _EARLIER))
-    lengths = [[_lengths(kind, run) for kind in _TRAINED] for run in (_EARLIER, _RUN)]
-    few, many = (f"{min(each)} to {max(each)}" for each in lengths)
-    more = [now[kind]["training"]["tokens_seen"] / before[kind]["training"]["tokens_seen"] for kind in _TRAINED]
-    data = [run["feature"]["training"]["data"]["tokens_made"] for run in (now, before)]
-    held_out = now["feature"]["training"]["held_out"]["conditional"][0]
-    return [
-        f"Seven minutes had given {few} tokens per round, 45 give {many}.",
-        f"The heads have seen {min(more):.1f} to {max(more):.0f} times as many tokens,",
-        f"of {data[0] / data[1]:.2f} times as much data; which of the two helped is not known.",
-        f"`feature` has {held_out:.2f} of its first draft tokens accepted on held-out answers to prompts",
-        f"that the target wrote itself, and {_rates('feature')[:4]} on these tasks.",
-    ]
-
-
-def spread_in_chat() -> Text:
-    """How far the runs in open chat spread."""
-    cells = load(_RUN)["results"]["times"]["auto_over_plain_in_chat"]
-    spread = max((max(each["of_all"]) - min(each["of_all"])) / each["speed_up"] for each in cells)
-    return [f"The runs in open chat spread by up to {percent(spread)} of their median."]

@@ -123,22 +123,6 @@ def more_on_the_zen5() -> Rows:
     return [[cells[0].replace("**", ""), *cells[1:]] for cells in rows]
 
 
-def prefill_share() -> Text:
-    """Prefill beside the whole run on a Cascade Lake."""
-    stubs = "peers-qwen-int8-stubs-cascade-lake"
-    seconds = [
-        statistics.median(sample[part] for sample in cell(stubs, peer, "plain", 8)["samples"])
-        for peer in ("paceline-int8", "openvino")
-        for part in ("prefill_s", "total_s")
-    ]
-    return [
-        "Prefill of eight stubs takes {:.1f} of plain decoding's {:.1f} seconds, {:.1f} of OpenVINO's {:.1f}.".format(
-            *seconds
-        ),
-        "Speculation has little left to shorten.",
-    ]
-
-
 def losses_on_the_zen3() -> Text:
     """Where speculation loses on a Zen 3, and whether drafts are the reason."""
     stubs, chat = (f"peers-qwen-int8-{prompts}-epyc-zen3" for prompts in ("stubs", "chat"))
