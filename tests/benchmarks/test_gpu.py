@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from benchmarks.gpu.bench import Bench, Options
 from benchmarks.gpu.cells import Axes, Setting, plan
 from benchmarks.gpu.floors import tokens_a_round
 from benchmarks.gpu.models import PAIRS, random_model, tiny
-from benchmarks.gpu.rehearsal import in_parallel
 from benchmarks.gpu.run import app
 from benchmarks.gpu.stage import Effort, Stage
 from typer.testing import CliRunner
@@ -99,13 +97,6 @@ def test_a_failing_cell_reports_its_error_and_the_others_run(monkeypatch: pytest
     assert failed == {("round", 2): "OutOfMemoryError: no more memory", ("auto", 0): "ValueError: no engine"}
     assert {cell["attention"] for cell in saved[-1]["cells"] if cell["k"] == 2} == {"padded", "split"}
     assert any("FAILED" in line for line in said)
-
-
-def test_failed_rehearsals_are_only_reported() -> None:
-    errors = in_parallel([os.getcwd, partial(int, "x")], 60)  # type: ignore[list-item]
-    assert len(errors) == 1
-    assert errors[0].startswith("ValueError")
-    assert in_parallel([], 0) == []
 
 
 LEAN = """

@@ -28,11 +28,6 @@ def greedy(model: LlamaForCausalLM) -> list[int]:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_the_same_answer_never_parts(model: LlamaForCausalLM, greedy: list[int]) -> None:
-    assert _follow(model, PROMPT, greedy) == (None, None, greedy)
-
-
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("place", [0, 5])
 def test_after_a_different_token_the_reference_continues_by_itself(
     model: LlamaForCausalLM, greedy: list[int], place: int

@@ -1,15 +1,10 @@
 """The orchestrator of `make bench-peers`, with fake workers."""
 
 import json
-import sys
 from pathlib import Path
 
-import psutil
 import pytest
 from benchmarks.peers import config, contenders, run, schedule
-from benchmarks.peers.pool import Pool, WorkerSpec
-
-from polling import wait_until
 
 WORKER = Path(__file__).parent / "fake_worker.py"
 
@@ -96,39 +91,12 @@ def test_without_time_repeats_are_dropped_before_configurations(bench, monkeypat
     assert [len(row["samples"]) for row in document["results"]] == [1, 1]
 
 
-def spec(need_gib: float = 0.0, how: str = "one") -> WorkerSpec:
-    setup = {"target": "", "draft": None, "modes": ["plain"], "precision": how, "k": 1}
-    more = {"max_batch": 1, "max_tokens_of_row": 8, "threads": 1}
-    return WorkerSpec(how, (sys.executable, str(WORKER), json.dumps({**setup, **more})), need_gib=need_gib)
-
-
-def test_an_idle_worker_is_stopped_and_a_closed_one_is_gone(tmp_path: Path, calls) -> None:
-    pool = Pool(tmp_path, 30, lambda text: None)
-    worker, fresh = pool.get(spec())
-    process = psutil.Process(worker._process.pid)
-    assert fresh
-    wait_until(lambda: process.status() == psutil.STATUS_STOPPED)
-    request = {"mode": "plain", "prompts": [[1]], "max_tokens": 3, "k": 1}
-    assert worker.call(request, 30)["output_ids"] == [[1, 1, 1]]
-    wait_until(lambda: process.status() == psutil.STATUS_STOPPED)
-    assert pool.get(spec()) == (worker, False)
-    pool.close()
-    assert not process.is_running()
-
-
 @pytest.mark.parametrize("peer", config.PEERS.values(), ids=lambda peer: peer.name)
 def test_every_peer_has_its_worker_and_pinned_requirements(peer: config.Peer) -> None:
     assert (config.HERE / "workers" / peer.worker).is_file()
     lines = [line for line in peer.requirements.read_text().splitlines() if line and not line.startswith("#")]
     assert lines
     assert all("==" in line for line in lines)
-
-
-@pytest.mark.parametrize("wrong", ["--batches 0", "--batches 32", "--peers nobody", "--modes fast", "--repeats 0"])
-def test_wrong_arguments_are_refused(wrong: str, capsys) -> None:
-    with pytest.raises(SystemExit):
-        run.arguments(wrong.split())
-    assert "error" in capsys.readouterr().err
 
 
 def test_points_far_behind_in_an_earlier_run_are_skipped_with_a_reason(bench, calls, tmp_path: Path) -> None:
