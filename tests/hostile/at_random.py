@@ -17,7 +17,7 @@ from hostile.cases import Case, in_gguf
 from hostile.small_models import MODELS, QUANTISED, TEMPLATE
 from paceline import LLM, SamplingParams
 from paceline.kernels import native
-from paceline.models.tokenizer import Tokenizer
+from paceline.models.text.tokenizer import Tokenizer
 
 SEED = 1
 Rng = random.Random

@@ -11,13 +11,13 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from paceline.models.native.matrices import load_packed
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import gguf_support
 from paceline.kernels import native
-from paceline.models.loading import load_model
-from paceline.models.matrices import load_packed
+from paceline.models.load.loading import load_model
 
 Build = Callable[[Path], object]
 Damage = Callable[[Path], object]

@@ -33,8 +33,8 @@ from model_support import NATIVE, tiny
 from models.test_qwen3_5_gguf import write_apart
 from paceline.drafters.heads.checkpoint import load_head
 from paceline.drafters.heads.loading import load_head_for, load_own_head
-from paceline.models.adapters import attach
-from paceline.models.loading import describe_source, load_model
+from paceline.models.load.adapters import attach
+from paceline.models.load.loading import describe_source, load_model
 from recurrent_support import save_with_head
 
 
