@@ -732,7 +732,7 @@ def adapter_cases() -> Iterator[Case]:
         yield Case(case.kind, case.what, case.build, case.damage, (load_adapter,), case.pattern)
 
 
-PARTS: dict[str, tuple[Callable[[], Iterator[Case]], ...]] = {  # the first is what `make test` runs
+PARTS: dict[str, tuple[Callable[[], Iterator[Case]], ...]] = {
     "heads and adapters": (head_cases, stored_head_cases, adapter_cases),
     "quantised safetensors": (quantised_cases,),
     "safetensors and configurations": (shard_cases, configuration_cases, large_cases),

@@ -155,7 +155,6 @@ for package, wish in CASES:
 """
 
 
-@pytest.mark.wide
 def test_a_missing_package_is_named_with_the_extra_that_brings_it() -> None:
     """In a process for each: modules that are loaded stay."""
     script = f"CASES = {[(package, wish) for package, _, wish in MISSING]!r}\n{EACH_IN_A_PROCESS}"
@@ -166,7 +165,6 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it() -> None:
         assert f'the package {package} is not installed: pip install "paceline[{extra}]"' in done.stderr
 
 
-@pytest.mark.wide
 def test_what_loads_no_model_of_transformers_imports_none() -> None:
     """Their classes take as long to import as torch: a refused command or the start of a server would wait for them."""
     script = "import sys, paceline.llm, paceline.server.run; sys.exit('transformers.modeling_utils' in sys.modules)"

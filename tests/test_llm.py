@@ -76,7 +76,6 @@ def test_a_bare_model_continues_token_ids_without_a_tokenizer(llm: LLM, expected
 
 
 @pytest.mark.parametrize("attention", ["padded", "native"])
-@pytest.mark.one_in(3)
 def test_an_llm_made_in_inference_mode_runs_in_and_outside_of_it(attention: str) -> None:
     if attention == "native" and not native.available():
         pytest.skip(f"no kernels here: {native.why_none()}")
@@ -330,7 +329,6 @@ def test_float16_is_refused_on_a_cpu_before_anything_is_loaded(
 
 
 @pytest.mark.parametrize(("attention", "rounds"), [("padded", "host"), ("ragged", "device")])
-@pytest.mark.one_in(3)
 def test_a_float16_engine_gives_the_same_with_and_without_speculation(
     attention: str, rounds: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

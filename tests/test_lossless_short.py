@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from covering import in_pairs
 from head_support import tiny_head, tiny_native_head
 from kernels.tools import random_spec
 from paceline.config import SamplingParams
@@ -94,7 +95,6 @@ CASES = [
 
 @needs_kernels
 @pytest.mark.parametrize(("model", "drafter", "length", "family", "width"), CASES)
-@pytest.mark.one_in(3)
 def test_answers_equal_plain_decoding(model: str, drafter: str, length: int | str, family: str, width: int) -> None:
     options = {"speculation_width": width, "prefill_chunk": 7, "draft_vocab_size": SIZE}
     engine = speculative_engine(model, drafter, length, family, **options)
@@ -108,10 +108,7 @@ def test_answers_equal_plain_decoding(model: str, drafter: str, length: int | st
 
 
 @needs_kernels
-@pytest.mark.parametrize("family", ["greedy", "mixed", "siblings"])
-@pytest.mark.parametrize("width", [1, 3])
-@pytest.mark.parametrize("model", ["llama", "native", "toy"])
-@pytest.mark.one_in(5)
+@in_pairs(model=["llama", "native", "toy"], family=["greedy", "mixed", "siblings"], width=[1, 3])
 def test_answers_with_a_head_of_the_whole_vocabulary_equal_plain_decoding(model: str, width: int, family: str) -> None:
     engine = make_engine(
         *whole_heads(model), eos=EOS, drafter="feature", speculation_width=width, draft_vocab_size=SIZE, prefill_chunk=7
@@ -122,9 +119,10 @@ def test_answers_with_a_head_of_the_whole_vocabulary_equal_plain_decoding(model:
 
 
 @needs_kernels
-@pytest.mark.parametrize("size", [3, SIZE, VOCAB - 1])
-@pytest.mark.parametrize(("model", "drafter"), [("llama", "model"), ("native", "hybrid"), ("recurrent", "head")])
-@pytest.mark.one_in(2)
+@pytest.mark.parametrize(
+    ("model", "drafter", "size"),
+    [("llama", "model", 3), ("native", "hybrid", SIZE), ("recurrent", "head", VOCAB - 1), ("native", "hybrid", 3)],
+)
 def test_greedy_answers_equal_plain_decoding_under_the_rejection_rule(model: str, drafter: str, size: int) -> None:
     options: dict[str, Any] = {"acceptance": "rejection", "draft_vocab_size": size}
     engine = speculative_engine(model, drafter, "random", "greedy", **options)
@@ -249,7 +247,6 @@ def small_engine(draft: str, rule: str, size: int = 2) -> Engine:
         pytest.param("native head", "coupled", "temperature only", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.one_in(3)
 def test_three_tokens_follow_the_exact_distribution(draft: str, rule: str, knobs: str) -> None:
     params = SamplingParams(n=SAMPLES, max_tokens=3, seed=31, **SMALL_PARAMS[knobs])
     assert p_value(small_engine(draft, rule), params) > 1e-3

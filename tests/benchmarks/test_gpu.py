@@ -29,7 +29,7 @@ from typer.testing import CliRunner
 
 from paceline.errors import CapacityError
 
-pytestmark = [pytest.mark.wide, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.usefixtures("one_thread")
 pytest.importorskip("triton", reason="triton is not installed")
 
 CPU = torch.device("cpu")

@@ -71,7 +71,6 @@ def test_a_summary_is_the_mean_over_tasks() -> None:
     assert summary(counts, 0) == "T=0: accepted 0.400 0.250 -, 1.80 tokens per round"
 
 
-@pytest.mark.wide
 def test_kinds_are_trained_counted_and_timed_in_several_sittings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

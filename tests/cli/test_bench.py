@@ -52,7 +52,6 @@ def test_answers_that_the_longest_sequence_ends_count_as_they_came(paceline: Any
 @pytest.mark.parametrize(
     ("how", "copied"), [([], True), (["--no-references"], False), (["-k", "0"], False), (["--drafter", "none"], False)]
 )
-@pytest.mark.one_in(3)
 def test_the_document_tells_whether_references_were_copied_from(
     paceline: Any, tiny: str, how: list[str], copied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,7 +48,6 @@ def test_the_start_line_says_what_runs_and_quiet_silences_it(paceline: Any, tiny
 @pytest.mark.parametrize(
     "how", [["--drafter", "ngram"], ["--drafter", "hybrid"], ["-k", "bass"], ["--acceptance", "rejection"]]
 )
-@pytest.mark.one_in(3)
 def test_speculation_changes_no_text(paceline: Any, tiny: str, tiny_draft: str, how: list[str]) -> None:
     prompts = ["--prompt", "abcabcabc", "--prompt", "x"]
     plain = texts(paceline("generate", tiny, *prompts, *GREEDY, "--json"))
@@ -162,7 +161,6 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize(("line", "message"), BAD_LINES.values(), ids=BAD_LINES.keys())
-@pytest.mark.one_in(5)
 def test_a_bad_line_is_named_and_nothing_runs(paceline: Any, tiny: str, lines: Path, line: str, message: str) -> None:
     lines.write_text('{"prompt": "good"}\n' + line + "\n")
     result = paceline("generate", tiny, "--prompts-file", str(lines), "--quiet", *GREEDY)
@@ -202,7 +200,6 @@ def test_keep_going_runs_the_good_lines(paceline: Any, tiny: str, lines: Path) -
         (["-p", "x", "--stop", "\udcff", "--quiet"], "stop="),
     ],
 )
-@pytest.mark.one_in(3)
 def test_a_bad_option_is_one_clear_error(paceline: Any, tiny: str, arguments: list[str], message: str) -> None:
     result = paceline("generate", tiny, *arguments)
     assert result.exit_code == 2

@@ -100,7 +100,6 @@ WRITERS = [
 
 
 @pytest.mark.parametrize("line", WRITERS)
-@pytest.mark.one_in(3)
 def test_a_full_disk_behind_standard_output_is_one_line_and_an_exit_code(line: str, tiny: str) -> None:
     with Path("/dev/full").open("w") as full:
         code, told = run_into(full, *line.replace("TINY", tiny).split())

@@ -31,7 +31,6 @@ ABSENT = [
 
 
 @pytest.mark.parametrize(("command", "option"), ABSENT)
-@pytest.mark.one_in(5)
 def test_commands_lack_what_they_have_no_use_for(paceline: Any, command: str, option: str) -> None:
     result = paceline(*command.split(), "no-model", option, "1")
     assert result.exit_code == 2

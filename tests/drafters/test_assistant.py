@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import Gemma4AssistantForCausalLM
 
+from covering import in_pairs
 from gemma4_support import (
     GROUPS,
     assistants_may_be_made,
@@ -95,10 +96,7 @@ def test_draft_tokens_are_those_of_transformers(head: dict[str, Any], tmp_path: 
         assert not sure or tokens == wanted[: len(tokens)]
 
 
-@pytest.mark.parametrize("drafter", ["feature", "hybrid"])
-@pytest.mark.parametrize("width", [1, 3])
-@pytest.mark.parametrize("kernels", [False, True], ids=["torch", "int8"])
-@pytest.mark.one_in(3)
+@in_pairs(kernels=[False, True], width=[1, 3], drafter=["feature", "hybrid"])
 def test_answers_are_plain_decodings(drafter: str, width: int, kernels: bool, tmp_path: Path) -> None:
     if kernels and native.select() is None:
         pytest.skip(f"no native kernels: {native.why_none()}")

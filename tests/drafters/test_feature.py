@@ -148,17 +148,10 @@ KINDS: dict[str, Callable[[AnyModel, int], TorchHead]] = {
 ONE_PASS = {"hidden_transfer": tiny_transfer_head, "chimera": tiny_chimera_head}  # with a longest draft
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("model", "chunk"),
-    [
-        ("llama", 4),
-        ("native", 256),
-        pytest.param("llama", 256, marks=pytest.mark.slow),
-        pytest.param("native", 4, marks=pytest.mark.slow),
-    ],
+    ("kind", "model", "chunk"),
+    [("feature", "llama", 4), ("parallel", "native", 256), ("hidden_transfer", "native", 4), ("chimera", "llama", 256)],
 )
-@pytest.mark.one_in(5)
 def test_draft_tokens_equal_the_reference_whatever_the_other_rows(model: str, chunk: int, kind: str) -> None:
     """Prompts in chunks, siblings that copy a prompt, rows that move, rounds without draft tokens, for some rows
     only."""
@@ -200,9 +193,7 @@ def test_siblings_in_a_tree_are_the_best_tokens_after_their_path(kind: str) -> N
     assert all(compared[depth, 2] + compared[depth, 3] > 5 for depth in range(3))
 
 
-@pytest.mark.parametrize("fed", [2, HeadDecoder.fed_tokens])
-@pytest.mark.parametrize("rounds", ["every round", "now and then"])
-@pytest.mark.one_in(3)
+@pytest.mark.parametrize(("rounds", "fed"), [("every round", HeadDecoder.fed_tokens), ("now and then", 2)])
 def test_a_device_draws_what_the_reference_does(rounds: str, fed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds of all lengths, none included: the head reads its missing tokens beforehand, or in the round itself.
 
@@ -237,7 +228,6 @@ def test_a_device_draws_what_the_reference_does(rounds: str, fed: int, monkeypat
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.one_in(5)
 def test_a_head_that_has_not_drafted_for_long_reads_its_missing_tokens(kind: str) -> None:
     target = tiny_llama()
     head = KINDS[kind](target, 32)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from batches import filled
+from covering import in_pairs
 from head_support import SWITCHES, Reading, tiny_feature_head, tiny_head, tiny_native_head
 from paceline.config import EngineConfig, SamplingParams
 from paceline.core.batch import Batch, RowStart, SpeculationPlan
@@ -298,9 +299,7 @@ class Anew:
         return decoder.native.draft(own, [count], None, distributions=False).draft_tokens[0]
 
 
-@pytest.mark.parametrize("rounds", ["kernels", "host", "kernels, parallel"])
-@pytest.mark.parametrize("chunk", [4, 256])
-@pytest.mark.one_in(5)
+@pytest.mark.parametrize(("rounds", "chunk"), [("kernels", 4), ("host", 256), ("kernels, parallel", 4)])
 def test_draft_tokens_do_not_depend_on_what_happened_to_their_rows(chunk: int, rounds: str) -> None:
     """Prompts in chunks, siblings that copy a prompt, rows that move, rounds without draft tokens, for some rows
     only."""
@@ -518,9 +517,7 @@ def grown(head: NativeHead, which: int, params: SamplingParams, width: int, dept
     return growth.rows[0]
 
 
-@pytest.mark.parametrize("width", [2, 4])
-@pytest.mark.parametrize("params", TREE_PARAMS)
-@pytest.mark.parametrize("kind", ["plain", "two layers", "parallel"])
+@in_pairs(kind=["plain", "two layers", "parallel"], params=TREE_PARAMS, width=[2, 4])
 def test_trees_equal_those_of_growth(kind: str, params: str, width: int) -> None:
     head = natively(feature_head(**KINDS[kind]))
     decoder, batch = decoder_of(head, ROWS_OF_TREES), batch_of(ROWS_OF_TREES, TREE_PARAMS[params])

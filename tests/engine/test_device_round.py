@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from batches import new_batch
+from covering import in_pairs
 from model_support import NATIVE, tiny
 from paceline.config import SamplingParams
 from paceline.core.batch import Batch, RowStart, SpeculationPlan
@@ -122,9 +123,7 @@ class NoHostReads(TorchDispatchMode):
 # --- the same answers -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("k", [0, 1, 4, 7, "bass"])
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.one_in(3)
+@pytest.mark.parametrize(("model", "k"), [*(("toy", k) for k in (0, 1, 4, 7, "bass")), ("llama", 4)])
 def test_device_rounds_equal_host_rounds(model: str, k: int | str) -> None:
     found, expected = [
         answers(run(engine_on(rounds, model, num_speculative_tokens=k), PROMPTS, PARAMS))
@@ -133,9 +132,7 @@ def test_device_rounds_equal_host_rounds(model: str, k: int | str) -> None:
     assert found == expected
 
 
-@pytest.mark.parametrize("k", [1, 4, "bass"])
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.one_in(5)
+@pytest.mark.parametrize(("model", "k"), [("toy", 1), ("toy", "bass"), ("llama", 4)])
 def test_under_the_rejection_rule_greedy_rows_are_the_same(model: str, k: int | str) -> None:
     """Rows at a temperature keep their distribution (test_lossless.py), but their last rounds may differ in length."""
     options = {"num_speculative_tokens": k, "acceptance": "rejection"}
@@ -270,9 +267,7 @@ SPECIAL = [
 ]
 
 
-@pytest.mark.parametrize("k", [0, 1, 4])
-@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
-@pytest.mark.one_in(5)
+@pytest.mark.parametrize(("acceptance", "k"), [("coupled", 0), ("coupled", 4), ("rejection", 1)])
 def test_the_device_runs_cuts_penalties_and_logprobs(k: int, acceptance: str) -> None:
     """Under the rejection rule only greedy rows are compared: their last rounds may differ in length."""
     prompts, params = [*PROMPTS[:4], *PROMPTS[: len(SPECIAL)], *PROMPTS[4:6]], [*PARAMS[:4], *SPECIAL, *PARAMS[4:6]]
@@ -445,9 +440,7 @@ def test_auto_is_told_which_rounds_are_captured(monkeypatch: pytest.MonkeyPatch)
 # --- trees ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("width", [2, 3])
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.one_in(3)
+@pytest.mark.parametrize(("model", "width"), [("toy", 2), ("toy", 3), ("llama", 2)])
 def test_a_tree_is_the_chain_and_the_next_best_candidates_beside_it(model: str, width: int) -> None:
     """After every round, whatever was accepted: the draft model's cache must equal the text."""
     engine = engine_on("device", model, speculation_width=width)
@@ -514,9 +507,7 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("model", ["llama", "hybrid"])
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("k", [0, 3])
+@in_pairs(rule=RULES, k=[0, 3], model=["llama", "hybrid"])
 def test_a_round_reads_nothing_from_the_device(rule: str, k: int, model: str) -> None:
     rounds = runner(ReferenceOps(), RULES[rule], model)
     with torch.inference_mode(), NoHostReads():

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from covering import in_pairs
 from head_support import tiny_feature_head
 from kernels.tools import random_spec
 from paceline.config import EngineConfig, SamplingParams
@@ -349,15 +350,17 @@ WEIGHTS_AND_CACHES: list[tuple[Quantization | None, torch.dtype]] = [
 ]
 
 
-@pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("kept", [None, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("quantization", "cache"), WEIGHTS_AND_CACHES)
-@pytest.mark.parametrize("shape", ["random", "chain and siblings"])
-@pytest.mark.one_in(5)
+@in_pairs(
+    sampling=SAMPLING,
+    kept=[None, torch.bfloat16, torch.float32],
+    stored=WEIGHTS_AND_CACHES,
+    shape=["random", "chain and siblings"],
+)
 def test_native_tree_rounds_equal_step_by_step_rounds(
-    shape: str, quantization: Quantization | None, cache: torch.dtype, kept: torch.dtype | None, sampling: str
+    shape: str, stored: tuple[Quantization | None, torch.dtype], kept: torch.dtype | None, sampling: str
 ) -> None:
     """Verdicts, texts, caches and hidden states are equal to the bit after every round, while rows come and go."""
+    quantization, cache = stored
     model, params = model_of(quantization, cache), [SAMPLING[sampling](row) for row in range(MANY)]
     engine, parts = (engine_with_trees(model, kept, shape, params) for _ in range(2))
     parts.parts.native, rounds = None, Counter[str]()

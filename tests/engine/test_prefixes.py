@@ -355,7 +355,6 @@ def test_every_cache_equals_its_text_in_many_runs() -> None:
 
 @settings(max_examples=3)
 @given(seed=st.integers(0, 10**6))
-@pytest.mark.wide
 def test_device_rounds_keep_the_prefixes_of_free_rows(seed: int) -> None:
     soak(seed, kind=ToyModel, rounds="device")
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from covering import in_pairs
 from paceline.config import SamplingParams
 from paceline.core import hardware
 from paceline.core.batch import Batch
@@ -173,9 +174,7 @@ def test_no_prefill_step_feeds_more_than_the_chunk() -> None:
     assert spy.tokens == sum(size - 1 for size in (3, 4, 30, 2, 25, 3))
 
 
-@pytest.mark.parametrize("chunk", [3, 1000])
-@pytest.mark.parametrize("rows", [2, 4, 8])
-@pytest.mark.one_in(5)
+@pytest.mark.parametrize(("rows", "chunk"), [(2, 3), (4, 1000), (8, 3)])
 def test_the_samples_of_a_prompt_share_its_prefill(rows: int, chunk: int) -> None:
     engine = make_engine(ToyModel(), ToyModel(blur=0.3), drafter="model", max_batch_size=rows, prefill_chunk=chunk)
     spies = [Spy(decoder) for decoder in engine.parts.decoders]
@@ -308,7 +307,6 @@ def test_the_integrity_check_notices_what_is_wrong() -> None:
 
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 10**6))
-@pytest.mark.wide
 def test_random_arrivals_aborts_and_deadlines_affect_no_other_request(seed: int) -> None:
     rng = random.Random(seed)
     kind = rng.choice([ToyModel, FlatToy])
@@ -419,10 +417,7 @@ def late_ms(engine: Engine, slow: Slow, outputs: Sequence[RequestOutput]) -> lis
     return [1000 * (ends[name] - deadline) for name, deadline in deadlines.items()]
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("prompt", [2, 150, 1500])
-@pytest.mark.parametrize("budget", [0.05, 0.1, 1.0])
-@pytest.mark.one_in(5)
+@in_pairs(budget=[0.05, 0.1, 1.0], prompt=[2, 150, 1500], rows=[1, 4])
 def test_a_time_budget_is_kept(slow: Slow, budget: float, prompt: int, rows: int) -> None:
     """A round takes 9 to 12 ms, the longest prompt 1.5 s."""
     engine = make_engine(slow, max_model_len=2000, longest_pause=0.1)

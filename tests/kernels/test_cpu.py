@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batches import new_batch
+from covering import in_pairs
 from paceline.config import MIN_TEMPERATURE, SamplingParams
 from paceline.core.batch import Batch, RowStart
 from paceline.core.ops import DrawInputs, Gained
@@ -117,10 +118,7 @@ def assert_all_draw_the_reference_tokens(logits: torch.Tensor, batch: Batch, dra
         assert torch.equal(logits, before), "the caller's logits are the caller's"
 
 
-@pytest.mark.parametrize("spread", [3.0, 0.7])
-@pytest.mark.parametrize("kind", ["plain", "tied", "cut"])
-@pytest.mark.parametrize("vocab", VOCABULARIES)
-@pytest.mark.one_in(5)
+@in_pairs(vocab=VOCABULARIES, kind=["plain", "tied", "cut"], spread=[3.0, 0.7])
 def test_tokens_equal_the_references_for_each_parameter(vocab: int, kind: str, spread: float) -> None:
     params = ALL if vocab < 1000 else ALL[VOCABULARIES.index(vocab) + len(kind) :: 13]
     batch = batch_of(params, vocab)
@@ -207,7 +205,6 @@ def test_draft_tokens_are_accepted_like_the_references_for_any_parameters(
 
 @on_every_isa
 @pytest.mark.parametrize("vocab", VOCABULARIES)
-@pytest.mark.one_in(5)
 def test_probabilities_equal_the_references(kernels: native.Kernels, vocab: int) -> None:
     params = [*(ALL if vocab < 1000 else ALL[::16]), SamplingParams(temperature=0.0)]
     batch = batch_of(params, vocab)
@@ -262,9 +259,7 @@ def test_the_boundary_equals_the_references_where_masses_tie_with_top_p(kernels:
     assert torch.equal(found > 0, probabilities(logits, batch) > 0)
 
 
-@on_every_isa
-@pytest.mark.parametrize("vocab", VOCABULARIES)
-@pytest.mark.parametrize("packed", [False, True])
+@in_pairs(kernels=native.available(), vocab=VOCABULARIES, packed=[False, True])
 def test_log_probabilities_are_torchs_and_ties_go_to_the_smaller_token(
     kernels: native.Kernels, vocab: int, packed: bool
 ) -> None:

@@ -48,7 +48,6 @@ def test_a_missing_library_is_explained(monkeypatch, tmp_path):
 
 
 @needs_extension
-@pytest.mark.wide
 def test_an_unusable_library_is_logged_and_the_reference_runs(monkeypatch):
     """Changed sources without a new build would otherwise only be noticed as slowness."""
     monkeypatch.setenv("PYTHONPATH", str(build.PACKAGE.parents[1]))

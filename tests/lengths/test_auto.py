@@ -55,10 +55,10 @@ def blind(simulation: Simulation, costs: CostTable) -> AutoLength:
     return AutoLength(CostModel(costs), ranks=False)
 
 
-@pytest.mark.parametrize("rows", [1, 16])
-@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.6, 0.9])
-@pytest.mark.parametrize("name", COSTS)
-@pytest.mark.one_in(11)
+@pytest.mark.parametrize(
+    ("name", "acceptance", "rows"),
+    [("free", 0.0, 16), ("free", 0.9, 1), ("dear", 0.3, 1), ("dear", 0.6, 16), ("draft model", 0.6, 1)],
+)
 def test_it_finds_the_length_that_pays_best(name: str, acceptance: float, rows: int) -> None:
     costs, goodput = COSTS[name], {}
     fixed = {0, best_length(costs, acceptance, rows)}
@@ -328,7 +328,6 @@ def test_a_draft_model_that_cannot_pay_reads_no_prompts_and_catches_up_when_it_c
 
 @pytest.mark.parametrize("drafter", ["model", "ngram", "hybrid"])
 @pytest.mark.parametrize("toy", [ToyModel, FlatToy])
-@pytest.mark.one_in(11)
 def test_the_default_is_auto_and_lossless(toy: Callable[..., ToyModel], drafter: str) -> None:
     draft = None if drafter == "ngram" else toy(blur=0.3)
     assert EngineConfig().num_speculative_tokens == "auto"
@@ -555,7 +554,6 @@ def fixed(k: int) -> Maker:
 
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize(("chance", "score"), [(0.8, 0.5), (0.6, 0.95), (0.3, 0.6)])
-@pytest.mark.one_in(5)
 def test_scores_without_information_match_the_best_fixed_length(chance: float, score: float, rows: int) -> None:
     best = max(tokens_a_second(fixed(k), steady(chance, score), None, rows) for k in (0, 1, 2, 4))
     assert tokens_a_second(drafting, steady(chance, score), None, rows) > 0.94 * best

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from covering import in_turn
 from gemma4_support import SIZES, gemma4_fields, tiny_gemma4, tiny_gemma4_torch, tiny_native_gemma4, write_gguf
 from model_support import Runner
 from paceline.config import EngineConfig, SamplingParams
@@ -104,9 +105,7 @@ def test_the_cache_holds_only_layers_with_keys_of_their_own(kind: str) -> None:
 
 
 @_NATIVE
-@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.one_in(13)
+@pytest.mark.parametrize(("sizes", "quantization"), in_turn(SIZES, [None, "int8", "int4"]))
 def test_kernels_agree_with_their_reference_and_bits_do_not_depend_on_the_pass(
     sizes: str, quantization: Quantization | None
 ) -> None:
@@ -172,9 +171,7 @@ def test_greedy_answers_equal_those_of_transformers() -> None:
         assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == answer
 
 
-@pytest.mark.parametrize("shape", ["caps", *SHAPES])
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.one_in(5)
+@pytest.mark.parametrize(("shape", "kind"), in_turn(["caps", *SHAPES], MODELS))
 def test_rejected_draft_tokens_and_other_branches_leave_no_trace(kind: str, shape: str) -> None:
     plain = plain_answers(kind)
     engine = make_engine(MODELS[kind](), drafter="ngram", max_batch_size=4, prefill_chunk=5)

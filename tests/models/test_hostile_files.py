@@ -27,7 +27,6 @@ def fault(found: dict[str, Any]) -> str | None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", hostile_files.PARTS)
-@pytest.mark.one_in(4)
 def test_damaged_files_are_refused_by_name_within_their_own_memory(part: str, tmp_path: Path) -> None:
     cases = verdicts_of(hostile_files.__file__, str(tmp_path), part)
     assert len(cases) > 100

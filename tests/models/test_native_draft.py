@@ -11,6 +11,7 @@ import torch
 from benchmarks.step_trace import traces_of_steps
 
 from batches import new_batch
+from covering import in_pairs
 from head_support import tiny_native_head
 from paceline.config import SamplingParams
 from paceline.core.batch import Batch, RowStart, SpeculationPlan
@@ -68,9 +69,7 @@ def commit(batch: Batch, draft: Draft, accepted: list[int]) -> Verdict:
     return verdict
 
 
-@pytest.mark.parametrize("scored", [False, True])
-@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
-@pytest.mark.parametrize("kind", PARAMS)
+@in_pairs(kind=PARAMS, acceptance=["coupled", "rejection"], scored=[False, True])
 def test_a_draft_equals_the_one_made_step_by_step(kind: str, acceptance: str, scored: bool) -> None:
     batch = batch_of(SamplingParams(max_tokens=40, **PARAMS[kind]))
     batch.ops = cpu_ops(batch.device)

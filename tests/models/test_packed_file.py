@@ -19,6 +19,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 import real_models
+from covering import in_turn
 from model_support import NATIVE, VOCABULARY, tiny
 from paceline import LLM, SamplingParams
 from paceline.engine import loading
@@ -110,9 +111,7 @@ def forbid_loading(monkeypatch: pytest.MonkeyPatch) -> None:
 # Reading what was packed
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-@pytest.mark.one_in(2)
+@pytest.mark.parametrize(("family", "quantization"), in_turn(FAMILIES, [None, "int8", "int4"]))
 def test_the_weights_read_are_those_that_were_packed(
     family: str, quantization: Quantization | None, tmp_path: Path
 ) -> None:
@@ -154,7 +153,6 @@ def smollm2() -> Path:
     return real_models.find("smollm2-135m")
 
 
-@pytest.mark.wide
 def test_a_cached_gguf_model_gives_the_same_answers(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=24)
 
@@ -258,7 +256,6 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("how", DAMAGE)
-@pytest.mark.one_in(3)
 def test_a_damaged_file_is_replaced_with_a_warning(
     how: str, checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,6 +13,7 @@ import torch
 from benchmarks.state_memory import resident
 from transformers import PreTrainedModel, Qwen3_5ForCausalLM
 
+from covering import in_pairs
 from paceline.config import SamplingParams
 from paceline.core.nodes import Nodes
 from paceline.core.recurrent_state import WINDOW, RecurrentStates, StatefulCache, StateShape
@@ -80,9 +81,7 @@ def test_logits_equal_those_of_transformers(sizes: str) -> None:
         torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("rows", [1, 6])
-@pytest.mark.one_in(5)
+@pytest.mark.parametrize(("sizes", "rows"), zip(SIZES, (6, 1, 6), strict=True))
 def test_greedy_answers_equal_those_of_transformers(sizes: str, rows: int) -> None:
     theirs = tiny_qwen3_5(1, **SIZES[sizes])
     engine = make_engine(ours(theirs), drafter="ngram", max_batch_size=rows, prefill_chunk=7)
@@ -91,9 +90,9 @@ def test_greedy_answers_equal_those_of_transformers(sizes: str, rows: int) -> No
 
 
 @pytest.mark.skipif(native.select() is None, reason=f"no native kernels: {native.why_none()}")
-@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-@pytest.mark.parametrize("stored", ["plain", "float8 in small blocks"])
-@pytest.mark.one_in(5)
+@pytest.mark.parametrize(
+    ("stored", "quantization"), [("plain", None), ("plain", "int4"), ("float8 in small blocks", "int8")]
+)
 def test_a_checkpoint_read_while_it_is_packed_gives_the_weights_of_one_read_at_once(
     stored: str, quantization: Quantization | None, tmp_path: Path
 ) -> None:
@@ -132,9 +131,9 @@ def plain_answers(kind: str) -> list[list[list[int]]]:
     return answers(run(make_engine(MODELS[kind](), max_batch_size=1), PROMPTS, PARAMS))
 
 
-@pytest.mark.parametrize("shape", ["caps", *SHAPES])
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.one_in(5)
+@pytest.mark.parametrize(
+    ("kind", "shape"), [*zip(MODELS, ["caps", *SHAPES], strict=True), *zip(MODELS, [*SHAPES, "caps"], strict=True)]
+)
 def test_rejected_draft_tokens_and_other_branches_leave_no_trace(kind: str, shape: str) -> None:
     plain = plain_answers(kind)
     engine = make_engine(MODELS[kind](), drafter="ngram", max_batch_size=4, prefill_chunk=5)
@@ -203,10 +202,7 @@ def test_accepted_paths_are_moved_in_rows_that_ran_and_in_no_idle_one() -> None:
     assert states.inputs[0, :, :3, 0].tolist() == [[0, 1, 2], [3, 4, 5], [7, 8, 6]]
 
 
-@pytest.mark.parametrize("kernels", [*native.available(), *native.emulated()], ids=lambda kernels: kernels.name)
-@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-@pytest.mark.parametrize("name", THEIRS)
-@pytest.mark.one_in(13)
+@in_pairs(kernels=[*native.available(), *native.emulated()], quantization=[None, "int8", "int4"], name=THEIRS)
 def test_kernels_agree_with_their_reference_and_bits_do_not_depend_on_the_pass(
     name: str, quantization: Quantization | None, kernels: native.Kernels
 ) -> None:

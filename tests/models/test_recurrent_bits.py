@@ -56,7 +56,6 @@ def token_ids(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) 
 
 @pytest.mark.parametrize("precision", ["int8", "bfloat16"])
 @pytest.mark.parametrize("count", [pytest.param(24, id="few"), pytest.param(256, id="many", marks=pytest.mark.slow)])
-@pytest.mark.one_in(3)
 def test_sequences_equal_plain_decoding_alone(precision: str, count: int, checkpoint: Path) -> None:
     chance = random.Random(count)
     drafter = "mtp" if has_own_head(checkpoint) else "ngram"

@@ -128,7 +128,6 @@ def full_pipe() -> tuple[int, int]:
     return reader, full
 
 
-@pytest.mark.wide
 def test_a_hanging_engine_and_a_blocked_log_do_not_keep_the_process_alive(tiny: str) -> None:
     unread, full = full_pipe()
     with serving(tiny, "engine", full) as (process, url):
@@ -145,7 +144,6 @@ def test_a_hanging_engine_and_a_blocked_log_do_not_keep_the_process_alive(tiny: 
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-@pytest.mark.wide
 def test_one_signal_ends_loading_and_a_full_disk_does_not(tiny: str) -> None:
     with Path("/dev/full").open("w") as full, serving(tiny, "loading", full) as (process, url):
         wait_for(process, url, "loading")

@@ -206,7 +206,6 @@ STRUCTURES = [
 
 
 @pytest.mark.parametrize(("structure", "pattern"), STRUCTURES)
-@pytest.mark.one_in(5)
 def test_structured_outputs_by_name(live: Live, structure: dict[str, Any], pattern: str) -> None:
     bias = {str(live.context.tokenizer.encode("b")[0]): 5}
     more = {"structured_outputs": structure}
@@ -276,7 +275,6 @@ CALL_OR_JSON = {
 
 @pytest.mark.parametrize("name", CALL_OR_JSON)
 @pytest.mark.parametrize("thinks", [False, True])
-@pytest.mark.one_in(3)
 def test_an_answer_is_a_call_or_a_text_that_follows_the_structure(live: Live, name: str, thinks: bool) -> None:
     more = {"chat_template_kwargs": {"enable_thinking": True}, "max_thinking_tokens": 3} if thinks else {}
     begins = live.context.tokenizer.encode("<{")

@@ -67,7 +67,6 @@ def test_coupled_equals_the_rule(data: st.DataObject) -> None:
 
 @settings(max_examples=10)
 @given(data=st.data())
-@pytest.mark.wide
 def test_rejection_equals_the_rule(data: st.DataObject) -> None:
     pick = data.draw
     temperatures, k, vocab = pick(TEMPERATURES), pick(st.integers(1, 4)), pick(st.integers(2, 90))
@@ -109,7 +108,6 @@ def test_a_records_tokens_have_the_models_own_logprobs(dtype: torch.dtype) -> No
 
 @settings(max_examples=8)
 @given(data=st.data())
-@pytest.mark.wide
 def test_trees_and_their_leaders_equal_the_reference(data: st.DataObject) -> None:
     pick = data.draw
     temperatures, k, width = pick(TEMPERATURES), pick(st.integers(1, 3)), pick(st.integers(2, 3))
@@ -143,7 +141,6 @@ def test_draft_tokens_without_probabilities_follow_the_coupled_rule() -> None:
 
 
 @pytest.mark.parametrize("rate", [0.6, *(pytest.param(rate, marks=pytest.mark.slow) for rate in (0.0, 1.0))])
-@pytest.mark.wide
 def test_synthetic_acceptance_does_not_depend_on_the_draft_tokens(rate: float) -> None:
     batch = make_batch([1.0] * 4, 50)
     logits = torch.randn(4, 4, 50, device=DEVICE)

@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 SOURCE = Path(__file__).parents[3] / "src"
 SCRIPT = """
 import importlib.metadata, sys
@@ -27,7 +25,6 @@ import paceline.models.transformer, paceline.models.weights
 """
 
 
-@pytest.mark.wide
 def test_the_engine_runs_with_few_packages() -> None:
     env = {**os.environ, "PYTHONPATH": str(SOURCE)}
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True)

@@ -20,7 +20,7 @@ from paceline.core.sampling import Purpose
 from paceline.kernels.gpu import draw as kernels
 from paceline.kernels.gpu.noise import GUMBEL_ERROR, gumbel, near_gumbel, noise_key, salt
 
-pytestmark = [pytest.mark.wide, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.usefixtures("one_thread")
 interpreted = pytest.mark.skipif(DEVICE == "cuda", reason="looks into the interpreter")
 LOGARITHM = DIVISION = 2.0**-22  # error bounds of lg2.approx (the worst that Triton may choose) and div.full
 FAR = -60.0  # no noise lifts a token from here to the top

@@ -120,9 +120,7 @@ DRAFTED: dict[str, tuple[dict[str, Any], set[str]]] = {
 }
 
 
-@pytest.mark.parametrize("width", [1, 2])
-@pytest.mark.parametrize("kind", DRAFTED)
-@pytest.mark.one_in(3)
+@pytest.mark.parametrize(("kind", "width"), zip(DRAFTED, (1, 2, 1, 2), strict=True))
 def test_every_draft_token_has_its_source(kind: str, width: int) -> None:
     options, sources = DRAFTED[kind]
     prompt, draft = [3, 1, 4], ToyModel(blur=0.3) if options["drafter"] != "ngram" else None

@@ -26,8 +26,6 @@ from paceline.llm import LLM
 from paceline.tools.training.run import TrainingRun
 from tools.training.conftest import SIZES, save_target
 
-pytestmark = pytest.mark.wide
-
 
 def call(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["train-draft", *arguments], env={"COLUMNS": "200"})
