@@ -1,4 +1,4 @@
-"""The import rule: a folder imports only from folders below it.
+"""The import rules: a folder imports only from folders below it, and no file imports itself by way of others.
 
 Run as a script, it prints the import graph and the modules without a test file of their name.
 
@@ -8,6 +8,7 @@ Imports inside functions and under TYPE_CHECKING count as well: they are depende
 import ast
 from collections.abc import Iterator
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,28 @@ def violations(root: Path) -> list[str]:
     return broken
 
 
+def file_of(module: str, root: Path) -> Path | None:
+    """The file that defines a dotted name, "core.batch.Batch": the module's or its package's; None for the root's."""
+    parts = module.split(".")
+    for length in range(len(parts), 0, -1):
+        path = root.joinpath(*parts[:length])
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if file.is_file():
+                return file
+    return None
+
+
+def circle(root: Path) -> list[str]:
+    """Files that import each other in a circle, the first one again at the end; empty if there is no circle."""
+    files = [path for path in sorted(root.rglob("*.py")) if unit_of(path, root) not in FREE]
+    needs = {path: {file_of(module, root) for module in imported_modules(path, root)} - {None, path} for path in files}
+    try:
+        TopologicalSorter(needs).prepare()
+    except CycleError as error:
+        return [str(path.relative_to(root)) for path in error.args[1]]
+    return []
+
+
 def import_levels(root: Path) -> dict[str, int]:
     """Each unit's level: 0 if it imports no other unit, else one more than the highest that it imports."""
     needs = dependencies(root)
@@ -102,6 +125,10 @@ def import_levels(root: Path) -> dict[str, int]:
 
 def test_a_folder_imports_from_lower_floors_only() -> None:
     assert violations(SOURCE) == []
+
+
+def test_files_do_not_import_each_other_in_a_circle() -> None:
+    assert circle(SOURCE) == []
 
 
 def test_every_unit_that_the_rule_names_exists() -> None:
@@ -174,6 +201,30 @@ def test_the_rule_notices(tmp_path: Path, files: dict[str, str]) -> None:
 )
 def test_the_rule_lets_pass(tmp_path: Path, files: dict[str, str]) -> None:
     assert violations(plant(tmp_path, files)) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "length"),
+    [
+        ({"core/a.py": "from paceline.core.b import B", "core/b.py": "from paceline.core import a"}, 2),
+        (
+            {
+                "core/a.py": "import paceline.core.b",
+                "core/b.py": "def f():\n    from .c import C",
+                "core/c.py": "from .a import A",
+            },
+            3,
+        ),
+        ({"core/a.py": "if TYPE_CHECKING:\n    from .b import B", "core/b.py": "from .a import A"}, 2),
+        ({"core/__init__.py": "from .a import A", "core/a.py": "from paceline.core import A"}, 2),
+        ({"core/a.py": "from .b import B", "core/b.py": "", "core/c.py": "from .a import A\nfrom .b import B"}, 0),
+    ],
+    ids=["two files", "inside a function", "for types", "by the package", "no circle"],
+)
+def test_a_circle_is_noticed(tmp_path: Path, files: dict[str, str], length: int) -> None:
+    found = circle(plant(tmp_path, files))
+    assert len(set(found)) == length
+    assert found[:1] == found[-1:]
 
 
 # --- who asks which class a part is -----------------------------------------------------------------------------------

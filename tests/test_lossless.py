@@ -30,7 +30,8 @@ from paceline.core.cache import KVCache
 from paceline.core.draft import Draft, RoundTiming, Verdict
 from paceline.core.outputs import RequestOutput
 from paceline.core.rows import RowState
-from paceline.core.sampling import Purpose, noise_key, noisy_argmax
+from paceline.core.sampling import noise_key, noisy_argmax
+from paceline.core.values import Purpose
 from paceline.drafters import Drafter
 from paceline.drafters.heads.decoder import HeadModel
 from paceline.engine.engine import Engine, Request

@@ -15,7 +15,8 @@ from kernels.tools import random_spec
 from paceline.config import SamplingParams
 from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.draft import Draft, Verdict
-from paceline.core.sampling import Choices, Purpose
+from paceline.core.sampling import Choices
+from paceline.core.values import Purpose
 from paceline.drafters.heads.native import NativeHeadDecoder
 from paceline.drafters.model import ModelDrafter
 from paceline.engine.engine import Engine

@@ -22,7 +22,8 @@ from paceline.core.nodes import Nodes, seen_by
 from paceline.core.outputs import CompletionOutput, RequestOutput
 from paceline.core.processors import processed_row
 from paceline.core.rows import Constraint
-from paceline.core.sampling import Purpose, noise_key, sequence_seed, uniform
+from paceline.core.sampling import noise_key, sequence_seed, uniform
+from paceline.core.values import Purpose
 from paceline.drafters import Drafter
 from paceline.engine.engine import Engine, Models, Request
 from paceline.kernels.attention.base import Attend

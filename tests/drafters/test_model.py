@@ -12,7 +12,7 @@ from batches import filled
 from paceline.config import AcceptanceName, SamplingParams
 from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.core.draft import Verdict
-from paceline.core.sampling import Purpose
+from paceline.core.values import Purpose
 from paceline.drafters.model import ModelDrafter
 from paceline.kernels.attention import BACKENDS
 from paceline.models.draft_decoder import DraftDecoder

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from paceline import LLM
-from paceline.cli.batch import running
 from paceline.cli.jobs import Job, run_jobs
+from paceline.cli.settings import running
 from paceline.config import EngineConfig, SamplingParams, ServerConfig
 from paceline.core.batch import Batch
 from paceline.engine.chunks import PrefillChunker, PrefillSpeed, PromptSlice, RoundSeconds

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from batches import new_batch
 from paceline.config import MIN_TEMPERATURE, SamplingParams
 from paceline.core.batch import Batch, RowStart
-from paceline.core.ops import DrawInputs, Gained
-from paceline.core.sampling import Choices, Purpose, _draw_adjusted, adjust, masses, probabilities, warp
+from paceline.core.sampling import Choices, _draw_adjusted, adjust, masses, probabilities, warp
+from paceline.core.values import DrawInputs, Gained, Purpose
 from paceline.kernels import native
 from paceline.kernels.cpu import CpuOps
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from kernels.tools import cache_for, random_spec
 from paceline.core.cache import KVCache
 from paceline.core.nodes import Nodes
-from paceline.core.ops import DrawInputs, DrawRows, Penalties
-from paceline.core.sampling import Purpose
+from paceline.core.values import DrawInputs, DrawRows, Penalties, Purpose
 from paceline.drafters.lookup import CopySources, NativeLookup, SearchedRows
 from paceline.kernels import abi, native
 from paceline.kernels.cpu import CpuOps

@@ -31,8 +31,8 @@ from paceline.cli.options import (
 )
 from paceline.config import SamplingParams, ServerConfig
 from paceline.config.files import read_text, write_text
-from paceline.config.limits import DEFAULT_ACCEPTANCE, MAX_COUNT
-from paceline.errors import MissingPackageError, PacelineError, ParameterError
+from paceline.config.limits import MAX_COUNT
+from paceline.errors import MissingPackageError, ParameterError
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from paceline.server.context import Context
 
 EXIT_FAILED = 2
-_VERSION = 1
 _TICK = 0.5  # seconds between two updates of the speed
 
 
@@ -104,6 +103,8 @@ def batch(
             return _begun(output_file, settings, sampling.seed, done=bool(output.done))
 
         if replicas is None:
+            from paceline.cli.settings import settings_of
+
             llm = engine.load(model, quiet)
             params = follow_recommendation(context, llm, params, quiet)
             seed = begin(settings_of(llm, params))
@@ -166,23 +167,6 @@ def _telling_how_to_go_on(path: Path, output: OutputFile) -> Iterator[None]:
         raise
 
 
-def settings_of(llm: LLM, params: SamplingParams) -> dict[str, Any]:
-    """The settings that answers depend on, besides the lines and the seed."""
-    identity, config = llm.engine.identity(), llm.config
-    draft_tokens = identity.drafter if config.acceptance != DEFAULT_ACCEPTANCE else None
-    settings = {
-        "version": _VERSION,
-        "model": identity.target,
-        "precision": identity.precision.partition(", draft")[0],
-        "attention": identity.attention,
-        "max_model_len": llm.engine.max_model_len,
-        "acceptance": identity.acceptance,
-        "drafter": draft_tokens,
-        "params": dataclasses.asdict(params),
-    }
-    return dict(json.loads(json.dumps(settings)))
-
-
 def _begun(output: Path, settings: dict[str, Any], given: int | None, *, done: bool) -> int:
     """The job's seed, written beside the answers with the settings before there are any.
 
@@ -236,6 +220,7 @@ class _LocalRun:
     async def run(self, file: BinaryIO, output: OutputFile) -> int:
         """Answer all lines; returns how many of this run could not be answered."""
         from paceline.cli.plain_lines import LineReader
+        from paceline.cli.settings import running
         from paceline.server.batch.answers import BatchContext, unanswered
         from paceline.server.batch.lines import lines_of
         from paceline.server.batch.window import LINES_PER_ROW, LineWriter, run_all
@@ -252,26 +237,6 @@ class _LocalRun:
                     on_result=progress.tell,
                 )
         return progress.failed
-
-
-@asynccontextmanager
-async def running(llm: LLM, config: ServerConfig) -> AsyncIterator[Context]:
-    """A server without its network and without latency limits. Raises PacelineError if it stops by itself."""
-    from paceline.server.context import Context
-
-    llm.engine.scheduler.watched = False
-    context = Context(config, lambda: llm, lambda: None)
-    context.service.start()
-    try:
-        while context.service.is_loading:
-            await asyncio.sleep(_TICK / 50)
-        yield context
-    except PacelineError as error:
-        failure = context.service.failure
-        raise (failure if isinstance(failure, PacelineError) else error) from error
-    finally:
-        await context.service.stop()
-        context.close()
 
 
 class _ProgressBar:

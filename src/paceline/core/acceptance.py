@@ -17,9 +17,9 @@ from torch import Tensor
 from paceline.config import SYNTHETIC
 from paceline.core.batch import Batch
 from paceline.core.draft import Draft, Logprobs, Undrawn, Verdict
-from paceline.core.ops import Gained
 from paceline.core.rules import accept_at_rate, accept_by_ratio, accept_matching, places_of
-from paceline.core.sampling import Choices, Purpose, draw
+from paceline.core.sampling import Choices, draw
+from paceline.core.values import Gained, Purpose
 from paceline.errors import ParameterError
 
 AcceptanceRule = Callable[[Draft, Tensor, Batch], Verdict]

@@ -17,9 +17,10 @@ from torch import Tensor
 from paceline.config import MAX_SPECULATION_LENGTH, SamplingParams
 from paceline.core.draft import Draft, Verdict
 from paceline.core.nodes import Tree
-from paceline.core.ops import HostOps, TextRows
+from paceline.core.ops import HostOps
 from paceline.core.rows import MAX_STOP_TOKENS, Constraint, ConstraintAfterDraft, RowState, RowValues, SamplingRows
 from paceline.core.slots import Slots
+from paceline.core.values import TextRows
 
 
 @dataclass(frozen=True, eq=False)

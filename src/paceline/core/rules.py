@@ -16,7 +16,8 @@ from torch import Tensor
 from paceline.core.draft import Draft, Verdict, real_places
 from paceline.core.nodes import Tree
 from paceline.core.rows import RowState
-from paceline.core.sampling import Purpose, noise_key, noisy_argmax, uniform
+from paceline.core.sampling import noise_key, noisy_argmax, uniform
+from paceline.core.values import Purpose
 
 
 def accept_matching(draft: Draft, draws: Tensor) -> Verdict:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from enum import IntEnum
 from functools import cached_property
 
 import torch
@@ -24,20 +23,10 @@ from torch import Tensor
 
 from paceline.core.batch import Batch
 from paceline.core.draft import Draft, Undrawn
-from paceline.core.ops import DrawInputs, HostOps
+from paceline.core.ops import HostOps
 from paceline.core.rows import Constraint, RowState, RowValues, StepFeatures
 from paceline.core.truncation import truncated
-
-
-class Purpose(IntEnum):
-    """Purpose of a random number. Different purposes use independent numbers."""
-
-    DRAW = 1  # the target's own token; under the coupled rule the drafter uses it, too
-    DRAFT = 2  # a drafter's independent draft token (rejection rule)
-    ACCEPT = 3  # acceptance of a draft token (rejection rule)
-    RECOVER = 4  # recovered or bonus token (rejection rule)
-    SYNTHETIC = 5  # acceptance in benchmarks with synthetic acceptance
-
+from paceline.core.values import DrawInputs, Purpose
 
 # --- counter-based noise -----------------------------------------------------
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from paceline.config import MAX_SPECULATION_LENGTH, MIN_TEMPERATURE
 from paceline.core.batch import Batch
 from paceline.core.draft import SIBLING_KIND, Verdict
-from paceline.core.sampling import Choices, Purpose, noise_key, uniform
+from paceline.core.sampling import Choices, noise_key, uniform
+from paceline.core.values import Purpose
 from paceline.drafters.branches import DraftTree, draft_of
 from paceline.models.draft_decoder import DraftDecoder
 

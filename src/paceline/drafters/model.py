@@ -9,7 +9,8 @@ from torch import Tensor
 
 from paceline.core.batch import Batch, SpeculationPlan, StopDrafting
 from paceline.core.draft import Draft, Verdict
-from paceline.core.sampling import Choices, Purpose
+from paceline.core.sampling import Choices
+from paceline.core.values import Purpose
 from paceline.drafters.base import Drafter, Equipment
 from paceline.drafters.branches import draft_of
 from paceline.drafters.growth import Growth

@@ -25,7 +25,7 @@ from paceline.core.batch import Batch
 from paceline.core.draft import Draft
 from paceline.core.ops import RoundOps
 from paceline.core.rows import LOGPROB_SIZES, NOTHING, RowState, StepFeatures
-from paceline.core.sampling import Purpose
+from paceline.core.values import Purpose
 from paceline.drafters.lookup import LONGEST_SUFFIX
 from paceline.drafters.model import draw_chain
 from paceline.kernels.gpu.ahead import Ahead, Progress, capture_ahead

@@ -20,8 +20,7 @@ from paceline.config import MAX_SPECULATION_LENGTH
 from paceline.core.acceptance import RULES, AcceptanceRule, supports_trees
 from paceline.core.batch import Batch
 from paceline.core.draft import Draft, HostVerdict, Verdict
-from paceline.core.ops import DrawRows
-from paceline.core.sampling import Purpose
+from paceline.core.values import DrawRows, Purpose
 from paceline.drafters.heads.native import NativeFusedStates
 from paceline.kernels.abi import CRound, CTextRows, address
 from paceline.kernels.cpu import described

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from paceline.core.ops import Accepted, DrawInputs, DrawRows, Entries, Gained, TextRows, evenly_spaced
+from paceline.core.values import Accepted, DrawInputs, DrawRows, Entries, Gained, TextRows, evenly_spaced
 from paceline.kernels import abi, native
 
 

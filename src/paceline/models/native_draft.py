@@ -17,7 +17,7 @@ from torch import Tensor
 from paceline.config import MAX_SPECULATION_LENGTH
 from paceline.core.batch import Batch, StopDrafting
 from paceline.core.draft import SIBLING_KIND, Draft, branching
-from paceline.core.sampling import Purpose
+from paceline.core.values import Purpose
 from paceline.errors import ParameterError
 from paceline.kernels import abi, native
 from paceline.kernels.attention import AttentionBackend

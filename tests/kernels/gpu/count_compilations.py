@@ -20,7 +20,7 @@ from kernels.gpu.rows import make_batch
 from paceline.core.batch import Batch
 from paceline.core.draft import Draft
 from paceline.core.rows import StepFeatures
-from paceline.core.sampling import Purpose
+from paceline.core.values import Purpose
 from paceline.kernels.attention.ragged import FIXED, RaggedAttention, Tiles
 from paceline.kernels.gpu.accept import coupled, own_logprobs, rejection
 from paceline.kernels.gpu.draw import Noise, draw

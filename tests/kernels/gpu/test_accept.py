@@ -15,7 +15,8 @@ from paceline.core import acceptance
 from paceline.core.batch import Batch
 from paceline.core.draft import Draft
 from paceline.core.rows import RowState
-from paceline.core.sampling import Purpose, draw, probabilities
+from paceline.core.sampling import draw, probabilities
+from paceline.core.values import Purpose
 from paceline.kernels.gpu import accept
 from paceline.kernels.gpu.ops import ReferenceOps, TritonOps
 from paceline.kernels.gpu.state import (

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from kernels.gpu.rows import DEVICE
 from paceline.core import sampling
-from paceline.core.sampling import Purpose
+from paceline.core.values import Purpose
 from paceline.kernels.gpu import draw as kernels
 from paceline.kernels.gpu.noise import GUMBEL_ERROR, gumbel, near_gumbel, noise_key, salt
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.core.draft import Draft
 from paceline.core.rows import RowState
-from paceline.core.sampling import Purpose
+from paceline.core.values import Purpose
 from paceline.kernels.gpu.draw import (
     BLOCK,
     Blocks,

@@ -11,7 +11,8 @@ from paceline.core.draft import Draft, Verdict
 from paceline.core.ops import RoundOps
 from paceline.core.rows import RowState, StepFeatures
 from paceline.core.rules import accept_at_rate, accept_by_ratio, accept_matching
-from paceline.core.sampling import Purpose, draw_at_temperature, probabilities_at_temperature, shaped
+from paceline.core.sampling import draw_at_temperature, probabilities_at_temperature, shaped
+from paceline.core.values import Purpose
 from paceline.kernels.gpu.launch import why_not
 from paceline.kernels.gpu.state import with_path
 
