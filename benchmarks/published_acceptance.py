@@ -43,7 +43,7 @@ class ReplacedDrafts(Wrapper):
 
     def propose(self, batch: Batch, plan: SpeculationPlan) -> Draft:
         drafted = self.inner.propose(batch, plan).draft_tokens
-        return Draft.of([self._of_row(batch, row, len(tokens)) for row, tokens in enumerate(drafted)], batch.device)
+        return Draft([self._of_row(batch, row, len(tokens)) for row, tokens in enumerate(drafted)])
 
     def _of_row(self, batch: Batch, row: int, count: int) -> list[int]:
         text, length = self.truth[int(batch.sampling.seed[batch.slots[row]])], batch.lengths[row]

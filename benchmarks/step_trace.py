@@ -127,7 +127,7 @@ def traces_of_steps(engine: Engine, prompt: list[int], steps: int = STEPS) -> li
     for _ in range(steps):
         trace = trace_of(engine.step)
         traces.append(trace)
-        if engine.last_verdict is not None and max(engine.last_verdict.host.drafted) > 0:
+        if engine.last_verdict is not None and max(engine.last_verdict.drafted) > 0:
             drafting.append(trace)
     engine.clear()
     return drafting or traces

@@ -1118,7 +1118,7 @@ def test_the_likely_parts_of_trees_equal_plain_decoding(shape: str) -> None:
 
     def watched(batch: Batch, draft: Draft) -> Draft:
         chosen = select(batch, draft)
-        moved.append(chosen.k > 1 and chosen.draft_tokens != draft.first(chosen.counts.tolist()).draft_tokens)
+        moved.append(chosen.k > 1 and chosen.draft_tokens != draft.first(chosen.drafted).draft_tokens)
         return chosen
 
     policy.select = watched  # type: ignore[method-assign]
@@ -1217,8 +1217,8 @@ def count_siblings(engine: Engine) -> Counter[str]:
 
     def counted(batch: Batch, draft: Draft) -> Verdict:
         verdict = verify(batch, draft)
-        for row, taken in enumerate(verdict.host.accepted):
-            path = list(range(taken)) if verdict.path is None else verdict.path[row, :taken].tolist()
+        for row, taken in enumerate(verdict.accepted):
+            path = list(range(taken)) if verdict.path is None else verdict.path[row]
             kept["nothing" if not path else "first" if path == list(range(taken)) else "sibling"] += 1
         kept["trees"] += draft.parents is not None
         return verdict
@@ -1368,7 +1368,7 @@ def test_many_plain_rounds_leave_nothing_stale_in_the_draft_cache(rule: str) -> 
             return SpeculationPlan(0) if 10 < self.round <= 510 else policy.choose(batch)
 
         def observe(self, batch: Batch, verdict: Verdict) -> None:
-            accepted, drafted = verdict.host.accepted, verdict.host.drafted
+            accepted, drafted = verdict.accepted, verdict.drafted
             tally["before" if self.round <= 10 else "after"].append((sum(accepted), sum(drafted)))
 
     tally: dict[str, list[tuple[int, int]]] = {"before": [], "after": []}
@@ -1611,8 +1611,7 @@ def test_ngram_drafts_between_drafts_of_a_model_keep_the_distribution(policy: st
 
 def steady(verdict: Verdict) -> Verdict:
     """The verdict of a round that took a fixed time, so that the policy does the same in every run."""
-    verdict.timing = RoundTiming(1.0, 10.0)
-    return verdict
+    return replace(verdict, timing=RoundTiming(1.0, 10.0))
 
 
 class CopyByFirstToken(FixedLength):

@@ -152,8 +152,8 @@ def test_a_model_that_drafts_for_itself_errs_only_outside_of_the_subset(model: s
 
     def check(batch: Batch, verdict: Verdict) -> None:
         nonlocal rejected
-        host, subset = verdict.host, drafts[-1][1] if drafts else set()
-        for tokens, count, drafted in zip(host.tokens, host.accepted, host.drafted, strict=True):
+        subset = drafts[-1][1] if drafts else set()
+        for tokens, count, drafted in zip(verdict.tokens, verdict.accepted, verdict.drafted, strict=True):
             if count < drafted:
                 rejected += 1
                 assert tokens[count] not in subset

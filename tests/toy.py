@@ -547,7 +547,7 @@ class RandomSelection(RandomLength):
     name = "selection"
 
     def select(self, batch: Batch, draft: Draft) -> Draft:
-        return draft.first([self.rng.randint(0, count) for count in draft.counts.tolist()])
+        return draft.first([self.rng.randint(0, count) for count in draft.drafted])
 
 
 class RandomStops(RandomLength):

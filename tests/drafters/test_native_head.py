@@ -536,7 +536,7 @@ def test_trees_equal_those_of_growth(kind: str, params: str, width: int) -> None
             reference = grown(head, which, TREE_PARAMS[params], width, depth, max(COUNTS))
             chain = list(range(-1, draft.drafted[row] - 1))
             assert draft.draft_tokens[row] == reference.tokens
-            follows = chain if draft.host_parents is None else draft.host_parents[row][: len(chain)]
+            follows = chain if draft.parents is None else draft.parents[row]
             assert follows == reference.parents
             assert list(draft.kinds[row]) == reference.kinds
             assert draft.confidence[row] == pytest.approx(reference.scores, abs=1e-6)
@@ -553,7 +553,7 @@ def test_a_tree_ends_when_stop_drafting_says_so_and_reports_its_shape() -> None:
 
     draft = decoder.native.draft(batch, [5, 5], enough, distributions=False, width=2)
     assert len(asked) == 2
-    assert draft.host_parents == asked[-1]
+    assert draft.parents == asked[-1]
     assert draft.drafted == [4, 4]
 
 

@@ -23,7 +23,8 @@ from batches import new_batch
 from model_support import NATIVE, tiny
 from paceline.config import SamplingParams
 from paceline.core.batch import Batch, RowStart, SpeculationPlan
-from paceline.core.draft import Draft, Verdict
+from paceline.core.draft import Verdict
+from paceline.core.draft_tensors import DraftTensors
 from paceline.core.ops import RoundOps
 from paceline.core.outputs import CompletionOutput
 from paceline.core.rows import RowState, StepFeatures
@@ -454,15 +455,15 @@ def test_a_tree_is_the_chain_and_the_next_best_candidates_beside_it(model: str, 
     assert engine._device_round is not None
     draft_trees, compared, draft = engine._device_round._draft_trees, Counter[str](), MODELS[model][1]()
 
-    def check(state: RowState, before: Tensor, k: int, *rest: Any) -> Draft:
+    def check(state: RowState, before: Tensor, k: int, *rest: Any) -> DraftTensors:
         found = draft_trees(state, before, k, *rest)
-        for row, draft_tokens in enumerate(found.drafted[: engine.batch.rows]):
+        for row, draft_tokens in enumerate(found.counts[: engine.batch.rows].tolist()):
             if state.values.temperature[row] > 0:
                 continue
             text = state.text[state.slots.index[row], : int(before[row])].tolist()
             for depth in range(draft_tokens // width):
                 logits = logits_of(draft, text)
-                beside = found.draft_tokens[row][depth * width : (depth + 1) * width]
+                beside = found.tokens[row, depth * width : (depth + 1) * width].tolist()
                 assert beside == logits.topk(width).indices.tolist()
                 text.append(beside[0])
                 compared["places"] += 1

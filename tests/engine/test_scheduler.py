@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.config import SamplingParams
 from paceline.core import hardware
 from paceline.core.batch import Batch
-from paceline.core.draft import Draft
+from paceline.core.draft_tensors import DraftTensors
 from paceline.core.outputs import CompletionOutput, RequestOutput
 from paceline.engine import engine as engine_module
 from paceline.engine import request as request_module
@@ -80,8 +80,8 @@ def passes_of(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[list[
     gained, passes, verify = [], [], engine.parts.target.verify
     spy = Spy(engine.parts.target)
 
-    def noted(batch: Batch, draft: Draft) -> Tensor:
-        spy.chunks.append([1 + count for count in draft.drafted])
+    def noted(batch: Batch, draft: DraftTensors) -> Tensor:
+        spy.chunks.append((draft.counts + 1).tolist())
         return verify(batch, draft)
 
     engine.parts.target.verify = noted  # type: ignore[method-assign]
@@ -121,7 +121,7 @@ def test_while_others_decode_first_tokens_come_from_their_round() -> None:
     assert len(second.outputs[0].token_ids) == 1
     assert spy.ended == 0
     assert engine.last_verdict is not None
-    assert len(engine.last_verdict.host.tokens) == 2
+    assert len(engine.last_verdict.tokens) == 2
 
 
 def test_a_row_that_ends_leaves_at_once_and_the_next_request_takes_its_place() -> None:

@@ -151,7 +151,7 @@ def test_native_rounds_are_measured_as_they_run(monkeypatch: pytest.MonkeyPatch)
 
     def watched(runner: NativeRound, draft: Draft) -> Verdict:
         verdict = play(runner, draft)
-        played.add((runner._batch.rows, draft.k, len(verdict.host.gained)))
+        played.add((runner._batch.rows, draft.k, len(verdict.gained)))
         assert runner._batch is not engine.batch, "no request sees it"
         return verdict
 

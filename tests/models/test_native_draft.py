@@ -14,7 +14,8 @@ from batches import new_batch
 from head_support import tiny_native_head
 from paceline.config import SamplingParams
 from paceline.core.batch import Batch, RowStart, SpeculationPlan
-from paceline.core.draft import Draft, HostVerdict, Verdict
+from paceline.core.draft import Draft, Verdict
+from paceline.core.values import Accepted
 from paceline.drafters.model import ModelDrafter
 from paceline.engine import assembly
 from paceline.engine.engine import Engine
@@ -62,10 +63,8 @@ def drafters(acceptance: str) -> tuple[ModelDrafter, ModelDrafter]:
 
 def commit(batch: Batch, draft: Draft, accepted: list[int]) -> Verdict:
     """Accept the given number of draft tokens of each row, and append one more token."""
-    lines = [[*line[:count], 4] for line, count in zip(draft.draft_tokens, accepted, strict=True)]
-    verdict = Verdict.of(HostVerdict(lines, accepted, draft.drafted))
-    batch.commit(verdict)
-    return verdict
+    lines = [[*line[:count], *[4] * (K + 1 - count)] for line, count in zip(draft.draft_tokens, accepted, strict=True)]
+    return batch.commit(draft, Accepted(torch.tensor(lines), torch.tensor(accepted)))
 
 
 @pytest.mark.parametrize("scored", [False, True])

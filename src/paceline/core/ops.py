@@ -11,9 +11,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from paceline.core.draft import Draft
+from paceline.core.draft_tensors import DraftTensors
 from paceline.core.rows import RowState, StepFeatures
-from paceline.core.values import Accepted, DrawInputs, Gained, Purpose, TextRows
+from paceline.core.values import Accepted, DrawInputs, Gained, LogprobTensors, Purpose, TextRows
 
 
 class HostOps(Protocol):
@@ -39,12 +39,11 @@ class HostOps(Protocol):
         """
         ...
 
-    def logprobs(self, logits: Tensor, gained: Gained, wanted: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    def logprobs(self, logits: Tensor, gained: Gained, wanted: Sequence[int]) -> LogprobTensors:
         """Log-probabilities of the gained tokens and of the m most likely ones.
 
         logits: [B, k + 1, V] or [N, V]. wanted: number of most likely tokens for each row, -1 for no log-probabilities
-        at all; m is the maximum. Returns own [B, k + 1], ids and values [B, k + 1, m]. Entries that no row wants are 0;
-        ties go to the smaller token id.
+        at all; m is the maximum. Entries that no row wants are 0; ties go to the smaller token id.
         """
         ...
 
@@ -77,15 +76,15 @@ class RoundOps(Protocol):
         """Draw ``width`` different tokens, the best first, with the target's noise: logits [B, 1, V] -> [B, width]."""
         ...
 
-    def coupled(self, draft: Draft, logits: Tensor, rows: RowState, synthetic: float | None) -> Tensor:
+    def coupled(self, draft: DraftTensors, logits: Tensor, rows: RowState, synthetic: float | None) -> Tensor:
         """Accept and commit chains -> the record [B, k + 4] (``gpu.accept.coupled``)."""
         ...
 
-    def coupled_trees(self, draft: Draft, logits: Tensor, rows: RowState, width: int) -> Tensor:
+    def coupled_trees(self, draft: DraftTensors, logits: Tensor, rows: RowState, width: int) -> Tensor:
         """Accept and commit trees of k = N draft tokens, ``width`` per depth -> the record [B, 2 N + 4]."""
         ...
 
-    def rejection(self, draft: Draft, logits: Tensor, rows: RowState) -> Tensor:
+    def rejection(self, draft: DraftTensors, logits: Tensor, rows: RowState) -> Tensor:
         """Accept and commit chains -> the record [B, k + 4] (``gpu.accept.rejection``)."""
         ...
 

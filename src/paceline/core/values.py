@@ -161,18 +161,38 @@ def evenly_spaced(logits: Tensor) -> Tensor:
     return logits if even else logits.clone(memory_format=torch.contiguous_format)
 
 
-class Accepted(NamedTuple):
-    """Result of ``HostOps.accept``.
+class LogprobTensors(NamedTuple):
+    """Log-probabilities under the target's unmodified distribution.
 
-    tokens: [B, G + 1] int64, of which the first accepted[i] + 1 of row i were drawn; the others are 0.
-    accepted: [B] int64. path: [B, G] int64, see ``Verdict``; None for chains.
-    own: [B, G + 1] float32 log-probabilities of the drawn tokens; None if not requested.
+    own: [B, G + 1] float32, of the drawn tokens. top_ids: [B, G + 1, m] int64, the m most likely tokens. top_values:
+    [B, G + 1, m] float32, of these.
+    """
+
+    own: Tensor
+    top_ids: Tensor
+    top_values: Tensor
+
+    @staticmethod
+    def alone(own: Tensor) -> LogprobTensors:
+        """Log-probabilities ``own`` [B, G + 1] of the drawn tokens only (m = 0)."""
+        nothing = own.new_empty(*own.shape, 0)
+        return LogprobTensors(own, nothing.long(), nothing)
+
+
+class Accepted(NamedTuple):
+    """Result of an acceptance rule: row i gains the first accepted[i] + 1 of its tokens.
+
+    tokens: [B, G + 1] int64; the last one that a row gains may be ``Undrawn``, those behind it are undefined.
+    accepted: [B] int64, accepted draft tokens.
+    path: [B, G] int64, for trees: indices of the accepted draft tokens in order, then each position's own index. None
+        for chains, whose first draft tokens are accepted.
+    logprobs: log-probabilities of the tokens; None if no row requests them.
     """
 
     tokens: Tensor
     accepted: Tensor
-    path: Tensor | None
-    own: Tensor | None
+    path: Tensor | None = None
+    logprobs: LogprobTensors | None = None
 
 
 class Gained(NamedTuple):

@@ -95,7 +95,7 @@ class Growth:
 
     def read(self) -> Tensor:
         """Feed the new draft tokens. Returns the hidden states after them, [N, width]."""
-        hidden = self._decoder.hidden_after_branches(self._batch, draft_of(self.rows, self._batch.device), self._read)
+        hidden = self._decoder.hidden_after_branches(self._batch, draft_of(self.rows), self._read)
         self._read = [len(row.tokens) for row in self.rows]
         return hidden
 
@@ -126,7 +126,7 @@ class Growth:
     def keep(self, verdict: Verdict) -> None:
         """Keep the accepted draft tokens that were read in the cache, and drop all others."""
         first = self._batch.first
-        tokens = verdict.host.tokens[first : first + len(self.rows)]
+        tokens = verdict.tokens[first : first + len(self.rows)]
         rows = zip(self.rows, tokens, self._read, strict=True)
         paths = [[node for node in tree.path(gained) if node < read] for tree, gained, read in rows]
         self._decoder.keep_draft_tokens(self._batch, self._text, paths)

@@ -105,7 +105,7 @@ class ModelDrafter(Drafter):
             if not grown.new or (plan.stop_drafting is not None and plan.stop_drafting(batch, *grown.scores)):
                 break
             grown.spread(after(depth))
-        return draft_of(grown.rows, batch.device)
+        return draft_of(grown.rows)
 
     def _branching(self, batch: Batch, k: int, grown: Growth) -> Callable[[int], Tensor]:
         """A function from the depth to the logits after the new nodes, [N, V]. k: greatest depth."""

@@ -74,18 +74,18 @@ class NgramDrafter(Drafter):
     def propose(self, batch: Batch, plan: SpeculationPlan) -> Draft:
         samples, slots = batch.samples, batch.slots
         sources = None if not any(samples) else [self._sources_of(sample) for sample in samples]
-        text, length, device = batch.text, batch.length, batch.device
-        if device.type != "cpu":
+        text, length = batch.text, batch.length
+        if batch.device.type != "cpu":
             text, length = batch.live_slots.of(text[:, : batch.longest]).cpu(), batch.live_length.cpu()
             slots = list(range(batch.rows))
         rows = SearchedRows(text, length, slots, sources)
         if self.width > 1:
             ways = self._lookup.find_all(rows, plan.k, self.width)
-            return draft_of([merged(each) for each in ways], device)
+            return draft_of([merged(each) for each in ways])
         found = self._lookup.find(rows, plan.k)
         one_source = sources is None and not self._documents
         kinds = None if one_source else [_KINDS[source] for source in found.sources]
-        return Draft.of(found.draft_tokens, device, [_CONFIDENCE[size] for size in found.matched], kinds)
+        return Draft(found.draft_tokens, confidence=[_CONFIDENCE[size] for size in found.matched], kinds=kinds)
 
     def _sources_of(self, sample: ParallelSample | None) -> CopySources[Any] | None:
         if sample is None:

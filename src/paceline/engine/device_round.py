@@ -22,7 +22,7 @@ from torch import Tensor
 
 from paceline.config import MAX_SPECULATION_LENGTH
 from paceline.core.batch import Batch
-from paceline.core.draft import Draft
+from paceline.core.draft_tensors import DraftTensors
 from paceline.core.ops import RoundOps
 from paceline.core.rows import LOGPROB_SIZES, NOTHING, RowState, StepFeatures
 from paceline.core.values import Purpose
@@ -250,20 +250,20 @@ class DeviceRound:
         own = self.ops.own_logprobs(logits, record)
         return with_logprobs(record, own, *self.ops.likeliest(logits, top)) if top else with_logprobs(record, own)
 
-    def _draft(self, state: RowState, before: Tensor, k: int, span: int, features: StepFeatures) -> Draft:
+    def _draft(self, state: RowState, before: Tensor, k: int, span: int, features: StepFeatures) -> DraftTensors:
         if self.draft is None:
             return self._draft_lookup(state, k, span)
         drafts = self._draft_trees if self.width > 1 and k > 0 else self._draft_chain
         return drafts(state, before, k, span, features)
 
-    def _draft_lookup(self, state: RowState, k: int, span: int) -> Draft:
+    def _draft_lookup(self, state: RowState, k: int, span: int) -> DraftTensors:
         """Draft k tokens per row from its own text; none if its last tokens do not occur earlier."""
         if k == 0:
-            return Draft(state.length.new_empty((state.rows, 0)), torch.zeros_like(state.length))
+            return DraftTensors(state.length.new_empty((state.rows, 0)), torch.zeros_like(state.length))
         tokens, matched = copied(state.slots.of(state.text[:, :span]), state.length, k, LONGEST_SUFFIX)
-        return Draft(tokens, self._caps.device[: state.rows].clamp(max=k) * (matched > 0))
+        return DraftTensors(tokens, self._caps.device[: state.rows].clamp(max=k) * (matched > 0))
 
-    def _draft_chain(self, state: RowState, before: Tensor, k: int, span: int, features: StepFeatures) -> Draft:
+    def _draft_chain(self, state: RowState, before: Tensor, k: int, span: int, features: StepFeatures) -> DraftTensors:
         """Draft k tokens per row with the draft model, one after the other."""
         step_logits: list[Tensor] = []
         purpose = Purpose.DRAFT if self.rule.independent else Purpose.DRAW
@@ -277,9 +277,9 @@ class DeviceRound:
         tokens = draw_chain(none, k, lambda draft_tokens: self._draft_logits(state, before, draft_tokens, span), draw)
         counts = self._caps.device[: state.rows].clamp(max=k) * self._drafting_rows(before)
         logits = torch.cat(step_logits, dim=1) if step_logits and self.rule.independent else None
-        return Draft(tokens, counts, logits=logits)
+        return DraftTensors(tokens, counts, logits=logits)
 
-    def _draft_trees(self, state: RowState, before: Tensor, k: int, span: int, features: StepFeatures) -> Draft:
+    def _draft_trees(self, state: RowState, before: Tensor, k: int, span: int, features: StepFeatures) -> DraftTensors:
         """Draft a tree per row, as deep as its limit and its free cache slots allow."""
         chain, draft_tokens = before.new_empty((state.rows, 0)), before.new_empty((state.rows, 0))
         for depth in range(k):
@@ -289,7 +289,7 @@ class DeviceRound:
         slots = (self.target.cache.positions - before).clamp(min=0) // self.width
         depths = torch.minimum(self._caps.device[: state.rows].clamp(max=k), slots) * self._drafting_rows(before)
         parents = self._tree_parents[: k * self.width].expand(state.rows, -1)
-        return Draft(draft_tokens, depths * self.width, parents=parents)
+        return DraftTensors(draft_tokens, depths * self.width, parents=parents)
 
     def _drafting_rows(self, before: Tensor) -> Tensor:
         """Return [B] int64: 0 for rows whose head has no hidden states yet (nothing was read), else 1."""
@@ -304,7 +304,7 @@ class DeviceRound:
         text = _text(state, state.slots.of(self.draft.num_computed_tokens), self.draft.fed_tokens)
         return self.draft.logits(self.draft.begin_draft(text, before, span, state.slots))
 
-    def _verify(self, state: RowState, before: Tensor, draft: Draft, span: int) -> Tensor:
+    def _verify(self, state: RowState, before: Tensor, draft: DraftTensors, span: int) -> Tensor:
         """Return the target's logits [B, k + 1, V] after each row's last token and after each of its draft tokens."""
         start = (before - 1).clamp(min=0)
         tokens = torch.cat([_text(state, start, 1), draft.tokens], dim=1)
@@ -312,7 +312,7 @@ class DeviceRound:
         counts = None if self.target.cuts_anywhere else (draft.counts + 1).masked_fill(state.ended(), 0)
         return self.target.logits(self.target.forward(tokens, start, span, state.slots, counts, draft.tree))
 
-    def _judge(self, draft: Draft, logits: Tensor, state: RowState) -> Tensor:
+    def _judge(self, draft: DraftTensors, logits: Tensor, state: RowState) -> Tensor:
         if self.rule.independent:
             return self.ops.rejection(draft, logits, state)
         if draft.parents is not None:

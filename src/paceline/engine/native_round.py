@@ -19,7 +19,7 @@ from torch import Tensor
 from paceline.config import MAX_SPECULATION_LENGTH
 from paceline.core.acceptance import RULES, AcceptanceRule, supports_trees
 from paceline.core.batch import Batch
-from paceline.core.draft import Draft, HostVerdict, Verdict
+from paceline.core.draft import Draft, Verdict
 from paceline.core.values import DrawRows, Purpose
 from paceline.drafters.heads.native import NativeFusedStates
 from paceline.kernels.abi import CRound, CTextRows, address
@@ -87,7 +87,7 @@ class NativeRound:
         A row with a constraint needs the host unless any token may come at all its positions. A tree under a rule
         without trees runs on the host, where that rule raises its error.
         """
-        known_shape = draft.host_parents is None or supports_trees(rule)
+        known_shape = draft.parents is None or supports_trees(rule)
         return known_shape and self._known(rule) and draft.probabilities is None and self._is_free(draft)
 
     def needs_host(self, rule: AcceptanceRule) -> bool:
@@ -102,7 +102,7 @@ class NativeRound:
         if not self._batch.sampling.any_constraint:
             return True
         rows = zip(self._batch.sampling.constraints, draft.draft_tokens, strict=True)
-        return draft.host_parents is None and all(
+        return draft.parents is None and all(
             constraint is None or constraint.is_free(tokens) for constraint, tokens in rows
         )
 
@@ -117,23 +117,22 @@ class NativeRound:
         else:
             self._call_kernels(draft)
         verdict = self._read(draft)
-        self._batch.note_gains(verdict.host.gained)
+        self._batch.note_gains(verdict.gained)
         if self._batch.sampling.any_constraint:
-            self._batch.sampling.advance(verdict.host.tokens)
-        verdict.note_trees(draft)
+            self._batch.sampling.advance(verdict.tokens)
         return verdict
 
     def _call_kernels(self, draft: Draft) -> None:
         batch, call, drafted = self._batch, self._call, draft.drafted
         rows, width = batch.rows, max(drafted)
         numbers = [*batch.slots, *drafted]
-        for table in (draft.draft_tokens, draft.host_parents or ()):
+        for table in (draft.draft_tokens, draft.parents or ()):
             for line in table:
                 numbers += line if len(line) == width else [*line[:width], *[0] * (width - len(line))]
         arguments = array("q", numbers)
         call.slots = start = arguments.buffer_info()[0]
         call.counts, call.draft_tokens = start + 8 * rows, start + 16 * rows
-        call.parents = None if draft.host_parents is None else call.draft_tokens + 8 * rows * width
+        call.parents = None if draft.parents is None else call.draft_tokens + 8 * rows * width
         call.draft_stride, call.draft = width, None
         self._run(rows + sum(drafted))
 
@@ -177,8 +176,8 @@ class NativeRound:
             return [record[start : start + size].tolist() for start, size in starts]
 
         gained = record[self._gained : self._gained + rows].tolist()
-        host = HostVerdict(lists(0, _BLOCK, 1), accepted, drafted, gained)
-        return Verdict.of(host, None if draft.host_parents is None else lists(self._path, width, 0))
+        path = None if draft.parents is None else lists(self._path, width, 0)
+        return Verdict(lists(0, _BLOCK, 1), accepted, drafted, gained, draft.parents, path)
 
 
 def why_not_kernels(target: Decoder, rule: AcceptanceRule) -> str | None:

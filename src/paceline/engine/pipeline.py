@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-
-import torch
+from typing import TypeVar
 
 from paceline.core.batch import Batch
-from paceline.core.draft import HostVerdict, Logprobs, Verdict, VerifiedTree
+from paceline.core.draft import Logprobs, Verdict
 from paceline.core.rows import SamplingRows, StepFeatures
 from paceline.engine.device_round import DeviceRound
 from paceline.engine.round import Speculation
@@ -21,6 +20,8 @@ from paceline.kernels.gpu.graphs import Ticket
 from paceline.kernels.gpu.state import read_logprobs, read_record, read_trees
 from paceline.lengths.base import LengthPolicy
 from paceline.models.base import AnyModel, FlatModel
+
+Value = TypeVar("Value")
 
 NGRAM_SOURCES = "n-gram drafts from references or parallel samples"
 
@@ -74,15 +75,15 @@ class _InFlightRound:
     width: int
     note: object
 
-    def read(self) -> tuple[HostVerdict, Logprobs | None]:
-        """Wait for the round. Return its verdict, and its log-probabilities if a row asked for them."""
+    def read(self) -> Verdict:
+        """Wait for the round. Return its verdict."""
         record = self.ticket.read()
         if self.width > 1 and self.k > 0:
-            return read_trees(record, self.width), None
+            return read_trees(record, self.width)
         if self.features.logprobs is None:
-            return read_record(record), None
+            return read_record(record)
         record, logprobs = read_logprobs(record, self.k)
-        return read_record(record), logprobs
+        return replace(read_record(record), logprobs=logprobs)
 
 
 class DeviceRunner:
@@ -180,7 +181,7 @@ class DeviceRunner:
 
     def _process(self, launched: _InFlightRound) -> list[Sequence]:
         """Give the running sequences their tokens. Rows may have left or joined since the launch."""
-        verdict, logprobs = launched.read()
+        verdict = launched.read()
         lines = {id(sequence): line for line, sequence in enumerate(launched.sequences) if not sequence.output.finished}
         running = self.scheduler.running
         rows_and_lines = [(row, lines[id(s)]) for row, s in enumerate(running) if id(s) in lines]
@@ -188,8 +189,7 @@ class DeviceRunner:
         self._count_in_flight()
         if not rows_and_lines:
             return []
-        self.last_verdict = _reordered(verdict, [lines.get(id(sequence)) for sequence in running], logprobs)
-        self.last_verdict.note = launched.note
+        self.last_verdict = _reordered(verdict, [lines.get(id(sequence)) for sequence in running], launched.note)
         self.parts.policy.observe(self.batch, self.last_verdict)
         gained = [running[row] for row, _ in rows_and_lines]
         now = time.monotonic()
@@ -204,20 +204,22 @@ def likely_lengths(policy: LengthPolicy, rows: int) -> list[int]:
     return sorted(policy.possible_lengths, key=lambda k: abs(k - usual))
 
 
-def _reordered(launched: HostVerdict, lines: list[int | None], logprobs: Logprobs | None) -> Verdict:
+def _reordered(launched: Verdict, lines: list[int | None], note: object) -> Verdict:
     """Return a round's verdict in the present order of rows. lines: each row's line in the round, None if it had none.
 
     Rows that were not in the round have drafted, accepted and gained nothing; their log-probabilities are undefined.
     """
-    tokens = [[] if line is None else launched.tokens[line] for line in lines]
-    accepted = [0 if line is None else launched.accepted[line] for line in lines]
-    drafted = [0 if line is None else launched.drafted[line] for line in lines]
-    gained = [0 if line is None else launched.gained[line] for line in lines]
-    verdict = Verdict.of(HostVerdict(tokens, accepted, drafted, gained))
-    if launched.trees is not None:
-        verdict.host.trees = [VerifiedTree.of([], []) if line is None else launched.trees[line] for line in lines]
-    if logprobs is not None:
-        order = torch.tensor([line or 0 for line in lines])
-        tables = logprobs.own, logprobs.top_ids, logprobs.top_values
-        verdict.logprobs = Logprobs(*(table[order] for table in tables))
-    return verdict
+
+    def of_rows(table: list[Value], absent: Value) -> list[Value]:
+        return [absent if line is None else table[line] for line in lines]
+
+    return Verdict(
+        of_rows(launched.tokens, []),
+        of_rows(launched.accepted, 0),
+        of_rows(launched.drafted, 0),
+        of_rows(launched.gained, 0),
+        None if launched.parents is None else of_rows(launched.parents, []),
+        None if launched.path is None else of_rows(launched.path, []),
+        None if launched.logprobs is None else Logprobs(*(of_rows(each, []) for each in launched.logprobs)),
+        note,
+    )

@@ -13,13 +13,14 @@ Shapes: B rows, k draft tokens, V vocabulary; N = B + all draft tokens.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from paceline.core.acceptance import AcceptanceRule
 from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.draft import Draft, RoundTiming, Verdict
+from paceline.core.draft_tensors import DraftTensors
 from paceline.core.row_keeper import RowKeeper, RowKeepers
 from paceline.drafters.base import Drafter
 from paceline.engine.native_round import NativeRound
@@ -68,21 +69,21 @@ class Speculation(RowKeepers):
         """Verify the draft, accept a prefix (of a tree: a path) per row, and append it to the rows."""
         if self.native is not None and self.native.can_run(self.accept, draft):
             return self.native.run(draft)  # the same steps, in one call
-        logits = self.target.verify(batch, draft)  # one forward pass -> [B, k + 1, V], or [N, V] on the CPU kernels
-        return self._accept(batch, draft, logits)
+        tensors = DraftTensors.of(draft, batch.device)
+        logits = self.target.verify(batch, tensors)  # one forward pass -> [B, k + 1, V], or [N, V] on the CPU kernels
+        return self._accept(batch, draft, tensors, logits)
 
     def first_tokens(self, batch: Batch, hidden: Tensor) -> Verdict:
         """Append each row's first token, drawn from hidden [B, width] at the last token of its prompt."""
-        verdict = self._accept(batch, batch.empty_draft, self.target.logits(hidden)[:, None])
+        tensors = DraftTensors.of(batch.empty_draft, batch.device)
+        verdict = self._accept(batch, batch.empty_draft, tensors, self.target.logits(hidden)[:, None])
         self.drafter.observe(batch, verdict)
         return verdict
 
-    def _accept(self, batch: Batch, draft: Draft, logits: Tensor) -> Verdict:
-        verdict = self.accept(draft, logits, batch)  # accepted draft tokens, then one recovered or bonus token
-        self.target.keep(batch, verdict)  # of a tree, moves the accepted path behind the text in the KV cache
-        batch.commit(verdict)  # appends the tokens, cut where a row ends
-        verdict.note_trees(draft)
-        return verdict
+    def _accept(self, batch: Batch, draft: Draft, tensors: DraftTensors, logits: Tensor) -> Verdict:
+        accepted = self.accept(tensors, logits, batch)  # accepted draft tokens, then one recovered or bonus token
+        self.target.keep(batch, accepted)  # of a tree, moves the accepted path behind the text in the KV cache
+        return batch.commit(draft, accepted)  # appends the tokens, cut where a row ends
 
     def learn(self, batch: Batch, verdict: Verdict, drafts: bool) -> None:
         """Let the drafter and the policy learn from a round. drafts: whether draft tokens were asked for."""
@@ -97,17 +98,17 @@ class Speculation(RowKeepers):
 
 
 def speculative_round(parts: Speculation, batch: Batch) -> Verdict:
-    """Run one round for all decoding rows: row i gains ``verdict.tokens[i, : verdict.accepted[i] + 1]``."""
+    """Run one round for all decoding rows: row i gains ``verdict.tokens[i]``."""
     began = time.perf_counter()
     plan = parts.policy.choose(batch).within(batch)  # never beyond a row's last token, which needs no draft token
     draft = parts.draft(batch, plan)
     ready = time.perf_counter()
     verdict = parts.verify_and_commit(batch, draft)
-    verdict.note = plan.note
     late = draft.late_seconds  # a draft that nothing had read is made by the call that verifies it
     drafts = plan.k > 0
     learning = parts.draft_learning_seconds if drafts else parts.plain_learning_seconds
     drafting = ready - began + late + learning
-    verdict.timing = RoundTiming(1000 * drafting, 1000 * (time.perf_counter() - ready - late))
+    timing = RoundTiming(1000 * drafting, 1000 * (time.perf_counter() - ready - late))
+    verdict = replace(verdict, note=plan.note, timing=timing)
     parts.learn(batch, verdict, drafts)
     return verdict

@@ -14,7 +14,16 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from paceline.core.values import Accepted, DrawInputs, DrawRows, Entries, Gained, TextRows, evenly_spaced
+from paceline.core.values import (
+    Accepted,
+    DrawInputs,
+    DrawRows,
+    Entries,
+    Gained,
+    LogprobTensors,
+    TextRows,
+    evenly_spaced,
+)
 from paceline.kernels import abi, native
 
 
@@ -68,9 +77,9 @@ class CpuOps:
         given = ctypes.addressof(call), tokens.data_ptr(), accepted.data_ptr()
         optional = (abi.address(tensor) for tensor in (path, scored, own))
         self._library.pl_accept(self._handle, self._pool, *given, *optional)
-        return Accepted(tokens, accepted, path, own)
+        return Accepted(tokens, accepted, path, None if own is None else LogprobTensors.alone(own))
 
-    def logprobs(self, logits: Tensor, gained: Gained, wanted: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    def logprobs(self, logits: Tensor, gained: Gained, wanted: Sequence[int]) -> LogprobTensors:
         logits = evenly_spaced(logits)
         rows, block = gained.tokens.shape
         vocabulary = logits.shape[-1]
@@ -93,7 +102,7 @@ class CpuOps:
             values=values.data_ptr(),
         )
         self._library.pl_logprobs(self._handle, self._pool, ctypes.addressof(call))
-        return own, ids, values
+        return LogprobTensors(own, ids, values)
 
     def gain(self, rows: TextRows, slots: Tensor, tokens: Tensor, accepted: Tensor) -> list[int]:
         tokens, accepted, gained = tokens.contiguous(), accepted.contiguous(), torch.empty_like(accepted)

@@ -370,7 +370,7 @@ class AutoLength(RowKeepers, LengthPolicy):
         bins = bins_of_draft(draft)
         round_.drafts.append((self.ngram_drafts, draft, bins))
         round_.ngrams = [
-            sorted(line, reverse=True) for line in self._gains(round_, self.ngram_drafts, bins, draft.host_parents)
+            sorted(line, reverse=True) for line in self._gains(round_, self.ngram_drafts, bins, draft.parents)
         ]
         price = self._ngram_price(round_)
         _, counts = round_.times.best(round_.ngrams, price, batch.deadlines, self._max_ms(round_))
@@ -449,17 +449,17 @@ class AutoLength(RowKeepers, LengthPolicy):
                 line if source is self.model_drafts else [] for line, source in zip(bins, round_.sources, strict=True)
             ]
             round_.drafts.append((self.model_drafts, draft, own))
-            of_model = self._gains(round_, self.model_drafts, own, draft.host_parents)
+            of_model = self._gains(round_, self.model_drafts, own, draft.parents)
             gains = [
                 mine if source is self.model_drafts else other
                 for mine, other, source in zip(of_model, gains or of_model, round_.sources, strict=True)
             ]
         elif not gains:
             round_.drafts.append((self.ngram_drafts, draft, bins))
-            gains = self._gains(round_, self.ngram_drafts, bins, draft.host_parents)
+            gains = self._gains(round_, self.ngram_drafts, bins, draft.parents)
         if draft.probabilities is not None or (round_.on_credit and model_rows):
             return draft.first(draft.drafted)
-        if draft.host_parents is not None:
+        if draft.parents is not None:
             orders = [sorted(range(len(line)), key=line.__getitem__, reverse=True) for line in gains]
             draft = draft.ordered(orders)
         gains = [sorted(line, reverse=True) for line in gains]
@@ -479,7 +479,7 @@ class AutoLength(RowKeepers, LengthPolicy):
         round_, timing = verdict.note, verdict.timing
         if not isinstance(round_, AutoRound):
             return
-        drafted = verdict.host.drafted if self._ranks else [round_.k] * round_.rows
+        drafted = verdict.drafted if self._ranks else [round_.k] * round_.rows
         model_rows = round_.rows_of(self.model_drafts)
         if timing:
             self.costs.observe(round_.rows, sum(drafted), round_.context, timing.verify_ms, round_.kind)
@@ -540,12 +540,12 @@ class AutoLength(RowKeepers, LengthPolicy):
         if not self._ranks and round_.k:
             judged = [
                 [(bin_, place < kept) for place, bin_ in enumerate(bins_of(min(kept + 1, depth)))]
-                for kept, depth in zip(verdict.host.accepted, verdict.host.depths, strict=True)
+                for kept, depth in zip(verdict.accepted, verdict.depths, strict=True)
             ]
             self.model_drafts.learn(judged, slots)
 
 
 def _accepted_by_slot(batch: Batch, verdict: Verdict) -> dict[int, int]:
     """Accepted draft tokens of each row in the round. On a device, rows that have joined since have no tokens in it."""
-    rows = zip(batch.slots, verdict.host.accepted, verdict.host.tokens, strict=True)
+    rows = zip(batch.slots, verdict.accepted, verdict.tokens, strict=True)
     return {slot: accepted for slot, accepted, tokens in rows if tokens}

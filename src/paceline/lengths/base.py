@@ -136,8 +136,8 @@ class BassLength(LengthPolicy):
         return self.k
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
-        if max(verdict.host.drafted) > 0:  # rounds without draft tokens are no evidence
-            self.update(verdict.host.accepted, max(verdict.host.drafted))
+        if max(verdict.drafted) > 0:  # rounds without draft tokens are no evidence
+            self.update(verdict.accepted, max(verdict.drafted))
 
     def update(self, accepted: list[int], drafted: int) -> None:
         """One step of Algorithm 1.

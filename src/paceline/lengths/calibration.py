@@ -15,6 +15,7 @@ from paceline.core.acceptance import AcceptanceRule
 from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.core.cache_budget import UNLIMITED, KVCacheBudget
 from paceline.core.draft import Draft, Verdict
+from paceline.core.draft_tensors import DraftTensors
 from paceline.drafters.base import Drafter
 from paceline.kernels.cpu import cpu_ops
 from paceline.kernels.gpu.graphs import Ticket
@@ -292,12 +293,13 @@ class Calibration:
     def _verify(self, rows: int, k: int, context: int) -> TimedRun:
         if self.runner is not None:
             return self._round(self.runner, rows, k, context)
-        draft = Draft.of(self._random_tokens(rows, k), self.batch.device)
+        draft = Draft(self._random_tokens(rows, k))
 
         def run() -> object:
             if self._kernels is not None:
                 return self._kernels.run(draft)
-            return self.accept(draft, self.target.verify(self.batch, draft), self.batch).host
+            tensors = DraftTensors.of(draft, self.batch.device)
+            return self.accept(tensors, self.target.verify(self.batch, tensors), self.batch).tokens.tolist()
 
         model = self.target.model
         if not isinstance(model, CountsExperts) or not model.expert_bytes():

@@ -11,7 +11,9 @@ import torch
 from batches import filled
 from paceline.config import SamplingParams
 from paceline.core.batch import Batch, RowStart, SpeculationPlan
-from paceline.core.draft import Draft, Verdict
+from paceline.core.draft import Draft
+from paceline.core.draft_tensors import DraftTensors
+from paceline.core.values import Accepted
 from paceline.drafters import Drafter
 from paceline.errors import ParameterError
 from paceline.tools.bench.phases import LoadPhase, Script, Stage, compare, draw
@@ -20,8 +22,8 @@ from toy_llm import toy_llm
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def all_wrong(draft: Draft, logits: torch.Tensor, batch: Batch) -> Verdict:
-    return Verdict(torch.full((batch.rows, draft.k + 1), 7), torch.zeros_like(draft.counts), draft.counts)
+def all_wrong(draft: DraftTensors, logits: torch.Tensor, batch: Batch) -> Accepted:
+    return Accepted(torch.full((batch.rows, draft.k + 1), 7), torch.zeros_like(draft.counts))
 
 
 class Fives(Drafter):
@@ -40,8 +42,8 @@ class Fives(Drafter):
 @pytest.mark.parametrize("real", [5, 7])
 @pytest.mark.one_in(5)
 def test_draft_tokens_are_right_at_the_given_rate_verified_or_not(verified: list[int], real: int) -> None:
-    def rule(draft: Draft, logits: torch.Tensor, batch: Batch) -> Verdict:
-        return Verdict(torch.full((batch.rows, draft.k + 1), real), torch.zeros_like(draft.counts), draft.counts)
+    def rule(draft: DraftTensors, logits: torch.Tensor, batch: Batch) -> Accepted:
+        return Accepted(torch.full((batch.rows, draft.k + 1), real), torch.zeros_like(draft.counts))
 
     params = SamplingParams(temperature=0, max_tokens=30)
     batch = filled([RowStart([1, 2], params, row) for row in range(2)], 40, 8)
@@ -50,10 +52,12 @@ def test_draft_tokens_are_right_at_the_given_rate_verified_or_not(verified: list
     right = []
     for _ in range(2000):
         draft = script.propose(batch, SpeculationPlan(3)).first(verified)
-        verdict = script.judge(draft, torch.zeros(2, 4, 8), batch)
-        assert all(0 <= kept <= most for kept, most in zip(verdict.accepted.tolist(), verified, strict=True))
-        right.append([sum(token == 5 for token in gained) for gained in verdict.host.tokens])
-        for gained, kept in zip(verdict.host.tokens, verdict.accepted.tolist(), strict=True):
+        own = script.judge(DraftTensors.of(draft, batch.device), torch.zeros(2, 4, 8), batch)
+        accepted = own.accepted.tolist()
+        assert all(0 <= kept <= most for kept, most in zip(accepted, verified, strict=True))
+        lines = [line[: kept + 1] for line, kept in zip(own.tokens.tolist(), accepted, strict=True)]
+        right.append([sum(token == 5 for token in gained) for gained in lines])
+        for gained, kept in zip(lines, accepted, strict=True):
             assert gained[:kept] == [5] * kept
             assert gained[kept:] in ([5], [6], [7])
     seen = [
@@ -69,8 +73,10 @@ def test_a_round_without_draft_tokens_has_the_real_verdict() -> None:
     batch = filled([RowStart([1, 2], SamplingParams(temperature=0, max_tokens=30), 0)], 40, 8)
     script = Script(Fives([3]), all_wrong)
     script.propose(batch, SpeculationPlan(3))
-    script.judge(script.propose(batch, SpeculationPlan(3)), torch.zeros(1, 4, 8), batch)
-    assert script.judge(batch.empty_draft, torch.zeros(1, 1, 8), batch).host.tokens == [[7]]
+    proposed = script.propose(batch, SpeculationPlan(3))
+    draft, none = (DraftTensors.of(each, batch.device) for each in (proposed, batch.empty_draft))
+    script.judge(draft, torch.zeros(1, 4, 8), batch)
+    assert script.judge(none, torch.zeros(1, 1, 8), batch).tokens.tolist() == [[7]]
 
 
 @pytest.mark.parametrize("drafter", [None, "model"])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.batch import Batch
-from paceline.core.draft import Draft
+from paceline.core.draft_tensors import DraftTensors
 from paceline.core.nodes import Tree
 from paceline.core.row_tables import RowTables, grows_on
 from paceline.core.slots import Slots
@@ -248,7 +248,7 @@ class HeadPasses(PaddedPasses):
         self.states = self.last.state
         return normed
 
-    def block(self, batch: Batch, draft: Draft) -> Tensor:
+    def block(self, batch: Batch, draft: DraftTensors) -> Tensor:
         """Read the text's last token with its hidden states, and each draft token with the state at its parent.
 
         Returns normed states [B, k + 1, width].

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.core.draft import Draft
+from paceline.core.draft_tensors import DraftTensors
 from paceline.core.rows import RowState
 from paceline.core.values import Purpose
 from paceline.kernels.gpu.draw import (
@@ -401,7 +401,9 @@ def _shape(k: int, rows: RowState) -> dict[str, int]:
     return {"per_row": k + 1, "LENGTH_UP": up(k + 1), "STOPS": stops, "STOPS_UP": up(stops)}
 
 
-def coupled(draft: Draft, logits: Tensor, rows: RowState, synthetic: float | None = None, block: int = BLOCK) -> Tensor:
+def coupled(
+    draft: DraftTensors, logits: Tensor, rows: RowState, synthetic: float | None = None, block: int = BLOCK
+) -> Tensor:
     """``rules.accept_matching`` for the draws from logits [B, k + 1, V], and commit -> the record.
 
     synthetic: accept each draft token with this probability instead, for benchmarks.
@@ -466,7 +468,7 @@ def own_logprobs(logits: Tensor, record: Tensor, block: int = BLOCK) -> Tensor:
     return own
 
 
-def rejection(draft: Draft, logits: Tensor, rows: RowState, block: int = BLOCK) -> Tensor:
+def rejection(draft: DraftTensors, logits: Tensor, rows: RowState, block: int = BLOCK) -> Tensor:
     """``rules.accept_by_ratio`` for the distributions of logits [B, k + 1, V], and commit -> the record.
 
     Draft tokens without draft logits are accepted by ``coupled``.

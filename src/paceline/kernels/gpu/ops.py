@@ -7,12 +7,12 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from paceline.core.draft import Draft, Verdict
+from paceline.core.draft_tensors import DraftTensors
 from paceline.core.ops import RoundOps
 from paceline.core.rows import RowState, StepFeatures
 from paceline.core.rules import accept_at_rate, accept_by_ratio, accept_matching
 from paceline.core.sampling import draw_at_temperature, probabilities_at_temperature, shaped
-from paceline.core.values import Purpose
+from paceline.core.values import Accepted, Purpose
 from paceline.kernels.gpu.launch import why_not
 from paceline.kernels.gpu.state import with_path
 
@@ -32,14 +32,14 @@ class _ComposedOps(ABC):
             logits = logits.scatter(2, drawn[..., None], -torch.inf)
         return torch.cat(candidates, dim=1)
 
-    def coupled_trees(self, draft: Draft, logits: Tensor, rows: RowState, width: int) -> Tensor:
+    def coupled_trees(self, draft: DraftTensors, logits: Tensor, rows: RowState, width: int) -> Tensor:
         draws = logits.new_empty(logits.shape[:2], dtype=torch.int64)
         draws[:, :1] = self.draw(logits[:, :1], rows, 0, Purpose.DRAW)
         for place in range(1, 1 + width):  # siblings share a text position
             draws[:, place::width] = self.draw(logits[:, place::width].contiguous(), rows, 1, Purpose.DRAW)
-        verdict = accept_matching(draft, draws)
-        assert verdict.path is not None, "trees have a path"
-        return with_path(committed(verdict, rows), verdict.path)
+        accepted = accept_matching(draft, draws)
+        assert accepted.path is not None, "trees have a path"
+        return with_path(committed(draft, accepted, rows), accepted.path)
 
     def likeliest(self, logits: Tensor, most: int) -> tuple[Tensor, Tensor]:
         logits = logits.float()
@@ -58,16 +58,17 @@ class ReferenceOps(_ComposedOps):
     def draw(self, logits: Tensor, rows: RowState, first: int, purpose: Purpose) -> Tensor:
         return draw_at_temperature(logits, rows, first, purpose)
 
-    def coupled(self, draft: Draft, logits: Tensor, rows: RowState, synthetic: float | None) -> Tensor:
+    def coupled(self, draft: DraftTensors, logits: Tensor, rows: RowState, synthetic: float | None) -> Tensor:
         draws = draw_at_temperature(logits, rows)
-        verdict = accept_matching(draft, draws) if synthetic is None else accept_at_rate(draft, draws, rows, synthetic)
-        return committed(verdict, rows)
+        if synthetic is None:
+            return committed(draft, accept_matching(draft, draws), rows)
+        return committed(draft, accept_at_rate(draft, draws, rows, synthetic), rows)
 
-    def rejection(self, draft: Draft, logits: Tensor, rows: RowState) -> Tensor:
+    def rejection(self, draft: DraftTensors, logits: Tensor, rows: RowState) -> Tensor:
         if draft.logits is None:
             return self.coupled(draft, logits, rows, None)
         p, q = (probabilities_at_temperature(table, rows) for table in (logits, draft.logits))
-        return committed(accept_by_ratio(draft, p, q, rows), rows)
+        return committed(draft, accept_by_ratio(draft, p, q, rows), rows)
 
     def own_logprobs(self, logits: Tensor, record: Tensor) -> Tensor:
         logits = logits.float()
@@ -75,11 +76,11 @@ class ReferenceOps(_ComposedOps):
         return own - logits.logsumexp(-1)
 
 
-def committed(verdict: Verdict, rows: RowState) -> Tensor:
-    """Commit a verdict -> the round's record [B, k + 4]."""
-    gained, ended = rows.gain(verdict.tokens, verdict.accepted)
-    numbers = verdict.accepted.masked_fill(ended, 0), verdict.drafted.masked_fill(ended, 0), gained
-    return torch.cat([verdict.tokens, torch.stack(numbers, dim=1)], dim=1)
+def committed(draft: DraftTensors, accepted: Accepted, rows: RowState) -> Tensor:
+    """Commit what was accepted of a draft -> the round's record [B, k + 4]."""
+    gained, ended = rows.gain(accepted.tokens, accepted.accepted)
+    numbers = accepted.accepted.masked_fill(ended, 0), draft.counts.masked_fill(ended, 0), gained
+    return torch.cat([accepted.tokens, torch.stack(numbers, dim=1)], dim=1)
 
 
 class TritonOps(_ComposedOps):
@@ -97,12 +98,12 @@ class TritonOps(_ComposedOps):
 
         return draw(logits, Noise.of(rows), first, purpose)
 
-    def coupled(self, draft: Draft, logits: Tensor, rows: RowState, synthetic: float | None) -> Tensor:
+    def coupled(self, draft: DraftTensors, logits: Tensor, rows: RowState, synthetic: float | None) -> Tensor:
         from paceline.kernels.gpu.accept import coupled
 
         return coupled(draft, logits, rows, synthetic)
 
-    def rejection(self, draft: Draft, logits: Tensor, rows: RowState) -> Tensor:
+    def rejection(self, draft: DraftTensors, logits: Tensor, rows: RowState) -> Tensor:
         from paceline.kernels.gpu.accept import rejection
 
         return rejection(draft, logits, rows)

@@ -22,8 +22,10 @@ from torch import Tensor
 from paceline.config import SamplingParams
 from paceline.core.acceptance import AcceptanceRule
 from paceline.core.batch import Batch, SpeculationPlan
-from paceline.core.draft import Draft, Verdict
+from paceline.core.draft import Draft
+from paceline.core.draft_tensors import DraftTensors
 from paceline.core.outputs import Latency
+from paceline.core.values import Accepted
 from paceline.drafters.base import Drafter, Wrapper
 from paceline.engine.engine import Engine, Request
 from paceline.errors import ParameterError
@@ -70,21 +72,22 @@ class Script(Wrapper):
         self._proposed = self.inner.propose(batch, plan).capped(plan.caps)
         return self._proposed
 
-    def judge(self, draft: Draft, logits: Tensor, batch: Batch) -> Verdict:
-        """The real verdict with other tokens: each row gains its right draft tokens and one token more."""
-        verdict, proposed = self.rule(draft, logits, batch), draft if self._proposed is None else self._proposed
+    def judge(self, draft: DraftTensors, logits: Tensor, batch: Batch) -> Accepted:
+        """The real result with other tokens: each row gains its right draft tokens and one token more."""
+        own = self.rule(draft, logits, batch)
+        proposed = draft if self._proposed is None else DraftTensors.of(self._proposed, batch.device)
         self._proposed = None
         coins = torch.rand(proposed.tokens.shape, generator=self._generator).to(draft.tokens.device) < self.rate
         right = torch.minimum(coins.long().cumprod(1).sum(1), proposed.counts)
         accepted = torch.minimum(right, draft.counts)
-        last = verdict.tokens[:, -1]
+        last = own.tokens[:, -1]
         if proposed.k > 0:
             token = proposed.tokens.gather(1, accepted.clamp(max=proposed.k - 1)[:, None])[:, 0]
             other = torch.where(last == token, (token + 1) % batch.vocab_size, last)
             last = torch.where(accepted < proposed.counts, torch.where(right > accepted, token, other), last)
         place = torch.arange(draft.k + 1, device=accepted.device)
         tokens = torch.where(place < accepted[:, None], torch.cat([draft.tokens, last[:, None]], dim=1), last[:, None])
-        return Verdict(tokens, accepted, draft.counts)
+        return Accepted(tokens, accepted)
 
 
 class FreeDrafter(Drafter):
@@ -93,8 +96,7 @@ class FreeDrafter(Drafter):
     name = "free"
 
     def propose(self, batch: Batch, plan: SpeculationPlan) -> Draft:
-        tokens = batch.text.new_zeros(batch.rows, plan.k)
-        return Draft(tokens, tokens.new_full((batch.rows,), plan.k))
+        return Draft([[0] * plan.k for _ in range(batch.rows)])
 
 
 @dataclass(frozen=True)

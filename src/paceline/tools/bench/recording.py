@@ -82,11 +82,11 @@ class Recorder(RowKeepers, LengthPolicy):
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         self.inner.observe(batch, verdict)
-        ended, host = time.perf_counter(), verdict.host
-        accepted, drafted, depths = map(tuple, (host.accepted, host.drafted, host.depths))
-        surplus = sum(accepted) + len(accepted) - sum(host.gained)
+        ended = time.perf_counter()
+        accepted, drafted, depths = map(tuple, (verdict.accepted, verdict.drafted, verdict.depths))
+        surplus = sum(accepted) + len(accepted) - sum(verdict.gained)
         self.rounds.append(
-            Round(self._began, ended, self._k, accepted, drafted, surplus, depths, host.rows_saved_by_sibling)
+            Round(self._began, ended, self._k, accepted, drafted, surplus, depths, verdict.rows_saved_by_sibling)
         )
 
 

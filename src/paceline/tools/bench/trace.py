@@ -80,20 +80,21 @@ class Tracer(Recorder):
 def _sources(proposed: Draft, selected: Draft, names: Sequence[str]) -> list[str]:
     """The source of each selected draft token, known from the proposed draft."""
     tokens, kinds = proposed.draft_tokens[0], proposed.kinds[0] if proposed.kinds else [0] * proposed.k
-    parents = list(range(-1, len(tokens) - 1)) if proposed.host_parents is None else proposed.host_parents[0]
+    parents = list(range(-1, len(tokens) - 1)) if proposed.parents is None else proposed.parents[0]
     tree = DraftTree(tokens, list(parents))
-    ways = selected.token_paths[0][1 : 1 + len(selected.draft_tokens[0])]
+    chosen = selected.draft_tokens[0]
+    kept = DraftTree(chosen, list(range(-1, len(chosen) - 1)) if selected.parents is None else selected.parents[0])
+    ways = map(kept.tokens_to, range(len(chosen)))
     return [names[min(kinds[tree.path(way)[-1]] % SIBLING_KIND, len(names) - 1)] for way in ways]
 
 
 def _traced(draft: Draft | None, verdict: Verdict, sources: Sequence[str]) -> TracedRound:
-    host = verdict.host
-    count, accepted = host.drafted[0], host.accepted[0]
+    count, accepted = verdict.drafted[0], verdict.accepted[0]
     tokens = [] if draft is None else draft.draft_tokens[0][:count]
     chain = list(range(-1, count - 1))
-    parents = chain if draft is None or draft.host_parents is None else draft.host_parents[0][:count]
-    path = list(range(accepted)) if verdict.path is None else verdict.path[0, :accepted].tolist()
-    return TracedRound(tokens, parents, path, host.tokens[0], sources[:count])
+    parents = chain if draft is None or draft.parents is None else draft.parents[0][:count]
+    path = list(range(accepted)) if verdict.path is None else verdict.path[0]
+    return TracedRound(tokens, parents, path, verdict.tokens[0], sources[:count])
 
 
 def page(
