@@ -333,7 +333,7 @@ def speculative_engine(model: str, drafter: str, length: int | str, family: str,
             truth, scripts[drafter], ragged=drafter == "ragged", short=drafter in ("short", "ragged")
         )
     if length in policies:
-        engine.parts.policy = policies[str(length)]()
+        engine.use_policy(policies[str(length)]())
     return engine
 
 
@@ -613,7 +613,7 @@ def test_a_torch_head_on_a_native_target_equals_plain_decoding(drafter: str, kin
     options = {"drafter": drafter, "documents": documents, "prefill_chunk": 7, "speculation_width": width}
     make = IN_TORCH.get(kind, functools.partial(tiny_head, parallel=kind == "parallel"))
     engine = make_engine(target, make(target, 72), eos=EOS, **options)
-    engine.parts.policy = RandomLength(seed=4)
+    engine.use_policy(RandomLength(seed=4))
     assert answers(run(engine, PROMPTS, MIXED)) == plain("native", "mixed")
     assert "rounds by the host (the drafter reads the target's hidden states)" in engine.describe()
 
@@ -1077,7 +1077,7 @@ def tree_engine(
     ragged = shape in ("random", "two roots")
     engine.parts.drafter = ScriptedTrees(truth, scripts[script], ragged=ragged, short=ragged, shape=SHAPES[shape])
     if length == "random":
-        engine.parts.policy = RandomLength(seed=len(shape), longest=14)
+        engine.use_policy(RandomLength(seed=len(shape), longest=14))
     return engine
 
 
@@ -1372,7 +1372,7 @@ def test_many_plain_rounds_leave_nothing_stale_in_the_draft_cache(rule: str) -> 
             tally["before" if self.round <= 10 else "after"].append((sum(accepted), sum(drafted)))
 
     tally: dict[str, list[tuple[int, int]]] = {"before": [], "after": []}
-    engine.parts.policy = Phases()
+    engine.use_policy(Phases())
     assert drafter.decoders
     outputs = [
         engine.add(Request([seed, 2, 3], SamplingParams(seed=seed, max_tokens=600, temperature=0.5)))
@@ -1402,7 +1402,7 @@ def test_a_draft_model_that_is_the_target_is_always_accepted_after_plain_rounds(
     """With the target as its own draft model, a single stale key would cause rejections."""
     engine = make_engine(ToyModel(), ToyModel(), drafter="model")
     rng = random.Random(0)
-    engine.parts.policy = RandomLength()
+    engine.use_policy(RandomLength())
     engine.parts.policy.choose = lambda batch: SpeculationPlan(rng.choice([0, 0, 0, 0, 0, 0, 3]))  # type: ignore[method-assign]
     params = [SamplingParams(seed=i, max_tokens=40) for i in range(9)]
     for output in run(engine, [[1 + i % 5] * (1 + 3 * (i % 4)) for i in range(9)], params):
@@ -1574,7 +1574,7 @@ def test_tokens_outside_of_a_heads_vocabulary_keep_the_distribution(rule: str, k
 def test_drafts_whose_length_depends_on_their_tokens_keep_the_distribution(policy: str, rule: str) -> None:
     """Whether drafting stops depends on the draft tokens so far and their likelihoods."""
     engine = small_engine("model", rule, 3)
-    engine.parts.policy = StopWhenUnsure() if policy == "stops" else cheap_confident(engine)
+    engine.use_policy(StopWhenUnsure() if policy == "stops" else cheap_confident(engine))
     assert p_value(engine, SamplingParams(n=SAMPLES, max_tokens=3, seed=22)) > 1e-3
 
 
@@ -1590,7 +1590,7 @@ def test_drafts_whose_length_depends_on_their_tokens_keep_the_distribution(polic
 @pytest.mark.one_in(3)
 def test_ngram_drafts_between_drafts_of_a_model_keep_the_distribution(policy: str, rule: str) -> None:
     engine = small_engine("hybrid", rule, 3, rows=250)  # enough rows to have rounds in which many find no match
-    engine.parts.policy = cheap_hybrid(engine) if policy == "hybrid" else CopyByFirstToken(policy == "row by row")
+    engine.use_policy(cheap_hybrid(engine) if policy == "hybrid" else CopyByFirstToken(policy == "row by row"))
     observe = engine.parts.policy.observe
     engine.parts.policy.observe = lambda batch, verdict: observe(batch, steady(verdict))  # type: ignore[method-assign]
     drafter, of_model = engine.parts.drafter, list[set[bool]]()

@@ -117,7 +117,7 @@ def test_answers_with_a_head_of_the_whole_vocabulary_equal_plain_decoding(model:
     engine = make_engine(
         *whole_heads(model), eos=EOS, drafter="feature", speculation_width=width, draft_vocab_size=SIZE, prefill_chunk=7
     )
-    engine.parts.policy = RandomLength(seed=3)
+    engine.use_policy(RandomLength(seed=3))
     assert answers(run(engine, PROMPTS, PARAMS[family])) == plain(model, family)
     assert vocabulary_of(engine).version > 0
 

@@ -504,7 +504,8 @@ def truth_of(
 def script_drafts(engine: Engine, truth: dict[int, list[int]], shape: str) -> None:
     """Let an engine draft what is sometimes true: trees of a shape of ``SHAPES``, or "caps": random chains."""
     if shape == "caps":
-        engine.parts.drafter, engine.parts.policy = Scripted(truth, sometimes, ragged=True), RandomCaps()
+        engine.parts.drafter = Scripted(truth, sometimes, ragged=True)
+        engine.use_policy(RandomCaps())
     else:
         engine.parts.drafter = ScriptedTrees(truth, sometimes, shape=SHAPES[shape])
 

@@ -167,7 +167,7 @@ def test_draft_tokens_equal_the_reference_whatever_the_other_rows(model: str, ch
     target = make()
     head = KINDS[kind](target, width)
     engine = make_engine(target, head, drafter="feature", prefill_chunk=chunk, max_batch_size=4)
-    engine.parts.policy = RandomLength(seed=chunk)
+    engine.use_policy(RandomLength(seed=chunk))
     watched = Watched(engine, target, head)
     run(engine, PROMPTS, PARAMS)
     assert watched.compared["draft tokens"] > 100
@@ -215,7 +215,7 @@ def test_a_device_draws_what_the_reference_does(rounds: str, fed: int, monkeypat
     head = tiny_head(target, 32)
     device = {"rounds": "device", "attention": "padded", "acceptance": "synthetic:0.9", "benchmark": True}
     engine = make_engine(target, head, drafter="feature", prefill_chunk=7, **device)
-    engine.parts.policy = FixedLength(4) if rounds == "every round" else RandomLength(seed=3)
+    engine.use_policy(FixedLength(4) if rounds == "every round" else RandomLength(seed=3))
     assert engine._device_round is not None
     draft_chain, compared = engine._device_round._draft_chain, Counter[str]()
 
@@ -250,7 +250,7 @@ def test_a_head_that_has_not_drafted_for_long_reads_its_missing_tokens(kind: str
         def choose(self, batch: Batch) -> SpeculationPlan:
             return SpeculationPlan(lengths.pop(0))
 
-    engine.parts.policy = Scheduled(3)
+    engine.use_policy(Scheduled(3))
     run(engine, [[1, 2, 3], [4, 5]], [SamplingParams(temperature=0, max_tokens=60)] * 2)
     assert watched.compared["draft tokens"] > 50
 

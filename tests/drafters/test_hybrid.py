@@ -189,7 +189,7 @@ def test_after_any_rounds_the_draft_model_drafts_as_from_the_whole_text(seed: in
 @pytest.mark.parametrize("model", [ToyModel, FlatToy, lambda: tiny_native(1)], ids=["torch", "flat", "native"])
 def test_after_mixed_rounds_a_draft_model_that_is_the_target_is_always_right(model: Callable[[], AnyModel]) -> None:
     engine = make_engine(model(), model(), drafter="hybrid", num_speculative_tokens=4, attention="auto")
-    engine.parts.policy = RandomSources(seed=3)
+    engine.use_policy(RandomSources(seed=3))
     propose, verify = engine.parts.drafter.propose, []
 
     def proposed(batch: Batch, plan: SpeculationPlan) -> Draft:
@@ -228,7 +228,7 @@ def test_measurements_before_the_first_ngram_draft_leave_no_trace() -> None:
             asked = 0 if self.round <= 2 else 3
             return SpeculationPlan(3, fallback=lambda batch, _copies: [asked] * batch.rows)
 
-    engine.parts.policy = CopiesFirst()
+    engine.use_policy(CopiesFirst())
     params = [SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)]
     [output] = run(engine, [TWICE], params)
     assert answers([output]) == answers(run(make_engine(ToyModel()), [TWICE], params))

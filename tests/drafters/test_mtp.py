@@ -98,7 +98,7 @@ def test_answers_equal_plain_decoding(checkpoint: Path, kind: str, drafter: str,
     plain = answers(run(make_engine(target, max_batch_size=1), PROMPTS, PARAMS))
     engine = make_engine(target, head, drafter=drafter, prefill_chunk=7, **options)
     if not options:
-        engine.parts.policy = RandomCaps()
+        engine.use_policy(RandomCaps())
     outputs = run(engine, PROMPTS, PARAMS)
     assert answers(outputs) == plain
     drafted = sum(one.metrics.drafted for each in outputs for one in each.outputs)
@@ -109,7 +109,7 @@ def first_drafts(checkpoint: Path, kind: str) -> list[list[int]]:
     """Four draft tokens after each of some prompts."""
     target, head = loaded(checkpoint, kind)
     engine = make_engine(target, head, drafter="mtp", max_batch_size=8)
-    engine.parts.policy = FixedLength(0)
+    engine.use_policy(FixedLength(0))
     for prompt in PROMPTS_TO_COMPARE:
         engine.add(make_request(prompt, SamplingParams(temperature=0, max_tokens=9)))
     engine.step()

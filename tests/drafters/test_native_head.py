@@ -307,7 +307,7 @@ def test_draft_tokens_do_not_depend_on_what_happened_to_their_rows(chunk: int, r
     target = tiny_native(1)
     head = tiny_native_head(target, TARGET_WIDTH, parallel="parallel" in rounds)
     engine = make_engine(target, head, drafter="feature", prefill_chunk=chunk, max_batch_size=4)
-    engine.parts.policy = RandomLength(seed=chunk)
+    engine.use_policy(RandomLength(seed=chunk))
     if rounds == "host":
         engine.parts.native = None
     watched = Anew(engine, target, head)
@@ -332,7 +332,7 @@ def test_a_prompt_that_was_not_read_is_read_for_one_of_its_answers() -> None:
     target = tiny_native(1)
     head = tiny_native_head(target, TARGET_WIDTH)
     engine = make_engine(target, head, drafter="feature", max_batch_size=4)
-    engine.scheduler.watched = False  # all rows begin in one round
+    engine.expect(watched=False)  # all rows begin in one round
     (decoder,), engine.parts.policy, read = engine.parts.drafter.decoders, Late(seed=1), list[int]()
     original = decoder.prefill
 
@@ -394,7 +394,7 @@ def test_copied_prompts_give_the_same_bits_as_prompts_read_anew(temperature: flo
 
     def found(*, reuse: bool) -> tuple[list[list[list[int]]], list[tuple[int, int]], int]:
         engine = make_engine(target, head, drafter="feature", max_batch_size=2, prefix_cache=reuse)
-        engine.scheduler.watched = False  # first tokens come from a round, whatever is read
+        engine.expect(watched=False)  # first tokens come from a round, whatever is read
         watched = Anew(engine, target, head)
         outputs = run(engine, [first], [params])
         turn = [*first, *outputs[0].outputs[0].token_ids, 5, 6, 7]

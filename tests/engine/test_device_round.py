@@ -148,7 +148,7 @@ def test_under_the_rejection_rule_greedy_rows_are_the_same(model: str, k: int | 
 @pytest.mark.parametrize("policy", [RandomLength, RandomCaps])
 def test_changing_lengths_and_waiting_rows_change_no_output(policy: Callable[[], Any]) -> None:
     engine = engine_on("device", max_batch_size=3, prefill_chunk=4)
-    engine.parts.policy = policy()
+    engine.use_policy(policy())
     plain = make_engine(ToyModel(), eos=EOS)
     assert answers(run(engine, PROMPTS, PARAMS)) == answers(run(plain, PROMPTS, PARAMS))
 
@@ -248,7 +248,7 @@ def test_the_draft_cache_catches_up_after_many_plain_rounds(reads_prompts: bool,
     """
     engine = make_engine(ToyModel(), ToyModel(), drafter="model", rounds="device", attention="padded")
     rng = random.Random(0)
-    engine.parts.policy = RandomLength()
+    engine.use_policy(RandomLength())
     engine.parts.policy.choose = lambda batch: SpeculationPlan(rng.choice([0] * 12 + [3]))  # type: ignore[method-assign]
     engine.parts.policy.expects_to_draft = lambda _: reads_prompts  # type: ignore[method-assign]
     params = [

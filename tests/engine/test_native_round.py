@@ -71,7 +71,7 @@ class FunctionDrafter(Drafter):
 def engine_with(propose: ProposeFunction, **options: Any) -> Engine:
     engine = make_engine(tiny_native(1), drafter="ngram", num_speculative_tokens=3, **options)
     engine.parts.drafter = FunctionDrafter(propose)
-    engine.scheduler.watched = False  # first tokens come from a round, too
+    engine.expect(watched=False)  # first tokens come from a round, too
     return engine
 
 
@@ -220,7 +220,7 @@ def modes_of(engine: Engine, params: list[SamplingParams], monkeypatch: pytest.M
 
     engine.parts.policy.choose = watched  # type: ignore[method-assign]
     monkeypatch.setattr(native, "current_pool", counted)
-    engine.scheduler.watched = False  # first tokens come from a round, too
+    engine.expect(watched=False)  # first tokens come from a round, too
     run(engine, PROMPTS[: len(params)], params)
     assert pools == {engine.threads}, "the model was loaded for another number"
     return modes
@@ -246,8 +246,8 @@ def test_rounds_without_torch_set_none_of_its_modes(monkeypatch: pytest.MonkeyPa
 def test_ngram_drafts_make_no_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lookup, length policy and native rounds make none: an operator takes 20 to 50 us there."""
     engine = make_engine(tiny_native(1), drafter="ngram")
-    engine.scheduler.watched = False  # first tokens come from a round, too
-    engine.parts.policy = AutoLength(CostModel(linear_costs(token=0.01)))
+    engine.expect(watched=False)  # first tokens come from a round, too
+    engine.use_policy(AutoLength(CostModel(linear_costs(token=0.01))))
     asked, drafted, select = list[Draft](), list[int](), engine.parts.policy.select
 
     def watched(batch: Batch, draft: Draft) -> Draft:
@@ -316,7 +316,7 @@ def engine_with_trees(model: NativeModel, kept: torch.dtype | None, shape: str, 
     engine = make_engine(model, head, drafter=drafter, num_speculative_tokens=9, prefill_chunk=16, max_model_len=64)
     truth = truth_of(TREE_PROMPTS, params, answers(run(make_engine(model, max_model_len=64), TREE_PROMPTS, params)))
     engine.parts.drafter.propose = SomeRight(truth, shape).propose  # type: ignore[method-assign]
-    engine.scheduler.watched = False  # a step is a round, the first one, too
+    engine.expect(watched=False)  # a step is a round, the first one, too
     for prompt, each in zip(TREE_PROMPTS, params, strict=True):
         engine.add(make_request(prompt, each))
     return engine
@@ -427,7 +427,7 @@ def test_rounds_of_branching_ngram_drafts_use_no_torch_operators() -> None:
     params = SamplingParams(temperature=0.8, max_tokens=60, seed=2)
     for _ in range(4):
         engine.add(make_request([1, 2, 3, 1, 2, 4, 1, 2, 5, 1, 2], params))
-    engine.scheduler.watched = False  # all four rows begin, and end, in one round
+    engine.expect(watched=False)  # all four rows begin, and end, in one round
     while engine.scheduler.waiting or engine.scheduler.prefilling:
         engine.step()
     trees = 0

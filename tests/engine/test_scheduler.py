@@ -104,7 +104,7 @@ def test_the_pass_that_ends_a_prompt_gives_its_first_token(count: int) -> None:
     assert passes[0] == [[8] * count], "the last token is not recorded"
     assert max(passes[1][0]) > 1, "drafts are verified from the second token on"
     alone = make_engine(FlatToy(), **options)
-    alone.scheduler.watched = False  # rounds only
+    alone.expect(watched=False)  # rounds only
     expected, rounds = passes_of(alone, prompts)
     assert rounds[0][0] == passes[0][0]
     assert len(rounds[0]) == 2
@@ -322,7 +322,7 @@ def test_random_arrivals_aborts_and_deadlines_affect_no_other_request(seed: int)
         max_batch_size=rng.randint(1, 5),
         prefill_chunk=rng.choice([1, 3, 8, 100]),
     )
-    engine.parts.policy = RandomLength(seed)
+    engine.use_policy(RandomLength(seed))
     added: dict[str, tuple[RequestOutput, list[int], SamplingParams]] = {}
     ended: Counter[str] = Counter()
     for name in map(str, range(10)):

@@ -278,7 +278,7 @@ def test_after_150_plain_rounds_the_draft_models_cache_is_right(only: int | None
     engine = make_engine(
         model, ToyModel(max_positions=320), drafter="model", num_speculative_tokens=3, max_model_len=320
     )
-    script = engine.parts.policy = Script([0] * 150 + [2, 0, 0, 0, 3, 1, 4], only)
+    script = engine.use_policy(Script([0] * 150 + [2, 0, 0, 0, 3, 1, 4], only))
     params = [SamplingParams(temperature=0, max_tokens=210, ignore_eos=True)] * 3
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
     plain = make_engine(model, max_model_len=320)
@@ -292,7 +292,7 @@ def test_drafts_that_were_only_timed_leave_nothing_behind(lengths: list[int]) ->
     engine = make_engine(ToyModel(), ToyModel(), drafter="model", num_speculative_tokens=1)
     parts = engine.parts
     Calibration(parts.target, parts.drafter, parts.accept, Grid((1, 2), (0, 2), seconds=0.0)).run()
-    parts.policy = Script(lengths, only=1)
+    engine.use_policy(Script(lengths, only=1))
     params = [SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)] * 2
     plain = run(make_engine(ToyModel()), [[1, 2, 3], [4]], params)
     assert answers(run(engine, [[1, 2, 3], [4]], params)) == answers(plain)
@@ -374,7 +374,7 @@ def test_the_policy_learns_when_sequences_begin_and_end() -> None:
             ]
             return SpeculationPlan(0)
 
-    engine.parts.policy = told = Told()
+    told = engine.use_policy(Told())
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (3, 9, 2, 7, 5, 4)]
     for number, each in enumerate(params, 1):
         engine.add(Request([number], each, request_id=str(number)))

@@ -125,7 +125,7 @@ def engine_of(drafter: str, policy: LengthPolicy | None = None, **options: Any) 
     draft = tiny_native(2) if drafter == "model" else tiny_native_head(target, TARGET_WIDTH)
     engine = make_engine(target, draft, drafter=drafter, attention="auto", **options)
     if policy is not None:
-        engine.parts.policy = policy
+        engine.use_policy(policy)
     return engine
 
 

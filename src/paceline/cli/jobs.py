@@ -102,7 +102,7 @@ def run_jobs(
         failed = [(number, result) for number, result in enumerate(served) if isinstance(result, Failure)]
         for number, failure in failed:
             order.add(number, failure)
-        engine.scheduler.closed = True
+        engine.expect(final=True)
         with tqdm(total=len(served) - len(failed), desc="answers", disable=None if progress else True) as bar:
             while engine.busy:
                 for output in engine.step():
@@ -114,7 +114,7 @@ def run_jobs(
         order.show_rest()
         raise
     finally:
-        engine.scheduler.closed = False
+        engine.expect(final=False)
         engine.clear()
     return len(failed) + broken
 

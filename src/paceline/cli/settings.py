@@ -39,7 +39,7 @@ def settings_of(llm: LLM, params: SamplingParams) -> dict[str, Any]:
 @asynccontextmanager
 async def running(llm: LLM, config: ServerConfig) -> AsyncIterator[Context]:
     """A server without its network and without latency limits. Raises PacelineError if it stops by itself."""
-    llm.engine.scheduler.watched = False
+    llm.engine.expect(watched=False)
     context = Context(config, lambda: llm, lambda: None)
     context.service.start()
     try:

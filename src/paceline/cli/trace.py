@@ -43,7 +43,7 @@ def trace(
     from paceline.tools.bench.trace import Tracer, page
 
     parts = llm.engine.parts
-    tracer = parts.policy = Tracer(parts.policy, drafter=parts.drafter)
+    tracer = llm.engine.use_policy(Tracer(parts.policy, drafter=parts.drafter))
     given = llm.tokens_of_chat([{"role": "user", "content": prompt}]) if chat else prompt
     params = follow_recommendation(context, llm, sampling, quiet)
     (result,) = llm.generate([given], params, use_tqdm=False)

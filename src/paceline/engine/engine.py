@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -46,6 +47,8 @@ from paceline.models.decoder import Decoder
 from paceline.models.fingerprint import is_from_files
 
 __all__ = ["Engine", "Models", "Request"]
+
+AnyPolicy = TypeVar("AnyPolicy", bound=LengthPolicy)
 
 
 class Engine:
@@ -85,7 +88,7 @@ class Engine:
         self.batch = self._new_batch()
         self._device_round = self._make_device_round()
         self._profile = self._load_profile()
-        self.parts.policy = self._policy()
+        self.use_policy(self._policy())
         self.parts.native = NativeRound.of(target, self.batch, self.parts.accept, self.threads)
         self.chunks = PrefillChunker(config.prefill_chunk, config.longest_pause)
         self.slots = SlotAllocator(self.batch, self.parts, self.room)
@@ -234,6 +237,21 @@ class Engine:
     @property
     def busy(self) -> bool:
         return self.scheduler.busy
+
+    def use_policy(self, policy: AnyPolicy) -> AnyPolicy:
+        """Let another length policy choose from the next round on, and return it. It knows nothing of present rows."""
+        self.parts.policy = policy
+        return policy
+
+    def expect(self, *, final: bool | None = None, watched: bool | None = None) -> None:
+        """Say what callers do with results, which changes only the order of work. None leaves a statement as it is.
+
+        final: whether no caller reads results before they end, and no requests will come before the present ones have
+            ended. At first they may.
+        watched: whether a caller reads results before they end; other requests may come in any case. At first it does.
+        """
+        self.scheduler.final = self.scheduler.final if final is None else final
+        self.scheduler.watched = self.scheduler.watched if watched is None else watched
 
     def add(self, request: Request) -> RequestOutput:
         """Queue a request and return its result, which ``step`` fills.

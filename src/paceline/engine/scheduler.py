@@ -35,9 +35,7 @@ class Scheduler:
     chunks: decides what is prefilled next.
     prefilling: sequences in prefill, in the order in which they began. running: the live rows, in their order.
     in_flight: upper bound of tokens that a row has gained on the device, but not yet on the host.
-    closed: whether no caller reads results before they end, and no requests will come before the present ones have
-        ended.
-    watched: whether a caller reads results before they end; other requests may come in any case.
+    final, watched: see ``Engine.expect``.
     answers: lengths of recent answers.
     """
 
@@ -49,14 +47,14 @@ class Scheduler:
     prefilling: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)
     in_flight: int = 0
-    closed: bool = False
+    final: bool = False
     watched: bool = True
     answers: AnswerLengths = field(default_factory=AnswerLengths)
 
     @property
     def draining(self) -> bool:
         """Whether the decoding rows are the last ones."""
-        return self.closed and not self.waiting and not self.prefilling
+        return self.final and not self.waiting and not self.prefilling
 
     @property
     def busy(self) -> bool:
@@ -166,7 +164,7 @@ class Scheduler:
     @property
     def _awaited(self) -> bool:
         """Whether it matters when each token comes, and not only when all have come."""
-        return (self.watched and not self.closed) or self._any_deadline
+        return (self.watched and not self.final) or self._any_deadline
 
     @property
     def _begins_at_once(self) -> bool:

@@ -197,14 +197,14 @@ class SharedEngine:
         """Run one round for all callers, if the engine has requests."""
         if not self.engine.busy:
             return
-        self.engine.scheduler.closed = caller.final and len(self._calls) == 1
+        self.engine.expect(final=caller.final and len(self._calls) == 1)
         try:
             changed = self.engine.step()
         except BaseException as error:
             self._round_failed(caller, error)
             raise
         finally:
-            self.engine.scheduler.closed = False
+            self.engine.expect(final=False)
         owned = [output for output in changed if output.request_id in self._callers]
         for output in sorted(owned, key=lambda output: self._order[output.request_id]):
             self._callers[output.request_id].tell(output)

@@ -11,7 +11,7 @@ from toy_llm import toy_llm
 
 def test_tokens_beyond_the_ends_of_answers_are_not_counted() -> None:
     engine = toy_llm(drafter="model", num_speculative_tokens=4).engine
-    recorder = engine.parts.policy = Recorder(engine.parts.policy)
+    recorder = engine.use_policy(Recorder(engine.parts.policy))
     sizes = [3, 5, 9]
     outputs = [
         engine.add(Request([1, 2, size], SamplingParams(temperature=0, max_tokens=size, ignore_eos=True)))
@@ -30,7 +30,7 @@ def test_recorded_rounds_stay_on_the_device(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr("paceline.engine.runners.speculative_round", fail)
     engine = make_engine(ToyModel(), ToyModel(blur=0.3), drafter="model", num_speculative_tokens=3, rounds="device")
-    recorder = engine.parts.policy = Recorder(engine.parts.policy)
+    recorder = engine.use_policy(Recorder(engine.parts.policy))
     engine.add(Request([1, 2, 3], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)))
     while engine.busy:
         engine.step()

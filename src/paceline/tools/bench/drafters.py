@@ -116,7 +116,7 @@ def count(
     ]
     for each, task, temperature in progress(steps, "acceptance"):
         llm = engines[each.name]
-        llm.engine.parts.policy = recorder = Recorder(FixedLength(plan.k))
+        recorder = llm.engine.use_policy(Recorder(FixedLength(plan.k)))
         run = run_batch(llm, questions(llm, PROMPTS[task][: plan.prompts]), _sampled(plan, temperature, each.answers))
         yield _counted(each.name, task, temperature, run.tokens, recorder.rounds, plan.k)
 

@@ -151,7 +151,7 @@ class Stage:
 
     def run(self, name: str) -> Run:
         engine, recorder = self.engine, Recorder(self.policy(name))
-        engine.parts.policy = recorder
+        engine.use_policy(recorder)
         seconds, rounds, latency = [], [], []
         ids: list[str] = []
         for phase in self.phases:

@@ -157,7 +157,7 @@ def run_policy(llm: LLM, prompts: Sequence[list[int]], trace: str, policy: str, 
         engine = llm.with_options(num_speculative_tokens=length, max_batch_size=load.max_batch_size).engine
     replay(engine, prompts, [0.0] * min(4, load.max_batch_size), 16)
     recorder = Recorder(engine.parts.policy)
-    engine.parts.policy = recorder
+    engine.use_policy(recorder)
     latencies, seconds, latency = replay(engine, prompts, arrivals(trace, load), load.tokens)
     known = {"trace": trace, "policy": policy, "seconds": seconds, "latency": latency, **summed(latencies)}
     return _result(known, seconds, recorder.rounds)
