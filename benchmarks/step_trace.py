@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import paceline
 from paceline.config import EngineOptions, SamplingParams
-from paceline.engine.device_round import DeviceRound
 from paceline.engine.engine import Engine, Request
+from paceline.engine.rounds.program import DeviceRound
 from paceline.kernels import native
 from paceline.kernels.abi import SIGNATURES
 from paceline.lengths.auto import AutoLength

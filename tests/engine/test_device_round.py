@@ -30,8 +30,8 @@ from paceline.core.outputs import CompletionOutput
 from paceline.core.rows import RowState, StepFeatures
 from paceline.core.sampling import sequence_seed
 from paceline.drafters.lookup import LONGEST_SUFFIX, HostLookup, SearchedRows
-from paceline.engine.device_round import DeviceAcceptance, DeviceRound
 from paceline.engine.engine import Engine, Request
+from paceline.engine.rounds.program import DeviceAcceptance, DeviceRound
 from paceline.errors import ParameterError
 from paceline.kernels.attention.reference import ReferenceAttention
 from paceline.kernels.gpu.graphs import Graphs, NoOtherRanks, Ring, Ticket, Upload

@@ -24,7 +24,7 @@ from paceline.drafters import Drafter
 from paceline.drafters.heads.native import NativeFusedStates, NativeHead
 from paceline.engine.engine import Engine, Request
 from paceline.engine.memory import plan_memory
-from paceline.engine.native_round import NativeRound, workspace_bytes
+from paceline.engine.rounds.kernels import NativeRound, workspace_bytes
 from paceline.errors import ParameterError
 from paceline.kernels import native
 from paceline.lengths.auto import AutoLength

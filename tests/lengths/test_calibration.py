@@ -9,7 +9,7 @@ import pytest
 from paceline.config import SamplingParams
 from paceline.core.batch import Batch
 from paceline.core.draft import Draft, Verdict
-from paceline.engine.native_round import NativeRound
+from paceline.engine.rounds.kernels import NativeRound
 from paceline.kernels import native
 from paceline.lengths import calibration as calibration_module
 from paceline.lengths.auto import DEPTHS

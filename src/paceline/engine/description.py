@@ -9,12 +9,12 @@ from paceline.core.cache_budget import KVCacheBudget
 from paceline.core.hardware import machine_name
 from paceline.drafters.heads.native import NativeHead
 from paceline.engine.assembly import Models
-from paceline.engine.device_round import DeviceRound
 from paceline.engine.memory import GIB
-from paceline.engine.native_round import runs_native_rounds, why_not_kernels
-from paceline.engine.pipeline import NGRAM_SOURCES, why_not_device
-from paceline.engine.round import Speculation
-from paceline.engine.runners import Runners
+from paceline.engine.rounds.choice import Runners
+from paceline.engine.rounds.kernels import runs_native_rounds, why_not_kernels
+from paceline.engine.rounds.loop import NGRAM_SOURCES, why_not_device
+from paceline.engine.rounds.program import DeviceRound
+from paceline.engine.rounds.round import Speculation
 from paceline.kernels import native
 from paceline.lengths.profile import Identity
 from paceline.models.base import WITHOUT_KERNELS, AnyModel, FlatModel

@@ -23,13 +23,13 @@ from paceline.core.outputs import RequestOutput
 from paceline.engine.assembly import Assembly, Models, check_attention, lookup_is_free, max_model_len
 from paceline.engine.chunks import PrefillChunker
 from paceline.engine.description import EngineDescription
-from paceline.engine.device_round import DeviceAcceptance, DeviceRound
 from paceline.engine.memory import check_memory
-from paceline.engine.native_round import NativeRound
-from paceline.engine.pipeline import DeviceRunner, why_not_device
 from paceline.engine.request import Intake, Request
-from paceline.engine.round import Speculation
-from paceline.engine.runners import HostRunner, Runners
+from paceline.engine.rounds.choice import HostRunner, Runners
+from paceline.engine.rounds.kernels import NativeRound
+from paceline.engine.rounds.loop import DeviceRunner, why_not_device
+from paceline.engine.rounds.program import DeviceAcceptance, DeviceRound
+from paceline.engine.rounds.round import Speculation
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequences import Sequence as Row
 from paceline.engine.slot_allocator import SlotAllocator

@@ -18,7 +18,7 @@ from paceline.core.hardware import Stopwatch
 from paceline.core.outputs import FinishReason
 from paceline.engine.chunks import PrefillChunker, PromptSlice
 from paceline.engine.prefixes import STATES_APART
-from paceline.engine.round import Speculation
+from paceline.engine.rounds.round import Speculation
 from paceline.engine.scoring import collect
 from paceline.engine.sequences import AnswerLengths, Sequence, end_if_outranked, fail, finish, gain_tokens, log_failure
 from paceline.engine.slot_allocator import SlotAllocator

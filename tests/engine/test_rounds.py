@@ -10,7 +10,7 @@ from batches import filled
 from paceline.config import SamplingParams
 from paceline.core.batch import Batch, RowStart
 from paceline.core.draft import Verdict
-from paceline.engine.runners import Runners
+from paceline.engine.rounds.choice import Runners
 from paceline.engine.sequences import Sequence
 
 

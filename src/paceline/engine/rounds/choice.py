@@ -8,7 +8,7 @@ from typing import Protocol
 
 from paceline.core.batch import Batch
 from paceline.core.draft import Verdict
-from paceline.engine.round import Speculation, speculative_round
+from paceline.engine.rounds.round import Speculation, speculative_round
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequences import Sequence
 

@@ -23,7 +23,7 @@ from paceline.core.draft import Draft, RoundTiming, Verdict
 from paceline.core.draft_tensors import DraftTensors
 from paceline.core.row_keeper import RowKeeper, RowKeepers
 from paceline.drafters.base import Drafter
-from paceline.engine.native_round import NativeRound
+from paceline.engine.rounds.kernels import NativeRound
 from paceline.lengths.base import LengthPolicy
 from paceline.models.decoder import Decoder
 

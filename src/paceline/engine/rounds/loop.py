@@ -11,8 +11,8 @@ from typing import TypeVar
 from paceline.core.batch import Batch
 from paceline.core.draft import Logprobs, Verdict
 from paceline.core.rows import SamplingRows, StepFeatures
-from paceline.engine.device_round import DeviceRound
-from paceline.engine.round import Speculation
+from paceline.engine.rounds.program import DeviceRound
+from paceline.engine.rounds.round import Speculation
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequences import Sequence, gain_tokens
 from paceline.kernels.gpu.ahead import Ahead, Progress
