@@ -24,14 +24,15 @@ from gemma4_support import SIZES as GEMMA4_SIZES
 from gemma4_support import tiny_assistant, tiny_native_gemma4
 from head_support import tiny_chimera_head, tiny_head, tiny_native_head, tiny_transfer_head
 from paceline.config import SamplingParams, StructuredOutputs
-from paceline.core import acceptance, rules
+from paceline.core import rules
 from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.cache import KVCache
 from paceline.core.draft import Draft, RoundTiming, Verdict
+from paceline.core.draft_tensors import DraftTensors
 from paceline.core.outputs import RequestOutput
 from paceline.core.rows import RowState
 from paceline.core.sampling import noise_key, noisy_argmax
-from paceline.core.values import Purpose
+from paceline.core.values import Accepted, Purpose
 from paceline.drafters import Drafter
 from paceline.drafters.heads.decoder import HeadModel
 from paceline.engine.engine import Engine, Request
@@ -68,6 +69,7 @@ from toy import (
     ToyModel,
     always,
     answers,
+    kernels_of,
     logits_after,
     make_engine,
     make_request,
@@ -269,7 +271,7 @@ def plain(model: str, family: str) -> list[list[list[int]]]:
     alone = []
     for prompt, params in zip(PROMPTS, PARAMS[family], strict=True):
         engine = make_engine(MODELS[model](), eos=EOS, max_batch_size=1)
-        engine.parts.native = None
+        engine.rounds.choice.kernels = None
         alone += answers(run(engine, [prompt], [unranked(params)]))
     assert any(answer[-1] in EOS for each in alone for answer in each), "the tests need answers that end early"
     return alone
@@ -588,8 +590,8 @@ def test_device_rounds_over_states_equal_plain_decoding(
     kind, options = "delta nets as on GPUs", {"rounds": "device", "attention": "padded", "prefill_chunk": 7}
     engine = speculative_engine(kind, drafter, length, family, speculation_width=width, **options)
     assert answers(run(engine, PROMPTS, PARAMS[family])) == plain(kind, family)
-    assert engine.runners.rounds["device"] > 10
-    assert engine.runners.rounds["host"] == 0 or family == "mixed"
+    assert engine.rounds.counts["device"] > 10
+    assert engine.rounds.counts["host"] == 0 or family == "mixed"
 
 
 @needs_kernels
@@ -598,7 +600,7 @@ def test_device_rounds_over_states_equal_plain_decoding(
 @pytest.mark.one_in(11)
 def test_a_native_head_equals_plain_decoding_in_host_and_native_rounds(drafter: str, family: str) -> None:
     engine = speculative_engine("native", drafter, "random", family, prefill_chunk=7)
-    engine.parts.native = None
+    engine.rounds.choice.kernels = None
     assert answers(run(engine, PROMPTS, PARAMS[family])) == plain("native", family)
 
 
@@ -632,21 +634,24 @@ def test_the_description_names_draft_tokens_that_host_rounds_verify(drafter: str
 @needs_kernels
 def test_the_description_names_a_rule_without_native_kernel() -> None:
     engine = speculative_engine("native", "self", 3, "mixed", acceptance="synthetic:0.8", benchmark=True)
-    assert engine.parts.native is None
+    assert engine.rounds.choice.kernels is None
     assert "rounds by the host (the kernels do not have this acceptance rule)" in engine.describe()
 
 
 def count_native_rounds(engine: Engine) -> Counter[str]:
     """Counter of rounds, "natively" or "by the host", that grows as rounds run."""
-    runner, rounds_by = engine.parts.native, Counter[str]()
-    assert runner is not None
-    suits = runner.can_run
+    native, parts, rounds_by = kernels_of(engine).native, engine.parts, Counter[str]()
+    run_natively, verify = native.run, parts.verify_and_commit
 
-    def counted(rule: acceptance.AcceptanceRule, draft: Draft) -> bool:
-        rounds_by["natively" if suits(rule, draft) else "by the host"] += 1
-        return suits(rule, draft)
+    def natively(draft: Draft) -> Verdict:
+        rounds_by["natively"] += 1
+        return run_natively(draft)
 
-    runner.can_run = counted  # type: ignore[method-assign]
+    def by_the_host(batch: Batch, draft: Draft) -> Verdict:
+        rounds_by["by the host"] += 1
+        return verify(batch, draft)
+
+    native.run, parts.verify_and_commit = natively, by_the_host  # type: ignore[method-assign]
     return rounds_by
 
 
@@ -655,7 +660,7 @@ def test_a_rule_that_replaces_the_engines_own_is_called() -> None:
     engine = speculative_engine("native", "ngram", 4, "greedy")
     asked, rule = [], engine.parts.accept
 
-    def watched(draft: Draft, logits: torch.Tensor, batch: Batch) -> Verdict:
+    def watched(draft: DraftTensors, logits: torch.Tensor, batch: Batch) -> Accepted:
         asked.append(draft.k)
         return rule(draft, logits, batch)
 
@@ -912,7 +917,7 @@ def turns(model: str, family: str) -> tuple[list[list[int]], list[list[list[int]
     alone = []
     for prompt, params in zip(prompts, PARAMS[family], strict=True):
         engine = make_engine(MODELS[model](), eos=EOS, max_batch_size=1, prefix_cache=False)
-        engine.parts.native = None
+        engine.rounds.choice.kernels = None
         alone += answers(run(engine, [prompt], [unranked(params)]))
     return prompts, alone
 
@@ -1046,7 +1051,7 @@ def test_ranking_stays_on_the_device(length: int | str, monkeypatch: pytest.Monk
         "toy", drafter, 4 if length == 0 else length, "mixed", rounds="device", attention="padded"
     )
     outputs = run(engine, prompts, params)
-    assert engine.runners.rounds["host"] == 0, "a round was taken off the device"
+    assert engine.rounds.counts["host"] == 0, "a round was taken off the device"
     for output, host in zip(outputs, expected, strict=True):
         assert [answer.token_ids for answer in output.outputs] == [answer.token_ids for answer in host.outputs]
     assert ranked_answers(outputs) == [[answer.index for answer in output.outputs] for output in expected]
@@ -1213,17 +1218,16 @@ def test_a_cache_that_does_not_keep_the_path_fails_these_tests(monkeypatch: pyte
 
 def count_siblings(engine: Engine) -> Counter[str]:
     """Counter of accepted paths: "nothing", "first" (the first draft tokens) or "sibling", and of rounds with trees."""
-    verify, kept = engine.parts.verify_and_commit, Counter[str]()
+    observe, kept = engine.parts.drafter.observe, Counter[str]()
 
-    def counted(batch: Batch, draft: Draft) -> Verdict:
-        verdict = verify(batch, draft)
+    def counted(batch: Batch, verdict: Verdict) -> None:
         for row, taken in enumerate(verdict.accepted):
             path = list(range(taken)) if verdict.path is None else verdict.path[row]
             kept["nothing" if not path else "first" if path == list(range(taken)) else "sibling"] += 1
-        kept["trees"] += draft.parents is not None
-        return verdict
+        kept["trees"] += verdict.parents is not None
+        observe(batch, verdict)
 
-    engine.parts.verify_and_commit = counted  # type: ignore[method-assign]
+    engine.parts.drafter.observe = counted  # type: ignore[method-assign]
     return kept
 
 

@@ -26,6 +26,7 @@ from paceline.core.sampling import noise_key, sequence_seed, uniform
 from paceline.core.values import Purpose
 from paceline.drafters import Drafter
 from paceline.engine.engine import Engine, Models, Request
+from paceline.engine.rounds.kernels import KernelsPlace
 from paceline.kernels.attention.base import Attend
 from paceline.kernels.attention.reference import ReferenceAttention
 from paceline.lengths.base import LengthPolicy
@@ -209,6 +210,13 @@ def run(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[Sampl
         engine.step()
         engine.scheduler.check_integrity()
     return outputs
+
+
+def kernels_of(engine: Engine) -> KernelsPlace:
+    """What runs the engine's rounds on the CPU kernels."""
+    kernels = engine.rounds.choice.kernels
+    assert isinstance(kernels, KernelsPlace)
+    return kernels
 
 
 def make_request(prompt: Sequence[int], params: SamplingParams) -> Request:

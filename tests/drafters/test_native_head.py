@@ -309,7 +309,7 @@ def test_draft_tokens_do_not_depend_on_what_happened_to_their_rows(chunk: int, r
     engine = make_engine(target, head, drafter="feature", prefill_chunk=chunk, max_batch_size=4)
     engine.use_policy(RandomLength(seed=chunk))
     if rounds == "host":
-        engine.parts.native = None
+        engine.rounds.choice.kernels = None
     watched = Anew(engine, target, head)
     run(engine, PROMPTS, PARAMS)
     assert watched.compared > 100

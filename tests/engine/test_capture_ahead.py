@@ -19,7 +19,7 @@ from engine.test_device_round import EOS, PARAMS, PROMPTS, engine_on
 from paceline.config import MAX_SPECULATION_LENGTH, SamplingParams
 from paceline.core.rows import NOTHING, StepFeatures
 from paceline.engine.engine import Engine
-from paceline.engine.rounds.loop import likely_lengths
+from paceline.engine.rounds.graph import likely_lengths
 from paceline.engine.rounds.program import MISSED, DeviceAcceptance, DeviceRound
 from paceline.kernels.attention import make_backend
 from paceline.kernels.gpu import ahead

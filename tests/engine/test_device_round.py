@@ -281,7 +281,7 @@ def test_the_device_runs_cuts_penalties_and_logprobs(k: int, acceptance: str) ->
     for rounds in ("device", "host"):
         engine = engine_on(rounds, num_speculative_tokens=k, acceptance=acceptance, max_batch_size=4)
         outputs.append(run(engine, prompts, params))
-        assert (engine.runners.rounds["host"] > 0) == (rounds == "host")
+        assert (engine.rounds.counts["host"] > 0) == (rounds == "host")
     for found, expected, each in zip(*outputs, params, strict=True):
         if acceptance == "coupled" or each.temperature == 0:
             for one, other in zip(found.outputs, expected.outputs, strict=True):
@@ -413,9 +413,8 @@ class Rerun:
 
 def test_auto_is_told_which_rounds_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_on("device", num_speculative_tokens="auto")
-    device, runner = engine._device_round, engine._device_runner
+    device = engine._device_round
     assert device is not None
-    assert runner is not None
 
     def capture(program: Callable[[], Tensor]) -> tuple[Rerun, Tensor, int]:
         with device._all_rows_idle():
@@ -431,13 +430,13 @@ def test_auto_is_told_which_rounds_are_captured(monkeypatch: pytest.MonkeyPatch)
         engine.step()
     for _ in range(8):
         engine.step()
-        assert device.is_captured(runner._in_flight[-1].k)
+        assert device.is_captured(engine.rounds._launched[-1].plan.k)
     assert not all(map(device.is_captured, DEPTHS))
     engine.add(Request(PROMPTS[3], SamplingParams(max_tokens=60, seed=1, top_p=0.9, ignore_eos=True)))
     while engine.batch.rows < 4:
         engine.step()
     engine.step()
-    last = runner._in_flight[-1].k
+    last = engine.rounds._launched[-1].plan.k
     assert device.is_captured(last), "with the new row's cuts"
     monkeypatch.setattr(type(engine.batch.sampling), "step_features", StepFeatures(adjusts=True))
     assert not device.is_captured(last), "with penalties"
@@ -566,12 +565,12 @@ def test_references_and_parallel_samples_move_ngram_rounds_to_the_host(more: dic
     params = SamplingParams(temperature=0.5, max_tokens=8, n=more.get("n", 1))
     assert "by the host for n-gram drafts from references or parallel samples" in engine.describe()
     engine.add(Request([1, 2], params, **references))
-    assert engine._device_runner is not None
+    assert engine._graph is not None
     engine.step()
-    assert (engine._device_runner.why_not(engine.batch) is None) == device
+    assert (engine._graph.why_not(engine.batch) is None) == device
     while engine.busy:
         engine.step()
-    assert (engine.runners.rounds["device"] > 0) == device
+    assert (engine.rounds.counts["device"] > 0) == device
     assert ("rounds by the device" in engine.describe()) == device
 
 

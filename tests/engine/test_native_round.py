@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from head_support import tiny_feature_head
 from kernels.tools import random_spec
 from paceline.config import EngineConfig, SamplingParams
-from paceline.core.acceptance import RULES, AcceptanceRule
+from paceline.core.acceptance import RULES
 from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.draft import Draft, Verdict, branching, depths_of, empty_draft
 from paceline.core.draft_tensors import DraftTensors
@@ -24,6 +24,7 @@ from paceline.drafters import Drafter
 from paceline.drafters.heads.native import NativeFusedStates, NativeHead
 from paceline.engine.engine import Engine, Request
 from paceline.engine.memory import plan_memory
+from paceline.engine.rounds.choice import why_no_kernels_for
 from paceline.engine.rounds.kernels import NativeRound, workspace_bytes
 from paceline.errors import ParameterError
 from paceline.kernels import native
@@ -38,6 +39,7 @@ from toy import (
     ToyConstraint,
     ToyModel,
     answers,
+    kernels_of,
     make_engine,
     make_request,
     run,
@@ -105,15 +107,20 @@ class FreeAfterOdd(ToyConstraint):
 def rounds_of_both_kinds(acceptance: str, k: int, natively: bool) -> tuple[list[list[list[int]]], Counter[bool]]:
     """Answers of bound and unbound rows, and the number of rounds that ran natively (True) and by the host."""
     engine = make_engine(tiny_native(1), drafter="ngram", num_speculative_tokens=k, acceptance=acceptance)
-    runner, rounds = engine.parts.native, Counter[bool]()
-    assert runner is not None
-    suits = runner.can_run
+    native, parts, rounds = native_round_of(engine), engine.parts, Counter[bool]()
+    run_natively, verify = native.run, parts.verify_and_commit
 
-    def can_run(rule: AcceptanceRule, draft: Draft) -> bool:
-        rounds[found := natively and suits(rule, draft)] += 1
-        return found
+    def by_kernels(draft: Draft) -> Verdict:
+        rounds[True] += 1
+        return run_natively(draft)
 
-    runner.can_run = can_run  # type: ignore[method-assign]
+    def by_steps(batch: Batch, draft: Draft) -> Verdict:
+        rounds[False] += 1
+        return verify(batch, draft)
+
+    native.run, parts.verify_and_commit = by_kernels, by_steps  # type: ignore[method-assign]
+    if not natively:
+        engine.rounds.choice.kernels = None
     outputs = []
     for row, prompt in enumerate(PROMPTS):
         params = SamplingParams(temperature=0.8 * (row > 1), max_tokens=40, seed=row, presence_penalty=row / 4)
@@ -162,15 +169,14 @@ def test_a_draft_with_wrong_counts_is_refused(count: int, natively: bool) -> Non
     """Nothing may be read beyond the draft tokens."""
     engine = engine_with(lambda rows, _: Draft(tokens(rows, 1), counts(rows, count)))
     if not natively:
-        engine.parts.native = None
+        engine.rounds.choice.kernels = None
     with pytest.raises(ParameterError, match="counts"):
         run(engine, PROMPTS, PARAMS)
     assert engine.batch.length.tolist() == list(map(len, PROMPTS)), "no row has gained anything"
 
 
 def native_round_of(engine: Engine) -> NativeRound:
-    assert engine.parts.native is not None
-    return engine.parts.native
+    return kernels_of(engine).native
 
 
 def test_the_kernels_write_no_logits_beyond_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,7 +362,7 @@ def test_native_tree_rounds_equal_step_by_step_rounds(
     """Verdicts, texts, caches and hidden states are equal to the bit after every round, while rows come and go."""
     model, params = model_of(quantization, cache), [SAMPLING[sampling](row) for row in range(MANY)]
     engine, parts = (engine_with_trees(model, kept, shape, params) for _ in range(2))
-    parts.parts.native, rounds = None, Counter[str]()
+    parts.rounds.choice.kernels, rounds = None, Counter[str]()
     native = native_round_of(engine)
     run_natively = native.run
 
@@ -405,7 +411,7 @@ def test_tree_draft_tokens_without_a_cache_slot_are_refused(monkeypatch: pytest.
 def test_a_rule_without_trees_refuses_them_by_name() -> None:
     star = torch.full((4, 3), -1)
     engine = engine_with(lambda rows, k: Draft(tokens(rows, k), counts(rows, k), parents=star), acceptance="rejection")
-    assert native_round_of(engine).can_run(RULES["rejection"], empty_draft(4))
+    assert why_no_kernels_for(empty_draft(4), RULES["rejection"], engine.batch) is None
     with pytest.raises(ParameterError, match=r"acceptance='rejection'.*trees"):
         run(engine, PROMPTS, PARAMS)
 

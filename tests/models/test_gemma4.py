@@ -179,7 +179,7 @@ def test_rejected_draft_tokens_and_other_branches_leave_no_trace(kind: str, shap
     plain = plain_answers(kind)
     engine = make_engine(MODELS[kind](), drafter="ngram", max_batch_size=4, prefill_chunk=5)
     if native.select() is not None:
-        assert (engine.parts.native is not None) == (kind != "torch"), "the kernels run whole rounds"
+        assert (engine.rounds.choice.kernels is not None) == (kind != "torch"), "the kernels run whole rounds"
     script_drafts(engine, truth_of(PROMPTS, PARAMS, plain), shape)
     outputs = run(engine, PROMPTS, PARAMS)
     assert answers(outputs) == plain

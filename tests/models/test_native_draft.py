@@ -25,7 +25,7 @@ from paceline.kernels.cpu import cpu_ops
 from paceline.lengths import LengthPolicy
 from paceline.models.draft_decoder import DraftDecoder
 from paceline.models.native_draft import NativeDraftDecoder, PlannedDraft, _Callbacks
-from toy import POSITIONS, VOCAB, RandomLength, answers, make_engine, run, tiny_native
+from toy import POSITIONS, VOCAB, RandomLength, answers, kernels_of, make_engine, run, tiny_native
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -183,9 +183,7 @@ def test_a_round_of_known_length_is_one_native_call(drafter: str) -> None:
 def test_the_time_of_a_draft_inside_of_a_round_is_the_drafts(drafter: str) -> None:
     engine = engine_of(drafter)
     run(engine, PROMPTS[:1], [SamplingParams(temperature=0, max_tokens=12)])
-    native_round = engine.parts.native
-    assert native_round is not None
-    assert native_round._draft_seconds[0] > 0
+    assert kernels_of(engine).native._draft_seconds[0] > 0
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")

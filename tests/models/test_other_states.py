@@ -113,7 +113,7 @@ def test_the_start_line_says_why_a_model_runs_in_torch() -> None:
 @pytest.mark.skipif(native.select() is None, reason=f"no native kernels: {native.why_none()}")
 def test_the_cpu_kernels_run_short_convolutions_where_their_sizes_fit() -> None:
     llm = LLM(tiny_lfm2(), dtype="bfloat16", device="cpu", max_batch_size=2, max_model_len=64)
-    assert llm.engine.parts.native is not None, "the kernels run whole rounds"
+    assert llm.engine.rounds.choice.kernels is not None, "the kernels run whole rounds"
     assert "in torch" not in llm.engine.describe()
     for sizes, needed in (({"width": 40}, "widths that are multiples of 16"), ({"taps": 9}, "2 to 8 taps")):
         with pytest.raises(ModelFormatError, match=f"need recurrent layers of {needed}"):

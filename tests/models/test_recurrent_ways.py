@@ -121,7 +121,7 @@ def decoded(rows: int, drafter: str | None = None, **options: Any) -> Way:
     def check(subject: Subject) -> None:
         engine = subject.engine(rows, drafter, **options)
         assert answers(run(engine, subject.prompts, GREEDY)) == subject.truth
-        assert (engine.runners.rounds["host"] == 0) == ("rounds" in options)
+        assert (engine.rounds.counts["host"] == 0) == ("rounds" in options)
 
     return check
 

@@ -151,7 +151,7 @@ def test_bits_in_int8_on_the_kernels_do_not_depend_on_batch_or_drafter(name: str
             LLM(theirs, **options)
         return
     alone = LLM(theirs, drafter=None, max_batch_size=1, **options)
-    assert alone.engine.parts.native is not None, "the kernels run whole rounds"
+    assert alone.engine.rounds.choice.kernels is not None, "the kernels run whole rounds"
     wanted = run(alone, prompts_of(theirs))
     for drafter in DRAFTERS:
         for rows in (1, ROWS):

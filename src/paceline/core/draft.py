@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cache, cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from paceline.errors import ParameterError
+
+Value = TypeVar("Value")
 
 MAX_KINDS = 10  # kinds of draft tokens that a drafter may distinguish
 # Offset added to the kind of a lower-ranked sibling: it can only be accepted where a better sibling is rejected.
@@ -74,8 +76,6 @@ class Draft:
             tokens, tree = first_of(tokens, numbers), None if tree is None else first_of(tree, numbers)
         vars(self).update(draft_tokens=tokens, parents=tree)
         vars(self).update(probabilities=probabilities, confidence=confidence, kinds=kinds)
-
-    late_seconds = 0.0  # time that verification spent on making a draft that was only planned before
 
     @property
     def k(self) -> int:
@@ -280,6 +280,22 @@ class Verdict:
         """The verdict itself: its values are on the host."""
         return self
 
+    def of_rows(self, lines: Sequence[int | None]) -> Verdict:
+        """Return the result for other rows. lines: each one's row in this result, None if it was not in the round.
+
+        Such rows have drafted, accepted and gained nothing; their log-probabilities are undefined.
+        """
+        return replace(
+            self,
+            tokens=[[] if line is None else self.tokens[line] for line in lines],
+            accepted=[0 if line is None else self.accepted[line] for line in lines],
+            drafted=[0 if line is None else self.drafted[line] for line in lines],
+            gained=[0 if line is None else self.gained[line] for line in lines],
+            parents=None if self.parents is None else _rows_of(self.parents, lines),
+            path=None if self.path is None else _rows_of(self.path, lines),
+            logprobs=None if self.logprobs is None else Logprobs(*(_rows_of(each, lines) for each in self.logprobs)),
+        )
+
     @cached_property
     def trees(self) -> list[VerifiedTree] | None:
         """Results of the rows' trees; None if the draft had chains only."""
@@ -312,3 +328,7 @@ class Verdict:
     def fully_accepted(self, row: int) -> bool:
         """Whether no draft token of the row comes after the accepted ones."""
         return self.accepted[row] == self.drafted[row] if self.trees is None else self.trees[row].fully_accepted
+
+
+def _rows_of(table: list[list[Value]], lines: Sequence[int | None]) -> list[list[Value]]:
+    return [[] if line is None else table[line] for line in lines]

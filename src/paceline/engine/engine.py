@@ -25,9 +25,10 @@ from paceline.engine.chunks import PrefillChunker
 from paceline.engine.description import EngineDescription
 from paceline.engine.memory import check_memory
 from paceline.engine.request import Intake, Request
-from paceline.engine.rounds.choice import HostRunner, Runners
-from paceline.engine.rounds.kernels import NativeRound
-from paceline.engine.rounds.loop import DeviceRunner, why_not_device
+from paceline.engine.rounds.choice import RoundChoice, why_no_graph
+from paceline.engine.rounds.graph import GraphPlace
+from paceline.engine.rounds.kernels import KernelsPlace, NativeRound
+from paceline.engine.rounds.loop import RoundLoop
 from paceline.engine.rounds.program import DeviceAcceptance, DeviceRound
 from paceline.engine.rounds.round import Speculation
 from paceline.engine.scheduler import Scheduler
@@ -89,24 +90,29 @@ class Engine:
         self._device_round = self._make_device_round()
         self._profile = self._load_profile()
         self.use_policy(self._policy())
-        self.parts.native = NativeRound.of(target, self.batch, self.parts.accept, self.threads)
         self.chunks = PrefillChunker(config.prefill_chunk, config.longest_pause)
         self.slots = SlotAllocator(self.batch, self.parts, self.room)
         self.scheduler = Scheduler(self.batch, self.parts, self.slots, self.chunks)
-        self._device_runner, host = self._make_device_runner(), HostRunner(self.parts, self.scheduler)
-        self.runners = Runners(self.batch, *([self._device_runner] if self._device_runner else []), host)
+        self._graph = self._make_graph()
+        choice = RoundChoice(self.parts, self._make_kernels(), self._graph)
+        self.rounds = RoundLoop(self.parts, self.scheduler, choice)
 
     def _new_batch(self) -> Batch:
         target = self.models.target
         ops = cpu_ops(target.device)
         return Batch(self.config.max_batch_size, self.max_model_len, target.vocab_size, target.device, ops)
 
-    def _make_device_runner(self) -> DeviceRunner | None:
-        """Return the runner of device rounds; None if all rounds run on the host."""
+    def _make_graph(self) -> GraphPlace | None:
+        """Return the place of device rounds; None if all rounds run on the host."""
         device_round = self._device_round
         if device_round is None or not self._uses_device_rounds():
             return None
-        return DeviceRunner(device_round, self.parts, self.scheduler)
+        return GraphPlace(device_round, self.parts, self.scheduler)
+
+    def _make_kernels(self) -> KernelsPlace | None:
+        """Return the place of rounds on the CPU kernels; None if they do not run the target's."""
+        native = NativeRound.of(self.parts.target, self.batch, self.parts.accept, self.threads)
+        return None if native is None else KernelsPlace(self.parts, native)
 
     def _make_device_round(self) -> DeviceRound | None:
         """Return the round as a program of the device; None if all rounds run on the host."""
@@ -123,7 +129,7 @@ class Engine:
 
         Raises ParameterError if rounds="device" was chosen and is not possible.
         """
-        rounds, obstacle = self.config.rounds, why_not_device(self.parts)
+        rounds, obstacle = self.config.rounds, why_no_graph(self.parts)
         if rounds == "device" and obstacle is not None:
             raise ParameterError("rounds", "device", f"not possible here: {obstacle}; 'host' is")
         one_gpu = self.models.target.device.type == "cuda" and self.config.tensor_parallel == 1
@@ -215,7 +221,7 @@ class Engine:
 
     def describe(self) -> str:
         """Return one line that says what runs, and why a faster path does not."""
-        return self._description.describe(self.runners)
+        return self._description.describe(self.rounds)
 
     @ignore_torch_context
     @torch.inference_mode()
@@ -229,10 +235,10 @@ class Engine:
         progress: may wrap the list of programs in a progress bar.
         """
         assert not self.busy, "requests would wait for captures"
-        if self._device_runner is None:
+        if self._graph is None:
             return None
         with self._own_threads():
-            return self._device_runner.capture_ahead(seconds, progress)
+            return self._graph.capture_ahead(seconds, progress)
 
     @property
     def busy(self) -> bool:
@@ -285,10 +291,10 @@ class Engine:
         """Whether the step is only a round of the CPU kernels. Then torch's modes need not be set, which takes 80
         us.
         """
-        scheduler, parts = self.scheduler, self.parts
-        if scheduler.prefilling or scheduler.admissible:
+        if self.scheduler.prefilling or self.scheduler.admissible:
             return False
-        return parts.native is not None and not parts.native.needs_host(parts.accept) and not parts.drafter.uses_torch
+        kernels = self.rounds.choice.kernels
+        return kernels is not None and not kernels.needs_torch(self.batch)
 
     @contextmanager
     def _own_threads(self) -> Iterator[None]:
@@ -305,11 +311,11 @@ class Engine:
         if (rows := len(self.scheduler.running)) and not waits:
             self.batch.draining = self.scheduler.draining
             started = time.perf_counter()
-            gained, self.last_verdict = self.runners.step()
-            changed += gained
+            changed += self.rounds.step()
+            self.last_verdict = self.rounds.last_verdict
             self.chunks.rounds.learn(rows, time.perf_counter() - started)
         if not self.busy:
-            self.runners.forget()
+            self.rounds.forget()
             self.scheduler.check_integrity()
         return self._collect(changed)
 
@@ -325,7 +331,7 @@ class Engine:
     def clear(self) -> None:
         """End all requests; also after an exception or Ctrl-C in the middle of a round."""
         self.scheduler.clear()
-        self.runners.forget()
+        self.rounds.forget()
         for output in self._requests.values():  # after an interrupt a sequence may be in none of the queues
             for answer in output.candidates:
                 answer.finish_reason = answer.finish_reason or "abort"

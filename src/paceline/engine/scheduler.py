@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -232,7 +232,7 @@ class Scheduler:
         self.prefilling = [sequence for sequence in self.prefilling if sequence.slot not in begun]
         self._set_running(first)
         hidden = torch.stack([ends[sequence.slot] for sequence in self.running])
-        return self.process_outputs(self.parts.first_tokens(self.batch, hidden))
+        return self.process_outputs(self.parts.first_tokens(self.batch, hidden), range(self.batch.rows))
 
     def _join(self) -> list[Sequence]:
         """Let prefilled sequences start to decode, also those that waited for the prefix of another prompt.
@@ -263,18 +263,19 @@ class Scheduler:
         self.running = sorted(sequences, key=lambda sequence: sequence.slot)
         self.batch.set_live([sequence.slot for sequence in self.running])
 
-    def process_outputs(self, verdict: Verdict) -> list[Sequence]:
-        """Give each decoding row its new tokens, cut at the sample's end. Finished rows leave.
+    def process_outputs(self, verdict: Verdict, rows: Iterable[int]) -> list[Sequence]:
+        """Give decoding rows their new tokens, cut at the sample's end. Finished rows leave.
 
-        Returns all sequences that gained tokens, and the other samples of requests that failed.
+        rows: those that were in the round. Returns their sequences, and the other samples of requests that failed.
         """
-        gained = list(self.running)
+        gained: list[Sequence] = []
         now = time.monotonic()
-        for row, sequence in enumerate(gained):
-            gain_tokens(sequence, verdict, row, now, at_limit=self.batch.positions)
-        return gained + self.leave(gained)
+        for row in rows:
+            gain_tokens(self.running[row], verdict, row, now, at_limit=self.batch.positions)
+            gained.append(self.running[row])
+        return gained + self._leave(gained)
 
-    def leave(self, sequences: list[Sequence]) -> list[Sequence]:
+    def _leave(self, sequences: list[Sequence]) -> list[Sequence]:
         """Free the slots of finished sequences. Return the other samples of requests that failed.
 
         sequences: those that have gained tokens. Those among them that cannot become one of the returned samples any

@@ -97,7 +97,7 @@ def implausible(points: Mapping[tuple[int, int], TimedRun]) -> list[TimedRun]:
 
 
 class RoundRunner(Protocol):
-    """Runs whole rounds on a batch of its own (``device_round.DeviceRound``)."""
+    """Runs whole rounds on a batch of its own (``rounds.program.DeviceRound``)."""
 
     batch: Batch
 
@@ -107,7 +107,7 @@ class RoundRunner(Protocol):
 
 
 class VerifyingRound(Protocol):
-    """Verifies, accepts and commits in one call (``native_round.NativeRound``)."""
+    """Verifies, accepts and commits in one call (``rounds.kernels.NativeRound``)."""
 
     def run(self, draft: Draft) -> Verdict: ...
 

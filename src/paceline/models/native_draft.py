@@ -216,12 +216,12 @@ class PlannedDraft(Draft):
     def draft_tokens(self) -> list[list[int]]:
         if not self.is_made:
             self.drafting.run(self.call)
-            self.note_made(0.0)
+            self.note_made()
         return self._made
 
-    def note_made(self, late_seconds: float) -> None:
+    def note_made(self) -> None:
         """Take the draft tokens after the call."""
-        self.late_seconds, self.is_made, self._made = late_seconds, True, self._found.draft_tokens
+        self.is_made, self._made = True, self._found.draft_tokens
         self.drafting.note_drafted(self._slots, self._lengths, self._found.drawn)
 
     @property

@@ -215,7 +215,7 @@ class Meter:
         with self._lock:
             self._recent.append(round_)
             self._rounds += 1
-        self._rounds_by.labels(engine.runners.current).inc()
+        self._rounds_by.labels(engine.rounds.place.name).inc()
         self._count(verdict, round_)
         self._since_line.append(round_)
         if now - self._line_at >= self._log_interval:

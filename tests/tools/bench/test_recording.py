@@ -4,6 +4,7 @@ import pytest
 
 from paceline.config import SamplingParams
 from paceline.engine.engine import Request
+from paceline.engine.rounds.round import Speculation
 from paceline.tools.bench.recording import Recorder
 from toy import ToyModel, make_engine
 from toy_llm import toy_llm
@@ -28,7 +29,7 @@ def test_recorded_rounds_stay_on_the_device(monkeypatch: pytest.MonkeyPatch) -> 
     def fail(*_: object) -> None:
         raise AssertionError("the host runs a round")
 
-    monkeypatch.setattr("paceline.engine.rounds.choice.speculative_round", fail)
+    monkeypatch.setattr(Speculation, "run", fail)
     engine = make_engine(ToyModel(), ToyModel(blur=0.3), drafter="model", num_speculative_tokens=3, rounds="device")
     recorder = engine.use_policy(Recorder(engine.parts.policy))
     engine.add(Request([1, 2, 3], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)))

@@ -1,119 +1,132 @@
-"""Runners: what runs a round for the decoding rows. One protocol, the host's runner, and the choice round by round."""
+"""The choice of a place for each round, and every reason why a place cannot run one."""
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from typing import Protocol
 
+from paceline.core.acceptance import RULES, AcceptanceRule, supports_trees
 from paceline.core.batch import Batch
-from paceline.core.draft import Verdict
-from paceline.engine.rounds.round import Speculation, speculative_round
-from paceline.engine.scheduler import Scheduler
-from paceline.engine.sequences import Sequence
+from paceline.core.draft import Draft
+from paceline.core.rows import SamplingRows
+from paceline.drafters.heads.native import NativeFusedStates
+from paceline.engine.rounds.place import RoundPlace
+from paceline.engine.rounds.round import Speculation
+from paceline.models.base import AnyModel, FlatModel
+from paceline.models.decoder import Decoder
+
+NGRAM_SOURCES = "n-gram drafts from references or parallel samples"
 
 log = logging.getLogger("paceline")
 
 
-class Runner(Protocol):
-    """Runs rounds for the decoding rows.
+class RoundChoice:
+    """The places of an engine, in order of preference: captured graphs, the CPU kernels, step by step.
 
-    name: where its rounds run, for logs and metrics. last_verdict: result of the last processed round; None if the last
-        step processed none.
+    graph, kernels: None if the engine has none. steps: runs every round.
+    reasons: why rounds were not run as captured graphs so far.
     """
 
-    name: str
-    last_verdict: Verdict | None
-
-    def why_not(self, batch: Batch) -> str | None:
-        """Return why it cannot run the next round of the batch; None if it can."""
-        ...
-
-    def step(self) -> list[Sequence]:
-        """Run a round. Return the sequences that gained tokens or ended."""
-        ...
-
-    def drain(self) -> list[Sequence]:
-        """Process the rounds that still run, so that another runner may go on. Return the sequences that gained."""
-        ...
-
-    def forget(self) -> None:
-        """Discard the rounds that still run: their rows have ended."""
-        ...
-
-
-class HostRunner:
-    """Runs each round step by step, or in one call of the CPU kernels (``Speculation.native``), and waits for it."""
-
-    name = "host"
-
-    def __init__(self, parts: Speculation, scheduler: Scheduler) -> None:
-        self._parts, self._scheduler = parts, scheduler
-        self.last_verdict: Verdict | None = None
-
-    def why_not(self, batch: Batch) -> str | None:
-        return None  # it runs every round
-
-    def step(self) -> list[Sequence]:
-        self.last_verdict = speculative_round(self._parts, self._scheduler.batch)
-        return self._scheduler.process_outputs(self.last_verdict)
-
-    def drain(self) -> list[Sequence]:
-        return []
-
-    def forget(self) -> None:
-        """Nothing to discard: a step ends with its round."""
-
-
-class Runners:
-    """The runners of an engine, in order of preference; the last one can run every round.
-
-    rounds: number of rounds that each runner has run, by its name.
-    reasons: why rounds were not run by the first runner so far.
-    """
-
-    def __init__(self, batch: Batch, *runners: Runner) -> None:
-        self._batch, self._runners, self._current = batch, runners, runners[0]
-        self.rounds: Counter[str] = Counter({runner.name: 0 for runner in runners})
+    def __init__(self, steps: RoundPlace, kernels: RoundPlace | None = None, graph: RoundPlace | None = None) -> None:
+        self.steps, self.kernels, self.graph = steps, kernels, graph
         self.reasons: dict[str, None] = {}
 
     @property
-    def current(self) -> str:
-        """Name of the runner of the last round."""
-        return self._current.name
+    def places(self) -> list[RoundPlace]:
+        return [place for place in (self.graph, self.kernels, self.steps) if place is not None]
 
-    def step(self) -> tuple[list[Sequence], Verdict | None]:
-        """Run a round by the first runner that can. Return the sequences that gained tokens or ended, and its verdict.
-
-        If the runner changes, the rounds that still run by the other are processed first; if all rows end with them,
-        no round is run.
-        """
-        gained: list[Sequence] = []
-        for runner in self._runners:
-            reason = runner.why_not(self._batch)
+    def place_for(self, batch: Batch) -> RoundPlace:
+        """Return the first place that can run the next round of the batch."""
+        if self.graph is not None:
+            reason = self.graph.why_not(batch)
             if reason is None:
-                break
+                return self.graph
             if reason not in self.reasons:
-                self._note(runner, reason)
-        if runner is not self._current:
-            before, self._current = self._current, runner
-            gained = before.drain()
-            if not self._batch.rows:
-                return gained, before.last_verdict
-        self.rounds[runner.name] += 1
-        return gained + runner.step(), runner.last_verdict
+                self._note(self.graph, reason)
+        if self.kernels is not None and self.kernels.why_not(batch) is None:
+            return self.kernels
+        return self.steps
 
-    def _note(self, runner: Runner, reason: str) -> None:
-        """Log, once per reason, that a runner does not run rounds that it otherwise would."""
+    def _note(self, graph: RoundPlace, reason: str) -> None:
+        """Log, once per reason, that the host runs rounds that would otherwise be captured."""
         self.reasons[reason] = None
-        log.warning(
-            "rounds run on the %s while a request needs it (%s); the %s runs all others",
-            self._runners[-1].name,
-            reason,
-            runner.name,
-        )
+        text = "rounds run on the %s while a request needs it (%s); the %s runs all others"
+        log.warning(text, self.steps.name, reason, graph.name)
 
-    def forget(self) -> None:
-        """Discard the rounds that still run: their rows have ended."""
-        for runner in self._runners:
-            runner.forget()
+
+# Captured graphs
+
+
+def why_no_graph(parts: Speculation) -> str | None:
+    """Return why no round of these parts can be captured; None if rounds can."""
+    if reason := _why_speculation_on_host(parts):
+        return reason
+    models: list[AnyModel] = [decoder.model for decoder in parts.decoders]
+    if any(isinstance(model, FlatModel) for model in models):
+        return "the CPU kernels are called from the host"
+    if any(decoder.vocabulary is not None for decoder in parts.drafter.decoders):
+        return "the draft vocabulary is chosen on the host"
+    if obstacles := [obstacle for model in models if (obstacle := getattr(model, "device_obstacle", None))]:
+        return str(obstacles[0])
+    if parts.target.adapters is not None:
+        return "adapters differ from row to row"
+    if any(decoder.backend.name == "split" for decoder in parts.decoders):
+        return "attention 'split' needs the lengths on the host"
+    return None
+
+
+def why_no_graph_now(parts: Speculation, width: int, batch: Batch) -> str | None:
+    """Return why the next round of the batch cannot be a captured graph; None if it can. width: of trees."""
+    sampling = batch.sampling
+    features = sampling.step_features
+    if width > 1 and (features.adjusts or features.logprobs is not None):
+        return "trees with penalties, min_tokens or log-probabilities"
+    if parts.drafter.copies and any(batch.samples):
+        return NGRAM_SOURCES
+    if sampling.needs_host:
+        return _why_sampling_on_host(sampling)
+    return _why_speculation_on_host(parts)
+
+
+def _why_speculation_on_host(parts: Speculation) -> str | None:
+    if not parts.drafter.on_device:
+        return "the drafter runs on the host"
+    return "the length policy reads draft tokens on the host" if parts.policy.reads_drafts else None
+
+
+def _why_sampling_on_host(sampling: SamplingRows) -> str:
+    if sampling.any_constraint:
+        return "a grammar or logits processor"
+    return "a logit bias" if sampling.any_bias else "min_tokens with many stop tokens"
+
+
+# The CPU kernels, for models that they run
+
+
+def why_no_kernels(target: Decoder, rule: AcceptanceRule) -> str | None:
+    """Return why the kernels run no round with this target and rule; None if they do."""
+    if not isinstance(target.reader, NativeFusedStates | None):  # the call feeds only heads of the kernels
+        return "the drafter reads the target's hidden states"
+    return None if rule in RULES.values() else "the kernels do not have this acceptance rule"
+
+
+def why_no_kernels_now(parts: Speculation, own: AcceptanceRule, batch: Batch) -> str | None:
+    """Return why the kernels cannot run the next round; None if they can. own: the rule that they were made for."""
+    if parts.accept is not own:
+        return "another acceptance rule"
+    return None if batch.sampling.logprobs is None else "log-probabilities"
+
+
+def why_no_kernels_for(draft: Draft, rule: AcceptanceRule, batch: Batch) -> str | None:
+    """Return why the kernels cannot verify a draft; None if they can."""
+    if draft.probabilities is not None:
+        return "draft tokens with probabilities"
+    if draft.parents is not None and not supports_trees(rule):
+        return "trees under this acceptance rule"  # which raises its error step by step
+    if not batch.sampling.any_constraint:
+        return None
+    if draft.parents is not None:
+        return "trees under a grammar or logits processor"
+    rows = zip(batch.sampling.constraints, draft.draft_tokens, strict=True)
+    if all(constraint is None or constraint.is_free(tokens) for constraint, tokens in rows):
+        return None  # any token may come at all positions
+    return "a grammar or logits processor"

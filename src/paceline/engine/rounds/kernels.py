@@ -9,19 +9,24 @@ passes plain numbers in memory of its own, and no tensor is made.
 
 from __future__ import annotations
 
+import time
 from array import array
 from ctypes import addressof
+from functools import partial
 from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
 from paceline.config import MAX_SPECULATION_LENGTH
-from paceline.core.acceptance import RULES, AcceptanceRule, supports_trees
-from paceline.core.batch import Batch
+from paceline.core.acceptance import AcceptanceRule
+from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.draft import Draft, Verdict
 from paceline.core.values import DrawRows, Purpose
 from paceline.drafters.heads.native import NativeFusedStates
+from paceline.engine.rounds.choice import why_no_kernels, why_no_kernels_for, why_no_kernels_now
+from paceline.engine.rounds.place import FinishedRound
+from paceline.engine.rounds.round import Speculation
 from paceline.kernels.abi import CRound, CTextRows, address
 from paceline.kernels.cpu import described
 from paceline.models.base import AnyModel
@@ -32,16 +37,42 @@ from paceline.models.native_draft import PlannedDraft
 _BLOCK = MAX_SPECULATION_LENGTH + 1
 
 
+class KernelsPlace:
+    """Runs rounds on the CPU kernels (a ``RoundPlace``); a draft that they cannot verify is verified step by step."""
+
+    name = "host"
+    lag = 0
+
+    def __init__(self, parts: Speculation, native: NativeRound) -> None:
+        self.native, self._parts, self._rule = native, parts, parts.accept
+        self.why_not = partial(why_no_kernels_now, parts, parts.accept)
+
+    def needs_torch(self, batch: Batch) -> bool:
+        needed = self._parts.drafter.uses_torch or batch.sampling.any_constraint
+        return needed or self.why_not(batch) is not None
+
+    def run(self, batch: Batch, plan: SpeculationPlan) -> FinishedRound:
+        draft = self._parts.draft(batch, plan)
+        drafted_at = time.perf_counter()
+        if why_no_kernels_for(draft, self._rule, batch) is not None:
+            return FinishedRound(self._parts.verify_and_commit(batch, draft), drafted_at)
+        verdict = self.native.run(draft)
+        return FinishedRound(verdict, drafted_at + self.native.draft_seconds)
+
+    def pause(self) -> None:
+        """Nothing to note."""
+
+
 class NativeRound:
     """Runs rounds for the decoding rows of a batch, under the coupled rule.
 
     The rejection rule is included for draft tokens without probabilities, for which both rules are equal.
+
+    draft_seconds: time that the last call took to make its draft; 0 if it got one that was made.
     """
 
-    def __init__(
-        self, target: Decoder, model: NativeModel, batch: Batch, rule: AcceptanceRule, threads: int | None
-    ) -> None:
-        self._target, self._model, self._batch, self._rule, self._threads = target, model, batch, rule, threads
+    def __init__(self, target: Decoder, model: NativeModel, batch: Batch, threads: int | None) -> None:
+        self._target, self._model, self._batch, self._threads = target, model, batch, threads
         rows = batch.capacity
         record = array("q", bytes(8 * rows * (2 * _BLOCK + 2)))
         self._record = memoryview(record)
@@ -56,7 +87,7 @@ class NativeRound:
             path=tokens + size * self._path,
             purpose=Purpose.DRAW,
         )
-        self._draft_seconds = array("d", [0.0])
+        self.draft_seconds, self._draft_seconds = 0.0, array("d", [0.0])
         self._call.draft_seconds = self._draft_seconds.buffer_info()[0]
         self._drawing: DrawRows | None = None  # the draw parameters that the call describes
         self._work: tuple[Tensor, ...] = ()  # hidden states, logits, taps; sized for the largest round so far
@@ -79,32 +110,7 @@ class NativeRound:
         model = target.model
         if not runs_native_rounds(model) or model.vocab_size != batch.vocab_size:
             return None
-        return None if why_not_kernels(target, rule) else NativeRound(target, model, batch, rule, threads)
-
-    def can_run(self, rule: AcceptanceRule, draft: Draft) -> bool:
-        """Whether the kernels can run the next round: no row needs the host, and the draft has no probabilities.
-
-        A row with a constraint needs the host unless any token may come at all its positions. A tree under a rule
-        without trees runs on the host, where that rule raises its error.
-        """
-        known_shape = draft.parents is None or supports_trees(rule)
-        return known_shape and self._known(rule) and draft.probabilities is None and self._is_free(draft)
-
-    def needs_host(self, rule: AcceptanceRule) -> bool:
-        """Whether a round may need host code: another acceptance rule, a grammar or log-probabilities."""
-        return not self._known(rule) or self._batch.sampling.any_constraint
-
-    def _known(self, rule: AcceptanceRule) -> bool:
-        return rule is self._rule and self._batch.sampling.logprobs is None
-
-    def _is_free(self, draft: Draft) -> bool:
-        """Whether no position of a chain needs a mask; trees with constraints are left to the host."""
-        if not self._batch.sampling.any_constraint:
-            return True
-        rows = zip(self._batch.sampling.constraints, draft.draft_tokens, strict=True)
-        return draft.parents is None and all(
-            constraint is None or constraint.is_free(tokens) for constraint, tokens in rows
-        )
+        return None if why_no_kernels(target, rule) else NativeRound(target, model, batch, threads)
 
     def run(self, draft: Draft) -> Verdict:
         """Verify the draft, accept, and commit to the batch.
@@ -114,8 +120,10 @@ class NativeRound:
         """
         if isinstance(draft, PlannedDraft) and not draft.is_made:
             self._begin_with(draft)
+            self.draft_seconds = self._draft_seconds[0]
         else:
             self._call_kernels(draft)
+            self.draft_seconds = 0.0
         verdict = self._read(draft)
         self._batch.note_gains(verdict.gained)
         if self._batch.sampling.any_constraint:
@@ -143,7 +151,7 @@ class NativeRound:
         call.draft_stride, call.draft = made.draft_stride, addressof(made)
         call.drafter, call.draft_cache = drafting.library.handle, addressof(drafting.cache)
         self._run(self._batch.rows + sum(draft.planned))
-        draft.note_made(self._draft_seconds[0])
+        draft.note_made()
 
     def _run(self, tokens: int) -> None:
         """Run the call, which verifies at most ``tokens`` tokens in all."""
@@ -178,13 +186,6 @@ class NativeRound:
         gained = record[self._gained : self._gained + rows].tolist()
         path = None if draft.parents is None else lists(self._path, width, 0)
         return Verdict(lists(0, _BLOCK, 1), accepted, drafted, gained, draft.parents, path)
-
-
-def why_not_kernels(target: Decoder, rule: AcceptanceRule) -> str | None:
-    """Return why the host runs the rounds of a kernel model step by step; None if the kernels run them."""
-    if not isinstance(target.reader, NativeFusedStates | None):  # the call feeds only heads of the kernels
-        return "the drafter reads the target's hidden states"
-    return None if rule in RULES.values() else "the kernels do not have this acceptance rule"
 
 
 def runs_native_rounds(model: AnyModel) -> TypeGuard[NativeModel]:

@@ -13,39 +13,34 @@ Shapes: B rows, k draft tokens, V vocabulary; N = B + all draft tokens.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from paceline.core.acceptance import AcceptanceRule
 from paceline.core.batch import Batch, SpeculationPlan
-from paceline.core.draft import Draft, RoundTiming, Verdict
+from paceline.core.draft import Draft, Verdict
 from paceline.core.draft_tensors import DraftTensors
 from paceline.core.row_keeper import RowKeeper, RowKeepers
 from paceline.drafters.base import Drafter
-from paceline.engine.rounds.kernels import NativeRound
+from paceline.engine.rounds.place import FinishedRound
 from paceline.lengths.base import LengthPolicy
 from paceline.models.decoder import Decoder
 
 
 @dataclass
 class Speculation(RowKeepers):
-    """The parts that run a round: target model, drafter, length policy and acceptance rule.
+    """The parts of a round, which run it step by step (a ``RoundPlace``): torch operators, one after the other.
 
     The drafter and the policy keep per-slot state; ``join`` and ``leave`` are passed on to both.
-
-    native: verifies, accepts and commits in one call of the CPU kernels; None if the target does not run on them.
-    draft_learning_seconds, plain_learning_seconds: time that the drafter and the policy took to learn from the last
-        round with a draft, and from the last one without.
     """
 
     target: Decoder
     drafter: Drafter
     policy: LengthPolicy
     accept: AcceptanceRule
-    native: NativeRound | None = None
-    draft_learning_seconds: float = 0.0
-    plain_learning_seconds: float = 0.0
+    name = "host"
+    lag = 0
 
     @property
     def keepers(self) -> tuple[RowKeeper, ...]:
@@ -55,6 +50,21 @@ class Speculation(RowKeepers):
     def decoders(self) -> list[Decoder]:
         """The decoders with per-row caches, the target's first."""
         return [self.target, *self.drafter.decoders]
+
+    def why_not(self, batch: Batch) -> str | None:
+        return None  # it runs every round
+
+    def needs_torch(self, batch: Batch) -> bool:
+        return True
+
+    def run(self, batch: Batch, plan: SpeculationPlan) -> FinishedRound:
+        """Run one round for all decoding rows: row i gains the tokens ``verdict.tokens[i]``."""
+        draft = self.draft(batch, plan)
+        drafted_at = time.perf_counter()
+        return FinishedRound(self.verify_and_commit(batch, draft), drafted_at)
+
+    def pause(self) -> None:
+        """Nothing to note."""
 
     def draft(self, batch: Batch, plan: SpeculationPlan) -> Draft:
         """Return up to k draft tokens per row: the drafter proposes, the policy selects."""
@@ -67,48 +77,18 @@ class Speculation(RowKeepers):
 
     def verify_and_commit(self, batch: Batch, draft: Draft) -> Verdict:
         """Verify the draft, accept a prefix (of a tree: a path) per row, and append it to the rows."""
-        if self.native is not None and self.native.can_run(self.accept, draft):
-            return self.native.run(draft)  # the same steps, in one call
         tensors = DraftTensors.of(draft, batch.device)
         logits = self.target.verify(batch, tensors)  # one forward pass -> [B, k + 1, V], or [N, V] on the CPU kernels
-        return self._accept(batch, draft, tensors, logits)
+        return self._accept_and_commit(batch, draft, tensors, logits)
 
     def first_tokens(self, batch: Batch, hidden: Tensor) -> Verdict:
         """Append each row's first token, drawn from hidden [B, width] at the last token of its prompt."""
-        tensors = DraftTensors.of(batch.empty_draft, batch.device)
-        verdict = self._accept(batch, batch.empty_draft, tensors, self.target.logits(hidden)[:, None])
+        draft, logits = batch.empty_draft, self.target.logits(hidden)[:, None]
+        verdict = self._accept_and_commit(batch, draft, DraftTensors.of(draft, batch.device), logits)
         self.drafter.observe(batch, verdict)
         return verdict
 
-    def _accept(self, batch: Batch, draft: Draft, tensors: DraftTensors, logits: Tensor) -> Verdict:
+    def _accept_and_commit(self, batch: Batch, draft: Draft, tensors: DraftTensors, logits: Tensor) -> Verdict:
         accepted = self.accept(tensors, logits, batch)  # accepted draft tokens, then one recovered or bonus token
         self.target.keep(batch, accepted)  # of a tree, moves the accepted path behind the text in the KV cache
         return batch.commit(draft, accepted)  # appends the tokens, cut where a row ends
-
-    def learn(self, batch: Batch, verdict: Verdict, drafts: bool) -> None:
-        """Let the drafter and the policy learn from a round. drafts: whether draft tokens were asked for."""
-        began = time.perf_counter()
-        self.drafter.observe(batch, verdict)
-        self.policy.observe(batch, verdict)
-        seconds = time.perf_counter() - began
-        if drafts:
-            self.draft_learning_seconds = seconds
-        else:
-            self.plain_learning_seconds = seconds
-
-
-def speculative_round(parts: Speculation, batch: Batch) -> Verdict:
-    """Run one round for all decoding rows: row i gains ``verdict.tokens[i]``."""
-    began = time.perf_counter()
-    plan = parts.policy.choose(batch).within(batch)  # never beyond a row's last token, which needs no draft token
-    draft = parts.draft(batch, plan)
-    ready = time.perf_counter()
-    verdict = parts.verify_and_commit(batch, draft)
-    late = draft.late_seconds  # a draft that nothing had read is made by the call that verifies it
-    drafts = plan.k > 0
-    learning = parts.draft_learning_seconds if drafts else parts.plain_learning_seconds
-    drafting = ready - began + late + learning
-    timing = RoundTiming(1000 * drafting, 1000 * (time.perf_counter() - ready - late))
-    verdict = replace(verdict, note=plan.note, timing=timing)
-    parts.learn(batch, verdict, drafts)
-    return verdict
