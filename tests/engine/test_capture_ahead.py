@@ -18,9 +18,10 @@ from batches import new_batch
 from engine.test_device_round import EOS, PARAMS, PROMPTS, engine_on
 from paceline.config import MAX_SPECULATION_LENGTH, SamplingParams
 from paceline.core.rows import NOTHING, StepFeatures
+from paceline.core.values import DeviceAcceptance
 from paceline.engine.engine import Engine
 from paceline.engine.rounds.graph import likely_lengths
-from paceline.engine.rounds.program import MISSED, DeviceAcceptance, DeviceRound
+from paceline.engine.rounds.program import MISSED, DeviceRound
 from paceline.kernels.attention import make_backend
 from paceline.kernels.gpu import ahead
 from paceline.kernels.gpu.graphs import Graphs, Named, Program

@@ -29,9 +29,10 @@ from paceline.core.ops import RoundOps
 from paceline.core.outputs import CompletionOutput
 from paceline.core.rows import RowState, StepFeatures
 from paceline.core.sampling import sequence_seed
+from paceline.core.values import DeviceAcceptance
 from paceline.drafters.lookup import LONGEST_SUFFIX, HostLookup, SearchedRows
 from paceline.engine.engine import Engine, Request
-from paceline.engine.rounds.program import DeviceAcceptance, DeviceRound
+from paceline.engine.rounds.program import DeviceRound
 from paceline.errors import ParameterError
 from paceline.kernels.attention.reference import ReferenceAttention
 from paceline.kernels.gpu.graphs import Graphs, NoOtherRanks, Ring, Ticket, Upload

@@ -428,7 +428,7 @@ class Batch:
         Returns each row's new tokens, number of accepted draft tokens, and number of tokens that it gained.
         """
         if self.ops is not None:
-            gained = self.ops.gain(self.text_rows, self.live_slots.index, accepted.tokens, accepted.accepted)
+            gained = self.ops.commit(self.text_rows, self.live_slots.index, accepted.tokens, accepted.accepted)
             counts: list[int] = accepted.accepted.tolist()
             return first_of(accepted.tokens.tolist(), [count + 1 for count in counts]), counts, gained
         numbers = torch.stack([accepted.accepted, self.state().gain(accepted.tokens, accepted.accepted)[0]], dim=1)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.core.draft_tensors import DraftTensors
 from paceline.core.rows import RowState, StepFeatures
-from paceline.core.values import Accepted, DrawInputs, Gained, LogprobTensors, Purpose, TextRows
+from paceline.core.values import Accepted, DeviceAcceptance, DrawInputs, Gained, LogprobTensors, Purpose, TextRows
 
 
 class HostOps(Protocol):
@@ -47,7 +47,7 @@ class HostOps(Protocol):
         """
         ...
 
-    def gain(self, rows: TextRows, slots: Tensor, tokens: Tensor, accepted: Tensor) -> list[int]:
+    def commit(self, rows: TextRows, slots: Tensor, tokens: Tensor, accepted: Tensor) -> list[int]:
         """Commit tokens [B, k + 1] and accepted [B] to the rows in slots [B], all int64.
 
         Returns the number of tokens that each row gained.
@@ -64,7 +64,7 @@ class RoundOps(Protocol):
 
     name: str
 
-    def shaped(self, logits: Tensor, rows: RowState, asks: StepFeatures, draft_tokens: Tensor, first: int) -> Tensor:
+    def shape(self, logits: Tensor, rows: RowState, asks: StepFeatures, draft_tokens: Tensor, first: int) -> Tensor:
         """Apply penalties, bias and cuts (``sampling.shaped``): raw logits [B, L, V] -> shaped logits [B, L, V]."""
         ...
 
@@ -72,26 +72,17 @@ class RoundOps(Protocol):
         """logits [B, L, V] -> [B, L] int64; position j stands at length + first + j."""
         ...
 
-    def leaders(self, logits: Tensor, rows: RowState, first: int, width: int) -> Tensor:
+    def draw_leaders(self, logits: Tensor, rows: RowState, first: int, width: int) -> Tensor:
         """Draw ``width`` different tokens, the best first, with the target's noise: logits [B, 1, V] -> [B, width]."""
         ...
 
-    def coupled(self, draft: DraftTensors, logits: Tensor, rows: RowState, synthetic: float | None) -> Tensor:
-        """Accept and commit chains -> the record [B, k + 4] (``gpu.accept.coupled``)."""
+    def accept(self, draft: DraftTensors, logits: Tensor, rows: RowState, rule: DeviceAcceptance, width: int) -> Tensor:
+        """Accept and commit -> the record: [B, k + 4] of chains, [B, 2 k + 4] of trees of ``width`` tokens per depth.
+
+        Trees are accepted by the coupled rule.
+        """
         ...
 
-    def coupled_trees(self, draft: DraftTensors, logits: Tensor, rows: RowState, width: int) -> Tensor:
-        """Accept and commit trees of k = N draft tokens, ``width`` per depth -> the record [B, 2 N + 4]."""
-        ...
-
-    def rejection(self, draft: DraftTensors, logits: Tensor, rows: RowState) -> Tensor:
-        """Accept and commit chains -> the record [B, k + 4] (``gpu.accept.rejection``)."""
-        ...
-
-    def own_logprobs(self, logits: Tensor, record: Tensor) -> Tensor:
-        """Log-probabilities of a record's tokens -> [B, k + 1] float32 (``gpu.accept.own_logprobs``)."""
-        ...
-
-    def likeliest(self, logits: Tensor, most: int) -> tuple[Tensor, Tensor]:
-        """The most likely tokens: logits [B, L, V] -> ids, log-probabilities at temperature 1, [B, L, most] each."""
+    def logprobs(self, logits: Tensor, record: Tensor, most: int) -> LogprobTensors:
+        """Log-probabilities of a record's tokens and of the ``most`` likeliest tokens. logits: [B, k + 1, V]."""
         ...

@@ -195,6 +195,18 @@ class Accepted(NamedTuple):
     logprobs: LogprobTensors | None = None
 
 
+@dataclass(frozen=True)
+class DeviceAcceptance:
+    """The acceptance rule of a device round; "coupled" if neither field is set.
+
+    independent: the rejection rule, for draft tokens drawn independently of the target.
+    synthetic: accept at random at this rate, for benchmarks.
+    """
+
+    independent: bool = False
+    synthetic: float | None = None
+
+
 class Gained(NamedTuple):
     """Tokens that rows gain: the first accepted[i] + 1 of tokens [B, k + 1]. counts: [B], real draft tokens."""
 

@@ -20,6 +20,7 @@ from paceline.core.batch import Batch
 from paceline.core.draft import Verdict
 from paceline.core.hardware import ignore_torch_context, threads_per_rank, torch_threads
 from paceline.core.outputs import RequestOutput
+from paceline.core.values import DeviceAcceptance
 from paceline.engine.assembly import Assembly, Models, check_attention, lookup_is_free, max_model_len
 from paceline.engine.chunks import PrefillChunker
 from paceline.engine.description import EngineDescription
@@ -29,7 +30,7 @@ from paceline.engine.rounds.choice import RoundChoice, why_no_graph
 from paceline.engine.rounds.graph import GraphPlace
 from paceline.engine.rounds.kernels import KernelsPlace, NativeRound
 from paceline.engine.rounds.loop import RoundLoop
-from paceline.engine.rounds.program import DeviceAcceptance, DeviceRound
+from paceline.engine.rounds.program import DeviceRound
 from paceline.engine.rounds.round import Speculation
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequences import Sequence as Row

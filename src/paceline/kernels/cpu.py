@@ -104,7 +104,7 @@ class CpuOps:
         self._library.pl_logprobs(self._handle, self._pool, ctypes.addressof(call))
         return LogprobTensors(own, ids, values)
 
-    def gain(self, rows: TextRows, slots: Tensor, tokens: Tensor, accepted: Tensor) -> list[int]:
+    def commit(self, rows: TextRows, slots: Tensor, tokens: Tensor, accepted: Tensor) -> list[int]:
         tokens, accepted, gained = tokens.contiguous(), accepted.contiguous(), torch.empty_like(accepted)
         count, block = tokens.shape
         text = abi.CTextRows.of(*rows)

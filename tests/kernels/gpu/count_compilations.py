@@ -77,7 +77,7 @@ def finish_round(batch: Batch, k: int, *, independent: bool) -> None:
     draft = DraftTensors(tokens, counts, logits=logits[:, :k] if independent and k else None)
     asks = StepFeatures(adjusts=True, cuts=True)
     logits = shaped(logits, rows, asks, tokens)
-    record = (rejection if independent else coupled)(draft, logits, rows)
+    record = (coupled if draft.logits is None else rejection)(draft, logits, rows)
     own_logprobs(logits, record)
     if k:
         draw(shaped(logits[:, :1], rows, asks, tokens, k - 1), Noise.of(rows), k - 1, Purpose.DRAW)

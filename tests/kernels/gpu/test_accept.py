@@ -17,7 +17,7 @@ from paceline.core.draft import Draft
 from paceline.core.draft_tensors import DraftTensors
 from paceline.core.rows import RowState
 from paceline.core.sampling import draw, probabilities
-from paceline.core.values import Purpose
+from paceline.core.values import DeviceAcceptance, LogprobTensors, Purpose
 from paceline.kernels.gpu import accept
 from paceline.kernels.gpu.ops import ReferenceOps, TritonOps
 from paceline.kernels.gpu.state import (
@@ -47,6 +47,12 @@ def counts_of(pick: st.DrawFn, rows: int, k: int) -> Tensor:  # type: ignore[typ
     return torch.tensor([pick(st.integers(0, k)) if pick(st.booleans()) else k for _ in range(rows)], device=DEVICE)
 
 
+def both_coupled(draft: DraftTensors, logits: Tensor, states: list[RowState]) -> list[Tensor]:
+    """Records of the kernels and of the reference."""
+    kernels = accept.coupled(draft, logits, states[0], block=BLOCK)
+    return [kernels, reference._coupled(draft, logits, states[1], None)]
+
+
 @settings(max_examples=10)
 @given(data=st.data())
 def test_coupled_equals_the_rule(data: st.DataObject) -> None:
@@ -58,7 +64,10 @@ def test_coupled_equals_the_rule(data: st.DataObject) -> None:
     draft = DraftTensors(tokens, counts_of(pick, batch.rows, k))
     accepted = acceptance.coupled(draft, logits, batch)
     states = [copied(state_of(batch)) for _ in range(2)]
-    records = [accept.coupled(draft, logits, states[0], block=BLOCK), reference.coupled(draft, logits, states[1], None)]
+    records = [
+        accept.coupled(draft, logits, states[0], block=BLOCK),
+        reference._coupled(draft, logits, states[1], None),
+    ]
     verdict = batch.commit(Draft(draft.tokens, draft.counts), accepted)
     for record, state in zip(records, states, strict=True):
         host = read_record(record.tolist())
@@ -80,7 +89,7 @@ def test_rejection_equals_the_rule(data: st.DataObject) -> None:
     q = probabilities(q_logits, batch)
     accepted = acceptance.rejection(DraftTensors(draft.tokens, draft.counts, q), logits, batch)
     states = [copied(state_of(batch)) for _ in range(2)]
-    records = [accept.rejection(draft, logits, states[0], block=BLOCK), reference.rejection(draft, logits, states[1])]
+    records = [accept.rejection(draft, logits, states[0], block=BLOCK), reference._rejection(draft, logits, states[1])]
     verdict = batch.commit(Draft(draft.tokens, draft.counts), accepted)
     for record, state in zip(records, states, strict=True):
         assert read_record(record.tolist()) == verdict
@@ -93,16 +102,16 @@ def test_a_records_tokens_have_the_models_own_logprobs(dtype: torch.dtype) -> No
     batch = make_batch([0.0, 0.5, 3.0], 90)
     logits = (3 * torch.randn(3, 4, 90, device=DEVICE)).to(dtype)
     draft = DraftTensors(draw(logits[:, :3].float(), batch), torch.tensor([3, 1, 0], device=DEVICE))
-    record = ReferenceOps().coupled(draft, logits.float(), copied(state_of(batch)), None)
+    record = reference._coupled(draft, logits.float(), copied(state_of(batch)), None)
     logprobs = logits.float().log_softmax(-1).gather(-1, record[:, :4, None]).squeeze(-1)
-    for own in (accept.own_logprobs(logits, record, block=BLOCK), ReferenceOps().own_logprobs(logits, record)):
+    for own in (accept.own_logprobs(logits, record, block=BLOCK), reference.logprobs(logits, record, 0).own):
         assert torch.allclose(own, logprobs, atol=1e-5)
-        lines, read = read_logprobs(with_logprobs(record, own).tolist(), 3)
+        lines, read = read_logprobs(with_logprobs(record, LogprobTensors.alone(own)).tolist(), 3)
         assert lines == record.tolist()
         assert read.own == own.tolist()
         assert read.top_ids == [[[]] * 4] * 3
-        ids, top = reference.likeliest(logits, 5)
-        lines, read = read_logprobs(with_logprobs(record, own, ids, top).tolist(), 3)
+        _, ids, top = reference.logprobs(logits, record, 5)
+        lines, read = read_logprobs(with_logprobs(record, LogprobTensors(own, ids, top)).tolist(), 3)
         assert lines == record.tolist()
         assert (read.own, read.top_ids) == (own.tolist(), ids.tolist())
         assert read.top_values == top.tolist()
@@ -118,7 +127,7 @@ def test_trees_and_their_leaders_equal_the_reference(data: st.DataObject) -> Non
     batch, vocab, count = make_batch(temperatures, 40, pick(st.integers(0, 999))), 40, k * width
     ops = TritonOps(), reference
     logits = 2 * torch.randn(batch.rows, count + 1, vocab, device=DEVICE)
-    leaders = [each.leaders(logits[:, :1].contiguous(), copied(state_of(batch)), 0, width) for each in ops]
+    leaders = [each.draw_leaders(logits[:, :1].contiguous(), copied(state_of(batch)), 0, width) for each in ops]
     assert torch.equal(*leaders)
     assert all(len(set(line)) == width for line in leaders[0].tolist())
     tokens = torch.randint(0, vocab, (batch.rows, count), device=DEVICE)
@@ -126,7 +135,9 @@ def test_trees_and_their_leaders_equal_the_reference(data: st.DataObject) -> Non
     parents = torch.tensor(what_follows(count, width), device=DEVICE).expand(batch.rows, -1)
     draft = DraftTensors(tokens, torch.full((batch.rows,), count, device=DEVICE), parents=parents)
     states = [copied(state_of(batch)) for _ in range(2)]
-    records = [each.coupled_trees(draft, logits, state, width) for each, state in zip(ops, states, strict=True)]
+    records = [
+        each.accept(draft, logits, state, DeviceAcceptance(), width) for each, state in zip(ops, states, strict=True)
+    ]
     assert torch.equal(*records)
     assert same(*states)
     trees = read_trees(records[0].tolist(), width)
@@ -140,8 +151,9 @@ def test_draft_tokens_without_probabilities_follow_the_coupled_rule() -> None:
     batch = make_batch([1.0], 40)
     logits = torch.randn(1, 3, 40, device=DEVICE)
     draft = DraftTensors(draw(logits[:, :2], batch), torch.tensor([2], device=DEVICE))
-    for rule in (accept, reference):
-        assert kept(rule.rejection(draft, logits, copied(state_of(batch))))[0][1:] == (2, 2, 3)
+    rule = DeviceAcceptance(independent=True)
+    for ops in (TritonOps(), reference):
+        assert kept(ops.accept(draft, logits, copied(state_of(batch)), rule, 1))[0][1:] == (2, 2, 3)
 
 
 @pytest.mark.parametrize("rate", [0.6, *(pytest.param(rate, marks=pytest.mark.slow) for rate in (0.0, 1.0))])
@@ -153,7 +165,7 @@ def test_synthetic_acceptance_does_not_depend_on_the_draft_tokens(rate: float) -
     total = 0
     for turn in range(30):  # the interpreter is slow: the kernel runs three of these
         states = [copied(state_of(batch)) for _ in range(2)]
-        record = reference.coupled(draft, logits, states[1], rate)
+        record = reference._coupled(draft, logits, states[1], rate)
         if turn < 3:
             assert kept(accept.coupled(draft, logits, states[0], rate, block=BLOCK)) == kept(record)
             assert same(*states)
@@ -168,7 +180,10 @@ def test_synthetic_acceptance_does_not_depend_on_the_draft_tokens(rate: float) -
 
 def commit_both(logits: Tensor, draft: DraftTensors, state: RowState) -> list[tuple[list[int], int, int, int]]:
     states = [copied(state) for _ in range(2)]
-    records = [accept.coupled(draft, logits, states[0], block=BLOCK), reference.coupled(draft, logits, states[1], None)]
+    records = [
+        accept.coupled(draft, logits, states[0], block=BLOCK),
+        reference._coupled(draft, logits, states[1], None),
+    ]
     assert same(*states)
     assert same(*states)
     return kept(records[0])

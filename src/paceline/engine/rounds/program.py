@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import zip_longest
 
 import torch
@@ -25,7 +24,7 @@ from paceline.core.batch import Batch
 from paceline.core.draft_tensors import DraftTensors
 from paceline.core.ops import RoundOps
 from paceline.core.rows import LOGPROB_SIZES, NOTHING, RowState, StepFeatures
-from paceline.core.values import Purpose
+from paceline.core.values import DeviceAcceptance, Purpose
 from paceline.drafters.lookup import LONGEST_SUFFIX
 from paceline.drafters.model import draw_chain
 from paceline.kernels.gpu.ahead import Ahead, Progress, capture_ahead
@@ -40,18 +39,6 @@ from paceline.models.draft_decoder import DraftDecoder
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 SPAN = 256  # positions: padded attention is captured for multiples of this
 MISSED = (1, 2, 4, 8, 16, 32, 64)  # buckets of tokens likely to be missing in a draft model's cache after plain rounds
-
-
-@dataclass(frozen=True)
-class DeviceAcceptance:
-    """The acceptance rule of a device round; "coupled" if neither field is set.
-
-    independent: the rejection rule, for draft tokens drawn independently of the target.
-    synthetic: accept at random at this rate, for benchmarks.
-    """
-
-    independent: bool = False
-    synthetic: float | None = None
 
 
 class DeviceRound:
@@ -225,11 +212,14 @@ class DeviceRound:
         before = state.length.clone()
         draft = self._draft(state, before, k, span, features)
         logits = self._verify(state, before, draft, span)
-        record = self._judge(draft, self._shaped(logits, state, features, draft.tokens), state)
+        shaped = self._shaped(logits, state, features, draft.tokens)
+        record = self.ops.accept(draft, shaped, state, self.rule, self.width)
         kept = before.new_full((state.rows,), k - 1) if draft.parents is None else self._keep(state, before, record, k)
         if k > 0 and self.draft is not None:
             self._rewind(state, before, kept)
-        return record if features.logprobs is None else self._with_logprobs(record, logits, features.logprobs)
+        if features.logprobs is None:
+            return record
+        return with_logprobs(record, self.ops.logprobs(logits, record, features.logprobs))
 
     def _shaped(
         self, logits: Tensor, state: RowState, features: StepFeatures, draft_tokens: Tensor, first: int = 0
@@ -239,16 +229,8 @@ class DeviceRound:
         draft_tokens: [B, j] drafted so far.
         first: number of draft tokens before position 0 of the logits.
         """
-        return (
-            self.ops.shaped(logits, state, features, draft_tokens, first)
-            if features.adjusts or features.cuts or features.truncates
-            else logits
-        )
-
-    def _with_logprobs(self, record: Tensor, logits: Tensor, top: int) -> Tensor:
-        """Append the log-probabilities of the record's tokens, and of the ``top`` likeliest tokens at each position."""
-        own = self.ops.own_logprobs(logits, record)
-        return with_logprobs(record, own, *self.ops.likeliest(logits, top)) if top else with_logprobs(record, own)
+        asks = features.adjusts or features.cuts or features.truncates
+        return self.ops.shape(logits, state, features, draft_tokens, first) if asks else logits
 
     def _draft(self, state: RowState, before: Tensor, k: int, span: int, features: StepFeatures) -> DraftTensors:
         if self.draft is None:
@@ -284,7 +266,7 @@ class DeviceRound:
         chain, draft_tokens = before.new_empty((state.rows, 0)), before.new_empty((state.rows, 0))
         for depth in range(k):
             logits = self._shaped(self._draft_logits(state, before, chain, span), state, features, chain, depth)
-            best = self.ops.leaders(logits, state, depth, self.width)
+            best = self.ops.draw_leaders(logits, state, depth, self.width)
             chain, draft_tokens = torch.cat([chain, best[:, :1]], dim=1), torch.cat([draft_tokens, best], dim=1)
         slots = (self.target.cache.positions - before).clamp(min=0) // self.width
         depths = torch.minimum(self._caps.device[: state.rows].clamp(max=k), slots) * self._drafting_rows(before)
@@ -311,13 +293,6 @@ class DeviceRound:
         # only recurrent states ask which tokens are real: keys and values of others are overwritten unread
         counts = None if self.target.cuts_anywhere else (draft.counts + 1).masked_fill(state.ended(), 0)
         return self.target.logits(self.target.forward(tokens, start, span, state.slots, counts, draft.tree))
-
-    def _judge(self, draft: DraftTensors, logits: Tensor, state: RowState) -> Tensor:
-        if self.rule.independent:
-            return self.ops.rejection(draft, logits, state)
-        if draft.parents is not None:
-            return self.ops.coupled_trees(draft, logits, state, self.width)
-        return self.ops.coupled(draft, logits, state, self.rule.synthetic)
 
     def _keep(self, state: RowState, before: Tensor, record: Tensor, k: int) -> Tensor:
         """Move the accepted paths of trees behind the texts. Returns accepted tokens [B] that the draft model has read.

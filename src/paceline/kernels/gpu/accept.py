@@ -471,10 +471,9 @@ def own_logprobs(logits: Tensor, record: Tensor, block: int = BLOCK) -> Tensor:
 def rejection(draft: DraftTensors, logits: Tensor, rows: RowState, block: int = BLOCK) -> Tensor:
     """``rules.accept_by_ratio`` for the distributions of logits [B, k + 1, V], and commit -> the record.
 
-    Draft tokens without draft logits are accepted by ``coupled``.
+    draft: with the logits that its tokens were drawn from.
     """
-    if draft.logits is None:
-        return coupled(draft, logits, rows, block=block)
+    assert draft.logits is not None, "draft tokens without logits follow the coupled rule"
     blocks = Blocks(logits.shape[-1], block)
     of, slots = rows.tables, rows.slots.index
     p, q = (_softmax_tables(table, of.temperature, slots, blocks) for table in (logits, draft.logits))

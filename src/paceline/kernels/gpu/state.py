@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.core.draft import Logprobs, Verdict
+from paceline.core.values import LogprobTensors
 
 RECORD_TAIL = 3  # accepted, drafted, gained
 
@@ -52,15 +53,10 @@ class PackedHeads:
     eps: float
 
 
-def with_logprobs(record: Tensor, own: Tensor, top_ids: Tensor | None = None, top: Tensor | None = None) -> Tensor:
-    """Append the tokens' log-probabilities [B, k + 1] float32 to a record [B, k + 1 + 3], as bits in int64.
-
-    top_ids, top [B, k + 1, m]: the most likely tokens and their log-probabilities; None for none.
-    """
-    parts = [record, own.view(torch.int32).long()]
-    if top_ids is not None and top is not None:
-        parts += [top_ids.flatten(1), top.contiguous().view(torch.int32).long().flatten(1)]
-    return torch.cat(parts, dim=1)
+def with_logprobs(record: Tensor, logprobs: LogprobTensors) -> Tensor:
+    """Append log-probabilities to a record [B, k + 1 + 3], as bits in int64."""
+    own, values = (table.contiguous().view(torch.int32).long() for table in (logprobs.own, logprobs.top_values))
+    return torch.cat([record, own, logprobs.top_ids.flatten(1), values.flatten(1)], dim=1)
 
 
 def read_logprobs(record: list[list[int]], k: int) -> tuple[list[list[int]], Logprobs]:
