@@ -14,7 +14,7 @@ from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.core.values import Accepted, Purpose
 from paceline.drafters.model import ModelDrafter
 from paceline.kernels.attention import BACKENDS
-from paceline.models.draft_decoder import DraftDecoder
+from paceline.models.decoding.draft_decoder import DraftDecoder
 from toy import VOCAB, ToyModel, logits_after, slow_adjust, slow_distribution, slow_draw
 
 pytestmark = pytest.mark.usefixtures("one_thread")

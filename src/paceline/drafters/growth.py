@@ -18,7 +18,7 @@ from paceline.core.draft import SIBLING_KIND, Verdict
 from paceline.core.sampling import Choices, noise_key, uniform
 from paceline.core.values import Purpose
 from paceline.drafters.branches import DraftTree, draft_of
-from paceline.models.draft_decoder import DraftDecoder
+from paceline.models.decoding.draft_decoder import DraftDecoder
 
 
 class _Candidate(NamedTuple):

@@ -12,7 +12,7 @@ from paceline.drafters.heads.native import NativeFusedStates
 from paceline.engine.rounds.place import RoundPlace
 from paceline.engine.rounds.round import Speculation
 from paceline.models.base import AnyModel, FlatModel
-from paceline.models.decoder import Decoder
+from paceline.models.decoding.decoder import Decoder
 
 NGRAM_SOURCES = "n-gram drafts from references or parallel samples"
 

@@ -25,7 +25,7 @@ from paceline.core.row_keeper import RowKeeper, RowKeepers
 from paceline.drafters.base import Drafter
 from paceline.engine.rounds.place import FinishedRound
 from paceline.lengths.base import LengthPolicy
-from paceline.models.decoder import Decoder
+from paceline.models.decoding.decoder import Decoder
 
 
 @dataclass
