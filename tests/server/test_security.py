@@ -14,9 +14,9 @@ import pytest
 
 from paceline.config import ServerConfig
 from paceline.errors import ParameterError
+from paceline.server.client_limits import SharedLimit
 from paceline.server.errors import ApiError
 from paceline.server.security import AllowedHosts
-from paceline.server.shares import SharedLimit
 from paceline.server.sockets import listen
 from polling import wait_until
 from server_support import Live, start

@@ -17,8 +17,8 @@ from paceline.errors import (
     RequestError,
     StructureError,
 )
+from paceline.server.client_limits import Full
 from paceline.server.limits import MAX_FAULT, MAX_FAULTS, MAX_MESSAGE, MAX_SHOWN
-from paceline.server.shares import Full
 
 INVALID = "invalid_request_error"
 TOO_LONG = "context_length_exceeded"

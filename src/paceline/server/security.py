@@ -15,13 +15,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from paceline.config import ServerConfig
 from paceline.errors import ParameterError
 from paceline.server import errors
+from paceline.server.client_limits import SharedLimit
 from paceline.server.clients import address_of, key_in
 from paceline.server.connections import max_concurrent_requests
 from paceline.server.generation import ClientGoneError
-from paceline.server.heads import checked_head, header
+from paceline.server.http_heads import checked_head, header
 from paceline.server.metrics import Meter
 from paceline.server.quotas import read_key
-from paceline.server.shares import SharedLimit
 
 OPEN_PATHS = frozenset({"/", "/health", "/ping"})  # reachable without a key: for load balancers and browsers
 UPLOADS = "/v1/files"  # input files of batches

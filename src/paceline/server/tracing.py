@@ -7,7 +7,7 @@ import secrets
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paceline.server.heads import header
+from paceline.server.http_heads import header
 from paceline.server.logs import request_id
 
 HEADER = b"x-request-id"
