@@ -20,9 +20,9 @@ from paceline.server.protocol import (
     Strict,
     StructuredFields,
     Verbatim,
-    refuser,
-    said,
-    some,
+    bounded_list,
+    optional,
+    reject_types,
     text_of,
 )
 
@@ -41,9 +41,9 @@ class TextPart(Strict):
 
 _REFUSED_PARTS = dict.fromkeys(("image_url", "input_audio", "file", "audio_url", "video_url"), TEXT_ONLY)
 _Part: TypeAlias = Annotated[
-    Annotated[TextPart | RefusalPart, Field(discriminator="type")], refuser(_REFUSED_PARTS, "parts")
+    Annotated[TextPart | RefusalPart, Field(discriminator="type")], reject_types(_REFUSED_PARTS, "parts")
 ]
-_Parts: TypeAlias = Annotated[list[_Part], some(limits.MAX_CONTENT_PARTS)]
+_Parts: TypeAlias = Annotated[list[_Part], bounded_list(limits.MAX_CONTENT_PARTS)]
 _MAY_BE_EMPTY = ("assistant", "tool", "function")  # roles
 
 
@@ -116,7 +116,7 @@ class AllowedTools(Strict):
     """The functions that may be called, and whether one has to be."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], some(limits.MAX_TOOLS)]
+    tools: Annotated[list[NamedTool], bounded_list(limits.MAX_TOOLS)]
 
 
 class AllowedToolsChoice(Strict):
@@ -153,7 +153,7 @@ class Message(Strict):
     provider_specific_fields: JsonValue = None
     audio: None = None
     function_call: CalledFunction | None = None
-    tool_calls: Annotated[list[SentCall], some(limits.MAX_TOOLS)] | None = None
+    tool_calls: Annotated[list[SentCall], bounded_list(limits.MAX_TOOLS)] | None = None
     tool_call_id: Label | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -187,7 +187,7 @@ class Prediction(Strict):
     """Text that the answer will mostly repeat. Draft tokens are copied from it; it changes the speed alone."""
 
     type: Literal["content"]
-    content: str | Annotated[list[TextPart], some(limits.MAX_CONTENT_PARTS)]
+    content: str | Annotated[list[TextPart], bounded_list(limits.MAX_CONTENT_PARTS)]
 
     @model_validator(mode="after")
     def _check_size(self) -> Prediction:
@@ -238,19 +238,21 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 class ChatRequest(GenerationRequest):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], some(limits.MAX_MESSAGES, least=1)]
+    messages: Annotated[list[Message], bounded_list(limits.MAX_MESSAGES, min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredFields | None = None
     prediction: Prediction | None = None
-    tools: Annotated[list[Tool], some(limits.MAX_TOOLS)] | None = said("Functions that the model may call.")
-    tool_choice: Literal["none", "auto", "required"] | _NamedTools | None = said("Which calls the answer may have.")
-    parallel_tool_calls: bool | None = said("Whether an answer may have several calls. Default: true.")
-    reasoning_effort: Label | None = said("For chat templates that know it; none switches thoughts off.")
-    max_thinking_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = said("Tokens after which thoughts are ended.")
-    chat_template_kwargs: dict[str, JsonValue] | None = said("Further variables of the chat template.")
+    tools: Annotated[list[Tool], bounded_list(limits.MAX_TOOLS)] | None = optional("Functions that the model may call.")
+    tool_choice: Literal["none", "auto", "required"] | _NamedTools | None = optional("Which calls the answer may have.")
+    parallel_tool_calls: bool | None = optional("Whether an answer may have several calls. Default: true.")
+    reasoning_effort: Label | None = optional("For chat templates that know it; none switches thoughts off.")
+    max_thinking_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = optional(
+        "Tokens after which thoughts are ended."
+    )
+    chat_template_kwargs: dict[str, JsonValue] | None = optional("Further variables of the chat template.")
 
     @model_validator(mode="after")
     def _check_together(self) -> ChatRequest:
@@ -305,7 +307,7 @@ class TokenizeRequest(Strict):
 
     model: Label | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], some(limits.MAX_MESSAGES, least=1)] | None = None
+    messages: Annotated[list[Message], bounded_list(limits.MAX_MESSAGES, min_length=1)] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
 

@@ -18,7 +18,7 @@ from paceline.engine.engine import Request
 from paceline.engine.scoring import EMBEDDED, PooledStates
 from paceline.server import errors, limits
 from paceline.server.context import Context, RequestOptions
-from paceline.server.protocol import ApiRequest, Label, Positive, TokenIds, some
+from paceline.server.protocol import ApiRequest, Label, Positive, TokenIds, bounded_list
 
 
 class EmbeddingRequest(ApiRequest):
@@ -33,8 +33,8 @@ class EmbeddingRequest(ApiRequest):
     input: (
         str
         | TokenIds
-        | Annotated[list[str], some(limits.MAX_EMBEDDINGS)]
-        | Annotated[list[TokenIds], some(limits.MAX_EMBEDDINGS)]
+        | Annotated[list[str], bounded_list(limits.MAX_EMBEDDINGS)]
+        | Annotated[list[TokenIds], bounded_list(limits.MAX_EMBEDDINGS)]
     )
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
