@@ -114,7 +114,7 @@ def start(config: ServerConfig, model: str, **options: Any) -> Iterator[Live]:
     server = Server(app, config, app.state.context.service.fail_all)
     thread = threading.Thread(target=server.run)
     thread.start()
-    context: Context = server.config.app.state.context  # type: ignore[union-attr]
+    context: Context = app.state.context
     try:
         wait_until(lambda: (server.started and context.service.state == "ready") or not thread.is_alive())
         assert thread.is_alive(), context.service.failure
