@@ -99,11 +99,9 @@ class Live:
 
         The engine clears its queues one by one: this waits for the last.
         """
-        engine, service = self.context.llm.engine, self.context.service
+        engine, service, admission = self.context.llm.engine, self.context.service, self.context.dispatcher.admission
         wait_until(
-            lambda: (
-                not (self.context.admission.inside or self.waiting or engine.busy or engine._requests or service._live)
-            ),
+            lambda: not (admission.inside or self.waiting or engine.busy or engine._requests or service._live),
             "rows are still taken",
         )
         engine.scheduler.check_integrity()

@@ -6,8 +6,8 @@ import asyncio
 from pathlib import Path
 
 import pytest
-
 from benchmarks.request_trace import REQUESTS, SOURCE, counted, described
+
 from chat_support import save_chat_model
 from server_support import load
 

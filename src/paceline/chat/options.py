@@ -74,8 +74,8 @@ class ChatOptions:
         self._check_choice()
 
     @staticmethod
-    def of(given: ChatFields) -> ChatOptions:
-        """Options from OpenAI's forms of tools and of their choice. Raises ParameterError."""
+    def of(given: Mapping[str, Any]) -> ChatOptions:
+        """Options from ``ChatFields``: OpenAI's forms of tools and of their choice. Raises ParameterError."""
         read: dict[str, Any] = {
             "tools": tools_of(given.get("tools") or ()),
             "tool_choice": choice_of(given.get("tool_choice", "auto")),

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from paceline.chat.options import ChatOptions
 from paceline.cli.document import as_text
 from paceline.cli.jobs import PROMPT_KEYS, Failure, Job, JobResult, as_document, as_job
 from paceline.config import SamplingParams
@@ -17,7 +18,7 @@ from paceline.server import errors
 from paceline.server.batch.answers import BatchContext, RefusedLine, answered, is_the_end, read_task
 from paceline.server.batch.lines import CustomIds, InputLine, seed_of
 from paceline.server.batch.window import LineResult, LineTask
-from paceline.server.context import Context, RequestOptions
+from paceline.server.context import Context
 from paceline.server.limits import MAX_LABEL
 from paceline.server.structures import AnswerForm
 
@@ -41,28 +42,36 @@ class PlainTask:
 
     async def _answer(self) -> RequestOutput:
         """The job's output. Raises ApiError."""
-        context, job = self.batch.context, self.job
-        options = RequestOptions(self.batch.client, self.batch.priority, time.monotonic(), None, False, of_batch=True)
-        context.check_answers(job.params.answers)
-        async with context.generate(
-            [await self._request(options)], options, form=AnswerForm(job.params.structured_outputs)
-        ) as generation:
+        dispatcher, job = self.batch.context.dispatcher, self.job
+        dispatcher.check_answers(job.params.answers)
+        request, form = await self._request(), AnswerForm(job.params.structured_outputs)
+        async with dispatcher.generate([request], form, timeout=None, streaming=False) as generation:
             (output,) = await generation.finish()
         output.prompt = job.prompt if isinstance(job.prompt, str) else None
         return output
 
-    async def _request(self, options: RequestOptions) -> Request:
+    async def _request(self) -> Request:
         """The engine's request. Its structure is compiled later, once a row is free. Raises ApiError."""
-        context, job = self.batch.context, self.job
+        context, job, arrival = self.batch.context, self.job, time.monotonic()
         references = [await _encoded(context, text, special=False) for text in job.references]
         params = replace(job.params, structured_outputs=None, seed=self._seed)
         tokens = await self._prompt(context)
-        (request,) = await context.requests([tokens], params, options, references)
+        template = Request(
+            [],
+            params,
+            client=self.batch.client,
+            priority=self.batch.priority,
+            arrival=arrival,
+            references=references,
+            budget_from_row=True,
+        )
+        (request,) = await context.dispatcher.requests([tokens], template)
         return request
 
     async def _prompt(self, context: Context) -> list[int]:
         if self.job.messages is not None:
-            return (await context.chat_prompt([dict(message) for message in self.job.messages], {})).token_ids
+            messages = [dict(message) for message in self.job.messages]
+            return (await context.texts.chat_prompt(messages, ChatOptions())).token_ids
         assert self.job.prompt is not None, "a job has a prompt or messages"
         return await _encoded(context, self.job.prompt)
 
@@ -80,7 +89,7 @@ def _outcome(line: InputLine, custom_id: str | None, result: JobResult) -> LineR
 
 
 async def _encoded(context: Context, text: str | list[int], special: bool = True) -> list[int]:
-    return await context.encode(text, special) if isinstance(text, str) else text
+    return await context.texts.encode(text, special) if isinstance(text, str) else text
 
 
 @dataclass(frozen=True)

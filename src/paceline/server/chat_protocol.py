@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeAlias, cast
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError, to_jsonable_python
 
-from paceline.chat.options import ChatFields
+from paceline.chat.options import ChatOptions
 from paceline.config import MAX_LOGPROBS, StructuredOutputs
 from paceline.config.limits import MAX_REFERENCE_CHARACTERS
 from paceline.server import limits
@@ -271,7 +271,6 @@ class ChatRequest(GenerationRequest):
 
     @property
     def structure(self) -> StructuredOutputs | None:
-        """The form that the answer must have. Raises ParameterError."""
         if self.structured_outputs is not None:
             return self.structured_outputs.wanted
         wanted = self.response_format
@@ -283,6 +282,10 @@ class ChatRequest(GenerationRequest):
     def structure_field(self) -> str:
         return "structured_outputs" if self.response_format is None else "response_format"
 
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
     def answer_limit(self, left: int) -> int:
         wanted = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
         return left if wanted is None or wanted == -1 else wanted
@@ -292,14 +295,14 @@ class ChatRequest(GenerationRequest):
         return [message.plain() for message in self.messages]
 
     @property
-    def chat_fields(self) -> ChatFields:
-        """The options of the conversation."""
+    def chat_options(self) -> ChatOptions:
+        """The options of the conversation. Raises ParameterError."""
         names = ("tool_choice", "parallel_tool_calls", "reasoning_effort", "max_thinking_tokens")
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         plain = to_jsonable_python(given, exclude_none=True)
         tools = [tool.plain() for tool in self.tools or ()]
         variables = self.chat_template_kwargs or {}
-        return cast(ChatFields, {**plain, "tools": tools, "chat_template_kwargs": variables})
+        return ChatOptions.of({**plain, "tools": tools, "chat_template_kwargs": variables})
 
 
 class TokenizeRequest(Strict):

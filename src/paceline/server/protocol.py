@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self, cast, get_type_hints
 
 from pydantic import (
@@ -319,19 +319,40 @@ class GenerationRequest(ApiRequest, SamplingFields):
         """Most tokens of an answer. left: tokens that the context has left, which -1 asks for."""
         raise NotImplementedError
 
-    def sampling(self, base: SamplingParams, max_tokens: int, logprobs: int | None) -> SamplingParams:
-        """The request's sampling parameters; those of ``base`` where it has none. Raises ParameterError."""
-        names = SamplingFields.model_fields
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        budget = None if self.deadline_ms is None else self.deadline_ms / 1000
-        return SamplingParams.from_mapping(
-            given | {"max_tokens": max_tokens, "logprobs": logprobs, "time_budget": budget}, base
-        )
+    @property
+    def num_logprobs(self) -> int | None:
+        """Likeliest tokens to report beside each token; None for no log-probabilities."""
+        raise NotImplementedError
+
+    @property
+    def structure(self) -> StructuredOutputs | None:
+        """The required form of answers. Raises ParameterError."""
+        raise NotImplementedError
+
+    def sampling(self, base: SamplingParams, left: int) -> SamplingParams:
+        """The request's sampling parameters; those of ``base`` where it has none. Raises ParameterError.
+
+        left: as in ``answer_limit``.
+        """
+        own = {"max_tokens": self.answer_limit(left), "logprobs": self.num_logprobs}
+        return _sampling(self, SamplingFields.model_fields, own, base)
+
+
+def _sampling(
+    body: GenerationRequest | TurnRequest, names: Iterable[str], own: dict[str, Any], base: SamplingParams
+) -> SamplingParams:
+    """The sampling parameters of a body. names: of fields that it spells alike. own: those that it spells otherwise."""
+    given = {name: value for name in names if (value := getattr(body, name)) is not None}
+    budget = None if body.deadline_ms is None else body.deadline_ms / 1000
+    return SamplingParams.from_mapping(given | own | {"time_budget": budget}, base)
 
 
 def _among(value: Any, harmless: tuple[JsonValue, ...]) -> bool:
     """Whether ``value`` equals one of them, with the same type: 0 is not false."""
     return any(type(value) is type(each) and value == each for each in harmless)
+
+
+_SAMPLED = ("temperature", "top_p", "top_k", "seed", "num_speculative_tokens")  # fields of a ``TurnRequest``
 
 
 class TurnRequest(ApiRequest):
@@ -341,6 +362,7 @@ class TurnRequest(ApiRequest):
     """
 
     structure_field: ClassVar[str]
+    answers: ClassVar[int] = 1
 
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
@@ -356,10 +378,28 @@ class TurnRequest(ApiRequest):
         """The required form of the answer's text. Raises ParameterError."""
         raise NotImplementedError
 
+    def answer_limit(self, left: int) -> int:
+        """Most tokens of the answer. left: tokens that the context has left."""
+        raise NotImplementedError
+
     @property
-    def logprobs(self) -> int | None:
+    def stop_strings(self) -> Sequence[str]:
+        """Texts that end the answer; empty ones have no effect."""
+        return ()
+
+    @property
+    def num_logprobs(self) -> int | None:
         """Likeliest tokens to report beside each token of the text; None for no log-probabilities."""
         return None
+
+    def sampling(self, base: SamplingParams, left: int) -> SamplingParams:
+        """The request's sampling parameters; those of ``base`` where it has none. Raises ParameterError.
+
+        left: as in ``answer_limit``.
+        """
+        stop = [text for text in self.stop_strings if text]
+        own = {"max_tokens": self.answer_limit(left), "stop": stop, "logprobs": self.num_logprobs}
+        return _sampling(self, _SAMPLED, own, base)
 
     if TYPE_CHECKING:
 
@@ -421,7 +461,15 @@ class CompletionRequest(GenerationRequest):
     def answer_limit(self, left: int) -> int:
         if self.max_tokens is None:
             return COMPLETION_MAX_TOKENS
-        return left if self.max_tokens == -1 else self.max_tokens
+        return left if self.max_tokens == -1 else self.max_tokens or 1  # 0: only the prompt is read
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def structure(self) -> StructuredOutputs | None:
+        return None if self.structured_outputs is None else self.structured_outputs.wanted
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:

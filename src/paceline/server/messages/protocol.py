@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, JsonValue, model_validator
@@ -295,6 +295,13 @@ class MessagesRequest(PromptRequest, TurnRequest):
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)]
     stop_sequences: Annotated[list[str], bounded_list(limits.MAX_STOP_STRINGS)] | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+
+    def answer_limit(self, left: int) -> int:
+        return self.max_tokens
+
+    @property
+    def stop_strings(self) -> Sequence[str]:
+        return self.stop_sequences or ()
 
     @property
     def structure(self) -> StructuredOutputs | None:

@@ -258,13 +258,16 @@ class ResponsesRequest(TurnRequest):
 
     @model_validator(mode="after")
     def _check_top_logprobs(self) -> ResponsesRequest:
-        if self.top_logprobs and self.logprobs is None:
+        if self.top_logprobs and self.num_logprobs is None:
             message = f"top_logprobs needs include = [{_TEXT_LOGPROBS!r}]"
             raise PydanticCustomError("top_logprobs", "{message}", {"field": "top_logprobs", "message": message})
         return self
 
+    def answer_limit(self, left: int) -> int:
+        return left if self.max_output_tokens is None else self.max_output_tokens
+
     @property
-    def logprobs(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if _TEXT_LOGPROBS in (self.include or ()) else None
 
     @property
