@@ -11,8 +11,8 @@ from paceline.chat.options import ChatOptions
 from paceline.config import ServerConfig
 from paceline.engine.chat import ChatPrompt
 from paceline.errors import RequestError
-from paceline.models.infill import InfillMarkers
-from paceline.models.tokenizer import Tokenizer
+from paceline.models.text.infill import InfillMarkers
+from paceline.models.text.tokenizer import Tokenizer
 from paceline.server import errors
 from paceline.server.logprobs import Spelling
 from paceline.server.service import EngineService
