@@ -101,6 +101,12 @@ def test_the_commands_of_the_documentation_exist_with_their_flags(command: list[
     assert [flag for flag in flags if flag not in result.output] == []
 
 
+def test_the_benches_that_pages_name_exist() -> None:
+    named = {name for page in PAGES for name in re.findall(r"-m (benchmarks(?:\.\w+)+)", page.read_text())}
+    assert "benchmarks.drafters" in named
+    assert [name for name in named if not (ROOT / f"{name.replace('.', '/')}.py").is_file()] == []
+
+
 @pytest.mark.parametrize("command", [words for words in commands() if words[:2] == GENERATE], ids=" ".join)
 @pytest.mark.one_in(3)
 def test_the_answers_that_the_documentation_asks_for_are_not_empty(command: list[str]) -> None:

@@ -124,7 +124,6 @@ def test_what_is_missing_for_the_kernels_is_said(monkeypatch: pytest.MonkeyPatch
 
 SERVE = "from paceline.cli.main import app; app(['serve', 'smollm2-135m'])"
 PLOT = "from paceline.tools.bench.plots import new_figure; new_figure()"
-TRAFFIC = "from paceline.tools.bench.traffic_http import make_client; make_client('http://127.0.0.1', None)"
 TRITON = (
     "import torch; from paceline.kernels.gpu.launch import require_triton; require_triton(torch.device('cuda'), '', '')"
 )
@@ -134,7 +133,6 @@ MISSING = [
     ("fastapi", "serve", SERVE),
     ("uvicorn", "serve", SERVE),
     ("matplotlib", "bench", PLOT),
-    ("httpx", "bench", TRAFFIC),
     ("triton", "gpu", TRITON),
 ]
 EACH_IN_A_PROCESS = """

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from paceline.llm import LLM
 
 PROMPTS = tuple(prompt for pair in zip(COPYING[::2], OPEN[::2], strict=True) for prompt in pair)
-"""Every second built-in prompt; ``paceline bench traffic`` uses the others."""
+"""Every second built-in prompt; ``benchmarks/traffic.py`` uses the others."""
 
 WARM_UP_TOKENS = 8
 
