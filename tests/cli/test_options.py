@@ -98,7 +98,8 @@ def test_where_the_default_drafter_is_none_that_counts_as_none(
 
 
 def test_verify_takes_no_parameters_from_lines(paceline: Any, tiny: str, tmp_path: Path) -> None:
-    for line in ('{"prompt": "x", "temperature": 0.3}', '{"messages": []}', '{"prompt": [1]}'):
+    others = ('"temperature": 0.3', '"references": ["y"]', '"custom_id": "z"')
+    for line in (*(f'{{"prompt": "x", {other}}}' for other in others), '{"messages": []}', '{"prompt": [1]}'):
         (tmp_path / "lines").write_text(line)
         result = paceline("verify", tiny, "--prompts-file", str(tmp_path / "lines"))
         assert result.exit_code == 2

@@ -11,7 +11,7 @@ import typer
 from tqdm import tqdm
 
 from paceline.cli.console import Sheet, stdout
-from paceline.cli.jobs import Failure, parse_lines
+from paceline.cli.jobs import Failure, Job, parse_lines
 from paceline.cli.options import (
     DEFAULT_MODEL,
     EngineFlags,
@@ -84,8 +84,9 @@ def _texts(prompt: list[str] | None, prompts_file: Path | None) -> list[str]:
     if prompts_file is not None:
         for entry in parse_lines(read_text("--prompts-file", prompts_file).split("\n"), SamplingParams()):
             if isinstance(entry, Failure):
-                raise entry.error
-            if not isinstance(entry.prompt, str) or entry.params != SamplingParams():
+                raise entry.located
+            alone = Job(entry.where, SamplingParams(), entry.prompt, references=[])
+            if not isinstance(entry.prompt, str) or entry != alone:
                 allowed = "lines with a text as prompt and nothing else: verify samples each in its own ways"
                 raise ParameterError("--prompts-file", entry.where, allowed)
             texts.append(entry.prompt)
