@@ -609,11 +609,6 @@ def test_copying_an_llm_is_refused(llm: LLM, duplicate: Callable[[LLM], object])
         duplicate(llm)
 
 
-def test_beam_search_is_refused(llm: LLM) -> None:
-    with pytest.raises(PacelineError, match=r"no beam search here.*rank_by"):
-        llm.beam_search([[1]], beam_width=4)
-
-
 def test_an_unknown_option_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.engine.loading.load_model", lambda *_, **__: pytest.fail("it was loaded"))
     for given, said in (("max_num_seqs", "max_batch_size"), ("draft_dtpe", "draft_dtype")):

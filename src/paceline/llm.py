@@ -290,13 +290,6 @@ class LLM:
         with self._submit(made, final=False) as submitted:
             yield from submitted
 
-    def beam_search(self, *_: object, **__: object) -> NoReturn:
-        """Raise PacelineError: there is no beam search. The message names alternatives."""
-        raise PacelineError(
-            "there is no beam search here: SamplingParams(n=..., best_of=..., rank_by='logprob') gives the most likely "
-            "of many samples; transformers has beams"
-        )
-
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters that the model's files recommend, and the usual ones for the rest.
 

@@ -67,7 +67,7 @@ def test_what_would_do_nothing_is_refused_before_anything_is_loaded(paceline: An
 
 NOTHING_DRAFTED = [
     ("bench offline -k 0 --wrong-drafts", "--wrong-drafts"),
-    ("bench offline --lengths 0 --wrong-guesses", "--wrong-drafts"),
+    ("bench offline --lengths 0 --wrong-drafts", "--wrong-drafts"),
     ("bench offline --prompts edits -k 0 --references", "--references"),
     ("bench offline --prompts edits --drafter none --no-references", "--references"),
 ]

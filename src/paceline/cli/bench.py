@@ -57,9 +57,7 @@ def offline(
     ] = None,
     wrong_drafts: Annotated[
         bool,
-        typer.Option(
-            "--wrong-drafts", "--wrong-guesses", help="Make every draft token wrong: speculation at its worst."
-        ),
+        typer.Option("--wrong-drafts", help="Make every draft token wrong: speculation at its worst."),
     ] = False,
     compare: Annotated[
         Literal["transformers"] | None, typer.Option("--compare", help="Time another program with the same batches.")
