@@ -194,11 +194,15 @@ class NativeModel:
         return self._multiply_adds
 
     def expert_bytes(self) -> int:
-        """Return the bytes of the weights of all experts; see ``CountsExperts``."""
+        """Return the bytes of the weights of all experts, which are part of ``weight_bytes``."""
         return sum(self._expert_sizes)
 
     def expert_bytes_read(self) -> int:
-        """Return the bytes of experts' weights that were read so far; the reference implementation counts none."""
+        """Return the bytes of experts' weights that all forward passes so far have read.
+
+        A pass reads an expert of a layer once, if any of its tokens runs through it. The reference implementation
+        counts none.
+        """
         read = 0 if self._packed is None else self._packed.decoder.experts_read()
         return read * self._expert_sizes[0] if read else 0
 
