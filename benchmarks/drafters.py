@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import typer
+from benchmarks.options import PlottedDocument, words
 
 from paceline.cli.console import Sheet, bars, note, stderr
-from paceline.cli.document import PlottedDocument, checked_plot, command_line, end
+from paceline.cli.document import checked_plot, command_line, end
 from paceline.cli.flags import with_flags
-from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Repeats, numbers, whole_numbers, words
+from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Repeats, numbers, whole_numbers
 from paceline.config import EngineConfig, SamplingParams
 from paceline.errors import ParameterError
 from paceline.lengths import FixedLength

@@ -20,10 +20,11 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from benchmarks.options import PlottedDocument
 from torch import Tensor
 
 from paceline.cli.console import Sheet, bars, latency_table, note, stderr
-from paceline.cli.document import PlottedDocument, checked_plot, command_line, end
+from paceline.cli.document import checked_plot, command_line, end
 from paceline.cli.flags import with_flags
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Repeats
 from paceline.config import SamplingParams

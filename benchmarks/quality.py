@@ -17,11 +17,12 @@ from typing import Annotated
 
 import torch
 import typer
+from benchmarks.options import words
 from torch import Tensor
 
 from paceline.cli.console import Sheet, stderr, working
 from paceline.cli.document import command_line, end
-from paceline.cli.options import DEFAULT_MODEL, Model, words
+from paceline.cli.options import DEFAULT_MODEL, Model
 from paceline.config import EngineOptions, SamplingParams
 from paceline.config.files import check_output, read_text
 from paceline.engine.prefixes import common_prefix_length

@@ -19,11 +19,12 @@ from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import typer
+from benchmarks.options import PlottedDocument, words
 
 from paceline.cli.console import Sheet, bars, latency_table, note, stderr
-from paceline.cli.document import PlottedDocument, checked_plot, command_line, end
+from paceline.cli.document import checked_plot, command_line, end
 from paceline.cli.flags import with_flags
-from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Repeats, check_draft_tokens, words
+from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Repeats, check_draft_tokens
 from paceline.config import Length, SamplingParams
 from paceline.core.outputs import Latency, Metrics
 from paceline.engine.engine import Engine, Request

@@ -23,6 +23,7 @@ from typing import Annotated, Any
 import httpx
 import numpy as np
 import typer
+from benchmarks.options import PlottedDocument, words
 from benchmarks.traffic import (
     ALL_TRACES,
     DEFAULT_CV,
@@ -47,8 +48,8 @@ from benchmarks.traffic import (
 )
 
 from paceline.cli.console import bars, note
-from paceline.cli.document import PlottedDocument, checked_plot, command_line, end
-from paceline.cli.options import Repeats, words
+from paceline.cli.document import checked_plot, command_line, end
+from paceline.cli.options import Repeats
 from paceline.core.outputs import Latency, Metrics
 from paceline.errors import PacelineError, ParameterError
 from paceline.tools.bench.measure import turns
