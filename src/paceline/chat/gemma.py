@@ -104,7 +104,8 @@ class _ObjectReader:
         elif character == "<":
             return False
         else:
-            self._word((yield from source.take_while(_WORD_STOP)))
+            word = yield from source.take_while(_WORD_STOP)  # a key, a number, true, false or null; else a string
+            self._emit(json.dumps(word, ensure_ascii=False) if self._at_key or not is_json(word) else word)
         return True
 
     def _punctuation(self, character: str) -> None:
@@ -125,10 +126,6 @@ class _ObjectReader:
             return False
         self._emit('"')
         return True
-
-    def _word(self, word: str) -> None:
-        """Write a bare word: a key, a number, true, false or null; anything else as a string."""
-        self._emit(json.dumps(word, ensure_ascii=False) if self._at_key or not is_json(word) else word)
 
 
 # --- grammar ---

@@ -138,16 +138,14 @@ class Markers:
             if text:
                 emit(text)
             if before >= 0:
-                return source.take(len(self._at(source)))
+                size = next(len(each) for each in self._markers if source.peek(len(each)) == each)
+                return source.take(size)
             if source.left:  # the possible beginning of a marker
                 if source.ended:
                     emit(source.take(source.left))
                 else:
                     yield
         return None
-
-    def _at(self, source: Source) -> str:
-        return next(marker for marker in self._markers if source.peek(len(marker)) == marker)
 
     def _held(self, source: Source) -> int:
         """Number of last characters that may begin a marker."""
@@ -229,11 +227,12 @@ def json_string(source: Source) -> Reading[str]:
 def is_json(text: str) -> bool:
     """Whether a text is one complete JSON value; NaN and Infinity, which Python reads, are none."""
     try:
-        json.loads(text, parse_constant=_refuse_constant)
+        json.loads(text, parse_constant=refuse_constant)
     except (ValueError, RecursionError):
         return False
     return True
 
 
-def _refuse_constant(name: str) -> None:
+def refuse_constant(name: str) -> None:
+    """Raise ValueError: NaN and the infinities, which Python reads, are not JSON."""
     raise ValueError(f"{name} is not JSON")

@@ -85,7 +85,9 @@ def humaneval(
     check_directory("--output", output, FILES[1:])
     box = Sandbox(weak=weak_sandbox)
     if not quiet or box.isolation.missing:
-        _tell(box)
+        note("programs run in a sandbox: " + "; ".join(box.isolation.holds))
+        for missing in box.isolation.missing:
+            note(f"missing on this machine: {missing}")
     llm = replace(engine, max_batch_size=max(answers)).load(model, quiet)
     form = style_of(llm.requests.tokenizer) if style == "auto" else style
     plan = EvaluationPlan(problems, answers, form, params, seed)
@@ -98,12 +100,6 @@ def _budgets(text: str, longest: float | None) -> list[float]:
     allowed = "seconds above 0, separated by commas"
     budgets = sorted(set(numbers("--budgets", text, float, lambda budget: 0 < budget < math.inf, allowed)))
     return [budget for budget in budgets if longest is None or budget < longest]
-
-
-def _tell(box: Sandbox) -> None:
-    note("programs run in a sandbox: " + "; ".join(box.isolation.holds))
-    for missing in box.isolation.missing:
-        note(f"missing on this machine: {missing}")
 
 
 def _run(

@@ -144,7 +144,9 @@ class NativeLookup:
     def find(self, rows: SearchedRows[NativeTextIndex], k: int) -> LookupResult:
         """See ``Lookup``. Raises ValueError if a length exceeds the text."""
         count = len(rows.slots)
-        self._reserve(count * (3 + k))
+        if count * (3 + k) > len(self._found):
+            results = array("q", bytes(8 * count * (3 + k)))
+            self._found, self._address = memoryview(results), results.buffer_info()[0]
         place, step = self._address, 8 * count  # of counts, tokens matched, sources and draft tokens
         found = place + 3 * step, place, place + step, place + 2 * step
         if self._call(self._search, rows, (count, k), found) is not None:
@@ -162,10 +164,11 @@ class NativeLookup:
 
         sizes: its numbers of rows and tokens. found: addresses of its results.
         """
-        text, given, where = rows.text, _structs(rows.beside), array("q", rows.slots)
+        text, where = rows.text, array("q", rows.slots)
+        structs = None if rows.beside is None else array("q", chain.from_iterable(map(_numbers, rows.beside)))
         return search(
             self._documents.handle,
-            None if given is None else given.buffer_info()[0],
+            None if structs is None else structs.buffer_info()[0],
             *(where.buffer_info()[0], text.data_ptr(), text.stride(0), text.shape[1], rows.length.data_ptr()),
             *sizes,
             *found,
@@ -190,11 +193,6 @@ class NativeLookup:
             for row, count in enumerate(made.tolist())
         ]
 
-    def _reserve(self, numbers: int) -> None:
-        if numbers > len(self._found):
-            made = array("q", bytes(8 * numbers))
-            self._found, self._address = memoryview(made), made.buffer_info()[0]
-
     def _read(self, rows: int, k: int) -> LookupResult:
         numbers = self._found[: 3 * rows].tolist()
         starts = range(3 * rows, (3 + k) * rows, k)
@@ -202,11 +200,6 @@ class NativeLookup:
             self._found[start : start + count].tolist() for start, count in zip(starts, numbers[:rows], strict=True)
         ]
         return LookupResult(draft_tokens, numbers[rows : 2 * rows], numbers[2 * rows :])
-
-
-def _structs(beside: Sequence[CopySources[NativeTextIndex] | None] | None) -> array[int] | None:
-    """The C structs ``Beside`` of the rows, one behind the other; None without other sources."""
-    return None if beside is None else array("q", chain.from_iterable(map(_numbers, beside)))
 
 
 def _numbers(beside: CopySources[NativeTextIndex] | None) -> tuple[int, int, int, int]:

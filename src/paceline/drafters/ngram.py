@@ -92,12 +92,11 @@ class NgramDrafter(Drafter):
             return None
         texts = self._texts.get(sample.group)
         if texts is None:
-            texts = self._texts[sample.group] = self._index(sample.group)
+            group = sample.group
+            references = self._lookup.texts(group.references) if group.references else None
+            siblings = self._lookup.texts() if self._siblings and group.answers > 1 else None
+            texts = self._texts[group] = _RequestTexts(references, siblings)
         return CopySources(texts.references, texts.siblings, sample.number, sample.prompt_tail)
-
-    def _index(self, group: RequestGroup) -> _RequestTexts:
-        references = self._lookup.texts(group.references) if group.references else None
-        return _RequestTexts(references, self._lookup.texts() if self._siblings and group.answers > 1 else None)
 
 
 def merged(continuations: Sequence[Continuation]) -> DraftTree:

@@ -247,7 +247,8 @@ def _from_speculators(fields: Mapping[str, Any]) -> HeadConfig:
     transformer = _object(fields, "transformer_layer_config")
     transformer = {"model_type": "qwen3"} | transformer  # the default of the format
     config = _object(fields, "speculators_config")
-    verifier = _object(config, "verifier")
+    verifier, methods = _object(config, "verifier"), _list(config, "proposal_methods")
+    method = methods[0] if methods and isinstance(methods[0], dict) else {}
     return HeadConfig(
         transformer,
         **_sizes(fields, transformer),
@@ -257,7 +258,7 @@ def _from_speculators(fields: Mapping[str, Any]) -> HeadConfig:
         **drafted,
         verifier=str(verifier.get("name_or_path") or ""),
         architectures=tuple(map(str, _list(verifier, "architectures"))),
-        speculative_tokens=_proposed(config),
+        speculative_tokens=_number(method, "speculative_tokens", 3),
         paying_rows=_paying_rows(_object(fields, "paceline")),
     )
 
@@ -310,12 +311,6 @@ def _taps(fields: Mapping[str, Any], shift: int) -> tuple[int, ...] | None:
     if not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in found):
         raise ModelFormatError(f"eagle_aux_hidden_state_layer_ids are whole numbers, not {brief(found)}")
     return tuple(layer + shift for layer in found) or None
-
-
-def _proposed(config: Mapping[str, Any]) -> int:
-    methods = _list(config, "proposal_methods")
-    first = methods[0] if methods and isinstance(methods[0], dict) else {}
-    return _number(first, "speculative_tokens", 3)
 
 
 def _paying_rows(ours: Mapping[str, Any]) -> dict[str, int]:

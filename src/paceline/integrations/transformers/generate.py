@@ -172,7 +172,10 @@ class _Call:
 
     def run(self, engine: Engine) -> GenerateDecoderOnlyOutput | Tensor:
         try:
-            outputs = [engine.add(request) for request in self._requests()]
+            rows = len(self.prompts.ids)
+            seeds = torch.randint(2**62, (rows,)).tolist() if self.call_config.sampled else [None] * rows
+            requests = [self._request(row, seed) for row, seed in enumerate(seeds)]  # all before the first is added
+            outputs = [engine.add(request) for request in requests]
             self._decode(engine, outputs)
         except BaseException:
             engine.clear()
@@ -182,10 +185,6 @@ class _Call:
             if answer.error is not None:
                 raise answer.error
         return self._result([answer.token_ids for answer in answers])
-
-    def _requests(self) -> list[Request]:
-        seeds = torch.randint(2**62, (len(self.prompts.ids),)).tolist() if self.call_config.sampled else []
-        return [self._request(row, seeds[row] if seeds else None) for row in range(len(self.prompts.ids))]
 
     def _request(self, row: int, seed: int | None) -> Request:
         processed = self.call_config.processed(self.own, self.allowed)

@@ -99,12 +99,12 @@ def run_profile(
     kept = [
         statistics.fmean(p.mean_acceptance_length - 1 for p in points if p.k == k) for k in range(1, sweep.max_k + 1)
     ]
-    rounds = [[p.ms_per_round for p in points if p.batch_size == size] for size in sweep.batch_sizes]
-    fit = fit_paper(costs, rounds, kept)
+    of_size = {size: [p for p in points if p.batch_size == size] for size in sweep.batch_sizes}
+    fit = fit_paper(costs, [[p.ms_per_round for p in here] for here in of_size.values()], kept)
     profile = MeasuredProfile(
         identity=engine.identity(),
         costs=costs,
-        best={size: _best(size, points) for size in sweep.batch_sizes},
+        best={size: min(here, key=lambda p: p.ms_per_token).k for size, here in of_size.items()},
         acceptance=acceptance_by_position([r for run in runs if run.k == sweep.max_k for r in run.rounds], sweep.max_k),
         sweep=points,
         versions=versions(),
@@ -170,10 +170,6 @@ def _point(size: int, k: int, runs: Sequence[_Run]) -> SweepPoint:
         first_ms_per_token=statistics.median(each.first for each in latencies),
         last_ms_per_token=statistics.median(each.last for each in latencies),
     )
-
-
-def _best(size: int, points: Sequence[SweepPoint]) -> int:
-    return min((p for p in points if p.batch_size == size), key=lambda p: p.ms_per_token).k
 
 
 def acceptance_by_position(rounds: Sequence[Round], k: int) -> tuple[float, ...]:
