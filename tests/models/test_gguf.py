@@ -19,7 +19,7 @@ from paceline.errors import ModelFormatError
 from paceline.kernels import native
 from paceline.kernels.pack import Format, Int4Weight, dequantise, quantise
 from paceline.models import gguf as module
-from paceline.models.gguf_tensors import READABLE, UNREADABLE, PackedTensor, fate
+from paceline.models.gguf_tensors import READABLE, UNREADABLE, PackedTensor, precision_loss
 from paceline.models.loading import load_model
 from paceline.models.matrices import load_packed
 from paceline.models.native import NativeModel
@@ -79,9 +79,9 @@ def test_the_table_of_types_says_what_becomes_of_the_numbers(kind: GGMLQuantizat
     codes = tensor.codes(to)
     found = dequantise(quantise(exact, to) if codes is None else codes, exact.shape[1])
     same = torch.equal(found, exact)
-    assert same == (fate(kind, to) == "as stored")
+    assert same == (precision_loss(kind, to) == "as stored")
     assert (codes is not None) == (to == "int4" and kind in CODED)
-    if fate(kind, to) == "scales rounded":
+    if precision_loss(kind, to) == "scales rounded":
         assert isinstance(codes, Int4Weight)
         span = (codes.scales.float().abs() * 15 + codes.lows.float().abs()).repeat_interleave(32, 1)
         assert ((found - exact).abs() <= span * 2**-11).all()

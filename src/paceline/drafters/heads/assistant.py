@@ -139,7 +139,7 @@ class AssistantDecoder(HeadDecoder):
             self.num_computed_tokens[row] = max(1, stop)
 
     def next_hidden(self, batch: Batch, missing: int) -> Tensor:
-        """Read each row's last token -> hidden [B, inner]. A row of one token gets no meaning."""
+        """Read each row's last token -> hidden [B, inner]. Undefined for rows of one token."""
         self.num_computed_tokens[batch.live_slots.where] = batch.live_length
         return self._run(batch, batch.pending(), self._root(batch))[:, 0]
 
