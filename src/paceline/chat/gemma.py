@@ -185,9 +185,9 @@ def _value_rule(schema: object, root: Mapping[str, Any], quote: str, depth: int 
     if isinstance(kind, list) and kind:
         return any_of(inner({**schema, "type": each}) for each in kind)
     for name in ("$defs", "definitions"):
-        found, (place, _, target) = root.get(name), str(schema.get("$ref")).rpartition("/")
-        if place == f"#/{name}" and isinstance(found, Mapping) and target in found:
-            return inner(found[target])
+        definitions, (place, _, target) = root.get(name), str(schema.get("$ref")).rpartition("/")
+        if place == f"#/{name}" and isinstance(definitions, Mapping) and target in definitions:
+            return inner(definitions[target])
     if kind in ("integer", "number", "boolean", "null"):
         return json_schema(schema)
     return kind if kind in ("string", "array", "object") else "value"

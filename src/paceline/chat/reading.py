@@ -66,8 +66,8 @@ class Source:
 
     def find(self, pattern: re.Pattern[str]) -> int:
         """Return the number of characters before the first match; -1 if there is none."""
-        found = pattern.search(self._text, self._start)
-        return -1 if found is None else found.start() - self._start
+        match = pattern.search(self._text, self._start)
+        return -1 if match is None else match.start() - self._start
 
     def record(self) -> None:
         """Begin to record what is read, also within another recording."""
@@ -111,13 +111,13 @@ class Source:
 
     def take_while(self, stop: re.Pattern[str]) -> Reading[str]:
         """Read up to a character that matches ``stop``, or to the end of the answer."""
-        read: list[str] = []
+        pieces: list[str] = []
         while (yield from self.available()):
             size = self.find(stop)
-            read.append(self.take(self.left if size < 0 else size))
+            pieces.append(self.take(self.left if size < 0 else size))
             if size >= 0:
                 break
-        return "".join(read)
+        return "".join(pieces)
 
 
 class Markers:

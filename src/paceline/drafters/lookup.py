@@ -158,11 +158,11 @@ class NativeLookup:
         search: Callable[..., str | None],
         rows: SearchedRows[NativeTextIndex],
         sizes: Sequence[int],
-        found: Iterable[int],
+        results: Iterable[int],
     ) -> str | None:
         """Call a search of the extension; returns an error message about the rows' lengths, or None.
 
-        sizes: its numbers of rows and tokens. found: addresses of its results.
+        sizes: its numbers of rows and tokens. results: their addresses.
         """
         text, where = rows.text, array("q", rows.slots)
         structs = None if rows.beside is None else array("q", chain.from_iterable(map(_numbers, rows.beside)))
@@ -171,7 +171,7 @@ class NativeLookup:
             None if structs is None else structs.buffer_info()[0],
             *(where.buffer_info()[0], text.data_ptr(), text.stride(0), text.shape[1], rows.length.data_ptr()),
             *sizes,
-            *found,
+            *results,
         )
 
     def find_all(self, rows: SearchedRows[NativeTextIndex], k: int, ways: int) -> list[list[Continuation]]:
@@ -235,8 +235,8 @@ class HostTextIndex:
 
     def places(self, row: list[int]) -> Iterator[tuple[list[int], int]]:
         """Texts and positions where the row's last two tokens occur, latest first; without any, its last token."""
-        found = self._places.get(tuple(row[-2:])) or self._places.get(tuple(row[-1:]), [])
-        return ((self.texts[number], place) for number, place in reversed(found[-MAX_POSITIONS:]))
+        positions = self._places.get(tuple(row[-2:])) or self._places.get(tuple(row[-1:]), [])
+        return ((self.texts[number], place) for number, place in reversed(positions[-MAX_POSITIONS:]))
 
 
 class SuffixMatch(NamedTuple):
@@ -312,11 +312,11 @@ def _longest(matches: Iterator[SuffixMatch]) -> SuffixMatch | None:
 
 def _distinct(ways: Iterator[Continuation], most: int) -> list[Continuation]:
     """The first ``most`` continuations that are not prefixes of earlier ones."""
-    kept: list[Continuation] = []
-    while len(kept) < most and (way := next(ways, None)) is not None:
-        if all(before.draft_tokens[: len(way.draft_tokens)] != way.draft_tokens for before in kept):
-            kept.append(way)
-    return kept
+    distinct: list[Continuation] = []
+    while len(distinct) < most and (way := next(ways, None)) is not None:
+        if all(before.draft_tokens[: len(way.draft_tokens)] != way.draft_tokens for before in distinct):
+            distinct.append(way)
+    return distinct
 
 
 def _caught_up(rows: SearchedRows[HostTextIndex]) -> list[tuple[list[int], CopySources[HostTextIndex]]]:

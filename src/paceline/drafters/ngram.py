@@ -82,10 +82,10 @@ class NgramDrafter(Drafter):
         if self.width > 1:
             ways = self._lookup.find_all(rows, plan.k, self.width)
             return draft_of([merged(each) for each in ways], device)
-        found = self._lookup.find(rows, plan.k)
+        result = self._lookup.find(rows, plan.k)
         one_source = sources is None and not self._documents
-        kinds = None if one_source else [_KINDS[source] for source in found.sources]
-        return Draft.of(found.draft_tokens, device, [_CONFIDENCE[size] for size in found.matched], kinds)
+        kinds = None if one_source else [_KINDS[source] for source in result.sources]
+        return Draft.of(result.draft_tokens, device, [_CONFIDENCE[size] for size in result.matched], kinds)
 
     def _sources_of(self, sample: ParallelSample | None) -> CopySources[Any] | None:
         if sample is None:
@@ -102,6 +102,6 @@ class NgramDrafter(Drafter):
 def merged(continuations: Sequence[Continuation]) -> DraftTree:
     """Merge a row's continuations, the best first, into one tree."""
     tree = DraftTree()
-    for found in continuations:
-        tree.merge(found.draft_tokens, _CONFIDENCE[found.matched], found.source)
+    for continuation in continuations:
+        tree.merge(continuation.draft_tokens, _CONFIDENCE[continuation.matched], continuation.source)
     return tree

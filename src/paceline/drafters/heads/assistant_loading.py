@@ -111,8 +111,8 @@ def _shapes(config: PretrainedConfig, spec: DecoderSpec) -> dict[str, tuple[int,
 
 def _read(stored: Mapping[str, SafeTensor], name: str, shape: tuple[int, ...], path: Path) -> Tensor:
     if name not in stored or stored[name].shape != shape:
-        found = f"has the shape {stored[name].shape}" if name in stored else "is missing"
-        raise ModelFormatError(f"{path}: {name} {found}, the configuration asks for {shape}")
+        problem = f"has the shape {stored[name].shape}" if name in stored else "is missing"
+        raise ModelFormatError(f"{path}: {name} {problem}, the configuration asks for {shape}")
     tensor = stored[name].load()
     if tensor.is_floating_point() == (name == _ORDER):
         raise ModelFormatError(f"{path}: {name} has the unsupported type {tensor.dtype}")
@@ -134,16 +134,16 @@ def _centroids(config: PretrainedConfig, head: Sequence[Tensor], dtype: torch.dt
 
 
 def _target_description(source: Source) -> DecoderSpec:
-    found = describe(source.config) if is_loaded(source) else description_of(resolve(source))
-    if found is None:
+    spec = describe(source.config) if is_loaded(source) else description_of(resolve(source))
+    if spec is None:
         raise ModelFormatError("an assistant's target must be of a family that paceline runs itself")
-    return found
+    return spec
 
 
 def cache_places(spec: DecoderSpec, target: DecoderSpec) -> list[int]:
     """Return the layer of the target's cache that each layer reads: the last of its kind, with or without a window."""
-    own = [attention for attention in target.attentions if attention.reads_layer is None]
-    last = {attention.window is None: place for place, attention in enumerate(own)}
+    cached = [attention for attention in target.attentions if attention.reads_layer is None]
+    last = {attention.window is None: place for place, attention in enumerate(cached)}
     return [last[attention.window is None] for attention in spec.attentions]
 
 

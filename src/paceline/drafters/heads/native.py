@@ -70,9 +70,10 @@ class NativeHead(HeadModel):
 
     def logits(self, hidden: Tensor) -> Tensor:
         flat = hidden.reshape(-1, self.width).float().contiguous()
-        own = flat.new_empty(flat.shape[0], self.drafted)
-        self.decoder.logits(flat, own)
-        logits = own.new_full((flat.shape[0], self.vocab_size), NEVER).index_copy_(-1, self._targets, own)
+        draft_logits = flat.new_empty(flat.shape[0], self.drafted)
+        self.decoder.logits(flat, draft_logits)
+        logits = draft_logits.new_full((flat.shape[0], self.vocab_size), NEVER)
+        logits.index_copy_(-1, self._targets, draft_logits)
         return logits.view(*hidden.shape[:-1], self.vocab_size)
 
     def weight_bytes(self) -> int:

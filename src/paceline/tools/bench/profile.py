@@ -96,11 +96,11 @@ def run_profile(
     costs = engine.measure_costs(grid, lambda points: progress(points, "cost of rounds"))
     runs = list(_play(engine, prompts, sweep, progress))
     points = tuple(_point(size, k, runs) for size in sweep.batch_sizes for k in range(sweep.max_k + 1))
-    kept = [
+    accepted = [
         statistics.fmean(p.mean_acceptance_length - 1 for p in points if p.k == k) for k in range(1, sweep.max_k + 1)
     ]
     of_size = {size: [p for p in points if p.batch_size == size] for size in sweep.batch_sizes}
-    fit = fit_paper(costs, [[p.ms_per_round for p in here] for here in of_size.values()], kept)
+    fit = fit_paper(costs, [[p.ms_per_round for p in here] for here in of_size.values()], accepted)
     profile = MeasuredProfile(
         identity=engine.identity(),
         costs=costs,
@@ -174,7 +174,7 @@ def _point(size: int, k: int, runs: Sequence[_Run]) -> SweepPoint:
 
 def acceptance_by_position(rounds: Sequence[Round], k: int) -> tuple[float, ...]:
     """Probability that draft token 1, 2, ... k is accepted if all before it were; 0 where none was tried."""
-    rows = [(kept, k) for record in rounds if record.k == k for kept in record.accepted]
+    rows = [(accepted, k) for record in rounds if record.k == k for accepted in record.accepted]
     return tuple(rate or 0.0 for rate in kept_by_position(rows, k))
 
 
