@@ -33,7 +33,7 @@ from paceline.errors import ParameterError
 from paceline.lengths import FixedLength
 from paceline.lengths.calibration import Grid
 from paceline.llm import LLM
-from paceline.models.hub import own_head
+from paceline.models.files.hub import own_head
 from paceline.tools.bench.measure import questions, run_batch, turns
 from paceline.tools.bench.offline import Paceline, machine, versions
 from paceline.tools.bench.plots import new_figure, save

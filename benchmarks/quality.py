@@ -30,7 +30,7 @@ from paceline.errors import ParameterError
 from paceline.kernels.attention import BACKENDS
 from paceline.llm import LLM
 from paceline.models.base import AnyModel
-from paceline.models.decoder import Decoder
+from paceline.models.decoding.decoder import Decoder
 from paceline.tools.bench.measure import questions, run_batch
 from paceline.tools.bench.offline import machine, versions
 from paceline.tools.bench.prompts import OPEN

@@ -24,7 +24,7 @@ from benchmarks.related_drafters import (
 from benchmarks import related_drafters
 from byte_model import byte_tokenizer
 from paceline.config.training import DRAFT_KINDS
-from paceline.models.tokenizer import Tokenizer
+from paceline.models.text.tokenizer import Tokenizer
 from tools.training.conftest import SIZES, save_target
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -7,7 +7,7 @@ import pytest
 from kernels.tools import random_spec
 from paceline.errors import ParameterError
 from paceline.kernels import build, native
-from paceline.models.native import NativeModel
+from paceline.models.native.model import NativeModel
 
 needs_extension = pytest.mark.skipif(not native.available(), reason=native.why_none())
 
@@ -156,7 +156,7 @@ import ctypes, torch
 from kernels.tools import cache_for, random_spec
 from paceline.core import row_tables
 from paceline.core.nodes import Nodes
-from paceline.models.native import NativeModel
+from paceline.models.native.model import NativeModel
 
 libc = ctypes.CDLL(None)
 libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t, *4 * [ctypes.c_int]]

@@ -123,7 +123,7 @@ class CLowRank(Structure):
     _fields_ = (("down", CRouter), ("up", CRouter))
 
 
-CHANGED_LAYERS = ("qkv", "o", "gate_up", "down")  # csrc: Changed, by the names of ``models.weights``
+CHANGED_LAYERS = ("qkv", "o", "gate_up", "down")  # csrc: Changed, by the names of ``models.description.weights``
 
 
 class CLayer(Structure):
