@@ -29,8 +29,7 @@ from paceline.drafters.heads.assistant import AssistantDecoder
 from paceline.drafters.heads.assistant_loading import cache_places
 from paceline.drafters.heads.loading import find_head, load_head_for
 from paceline.errors import ModelFormatError, ParameterError, VocabularyMismatchError
-from paceline.kernels import native
-from paceline.kernels.abi import CCache
+from paceline.kernels import native, structs
 from paceline.kernels.attention.reference import ReferenceAttention
 from paceline.models.families import describe
 from paceline.models.loading import load_model
@@ -147,7 +146,7 @@ def test_layers_on_the_kernels_are_those_in_torch(quantization: Quantization | N
             return backend.attend(q, keys.float(), values.float(), plan, scale=scale, window=window)
 
     exact = slow.decoder.run(x.flatten(0, 1), last, Keys())  # type: ignore[arg-type]
-    described, index = CCache.of(cache), slots.index[:, None].expand(-1, 2).flatten()
+    described, index = structs.cache(cache), slots.index[:, None].expand(-1, 2).flatten()
     found = layers.run(x.flatten(0, 1), index, (last - 1).flatten(), described).view_as(exact)
     assert (found - exact).norm() / exact.norm() < bound
     alone = [layers.run(x[row, at, None], slots.index[row, None], last[row, at, None] - 1, described)

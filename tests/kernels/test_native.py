@@ -53,7 +53,7 @@ def test_an_unusable_library_is_logged_and_the_reference_runs(monkeypatch):
     """Changed sources without a new build would otherwise only be noticed as slowness."""
     monkeypatch.setenv("PYTHONPATH", str(build.PACKAGE.parents[1]))
     script = (
-        "from paceline.kernels import abi; abi.ABI_VERSION = 0\n"
+        "from paceline.kernels import abi; abi.INTERFACE = ''\n"
         "from paceline.kernels import native; print(native.select('auto'), native.select('auto'))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -26,18 +26,19 @@ from paceline.core.nodes import Nodes
 from paceline.errors import ParameterError
 from paceline.kernels import build
 from paceline.kernels.abi import (
-    ABI_VERSION,
+    INTERFACE,
     SIGNATURES,
+    STRUCTS,
     CCache,
-    CDraft,
+    CDraftCall,
     CKept,
     CLinear,
-    CModel,
-    CRound,
+    CModelSpec,
+    CRoundCall,
     NewObject,
     Problem,
-    address,
 )
+from paceline.kernels.structs import address
 
 _log = logging.getLogger("paceline.kernels")
 
@@ -100,9 +101,22 @@ def _open(path: Path) -> ctypes.CDLL | str:
             function.errcheck = _READERS[result]
     here = build.source_hash()
     built_from = library.pl_source_hash().decode()
-    if library.pl_abi_version() != ABI_VERSION or (here and here != built_from):
+    if library.pl_interface().decode() != INTERFACE or (here and here != built_from):
         return _STALE
+    if field := _misplaced(library.pl_layout()):
+        return f"the C++ extension has {field} elsewhere than kernels/abi.py ({build.how_to_build()})"
     return library
+
+
+def _misplaced(layout: int) -> str | None:
+    """The first struct or field whose size or offset differs from those at ``layout``, which the compiler noted."""
+    expected: dict[str, int] = {}
+    for struct in STRUCTS:
+        expected[struct.__name__] = ctypes.sizeof(struct)
+        names = sorted(field[0] for field in struct._fields_)
+        expected |= {f"{struct.__name__}.{name}": getattr(struct, name).offset for name in names}
+    compiled = (ctypes.c_int32 * len(expected)).from_address(layout)
+    return next((name for name, here in zip(expected, compiled, strict=True) if expected[name] != here), None)
 
 
 def _problem(returned: Problem, *_: object) -> str | None:
@@ -282,7 +296,7 @@ class NativeDecoder:
     Every method that runs the library raises MemoryError if that finds no memory; the decoder can be used again.
     """
 
-    def __init__(self, kernels: Kernels, model: CModel, keep: object, threads: int) -> None:
+    def __init__(self, kernels: Kernels, model: CModelSpec, keep: object, threads: int) -> None:
         self.kernels, self._model, self._keep = kernels, model, keep
         self._library, self._threads = kernels.library, threads
         self._handle = kernels.library.pl_model_new(ctypes.addressof(model), kernels.handle)
@@ -318,7 +332,7 @@ class NativeDecoder:
         problem: str | None = self._library.pl_forward(self._handle, self._pool, *given)
         return problem
 
-    def round(self, call: CRound, cache: CCache, seconds: Tensor | None, threads: int | None) -> str | None:
+    def round(self, call: CRoundCall, cache: CCache, seconds: Tensor | None, threads: int | None) -> str | None:
         """Verify, accept, commit; returns an error message about the input, or None."""
         given = ctypes.addressof(call), ctypes.addressof(cache), address(seconds)
         pool = current_pool(self.kernels, threads or self._threads).handle
@@ -335,7 +349,7 @@ class NativeDecoder:
         where = rows.data_ptr(), slots.data_ptr(), features.data_ptr(), rows.shape[0]
         self._library.pl_keep_fused(self._handle, self._pool, ctypes.addressof(kept), *where)
 
-    def draft(self, call: CDraft, cache: CCache) -> str | None:
+    def draft(self, call: CDraftCall, cache: CCache) -> str | None:
         """For a head: read the tokens it has not computed, then draft; returns an error message about the input, or
         None.
         """

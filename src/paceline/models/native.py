@@ -19,7 +19,7 @@ from paceline.config import QuantizationName
 from paceline.core.cache import KVCache, KVHeads
 from paceline.core.nodes import Nodes
 from paceline.errors import ParameterError
-from paceline.kernels import abi, native, reference
+from paceline.kernels import abi, native, reference, structs
 from paceline.kernels.pack import Format, packed_bytes
 from paceline.kernels.spec import NativeSpec
 from paceline.models.base import WITHOUT_KERNELS, HiddenStates, RowAdapters, check_taps
@@ -164,7 +164,7 @@ class NativeModel:
         """Whether ``run_round`` may be called: the reference implementation does not run whole rounds."""
         return self._packed is not None
 
-    def run_round(self, call: abi.CRound, cache: KVCache, threads: int | None = None) -> None:
+    def run_round(self, call: abi.CRoundCall, cache: KVCache, threads: int | None = None) -> None:
         """Run a round in one call: verify, accept, commit. Raises ParameterError for an invalid token or row.
 
         threads: default number of threads, which ``kernel_threads`` overrides; None: the model's.
@@ -228,7 +228,7 @@ class NativeModel:
         described = self._caches.get(cache)
         if described is None:
             _check_cache(cache, self)
-            described = self._caches[cache] = abi.CCache.of(cache)
+            described = self._caches[cache] = structs.cache(cache)
         return described
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ModelFormatError
+from paceline.kernels.abi import MOST_TAPS
 from paceline.kernels.delta import DeltaNet
 from paceline.kernels.pack import Format, Weight
 from paceline.kernels.short_conv import ShortConv
@@ -50,7 +51,6 @@ class ReadMatrix(Protocol):
         ...
 
 
-MAX_TAPS = 8  # kMostTaps in csrc/kernels.h
 ACTIVATIONS: dict[str, GatedActivation] = {  # those that the kernels have
     "silu": "silu",
     "gelu_tanh": "gelu_tanh",
@@ -310,7 +310,7 @@ def _check_recurrent(mixer: RecurrentMixer) -> None:
     shape = mixer.shape(1)
     wanted = {
         "widths that are multiples of 16": not shape.channels % 16,
-        f"2 to {MAX_TAPS} taps": 1 < shape.taps <= MAX_TAPS,
+        f"2 to {MOST_TAPS} taps": 1 < shape.taps <= MOST_TAPS,
     }
     if isinstance(mixer, DeltaNet):
         heads = mixer.heads

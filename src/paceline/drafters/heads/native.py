@@ -20,8 +20,8 @@ from paceline.drafters.heads.head import Head
 from paceline.drafters.heads.mtp import MtpHead
 from paceline.errors import ModelFormatError
 from paceline.kernels import abi, native
+from paceline.kernels.abi import INPUT_MULTIPLE
 from paceline.kernels.attention import AttentionBackend
-from paceline.kernels.pack import INPUT_MULTIPLE
 from paceline.kernels.spec import FusionWeights, LayerWeights, LinearWeights, NativeSpec
 from paceline.models.draft_vocabulary import NEVER
 from paceline.models.mixers import gate_last
@@ -181,7 +181,9 @@ class NativeFusedStates(FusedStates):
         super().__init__(model, rows, positions)
         self.model = model  # its weights fuse them
         self.described = abi.CKept(
-            self.fused.data_ptr(), self.fused.shape[1] - 1, int(self.fused.dtype == torch.bfloat16)
+            states=self.fused.data_ptr(),
+            capacity=self.fused.shape[1] - 1,
+            bf16=self.fused.dtype == torch.bfloat16,
         )
 
     def read(self, rows: Tensor, slots: Tensor, features: Tensor) -> None:
