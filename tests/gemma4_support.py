@@ -147,7 +147,7 @@ def tiny_assistant(target: AnyModel, seed: int = 0) -> Assistant:
     tensors = {name: noise(*like.shape) for name, like in shapes(spec).items()}
     places = cache_places(spec, whole)
     decoder, layers = Transformer(spec, tensors, "tiny assistant", places=places), None
-    if isinstance(target, NativeModel) and target.runs_rounds:
+    if isinstance(target, NativeModel):
         layers = NativeLayers(spec, tensors, places, target, target.quantization)  # type: ignore[arg-type]
         decoder.drop_layers()
     groups = Centroids(noise(6, 24), torch.randperm(VOCAB, generator=generator).view(6, -1), 3)

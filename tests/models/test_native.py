@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from kernels.reference_model import ReferenceModel
 from kernels.tools import cache_for, ragged, random_spec, with_every_feature, with_experts, with_sinks
 from paceline.core.nodes import Nodes
 from paceline.errors import ModelFormatError, ParameterError
@@ -48,6 +49,9 @@ def spec_of_shape(shape):
 
 
 def model_of(spec, kernels, quantization=None, threads=2):
+    """None for the kernels: their reference implementation."""
+    if kernels is None:
+        return ReferenceModel(spec, "random", quantization=quantization)
     return NativeModel(spec, "random", quantization=quantization, threads=threads, kernels=kernels)
 
 
@@ -475,13 +479,13 @@ def test_a_cache_of_another_model_is_refused(kernels):
 
 def test_heads_of_odd_width_are_refused():
     with pytest.raises(ModelFormatError, match="multiple of 16"):
-        model_of(random_spec(head_dim=24), None)
+        NativeModel(random_spec(head_dim=24), "random")
 
 
 def test_rotary_positions_wider_than_a_head_are_refused():
     spec = replace(random_spec(head_dim=16), rotary=Rotary((1.0,) * 9))
     with pytest.raises(ModelFormatError, match="18 elements of heads of 16"):
-        model_of(spec, None)
+        NativeModel(spec, "random")
 
 
 def tiny_transformer(
@@ -544,4 +548,4 @@ def test_unsupported_architectures_are_refused_with_the_reason(changes):
 
 def test_an_unknown_quantization_is_refused():
     with pytest.raises(ParameterError, match="quantization"):
-        model_of(random_spec(), None, "int3")
+        NativeModel(random_spec(), "random", quantization="int3")

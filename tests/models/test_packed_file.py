@@ -25,11 +25,9 @@ from paceline.engine import loading
 from paceline.errors import ParameterError
 from paceline.kernels import native
 from paceline.models import packed_file as module
-from paceline.models.loading import load_model
 from paceline.models.matrices import load_packed
 from paceline.models.native import NativeModel, Quantization
 from paceline.models.packed_file import PackedFile, find_packed, packed_file
-from paceline.models.prepare import prepare
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -398,17 +396,12 @@ def test_models_that_do_not_run_on_the_kernels_are_not_cached(
     assert not folder.exists()
 
 
-def test_the_reference_implementation_and_gpus_have_no_cache(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_and_machines_without_kernels_have_no_cache(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_packed(checkpoint, torch.bfloat16, torch.device("cuda"), "auto", "int8") is None
     assert find_packed(checkpoint, torch.bfloat16, CPU, "auto", "fp8") is None
     assert find_packed(checkpoint, torch.bfloat16, CPU, "auto", "int8") is not None
     monkeypatch.setattr(native, "select", lambda: None)
     assert find_packed(checkpoint, torch.bfloat16, CPU, "auto", "int8") is None
-    reference = prepare(load_model(checkpoint, dtype=torch.bfloat16), "auto", "int8")
-    assert isinstance(reference, NativeModel)
-    written_file = file_of(checkpoint)
-    written_file.save(reference)
-    assert not written_file.path.exists()
 
 
 def test_a_loaded_model_has_no_packed_file() -> None:

@@ -221,15 +221,17 @@ def test_the_start_line_names_what_the_kernels_lack_and_not_the_dtype(monkeypatc
     assert "a head width that is a multiple of 16" in llm.engine.describe()
 
 
-@pytest.mark.parametrize("options", [{}, {"quantization": "int8"}, {"attention": "native"}], ids=str)
-def test_the_start_line_says_that_the_kernels_are_missing(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without kernels "auto" is float32, which is not what keeps them from running."""
+def test_without_kernels_models_run_in_torch_and_packed_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start line names the kernels, not the dtype: "auto" is float32 without them."""
     monkeypatch.setattr(hardware, "_cpu_flags", lambda: {"avx2"})
     monkeypatch.setattr(native, "select", lambda: None)
     monkeypatch.setattr(native, "why_none", lambda: "the C++ extension is not built")
-    options = {"device": "cpu", "max_model_len": 32, "use_tqdm": False} | options
-    llm = LLM(_llama_of_the_kernels(), drafter=None, tokenizer=None, **options)
+    common: dict[str, Any] = {"device": "cpu", "max_model_len": 32, "use_tqdm": False, "tokenizer": None}
+    llm = LLM(_llama_of_the_kernels(), drafter="ngram", **common)
     assert "(not native: the C++ extension is not built)" in llm.engine.describe()
+    for option in ({"quantization": "int8"}, {"quantization": "int4"}, {"attention": "native"}):
+        with pytest.raises(ParameterError, match=f"{next(iter(option))}=.*not possible here: the C\\+\\+ extension"):
+            LLM(_llama_of_the_kernels(), drafter=None, **common, **option)  # type: ignore[arg-type]
 
 
 def _llama_of_the_kernels() -> PreTrainedModel:

@@ -192,7 +192,7 @@ def why_not_kernels(target: Decoder, rule: AcceptanceRule) -> str | None:
 
 def runs_native_rounds(model: AnyModel) -> TypeGuard[NativeModel]:
     """Whether the kernels can run rounds of this model."""
-    return isinstance(model, NativeModel) and model.runs_rounds
+    return isinstance(model, NativeModel)
 
 
 def workspace_bytes(model: AnyModel, tokens: int, taps: int = 0) -> int:

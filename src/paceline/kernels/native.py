@@ -1,7 +1,7 @@
 """The extension, loaded with ctypes.
 
 ``PACELINE_KERNELS`` chooses the instruction set: ``auto`` (the default: the best that this CPU has), one of ``SETS``,
-    ``avx512`` (the best with AVX-512), or ``off`` (the plain torch reference). An unavailable choice is an error, never
+    ``avx512`` (the best with AVX-512), or ``off`` (models run in torch). An unavailable choice is an error, never
     replaced. The sets of ``EMULATED`` run the kernels for AMX with tiles in memory, and those for AVX-VNNI with
     AVX-512's instruction: for tests where the CPU lacks them.
 """
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.nodes import Nodes
-from paceline.errors import ParameterError
+from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import build
 from paceline.kernels.abi import (
     INTERFACE,
@@ -81,7 +81,7 @@ def _load() -> ctypes.CDLL | str:
         return f"the C++ extension is not built ({build.how_to_build()})"
     loaded = _open(path)
     if isinstance(loaded, str):
-        _log.warning("%s; models run on the plain torch implementation, many times slower", loaded)
+        _log.warning("%s; models run in torch, many times slower", loaded)
     return loaded
 
 
@@ -161,7 +161,7 @@ def emulated() -> tuple[Kernels, ...]:
 
 
 def select(choice: str | None = None) -> Kernels | None:
-    """The kernels for ``choice`` (default: PACELINE_KERNELS); None: run the plain torch reference.
+    """The kernels for ``choice`` (default: PACELINE_KERNELS); None: models run in torch.
 
     Raises ParameterError if the choice is unknown or not available here.
     """
@@ -174,6 +174,14 @@ def select(choice: str | None = None) -> Kernels | None:
     if choice in ("auto", "off"):
         return None
     raise ParameterError(VARIABLE, choice, f"not available here; available: {_describe_available()}")
+
+
+def required() -> Kernels:
+    """The kernels that PACELINE_KERNELS selects. Raises ModelFormatError if there are none."""
+    kernels = select()
+    if kernels is None:
+        raise ModelFormatError(f"the CPU kernels are not available: {why_off()}")
+    return kernels
 
 
 def why_not(name: str) -> str:
@@ -203,6 +211,11 @@ def why_none() -> str:
     if isinstance(library, str):
         return library
     return "" if available() else f"this CPU has none of {', '.join(SETS)}"
+
+
+def why_off() -> str:
+    """Why ``select()`` returns None."""
+    return why_none() or f"{VARIABLE} is off"
 
 
 def _describe_available() -> str:

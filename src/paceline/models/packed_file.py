@@ -137,8 +137,6 @@ class PackedFile:
     def save(self, model: NativeModel) -> None:
         """Write a model's packed weights; warns if that is not possible."""
         memory = model.packed()
-        if memory is None:
-            return
         try:
             with hub.work_directory(self.path.parent) as work:
                 _check_room(work, memory.nbytes)

@@ -45,8 +45,8 @@ def prepare(
             )
         return model
     demanded = attention == "native" or quantization is not None
-    obstacle = _obstacle(model, quantization)
-    if obstacle is None and (demanded or native.select() is not None):
+    obstacle = _obstacle(model, quantization) or (native.why_off() if native.select() is None else None)
+    if obstacle is None:
         try:
             assert quantization != "fp8"
             if isinstance(model, RecurrentModel):
@@ -122,14 +122,9 @@ def _obstacle(model: AnyModel, quantization: QuantizationName | None) -> str | N
 
 def why_not_native(model: AnyModel, attention: AttentionName) -> str | None:
     """Return why a model that may run on the native kernels does not, for the start line; None if it does."""
-    kernels_missing = native.why_none() if model.device.type == "cpu" and native.select() is None else ""
-    if isinstance(model, NativeModel):
-        return kernels_missing or None
-    if attention != "auto":
+    if isinstance(model, NativeModel) or attention != "auto":
         return None
-    if kernels_missing and isinstance(model, Transformer | RecurrentModel) and obstacle_of(model.spec) is None:
-        return kernels_missing
-    obstacle = _obstacle(model, None)
-    if obstacle is None and native.select() is None:
-        return f"{native.VARIABLE} is off"
-    return obstacle or "the kernels do not cover this architecture"
+    fits = isinstance(model, Transformer | RecurrentModel) and obstacle_of(model.spec) is None
+    if fits and model.device.type == "cpu" and native.select() is None:
+        return native.why_off()
+    return _obstacle(model, None) or "the kernels do not cover this architecture"

@@ -84,7 +84,7 @@ def _on_kernels(
     path: Path,
 ) -> NativeLayers | None:
     """Pack the layers for the CPU kernels; None, with a line in the log, if the target or they run in torch."""
-    if not isinstance(target, NativeModel) or not target.runs_rounds:
+    if not isinstance(target, NativeModel):
         return None
     wanted = target.quantization if quantization == "same" else quantization
     if wanted == "fp8":

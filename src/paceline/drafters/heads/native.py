@@ -53,9 +53,7 @@ class NativeHead(HeadModel):
         super().__init__(head, name, taps, max_positions)
         spec = spec_of_head(head, max_positions)
         ends = None if target is None else target.packed_decoder
-        kernels = native.select()
-        if kernels is None:
-            raise ModelFormatError(f"the CPU kernels are not available: {native.why_none()}")
+        kernels = native.required()
         formats = LAYER_FORMAT[quantization], HEAD_FORMAT[quantization]
         self._packed = PackedDecoder(spec, formats, kernels, torch.get_num_threads(), ends_of=ends)
         self._bytes = packed_size(spec, *formats, shares_ends=ends is not None)
