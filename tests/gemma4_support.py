@@ -18,13 +18,13 @@ from model_support import tiny
 from paceline.drafters.heads.assistant import Assistant, Centroids
 from paceline.drafters.heads.assistant_loading import cache_places
 from paceline.models.base import AnyModel
+from paceline.models.description.weights import shapes
 from paceline.models.families import FAMILIES, describe
 from paceline.models.families.gemma4 import describe_assistant
-from paceline.models.loading import load_model
-from paceline.models.native import NativeModel, Quantization
-from paceline.models.native_layers import NativeLayers
-from paceline.models.transformer import Transformer
-from paceline.models.weights import shapes
+from paceline.models.load.loading import load_model
+from paceline.models.native.layers import NativeLayers
+from paceline.models.native.model import NativeModel, Quantization
+from paceline.models.torch.transformer import Transformer
 from toy import VOCAB
 
 KINDS = {"s": "sliding_attention", "f": "full_attention"}

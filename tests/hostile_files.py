@@ -20,6 +20,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from paceline.models.native.matrices import load_packed
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -39,9 +40,8 @@ from paceline.drafters.heads.checkpoint import load_head
 from paceline.drafters.heads.loading import load_head_for, load_own_head
 from paceline.errors import ModelFormatError
 from paceline.kernels import native
-from paceline.models.adapters import attach
-from paceline.models.loading import describe_source, load_model
-from paceline.models.matrices import load_packed
+from paceline.models.load.adapters import attach
+from paceline.models.load.loading import describe_source, load_model
 from quantised_support import CONVERTERS, write
 from recurrent_support import save_with_head, tiny_lfm2, tiny_qwen3_5
 

@@ -12,8 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from paceline.core.slots import Slots
 from paceline.kernels.attention.cached import CachedAttend
 from paceline.kernels.attention.reference import ReferenceAttention
-from paceline.models.base import HiddenStates, Model
-from paceline.models.recurrent import cache_of
+from paceline.models.base import HiddenStates, Model, cache_of
 
 VOCABULARY = 61
 

@@ -23,11 +23,11 @@ from transformers.modeling_layers import MtpModel
 
 from paceline.drafters.heads.mtp import own_head
 from paceline.drafters.heads.native import NativeHead
-from paceline.models.loading import load_model
-from paceline.models.native import NativeModel, Quantization
-from paceline.models.recurrent import RecurrentModel
-from paceline.models.transformer import Transformer
-from paceline.models.weights import LoadedTensor
+from paceline.models.description.weights import LoadedTensor
+from paceline.models.load.loading import load_model
+from paceline.models.native.model import NativeModel, Quantization
+from paceline.models.native.recurrent import RecurrentModel
+from paceline.models.torch.transformer import Transformer
 from toy import POSITIONS, VOCAB
 
 SIZES: dict[str, dict[str, Any]] = {

@@ -35,8 +35,8 @@ from paceline.errors import (
     RequestError,
 )
 from paceline.kernels import native
-from paceline.models.native import NativeModel
-from paceline.models.tokenizer import Tokenizer
+from paceline.models.native.model import NativeModel
+from paceline.models.text.tokenizer import Tokenizer
 from server_support import byte_tokenizer
 from toy import VOCAB, make_engine, run, slow_answer, tiny_llama, tiny_llama_of_transformers
 from toy_llm import toy_llm

@@ -31,12 +31,12 @@ from paceline.drafters.heads.loading import find_head, load_head_for
 from paceline.errors import ModelFormatError, ParameterError, VocabularyMismatchError
 from paceline.kernels import native, structs
 from paceline.kernels.attention.reference import ReferenceAttention
+from paceline.models.base import cache_of
 from paceline.models.families import describe
-from paceline.models.loading import load_model
-from paceline.models.native import Quantization
-from paceline.models.native_layers import NativeLayers
-from paceline.models.native_spec import weights_of
-from paceline.models.recurrent import cache_of
+from paceline.models.load.loading import load_model
+from paceline.models.native.layers import NativeLayers
+from paceline.models.native.model import Quantization
+from paceline.models.native.spec import weights_of
 from toy import VOCAB
 
 pytestmark = pytest.mark.usefixtures("one_thread")

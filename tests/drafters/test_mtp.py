@@ -18,9 +18,9 @@ from paceline.drafters.heads.loading import has_own_head, load_own_head
 from paceline.errors import ParameterError
 from paceline.lengths.base import FixedLength
 from paceline.models.base import AnyModel
-from paceline.models.loading import load_model
-from paceline.models.native import NativeModel, Quantization
-from paceline.models.recurrent import RecurrentModel
+from paceline.models.load.loading import load_model
+from paceline.models.native.model import NativeModel, Quantization
+from paceline.models.native.recurrent import RecurrentModel
 from quantised_support import CONVERTERS, convert_files
 from recurrent_support import save_with_head, tiny_qwen3_5
 from toy import VOCAB, RandomCaps, answers, make_engine, make_request, run

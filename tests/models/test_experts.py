@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from paceline.models.native.matrices import StoredMatrix, load_packed
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -14,11 +15,10 @@ from models.test_families import _written
 from paceline.kernels import native
 from paceline.kernels.experts import route
 from paceline.kernels.pack import Format, Weight
-from paceline.models.loading import load_model
-from paceline.models.matrices import StoredMatrix, load_packed
-from paceline.models.native import NativeModel, Quantization
-from paceline.models.packed_file import VARIABLE, packed_file
-from paceline.models.transformer import Transformer
+from paceline.models.load.loading import load_model
+from paceline.models.load.packed_file import VARIABLE, packed_file
+from paceline.models.native.model import NativeModel, Quantization
+from paceline.models.torch.transformer import Transformer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_kernels = pytest.mark.skipif(native.select() is None, reason=f"no native kernels: {native.why_none()}")

@@ -18,12 +18,12 @@ from paceline import LLM, SamplingParams
 from paceline.core.cache import KVCache
 from paceline.core.nodes import Nodes
 from paceline.errors import ModelFormatError
-from paceline.models.description import DecoderSpec
+from paceline.models.description.spec import DecoderSpec
 from paceline.models.families import FAMILIES, describe
 from paceline.models.families.rotary import longest_sequence
-from paceline.models.loading import load_model
-from paceline.models.native import NativeModel
-from paceline.models.transformer import Transformer
+from paceline.models.load.loading import load_model
+from paceline.models.native.model import NativeModel
+from paceline.models.torch.transformer import Transformer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

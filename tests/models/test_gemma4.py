@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from paceline.models.native.matrices import load_packed
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -24,11 +25,9 @@ from paceline.errors import ModelFormatError
 from paceline.kernels import native
 from paceline.models.base import AnyModel, FlatModel
 from paceline.models.families import describe
-from paceline.models.loading import load_model
-from paceline.models.matrices import load_packed
-from paceline.models.native import NativeModel, Quantization
-from paceline.models.native_spec import spec_of, weights_of
-from paceline.models.recurrent import cache_of
+from paceline.models.load.loading import load_model
+from paceline.models.native.model import NativeModel, Quantization
+from paceline.models.native.spec import spec_of, weights_of
 from toy import SHAPES, VOCAB, answers, make_engine, run, script_drafts, truth_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")

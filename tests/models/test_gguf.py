@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from paceline.models.native.matrices import load_packed
 from torch import Tensor
 
 import damaged_files
@@ -18,11 +19,10 @@ from gguf_support import copy, encode, random_blocks
 from paceline.errors import ModelFormatError
 from paceline.kernels import native
 from paceline.kernels.pack import Format, Int4Weight, dequantise, quantise
-from paceline.models import gguf as module
-from paceline.models.gguf_tensors import READABLE, UNREADABLE, PackedTensor, fate
-from paceline.models.loading import load_model
-from paceline.models.matrices import load_packed
-from paceline.models.native import NativeModel
+from paceline.models.files import gguf as module
+from paceline.models.files.gguf_tensors import READABLE, UNREADABLE, PackedTensor, fate
+from paceline.models.load.loading import load_model
+from paceline.models.native.model import NativeModel
 
 Kind = GGMLQuantizationType
 CODED = [Kind.Q4_0, Kind.Q4_1, Kind.Q4_K]

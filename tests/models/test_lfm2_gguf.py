@@ -7,14 +7,14 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
+from paceline.models.native.matrices import load_packed
 from transformers import Lfm2ForCausalLM
 
 from gguf_support import finish
 from paceline.errors import ModelFormatError
 from paceline.kernels import native
-from paceline.models.loading import load_model
-from paceline.models.matrices import load_packed
-from paceline.models.recurrent import RecurrentModel
+from paceline.models.load.loading import load_model
+from paceline.models.native.recurrent import RecurrentModel
 from recurrent_support import LFM2_SIZES, on_kernels, ours, tiny_lfm2
 from toy import VOCAB
 

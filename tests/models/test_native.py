@@ -11,9 +11,9 @@ from paceline.core.nodes import Nodes
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import native
 from paceline.kernels.spec import NativeSpec
-from paceline.models.description import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormSpec, Rotary
-from paceline.models.native import NativeModel
-from paceline.models.transformer import Transformer
+from paceline.models.description.spec import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormSpec, Rotary
+from paceline.models.native.model import NativeModel
+from paceline.models.torch.transformer import Transformer
 
 QUANTIZATIONS = (None, "int8", "int4")
 DTYPES = (torch.bfloat16, torch.float32)

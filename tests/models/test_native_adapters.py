@@ -24,10 +24,10 @@ from paceline.core.nodes import Nodes
 from paceline.errors import ParameterError
 from paceline.kernels import native
 from paceline.lengths.calibration import Calibration, Grid
-from paceline.models.adapters import attach
-from paceline.models.loading import describe_source, load_model
-from paceline.models.native import NativeModel
-from paceline.models.transformer import Transformer
+from paceline.models.load.adapters import attach
+from paceline.models.load.loading import describe_source, load_model
+from paceline.models.native.model import NativeModel
+from paceline.models.torch.transformer import Transformer
 from toy import make_engine
 
 pytestmark = [

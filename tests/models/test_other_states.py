@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from paceline.models.native.matrices import load_packed
 from transformers import PreTrainedModel
 
 from paceline import LLM
@@ -18,12 +19,11 @@ from paceline.core.recurrent_state import WINDOW, StatefulCache
 from paceline.engine.memory import state_bytes
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import native
-from paceline.models.loading import load_model
-from paceline.models.matrices import load_packed
-from paceline.models.native import NativeModel
-from paceline.models.prepare import prepare
-from paceline.models.recurrent import cache_of
-from paceline.models.transformer import Transformer
+from paceline.models.base import cache_of
+from paceline.models.load.loading import load_model
+from paceline.models.load.prepare import prepare
+from paceline.models.native.model import NativeModel
+from paceline.models.torch.transformer import Transformer
 from recurrent_support import GRANITE_SIZES, LFM2_SIZES, on_kernels, ours, tiny_granite_hybrid, tiny_lfm2
 from toy import VOCAB
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from paceline.models.native.matrices import load_packed
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -24,10 +25,9 @@ from paceline import LLM, SamplingParams
 from paceline.engine import loading
 from paceline.errors import ParameterError
 from paceline.kernels import native
-from paceline.models import packed_file as module
-from paceline.models.matrices import load_packed
-from paceline.models.native import NativeModel, Quantization
-from paceline.models.packed_file import PackedFile, find_packed, packed_file
+from paceline.models.load import packed_file as module
+from paceline.models.load.packed_file import PackedFile, find_packed, packed_file
+from paceline.models.native.model import NativeModel, Quantization
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

@@ -22,12 +22,12 @@ from paceline.errors import ParameterError
 from paceline.kernels import native
 from paceline.kernels.attention import make_backend
 from paceline.kernels.gpu import launch
-from paceline.models import prepare as module
-from paceline.models.loading import load_model
-from paceline.models.native import NativeModel
-from paceline.models.packed_file import would_run_natively
-from paceline.models.prepare import prepare
-from paceline.models.transformer import Transformer
+from paceline.models.load import prepare as module
+from paceline.models.load.loading import load_model
+from paceline.models.load.packed_file import would_run_natively
+from paceline.models.load.prepare import prepare
+from paceline.models.native.model import NativeModel
+from paceline.models.torch.transformer import Transformer
 from recurrent_support import as_on_gpus, save_tokenizer, save_with_head, tiny_granite_hybrid, tiny_lfm2, tiny_qwen3_5
 from toy import ToyModel, answers, make_engine, run, tiny_llama
 

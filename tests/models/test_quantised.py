@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from paceline.models.native.matrices import Outcome, StoredMatrix, load_packed
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -19,10 +20,9 @@ from model_support import NATIVE, Runner, random_tokens, tiny
 from paceline.errors import ModelFormatError
 from paceline.kernels import native
 from paceline.kernels.pack import Format, dequantise
-from paceline.models import loading
-from paceline.models.loading import load_model
-from paceline.models.matrices import Outcome, StoredMatrix, load_packed
-from paceline.models.quantised_tensors import MXFP4Tensor, Parts
+from paceline.models.files.quantised_tensors import MXFP4Tensor, Parts
+from paceline.models.load import loading
+from paceline.models.load.loading import load_model
 from quantised_support import CONVERTERS, Converter, awq, compressed, fp8_blocks, gptq, mxfp4_blocks, write
 
 SHAPE = {

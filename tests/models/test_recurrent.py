@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks.state_memory import resident
+from paceline.models.native.matrices import load_packed
 from transformers import PreTrainedModel, Qwen3_5ForCausalLM
 
 from kernels.reference_model import ReferenceModel
@@ -19,12 +20,11 @@ from paceline.core.nodes import Nodes
 from paceline.core.recurrent_state import WINDOW, RecurrentStates, StatefulCache, StateShape
 from paceline.core.row_tables import GROWS
 from paceline.kernels import native
-from paceline.models.base import FlatModel
-from paceline.models.loading import load_model
-from paceline.models.matrices import load_packed
-from paceline.models.native import NativeModel, Quantization
-from paceline.models.native_spec import spec_of
-from paceline.models.recurrent import RecurrentModel, cache_of
+from paceline.models.base import FlatModel, cache_of
+from paceline.models.load.loading import load_model
+from paceline.models.native.model import NativeModel, Quantization
+from paceline.models.native.recurrent import RecurrentModel
+from paceline.models.native.spec import spec_of
 from quantised_support import CONVERTERS, convert_files
 from recurrent_support import (
     LFM2_SIZES,

@@ -9,6 +9,7 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
+from paceline.models.native.matrices import load_packed
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -20,12 +21,11 @@ from paceline import LLM, SamplingParams
 from paceline.core.nodes import Nodes
 from paceline.errors import ModelFormatError
 from paceline.kernels import native
-from paceline.models.base import FlatModel
-from paceline.models.loading import load_model
-from paceline.models.matrices import load_packed
-from paceline.models.native import NativeModel, Quantization
-from paceline.models.native_spec import spec_of
-from paceline.models.recurrent import RecurrentModel, cache_of
+from paceline.models.base import FlatModel, cache_of
+from paceline.models.load.loading import load_model
+from paceline.models.native.model import NativeModel, Quantization
+from paceline.models.native.recurrent import RecurrentModel
+from paceline.models.native.spec import spec_of
 from quantised_support import mxfp4_blocks
 from recurrent_support import as_on_gpus, randomise
 from toy import make_engine, run

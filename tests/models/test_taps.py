@@ -11,10 +11,10 @@ from paceline.config import QuantizationName
 from paceline.core.cache import KVCache
 from paceline.core.nodes import Nodes
 from paceline.errors import ModelFormatError, ParameterError
-from paceline.models.huggingface import HuggingFaceModel
-from paceline.models.loading import load_model
-from paceline.models.native import NativeModel
-from paceline.models.transformer import Transformer
+from paceline.models.load.loading import load_model
+from paceline.models.native.model import NativeModel
+from paceline.models.torch.huggingface import HuggingFaceModel
+from paceline.models.torch.transformer import Transformer
 
 TAPS = (2, 0, 1)
 

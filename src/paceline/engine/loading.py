@@ -20,16 +20,16 @@ from paceline.drafters.heads.assistant_loading import is_assistant
 from paceline.drafters.heads.decoder import HeadModel
 from paceline.drafters.heads.loading import load_head_for, runs_natively
 from paceline.errors import ModelFormatError, ParameterError
-from paceline.models.adapters import attach
 from paceline.models.base import AnyModel
-from paceline.models.boundary import Source, is_loaded, name_of
-from paceline.models.loading import describe_source, lacks_head, load_model
-from paceline.models.matrices import load_packed
-from paceline.models.native import NativeModel
-from paceline.models.packed_file import find_packed, would_pack, would_run_natively
-from paceline.models.prepare import prepare, why_not_native
-from paceline.models.shares import ModelShard
-from paceline.models.tokenizer import Tokenizer
+from paceline.models.description.shards import ModelShard
+from paceline.models.files.boundary import Source, is_loaded, name_of
+from paceline.models.load.adapters import attach
+from paceline.models.load.loading import describe_source, lacks_head, load_model
+from paceline.models.load.packed_file import find_packed, would_pack, would_run_natively
+from paceline.models.load.prepare import prepare, why_not_native
+from paceline.models.native.matrices import load_packed
+from paceline.models.native.model import NativeModel
+from paceline.models.text.tokenizer import Tokenizer
 
 log = logging.getLogger("paceline")
 TokenizerSource: TypeAlias = str | os.PathLike[str] | PreTrainedTokenizerBase
