@@ -37,8 +37,7 @@ ROOMS = (  # the same within models/
     ("files",),
     ("description",),
     ("families",),
-    ("text", "torch"),
-    ("native",),
+    ("text", "torch", "native"),
     ("decoding", "load"),
     ("parallel",),
 )

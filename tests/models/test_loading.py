@@ -24,14 +24,8 @@ from paceline.models.base import Model
 from paceline.models.families import describe
 from paceline.models.files import hub
 from paceline.models.files.gguf import GGUFFile
-from paceline.models.load.loading import (
-    _unpacked_config,
-    eos_token_ids,
-    load_config,
-    load_model,
-    max_positions,
-    open_safetensors,
-)
+from paceline.models.files.safetensors import open_safetensors
+from paceline.models.load.loading import _unpacked_config, eos_token_ids, load_config, load_model, max_positions
 from paceline.models.text import gguf_tokenizer
 from paceline.models.text.tokenizer import Tokenizer
 from paceline.models.torch.huggingface import HuggingFaceModel

@@ -18,7 +18,7 @@ from paceline.errors import ModelFormatError
 from paceline.models.description.weights import check_finite
 from paceline.models.files.boundary import ResolvedSource, brief, reading, reads_model
 from paceline.models.files.json_files import read_configuration, read_object
-from paceline.models.load.loading import PICKLES, stored_tensors
+from paceline.models.files.safetensors import PICKLES, stored_tensors
 
 _FLAT_LAYER = "midlayer."
 _EMBEDDING = "embed_tokens.weight"

@@ -26,11 +26,11 @@ from paceline.kernels.spec import FusionWeights, LayerWeights, LinearWeights, Na
 from paceline.models.base import PassBytes
 from paceline.models.decoding.draft_vocabulary import NEVER
 from paceline.models.decoding.native_draft import NativeDrafting
+from paceline.models.description.mixers import gate_last
 from paceline.models.native.model import HEAD_FORMAT, LAYER_FORMAT, NativeModel, Quantization
 from paceline.models.native.packing import PackedDecoder, packed_size
 from paceline.models.native.short_head import PackedShortHead, column_bytes
 from paceline.models.native.spec import check_spec, obstacle_of
-from paceline.models.torch.mixers import gate_last
 
 
 class NativeHead(HeadModel):

@@ -21,7 +21,7 @@ from paceline.models.description.weights import Slot, StoredTensor, check_finite
 from paceline.models.families import FAMILIES
 from paceline.models.files.boundary import brief, reading
 from paceline.models.files.json_files import read_configuration
-from paceline.models.load.loading import open_safetensors
+from paceline.models.files.safetensors import open_safetensors
 from paceline.models.native.low_rank import LowRank
 from paceline.models.native.model import NativeModel
 from paceline.models.native.recurrent import is_recurrent

@@ -17,6 +17,7 @@ from paceline.kernels.attention.base import Attend, AttendAgain, AttendPacked, H
 from paceline.kernels.gpu.state import Norm, PackedHeads
 from paceline.kernels.gpu.steps import ACTIVATIONS, LayerSteps
 from paceline.kernels.spec import LinearWeights, RecurrentMixer
+from paceline.models.description.mixers import gate_last, mixer_of
 from paceline.models.description.spec import (
     AttentionSpec,
     DecoderSpec,
@@ -30,7 +31,6 @@ from paceline.models.description.spec import (
 from paceline.models.description.weights import EXPERTS_NORMS, NORMS
 from paceline.models.torch.experts import Experts
 from paceline.models.torch.linear import Linear, LinearFactory
-from paceline.models.torch.mixers import gate_last, mixer_of
 
 Rotation = tuple[Tensor, Tensor]  # cos and signed sin, each [B, L, 1, R]: the first R of a head's D elements turn
 
