@@ -207,7 +207,7 @@ def _named(config: HeadConfig) -> str:
 
 def _compare_names(config: HeadConfig, source: Source, path: Path) -> None:
     """Log a warning if the names differ. Endings may differ: -AWQ, -GGUF, .Q8_0.gguf."""
-    given = name_of(source) if is_loaded(source) else str(source)
+    given = name_of(source)
     ours, theirs = (PurePath(name).name.lower() for name in (given, config.verifier))
     if theirs and not (ours.startswith(theirs) or theirs.startswith(ours)):
         log.warning(

@@ -240,6 +240,8 @@ class PlannedDraft(Draft):
 class NativeDraftDecoder(DraftDecoder):
     """The decoder of a draft model on the CPU kernels, which drafts chains in one call."""
 
+    native: NativeDrafting
+
     def __init__(
         self, model: NativeModel, backend: AttentionBackend, rows: int, positions: int, vocab_size: int | None = None
     ) -> None:
@@ -247,11 +249,9 @@ class NativeDraftDecoder(DraftDecoder):
         self.native = NativeDrafting(self, model.packed_decoder.decoder)
 
     def missing_tokens(self, batch: Batch) -> list[int]:
-        assert self.native is not None
         return self.native.missing_tokens(batch)
 
     def rewind(self, batch: Batch) -> None:
-        assert self.native is not None
         self.native.rewind(batch)
 
 

@@ -6,8 +6,10 @@ verified with its draft tokens, or prefilled in any chunks.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Literal
 from weakref import WeakKeyDictionary
 
@@ -22,12 +24,14 @@ from paceline.kernels import abi, native, structs
 from paceline.kernels.pack import Format, packed_bytes
 from paceline.kernels.spec import NativeSpec
 from paceline.models.base import HiddenStates, PassBytes, RowAdapters, check_taps
-from paceline.models.description.spec import DecoderSpec
+from paceline.models.description.checkpoint import Checkpoint
 from paceline.models.native.low_rank import LowRank
+from paceline.models.native.matrices import Outcome, unread_spec
 from paceline.models.native.packing import PackedDecoder, ReadPacked, packed_size
 from paceline.models.native.short_head import PackedShortHead, column_bytes
-from paceline.models.native.spec import check_description, check_spec, spec_of, weights_of
-from paceline.models.torch.transformer import Transformer
+from paceline.models.native.spec import check_description, check_spec
+
+log = logging.getLogger("paceline")
 
 Quantization = Literal["int8", "int4"]
 
@@ -80,26 +84,26 @@ class NativeModel:
         self._expert_sizes = _expert_sizes(spec, formats[0])
 
     @classmethod
-    def from_weights(
+    def of(
         cls,
-        spec: DecoderSpec,
-        weights: Mapping[str, Tensor],
-        name: str,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
         *,
         quantization: Quantization | None = None,
         threads: int | None = None,
     ) -> NativeModel:
-        """Make the model from the weights that ``Transformer`` takes."""
-        return cls(spec_of(spec, weights), name, quantization=quantization, threads=threads)
+        """Pack a checkpoint's weights, which are read matrix by matrix.
 
-    @classmethod
-    def from_transformer(
-        cls, model: Transformer, *, quantization: Quantization | None = None, threads: int | None = None
-    ) -> NativeModel:
-        """Make the model from a loaded one, which is not changed."""
-        check_description(model.spec)
-        weights = weights_of(model)
-        return cls.from_weights(model.spec, weights, model.name, quantization=quantization, threads=threads)
+        dtype: of what is not packed (norms and biases) or also read by token (the embedding).
+        Raises ModelFormatError if the kernels cannot run the model, or for numbers that are not finite.
+        """
+        check_description(checkpoint.spec)
+        outcome = Outcome()
+        spec = unread_spec(checkpoint, dtype, outcome)
+        model = cls(spec, checkpoint.name, quantization=quantization, threads=threads)
+        if text := str(outcome):
+            log.info("weights of %s in %s: %s", Path(checkpoint.name).name, quantization or "bfloat16", text)
+        return model
 
     def adapt(self, adapters: RowAdapters, by_layer: Mapping[str, Mapping[int, Sequence[LowRank]]]) -> None:
         """Add the changes of adapters, by layer and the adapter's number; a row's adapter is in ``KVCache.adapter_of``.
