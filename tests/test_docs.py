@@ -165,7 +165,8 @@ def test_functions_with_several_implementations_exist_and_a_test_holds_them_toge
 
 
 ADMINISTRATION = {  # functions of the kernels' library that compute nothing, or only for benchmarks
-    *("pl_abi_version", "pl_source_hash", "pl_kernels", "pl_obstacle", "pl_multiplies_correctly", "pl_experts_read"),
+    *("pl_interface", "pl_layout", "pl_source_hash", "pl_experts_read"),
+    *("pl_kernels", "pl_obstacle", "pl_multiplies_correctly"),
     *(f"pl_{each}" for owned in ("pool", "arena", "model", "texts") for each in (f"{owned}_new", f"{owned}_free")),
     *("pl_texts_append", "pl_read"),
 }

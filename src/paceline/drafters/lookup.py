@@ -14,13 +14,13 @@ from __future__ import annotations
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import islice
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from torch import Tensor
 
-from paceline.kernels import native
+from paceline.kernels import abi, native
 
 LONGEST_SUFFIX = 5  # tokens of the longest match
 MAX_POSITIONS = 4096  # latest occurrences of a pair of tokens that are compared: bounds the search in long texts
@@ -164,11 +164,10 @@ class NativeLookup:
 
         sizes: its numbers of rows and tokens. results: their addresses.
         """
-        text, where = rows.text, array("q", rows.slots)
-        structs = None if rows.beside is None else array("q", chain.from_iterable(map(_numbers, rows.beside)))
+        text, beside, where = rows.text, rows.beside, array("q", rows.slots)
         return search(
             self._documents.handle,
-            None if structs is None else structs.buffer_info()[0],
+            None if beside is None else (abi.CRowSources * len(beside))(*map(_row_sources, beside)),
             *(where.buffer_info()[0], text.data_ptr(), text.stride(0), text.shape[1], rows.length.data_ptr()),
             *sizes,
             *results,
@@ -202,13 +201,16 @@ class NativeLookup:
         return LookupResult(draft_tokens, numbers[rows : 2 * rows], numbers[2 * rows :])
 
 
-def _numbers(beside: CopySources[NativeTextIndex] | None) -> tuple[int, int, int, int]:
-    """The four numbers of the C struct ``Beside``: two handles, number, first."""
+def _row_sources(beside: CopySources[NativeTextIndex] | None) -> abi.CRowSources:
+    """The other sources of a row as the extension reads them."""
     if beside is None:
-        return 0, 0, 0, 0
-    references, siblings = beside.references, beside.siblings
-    handles = (0 if texts is None else texts.handle for texts in (references, siblings))
-    return *handles, beside.number, beside.first  # type: ignore[return-value]
+        return abi.CRowSources()
+    return abi.CRowSources(
+        references=None if beside.references is None else beside.references.handle,
+        siblings=None if beside.siblings is None else beside.siblings.handle,
+        number=beside.number,
+        first=beside.first,
+    )
 
 
 class HostTextIndex:

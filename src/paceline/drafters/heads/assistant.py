@@ -21,7 +21,7 @@ from paceline.core.cache import KVCache, KVHeads
 from paceline.core.draft import Draft
 from paceline.core.row_tables import RowTables
 from paceline.drafters.heads.decoder import FusedStates, HeadDecoder, HeadModel
-from paceline.kernels import abi
+from paceline.kernels import structs
 from paceline.kernels.attention.base import AttentionBackend
 from paceline.kernels.attention.cached import CachedAttend
 from paceline.models.base import AnyModel, PassBytes
@@ -130,7 +130,7 @@ class AssistantDecoder(HeadDecoder):
 
     def read_from(self, target: Decoder) -> None:
         self._target = target
-        self._described = abi.CCache.of(target.cache) if self.model.native_layers is not None else None
+        self._described = structs.cache(target.cache) if self.model.native_layers is not None else None
 
     def prefill(self, batch: Batch, rows: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> None:
         """Count the tokens as read."""

@@ -22,8 +22,7 @@ from paceline.models.families.gemma4 import ASSISTANT, ASSISTANT_NAMES, describe
 from paceline.models.files.boundary import Source, is_loaded
 from paceline.models.files.hub import resolve
 from paceline.models.files.json_files import read_object
-from paceline.models.files.quantised_tensors import SafeTensor
-from paceline.models.files.safetensors import stored_tensors
+from paceline.models.files.safetensors import FileTensor, stored_tensors
 from paceline.models.load.loading import description_of, load_config, load_embedding
 from paceline.models.native.layers import NativeLayers
 from paceline.models.native.model import NativeModel
@@ -85,7 +84,7 @@ def _on_kernels(
     path: Path,
 ) -> NativeLayers | None:
     """Pack the layers for the CPU kernels; None, with a line in the log, if the target or they run in torch."""
-    if not isinstance(target, NativeModel) or not target.runs_rounds:
+    if not isinstance(target, NativeModel):
         return None
     wanted = target.quantization if quantization == "same" else quantization
     if wanted == "fp8":
@@ -110,7 +109,7 @@ def _shapes(config: PretrainedConfig, spec: DecoderSpec) -> dict[str, tuple[int,
     return shapes
 
 
-def _read(stored: Mapping[str, SafeTensor], name: str, shape: tuple[int, ...], path: Path) -> Tensor:
+def _read(stored: Mapping[str, FileTensor], name: str, shape: tuple[int, ...], path: Path) -> Tensor:
     if name not in stored or stored[name].shape != shape:
         problem = f"has the shape {stored[name].shape}" if name in stored else "is missing"
         raise ModelFormatError(f"{path}: {name} {problem}, the configuration asks for {shape}")
