@@ -235,7 +235,7 @@ class RoundOps(Protocol):
         """logits [B, L, V] -> [B, L] int64; position j stands at length + first + j."""
         ...
 
-    def leaders(self, logits: Tensor, rows: RowState, first: int, width: int) -> Tensor:
+    def top_candidates(self, logits: Tensor, rows: RowState, first: int, width: int) -> Tensor:
         """Draw ``width`` different tokens, the best first, with the target's noise: logits [B, 1, V] -> [B, width]."""
         ...
 
@@ -255,7 +255,7 @@ class RoundOps(Protocol):
         """Log-probabilities of a record's tokens -> [B, k + 1] float32 (``gpu.accept.own_logprobs``)."""
         ...
 
-    def likeliest(self, logits: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    def top_logprobs(self, logits: Tensor, most: int) -> tuple[Tensor, Tensor]:
         """The most likely tokens: logits [B, L, V] -> ids, log-probabilities at temperature 1, [B, L, most] each."""
         ...
 

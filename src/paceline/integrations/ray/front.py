@@ -107,12 +107,12 @@ class Front:
         if self._handle is None:
             return []
         try:
-            found = await self._handle.broadcast("status").results_async(
+            statuses = await self._handle.broadcast("status").results_async(
                 timeout_s=_STATUS_TIMEOUT, return_exceptions=True
             )
         except TimeoutError:
             return []
-        return [cast(ReplicaStatus, each) for each in found if isinstance(each, dict)]
+        return [cast(ReplicaStatus, each) for each in statuses if isinstance(each, dict)]
 
     async def _health(self, _: Request) -> Response:
         """200 while any replica is ready."""
@@ -216,8 +216,8 @@ class Relay:
     async def put(self, message: Message) -> None:
         """Send a message. The start is held back until the body begins: until then another replica may answer."""
         if message["type"] == "http.response.start":
-            kept = [(name, value) for name, value in message["headers"] if name != REQUEST_ID]
-            self._start = {**message, "headers": [*kept, (REPLICA, self.replica.encode())]}
+            headers = [(name, value) for name, value in message["headers"] if name != REQUEST_ID]
+            self._start = {**message, "headers": [*headers, (REPLICA, self.replica.encode())]}
             return
         if not self.begun:
             assert self._start is not None, "ASGI"

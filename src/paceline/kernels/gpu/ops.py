@@ -17,13 +17,13 @@ from paceline.kernels.gpu.state import with_path
 
 
 class _ComposedOps(ABC):
-    """The operations of trees and of the likeliest tokens, made of draws and torch operators."""
+    """The operations of trees and of top log-probabilities, made of draws and torch operators."""
 
     @abstractmethod
     def draw(self, logits: Tensor, rows: RowState, first: int, purpose: Purpose) -> Tensor:
         """See ``RoundOps``."""
 
-    def leaders(self, logits: Tensor, rows: RowState, first: int, width: int) -> Tensor:
+    def top_candidates(self, logits: Tensor, rows: RowState, first: int, width: int) -> Tensor:
         candidates: list[Tensor] = []
         for _ in range(width):
             drawn = self.draw(logits, rows, first, Purpose.DRAW)
@@ -40,7 +40,7 @@ class _ComposedOps(ABC):
         assert verdict.path is not None, "trees have a path"
         return with_path(committed(verdict, rows), verdict.path)
 
-    def likeliest(self, logits: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    def top_logprobs(self, logits: Tensor, most: int) -> tuple[Tensor, Tensor]:
         logits = logits.float()
         values, ids = logits.topk(min(most, logits.shape[-1]), dim=-1)
         return ids, values - logits.logsumexp(-1, keepdim=True)

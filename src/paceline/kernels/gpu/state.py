@@ -76,7 +76,7 @@ def _floats(bits: Tensor) -> Tensor:
     return bits.int().view(torch.float32)
 
 
-def what_follows(count: int, width: int) -> list[int]:
+def tree_parents(count: int, width: int) -> list[int]:
     """The parent of each draft token of the trees that devices grow, or -1 at the root.
 
     count: draft tokens in breadth-first order. width: draft tokens per depth; all are children of the previous depth's
@@ -100,9 +100,9 @@ def read_trees(record: list[list[int]], width: int) -> HostVerdict:
     """The record [B, 2 N + 4] of trees (``device_round``): N draft tokens per row, ``width`` per depth."""
     drafted = (len(record[0]) - 1 - RECORD_TAIL) // 2
     verdict = read_record(record)
-    follows = what_follows(drafted, width)
+    parents = tree_parents(drafted, width)
     verdict.trees = [
-        VerifiedTree.of(follows[:count], line[drafted + 1 : drafted + 1 + kept])
+        VerifiedTree.of(parents[:count], line[drafted + 1 : drafted + 1 + kept])
         for line, count, kept in zip(record, verdict.drafted, verdict.accepted, strict=True)
     ]
     return verdict
