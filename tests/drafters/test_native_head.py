@@ -29,8 +29,9 @@ from paceline.engine.engine import Engine
 from paceline.engine.memory import plan_memory
 from paceline.errors import ParameterError
 from paceline.kernels import native
+from paceline.kernels.abi import INPUT_MULTIPLE
 from paceline.kernels.attention.reference import ReferenceAttention
-from paceline.kernels.pack import INPUT_MULTIPLE, Format, dequantise, quantise
+from paceline.kernels.pack import Format, dequantise, quantise
 from paceline.models.decoding.decoder import Decoder
 from paceline.models.native.model import HEAD_FORMAT, LAYER_FORMAT, Quantization
 from toy import POSITIONS, VOCAB, RandomLength, answers, make_engine, make_request, run, tiny_llama, tiny_native

@@ -26,8 +26,9 @@ from paceline.kernels.attention import make_backend
 from paceline.kernels.gpu import ahead
 from paceline.kernels.gpu.graphs import Graphs, Named, Program
 from paceline.lengths import FixedLength, LengthPolicy
-from paceline.lengths.auto import DEPTHS, AutoLength
+from paceline.lengths.auto import AutoLength
 from paceline.lengths.base import FIRST, BassLength, ProfiledLength
+from paceline.lengths.by_position import DEPTHS
 from paceline.lengths.calibration import Grid
 from paceline.lengths.cost import CostModel
 from paceline.models.decoding.decoder import Decoder

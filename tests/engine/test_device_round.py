@@ -40,7 +40,8 @@ from paceline.kernels.gpu.lookup import copied
 from paceline.kernels.gpu.ops import ReferenceOps, TritonOps
 from paceline.kernels.gpu.state import read_record, read_trees
 from paceline.kernels.gpu.steps import TorchSteps, TritonSteps
-from paceline.lengths.auto import DEPTHS, AutoLength
+from paceline.lengths.auto import AutoLength
+from paceline.lengths.by_position import DEPTHS
 from paceline.lengths.cost import CostModel
 from paceline.models.base import Model
 from paceline.models.decoding.decoder import Decoder

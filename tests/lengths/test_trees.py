@@ -16,7 +16,8 @@ from paceline.config import SamplingParams
 from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.core.draft import Draft, Verdict
 from paceline.core.draft_tensors import DraftTensors
-from paceline.lengths.auto import AutoLength, AutoRound
+from paceline.lengths.auto import AutoLength
+from paceline.lengths.auto_round import AutoRound
 from paceline.lengths.cost import CostModel, CostTable
 from paceline.lengths.scores import ScoreCalibration, bins_of, bins_of_draft, judge
 from simulation import Reader, linear_costs, with_timing

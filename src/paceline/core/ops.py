@@ -72,7 +72,7 @@ class RoundOps(Protocol):
         """logits [B, L, V] -> [B, L] int64; position j stands at length + first + j."""
         ...
 
-    def draw_leaders(self, logits: Tensor, rows: RowState, first: int, width: int) -> Tensor:
+    def top_candidates(self, logits: Tensor, rows: RowState, first: int, width: int) -> Tensor:
         """Draw ``width`` different tokens, the best first, with the target's noise: logits [B, 1, V] -> [B, width]."""
         ...
 

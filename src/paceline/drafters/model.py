@@ -25,11 +25,11 @@ ComputeLogits = Callable[[Tensor], Tensor]
 SampleNext = Callable[[Tensor, Tensor], tuple[Tensor, bool]]
 
 
-def draw_chain(draft_tokens: Tensor, k: int, read: ComputeLogits, draw: SampleNext) -> Tensor:
+def draw_chain(draft_tokens: Tensor, k: int, compute_logits: ComputeLogits, draw: SampleNext) -> Tensor:
     """Extend draft tokens [B, 0] to [B, k], or fewer if ``draw`` stops. Rounds of host and device share this loop."""
     goes_on = True
     while goes_on and draft_tokens.shape[1] < k:
-        draft_token, goes_on = draw(read(draft_tokens), draft_tokens)
+        draft_token, goes_on = draw(compute_logits(draft_tokens), draft_tokens)
         draft_tokens = torch.cat([draft_tokens, draft_token], dim=1)
     return draft_tokens
 

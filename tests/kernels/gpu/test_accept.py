@@ -25,7 +25,7 @@ from paceline.kernels.gpu.state import (
     read_logprobs,
     read_record,
     read_trees,
-    what_follows,
+    tree_parents,
     with_logprobs,
 )
 
@@ -121,18 +121,18 @@ def test_a_records_tokens_have_the_models_own_logprobs(dtype: torch.dtype) -> No
 @settings(max_examples=8)
 @given(data=st.data())
 @pytest.mark.wide
-def test_trees_and_their_leaders_equal_the_reference(data: st.DataObject) -> None:
+def test_trees_and_their_candidates_equal_the_reference(data: st.DataObject) -> None:
     pick = data.draw
     temperatures, k, width = pick(TEMPERATURES), pick(st.integers(1, 3)), pick(st.integers(2, 3))
     batch, vocab, count = make_batch(temperatures, 40, pick(st.integers(0, 999))), 40, k * width
     ops = TritonOps(), reference
     logits = 2 * torch.randn(batch.rows, count + 1, vocab, device=DEVICE)
-    leaders = [each.draw_leaders(logits[:, :1].contiguous(), copied(state_of(batch)), 0, width) for each in ops]
-    assert torch.equal(*leaders)
-    assert all(len(set(line)) == width for line in leaders[0].tolist())
+    candidates = [each.top_candidates(logits[:, :1].contiguous(), copied(state_of(batch)), 0, width) for each in ops]
+    assert torch.equal(*candidates)
+    assert all(len(set(line)) == width for line in candidates[0].tolist())
     tokens = torch.randint(0, vocab, (batch.rows, count), device=DEVICE)
-    tokens[:, :width] = leaders[0]
-    parents = torch.tensor(what_follows(count, width), device=DEVICE).expand(batch.rows, -1)
+    tokens[:, :width] = candidates[0]
+    parents = torch.tensor(tree_parents(count, width), device=DEVICE).expand(batch.rows, -1)
     draft = DraftTensors(tokens, torch.full((batch.rows,), count, device=DEVICE), parents=parents)
     states = [copied(state_of(batch)) for _ in range(2)]
     records = [
@@ -141,7 +141,7 @@ def test_trees_and_their_leaders_equal_the_reference(data: st.DataObject) -> Non
     assert torch.equal(*records)
     assert same(*states)
     trees = read_trees(records[0].tolist(), width)
-    assert min(trees.accepted) >= 1, "the best leader is the target's own draw"
+    assert min(trees.accepted) >= 1, "the best candidate is the target's own draw"
     path, accepted = accepted_path(records[0])
     assert accepted.tolist() == trees.accepted
     assert path.shape == (batch.rows, count)

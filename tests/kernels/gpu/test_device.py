@@ -18,11 +18,12 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from kernels.gpu import reference
 from paceline.config import EngineConfig, SamplingParams
 from paceline.engine.engine import Engine, Models, Request
 from paceline.kernels.attention import make_backend
 from paceline.kernels.attention.reference import ReferenceAttention
-from paceline.kernels.gpu import reference, rotary
+from paceline.kernels.gpu import rotary
 from paceline.kernels.gpu.linear import Linears
 from paceline.kernels.gpu.state import PackedHeads
 from paceline.models.description.spec import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormSpec, Rotary

@@ -5,7 +5,7 @@ import pytest
 from paceline.config import SamplingParams
 from paceline.engine.engine import Request
 from paceline.engine.rounds.round import Speculation
-from paceline.tools.bench.recording import Recorder
+from paceline.tools.bench.recording import Recorder, kept_by_position
 from toy import ToyModel, make_engine
 from toy_llm import toy_llm
 
@@ -38,3 +38,8 @@ def test_recorded_rounds_stay_on_the_device(monkeypatch: pytest.MonkeyPatch) -> 
     assert recorder.rounds
     assert {record.k for record in recorder.rounds} <= {0, 1, 2, 3}
     assert sum(record.tokens for record in recorder.rounds) == 12
+
+
+def test_a_draft_token_is_tried_if_all_before_it_were_accepted() -> None:
+    rows = [(0, 2), (1, 2), (2, 2), (1, 1), (0, 0)]  # accepted, drafted
+    assert kept_by_position(rows, 3) == (3 / 4, 1 / 2, None)

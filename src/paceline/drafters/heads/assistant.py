@@ -22,7 +22,7 @@ from paceline.core.draft import Draft
 from paceline.core.draft_tensors import DraftTensors
 from paceline.core.row_tables import RowTables
 from paceline.drafters.heads.decoder import FusedStates, HeadDecoder, HeadModel
-from paceline.kernels import abi
+from paceline.kernels import structs
 from paceline.kernels.attention.base import AttentionBackend
 from paceline.kernels.attention.cached import CachedAttend
 from paceline.models.base import AnyModel, PassBytes
@@ -131,7 +131,7 @@ class AssistantDecoder(HeadDecoder):
 
     def read_from(self, target: Decoder) -> None:
         self._target = target
-        self._described = abi.CCache.of(target.cache) if self.model.native_layers is not None else None
+        self._described = structs.cache(target.cache) if self.model.native_layers is not None else None
 
     def prefill(self, batch: Batch, rows: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> None:
         """Count the tokens as read."""
@@ -139,7 +139,7 @@ class AssistantDecoder(HeadDecoder):
             self.num_computed_tokens[row] = max(1, stop)
 
     def next_hidden(self, batch: Batch, missing: int) -> Tensor:
-        """Read each row's last token -> hidden [B, inner]. A row of one token gets no meaning."""
+        """Read each row's last token -> hidden [B, inner]. Undefined for rows of one token."""
         self.num_computed_tokens[batch.live_slots.where] = batch.live_length
         return self._run(batch, batch.pending(), self._root(batch))[:, 0]
 

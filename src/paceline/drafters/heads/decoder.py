@@ -94,9 +94,9 @@ class TorchHead(HeadModel):
         return self.head.fused_width
 
     def logits(self, hidden: Tensor) -> Tensor:
-        own = self.head.logits(hidden).float()
-        logits = own.new_full((*own.shape[:-1], self.vocab_size), NEVER)
-        return logits.index_copy_(-1, self._targets, own)
+        draft_logits = self.head.logits(hidden).float()
+        logits = draft_logits.new_full((*draft_logits.shape[:-1], self.vocab_size), NEVER)
+        return logits.index_copy_(-1, self._targets, draft_logits)
 
     def weight_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.head.state_dict().values())

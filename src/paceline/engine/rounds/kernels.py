@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from ctypes import addressof
+from ctypes import pointer
 from functools import partial
 from typing import TypeGuard
 
@@ -27,7 +27,8 @@ from paceline.drafters.heads.native import NativeFusedStates
 from paceline.engine.rounds.choice import why_no_kernels, why_no_kernels_for, why_no_kernels_now
 from paceline.engine.rounds.place import FinishedRound
 from paceline.engine.rounds.round import Speculation
-from paceline.kernels.abi import CRound, CTextRows, address
+from paceline.kernels import structs
+from paceline.kernels.abi import CRoundCall
 from paceline.kernels.cpu import described
 from paceline.models.base import AnyModel
 from paceline.models.decoding.decoder import Decoder
@@ -78,8 +79,8 @@ class NativeRound:
         self._record = memoryview(record)
         self._accepted, self._gained, self._path = rows * _BLOCK, rows * (_BLOCK + 1), rows * (_BLOCK + 2)
         tokens, size = record.buffer_info()[0], record.itemsize
-        self._call = CRound(
-            text=CTextRows.of(*batch.text_rows),
+        self._call = CRoundCall(
+            text=structs.text_rows(*batch.text_rows),
             block=_BLOCK,
             tokens=tokens,
             accepted=tokens + size * self._accepted,
@@ -99,7 +100,7 @@ class NativeRound:
         """Describe the draft head: the call fuses and stores the hidden states that the head reads."""
         call, self._taps = self._call, torch.tensor(self._model.tap_places(states.taps))
         call.head, call.kept = states.model.decoder.handle, states.described
-        call.taps, call.tap_count = address(self._taps), len(states.taps)
+        call.taps, call.tap_count = structs.address(self._taps), len(states.taps)
 
     @staticmethod
     def of(target: Decoder, batch: Batch, rule: AcceptanceRule, threads: int | None = None) -> NativeRound | None:
@@ -148,8 +149,8 @@ class NativeRound:
         """Run a round that makes the draft first, so that draft, verification and commit are one call."""
         call, made, drafting = self._call, draft.call, draft.drafting
         call.slots, call.counts, call.draft_tokens, call.parents = made.slots, made.drawn, made.draft_tokens, None
-        call.draft_stride, call.draft = made.draft_stride, addressof(made)
-        call.drafter, call.draft_cache = drafting.library.handle, addressof(drafting.cache)
+        call.draft_stride, call.draft = made.draft_stride, pointer(made)
+        call.drafter, call.draft_cache = drafting.library.handle, pointer(drafting.cache)
         self._run(self._batch.rows + sum(draft.planned))
         draft.note_made()
 
@@ -190,7 +191,7 @@ class NativeRound:
 
 def runs_native_rounds(model: AnyModel) -> TypeGuard[NativeModel]:
     """Whether the kernels can run rounds of this model."""
-    return isinstance(model, NativeModel) and model.runs_rounds
+    return isinstance(model, NativeModel)
 
 
 def workspace_bytes(model: AnyModel, tokens: int, taps: int = 0) -> int:

@@ -31,7 +31,7 @@ from paceline.kernels.gpu.ahead import Ahead, Progress, capture_ahead
 from paceline.kernels.gpu.graphs import Graphs, Named, Ring, Ticket, Upload
 from paceline.kernels.gpu.lookup import copied
 from paceline.kernels.gpu.ops import ops_for
-from paceline.kernels.gpu.state import RECORD_TAIL, accepted_path, what_follows, with_logprobs
+from paceline.kernels.gpu.state import RECORD_TAIL, accepted_path, tree_parents, with_logprobs
 from paceline.models.base import SharedModel
 from paceline.models.decoding.decoder import Decoder
 from paceline.models.decoding.draft_decoder import DraftDecoder
@@ -73,7 +73,7 @@ class DeviceRound:
         self.graphs = Graphs(batch.device, self._all_rows_idle, capture=capture, other_ranks=ranks)
         per_position = 2 + 2 * LOGPROB_SIZES[-1]  # token and log-probability: of the token itself and of the likeliest
         self._ring = Ring(batch.device, self.capacity * (per_position * (MAX_SPECULATION_LENGTH + 1) + RECORD_TAIL))
-        self._tree_parents = torch.tensor(what_follows(MAX_SPECULATION_LENGTH, width), device=batch.device)
+        self._tree_parents = torch.tensor(tree_parents(MAX_SPECULATION_LENGTH, width), device=batch.device)
 
     @contextmanager
     def _all_rows_idle(self) -> Iterator[None]:
@@ -266,7 +266,7 @@ class DeviceRound:
         chain, draft_tokens = before.new_empty((state.rows, 0)), before.new_empty((state.rows, 0))
         for depth in range(k):
             logits = self._shaped(self._draft_logits(state, before, chain, span), state, features, chain, depth)
-            best = self.ops.draw_leaders(logits, state, depth, self.width)
+            best = self.ops.top_candidates(logits, state, depth, self.width)
             chain, draft_tokens = torch.cat([chain, best[:, :1]], dim=1), torch.cat([draft_tokens, best], dim=1)
         slots = (self.target.cache.positions - before).clamp(min=0) // self.width
         depths = torch.minimum(self._caps.device[: state.rows].clamp(max=k), slots) * self._drafting_rows(before)

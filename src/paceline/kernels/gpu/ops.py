@@ -36,7 +36,7 @@ class _ComposedOps(ABC):
     def _own_logprobs(self, logits: Tensor, record: Tensor) -> Tensor:
         """Log-probabilities of a record's tokens -> [B, k + 1] float32 (``gpu.accept.own_logprobs``)."""
 
-    def draw_leaders(self, logits: Tensor, rows: RowState, first: int, width: int) -> Tensor:
+    def top_candidates(self, logits: Tensor, rows: RowState, first: int, width: int) -> Tensor:
         candidates: list[Tensor] = []
         for _ in range(width):
             drawn = self.draw(logits, rows, first, Purpose.DRAW)

@@ -74,7 +74,7 @@ def _floats(bits: Tensor) -> list[Any]:
     return values
 
 
-def what_follows(count: int, width: int) -> list[int]:
+def tree_parents(count: int, width: int) -> list[int]:
     """The parent of each draft token of the trees that devices grow, or -1 at the root.
 
     count: draft tokens in breadth-first order. width: draft tokens per depth; all are children of the previous depth's
@@ -97,7 +97,7 @@ def accepted_path(record: Tensor) -> tuple[Tensor, Tensor]:
 def read_trees(record: list[list[int]], width: int) -> Verdict:
     """The record [B, 2 N + 4] of trees (``engine.rounds.program``): N draft tokens per row, ``width`` per depth."""
     drafted = (len(record[0]) - 1 - RECORD_TAIL) // 2
-    verdict, parents = read_record(record), what_follows(drafted, width)
+    verdict, parents = read_record(record), tree_parents(drafted, width)
     return replace(
         verdict,
         parents=[parents[:count] for count in verdict.drafted],

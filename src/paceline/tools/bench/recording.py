@@ -92,7 +92,7 @@ class Recorder(RowKeepers, LengthPolicy):
 
 def latency_of(rounds: Sequence[Round], seconds: float) -> Latency:
     """Milliseconds per token of the first, last and all rows, which all ran these rounds in ``seconds``."""
-    tokens = [sum(kept) + len(rounds) for kept in zip(*(record.accepted for record in rounds), strict=True)]
+    tokens = [sum(accepted) + len(rounds) for accepted in zip(*(record.accepted for record in rounds), strict=True)]
     paces = [1000 * seconds / each for each in tokens]
     return Latency(min(paces), max(paces), sum(paces) / len(paces))
 
@@ -112,6 +112,6 @@ def kept_by_position(rows: Sequence[tuple[int, int]], k: int) -> tuple[float | N
 
     A draft token counts as tried if all before it were accepted.
     """
-    tried = [sum(kept >= place < made for kept, made in rows) for place in range(k)]
-    good = [sum(kept > place for kept, _ in rows) for place in range(k)]
+    tried = [sum(accepted >= place < drafted for accepted, drafted in rows) for place in range(k)]
+    good = [sum(accepted > place for accepted, _ in rows) for place in range(k)]
     return tuple(right / all_ if all_ else None for right, all_ in zip(good, tried, strict=True))

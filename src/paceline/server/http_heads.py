@@ -1,14 +1,18 @@
-"""Checks of request heads that HTTP/1.1 (RFC 9112) requires and h11 does not do."""
+"""Heads of requests and responses: checks that HTTP/1.1 (RFC 9112) requires and h11 does not do, and request ids."""
 
 from __future__ import annotations
 
 import re
+import secrets
 from urllib.parse import unquote
 
-from starlette.types import Scope
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.server import errors
+from paceline.server.logs import request_id
 
+REQUEST_ID = b"x-request-id"
+_CLEAN_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _HOST = re.compile(rb"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~!$&'()*+,;=%-]*)(:[0-9]*)?")
 _URL = re.compile(rb"https?://([^/]*)(.*)", re.IGNORECASE)
 
@@ -43,3 +47,32 @@ def _without_url(scope: Scope) -> Scope:
     host, path = target[1], target[2] or b"/"
     headers = [(b"host", host), *((name, value) for name, value in scope["headers"] if name != b"host")]
     return {**scope, "path": unquote(path.decode("ascii")), "raw_path": path, "headers": headers}
+
+
+class Tracing:
+    """ASGI middleware for request ids: in the response header ``X-Request-Id`` and in all log lines of the request.
+
+    It keeps the client's id if it is short and plain, else it creates one.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        name = _request_id(scope)
+
+        async def send_with_name(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), (REQUEST_ID, name)]}
+            await send(message)
+
+        request_id.set(name.decode())
+        await self._app(scope, receive, send_with_name)
+
+
+def _request_id(scope: Scope) -> bytes:
+    client_id = header(scope, REQUEST_ID)
+    return client_id if _CLEAN_ID.fullmatch(client_id) else b"req-" + secrets.token_hex(8).encode()

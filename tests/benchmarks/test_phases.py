@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.phases import LENGTHS, PHASES, LoadPhase, Script, Stage, app, compare, draw
+from typer.testing import CliRunner
 
 from batches import filled
+from byte_model import byte_tokenizer, save_llama
 from paceline.config import SamplingParams
 from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.core.draft import Draft
@@ -16,7 +19,6 @@ from paceline.core.draft_tensors import DraftTensors
 from paceline.core.values import Accepted
 from paceline.drafters import Drafter
 from paceline.errors import ParameterError
-from paceline.tools.bench.phases import LoadPhase, Script, Stage, compare, draw
 from toy_llm import toy_llm
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -102,3 +104,14 @@ def test_every_policy_runs_all_phases(tmp_path: Path, drafter: str | None) -> No
 def test_rows_that_would_not_fit_are_refused() -> None:
     with pytest.raises(ParameterError, match="tokens"):
         Stage(toy_llm(), tokens=100)
+
+
+def test_the_command_ends_with_one_json_document(tmp_path: Path) -> None:
+    model, file = save_llama(tmp_path / "tiny", byte_tokenizer(), seed=1), tmp_path / "phases.json"
+    options = ["--max-tokens", "2", "--repeats", "1", "--dtype", "float32", "--output", str(file)]
+    result = CliRunner().invoke(app, [model, *options], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout.splitlines()[-1])
+    assert document == json.loads(file.read_text())
+    assert document["seconds"].keys() == {*map(str, LENGTHS), "bass", "auto"}
+    assert len(document["oracle_seconds"]) == len(PHASES)

@@ -1,10 +1,12 @@
 """Traffic and acceptance that change suddenly between phases: how close ``auto`` comes to knowing them in advance.
 
+    python -m benchmarks.phases smollm2-135m --quantization int8 --max-model-len 2304
+
 The models and all measured times are real. Acceptance is SYNTHETIC: draft tokens are accepted with the phase's
 probability, after the real acceptance rule has run, so the text is meaningless, and the costs are those of real rounds.
 
 Every fixed length runs the same phases. The oracle's time in a phase is that of the fastest fixed length: it knows the
-phase and its best length, and pays nothing for changing.
+phase and its best length, and pays nothing for changing. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -12,13 +14,19 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
 import torch
+import typer
+from benchmarks.options import PlottedDocument
 from torch import Tensor
 
+from paceline.cli.console import Sheet, bars, latency_table, note, stderr
+from paceline.cli.document import checked_plot, command_line, end
+from paceline.cli.flags import with_flags
+from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Repeats
 from paceline.config import SamplingParams
 from paceline.core.acceptance import AcceptanceRule
 from paceline.core.batch import Batch, SpeculationPlan
@@ -32,13 +40,12 @@ from paceline.errors import ParameterError
 from paceline.lengths import FixedLength, LengthPolicy, PolicyInputs, make_policy
 from paceline.lengths.calibration import Grid
 from paceline.lengths.profile import Profile
+from paceline.llm import LLM
 from paceline.models.base import FlatModel
 from paceline.tools.bench.measure import turns
+from paceline.tools.bench.offline import machine, versions
 from paceline.tools.bench.plots import new_figure, save
 from paceline.tools.bench.recording import Recorder, Round, latency_of
-
-if TYPE_CHECKING:
-    from paceline.llm import LLM
 
 
 @dataclass(frozen=True)
@@ -243,3 +250,50 @@ def draw(comparison: PhaseComparison, path: Path, title: str) -> None:
     right.axhline(1, color="k", linewidth=0.8)
     right.set(ylabel="time over the oracle's", xlabel="speculation length")
     save(figure, path, f"{title}\nacceptance is synthetic")
+
+
+def main(
+    engine: EngineFlags,
+    model: Model = DEFAULT_MODEL,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=2, help="Tokens of a row in each phase.")] = 300,
+    repeats: Repeats = 3,
+    output: PlottedDocument = Path("phases.json"),
+) -> None:
+    """Compare auto with every fixed length and an oracle: batch 1, 16, 1, SYNTHETIC acceptance 0.9, 0.1, 0.9."""
+    plot = checked_plot(output)
+    stage = Stage(replace(engine, prefix_cache=False).load(model), PHASES, max_tokens)
+    comparison = compare(stage, repeats, bars(quiet=False))
+    names = [f"{phase.rows} x {phase.acceptance}" for phase in comparison.phases]
+    document = comparison.as_json()
+    rows = [
+        [name, *(f"{s:.2f}" for s in run.seconds), f"{document['over_oracle'][name]:.3f}"]
+        for name, run in comparison.runs.items()
+    ]
+    stderr().print(Sheet("seconds by phase (rows x synthetic acceptance)", ["k", *names, "over oracle"], rows))
+    latencies = [
+        (f"{k}: {name}", latency)
+        for k, run in comparison.runs.items()
+        for name, latency in zip(names, run.latency, strict=True)
+    ]
+    stderr().print(latency_table(latencies))
+    about = stage.engine.describe()
+    draw(comparison, plot, about)
+    document |= {"machine": machine(stage.engine.threads), "versions": versions()}
+    end({"command": command_line("python -m benchmarks.phases"), "engine": about, "plot": str(plot)} | document, output)
+    note(f"written: {output}, {plot}")
+
+
+CHOSEN_HERE = {
+    "drafter",
+    "reference_document",
+    "num_speculative_tokens",
+    "speculation_width",
+    "max_batch_size",
+    "profile",
+    "prefix_cache",
+}
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app.command()(with_flags(main, without=CHOSEN_HERE))
+
+if __name__ == "__main__":
+    app()

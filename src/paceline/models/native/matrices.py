@@ -6,7 +6,6 @@ taken as they are stored.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,14 +18,9 @@ from torch import Tensor
 from paceline.kernels import pack
 from paceline.kernels.pack import Format, Weight
 from paceline.kernels.spec import NativeSpec
-from paceline.models.description.spec import DecoderSpec
+from paceline.models.description.checkpoint import Checkpoint
 from paceline.models.description.weights import Placement, assemble, check_finite
-from paceline.models.files.boundary import ResolvedSource, is_loaded, reads_model
-from paceline.models.load import loading
-from paceline.models.native.model import NativeModel, Quantization
-from paceline.models.native.spec import obstacle_of, spec_of
-
-log = logging.getLogger("paceline")
+from paceline.models.native.spec import spec_of
 
 # paceline's names of matrices that only multiply, or are read from their packed form
 _INPUTS = ("input_gate", "input_out", "input_project", "input_table")
@@ -99,37 +93,17 @@ def _read(part: Placement, to: Format, outcome: Outcome) -> Weight:
     return pack.quantise(numbers, to)
 
 
-@reads_model
-def load_packed(source: ResolvedSource, dtype: torch.dtype, quantization: Quantization | None) -> NativeModel | None:
-    """Load a checkpoint straight into the CPU kernels' formats; None if they do not cover its architecture.
+def unread_spec(checkpoint: Checkpoint, dtype: torch.dtype, outcome: Outcome) -> NativeSpec:
+    """Return the kernels' spec of a checkpoint, whose matrices are read when they are packed.
 
     dtype: of what is not packed (norms and biases) or also read by token (the embedding).
-    Raises the errors of ``load_model``.
+    Raises ModelFormatError if neither the kernels nor their reference can run the model, or for other numbers than
+    finite ones.
     """
-    description = None if is_loaded(source) else loading.description_of(source)
-    if is_loaded(source) or description is None:
-        return None
-    description, placements = loading.placed(source, description)
-    outcome = Outcome()
-    spec = _spec(description, placements, dtype, outcome)
-    if spec is None:
-        return None
-    model = NativeModel(spec, str(source), quantization=quantization)
-    if text := str(outcome):
-        log.info("weights of %s in %s: %s", source.name, quantization or "bfloat16", text)
-    return model
-
-
-def _spec(
-    description: DecoderSpec, placements: Sequence[Placement], dtype: torch.dtype, outcome: Outcome
-) -> NativeSpec | None:
-    """Return the kernels' spec, whose matrices are not read yet; None if the kernels cannot run the model."""
-    readers = _readers(placements, outcome)
-    others = [placement for placement in placements if placement.slot.target not in readers]
+    readers = _readers(checkpoint.placements, outcome)
+    others = [placement for placement in checkpoint.placements if placement.slot.target not in readers]
     tensors = {target: _shape(matrix) for target, matrix in readers.items()}
-    if obstacle_of(description) is not None:
-        return None
-    return spec_of(description, tensors | assemble(others, dtype, torch.device("cpu")), readers)
+    return spec_of(checkpoint.spec, tensors | assemble(others, dtype, torch.device("cpu")), readers)
 
 
 def _readers(placements: Sequence[Placement], outcome: Outcome) -> dict[str, StoredMatrix]:

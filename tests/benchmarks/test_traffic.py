@@ -8,9 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from benchmarks.traffic import POLICIES, PROMPTS, TRACES, Load, app, arrivals, draw, measure, summary
+from typer.testing import CliRunner
 
-from paceline.tools.bench import profile, traffic
-from paceline.tools.bench.traffic import Load, arrivals, draw, measure, summary
+from byte_model import byte_tokenizer, save_llama
+from paceline.errors import ParameterError
+from paceline.tools.bench import profile
 from toy_llm import toy_llm
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -29,20 +32,20 @@ def test_busy_traffic_is_denser_and_varying_traffic_is_both() -> None:
     assert gaps[:600].mean() > 6 * gaps[700:1300].mean()
 
 
-@pytest.mark.parametrize("trace", traffic.TRACES)
+@pytest.mark.parametrize("trace", TRACES)
 def test_a_trace_is_the_same_each_time(trace: str) -> None:
     assert arrivals(trace, LOAD) == arrivals(trace, LOAD)
 
 
 def test_prompts_are_not_those_of_the_profile() -> None:
-    assert not set(traffic.PROMPTS) & set(profile.PROMPTS)
+    assert not set(PROMPTS) & set(profile.PROMPTS)
 
 
 def test_every_policy_serves_every_request(tmp_path: Path) -> None:
     load = Load(requests=5, interval=0.002, cv=1.0, tokens=6, max_batch_size=3)
     llm = toy_llm(drafter="ngram")
     results = list(measure(llm, [[1, 2, 1], [3, 4]], ["steady", "varying"], load, 1, lambda steps: steps))
-    assert {r.policy for r in results} == set(traffic.POLICIES) - {"profiled"}  # there is no profile
+    assert {r.policy for r in results} == set(POLICIES) - {"profiled"}  # there is no profile
     assert all(0 < r.p50 <= r.p99 and 1 <= r.mean_rows <= 3 for r in results)
     plain = next(r for r in results if r.policy == "plain")
     assert plain.mean_k == 0
@@ -65,4 +68,25 @@ def test_with_a_profile_its_policy_takes_part_and_plain_decoding_still_does(tmp_
     guided = llm.with_options(profile=str(path))
     load = Load(requests=2, interval=0.002, cv=1.0, tokens=3, max_batch_size=2)
     results = list(measure(guided, [[1, 2, 1]], ["steady"], load, 1, lambda steps: steps))
-    assert {r.policy for r in results} == set(traffic.POLICIES)
+    assert {r.policy for r in results} == set(POLICIES)
+
+
+def test_the_command_ends_with_one_json_document(tmp_path: Path) -> None:
+    model, file = save_llama(tmp_path / "tiny", byte_tokenizer(), seed=1), tmp_path / "traffic.json"
+    load = ["--traces", "busy", "--requests", "2", "--interval", "0.01", "--max-tokens", "3"]
+    options = ["--drafter", "ngram", "--dtype", "float32", "--max-batch-size", "2", "--output", str(file)]
+    result = CliRunner().invoke(app, [model, *load, *options], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout.splitlines()[-1])
+    assert document == json.loads(file.read_text())
+    assert {result["policy"] for result in document["results"]} == set(POLICIES) - {"profiled"}
+    assert "tokens/s" in result.stderr
+    assert file.with_suffix(".png").is_file()
+
+
+@pytest.mark.parametrize(
+    "wrong", [("--interval", "nan"), ("--interval", "inf"), ("--cv", "0"), ("--traces", "calm"), ("--output", "/no/a")]
+)
+def test_wrong_options_are_refused_by_name(wrong: tuple[str, str]) -> None:
+    with pytest.raises(ParameterError, match=wrong[0]):
+        CliRunner().invoke(app, ["no-model", *wrong], catch_exceptions=False)

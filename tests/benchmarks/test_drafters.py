@@ -1,15 +1,16 @@
-"""``paceline bench drafters``: every drafter of a target, counted and timed, in one document."""
+"""``benchmarks.drafters``: every drafter of a target, counted and timed, in one document."""
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
+from benchmarks.drafters import PROMPTS, TASKS, app, mixed_batches
+from typer.testing import CliRunner
 
-from paceline.tools.bench.drafters import mixed_batches
-from paceline.tools.bench.recording import kept_by_position
-from paceline.tools.bench.tasks import PROMPTS, TASKS
+from byte_model import byte_tokenizer, save_llama
+from paceline.errors import ParameterError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 OPTIONS = ("--dtype", "float32", "--max-model-len", "200", "--prompts", "2", "--max-tokens", "6", "--draft-tokens", "2")
 SHORT = (*OPTIONS, "--tasks", "maths,questions", "--repeats", "1", "--batch-sizes", "1,2")
 
@@ -18,12 +19,7 @@ def test_every_task_has_twenty_prompts_that_differ() -> None:
     assert {task: len(set(texts)) for task, texts in PROMPTS.items()} == dict.fromkeys(TASKS, 20)
 
 
-def test_a_draft_token_is_tried_if_all_before_it_were_accepted() -> None:
-    rows = [(0, 2), (1, 2), (2, 2), (1, 1), (0, 0)]  # kept, made
-    assert kept_by_position(rows, 3) == (3 / 4, 1 / 2, None)
-
-
-@pytest.mark.parametrize("size", [1, 4, 8, 16])
+@pytest.mark.parametrize("size", [4, 16])
 def test_batches_have_equally_many_prompts_of_every_task(size: int) -> None:
     batches = mixed_batches(TASKS, size, len(TASKS))
     assert {len(batch) for batch in batches} == {size}
@@ -38,13 +34,13 @@ def test_one_task_is_timed_on_as_many_prompts_as_asked() -> None:
     assert [text for batch in batches for text in batch] == [*PROMPTS["chat"]]
 
 
-def test_the_document_has_every_drafter_on_every_task(
-    paceline: Any, tiny: str, tiny_draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("paceline.tools.bench.drafters.COST_SECONDS", 0.02)
+def test_the_document_has_every_drafter_on_every_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.drafters.COST_SECONDS", 0.02)
+    target = save_llama(tmp_path / "tiny", byte_tokenizer(), seed=1)
+    draft = save_llama(tmp_path / "tiny-draft", byte_tokenizer(), seed=2, hidden_size=16, intermediate_size=32)
     file = tmp_path / "drafters.json"
-    options = (*SHORT, "--draft-model", tiny_draft, "--draft-vocab-size", "64", "--output", str(file))
-    result = paceline("bench", "drafters", tiny, *options)
+    options = (*SHORT, "--draft-model", draft, "--draft-vocab-size", "64", "--output", str(file))
+    result = CliRunner().invoke(app, [target, *options])
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout.splitlines()[-1])
     assert document == json.loads(file.read_text())
@@ -75,7 +71,6 @@ def test_the_document_has_every_drafter_on_every_task(
     "wrong",
     [("--tasks", "cooking"), ("--temperatures", "3"), ("--temperatures", "warm"), ("--draft-quantization", "int8")],
 )
-def test_wrong_options_are_refused_by_name(paceline: Any, tiny: str, wrong: tuple[str, str]) -> None:
-    result = paceline("bench", "drafters", tiny, *SHORT, *wrong)
-    assert result.exit_code == 2
-    assert wrong[0] in result.stderr
+def test_wrong_options_are_refused_by_name(wrong: tuple[str, str]) -> None:
+    with pytest.raises(ParameterError, match=f"^{wrong[0]}="):
+        CliRunner().invoke(app, ["no-model", *SHORT, *wrong], catch_exceptions=False)

@@ -1,8 +1,11 @@
 """The serving experiment against running servers: the traces of ``traffic``, over HTTP, streamed.
 
+    python -m benchmarks.traffic_http plain=http://127.0.0.1:8101@0 auto=http://127.0.0.1:8100 --requests 40
+
 A server has its own length policy; each request may lower it (``num_speculative_tokens``, 0 turns speculation off). So
 one server with ``--num-speculative-tokens 8`` can run every fixed length up to 8, and each other policy needs a server
 of its own. Latency counts from the moment a request is due until its last token has arrived.
+The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -13,20 +16,45 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
+import httpx
 import numpy as np
+import typer
+from benchmarks.options import PlottedDocument, words
+from benchmarks.traffic import (
+    ALL_TRACES,
+    DEFAULT_CV,
+    DEFAULT_INTERVAL,
+    DEFAULT_REQUESTS,
+    DEFAULT_TOKENS,
+    PROMPTS,
+    TRACES,
+    AnswerTokens,
+    Interval,
+    Load,
+    PolicyResult,
+    Requests,
+    Traces,
+    Variation,
+    arrivals,
+    check_intervals,
+    draw_latencies,
+    median_of,
+    show,
+    summed,
+)
 
+from paceline.cli.console import bars, note
+from paceline.cli.document import checked_plot, command_line, end
+from paceline.cli.options import Repeats
 from paceline.core.outputs import Latency, Metrics
-from paceline.errors import MissingPackageError, PacelineError, ParameterError
+from paceline.errors import PacelineError, ParameterError
 from paceline.tools.bench.measure import turns
+from paceline.tools.bench.offline import machine, versions
 from paceline.tools.bench.plots import new_figure, save
-from paceline.tools.bench.traffic import PROMPTS, Load, PolicyResult, arrivals, draw_latencies, median_of, summed
-
-if TYPE_CHECKING:
-    import httpx
 
 MAX_DRAFT_TOKENS: dict[str, int | None] = {"plain": 0, "at most 2": 2, "at most 4": 4, "the server's": None}
 _ADDRESS = re.compile(r"(?:(?P<name>[^=]*)=)?(?P<url>https?://[^@]+)(?:@(?P<most>\d+))?")
@@ -93,8 +121,6 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any], due: float) -> An
 
     Raises PacelineError with the server's message if it refuses, and if the stream breaks off or has no usage.
     """
-    import httpx
-
     try:
         return await _ask(client, body, due)
     except (httpx.HTTPError, ValueError) as error:  # ValueError: a chunk that was cut off
@@ -170,11 +196,7 @@ async def run_policy(client: httpx.AsyncClient, model: str, trace: str, policy: 
 
 
 def make_client(url: str, api_key: str | None) -> httpx.AsyncClient:
-    """An HTTP client for the server. Raises MissingPackageError if httpx is not installed."""
-    try:
-        import httpx
-    except ModuleNotFoundError as error:
-        raise MissingPackageError(error.name, "bench") from error
+    """An HTTP client for the server."""
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     limits = httpx.Limits(max_connections=None)
     return httpx.AsyncClient(base_url=url, headers=headers, timeout=_TIMEOUT, limits=limits)
@@ -182,8 +204,6 @@ def make_client(url: str, api_key: str | None) -> httpx.AsyncClient:
 
 async def served_model(client: httpx.AsyncClient) -> str:
     """The server's name of its model. Raises PacelineError if there is no such server."""
-    import httpx
-
     try:
         reply = await client.get("/v1/models")
         reply.raise_for_status()
@@ -241,3 +261,61 @@ def draw(results: Sequence[HttpResult], path: Path, title: str) -> None:
     for here, trace in zip(np.atleast_1d(axes), traces, strict=True):
         draw_latencies(here, trace, [result for result in results if result.trace == trace])
     save(figure, path, title)
+
+
+def main(
+    servers: Annotated[
+        list[str],
+        typer.Argument(
+            help="Running servers: URL (such as http://127.0.0.1:8000), or a policy each: NAME=URL, or NAME=URL@2 for "
+            "at most 2 draft tokens a round."
+        ),
+    ],
+    traces: Traces = ALL_TRACES,
+    requests: Requests = DEFAULT_REQUESTS,
+    interval: Interval = DEFAULT_INTERVAL,
+    cv: Variation = DEFAULT_CV,
+    max_tokens: AnswerTokens = DEFAULT_TOKENS,
+    api_key: Annotated[
+        str | None, typer.Option("--api-key", envvar="PACELINE_API_KEY", help="The servers' API key.")
+    ] = None,
+    repeats: Repeats = 1,
+    output: PlottedDocument = Path("traffic-http.json"),
+) -> None:
+    """Send the traffic of benchmarks.traffic to running servers, each with its policy or a limit on draft tokens."""
+    plot, chosen = checked_plot(output), words("--traces", traces, TRACES)
+    check_intervals(interval, cv)
+    load = Load(requests, interval, cv, max_tokens, max_batch_size=0)  # the server's own
+    policies = served(servers)
+    results = list(measure(policies, chosen, load, repeats, bars(quiet=False), api_key))
+    show(f"latency over HTTP, {requests} requests, median of {repeats}", results, _COLUMNS)
+    urls = ", ".join(dict.fromkeys(policy.url for policy in policies))
+    draw(results, plot, urls)
+    last = policies[-1].name
+    document = {
+        "command": command_line("python -m benchmarks.traffic_http"),
+        "engine": urls,
+        "plot": str(plot),
+        "load": {name: value for name, value in asdict(load).items() if name != "max_batch_size"},
+        "policies": [asdict(policy) for policy in policies],
+        "results": [*map(asdict, results)],
+        "compared": {"policy": last, "mean_latency_over": compared(results, last)},
+        "machine": machine(),
+        "versions": versions(),
+    }
+    end(document, output)
+    note(f"written: {output}, {plot}")
+
+
+_COLUMNS = {
+    "mean s": "mean:.3f",
+    "p50 s": "p50:.3f",
+    "p99 s": "p99:.3f",
+    "first token s": "mean_ttft:.3f",
+    "tokens/s": "tokens_per_second:.1f",
+}
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app.command()(main)
+
+if __name__ == "__main__":
+    app()

@@ -1,4 +1,4 @@
-"""Reference implementation of the layer kernels in plain torch, without reads by the host."""
+"""Reference implementation of the layer kernels in plain torch."""
 
 from __future__ import annotations
 

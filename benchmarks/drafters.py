@@ -1,30 +1,51 @@
 """All drafters of one target on six tasks: acceptance, cost and speed.
 
+    python -m benchmarks.drafters MODEL --draft-model DRAFT --head HEAD
+
 There are two measurements. Acceptance does not depend on time: every drafter proposes k tokens per round, and the
 accepted ones are counted, task by task. For speed, ``auto`` chooses the length, and plain decoding and all drafters
-take turns on the same batches, in which the tasks are mixed evenly.
+take turns on the same batches, in which the tasks are mixed evenly. The last line is one JSON document.
+
+The tasks differ in how much can be copied or predicted. code: functions to complete. chat: open requests. maths: word
+    problems. summary: a short report to shorten. translation: sentences, to and from four languages. questions: facts,
+    in a sentence or two.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any, Literal, get_args
 
-from paceline.config import SamplingParams
+import typer
+from benchmarks.options import PlottedDocument, words
+
+from paceline.cli.console import Sheet, bars, note, stderr
+from paceline.cli.document import checked_plot, command_line, end
+from paceline.cli.flags import with_flags
+from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Repeats, numbers, whole_numbers
+from paceline.config import EngineConfig, SamplingParams
+from paceline.errors import ParameterError
 from paceline.lengths import FixedLength
 from paceline.lengths.calibration import Grid
+from paceline.llm import LLM
+from paceline.models.files.hub import own_head
 from paceline.tools.bench.measure import questions, run_batch, turns
-from paceline.tools.bench.offline import Paceline
+from paceline.tools.bench.offline import Paceline, machine, versions
 from paceline.tools.bench.plots import new_figure, save
 from paceline.tools.bench.recording import Recorder, Round, kept_by_position
-from paceline.tools.bench.tasks import PROMPTS, TASKS, Task
 
-if TYPE_CHECKING:
-    from paceline.llm import LLM
+Task = Literal["code", "chat", "maths", "summary", "translation", "questions"]
+TASKS: tuple[Task, ...] = get_args(Task)
+_LINES = [json.loads(line) for line in (Path(__file__).parent / "data" / "tasks.jsonl").read_bytes().splitlines()]
+PROMPTS: Mapping[Task, tuple[str, ...]] = {
+    task: tuple(line["text"] for line in _LINES if line["set"] == task) for task in TASKS
+}
+"""Twenty user messages for each task; models with a chat template are asked them as a chat."""
 
 ROWS = 8  # rows of a batch whose acceptance is counted
 SIBLINGS = 4  # samples per prompt when they are each other's source
@@ -241,3 +262,101 @@ def draw(counts: Sequence[Count], fast: Sequence[Speed], path: Path, title: str)
     right.axhline(1, color="grey", linewidth=0.8)
     right.set(xlabel="rows", ylabel="over plain decoding", ylim=(0, None))
     save(figure, path, title)
+
+
+def main(
+    engine: EngineFlags,
+    model: Model = DEFAULT_MODEL,
+    head: Annotated[str | None, typer.Option("--head", help="A trained head, beside --draft-model's model.")] = None,
+    tasks: Annotated[str, typer.Option("--tasks", help="Tasks, separated by commas.")] = ",".join(TASKS),
+    prompts: Annotated[int, typer.Option("--prompts", min=1, max=20, help="Prompts of every task.")] = 20,
+    draft_tokens: Annotated[
+        int,
+        typer.Option("--draft-tokens", min=1, max=16, help="Draft tokens a round, where acceptance is counted."),
+    ] = 4,
+    batch_sizes: Annotated[
+        str, typer.Option("--batch-sizes", help="Batch sizes, where time is measured.")
+    ] = "1,4,8,16",
+    temperatures: Annotated[str, typer.Option("--temperatures", help="Temperatures; 0 is greedy.")] = "0,0.8",
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=4, help="Maximum tokens of an answer.")] = 64,
+    repeats: Repeats = 3,
+    output: PlottedDocument = Path("drafters.json"),
+) -> None:
+    """Compare a target's drafters: n-gram lookup, draft model, trained head. The last line is one JSON document."""
+    plot = checked_plot(output)
+    chosen = words("--tasks", tasks, TASKS)
+    allowed = "numbers from 0 to 2, separated by commas"
+    plan = MeasurementPlan(
+        tuple(task for task in TASKS if task in chosen),
+        prompts,
+        draft_tokens,
+        max_tokens,
+        tuple(dict.fromkeys(numbers("--temperatures", temperatures, float, lambda value: 0 <= value <= 2, allowed))),
+        tuple(sorted(set(whole_numbers("--batch-sizes", batch_sizes)))),
+        repeats,
+    )
+    target, known = load_contenders(engine, model, head or own_head(model))
+    counts = list(count(known, plan, bars(quiet=False)))
+    costs = list(draft_costs(known, plan))
+    fast = list(speeds(known, plan, bars(quiet=False)))
+    for temperature in plan.temperatures:
+        stderr().print(_acceptance_table(counts, plan, temperature))
+    stderr().print(_speed_table(fast, costs, plan))
+    draw(counts, fast, plot, target.engine.describe())
+    document = {
+        "command": command_line("python -m benchmarks.drafters"),
+        "plan": asdict(plan),
+        "engines": {each.name: each.llm.engine.describe() for each in known},
+        "machine": machine(target.engine.threads),
+        "versions": versions(),
+        "acceptance": [each.as_document() for each in counts],
+        "costs": [asdict(each) for each in costs],
+        "speeds": [asdict(each) for each in fast],
+    }
+    end(document, output)
+    note(f"written: {output}, {plot}")
+
+
+def load_contenders(engine: EngineFlags, model: str, head: str | None) -> tuple[LLM, list[Contender]]:
+    """The target without a draft model, and its drafters. Raises ParameterError for options without a draft model."""
+    for name in ("draft_dtype", "draft_quantization", "draft_vocab_size"):
+        value = getattr(engine, name)
+        if engine.draft_model is None and value != getattr(EngineConfig, name):
+            raise ParameterError(f"--{name.replace('_', '-')}", value, "left out without --draft-model")
+    usual = replace(engine, draft_model=None, draft_dtype="same", draft_quantization="same", draft_vocab_size=None)
+    target = usual.load(model)
+    with_model = None if engine.draft_model is None else engine.load(model, quiet=True)
+    with_head = None if head is None else replace(usual, draft_model=head).load(model, quiet=True)
+    return target, contenders(target, with_model, with_head)
+
+
+def _acceptance_table(counts: Sequence[Count], plan: MeasurementPlan, temperature: float) -> Sheet:
+    lengths = {
+        (each.drafter, each.task): each.mean_acceptance_length for each in counts if each.temperature == temperature
+    }
+    rows = [
+        [name, *(f"{lengths[name, task]:.2f}" for task in plan.tasks)]
+        for name in dict.fromkeys(drafter for drafter, _ in lengths)
+    ]
+    title = f"tokens a round, {plan.k} draft tokens, temperature {temperature:g}"
+    return Sheet(title, ["", *plan.tasks], rows)
+
+
+def _speed_table(fast: Sequence[Speed], costs: Sequence[DraftTime], plan: MeasurementPlan) -> Sheet:
+    cells = [(size, temperature) for temperature in plan.temperatures for size in plan.batch_sizes]
+    speed_ups = {(each.drafter, each.batch_size, each.temperature): each.speed_up for each in fast}
+    shares = {(each.drafter, each.batch_size): each.share for each in costs}
+    rows = [
+        [name, f"{shares[name, plan.batch_sizes[0]]:.0%}", *(f"{speed_ups[name, *cell]:.2f}x" for cell in cells)]
+        for name in dict.fromkeys(drafter for drafter, _, _ in speed_ups)
+    ]
+    columns = ["", f"a draft of {plan.k},\nof a round", *(f"rows {size}\nT={heat:g}" for size, heat in cells)]
+    return Sheet("auto over plain decoding", columns, rows)
+
+
+CHOSEN_HERE = {"drafter", "num_speculative_tokens", "profile", "max_batch_size", "prefix_cache"}
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app.command()(with_flags(main, without=CHOSEN_HERE))
+
+if __name__ == "__main__":
+    app()

@@ -1,30 +1,40 @@
 """The serving experiment of Synergy (2310.18813): requests arrive by themselves, and every policy gets the same trace.
 
+    python -m benchmarks.traffic smollm2-135m --drafter ngram --quantization int8 --requests 40 --interval 0.25
+
 Intervals between arrivals are Gamma distributed (shape 1 / CV^2); latency is finish - arrival, waiting included.
 Requests join and leave the batch at any time (continuous batching). Nothing is simulated: the engine runs in real time.
+The last line is one JSON document.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
+import typer
+from benchmarks.options import PlottedDocument, words
 
+from paceline.cli.console import Sheet, bars, latency_table, note, stderr
+from paceline.cli.document import checked_plot, command_line, end
+from paceline.cli.flags import with_flags
+from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Repeats, check_draft_tokens
 from paceline.config import Length, SamplingParams
 from paceline.core.outputs import Latency, Metrics
 from paceline.engine.engine import Engine, Request
+from paceline.errors import ParameterError
+from paceline.llm import LLM
 from paceline.tools.bench.measure import turns
+from paceline.tools.bench.offline import machine, versions
 from paceline.tools.bench.plots import Axes, new_figure, save
 from paceline.tools.bench.prompts import COPYING, OPEN
 from paceline.tools.bench.recording import Recorder, Round
-
-if TYPE_CHECKING:
-    from paceline.llm import LLM
 
 PROMPTS = tuple(prompt for pair in zip(COPYING[1::2], OPEN[1::2], strict=True) for prompt in pair)
 """The built-in prompts that ``paceline profile`` does not use."""
@@ -238,3 +248,78 @@ def draw_latencies(axes: Axes, trace: str, results: Sequence[PolicyResult]) -> N
     axes.set(title=f"{trace} traffic", ylabel="latency, s")
     axes.tick_params(axis="x", rotation=60)
     axes.legend(fontsize=8)
+
+
+Traces = Annotated[str, typer.Option("--traces", help="steady, busy, varying, or several, separated by commas.")]
+Requests = Annotated[int, typer.Option("--requests", min=2, help="Requests of a trace.")]
+Interval = Annotated[float, typer.Option("--interval", help="Seconds between arrivals, on average.")]
+Variation = Annotated[float, typer.Option("--cv", help="Coefficient of variation of the intervals.")]
+AnswerTokens = Annotated[int, typer.Option("--max-tokens", min=2, help="Tokens of every answer.")]
+ALL_TRACES, DEFAULT_REQUESTS, DEFAULT_INTERVAL, DEFAULT_CV, DEFAULT_TOKENS = ",".join(TRACES), 120, 1.0, 1.0, 64
+
+
+def main(
+    engine: EngineFlags,
+    model: Model = DEFAULT_MODEL,
+    traces: Traces = ALL_TRACES,
+    requests: Requests = DEFAULT_REQUESTS,
+    interval: Interval = DEFAULT_INTERVAL,
+    cv: Variation = DEFAULT_CV,
+    max_tokens: AnswerTokens = DEFAULT_TOKENS,
+    repeats: Repeats = 1,
+    output: PlottedDocument = Path("traffic.json"),
+) -> None:
+    """Serve the same arriving requests with every length policy. The last line is one JSON document."""
+    plot, chosen = checked_plot(output), words("--traces", traces, TRACES)
+    check_intervals(interval, cv)
+    load = Load(requests, interval, cv, max_tokens, engine.max_batch_size)
+    llm = replace(engine, prefix_cache=False).load(model)
+    check_draft_tokens(llm, engine.drafter)
+    prompts = [llm.requests.tokenizer.encode(prompt) for prompt in PROMPTS]
+    results = list(measure(llm, prompts, chosen, load, repeats, bars(quiet=False)))
+    show(f"latency, {requests} requests, median of {repeats}", results, _COLUMNS)
+    about = llm.engine.describe()
+    draw(results, plot, about)
+    document = {
+        "command": command_line("python -m benchmarks.traffic"),
+        "engine": about,
+        "plot": str(plot),
+        "load": asdict(load),
+        "summary": summary(results),
+        "results": [*map(asdict, results)],
+        "machine": machine(llm.engine.threads),
+        "versions": versions(),
+    }
+    end(document, output)
+    note(f"written: {output}, {plot}")
+
+
+_COLUMNS = {
+    "mean s": "mean:.3f",
+    "p50 s": "p50:.3f",
+    "p99 s": "p99:.3f",
+    "tokens/s": "tokens_per_second:.1f",
+    "rows": "mean_rows:.1f",
+    "k": "mean_k:.1f",
+}
+
+
+def check_intervals(interval: float, cv: float) -> None:
+    """Raise ParameterError for intervals between requests that never end."""
+    if not (0 < interval < math.inf and 0 < cv < math.inf):
+        raise ParameterError("--interval, --cv", (interval, cv), "finite numbers above 0")
+
+
+def show(title: str, results: Sequence[PolicyResult], columns: Mapping[str, str]) -> None:
+    """Print two tables. columns: heading -> a field of the results and its format."""
+    names = [f"{result.trace}: {result.policy}" for result in results]
+    cells = [[f"{{0.{field}}}".format(result) for field in columns.values()] for result in results]
+    stderr().print(Sheet(title, ["", *columns], [[name, *row] for name, row in zip(names, cells, strict=True)]))
+    stderr().print(latency_table(zip(names, (result.latency for result in results), strict=True)))
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app.command()(with_flags(main, without={"num_speculative_tokens", "prefix_cache"}))  # it runs every length
+
+if __name__ == "__main__":
+    app()
