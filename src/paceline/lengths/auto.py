@@ -271,7 +271,7 @@ class AutoLength(RowKeepers, LengthPolicy):
     ) -> list[list[float]]:
         """Note a draft that the policy has seen. Returns the expected tokens of each draft token, row by row."""
         round_.drafts.append((source, draft, bins))
-        return self._gains(round_, source, bins, draft.host_parents)
+        return self._gains(round_, source, bins, draft.parents)
 
     def _fallback(self, batch: Batch, draft: Draft) -> list[int]:
         """Draft tokens to request from the draft model in each row; 0 where the n-gram draft has the higher value.

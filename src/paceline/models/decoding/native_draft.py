@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import pointer
-from functools import cached_property
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from paceline.config import MAX_SPECULATION_LENGTH
 from paceline.core.batch import Batch, StopDrafting
 from paceline.core.draft import SIBLING_KIND, Draft, branching
-from paceline.core.sampling import Purpose
+from paceline.core.values import Purpose
 from paceline.errors import ParameterError
 from paceline.kernels import abi, native, structs
 from paceline.kernels.attention import AttentionBackend
@@ -137,7 +137,7 @@ class NativeDrafting:
         self.run(call)
         callbacks.raise_failure()
         self.note_drafted(slots, lengths, found.drawn)
-        return found.draft(batch, probabilities)
+        return found.draft(probabilities)
 
     def note_drafted(self, slots: Sequence[int], lengths: Sequence[int], drawn: Sequence[int]) -> None:
         """Count what a draft has read: the text, and of a draft model all draft tokens but the last.
@@ -210,22 +210,19 @@ class PlannedDraft(Draft):
         self._found, self._slots, self._lengths = found, batch.slots, batch.lengths[:]
         drawing = batch.sampling.drawing(batch.text, batch.length)
         self._memory = batch, drawing, drafting.scratch  # the call points to it
-        self._device, self._listed = batch.device, True
-        self.confidence = self.kinds = self.host_parents = None
+        self._made: list[list[int]] = []
 
-    @cached_property
+    @property
     def draft_tokens(self) -> list[list[int]]:
-        self.drafting.run(self.call)
-        return self._take()
+        if not self.is_made:
+            self.drafting.run(self.call)
+            self.note_made()
+        return self._made
 
-    def note_made(self, seconds: float) -> None:
-        """Take the draft tokens after a round that began with the call. seconds: what the call took."""
-        self.late_seconds, self.draft_tokens = seconds, self._take()
-
-    def _take(self) -> list[list[int]]:
-        self.is_made = True
+    def note_made(self) -> None:
+        """Take the draft tokens after the call."""
+        self.is_made, self._made = True, self._found.draft_tokens
         self.drafting.note_drafted(self._slots, self._lengths, self._found.drawn)
-        return self._found.draft_tokens
 
     @property
     def k(self) -> int:
@@ -287,13 +284,13 @@ class _DraftTable:
         """Paths of token ids to each new node of a row. known: number of its draft tokens that are not new."""
         return [self.draft_tokens[row]]
 
-    def draft(self, batch: Batch, distributions: Tensor | None) -> Draft:
+    def draft(self, distributions: Tensor | None) -> Draft:
         """The finished draft. distributions: [width, B, V], or None."""
         scores = None if self._chances is None else self.scores
-        read = Draft.of(self.draft_tokens, batch.device, scores)
-        if distributions is None or read.k == 0:
-            return read
-        return Draft(read.tokens, read.counts, distributions[: read.k].transpose(0, 1).contiguous(), scores)
+        draft = Draft(self.draft_tokens, confidence=scores)
+        if distributions is None or draft.k == 0:
+            return draft
+        return replace(draft, probabilities=distributions[: draft.k].transpose(0, 1).contiguous())
 
 
 class _TreeTable(_DraftTable):
@@ -314,9 +311,9 @@ class _TreeTable(_DraftTable):
             paths.append([*paths[parent + 1], token])
         return paths[1 + known :] if len(paths) > 1 else paths
 
-    def draft(self, batch: Batch, distributions: Tensor | None) -> Draft:
+    def draft(self, distributions: Tensor | None) -> Draft:
         kinds = [[SIBLING_KIND if rank else 0 for rank in line] for line in self._lines(self._ranks)]
-        return branching(self.draft_tokens, self.parents, batch.device, self.scores, kinds)
+        return branching(self.draft_tokens, self.parents, self.scores, kinds)
 
 
 class _MaskedLogits:

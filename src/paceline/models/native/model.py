@@ -174,11 +174,14 @@ class NativeModel:
         return self._multiply_adds
 
     def expert_bytes(self) -> int:
-        """Return the bytes of the weights of all experts; see ``CountsExperts``."""
+        """Return the bytes of the weights of all experts, which are part of ``weight_bytes``."""
         return sum(self._expert_sizes)
 
     def expert_bytes_read(self) -> int:
-        """Return the bytes of experts' weights that were read so far."""
+        """Return the bytes of experts' weights that all forward passes so far have read.
+
+        A pass reads an expert of a layer once, if any of its tokens runs through it.
+        """
         read = self.packed_decoder.decoder.experts_read()
         return read * self._expert_sizes[0] if read else 0
 
