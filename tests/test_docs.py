@@ -104,6 +104,12 @@ def help_of(*words: str) -> str:
     return result.output
 
 
+def test_the_benches_that_pages_name_exist() -> None:
+    named = {name for page in PAGES for name in re.findall(r"-m (benchmarks(?:\.\w+)+)", page.read_text())}
+    assert "benchmarks.drafters" in named
+    assert [name for name in named if not (ROOT / f"{name.replace('.', '/')}.py").is_file()] == []
+
+
 @pytest.mark.parametrize("command", [words for words in commands() if words[:2] == GENERATE], ids=" ".join)
 def test_the_answers_that_the_documentation_asks_for_are_not_empty(command: list[str]) -> None:
     """Four tokens of each tell, and a fixed length needs no calibration."""
@@ -161,7 +167,8 @@ def test_functions_with_several_implementations_exist_and_a_test_holds_them_toge
 
 
 ADMINISTRATION = {  # functions of the kernels' library that compute nothing, or only for benchmarks
-    *("pl_abi_version", "pl_source_hash", "pl_kernels", "pl_obstacle", "pl_multiplies_correctly", "pl_experts_read"),
+    *("pl_interface", "pl_layout", "pl_source_hash", "pl_experts_read"),
+    *("pl_kernels", "pl_obstacle", "pl_multiplies_correctly"),
     *(f"pl_{each}" for owned in ("pool", "arena", "model", "texts") for each in (f"{owned}_new", f"{owned}_free")),
     *("pl_texts_append", "pl_read"),
 }

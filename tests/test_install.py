@@ -13,7 +13,7 @@ import pytest
 
 from kernels.test_sets import ARM_COMPILER, QEMU, WITHOUT
 from paceline.kernels import build, native
-from paceline.kernels.abi import ABI_VERSION
+from paceline.kernels.abi import INTERFACE
 
 EM_AARCH64 = 183  # the machine in the header of an ELF file
 ROOT = Path(__file__).parent.parent
@@ -97,7 +97,7 @@ def test_a_cross_compiler_makes_a_wheel_for_arm_whose_library_runs_in_an_emulato
     sets = ("neon-dotprod", "neon-i8mm-bf16")
     done = subprocess.run([*command, *sets], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.split() == [build.source_hash(), str(ABI_VERSION), *sets]
+    assert done.stdout.split() == [build.source_hash(), INTERFACE, *sets]
 
 
 @pytest.mark.skipif(not native.available(), reason=f"no kernels: {native.why_none()}")
@@ -124,7 +124,6 @@ def test_what_is_missing_for_the_kernels_is_said(monkeypatch: pytest.MonkeyPatch
 
 SERVE = "from paceline.cli.main import app; app(['serve', 'smollm2-135m'])"
 PLOT = "from paceline.tools.bench.plots import new_figure; new_figure()"
-TRAFFIC = "from paceline.tools.bench.traffic_http import make_client; make_client('http://127.0.0.1', None)"
 TRITON = (
     "import torch; from paceline.kernels.gpu.launch import require_triton; require_triton(torch.device('cuda'), '', '')"
 )
@@ -134,7 +133,6 @@ MISSING = [
     ("fastapi", "serve", SERVE),
     ("uvicorn", "serve", SERVE),
     ("matplotlib", "bench", PLOT),
-    ("httpx", "bench", TRAFFIC),
     ("triton", "gpu", TRITON),
 ]
 EACH_IN_A_PROCESS = """

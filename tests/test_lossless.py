@@ -25,13 +25,15 @@ from gemma4_support import SIZES as GEMMA4_SIZES
 from gemma4_support import tiny_assistant, tiny_native_gemma4
 from head_support import tiny_chimera_head, tiny_head, tiny_native_head, tiny_transfer_head
 from paceline.config import SamplingParams, StructuredOutputs
-from paceline.core import acceptance, rules
+from paceline.core import rules
 from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.cache import KVCache
 from paceline.core.draft import Draft, RoundTiming, Verdict
+from paceline.core.draft_tensors import DraftTensors
 from paceline.core.outputs import RequestOutput
 from paceline.core.rows import RowState
-from paceline.core.sampling import Purpose, noise_key, noisy_argmax
+from paceline.core.sampling import noise_key, noisy_argmax
+from paceline.core.values import Accepted, Purpose
 from paceline.drafters import Drafter
 from paceline.drafters.heads.decoder import HeadModel
 from paceline.engine.engine import Engine, Request
@@ -68,6 +70,7 @@ from toy import (
     ToyModel,
     always,
     answers,
+    kernels_of,
     logits_after,
     make_engine,
     make_request,
@@ -252,7 +255,7 @@ def plain(model: str, family: str) -> list[list[list[int]]]:
     alone = []
     for prompt, params in zip(PROMPTS, PARAMS[family], strict=True):
         engine = make_engine(MODELS[model](), eos=EOS, max_batch_size=1)
-        engine.parts.native = None
+        engine.rounds.choice.kernels = None
         alone += answers(run(engine, [prompt], [unranked(params)]))
     assert any(answer[-1] in EOS for each in alone for answer in each), "the tests need answers that end early"
     return alone
@@ -316,7 +319,7 @@ def speculative_engine(model: str, drafter: str, length: int | str, family: str,
             truth, scripts[drafter], ragged=drafter == "ragged", short=drafter in ("short", "ragged")
         )
     if length in policies:
-        engine.parts.policy = policies[str(length)]()
+        engine.use_policy(policies[str(length)]())
     return engine
 
 
@@ -369,7 +372,7 @@ def test_a_torch_head_on_a_native_target_equals_plain_decoding(drafter: str, kin
     options = {"drafter": drafter, "documents": documents, "prefill_chunk": 7, "speculation_width": width}
     make = IN_TORCH.get(kind, functools.partial(tiny_head, parallel=kind == "parallel"))
     engine = make_engine(target, make(target, 72), eos=EOS, **options)
-    engine.parts.policy = RandomLength(seed=4)
+    engine.use_policy(RandomLength(seed=4))
     assert answers(run(engine, PROMPTS, MIXED)) == plain("native", "mixed")
     assert "rounds by the host (the drafter reads the target's hidden states)" in engine.describe()
 
@@ -388,21 +391,24 @@ def test_the_description_names_draft_tokens_that_host_rounds_verify(drafter: str
 @needs_kernels
 def test_the_description_names_a_rule_without_native_kernel() -> None:
     engine = speculative_engine("native", "self", 3, "mixed", acceptance="synthetic:0.8", benchmark=True)
-    assert engine.parts.native is None
+    assert engine.rounds.choice.kernels is None
     assert "rounds by the host (the kernels do not have this acceptance rule)" in engine.describe()
 
 
 def count_native_rounds(engine: Engine) -> Counter[str]:
     """Counter of rounds, "natively" or "by the host", that grows as rounds run."""
-    runner, rounds_by = engine.parts.native, Counter[str]()
-    assert runner is not None
-    suits = runner.can_run
+    native, parts, rounds_by = kernels_of(engine).native, engine.parts, Counter[str]()
+    run_natively, verify = native.run, parts.verify_and_commit
 
-    def counted(rule: acceptance.AcceptanceRule, draft: Draft) -> bool:
-        rounds_by["natively" if suits(rule, draft) else "by the host"] += 1
-        return suits(rule, draft)
+    def natively(draft: Draft) -> Verdict:
+        rounds_by["natively"] += 1
+        return run_natively(draft)
 
-    runner.can_run = counted  # type: ignore[method-assign]
+    def by_the_host(batch: Batch, draft: Draft) -> Verdict:
+        rounds_by["by the host"] += 1
+        return verify(batch, draft)
+
+    native.run, parts.verify_and_commit = natively, by_the_host  # type: ignore[method-assign]
     return rounds_by
 
 
@@ -411,7 +417,7 @@ def test_a_rule_that_replaces_the_engines_own_is_called() -> None:
     engine = speculative_engine("native", "ngram", 4, "greedy")
     asked, rule = [], engine.parts.accept
 
-    def watched(draft: Draft, logits: torch.Tensor, batch: Batch) -> Verdict:
+    def watched(draft: DraftTensors, logits: torch.Tensor, batch: Batch) -> Accepted:
         asked.append(draft.k)
         return rule(draft, logits, batch)
 
@@ -535,7 +541,7 @@ def engine_in(place: str, drafter: str, length: int | str, family: str, **option
     model, own = PLACES[place]
     engine = speculative_engine(model, drafter, length, family, **own, **options)
     if place == "native by the host":
-        engine.parts.native = None
+        engine.rounds.choice.kernels = None
     return engine
 
 
@@ -554,8 +560,8 @@ def test_answers_equal_plain_decoding(
         assert family != "greedy" or not rounds_by["by the host"]
         assert "rounds by the kernels" in engine.describe()
     if "device" in place and family == "greedy" and length != "selection":  # this policy reads draft tokens on the host
-        assert engine.runners.rounds["device"] > 10
-        assert not engine.runners.rounds["host"]
+        assert engine.rounds.counts["device"] > 10
+        assert not engine.rounds.counts["host"]
 
 
 def references_of(kind: str, model: str, family: str) -> list[list[list[int]]]:
@@ -676,7 +682,7 @@ def turns(model: str, family: str) -> tuple[list[list[int]], list[list[list[int]
     alone = []
     for prompt, params in zip(prompts, PARAMS[family], strict=True):
         engine = make_engine(MODELS[model](), eos=EOS, max_batch_size=1, prefix_cache=False)
-        engine.parts.native = None
+        engine.rounds.choice.kernels = None
         alone += answers(run(engine, [prompt], [unranked(params)]))
     return prompts, alone
 
@@ -823,7 +829,7 @@ def test_ranking_stays_on_the_device(length: int | str, monkeypatch: pytest.Monk
         "toy", drafter, 4 if length == 0 else length, "mixed", rounds="device", attention="padded"
     )
     outputs = run(engine, prompts, params)
-    assert engine.runners.rounds["host"] == 0, "a round was taken off the device"
+    assert engine.rounds.counts["host"] == 0, "a round was taken off the device"
     for output, host in zip(outputs, expected, strict=True):
         assert [answer.token_ids for answer in output.outputs] == [answer.token_ids for answer in host.outputs]
     assert ranked_answers(outputs) == [[answer.index for answer in output.outputs] for output in expected]
@@ -854,7 +860,7 @@ def tree_engine(
     ragged = shape in ("random", "two roots")
     engine.parts.drafter = ScriptedTrees(truth, scripts[script], ragged=ragged, short=ragged, shape=SHAPES[shape])
     if length == "random":
-        engine.parts.policy = RandomLength(seed=len(shape), longest=14)
+        engine.use_policy(RandomLength(seed=len(shape), longest=14))
     return engine
 
 
@@ -896,7 +902,7 @@ def test_the_likely_parts_of_trees_equal_plain_decoding(shape: str) -> None:
 
     def watched(batch: Batch, draft: Draft) -> Draft:
         chosen = select(batch, draft)
-        moved.append(chosen.k > 1 and chosen.draft_tokens != draft.first(chosen.counts.tolist()).draft_tokens)
+        moved.append(chosen.k > 1 and chosen.draft_tokens != draft.first(chosen.drafted).draft_tokens)
         return chosen
 
     policy.select = watched  # type: ignore[method-assign]
@@ -983,17 +989,16 @@ def test_a_cache_that_does_not_keep_the_path_fails_these_tests(monkeypatch: pyte
 
 def count_siblings(engine: Engine) -> Counter[str]:
     """Counter of accepted paths: "nothing", "first" (the first draft tokens) or "sibling", and of rounds with trees."""
-    verify, kept = engine.parts.verify_and_commit, Counter[str]()
+    observe, kept = engine.parts.drafter.observe, Counter[str]()
 
-    def counted(batch: Batch, draft: Draft) -> Verdict:
-        verdict = verify(batch, draft)
-        for row, taken in enumerate(verdict.host.accepted):
-            path = list(range(taken)) if verdict.path is None else verdict.path[row, :taken].tolist()
+    def counted(batch: Batch, verdict: Verdict) -> None:
+        for row, taken in enumerate(verdict.accepted):
+            path = list(range(taken)) if verdict.path is None else verdict.path[row]
             kept["nothing" if not path else "first" if path == list(range(taken)) else "sibling"] += 1
-        kept["trees"] += draft.parents is not None
-        return verdict
+        kept["trees"] += verdict.parents is not None
+        observe(batch, verdict)
 
-    engine.parts.verify_and_commit = counted  # type: ignore[method-assign]
+    engine.parts.drafter.observe = counted  # type: ignore[method-assign]
     return kept
 
 
@@ -1117,11 +1122,11 @@ def test_many_plain_rounds_leave_nothing_stale_in_the_draft_cache(rule: str) -> 
             return SpeculationPlan(0) if 10 < self.round <= 510 else policy.choose(batch)
 
         def observe(self, batch: Batch, verdict: Verdict) -> None:
-            accepted, drafted = verdict.host.accepted, verdict.host.drafted
+            accepted, drafted = verdict.accepted, verdict.drafted
             tally["before" if self.round <= 10 else "after"].append((sum(accepted), sum(drafted)))
 
     tally: dict[str, list[tuple[int, int]]] = {"before": [], "after": []}
-    engine.parts.policy = Phases()
+    engine.use_policy(Phases())
     assert drafter.decoders
     outputs = [
         engine.add(Request([seed, 2, 3], SamplingParams(seed=seed, max_tokens=600, temperature=0.5)))
@@ -1151,7 +1156,7 @@ def test_a_draft_model_that_is_the_target_is_always_accepted_after_plain_rounds(
     """With the target as its own draft model, a single stale key would cause rejections."""
     engine = make_engine(ToyModel(), ToyModel(), drafter="model")
     rng = random.Random(0)
-    engine.parts.policy = RandomLength()
+    engine.use_policy(RandomLength())
     engine.parts.policy.choose = lambda batch: SpeculationPlan(rng.choice([0, 0, 0, 0, 0, 0, 3]))  # type: ignore[method-assign]
     params = [SamplingParams(seed=i, max_tokens=40) for i in range(9)]
     for output in run(engine, [[1 + i % 5] * (1 + 3 * (i % 4)) for i in range(9)], params):
@@ -1321,7 +1326,7 @@ def test_tokens_outside_of_a_heads_vocabulary_keep_the_distribution(rule: str, k
 def test_drafts_whose_length_depends_on_their_tokens_keep_the_distribution(policy: str, rule: str) -> None:
     """Whether drafting stops depends on the draft tokens so far and their likelihoods."""
     engine = small_engine("model", rule, 3)
-    engine.parts.policy = StopWhenUnsure() if policy == "stops" else cheap_confident(engine)
+    engine.use_policy(StopWhenUnsure() if policy == "stops" else cheap_confident(engine))
     assert p_value(engine, SamplingParams(n=SAMPLES, max_tokens=3, seed=22)) > 1e-3
 
 
@@ -1336,7 +1341,7 @@ def test_drafts_whose_length_depends_on_their_tokens_keep_the_distribution(polic
 )
 def test_ngram_drafts_between_drafts_of_a_model_keep_the_distribution(policy: str, rule: str) -> None:
     engine = small_engine("hybrid", rule, 3, rows=250)  # enough rows to have rounds in which many find no match
-    engine.parts.policy = cheap_hybrid(engine) if policy == "hybrid" else CopyByFirstToken(policy == "row by row")
+    engine.use_policy(cheap_hybrid(engine) if policy == "hybrid" else CopyByFirstToken(policy == "row by row"))
     observe = engine.parts.policy.observe
     engine.parts.policy.observe = lambda batch, verdict: observe(batch, steady(verdict))  # type: ignore[method-assign]
     drafter, of_model = engine.parts.drafter, list[set[bool]]()
@@ -1357,8 +1362,7 @@ def test_ngram_drafts_between_drafts_of_a_model_keep_the_distribution(policy: st
 
 def steady(verdict: Verdict) -> Verdict:
     """The verdict of a round that took a fixed time, so that the policy does the same in every run."""
-    verdict.timing = RoundTiming(1.0, 10.0)
-    return verdict
+    return replace(verdict, timing=RoundTiming(1.0, 10.0))
 
 
 class CopyByFirstToken(FixedLength):

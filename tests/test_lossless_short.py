@@ -16,7 +16,8 @@ from kernels.tools import random_spec
 from paceline.config import SamplingParams
 from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.draft import Draft, Verdict
-from paceline.core.sampling import Choices, Purpose
+from paceline.core.sampling import Choices
+from paceline.core.values import Purpose
 from paceline.drafters.heads.native import NativeHeadDecoder
 from paceline.drafters.model import ModelDrafter
 from paceline.engine.engine import Engine
@@ -113,7 +114,7 @@ def test_answers_with_a_head_of_the_whole_vocabulary_equal_plain_decoding(model:
     engine = make_engine(
         *whole_heads(model), eos=EOS, drafter="feature", speculation_width=width, draft_vocab_size=SIZE, prefill_chunk=7
     )
-    engine.parts.policy = RandomLength(seed=3)
+    engine.use_policy(RandomLength(seed=3))
     assert answers(run(engine, PROMPTS, PARAMS[family])) == plain(model, family)
     assert vocabulary_of(engine).version > 0
 
@@ -149,8 +150,8 @@ def test_a_model_that_drafts_for_itself_errs_only_outside_of_the_subset(model: s
 
     def check(batch: Batch, verdict: Verdict) -> None:
         nonlocal rejected
-        host, subset = verdict.host, drafts[-1][1] if drafts else set()
-        for tokens, count, drafted in zip(host.tokens, host.accepted, host.drafted, strict=True):
+        subset = drafts[-1][1] if drafts else set()
+        for tokens, count, drafted in zip(verdict.tokens, verdict.accepted, verdict.drafted, strict=True):
             if count < drafted:
                 rejected += 1
                 assert tokens[count] not in subset

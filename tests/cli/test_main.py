@@ -95,7 +95,7 @@ WRITERS = [
     "generate TINY -q -p x --max-tokens 2 --json",
     "generate TINY -q -p x -n 2 --max-tokens 2",
     "verify TINY -q --max-tokens 2 --samples 0 --batch-sizes 1 --lengths 1",
-    "bench quality TINY --precisions float32 --tokens 2",
+    "bench offline TINY -q --drafter none --batch-sizes 1 --max-tokens 2 --repeats 1 --prompts open",
 ]
 
 

@@ -18,15 +18,17 @@ from batches import new_batch
 from engine.test_device_round import EOS, PARAMS, PROMPTS, engine_on
 from paceline.config import MAX_SPECULATION_LENGTH, SamplingParams
 from paceline.core.rows import NOTHING, StepFeatures
-from paceline.engine.device_round import MISSED, DeviceAcceptance, DeviceRound
+from paceline.core.values import DeviceAcceptance
 from paceline.engine.engine import Engine
-from paceline.engine.pipeline import likely_lengths
+from paceline.engine.rounds.graph import likely_lengths
+from paceline.engine.rounds.program import MISSED, DeviceRound
 from paceline.kernels.attention import make_backend
 from paceline.kernels.gpu import ahead
 from paceline.kernels.gpu.graphs import Graphs, Named, Program
 from paceline.lengths import FixedLength, LengthPolicy
-from paceline.lengths.auto import DEPTHS, AutoLength
+from paceline.lengths.auto import AutoLength
 from paceline.lengths.base import FIRST, BassLength, ProfiledLength
+from paceline.lengths.by_position import DEPTHS
 from paceline.lengths.calibration import Grid
 from paceline.lengths.cost import CostModel
 from paceline.models.decoding.decoder import Decoder

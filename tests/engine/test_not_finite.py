@@ -76,7 +76,7 @@ class Always(Drafter):
         self.text = text
 
     def propose(self, batch: Batch, plan: SpeculationPlan) -> Draft:
-        return Draft.of([self.text[length : length + plan.k] for length in batch.lengths], batch.device)
+        return Draft([self.text[length : length + plan.k] for length in batch.lengths])
 
 
 def sound_answers(model: Model, params: SamplingParams) -> tuple[list[int], list[int]]:

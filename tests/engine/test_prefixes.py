@@ -311,7 +311,7 @@ def soak(seed: int, **options: Any) -> int:
     kind = options.pop("kind", rng.choice([ToyModel, FlatToy]))
     rows, chunk = rng.randint(1, 5), rng.choice([3, 8, 100])
     engine = chat_engine(kind=kind, max_batch_size=rows, prefill_chunk=chunk, **options)
-    engine.parts.policy = SometimesHopeful(seed)
+    engine.use_policy(SometimesHopeful(seed))
     texts, asked = [prompt_of(40, seed)], []
     for name in map(str, range(14)):
         known = rng.choice(texts)[:70]

@@ -16,7 +16,7 @@ from covering import in_pairs
 from paceline.config import SamplingParams
 from paceline.core import hardware
 from paceline.core.batch import Batch
-from paceline.core.draft import Draft
+from paceline.core.draft_tensors import DraftTensors
 from paceline.core.outputs import CompletionOutput, RequestOutput
 from paceline.engine import engine as engine_module
 from paceline.engine import request as request_module
@@ -81,8 +81,8 @@ def passes_of(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[list[
     gained, passes, verify = [], [], engine.parts.target.verify
     spy = Spy(engine.parts.target)
 
-    def noted(batch: Batch, draft: Draft) -> Tensor:
-        spy.chunks.append([1 + count for count in draft.drafted])
+    def noted(batch: Batch, draft: DraftTensors) -> Tensor:
+        spy.chunks.append((draft.counts + 1).tolist())
         return verify(batch, draft)
 
     engine.parts.target.verify = noted  # type: ignore[method-assign]
@@ -105,7 +105,7 @@ def test_the_pass_that_ends_a_prompt_gives_its_first_token(count: int) -> None:
     assert passes[0] == [[8] * count], "the last token is not recorded"
     assert max(passes[1][0]) > 1, "drafts are verified from the second token on"
     alone = make_engine(FlatToy(), **options)
-    alone.scheduler.watched = False  # rounds only
+    alone.expect(watched=False)  # rounds only
     expected, rounds = passes_of(alone, prompts)
     assert rounds[0][0] == passes[0][0]
     assert len(rounds[0]) == 2
@@ -122,7 +122,7 @@ def test_while_others_decode_first_tokens_come_from_their_round() -> None:
     assert len(second.outputs[0].token_ids) == 1
     assert spy.ended == 0
     assert engine.last_verdict is not None
-    assert len(engine.last_verdict.host.tokens) == 2
+    assert len(engine.last_verdict.tokens) == 2
 
 
 def test_a_row_that_ends_leaves_at_once_and_the_next_request_takes_its_place() -> None:
@@ -320,7 +320,7 @@ def test_random_arrivals_aborts_and_deadlines_affect_no_other_request(seed: int)
         max_batch_size=rng.randint(1, 5),
         prefill_chunk=rng.choice([1, 3, 8, 100]),
     )
-    engine.parts.policy = RandomLength(seed)
+    engine.use_policy(RandomLength(seed))
     added: dict[str, tuple[RequestOutput, list[int], SamplingParams]] = {}
     ended: Counter[str] = Counter()
     for name in map(str, range(10)):

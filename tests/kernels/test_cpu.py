@@ -15,8 +15,8 @@ from batches import new_batch
 from covering import in_pairs
 from paceline.config import MIN_TEMPERATURE, SamplingParams
 from paceline.core.batch import Batch, RowStart
-from paceline.core.ops import DrawInputs, Gained
-from paceline.core.sampling import Choices, Purpose, _draw_adjusted, adjust, masses, probabilities, warp
+from paceline.core.sampling import Choices, _draw_adjusted, adjust, masses, probabilities, warp
+from paceline.core.values import DrawInputs, Gained, Purpose
 from paceline.kernels import native
 from paceline.kernels.cpu import CpuOps
 
@@ -190,17 +190,18 @@ def test_draft_tokens_are_accepted_like_the_references_for_any_parameters(
     kept = ((draft_tokens == draws[:, :-1]) & real[:, 1:]).cumprod(1).sum(1)
     given_logits = logits[real] if packed else logits
     places, scored = DrawInputs(given_logits, rows_of(batch), draft_tokens, counts), torch.arange(len(ALL)) % 2
-    tokens, accepted, _, own = CpuOps(kernels).accept(places, Purpose.DRAW, scored)
+    tokens, accepted, _, logprobs_of = CpuOps(kernels).accept(places, Purpose.DRAW, scored)
     assert torch.equal(accepted, kept)
     assert len(set(kept.tolist())) == DRAFT_LENGTH + 1
     drawn = torch.arange(DRAFT_LENGTH + 1) <= kept[:, None]
     assert torch.equal(tokens, draws * drawn)
-    assert own is not None
+    assert logprobs_of is not None
+    own = logprobs_of.own
     logprobs = logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]  # the model's own, for any parameters
     assert torch.allclose(own, logprobs * drawn * scored[:, None], atol=2e-5)
     wanted = [0 if each else -1 for each in scored.tolist()]
     assert torch.equal(own, CpuOps(kernels).logprobs(given_logits, Gained(tokens, accepted, counts), wanted)[0])
-    assert CpuOps(kernels).accept(places, Purpose.DRAW).own is None
+    assert CpuOps(kernels).accept(places, Purpose.DRAW).logprobs is None
 
 
 @on_every_isa

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from batches import new_batch
 from covering import in_pairs
-from paceline.core.ops import DrawInputs
-from paceline.core.ops import DrawRows as Rows
-from paceline.core.sampling import Choices, Purpose, _draw, noise_key
+from paceline.core.sampling import Choices, _draw, noise_key
+from paceline.core.values import DrawInputs, Purpose
+from paceline.core.values import DrawRows as Rows
 from paceline.kernels import cpu, native
 from paceline.kernels.cpu import CpuOps, cpu_ops
 

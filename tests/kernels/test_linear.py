@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from covering import in_pairs
-from kernels.tools import ADD, SWIGLU, embed, quantise_row, rms_norm, run_linear, same_bits
+from kernels.tools import embed, quantise_row, rms_norm, run_linear, same_bits
 from paceline.kernels import native, pack, reference
+from paceline.kernels.abi import Epilogue
 from paceline.kernels.pack import Bf16Weight, Format, Int4Weight, Int8Weight
 
 FORMATS: tuple[Format, ...] = ("int8", "bf16", "int4")
@@ -153,7 +154,7 @@ def test_all_instruction_sets_give_the_same_bits_for_integer_weights(to):
 def test_swiglu_in_the_epilogue(kernels, to, ffn):
     x, gate_up, bias = normal(13, 100), normal(2 * ffn, 100, seed=1), normal(2 * ffn, seed=2)
     weight = pack.quantise(pack.interleave_gate_up(gate_up), to)
-    y = run_linear(kernels, x, weight, pack.interleave_gate_up(bias), epilogue=SWIGLU)[:, :ffn]
+    y = run_linear(kernels, x, weight, pack.interleave_gate_up(bias), epilogue=Epilogue.SWIGLU)[:, :ffn]
     gate, up = reference.linear(x, pack.quantise(gate_up, to), bias).chunk(2, dim=1)
     torch.testing.assert_close(y, functional.silu(gate) * up, rtol=1e-5, atol=1e-4)
 
@@ -162,7 +163,7 @@ def test_swiglu_in_the_epilogue(kernels, to, ffn):
 @in_every_format
 def test_adding_to_the_residual_in_the_epilogue(kernels, to):
     x, weight, residual = normal(13, 100), pack.quantise(normal(45, 100, seed=1), to), normal(13, 45, seed=2)
-    y = run_linear(kernels, x, weight, epilogue=ADD, out=residual)
+    y = run_linear(kernels, x, weight, epilogue=Epilogue.ADD, out=residual)
     assert torch.equal(y, residual + run_linear(kernels, x, weight))
 
 

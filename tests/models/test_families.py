@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 import paceline
 from gguf_support import begun, finish
 from kernels.tools import ragged
-from model_support import LLAMA3_ROPE, NATIVE, YARN_ROPE, Runner, random_tokens, rope, tiny
+from model_support import LLAMA3_ROPE, NATIVE, YARN_ROPE, Runner, packed, random_tokens, rope, tiny
 from paceline.core.cache import KVCache
 from paceline.core.nodes import Nodes
 from paceline.errors import ModelFormatError
@@ -125,11 +125,12 @@ def _model(name: str, **changes: object) -> PreTrainedModel:
 @pytest.mark.parametrize("name", [*_NEW, *_EXPERTS])
 def test_the_kernels_run_a_family_with_bits_that_do_not_depend_on_the_batch(name: str) -> None:
     width = {"hidden_size": 64} if name == "olmoe" else {}  # whose heads are as wide as the model together
-    ours = load_model(_model(name, **_HEADS, **width), dtype=torch.float32)
+    theirs = _model(name, **_HEADS, **width)
+    ours = load_model(theirs, dtype=torch.float32)
     assert isinstance(ours, Transformer)
     exact = Runner(ours, 1)(random_tokens(1, 20), torch.arange(20)[None])[0]
     for quantization, bound in ((None, 0.03), ("int8", 0.05)):
-        model = NativeModel.from_transformer(ours, quantization=quantization)
+        model = packed(theirs, quantization)
         assert float((_native_logits(model, 20) - exact).norm() / exact.norm()) < bound
         assert torch.equal(_native_logits(model, 20), _native_logits(model, 20, at_once=3)), quantization
 

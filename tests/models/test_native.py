@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional
 
 from covering import in_pairs
+from kernels.reference_model import ReferenceModel
 from kernels.tools import cache_for, ragged, random_spec, with_every_feature, with_experts, with_sinks
 from paceline.core.nodes import Nodes
 from paceline.errors import ModelFormatError, ParameterError
@@ -13,6 +14,7 @@ from paceline.kernels import native
 from paceline.kernels.spec import NativeSpec
 from paceline.models.description.spec import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormSpec, Rotary
 from paceline.models.native.model import NativeModel
+from paceline.models.native.spec import spec_of
 from paceline.models.torch.transformer import Transformer
 
 QUANTIZATIONS = (None, "int8", "int4")
@@ -48,6 +50,9 @@ def spec_of_shape(shape):
 
 
 def model_of(spec, kernels, quantization=None, threads=2):
+    """None for the kernels: their reference implementation."""
+    if kernels is None:
+        return ReferenceModel(spec, "random", quantization=quantization)
     return NativeModel(spec, "random", quantization=quantization, threads=threads, kernels=kernels)
 
 
@@ -445,19 +450,19 @@ def test_a_cache_of_another_model_is_refused(kernels):
 
 def test_heads_of_odd_width_are_refused():
     with pytest.raises(ModelFormatError, match="multiple of 16"):
-        model_of(random_spec(head_dim=24), None)
+        NativeModel(random_spec(head_dim=24), "random")
 
 
 def test_rotary_positions_wider_than_a_head_are_refused():
     spec = replace(random_spec(head_dim=16), rotary=Rotary((1.0,) * 9))
     with pytest.raises(ModelFormatError, match="18 elements of heads of 16"):
-        model_of(spec, None)
+        NativeModel(spec, "random")
 
 
-def tiny_transformer(
+def tiny_decoder(
     tied: bool = False, qk_norm: str | None = "head", activation: str = "silu", norms: str = "before", scale=None
-) -> Transformer:
-    """Two layers, of which the second has a window and the scale given."""
+) -> tuple[DecoderSpec, dict[str, torch.Tensor]]:
+    """Description and weights of two layers, of which the second has a window and the scale given."""
     torch.manual_seed(0)
     rotary = Rotary(tuple(10000 ** (-i / 8) for i in range(8)))
     first = AttentionSpec(4, 2, 16, rotary=rotary, qk_norm=qk_norm, bias=True)
@@ -473,7 +478,7 @@ def tiny_transformer(
         weights[f"layers.{i}.qkv.bias"] = torch.randn(128) / 5
         norms = {"attn_norm": 48, "mlp_norm": 48} | ({"q_norm": 16, "k_norm": 16} if qk_norm else {})
         weights |= {f"layers.{i}.{n}.weight": torch.rand(s) + 0.5 for n, s in norms.items()}
-    return Transformer(config, weights, "tiny")
+    return config, weights
 
 
 def transformers_logits(model, tokens):
@@ -492,8 +497,10 @@ def transformers_logits(model, tokens):
 @pytest.mark.parametrize("changes", [{}, {"tied": True}, {"qk_norm": None}], ids=str)
 def test_a_loaded_transformer_gives_the_same_logits(kernels, changes, monkeypatch):
     monkeypatch.setattr(native, "select", lambda: kernels)
-    transformer = tiny_transformer(**changes)
-    model = NativeModel.from_transformer(transformer)
+    transformer, model = (
+        Transformer(*tiny_decoder(**changes), "tiny"),
+        NativeModel(spec_of(*tiny_decoder(**changes)), "tiny"),
+    )
     tokens, (rows, positions) = torch.arange(40) * 2, ragged({0: 40})
     logits = model.logits(forward(model, tokens, rows, positions, cache_for_model(model)))
     assert error(logits, transformers_logits(transformer, tokens)) < 0.03
@@ -509,9 +516,9 @@ def cache_for_model(model):
 @pytest.mark.parametrize("changes", [{"activation": "gelu"}, {"norms": "after_sum"}], ids=["gelu", "norms last"])
 def test_unsupported_architectures_are_refused_with_the_reason(changes):
     with pytest.raises(ModelFormatError, match="without"):
-        NativeModel.from_transformer(tiny_transformer(**changes))
+        spec_of(*tiny_decoder(**changes))
 
 
 def test_an_unknown_quantization_is_refused():
     with pytest.raises(ParameterError, match="quantization"):
-        model_of(random_spec(), None, "int3")
+        NativeModel(random_spec(), "random", quantization="int3")

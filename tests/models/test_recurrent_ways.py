@@ -121,7 +121,7 @@ def decoded(rows: int, drafter: str | None = None, **options: Any) -> Way:
     def check(subject: Subject) -> None:
         engine = subject.engine(rows, drafter, **options)
         assert answers(run(engine, subject.prompts, GREEDY)) == subject.truth
-        assert (engine.runners.rounds["host"] == 0) == ("rounds" in options)
+        assert (engine.rounds.counts["host"] == 0) == ("rounds" in options)
 
     return check
 
@@ -155,7 +155,7 @@ def joining_and_leaving(drafter: str, **options: Any) -> Way:
 
     def check(subject: Subject) -> None:
         chance, engine = subject.chance, subject.engine(3, drafter, prefill_chunk=5, **options)
-        engine.parts.policy = RandomLength(chance.randrange(1000), longest=4)
+        engine.use_policy(RandomLength(chance.randrange(1000), longest=4))
         waiting, begun, aborted = [*range(ROWS), *range(ROWS)], {}, set()
         chance.shuffle(waiting)
         while waiting or engine.busy:

@@ -148,7 +148,7 @@ def test_bits_in_int8_on_the_kernels_do_not_depend_on_batch_or_drafter(name: str
             LLM(theirs, **options)
         return
     alone = LLM(theirs, drafter=None, max_batch_size=1, **options)
-    assert alone.engine.parts.native is not None, "the kernels run whole rounds"
+    assert alone.engine.rounds.choice.kernels is not None, "the kernels run whole rounds"
     wanted = run(alone, prompts_of(theirs))
     for drafter, rows in WAYS[1:]:
         llm = LLM(theirs, drafter=drafter, max_batch_size=rows, **options, **draft_of(theirs, drafter))

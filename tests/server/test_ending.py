@@ -42,7 +42,7 @@ def test_a_server_that_has_ended_keeps_no_model_in_memory(tiny: str) -> None:
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "logprobs": True}
     assert live.post("/v1/chat/completions", chat).status_code == 200
     llm = weakref.ref(live.context.llm)
-    tokenizer = weakref.ref(live.context.tokenizer)
+    tokenizer = weakref.ref(live.context.texts.tokenizer)
     del live
     assert next(server, None) is None
     gc.collect()

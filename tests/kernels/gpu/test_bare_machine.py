@@ -20,7 +20,7 @@ def no_paceline(name):
     return version(name)
 importlib.metadata.version = no_paceline
 
-import paceline.engine.engine, paceline.engine.device_round, paceline.engine.pipeline
+import paceline.engine.engine, paceline.engine.rounds.program, paceline.engine.rounds.loop
 import paceline.models.torch.transformer, paceline.models.description.weights
 """
 

@@ -13,7 +13,7 @@ from batches import new_batch
 from paceline.config import SamplingParams
 from paceline.core import sampling
 from paceline.core.batch import Batch, RowStart
-from paceline.core.sampling import Purpose
+from paceline.core.values import Purpose
 from paceline.kernels.gpu import draw as kernels
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -23,7 +23,6 @@ from paceline.kernels.gpu.linear import (
     LinearTile,
     Quantized,
     linear,
-    linear_reference,
     paired,
     quantise,
     unpaired,
@@ -39,6 +38,13 @@ DTYPES = [torch.float32, torch.float16]
 if DEVICE == "cuda":  # the interpreter does not multiply bfloat16
     DTYPES.append(torch.bfloat16)
 CLOSE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+def linear_reference(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | None) -> torch.Tensor:
+    """Float32 sums, the scale last."""
+    sums = x.float() @ weight.unscaled(torch.float32).T
+    sums = sums if weight.scales is None else sums * weight.scales
+    return (sums if bias is None else sums + bias.float()).to(x.dtype)
 
 
 @pytest.mark.parametrize("to", FORMATS)
