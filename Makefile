@@ -14,7 +14,6 @@ SOURCES_OF_BUILD := pyproject.toml $(wildcard setup.py MANIFEST.in) $(wildcard c
 QUICK := tests/test_layers.py tests/config tests/core tests/chat/test_parser.py tests/lengths/test_cost.py \
 	tests/lengths/test_scores.py $(patsubst %,tests/structured/test_%.py,limits patterns schemas)
 
-MARKS ?= not slow and not wide
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n : 8)))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -34,14 +33,14 @@ setup: $(INSTALLED) $(PULLED) ## virtual environment, dependencies, model (the o
 demo: setup ## eight prompts in one batch, with speculation and without
 	$(BIN)/paceline demo
 
-test: setup ## the tests of five minutes: one case in some of the large tables, slow ones not
-	$(BIN)/python -m pytest -m "$(MARKS)" -n $(WORKERS) --dist worksteal $(ARGS)
+test: setup ## the tests, slow ones not
+	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist worksteal $(ARGS)
 
-check: setup ## style, types and tests, all cases of the tables: what the continuous integration runs
+check: setup ## style, types and tests: what the continuous integration runs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict
-	$(MAKE) test MARKS="not slow"
+	$(MAKE) test
 
 fmt: $(INSTALLED) ## format the code, mend what ruff can mend
 	$(BIN)/ruff check --fix-only --quiet .

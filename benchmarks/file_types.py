@@ -4,7 +4,7 @@
     python -m benchmarks.file_types qwen-coder-0.5b.gguf qwen-Q2_K.gguf ... --output FILE
 
 Every copy is run in each precision and compared with the original in bfloat16, on the text of
-``paceline bench quality``.
+``benchmarks.quality``.
 The document is written after each run, and a call goes on with the runs that it lacks.
 """
 
@@ -19,12 +19,11 @@ from typing import Any
 
 import gguf
 import torch
+from benchmarks.quality import PRECISIONS, Predictions, compare, predict, python_reference
 
-from paceline.cli.quality import PRECISIONS
 from paceline.config import EngineOptions
 from paceline.llm import LLM
 from paceline.tools.bench.offline import machine, versions
-from paceline.tools.bench.quality import Predictions, compare, predict, python_reference
 
 ORIGINAL = "bfloat16"
 

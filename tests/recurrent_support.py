@@ -21,6 +21,7 @@ from transformers import (
 )
 from transformers.modeling_layers import MtpModel
 
+from model_support import packed
 from paceline.drafters.heads.mtp import own_head
 from paceline.drafters.heads.native import NativeHead
 from paceline.models.description.weights import LoadedTensor
@@ -174,8 +175,7 @@ def ours(theirs: PreTrainedModel) -> RecurrentModel:
 
 def on_kernels(theirs: PreTrainedModel, quantization: Quantization | None = "int8") -> NativeModel:
     """The same model on the CPU kernels."""
-    model = ours(theirs)
-    return NativeModel.from_weights(model.spec, model.weights, model.name, quantization=quantization, threads=1)
+    return packed(theirs, quantization, threads=1)
 
 
 def as_on_gpus(theirs: PreTrainedModel) -> Transformer:

@@ -22,7 +22,7 @@ from benchmarks.gpu.run import app
 from benchmarks.gpu.stage import Effort, Stage
 from typer.testing import CliRunner
 
-pytestmark = [pytest.mark.wide, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.usefixtures("one_thread")
 pytest.importorskip("triton", reason="triton is not installed")
 
 CPU = torch.device("cpu")

@@ -26,7 +26,7 @@ from paceline.engine.engine import Engine, Models, Request
 from paceline.errors import ParameterError
 from paceline.kernels.gpu.graphs import Graphs
 
-pytestmark = [pytest.mark.wide, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def python(name: str, code: str, budget: float = 60, least: float = 1) -> Part:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from benchmarks.drafters import PROMPTS, TASKS, Count
 from benchmarks.related_drafters import (
     CHAT_BATCH_SIZES,
     DRAFT_TOKENS,
@@ -15,8 +16,6 @@ from benchmarks.related_drafters import (
 )
 
 from benchmarks import related_drafters
-from paceline.tools.bench.drafters import Count
-from paceline.tools.bench.tasks import PROMPTS, TASKS
 from tools.training.conftest import SIZES, save_target
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -39,11 +38,10 @@ def test_a_summary_is_the_mean_over_tasks() -> None:
     assert summary(counts, 0) == "T=0: accepted 0.400 0.250 -, 1.80 tokens per round"
 
 
-@pytest.mark.wide
 def test_kinds_are_trained_counted_and_timed_in_several_sittings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("paceline.tools.bench.drafters.COST_SECONDS", 0.02)
+    monkeypatch.setattr("benchmarks.drafters.COST_SECONDS", 0.02)
     monkeypatch.setattr(related_drafters, "TOKENS_OF_A_CONVERSATION", 25)
     target, folder, output = save_target(tmp_path / "tiny"), tmp_path / "trained", tmp_path / "found.json"
     common = [target, "--folder", str(folder), "--output", str(output), "--tokens", "300", "--prompts", "1"]

@@ -178,7 +178,7 @@ def test_a_drafter_is_told_which_sequences_begin_and_end(wrap: Callable[[Drafter
     engine = make_engine(ToyModel(), drafter="ngram", max_batch_size=3, prefill_chunk=5)
     witness = Witness()
     engine.parts.drafter = wrap(witness)
-    engine.parts.policy = FixedLength(2)
+    engine.use_policy(FixedLength(2))
     params = [SamplingParams(seed=i, max_tokens=3 + 7 * (i % 4), n=1 + i % 3) for i in range(12)]
     outputs = [engine.add(Request([1 + i % 5] * (1 + 6 * (i % 4)), each)) for i, each in enumerate(params)]
     while engine.busy:

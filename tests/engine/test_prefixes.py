@@ -311,7 +311,7 @@ def soak(seed: int, **options: Any) -> int:
     kind = options.pop("kind", rng.choice([ToyModel, FlatToy]))
     rows, chunk = rng.randint(1, 5), rng.choice([3, 8, 100])
     engine = chat_engine(kind=kind, max_batch_size=rows, prefill_chunk=chunk, **options)
-    engine.parts.policy = SometimesHopeful(seed)
+    engine.use_policy(SometimesHopeful(seed))
     texts, asked = [prompt_of(40, seed)], []
     for name in map(str, range(14)):
         known = rng.choice(texts)[:70]
@@ -355,7 +355,6 @@ def test_every_cache_equals_its_text_in_many_runs() -> None:
 
 @settings(max_examples=3)
 @given(seed=st.integers(0, 10**6))
-@pytest.mark.wide
 def test_device_rounds_keep_the_prefixes_of_free_rows(seed: int) -> None:
     soak(seed, kind=ToyModel, rounds="device")
 

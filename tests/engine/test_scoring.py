@@ -276,11 +276,11 @@ def told(text: PromptScores) -> list[TokenLogprob]:
 
 
 def score_all(engine: Engine, scored: Sequence[PromptScores], params: SamplingParams | None = None) -> None:
-    engine.scheduler.closed = True
+    engine.expect(final=True)
     outputs = [add(engine, text, params) for text in scored]
     while engine.busy:
         engine.step()
-    engine.scheduler.closed = False
+    engine.expect(final=False)
     assert all(map(finished, scored))
     assert all(output.outputs[0].finish_reason == "length" for output in outputs)
     assert not any(output.outputs[0].token_ids for output in outputs)

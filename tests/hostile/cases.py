@@ -11,13 +11,15 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from paceline.models.native.matrices import load_packed
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import gguf_support
+from model_support import packed
 from paceline.kernels import native
-from paceline.models.load.loading import load_model
+from paceline.models.load.loading import describe_source, load_model
+from paceline.models.native.model import Quantization
+from paceline.models.native.spec import obstacle_of
 
 Build = Callable[[Path], object]
 Damage = Callable[[Path], object]
@@ -58,13 +60,19 @@ def in_bf16(path: Path) -> None:
 
 
 def in_int8(path: Path) -> None:
-    if load_packed(only(path), torch.bfloat16, "int8") is None:
-        in_torch(path)  # as engines do
+    _packed_or_in_torch(path, "int8")
 
 
 def in_int4(path: Path) -> None:
-    if load_packed(only(path), torch.bfloat16, "int4") is None:
+    _packed_or_in_torch(path, "int4")
+
+
+def _packed_or_in_torch(path: Path, quantization: Quantization) -> None:
+    spec = describe_source(only(path))
+    if spec is None or obstacle_of(spec) is not None:
         in_torch(path)
+    else:
+        packed(only(path), quantization, dtype=torch.bfloat16)
 
 
 EVERY: tuple[Load, ...] = (in_torch, in_int8, in_int4) if native.select() is not None else (in_torch,)

@@ -3,6 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from covering import in_pairs
 from kernels.tools import random_spec, run_attention
 from paceline.core.cache import KVCache
 from paceline.core.nodes import Nodes, seen_by
@@ -66,9 +67,7 @@ def test_attention_equals_the_reference(kernels, kv_heads, shared, dim, past, ne
     assert torch.equal(cache.values, other.values)
 
 
-@on_every_isa
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [None, 5, 250])
+@in_pairs(kernels=native.available(), dtype=[torch.float32, torch.bfloat16], window=[None, 5, 250])
 def test_a_querys_bits_do_not_depend_on_the_other_queries(kernels, dtype, window):
     cache, qkv, positions, table = case(2, 3, 64, 200, 120, 400, dtype)
     together = run_attention(kernels, cache, qkv, ROW, positions, table, 6, window)

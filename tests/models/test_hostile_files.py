@@ -49,7 +49,6 @@ def fault(load: dict[str, Any]) -> str | None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", PARTS)
-@pytest.mark.one_in(4)
 def test_damaged_files_are_refused_by_name_within_their_own_memory(part: str, tmp_path: Path) -> None:
     found = loads(tmp_path, part)
     assert len(found) > 100

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from paceline.models.native.matrices import load_packed
 from transformers import PreTrainedModel
 
+from model_support import packed, packed_at_once
 from paceline import LLM
 from paceline.config import EngineConfig
 from paceline.core.nodes import Nodes
@@ -21,7 +21,7 @@ from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import native
 from paceline.models.base import cache_of
 from paceline.models.load.loading import load_model
-from paceline.models.load.prepare import prepare
+from paceline.models.load.prepare import ModelOptions, load
 from paceline.models.native.model import NativeModel
 from paceline.models.torch.transformer import Transformer
 from recurrent_support import GRANITE_SIZES, LFM2_SIZES, on_kernels, ours, tiny_granite_hybrid, tiny_lfm2
@@ -97,11 +97,12 @@ def test_the_cpu_kernels_refuse_mamba2_by_name_and_torch_runs_it(tmp_path: Path)
     for request in ({"quantization": "int8"}, {"attention": "native"}):
         with pytest.raises(ParameterError, match="without kernels for Mamba-2 layers"):
             LLM(theirs, device="cpu", **request)
+    for source in (theirs, tmp_path):
+        with pytest.raises(ModelFormatError, match="without kernels for Mamba-2 layers"):
+            packed(source, "int8")
     with pytest.raises(ModelFormatError, match="the CPU kernels have no layers of the kind Mamba2"):
-        on_kernels(theirs)
-    assert load_packed(tmp_path, torch.bfloat16, "int8") is None
-    model = prepare(load_model(tmp_path, dtype=torch.bfloat16), "auto", None)
-    assert not isinstance(model, NativeModel)
+        packed_at_once(theirs)
+    assert not isinstance(load(tmp_path, ModelOptions(torch.bfloat16, torch.device("cpu"))), NativeModel)
 
 
 def test_the_start_line_says_why_a_model_runs_in_torch() -> None:
@@ -113,7 +114,7 @@ def test_the_start_line_says_why_a_model_runs_in_torch() -> None:
 @pytest.mark.skipif(native.select() is None, reason=f"no native kernels: {native.why_none()}")
 def test_the_cpu_kernels_run_short_convolutions_where_their_sizes_fit() -> None:
     llm = LLM(tiny_lfm2(), dtype="bfloat16", device="cpu", max_batch_size=2, max_model_len=64)
-    assert llm.engine.parts.native is not None, "the kernels run whole rounds"
+    assert llm.engine.rounds.choice.kernels is not None, "the kernels run whole rounds"
     assert "in torch" not in llm.engine.describe()
     for sizes, needed in (({"width": 40}, "widths that are multiples of 16"), ({"taps": 9}, "2 to 8 taps")):
         with pytest.raises(ModelFormatError, match=f"need recurrent layers of {needed}"):

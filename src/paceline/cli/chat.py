@@ -76,10 +76,10 @@ def _stream(llm: LLM, prompt: list[int], params: SamplingParams, quiet: bool) ->
         if not quiet:
             metrics = answer.metrics
             rate = metrics.acceptance_rate
-            kept = "" if rate is None else f", {rate:.0%} of the draft tokens accepted"
+            accepted_share = "" if rate is None else f", {rate:.0%} of the draft tokens accepted"
             known = metrics.cached_tokens
-            read = f", {known} of the prompt's {metrics.prompt_tokens} tokens from the cache" if known else ""
-            note(f"{metrics.output_tokens} tokens in {metrics.rounds} rounds{kept}{read}")
+            cached_share = f", {known} of the prompt's {metrics.prompt_tokens} tokens from the cache" if known else ""
+            note(f"{metrics.output_tokens} tokens in {metrics.rounds} rounds{accepted_share}{cached_share}")
     except KeyboardInterrupt:
         typer.echo()
         return shown

@@ -106,15 +106,15 @@ def with_json(flags: EngineFlags, text: str) -> EngineFlags:
     if (flags.drafter, flags.draft_model, flags.num_speculative_tokens) != alone:
         names = "--drafter, --draft-model and --num-speculative-tokens"
         raise ParameterError("speculative_config", text, f"given alone, without {names}")
-    given = _parse(text)
-    model = given.pop("model", None)
-    method = given.pop("method", "ngram" if model is None else "draft_model")
+    fields = _parse(text)
+    model = fields.pop("model", None)
+    method = fields.pop("method", "ngram" if model is None else "draft_model")
     if not isinstance(method, str) or method not in _METHODS:
         raise ParameterError("speculative_config.method", method, "one of " + ", ".join(map(repr, _METHODS)))
     if model is not None and not isinstance(model, str):
         raise ParameterError("speculative_config.model", model, "the draft model's name")
-    k = given.pop("num_speculative_tokens", EngineConfig.num_speculative_tokens)
-    for name, value in given.items():
+    k = fields.pop("num_speculative_tokens", EngineConfig.num_speculative_tokens)
+    for name, value in fields.items():
         allowed = "left out; known are method, model and num_speculative_tokens"
         raise ParameterError(f"speculative_config.{name}", value, allowed)
     return dataclasses.replace(flags, drafter=_METHODS[method], draft_model=model, num_speculative_tokens=k)
@@ -122,9 +122,9 @@ def with_json(flags: EngineFlags, text: str) -> EngineFlags:
 
 def _parse(text: str) -> dict[str, Any]:
     try:
-        given = json.loads(text)
+        fields = json.loads(text)
     except json.JSONDecodeError as error:
         raise ParameterError("speculative_config", text, f"a JSON object: {error}") from error
-    if not isinstance(given, dict):
+    if not isinstance(fields, dict):
         raise ParameterError("speculative_config", text, "a JSON object")
-    return given
+    return fields

@@ -17,9 +17,9 @@ from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
-from paceline.cli.batch import running, settings_of
 from paceline.cli.console import note
 from paceline.cli.plain_lines import LineReader
+from paceline.cli.settings import running, settings_of
 from paceline.config import SamplingParams, ServerConfig
 from paceline.core.hardware import default_threads
 from paceline.errors import PacelineError

@@ -15,6 +15,7 @@ from torch.nn import functional
 from paceline.core.cache import KVCache
 from paceline.core.nodes import Nodes, Seen, seen_by
 from paceline.core.recurrent_state import RecurrentStates, SlotPass, StatefulCache
+from paceline.kernels.abi import ACTIVATION_GROUP
 from paceline.kernels.experts import route
 from paceline.kernels.gpu.steps import ACTIVATIONS, gate
 from paceline.kernels.pack import Bf16Weight, Format, Int4Weight, Int8Weight, Weight, dequantise, quantise
@@ -25,7 +26,6 @@ ReferenceFormat = Format | Literal["fp32"]
 """Formats of the reference: fp32 rounds neither weights nor inputs."""
 
 GATES_FORMAT: Format = "bf16"  # of ``RecurrentMixer.gates`` in every model: a state would carry their rounding on
-ACTIVATION_GROUP = 64  # inputs of a row that share a scale, so that an outlier costs accuracy only within its group
 _SILENT = 1e-30  # rows whose largest amplitude is at most this count as zero
 
 

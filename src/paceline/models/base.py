@@ -142,22 +142,6 @@ class SharedModel(AnyModel, OtherRanks, Protocol):
 
 
 @runtime_checkable
-class CountsExperts(Protocol):
-    """A model that counts which experts of its mixtures it reads; a model without any counts none."""
-
-    def expert_bytes(self) -> int:
-        """Return the bytes of the weights of all experts, which are part of ``weight_bytes``."""
-        ...
-
-    def expert_bytes_read(self) -> int:
-        """Return the bytes of experts' weights that all forward passes so far have read.
-
-        A pass reads an expert of a layer once, if any of its tokens runs through it.
-        """
-        ...
-
-
-@runtime_checkable
 class Counted(Protocol):
     """A model that can count its multiply-adds."""
 

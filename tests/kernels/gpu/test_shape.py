@@ -54,7 +54,6 @@ def rows_of(params: list[SamplingParams], seed: int) -> tuple[Batch, Tensor, Ten
     ("params", "adjusts", "first", "block"),
     [(PARAMS, True, 1, 128), (PARAMS[1:2], True, 0, 32), (PARAMS[:1], False, 0, 128)],
 )
-@pytest.mark.one_in(5)
 def test_the_kernels_equal_the_reference(params: list[SamplingParams], adjusts: bool, first: int, block: int) -> None:
     batch, draft_tokens, logits = rows_of(params, first)
     rows = batch.state(batch.rows)

@@ -92,7 +92,7 @@ def load_head_for(
 
 def runs_natively(path: Path, target: AnyModel) -> bool:
     """Whether the CPU kernels will run the head in the directory ``path`` if its dtype allows it."""
-    if not isinstance(target, NativeModel) or not target.runs_rounds or not is_head(path):
+    if not isinstance(target, NativeModel) or not is_head(path):
         return False
     return obstacle_of_head(read_head_config(path)) is None
 
@@ -161,7 +161,7 @@ def prepare_head(
     """
     given = name, taps, target.max_positions
     obstacle = "its target does not run on the CPU kernels"
-    if isinstance(target, NativeModel) and target.runs_rounds:
+    if isinstance(target, NativeModel):
         wanted = target.quantization if quantization == "same" else quantization
         if wanted is None and head.dtype != torch.bfloat16:
             return TorchHead(head, *given)
@@ -207,7 +207,7 @@ def _named(config: HeadConfig) -> str:
 
 def _compare_names(config: HeadConfig, source: Source, path: Path) -> None:
     """Log a warning if the names differ. Endings may differ: -AWQ, -GGUF, .Q8_0.gguf."""
-    given = name_of(source) if is_loaded(source) else str(source)
+    given = name_of(source)
     ours, theirs = (PurePath(name).name.lower() for name in (given, config.verifier))
     if theirs and not (ours.startswith(theirs) or theirs.startswith(ours)):
         log.warning(

@@ -1,4 +1,4 @@
-"""Models with recurrent layers in plain torch: what runs in float32, and what the CPU kernels are packed from.
+"""Models with recurrent layers, gated attention or sinks in plain torch on a CPU, unrounded in float32.
 
 Every kind of recurrent layer runs here; the kernels have gated delta nets and short convolutions.
 """
