@@ -1,16 +1,17 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 from covering import pairwise
 
-FACTORS = {
+FACTORS: dict[str, list[Any]] = {
     "drafter": ["none", "ngram", "model"],
     "length": [1, 4, "auto", "random"],
     "rule": ["a", "b"],
     "rows": [1, 8],
 }
-ONLY = {("drafter", "none"): {"length": [1], "rule": ["a"]}, ("rule", "b"): {"length": [1, 4], "rows": [8]}}
+ONLY: dict[tuple[str, Any], dict[str, list[Any]]] = {("drafter", "none"): {"length": [1], "rule": ["a"]}, ("rule", "b"): {"length": [1, 4], "rows": [8]}}
 
 
 def allowed(case: tuple[object, ...]) -> bool:
@@ -42,8 +43,9 @@ def test_without_restrictions_few_cases_beyond_the_largest_two_factors_are_neede
 
 def test_a_pair_that_only_third_factors_forbid_is_left_out() -> None:
     """1 wants "x", 2 wants "y", so that the two cannot meet."""
-    only = {("a", 1): {"c": ["x"]}, ("b", 2): {"c": ["y"]}}
-    assert sorted(pairwise({"a": [0, 1], "b": [1, 2], "c": ["x", "y"]}, only)) == [
+    only: dict[tuple[str, Any], dict[str, list[Any]]] = {("a", 1): {"c": ["x"]}, ("b", 2): {"c": ["y"]}}
+    factors: dict[str, list[Any]] = {"a": [0, 1], "b": [1, 2], "c": ["x", "y"]}
+    assert sorted(pairwise(factors, only)) == [
         (0, 1, "x"),
         (0, 1, "y"),
         (0, 2, "y"),
