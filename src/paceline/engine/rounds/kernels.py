@@ -25,7 +25,7 @@ from paceline.core.draft import Draft, Verdict
 from paceline.core.values import DrawRows, Purpose
 from paceline.drafters.heads.native import NativeFusedStates
 from paceline.engine.rounds.choice import why_no_kernels, why_no_kernels_for, why_no_kernels_now
-from paceline.engine.rounds.place import FinishedRound
+from paceline.engine.rounds.place import FinishedRound, HostPlace
 from paceline.engine.rounds.round import Speculation
 from paceline.kernels import structs
 from paceline.kernels.abi import CRoundCall
@@ -38,11 +38,8 @@ from paceline.models.native.model import NativeModel
 _BLOCK = MAX_SPECULATION_LENGTH + 1
 
 
-class KernelsPlace:
+class KernelsPlace(HostPlace):
     """Runs rounds on the CPU kernels (a ``RoundPlace``); a draft that they cannot verify is verified step by step."""
-
-    name = "host"
-    lag = 0
 
     def __init__(self, parts: Speculation, native: NativeRound) -> None:
         self.native, self._parts, self._rule = native, parts, parts.accept
@@ -59,9 +56,6 @@ class KernelsPlace:
             return FinishedRound(self._parts.verify_and_commit(batch, draft), drafted_at)
         verdict = self.native.run(draft)
         return FinishedRound(verdict, drafted_at + self.native.draft_seconds)
-
-    def pause(self) -> None:
-        """Nothing to note."""
 
 
 class NativeRound:

@@ -36,6 +36,19 @@ class FinishedRound:
         return self.verdict
 
 
+class HostPlace:
+    """What places without a lag have in common (``RoundPlace``)."""
+
+    name = "host"
+    lag = 0
+
+    def needs_torch(self, batch: Batch) -> bool:
+        return True
+
+    def pause(self) -> None:
+        """Nothing to note."""
+
+
 class RoundPlace(Protocol):
     """Runs rounds for the decoding rows.
 

@@ -23,13 +23,13 @@ from paceline.core.draft import Draft, Verdict
 from paceline.core.draft_tensors import DraftTensors
 from paceline.core.row_keeper import RowKeeper, RowKeepers
 from paceline.drafters.base import Drafter
-from paceline.engine.rounds.place import FinishedRound
+from paceline.engine.rounds.place import FinishedRound, HostPlace
 from paceline.lengths.base import LengthPolicy
 from paceline.models.decoding.decoder import Decoder
 
 
 @dataclass
-class Speculation(RowKeepers):
+class Speculation(RowKeepers, HostPlace):
     """The parts of a round, which run it step by step (a ``RoundPlace``): torch operators, one after the other.
 
     The drafter and the policy keep per-slot state; ``join`` and ``leave`` are passed on to both.
@@ -39,8 +39,6 @@ class Speculation(RowKeepers):
     drafter: Drafter
     policy: LengthPolicy
     accept: AcceptanceRule
-    name = "host"
-    lag = 0
 
     @property
     def keepers(self) -> tuple[RowKeeper, ...]:
@@ -54,17 +52,11 @@ class Speculation(RowKeepers):
     def why_not(self, batch: Batch) -> str | None:
         return None  # it runs every round
 
-    def needs_torch(self, batch: Batch) -> bool:
-        return True
-
     def run(self, batch: Batch, plan: SpeculationPlan) -> FinishedRound:
         """Run one round for all decoding rows: row i gains the tokens ``verdict.tokens[i]``."""
         draft = self.draft(batch, plan)
         drafted_at = time.perf_counter()
         return FinishedRound(self.verify_and_commit(batch, draft), drafted_at)
-
-    def pause(self) -> None:
-        """Nothing to note."""
 
     def draft(self, batch: Batch, plan: SpeculationPlan) -> Draft:
         """Return up to k draft tokens per row: the drafter proposes, the policy selects."""
