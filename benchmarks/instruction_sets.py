@@ -26,7 +26,7 @@ from paceline.core.nodes import Nodes
 from paceline.engine.utilisation import kernel_rate
 from paceline.kernels import native
 from paceline.kernels.pack import Format
-from paceline.models.native import HEAD_FORMAT, LAYER_FORMAT, NativeModel, Quantization
+from paceline.models.native.model import HEAD_FORMAT, LAYER_FORMAT, NativeModel, Quantization
 
 _ROWS = (1, 4, 8, 16)
 _TOKENS = {"decode": 1, "verify 3": 4}  # per row

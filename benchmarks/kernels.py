@@ -34,9 +34,9 @@ from paceline.engine.utilisation import fastest, kernel_rate
 from paceline.kernels import native
 from paceline.kernels.pack import Format
 from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec, Rotary
-from paceline.models.native import NativeModel, Quantization
-from paceline.models.recurrent import cache_of, kv_layers_of
-from paceline.models.short_head import column_bytes
+from paceline.models.base import cache_of, kv_layers_of
+from paceline.models.native.model import NativeModel, Quantization
+from paceline.models.native.short_head import column_bytes
 
 _READ_BYTES = 1 << 29
 _LEAST_TURNS = 5

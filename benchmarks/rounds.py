@@ -29,7 +29,7 @@ from paceline.engine.engine import Engine, Request
 from paceline.errors import ParameterError
 from paceline.kernels import native
 from paceline.llm import LLM
-from paceline.models.native import NativeModel
+from paceline.models.native.model import NativeModel
 from paceline.tools.bench.prompts import COPYING
 
 PRODUCTS, ATTENTION = native.PHASES[2], native.PHASES[4]

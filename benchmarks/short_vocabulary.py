@@ -35,8 +35,8 @@ from paceline.core.sampling import Choices, sequence_seed
 from paceline.lengths.calibration import Grid
 from paceline.lengths.cost import CostTable
 from paceline.llm import LLM
-from paceline.models.draft_vocabulary import NEVER, DraftVocabulary
-from paceline.models.short_head import Shortenable
+from paceline.models.base import Shortenable
+from paceline.models.decoding.draft_vocabulary import NEVER, DraftVocabulary
 from paceline.tools.bench.offline import machine
 from paceline.tools.bench.sets import SetName
 

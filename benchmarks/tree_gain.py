@@ -47,7 +47,7 @@ from paceline.drafters.model import ModelDrafter
 from paceline.drafters.ngram import merged
 from paceline.lengths.scores import ScoreCalibration, bins_of
 from paceline.llm import LLM
-from paceline.models.draft_decoder import DraftDecoder
+from paceline.models.decoding.draft_decoder import DraftDecoder
 from paceline.tools.bench.sets import SETS, SetName
 
 SEED, DEPTH = 1, 8

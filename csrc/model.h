@@ -44,7 +44,7 @@ struct TokenInput {
   const float* norm;
 };
 
-// A vector of every token for every layer: TokenInputsSpec of src/paceline/models/description.py.
+// A vector of every token for every layer: TokenInputsSpec of src/paceline/models/description/spec.py.
 struct TokenInputs {
   Linear table;    // a column for each token: its vectors, layer after layer
   Linear project;  // of the embedding
@@ -185,7 +185,7 @@ struct LogprobCall {
 
 class Model;
 
-// An output head over some of a vocabulary's tokens (src/paceline/models/draft_vocabulary.py).
+// An output head over some of a vocabulary's tokens (src/paceline/models/decoding/draft_vocabulary.py).
 struct ShortHead {
   Linear head;
   const int64_t* targets;  // the vocabulary's token id of each column

@@ -19,12 +19,12 @@ from typer.testing import CliRunner
 from paceline.cli.main import app as cli
 from paceline.config import ServerConfig
 from paceline.errors import ModelFormatError, ParameterError
-from paceline.models.description import DecoderSpec, DeltaNetSpec, MLPSpec
+from paceline.models.description.shards import ModelShard
+from paceline.models.description.spec import DecoderSpec, DeltaNetSpec, MLPSpec
 from paceline.models.families import FAMILIES
 from paceline.models.families.base import Family
-from paceline.models.gguf_tensors import READABLE, UNREADABLE, fate
-from paceline.models.native_spec import check_description
-from paceline.models.shares import ModelShard
+from paceline.models.files.gguf_tensors import READABLE, UNREADABLE, fate
+from paceline.models.native.spec import check_description
 
 WIDTH = 100  # characters of a terminal
 

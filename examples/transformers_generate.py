@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from paceline.models.hub import resolve
+from paceline.models.files.hub import resolve
 from paceline.transformers import generate
 
 # The file that `make setup` fetched (GGUF files need accelerate); any model of transformers will do, by its hub name.

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from paceline.drafters.heads.checkpoint import load_head, save_head
-from paceline.models.hub import own_head, resolve
-from paceline.models.loading import load_embedding, load_output
+from paceline.models.files.hub import own_head, resolve
+from paceline.models.load.loading import load_embedding, load_output
 
 
 def ship(run: Path, target: str) -> Path:
@@ -28,7 +28,7 @@ def ship(run: Path, target: str) -> Path:
         raise SystemExit(f"{run}: its rows are not those of {target}; a head that has learnt its own keeps them")
     name = own_head(target)
     if name is None:
-        raise SystemExit(f"{target} has no head in paceline.models.hub.HEADS")
+        raise SystemExit(f"{target} has no head in paceline.models.files.hub.HEADS")
     directory = resolve(name)
     save_head(head, directory, output=False)
     return directory

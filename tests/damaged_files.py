@@ -33,7 +33,7 @@ from model_support import FOREIGN, NATIVE, tiny
 from paceline import LLM, SamplingParams
 from paceline.errors import PacelineError
 from paceline.kernels import native
-from paceline.models.tokenizer import Tokenizer
+from paceline.models.text.tokenizer import Tokenizer
 from quantised_support import awq, compressed, fp8_blocks, gptq
 from quantised_support import write as write_quantised
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,17 +15,18 @@ from torch import Tensor
 from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig, PreTrainedModel
 
 from gguf_support import finish
-from model_support import tiny
+from model_support import packed, tiny
 from paceline.drafters.heads.assistant import Assistant, Centroids
 from paceline.drafters.heads.assistant_loading import cache_places
 from paceline.models.base import AnyModel
+from paceline.models.description.spec import DecoderSpec
+from paceline.models.description.weights import shapes
 from paceline.models.families import FAMILIES, describe
 from paceline.models.families.gemma4 import describe_assistant
-from paceline.models.loading import load_model
-from paceline.models.native import NativeModel, Quantization
-from paceline.models.native_layers import NativeLayers
-from paceline.models.transformer import Transformer
-from paceline.models.weights import shapes
+from paceline.models.load.loading import load_model
+from paceline.models.native.layers import NativeLayers
+from paceline.models.native.model import NativeModel, Quantization
+from paceline.models.torch.transformer import Transformer
 from toy import VOCAB
 
 KINDS = {"s": "sliding_attention", "f": "full_attention"}
@@ -83,7 +85,7 @@ def tiny_gemma4_torch(seed: int = 0, **sizes: Any) -> Transformer:
 
 def tiny_native_gemma4(seed: int = 0, quantization: Quantization | None = "int8", **sizes: Any) -> NativeModel:
     """The same model on the CPU kernels."""
-    return NativeModel.from_transformer(tiny_gemma4_torch(seed, **sizes), quantization=quantization, threads=1)
+    return packed(tiny_gemma4(seed, **sizes), quantization, threads=1)
 
 
 OF_ASSISTANT: dict[str, Any] = {
@@ -130,6 +132,16 @@ def save_assistant(path: Path, seed: int = 0, *, width: int = 40, **more: Any) -
     return model
 
 
+def _noise(dtype: torch.dtype, generator: torch.Generator, *shape: int) -> Tensor:
+    values = torch.randn(shape, generator=generator) * 0.3
+    return (values if len(shape) > 1 else 1 + values).to(dtype)
+
+
+def assistant_tensors(spec: DecoderSpec, dtype: torch.dtype, generator: torch.Generator) -> dict[str, Tensor]:
+    """Random weights of an assistant's layers."""
+    return {name: _noise(dtype, generator, *like.shape) for name, like in shapes(spec).items()}
+
+
 def tiny_assistant(target: AnyModel, seed: int = 0) -> Assistant:
     """A random assistant of four layers for ``tiny_gemma4``, with a head over groups of tokens."""
     own = {"hidden_size": 24, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
@@ -139,12 +151,8 @@ def tiny_assistant(target: AnyModel, seed: int = 0) -> Assistant:
     assert spec is not None
     assert whole is not None
     generator = torch.Generator().manual_seed(seed)
-
-    def noise(*shape: int) -> Tensor:
-        values = torch.randn(shape, generator=generator) * 0.3
-        return (values if len(shape) > 1 else 1 + values).to(target.dtype)
-
-    tensors = {name: noise(*like.shape) for name, like in shapes(spec).items()}
+    noise = partial(_noise, target.dtype, generator)
+    tensors = assistant_tensors(spec, target.dtype, generator)
     places = cache_places(spec, whole)
     decoder, layers = Transformer(spec, tensors, "tiny assistant", places=places), None
     if isinstance(target, NativeModel):

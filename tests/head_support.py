@@ -22,7 +22,7 @@ from paceline.drafters.heads.feature import FeatureHead
 from paceline.drafters.heads.native import NativeHead
 from paceline.drafters.heads.transfer import TransferHead
 from paceline.models.base import AnyModel
-from paceline.models.native import Quantization
+from paceline.models.native.model import Quantization
 from toy import VOCAB
 
 WIDTH, MLP, HEADS, KV_HEADS, VOCABULARY, DRAFTED = 24, 40, 4, 2, 61, 17

@@ -27,7 +27,7 @@ import gemma4_support
 import gguf_support
 import head_support
 from adapter_support import write_adapter
-from model_support import NATIVE, tiny
+from model_support import NATIVE, packed, tiny
 from models.test_families import _written
 from models.test_lfm2_gguf import write as write_lfm2
 from models.test_quantised import SHAPE
@@ -39,9 +39,10 @@ from paceline.drafters.heads.checkpoint import load_head
 from paceline.drafters.heads.loading import load_head_for, load_own_head
 from paceline.errors import ModelFormatError
 from paceline.kernels import native
-from paceline.models.adapters import attach
-from paceline.models.loading import describe_source, load_model
-from paceline.models.matrices import load_packed
+from paceline.models.load.adapters import attach
+from paceline.models.load.loading import describe_source, load_model
+from paceline.models.native.model import Quantization
+from paceline.models.native.spec import obstacle_of
 from quantised_support import CONVERTERS, write
 from recurrent_support import save_with_head, tiny_lfm2, tiny_qwen3_5
 
@@ -70,13 +71,19 @@ def in_torch(path: Path) -> None:
 
 
 def in_int8(path: Path) -> None:
-    if load_packed(_only(path), torch.bfloat16, "int8") is None:
-        in_torch(path)  # as engines do
+    _packed_or_in_torch(path, "int8")
 
 
 def in_int4(path: Path) -> None:
-    if load_packed(_only(path), torch.bfloat16, "int4") is None:
+    _packed_or_in_torch(path, "int4")
+
+
+def _packed_or_in_torch(path: Path, quantization: Quantization) -> None:
+    spec = describe_source(_only(path))
+    if spec is None or obstacle_of(spec) is not None:
         in_torch(path)
+    else:
+        packed(_only(path), quantization, dtype=torch.bfloat16)
 
 
 def _only(path: Path) -> Path:

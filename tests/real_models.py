@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from paceline.errors import ModelNotFoundError
-from paceline.models.hub import resolve
+from paceline.models.files.hub import resolve
 
 
 def find(name: str) -> Path:

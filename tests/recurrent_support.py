@@ -21,13 +21,14 @@ from transformers import (
 )
 from transformers.modeling_layers import MtpModel
 
+from model_support import packed
 from paceline.drafters.heads.mtp import own_head
 from paceline.drafters.heads.native import NativeHead
-from paceline.models.loading import load_model
-from paceline.models.native import NativeModel, Quantization
-from paceline.models.recurrent import RecurrentModel
-from paceline.models.transformer import Transformer
-from paceline.models.weights import LoadedTensor
+from paceline.models.description.weights import LoadedTensor
+from paceline.models.load.loading import load_model
+from paceline.models.native.model import NativeModel, Quantization
+from paceline.models.native.recurrent import RecurrentModel
+from paceline.models.torch.transformer import Transformer
 from toy import POSITIONS, VOCAB
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -174,8 +175,7 @@ def ours(theirs: PreTrainedModel) -> RecurrentModel:
 
 def on_kernels(theirs: PreTrainedModel, quantization: Quantization | None = "int8") -> NativeModel:
     """The same model on the CPU kernels."""
-    model = ours(theirs)
-    return NativeModel.from_weights(model.spec, model.weights, model.name, quantization=quantization, threads=1)
+    return packed(theirs, quantization, threads=1)
 
 
 def as_on_gpus(theirs: PreTrainedModel) -> Transformer:

@@ -22,7 +22,7 @@ from byte_model import save_llama
 from paceline.config import ServerConfig
 from paceline.engine.engine import Request
 from paceline.llm import LLM
-from paceline.models.tokenizer import Tokenizer
+from paceline.models.text.tokenizer import Tokenizer
 from paceline.server import context
 from paceline.server.structures import AnswerForm
 from server_support import Live, start

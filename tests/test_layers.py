@@ -32,6 +32,16 @@ FLOORS = (  # from the ground up; units on one floor do not import each other
 # Public names whose home is elsewhere: docs/extending.md and users' scripts have them.
 RE_EXPORTS = {"batch", "draft", "row_keeper", "params", "transformers", "ray"}
 FLOOR_OF = {unit: number for number, units in enumerate(FLOORS) for unit in units}
+ROOMS = (  # the same within models/
+    ("base",),
+    ("files",),
+    ("description",),
+    ("families",),
+    ("text", "torch", "native"),
+    ("decoding", "load"),
+    ("parallel",),
+)
+ROOM_FLOOR_OF = {room: number for number, rooms in enumerate(ROOMS) for room in rooms}
 FREE = {"__init__", "__main__", *RE_EXPORTS}  # front doors: they may name everything
 
 
@@ -47,20 +57,26 @@ def unit_of(path: Path, root: Path) -> str:
     return first.removesuffix(".py")
 
 
+def package_of(root: Path) -> str:
+    """The dotted name of the package in a folder: "paceline.models"."""
+    return ".".join(root.parts[-1 - root.parts[::-1].index("paceline") :])
+
+
 def imported_modules(path: Path, root: Path) -> Iterator[str]:
-    """Dotted names of this package's modules that a file imports, as seen from the root: "models.hub"."""
+    """Dotted names of this package's modules that a file imports, as seen from the root: "models.files.hub"."""
+    package = package_of(root)
     here = list(path.relative_to(root).with_suffix("").parts)
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level:
-            start = [root.name, *here[: len(here) - node.level]]
+            start = [package, *here[: len(here) - node.level]]
             names = [".".join([*start, *filter(None, [node.module]), alias.name]) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue
-        prefix = f"{root.name}."
+        prefix = f"{package}."
         yield from (name.removeprefix(prefix) for name in names if name.startswith(prefix))
 
 
@@ -77,15 +93,15 @@ def dependencies(root: Path) -> dict[tuple[str, str], Path]:
     return found
 
 
-def violations(root: Path) -> list[str]:
+def violations(root: Path, floor_of: dict[str, int] = FLOOR_OF) -> list[str]:
     """Every import that the rule forbids, in words."""
     units = {unit_of(path, root) for path in root.rglob("*.py")} - FREE
-    broken = [f"{unit}: on no floor; give it one in test_layers.py" for unit in sorted(units - FLOOR_OF.keys())]
+    broken = [f"{unit}: on no floor; give it one in test_layers.py" for unit in sorted(units - floor_of.keys())]
     for (unit, other), path in dependencies(root).items():
         if other in FREE:
             broken.append(f"{path.relative_to(root)} imports {other}, which is for users; name its home")
-        elif {unit, other} <= FLOOR_OF.keys() and FLOOR_OF[other] >= FLOOR_OF[unit]:
-            broken.append(f"{path.relative_to(root)} (floor {FLOOR_OF[unit]}) imports {other} ({FLOOR_OF[other]})")
+        elif {unit, other} <= floor_of.keys() and floor_of[other] >= floor_of[unit]:
+            broken.append(f"{path.relative_to(root)} (floor {floor_of[unit]}) imports {other} ({floor_of[other]})")
     return broken
 
 
@@ -104,6 +120,13 @@ def test_a_folder_imports_from_lower_floors_only() -> None:
     assert violations(SOURCE) == []
 
 
+def test_a_room_of_models_imports_from_lower_floors_only() -> None:
+    assert violations(SOURCE / "models", ROOM_FLOOR_OF) == []
+    assert {unit_of(path, SOURCE / "models") for path in SOURCE.glob("models/*/*.py")} == ROOM_FLOOR_OF.keys() - {
+        "base"
+    }
+
+
 def test_every_unit_that_the_rule_names_exists() -> None:
     units = {unit_of(path, SOURCE) for path in SOURCE.rglob("*.py")}
     assert FLOOR_OF.keys() - units == set()
@@ -118,7 +141,14 @@ def test_a_re_export_is_nothing_else() -> None:
         assert isinstance(body[-1], ast.Assign), name
 
 
-@pytest.mark.parametrize("folder", sorted(path.parent.name for path in SOURCE.glob("*/__init__.py")))
+@pytest.mark.parametrize(
+    "folder",
+    sorted(
+        str(path.parent.relative_to(SOURCE))
+        for pattern in ("*/__init__.py", "models/*/__init__.py")
+        for path in SOURCE.glob(pattern)
+    ),
+)
 def test_a_folder_says_in_one_line_what_it_is_for(folder: str) -> None:
     purpose = ast.get_docstring(ast.parse((SOURCE / folder / "__init__.py").read_text()))
     assert purpose, folder
@@ -158,6 +188,19 @@ def plant(root: Path, files: dict[str, str]) -> Path:
 )
 def test_the_rule_notices(tmp_path: Path, files: dict[str, str]) -> None:
     assert len(violations(plant(tmp_path, files))) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from paceline.models.load.loading import load_model",
+        "from ..load import loading",
+        "import paceline.models.load",
+    ],
+)
+def test_the_rule_notices_between_rooms(tmp_path: Path, text: str) -> None:
+    package = plant(tmp_path, {"models/torch/transformer.py": text, "models/load/loading.py": ""})
+    assert len(violations(package / "models", ROOM_FLOOR_OF)) == 1
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,8 @@ from paceline.errors import (
     RequestError,
 )
 from paceline.kernels import native
-from paceline.models.native import NativeModel
-from paceline.models.tokenizer import Tokenizer
+from paceline.models.native.model import NativeModel
+from paceline.models.text.tokenizer import Tokenizer
 from server_support import byte_tokenizer
 from toy import VOCAB, make_engine, run, slow_answer, tiny_llama, tiny_llama_of_transformers
 from toy_llm import toy_llm
@@ -324,7 +324,7 @@ def test_options_of_the_weights_cannot_change(llm: LLM) -> None:
 def test_float16_is_refused_on_a_cpu_before_anything_is_loaded(
     dtype: str, draft_dtype: str, field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.engine.loading.load_model", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr("paceline.engine.loading.load", lambda *_, **__: pytest.fail("it was loaded"))
     with pytest.raises(ParameterError, match=f"{field}='float16'.*'float32' or 'bfloat16' on a CPU"):
         make(dtype=dtype, draft_dtype=draft_dtype)
 
@@ -615,7 +615,7 @@ def test_beam_search_is_refused(llm: LLM) -> None:
 
 
 def test_an_unknown_option_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.engine.loading.load_model", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr("paceline.engine.loading.load", lambda *_, **__: pytest.fail("it was loaded"))
     for given, said in (("max_num_seqs", "max_batch_size"), ("draft_dtpe", "draft_dtype")):
         with pytest.raises(ParameterError, match=f"^unknown parameter {given}=4; .*{said}"):
             make(**{given: 4})
@@ -727,13 +727,18 @@ def test_special_tokens_may_be_shown(speller: LLM) -> None:
 def test_a_terminal_shows_the_stages_of_loading(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make(draft=False)
+    model = tiny("llama", NATIVE["llama"][1] | {"head_dim": 16})
+    options: dict[str, Any] = {"quantization": "int8", "device": "cpu", "max_batch_size": 2, "threads": 1}
+    LLM(model, **options)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    make(draft=False)
+    LLM(model, **options)
     said = capsys.readouterr().err
-    assert all(stage in said for stage in ("loading LlamaForCausalLM", "packing", "measuring what rounds cost"))
-    make(draft=False, use_tqdm=False)
+    stages = ("loading LlamaForCausalLM", "packing LlamaForCausalLM", "measuring what rounds cost")
+    assert all(stage in said for stage in stages)
+    make(draft=False)
+    assert "packing" not in capsys.readouterr().err, "torch runs the weights as they are"
+    LLM(model, use_tqdm=False, **options)
     assert capsys.readouterr().err == ""
 
 

@@ -20,8 +20,8 @@ from paceline.drafters.heads.native import NativeHeadDecoder
 from paceline.drafters.model import ModelDrafter
 from paceline.engine.engine import Engine
 from paceline.models.base import AnyModel
-from paceline.models.draft_vocabulary import DraftVocabulary
-from paceline.models.native import NativeModel
+from paceline.models.decoding.draft_vocabulary import DraftVocabulary
+from paceline.models.native.model import NativeModel
 from recurrent_support import tiny_mtp, tiny_native_recurrent
 from test_lossless import (
     EOS,

@@ -16,8 +16,8 @@ from model_support import Runner
 from paceline import LLM, RequestOutput, SamplingParams
 from paceline.core.hardware import torch_threads
 from paceline.core.sampling import sequence_seed
-from paceline.models.loading import eos_token_ids, load_model
-from paceline.models.tokenizer import Tokenizer
+from paceline.models.load.loading import eos_token_ids, load_model
+from paceline.models.text.tokenizer import Tokenizer
 from toy import ScriptedTrees, sometimes
 
 TOPICS = (

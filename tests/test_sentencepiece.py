@@ -74,7 +74,7 @@ def test_a_continuation_is_scored_as_it_is_written() -> None:
 
 @pytest.mark.parametrize("gaps", [("ab", "ba"), [("a", b"x")], [("a", "b", "c")], [("a", None)], "ab", None])
 def test_gaps_that_are_no_pairs_of_texts_are_refused(gaps: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.models.infill import InfillMarkers
+    from paceline.models.text.infill import InfillMarkers
 
     markers = InfillMarkers(3, 4, 5, (5,))
     monkeypatch.setattr(InfillMarkers, "of", lambda tokenizer: markers)

@@ -29,8 +29,8 @@ from paceline.kernels.attention.base import Attend
 from paceline.kernels.attention.reference import ReferenceAttention
 from paceline.lengths.base import LengthPolicy
 from paceline.models.base import HiddenStates, Model
-from paceline.models.decoder import Decoder
-from paceline.models.native import NativeModel, Quantization
+from paceline.models.decoding.decoder import Decoder
+from paceline.models.native.model import NativeModel, Quantization
 
 VOCAB = 24
 POSITIONS = 96
@@ -145,7 +145,7 @@ class FlatToy(ToyModel):
 @functools.cache
 def tiny_llama(seed: int = 0, vocab_size: int = VOCAB) -> Model:
     """Random Llama in float32 on the native transformer, with logits so spread that near-ties are rare."""
-    from paceline.models.loading import load_model
+    from paceline.models.load.loading import load_model
 
     return load_model(tiny_llama_of_transformers(seed, vocab_size), dtype=torch.float32)
 

@@ -9,7 +9,7 @@ from paceline.engine.engine import Engine, Models
 from paceline.engine.requests import RequestMaker
 from paceline.engine.sharing import SharedEngine
 from paceline.llm import LLM
-from paceline.models.tokenizer import Tokenizer
+from paceline.models.text.tokenizer import Tokenizer
 from toy import VOCAB, ToyModel
 
 

@@ -18,8 +18,8 @@ from paceline.errors import ParameterError
 
 if TYPE_CHECKING:
     from paceline.config import Length
-    from paceline.models.description import DecoderSpec
-    from paceline.models.transformer import Transformer
+    from paceline.models.description.spec import DecoderSpec
+    from paceline.models.torch.transformer import Transformer
 
 _REPEATS = 3
 _CAPTURE_SECONDS = 60.0  # more than it takes

@@ -27,8 +27,8 @@ from benchmarks.gpu.stage import ROOM, Effort, Stage
 
 from paceline.core.cache import KVCache
 from paceline.errors import CapacityError, ParameterError
-from paceline.models.description import DecoderSpec
-from paceline.models.transformer import Transformer
+from paceline.models.description.spec import DecoderSpec
+from paceline.models.torch.transformer import Transformer
 
 NOTE = (
     "synthetic acceptance: random weights, draft tokens are accepted at random; times are real, texts are meaningless. "

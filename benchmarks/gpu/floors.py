@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from benchmarks.gpu.models import WEIGHT_BYTES, WeightFormat, matrix_parameters
 
-from paceline.models.description import DecoderSpec
+from paceline.models.description.spec import DecoderSpec
 
 _COPY_BYTES, _MATRIX_SIZE = 1 << 30, 8192  # large enough that caches do not help and the GPU is full
 _TINY_BYTES, _TINY_SIZE = 1 << 20, 128

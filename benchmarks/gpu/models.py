@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from paceline.kernels.gpu.launch import require_triton
-from paceline.models.description import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormSpec, Rotary
-from paceline.models.linear import Dense, LinearFactory
-from paceline.models.transformer import Transformer
-from paceline.models.weights import slots
+from paceline.models.description.spec import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormSpec, Rotary
+from paceline.models.description.weights import slots
+from paceline.models.torch.linear import Dense, LinearFactory
+from paceline.models.torch.transformer import Transformer
 
 WeightFormat = Literal["bf16", "int8", "fp8"]
 WEIGHT_BYTES: dict[WeightFormat, int] = {"bf16": 2, "int8": 1, "fp8": 1}
@@ -150,7 +150,7 @@ def linear_factory(to: WeightFormat, device: torch.device) -> LinearFactory:
         return Dense
     require_triton(device, "formats", to)
     from paceline.kernels.gpu.linear import Linears
-    from paceline.models.kept_tiles import kernel_seconds
+    from paceline.models.load.kept_tiles import kernel_seconds
 
     return Linears(to, timer=kernel_seconds if device.type == "cuda" else None)
 

@@ -21,9 +21,9 @@ from paceline.engine.device_round import DeviceAcceptance, DeviceRound
 from paceline.errors import PacelineError
 from paceline.kernels.attention import make_backend
 from paceline.kernels.gpu.graphs import Graphs, Ticket
-from paceline.models.decoder import Decoder
-from paceline.models.draft_decoder import DraftDecoder
-from paceline.models.transformer import Transformer
+from paceline.models.decoding.decoder import Decoder
+from paceline.models.decoding.draft_decoder import DraftDecoder
+from paceline.models.torch.transformer import Transformer
 
 ROOM = 160  # tokens that a row may gain before it is reset
 _TRACED_ROUNDS = 8

@@ -90,7 +90,7 @@ def say(text: str) -> None:
 
 def prompt_ids(pair: Pair, chosen: SetName, count: int) -> list[list[int]]:
     """The prompts through the target's own chat template, or as plain text if it has none."""
-    from paceline.models.tokenizer import Tokenizer
+    from paceline.models.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(config.model_source(pair.target))
     asked = SETS[chosen][:count]

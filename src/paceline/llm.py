@@ -59,11 +59,11 @@ from paceline.engine.requests import RequestMaker, encoded, needed
 from paceline.engine.scoring import EMBEDDED, SCORED, PooledStates, PromptReading, PromptScores
 from paceline.engine.sharing import SharedCall, SharedEngine
 from paceline.errors import ModelFormatError, PacelineError, ParameterError
-from paceline.models.boundary import Source
-from paceline.models.infill import InfillMarkers
-from paceline.models.loading import check_source, eos_token_ids, lacks_head
-from paceline.models.recommended import recommended_pooling, recommended_sampling
-from paceline.models.tokenizer import check_same_vocabulary
+from paceline.models.files.boundary import Source
+from paceline.models.files.recommended import recommended_pooling, recommended_sampling
+from paceline.models.load.loading import check_source, eos_token_ids, lacks_head
+from paceline.models.text.infill import InfillMarkers
+from paceline.models.text.tokenizer import check_same_vocabulary
 
 _WEIGHT_OPTIONS = (
     "dtype",

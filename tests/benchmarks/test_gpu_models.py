@@ -8,9 +8,9 @@ from benchmarks.gpu.floors import Ceiling, Weights, Work, measure_ceiling, pass_
 from benchmarks.gpu.models import PAIRS, RandomWeights, WeightFormat, matrices, matrix_parameters, random_model, tiny
 
 from paceline.kernels.attention import make_backend
-from paceline.models.decoder import Decoder
-from paceline.models.description import DecoderSpec
-from paceline.models.weights import slots
+from paceline.models.decoding.decoder import Decoder
+from paceline.models.description.spec import DecoderSpec
+from paceline.models.description.weights import slots
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -57,7 +57,7 @@ def test_counted_matrices_are_those_of_the_forward_pass(pair: str) -> None:
         def tensors(self) -> tuple[torch.Tensor, ...]:
             return ()
 
-    from paceline.models.transformer import Transformer
+    from paceline.models.torch.transformer import Transformer
 
     Transformer(config, RandomWeights(config, torch.float32, CPU), "counted", linear=Counting)
     assert sum(multiplied) == matrix_parameters(config)

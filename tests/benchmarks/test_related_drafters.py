@@ -23,7 +23,7 @@ from benchmarks.related_drafters import (
 from benchmarks import related_drafters
 from byte_model import byte_tokenizer
 from paceline.config.training import DRAFT_KINDS
-from paceline.models.tokenizer import Tokenizer
+from paceline.models.text.tokenizer import Tokenizer
 from paceline.tools.bench.drafters import Count
 from paceline.tools.bench.tasks import PROMPTS, TASKS
 from tools.training.conftest import SIZES, save_target

@@ -15,7 +15,7 @@ from paceline.engine.sharing import SharedEngine
 from paceline.errors import ParameterError
 from paceline.kernels import native
 from paceline.llm import LLM
-from paceline.models.native import NativeModel
+from paceline.models.native.model import NativeModel
 from toy_llm import toy_llm
 
 pytestmark = pytest.mark.usefixtures("one_thread")

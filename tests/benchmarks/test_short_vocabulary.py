@@ -15,7 +15,7 @@ from benchmarks.tree_gain import Answer
 from benchmarks import random_models, short_vocabulary
 from paceline.engine.engine import Engine
 from paceline.kernels import native
-from paceline.models.draft_vocabulary import FIRST_CHOICE, DraftVocabulary
+from paceline.models.decoding.draft_vocabulary import FIRST_CHOICE, DraftVocabulary
 
 VOCABULARY, SIZE = 9000, 4096
 

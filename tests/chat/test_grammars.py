@@ -24,7 +24,7 @@ from paceline.chat.values import (
 from paceline.config import StructuredOutputs
 from paceline.config.limits import ToolParserName
 from paceline.errors import StructureError
-from paceline.models.tokenizer import Tokenizer
+from paceline.models.text.tokenizer import Tokenizer
 from paceline.structured.calls import CallsStructure
 from paceline.structured.cursor import GrammarCursor
 from paceline.structured.grammars import Grammar, Grammars

@@ -15,7 +15,7 @@ import typer
 
 import paceline as package
 from paceline.cli.main import app
-from paceline.models import hub
+from paceline.models.files import hub
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,6 +13,7 @@ from transformers import Gemma4AssistantForCausalLM
 
 from gemma4_support import (
     GROUPS,
+    assistant_tensors,
     assistants_may_be_made,
     gemma4_fields,
     save_assistant,
@@ -31,12 +32,11 @@ from paceline.drafters.heads.loading import find_head, load_head_for
 from paceline.errors import ModelFormatError, ParameterError, VocabularyMismatchError
 from paceline.kernels import native, structs
 from paceline.kernels.attention.reference import ReferenceAttention
+from paceline.models.base import cache_of
 from paceline.models.families import describe
-from paceline.models.loading import load_model
-from paceline.models.native import Quantization
-from paceline.models.native_layers import NativeLayers
-from paceline.models.native_spec import weights_of
-from paceline.models.recurrent import cache_of
+from paceline.models.load.loading import load_model
+from paceline.models.native.layers import NativeLayers
+from paceline.models.native.model import Quantization
 from toy import VOCAB
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -132,7 +132,8 @@ def test_layers_on_the_kernels_are_those_in_torch(quantization: Quantization | N
     spec, whole = slow.decoder.spec, describe({"model_type": "gemma4_text", **gemma4_fields()})
     assert whole is not None
     places = cache_places(spec, whole)
-    layers = NativeLayers(spec, weights_of(slow.decoder), places, target, quantization)
+    tensors = assistant_tensors(spec, torch.float32, torch.Generator().manual_seed(0))  # those of ``slow``
+    layers = NativeLayers(spec, tensors, places, target, quantization)
     x = torch.randn(3, 2, spec.width, generator=torch.Generator().manual_seed(0))
     slots, lengths = Slots.listed(list(counts), torch.device("cpu")), torch.tensor(list(counts.values()))
     last = lengths[:, None].expand(-1, 2)  # behind the last key

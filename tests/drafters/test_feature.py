@@ -45,9 +45,9 @@ from paceline.kernels.attention.reference import ReferenceAttention
 from paceline.lengths import FixedLength
 from paceline.lengths.auto import AutoLength
 from paceline.models.base import AnyModel
-from paceline.models.decoder import Decoder
-from paceline.models.loading import load_embedding
-from paceline.models.native import NativeModel
+from paceline.models.decoding.decoder import Decoder
+from paceline.models.load.loading import load_embedding
+from paceline.models.native.model import NativeModel
 from toy import (
     POSITIONS,
     VOCAB,

@@ -37,7 +37,7 @@ from paceline.drafters.heads.feature import FeatureHead
 from paceline.drafters.heads.head import Head
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.llm import LLM
-from paceline.models.hub import resolve
+from paceline.models.files.hub import resolve
 
 LENGTH = 7
 THETA = {"rope_theta": 500.0}

@@ -17,7 +17,7 @@ from paceline.drafters.ngram import STRONG
 from paceline.kernels.attention import BACKENDS
 from paceline.lengths.base import LengthPolicy
 from paceline.models.base import AnyModel
-from paceline.models.draft_decoder import DraftDecoder
+from paceline.models.decoding.draft_decoder import DraftDecoder
 from toy import (
     VOCAB,
     FlatToy,

@@ -15,7 +15,7 @@ from paceline.core.draft import Verdict
 from paceline.core.sampling import Purpose
 from paceline.drafters.model import ModelDrafter
 from paceline.kernels.attention import BACKENDS
-from paceline.models.draft_decoder import DraftDecoder
+from paceline.models.decoding.draft_decoder import DraftDecoder
 from toy import VOCAB, ToyModel, logits_after, slow_adjust, slow_distribution, slow_draw
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from model_support import packed
 from paceline import LLM
 from paceline.config import SamplingParams
 from paceline.core.batch import SpeculationPlan
@@ -18,9 +19,9 @@ from paceline.drafters.heads.loading import has_own_head, load_own_head
 from paceline.errors import ParameterError
 from paceline.lengths.base import FixedLength
 from paceline.models.base import AnyModel
-from paceline.models.loading import load_model
-from paceline.models.native import NativeModel, Quantization
-from paceline.models.recurrent import RecurrentModel
+from paceline.models.load.loading import load_model
+from paceline.models.native.model import Quantization
+from paceline.models.native.recurrent import RecurrentModel
 from quantised_support import CONVERTERS, convert_files
 from recurrent_support import save_with_head, tiny_qwen3_5
 from toy import VOCAB, RandomCaps, answers, make_engine, make_request, run
@@ -50,7 +51,7 @@ def loaded(checkpoint: Path, kind: str) -> tuple[AnyModel, HeadModel]:
     target: AnyModel = model
     if kind != "float32":
         quantization: dict[str, Quantization | None] = {"bf16": None, "int8": "int8", "int4": "int4"}
-        target = NativeModel.from_weights(model.spec, model.weights, "tiny", quantization=quantization[kind], threads=1)
+        target = packed(checkpoint, quantization[kind], threads=1)
     return target, load_own_head(target, checkpoint)
 
 

@@ -32,8 +32,8 @@ from paceline.kernels import native
 from paceline.kernels.abi import INPUT_MULTIPLE
 from paceline.kernels.attention.reference import ReferenceAttention
 from paceline.kernels.pack import Format, dequantise, quantise
-from paceline.models.decoder import Decoder
-from paceline.models.native import HEAD_FORMAT, LAYER_FORMAT, Quantization
+from paceline.models.decoding.decoder import Decoder
+from paceline.models.native.model import HEAD_FORMAT, LAYER_FORMAT, Quantization
 from toy import POSITIONS, VOCAB, RandomLength, answers, make_engine, make_request, run, tiny_llama, tiny_native
 
 pytestmark = [

@@ -29,8 +29,8 @@ from paceline.lengths.auto import DEPTHS, AutoLength
 from paceline.lengths.base import FIRST, BassLength, ProfiledLength
 from paceline.lengths.calibration import Grid
 from paceline.lengths.cost import CostModel
-from paceline.models.decoder import Decoder
-from paceline.models.draft_decoder import DraftDecoder
+from paceline.models.decoding.decoder import Decoder
+from paceline.models.decoding.draft_decoder import DraftDecoder
 from simulation import linear_costs
 from toy import VOCAB, ToyModel, answers, make_engine, run
 

@@ -18,7 +18,7 @@ from paceline.core.batch import Batch
 from paceline.engine.chunks import PrefillChunker, PrefillSpeed, PromptSlice, RoundSeconds
 from paceline.engine.engine import Engine, Request
 from paceline.errors import ParameterError
-from paceline.models.decoder import Decoder
+from paceline.models.decoding.decoder import Decoder
 from toy import FlatToy, ToyModel, make_engine, make_request, slow_answer
 from toy_llm import toy_llm
 

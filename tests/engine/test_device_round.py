@@ -41,9 +41,9 @@ from paceline.kernels.gpu.steps import TorchSteps, TritonSteps
 from paceline.lengths.auto import DEPTHS, AutoLength
 from paceline.lengths.cost import CostModel
 from paceline.models.base import Model
-from paceline.models.decoder import Decoder
-from paceline.models.draft_decoder import DraftDecoder
-from paceline.models.loading import load_model
+from paceline.models.decoding.decoder import Decoder
+from paceline.models.decoding.draft_decoder import DraftDecoder
+from paceline.models.load.loading import load_model
 from recurrent_support import as_on_gpus, tiny_granite_hybrid, tiny_lfm2, tiny_qwen3_5
 from simulation import linear_costs
 from toy import (

@@ -18,7 +18,7 @@ from paceline.engine import sequences as sequences_module
 from paceline.engine.engine import Engine, Request
 from paceline.engine.memory import plan_memory
 from paceline.errors import CapacityError, EmptyPromptError, ParameterError, PromptTooLongError, RequestError
-from paceline.models import cached_rows
+from paceline.models.decoding import cached_rows
 from paceline.server.metrics import Meter
 from toy import (
     POSITIONS,

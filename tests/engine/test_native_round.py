@@ -28,7 +28,7 @@ from paceline.errors import ParameterError
 from paceline.kernels import native
 from paceline.lengths.auto import AutoLength
 from paceline.lengths.cost import CostModel
-from paceline.models.native import NativeModel, Quantization
+from paceline.models.native.model import NativeModel, Quantization
 from simulation import linear_costs
 from toy import (
     POSITIONS,

@@ -23,7 +23,7 @@ from paceline.engine.engine import Request
 from paceline.engine.scoring import EMBEDDED, PooledStates, PromptScores
 from paceline.errors import NotFiniteError, RequestError
 from paceline.models.base import Model
-from paceline.models.native import NativeModel
+from paceline.models.native.model import NativeModel
 from paceline.server.errors import failed
 from toy import POSITIONS, ToyModel, answers, make_engine, run, script_drafts, tiny_llama, truth_of
 

@@ -24,7 +24,7 @@ from paceline.engine import sequences as sequences_module
 from paceline.engine.engine import Engine, Request
 from paceline.kernels import native
 from paceline.models.base import HiddenStates
-from paceline.models.decoder import Decoder
+from paceline.models.decoding.decoder import Decoder
 from toy import POSITIONS, VOCAB, FlatToy, RandomLength, ToyModel, answers, make_engine, run, slow_answer, tiny_native
 
 pytestmark = pytest.mark.usefixtures("one_thread")

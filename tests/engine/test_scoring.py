@@ -31,10 +31,10 @@ from paceline.errors import (
     RequestError,
 )
 from paceline.llm import LLM
-from paceline.models import loading
-from paceline.models.decoder import Decoder
-from paceline.models.passes import PaddedPasses
-from paceline.models.transformer import Transformer
+from paceline.models.decoding.decoder import Decoder
+from paceline.models.decoding.passes import PaddedPasses
+from paceline.models.load import loading
+from paceline.models.torch.transformer import Transformer
 from recurrent_support import tiny_config
 from server_support import byte_tokenizer
 from toy_llm import toy_llm

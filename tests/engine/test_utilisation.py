@@ -13,9 +13,9 @@ from paceline.config import SamplingParams
 from paceline.engine.utilisation import Arithmetic, Peak, arithmetic_of, data_sheet, peak_of
 from paceline.kernels import native
 from paceline.models.base import AnyModel, Counted
-from paceline.models.huggingface import HuggingFaceModel
-from paceline.models.loading import load_model
-from paceline.models.native import NativeModel
+from paceline.models.load.loading import load_model
+from paceline.models.native.model import NativeModel
+from paceline.models.torch.huggingface import HuggingFaceModel
 from paceline.server.metrics import Meter
 from toy import ToyModel, make_engine, make_request, tiny_native
 

@@ -13,7 +13,7 @@ from paceline.core.nodes import Nodes
 from paceline.kernels.reference import ReferenceDecoder
 from paceline.kernels.spec import NativeSpec
 from paceline.models.base import WITHOUT_KERNELS, HiddenStates, check_taps
-from paceline.models.native import HEAD_FORMAT, LAYER_FORMAT, Quantization
+from paceline.models.native.model import HEAD_FORMAT, LAYER_FORMAT, Quantization
 
 
 class ReferenceModel:

@@ -154,8 +154,7 @@ import ctypes, torch
 from kernels.tools import cache_for, random_spec
 from paceline.core import row_tables
 from paceline.core.nodes import Nodes
-from paceline.models.base import WITHOUT_KERNELS
-from paceline.models.native import NativeModel
+from paceline.models.native.model import NativeModel
 
 libc = ctypes.CDLL(None)
 libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t, *4 * [ctypes.c_int]]

@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.kernels import native, pack
 from paceline.kernels.pack import Format
 from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec, Rotary
-from paceline.models.native import NativeModel
+from paceline.models.native.model import NativeModel
 
 # A change of these bytes requires a new pack.LAYOUT_VERSION; otherwise old files would be misread.
 VERSION = 2

@@ -25,7 +25,7 @@ from paceline.lengths.calibration import Calibration, Grid
 from paceline.lengths.cost import CostModel, CostTable
 from paceline.lengths.scores import LONGEST_AUTO, bins_of
 from paceline.lengths.sources import CREDIT, CREDIT_SHARE, FIRST_DRAFT
-from paceline.models.draft_decoder import DraftDecoder
+from paceline.models.decoding.draft_decoder import DraftDecoder
 from scenarios import PAIR, STRONG, WEAK, by_turns, coins, steady, stray, telling
 from scenarios import ROUNDS_OF_A_SMALL_MODEL as CPU
 from simulation import LENGTHS, RIGHT, SIZES, WRONG, DraftSimulation, Reader, Simulation, linear_costs, with_timing

@@ -15,7 +15,7 @@ from paceline.engine.engine import Engine
 from paceline.errors import ParameterError, ProfileError
 from paceline.lengths.base import ProfiledLength
 from paceline.lengths.profile import Identity, Profile
-from paceline.models.fingerprint import model_hash
+from paceline.models.files.fingerprint import model_hash
 from paceline.tools.bench.profile import MeasuredProfile, SweepPoint
 from simulation import linear_costs
 from toy import ToyModel, answers, make_engine, run

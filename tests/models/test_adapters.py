@@ -16,9 +16,9 @@ from adapter_support import EVERY_LINEAR, write_adapter
 from model_support import FOREIGN, NATIVE, Runner, random_tokens, tiny
 from paceline import LLM, SamplingParams
 from paceline.errors import ModelFormatError, ParameterError
-from paceline.models.adapters import AdapterRows, attach
-from paceline.models.loading import describe_source, load_model
-from paceline.models.transformer import Transformer
+from paceline.models.load.adapters import AdapterRows, attach
+from paceline.models.load.loading import describe_source, load_model
+from paceline.models.torch.transformer import Transformer
 
 PROMPTS = [[1, 2, 3, 1, 2], [7, 8, 9, 10, 7, 8], [5, 4, 5, 4, 5], [20, 21, 22, 20, 21]]
 NAMES = ["red", None, "blue", "red"]

@@ -20,9 +20,9 @@ from damaged_files import BOMBS
 from paceline.chat.families import FORMATS
 from paceline.chat.messages import for_template
 from paceline.errors import RequestError
-from paceline.models import chat_template
-from paceline.models.chat_template import ChatTemplate
-from paceline.models.gguf import GGUFFile
+from paceline.models.files.gguf import GGUFFile
+from paceline.models.text import chat_template
+from paceline.models.text.chat_template import ChatTemplate
 from polling import PATIENCE
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from models.test_tokenizer import TEXTS, byte_level_backend, real_model, sentencepiece_backend, smollm2, wrap
 from paceline.errors import RequestError
-from paceline.models.control_tokens import ControlTokens
-from paceline.models.tokenizer import Tokenizer as OurTokenizer
+from paceline.models.text.control_tokens import ControlTokens
+from paceline.models.text.tokenizer import Tokenizer as OurTokenizer
 
 TEMPLATE = "{% for m in messages %}<eos>{{ m.role }}\n{{ m.content | trim }}{% endfor %}<eos>"
 HOSTILE = [

@@ -11,7 +11,7 @@ from paceline.core.batch import Batch, RowStart
 from paceline.core.draft import Draft
 from paceline.kernels.attention import BACKENDS
 from paceline.models.base import Model
-from paceline.models.draft_decoder import DraftDecoder
+from paceline.models.decoding.draft_decoder import DraftDecoder
 from toy import VOCAB, ToyModel, logits_after, tiny_llama
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -14,10 +14,12 @@ from torch import Tensor
 from kernels.tools import random_spec
 from paceline.errors import ParameterError
 from paceline.kernels import native
-from paceline.models.draft_vocabulary import FIRST_CHOICE, LAST_CHOICE, NEVER, DraftVocabulary
-from paceline.models.native import NativeModel, Quantization
-from paceline.models.short_head import PackedShortHead, Shortenable, ShortHead, TorchShortHead
-from paceline.models.transformer import Transformer
+from paceline.models.base import Shortenable, ShortHead
+from paceline.models.decoding.draft_vocabulary import FIRST_CHOICE, LAST_CHOICE, NEVER, DraftVocabulary
+from paceline.models.native.model import NativeModel, Quantization
+from paceline.models.native.short_head import PackedShortHead
+from paceline.models.torch.short_head import TorchShortHead
+from paceline.models.torch.transformer import Transformer
 from toy import tiny_llama
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -13,17 +13,17 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 import paceline
 from gguf_support import begun, finish
 from kernels.tools import ragged
-from model_support import LLAMA3_ROPE, NATIVE, YARN_ROPE, Runner, random_tokens, rope, tiny
+from model_support import LLAMA3_ROPE, NATIVE, YARN_ROPE, Runner, packed, random_tokens, rope, tiny
 from paceline import LLM, SamplingParams
 from paceline.core.cache import KVCache
 from paceline.core.nodes import Nodes
 from paceline.errors import ModelFormatError
-from paceline.models.description import DecoderSpec
+from paceline.models.description.spec import DecoderSpec
 from paceline.models.families import FAMILIES, describe
 from paceline.models.families.rotary import longest_sequence
-from paceline.models.loading import load_model
-from paceline.models.native import NativeModel
-from paceline.models.transformer import Transformer
+from paceline.models.load.loading import load_model
+from paceline.models.native.model import NativeModel
+from paceline.models.torch.transformer import Transformer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -151,11 +151,12 @@ def test_greedy_text_is_that_of_transformers_with_every_drafter(name: str) -> No
 @pytest.mark.parametrize("name", [*_NEW, *_EXPERTS])
 def test_the_kernels_run_a_family_with_bits_that_do_not_depend_on_the_batch(name: str) -> None:
     width = {"hidden_size": 64} if name == "olmoe" else {}  # whose heads are as wide as the model together
-    ours = load_model(_model(name, **_HEADS, **width), dtype=torch.float32)
+    theirs = _model(name, **_HEADS, **width)
+    ours = load_model(theirs, dtype=torch.float32)
     assert isinstance(ours, Transformer)
     exact = Runner(ours, 1)(random_tokens(1, 20), torch.arange(20)[None])[0]
     for quantization, bound in ((None, 0.03), ("int8", 0.05)):
-        model = NativeModel.from_transformer(ours, quantization=quantization)
+        model = packed(theirs, quantization)
         assert float((_native_logits(model, 20) - exact).norm() / exact.norm()) < bound
         assert torch.equal(_native_logits(model, 20), _native_logits(model, 20, at_once=3)), quantization
 

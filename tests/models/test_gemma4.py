@@ -15,20 +15,18 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gemma4_support import SIZES, gemma4_fields, tiny_gemma4, tiny_gemma4_torch, tiny_native_gemma4, write_gguf
 from kernels.reference_model import ReferenceModel
-from model_support import Runner
+from model_support import Runner, packed, packed_at_once
 from paceline.config import EngineConfig, SamplingParams
 from paceline.core.cache import KVCache, KVHeads
 from paceline.core.nodes import Nodes
 from paceline.engine.memory import row_bytes
 from paceline.errors import ModelFormatError
 from paceline.kernels import native
-from paceline.models.base import AnyModel, FlatModel
+from paceline.models.base import AnyModel, FlatModel, cache_of
 from paceline.models.families import describe
-from paceline.models.loading import load_model
-from paceline.models.matrices import load_packed
-from paceline.models.native import NativeModel, Quantization
-from paceline.models.native_spec import spec_of, weights_of
-from paceline.models.recurrent import cache_of
+from paceline.models.load.loading import load_model, open_checkpoint
+from paceline.models.native.model import NativeModel, Quantization
+from paceline.models.native.spec import spec_of
 from toy import SHAPES, VOCAB, answers, make_engine, run, script_drafts, truth_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -111,8 +109,9 @@ def test_the_cache_holds_only_layers_with_keys_of_their_own(kind: str) -> None:
 def test_kernels_agree_with_their_reference_and_bits_do_not_depend_on_the_pass(
     sizes: str, quantization: Quantization | None
 ) -> None:
-    model, tokens = tiny_gemma4_torch(**SIZES[sizes]), [5 * place % VOCAB for place in range(50)]
-    spec = spec_of(model.spec, weights_of(model))
+    checkpoint, tokens = open_checkpoint(tiny_gemma4(**SIZES[sizes])), [5 * place % VOCAB for place in range(50)]
+    assert checkpoint is not None
+    spec = spec_of(checkpoint.spec, checkpoint.tensors(torch.float32, torch.device("cpu")))
     for kernels in native.available():
         fast = NativeModel(spec, "tiny", quantization=quantization, threads=2, kernels=kernels)
         slow = ReferenceModel(spec, "tiny", quantization=quantization)
@@ -143,14 +142,11 @@ def test_a_checkpoint_read_while_it_is_packed_gives_the_weights_of_one_read_at_o
 ) -> None:
     for sizes in SIZES.values():
         tiny_gemma4(**sizes).to(torch.bfloat16).save_pretrained(tmp_path)
-        straight = load_packed(tmp_path, torch.float32, quantization)
-        at_once = load_model(tmp_path, dtype=torch.float32)
-        theirs = NativeModel.from_transformer(at_once, quantization=quantization)  # type: ignore[arg-type]
+        models = packed(tmp_path, quantization), packed_at_once(tmp_path, quantization)
+        straight, at_once = (model.packed() for model in models)  # the models' memory
         assert straight is not None
-        packed = straight.packed(), theirs.packed()
-        assert packed[0] is not None
-        assert packed[1] is not None
-        assert torch.equal(packed[0], packed[1])
+        assert at_once is not None
+        assert torch.equal(straight, at_once)
 
 
 def test_vectors_that_the_kernels_cannot_take_are_refused() -> None:

@@ -15,14 +15,13 @@ from torch import Tensor
 
 import damaged_files
 from gguf_support import copy, encode, random_blocks
+from model_support import packed, packed_at_once
 from paceline.errors import ModelFormatError
 from paceline.kernels import native
 from paceline.kernels.pack import Format, Int4Weight, dequantise, quantise
-from paceline.models import gguf as module
-from paceline.models.gguf_tensors import READABLE, UNREADABLE, PackedTensor, fate
-from paceline.models.loading import load_model
-from paceline.models.matrices import load_packed
-from paceline.models.native import NativeModel
+from paceline.models.files import gguf as module
+from paceline.models.files.gguf_tensors import READABLE, UNREADABLE, PackedTensor, fate
+from paceline.models.load.loading import load_model
 
 Kind = GGMLQuantizationType
 CODED = [Kind.Q4_0, Kind.Q4_1, Kind.Q4_K]
@@ -126,20 +125,16 @@ def test_int4_runs_on_the_codes_of_the_file(
     path = tmp_path / "model.gguf"
     copy(tiny, path, lambda name: Kind.Q8_0 if "attn_v" in name else kind)
     caplog.set_level(logging.INFO, "paceline")
-    ours = load_packed(path, torch.bfloat16, "int4")
+    ours = packed(path, "int4", dtype=torch.bfloat16)
     assert f"model.gguf in int4: 12 {kind.name} as stored, 2 Q8_0 rounded" in caplog.text
-    exact = load_model(path, dtype=torch.float32)
-    theirs = NativeModel.from_transformer(exact, quantization="int4")  # type: ignore[arg-type]
-    assert ours is not None
+    theirs = packed_at_once(path, "int4")
     assert ours.weight_bytes() == theirs.weight_bytes()
     groups = [block for block in (ours.packed(), theirs.packed()) if block is not None]
     assert not torch.equal(*groups), "the search for a grid found the file's own: the test shows nothing"
 
 
 def test_rows_of_fused_matrices_keep_their_order(tiny: Path) -> None:
-    ours = load_packed(tiny, torch.float32, "int8")
-    theirs = NativeModel.from_transformer(load_model(tiny, dtype=torch.float32), quantization="int8")  # type: ignore[arg-type]
-    assert ours is not None
+    ours, theirs = packed(tiny, "int8"), packed_at_once(tiny, "int8")
     hidden = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
     assert torch.equal(ours.logits(hidden), theirs.logits(hidden))
 

@@ -16,8 +16,8 @@ from huggingface_hub.utils import filter_repo_objects
 
 from model_support import NATIVE, tiny
 from paceline.errors import ModelFormatError, ModelNotFoundError
-from paceline.models import hub
-from paceline.models.loading import load_model
+from paceline.models.files import hub
+from paceline.models.load.loading import load_model
 from quantised_support import awq, write
 
 CONTENT = b"GGUF" + bytes(range(256)) * 40

@@ -8,8 +8,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from model_support import FOREIGN, NATIVE, VOCABULARY, Runner, ragged_error, random_tokens, tiny
 from paceline.errors import ModelFormatError
-from paceline.models.huggingface import HuggingFaceModel
-from paceline.models.loading import eos_token_ids, load_model
+from paceline.models.load.loading import eos_token_ids, load_model
+from paceline.models.torch.huggingface import HuggingFaceModel
 
 _BASE = NATIVE["llama"][1]
 _REFUSED = {

@@ -10,8 +10,8 @@ from models.test_tokenizer import byte_level_backend, real_model, sentencepiece_
 from paceline.config import SamplingParams
 from paceline.errors import RequestError
 from paceline.llm import LLM
-from paceline.models.infill import FAMILIES, InfillMarkers, Spellings
-from paceline.models.tokenizer import Tokenizer
+from paceline.models.text.infill import FAMILIES, InfillMarkers, Spellings
+from paceline.models.text.tokenizer import Tokenizer
 
 
 def with_markers(family: Spellings, *, sentencepiece: bool = False) -> Tokenizer:

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from paceline.errors import ParameterError
 from paceline.kernels.gpu.linear import CANDIDATES, ROW_TILES, Linears, SmallRowLinear
-from paceline.models.kept_tiles import VARIABLE, CachedTiles, tune
+from paceline.models.load.kept_tiles import VARIABLE, CachedTiles, tune
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

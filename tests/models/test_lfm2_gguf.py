@@ -10,11 +10,11 @@ import torch
 from transformers import Lfm2ForCausalLM
 
 from gguf_support import finish
+from model_support import packed
 from paceline.errors import ModelFormatError
 from paceline.kernels import native
-from paceline.models.loading import load_model
-from paceline.models.matrices import load_packed
-from paceline.models.recurrent import RecurrentModel
+from paceline.models.load.loading import load_model
+from paceline.models.native.recurrent import RecurrentModel
 from recurrent_support import LFM2_SIZES, on_kernels, ours, tiny_lfm2
 from toy import VOCAB
 
@@ -68,9 +68,8 @@ def test_an_impossible_number_of_key_heads_in_one_layer_is_refused(tmp_path: Pat
 @pytest.mark.skipif(native.select() is None, reason=f"no native kernels: {native.why_none()}")
 def test_a_gguf_file_is_packed_like_its_original(tmp_path: Path) -> None:
     theirs = tiny_lfm2(2, **LFM2_SIZES["other"])
-    model, original = load_packed(write(tmp_path / "model.gguf", theirs), torch.float32, "int8"), on_kernels(theirs)
-    assert model is not None
-    packed = model.packed(), original.packed()  # the models' memory
-    assert packed[0] is not None
-    assert packed[1] is not None
-    assert torch.equal(packed[0], packed[1])
+    models = packed(write(tmp_path / "model.gguf", theirs), "int8"), on_kernels(theirs)
+    ours, original = (model.packed() for model in models)  # the models' memory
+    assert ours is not None
+    assert original is not None
+    assert torch.equal(ours, original)

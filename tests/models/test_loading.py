@@ -20,21 +20,16 @@ from gguf_support import begun, finish
 from model_support import FOREIGN, NATIVE, VOCABULARY, Runner, random_tokens, tiny
 from paceline import LLM
 from paceline.errors import ModelFormatError, ModelNotFoundError
-from paceline.models import gguf_tokenizer, hub
 from paceline.models.base import Model
 from paceline.models.families import describe
-from paceline.models.gguf import GGUFFile
-from paceline.models.huggingface import HuggingFaceModel
-from paceline.models.loading import (
-    _unpacked_config,
-    eos_token_ids,
-    load_config,
-    load_model,
-    max_positions,
-    open_safetensors,
-)
-from paceline.models.tokenizer import Tokenizer
-from paceline.models.transformer import Transformer
+from paceline.models.files import hub
+from paceline.models.files.gguf import GGUFFile
+from paceline.models.files.safetensors import open_safetensors
+from paceline.models.load.loading import _unpacked_config, eos_token_ids, load_config, load_model, max_positions
+from paceline.models.text import gguf_tokenizer
+from paceline.models.text.tokenizer import Tokenizer
+from paceline.models.torch.huggingface import HuggingFaceModel
+from paceline.models.torch.transformer import Transformer
 from server_support import byte_tokenizer
 
 FAMILIES = ["llama", "llama with tied embeddings", "mistral with a window", "qwen2", "qwen3", "opt", "gpt2"]

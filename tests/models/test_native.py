@@ -11,9 +11,10 @@ from paceline.core.nodes import Nodes
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import native
 from paceline.kernels.spec import NativeSpec
-from paceline.models.description import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormSpec, Rotary
-from paceline.models.native import NativeModel
-from paceline.models.transformer import Transformer
+from paceline.models.description.spec import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormSpec, Rotary
+from paceline.models.native.model import NativeModel
+from paceline.models.native.spec import spec_of
+from paceline.models.torch.transformer import Transformer
 
 QUANTIZATIONS = (None, "int8", "int4")
 DTYPES = (torch.bfloat16, torch.float32)
@@ -488,10 +489,10 @@ def test_rotary_positions_wider_than_a_head_are_refused():
         NativeModel(spec, "random")
 
 
-def tiny_transformer(
+def tiny_decoder(
     tied: bool = False, qk_norm: str | None = "head", activation: str = "silu", norms: str = "before", scale=None
-) -> Transformer:
-    """Two layers, of which the second has a window and the scale given."""
+) -> tuple[DecoderSpec, dict[str, torch.Tensor]]:
+    """Description and weights of two layers, of which the second has a window and the scale given."""
     torch.manual_seed(0)
     rotary = Rotary(tuple(10000 ** (-i / 8) for i in range(8)))
     first = AttentionSpec(4, 2, 16, rotary=rotary, qk_norm=qk_norm, bias=True)
@@ -507,7 +508,7 @@ def tiny_transformer(
         weights[f"layers.{i}.qkv.bias"] = torch.randn(128) / 5
         norms = {"attn_norm": 48, "mlp_norm": 48} | ({"q_norm": 16, "k_norm": 16} if qk_norm else {})
         weights |= {f"layers.{i}.{n}.weight": torch.rand(s) + 0.5 for n, s in norms.items()}
-    return Transformer(config, weights, "tiny")
+    return config, weights
 
 
 def transformers_logits(model, tokens):
@@ -526,8 +527,10 @@ def transformers_logits(model, tokens):
 @pytest.mark.parametrize("changes", [{}, {"tied": True}, {"qk_norm": None}], ids=str)
 def test_a_loaded_transformer_gives_the_same_logits(kernels, changes, monkeypatch):
     monkeypatch.setattr(native, "select", lambda: kernels)
-    transformer = tiny_transformer(**changes)
-    model = NativeModel.from_transformer(transformer)
+    transformer, model = (
+        Transformer(*tiny_decoder(**changes), "tiny"),
+        NativeModel(spec_of(*tiny_decoder(**changes)), "tiny"),
+    )
     tokens, (rows, positions) = torch.arange(40) * 2, ragged({0: 40})
     logits = model.logits(forward(model, tokens, rows, positions, cache_for_model(model)))
     assert error(logits, transformers_logits(transformer, tokens)) < 0.03
@@ -543,7 +546,7 @@ def cache_for_model(model):
 @pytest.mark.parametrize("changes", [{"activation": "gelu"}, {"norms": "after_sum"}], ids=["gelu", "norms last"])
 def test_unsupported_architectures_are_refused_with_the_reason(changes):
     with pytest.raises(ModelFormatError, match="without"):
-        NativeModel.from_transformer(tiny_transformer(**changes))
+        spec_of(*tiny_decoder(**changes))
 
 
 def test_an_unknown_quantization_is_refused():

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from adapter_support import EVERY_LINEAR, write_adapter
 from gemma4_support import SIZES, tiny_gemma4
 from kernels.tools import ragged
-from model_support import NATIVE, VOCABULARY, Runner, random_tokens, tiny
+from model_support import NATIVE, VOCABULARY, Runner, packed, random_tokens, tiny
 from paceline import LLM, SamplingParams
 from paceline.core.batch import Batch
 from paceline.core.cache import KVCache
@@ -24,10 +24,10 @@ from paceline.core.nodes import Nodes
 from paceline.errors import ParameterError
 from paceline.kernels import native
 from paceline.lengths.calibration import Calibration, Grid
-from paceline.models.adapters import attach
-from paceline.models.loading import describe_source, load_model
-from paceline.models.native import NativeModel
-from paceline.models.transformer import Transformer
+from paceline.models.load.adapters import attach
+from paceline.models.load.loading import describe_source, load_model
+from paceline.models.native.model import NativeModel
+from paceline.models.torch.transformer import Transformer
 from toy import make_engine
 
 pytestmark = [
@@ -66,9 +66,7 @@ def adapters_of(path: Path, theirs: PreTrainedModel, family: str = "llama") -> d
 
 
 def on_kernels(theirs: PreTrainedModel, adapters: dict[str, Path], quantization: Quantization) -> NativeModel:
-    ours = load_model(theirs, dtype=torch.float32)
-    assert isinstance(ours, Transformer)
-    model = NativeModel.from_transformer(ours, quantization=quantization)
+    model = packed(theirs, quantization)
     if adapters:
         attach(model, adapters, describe_source(theirs))
     return model

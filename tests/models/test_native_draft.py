@@ -22,8 +22,8 @@ from paceline.kernels import native
 from paceline.kernels.attention.reference import ReferenceAttention
 from paceline.kernels.cpu import cpu_ops
 from paceline.lengths import LengthPolicy
-from paceline.models.draft_decoder import DraftDecoder
-from paceline.models.native_draft import NativeDraftDecoder, PlannedDraft, _Callbacks
+from paceline.models.decoding.draft_decoder import DraftDecoder
+from paceline.models.decoding.native_draft import NativeDraftDecoder, PlannedDraft, _Callbacks
 from toy import POSITIONS, VOCAB, RandomLength, answers, make_engine, run, tiny_native
 
 pytestmark = [

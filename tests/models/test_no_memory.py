@@ -18,7 +18,7 @@ from paceline.core.sampling import Purpose
 from paceline.drafters.lookup import CopySources, NativeLookup, SearchedRows
 from paceline.kernels import abi, native
 from paceline.kernels.cpu import CpuOps
-from paceline.models.native import NativeModel
+from paceline.models.native.model import NativeModel
 
 _FREE = 48 << 20  # bytes for Python and torch; every call below needs more than 64 MiB
 _VOCABULARY = 9_000_000  # 36 MB for each list of a draw

@@ -25,10 +25,10 @@ from gguf_support import finish
 from model_support import FOREIGN, NATIVE, tiny
 from paceline import LLM, SamplingParams
 from paceline.errors import ModelFormatError
-from paceline.models import hub
-from paceline.models.boundary import reading
-from paceline.models.loading import eos_token_ids, load_config, load_model, max_positions
-from paceline.models.tokenizer import Tokenizer
+from paceline.models.files import hub
+from paceline.models.files.boundary import reading
+from paceline.models.load.loading import eos_token_ids, load_config, load_model, max_positions
+from paceline.models.text.tokenizer import Tokenizer
 
 LARGE = 100_500  # tokens: from 100,000 on, transformers looks up on the hub where a tokenizer comes from
 SHAPE = {"vocab_size": LARGE, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "head_dim": 4}
@@ -159,7 +159,7 @@ def test_a_tokenizer_loads_in_offline_mode(models_folder: Path, monkeypatch: pyt
 # In subprocesses
 
 
-LOAD = "import sys; from paceline.models.tokenizer import Tokenizer; print(Tokenizer.load(sys.argv[1]).vocab_size)"
+LOAD = "import sys; from paceline.models.text.tokenizer import Tokenizer; print(Tokenizer.load(sys.argv[1]).vocab_size)"
 
 
 def load_elsewhere(source: Path, folder: Path, **environment: str) -> str:

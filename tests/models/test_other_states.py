@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from model_support import packed, packed_at_once
 from paceline import LLM
 from paceline.config import EngineConfig
 from paceline.core.nodes import Nodes
@@ -18,12 +19,11 @@ from paceline.core.recurrent_state import WINDOW, StatefulCache
 from paceline.engine.memory import state_bytes
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import native
-from paceline.models.loading import load_model
-from paceline.models.matrices import load_packed
-from paceline.models.native import NativeModel
-from paceline.models.prepare import prepare
-from paceline.models.recurrent import cache_of
-from paceline.models.transformer import Transformer
+from paceline.models.base import cache_of
+from paceline.models.load.loading import load_model
+from paceline.models.load.prepare import ModelOptions, load
+from paceline.models.native.model import NativeModel
+from paceline.models.torch.transformer import Transformer
 from recurrent_support import GRANITE_SIZES, LFM2_SIZES, on_kernels, ours, tiny_granite_hybrid, tiny_lfm2
 from toy import VOCAB
 
@@ -97,11 +97,12 @@ def test_the_cpu_kernels_refuse_mamba2_by_name_and_torch_runs_it(tmp_path: Path)
     for request in ({"quantization": "int8"}, {"attention": "native"}):
         with pytest.raises(ParameterError, match="without kernels for Mamba-2 layers"):
             LLM(theirs, device="cpu", **request)
+    for source in (theirs, tmp_path):
+        with pytest.raises(ModelFormatError, match="without kernels for Mamba-2 layers"):
+            packed(source, "int8")
     with pytest.raises(ModelFormatError, match="the CPU kernels have no layers of the kind Mamba2"):
-        on_kernels(theirs)
-    assert load_packed(tmp_path, torch.bfloat16, "int8") is None
-    model = prepare(load_model(tmp_path, dtype=torch.bfloat16), "auto", None)
-    assert not isinstance(model, NativeModel)
+        packed_at_once(theirs)
+    assert not isinstance(load(tmp_path, ModelOptions(torch.bfloat16, torch.device("cpu"))), NativeModel)
 
 
 def test_the_start_line_says_why_a_model_runs_in_torch() -> None:

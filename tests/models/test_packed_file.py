@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,15 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 import real_models
-from model_support import NATIVE, VOCABULARY, tiny
+from model_support import NATIVE, VOCABULARY, packed, tiny
 from paceline import LLM, SamplingParams
-from paceline.engine import loading
 from paceline.errors import ParameterError
 from paceline.kernels import native
-from paceline.models import packed_file as module
-from paceline.models.matrices import load_packed
-from paceline.models.native import NativeModel, Quantization
-from paceline.models.packed_file import PackedFile, find_packed, packed_file
+from paceline.models.load import packed_file as module
+from paceline.models.load import prepare
+from paceline.models.load.packed_file import PackedFile, packed_file
+from paceline.models.load.prepare import ModelOptions
+from paceline.models.native.model import NativeModel, Quantization
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -70,9 +71,7 @@ def file_of(source: Path, quantization: Quantization | None = "int8") -> PackedF
 
 
 def packed_now(source: Path, quantization: Quantization | None = "int8") -> NativeModel:
-    found = load_packed(source, torch.bfloat16, quantization)
-    assert found is not None
-    return found
+    return packed(source, quantization, dtype=torch.bfloat16)
 
 
 def written(source: Path, quantization: Quantization | None = "int8") -> PackedFile:
@@ -102,7 +101,7 @@ def forbid_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("the checkpoint's weights were loaded")
 
-    monkeypatch.setattr(loading, "load_model", refuse)
+    monkeypatch.setattr(prepare, "open_checkpoint", refuse)
 
 
 # Reading what was packed
@@ -397,11 +396,20 @@ def test_models_that_do_not_run_on_the_kernels_are_not_cached(
 
 
 def test_gpus_and_machines_without_kernels_have_no_cache(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert find_packed(checkpoint, torch.bfloat16, torch.device("cuda"), "auto", "int8") is None
-    assert find_packed(checkpoint, torch.bfloat16, CPU, "auto", "fp8") is None
-    assert find_packed(checkpoint, torch.bfloat16, CPU, "auto", "int8") is not None
+    options = ModelOptions(torch.bfloat16, CPU, "auto", "int8")
+    assert options.suit_kernels
+    assert not replace(options, device=torch.device("cuda")).suit_kernels
+    assert not replace(options, quantization="fp8").suit_kernels
     monkeypatch.setattr(native, "select", lambda: None)
-    assert find_packed(checkpoint, torch.bfloat16, CPU, "auto", "int8") is None
+    assert not options.suit_kernels
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_a_loaded_model_is_packed_like_its_files(quantization: Quantization | None, tmp_path: Path) -> None:
+    kind, fields = NATIVE["qwen3 with biases"]
+    theirs = tiny(kind, fields | SHAPE)  # of float32 numbers that bfloat16 does not hold
+    theirs.save_pretrained(tmp_path)
+    assert same(packed(theirs, quantization, dtype=torch.bfloat16), packed_now(tmp_path, quantization))
 
 
 def test_a_loaded_model_has_no_packed_file() -> None:

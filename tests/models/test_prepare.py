@@ -22,12 +22,10 @@ from paceline.errors import ParameterError
 from paceline.kernels import native
 from paceline.kernels.attention import make_backend
 from paceline.kernels.gpu import launch
-from paceline.models import prepare as module
-from paceline.models.loading import load_model
-from paceline.models.native import NativeModel
-from paceline.models.packed_file import would_run_natively
-from paceline.models.prepare import prepare
-from paceline.models.transformer import Transformer
+from paceline.models.load import prepare as module
+from paceline.models.load.prepare import ModelOptions, load, would_run_natively
+from paceline.models.native.model import NativeModel
+from paceline.models.torch.transformer import Transformer
 from recurrent_support import as_on_gpus, save_tokenizer, save_with_head, tiny_granite_hybrid, tiny_lfm2, tiny_qwen3_5
 from toy import ToyModel, answers, make_engine, run, tiny_llama
 
@@ -42,9 +40,10 @@ def fresh_llama() -> Transformer:
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def test_ragged_attention_leaves_the_model_as_it_is() -> None:
-    model = tiny_llama()
-    assert prepare(model, "ragged", None) is model
+def test_ragged_attention_runs_in_torch() -> None:
+    assert isinstance(load(tiny(*NATIVE["llama"]), ModelOptions(torch.bfloat16, CPU, "ragged")), Transformer)
+    with pytest.raises(ParameterError, match=r"quantization='int8'.*None with attention='ragged'"):
+        load(tiny(*NATIVE["llama"]), ModelOptions(torch.bfloat16, CPU, "ragged", "int8"))
 
 
 @pytest.mark.parametrize(
@@ -132,7 +131,7 @@ def test_on_cuda_hybrids_have_8_bit_weights_and_are_not_deterministic(
 
 def test_on_a_cpu_fp8_is_refused() -> None:
     with pytest.raises(ParameterError, match="fp8 weights need a CUDA device"):
-        prepare(tiny_llama(), "auto", "fp8")
+        load(tiny(*NATIVE["llama"]), ModelOptions(torch.float32, CPU, "auto", "fp8"))
 
 
 def test_without_triton_ragged_attention_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +165,7 @@ def test_a_configuration_tells_what_the_kernels_run(wide: bool) -> None:
     for name, model in (models | recurrent).items():
         if would_run_natively(model, CPU, "auto"):
             told.add(name)
-        if isinstance(prepare(load_model(model, dtype=torch.bfloat16), "auto", None), NativeModel):
+        if isinstance(load(model, ModelOptions(torch.bfloat16, CPU)), NativeModel):
             run.add(name)
     assert told == run
     assert {"qwen3_5", "lfm2"} < run if wide else {"qwen3_5", "lfm2"} == run

@@ -17,8 +17,8 @@ from paceline.config import SamplingParams
 from paceline.drafters.heads.decoder import TorchHead
 from paceline.drafters.heads.loading import find_head, has_own_head, load_head_for, load_own_head
 from paceline.errors import ModelFormatError
-from paceline.models.loading import load_config, load_model
-from paceline.models.recurrent import RecurrentModel
+from paceline.models.load.loading import load_config, load_model
+from paceline.models.native.recurrent import RecurrentModel
 from recurrent_support import SIZES, head_state, save_with_head, theirs_with_head, tiny_qwen3_5
 from toy import VOCAB, tiny_llama, tiny_llama_of_transformers
 

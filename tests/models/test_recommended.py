@@ -15,7 +15,7 @@ from gguf_support import finish
 from model_support import NATIVE, tiny
 from paceline import LLM, SamplingParams
 from paceline.errors import ModelFormatError, ParameterError
-from paceline.models.recommended import recommended_pooling, recommended_sampling
+from paceline.models.files.recommended import recommended_pooling, recommended_sampling
 from server_support import save_model
 from toy import tiny_llama_of_transformers
 

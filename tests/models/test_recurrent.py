@@ -14,17 +14,16 @@ from benchmarks.state_memory import resident
 from transformers import PreTrainedModel, Qwen3_5ForCausalLM
 
 from kernels.reference_model import ReferenceModel
+from model_support import packed, packed_at_once
 from paceline.config import SamplingParams
 from paceline.core.nodes import Nodes
 from paceline.core.recurrent_state import WINDOW, RecurrentStates, StatefulCache, StateShape
 from paceline.core.row_tables import GROWS
 from paceline.kernels import native
-from paceline.models.base import FlatModel
-from paceline.models.loading import load_model
-from paceline.models.matrices import load_packed
-from paceline.models.native import NativeModel, Quantization
-from paceline.models.native_spec import spec_of
-from paceline.models.recurrent import RecurrentModel, cache_of
+from paceline.models.base import FlatModel, cache_of
+from paceline.models.native.model import NativeModel, Quantization
+from paceline.models.native.recurrent import RecurrentModel
+from paceline.models.native.spec import spec_of
 from quantised_support import CONVERTERS, convert_files
 from recurrent_support import (
     LFM2_SIZES,
@@ -104,16 +103,11 @@ def test_a_checkpoint_read_while_it_is_packed_gives_the_weights_of_one_read_at_o
         theirs().save_pretrained(tmp_path)
         if stored != "plain":
             convert_files(tmp_path, CONVERTERS[stored])
-        straight, at_once = (
-            load_packed(tmp_path, torch.float32, quantization),
-            load_model(tmp_path, dtype=torch.float32),
-        )
-        assert isinstance(at_once, RecurrentModel)
-        theirs = NativeModel.from_weights(at_once.spec, at_once.weights, "tiny", quantization=quantization)
-        packed = None if straight is None else straight.packed(), theirs.packed()
-        assert packed[0] is not None
-        assert packed[1] is not None
-        assert torch.equal(packed[0], packed[1])
+        models = packed(tmp_path, quantization), packed_at_once(tmp_path, quantization)
+        straight, at_once = (model.packed() for model in models)  # the models' memory
+        assert straight is not None
+        assert at_once is not None
+        assert torch.equal(straight, at_once)
 
 
 @pytest.mark.skipif(native.select() is None, reason=f"no native kernels: {native.why_none()}")
@@ -123,7 +117,7 @@ def test_stored_codes_are_kept_also_where_gates_lie_between_the_queries(
     caplog.set_level("INFO", "paceline")
     tiny_qwen3_5().save_pretrained(tmp_path)
     matrices = convert_files(tmp_path, CONVERTERS["compressed-tensors W8A8"])
-    assert load_packed(tmp_path, torch.bfloat16, "int8") is not None
+    packed(tmp_path, "int8", dtype=torch.bfloat16)
     assert f"{len(matrices)} int8 as stored" in caplog.messages[-1]
     assert any("q_proj" in name for name in matrices)
 

@@ -17,7 +17,7 @@ from paceline.drafters.heads.decoder import HeadModel
 from paceline.drafters.heads.loading import load_own_head
 from paceline.engine.engine import Engine
 from paceline.models.base import AnyModel
-from paceline.models.loading import load_model
+from paceline.models.load.loading import load_model
 from recurrent_support import GRANITE_SIZES, LFM2_SIZES, as_on_gpus, save_with_head, tiny_granite_hybrid, tiny_lfm2
 from toy import VOCAB, RandomLength, ScriptedTrees, answers, make_engine, make_request, run, sometimes, truth_of
 

@@ -15,17 +15,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from gguf_support import begun, finish
 from kernels.reference_model import ReferenceModel
-from model_support import VOCABULARY, random_tokens, tiny
+from model_support import VOCABULARY, packed, packed_at_once, random_tokens, tiny
 from paceline import LLM, SamplingParams
 from paceline.core.nodes import Nodes
 from paceline.errors import ModelFormatError
 from paceline.kernels import native
-from paceline.models.base import FlatModel
-from paceline.models.loading import load_model
-from paceline.models.matrices import load_packed
-from paceline.models.native import NativeModel, Quantization
-from paceline.models.native_spec import spec_of
-from paceline.models.recurrent import RecurrentModel, cache_of
+from paceline.models.base import FlatModel, cache_of
+from paceline.models.load.loading import load_model
+from paceline.models.native.model import NativeModel, Quantization
+from paceline.models.native.recurrent import RecurrentModel
+from paceline.models.native.spec import spec_of
 from quantised_support import mxfp4_blocks
 from recurrent_support import as_on_gpus, randomise
 from toy import make_engine, run
@@ -152,14 +151,14 @@ def test_a_checkpoint_read_by_expert_gives_the_weights_of_one_read_at_once(
     name: str, quantization: Quantization | None, tmp_path: Path
 ) -> None:
     MODELS[name]().save_pretrained(tmp_path)
-    straight, at_once = load_packed(tmp_path, torch.float32, quantization), load_model(tmp_path, dtype=torch.float32)
-    assert straight is not None
-    assert isinstance(at_once, RecurrentModel)
-    whole = NativeModel.from_weights(at_once.spec, at_once.weights, name, quantization=quantization)
-    packed = straight.packed(), whole.packed()
-    assert packed[0] is not None
-    assert packed[1] is not None
-    assert torch.equal(packed[0], packed[1])
+    assert torch.equal(_memory(packed(tmp_path, quantization)), _memory(packed_at_once(tmp_path, quantization)))
+
+
+def _memory(model: NativeModel) -> Tensor:
+    """The packed weights; a view of memory that the model owns is copied."""
+    memory = model.packed()
+    assert memory is not None
+    return memory.clone()
 
 
 @needs_kernels
@@ -169,8 +168,8 @@ def test_experts_of_four_bits_are_read_one_by_one_and_bfloat16_holds_them(tmp_pa
     tensors: dict[str, Tensor] = {}
     for name, tensor in theirs.state_dict().items():
         if name.endswith(("gate_up_proj", "down_proj")):
-            packed, exponents, exact = mxfp4_blocks(tensor.mT.contiguous())
-            tensors |= {f"{name}_blocks": packed.unflatten(-1, (-1, 16)), f"{name}_scales": exponents}
+            codes, exponents, exact = mxfp4_blocks(tensor.mT.contiguous())
+            tensors |= {f"{name}_blocks": codes.unflatten(-1, (-1, 16)), f"{name}_scales": exponents}
             tensor.copy_(exact.mT)
         else:
             tensors[name] = tensor
@@ -180,14 +179,7 @@ def test_experts_of_four_bits_are_read_one_by_one_and_bfloat16_holds_them(tmp_pa
     (tmp_path / "config.json").write_text(json.dumps(config | modules))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
     assert any(name.endswith("_blocks") for name in load_file(tmp_path / "model.safetensors"))
-    straight = load_packed(tmp_path, torch.float32, None)
-    ours = _ours(theirs)
-    whole = NativeModel.from_weights(ours.spec, ours.weights, "tiny")
-    assert straight is not None
-    packed = straight.packed(), whole.packed()
-    assert packed[0] is not None
-    assert packed[1] is not None
-    assert torch.equal(packed[0], packed[1])
+    assert torch.equal(_memory(packed(tmp_path)), _memory(packed_at_once(theirs)))
 
 
 # GGUF files
@@ -245,11 +237,4 @@ def test_experts_in_mxfp4_of_a_gguf_file_are_packed_like_their_numbers(
     quantization: Quantization | None, tmp_path: Path
 ) -> None:
     path = _written(tmp_path / "tiny.gguf", _gpt_oss(**_PUBLISHED), gguf.GGMLQuantizationType.MXFP4)
-    straight, at_once = load_packed(path, torch.float32, quantization), load_model(path, dtype=torch.float32)
-    assert straight is not None
-    assert isinstance(at_once, RecurrentModel)
-    whole = NativeModel.from_weights(at_once.spec, at_once.weights, "whole", quantization=quantization)
-    packed = straight.packed(), whole.packed()
-    assert packed[0] is not None
-    assert packed[1] is not None
-    assert torch.equal(packed[0], packed[1])
+    assert torch.equal(_memory(packed(path, quantization)), _memory(packed_at_once(path, quantization)))

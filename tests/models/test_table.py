@@ -27,7 +27,7 @@ from paceline import LLM, SamplingParams
 from paceline.errors import ParameterError
 from paceline.kernels import native
 from paceline.models.families import FAMILIES
-from paceline.models.loading import load_model
+from paceline.models.load.loading import load_model
 from recurrent_support import tiny_granite_hybrid, tiny_lfm2, tiny_qwen3_5
 from toy import answers, make_engine
 from toy import run as run_engine

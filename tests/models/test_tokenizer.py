@@ -27,12 +27,12 @@ from paceline.chat.thinking import KNOWN
 from paceline.chat.values import ToolDefinition
 from paceline.engine.chat import chat_prompt
 from paceline.errors import ModelFormatError, ModelNotFoundError, ParameterError, RequestError, VocabularyMismatchError
-from paceline.models import hub
-from paceline.models.boundary import is_failure
-from paceline.models.detokenizer import ByteDecoder, Detokenizer, WindowDecoder
-from paceline.models.gguf_tokenizer import SPLITTINGS
-from paceline.models.tokenizer import Tokenizer, check_same_vocabulary
-from paceline.models.tokenizer_growth import ORDINARY, check_backend, check_description
+from paceline.models.files import hub
+from paceline.models.files.boundary import is_failure
+from paceline.models.text.detokenizer import ByteDecoder, Detokenizer, WindowDecoder
+from paceline.models.text.gguf_tokenizer import SPLITTINGS
+from paceline.models.text.tokenizer import Tokenizer, check_same_vocabulary
+from paceline.models.text.tokenizer_growth import ORDINARY, check_backend, check_description
 from server_support import byte_tokenizer
 from toy_llm import toy_llm
 

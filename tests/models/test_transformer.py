@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from model_support import NATIVE, Runner, ragged_error, random_tokens, tiny
-from paceline.models.linear import Dense
-from paceline.models.loading import load_model
-from paceline.models.transformer import Transformer
+from paceline.models.load.loading import load_model
+from paceline.models.torch.linear import Dense
+from paceline.models.torch.transformer import Transformer
 
 TOLERANCE = 1e-3
 

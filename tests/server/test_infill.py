@@ -9,7 +9,7 @@ import pytest
 
 from paceline.config import SamplingParams, ServerConfig
 from paceline.llm import LLM
-from paceline.models.infill import FAMILIES
+from paceline.models.text.infill import FAMILIES
 from server_support import Live, load, save_model, start
 
 pytestmark = pytest.mark.usefixtures("one_thread")

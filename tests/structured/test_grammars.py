@@ -18,7 +18,7 @@ from paceline.config import SamplingParams, StructuredOutputs
 from paceline.core.outputs import CompletionOutput
 from paceline.errors import StructureError
 from paceline.llm import LLM
-from paceline.models.tokenizer import Tokenizer
+from paceline.models.text.tokenizer import Tokenizer
 from paceline.structured import grammars as module
 from paceline.structured.calls import CallsStructure
 from paceline.structured.grammars import GrammarConstraint, Grammars

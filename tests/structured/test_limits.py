@@ -14,7 +14,7 @@ import torch
 
 from paceline.config import StructuredOutputs
 from paceline.errors import ParameterError, StructureError
-from paceline.models.tokenizer import Tokenizer
+from paceline.models.text.tokenizer import Tokenizer
 from paceline.structured.grammars import Grammars
 from paceline.structured.limits import GrammarLimits
 from server_support import byte_tokenizer

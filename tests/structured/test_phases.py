@@ -19,7 +19,7 @@ from paceline.config import SamplingParams, StructuredOutputs
 from paceline.core.outputs import CompletionOutput
 from paceline.errors import StructureError
 from paceline.llm import LLM
-from paceline.models.tokenizer import Tokenizer
+from paceline.models.text.tokenizer import Tokenizer
 from paceline.structured.cursor import GrammarCursor
 from paceline.structured.grammars import Grammars
 from paceline.structured.phases import AnswerRules, PhasedConstraint, Thinking, Trigger, overshoots

@@ -37,7 +37,7 @@ def demo(
     dtype: Annotated[DtypeName, typer.Option("--dtype", help="Precision.")] = EngineConfig.dtype,
 ) -> None:
     """Complete eight prompts in one batch with and without n-gram speculation; compare texts and times."""
-    from paceline.models import hub
+    from paceline.models.files import hub
 
     if model in hub.EMBEDDED:
         hub.pull(model)

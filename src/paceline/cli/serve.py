@@ -62,7 +62,7 @@ def serve(
         from paceline.server.run import serve as run
     except ModuleNotFoundError as error:
         raise MissingPackageError(error.name, "serve") from error
-    from paceline.models import hub
+    from paceline.models.files import hub
 
     flags = engine if speculative_config is None else with_json(engine, speculative_config)
     config = with_keys(server, api_key_file)

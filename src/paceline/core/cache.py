@@ -28,7 +28,7 @@ class KVCache(RowTables):
     heads, dim: of all layers, or of each one.
     shapes: of the tables, in the order in which layers first have them. places: each layer's table, and place in it.
     keys, values: the tables of the first layer's shape.
-    adapter_of: number of each row's adapter (``models.adapters``), int32 [rows] in the host's memory; 0: none.
+    adapter_of: number of each row's adapter (``models.load.adapters``), int32 [rows] in the host's memory; 0: none.
 
     The position dimension is larger than ``positions``: one trash slot, and on a CPU padding to whole pages. Raises
     ParameterError if a size is below 1.

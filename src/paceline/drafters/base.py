@@ -13,9 +13,9 @@ from paceline.core.draft import Draft, Verdict
 from paceline.core.row_keeper import RowKeeper, RowKeepers
 from paceline.errors import ParameterError
 from paceline.models.base import AnyModel
-from paceline.models.decoder import Decoder
-from paceline.models.draft_decoder import DraftDecoder
-from paceline.models.passes import FeatureReader
+from paceline.models.decoding.decoder import Decoder
+from paceline.models.decoding.draft_decoder import DraftDecoder
+from paceline.models.decoding.passes import FeatureReader
 
 
 @dataclass(frozen=True)

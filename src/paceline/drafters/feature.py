@@ -15,7 +15,7 @@ from paceline.drafters.growth import Growth
 from paceline.drafters.heads.decoder import HeadDecoder, HeadModel, TorchHeadDecoder
 from paceline.drafters.model import ComputeLogits, ModelDrafter
 from paceline.errors import ParameterError
-from paceline.models.passes import FeatureReader
+from paceline.models.decoding.passes import FeatureReader
 
 
 class FeatureDrafter(ModelDrafter):

@@ -17,7 +17,7 @@ from paceline.core.batch import Batch
 from paceline.core.draft import SIBLING_KIND, Verdict
 from paceline.core.sampling import Choices, Purpose, noise_key, uniform
 from paceline.drafters.branches import DraftTree, draft_of
-from paceline.models.draft_decoder import DraftDecoder
+from paceline.models.decoding.draft_decoder import DraftDecoder
 
 
 class _Candidate(NamedTuple):

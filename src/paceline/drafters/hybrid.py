@@ -14,8 +14,8 @@ from paceline.drafters.base import Drafter, Equipment
 from paceline.drafters.feature import drafting_model
 from paceline.drafters.model import ModelDrafter
 from paceline.drafters.ngram import STRONG, NgramDrafter
-from paceline.models.draft_decoder import DraftDecoder
-from paceline.models.passes import FeatureReader
+from paceline.models.decoding.draft_decoder import DraftDecoder
+from paceline.models.decoding.passes import FeatureReader
 
 
 class HybridDrafter(RowKeepers, Drafter):

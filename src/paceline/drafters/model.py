@@ -15,7 +15,7 @@ from paceline.drafters.branches import draft_of
 from paceline.drafters.growth import Growth
 from paceline.drafters.heads.decoder import HeadDecoder
 from paceline.errors import ParameterError
-from paceline.models.draft_decoder import USUAL_MISSING, DraftDecoder
+from paceline.models.decoding.draft_decoder import USUAL_MISSING, DraftDecoder
 
 # From the draft tokens so far, [B, n], to the draft model's logits after them, [B, 1, V].
 ComputeLogits = Callable[[Tensor], Tensor]

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from paceline.config import DEFAULT_SPECULATION_LENGTH, EngineConfig
 from paceline.drafters.heads.decoder import HeadModel
 from paceline.errors import ParameterError
-from paceline.models.base import AnyModel, FlatModel
-from paceline.models.short_head import PassBytes, Shortenable
+from paceline.models.base import AnyModel, FlatModel, PassBytes, Shortenable
 
 # Fraction of the answers' tokens that a subset of the vocabulary covers, by its size: the most frequent tokens
 # (FOLLOWING) or the smallest ids (FIXED). Counted on 8,521 tokens that Qwen2.5-Coder-1.5B (151,936 tokens) wrote; see

@@ -17,13 +17,11 @@ from paceline.engine.request import check_tokens
 from paceline.errors import ParameterError
 from paceline.kernels.attention import AttentionBackend, make_backend
 from paceline.lengths.cost import CostTable
-from paceline.models.base import AnyModel, FlatModel, SharedModel
-from paceline.models.decoder import Decoder
-from paceline.models.draft_decoder import DraftDecoder
-from paceline.models.draft_vocabulary import DraftVocabulary
-from paceline.models.native_draft import NativeDraftDecoder
-from paceline.models.recurrent import state_shape_of
-from paceline.models.short_head import Shortenable
+from paceline.models.base import AnyModel, FlatModel, SharedModel, Shortenable, state_shape_of
+from paceline.models.decoding.decoder import Decoder
+from paceline.models.decoding.draft_decoder import DraftDecoder
+from paceline.models.decoding.draft_vocabulary import DraftVocabulary
+from paceline.models.decoding.native_draft import NativeDraftDecoder
 
 
 @dataclass

@@ -19,7 +19,7 @@ from paceline.config import SamplingParams, StructuredOutputs
 from paceline.config.inputs import check_message
 from paceline.core.rows import Constraint
 from paceline.errors import ParameterError, RequestError, StructureError
-from paceline.models.tokenizer import Tokenizer
+from paceline.models.text.tokenizer import Tokenizer
 from paceline.structured.calls import ANY_OBJECT, CallsStructure
 from paceline.structured.cursor import GrammarCursor
 from paceline.structured.grammars import Grammar, Grammars

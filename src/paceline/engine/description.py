@@ -18,9 +18,9 @@ from paceline.engine.runners import Runners
 from paceline.kernels import native
 from paceline.lengths.profile import Identity
 from paceline.models.base import WITHOUT_KERNELS, AnyModel, FlatModel
-from paceline.models.fingerprint import model_hash
-from paceline.models.native import NativeModel
-from paceline.models.prepare import why_not_native
+from paceline.models.files.fingerprint import model_hash
+from paceline.models.load.prepare import why_not_native
+from paceline.models.native.model import NativeModel
 
 
 @dataclass(frozen=True)

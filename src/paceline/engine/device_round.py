@@ -34,8 +34,8 @@ from paceline.kernels.gpu.lookup import copied
 from paceline.kernels.gpu.ops import ops_for
 from paceline.kernels.gpu.state import RECORD_TAIL, accepted_path, what_follows, with_logprobs
 from paceline.models.base import SharedModel
-from paceline.models.decoder import Decoder
-from paceline.models.draft_decoder import DraftDecoder
+from paceline.models.decoding.decoder import Decoder
+from paceline.models.decoding.draft_decoder import DraftDecoder
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 SPAN = 256  # positions: padded attention is captured for multiples of this

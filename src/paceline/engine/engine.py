@@ -42,8 +42,8 @@ from paceline.lengths.cost import CostTable
 from paceline.lengths.kept_costs import KeptCosts, kept_or_measured
 from paceline.lengths.profile import Identity, Profile
 from paceline.models.base import FlatModel
-from paceline.models.decoder import Decoder
-from paceline.models.fingerprint import is_from_files
+from paceline.models.decoding.decoder import Decoder
+from paceline.models.files.fingerprint import is_from_files
 
 __all__ = ["Engine", "Models", "Request"]
 

@@ -13,23 +13,20 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from paceline.config import EngineConfig, QuantizationName
+from paceline.config import EngineConfig
 from paceline.config.ranges import FileName
 from paceline.core.hardware import resolve_device, resolve_dtype, threads_per_rank
 from paceline.drafters.heads.assistant_loading import is_assistant
 from paceline.drafters.heads.decoder import HeadModel
 from paceline.drafters.heads.loading import load_head_for, runs_natively
 from paceline.errors import ModelFormatError, ParameterError
-from paceline.models.adapters import attach
 from paceline.models.base import AnyModel
-from paceline.models.boundary import Source, is_loaded, name_of
-from paceline.models.loading import describe_source, lacks_head, load_model
-from paceline.models.matrices import load_packed
-from paceline.models.native import NativeModel
-from paceline.models.packed_file import find_packed, would_pack, would_run_natively
-from paceline.models.prepare import prepare, why_not_native
-from paceline.models.shares import ModelShard
-from paceline.models.tokenizer import Tokenizer
+from paceline.models.description.shards import ModelShard
+from paceline.models.files.boundary import Source, is_loaded, name_of
+from paceline.models.load.adapters import attach
+from paceline.models.load.loading import describe_source, lacks_head
+from paceline.models.load.prepare import ModelOptions, load, why_not_native, would_run_natively
+from paceline.models.text.tokenizer import Tokenizer
 
 log = logging.getLogger("paceline")
 TokenizerSource: TypeAlias = str | os.PathLike[str] | PreTrainedTokenizerBase
@@ -93,8 +90,7 @@ def _load_adapted(source: Source, config: EngineConfig, begin: BeginStage, adapt
 def load_draft(source: Source, config: EngineConfig, begin: BeginStage) -> AnyModel:
     """Load the draft model in its own dtype and quantization. Raises ModelFormatError if it has no output head."""
     if lacks_head(source):
-        name = name_of(source) if is_loaded(source) else source
-        raise ModelFormatError(f"{name} has no output head (lm_head), so it cannot draft tokens")
+        raise ModelFormatError(f"{name_of(source)} has no output head (lm_head), so it cannot draft tokens")
     return _load(source, config, begin, of_draft=True)
 
 
@@ -108,36 +104,15 @@ def load_head(path: Path, source: Source, target: AnyModel, config: EngineConfig
 
 
 def _load(source: Source, config: EngineConfig, begin: BeginStage, *, of_draft: bool = False) -> AnyModel:
-    """Load a model from the cache of packed weights or, if it has none, from its source; then fill the cache."""
-    device = resolve_device(config.device)
-    name = name_of(source) if is_loaded(source) else os.fspath(source)
+    """Load a model for what runs it with these options."""
+    device, name = resolve_device(config.device), name_of(source)
     begin(f"loading {name}")
     dtype = load_dtype(config, lambda: would_run_natively(source, device, config.attention), of_draft=of_draft)
     quantization = config.quantization
     if of_draft and config.draft_quantization != "same":
         quantization = config.draft_quantization
-    cached_file = find_packed(source, dtype, device, config.attention, quantization)
-    if cached_file is not None and (packed := cached_file.load()) is not None:
-        return packed
-    model = _packed_from_files(source, config, dtype, quantization)
-    if model is None:
-        loaded = load_model(source, dtype=dtype, device=device)
-        begin(f"packing {name}")
-        model = prepare(loaded, config.attention, quantization, config.deterministic)
-        del loaded  # free its memory before the packed weights are written
-    if cached_file is not None and isinstance(model, NativeModel):
-        cached_file.save(model)
-    return model
-
-
-def _packed_from_files(
-    source: Source, config: EngineConfig, dtype: torch.dtype, quantization: QuantizationName | None
-) -> AnyModel | None:
-    """Load a model straight into the CPU kernels' formats; None if it does not run on them."""
-    device = resolve_device(config.device)
-    if quantization == "fp8" or not would_pack(dtype, device, config.attention, quantization):
-        return None
-    return load_packed(source, dtype, quantization)
+    options = ModelOptions(dtype, device, config.attention, quantization, config.deterministic)
+    return load(source, options, lambda: begin(f"packing {name}"))
 
 
 def load_tokenizer(source: Source, tokenizer: TokenizerSource | None) -> Tokenizer | None:

@@ -16,8 +16,7 @@ from paceline.drafters.heads.native import NativeHead
 from paceline.drafters.vocabulary_size import short_head_bytes
 from paceline.engine.native_round import runs_native_rounds, workspace_bytes
 from paceline.errors import CapacityError
-from paceline.models.base import AnyModel
-from paceline.models.recurrent import kv_layers_of, state_shape_of
+from paceline.models.base import AnyModel, kv_layers_of, state_shape_of
 
 GIB = 2**30
 LEAST_ROW = 128  # tokens that all rows must be able to hold at once

@@ -27,9 +27,9 @@ from paceline.kernels import structs
 from paceline.kernels.abi import CRoundCall
 from paceline.kernels.cpu import described
 from paceline.models.base import AnyModel
-from paceline.models.decoder import Decoder
-from paceline.models.native import NativeModel
-from paceline.models.native_draft import PlannedDraft
+from paceline.models.decoding.decoder import Decoder
+from paceline.models.decoding.native_draft import PlannedDraft
+from paceline.models.native.model import NativeModel
 
 _BLOCK = MAX_SPECULATION_LENGTH + 1
 

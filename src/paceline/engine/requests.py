@@ -19,8 +19,8 @@ from paceline.engine.engine import Request
 from paceline.engine.prefixes import common_prefix_length
 from paceline.engine.scoring import EMBEDDED, SCORED, PooledStates, PromptScores
 from paceline.errors import EmptyPromptError, ParameterError, RequestError
-from paceline.models.detokenizer import Detokenizer
-from paceline.models.tokenizer import Tokenizer
+from paceline.models.text.detokenizer import Detokenizer
+from paceline.models.text.tokenizer import Tokenizer
 from paceline.structured.grammars import Grammars
 
 ConstraintFactory = Callable[[], Constraint]

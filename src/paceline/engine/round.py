@@ -24,7 +24,7 @@ from paceline.core.row_keeper import RowKeeper, RowKeepers
 from paceline.drafters.base import Drafter
 from paceline.engine.native_round import NativeRound
 from paceline.lengths.base import LengthPolicy
-from paceline.models.decoder import Decoder
+from paceline.models.decoding.decoder import Decoder
 
 
 @dataclass

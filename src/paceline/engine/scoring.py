@@ -18,7 +18,7 @@ from torch.nn.functional import normalize
 
 from paceline.config import PoolingName, SamplingParams
 from paceline.core.outputs import TokenLogprob
-from paceline.models.decoder import Decoder
+from paceline.models.decoding.decoder import Decoder
 
 CHUNK = 32  # positions whose logits are in memory together
 SCORED = SamplingParams(max_tokens=1)  # of a request for the log-probabilities of its prompt

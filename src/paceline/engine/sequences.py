@@ -24,7 +24,7 @@ log = logging.getLogger("paceline")
 
 
 class TextStream(Protocol):
-    """Turns a sequence's tokens into text and finds stop strings (``models.detokenizer``)."""
+    """Turns a sequence's tokens into text and finds stop strings (``models.text.detokenizer``)."""
 
     text: str
     stopped: str | None

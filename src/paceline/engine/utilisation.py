@@ -27,7 +27,7 @@ from paceline.core.hardware import torch_threads
 from paceline.kernels import native, pack, structs
 from paceline.kernels.pack import Format
 from paceline.models.base import AnyModel, Counted
-from paceline.models.native import LAYER_FORMAT, NativeModel
+from paceline.models.native.model import LAYER_FORMAT, NativeModel
 
 SECONDS = 0.5  # duration of a peak measurement
 _WIDTH = 1024  # width of the square matrices for torch's product

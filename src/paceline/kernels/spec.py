@@ -146,7 +146,7 @@ class TokenInputWeights:
 
 @dataclass(frozen=True)
 class TokenTableWeights:
-    """A vector of every token for every layer; ``TokenInputsSpec`` of models/description.py has the formula.
+    """A vector of every token for every layer; ``TokenInputsSpec`` of models/description/spec.py has the formula.
 
     table [vocabulary, layers * width]; project [layers * width, model's width]; norm [width].
     """

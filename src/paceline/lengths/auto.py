@@ -50,7 +50,7 @@ from paceline.lengths.base import CapturedRounds, LengthPolicy, PolicyInputs, Un
 from paceline.lengths.cost import CostModel, RoundTimes
 from paceline.lengths.scores import LONGEST_AUTO, SLOW_FADE, bins_of, bins_of_draft
 from paceline.lengths.sources import CREDIT, CREDIT_SHARE, FIRST_DRAFT, PRIOR_ROUNDS, DraftSource
-from paceline.models.draft_decoder import DraftDecoder
+from paceline.models.decoding.draft_decoder import DraftDecoder
 
 SEARCH_GAIN = 0.2  # tokens per row that a search for n-gram drafts is assumed to gain, before the first
 HURRY = 16.0  # rounds that a row must be behind the last one, in a draining batch, for its tokens to count 1 / e

@@ -14,7 +14,7 @@ from paceline.core.draft import Draft, Verdict
 from paceline.core.row_keeper import RowKeeper
 from paceline.lengths.cost import CostTable
 from paceline.lengths.profile import Profile
-from paceline.models.draft_decoder import DraftDecoder
+from paceline.models.decoding.draft_decoder import DraftDecoder
 
 # Algorithm 1 of BASS (arXiv 2404.15778), with the paper's values:
 FIRST = 7  # draft tokens of the first round

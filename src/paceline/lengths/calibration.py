@@ -20,7 +20,7 @@ from paceline.kernels.cpu import cpu_ops
 from paceline.kernels.gpu.graphs import Ticket
 from paceline.lengths.cost import CostTable, interpolate
 from paceline.models.base import CountsExperts
-from paceline.models.decoder import Decoder
+from paceline.models.decoding.decoder import Decoder
 
 ProgressBar = Callable[[Sequence["TimedRun"]], Iterable["TimedRun"]]
 

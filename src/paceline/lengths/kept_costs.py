@@ -1,7 +1,7 @@
 """Cost tables kept on disk, because a measurement takes a second or more, which short jobs notice.
 
-Tables are kept (``models.kept``) for models loaded from files. A table from another machine, other weights or another
-version is never read. ``PACELINE_COST_CACHE=off`` disables the cache.
+Tables are kept (``models.files.kept``) for models loaded from files. A table from another machine, other weights or
+another version is never read. ``PACELINE_COST_CACHE=off`` disables the cache.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paceline.core.hardware import cpu_signature
 from paceline.lengths.calibration import MAX_SPREAD, Calibration
 from paceline.lengths.cost import CostTable
 from paceline.lengths.profile import Identity
-from paceline.models.kept import CachedDocument
+from paceline.models.files.kept import CachedDocument
 from paceline.version import __version__
 
 log = logging.getLogger("paceline")

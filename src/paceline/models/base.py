@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from paceline.config import QuantizationName
 from paceline.core.cache import KVCache, KVHeads
 from paceline.core.nodes import Nodes
+from paceline.core.recurrent_state import StatefulCache, StateShape
 from paceline.errors import ParameterError
 from paceline.kernels.attention.base import Attend
 from paceline.kernels.gpu.graphs import OtherRanks
@@ -165,3 +167,66 @@ class Counted(Protocol):
         The head is included; attention over the cache is not.
         """
         ...
+
+
+class ShortHead(Protocol):
+    """An output head over S tokens, in places that can be filled anew. size: S."""
+
+    size: int
+
+    def put(self, places: Tensor, tokens: Tensor) -> None:
+        """Score tokens [N] int64 of the vocabulary at places [N] int64 from now on."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits [N, S] float32 of hidden states [N, width]."""
+        ...
+
+
+@dataclass(frozen=True)
+class PassBytes:
+    """Bytes of weights that a forward pass reads: of the layers, and of the output head for each token of V."""
+
+    layers: int
+    token: int
+
+
+@runtime_checkable
+class Shortenable(AnyModel, Protocol):
+    """A model that can score a part of its vocabulary, unless ``pass_bytes`` is None."""
+
+    @property
+    def pass_bytes(self) -> PassBytes | None:
+        """What a forward pass reads; None if the model scores its whole vocabulary only."""
+        ...
+
+    def short_head(self, size: int) -> ShortHead:
+        """Return a head over ``size`` tokens, whose places are not filled yet."""
+        ...
+
+
+@runtime_checkable
+class Recurrent(AnyModel, Protocol):
+    """A model that may have recurrent layers, which have no keys and values but a state for each slot."""
+
+    state_shape: StateShape | None  # None: all of its layers are attention
+
+
+def state_shape_of(model: AnyModel) -> StateShape | None:
+    """Return the shape of a model's recurrent states; None if it has none."""
+    return model.state_shape if isinstance(model, Recurrent) else None
+
+
+def kv_layers_of(model: AnyModel) -> Sequence[KVHeads]:
+    """Return the key heads of a model's layers that have keys and values of their own."""
+    one = KVHeads(model.kv_heads, model.head_dim)
+    return model.kv_layers if isinstance(model, OwnKVLayers) else [one] * model.layers
+
+
+def cache_of(model: AnyModel, rows: int, positions: int) -> KVCache:
+    """Allocate the keys and values of a model, and its recurrent states."""
+    layers = kv_layers_of(model)
+    heads, dims = [each.heads for each in layers], [each.dim for each in layers]
+    sizes = len(layers), rows, heads, positions, dims, model.dtype, model.device
+    shape = state_shape_of(model)
+    return KVCache(*sizes) if shape is None else StatefulCache(shape, *sizes)

@@ -13,7 +13,7 @@ from paceline.config import SamplingParams, StructuredOutputs
 from paceline.core.outputs import CompletionOutput, FinishReason, RequestOutput
 from paceline.engine.engine import Request
 from paceline.engine.scoring import PromptScores
-from paceline.models.detokenizer import Detokenizer
+from paceline.models.text.detokenizer import Detokenizer
 from paceline.server import errors
 from paceline.server.context import Context, RequestOptions, StreamUsage, log_request, usage_of
 from paceline.server.delta import Delta, Update

@@ -25,8 +25,8 @@ from paceline.engine.chat import ChatPrompt
 from paceline.engine.engine import Request
 from paceline.engine.scoring import EMBEDDED, PooledStates
 from paceline.errors import PacelineError, RequestError
-from paceline.models.infill import InfillMarkers
-from paceline.models.tokenizer import Tokenizer
+from paceline.models.text.infill import InfillMarkers
+from paceline.models.text.tokenizer import Tokenizer
 from paceline.server import errors, vllm_names
 from paceline.server.admission import Admission, AdmissionLimits, AdmissionTicket, PromptCost
 from paceline.server.clients import client_of, prefix_owner

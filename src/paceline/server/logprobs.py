@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable, Sequence
 
 from paceline.core.outputs import TokenLogprob
-from paceline.models.tokenizer import Tokenizer
+from paceline.models.text.tokenizer import Tokenizer
 from paceline.server.replies import ChatLogprob, ChatLogprobs, CompletionLogprobs, TopLogprob
 
 LEAST = -9999.0  # stands for minus infinity, which JSON cannot express

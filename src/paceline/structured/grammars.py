@@ -22,7 +22,7 @@ from torch import Tensor
 from paceline.config import StructuredOutputs
 from paceline.core.rows import Constraint
 from paceline.errors import MissingPackageError, StructureError
-from paceline.models.tokenizer import Tokenizer
+from paceline.models.text.tokenizer import Tokenizer
 from paceline.structured.calls import CallsStructure
 from paceline.structured.limits import CACHED_GRAMMARS, CONCURRENT_COMPILES, MAX_RECOMPILE_SECONDS, GrammarLimits
 from paceline.structured.trial import (

@@ -23,7 +23,7 @@ def no_paceline(name):
 importlib.metadata.version = no_paceline
 
 import paceline.engine.engine, paceline.engine.device_round, paceline.engine.pipeline
-import paceline.models.transformer, paceline.models.weights
+import paceline.models.torch.transformer, paceline.models.description.weights
 """
 
 

@@ -26,10 +26,10 @@ from paceline.kernels.attention.reference import ReferenceAttention
 from paceline.kernels.gpu import rotary
 from paceline.kernels.gpu.linear import Linears
 from paceline.kernels.gpu.state import PackedHeads
-from paceline.models.description import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormSpec, Rotary
-from paceline.models.linear import Dense, LinearFactory
-from paceline.models.transformer import Transformer
-from paceline.models.weights import slots
+from paceline.models.description.spec import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormSpec, Rotary
+from paceline.models.description.weights import slots
+from paceline.models.torch.linear import Dense, LinearFactory
+from paceline.models.torch.transformer import Transformer
 from toy import answers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]

@@ -24,9 +24,9 @@ from paceline.kernels.gpu.launch import interpreted
 from paceline.kernels.gpu.linear import Linears
 from paceline.kernels.gpu.state import Norm
 from paceline.kernels.gpu.steps import ACTIVATIONS, TorchSteps, TritonSteps
-from paceline.models.decoder import Decoder
-from paceline.models.loading import load_model
-from paceline.models.transformer import Transformer
+from paceline.models.decoding.decoder import Decoder
+from paceline.models.load.loading import load_model
+from paceline.models.torch.transformer import Transformer
 from toy import VOCAB, tiny_llama
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -27,7 +27,7 @@ from paceline.kernels.gpu.linear import (
     widen,
     widened_linear,
 )
-from paceline.models.linear import Linear
+from paceline.models.torch.linear import Linear
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from model_support import NATIVE, tiny
 from paceline import LLM, SamplingParams
 from paceline.errors import ParameterError
-from paceline.models import kept_tiles
+from paceline.models.load import kept_tiles
 from recurrent_support import save_tokenizer, save_with_head, tiny_granite_hybrid, tiny_lfm2, tiny_qwen3_5
 
 pytestmark = [

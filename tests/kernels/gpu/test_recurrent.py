@@ -24,7 +24,7 @@ from paceline.kernels.gpu.steps import LayerSteps, TorchSteps, TritonSteps
 from paceline.kernels.mamba2 import Mamba2, Mamba2Heads
 from paceline.kernels.short_conv import ShortConv
 from paceline.kernels.spec import LinearWeights, RecurrentMixer
-from paceline.models.decoder import Decoder
+from paceline.models.decoding.decoder import Decoder
 from recurrent_support import as_on_gpus, tiny_qwen3_5
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:overflow")]

@@ -14,7 +14,7 @@ from paceline.core.nodes import Tree
 from paceline.kernels.attention import make_backend
 from paceline.kernels.gpu import rotary
 from paceline.kernels.gpu.state import PackedHeads
-from paceline.models.decoder import Decoder
+from paceline.models.decoding.decoder import Decoder
 from toy import tiny_llama
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -16,12 +16,12 @@ from torch import distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from paceline.config import SamplingParams
-from paceline.models.loading import load_shard
+from paceline.models.description.shards import ModelShard
+from paceline.models.load.loading import load_shard
 from paceline.models.parallel.follower import Follower
 from paceline.models.parallel.group import Ranks
 from paceline.models.parallel.model import LeadingPart, PartOfModel
 from paceline.models.parallel.plan import Op, Step, as_numbers
-from paceline.models.shares import ModelShard
 
 CPU = torch.device("cpu")
 VOCAB, POSITIONS = 50, 320

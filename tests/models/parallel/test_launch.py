@@ -21,8 +21,8 @@ from models.parallel.ranks import POSITIONS, NoProcesses, params, prompts, toy, 
 from paceline import LLM
 from paceline.core.outputs import RequestOutput
 from paceline.errors import RankError
+from paceline.models.description.shards import ModelShard
 from paceline.models.parallel import group, launch
-from paceline.models.shares import ModelShard
 from polling import wait_until
 from served import Served
 

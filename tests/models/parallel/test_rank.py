@@ -26,12 +26,12 @@ from paceline.errors import ParameterError, RankError
 from paceline.kernels.attention.padded import PaddedAttention
 from paceline.lengths import FixedLength
 from paceline.models.base import Model
-from paceline.models.decoder import Decoder
-from paceline.models.description import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormSpec
-from paceline.models.loading import check_shardable, load_model
+from paceline.models.decoding.decoder import Decoder
+from paceline.models.description.shards import ModelShard
+from paceline.models.description.spec import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormSpec
+from paceline.models.load.loading import check_shardable, load_model
 from paceline.models.parallel.launch import interface_of
 from paceline.models.parallel.plan import Op
-from paceline.models.shares import ModelShard
 from toy import SHAPES, ScriptedTrees, always, answers, make_engine, run, truth_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -13,7 +13,7 @@ import torch
 from paceline.config import DraftData
 from paceline.errors import PacelineError, ParameterError
 from paceline.llm import LLM
-from paceline.models.tokenizer import Tokenizer
+from paceline.models.text.tokenizer import Tokenizer
 from paceline.tools.training.collect import Collector, check_disk, settings_of
 from paceline.tools.training.hidden_states import taps_of
 from paceline.tools.training.prompts import Question, opening_of, read_questions, split

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import paceline
-from paceline.models.shares import ModelShard
+from paceline.models.description.shards import ModelShard
 from paceline.tools.training.batches import collate
 from paceline.tools.training.learn import Trainer
 from paceline.tools.training.objective import counted_positions, loss

@@ -11,7 +11,7 @@ from model_support import NATIVE, random_tokens, tiny
 from paceline.config import DraftTraining
 from paceline.drafters.heads.layers import UnrolledAttention
 from paceline.errors import ParameterError
-from paceline.models.loading import load_model
+from paceline.models.load.loading import load_model
 from paceline.tools.training.hidden_states import HiddenStateReader
 from paceline.tools.training.target import Target
 

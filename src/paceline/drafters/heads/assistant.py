@@ -24,12 +24,11 @@ from paceline.drafters.heads.decoder import FusedStates, HeadDecoder, HeadModel
 from paceline.kernels import structs
 from paceline.kernels.attention.base import AttentionBackend
 from paceline.kernels.attention.cached import CachedAttend
-from paceline.models.base import AnyModel
-from paceline.models.decoder import Decoder
-from paceline.models.draft_vocabulary import NEVER
-from paceline.models.native_layers import NativeLayers
-from paceline.models.short_head import PassBytes
-from paceline.models.transformer import Transformer
+from paceline.models.base import AnyModel, PassBytes
+from paceline.models.decoding.decoder import Decoder
+from paceline.models.decoding.draft_vocabulary import NEVER
+from paceline.models.native.layers import NativeLayers
+from paceline.models.torch.transformer import Transformer
 
 
 @dataclass(frozen=True)

@@ -14,19 +14,19 @@ from transformers import PretrainedConfig
 from paceline.config import QuantizationName
 from paceline.drafters.heads.assistant import Assistant, Centroids
 from paceline.errors import ModelFormatError, ParameterError, VocabularyMismatchError
-from paceline.models import weights
 from paceline.models.base import AnyModel
-from paceline.models.boundary import Source, is_loaded
-from paceline.models.description import DecoderSpec
+from paceline.models.description import weights
+from paceline.models.description.spec import DecoderSpec
 from paceline.models.families import describe
 from paceline.models.families.gemma4 import ASSISTANT, ASSISTANT_NAMES, describe_assistant
-from paceline.models.hub import resolve
-from paceline.models.json_files import read_object
-from paceline.models.loading import description_of, load_config, load_embedding, stored_tensors
-from paceline.models.native import NativeModel
-from paceline.models.native_layers import NativeLayers
-from paceline.models.quantised_tensors import SafeTensor
-from paceline.models.transformer import Transformer
+from paceline.models.files.boundary import Source, is_loaded
+from paceline.models.files.hub import resolve
+from paceline.models.files.json_files import read_object
+from paceline.models.files.safetensors import FileTensor, stored_tensors
+from paceline.models.load.loading import description_of, load_config, load_embedding
+from paceline.models.native.layers import NativeLayers
+from paceline.models.native.model import NativeModel
+from paceline.models.torch.transformer import Transformer
 
 log = logging.getLogger("paceline")
 
@@ -109,7 +109,7 @@ def _shapes(config: PretrainedConfig, spec: DecoderSpec) -> dict[str, tuple[int,
     return shapes
 
 
-def _read(stored: Mapping[str, SafeTensor], name: str, shape: tuple[int, ...], path: Path) -> Tensor:
+def _read(stored: Mapping[str, FileTensor], name: str, shape: tuple[int, ...], path: Path) -> Tensor:
     if name not in stored or stored[name].shape != shape:
         found = f"has the shape {stored[name].shape}" if name in stored else "is missing"
         raise ModelFormatError(f"{path}: {name} {found}, the configuration asks for {shape}")

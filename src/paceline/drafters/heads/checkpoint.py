@@ -15,10 +15,10 @@ from paceline.drafters.heads.config import HeadConfig, layout_of
 from paceline.drafters.heads.head import Head
 from paceline.drafters.heads.kinds import make_head
 from paceline.errors import ModelFormatError
-from paceline.models.boundary import ResolvedSource, brief, reading, reads_model
-from paceline.models.json_files import read_configuration, read_object
-from paceline.models.loading import PICKLES, stored_tensors
-from paceline.models.weights import check_finite
+from paceline.models.description.weights import check_finite
+from paceline.models.files.boundary import ResolvedSource, brief, reading, reads_model
+from paceline.models.files.json_files import read_configuration, read_object
+from paceline.models.files.safetensors import PICKLES, stored_tensors
 
 _FLAT_LAYER = "midlayer."
 _EMBEDDING = "embed_tokens.weight"

@@ -14,9 +14,9 @@ from typing import Any, Literal, TypeVar
 
 from paceline.config import MAX_SPECULATION_LENGTH
 from paceline.errors import ModelFormatError
-from paceline.models.boundary import brief
-from paceline.models.description import DecoderSpec
+from paceline.models.description.spec import DecoderSpec
 from paceline.models.families import describe
+from paceline.models.files.boundary import brief
 
 Layout = Literal["speculators", "flat"]
 T = TypeVar("T")

@@ -20,11 +20,12 @@ from paceline.drafters.heads.head import Head
 from paceline.drafters.heads.layers import HeadStep
 from paceline.kernels.attention import AttentionBackend
 from paceline.kernels.attention.cached import CachedAttend
-from paceline.models.decoder import Decoder
-from paceline.models.draft_decoder import DraftDecoder, at
-from paceline.models.draft_vocabulary import NEVER
-from paceline.models.passes import PaddedPasses, Passes
-from paceline.models.short_head import PassBytes, ShortHead, TorchShortHead
+from paceline.models.base import PassBytes, ShortHead
+from paceline.models.decoding.decoder import Decoder
+from paceline.models.decoding.draft_decoder import DraftDecoder, at
+from paceline.models.decoding.draft_vocabulary import NEVER
+from paceline.models.decoding.passes import PaddedPasses, Passes
+from paceline.models.torch.short_head import TorchShortHead
 
 
 class HeadModel:

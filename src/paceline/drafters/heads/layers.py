@@ -14,8 +14,8 @@ from torch.nn import functional
 from paceline.drafters.heads.config import HeadConfig
 from paceline.kernels.attention.base import Attend
 from paceline.kernels.gpu.steps import ACTIVATIONS
-from paceline.models.decoder_layers import Rotation, rotate
-from paceline.models.description import MLPSpec
+from paceline.models.description.spec import MLPSpec
+from paceline.models.torch.layers import Rotation, rotate
 
 
 class HeadStep(NamedTuple):

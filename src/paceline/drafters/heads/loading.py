@@ -21,16 +21,16 @@ from paceline.drafters.heads.mtp import PREFIX, own_head
 from paceline.drafters.heads.native import NativeHead, obstacle_of_head
 from paceline.errors import ModelFormatError, ParameterError, VocabularyMismatchError
 from paceline.models.base import AnyModel
-from paceline.models.boundary import Source, is_loaded, name_of
 from paceline.models.families import FAMILIES
-from paceline.models.gguf import GGUFFile
-from paceline.models.gguf_config import is_head_alone
-from paceline.models.hub import resolve
-from paceline.models.linear import Dense
-from paceline.models.loading import head_tensors, load_config, load_embedding, load_output
-from paceline.models.native import NativeModel
-from paceline.models.recurrent import RecurrentModel
-from paceline.models.transformer import Transformer
+from paceline.models.families.gguf_config import is_head_alone
+from paceline.models.files.boundary import Source, is_loaded, name_of
+from paceline.models.files.gguf import GGUFFile
+from paceline.models.files.hub import resolve
+from paceline.models.load.loading import head_tensors, load_config, load_embedding, load_output
+from paceline.models.native.model import NativeModel
+from paceline.models.native.recurrent import RecurrentModel
+from paceline.models.torch.linear import Dense
+from paceline.models.torch.transformer import Transformer
 
 log = logging.getLogger("paceline")
 
@@ -207,7 +207,7 @@ def _named(config: HeadConfig) -> str:
 
 def _compare_names(config: HeadConfig, source: Source, path: Path) -> None:
     """Log a warning if the names differ. Endings may differ: -AWQ, -GGUF, .Q8_0.gguf."""
-    given = name_of(source) if is_loaded(source) else str(source)
+    given = name_of(source)
     ours, theirs = (PurePath(name).name.lower() for name in (given, config.verifier))
     if theirs and not (ours.startswith(theirs) or theirs.startswith(ours)):
         log.warning(

@@ -19,7 +19,7 @@ from paceline.drafters.heads.head import Head
 from paceline.drafters.heads.layers import HeadStep, rms_norm
 from paceline.errors import ModelFormatError
 from paceline.kernels.attention.base import Attend
-from paceline.models.weights import StoredTensor, check_finite
+from paceline.models.description.weights import StoredTensor, check_finite
 
 PREFIX = "mtp."
 _NORMS = ("norm.weight", "_norm_embedding.weight", "_norm_hidden.weight", "layernorm.weight")  # stored around 0

@@ -1,4 +1,4 @@
-"""Heads on the CPU kernels: weights, hidden states and decoder; ``models.native_draft`` makes the draft tokens.
+"""Heads on the CPU kernels: weights, hidden states and decoder; ``NativeDrafting`` makes the draft tokens.
 
 ``csrc/head.cpp`` computes what ``heads.feature`` does, with packed weights; ``csrc/forward.cpp`` runs the layers. Keys,
 values and fused hidden states are stored as for a head in torch.
@@ -23,13 +23,14 @@ from paceline.kernels import abi, native
 from paceline.kernels.abi import INPUT_MULTIPLE
 from paceline.kernels.attention import AttentionBackend
 from paceline.kernels.spec import FusionWeights, LayerWeights, LinearWeights, NativeSpec
-from paceline.models.draft_vocabulary import NEVER
-from paceline.models.mixers import gate_last
-from paceline.models.native import HEAD_FORMAT, LAYER_FORMAT, NativeModel, Quantization
-from paceline.models.native_draft import NativeDrafting
-from paceline.models.native_spec import check_spec, obstacle_of
-from paceline.models.packing import PackedDecoder, packed_size
-from paceline.models.short_head import PackedShortHead, PassBytes, column_bytes
+from paceline.models.base import PassBytes
+from paceline.models.decoding.draft_vocabulary import NEVER
+from paceline.models.decoding.native_draft import NativeDrafting
+from paceline.models.description.mixers import gate_last
+from paceline.models.native.model import HEAD_FORMAT, LAYER_FORMAT, NativeModel, Quantization
+from paceline.models.native.packing import PackedDecoder, packed_size
+from paceline.models.native.short_head import PackedShortHead, column_bytes
+from paceline.models.native.spec import check_spec, obstacle_of
 
 
 class NativeHead(HeadModel):

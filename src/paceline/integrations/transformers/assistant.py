@@ -7,8 +7,8 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paceline.errors import ParameterError, VocabularyMismatchError
-from paceline.models.boundary import name_of
-from paceline.models.tokenizer import Tokenizer, check_same_vocabulary
+from paceline.models.files.boundary import name_of
+from paceline.models.text.tokenizer import Tokenizer, check_same_vocabulary
 
 
 def check_assistant(model: PreTrainedModel, assistant: Any, tokenizer: Any, of_assistant: Any) -> None:

@@ -24,7 +24,7 @@ from paceline.integrations.transformers.assistant import check_assistant
 from paceline.integrations.transformers.call_config import CallConfig, by_their_names, merged
 from paceline.integrations.transformers.hooks import Criteria, Criterion, Processed, Processor, Record
 from paceline.llm import LLM
-from paceline.models.loading import max_positions
+from paceline.models.load.loading import max_positions
 
 _DTYPES: dict[torch.dtype, DtypeName] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _DTYPES_ON_CUDA: dict[torch.dtype, DtypeName] = {**_DTYPES, torch.float16: "float16"}

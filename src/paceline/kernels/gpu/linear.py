@@ -392,7 +392,7 @@ class Linears:
 
     deterministic: tiles that do not depend on the number of rows, so that a row's bits do not depend on its neighbours.
     timer: times the candidates for a new shape at its first use, never inside a CUDA graph; None takes the first one.
-    tiles: the tiles chosen so far, by shape; ``models.kept_tiles`` fills it when a model is loaded.
+    tiles: the tiles chosen so far, by shape; ``models.load.kept_tiles`` fills it when a model is loaded.
     """
 
     def __init__(self, to: Format, *, deterministic: bool = False, timer: Timer | None = None) -> None:
@@ -454,7 +454,7 @@ def is_right(layer: SmallRowLinear, x: Tensor, tile: LinearTile, expected: Tenso
 
 
 class SmallRowLinear:
-    """A linear layer for few rows; implements ``models.linear.Linear``."""
+    """A linear layer for few rows; implements ``models.torch.linear.Linear``."""
 
     def __init__(self, weight: Quantized, bias: Tensor | None, linears: Linears) -> None:
         self.weight, self.bias, self._linears = weight, bias, linears

@@ -1,7 +1,7 @@
 """Norms of query and key, rotary embedding and cache write in one launch, at ragged slots.
 
 Shapes: B rows, L new tokens per row, H heads, G key/value heads, D head width; R rows and P positions of the cache.
-    Values are rounded where the model's own torch operations (``models/decoder_layers.py``) round, in the same order.
+    Values are rounded where the model's own torch operations (``models/torch/layers.py``) round, in the same order.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 
 from paceline.errors import ModelFormatError
-from paceline.models.description import DecoderSpec
+from paceline.models.description.spec import DecoderSpec
+from paceline.models.description.weight_names import WeightNames
 from paceline.models.families import (
     exaone4,
     gemma3,
@@ -36,7 +37,6 @@ from paceline.models.families import (
     smollm3,
 )
 from paceline.models.families.base import LLAMA_NAMES, Family
-from paceline.models.weight_names import WeightNames
 
 _MODULES = (
     *(llama, mistral, ministral3, qwen2, qwen3, qwen3_5, gemma3, gemma4, phi3, granite),

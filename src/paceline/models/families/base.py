@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from paceline.models.description import (
+from paceline.models.description.spec import (
     AttentionSpec,
     DecoderSpec,
     ExpertsSpec,
@@ -19,9 +19,9 @@ from paceline.models.description import (
     NormPlaces,
     NormSpec,
 )
+from paceline.models.description.weight_names import WeightNames
+from paceline.models.description.weights import StoredTensor
 from paceline.models.families.rotary import head_dim, longest_sequence, rotary_of, without_positions
-from paceline.models.weight_names import WeightNames
-from paceline.models.weights import StoredTensor
 
 # Hugging Face's name of an activation -> the name in kernels.gpu.steps. Models with others run through huggingface.py.
 ACTIVATION_NAMES = {

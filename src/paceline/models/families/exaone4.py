@@ -7,7 +7,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from paceline.models.description import DecoderSpec
+from paceline.models.description.spec import DecoderSpec
+from paceline.models.description.weight_names import WeightNames
 from paceline.models.families.base import (
     GGUF_NORMS_AFTER,
     LLAMA_GGUF_NAMES,
@@ -17,7 +18,6 @@ from paceline.models.families.base import (
     GGUFForm,
     llama_like,
 )
-from paceline.models.weight_names import WeightNames
 
 
 def _describe(config: PretrainedConfig) -> DecoderSpec | None:

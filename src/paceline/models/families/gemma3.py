@@ -9,7 +9,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from paceline.models.description import DecoderSpec, LayerSpec, MLPSpec
+from paceline.models.description.spec import DecoderSpec, LayerSpec, MLPSpec
+from paceline.models.description.weight_names import WeightNames
 from paceline.models.families.base import (
     ACTIVATION_NAMES,
     GGUF_NORMS_AFTER,
@@ -24,7 +25,6 @@ from paceline.models.families.base import (
     windows_of,
 )
 from paceline.models.families.rotary import rotary_of
-from paceline.models.weight_names import WeightNames
 
 _LAYERS_OF_27B = 62  # this size alone scales scores by width / heads instead of the head's width
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from paceline.models.description import (
+from paceline.models.description.spec import (
     AttentionSpec,
     DecoderSpec,
     ExpertsSpec,
@@ -22,6 +22,8 @@ from paceline.models.description import (
     TokenInputsSpec,
     check,
 )
+from paceline.models.description.weight_names import WeightNames
+from paceline.models.description.weights import StoredTensor
 from paceline.models.families.base import (
     ACTIVATION_NAMES,
     GGUF_EXPERTS,
@@ -36,8 +38,6 @@ from paceline.models.families.base import (
     decoder_of,
 )
 from paceline.models.families.rotary import rotary_of
-from paceline.models.weight_names import WeightNames
-from paceline.models.weights import StoredTensor
 
 
 def _describe(config: PretrainedConfig) -> DecoderSpec | None:

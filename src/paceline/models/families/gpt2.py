@@ -6,9 +6,9 @@ import re
 
 from transformers import PretrainedConfig
 
-from paceline.models.description import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormSpec
+from paceline.models.description.spec import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormSpec
+from paceline.models.description.weight_names import WeightNames
 from paceline.models.families.base import ACTIVATION_NAMES, Family
-from paceline.models.weight_names import WeightNames
 
 
 def _scale(config: PretrainedConfig, layer: int) -> float | None:

@@ -11,7 +11,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from paceline.models.description import DecoderSpec, MLPSpec
+from paceline.models.description.spec import DecoderSpec, MLPSpec
+from paceline.models.description.weight_names import WeightNames
 from paceline.models.families.base import (
     GGUF_EXPERTS,
     LLAMA_GGUF_NAMES,
@@ -22,7 +23,6 @@ from paceline.models.families.base import (
     llama_like,
     with_experts,
 )
-from paceline.models.weight_names import WeightNames
 
 _GATE = 1.702, 7.0  # slope and limit of "clamped_silu"
 

@@ -9,9 +9,9 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from paceline.errors import ModelFormatError
-from paceline.models.description import DecoderSpec, without_residual_scale
+from paceline.models.description.spec import DecoderSpec, without_residual_scale
+from paceline.models.description.weight_names import WeightNames
 from paceline.models.families.base import LLAMA_GGUF_NAMES, LLAMA_NAMES, Family, GGUFForm, biases_of, llama_like
-from paceline.models.weight_names import WeightNames
 
 
 def describe(config: PretrainedConfig) -> DecoderSpec | None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
-from paceline.models.description import DecoderSpec, LayerSpec, Mamba2Spec, MLPSpec, Rotary, without_residual_scale
+from paceline.models.description.spec import DecoderSpec, LayerSpec, Mamba2Spec, MLPSpec, Rotary, without_residual_scale
+from paceline.models.description.weight_names import WeightNames
 from paceline.models.families.base import ACTIVATION_NAMES, LLAMA_NAMES, Family, attention_of, biases_of, decoder_of
 from paceline.models.families.rotary import head_dim, plain_rotary, rotary_of, without_positions
-from paceline.models.weight_names import WeightNames
 
 _KINDS = {"full_attention", "linear_attention"}
 _NO_LIMIT = (0.0, float("inf"))

@@ -7,11 +7,19 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from paceline.models.description import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormSpec, ShortConvSpec, check
+from paceline.models.description.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    LayerSpec,
+    MLPSpec,
+    NormSpec,
+    ShortConvSpec,
+    check,
+)
+from paceline.models.description.weight_names import WeightNames
+from paceline.models.description.weights import StoredTensor
 from paceline.models.families.base import LLAMA_GGUF_NAMES, LLAMA_NAMES, ChangedTensor, Family, GGUFForm, decoder_of
 from paceline.models.families.rotary import head_dim, rotary_of
-from paceline.models.weight_names import WeightNames
-from paceline.models.weights import StoredTensor
 
 _KINDS = {"full_attention", "conv"}
 

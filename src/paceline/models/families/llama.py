@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
-from paceline.models.description import DecoderSpec
+from paceline.models.description.spec import DecoderSpec
+from paceline.models.description.weight_names import WeightNames
 from paceline.models.families.base import LLAMA_GGUF_NAMES, LLAMA_NAMES, Family, GGUFForm, biases_of, llama_like
-from paceline.models.weight_names import WeightNames
 
 
 def _describe(config: PretrainedConfig) -> DecoderSpec | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
-from paceline.models.description import DecoderSpec
+from paceline.models.description.spec import DecoderSpec
+from paceline.models.description.weight_names import WeightNames
 from paceline.models.families.base import (
     GGUF_NORMS_AFTER,
     LLAMA_GGUF_NAMES,
@@ -15,7 +16,6 @@ from paceline.models.families.base import (
     biases_of,
     llama_like,
 )
-from paceline.models.weight_names import WeightNames
 
 
 def _describe(config: PretrainedConfig) -> DecoderSpec | None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
-from paceline.models.description import DecoderSpec
+from paceline.models.description.spec import DecoderSpec
+from paceline.models.description.weight_names import WeightNames
 from paceline.models.families.base import LLAMA_NAMES, NORMS_AFTER, Family, attention_of, dense_decoder_of, windows_of
 from paceline.models.families.rotary import rotary_of
-from paceline.models.weight_names import WeightNames
 
 
 def _describe(config: PretrainedConfig) -> DecoderSpec | None:

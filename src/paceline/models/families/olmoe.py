@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
-from paceline.models.description import DecoderSpec
+from paceline.models.description.spec import DecoderSpec
+from paceline.models.description.weight_names import WeightNames
 from paceline.models.families.base import (
     EXPERTS,
     GGUF_EXPERTS,
@@ -17,7 +18,6 @@ from paceline.models.families.base import (
     llama_like,
     with_experts,
 )
-from paceline.models.weight_names import WeightNames
 
 
 def _describe(config: PretrainedConfig) -> DecoderSpec | None:

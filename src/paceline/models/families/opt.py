@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
-from paceline.models.description import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormSpec
+from paceline.models.description.spec import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormSpec
+from paceline.models.description.weight_names import WeightNames
 from paceline.models.families.base import ACTIVATION_NAMES, Family
-from paceline.models.weight_names import WeightNames
 
 
 def _describe(config: PretrainedConfig) -> DecoderSpec | None:

@@ -6,11 +6,11 @@ import re
 
 from transformers import PretrainedConfig
 
-from paceline.models.description import AttentionSpec, DecoderSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, MLPSpec
+from paceline.models.description.spec import AttentionSpec, DecoderSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, MLPSpec
+from paceline.models.description.weight_names import WeightNames
 from paceline.models.families.base import ACTIVATION_NAMES, LLAMA_NAMES, Family, decoder_of
 from paceline.models.families.qwen3_5_gguf import FORM
 from paceline.models.families.rotary import head_dim, rotary_of
-from paceline.models.weight_names import WeightNames
 
 _KINDS = {"full_attention", "linear_attention"}
 _NORMS = frozenset({"attn_norm", "mlp_norm", "q_norm", "k_norm", "norm"})  # stored around 0; delta_norm is around 1

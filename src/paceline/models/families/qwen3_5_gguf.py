@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.models.description import DecoderSpec, DeltaNetSpec
+from paceline.models.description.spec import DecoderSpec, DeltaNetSpec
+from paceline.models.description.weight_names import WeightNames
+from paceline.models.description.weights import StoredTensor
 from paceline.models.families.base import LLAMA_GGUF_NAMES, ChangedTensor, GGUFForm
-from paceline.models.weight_names import WeightNames
-from paceline.models.weights import StoredTensor
 
 
 def _fields(metadata: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from transformers import PretrainedConfig
 
-from paceline.models.description import DecoderSpec, ExpertsSpec, MLPSpec
+from paceline.models.description.spec import DecoderSpec, ExpertsSpec, MLPSpec
 from paceline.models.families import qwen3_5
 from paceline.models.families.base import EXPERTS, Family
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from paceline.models.description import DecoderSpec
+from paceline.models.description.spec import DecoderSpec
+from paceline.models.description.weight_names import WeightNames
 from paceline.models.families.base import (
     EXPERTS,
     GGUF_EXPERTS,
@@ -20,7 +21,6 @@ from paceline.models.families.base import (
     llama_like,
     with_experts,
 )
-from paceline.models.weight_names import WeightNames
 
 
 def _describe(config: PretrainedConfig) -> DecoderSpec | None:

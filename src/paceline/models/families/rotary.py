@@ -9,7 +9,7 @@ import torch
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from paceline.models.description import Rotary, check
+from paceline.models.description.spec import Rotary, check
 
 
 def longest_sequence(config: PretrainedConfig) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from paceline.models.shares import ModelShard
+from paceline.models.description.shards import ModelShard
 
 PATIENCE = timedelta(seconds=60)  # for a rank that lives but does not answer; a dead one is noticed at once
 FOREVER = timedelta(days=366)  # for the next instruction of rank 0

@@ -27,13 +27,13 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from paceline.errors import ParameterError, RankError
-from paceline.models.boundary import Source
-from paceline.models.loading import check_shardable, load_shard
+from paceline.models.description.shards import ModelShard
+from paceline.models.files.boundary import Source
+from paceline.models.load.loading import check_shardable, load_shard
 from paceline.models.parallel.follower import Follower
 from paceline.models.parallel.group import FOREVER, Ranks
 from paceline.models.parallel.model import LeadingPart, PartOfModel, RankProcesses
 from paceline.models.parallel.plan import Op, Step, as_numbers
-from paceline.models.shares import ModelShard
 
 _LOOK = 0.02  # seconds between two checks whether the others are ready
 _WATCH = 0.2  # seconds between two checks whether they still run
@@ -185,7 +185,7 @@ def lead(source: Source, share: ModelShard, dtype: torch.dtype, device: torch.de
     Raises what ``load_shard`` raises, or RankError if another rank could not start.
     """
     launched = check_launched(share.ranks) is not None
-    path, _ = check_shardable(source, share)
+    path = check_shardable(source, share)
     settings = Settings(str(path.absolute()), str(dtype).removeprefix("torch."), str(device), threads)
     settings.check(share.ranks)
     processes = Launched(_launchers_store()) if launched else Spawned(share.ranks)

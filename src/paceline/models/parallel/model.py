@@ -22,12 +22,12 @@ from paceline.kernels.attention import BACKENDS
 from paceline.kernels.attention.base import Attend
 from paceline.kernels.attention.cached import CachedAttend
 from paceline.models.base import HiddenStates
-from paceline.models.description import DecoderSpec
-from paceline.models.experts import Experts
-from paceline.models.linear import Linear
+from paceline.models.description.spec import DecoderSpec
 from paceline.models.parallel.group import Ranks
 from paceline.models.parallel.plan import Op, Step, as_numbers, packed_pass
-from paceline.models.transformer import Transformer
+from paceline.models.torch.experts import Experts
+from paceline.models.torch.linear import Linear
+from paceline.models.torch.transformer import Transformer
 
 CacheShape: TypeAlias = tuple[int, int, int, int, int, torch.dtype, torch.device]
 BACKEND_NAMES = cast(tuple[AttentionName, ...], tuple(BACKENDS))
@@ -64,7 +64,7 @@ class EmbeddingShard:
 class PartOfModel(Transformer):
     """A rank's part: its forward pass gives the whole model's result, if all ranks run it together.
 
-    spec: of the whole model; weights: of this part (``models.loading.load_shard``).
+    spec: of the whole model; weights: of this part (``load.loading.load_shard``).
     """
 
     def __init__(self, spec: DecoderSpec, weights: Mapping[str, Tensor], name: str, ranks: Ranks) -> None:

@@ -38,8 +38,8 @@ def main() -> None:
 
     from torch._C._distributed_c10d import FileStore
 
+    from paceline.models.description.shards import ModelShard
     from paceline.models.parallel.launch import serve
-    from paceline.models.shares import ModelShard
 
     try:
         serve(FileStore(str(path), instructions["ranks"]), ModelShard(instructions["rank"], instructions["ranks"]))

@@ -29,7 +29,7 @@ from paceline.core.hardware import cpu_name, resolve_dtype
 from paceline.core.outputs import Latency
 from paceline.drafters.base import Wrapper
 from paceline.engine.utilisation import Arithmetic
-from paceline.models.native import NativeModel
+from paceline.models.native.model import NativeModel
 from paceline.tools.bench.measure import run_batch, split_times, turns
 from paceline.tools.bench.prompts import COPYING, OPEN
 from paceline.tools.bench.sets import SETS, SetName
@@ -157,7 +157,7 @@ class Transformers:
         import transformers
         from transformers import AutoModelForCausalLM
 
-        from paceline.models.hub import resolve
+        from paceline.models.files.hub import resolve
 
         target, path = like.engine.models.target, resolve(source)
         where = path.parent if path.is_file() else path

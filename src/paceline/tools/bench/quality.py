@@ -18,7 +18,7 @@ from paceline.config import SamplingParams
 from paceline.engine.prefixes import common_prefix_length
 from paceline.kernels.attention import BACKENDS
 from paceline.models.base import AnyModel
-from paceline.models.decoder import Decoder
+from paceline.models.decoding.decoder import Decoder
 from paceline.tools.bench.measure import questions, run_batch
 from paceline.tools.bench.prompts import OPEN
 

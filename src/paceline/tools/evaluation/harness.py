@@ -18,7 +18,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from paceline.config import DEFAULT_MODEL, EngineConfig, SamplingParams
 from paceline.errors import ParameterError
 from paceline.llm import LLM
-from paceline.models.tokenizer import Tokenizer
+from paceline.models.text.tokenizer import Tokenizer
 
 MAX_ANSWER = 256  # tokens of an answer unless the task sets a limit: the harness's own default
 _SAMPLING = (

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from paceline.errors import MissingPackageError
 
 if TYPE_CHECKING:
-    from paceline.models.tokenizer import Tokenizer
+    from paceline.models.text.tokenizer import Tokenizer
 
 Style = Literal["chat", "completion"]
 

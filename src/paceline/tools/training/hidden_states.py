@@ -21,8 +21,7 @@ from paceline.errors import ParameterError
 from paceline.kernels.attention import make_backend
 from paceline.kernels.attention.cached import CachedAttend
 from paceline.kernels.native import kernel_threads
-from paceline.models.base import AnyModel, FlatModel, HiddenStates, Model
-from paceline.models.recurrent import cache_of
+from paceline.models.base import AnyModel, FlatModel, HiddenStates, Model, cache_of
 
 PASS_TOKENS = 2048  # tokens of a forward pass
 LOGITS_TOKENS = 256  # tokens whose logits are in memory at a time

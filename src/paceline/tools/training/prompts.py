@@ -19,7 +19,7 @@ from paceline.config.inputs import as_conversations, check_message
 from paceline.config.ranges import check_text
 from paceline.engine.prefixes import common_prefix_length
 from paceline.errors import ParameterError, RequestError
-from paceline.models.tokenizer import Tokenizer
+from paceline.models.text.tokenizer import Tokenizer
 
 Question: TypeAlias = tuple[tuple[str, str], ...]
 """A conversation up to the answer: (role, content) of each message, the user's last."""

@@ -13,8 +13,8 @@ from datetime import timedelta
 import torch
 from torch import Tensor, distributed
 
+from paceline.models.description.shards import ModelShard
 from paceline.models.parallel.launch import interface_of, launched_share
-from paceline.models.shares import ModelShard
 
 _NO_TIMEOUT = timedelta(days=365)  # rank 0 writes data for hours; the launcher ends the others if one fails
 

@@ -16,10 +16,10 @@ from paceline.drafters.heads.config import HeadConfig
 from paceline.drafters.heads.head import Head
 from paceline.drafters.heads.kinds import make_head
 from paceline.errors import ParameterError
-from paceline.models.description import DecoderSpec, MLPSpec
-from paceline.models.linear import Dense
-from paceline.models.loading import load_config, load_model
-from paceline.models.transformer import Transformer
+from paceline.models.description.spec import DecoderSpec, MLPSpec
+from paceline.models.load.loading import load_config, load_model
+from paceline.models.torch.linear import Dense
+from paceline.models.torch.transformer import Transformer
 from paceline.tools.training.hidden_states import taps_of
 from paceline.tools.training.objective import Learner
 from paceline.tools.training.shards import Shard

@@ -1,0 +1,85 @@
+"""A model's KV cache by slot, and the number of tokens that each slot holds: for prefixes, joins and ends of rows."""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.core.cache import KVCache
+from paceline.core.recurrent_state import StatefulCache
+from paceline.models.base import AnyModel, SharedModel, cache_of
+
+
+class CachedRows:
+    """The cache of a model, whose rows are the slots of a batch (``Batch.slots``).
+
+    rows, positions: size of the KV cache, in rows and tokens per row.
+
+    num_computed_tokens [rows] int64: number of tokens of each row whose keys and values are in the cache. Between
+        rounds it is length - 1 for the target; for a draft model it may be less.
+    """
+
+    def __init__(self, model: AnyModel, rows: int, positions: int) -> None:
+        self.cache = self._new_cache(model, rows, positions)
+        self._recurrent = self.cache.states if isinstance(self.cache, StatefulCache) else None
+        self.num_computed_tokens = torch.zeros(rows, dtype=torch.int64, device=model.device)
+
+    def _new_cache(self, model: AnyModel, rows: int, positions: int) -> KVCache:
+        return model.new_cache(rows, positions) if isinstance(model, SharedModel) else cache_of(model, rows, positions)
+
+    def num_computed(self, row: int) -> int:
+        """Return the number of computed tokens of a row. Synchronises with the device."""
+        return int(self.num_computed_tokens[row])
+
+    def copy_row(self, source: int, destination: int, length: int) -> None:
+        """Copy the first ``length`` positions of a row to another row."""
+        self.cache.copy_row(source, destination, length)
+        self.num_computed_tokens[destination] = self.num_computed_tokens[source].clamp(max=length)
+
+    def cut_row(self, row: int, length: int) -> None:
+        """Begin a new text in a row, of which at most ``length`` tokens are in the cache already."""
+        self.num_computed_tokens[row].clamp_(max=length)
+        if self._recurrent is not None:
+            self._recurrent.cut(row, length)
+
+    def erase_row(self, row: int) -> None:
+        """Set the keys, values and states of a row to zeros, as before its first text."""
+        self.cache.erase_row(row)
+
+    def resize_row(self, row: int, positions: int) -> None:
+        """Set the capacity of a row in tokens; memory beyond it is freed. See ``RowTables``."""
+        self.cache.resize(row, positions)
+
+    def capacity_of(self, row: int) -> int:
+        """Return the capacity of a row in tokens."""
+        return self.cache.sizes[row]
+
+    @property
+    def grows(self) -> bool:
+        """Whether memory is allocated per row as it grows."""
+        return self.cache.grows
+
+    def save_state(self, slot: int, *, apart: int) -> None:
+        """Save the recurrent state after a slot's prefilled tokens, unless one was saved less than ``apart`` before.
+
+        Models without recurrent layers need none: their caches can be cut anywhere.
+        """
+        if self._recurrent is not None:
+            self._recurrent.save(slot, apart=apart)
+
+    def reusable(self, slot: int, tokens: int) -> int:
+        """Return how many of a slot's first ``tokens`` computed tokens another text can start from.
+
+        Keys and values can be cut anywhere; a recurrent state only where it is kept.
+        """
+        return tokens if self._recurrent is None else self._recurrent.reusable(slot, tokens)
+
+    @property
+    def cuts_anywhere(self) -> bool:
+        """Whether a slot can be cut at any token; recurrent states cannot."""
+        return self._recurrent is None
+
+    def pretend(self, rows: int, computed: int) -> None:
+        """Count ``computed`` tokens of the first slots as computed, whatever their caches hold, to measure times."""
+        self.num_computed_tokens[:rows] = computed
+        if self._recurrent is not None:
+            self._recurrent.pretend(range(rows), computed)

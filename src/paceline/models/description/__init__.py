@@ -1,0 +1,1 @@
+"""What a decoder computes, the weights that it asks for, and where each of them is stored."""

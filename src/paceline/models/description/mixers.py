@@ -1,0 +1,74 @@
+"""Recurrent layers as the kernels' reference runs them, made from a description and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from paceline.kernels.delta import DeltaNet
+from paceline.kernels.mamba2 import Mamba2
+from paceline.kernels.short_conv import ShortConv
+from paceline.kernels.spec import LinearWeights, RecurrentMixer
+from paceline.models.description.spec import AttentionSpec, DeltaNetSpec, Mamba2Spec, MixerSpec, RecurrentSpec
+
+
+def mixer_of(spec: RecurrentSpec, name: str, weights: Mapping[str, Tensor]) -> RecurrentMixer:
+    """Return a recurrent layer's computation.
+
+    name: of its layer, with a point. weights: by the names of ``description.weights.slots``.
+
+    Views of the weights where possible. The tensors may be on device "meta".
+    """
+    if isinstance(spec, DeltaNetSpec):
+        return _delta_of(spec, name, weights)
+    if isinstance(spec, Mamba2Spec):
+        return _mamba2_of(spec, name, weights)
+    return ShortConv(_conv_of(name, weights))
+
+
+def gate_last(qkv: LinearWeights, spec: MixerSpec) -> LinearWeights:
+    """Move the gates of gated attention, each stored behind its head's query, behind all queries, keys and values."""
+    if not isinstance(spec, AttentionSpec) or not spec.gated:
+        return qkv
+    stacked = 2 * spec.query_width
+
+    def order(rows: Tensor) -> Tensor:
+        heads = rows[:stacked].view(spec.heads, 2, spec.head_dim, *rows.shape[1:])
+        return torch.cat([heads[:, 0].flatten(0, 1), rows[stacked:], heads[:, 1].flatten(0, 1)])
+
+    return qkv.reordered(order)
+
+
+def _conv_of(name: str, weights: Mapping[str, Tensor]) -> Tensor:
+    return weights[f"{name}conv.weight"].squeeze(1)
+
+
+def _rate_of(name: str, weights: Mapping[str, Tensor]) -> Tensor:
+    return -weights[f"{name}decay_rate.weight"].float().exp()
+
+
+def _delta_of(spec: DeltaNetSpec, name: str, weights: Mapping[str, Tensor]) -> DeltaNet:
+    return DeltaNet(
+        heads=spec,
+        gates=LinearWeights(weights[f"{name}beta_decay.weight"]),
+        conv=_conv_of(name, weights),
+        rate=_rate_of(name, weights),
+        bias=weights[f"{name}decay_bias.weight"],
+        norm=weights[f"{name}delta_norm.weight"],
+        epsilon=spec.norm_eps,
+    )
+
+
+def _mamba2_of(spec: Mamba2Spec, name: str, weights: Mapping[str, Tensor]) -> Mamba2:
+    return Mamba2(
+        heads=spec,
+        conv=_conv_of(name, weights),
+        conv_bias=weights.get(f"{name}conv.bias"),
+        rate=_rate_of(name, weights),
+        bias=weights[f"{name}step_bias.weight"],
+        skip=weights[f"{name}skip.weight"],
+        norm=weights[f"{name}mamba_norm.weight"],
+        epsilon=spec.norm_eps,
+    )

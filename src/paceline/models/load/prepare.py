@@ -1,0 +1,183 @@
+"""Choice of what runs a model: packed weights on the CPU kernels if possible, else torch, Triton or transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from paceline.config import AttentionName, QuantizationName
+from paceline.core.hardware import native_bfloat16
+from paceline.errors import ParameterError
+from paceline.kernels import native
+from paceline.kernels.gpu.launch import has_fp8, require_triton
+from paceline.models.base import AnyModel, SharedModel
+from paceline.models.description.checkpoint import Checkpoint
+from paceline.models.description.spec import DecoderSpec
+from paceline.models.files.boundary import ResolvedSource, Source, name_of, reads_model
+from paceline.models.load.loading import describe_source, in_torch, open_checkpoint
+from paceline.models.load.packed_file import packed_file
+from paceline.models.native.model import NativeModel
+from paceline.models.native.recurrent import RecurrentModel, is_recurrent
+from paceline.models.native.spec import obstacle_of
+from paceline.models.torch.transformer import Transformer
+
+if TYPE_CHECKING:
+    from paceline.kernels.gpu.linear import Format, Linears
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """How a model is to run: options of ``EngineConfig``, with dtype and device resolved."""
+
+    dtype: torch.dtype
+    device: torch.device
+    attention: AttentionName = "auto"
+    quantization: QuantizationName | None = None
+    deterministic: bool = False
+
+    @property
+    def suit_kernels(self) -> bool:
+        """Whether a model that the CPU kernels cover runs on them."""
+        if self.device.type != "cpu" or self.attention not in ("auto", "native") or self.quantization == "fp8":
+            return False
+        return native.select() is not None and (self.quantization is not None or self.dtype == torch.bfloat16)
+
+
+def would_run_natively(source: Source, device: torch.device, attention: AttentionName) -> bool:
+    """Whether the native kernels would run a model in bfloat16, according to its configuration.
+
+    Raises the errors of ``open_checkpoint``.
+    """
+    options = ModelOptions(torch.bfloat16, device, attention)
+    if device.type != "cpu" or not (attention == "native" or options.suit_kernels):
+        return False
+    description = describe_source(source)
+    return description is not None and obstacle_of(description) is None
+
+
+def load(source: Source, options: ModelOptions, on_packing: Callable[[], None] = lambda: None) -> AnyModel:
+    """Load a model for what runs it. Packed weights are read from the disk cache, or written to it.
+
+    on_packing: called before weights are packed.
+    Raises the errors of ``open_checkpoint``, and ParameterError if native kernels, a quantization or determinism were
+    asked for and are not possible.
+    """
+    if not options.suit_kernels or options.quantization == "fp8":
+        return _load(source, options, on_packing)
+    cached_file = packed_file(source, options.dtype, options.quantization)
+    if cached_file is not None and (packed := cached_file.load()) is not None:
+        return packed
+    model = _load(source, options, on_packing)
+    if cached_file is not None and isinstance(model, NativeModel):
+        cached_file.save(model)
+    return model
+
+
+@reads_model
+def _load(source: ResolvedSource, options: ModelOptions, on_packing: Callable[[], None]) -> AnyModel:
+    """Read the model's checkpoint. On CUDA, 8-bit weights and ``deterministic`` use Triton's matrix products."""
+    checkpoint = open_checkpoint(source)
+    if options.device.type == "cuda" and (options.quantization is not None or options.deterministic):
+        model = in_torch(source, checkpoint, options.dtype, options.device)
+        return _with_triton(model, options.quantization, options.deterministic)
+    if options.attention in ("padded", "split", "ragged"):
+        _check_torch(checkpoint, options)
+        return in_torch(source, checkpoint, options.dtype, options.device)
+    obstacle = _obstacle(None if checkpoint is None else checkpoint.spec, name_of(source), options)
+    obstacle = obstacle or (native.why_off() if native.select() is None else None)
+    if obstacle is None:
+        assert checkpoint is not None
+        assert options.quantization != "fp8"
+        on_packing()
+        return NativeModel.of(checkpoint, options.dtype, quantization=options.quantization)
+    if options.attention == "native" or options.quantization is not None:
+        by_quantization = options.quantization is not None
+        field, value = ("quantization", options.quantization) if by_quantization else ("attention", options.attention)
+        raise ParameterError(field, value, f"not possible here: {obstacle}")
+    return in_torch(source, checkpoint, options.dtype, options.device)
+
+
+def _check_torch(checkpoint: Checkpoint | None, options: ModelOptions) -> None:
+    """Raise ParameterError for what the attention backends of torch do not have."""
+    attention, quantization = options.attention, options.quantization
+    if options.device.type == "cpu" and checkpoint is not None and is_recurrent(checkpoint.spec):
+        allowed = f"'native' or 'auto' with {checkpoint.name}: no other has its states, gates or sinks"
+        raise ParameterError("attention", attention, allowed)
+    if quantization is not None:
+        raise ParameterError("quantization", quantization, f"None with attention={attention!r}; or attention='auto'")
+
+
+def _with_triton(model: AnyModel, quantization: QuantizationName | None, deterministic: bool) -> Transformer:
+    """Replace the model's linear layers by Triton's, with 8-bit weights or the model's own."""
+    field, value = ("quantization", quantization) if quantization is not None else ("deterministic", deterministic)
+    require_triton(model.device, field, value)
+    if not isinstance(model, Transformer):
+        raise ParameterError(field, value, f"not possible here: {model.name} is not of a native family")
+    if model.has_experts:
+        raise ParameterError(field, value, f"not possible yet: {model.name} is a mixture of experts")
+    if deterministic and model.state_shape is not None:
+        raise ParameterError("deterministic", deterministic, f"not possible yet: {model.name} has recurrent layers")
+    if deterministic and model.spec.embed_width != model.spec.width:
+        raise ParameterError("deterministic", deterministic, f"not possible yet: {model.name} projects its embeddings")
+    if quantization == "int4":
+        raise ParameterError(field, value, "'int8' or 'fp8' on CUDA devices")
+    if quantization == "fp8" and not has_fp8(model.device):
+        raise ParameterError(
+            field, value, f"'int8': {model.device} has no float8; it needs an Ada, Hopper or later GPU"
+        )
+    if quantization == "int8" and model.dtype == torch.bfloat16 and not native_bfloat16(model.device):
+        raise ParameterError(field, value, "possible on GPUs before Ampere with dtype='float16' only")
+    from paceline.kernels.gpu.linear import Linears
+
+    to: Format = "same" if quantization is None else quantization
+    linears = Linears(to, deterministic=deterministic)
+    model.replace_linears(linears)
+    if model.device.type == "cuda" and not deterministic:  # deterministic products use the same tiles on every machine
+        _tune(model, linears)
+    if quantization is not None:
+        model.precision = f"{quantization} weights, {model.precision}"
+    return model
+
+
+def _tune(model: Transformer, linears: Linears) -> None:
+    """Choose the tiles of the matrix products."""
+    from paceline.kernels.gpu.linear import SmallRowLinear
+    from paceline.models.load.kept_tiles import tune
+
+    tune([layer for layer in model.linears() if isinstance(layer, SmallRowLinear)], linears, model.dtype)
+
+
+def _obstacle(spec: DecoderSpec | None, name: str, options: ModelOptions) -> str | None:
+    """Return why the native kernels cannot run a model; None if no reason is known.
+
+    spec: None for a model of transformers' own code. name: of the model, for messages.
+    """
+    if options.device.type != "cpu":
+        return f"the native kernels run on the CPU, the model is on {options.device}"
+    if spec is None:
+        return f"{name} is not of a native family"
+    if options.quantization == "fp8":
+        return "fp8 weights need a CUDA device; on a CPU use 'int8' or 'int4'"
+    if obstacle := obstacle_of(spec):
+        return obstacle
+    if options.quantization is None and options.dtype != torch.bfloat16:
+        return "the native kernels run bfloat16 or quantized weights; set dtype='bfloat16'"
+    return None
+
+
+def why_not_native(model: AnyModel, attention: AttentionName) -> str | None:
+    """Return why a model that may run on the native kernels does not, for the start line; None if it does."""
+    if isinstance(model, NativeModel) or attention != "auto":
+        return None
+    spec = model.spec if isinstance(model, Transformer | RecurrentModel) else None
+    fits = spec is not None and obstacle_of(spec) is None
+    if fits and model.device.type == "cpu" and native.select() is None:
+        return native.why_off()
+    if isinstance(model, SharedModel):
+        return "the native kernels run whole models, and this one is split over ranks"
+    dtype = model.weights_dtype if isinstance(model, RecurrentModel) else model.dtype
+    obstacle = _obstacle(spec, model.name, ModelOptions(dtype, model.device))
+    return obstacle or "the kernels do not cover this architecture"

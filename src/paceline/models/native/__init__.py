@@ -1,0 +1,1 @@
+"""Forward passes on the CPU kernels, and what their weights are packed from."""

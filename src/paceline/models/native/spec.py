@@ -1,0 +1,283 @@
+"""The kernels' spec of a model, from its description and its weights, and what the kernels cannot run, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.errors import ModelFormatError
+from paceline.kernels.abi import MOST_TAPS
+from paceline.kernels.delta import DeltaNet
+from paceline.kernels.pack import Format, Weight
+from paceline.kernels.short_conv import ShortConv
+from paceline.kernels.spec import (
+    ExpertsNorms,
+    ExpertsWeights,
+    GatedActivation,
+    Heads,
+    LayerWeights,
+    LinearWeights,
+    NativeSpec,
+    RecurrentMixer,
+    TokenInputWeights,
+    TokenTableWeights,
+)
+from paceline.models.description.mixers import gate_last, mixer_of
+from paceline.models.description.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    DeltaNetSpec,
+    ExpertsSpec,
+    Mamba2Spec,
+    TokenInputsSpec,
+)
+from paceline.models.description.weights import EXPERTS_NORMS, shapes
+
+
+class ReadMatrix(Protocol):
+    """Reads a matrix while it is packed."""
+
+    def __call__(self, to: Format) -> Weight: ...
+
+    def of_expert(self, expert: int) -> ReadMatrix:
+        """Return the matrix of one expert, of those that this one has side by side."""
+        ...
+
+
+ACTIVATIONS: dict[str, GatedActivation] = {  # those that the kernels have
+    "silu": "silu",
+    "gelu_tanh": "gelu_tanh",
+    "clamped_silu": "clamped_silu",
+}
+
+
+def spec_of(
+    spec: DecoderSpec,
+    weights: Mapping[str, Tensor],
+    readers: Mapping[str, ReadMatrix] | None = None,
+    places: Sequence[int] | None = None,
+) -> NativeSpec:
+    """Return the kernels' spec of a model. weights: by the names of ``description.weights``.
+
+    places: the cache's layer that each layer reads; None: as its description says.
+
+    readers: makes matrices while they are packed, by the names of weights, which then only give the shapes.
+    Raises ModelFormatError if neither the kernels nor their reference can run the model.
+    """
+    check_reference(spec)
+    attention = spec.attentions[0]
+    assert attention.rotary is not None
+
+    source = _WeightSource(weights, readers or {})
+    return NativeSpec(
+        width=spec.width,
+        heads=attention.heads,
+        kv_heads=attention.kv_heads,
+        head_dim=attention.head_dim,
+        vocab_size=spec.vocab_size,
+        max_positions=spec.max_positions,
+        rotary=attention.rotary,
+        embedding=weights["embed.weight"],
+        final_norm=weights["norm.weight"] * spec.logits_scale,
+        layers=[
+            _layer_of(spec, index, place, source)
+            for index, place in enumerate(spec.places if places is None else places)
+        ],
+        head=source.linear("head") if "head.weight" in weights else None,
+        epsilon=spec.norm.eps,
+        embed_scale=spec.embed_scale,
+        tap_scale=spec.residual_scale,
+        inputs=_token_table_of(spec.token_inputs, weights, source.linear),
+        logits_cap=spec.logits_cap,
+    )
+
+
+def _token_table_of(
+    spec: TokenInputsSpec | None, weights: Mapping[str, Tensor], linear: Callable[[str], LinearWeights]
+) -> TokenTableWeights | None:
+    if spec is None:
+        return None
+    scales = spec.table_scale, spec.project_scale, spec.sum_scale
+    return TokenTableWeights(linear("input_table"), linear("input_project"), weights["input_norm.weight"], *scales)
+
+
+@dataclass(frozen=True)
+class _WeightSource:
+    """A model's tensors by the names of ``description.weights``, and what reads those that are not read yet."""
+
+    weights: Mapping[str, Tensor]
+    readers: Mapping[str, ReadMatrix]
+
+    def linear(self, name: str) -> LinearWeights:
+        """Return a matrix and its bias."""
+        weight, bias = self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
+        return LinearWeights(weight, bias, self.readers.get(f"{name}.weight"))
+
+    def experts(self, name: str) -> list[LinearWeights]:
+        """Return the matrix and the bias of each expert."""
+        whole = self.linear(name)
+        biases = [None] * len(whole.weight) if whole.bias is None else list(whole.bias)
+        reader = self.readers.get(f"{name}.weight")
+        return [
+            LinearWeights(weight, bias, None if reader is None else reader.of_expert(expert))
+            for expert, (weight, bias) in enumerate(zip(whole.weight, biases, strict=True))
+        ]
+
+
+def _experts_of(spec: ExpertsSpec, name: str, source: _WeightSource) -> ExpertsWeights:
+    """Return the experts of a layer. name: of the layer, with a point."""
+    router = source.linear(f"{name}router")
+    gate = [source.weights[f"{name}shared_gate.weight"]] if spec.shared_gate else []
+    norms = [source.weights[f"{name}{norm}.weight"] for norm in EXPERTS_NORMS] if spec.own_norms else []
+    return ExpertsWeights(
+        router=torch.cat([_scaled(router.weight, spec.scores_scale), *gate]),
+        gate_up=source.experts(f"{name}experts_gate_up"),
+        down=source.experts(f"{name}experts_down"),
+        used=spec.used,
+        normalised=spec.normalised,
+        router_bias=None if router.bias is None else _scaled(router.bias, spec.scores_scale),
+        factors=source.weights.get(f"{name}experts_scale.weight"),
+        norms=ExpertsNorms(*norms) if norms else None,
+    )
+
+
+def _scaled(tensor: Tensor, factor: float) -> Tensor:
+    return tensor if factor == 1.0 else tensor.float() * factor
+
+
+def _layer_of(spec: DecoderSpec, index: int, place: int, source: _WeightSource) -> LayerWeights:
+    layer, name = spec.layers[index], f"layers.{index}."
+    mixer, mlp, weights, linear = layer.mixer, layer.mlp, source.weights, source.linear
+    mixture = mlp if isinstance(mlp, ExpertsSpec) else None
+    one = mlp.expert if isinstance(mlp, ExpertsSpec) else mlp
+    attention = mixer if isinstance(mixer, AttentionSpec) else None
+    reads = None if attention is None else attention.reads_layer
+    return LayerWeights(
+        qkv=gate_last(linear(f"{name}qkv"), mixer),
+        attention_out=linear(f"{name}o"),
+        gate_up=None if layer.shared is None else linear(f"{name}gate_up"),
+        down=None if layer.shared is None else linear(f"{name}down"),
+        input_norm=weights.get(f"{name}attn_norm.weight"),
+        post_norm=weights.get(f"{name}mlp_norm.weight"),
+        attention_out_norm=weights.get(f"{name}attn_out_norm.weight"),
+        mlp_out_norm=weights.get(f"{name}mlp_out_norm.weight"),
+        q_norm=weights.get(f"{name}q_norm.weight"),
+        k_norm=weights.get(f"{name}k_norm.weight"),
+        window=None if attention is None else attention.window,
+        rotary=None if attention is None else attention.rotary,
+        scale=None if attention is None else attention.scale,
+        gated=attention is not None and attention.gated,
+        recurrent=None if isinstance(mixer, AttentionSpec) else mixer_of(mixer, name, weights),
+        activation=ACTIVATIONS[one.activation],
+        experts=None if mixture is None else _experts_of(mixture, name, source),
+        sinks=weights.get(f"{name}sinks.weight"),
+        heads=None if attention is None else Heads(attention.heads, attention.kv_heads, attention.head_dim),
+        v_norm=attention is not None and attention.v_norm,
+        place=None if reads is None else place,
+        reads_only=reads is not None,
+        input=None if spec.token_inputs is None else _token_input_of(name, weights, linear),
+        scale_out=weights.get(f"{name}scale.weight"),
+    )
+
+
+def _token_input_of(
+    name: str, weights: Mapping[str, Tensor], linear: Callable[[str], LinearWeights]
+) -> TokenInputWeights:
+    norm = weights[f"{name}input_out_norm.weight"]
+    return TokenInputWeights(linear(f"{name}input_gate"), linear(f"{name}input_out"), norm)
+
+
+def obstacle_of(description: DecoderSpec) -> str | None:
+    """Return why the kernels cannot run models of this description, whatever their weights; None if they can."""
+    try:
+        check_description(description)
+        check_spec(spec_of(description, shapes(description)))
+    except ModelFormatError as error:
+        return str(error)
+    return None
+
+
+def check_description(spec: DecoderSpec) -> None:
+    """Raise ModelFormatError for a model that the kernels cannot run."""
+    check_reference(spec)
+    if any(isinstance(mixer, Mamba2Spec) for mixer in spec.recurrent):
+        raise ModelFormatError(f"{_REFUSAL.format(spec.family)} kernels for Mamba-2 layers")
+    if any(isinstance(mixer, DeltaNetSpec) and mixer.norm_eps != spec.norm.eps for mixer in spec.recurrent):
+        raise ModelFormatError(f"{_REFUSAL.format(spec.family)} recurrent layers with the norms' epsilon")
+
+
+_REFUSAL = "the CPU kernels cannot run a {} model without"
+
+
+def check_reference(spec: DecoderSpec) -> None:
+    """Raise ModelFormatError for a model that ``NativeSpec`` cannot express."""
+    attentions, shapes = spec.attentions, {(a.heads, a.kv_heads, a.head_dim) for a in spec.attentions}
+    experts = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, ExpertsSpec)]
+    shared = [layer.shared for layer in spec.layers if layer.shared is not None]
+    mlps = [*shared, *(mixture.expert for mixture in experts)]
+    wanted = {
+        "RMS norms before or after each part": spec.norm.kind == "rms"
+        and spec.final_norm
+        and all(layer.norms != "after_sum" for layer in spec.layers),
+        f"gated MLPs ({' or '.join(ACTIVATIONS)})": all(mlp.gated and mlp.activation in ACTIVATIONS for mlp in mlps),
+        "one activation in a mixture and the MLP beside it": all(
+            mixture.shared is None or mixture.shared.activation == mixture.expert.activation for mixture in experts
+        ),
+        "experts of one shape in all layers": len({replace(mixture, shared=None) for mixture in experts}) <= 1,
+        "rotary positions": all(attention.rotary is not None for attention in attentions),
+        "heads of one shape beside recurrent layers": len(shapes) == 1 or not spec.recurrent,
+        "recurrent layers of one shape": len(set(spec.recurrent)) <= 1,
+        "attention in some layer": bool(attentions),
+        "vectors by token for its MLP's activation": spec.token_inputs is None
+        or {mlp.activation for mlp in mlps} == {spec.token_inputs.activation},
+        "a norm behind the last part of a scaled layer": all(
+            not layer.scaled or layer.norms in ("after", "both") for layer in spec.layers
+        ),
+        "the same epsilon in all norms": all(a.qk_norm is None or a.qk_norm_eps == spec.norm.eps for a in attentions),
+        "an embedding as wide as the model": spec.embed_width == spec.width,
+    }
+    missing = [feature for feature, present in wanted.items() if not present]
+    if missing:
+        raise ModelFormatError(f"{_REFUSAL.format(spec.family)} {', '.join(missing)}")
+
+
+def check_spec(spec: NativeSpec) -> None:
+    """Raise ModelFormatError for a number or width of heads that the kernels do not support."""
+    for layer in spec.layers:
+        if layer.recurrent is not None:
+            _check_recurrent(layer.recurrent)
+    for heads in dict.fromkeys(spec.heads_of(layer) for layer in spec.layers):
+        if heads.dim % 16 or heads.heads % heads.kv_heads or heads.heads // heads.kv_heads > 64:
+            shape = f"{heads.heads} heads of {heads.dim} over {heads.kv_heads}"
+            needed = "a head width that is a multiple of 16 and at most 64 query heads per key/value head"
+            raise ModelFormatError(f"the CPU kernels need {needed}; not {shape}")
+    for layer in spec.layers:
+        rotated, dim = 2 * len((layer.rotary or spec.rotary).inverse_frequencies), spec.heads_of(layer).dim
+        if layer.recurrent is None and rotated > dim:
+            raise ModelFormatError(f"rotary positions turn {rotated} elements of heads of {dim}")
+    if spec.inputs is not None and spec.inputs.width % 16:
+        needed = "vectors by token whose width is a multiple of 16"
+        raise ModelFormatError(f"the CPU kernels need {needed}; not {spec.inputs.width}")
+
+
+def _check_recurrent(mixer: RecurrentMixer) -> None:
+    """Raise ModelFormatError for a kind or sizes of recurrent layers that the kernels do not support."""
+    if not isinstance(mixer, DeltaNet | ShortConv):
+        raise ModelFormatError(f"the CPU kernels have no layers of the kind {type(mixer).__name__}")
+    shape = mixer.shape(1)
+    wanted = {
+        "widths that are multiples of 16": not shape.channels % 16,
+        f"2 to {MOST_TAPS} taps": 1 < shape.taps <= MOST_TAPS,
+    }
+    if isinstance(mixer, DeltaNet):
+        heads = mixer.heads
+        wanted |= {
+            "head widths that are multiples of 16": not heads.key_dim % 16 and not heads.value_dim % 16,
+            "value heads shared evenly": heads.key_heads > 0 and heads.value_heads % heads.key_heads == 0,
+        }
+    if missing := [feature for feature, present in wanted.items() if not present]:
+        raise ModelFormatError(f"the CPU kernels need recurrent layers of {' and '.join(missing)}; not {shape}")

@@ -1,0 +1,1 @@
+"""Forward passes in torch: one decoder for all descriptions, and transformers' own models."""

@@ -1,0 +1,348 @@
+"""The layers of a native decoder in torch: rotary positions, attention, MLPs, and inputs by token.
+
+Internally the tokens of all rows form one matrix [N, width], N = B * L, so each linear layer is one matrix product.
+Shapes: B rows, L new tokens per row, H heads, G key/value heads, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from paceline.kernels.attention.base import Attend, AttendAgain, AttendPacked, HasStates
+from paceline.kernels.gpu.state import Norm, PackedHeads
+from paceline.kernels.gpu.steps import ACTIVATIONS, LayerSteps
+from paceline.kernels.spec import LinearWeights, RecurrentMixer
+from paceline.models.description.mixers import gate_last, mixer_of
+from paceline.models.description.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    ExpertsSpec,
+    LayerSpec,
+    MLPSpec,
+    RecurrentSpec,
+    Rotary,
+    TokenInputsSpec,
+)
+from paceline.models.description.weights import EXPERTS_NORMS, NORMS
+from paceline.models.torch.experts import Experts
+from paceline.models.torch.linear import Linear, LinearFactory
+
+Rotation = tuple[Tensor, Tensor]  # cos and signed sin, each [B, L, 1, R]: the first R of a head's D elements turn
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate the pairs (i, i + R/2) of x [B, L, heads, D] -> the same shape. The sine includes the sign."""
+    cos, sin = rotation
+    rotated = cos.shape[-1]
+    if rotated < x.shape[-1]:
+        return torch.cat((rotate(x[..., :rotated], rotation), x[..., rotated:]), -1)
+    return torch.addcmul(x * cos, x.roll(rotated // 2, -1), sin)
+
+
+class RotaryAngles:
+    """Computes cos and sin of the rotary angles: positions [B, L] -> two tensors [B, L, 1, R]."""
+
+    def __init__(self, rotary: Rotary, dtype: torch.dtype, device: torch.device) -> None:
+        frequencies = torch.tensor(rotary.inverse_frequencies, dtype=torch.float32, device=device)
+        self._frequencies = torch.cat((-frequencies, frequencies))  # sin is odd: this gives the signs of rotate-half
+        self._scaling, self._dtype = rotary.scaling, dtype
+
+    def __call__(self, positions: Tensor) -> Rotation:
+        angles = positions[:, :, None, None] * self._frequencies
+        cos, sin = angles.cos(), angles.sin()
+        if self._scaling != 1.0:
+            cos, sin = cos * self._scaling, sin * self._scaling
+        return cos.to(self._dtype), sin.to(self._dtype)
+
+
+class WeightSource:
+    """Makes the parts of a layer from the named weights, and records the tensors in use, except those of linears."""
+
+    def __init__(self, spec: DecoderSpec, weights: Mapping[str, Tensor], linear: LinearFactory) -> None:
+        self._spec, self._weights, self._linear = spec, weights, linear
+        self.kept: list[Tensor] = []
+
+    def find(self, name: str) -> Tensor | None:
+        tensor = self._weights.get(name)
+        if tensor is not None:
+            self.kept.append(tensor)
+        return tensor
+
+    def linear(self, name: str) -> Linear:
+        return self._linear(self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias"))
+
+    def qkv(self, spec: AttentionSpec, layer: str) -> Linear:
+        """Return the linear layer of queries, keys and values, with the gates of gated attention behind them."""
+        stored = LinearWeights(self._weights[f"{layer}.qkv.weight"], self._weights.get(f"{layer}.qkv.bias"))
+        ordered = gate_last(stored, spec)
+        return self._linear(ordered.weight, ordered.bias)
+
+    def mixer(self, spec: RecurrentSpec, layer: str) -> RecurrentMixer:
+        """Return a recurrent layer between its matrices. layer: its name, with a point."""
+        mixer = mixer_of(spec, layer, self._weights)
+        self.kept += [part for part in vars(mixer).values() if isinstance(part, Tensor)]
+        self.kept += [] if mixer.gates is None else [mixer.gates.weight]
+        return mixer
+
+    def norm(self, name: str) -> Norm:
+        norm, weight = self._spec.norm, self.find(f"{name}.weight")
+        if norm.kind == "rms":
+            return Norm(self._spec.width, norm.eps, weight)
+        return Norm(self._spec.width, norm.eps, weight, self.find(f"{name}.bias"), centred=True)
+
+    def qk_norm(self, spec: AttentionSpec, layer: str) -> Tensor | None:
+        """Return the weights of the query and key norms, one row per head [H + G, D]; None if there are none.
+
+        Layers that read another layer's keys have rows for their queries only.
+        """
+        q, k = self.find(f"{layer}.q_norm.weight"), self.find(f"{layer}.k_norm.weight")
+        if q is None:
+            return None
+        if k is None:
+            return q.view(-1, spec.head_dim).expand(spec.heads, -1)
+        if spec.qk_norm == "all":
+            return torch.cat((q, k)).view(-1, spec.head_dim)
+        return torch.cat((q.expand(spec.heads, -1), k.expand(spec.kv_heads, -1)))
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """Arguments common to all layers of a forward pass. rows: B, for N = B * L tokens.
+
+    rotations: by number of the rotary positions, in the order of ``Transformer.rotaries``.
+    token_inputs: [layers, N, width], or None; see ``TokenInputsSpec``.
+    """
+
+    rows: int
+    rotations: Sequence[Rotation]
+    attend: Attend
+    steps: LayerSteps
+    token_inputs: Tensor | None = None
+
+
+class _Attention:
+    linears = ("qkv", "output")
+
+    def __init__(
+        self, spec: AttentionSpec, parts: WeightSource, index: int, place: int, rotaries: Mapping[Rotary, int]
+    ) -> None:
+        """index: of the layer. place: its layer of the cache. rotaries: the numbers of rotary positions."""
+        layer = f"layers.{index}"
+        self.spec, self.place = spec, place
+        self.rotary = None if spec.rotary is None else rotaries[spec.rotary]
+        self.split = [spec.heads, spec.kv_heads, spec.kv_heads] if spec.reads_layer is None else [spec.heads, 0, 0]
+        self.packs = spec.qk_norm != "all" and not spec.v_norm and spec.reads_layer is None
+        self.qkv, self.output = parts.qkv(spec, layer), parts.linear(f"{layer}.o")
+        self.qk_norm = parts.qk_norm(spec, layer)
+
+    def __call__(self, x: Tensor, forward: ForwardContext) -> Tensor:
+        """Attention over the cache: x [N, width] -> [N, width]."""
+        spec, attend = self.spec, forward.attend
+        heads = self.qkv(x).view(forward.rows, -1, sum(self.split) + spec.heads * spec.gated, spec.head_dim)
+        qkv, gate = heads.tensor_split([sum(self.split)], dim=2)
+        rotation = None if self.rotary is None else forward.rotations[self.rotary]
+        if isinstance(attend, AttendPacked) and self.packs:
+            packed = PackedHeads(qkv, spec.heads, spec.kv_heads, rotation, self.qk_norm, spec.qk_norm_eps)
+            out = attend.packed(self.place, packed, scale=spec.scale, window=spec.window)
+        else:
+            q, k, v = (part.transpose(1, 2) for part in self._heads(qkv, rotation))
+            if spec.reads_layer is None:
+                out = attend(self.place, q, k, v, scale=spec.scale, window=spec.window)
+            else:
+                assert isinstance(attend, AttendAgain), "a cache keeps what layers share"
+                out = attend.again(self.place, q, scale=spec.scale, window=spec.window)
+        attended = out.transpose(1, 2).reshape(x.shape[0], -1)
+        return self.output(attended * gate.reshape_as(attended).sigmoid() if spec.gated else attended)
+
+    def _heads(self, qkv: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Split qkv [B, L, H + 2G, D] -> q [B, L, H, D], k, v [B, L, G, D], with norms and rotation applied."""
+        heads, kv_heads, _ = self.split
+        qk, v = qkv.split_with_sizes([heads + kv_heads, kv_heads], dim=2)
+        if self.qk_norm is not None:
+            qk = self._normed(qk, self.qk_norm)
+        if rotation is not None:
+            qk = rotate(qk, rotation)
+        if self.spec.v_norm:
+            v = functional.rms_norm(v, v.shape[-1:], None, self.spec.qk_norm_eps)
+        q, k = qk.split_with_sizes([heads, kv_heads], dim=2)
+        return q, k, v
+
+    def _normed(self, qk: Tensor, weight: Tensor) -> Tensor:
+        """Norm queries and keys [B, L, H + G, D]."""
+        eps = self.spec.qk_norm_eps
+        if self.spec.qk_norm == "head":
+            return functional.rms_norm(qk, qk.shape[-1:], None, eps) * weight
+        parts = qk.split_with_sizes(self.split[:2], dim=2)
+        return torch.cat([functional.rms_norm(part, part.shape[-2:], None, eps) for part in parts], 2) * weight
+
+
+class RecurrentLayer:
+    """A recurrent layer (``RecurrentMixer``) between its matrices."""
+
+    linears = ("qkv", "output")
+
+    def __init__(self, spec: RecurrentSpec, parts: WeightSource, index: int, place: int) -> None:
+        """index: of the layer. place: of its state."""
+        layer = f"layers.{index}."
+        self.place, self.mixer = place, parts.mixer(spec, layer)
+        self.qkv, self.output = parts.linear(f"{layer}qkv"), parts.linear(f"{layer}o")
+
+    def __call__(self, x: Tensor, forward: ForwardContext) -> Tensor:
+        """Run the rows' tokens through their states: x [N, width] -> [N, width]."""
+        attend, gates = forward.attend, self.mixer.gates
+        assert isinstance(attend, HasStates), "a cache of the model has its states"
+        assert attend.states is not None
+        of_gates = None if gates is None else functional.linear(x, gates.weight)
+        return self.output(forward.steps.recurrent(self.mixer, attend.states, self.place, self.qkv(x), of_gates))
+
+
+class GatedMLP:
+    """A gated MLP whose gate and up projections are one matrix."""
+
+    linears = ("gate_up", "down")
+
+    def __init__(self, spec: MLPSpec, parts: WeightSource, layer: str) -> None:
+        self.activation = spec.activation
+        self.gate_up, self.down = parts.linear(f"{layer}.gate_up"), parts.linear(f"{layer}.down")
+
+    def __call__(self, x: Tensor, steps: LayerSteps) -> Tensor:
+        return self.down(steps.gate(self.gate_up(x), self.activation))
+
+
+class _PlainMLP:
+    linears = ("up", "down")
+
+    def __init__(self, spec: MLPSpec, parts: WeightSource, layer: str) -> None:
+        self.activation = ACTIVATIONS[spec.activation]
+        self.up, self.down = parts.linear(f"{layer}.up"), parts.linear(f"{layer}.down")
+
+    def __call__(self, x: Tensor, steps: LayerSteps) -> Tensor:
+        return self.down(self.activation(self.up(x)))
+
+
+def _mlp(spec: LayerSpec, parts: WeightSource, layer: str) -> GatedMLP | _PlainMLP | Experts:
+    if isinstance(spec.mlp, ExpertsSpec):
+        names = [f"experts_{part}.{kind}" for part in ("gate_up", "down") for kind in ("weight", "bias")]
+        names += ["experts_scale.weight"]
+        stacked = {name: tensor for name in names if (tensor := parts.find(f"{layer}.{name}")) is not None}
+        shared = None if spec.mlp.shared is None else GatedMLP(spec.mlp.shared, parts, layer)
+        gate = parts.linear(f"{layer}.shared_gate") if spec.mlp.shared_gate else None
+        norms = {name: parts.norm(f"{layer}.{name}") for name in (EXPERTS_NORMS if spec.mlp.own_norms else ())}
+        return Experts(spec.mlp, parts.linear(f"{layer}.router"), stacked, shared, gate, norms)
+    return (GatedMLP if spec.mlp.gated else _PlainMLP)(spec.mlp, parts, layer)
+
+
+class _TokenInput:
+    """What a layer adds of its token's vector (``TokenInputsSpec``)."""
+
+    linears = ("input_gate", "input_out")
+
+    def __init__(self, spec: TokenInputsSpec, parts: WeightSource, layer: str) -> None:
+        self.activation = ACTIVATIONS[spec.activation]
+        self.input_gate, self.input_out = parts.linear(f"{layer}.input_gate"), parts.linear(f"{layer}.input_out")
+        self.norm = parts.norm(f"{layer}.input_out_norm")
+
+    def __call__(self, x: Tensor, vector: Tensor) -> Tensor:
+        """x [N, width], vector [N, inputs] -> x with the token's part added."""
+        return x + self.norm(self.input_out(self.activation(self.input_gate(x)) * vector))
+
+
+class TokenInputs:
+    """The vectors of every token for every layer (``TokenInputsSpec``)."""
+
+    linears = ("project",)
+
+    def __init__(self, spec: TokenInputsSpec, parts: WeightSource, dtype: torch.dtype) -> None:
+        self.spec, self.norm = spec, parts.find("input_norm.weight")
+        self.table, self.project = parts.find("input_table.weight"), parts.linear("input_project")
+        self._table_scale = torch.tensor(spec.table_scale, dtype=dtype).item()  # rounded as transformers does
+
+    def __call__(self, tokens: Tensor, x: Tensor, eps: float) -> Tensor:
+        """Tokens [N], their embeddings x [N, width] -> [layers, N, inputs]."""
+        assert self.table is not None
+        spec = self.spec
+        projected = (self.project(x) * spec.project_scale).view(len(x), -1, spec.width)
+        normed = functional.rms_norm(projected, (spec.width,), self.norm, eps)
+        found = functional.embedding(tokens, self.table) * self._table_scale
+        return ((normed + found.view_as(normed)) * spec.sum_scale).transpose(0, 1)
+
+
+class DecoderLayer:
+    """One layer: attention or a recurrent layer, then an MLP or a mixture of experts, with norms and residual sums."""
+
+    def __init__(
+        self, decoder: DecoderSpec, parts: WeightSource, index: int, place: int, rotaries: Mapping[Rotary, int]
+    ) -> None:
+        """index: of the layer. place: see ``DecoderSpec.places``. rotaries: the numbers of rotary positions."""
+        spec, name = decoder.layers[index], f"layers.{index}"
+        self.spec, self.index = spec, index
+        self.mixer = (
+            _Attention(spec.mixer, parts, index, place, rotaries)
+            if isinstance(spec.mixer, AttentionSpec)
+            else RecurrentLayer(spec.mixer, parts, index, place)
+        )
+        self.norms = {norm: parts.norm(f"{name}.{norm}") for norm in NORMS[spec.norms]}
+        self.attention_out_norm, self.mlp_out_norm = self.norms.get("attn_out_norm"), self.norms.get("mlp_out_norm")
+        self.mlp = _mlp(spec, parts, name)
+        self.input = None if decoder.token_inputs is None else _TokenInput(decoder.token_inputs, parts, name)
+        self.scale = parts.find(f"{name}.scale.weight")
+        shared = [self.mlp.shared] if isinstance(self.mlp, Experts) and isinstance(self.mlp.shared, GatedMLP) else []
+        inputs = [] if self.input is None else [self.input]
+        self.owners = (self.mixer, self.mlp, *shared, *inputs)  # of linear layers
+
+    @property
+    def attention(self) -> _Attention:
+        """The mixer, which the caller knows to be attention."""
+        assert isinstance(self.mixer, _Attention), "a recurrent layer has no attention"
+        return self.mixer
+
+    @property
+    def entry(self) -> Norm | None:
+        """The norm of the layer's input; None if the layer reads the hidden states themselves."""
+        return None if self.spec.norms == "after_sum" else self.norms.get("attn_norm")
+
+    def __call__(
+        self, x: Tensor, normed: Tensor, forward: ForwardContext, following: Norm | None
+    ) -> tuple[Tensor, Tensor]:
+        """Run the layer: hidden states x and its input, both [N, width] -> both for the next layer.
+
+        The input is the norm ``entry`` of x, or x if there is none.
+        following: the norm after this layer, which is the next layer's first or the final one; None if there is none.
+        """
+        steps = forward.steps
+        if self.spec.norms == "after_sum":
+            x = steps.add_norm(x, self.mixer(x, forward), self.norms["attn_norm"])[1]
+            x = steps.add_norm(x, self.mlp(x, steps), self.norms["mlp_norm"])[1]
+            return x, x
+        out = self.mixer(normed, forward)
+        if self.attention_out_norm is not None:
+            out = self.attention_out_norm(out)
+        x, normed = _add(steps, x, out, self.norms.get("mlp_norm"))
+        mlp = self.mlp
+        out = mlp.with_own_norms(x, normed, steps) if isinstance(mlp, Experts) and mlp.norms else mlp(normed, steps)
+        if self.mlp_out_norm is not None:
+            out = self.mlp_out_norm(out)
+        if self.input is None and self.scale is None:
+            return _add(steps, x, out, following)
+        x = self._end(x + out, forward)
+        return x, x if following is None else following(x)
+
+    def _end(self, x: Tensor, forward: ForwardContext) -> Tensor:
+        """Add the token's vector to the layer's output x [N, width], and scale it."""
+        if self.input is not None:
+            assert forward.token_inputs is not None
+            x = self.input(x, forward.token_inputs[self.index])
+        return x if self.scale is None else x * self.scale
+
+
+def _add(steps: LayerSteps, x: Tensor, added: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
+    """Return the sum of x and added [N, width], and its norm, or twice the sum if there is no norm."""
+    if norm is not None:
+        return steps.add_norm(x, added, norm)
+    total = x + added
+    return total, total
