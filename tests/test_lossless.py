@@ -43,9 +43,8 @@ from paceline.lengths.cost import CostModel
 from paceline.models.base import AnyModel, Model
 from recurrent_support import (
     SIZES,
-    as_on_gpus,
+    in_torch,
     on_kernels,
-    ours,
     tiny_granite_hybrid,
     tiny_lfm2,
     tiny_mtp,
@@ -111,8 +110,8 @@ MODELS |= {  # the same, with heads of two widths and keys that layers share, or
     "gemma4 experts": functools.partial(tiny_native_gemma4, 5, **GEMMA4_SIZES["experts and vectors"]),
 }
 OTHER_STATES: dict[str, Callable[[], Model]] = {  # kinds of states that run in torch only
-    "mamba2": functools.cache(lambda: ours(tiny_granite_hybrid())),
-    "delta nets as on GPUs": functools.cache(lambda: as_on_gpus(tiny_qwen3_5(**SIZES["ungrouped"]))),
+    "mamba2": functools.cache(lambda: in_torch(tiny_granite_hybrid())),
+    "delta nets in torch": functools.cache(lambda: in_torch(tiny_qwen3_5(**SIZES["ungrouped"]))),
 }
 MODELS |= OTHER_STATES
 DRAFTS["native"] = lambda: tiny_native(1, 1)
@@ -128,7 +127,7 @@ HEADS: dict[str, Callable[[], HeadModel]] = {
     "lfm2": lambda: tiny_native_head(MODELS["lfm2"](), 48),
     "gemma4": lambda: tiny_native_head(tiny_native_gemma4(), 40),
     "gemma4 experts": lambda: tiny_native_head(MODELS["gemma4 experts"](), 64),
-    "delta nets as on GPUs": lambda: tiny_head(MODELS["delta nets as on GPUs"](), 48),
+    "delta nets in torch": lambda: tiny_head(MODELS["delta nets in torch"](), 48),
 }
 ASSISTANTS = {"gemma4": lambda: tiny_assistant(tiny_native_gemma4())}
 DRAFTERS = ["model", "self", "ngram", "documents", "never", "always", "sometimes", "ragged", "short", "hybrid"]
@@ -584,7 +583,7 @@ def test_rounds_over_other_kinds_of_states_equal_plain_decoding(
 def test_device_rounds_over_states_equal_plain_decoding(
     drafter: str, length: int | str, family: str, width: int
 ) -> None:
-    kind, options = "delta nets as on GPUs", {"rounds": "device", "attention": "padded", "prefill_chunk": 7}
+    kind, options = "delta nets in torch", {"rounds": "device", "attention": "padded", "prefill_chunk": 7}
     engine = speculative_engine(kind, drafter, length, family, speculation_width=width, **options)
     assert answers(run(engine, PROMPTS, PARAMS[family])) == plain(kind, family)
     assert engine.runners.rounds["device"] > 10

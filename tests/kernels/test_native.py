@@ -6,7 +6,6 @@ import pytest
 
 from paceline.errors import ParameterError
 from paceline.kernels import build, native
-from paceline.models.base import WITHOUT_KERNELS
 
 needs_extension = pytest.mark.skipif(not native.available(), reason=native.why_none())
 
@@ -104,7 +103,7 @@ def test_the_reason_for_not_using_a_faster_set_is_reported(monkeypatch):
     monkeypatch.setattr(native, "why_not", lambda name: "it is Sunday" if name == "amx" else native._LACKING)
     with pytest.raises(ParameterError, match="not amx: it is Sunday"):
         native.select("amx")
-    assert native.faster_obstacle(WITHOUT_KERNELS) == "not amx: it is Sunday"
+    assert native.faster_obstacle("none") == "not amx: it is Sunday"
 
 
 @needs_extension
