@@ -10,7 +10,7 @@ from paceline.kernels import build, native
 needs_extension = pytest.mark.skipif(not native.available(), reason=native.why_none())
 
 
-def test_off_selects_the_reference(monkeypatch):
+def test_off_selects_no_kernels(monkeypatch):
     monkeypatch.setenv(native.VARIABLE, "off")
     assert native.select() is None
 
@@ -47,7 +47,7 @@ def test_a_missing_library_is_explained(monkeypatch, tmp_path):
 
 @needs_extension
 @pytest.mark.wide
-def test_an_unusable_library_is_logged_and_the_reference_runs(monkeypatch):
+def test_an_unusable_library_is_logged_and_models_run_in_torch(monkeypatch):
     """Changed sources without a new build would otherwise only be noticed as slowness."""
     monkeypatch.setenv("PYTHONPATH", str(build.PACKAGE.parents[1]))
     script = (
