@@ -11,7 +11,10 @@ FACTORS: dict[str, list[Any]] = {
     "rule": ["a", "b"],
     "rows": [1, 8],
 }
-ONLY: dict[tuple[str, Any], dict[str, list[Any]]] = {("drafter", "none"): {"length": [1], "rule": ["a"]}, ("rule", "b"): {"length": [1, 4], "rows": [8]}}
+ONLY: dict[tuple[str, Any], dict[str, list[Any]]] = {
+    ("drafter", "none"): {"length": [1], "rule": ["a"]},
+    ("rule", "b"): {"length": [1, 4], "rows": [8]},
+}
 
 
 def allowed(case: tuple[object, ...]) -> bool:

@@ -46,9 +46,8 @@ from paceline.lengths.cost import CostModel
 from paceline.models.base import AnyModel, Model
 from recurrent_support import (
     SIZES,
-    as_on_gpus,
+    in_torch,
     on_kernels,
-    ours,
     tiny_granite_hybrid,
     tiny_lfm2,
     tiny_mtp,
@@ -115,8 +114,8 @@ MODELS |= {  # the same, with heads of two widths and keys that layers share, or
     "gemma4 experts": functools.partial(tiny_native_gemma4, 5, **GEMMA4_SIZES["experts and vectors"]),
 }
 OTHER_STATES: dict[str, Callable[[], Model]] = {  # kinds of states that run in torch only
-    "mamba2": functools.cache(lambda: ours(tiny_granite_hybrid())),
-    "delta nets as on GPUs": functools.cache(lambda: as_on_gpus(tiny_qwen3_5(**SIZES["ungrouped"]))),
+    "mamba2": functools.cache(lambda: in_torch(tiny_granite_hybrid())),
+    "delta nets in torch": functools.cache(lambda: in_torch(tiny_qwen3_5(**SIZES["ungrouped"]))),
 }
 MODELS |= OTHER_STATES
 DRAFTS["native"] = lambda: tiny_native(1, 1)
@@ -132,7 +131,7 @@ HEADS: dict[str, Callable[[], HeadModel]] = {
     "lfm2": lambda: tiny_native_head(MODELS["lfm2"](), 48),
     "gemma4": lambda: tiny_native_head(tiny_native_gemma4(), 40),
     "gemma4 experts": lambda: tiny_native_head(MODELS["gemma4 experts"](), 64),
-    "delta nets as on GPUs": lambda: tiny_head(MODELS["delta nets as on GPUs"](), 48),
+    "delta nets in torch": lambda: tiny_head(MODELS["delta nets in torch"](), 48),
 }
 ASSISTANTS = {"gemma4": lambda: tiny_assistant(tiny_native_gemma4())}
 DRAFTERS = ["model", "self", "ngram", "documents", "never", "always", "sometimes", "ragged", "short", "hybrid"]
@@ -472,7 +471,7 @@ PLACES: dict[str, tuple[str, dict[str, Any]]] = {  # a model, and options that d
     "llama": ("llama", {"attention": "padded"}),
     "llama, split": ("llama", {"attention": "split"}),
     "native by the host": ("native", {}),
-    "delta nets on the device": ("delta nets as on GPUs", ON_DEVICE),
+    "delta nets on the device": ("delta nets in torch", ON_DEVICE),
     **{model: (model, {}) for model in MODELS if model not in TARGETS},
 }
 IN_TORCH_ONLY = {*TARGETS, "toy, split", "toy on the device", "llama, split", "delta nets on the device", *OTHER_STATES}
@@ -1015,7 +1014,7 @@ BRANCHING_OF = {
     "gemma4": ["documents", "hybrid", "head", "assistant", "assistant hybrid"],
     **dict.fromkeys(("experts int4", "lfm2 int4", "lfm2 bf16"), ("documents",)),
     "mamba2": ["hybrid"],
-    "delta nets as on GPUs": ["documents"],
+    "delta nets in torch": ["documents"],
     "delta nets on the device": ["model"],
 }
 ALWAYS_TREES = (1, 4, "random", "caps", "selection", "stops")  # other policies may reduce a tree to chains

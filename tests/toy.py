@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.reference import seen_by
 from kernels.tools import random_spec, with_experts, with_sinks
 from paceline.config import EngineConfig, SamplingParams
 from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.cache import KVCache
 from paceline.core.draft import Draft
-from paceline.core.nodes import Nodes, seen_by
+from paceline.core.nodes import Nodes
 from paceline.core.outputs import CompletionOutput, RequestOutput
 from paceline.core.processors import processed_row
 from paceline.core.rows import Constraint

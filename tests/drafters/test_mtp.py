@@ -21,7 +21,6 @@ from paceline.lengths.base import FixedLength
 from paceline.models.base import AnyModel
 from paceline.models.load.loading import load_model
 from paceline.models.native.model import Quantization
-from paceline.models.native.recurrent import RecurrentModel
 from quantised_support import CONVERTERS, convert_files
 from recurrent_support import save_with_head, tiny_qwen3_5
 from toy import VOCAB, RandomCaps, answers, make_engine, make_request, run
@@ -46,9 +45,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def loaded(checkpoint: Path, kind: str) -> tuple[AnyModel, HeadModel]:
     """The target and its head: in torch ("float32"), or on the CPU kernels."""
-    model = load_model(checkpoint, dtype=torch.float32)
-    assert isinstance(model, RecurrentModel)
-    target: AnyModel = model
+    target: AnyModel = load_model(checkpoint, dtype=torch.float32)
     if kind != "float32":
         quantization: dict[str, Quantization | None] = {"bf16": None, "int8": "int8", "int4": "int4"}
         target = packed(checkpoint, quantization[kind], threads=1)

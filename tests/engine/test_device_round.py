@@ -48,7 +48,7 @@ from paceline.models.base import Model
 from paceline.models.decoding.decoder import Decoder
 from paceline.models.decoding.draft_decoder import DraftDecoder
 from paceline.models.load.loading import load_model
-from recurrent_support import as_on_gpus, tiny_granite_hybrid, tiny_lfm2, tiny_qwen3_5
+from recurrent_support import in_torch, tiny_granite_hybrid, tiny_lfm2, tiny_qwen3_5
 from simulation import linear_costs
 from toy import (
     POSITIONS,
@@ -482,7 +482,7 @@ def logits_of(model: Model, text: list[int]) -> Tensor:
 # --- no reads ---------------------------------------------------------------------------------------------------------
 
 
-WITH_STATES = (lambda: as_on_gpus(tiny_qwen3_5()), lambda: tiny_llama(1))
+WITH_STATES = (lambda: in_torch(tiny_qwen3_5()), lambda: tiny_llama(1))
 
 
 def runner(ops: RoundOps, rule: DeviceAcceptance, model: str = "llama", rows: int = 3, width: int = 1) -> DeviceRound:
@@ -600,7 +600,7 @@ def test_the_loop_reads_only_one_record_per_round(monkeypatch: pytest.MonkeyPatc
 def test_kinds_of_states_without_kernels_stay_on_the_host_and_the_start_line_says_so(
     theirs: Callable[[], PreTrainedModel], on_device: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = as_on_gpus(theirs())
+    target = in_torch(theirs())
     engine = make_engine(target, rounds="host")
     monkeypatch.setattr(target, "device", torch.device("cuda"))
     monkeypatch.setattr(target, "steps", TritonSteps())

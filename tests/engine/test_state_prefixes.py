@@ -13,25 +13,22 @@ from paceline.core.outputs import RequestOutput
 from paceline.engine import request, scheduler, slot_allocator
 from paceline.models.base import AnyModel
 from recurrent_support import (
-    as_on_gpus,
+    in_torch,
     on_kernels,
-    ours,
     tiny_granite_hybrid,
     tiny_lfm2,
     tiny_native_recurrent,
     tiny_qwen3_5,
-    tiny_recurrent,
 )
 from toy import VOCAB, answers, make_engine, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 MODELS: dict[str, Callable[[], AnyModel]] = {
-    "gated delta net": tiny_recurrent,
     "gated delta net, kernels": functools.cache(tiny_native_recurrent),
-    "gated delta net, as on GPUs": functools.cache(lambda: as_on_gpus(tiny_qwen3_5())),
-    "mamba2": lambda: ours(tiny_granite_hybrid()),
-    "short convolution": lambda: ours(tiny_lfm2()),
+    "gated delta net": lambda: in_torch(tiny_qwen3_5()),
+    "mamba2": lambda: in_torch(tiny_granite_hybrid()),
+    "short convolution": lambda: in_torch(tiny_lfm2()),
     "short convolution, kernels": functools.cache(lambda: on_kernels(tiny_lfm2())),
 }
 CHUNK = 16

@@ -8,11 +8,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kernels.reference import ReferenceDecoder
 from paceline.core.cache import KVCache
 from paceline.core.nodes import Nodes
-from paceline.kernels.reference import ReferenceDecoder
 from paceline.kernels.spec import NativeSpec
-from paceline.models.base import WITHOUT_KERNELS, HiddenStates, check_taps
+from paceline.models.base import HiddenStates, check_taps
 from paceline.models.native.model import HEAD_FORMAT, LAYER_FORMAT, Quantization
 
 
@@ -22,7 +22,7 @@ class ReferenceModel:
     Implements ``FlatModel``.
     """
 
-    kernels, quantization = WITHOUT_KERNELS, None
+    kernels, quantization = "reference", None
 
     def __init__(self, spec: NativeSpec, name: str, *, quantization: Quantization | Literal["fp32"] | None) -> None:
         self.name = name

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from covering import in_pairs
+from kernels import reference
 from kernels.tools import embed, quantise_row, rms_norm, run_linear, same_bits
-from paceline.kernels import native, pack, reference
+from paceline.kernels import native, pack
 from paceline.kernels.abi import Epilogue
 from paceline.kernels.pack import Bf16Weight, Format, Int4Weight, Int8Weight
 

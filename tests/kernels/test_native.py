@@ -6,12 +6,11 @@ import pytest
 
 from paceline.errors import ParameterError
 from paceline.kernels import build, native
-from paceline.models.base import WITHOUT_KERNELS
 
 needs_extension = pytest.mark.skipif(not native.available(), reason=native.why_none())
 
 
-def test_off_selects_the_reference(monkeypatch):
+def test_off_selects_no_kernels(monkeypatch):
     monkeypatch.setenv(native.VARIABLE, "off")
     assert native.select() is None
 
@@ -47,7 +46,7 @@ def test_a_missing_library_is_explained(monkeypatch, tmp_path):
 
 
 @needs_extension
-def test_an_unusable_library_is_logged_and_the_reference_runs(monkeypatch):
+def test_an_unusable_library_is_logged_and_models_run_in_torch(monkeypatch):
     """Changed sources without a new build would otherwise only be noticed as slowness."""
     monkeypatch.setenv("PYTHONPATH", str(build.PACKAGE.parents[1]))
     script = (
@@ -103,7 +102,7 @@ def test_the_reason_for_not_using_a_faster_set_is_reported(monkeypatch):
     monkeypatch.setattr(native, "why_not", lambda name: "it is Sunday" if name == "amx" else native._LACKING)
     with pytest.raises(ParameterError, match="not amx: it is Sunday"):
         native.select("amx")
-    assert native.faster_obstacle(WITHOUT_KERNELS) == "not amx: it is Sunday"
+    assert native.faster_obstacle("none") == "not amx: it is Sunday"
 
 
 @needs_extension
@@ -153,7 +152,6 @@ import ctypes, torch
 from kernels.tools import cache_for, random_spec
 from paceline.core import row_tables
 from paceline.core.nodes import Nodes
-from paceline.models.base import WITHOUT_KERNELS
 from paceline.models.native.model import NativeModel
 
 libc = ctypes.CDLL(None)

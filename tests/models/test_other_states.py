@@ -24,7 +24,7 @@ from paceline.models.load.loading import load_model
 from paceline.models.load.prepare import ModelOptions, load
 from paceline.models.native.model import NativeModel
 from paceline.models.torch.transformer import Transformer
-from recurrent_support import GRANITE_SIZES, LFM2_SIZES, on_kernels, ours, tiny_granite_hybrid, tiny_lfm2
+from recurrent_support import GRANITE_SIZES, LFM2_SIZES, on_kernels, reference_of, tiny_granite_hybrid, tiny_lfm2
 from toy import VOCAB
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,10 +46,8 @@ def chain(tokens: list[int], start: int = 0) -> Nodes:
 def test_logits_equal_those_of_transformers(name: str, loaded: str, tmp_path: Path) -> None:
     make, sizes = MODELS[name]
     theirs = make(1, **sizes)
-    model = ours(theirs)
-    if loaded == "from files":
-        theirs.save_pretrained(tmp_path)
-        model = load_model(tmp_path, dtype=torch.float32)
+    theirs.save_pretrained(tmp_path)
+    model = reference_of(tmp_path if loaded == "from files" else theirs)
     with torch.inference_mode():
         wanted = theirs(torch.tensor([TOKENS])).logits[0]
         found = model.logits(model.forward(chain(TOKENS), cache_of(model, 1, 80)).hidden)
@@ -59,7 +57,7 @@ def test_logits_equal_those_of_transformers(name: str, loaded: str, tmp_path: Pa
 @pytest.mark.parametrize("name", MODELS)
 def test_a_state_goes_on_after_rejected_draft_tokens_and_from_where_it_was_saved(name: str) -> None:
     make, sizes = MODELS[name]
-    model = ours(make(**sizes))
+    model = reference_of(make(**sizes))
     cache, fresh = cache_of(model, 2, 96), cache_of(model, 1, 96)
     assert isinstance(cache, StatefulCache)
     model.fill(chain(TOKENS[:30]), cache)
@@ -76,7 +74,7 @@ def test_a_state_goes_on_after_rejected_draft_tokens_and_from_where_it_was_saved
 @pytest.mark.parametrize("name", MODELS)
 def test_the_memory_plan_counts_what_slots_keep(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, sizes = MODELS[name]
-    model = ours(make(**sizes))
+    model = reference_of(make(**sizes))
     cache = cache_of(model, 5, 16)
     assert isinstance(cache, StatefulCache)
     states = cache.states
@@ -108,7 +106,7 @@ def test_the_cpu_kernels_refuse_mamba2_by_name_and_torch_runs_it(tmp_path: Path)
 def test_the_start_line_says_why_a_model_runs_in_torch() -> None:
     llm = LLM(tiny_granite_hybrid(), dtype="bfloat16", device="cpu", max_batch_size=2, max_model_len=64)
     assert "without kernels for Mamba-2 layers" in llm.engine.describe()
-    assert "(float32 in torch)" in llm.engine.describe()
+    assert "(bfloat16 on cpu)" in llm.engine.describe()
 
 
 @pytest.mark.skipif(native.select() is None, reason=f"no native kernels: {native.why_none()}")

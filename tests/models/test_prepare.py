@@ -26,7 +26,7 @@ from paceline.models.load import prepare as module
 from paceline.models.load.prepare import ModelOptions, load, would_run_natively
 from paceline.models.native.model import NativeModel
 from paceline.models.torch.transformer import Transformer
-from recurrent_support import as_on_gpus, save_tokenizer, save_with_head, tiny_granite_hybrid, tiny_lfm2, tiny_qwen3_5
+from recurrent_support import in_torch, save_tokenizer, save_with_head, tiny_granite_hybrid, tiny_lfm2, tiny_qwen3_5
 from toy import ToyModel, answers, make_engine, run, tiny_llama
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -109,7 +109,7 @@ def test_on_cuda_hybrids_have_8_bit_weights_and_are_not_deterministic(
     """The product of a delta net's gates is torch's, whose bits depend on the batch."""
     pytest.importorskip("triton", reason="triton is not installed")
     monkeypatch.setattr(launch, "interpreted", lambda: True)
-    model = as_on_gpus(save_with_head(tmp_path)[0])
+    model = in_torch(save_with_head(tmp_path)[0])
     with pytest.raises(ParameterError, match=r"deterministic=True.*recurrent layers"):
         module._with_triton(model, quantization, deterministic=True)
     if quantization is not None:

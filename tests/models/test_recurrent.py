@@ -21,16 +21,17 @@ from paceline.core.nodes import Nodes
 from paceline.core.recurrent_state import WINDOW, RecurrentStates, StatefulCache, StateShape
 from paceline.core.row_tables import GROWS
 from paceline.kernels import native
-from paceline.models.base import FlatModel, cache_of
+from paceline.models.base import AnyModel, FlatModel, cache_of
+from paceline.models.load.loading import open_checkpoint
 from paceline.models.native.model import NativeModel, Quantization
-from paceline.models.native.recurrent import RecurrentModel
 from paceline.models.native.spec import spec_of
 from quantised_support import CONVERTERS, convert_files
 from recurrent_support import (
     LFM2_SIZES,
     SIZES,
+    in_torch,
     on_kernels,
-    ours,
+    reference_of,
     tiny_lfm2,
     tiny_native_recurrent,
     tiny_qwen3_5,
@@ -40,8 +41,8 @@ from toy import SHAPES, VOCAB, answers, make_engine, run, script_drafts, truth_o
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-MODELS: dict[str, Callable[[], RecurrentModel | NativeModel]] = {
-    "torch": tiny_recurrent,
+MODELS: dict[str, Callable[[], AnyModel]] = {
+    "torch": lambda: in_torch(tiny_qwen3_5()),
     "bf16": lambda: tiny_native_recurrent(quantization=None),
     "int8": lambda: tiny_native_recurrent(**SIZES["wide"]),
     "int4": lambda: tiny_native_recurrent(quantization="int4"),
@@ -74,7 +75,7 @@ def assert_greedy(model: Qwen3_5ForCausalLM, prompt: list[int], answer: list[int
 def test_logits_equal_those_of_transformers(sizes: str) -> None:
     for seed in range(3):
         theirs = tiny_qwen3_5(seed, **SIZES[sizes])
-        model = ours(theirs)
+        model = reference_of(theirs)
         tokens = [(7 * place + seed) % VOCAB for place in range(70)]
         with torch.inference_mode():
             wanted = theirs(torch.tensor([tokens])).logits[0]
@@ -85,7 +86,7 @@ def test_logits_equal_those_of_transformers(sizes: str) -> None:
 @pytest.mark.parametrize(("sizes", "rows"), zip(SIZES, (6, 1, 6), strict=True))
 def test_greedy_answers_equal_those_of_transformers(sizes: str, rows: int) -> None:
     theirs = tiny_qwen3_5(1, **SIZES[sizes])
-    engine = make_engine(ours(theirs), drafter="ngram", max_batch_size=rows, prefill_chunk=7)
+    engine = make_engine(in_torch(theirs), drafter="ngram", max_batch_size=rows, prefill_chunk=7)
     for prompt, (answer,) in zip(PROMPTS, answers(run(engine, PROMPTS, PARAMS)), strict=True):
         assert_greedy(theirs, prompt, answer)
 
@@ -202,8 +203,10 @@ def test_accepted_paths_are_moved_in_rows_that_ran_and_in_no_idle_one() -> None:
 def test_kernels_agree_with_their_reference_and_bits_do_not_depend_on_the_pass(
     name: str, quantization: Quantization | None, kernels: native.Kernels
 ) -> None:
-    model = ours(THEIRS[name]())
-    spec, tokens = spec_of(model.spec, model.weights), [5 * place % VOCAB for place in range(100)]
+    checkpoint = open_checkpoint(THEIRS[name]())
+    assert checkpoint is not None
+    spec = spec_of(checkpoint.spec, checkpoint.tensors(torch.float32, torch.device("cpu")))
+    tokens = [5 * place % VOCAB for place in range(100)]
     fast = NativeModel(spec, "tiny", quantization=quantization, threads=2, kernels=kernels)
     slow = ReferenceModel(spec, "tiny", quantization=quantization)
     found = in_pieces(fast, tokens, [100])
@@ -255,11 +258,11 @@ def test_prompts_with_a_common_beginning_reuse_states_and_answers_stay_the_same(
 
 
 def test_a_chat_goes_on_from_the_state_in_its_slot() -> None:
-    engine, text, cached = make_engine(tiny_recurrent(), max_batch_size=2), [5, 6, 7] * 7, []
+    engine, text, cached = make_engine(MODELS["torch"](), max_batch_size=2), [5, 6, 7] * 7, []
     for turn in range(4):
         (output,) = run(engine, [text], [SamplingParams(temperature=0, max_tokens=6, seed=turn)])
         cached.append(output.outputs[0].metrics.cached_tokens)
-        (plain,) = run(make_engine(tiny_recurrent()), [text], [SamplingParams(temperature=0, max_tokens=6, seed=turn)])
+        (plain,) = run(make_engine(MODELS["torch"]()), [text], [SamplingParams(temperature=0, max_tokens=6, seed=turn)])
         assert answers([output]) == answers([plain])
         text = [*text, *output.outputs[0].token_ids, 3, 4, turn]
     assert cached == [0, 26, 35, 44], "all but the last token of each answer"

@@ -18,7 +18,7 @@ from paceline.drafters.heads.loading import load_own_head
 from paceline.engine.engine import Engine
 from paceline.models.base import AnyModel
 from paceline.models.load.loading import load_model
-from recurrent_support import GRANITE_SIZES, LFM2_SIZES, as_on_gpus, save_with_head, tiny_granite_hybrid, tiny_lfm2
+from recurrent_support import GRANITE_SIZES, LFM2_SIZES, save_with_head, tiny_granite_hybrid, tiny_lfm2
 from toy import VOCAB, RandomLength, ScriptedTrees, answers, make_engine, make_request, run, sometimes, truth_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -96,17 +96,12 @@ def random_sizes(chance: random.Random) -> dict[str, Any]:
 
 
 KINDS = {"qwen3_5": random_qwen3_5, "lfm2": random_lfm2, "granite": random_granite}
-AS_ON_GPUS = " as on GPUs"
-SUBJECTS = [kind + suffix for kind in KINDS for suffix in ("", AS_ON_GPUS)]
 
 
 def subject_of(kind: str, seed: int, path: Path) -> Subject:
     """A random model of a random shape, with prompts of random lengths, half of which begin with one document."""
     chance = random.Random(seed)
-    found = KINDS[kind.removesuffix(AS_ON_GPUS)](chance, seed, path)
-    if kind.endswith(AS_ON_GPUS):
-        found.target = as_on_gpus(found.theirs)
-        found.head = None if found.head is None else load_own_head(found.target, path)
+    found = KINDS[kind](chance, seed, path)
     document = [chance.randrange(VOCAB) for _ in range(DOCUMENT)]
     for row in range(ROWS):
         own = [chance.randrange(VOCAB) for _ in range(chance.randint(1, 12))]
@@ -198,19 +193,18 @@ def ways_with_head(**options: Any) -> dict[str, Way]:
 
 
 def ways_of(kind: str) -> dict[str, Way]:
-    """All ways to run a kind of ``SUBJECTS``."""
-    has_head, as_gpus = kind.startswith("qwen3_5"), kind.endswith(AS_ON_GPUS)
+    """All ways to run a kind of ``KINDS``."""
     found = ways() | {"n-gram, alone": decoded(1, "ngram"), "trees": along_trees}
-    on_device = ways(**ON_DEVICE) if as_gpus else {}
-    if has_head:
+    on_device = ways(**ON_DEVICE)
+    if kind == "qwen3_5":
         found |= ways_with_head()
         found["hybrid, in chunks"] = decoded(4, "hybrid", num_speculative_tokens=2, prefill_chunk=4)
-        on_device |= ways_with_head(**ON_DEVICE) if as_gpus else {}
+        on_device |= ways_with_head(**ON_DEVICE)
     return found | {f"{name}, on the device": way for name, way in on_device.items()}
 
 
 KINDS_BY_WAY: dict[str, list[str]] = {}
-for _kind in SUBJECTS:
+for _kind in KINDS:
     for _way in ways_of(_kind):
         KINDS_BY_WAY.setdefault(_way, []).append(_kind)
 # Each way with one kind, the kinds in turn; the slow test below has all of them.
@@ -219,7 +213,7 @@ CASES = [(kinds[number % len(kinds)], way) for number, (way, kinds) in enumerate
 
 @pytest.fixture(scope="module")
 def subjects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Subject]:
-    return {kind: subject_of(kind, 0, tmp_path_factory.mktemp(kind)) for kind in SUBJECTS}
+    return {kind: subject_of(kind, 0, tmp_path_factory.mktemp(kind)) for kind in KINDS}
 
 
 @pytest.mark.parametrize(("kind", "way"), CASES)
@@ -228,7 +222,7 @@ def test_answers_equal_transformers_own_greedy_decoding(kind: str, way: str, sub
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", SUBJECTS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(1, 21))
 def test_answers_of_twenty_models_equal_transformers_own(seed: int, kind: str, tmp_path: Path) -> None:
     subject = subject_of(kind, seed, tmp_path)

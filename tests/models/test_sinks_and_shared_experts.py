@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
@@ -21,13 +22,12 @@ from paceline.core.nodes import Nodes
 from paceline.errors import ModelFormatError
 from paceline.kernels import native
 from paceline.models.base import FlatModel, cache_of
-from paceline.models.load.loading import load_model
+from paceline.models.load.loading import open_checkpoint
 from paceline.models.native.model import NativeModel, Quantization
-from paceline.models.native.recurrent import RecurrentModel
 from paceline.models.native.spec import spec_of
 from quantised_support import mxfp4_blocks
-from recurrent_support import as_on_gpus, randomise
-from toy import make_engine, run
+from recurrent_support import in_torch, randomise, reference_of
+from toy import answers, make_engine, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_kernels = pytest.mark.skipif(native.select() is None, reason=f"no native kernels: {native.why_none()}")
@@ -78,18 +78,12 @@ def _logits(model: FlatModel, tokens: Tensor, at_once: int = 100) -> Tensor:
     return model.logits(torch.cat(parts))
 
 
-def _ours(theirs: PreTrainedModel) -> RecurrentModel:
-    model = load_model(theirs, dtype=torch.float32)
-    assert isinstance(model, RecurrentModel)
-    return model
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_transformers(name: str) -> None:
     theirs, tokens = MODELS[name](), random_tokens(1, 20)
     with torch.no_grad():
         wanted = theirs(tokens).logits[0]
-    assert (_logits(_ours(theirs), tokens[0]) - wanted).abs().max() < 1e-3 * wanted.abs().max()
+    assert (_logits(reference_of(theirs), tokens[0]) - wanted).abs().max() < 1e-3 * wanted.abs().max()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -103,29 +97,23 @@ def test_greedy_text_is_that_of_transformers_with_and_without_speculation(name: 
                 tokens.append(int(theirs(torch.tensor([tokens])).logits[0, -1].argmax()))
         wanted.append(tokens[len(prompt) :])
     params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+    model = reference_of(theirs) if name == "gpt_oss" else in_torch(theirs)
     for drafter, rows in ((None, 1), ("ngram", 4)):
-        options = {"dtype": "float32", "max_batch_size": rows, "max_model_len": 48, "tokenizer": None}
-        options |= {} if drafter is None else {"num_speculative_tokens": 2}
-        llm = LLM(theirs, drafter=drafter, **options)  # type: ignore[arg-type]
-        found = llm.generate(prompts[:rows], params, use_tqdm=False)
-        assert [list(output.outputs[0].token_ids) for output in found] == wanted[:rows], drafter
+        options: dict[str, Any] = {} if drafter is None else {"num_speculative_tokens": 2}
+        engine = make_engine(model, drafter=drafter, max_batch_size=rows, max_model_len=48, **options)
+        assert answers(run(engine, prompts[:rows], [params] * rows)) == [[text] for text in wanted[:rows]], drafter
 
 
-def test_experts_between_recurrent_layers_run_as_on_gpus() -> None:
-    theirs = _qwen3_5_moe()
-    prompts = [random_tokens(1, 3 + row, seed=row)[0].tolist() for row in range(4)]
-    engine = make_engine(as_on_gpus(theirs), drafter="ngram", num_speculative_tokens=2, max_model_len=48)
-    params = [SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)] * len(prompts)
-    for prompt, output in zip(prompts, run(engine, prompts, params), strict=True):
-        text = [*prompt, *output.outputs[0].token_ids]
-        with torch.no_grad():
-            wanted = theirs(torch.tensor([text])).logits[0].argmax(-1)
-        assert text[len(prompt) :] == wanted[len(prompt) - 1 : -1].tolist()
-
-
-def test_sinks_are_refused_on_gpus() -> None:
-    with pytest.raises(ModelFormatError, match="gpt_oss models, which have attention sinks, run on CPUs only"):
-        as_on_gpus(_gpt_oss())
+def test_sinks_are_refused_where_the_kernels_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"device": "cpu", "max_model_len": 48, "tokenizer": None}
+    with pytest.raises(ModelFormatError, match=r"attention sinks, which only the CPU kernels run: .*dtype='bfloat16'"):
+        LLM(_gpt_oss(), dtype="float32", **options)
+    with pytest.raises(ModelFormatError, match="attention sinks, run on the CPU kernels only"):
+        LLM(_gpt_oss(), attention="padded", **options)
+    monkeypatch.setattr(native, "select", lambda: None)
+    monkeypatch.setattr(native, "why_none", lambda: "the C++ extension is not built")
+    with pytest.raises(ModelFormatError, match=r"sinks, which only the CPU kernels run: the C\+\+ extension"):
+        LLM(_gpt_oss(), dtype="bfloat16", **options)
 
 
 @needs_kernels
@@ -135,8 +123,9 @@ def test_the_kernels_run_the_model_with_bits_that_do_not_depend_on_the_call(
     name: str, quantization: Quantization | None
 ) -> None:
     """Compared with the reference implementation of the same rounding: another rounding may choose other experts."""
-    ours, tokens = _ours(MODELS[name]()), random_tokens(1, 20)[0]
-    spec = spec_of(ours.spec, ours.weights)
+    checkpoint, tokens = open_checkpoint(MODELS[name]()), random_tokens(1, 20)[0]
+    assert checkpoint is not None
+    spec = spec_of(checkpoint.spec, checkpoint.tensors(torch.float32, torch.device("cpu")))
     model = NativeModel(spec, name, quantization=quantization)
     slow = ReferenceModel(spec, name, quantization=quantization)
     exact, found = _logits(slow, tokens), _logits(model, tokens)
@@ -224,8 +213,7 @@ def _written(path: Path, theirs: PreTrainedModel, experts: gguf.GGMLQuantization
 
 def test_a_gguf_file_of_gpt_oss_gives_the_logits_of_transformers(tmp_path: Path) -> None:
     theirs, tokens = _gpt_oss(**_PUBLISHED), random_tokens(1, 40)
-    model = load_model(_written(tmp_path / "tiny.gguf", theirs, gguf.GGMLQuantizationType.F32), dtype=torch.float32)
-    assert isinstance(model, RecurrentModel)
+    model = reference_of(_written(tmp_path / "tiny.gguf", theirs, gguf.GGMLQuantizationType.F32))
     with torch.no_grad():
         wanted = theirs(tokens).logits[0]
     assert (_logits(model, tokens[0]) - wanted).abs().max() < 1e-3 * wanted.abs().max()

@@ -17,7 +17,7 @@ from paceline.engine.rounds.program import DeviceRound
 from paceline.engine.rounds.round import Speculation
 from paceline.kernels import native
 from paceline.lengths.profile import Identity
-from paceline.models.base import WITHOUT_KERNELS, AnyModel, FlatModel
+from paceline.models.base import AnyModel, FlatModel
 from paceline.models.files.fingerprint import model_hash
 from paceline.models.load.prepare import why_not_native
 from paceline.models.native.model import NativeModel
@@ -103,12 +103,11 @@ class EngineDescription:
 
     def _describe_attention(self) -> str:
         target = self.models.target
-        if isinstance(target, FlatModel) and target.kernels != WITHOUT_KERNELS:
+        if isinstance(target, FlatModel):
             return "native (ragged, batch-invariant)"
         reason = why_not_native(target, self.config.attention)
         kind = " (deterministic)" if self.config.deterministic else ""
-        name = "torch" if isinstance(target, FlatModel) else self.parts.target.backend.name
-        return name + kind + (f" (not native: {reason})" if reason else "")
+        return self.parts.target.backend.name + kind + (f" (not native: {reason})" if reason else "")
 
     def _describe_rounds(self, rounds: RoundLoop) -> str:
         """Say where rounds run; empty for a CPU target without kernels, whose rounds always run on the host."""
@@ -154,6 +153,5 @@ def _describe_model(model: AnyModel) -> str:
 def _precision(model: AnyModel) -> str:
     precision = str(model.dtype).removeprefix("torch.")
     if isinstance(model, FlatModel):
-        where = "in torch" if model.kernels == WITHOUT_KERNELS else f"on the CPU kernels {model.kernels}"
-        return f"{model.quantization or precision} {where}"
+        return f"{model.quantization or precision} on the CPU kernels {model.kernels}"
     return str(getattr(model, "precision", precision))

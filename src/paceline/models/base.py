@@ -97,10 +97,6 @@ class Model(AnyModel, Protocol):
         ...
 
 
-WITHOUT_KERNELS = "torch"
-"""Name of the kernels of models that run in plain torch, whose bits depend on who shares a batch."""
-
-
 @runtime_checkable
 class FlatModel(AnyModel, Protocol):
     """A model that runs its own attention over a ``KVCache``, for a flat list of tokens without padding."""

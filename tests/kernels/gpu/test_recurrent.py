@@ -25,7 +25,7 @@ from paceline.kernels.mamba2 import Mamba2, Mamba2Heads
 from paceline.kernels.short_conv import ShortConv
 from paceline.kernels.spec import LinearWeights, RecurrentMixer
 from paceline.models.decoding.decoder import Decoder
-from recurrent_support import as_on_gpus, tiny_qwen3_5
+from recurrent_support import in_torch, tiny_qwen3_5
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:overflow")]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -232,7 +232,7 @@ def test_a_hybrid_on_the_kernels_gives_the_hidden_states_of_torch() -> None:
 
     The last pass is a tree. Padding is not compared.
     """
-    model = as_on_gpus(tiny_qwen3_5())
+    model = in_torch(tiny_qwen3_5())
     on_kernels = copy(model)
     on_kernels.steps = TritonSteps()
     decoders = [Decoder(each, make_backend("ragged", torch.device("cpu")), 3, 40) for each in (model, on_kernels)]

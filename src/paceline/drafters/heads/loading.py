@@ -28,7 +28,6 @@ from paceline.models.files.gguf import GGUFFile
 from paceline.models.files.hub import resolve
 from paceline.models.load.loading import head_tensors, load_config, load_embedding, load_output
 from paceline.models.native.model import NativeModel
-from paceline.models.native.recurrent import RecurrentModel
 from paceline.models.torch.linear import Dense
 from paceline.models.torch.transformer import Transformer
 
@@ -137,14 +136,11 @@ def load_own_head(
 
 def _ends_of(target: AnyModel, source: Source) -> tuple[Tensor, Tensor]:
     """Return the embedding and the output head [V, H] of a target in torch, in the type that it computes in."""
-    if isinstance(target, Transformer):
-        embedding, output, _ = target.ends()
-        if isinstance(output, Dense):
-            return embedding, output.weight
-        return embedding, load_output(source, dtype=target.dtype, device=target.device)
-    assert isinstance(target, RecurrentModel), "only families that it runs have such heads"
-    weights = target.weights
-    return weights["embed.weight"].float(), weights.get("head.weight", weights["embed.weight"]).float()
+    assert isinstance(target, Transformer), "only families that it runs have such heads"
+    embedding, output, _ = target.ends()
+    if isinstance(output, Dense):
+        return embedding, output.weight
+    return embedding, load_output(source, dtype=target.dtype, device=target.device)
 
 
 def prepare_head(

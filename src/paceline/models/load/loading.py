@@ -28,7 +28,6 @@ from paceline.models.files.gguf_names import parts
 from paceline.models.files.json_files import read_configuration, read_object
 from paceline.models.files.quantised import Scheme, matrices, scheme_of
 from paceline.models.files.safetensors import stored_tensors, weight_files
-from paceline.models.native.recurrent import RecurrentModel, is_recurrent
 from paceline.models.torch.transformer import Transformer
 
 if TYPE_CHECKING:
@@ -53,9 +52,7 @@ def open_checkpoint(source: ResolvedSource) -> Checkpoint | None:
 
 
 @reads_model
-def load_model(
-    source: ResolvedSource, *, dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> Model | RecurrentModel:
+def load_model(source: ResolvedSource, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Model:
     """Load the model of ``source`` in torch, in ``dtype`` (float32, bfloat16 or float16).
 
     Families in ``families.FAMILIES`` run through ``Transformer``, others through transformers' own code. The
@@ -65,15 +62,11 @@ def load_model(
     return in_torch(source, open_checkpoint(source), dtype, torch.device(device))
 
 
-def in_torch(
-    source: ResolvedSource, checkpoint: Checkpoint | None, dtype: torch.dtype, device: torch.device
-) -> Model | RecurrentModel:
+def in_torch(source: ResolvedSource, checkpoint: Checkpoint | None, dtype: torch.dtype, device: torch.device) -> Model:
     """Read a checkpoint and run it in torch; None: run ``source`` by transformers' own code."""
     if checkpoint is None:
         return _in_transformers(source, dtype, device)
-    unrounded = device.type == "cpu" and is_recurrent(checkpoint.spec)
-    made = RecurrentModel if unrounded else Transformer
-    return made(checkpoint.spec, checkpoint.tensors(dtype, device), checkpoint.name)
+    return Transformer(checkpoint.spec, checkpoint.tensors(dtype, device), checkpoint.name)
 
 
 def _in_transformers(source: ResolvedSource, dtype: torch.dtype, device: torch.device) -> Model:
@@ -111,7 +104,7 @@ def check_shardable(source: ResolvedSource, shard: ModelShard) -> Path:
     if spec is None:
         allowed = f"1 with {source}: only models of the families {', '.join(FAMILIES)} can be split"
         raise ParameterError("tensor_parallel", shard.ranks, allowed)
-    if is_recurrent(spec):
+    if not spec.plain_attention:
         allowed = f"1 with {source}: recurrent layers are not split over ranks yet"
         raise ParameterError("tensor_parallel", shard.ranks, allowed)
     shard.local(spec)

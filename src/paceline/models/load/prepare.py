@@ -10,17 +10,15 @@ import torch
 
 from paceline.config import AttentionName, QuantizationName
 from paceline.core.hardware import native_bfloat16
-from paceline.errors import ParameterError
+from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import native
 from paceline.kernels.gpu.launch import has_fp8, require_triton
 from paceline.models.base import AnyModel, SharedModel
-from paceline.models.description.checkpoint import Checkpoint
 from paceline.models.description.spec import DecoderSpec
 from paceline.models.files.boundary import ResolvedSource, Source, name_of, reads_model
 from paceline.models.load.loading import describe_source, in_torch, open_checkpoint
 from paceline.models.load.packed_file import packed_file
 from paceline.models.native.model import NativeModel
-from paceline.models.native.recurrent import RecurrentModel, is_recurrent
 from paceline.models.native.spec import obstacle_of
 from paceline.models.torch.transformer import Transformer
 
@@ -84,7 +82,9 @@ def _load(source: ResolvedSource, options: ModelOptions, on_packing: Callable[[]
         model = in_torch(source, checkpoint, options.dtype, options.device)
         return _with_triton(model, options.quantization, options.deterministic)
     if options.attention in ("padded", "split", "ragged"):
-        _check_torch(checkpoint, options)
+        if options.quantization is not None:
+            allowed = f"None with attention={options.attention!r}; or attention='auto'"
+            raise ParameterError("quantization", options.quantization, allowed)
         return in_torch(source, checkpoint, options.dtype, options.device)
     obstacle = _obstacle(None if checkpoint is None else checkpoint.spec, name_of(source), options)
     obstacle = obstacle or (native.why_off() if native.select() is None else None)
@@ -97,17 +97,9 @@ def _load(source: ResolvedSource, options: ModelOptions, on_packing: Callable[[]
         by_quantization = options.quantization is not None
         field, value = ("quantization", options.quantization) if by_quantization else ("attention", options.attention)
         raise ParameterError(field, value, f"not possible here: {obstacle}")
+    if checkpoint is not None and any(attention.sinks for attention in checkpoint.spec.attentions):
+        raise ModelFormatError(f"{checkpoint.name} has attention sinks, which only the CPU kernels run: {obstacle}")
     return in_torch(source, checkpoint, options.dtype, options.device)
-
-
-def _check_torch(checkpoint: Checkpoint | None, options: ModelOptions) -> None:
-    """Raise ParameterError for what the attention backends of torch do not have."""
-    attention, quantization = options.attention, options.quantization
-    if options.device.type == "cpu" and checkpoint is not None and is_recurrent(checkpoint.spec):
-        allowed = f"'native' or 'auto' with {checkpoint.name}: no other has its states, gates or sinks"
-        raise ParameterError("attention", attention, allowed)
-    if quantization is not None:
-        raise ParameterError("quantization", quantization, f"None with attention={attention!r}; or attention='auto'")
 
 
 def _with_triton(model: AnyModel, quantization: QuantizationName | None, deterministic: bool) -> Transformer:
@@ -172,11 +164,11 @@ def why_not_native(model: AnyModel, attention: AttentionName) -> str | None:
     """Return why a model that may run on the native kernels does not, for the start line; None if it does."""
     if isinstance(model, NativeModel) or attention != "auto":
         return None
-    spec = model.spec if isinstance(model, Transformer | RecurrentModel) else None
-    if spec is not None and obstacle_of(spec) is None and model.device.type == "cpu" and native.select() is None:
+    spec = model.spec if isinstance(model, Transformer) else None
+    fits = spec is not None and obstacle_of(spec) is None
+    if fits and model.device.type == "cpu" and native.select() is None:
         return native.why_off()
     if isinstance(model, SharedModel):
         return "the native kernels run whole models, and this one is split over ranks"
-    dtype = model.weights_dtype if isinstance(model, RecurrentModel) else model.dtype
-    obstacle = _obstacle(spec, model.name, ModelOptions(dtype, model.device))
+    obstacle = _obstacle(spec, model.name, ModelOptions(model.dtype, model.device))
     return obstacle or "the kernels do not cover this architecture"

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from paceline.core.cache import table_places
-from paceline.kernels import abi, native, pack, reference, structs
+from paceline.kernels import abi, native, pack, structs
 from paceline.kernels.delta import DeltaNet
 from paceline.kernels.pack import Format
 from paceline.kernels.short_conv import ShortConv
@@ -43,6 +43,7 @@ _ACTIVATIONS: dict[GatedActivation, abi.Activation] = {
     "gelu_tanh": abi.Activation.GELU_TANH,
     "clamped_silu": abi.Activation.CLAMPED_SILU,
 }
+GATES_FORMAT: Format = "bf16"  # of ``RecurrentMixer.gates`` in every model: a state would carry their rounding on
 _LINE = 64  # bytes: every weight begins on a cache line
 _UNBOUNDED = 1 << 62  # bytes of a meta tensor that is larger than any model
 
@@ -101,7 +102,7 @@ def _rotate_by_tables(spec: NativeSpec, model: abi.CModelSpec) -> object:
     for index, layer in enumerate(spec.layers):
         rotary = layer.rotary or spec.rotary
         if rotary not in tables:
-            cosine, sine = reference.rotary_table(rotary, spec.max_positions + spec.ahead)
+            cosine, sine = rotary.table(spec.max_positions + spec.ahead)
             tables[rotary] = cosine[spec.ahead :], sine[spec.ahead :]
         into = model.layers[index]
         into.cosine, into.sine = (table.data_ptr() for table in tables[rotary])
@@ -251,7 +252,7 @@ class _Packer:
         if isinstance(mixer, ShortConv):
             return abi.CRecurrent(conv=self._vector(mixer.conv.T))
         return abi.CRecurrent(
-            gates=self._linear(mixer.gates, reference.GATES_FORMAT),
+            gates=self._linear(mixer.gates, GATES_FORMAT),
             conv=self._vector(mixer.conv.T),
             rate=self._vector(mixer.rate),
             bias=self._vector(mixer.bias),

@@ -1,4 +1,4 @@
-"""Reference implementation of every kernel in plain torch: for tests, and where the extension is missing.
+"""Reference implementation of every CPU kernel in plain torch.
 
 The quantisation arithmetic is the same, so integer sums agree exactly; sums of floats agree up to their order.
 """
@@ -6,26 +6,27 @@ The quantisation arithmetic is the same, so integer sums agree exactly; sums of 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeAlias, cast
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from paceline.core.cache import KVCache
-from paceline.core.nodes import Nodes, Seen, seen_by
-from paceline.core.recurrent_state import RecurrentStates, SlotPass, StatefulCache
+from paceline.core.nodes import Nodes
+from paceline.core.recurrent_state import WINDOW, RecurrentStates, StatefulCache
 from paceline.kernels.abi import ACTIVATION_GROUP
 from paceline.kernels.experts import route
 from paceline.kernels.gpu.steps import ACTIVATIONS, gate
 from paceline.kernels.pack import Bf16Weight, Format, Int4Weight, Int8Weight, Weight, dequantise, quantise
-from paceline.kernels.recurrent import run_slot
-from paceline.kernels.spec import ExpertsWeights, LayerWeights, LinearWeights, NativeSpec, Rotary
+from paceline.kernels.recurrent import _append
+from paceline.kernels.spec import ExpertsWeights, LayerWeights, LinearWeights, NativeSpec, RecurrentMixer
+from paceline.models.native.packing import GATES_FORMAT
 
 ReferenceFormat = Format | Literal["fp32"]
 """Formats of the reference: fp32 rounds neither weights nor inputs."""
 
-GATES_FORMAT: Format = "bf16"  # of ``RecurrentMixer.gates`` in every model: a state would carry their rounding on
 _SILENT = 1e-30  # rows whose largest amplitude is at most this count as zero
 
 
@@ -77,19 +78,31 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return functional.rms_norm(x, (x.shape[-1],), weight.float(), epsilon)
 
 
-def rotary_table(rotary: Rotary, positions: int) -> tuple[Tensor, Tensor]:
-    """cos and sin [positions, half] for every position."""
-    frequencies = torch.tensor(rotary.inverse_frequencies, dtype=torch.float32)
-    angles = torch.arange(positions)[:, None] * frequencies
-    return angles.cos() * rotary.scaling, angles.sin() * rotary.scaling
-
-
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [N, heads, D]; cos, sin [N, half]: rotate the pairs (i, i + half); elements beyond 2 * half stay."""
     half = cos.shape[1]
     a, b, rest = x.split_with_sizes([half, half, x.shape[2] - 2 * half], dim=2)
     c, s = cos[:, None], sin[:, None]
     return torch.cat([a * c - b * s, b * c + a * s, rest], dim=2)
+
+
+class Seen(NamedTuple):
+    """Slots a node attends to: the first ``text`` slots of its row, and ``tail``, its ancestors and itself in order."""
+
+    text: int
+    tail: tuple[int, ...]
+
+
+def seen_by(nodes: Nodes) -> list[Seen]:
+    """Slots that each node attends to, in plain Python."""
+    positions = nodes.positions.tolist()
+    if nodes.slots is None or nodes.parents is None:
+        return [Seen(position, (position,)) for position in positions]
+    seen: list[Seen] = []
+    for position, slot, parent in zip(positions, nodes.slots.tolist(), nodes.parents.tolist(), strict=True):
+        text, tail = (position, ()) if parent < 0 else seen[parent]
+        seen.append(Seen(text, (*tail, slot)))
+    return seen
 
 
 def write(layer: int, cache: KVCache, rows: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
@@ -132,12 +145,97 @@ def norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
     return x if weight is None else rms_norm(x, weight, epsilon)
 
 
+@dataclass(frozen=True)
+class SlotPass:
+    """The nodes of one slot in a forward pass.
+
+    first, stop: its nodes' indices in the pass. slot: its place in the cache.
+    start: position of its first node. applied: inputs of the slot's last pass that lie before ``start``.
+    certain: leading nodes whose inputs become part of the stored state in this pass.
+    parents: parent of each node among the slot's nodes, -1: the text.
+    """
+
+    first: int
+    stop: int
+    slot: int
+    start: int
+    applied: int
+    certain: int
+    parents: tuple[int, ...]
+
+
+def plan(states: RecurrentStates, nodes: Nodes, *, text: bool) -> list[SlotPass]:
+    """Split a forward pass by slots, and check that each can go on where its nodes begin.
+
+    text: whether all nodes are text, as in prefill, so that none can be rejected.
+    """
+    passes: list[SlotPass] = []
+    rows, positions = nodes.rows.tolist(), nodes.positions.tolist()
+    parents = None if nodes.parents is None else nodes.parents.tolist()
+    first = 0
+    while first < len(rows):
+        stop = first + 1
+        while stop < len(rows) and rows[stop] == rows[first]:
+            stop += 1
+        passes.append(_slot_pass(states, first, stop, rows[first], positions[first], parents, text=text))
+        first = stop
+    return passes
+
+
+def _slot_pass(
+    states: RecurrentStates, first: int, stop: int, slot: int, start: int, parents: list[int] | None, *, text: bool
+) -> SlotPass:
+    base, count, size = int(states.base[slot]), int(states.count[slot]), stop - first
+    applied = 0 if start == 0 else start - base
+    if not 0 <= applied <= count:
+        raise ValueError(f"slot {slot} cannot go on at token {start}: it holds {base} to {base + count}")
+    own = range(-1, size - 1) if parents is None else [max(-1, parent - first) for parent in parents[first:stop]]
+    certain = size if text else max(1, size - WINDOW)  # the first is the row's last token, which is text
+    return SlotPass(first, stop, slot, start, applied, certain, tuple(own))
+
+
+def finish(states: RecurrentStates, passes: Sequence[SlotPass]) -> None:
+    """Note what the slots hold after a forward pass, once all layers have run."""
+    for each in passes:
+        states.base[each.slot] = each.start + each.certain
+        states.count[each.slot] = each.stop - each.first - each.certain
+
+
+def run_slot(states: RecurrentStates, layer: int, mixer: RecurrentMixer, part: SlotPass, inputs: Tensor) -> Tensor:
+    """Run the nodes of one slot through a layer -> outputs [n, ...]. inputs [n, input_width]: their own.
+
+    Applies the inputs of the slot's last pass first, and stores the state after the certain nodes.
+    """
+    slot = part.slot
+    state, tail = states.state[layer, slot], states.tail[layer, slot]
+    if part.start == 0:
+        state, tail = torch.zeros_like(state), torch.zeros_like(tail)
+    after = state, tail
+    for earlier in states.inputs[layer, slot, : part.applied].clone():
+        after = _append(mixer, after, earlier)[1]
+    certain = after
+    reached = {-1: after}  # after the text, then after the nodes that others may follow
+    outputs = []
+    for node, (parent, own) in enumerate(zip(part.parents, inputs, strict=True)):
+        output, after = _append(mixer, reached[parent], own)
+        if node < part.certain:
+            del reached[parent]  # a chain: a long text's states would take gigabytes
+        reached[node] = after
+        outputs.append(output)
+        if node + 1 == part.certain:
+            certain = after
+    states.state[layer, slot], states.tail[layer, slot] = certain
+    kept = inputs[part.certain :]
+    states.inputs[layer, slot, : len(kept)] = kept
+    return torch.stack(outputs)
+
+
 class ReferenceDecoder:
     """A whole decoder in plain torch. Weights are quantised like the kernels' and kept as float32."""
 
     def __init__(self, spec: NativeSpec, layer_format: ReferenceFormat, head_format: ReferenceFormat) -> None:
         self._spec = spec
-        self._tables = [rotary_table(layer.rotary or spec.rotary, spec.max_positions) for layer in spec.layers]
+        self._tables = [(layer.rotary or spec.rotary).table(spec.max_positions) for layer in spec.layers]
         self._layers = [_ReferenceLayer(layer, self._make(layer_format)) for layer in spec.layers]
         head = spec.head or LinearWeights(spec.embedding)
         self._head = self._make(head_format)(head)
@@ -209,7 +307,7 @@ class _ReferencePass:
         if spec.states is not None:
             assert nodes.read == 0, "a recurrent model reads each node once"
             self._states = cast(StatefulCache, cache).states
-            self._passes = self._states.plan(nodes, text=text)
+            self._passes = plan(self._states, nodes, text=text)
 
     def attention(self, layer_index: int, layer: _ReferenceLayer, normed: Tensor) -> Tensor:
         """The output of an attention layer [N, width], from its normed input."""
@@ -250,7 +348,7 @@ class _ReferencePass:
     def finish(self) -> None:
         """Note what the slots of recurrent layers hold now."""
         if self._states is not None:
-            self._states.finish(self._passes)
+            finish(self._states, self._passes)
 
 
 class _ReferenceLinear:
