@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self, cast, get_type_hints
 
 from pydantic import (
@@ -261,7 +261,46 @@ class ApiRequest(Strict):
         return {name: value for name, value in data.items() if name not in passed_over}
 
 
-class GenerationRequest(ApiRequest, SamplingFields):
+class AnsweredRequest(ApiRequest):
+    """A body that asks for answers."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def deadline_ms(self) -> float | None: ...
+
+    @property
+    def answers(self) -> int:
+        """Number of answers sampled for each prompt."""
+        return 1
+
+    def answer_limit(self, left: int) -> int:
+        """Most tokens of an answer. left: tokens that the context has left."""
+        raise NotImplementedError
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Likeliest tokens to report beside each token; None for no log-probabilities."""
+        return None
+
+    @property
+    def structure(self) -> StructuredOutputs | None:
+        """The required form of the answer's text. Raises ParameterError."""
+        raise NotImplementedError
+
+    def sampling(self, base: SamplingParams, left: int) -> SamplingParams:
+        """The sampling parameters; those of ``base`` where the body has none. Raises ParameterError.
+
+        left: as in ``answer_limit``.
+        """
+        names = SamplingFields.model_fields
+        given = {name: value for name in names if (value := getattr(self, name, None)) is not None}
+        budget = None if self.deadline_ms is None else self.deadline_ms / 1000
+        own = {"max_tokens": self.answer_limit(left), "logprobs": self.num_logprobs, "time_budget": budget}
+        return SamplingParams.from_mapping(given | own, base)
+
+
+class GenerationRequest(AnsweredRequest, SamplingFields):
     """Fields that completions and chats share. None (or absent) leaves a sampling parameter at its default."""
 
     model: Label | None = optional("Name of the model.")
@@ -312,39 +351,7 @@ class GenerationRequest(ApiRequest, SamplingFields):
 
     @property
     def answers(self) -> int:
-        """Number of answers sampled for each prompt."""
         return self.best_of or self.n or 1
-
-    def answer_limit(self, left: int) -> int:
-        """Most tokens of an answer. left: tokens that the context has left, which -1 asks for."""
-        raise NotImplementedError
-
-    @property
-    def num_logprobs(self) -> int | None:
-        """Likeliest tokens to report beside each token; None for no log-probabilities."""
-        raise NotImplementedError
-
-    @property
-    def structure(self) -> StructuredOutputs | None:
-        """The required form of answers. Raises ParameterError."""
-        raise NotImplementedError
-
-    def sampling(self, base: SamplingParams, left: int) -> SamplingParams:
-        """The request's sampling parameters; those of ``base`` where it has none. Raises ParameterError.
-
-        left: as in ``answer_limit``.
-        """
-        own = {"max_tokens": self.answer_limit(left), "logprobs": self.num_logprobs}
-        return _sampling(self, SamplingFields.model_fields, own, base)
-
-
-def _sampling(
-    body: GenerationRequest | TurnRequest, names: Iterable[str], own: dict[str, Any], base: SamplingParams
-) -> SamplingParams:
-    """The sampling parameters of a body. names: of fields that it spells alike. own: those that it spells otherwise."""
-    given = {name: value for name in names if (value := getattr(body, name)) is not None}
-    budget = None if body.deadline_ms is None else body.deadline_ms / 1000
-    return SamplingParams.from_mapping(given | own | {"time_budget": budget}, base)
 
 
 def _among(value: Any, harmless: tuple[JsonValue, ...]) -> bool:
@@ -352,17 +359,13 @@ def _among(value: Any, harmless: tuple[JsonValue, ...]) -> bool:
     return any(type(value) is type(each) and value == each for each in harmless)
 
 
-_SAMPLED = ("temperature", "top_p", "top_k", "seed", "num_speculative_tokens")  # fields of a ``TurnRequest``
-
-
-class TurnRequest(ApiRequest):
+class TurnRequest(AnsweredRequest):
     """Fields of APIs that give one answer to a conversation: how it is sampled and served. None is the default.
 
     structure_field: the API's name for the required form of the answer's text. Others: as in ``GenerationRequest``.
     """
 
     structure_field: ClassVar[str]
-    answers: ClassVar[int] = 1
 
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
@@ -372,34 +375,6 @@ class TurnRequest(ApiRequest):
     priority: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     timeout: Positive | None = None
     deadline_ms: Milliseconds | None = None
-
-    @property
-    def structure(self) -> StructuredOutputs | None:
-        """The required form of the answer's text. Raises ParameterError."""
-        raise NotImplementedError
-
-    def answer_limit(self, left: int) -> int:
-        """Most tokens of the answer. left: tokens that the context has left."""
-        raise NotImplementedError
-
-    @property
-    def stop_strings(self) -> Sequence[str]:
-        """Texts that end the answer; empty ones have no effect."""
-        return ()
-
-    @property
-    def num_logprobs(self) -> int | None:
-        """Likeliest tokens to report beside each token of the text; None for no log-probabilities."""
-        return None
-
-    def sampling(self, base: SamplingParams, left: int) -> SamplingParams:
-        """The request's sampling parameters; those of ``base`` where it has none. Raises ParameterError.
-
-        left: as in ``answer_limit``.
-        """
-        stop = [text for text in self.stop_strings if text]
-        own = {"max_tokens": self.answer_limit(left), "stop": stop, "logprobs": self.num_logprobs}
-        return _sampling(self, _SAMPLED, own, base)
 
     if TYPE_CHECKING:
 

@@ -16,7 +16,7 @@ from paceline.engine.chat import ChatPrompt
 from paceline.engine.engine import Request
 from paceline.errors import PacelineError, StructureError
 from paceline.server import errors
-from paceline.server.protocol import GenerationRequest, TurnRequest
+from paceline.server.protocol import AnsweredRequest
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -53,11 +53,11 @@ class AnswerForm:
 
 
 def checked_params(
-    body: GenerationRequest | TurnRequest, base: SamplingParams, left: int
+    body: AnsweredRequest, base: SamplingParams, left: int
 ) -> tuple[SamplingParams, StructuredOutputs | None]:
     """Return the parameters of a request, and the form of its answers, which fit together. Raises ParameterError.
 
-    base, left: as in ``GenerationRequest.sampling``.
+    base, left: as in ``AnsweredRequest.sampling``.
     """
     params = body.sampling(base, left)
     return params, replace(params, structured_outputs=body.structure).structured_outputs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, JsonValue, model_validator
@@ -300,8 +300,9 @@ class MessagesRequest(PromptRequest, TurnRequest):
         return self.max_tokens
 
     @property
-    def stop_strings(self) -> Sequence[str]:
-        return self.stop_sequences or ()
+    def stop(self) -> list[str]:
+        """``stop_sequences`` as a sampling parameter; empty texts end nothing."""
+        return [text for text in self.stop_sequences or () if text]
 
     @property
     def structure(self) -> StructuredOutputs | None:
