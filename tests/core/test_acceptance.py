@@ -12,6 +12,8 @@ from paceline.config import SamplingParams
 from paceline.core.acceptance import RULES, coupled, rejection
 from paceline.core.batch import Batch, RowStart
 from paceline.core.draft_tensors import DraftTensors
+from paceline.core.nodes import Tree
+from paceline.core.rules import walk
 from paceline.core.sampling import draw, sequence_seed
 from paceline.kernels import cpu, native
 from paceline.kernels.cpu import CpuOps
@@ -55,6 +57,15 @@ def test_coupled_accepts_the_real_draft_tokens_before_the_first_mismatch(
             expected += 1
         assert accepted.accepted[row] == expected
         assert torch.equal(accepted.tokens[row, : expected + 1], draws[row, : expected + 1])
+
+
+def test_of_siblings_with_one_token_the_first_is_accepted() -> None:
+    """Its child follows it; the second sibling has none."""
+    parents = torch.tensor([[-1, -1, 0]])
+    draws, tokens = torch.tensor([[5, 3, 4, 2]]), torch.tensor([[5, 5, 3]])
+    path, accepted = walk(draws, tokens, parents, Tree.of(parents, torch.tensor([3])))
+    assert path[0, :2].tolist() == [0, 2]
+    assert accepted.tolist() == [2]
 
 
 @pytest.mark.parametrize("kernels", ["auto", "off"])
